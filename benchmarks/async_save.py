@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.state import run_state
-from kempner.checkpoint.writer import local, pages
+from kempner.checkpoint.writer import allocate_pages, local_part
 from kempner.model.config import ModelConfig
 from kempner.optim.build import build_optimizer
 from kempner.optim.config import OptimizerConfig
@@ -108,8 +108,8 @@ def ended_now() -> Future[float]:
 
 def limit(job: Job) -> Save:
     """The least: copy, write, sync. Nothing can read the file."""
-    tensors = [local(tensor) for tensor in job.state().values()]
-    buffer = torch.frombuffer(pages(sum(t.nbytes for t in tensors)), dtype=torch.uint8)
+    tensors = [local_part(tensor) for tensor in job.state().values()]
+    buffer = torch.frombuffer(allocate_pages(sum(t.nbytes for t in tensors)), dtype=torch.uint8)
     targets, at = [], 0
     for tensor in sorted(tensors, key=lambda t: -t.itemsize):
         targets.append(buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
@@ -234,7 +234,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     job = Job(options.layers, options.batch)
     steps = [job.step() for _ in range(3)]
-    size = sum(local(tensor).nbytes for tensor in job.state().values())
+    size = sum(local_part(tensor).nbytes for tensor in job.state().values())
     print(f"$ python benchmarks/async_save.py {shlex.join(sys.argv[1:])}")
     print(
         f"{time.strftime('%Y-%m-%d')}, {processor()}, {os.cpu_count()} cores, "

@@ -104,26 +104,28 @@ def measured(act: Callable[..., None], path: Path, out: Path, results: Any) -> N
 
 def import_(path: Path, out: Path) -> None:
     from kempner.hf.importing import import_model
-    from kempner.hf.source import find
+    from kempner.hf.source import find_weights
     from kempner.model.config import ModelConfig
 
-    import_model(path, ModelConfig(**find(str(path)).model()), out, "", str(path))
+    import_model(path, ModelConfig(**find_weights(str(path)).model()), out, "", str(path))
 
 
 def export(path: Path, out: Path) -> None:
-    from kempner.hf.exporting import export
-    from kempner.hf.source import find
+    from kempner.hf.exporting import export_checkpoint
+    from kempner.hf.source import find_weights
 
-    export(find(str(path)).path, out, "auto", SHARD)
+    export_checkpoint(find_weights(str(path)).path, out, "auto", SHARD)
 
 
 def init_from(path: Path, out: Path) -> None:
     """As one of four ranks that shard the model, and have the memory for it."""
-    from kempner.hf.load import Job, fill
+    from kempner.hf.load import ReadJob, fill_tensors
     from kempner.hf.stored import Stored
 
     with Stored(path, "pt") as stored:
-        fill(stored, [Job(part, name, box) for name, (box, part) in quarter(path).items()])
+        fill_tensors(
+            stored, [ReadJob(part, name, box) for name, (box, part) in quarter(path).items()]
+        )
 
 
 @functools.cache
@@ -131,16 +133,16 @@ def quarter(path: Path) -> dict[str, Any]:
     """By name what one of four ranks holds: a box and its tensor."""
     import torch
 
-    from kempner.checkpoint.layout import Layout, StoredTensor, own_box
-    from kempner.hf.source import find
+    from kempner.checkpoint.layout import CheckpointLayout, StoredTensor, own_box
+    from kempner.hf.source import find_weights
     from kempner.hf.tensors import tensor_names
     from kempner.model.config import ModelConfig
     from kempner.model.shapes import tensor_shapes
 
-    cfg = ModelConfig(**find(str(path)).model())
+    cfg = ModelConfig(**find_weights(str(path)).model())
     names, parts = tensor_names(cfg, "llama"), {}
     for ours, shape in tensor_shapes(cfg).items():
-        whole = StoredTensor(torch.Size(shape), torch.float32, Layout((4,), (0,)), 0)
+        whole = StoredTensor(torch.Size(shape), torch.float32, CheckpointLayout((4,), (0,)), 0)
         box = own_box(whole, 1)
         parts[names[ours]] = box, torch.ones([length for _, length in box])
     return parts

@@ -23,7 +23,7 @@ import transformers
 
 from benchmarks.async_save import processor
 from kempner.generate.config import Sampling
-from kempner.generate.engine import Engine, Request
+from kempner.generate.engine import Engine, GenerationRequest
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from tests.unit.test_model import copy_to_reference
@@ -68,8 +68,8 @@ def sides(
 
     def run_ours() -> list[list[int]]:
         cfg = ours.cfg
-        engine = Engine[Request](ours, cfg.vocab_size, cfg.max_seq_len, len(prompts))
-        requests = [Request(number, ids, sampling) for number, ids in enumerate(prompts)]
+        engine = Engine[GenerationRequest](ours, cfg.vocab_size, cfg.max_seq_len, len(prompts))
+        requests = [GenerationRequest(number, ids, sampling) for number, ids in enumerate(prompts)]
         engine.join(requests)
         for _ in range(new - 1):
             engine.step()

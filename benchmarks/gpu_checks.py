@@ -178,7 +178,7 @@ def preflight(job: Job) -> Figures:
     meet, report = job.work / "meet", job.work / "preflight.json"
     meet.mkdir()
     gpus = job.ranks if job.device == "cuda" else 0
-    env = os.environ | {peers.VARIABLE: peers.new_key()}
+    env = os.environ | {peers.PEER_KEY_VARIABLE: peers.new_key()}
     driver = subprocess.Popen([
         sys.executable, "-m", "kempner.preflight", f"--nodes={socket.gethostname()}",
         f"--tasks={job.ranks}", f"--gpus={gpus}", f"--device={job.device}",
@@ -215,7 +215,7 @@ def gpu_faults(job: Job) -> Figures:
     """What a sampler sees of this machine's GPUs, through each way there is; and a whole one."""
     import shutil
 
-    from kempner.gpu.findings import Watch
+    from kempner.gpu.findings import ReadingComparison
     from kempner.gpu.kernel_log import KernelLog
     from kempner.gpu.reading import NoAnswer, NvidiaSmi, open_reader
     from kempner.gpu.watch import start_watch
@@ -226,7 +226,7 @@ def gpu_faults(job: Job) -> Figures:
         raise Failed("neither pynvml nor nvidia-smi is here")
     found: Figures = {}
     for way in {way.name: way for way in ways}.values():
-        watch, findings = Watch(), {}
+        watch, findings = ReadingComparison(), {}
         try:
             for _ in range(2):
                 began = time.perf_counter()
@@ -358,7 +358,7 @@ def patterns(job: Job) -> Figures:
     mask, output and gradients."""
     import torch
 
-    from kempner.model.attention import Documents, attend, visible
+    from kempner.model.attention import Documents, attend, attention_pattern
 
     length = 2048
     q, k, v = (
@@ -377,7 +377,7 @@ def patterns(job: Job) -> Figures:
     }.items():
         results = []
         for kernel in ("auto", "math"):
-            seen = visible(tokens, what[0], what[1], q.dtype, what[2], kernel)
+            seen = attention_pattern(tokens, what[0], what[1], q.dtype, what[2], kernel)
             y = attend(q, k, v, seen)
             results.append((y, *torch.autograd.grad(y.float().square().sum(), (q, k, v))))
         pairs = zip(*results, strict=True)
@@ -405,7 +405,7 @@ def bench(job: Job, shape: str, accumulate: int) -> Figures:
     """Tokens/s of a shipped configuration, compiled as it is shipped, on all GPUs: 7b on one node
     of eight as configs/scale has it, and on one GPU with one sequence a pass."""
     from kempner.configure import load_config
-    from kempner.planner.memory import GIB, memory
+    from kempner.planner.memory import GIB, estimate_memory
 
     file = f"configs/scale/{shape}-1node.toml" if (shape, job.ranks) == ("7b", 8) else ""
     run_dir = job.work / f"bench-{shape}"
@@ -423,7 +423,7 @@ def bench(job: Job, shape: str, accumulate: int) -> Figures:
     # Read from a file: a CUDA context of this process would take memory from the trainer's.
     environment = json.loads((job.work / "environment.result.json").read_text())
     there = environment["figures"]["memory_gib"]
-    planned = memory(cfg, job.ranks, job.ranks).peak / GIB
+    planned = estimate_memory(cfg, job.ranks, job.ranks).peak / GIB
     if planned > 0.95 * there:
         raise Skipped(f"does not fit: the planner says {planned:.0f} GiB of {there:.0f} per GPU")
     log = job.work / f"bench-{shape}.out"

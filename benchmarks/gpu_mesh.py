@@ -53,15 +53,15 @@ def main(rank: str, directory: str, axis: str) -> None:
             setattr(module, name, value)
     for name in ("MASTER_ADDR", "MASTER_PORT"):  # they meet in the directory
         os.environ.pop(name, None)
-    world = process_group.start(
-        process_group.discover(), torch.device("cuda", 0), Path(directory), 60
+    world = process_group.start_process_group(
+        process_group.discover_world(), torch.device("cuda", 0), Path(directory), 60
     )
     layout = build_layout(DistributedConfig(**{axis: 2}), world.size, 2, "cuda")
     some = dist.new_group([0], backend="gloo")  # as the checkpointer's of a pipeline
     total = torch.ones(1)
     for group in (None, *layout.groups, *([some] if rank == "0" else [])):
         dist.all_reduce(total, group=group)
-    process_group.leave(world)
+    process_group.leave_process_group(world)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def ring_attention(size: int, q: Any, k: Any, v: Any, dy: Any) -> list[Any]:
 
     group, parts = (
         Ring(size),
-        [context.columns(q.shape[2], r, size, "ring", q.device) for r in range(size)],
+        [context.rank_columns(q.shape[2], r, size, "ring", q.device) for r in range(size)],
     )
     found: list[Any] = [None] * size
 
@@ -260,12 +260,16 @@ def update(job: Job) -> Figures:
 def generation(job: Job) -> Figures:
     """32 tokens of the run that check `save` has left, and the time of each."""
     from kempner.generate.config import Sampling
-    from kempner.generate.engine import Engine, Request
-    from kempner.load import load
+    from kempner.generate.engine import Engine, GenerationRequest
+    from kempner.load import load_model_and_tokenizer
 
-    loaded = load(str(job.work / "unbroken"), job.device)
-    engine = Engine[Request](loaded.model, loaded.words.tokenizer.vocab_size, loaded.window, 1)
-    request = Request(0, [*loaded.words.begin, *b"def "], Sampling(temperature=0, max_tokens=32))
+    loaded = load_model_and_tokenizer(str(job.work / "unbroken"), job.device)
+    engine = Engine[GenerationRequest](
+        loaded.model, loaded.words.tokenizer.vocab_size, loaded.window, 1
+    )
+    request = GenerationRequest(
+        0, [*loaded.words.begin, *b"def "], Sampling(temperature=0, max_tokens=32)
+    )
     seconds = []
     while len(request.new) < 32:
         began = time.perf_counter()

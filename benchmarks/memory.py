@@ -99,7 +99,7 @@ def build(cfg: ModelConfig, name: str) -> Decoder:
 def peak(step: Callable[[], object], model: Decoder) -> int:
     counted = {p.data_ptr() for p in model.parameters()} | {model.rope.data_ptr()}
     host: list[Tensor] = []
-    real = offload.host_memory
+    real = offload.allocate_host_memory
 
     def on_the_host(size: int, pin: bool) -> Tensor:
         with torch.utils._python_dispatch._disable_current_modes():
@@ -107,10 +107,10 @@ def peak(step: Callable[[], object], model: Decoder) -> int:
         counted.add(host[-1].data_ptr())
         return host[-1]
 
-    offload.host_memory = on_the_host
+    offload.allocate_host_memory = on_the_host
     with Peak(counted) as found:
         step()
-    offload.host_memory = real
+    offload.allocate_host_memory = real
     return found.most
 
 

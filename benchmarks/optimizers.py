@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from kempner.history.tables import aligned
+from kempner.history.tables import align_table
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.optim.build import build_optimizer
@@ -83,7 +83,7 @@ def main() -> None:
         rows.append([name, f"{statistics.median(ratios):.2f}", f"{case.bytes_per_parameter:.2f}"])
     print(f"{shape.count_parameters():,} parameters on {given.device}, torch {torch.__version__}")
     print(f"AdamW takes {statistics.median(plain) * 1e3:.1f} ms; ratios are medians of each turn's")
-    print(aligned(rows, gap=2, right=range(1, 3)))
+    print(align_table(rows, gap=2, right=range(1, 3)))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import sys
 
 from kempner.config.command_line import argument_parser
 from kempner.configure import load_config
-from kempner.planner.memory import memory
+from kempner.planner.memory import estimate_memory
 from kempner.run import RunConfig
 
 MIB = 2.0**20
@@ -61,7 +61,7 @@ def measured(cfg: RunConfig) -> float:
     from kempner.parallel.layout import build_layout
     from kempner.parts import open_loader
     from kempner.progress import Progress
-    from kempner.step import StepSums, forward_backward, reduce_step, update
+    from kempner.step import StepSums, forward_backward, reduce_step, update_weights
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -77,7 +77,7 @@ def measured(cfg: RunConfig) -> float:
             found = forward_backward(model, NextToken(), next(loader), sums, tokens, None)
             assert isinstance(found, dict)
             found["grad_norm_sq"] = layout.norm_sq(model.parameters())
-            update(optimizer, reduce_step(found, layout), tokens, 1e-3, cfg.train.grad_clip)
+            update_weights(optimizer, reduce_step(found, layout), tokens, 1e-3, cfg.train.grad_clip)
         loader.close()
     events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
     sizes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
@@ -91,7 +91,7 @@ def measured(cfg: RunConfig) -> float:
 def main(argv: list[str]) -> int:
     if argv[:1] == ["one"]:
         cfg = load_config([], []) if not argv[1:] else load_config(argv[1:2], argv[2:])
-        needs = memory(cfg, 1, 1, gpu=False)
+        needs = estimate_memory(cfg, 1, 1, gpu=False)
         print(json.dumps([needs.moment, needs.peak, measured(cfg), needs.parts]))
         return 0
     parser = argument_parser("benchmarks.planner", __doc__)

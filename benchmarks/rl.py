@@ -78,26 +78,26 @@ def update(place: Path, rounds: int, size: int) -> None:
     import torch
 
     from kempner.configure import load_config
-    from kempner.load import load
+    from kempner.load import load_model_and_tokenizer
     from kempner.parallel.build import build_model
     from kempner.parts import open_layout
-    from kempner.process_group import discover, start
-    from kempner.rl.exchange import Exchange
+    from kempner.process_group import discover_world, start_process_group
+    from kempner.rl.exchange import RolloutExchange
     from kempner.rl.publish import DirectoryPublisher
-    from kempner.serve.weights import replace
+    from kempner.serve.weights import replace_weights
 
     dim, layers, vocab = SIZES[size]
     words = [f"--model.dim={dim}", f"--model.n_layers={layers}", f"--model.vocab_size={vocab}",
              f"--model.ffn_dim={dim * 8 // 3 // 8 * 8}", "--model.n_heads=4",
              *REWARDS, "--train.seq_len=128", f"--run.dir={place}"]  # fmt: skip
     cfg, cpu = load_config([], words), torch.device("cpu")
-    world = start(discover(), cpu, place, 60.0)
+    world = start_process_group(discover_world(), cpu, place, 60.0)
     layout = open_layout(cfg, world, cpu)
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed)
-    exchange = Exchange(place)
+    exchange = RolloutExchange(place)
     publisher = DirectoryPublisher(cfg, model, exchange, cpu)
     publisher.publish(0)
-    engine = load(str(exchange.version(0)), "cpu").model
+    engine = load_model_and_tokenizer(str(exchange.version(0)), "cpu").model
     total = json.loads((exchange.version(0) / "manifest.json").read_text())["bytes"]
     data, file = bytearray(os.urandom(1 << 20) * (total >> 20)), place / "plain"
 
@@ -117,7 +117,7 @@ def update(place: Path, rounds: int, size: int) -> None:
         "plain write": lambda _: write_plain(),
         "plain read": lambda _: read_plain(),
         "publish": publisher.publish,
-        "load": lambda number: replace(engine, str(exchange.version(number))),
+        "load": lambda number: replace_weights(engine, str(exchange.version(number))),
     }
     found: dict[str, list[float]] = {name: [] for name in acts}
     for number in range(1, rounds + 1):

@@ -25,10 +25,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kempner.config.loading import load
+from kempner.config.loading import load_config_files
 from kempner.rl import feed
 from kempner.rl.environments.protocol import Environment, Task
-from kempner.rl.exchange import Start
+from kempner.rl.exchange import ExchangeStart
 from kempner.rl.opening import open_parts
 from kempner.run import RunConfig
 from tests.fake_engine import FakeEngine
@@ -95,7 +95,7 @@ class Timed(Loop):
     def train(self, token_s: float) -> list[tuple[float, float, float]]:
         """Of each step: when it began to wait, when it had the batch, when it had published."""
         self.publish(0)
-        self.exchange.begin(Start(0, RANKS, None))
+        self.exchange.begin(ExchangeStart(0, RANKS, None))
         thread = threading.Thread(target=self._orchestrate, args=open_parts(self.cfg), daemon=True)
         thread.start()
         found, self.staleness = [], []
@@ -122,7 +122,9 @@ def configuration(folder: Path, steps: int, samples: int, behind: int) -> RunCon
         "rl.group_size": GROUP, "rl.batch_samples": samples, "rl.sampling.max_tokens": MOST,
         "rl.inference.slots": SLOTS, "rl.max_async": behind,
     }  # fmt: skip
-    return load(RunConfig, [file], [f"--{name}={value}" for name, value in values.items()])
+    return load_config_files(
+        RunConfig, [file], [f"--{name}={value}" for name, value in values.items()]
+    )
 
 
 def measure(

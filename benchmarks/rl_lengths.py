@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kempner.history.tables import aligned
+from kempner.history.tables import align_table
 from kempner.rl.batches import Groups, batches_ahead
 from kempner.rl.config import RlConfig
-from kempner.rl.groups import Group, Place, Rollout
+from kempner.rl.groups import Rollout, SampleGroup, TaskPlace
 
 RATE, TRAIN_S = 40.0, 60.0  # tokens/s of a text; seconds of a step
 MEDIAN, MOST, TASK, SAMPLE = 1500, 32768, 0.8, 0.6  # tokens; deviations of the log of lengths
@@ -111,7 +111,7 @@ class Simulation:
             end = self.now + self.lengths[task].max() / RATE
             heapq.heappush(self.ends, (end, self.ticket))
 
-    def train(self, chosen: list[Group]) -> None:
+    def train(self, chosen: list[SampleGroup]) -> None:
         self.groups.next_batch(chosen)
         self.step += 1
         self.trained += [group.at.place for group in chosen]
@@ -137,7 +137,7 @@ class Simulation:
             Rollout(Sampled(Count(int(n))), "", float(i), False, version)  # type: ignore[arg-type]
             for i, n in enumerate(self.lengths[task])
         ]
-        self.groups.add(Group(Place(task, "", task), "", "", rollouts))
+        self.groups.add(SampleGroup(TaskPlace(task, "", task), "", "", rollouts))
 
 
 def main() -> None:
@@ -149,7 +149,7 @@ def main() -> None:
             f"{found.trained / found.asked - 1:+.1%}", f"{found.lost:.1%}", f"{found.behind:.1f}",
             f"{found.seconds:.0f}",
         ])  # fmt: skip
-    print(aligned(rows, 2, range(7)))
+    print(align_table(rows, 2, range(7)))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from benchmarks.rl_weights import CPU, configuration
 from kempner.parallel.build import build_model
 from kempner.parallel.layout import build_layout
 from kempner.rl import publish
-from kempner.rl.exchange import Exchange
+from kempner.rl.exchange import RolloutExchange
 
 
 def rank(number: int, ranks: int, megabytes: int, rate: float, folder: str) -> None:
@@ -34,7 +34,7 @@ def rank(number: int, ranks: int, megabytes: int, rate: float, folder: str) -> N
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=number, world_size=ranks
     )
-    cfg, exchange = configuration(Path(folder), megabytes), Exchange(folder)
+    cfg, exchange = configuration(Path(folder), megabytes), RolloutExchange(folder)
     layout = build_layout(cfg.distributed, ranks, 1, "cpu")
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed)
     write_all = publish.write_all

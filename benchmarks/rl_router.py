@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from kempner.history.tables import aligned
+from kempner.history.tables import align_table
 from kempner.rl.members import Member, Waiter
 from kempner.rl.router import BEAT_EVERY_S, Router
 
@@ -41,7 +41,7 @@ def main() -> None:
         best = min(spent)
         share = f"{engines / BEAT_EVERY_S * best:.1%}"
         rows.append([str(engines), str(groups), f"{1e3 * best:.3f}", share])
-    print(aligned(rows, 2, range(4)))
+    print(align_table(rows, 2, range(4)))
 
 
 if __name__ == "__main__":

@@ -28,13 +28,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.async_save import processor
-from kempner.config.loading import load
+from kempner.config.loading import load_config_files
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.parallel.build import build_model, parameter_names
 from kempner.parallel.layout import build_layout
-from kempner.rl.exchange import Exchange
-from kempner.rl.publish import DirectoryPublisher, whole
+from kempner.rl.exchange import RolloutExchange
+from kempner.rl.publish import DirectoryPublisher, full_tensor
 from kempner.rl.transfer import DirectPublisher
 from kempner.run import RunConfig
 from kempner.serve import weights
@@ -58,13 +58,13 @@ def configuration(run: Path, megabytes: int) -> RunConfig:
         "rl.tokenizer": "bytes",
         "train.max_steps": 10**6,
     }
-    return load(RunConfig, [], [f"--{name}={value}" for name, value in words.items()])
+    return load_config_files(RunConfig, [], [f"--{name}={value}" for name, value in words.items()])
 
 
 def trainer(run: Path, megabytes: int) -> None:
     """A rank: it publishes version n as RUN/n says."""
     dist.init_process_group("gloo")
-    cfg, exchange = configuration(run, megabytes), Exchange(run)
+    cfg, exchange = configuration(run, megabytes), RolloutExchange(run)
     layout = build_layout(cfg.distributed, dist.get_world_size(), 1, "cpu")
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed)
     files = DirectoryPublisher(cfg, model, exchange, CPU)
@@ -81,7 +81,7 @@ def trainer(run: Path, megabytes: int) -> None:
             for p in names.values():
                 p.add_(0.01)
         if number <= 2:
-            sums = {name: whole(p).double().sum().item() for name, p in names.items()}
+            sums = {name: full_tensor(p).double().sum().item() for name, p in names.items()}
             if dist.get_rank() == 0:
                 (run / f"sums-{number}").write_text(json.dumps(sums))
         dist.barrier()
@@ -92,7 +92,7 @@ def trainer(run: Path, megabytes: int) -> None:
 
 class Engine:
     def __init__(self, run: Path, cfg: ModelConfig) -> None:
-        self.run, self.exchange, self.number = run, Exchange(run), 0
+        self.run, self.exchange, self.number = run, RolloutExchange(run), 0
         self.model = Decoder(cfg).eval().requires_grad_(False)
 
     def update(self, kind: str) -> float:
@@ -106,9 +106,11 @@ class Engine:
         while not manifest.exists():
             time.sleep(0.005)
         if kind == "directory":
-            weights.replace(self.model, str(place))
+            weights.replace_weights(self.model, str(place))
         else:
-            weights.receive(self.model, str(manifest), self.exchange.token.read_text().strip())
+            weights.receive_version(
+                self.model, str(manifest), self.exchange.token.read_text().strip()
+            )
         seconds = time.monotonic() - began
         if self.number <= 2:
             sums = json.loads((self.run / f"sums-{self.number}").read_text())

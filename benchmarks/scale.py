@@ -52,7 +52,7 @@ from kempner.parallel.config import DistributedConfig
 from kempner.parallel.layout import build_layout
 from kempner.process_group import World
 from kempner.resilience import watchdog
-from kempner.resilience.requests import FLAGS
+from kempner.resilience.requests import REQUEST_FLAGS
 from kempner.run_log import log_path
 from kempner.step import reduce_step
 
@@ -99,7 +99,7 @@ def together(acts: Sequence[Callable[[], Any]]) -> float:
 def check_in(ranks: int) -> float:
     with clients(ranks) as stores:
         return together([
-            lambda r=r: rendezvous.check_in(stores[r], World(r, 0, ranks, "slurm"), 600.0)
+            lambda r=r: rendezvous.await_ranks(stores[r], World(r, 0, ranks, "slurm"), 600.0)
             for r in range(ranks)
         ])  # fmt: skip
 
@@ -113,7 +113,7 @@ def question(ranks: int) -> float:
         answers = dog._ask("on node1234 after step 1000: in train.py:88 train > all_reduce")
         if rank == 0:
             assert len(answers) == ranks, f"{len(answers)} of {ranks} ranks answered in time"
-            store.set(watchdog.VERDICT, "")
+            store.set(watchdog.HANG_VERDICT, "")
 
     with clients(ranks) as stores:
         return together([lambda r=r: ask(r, stores[r]) for r in range(ranks)])  # type: ignore[misc]
@@ -121,7 +121,7 @@ def question(ranks: int) -> float:
 
 def sockets(ranks: int) -> float:
     """Sockets of one rank after a gloo group's first all-reduce."""
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as process_group.start() sets it
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as process_group.start_process_group() sets it
     groups: list[Any] = [None] * ranks
 
     def join(rank: int) -> None:
@@ -200,7 +200,7 @@ def fake_world(ranks: int) -> Iterator[None]:
 def step_bytes(ranks: int) -> float:
     sent, send = list[int](), dist.all_reduce
     dist.all_reduce = lambda t, *a, **k: (sent.append(t.nbytes), send(t, *a, **k))[1]
-    names = ("loss_sum", "tokens", "grad_norm_sq", "work", "step_time", *FLAGS)
+    names = ("loss_sum", "tokens", "grad_norm_sq", "work", "step_time", *REQUEST_FLAGS)
     try:
         with fake_world(ranks):
             axes = build_layout(DistributedConfig(), ranks, PER_HOST, "cpu")

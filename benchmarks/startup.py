@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 from kempner.history import events
-from kempner.history.events import FirstStep, Start
+from kempner.history.events import FirstStep, StartEvent
 
 ROOT = Path(__file__).parents[1]
 MODEL = ["--model.dim=64", "--model.n_layers=2", "--model.ffn_dim=96", "--train.seq_len=32"]
@@ -42,8 +42,8 @@ def kernels(folder: Path) -> None:
         env = {**os.environ, "SLURMD_NODENAME": host}
         env.pop("TORCHINDUCTOR_CACHE_DIR", None)
         subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
-        found = events.read(run / "attempts.jsonl")
-        start, first = events.of_kind(found, Start)[-1], events.of_kind(found, FirstStep)[-1]
+        found = events.read_events(run / "attempts.jsonl")
+        start, first = events.of_kind(found, StartEvent)[-1], events.of_kind(found, FirstStep)[-1]
         print(f"{name:15} imports {start.parts['imports']:6.1f} s, first step "
               f"{first.time - start.time:6.1f} s", flush=True)  # fmt: skip
 

@@ -267,8 +267,8 @@ def data(options: argparse.Namespace, work: Path) -> None:
     from kempner.data.chat_dataset import ChatDataset
     from kempner.data.dataset import TokenDataset
     from kempner.data.loader import reading_speed
-    from kempner.data.mixture import Ingredient, Mixture, Phase
-    from kempner.data.sidecar import SIDECAR, SPLITS, Shard, Sidecar
+    from kempner.data.mixture import Ingredient, Mixture, MixturePhase
+    from kempner.data.sidecar import DATA_SPLITS, SIDECAR, Shard, Sidecar
     from kempner.data.stream import Shape
 
     if hasattr(os, "sched_setaffinity"):
@@ -278,7 +278,7 @@ def data(options: argparse.Namespace, work: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, vocab, count, np.uint16)
     tokens[::500] = 0
     np.save(work / "tokens.npy", tokens)
-    shards = {split: [Shard("tokens.npy", count, 1, vocab - 1)] for split in SPLITS}
+    shards = {split: [Shard("tokens.npy", count, 1, vocab - 1)] for split in DATA_SPLITS}
     tokenizer = {"name": "none", "kind": "bytes", "hash": ""}
     Sidecar(tokenizer, "uint16", vocab, 0, shards, {}).save(work / SIDECAR)
     seconds = 0.1 if options.quick else 1.0
@@ -289,7 +289,7 @@ def data(options: argparse.Namespace, work: Path) -> None:
                 for _ in range(number)
             ]
             parts = [Ingredient(str(i), len(each)) for i, each in enumerate(sources)]
-            mixture = Mixture(parts, [Phase(0, (5.0, 3.0, 2.0)[:number])])
+            mixture = Mixture(parts, [MixturePhase(0, (5.0, 3.0, 2.0)[:number])])
             speeds = [
                 reading_speed(sources, mixture, 65536 // seq_len, seconds)
                 for _ in range(options.repeats)
@@ -297,13 +297,17 @@ def data(options: argparse.Namespace, work: Path) -> None:
             name = f"{number} source{'s' * (number > 1)}{', documents apart' * apart}"
             speed = spread([x / 1e6 for x in speeds], ".0f")
             print(f"seq_len {seq_len:<5} {name:<26} {speed} M tokens/s", flush=True)
-    np.save(chat_marks.beside(work / "tokens.npy")["loss_mask"], (tokens & 1).astype(np.uint8))
+    np.save(
+        chat_marks.files_of_shard(work / "tokens.npy")["loss_mask"], (tokens & 1).astype(np.uint8)
+    )
     for mean in (150, 600):
         lengths = 2 + np.random.default_rng(0).exponential(mean, count // mean).astype(np.int64)
         ends = np.cumsum(lengths)
         ends = ends[ends <= count]
-        np.save(chat_marks.beside(work / "tokens.npy")["ends"], ends)
-        shards = {split: [Shard("tokens.npy", count, len(ends), vocab - 1)] for split in SPLITS}
+        np.save(chat_marks.files_of_shard(work / "tokens.npy")["ends"], ends)
+        shards = {
+            split: [Shard("tokens.npy", count, len(ends), vocab - 1)] for split in DATA_SPLITS
+        }
         Sidecar(tokenizer, "uint16", vocab, 0, shards, {}, "chat").save(work / SIDECAR)
         began = time.perf_counter()
         chat = ChatDataset.open(work, "train", Shape(2048, vocab))

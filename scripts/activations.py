@@ -18,18 +18,18 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
     import first
 
-    first.begin()  # before anything that may be missing or slow
+    first.start_program()  # before anything that may be missing or slow
 
 import argparse
 import re
 from pathlib import Path
 
 from kempner.activations import (
-    PARTS,
+    ACTIVATION_PARTS,
     SHARD_BYTES,
-    Record,
+    ShardRecord,
     check_weights,
-    extract,
+    extract_shards,
     identity_of,
     start_output,
 )
@@ -39,18 +39,18 @@ from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.data.config import FAKE
 from kempner.data.dataset import TokenDataset
-from kempner.files import step_of
+from kempner.files import step_of_name
 from kempner.front_door import run_program
-from kempner.hf.source import CONFIG, Source, held
-from kempner.load import Loaded, load
+from kempner.hf.source import CONFIG_FILE, WeightsSource, held_weights
+from kempner.load import Loaded, load_model_and_tokenizer
 
 
 def main(argv: list[str]) -> None:
     options = parse(argv)
-    names = models(options.model, options.steps)
+    names = models_to_read(options.model, options.steps)
     check_models(options.out, names)
     for name in names:
-        write(options, name)
+        write_activation_shards(options, name)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -75,9 +75,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if value < least:
             parser.error(f"--{name} {value}: must be at least {least}")
     options.parts = options.parts.split(",")
-    unknown = [part for part in options.parts if part not in PARTS]
+    unknown = [part for part in options.parts if part not in ACTIVATION_PARTS]
     if unknown:
-        parser.error(f"--parts {unknown[0]}: must be of {', '.join(PARTS)}, with commas between")
+        parser.error(
+            f"--parts {unknown[0]}: must be of {', '.join(ACTIVATION_PARTS)}, with commas between"
+        )
     return options
 
 
@@ -92,20 +94,20 @@ def join_layers(argv: list[str]) -> list[str]:
     return joined
 
 
-def models(name: str, steps: str | None) -> list[str]:
-    """Return the checkpoints, as names for load(). Raises ConfigError."""
+def models_to_read(name: str, steps: str | None) -> list[str]:
+    """Return the checkpoints, as names for load_model_and_tokenizer(). Raises ConfigError."""
     if steps is None:
         return [name]
-    directory, step = named.split(name)
-    if step is not None or any((directory / f).is_file() for f in (commit.MANIFEST, CONFIG)):
+    directory, step = named.split_name(name)
+    if step is not None or any((directory / f).is_file() for f in (commit.MANIFEST, CONFIG_FILE)):
         raise ConfigError(
             f"{name} is one model: leave out --steps, or name a run, whose checkpoints it selects"
         )
     if steps != "all":
         numbers = _numbers("--steps", steps)
         return [f"{name}@{number}" for number in numbers]
-    there = commit.complete(named.find(name).parent)
-    return [f"{name}@{step_of(path.name)}" for path in sorted(there)]
+    there = commit.complete_checkpoints(named.find_checkpoint(name).parent)
+    return [f"{name}@{step_of_name(path.name)}" for path in sorted(there)]
 
 
 def check_models(out: Path, names: list[str]) -> None:
@@ -113,7 +115,7 @@ def check_models(out: Path, names: list[str]) -> None:
     problems = []
     for name in names:
         try:
-            with held(name) as source:
+            with held_weights(name) as source:
                 check_weights(out / folder_of(source), identity_of(source))
         except ConfigError as error:
             problems += error.problems
@@ -121,7 +123,7 @@ def check_models(out: Path, names: list[str]) -> None:
         raise ConfigError(problems)
 
 
-def folder_of(source: Source) -> str:
+def folder_of(source: WeightsSource) -> str:
     return source.path.name if source.is_checkpoint else "model"
 
 
@@ -159,15 +161,15 @@ def check_data(path: str, data: TokenDataset, loaded: Loaded) -> None:
         )
 
 
-def write(options: argparse.Namespace, name: str) -> None:
+def write_activation_shards(options: argparse.Namespace, name: str) -> None:
     """Write the shards of one checkpoint."""
-    with held(name) as source:
+    with held_weights(name) as source:
         folder, weights = folder_of(source), identity_of(source)
         identity, config = str(source.path), {}
         if source.is_checkpoint:
             identity = commit.read_manifest(source.path)["run"]
             config = toml.loads((source.path / "config.toml").read_text()).get("data", {})
-        loaded = load(name, options.device)
+        loaded = load_model_and_tokenizer(name, options.device)
     model, cfg = loaded.model, loaded.model.cfg
     mask = config.get("document_mask", False)
     data = TokenDataset.open(
@@ -177,7 +179,7 @@ def write(options: argparse.Namespace, name: str) -> None:
     layers, parts = layers_of(options.layers, cfg.n_layers), options.parts
     dtype = model.embed.weight.dtype
     size = len(layers) * len(parts) * loaded.window * cfg.dim * dtype.itemsize
-    record = Record(
+    record = ShardRecord(
         model=identity,
         data=str(options.data),
         split=options.split,
@@ -195,7 +197,7 @@ def write(options: argparse.Namespace, name: str) -> None:
     start_output(options.out, record)
     print(f"{loaded.about}: {record.samples} samples, {len(record.shards)} shards", flush=True)
     place = options.out / folder
-    for number, there in extract(model, data, record, place, weights, options.batch):
+    for number, there in extract_shards(model, data, record, place, weights, options.batch):
         print(f"{folder} shard {number} {'was there' if there else 'is durable'}", flush=True)
 
 

@@ -17,7 +17,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
     import first
 
-    first.begin()  # before anything that may be missing or slow
+    first.start_program()  # before anything that may be missing or slow
 
 import argparse
 import re
@@ -25,22 +25,22 @@ from pathlib import Path
 
 from kempner import hub
 from kempner.checkpoint import commit
-from kempner.combinations import problems as problems_across
+from kempner.combinations import combination_problems as problems_across
 from kempner.config.command_line import argument_parser
-from kempner.config.loading import Values, load, to_toml
+from kempner.config.loading import SectionValues, load_config_files, to_toml
 from kempner.config.option import ConfigError
 from kempner.front_door import interruptible, run_program
 from kempner.hf.checks import complete_model
 from kempner.hf.compare import compare_with_transformers
 from kempner.hf.families import FAMILIES, family_of
-from kempner.hf.source import TOKENIZER, find, held, vocabulary
+from kempner.hf.source import TOKENIZER_FILE, find_weights, held_weights, vocabulary_size
 from kempner.hf.stored import check_source
-from kempner.hf.tensors import parts, tensor_names
+from kempner.hf.tensors import stored_parts, tensor_names
 from kempner.model.config import ModelConfig
 from kempner.model.shapes import tensor_shapes
 from kempner.run import RunConfig, RunSection, TrainConfig
 
-UNITS = {"MB": 10**6, "GB": 10**9}
+SIZE_UNITS = {"MB": 10**6, "GB": 10**9}
 
 
 def main(argv: list[str]) -> None:
@@ -60,7 +60,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     sub = command("import", import_, "make a run of a model, with one checkpoint, of step 0")
     sub.add_argument("source", metavar="SOURCE", help="directory, or OWNER/NAME[@REVISION] (hub)")
     sub.add_argument("run", type=Path, metavar="RUN", help="run directory to make")
-    sub = command("export", export, "write the model of a run as safetensors, config and tokenizer")
+    sub = command(
+        "export", run_export, "write the model of a run as safetensors, config and tokenizer"
+    )
     sub.add_argument("run", metavar="RUN[@STEP]", help="run or checkpoint; default: the newest one")
     sub.add_argument("out", type=Path, metavar="DIR", help="directory, new or empty")
     sub.add_argument(
@@ -71,7 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     sub.add_argument(
         "--max-shard-size",
-        type=size,
+        type=parse_size,
         default="5GB",
         metavar="SIZE",
         help="of one file (default: 5GB)",
@@ -81,13 +83,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="of a run with [lora], the adapter alone, in peft's form; else it is merged",
     )
-    sub = command("check", check, "say what a source is, and whether every tensor is accounted for")
+    sub = command(
+        "check", check_conversion, "say what a source is, and whether every tensor is accounted for"
+    )
     sub.add_argument("source", metavar="SOURCE", help="directory, id of the hub, or RUN[@STEP]")
-    sub = command("push", push, "upload a directory to the hub")
+    sub = command("push", run_push, "upload a directory to the hub")
     sub.add_argument("directory", type=Path, metavar="DIR", help="what export has written")
     sub.add_argument("name", metavar="OWNER/NAME", help="of the model; it is created if need be")
     sub.add_argument("--private", action="store_true", help="create it as a private one")
-    sub = command("prefetch", prefetch, "download what a configuration takes from the hub")
+    sub = command("prefetch", prefetch_model, "download what a configuration takes from the hub")
     sub.add_argument(
         "words",
         nargs="+",
@@ -96,21 +100,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     sub.add_argument("--tokenizer-only", action="store_true", help="of a model: not its weights")
     options, overrides = parser.parse_known_args(argv)
-    if overrides and options.act is not prefetch:
+    if overrides and options.act is not prefetch_model:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     options.overrides = overrides
     return options
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     found = re.fullmatch(r"(\d+) *(MB|GB)", text)
     if found is None or int(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text}: give a size such as 500MB or 5GB")
-    return int(found[1]) * UNITS[found[2]]
+    return int(found[1]) * SIZE_UNITS[found[2]]
 
 
 def import_(options: argparse.Namespace) -> None:
-    source = find(options.source, download=True)
+    source = find_weights(options.source, download=True)
     if source.is_checkpoint:
         raise ConfigError(
             f"{options.source}: is a run; start from it by --model.init_from={options.source}"
@@ -129,11 +133,11 @@ def import_(options: argparse.Namespace) -> None:
     print(f"start a run from it by --model.init_from={options.run}")
 
 
-def export(options: argparse.Namespace) -> None:
+def run_export(options: argparse.Namespace) -> None:
     from kempner.hf.adapter import export_adapter
-    from kempner.hf.exporting import export
+    from kempner.hf.exporting import export_checkpoint
 
-    with held(options.run) as source:
+    with held_weights(options.run) as source:
         if not source.is_checkpoint:
             raise ConfigError(f"{options.run}: is in Hugging Face's form already")
         step = commit.read_manifest(source.path)["step"]
@@ -141,14 +145,16 @@ def export(options: argparse.Namespace) -> None:
         if options.adapter:
             path = export_adapter(source.path, options.out)
         else:
-            path = export(source.path, options.out, options.dtype, options.max_shard_size)
+            path = export_checkpoint(
+                source.path, options.out, options.dtype, options.max_shard_size
+            )
     print(f"{path}: step {step:,} of {options.run}")
-    if not (path / TOKENIZER).is_file() and not options.adapter:
+    if not (path / TOKENIZER_FILE).is_file() and not options.adapter:
         print("it has no tokenizer: the tokens are bytes, and this kit's own programs know that")
 
 
-def check(options: argparse.Namespace) -> None:
-    with held(options.source, download=True) as source:
+def check_conversion(options: argparse.Namespace) -> None:
+    with held_weights(options.source, download=True) as source:
         shape = source.model()
         cfg = ModelConfig(**shape)
         problems = cfg.problems()
@@ -162,29 +168,29 @@ def check(options: argparse.Namespace) -> None:
         if not source.is_checkpoint:
             print(compare_with_transformers(source.path, shape))
         shapes, names = tensor_shapes(cfg), tensor_names(cfg, kind)
-        count = sum(len(parts(names[ours], shape)) for ours, shape in shapes.items())
+        count = sum(len(stored_parts(names[ours], shape)) for ours, shape in shapes.items())
         print(f"{count} tensors, all accounted for; vocabulary {cfg.vocab_size:,}")
-        tokens = vocabulary(source.carried)
+        tokens = vocabulary_size(source.carried)
         if tokens:
             print(f"its tokenizer has {tokens:,} tokens")
 
 
-def push(options: argparse.Namespace) -> None:
-    source = find(str(options.directory))
+def run_push(options: argparse.Namespace) -> None:
+    source = find_weights(str(options.directory))
     if source.is_checkpoint:
         raise ConfigError(f"{options.directory}: is a run; export it first, and push the export")
     check_source(source, ModelConfig(**source.model()))
-    print(hub.push(source.path, options.name, options.private))
+    print(hub.push_to_hub(source.path, options.name, options.private))
 
 
-def prefetch(options: argparse.Namespace) -> None:
+def prefetch_model(options: argparse.Namespace) -> None:
     def get(name: str) -> None:
         if options.tokenizer_only:
-            print(f"tokenizer: {hub.snapshot(name, download=True, weights=False)}")
+            print(f"tokenizer: {hub.hub_snapshot(name, download=True, weights=False)}")
         else:
-            print(f"model: {find(name, download=True).path}")
+            print(f"model: {find_weights(name, download=True).path}")
 
-    def fetch(given: Values) -> list[str]:
+    def fetch(given: SectionValues) -> list[str]:
         name = given["model"].get("init_from")
         if name:
             get(name)
@@ -197,7 +203,9 @@ def prefetch(options: argparse.Namespace) -> None:
         elif name not in files:
             get(name)
     if files:
-        cfg = load(RunConfig, files, options.overrides, complete=fetch, check=problems_across)
+        cfg = load_config_files(
+            RunConfig, files, options.overrides, complete=fetch, check=problems_across
+        )
         for source in (*cfg.data.mixed, *cfg.eval.sources):
             if source.path.startswith(hub.HF_DATA):
                 print(f"data: {hub.data_files(source.path, download=True)}")

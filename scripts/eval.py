@@ -18,7 +18,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
     import first
 
-    first.begin()  # before anything that may be missing or slow
+    first.start_program()  # before anything that may be missing or slow
 
 import argparse
 import os
@@ -29,18 +29,18 @@ from typing import NoReturn
 
 from kempner import slurm
 from kempner.checkpoint import named
-from kempner.checkpoint.commit import latest
+from kempner.checkpoint.commit import latest_checkpoint
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
-from kempner.directories import Kind, kind_of
-from kempner.files import step_of, write_atomic
+from kempner.directories import Kind, directory_kind
+from kempner.files import step_of_name, write_atomic
 from kempner.front_door import run_program
-from kempner.hf.source import held, run_of
+from kempner.hf.source import held_weights, run_of
 from kempner.history import results
 from kempner.history.run_history import is_run, load_history
-from kempner.history.state import LIVE
+from kempner.history.state import LIVE_STATES
 
-POLL_S = 10.0
+NEW_CHECKPOINT_POLL_S = 10.0
 
 
 def main(argv: list[str]) -> None:
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
     if options.check:
         return
     if options.follow:
-        follow(options)
+        follow_checkpoints(options)
     else:
         evaluate_once(options, options.model)
 
@@ -77,7 +77,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
             parser.error(f"--include-path {path}: no such directory")
     if options.follow and not Path(options.model).is_dir():
         parser.error(f"--follow {options.model}: no such directory; name a run")
-    kind = kind_of(options.model)
+    kind = directory_kind(options.model)
     if options.follow and kind not in (Kind.RUN, Kind.STARTED, Kind.EMPTY):
         parser.error(f"--follow: {options.model} is {kind.value}; name a run")
     return options
@@ -85,35 +85,39 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def evaluate_once(options: argparse.Namespace, name: str) -> None:
     """Evaluate one model, and record the figures if it is a checkpoint of a run."""
-    with held(name):  # the packages below take ten seconds, and a wrong name is told at once
+    with held_weights(
+        name
+    ):  # the packages below take ten seconds, and a wrong name is told at once
         pass
     try:
-        from kempner.harness import HarnessModel, evaluate
+        from kempner.harness import HarnessModel, run_harness
     except ModuleNotFoundError as error:
         if error.name != "lm_eval":
             raise
         fix = ".venv/bin/pip install -c constraints.txt -e '.[eval]'"
         raise ConfigError(f"the package lm-eval is not installed; run {fix}") from None
-    from kempner.load import load
+    from kempner.load import load_model_and_tokenizer
 
-    with held(name) as source:
-        loaded = load(str(source.path) if source.is_checkpoint else name, options.device)
+    with held_weights(name) as source:
+        loaded = load_model_and_tokenizer(
+            str(source.path) if source.is_checkpoint else name, options.device
+        )
     print(f"{loaded.about}, {loaded.model.cfg.count_parameters():,} parameters", flush=True)
     model = HarnessModel(loaded, options.batch)
     tasks = options.tasks.split(",")
-    figures, table = evaluate(
+    figures, table = run_harness(
         model, tasks, options.include_path, options.num_fewshot, options.limit
     )
     print(table, flush=True)
     if not source.is_checkpoint:
         return
-    step, run_dir = step_of(source.path.name), run_of(source.path)
+    step, run_dir = step_of_name(source.path.name), run_of(source.path)
     if step is not None and is_run(run_dir):
-        results.put(run_dir, step, figures)
+        results.record_result(run_dir, step, figures)
         print(f"recorded as step {step} in {run_dir / 'metrics.jsonl'}", flush=True)
 
 
-def follow(options: argparse.Namespace) -> None:
+def follow_checkpoints(options: argparse.Namespace) -> None:
     """Evaluate the newest checkpoint, each time that there is a new one; the last one is always
     among them, because the run has ended before it is looked for."""
     run_dir = Path(options.model)
@@ -121,22 +125,24 @@ def follow(options: argparse.Namespace) -> None:
     while True:
         run = load_history(run_dir, slurm.my_jobs())
         begun = run.attempts or run.refusals
-        ended = begun and run.state.word not in LIVE  # without one it has not started yet
-        checkpoint = newest(run_dir)
-        if checkpoint is not None and step_of(checkpoint.name) not in results.evaluated(run_dir):
+        ended = begun and run.state.word not in LIVE_STATES  # without one it has not started yet
+        checkpoint = newest_complete(run_dir)
+        if checkpoint is not None and step_of_name(checkpoint.name) not in results.evaluated_steps(
+            run_dir
+        ):
             evaluate_once(options, options.model)  # by now it may be another one
         elif ended:
             break
         else:
             results.add_without_trainer(run_dir)
-            time.sleep(POLL_S)
+            time.sleep(NEW_CHECKPOINT_POLL_S)
     results.add_without_trainer(run_dir)
     say_state(run_dir, "done")
 
 
-def newest(run_dir: Path) -> Path | None:
+def newest_complete(run_dir: Path) -> Path | None:
     try:
-        return latest(named.find(str(run_dir)).parent)
+        return latest_checkpoint(named.find_checkpoint(str(run_dir)).parent)
     except ConfigError:  # none yet
         return None
 

@@ -7,31 +7,31 @@ It is also read by an old Python: no syntax after 3.6, neither here nor in the p
 import os
 import sys
 
-PACKAGES = ("kempner", "torch", "numpy", "tomli", "safetensors", "huggingface_hub")
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-BIN = os.path.join(ROOT, ".venv", "bin")
+REQUIRED_PACKAGES = ("kempner", "torch", "numpy", "tomli", "safetensors", "huggingface_hub")
+PROGRAM_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+BIN = os.path.join(PROGRAM_ROOT, ".venv", "bin")
 
 
-def begin():
-    sys.excepthook = hook
+def start_program():
+    sys.excepthook = import_hook
     if sys.version_info < (3, 10):  # noqa: UP036
-        refuse(f"it is Python {sys.version.split()[0]}, and 3.10 is needed", in_environment())
+        refuse_start(f"it is Python {sys.version.split()[0]}, and 3.10 is needed", in_environment())
     from kempner import front_door
 
     front_door.begin_program()
 
 
-def hook(kind, error, trace):
+def import_hook(kind, error, trace):
     """Replace the traceback of an import that fails for want of the environment, or that is
     interrupted before front_door.py handles that."""
     if issubclass(kind, KeyboardInterrupt):
         os._exit(130)
     lacking = getattr(error, "name", None)
-    if issubclass(kind, ModuleNotFoundError) and lacking in PACKAGES:
-        refuse(f"it has no package {lacking}", in_environment())
+    if issubclass(kind, ModuleNotFoundError) and lacking in REQUIRED_PACKAGES:
+        refuse_start(f"it has no package {lacking}", in_environment())
     if issubclass(kind, ModuleNotFoundError) and lacking == "ray":
         fix = f"run: {os.path.join(BIN, 'pip')} install -c constraints.txt -e '.[ray]'"
-        refuse("it has no package ray", fix)
+        refuse_start("it has no package ray", fix)
     sys.__excepthook__(kind, error, trace)
 
 
@@ -43,10 +43,10 @@ def in_environment():
     fix = "type: {} {}".format(python, " ".join(map(shlex.quote, sys.argv)))
     if os.path.exists(python):
         return fix
-    return f"make the environment by `make -C {ROOT} .venv/train`, then {fix}"
+    return f"make the environment by `make -C {PROGRAM_ROOT} .venv/train`, then {fix}"
 
 
-def refuse(why, fix):
+def refuse_start(why, fix):
     """Print one line, exit code 2; for --help describe the program, exit code 0."""
     if "--help" in sys.argv[1:] or "-h" in sys.argv[1:]:
         about = sys.modules["__main__"].__doc__.strip()

@@ -18,7 +18,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
     import first
 
-    first.begin()  # before anything that may be missing or slow
+    first.start_program()  # before anything that may be missing or slow
 
 import argparse
 import sys
@@ -29,26 +29,26 @@ from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.front_door import read_text, run_program
 from kempner.generate.config import Sampling
-from kempner.load import Loaded, load
+from kempner.load import Loaded, load_model_and_tokenizer
 
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
     prompts = read_prompts(options)
-    loaded = load(options.source, options.device)
+    loaded = load_model_and_tokenizer(options.source, options.device)
     ids = prompt_ids(loaded, prompts, options.chat)
-    note(f"{loaded.about}, {loaded.model.cfg.count_parameters():,} parameters")
+    print_note(f"{loaded.about}, {loaded.model.cfg.count_parameters():,} parameters")
     if options.chat and prompts == [""] and sys.stdin.isatty():
-        from kempner.generate.dialogue import talk
+        from kempner.generate.dialogue import run_dialogue
 
-        note("type a message; Ctrl-D or Ctrl-C ends the dialogue")
-        talk(loaded, sampling(options))
+        print_note("type a message; Ctrl-D or Ctrl-C ends the dialogue")
+        run_dialogue(loaded, sampling_options(options))
         return 0
     began = time.perf_counter()
     shown = [f"{text}\n" for text in prompts] if options.chat else prompts
-    count = print_texts(loaded, shown, ids, sampling(options), options.batch)
+    count = print_texts(loaded, shown, ids, sampling_options(options), options.batch)
     seconds = time.perf_counter() - began
-    note(f"{count} tokens in {seconds:.1f} s, {count / seconds:,.0f} tokens/s")
+    print_note(f"{count} tokens in {seconds:.1f} s, {count / seconds:,.0f} tokens/s")
     return 0
 
 
@@ -100,12 +100,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--batch", type=int, default=16, help="prompts at a time (default: 16)")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to run the model")
     options = parser.parse_args(argv)
-    check(options, parser)
+    check_options(options, parser)
     return options
 
 
-def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    problem = sampling(options).problem()
+def check_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    problem = sampling_options(options).problem()
     if problem:
         name, text = problem
         parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: {text}")
@@ -124,7 +124,7 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def sampling(options: argparse.Namespace) -> Sampling:
+def sampling_options(options: argparse.Namespace) -> Sampling:
     return Sampling(
         options.temperature,
         options.top_k,
@@ -136,7 +136,7 @@ def sampling(options: argparse.Namespace) -> Sampling:
     )
 
 
-def note(text: str) -> None:
+def print_note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
@@ -156,18 +156,20 @@ def print_texts(
     """Generate the continuations of `ids`, and print them after the prompts; a single text as it
     comes, several in the order of the prompts. Returns the number of new tokens."""
     from kempner.generate.engine import Engine
-    from kempner.generate.texts import Text, generate
+    from kempner.generate.texts import Text, generate_texts
 
     tokenizer, ends = loaded.words.tokenizer, loaded.words.ends
     longest = max(map(len, ids))
     if longest > loaded.window:
-        note(f"a prompt has {longest} tokens; the model sees the last of {loaded.window} at most")
+        print_note(
+            f"a prompt has {longest} tokens; the model sees the last of {loaded.window} at most"
+        )
     window = min(loaded.window, longest + sampling.max_tokens)  # memory for no more than that
     slots = min(batch, len(prompts))
     engine = Engine[Text](loaded.model, tokenizer.vocab_size, window, slots)
     count, shown = 0, 0
     texts, done = list(prompts), [False] * len(prompts)  # texts: what is not printed yet
-    for piece in generate(engine, tokenizer, ends, ids, sampling):
+    for piece in generate_texts(engine, tokenizer, ends, ids, sampling):
         count += 1
         texts[piece.prompt] += piece.text
         done[piece.prompt] = piece.done

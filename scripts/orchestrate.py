@@ -18,7 +18,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
     import first
 
-    first.begin()  # before anything that may be missing or slow
+    first.start_program()  # before anything that may be missing or slow
 
 import contextlib
 import os
@@ -34,25 +34,25 @@ from kempner.front_door import run_program
 from kempner.load import Words
 from kempner.rl.batches import Failed
 from kempner.rl.config import RlConfig
-from kempner.rl.conversation import Writer
+from kempner.rl.conversation import DialogueWriter
 from kempner.rl.engines import Closed, Lost, NoEngines, Rejected
 from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.scorer import NoRewards, Scorer
-from kempner.rl.exchange import Exchange
+from kempner.rl.exchange import RolloutExchange
 from kempner.rl.extension import RlExtension
 from kempner.rl.measure import Bench
 from kempner.rl.opening import check_isolation, open_curriculum, open_parts, open_router
 from kempner.rl.orchestrator import Orchestrator
-from kempner.rl.rollout import Sampler
+from kempner.rl.rollout import RolloutSampler
 from kempner.run import RunConfig
 from kempner.signals import leave_event
 
-FLAGS = {"help": bool, "check": bool, "bench": bool}
+ORCHESTRATE_FLAGS = {"help": bool, "check": bool, "bench": bool}
 
 
 def main(argv: list[str]) -> int:
     stop = leave_event()
-    command = parse_command(argv, FLAGS)
+    command = parse_command(argv, ORCHESTRATE_FLAGS)
     if command.flags["help"]:
         print(help_of(argv, RlExtension, __doc__ or ""))
         return 0
@@ -67,39 +67,42 @@ def main(argv: list[str]) -> int:
         check_isolation(envs.values())
         print(to_toml(cfg), end="")
         return 0
-    return work(cfg, envs, words, stop, command.flags["bench"])
+    return run_orchestrator(cfg, envs, words, stop, command.flags["bench"])
 
 
-def work(
+def run_orchestrator(
     cfg: RunConfig, envs: dict[str, Tasks], words: Words, stop: threading.Event, bench: bool
 ) -> int:
     judges = max(2, len(os.sched_getaffinity(0)))  # one for each core of this task
-    exchange, scorer = Exchange(cfg.run.dir), NoRewards() if bench else Scorer(judges, say)
+    exchange, scorer = (
+        RolloutExchange(cfg.run.dir),
+        NoRewards() if bench else Scorer(judges, print_line),
+    )
     scorer.check([*envs.values()])
-    router = open_router(cfg, exchange, words.ends, say, bench)
-    sampler = Sampler(cfg, envs, Writer(words), router, scorer, say)
-    curriculum = open_curriculum(cfg, envs, say)
+    router = open_router(cfg, exchange, words.ends, print_line, bench)
+    sampler = RolloutSampler(cfg, envs, DialogueWriter(words), router, scorer, print_line)
+    curriculum = open_curriculum(cfg, envs, print_line)
     router.start()
     try:
         if bench:
             Bench(cfg, sampler, router, curriculum, stop).run()
         else:
-            Orchestrator(cfg, exchange, envs, curriculum, sampler, router, say, stop).run()
-            say("done")
+            Orchestrator(cfg, exchange, envs, curriculum, sampler, router, print_line, stop).run()
+            print_line("done")
         router.release()
         return 0
     except Closed:
-        say("ends as it was told to")
+        print_line("ends as it was told to")
         return 0
     except (Failed, NoEngines, Rejected, Lost, ValueError, OSError) as error:
-        say(f"error: {error}")
+        print_line(f"error: {error}")
         return 1
     finally:
         router.close()
         scorer.close()
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     with contextlib.suppress(OSError):  # the log may be on a full disk
         print(f"{time.strftime('%H:%M:%S')} orchestrate: {text}", file=sys.stderr, flush=True)
 

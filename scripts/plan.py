@@ -18,37 +18,37 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
     import first
 
-    first.begin()  # before anything that may be missing or slow
+    first.start_program()  # before anything that may be missing or slow
 
 from kempner.config.command_line import parse_command
 from kempner.config.option import ConfigError
 from kempner.configure import check_world, load_config
 from kempner.front_door import run_program
-from kempner.history.tables import aligned
+from kempner.history.tables import align_table
 from kempner.lowcomm.config import LowcommConfig
 from kempner.planner.cost import (
+    ESTIMATE_SLACK,
     GPUS,
     HOST_BYTES,
     RESERVE_GIB,
-    SLACK,
-    Gpu,
-    host_memory,
-    time,
-    traffic,
-    utilisation,
+    GpuSpec,
+    host_offload_bytes,
+    model_flops_utilisation,
+    network_bytes,
+    step_seconds,
 )
 from kempner.planner.engine import engine_memory
-from kempner.planner.memory import GIB, memory
-from kempner.planner.search import best, why_none
+from kempner.planner.memory import GIB, estimate_memory
+from kempner.planner.search import best_candidates, why_none
 from kempner.rl.config import InferenceConfig, RlConfig
 from kempner.run import RunConfig
 
-FLAGS = {"help": bool, "nodes": int, "gpus-per-node": int, "gpu": str, "host-memory": int}
+PLAN_FLAGS = {"help": bool, "nodes": int, "gpus-per-node": int, "gpu": str, "host-memory": int}
 DEFAULT = "H100"
 
 
 def main(argv: list[str]) -> int:
-    command = parse_command(argv, FLAGS)
+    command = parse_command(argv, PLAN_FLAGS)
     if command.flags["help"] or not argv:
         print(f"{__doc__}\n--gpu: {', '.join(GPUS)} (default: {DEFAULT})")
         return 0 if argv else 2
@@ -80,11 +80,11 @@ def main(argv: list[str]) -> int:
     if problems:
         print("as configured: is refused", *problems, sep="\n  - ")
     else:
-        show(cfg, nodes * per_node, per_node, gpu, host)
-    found = best(cfg, nodes * per_node, per_node, gpu, check_world, host=host)
+        print_plan(cfg, nodes * per_node, per_node, gpu, host)
+    found = best_candidates(cfg, nodes * per_node, per_node, gpu, check_world, host=host)
     print(
-        f"\nbest combinations that fit, by the estimated step (and {SLACK - 1:.0%} more): not "
-        "measured on a GPU;\nthe times rank combinations, --bench measures them"
+        f"\nbest combinations that fit, by the estimated step (and {ESTIMATE_SLACK - 1:.0%} "
+        "more): not measured on a GPU;\nthe times rank combinations, --bench measures them"
     )
     rows = [["step, s", "tokens/s per GPU", "GiB", "overrides"]]
     for each in found:
@@ -95,36 +95,38 @@ def main(argv: list[str]) -> int:
         rate = f"{tokens / slow:,.0f} to {tokens / fast:,.0f}"
         rows.append([f"{fast:.2f} to {slow:.2f}", rate, gib, words])
     if found:
-        print(aligned(rows, 2, range(3)))
+        print(align_table(rows, 2, range(3)))
         return 0
     print(f"none: {why_none(cfg, nodes * per_node, per_node, check_world)}")
     return 1
 
 
-def show(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu, host: float) -> None:
+def print_plan(cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec, host: float) -> None:
     """Print what the configuration needs as it is."""
-    needs = memory(cfg, world_size, per_node)
+    needs = estimate_memory(cfg, world_size, per_node)
     parts = sorted(needs.parts.items(), key=lambda part: -part[1])
     rows = [[f"memory of one GPU, {needs.moment}", "GiB"]]
     rows += [[f"  {name}", f"{size / GIB:.2f}"] for name, size in parts if size]
-    print(aligned([*rows, ["  in all", f"{needs.peak / GIB:.2f}"]], 2, (1,)))
+    print(align_table([*rows, ["  in all", f"{needs.peak / GIB:.2f}"]], 2, (1,)))
     over = (needs.peak - gpu.usable) / GIB
     print(f"  over by {over:.2f} GiB" if over > 0 else f"  {-over:.2f} GiB are free")
-    offloaded = host_memory(cfg, world_size, per_node)
+    offloaded = host_offload_bytes(cfg, world_size, per_node)
     if offloaded:
         over = (offloaded - host) / GIB
         room = f"over by {over:.1f}" if over > 0 else f"{-over:.1f} are free"
         print(f"offloaded to the memory of a node: {offloaded / GIB:.1f} GiB; {room}")
     rows = [["sent by one rank in a step", "GB", ""]]
-    for each in traffic(cfg, world_size, per_node):
+    for each in network_bytes(cfg, world_size, per_node):
         link = "to the host" if each.bus else "inside a node" if each.within else "between nodes"
         rows.append([f"  {each.what}", f"{each.size / 1e9:.2f}", link])
-    print(aligned(rows, 2, (1,)))
-    spent = time(cfg, world_size, per_node, gpu)
+    print(align_table(rows, 2, (1,)))
+    spent = step_seconds(cfg, world_size, per_node, gpu)
     parts = sorted(spent.parts.items(), key=lambda part: -part[1])
     rows = [["computation of a step", "s"], *([f"  {name}", f"{t:.2f}"] for name, t in parts)]
-    print(aligned(rows, 2, (1,)))
-    low, high = (utilisation(cfg, world_size, t, gpu) for t in (spent.slowest, spent.step))
+    print(align_table(rows, 2, (1,)))
+    low, high = (
+        model_flops_utilisation(cfg, world_size, t, gpu) for t in (spent.slowest, spent.step)
+    )
     print(
         f"estimated step: {spent.step:.2f} to {spent.slowest:.2f} s, MFU {low:.0%} to {high:.0%} "
         f"(computation {spent.compute:.2f}, communication behind it {spent.hidden:.2f}, beside it "

@@ -18,7 +18,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
     import first
 
-    first.begin()  # before anything that may be missing or slow
+    first.start_program()  # before anything that may be missing or slow
 
 import argparse
 import contextlib
@@ -36,15 +36,22 @@ from kempner import hub
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.data import chat, chat_dataset, encode, sources
-from kempner.data.prepare import Work, encode_share, write_shards
-from kempner.data.shards import SHOWN, begun, earlier, forget, locked, remarks
+from kempner.data.prepare import Work, encode_task_share, write_shards
+from kempner.data.shards import (
+    SHOWN_SKIPPED,
+    begun_preparation,
+    earlier_preparation,
+    forget_preparation,
+    shard_lock,
+    skipped_remarks,
+)
 from kempner.data.sidecar import (
     BAD_LINES,
+    DATA_SPLITS,
     PROGRESS,
     SIDECAR,
-    SPLITS,
-    TOKENIZER,
-    UNITS,
+    SIDECAR_TOKENIZER,
+    UNITS_FOLDER,
     DataError,
     Shard,
     Sidecar,
@@ -59,10 +66,10 @@ from kempner.data.tokenizer import (
     train_bpe,
 )
 from kempner.data.units import number_units, remove_units
-from kempner.directories import Kind, mark, refuse_others
+from kempner.directories import Kind, mark_directory, refuse_others
 from kempner.files import write_atomic
 from kempner.front_door import explain_os_error, interruptible, run_program
-from kempner.process_group import discover
+from kempner.process_group import discover_world
 
 UNIT_BYTES = 4 << 20  # of input to one task of a worker
 BPE_SAMPLE = 256 << 20  # bytes of text that a vocabulary is trained on; more hardly changes it
@@ -70,9 +77,9 @@ BPE_SAMPLE = 256 << 20  # bytes of text that a vocabulary is trained on; more ha
 
 def main(argv: list[str]) -> int:
     if argv[:1] == ["inspect"]:
-        from kempner.inspection import inspect
+        from kempner.inspection import inspect_data
 
-        inspect(argv[1:])
+        inspect_data(argv[1:])
         return 0
     options = parse(argv)
     out = Path(options.out).expanduser()
@@ -83,17 +90,17 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:  # whoever reads what this prints has left
         raise
     except OSError as error:
-        raise ConfigError(f"{explain_os_error(error)}; then {again(out)}") from None
+        raise ConfigError(f"{explain_os_error(error)}; then {continue_hint(out)}") from None
     except BrokenProcessPool:
         why = "a worker was killed (out of memory? give fewer --workers)"
-        problem, code = f"{why}; {again(out)}", 1
+        problem, code = f"{why}; {continue_hint(out)}", 1
     except KeyboardInterrupt:
-        problem, code = f"interrupted; {again(out)}", 130
+        problem, code = f"interrupted; {continue_hint(out)}", 130
     print(f"prepare_data: error: {problem}", file=sys.stderr)
     return code
 
 
-def again(out: Path) -> str:
+def continue_hint(out: Path) -> str:
     """Return what to do after a stop."""
     fix = "run the same command again"
     begun = any((out / name).is_file() for name in (PROGRESS, SIDECAR))
@@ -157,7 +164,9 @@ def wrong_options(options: argparse.Namespace) -> list[str]:
             options.workers is not None and options.workers < 1
         ),
     }
-    return [problem for problem, wrong in checks.items() if wrong] + chat.wrong_options(options)
+    return [problem for problem, wrong in checks.items() if wrong] + chat.chat_option_problems(
+        options
+    )
 
 
 def prepare_data(options: argparse.Namespace, out: Path) -> None:
@@ -170,40 +179,49 @@ def prepare_data(options: argparse.Namespace, out: Path) -> None:
     )
     settings = {
         **tokenizer,
-        "inputs": sources.fingerprint(dict.fromkeys(p.source for unit in pieces for p in unit)),
-        **({"text_key": options.text_key} if options.kind == "text" else chat.settings(options)),
+        "inputs": sources.sources_fingerprint(
+            dict.fromkeys(p.source for unit in pieces for p in unit)
+        ),
+        **(
+            {"text_key": options.text_key}
+            if options.kind == "text"
+            else chat.chat_settings(options)
+        ),
         "val_fraction": options.val_fraction,
         "shard_tokens": options.shard_tokens,
     }
     nothing = {"units": 0, "empty": 0, "skipped": 0, "skipped_names": []}
-    nothing |= {"left_out": len(left_out), "left_out_names": left_out[:SHOWN]}
+    nothing |= {"left_out": len(left_out), "left_out_names": left_out[:SHOWN_SKIPPED]}
     progress = {**nothing, "bad_lines": 0, "lines": 0}
     prepared = {"settings": settings, "progress": progress}
-    splits: dict[str, list[Shard]] = {split: [] for split in SPLITS}
+    splits: dict[str, list[Shard]] = {split: [] for split in DATA_SPLITS}
     new = Sidecar({}, settings["dtype"], 0, 0, splits, prepared, options.kind)
     made = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     if options.only == "units":
-        with locked(out, fcntl.LOCK_SH):
-            encode_share(work(options, out, pieces, begun(out, new)), discover())
+        with shard_lock(out, fcntl.LOCK_SH):
+            encode_task_share(
+                preparation_work(options, out, pieces, begun_preparation(out, new)),
+                discover_world(),
+            )
         return
-    with locked(out):
-        sidecar = earlier(out, new, options.overwrite)
+    with shard_lock(out):
+        sidecar = earlier_preparation(out, new, options.overwrite)
         if (out / SIDECAR).is_file():  # perhaps killed before it had cleaned up
             (out / PROGRESS).unlink(missing_ok=True)
             remove_units(out)
             print(f"{out}: complete, nothing to do")
         else:
-            sidecar = begin(options, out, pieces, sidecar)
+            sidecar = begin_preparation(options, out, pieces, sidecar)
             if options.only == "begin":
                 return
             try:
-                sidecar = write_shards(work(options, out, pieces, sidecar))
+                sidecar = write_shards(preparation_work(options, out, pieces, sidecar))
             except ConfigError:
                 if not options.train_bpe:  # a vocabulary takes long: the next start has it
-                    forget(out, made)
+                    forget_preparation(out, made)
                 raise
-        report(out, sidecar)
+        print_report(out, sidecar)
 
 
 def all_or_errors(*acts: Callable[[], Any]) -> list[Any]:
@@ -221,14 +239,14 @@ def all_or_errors(*acts: Callable[[], Any]) -> list[Any]:
 
 def find_units(
     options: argparse.Namespace, out: Path, left_out: list[str]
-) -> list[list[sources.Piece]]:
+) -> list[list[sources.SourcePiece]]:
     if any(Path(given).expanduser().resolve() == out.resolve() for given in options.inputs):
         raise DataError(f"{out}: is also an input; choose another --out")
     if options.source:
         files = sources.standard_library()
     else:
-        files = sources.find(options.inputs, out.resolve(), left_out)
-    units = sources.cut(files, min(UNIT_BYTES, options.shard_tokens))
+        files = sources.find_source_files(options.inputs, out.resolve(), left_out)
+    units = sources.cut_units(files, min(UNIT_BYTES, options.shard_tokens))
     if not units:
         given = " ".join(options.inputs) or options.source
         raise DataError(f"{given}: contains no text ({len(files)} files, all empty)")
@@ -256,9 +274,9 @@ def find_tokenizer(given: str, only: str | None) -> tuple[str, str]:
         return given, ""
     path = None
     with contextlib.suppress(ConfigError):
-        path = hub.snapshot(given, download=False, weights=False)
-    if path is None or not (path / TOKENIZER).is_file():
-        path = hub.snapshot(given, download=only != "units", weights=False)
+        path = hub.hub_snapshot(given, download=False, weights=False)
+    if path is None or not (path / SIDECAR_TOKENIZER).is_file():
+        path = hub.hub_snapshot(given, download=only != "units", weights=False)
     return str(path), given
 
 
@@ -266,14 +284,17 @@ def given_tokenizer(options: argparse.Namespace) -> FileTokenizer:
     path = tokenizer_file(options)
     if not path.is_file():
         what = "no such file"
-        if path.parent.is_dir() and path.name == TOKENIZER:
-            what = f"no {TOKENIZER} in it, which AutoTokenizer.from_pretrained(...).save_pretrained"
+        if path.parent.is_dir() and path.name == SIDECAR_TOKENIZER:
+            what = (
+                f"no {SIDECAR_TOKENIZER} in it, which "
+                "AutoTokenizer.from_pretrained(...).save_pretrained"
+            )
             what += " writes"
         raise DataError(
             f"--tokenizer {options.tokenizer}: {what}; give `bytes`, a tokenizer.json or a "
             "directory with one"
         )
-    copy = Path(options.out).expanduser() / TOKENIZER
+    copy = Path(options.out).expanduser() / SIDECAR_TOKENIZER
     if copy.exists() and copy.samefile(path):
         raise DataError(
             f"--tokenizer {path}: belongs to the data in --out; copy it elsewhere first"
@@ -284,11 +305,11 @@ def given_tokenizer(options: argparse.Namespace) -> FileTokenizer:
 
 def tokenizer_file(options: argparse.Namespace) -> Path:
     path = Path(options.tokenizer).expanduser()
-    return path / TOKENIZER if path.is_dir() else path
+    return path / SIDECAR_TOKENIZER if path.is_dir() else path
 
 
 def make_tokenizer(
-    options: argparse.Namespace, out: Path, pieces: list[sources.Piece]
+    options: argparse.Namespace, out: Path, pieces: list[sources.SourcePiece]
 ) -> Tokenizer:
     """Return the tokenizer to encode with; its file is stored in the data directory."""
     if options.train_bpe:
@@ -298,31 +319,33 @@ def make_tokenizer(
             flush=True,
         )
         content = train_bpe(training_texts(options, sample), options.train_bpe)
-        write_atomic(out / TOKENIZER, content)
-        found = FileTokenizer(out / TOKENIZER, eod=BPE_EOD).vocab_size
+        write_atomic(out / SIDECAR_TOKENIZER, content)
+        found = FileTokenizer(out / SIDECAR_TOKENIZER, eod=BPE_EOD).vocab_size
         if found < options.train_bpe:
             print(
                 f"warning: the text yields only {found} of {options.train_bpe} tokens; "
                 f"add text, or give --train-bpe {found}"
             )
-        return FileTokenizer(out / TOKENIZER, eod=BPE_EOD, name=f"bpe of {found} tokens")
+        return FileTokenizer(out / SIDECAR_TOKENIZER, eod=BPE_EOD, name=f"bpe of {found} tokens")
     if options.tokenizer == "bytes":
         return ByteTokenizer()
     tokenizer = given_tokenizer(options)
-    write_atomic(out / TOKENIZER, tokenizer_file(options).read_bytes())
+    write_atomic(out / SIDECAR_TOKENIZER, tokenizer_file(options).read_bytes())
     if options.kind != "text":
         chat.write_template(options, out)
     return tokenizer
 
 
-def training_texts(options: argparse.Namespace, pieces: Sequence[sources.Piece]) -> Iterator[str]:
+def training_texts(
+    options: argparse.Namespace, pieces: Sequence[sources.SourcePiece]
+) -> Iterator[str]:
     """Yield the documents to train a vocabulary on, without those that are held out; from a
     compressed file, which is one piece of any size, only its beginning."""
     share = BPE_SAMPLE // len(pieces)  # characters
     for piece in pieces:
         left = share if piece.source.compression else math.inf
         try:
-            for text in sources.documents(piece, options.text_key, sources.Lines()):
+            for text in sources.read_documents(piece, options.text_key, sources.Lines()):
                 if left <= 0:
                     break
                 left -= len(text)
@@ -332,15 +355,18 @@ def training_texts(options: argparse.Namespace, pieces: Sequence[sources.Piece])
             continue
 
 
-def begin(
-    options: argparse.Namespace, out: Path, pieces: list[list[sources.Piece]], sidecar: Sidecar
+def begin_preparation(
+    options: argparse.Namespace,
+    out: Path,
+    pieces: list[list[sources.SourcePiece]],
+    sidecar: Sidecar,
 ) -> Sidecar:
     """Make the tokenizer and the record of what is done, unless an earlier start has."""
     if options.only:
-        mark(out / UNITS, Kind.DATA)
+        mark_directory(out / UNITS_FOLDER, Kind.DATA)
     if sidecar.tokenizer:
         return sidecar
-    mark(out, Kind.DATA)
+    mark_directory(out, Kind.DATA)
     tokenizer = make_tokenizer(options, out, [piece for unit in pieces for piece in unit])
     sidecar = replace(
         sidecar,
@@ -353,24 +379,27 @@ def begin(
     return sidecar
 
 
-def work(
-    options: argparse.Namespace, out: Path, pieces: list[list[sources.Piece]], sidecar: Sidecar
+def preparation_work(
+    options: argparse.Namespace,
+    out: Path,
+    pieces: list[list[sources.SourcePiece]],
+    sidecar: Sidecar,
 ) -> Work:
     tokenizer = tokenizer_of(sidecar, out)
     how = encode.Encoding(
-        tokenizer_file="" if isinstance(tokenizer, ByteTokenizer) else str(out / TOKENIZER),
+        tokenizer_file="" if isinstance(tokenizer, ByteTokenizer) else str(out / SIDECAR_TOKENIZER),
         eod=tokenizer.eod,
         bos=tokenizer.bos,
         dtype=sidecar.dtype,
         text_key=options.text_key,
         val_fraction=options.val_fraction,
-        chat=None if options.kind == "text" else chat.encoding(options, out),
+        chat=None if options.kind == "text" else chat.chat_encoding(options, out),
     )
     workers = options.workers or len(os.sched_getaffinity(0))
     return Work(out, sidecar, number_units(out, pieces), how, workers, options.skip_bad_lines)
 
 
-def report(out: Path, sidecar: Sidecar) -> None:
+def print_report(out: Path, sidecar: Sidecar) -> None:
     for split, shards in sidecar.splits.items():
         documents = sum(shard.documents for shard in shards)
         tokens = sidecar.tokens(split)
@@ -378,7 +407,7 @@ def report(out: Path, sidecar: Sidecar) -> None:
             f"  {split:5} {tokens:>15,} tokens  {documents:>11,} documents  {len(shards):>5} shards"
         )
     packing = [] if sidecar.kind == "text" else chat_dataset.packing_table(out, sidecar)
-    for remark in [*packing, *remarks(sidecar.prepared["progress"])]:
+    for remark in [*packing, *skipped_remarks(sidecar.prepared["progress"])]:
         print(f"  {remark}")
     print(
         f"  tokenizer {sidecar.tokenizer['name']}, vocabulary {sidecar.vocab_size}, {sidecar.dtype}"
@@ -386,7 +415,7 @@ def report(out: Path, sidecar: Sidecar) -> None:
     print(f"train on it: --data.dataset_path={out} --model.vocab_size={sidecar.vocab_size}")
 
 
-def megabytes(pieces: Iterable[sources.Piece]) -> str:
+def megabytes(pieces: Iterable[sources.SourcePiece]) -> str:
     return f"{sum(piece.size for piece in pieces) / 1e6:.1f} MB"
 
 

@@ -16,16 +16,16 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
     import first
 
-    first.begin()  # before anything that may be missing or slow
+    first.start_program()  # before anything that may be missing or slow
 
 from dataclasses import replace
 
 from kempner.front_door import ANSWER, run_program
 from kempner.program.book import hash_of, is_done
-from kempner.program.copy import Copy, check_code
+from kempner.program.copy import CodeCopy, check_code
 from kempner.program.launchers import check_launcher, uses_torchrun
-from kempner.program.options import check_command, check_run_dir, parse
-from kempner.program.start import supervise, supervise_here
+from kempner.program.options import check_command, check_run_dir, parse_options
+from kempner.program.start import start_supervisor, supervise_here
 
 
 def main(words: list[str]) -> int:
@@ -33,8 +33,8 @@ def main(words: list[str]) -> int:
         print(__doc__)
         return 0
     check, here = words[:1] == ["--check"], words[:1] == ["--here"]
-    options = parse(words[2 if check or here else 0 :])
-    copy = Copy.given()
+    options = parse_options(words[2 if check or here else 0 :])
+    copy = CodeCopy.given()
     if copy:
         options = replace(options, command=copy.command(options.command))
     elif check and options.code:
@@ -50,7 +50,7 @@ def main(words: list[str]) -> int:
         found = (ANSWER, options.run_dir, launcher, options.checkpoint_dir or "", over, command)
         print(*found, sep="\0", end="\0")
         return 0
-    return supervise_here(options, int(words[1])) if here else supervise(options)
+    return supervise_here(options, int(words[1])) if here else start_supervisor(options)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
     import first
 
-    first.begin()  # before anything that may be missing or slow
+    first.start_program()  # before anything that may be missing or slow
 
 import os
 import secrets
@@ -32,15 +32,15 @@ from kempner.config.command_line import parse_command
 from kempner.config.option import ConfigError
 from kempner.configure import check_directories, help_of, load_config
 from kempner.front_door import run_program
-from kempner.planner.placement import Placement, engine_words, place
-from kempner.ray.programs import programs, ranks
+from kempner.planner.placement import Placement, engine_words, place_processes
+from kempner.ray.programs import place_programs, rank_variables_of
 from kempner.rl.config import DeploymentConfig, InferenceConfig, RlConfig
-from kempner.rl.exchange import SILENT_S, Exchange, Listener
+from kempner.rl.exchange import EXCHANGE_SILENCE_S, Listener, RolloutExchange
 from kempner.rl.extension import RlExtension
 from kempner.run import RunConfig
 
-SCRIPTS = Path(__file__).resolve().parent
-LOOK_S = 5.0
+PROGRAM_FOLDER = Path(__file__).resolve().parent
+PROGRAM_POLL_S = 5.0
 ENGINE = ["-m", "kempner.rl.vllm_engine"]
 
 
@@ -60,44 +60,49 @@ def main(argv: list[str]) -> int:
     deployment = cfg.of(DeploymentConfig)
     nodes = deployment.num_train_nodes + deployment.num_infer_nodes
     inference = cfg.of(InferenceConfig)
-    parts = place(deployment, inference, nodes, max(gpus, 1), 0)  # Ray chooses the GPUs
+    parts = place_processes(deployment, inference, nodes, max(gpus, 1), 0)  # Ray chooses the GPUs
     attempt = f"ray-{os.environ.get('SLURM_JOB_ID', '0')}-{os.getpid()}-{int(time.time())}"
     os.environ["KEMPNER_ATTEMPT_ID"] = attempt
-    exchange = Exchange(cfg.run.dir)
+    exchange = RolloutExchange(cfg.run.dir)
     exchange.engines.mkdir(parents=True)
     exchange.token.touch(0o600)
     exchange.token.write_text(secrets.token_hex(24))
-    code = Run(cfg, exchange, parts, argv, gpus > 0).follow()
+    code = RayRun(cfg, exchange, parts, argv, gpus > 0).follow()
     shutil.rmtree(exchange.root if code else exchange.root.parent, ignore_errors=True)
     return code
 
 
-class Run:
+class RayRun:
     """All programs of one attempt. Each is a future of its exit code in `running`."""
 
     def __init__(
-        self, cfg: RunConfig, exchange: Exchange, parts: Placement, argv: list[str], gpu: bool
+        self,
+        cfg: RunConfig,
+        exchange: RolloutExchange,
+        parts: Placement,
+        argv: list[str],
+        gpu: bool,
     ) -> None:
         self.cfg, self.exchange = cfg, exchange
         self.variables = {"KEMPNER_ATTEMPT_ID": os.environ["KEMPNER_ATTEMPT_ID"]}
         self.tries = [0] * parts.engines
         # Engines first: on a single node of GPUs they get the first ones, as under rl.sh.
         each = cfg.of(InferenceConfig).tp * gpu
-        self.engines = programs(parts.engines, each) if parts.engines else []
-        trainers = programs(parts.train_nodes * parts.train_tasks, int(gpu))
+        self.engines = place_programs(parts.engines, each) if parts.engines else []
+        trainers = place_programs(parts.train_nodes * parts.train_tasks, int(gpu))
         self.running: dict[Any, str] = {}
         for engine in range(parts.engines):
             self.start_engine(engine)
-        for actor, variables in zip(trainers, ranks(trainers), strict=True):
+        for actor, variables in zip(trainers, rank_variables_of(trainers), strict=True):
             told = self.variables | variables
-            self.running[actor.run.remote([str(SCRIPTS / "rl.py"), *argv], told)] = "trainer"
-        [self.orchestrator] = programs(1, 0)
-        words = [str(SCRIPTS / "orchestrate.py"), *argv]
+            self.running[actor.run.remote([str(PROGRAM_FOLDER / "rl.py"), *argv], told)] = "trainer"
+        [self.orchestrator] = place_programs(1, 0)
+        words = [str(PROGRAM_FOLDER / "orchestrate.py"), *argv]
         self.running[self.orchestrator.run.remote(words, self.variables)] = "orchestrator"
 
     def start_engine(self, engine: int) -> None:
         place, inference = self.exchange, self.cfg.of(InferenceConfig)
-        words = [str(SCRIPTS / "serve.py")] if inference.engine == "kit" else ENGINE
+        words = [str(PROGRAM_FOLDER / "serve.py")] if inference.engine == "kit" else ENGINE
         words = [*words, f"--weights={place.weights.resolve()}", "--host=0.0.0.0", "--port=0"]
         words += [f"--token-file={place.token.resolve()}", f"--publish={place.engines.resolve()}"]
         train = self.cfg.train
@@ -113,9 +118,12 @@ class Run:
         evaluation, after the trainer's end, has no time limit."""
         orchestrator = Listener(self.exchange, "orchestrator")
         while self.left("trainer") or self.left("orchestrator"):
-            ended, _ = ray.wait(list(self.running), timeout=LOOK_S)
-            if self.left("orchestrator") and orchestrator.silent() > SILENT_S:
-                said = f"ray_rl: the orchestrator does nothing for {SILENT_S:.0f} s: ending it"
+            ended, _ = ray.wait(list(self.running), timeout=PROGRAM_POLL_S)
+            if self.left("orchestrator") and orchestrator.silent() > EXCHANGE_SILENCE_S:
+                said = (
+                    f"ray_rl: the orchestrator does nothing for {EXCHANGE_SILENCE_S:.0f} s: "
+                    "ending it"
+                )
                 print(said, file=sys.stderr)
                 if self.left("trainer"):
                     return 1

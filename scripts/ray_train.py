@@ -14,7 +14,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
     import first
 
-    first.begin()  # before anything that may be missing or slow
+    first.start_program()  # before anything that may be missing or slow
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import ray
 
 from kempner.config.command_line import argument_parser
 from kempner.front_door import run_program
-from kempner.ray.programs import programs, ranks
+from kempner.ray.programs import place_programs, rank_variables_of
 
 TRAIN = Path(__file__).resolve().parent / "train.py"
 
@@ -33,10 +33,10 @@ def main(argv: list[str]) -> int:
     given, arguments = parser.parse_known_args(argv)
     ray.init()
     gpus = int(ray.cluster_resources().get("GPU", 0))
-    actors = programs(given.workers or gpus or len(ray.nodes()), gpus=min(gpus, 1))
+    actors = place_programs(given.workers or gpus or len(ray.nodes()), gpus=min(gpus, 1))
     running = [
         actor.run.remote([str(TRAIN), *arguments], variables)
-        for actor, variables in zip(actors, ranks(actors), strict=True)
+        for actor, variables in zip(actors, rank_variables_of(actors), strict=True)
     ]
     code = 0
     while running and not code:  # the first failure ends the run: the other ranks would wait for it

@@ -18,7 +18,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
     import first
 
-    first.begin()  # before anything that may be missing or slow
+    first.start_program()  # before anything that may be missing or slow
 
 import argparse
 import time
@@ -27,32 +27,40 @@ from pathlib import Path
 from kempner import slurm
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
-from kempner.directories import describe, refuse_other_file
+from kempner.directories import describe_directory, refuse_other_file
 from kempner.front_door import run_program
-from kempner.history.page.write import SIGN, write_page
+from kempner.history.page.write import PAGE_SIGN, write_page
 from kempner.history.replicas import replicas_of
-from kempner.history.run_history import History, is_run, load_history, runs_in, size_of
-from kempner.history.summary import attempt_table, refused, replica_table, starts, table
+from kempner.history.run_history import History, file_size, is_run, load_history, runs_in
+from kempner.history.summary import (
+    attempt_table,
+    refused_starts,
+    replica_table,
+    start_times,
+    summary_table,
+)
 from kempner.picture import refuse_other_picture
 
 FORMATS = (".png", ".pdf", ".svg")
-SHOWN = 5  # runs that a message names
+SHOWN_RUNS = 5  # runs that a message names
 
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    return summarize(options) if options.html is None else write_html(options)
+    return print_summary(options) if options.html is None else write_html(options)
 
 
-def summarize(options: argparse.Namespace) -> int:
+def print_summary(options: argparse.Namespace) -> int:
     """Print the table, and draw the pictures."""
     runs, problems = find_runs(options.runs)
     if problems:
         raise ConfigError(problems)
-    out, times = pictures(runs, options.out)
-    print(table(runs))
+    out, times = draw_pictures(runs, options.out)
+    print(summary_table(runs))
     for run in runs:
-        print(f"\nattempts of {run.path}\n{attempt_table(run)}{starts(run)}{refused(run)}")
+        print(
+            f"\nattempts of {run.path}\n{attempt_table(run)}{start_times(run)}{refused_starts(run)}"
+        )
         replicas = replicas_of(run.path)
         if replicas:
             print(f"\nreplicas of {run.path}\n{replica_table(replicas)}")
@@ -61,9 +69,9 @@ def summarize(options: argparse.Namespace) -> int:
     try:
         drawn = [run for run in runs if run.losses]
         if drawn:
-            plots.draw(drawn, out)
+            plots.plot_runs(drawn, out)
         if times is not None:
-            timeline.draw(runs[0], times)
+            timeline.plot_timeline(runs[0], times)
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
@@ -79,7 +87,7 @@ def summarize(options: argparse.Namespace) -> int:
     return 0
 
 
-def pictures(runs: list[History], named: Path | None) -> tuple[Path, Path | None]:
+def draw_pictures(runs: list[History], named: Path | None) -> tuple[Path, Path | None]:
     """Return the paths of the pictures: of the curves and, for one run with several attempts, of
     its time. Raises ConfigError if another program's file is there."""
     alone, times = len(runs) == 1, None
@@ -140,7 +148,7 @@ def write_html(options: argparse.Namespace) -> int:
         page = (paths[0] if len(paths) == 1 else Path()) / "report.html"
     while True:
         try:
-            refuse_other_file(page, "--html", (SIGN,))
+            refuse_other_file(page, "--html", (PAGE_SIGN,))
             lives = write_page(runs, page, slurm.my_jobs(), options.watch or options.refresh)
         except OSError as error:
             fix = "name another file by --html FILE"
@@ -157,13 +165,13 @@ def find_runs(paths: list[Path]) -> tuple[list[History], list[str]]:
     for path in dict.fromkeys(paths):
         if not path.is_dir():
             there = path.exists() or path.is_symlink()
-            what = f" is {describe(path)}" if there else ": no such directory"
+            what = f" is {describe_directory(path)}" if there else ": no such directory"
             problems.append(f"{path}{what}; name the run.dir of a training")
             continue
         run = load_history(path, jobs)
         if run.losses or is_program(run):
             runs.append(run)
-        elif size_of(path / "metrics.jsonl") and not run.lines:
+        elif file_size(path / "metrics.jsonl") and not run.lines:
             problems.append(f"{path}/metrics.jsonl: no line of it can be read; it is not text")
         elif is_run(path):
             ends = [a for a in run.attempts if a.state != "running"]
@@ -174,13 +182,13 @@ def find_runs(paths: list[Path]) -> tuple[list[History], list[str]]:
                 f"steps{last}"
             )
         elif runs_in(path):
-            names = ", ".join(str(run) for run in runs_in(path)[:SHOWN])
+            names = ", ".join(str(run) for run in runs_in(path)[:SHOWN_RUNS])
             problems.append(
                 f"{path}: holds runs; add --html for a page of all, or name them: {names}"
             )
         else:
             problems.append(
-                f"{path} is {describe(path)}, not a run; name the run.dir of a training"
+                f"{path} is {describe_directory(path)}, not a run; name the run.dir of a training"
             )
     return runs, problems
 

@@ -16,7 +16,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
     import first
 
-    first.begin()  # before anything that may be missing or slow
+    first.start_program()  # before anything that may be missing or slow
 
     from kempner.configure import configure
     from kempner.resilience import requests

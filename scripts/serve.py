@@ -17,7 +17,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
     import first
 
-    first.begin()  # before anything that may be missing or slow
+    first.start_program()  # before anything that may be missing or slow
 
 import argparse
 import os
@@ -31,10 +31,10 @@ from kempner.config.option import ConfigError
 from kempner.directories import refuse_other_file
 from kempner.files import write_atomic
 from kempner.front_door import explain_os_error, read_text, run_program
-from kempner.hf.source import held
+from kempner.hf.source import held_weights
 from kempner.hf.stored import check_source
 from kempner.planner.engine import check_room, no_room
-from kempner.serve.arguments import TOKEN, check_window, parse
+from kempner.serve.arguments import TOKEN_VARIABLE, check_window, parse_serve_arguments
 from kempner.signals import TO_LEAVE, leave_event
 
 OPEN_TO_ALL = ("0.0.0.0", "::")
@@ -42,35 +42,38 @@ OPEN_TO_ALL = ("0.0.0.0", "::")
 
 def main(argv: list[str]) -> int:
     end = leave_event()
-    options = parse(argv, __doc__)
+    options = parse_serve_arguments(argv, __doc__)
     token = read_token(options)
     own_gpu()
-    check(options)
-    return 0 if options.check else serve(options, token, end)
+    check_start(options)
+    return 0 if options.check else run_server(options, token, end)
 
 
-def check(options: argparse.Namespace) -> None:
+def check_start(options: argparse.Namespace) -> None:
     """Raise ConfigError for what a start would find when it has read the model, or later. The nodes
     of a job may have what this host lacks: they look themselves."""
-    from kempner.load import pick_device, seen  # imports NumPy, which --help does without
+    from kempner.load import (  # imports NumPy, which --help does without
+        inference_device,
+        model_shape,
+    )
 
     here = not (options.check and slurm.is_here())
     if options.device == "cuda" and here:
-        pick_device(options.device)
+        inference_device(options.device)
     if options.source:
-        with held(options.source) as source:
-            cfg, window = seen(source)
+        with held_weights(options.source) as source:
+            cfg, window = model_shape(source)
             window = check_window(options.window, window)
             if not source.is_checkpoint:
                 check_source(source, cfg)
         if here:
-            check_room(cfg, options.slots, window, pick_device(options.device).type)
+            check_room(cfg, options.slots, window, inference_device(options.device).type)
     if options.publish:
-        refuse_other_file(place_of(options), "--publish", ("http://",))
+        refuse_other_file(url_file(options), "--publish", ("http://",))
         check_place(options.publish, make=not options.check)
 
 
-def place_of(options: argparse.Namespace) -> Path:
+def url_file(options: argparse.Namespace) -> Path:
     """Return the file of this engine's URL."""
     task = os.environ.get("KEMPNER_ENGINE") or os.environ.get("SLURM_PROCID", "0")
     return Path(options.publish, f"engine-{task}").resolve()
@@ -78,7 +81,7 @@ def place_of(options: argparse.Namespace) -> Path:
 
 def read_token(options: argparse.Namespace) -> str:
     """Return the token. Raises ConfigError; never with the token in it."""
-    token, file = os.environ.pop(TOKEN, "").strip(), options.token_file
+    token, file = os.environ.pop(TOKEN_VARIABLE, "").strip(), options.token_file
     if file is not None:
         token = read_text(file, "--token-file").strip()
         if file.stat().st_mode & 0o077:
@@ -86,11 +89,13 @@ def read_token(options: argparse.Namespace) -> str:
         if not token:
             raise ConfigError(f"--token-file {file}: is empty")
     if len(token.split()) > 1:  # no header could bring it
-        raise ConfigError(f"{file or TOKEN}: a token is one word, without spaces or line ends")
+        raise ConfigError(
+            f"{file or TOKEN_VARIABLE}: a token is one word, without spaces or line ends"
+        )
     if not token and options.host not in ("127.0.0.1", "::1", "localhost"):
         raise ConfigError(
-            f"--host {options.host}: others could use the engine; give a token by {TOKEN} or "
-            "--token-file"
+            f"--host {options.host}: others could use the engine; give a token by "
+            f"{TOKEN_VARIABLE} or --token-file"
         )
     return token
 
@@ -111,9 +116,9 @@ def check_place(folder: Path, make: bool) -> None:
         raise ConfigError(f"--publish: {there} is {what}; name another directory")
 
 
-def serve(options: argparse.Namespace, token: str, end: threading.Event) -> int:
+def run_server(options: argparse.Namespace, token: str, end: threading.Event) -> int:
     """Serve until `end` is set."""
-    from kempner.load import load
+    from kempner.load import load_model_and_tokenizer
     from kempner.port_range import BadPortRange, NoFreePort
     from kempner.process_group import allow_open_files
     from kempner.serve.http import Server
@@ -130,9 +135,11 @@ def serve(options: argparse.Namespace, token: str, end: threading.Event) -> int:
         fix = "; 0 takes a free one" if options.port else ""
         raise ConfigError(f"--port {options.port}: {error.strerror}{fix}") from None
     if options.source:
-        loaded, version = load(options.source, options.device), 0
+        loaded, version = load_model_and_tokenizer(options.source, options.device), 0
     else:
-        found = first_version(options.weights, partial(load, device=options.device), token, end)
+        found = first_version(
+            options.weights, partial(load_model_and_tokenizer, device=options.device), token, end
+        )
         if found is None:  # told to end
             return 0
         loaded, version = found
@@ -160,7 +167,7 @@ def serve(options: argparse.Namespace, token: str, end: threading.Event) -> int:
     host = slurm.own_address() if options.host in OPEN_TO_ALL else options.host
     url = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
     print(f"serve: {loaded.about} at {url}", flush=True)
-    place = options.publish and place_of(options)
+    place = options.publish and url_file(options)
     if place:
         write_atomic(place, f"{url}\n")
     end.wait()

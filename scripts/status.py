@@ -18,7 +18,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
     import first
 
-    first.begin()  # before anything that may be missing or slow
+    first.start_program()  # before anything that may be missing or slow
 
 import argparse
 import json
@@ -33,15 +33,15 @@ from kempner.config.command_line import argument_parser
 from kempner.front_door import run_program
 from kempner.history import notify
 from kempner.history.attempts import Record
-from kempner.history.facts import facts, step_of, trouble
-from kempner.history.nodes import Node, nodes_of
+from kempner.history.facts import newest_step, run_facts, run_trouble
+from kempner.history.nodes import NodeHistory, nodes_of
 from kempner.history.replicas import replicas_of
 from kempner.history.run_history import History, load_history, runs_in, unreadable_in
-from kempner.history.state import LIVE
-from kempner.history.tables import aligned, duration
+from kempner.history.state import LIVE_STATES
+from kempner.history.tables import align_table, format_duration
 
-TAIL = 1 << 16  # bytes at the end of metrics.jsonl that are read
-COLUMNS = ("run", "state", "step", "loss", "tokens/s", "attempts", "left", "")
+STATUS_TAIL_BYTES = 1 << 16  # bytes at the end of metrics.jsonl that are read
+STATUS_COLUMNS = ("run", "state", "step", "loss", "tokens/s", "attempts", "left", "")
 NODE_COLUMNS = ("host", "runs", "attempts", "hours", "excluded", "faults", "last fault")
 SCHEMA = 1  # of --json: docs/start/monitoring.md
 
@@ -58,19 +58,23 @@ def main(argv: list[str]) -> int:
     if not paths:
         return 2
     jobs, now = slurm.my_jobs(), time.time()
-    runs = [load_history(path, jobs, TAIL) for path in paths]
+    runs = [load_history(path, jobs, STATUS_TAIL_BYTES) for path in paths]
     if options.json:
-        print(json.dumps(document(runs, now, options.nodes), indent=2, allow_nan=False))
+        print(json.dumps(status_json(runs, now, options.nodes), indent=2, allow_nan=False))
     elif options.nodes:
-        print(aligned([NODE_COLUMNS, *map(node_row, nodes_of(runs))], 2, range(1, 5), wrap=True))
+        print(
+            align_table([NODE_COLUMNS, *map(node_row, nodes_of(runs))], 2, range(1, 5), wrap=True)
+        )
     else:
-        rows = sorted(map(row, runs), key=lambda cells: (not cells[-1].startswith("!"), cells[0]))
-        print(aligned([COLUMNS, *rows], gap=2, right=range(2, 7), wrap=True))
+        rows = sorted(
+            map(status_row, runs), key=lambda cells: (not cells[-1].startswith("!"), cells[0])
+        )
+        print(align_table([STATUS_COLUMNS, *rows], gap=2, right=range(2, 7), wrap=True))
     if options.notify:
         for run in runs:
             for problem in notify.tell_if_new(run, now):
                 print(f"status: {problem}", file=sys.stderr)
-    return 2 if problems else int(any(trouble(run) for run in runs))
+    return 2 if problems else int(any(run_trouble(run) for run in runs))
 
 
 def no_run(path: Path) -> str:
@@ -100,7 +104,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--nodes", action="store_true", help="the hosts and their faults")
     parser.add_argument("--notify", action="store_true", help="tell what has not been told yet")
     options = parser.parse_args(argv)
-    if options.notify and not notify.ways():
+    if options.notify and not notify.notification_ways():
         parser.error("--notify: set KEMPNER_NOTIFY, KEMPNER_WEBHOOK or KEMPNER_MAIL")
     most = os.environ.get("KEMPNER_MAX_CRASHES") or "3"
     if not most.isdecimal():
@@ -108,24 +112,28 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def document(runs: list[History], now: float, nodes: bool) -> dict[str, Any]:
-    told = [facts(run, now) for run in runs]
+def status_json(runs: list[History], now: float, nodes: bool) -> dict[str, Any]:
+    told = [run_facts(run, now) for run in runs]
     found: dict[str, Any] = {"schema": SCHEMA, "time": round(now, 3)}
     found["attention"] = sum(each["attention"] for each in told)
     found["runs"] = told
     return found | ({"nodes": [node.as_json() for node in nodes_of(runs)]} if nodes else {})
 
 
-def node_row(node: Node) -> tuple[str, ...]:
+def node_row(node: NodeHistory) -> tuple[str, ...]:
     last = node.last
     kinds = ", ".join(f"{count} {kind}" for kind, count in node.kinds.items())
-    ago = f"{duration(time.time() - last.time)} ago: {last.run}: {last.reason}" if last else "-"
+    ago = (
+        f"{format_duration(time.time() - last.time)} ago: {last.run}: {last.reason}"
+        if last
+        else "-"
+    )
     hours = f"{node.seconds / 3600:,.1f}"
     counts = (str(len(node.runs)), str(node.attempts), hours, str(node.excluded))
     return (node.host, *counts, kinds or "-", ago)
 
 
-def starts(run: History) -> str:
+def count_starts(run: History) -> str:
     """Return the number of starts, how many of them were in place, and the job's idle nodes."""
     text = str(sum(attempt.began is not None for attempt in run.attempts))
     again = sum(attempt.decision == "restart" for attempt in run.attempts)
@@ -135,21 +143,21 @@ def starts(run: History) -> str:
     return f"{text}, {len(idle)} spare" if idle else text
 
 
-def row(run: History) -> tuple[str, ...]:
+def status_row(run: History) -> tuple[str, ...]:
     last = next((line for line in reversed(run.lines) if line.get("tokens_per_s") is not None), {})
-    step = step_of(run)
+    step = newest_step(run)
     done = "-" if step is None else f"{step:,}"
     left = run.job.left if run.job and run.job.state == "RUNNING" else "-"
     replicas = replicas_of(run.path) if run.state.word == "running" else None
     alive = f", {replicas.here} of {len(replicas.by_number)} replicas" if replicas else ""
-    alive += rewarded(last) if run.state.word == "running" else ""
+    alive += reward_words(last) if run.state.word == "running" else ""
     alive += f", job {run.successor.number} next" if run.successor else ""
     reason = run.state.reason if run.state.word in ("waiting", "cancelled") else ""
     if run.state.word == "running":
         reason = run.warning
-    if run.refusal and run.state.word not in LIVE:
+    if run.refusal and run.state.word not in LIVE_STATES:
         reason = run.state.reason
-    why = trouble(run)
+    why = run_trouble(run)
     if why:
         reason = f"! {why}"
     return (
@@ -158,13 +166,13 @@ def row(run: History) -> tuple[str, ...]:
         f"{done}/{run.status['max_steps']:,}" if "max_steps" in run.status else done,
         "-" if last.get("loss") is None else f"{last['loss']:.4f}",
         f"{last['tokens_per_s']:,.0f}" if last else "-",
-        starts(run),
+        count_starts(run),
         left,
         reason,
     )
 
 
-def rewarded(last: Record) -> str:
+def reward_words(last: Record) -> str:
     """Describe the state of reinforcement learning."""
     if last.get("reward") is None:
         return ""

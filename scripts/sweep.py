@@ -19,7 +19,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
     import first
 
-    first.begin()  # before anything that may be missing or slow
+    first.start_program()  # before anything that may be missing or slow
 
 import argparse
 import contextlib
@@ -34,25 +34,31 @@ from pathlib import Path
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.config.values import did_you_mean
-from kempner.directories import Kind, describe, kind_of, refuse_others
+from kempner.directories import Kind, describe_directory, directory_kind, refuse_others
 from kempner.front_door import interruptible, run_program
 from kempner.history.run_history import is_run
-from kempner.history.tables import aligned
+from kempner.history.tables import align_table
 from kempner.planner.cost import GPUS
 from kempner.slurm import plain_environment
 from kempner.sweep import results
 from kempner.sweep.cost import Hours, gpu_hours
 from kempner.sweep.file import Sweep, read_sweep
 from kempner.sweep.here import run_here
-from kempner.sweep.journal import Journal, locked
-from kempner.sweep.keys import Values
-from kempner.sweep.look import Look, look
-from kempner.sweep.points import Point, expand
-from kempner.sweep.propose import propose, proposed, room
+from kempner.sweep.journal import Journal, locked_journal
+from kempner.sweep.keys import PointValues
+from kempner.sweep.look import PointStatus, look_at_points
+from kempner.sweep.points import SweepPoint, expand_points
+from kempner.sweep.propose import proposal_room, propose_values, proposed_points
 from kempner.sweep.resources import profile_environment
-from kempner.sweep.submit import check, held_arrays, settle, submit, throttle
+from kempner.sweep.submit import (
+    held_arrays,
+    plan_arrays,
+    settle_journal,
+    submit_array,
+    throttle_array,
+)
 
-PATIENCE_S = 120  # with [propose]: jobs that end at the same time submit, too
+JOURNAL_PATIENCE_S = 120  # with [propose]: jobs that end at the same time submit, too
 COMMANDS = ("plan", "submit", "status", "resubmit", "cancel", "table")
 
 
@@ -60,41 +66,43 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     sweep = read_sweep(options.sweep)
     refuse_directory(sweep)
-    begun = kind_of(folder(sweep)) is Kind.SWEEP or options.command == "submit"
+    begun = directory_kind(sweep_folder(sweep)) is Kind.SWEEP or options.command == "submit"
     interruptible()
     try:
-        journal = Journal(folder(sweep))
+        journal = Journal(sweep_folder(sweep))
         points = points_of(sweep, journal)
         if options.command == "plan":
-            return plan(sweep, points, journal, options.gpu)
+            return print_points(sweep, points, journal, options.gpu)
         if options.command == "table":
-            return results.write(sweep, points, options, begun)
+            return results.write_results(sweep, points, options, begun)
         if options.command == "status":
-            return status(sweep, look(points, journal))
+            return print_sweep(sweep, look_at_points(points, journal))
         if options.from_job and sweep.propose is None:  # the file was edited since
             return 0
-        wait = PATIENCE_S if sweep.propose else 0
-        lock = locked(folder(sweep), wait) if begun else contextlib.nullcontext(journal)
+        wait = JOURNAL_PATIENCE_S if sweep.propose else 0
+        lock = (
+            locked_journal(sweep_folder(sweep), wait) if begun else contextlib.nullcontext(journal)
+        )
         with lock as journal:
             settle_all(journal, options)
             if sweep.propose:  # another one may have proposed some
                 points = points_of(sweep, journal)
             if options.command == "cancel":
-                return cancel(journal, look(points, journal))
+                return cancel_sweep(journal, look_at_points(points, journal))
             if sweep.propose and options.command == "submit":
-                return search(sweep, points, journal, options)
-            return send(sweep, look(points, journal), journal, options)
+                return print_search(sweep, points, journal, options)
+            return send_arrays(sweep, look_at_points(points, journal), journal, options)
     except BlockingIOError:
-        where = folder(sweep)
+        where = sweep_folder(sweep)
         raise ConfigError(f"another sweep.py works in {where}: wait until it has ended") from None
     except BrokenPipeError:  # whoever reads what this prints has left
         raise
     except OSError as error:  # a full disk: an array that was not recorded is asked for by its name
-        why = f"{error.filename or folder(sweep)}: {error.strerror or error}"
-        fail(f"{why}; mend that, and call it again: nothing is submitted twice")
+        why = f"{error.filename or sweep_folder(sweep)}: {error.strerror or error}"
+        print_failure(f"{why}; mend that, and call it again: nothing is submitted twice")
         return 1
     except KeyboardInterrupt:
-        fail("interrupted; what Slurm has taken by then is found by the next command")
+        print_failure("interrupted; what Slurm has taken by then is found by the next command")
         return 130
 
 
@@ -123,15 +131,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def fail(problem: str) -> None:
+def print_failure(problem: str) -> None:
     print(f"sweep: error: {problem}", file=sys.stderr)
 
 
-def say(text: str) -> None:
+def print_status(text: str) -> None:
     print(f"sweep: {text}", file=sys.stderr, flush=True)
 
 
-def folder(sweep: Sweep) -> Path:
+def sweep_folder(sweep: Sweep) -> Path:
     """Return the directory of the sweep's own files, beside its run directories."""
     return sweep.dir / "sweep"
 
@@ -141,48 +149,52 @@ def refuse_directory(sweep: Sweep) -> None:
     place, fix = sweep.dir, "give the sweep another name, or another dir"
     above = next(path for path in place.absolute().parents if os.path.lexists(path))
     if not above.is_dir():
-        raise ConfigError(f"{sweep.file}: dir/name = {place}: {above} is {describe(above)}; {fix}")
-    refuse_others(folder(sweep), f"{sweep.file}: dir/name/sweep", (Kind.SWEEP,), fix)
+        raise ConfigError(
+            f"{sweep.file}: dir/name = {place}: {above} is {describe_directory(above)}; {fix}"
+        )
+    refuse_others(sweep_folder(sweep), f"{sweep.file}: dir/name/sweep", (Kind.SWEEP,), fix)
     kinds: tuple[Kind, ...] = (Kind.STARTED, Kind.NOTES)
-    if kind_of(folder(sweep)) is Kind.SWEEP:
+    if directory_kind(sweep_folder(sweep)) is Kind.SWEEP:
         kinds = (Kind.SWEEP,)
-    elif kind_of(folder(sweep)) is Kind.EMPTY and os.listdir(place) == ["sweep"]:
+    elif directory_kind(sweep_folder(sweep)) is Kind.EMPTY and os.listdir(place) == ["sweep"]:
         return  # submit was killed
     elif is_run(place):
         kinds = ()
     refuse_others(place, f"{sweep.file}: dir/name", kinds, fix)
 
 
-def points_of(sweep: Sweep, journal: Journal) -> list[Point]:
+def points_of(sweep: Sweep, journal: Journal) -> list[SweepPoint]:
     """Return all points; with [propose] those that are proposed so far."""
-    return proposed(sweep, journal) if sweep.propose else expand(sweep)
+    return proposed_points(sweep, journal) if sweep.propose else expand_points(sweep)
 
 
 def settle_all(journal: Journal, options: argparse.Namespace) -> None:
-    for job in settle(journal, options.here):
-        say(f"job {job}: Slurm registered it late; what waits of it is cancelled")
+    for job in settle_journal(journal, options.here):
+        print_status(f"job {job}: Slurm registered it late; what waits of it is cancelled")
 
 
 def next_points(
-    sweep: Sweep, looks: Sequence[Look], journal: Journal, most: int | None = None
-) -> dict[str, Values]:  # fmt: skip
+    sweep: Sweep, looks: Sequence[PointStatus], journal: Journal, most: int | None = None
+) -> dict[str, PointValues]:  # fmt: skip
     """Return the values of the points that follow from the results so far, by name ([propose])."""
-    count, why = room(sweep, looks)
+    count, why = proposal_room(sweep, looks)
     if why:
-        say(why)
+        print_status(why)
     count = count if most is None else min(count, most)
-    found = propose(sweep, looks, journal, count) if count else {}
+    found = propose_values(sweep, looks, journal, count) if count else {}
     if len(found) < count:
-        say(f"{len(found)} new point(s): the ranges hold no others that fulfil the conditions")
+        print_status(
+            f"{len(found)} new point(s): the ranges hold no others that fulfil the conditions"
+        )
     return found
 
 
-def plan(sweep: Sweep, points: list[Point], journal: Journal, gpu: str | None) -> int:
+def print_points(sweep: Sweep, points: list[SweepPoint], journal: Journal, gpu: str | None) -> int:
     """Check every point, and say what would be submitted."""
     if sweep.propose:  # in memory alone
-        journal.proposed |= next_points(sweep, look(points, journal), journal)
-        points = proposed(sweep, journal)
-    arrays = check(sweep, points)
+        journal.proposed |= next_points(sweep, look_at_points(points, journal), journal)
+        points = proposed_points(sweep, journal)
+    arrays = plan_arrays(sweep, points)
     rows = [["point", "steps", "parameters", "GPUs", "GPU hours", "speed"]]
     hours: list[Hours | None] = []
     for point in points:
@@ -196,7 +208,7 @@ def plan(sweep: Sweep, points: list[Point], journal: Journal, gpu: str | None) -
             "-" if spent is None else str(spent),
             source,
         ])  # fmt: skip
-    print(aligned(rows, 2, range(1, 5)))
+    print(align_table(rows, 2, range(1, 5)))
     print(f"\n{number_of(sweep, points)} points in {sweep.dir}, {len(arrays)} array(s):")
     for array in arrays:
         words = " ".join([*array.words, array.script.name, *array.program[1:]])
@@ -219,30 +231,32 @@ def number_of(sweep: Sweep, points: Sequence[object]) -> str:
     return f"{len(points)} of {sweep.propose.points}" if sweep.propose else str(len(points))
 
 
-def search(sweep: Sweep, points: list[Point], journal: Journal, options: argparse.Namespace) -> int:
+def print_search(
+    sweep: Sweep, points: list[SweepPoint], journal: Journal, options: argparse.Namespace
+) -> int:
     """Submit with [propose]: the next points, too; with --here each follows from all before it."""
     code = 0
     while True:
-        looks = look(points, journal)
+        looks = look_at_points(points, journal)
         if options.from_job and any(each.state.word == "cancelled" for each in looks):
-            say("points were cancelled: nothing is proposed until you submit again")
+            print_status("points were cancelled: nothing is proposed until you submit again")
             return 0
         more = next_points(sweep, looks, journal, 1 if options.here else None)
         journal.proposed |= more
-        points = proposed(sweep, journal)
-        check(sweep, [point for point in points if point.name in more])
+        points = proposed_points(sweep, journal)
+        plan_arrays(sweep, [point for point in points if point.name in more])
         for name, values in more.items():
             journal.append(event="proposed", point=name, values=values)
-        looks = look(points, journal)
-        code = max(code, send(sweep, looks, journal, options))
+        looks = look_at_points(points, journal)
+        code = max(code, send_arrays(sweep, looks, journal, options))
         if not options.here or code == 130 or not any(each.new for each in looks):
             return code
-        if any(each.new for each in look(points, journal)):  # it did not even begin
+        if any(each.new for each in look_at_points(points, journal)):  # it did not even begin
             return code
 
 
-def send(
-    sweep: Sweep, looks: Sequence[Look], journal: Journal, options: argparse.Namespace
+def send_arrays(
+    sweep: Sweep, looks: Sequence[PointStatus], journal: Journal, options: argparse.Namespace
 ) -> int:  # fmt: skip
     """Submit what is new, or resubmit what has failed, unless it was tried often enough."""
     again = options.command == "resubmit"
@@ -250,21 +264,21 @@ def send(
     tired = [each for each in chosen if again and each.tries >= sweep.tries]
     points = [each.point for each in chosen if each not in tired]
     for each in tired:
-        say(
+        print_status(
             f"{each.point.name}: {each.state.word} after {each.tries} tries (tries = {sweep.tries})"
         )
     unknown = [each for each in looks if each.state.word == "unknown"]
     if unknown:
-        say(
+        print_status(
             f"{len(unknown)} point(s) left alone: {unknown[0].state.reason}; call it again when "
             "Slurm answers, or with --here to run them on this machine"
         )
     if not points:
-        print(f"nothing to {options.command}; {counts(looks)}")
+        print(f"nothing to {options.command}; {count_states(looks)}")
         return 1 if tired or unknown else 0
     # Counted first: the next points of [propose] have to fit in, too.
     held = held_arrays(looks) if sweep.max_running and not sweep.propose else []
-    arrays = check(sweep, points, [] if options.here else held)
+    arrays = plan_arrays(sweep, points, [] if options.here else held)
     rule = sweep.early_stop
     beside = {"KEMPNER_EARLY_STOP": f"{rule.after}:{rule.least}"} if rule else {}
     if options.here:
@@ -278,26 +292,26 @@ def send(
     missing = 0
     for array in arrays:
         if array.job:
-            problem = throttle(array)
+            problem = throttle_array(array)
             if problem:
-                say(f"job {array.job}: its limit stays as it is: {problem}")
+                print_status(f"job {array.job}: its limit stays as it is: {problem}")
         else:
-            taken = submit(sweep, array, journal, env, say)
+            taken = submit_array(sweep, array, journal, env, print_status)
             for part in taken:
                 print(f"job {part.job}: {len(part.points)} point(s)")
             missing += len(array.points) - sum(len(part.points) for part in taken)
     if missing:
         fix = f"'{options.command}' again submits them alone, and with --here runs them here"
-        fail(f"{missing} point(s) were not submitted; {fix}")
+        print_failure(f"{missing} point(s) were not submitted; {fix}")
     return 1 if missing else 0
 
 
-def counts(looks: Sequence[Look]) -> str:
+def count_states(looks: Sequence[PointStatus]) -> str:
     number = Counter(each.state.word for each in looks)
     return ", ".join(f"{count} {word}" for word, count in number.most_common()) or "none yet"
 
 
-def status(sweep: Sweep, looks: Sequence[Look]) -> int:
+def print_sweep(sweep: Sweep, looks: Sequence[PointStatus]) -> int:
     rows = [("point", "state", "step", "tries", "job", "")]
     for each in looks:
         rows.append((
@@ -308,12 +322,12 @@ def status(sweep: Sweep, looks: Sequence[Look]) -> int:
             each.task or "-",
             f"! {each.state.reason}" if each.state.attention else each.state.reason,
         ))  # fmt: skip
-    print(aligned(rows, 2, range(2, 4), wrap=True))
-    print(f"{number_of(sweep, looks)} points: {counts(looks)}")
+    print(align_table(rows, 2, range(2, 4), wrap=True))
+    print(f"{number_of(sweep, looks)} points: {count_states(looks)}")
     return 1 if any(each.state.attention for each in looks) else 0
 
 
-def cancel(journal: Journal, looks: Sequence[Look]) -> int:
+def cancel_sweep(journal: Journal, looks: Sequence[PointStatus]) -> int:
     """Cancel what is queued or running; its run directories stay, and submit continues them."""
     held = [each for each in looks if each.task and each.state.word in
             ("running", "silent", "starting", "waiting")]  # fmt: skip
@@ -322,7 +336,7 @@ def cancel(journal: Journal, looks: Sequence[Look]) -> int:
         env = plain_environment()
         done = subprocess.run(["scancel", *tasks], capture_output=True, text=True, env=env)
         if done.returncode:
-            fail(f"scancel failed, nothing is recorded: {done.stderr.strip()}")
+            print_failure(f"scancel failed, nothing is recorded: {done.stderr.strip()}")
             return 1
         journal.append(event="cancelled", points=[each.point.name for each in held])
     print(f"{len(held)} point(s) cancelled")

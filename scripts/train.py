@@ -14,12 +14,12 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
     import first
 
-    first.begin()  # before anything that may be missing or slow
+    first.start_program()  # before anything that may be missing or slow
 
 import sys
 
 from kempner import extensions, process_group
-from kempner.configure import configure, reject
+from kempner.configure import configure, reject_input
 from kempner.resilience import requests
 from kempner.resilience.requests import GO_ON, StopRequests, Verdict
 from kempner.run import RunConfig
@@ -40,7 +40,7 @@ from kempner.step import (
     collect_garbage,
     forward_backward,
     reduce_step,
-    update,
+    update_weights,
 )
 from kempner.training import join_ranks, open_training
 
@@ -70,7 +70,9 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             **stop.take_flags(),
         }
         lr, sums = at.learning_rate(), reduce_step(sums, at.layout)
-        numbers = update(at.optimizer, sums, step_tokens, lr, cfg.train.grad_clip, at.phase())
+        numbers = update_weights(
+            at.optimizer, sums, step_tokens, lr, cfg.train.grad_clip, at.phase()
+        )
         at.loader.after_update()
         at.progress = at.progress.after_step(at.loader.position, step_tokens, at.loader.state)
         numbers = at.replicas.after_step(at.progress, numbers)
@@ -89,7 +91,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         while not verdict.final and pending[0 if at_once or long_steps or verdict.save else 1 :]:
             result = pending.pop(0).read()
             long_steps = result.values["step_time"] > requests.LONG_STEP_S
-            verdict = at.judge(result) or requests.asked(result.values, verdict)
+            verdict = at.judge(result) or requests.requested_verdict(result.values, verdict)
 
         # Go back, save, validate.
         if verdict.go_back:
@@ -113,13 +115,13 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
         cfg, world, device = join_ranks(cfg)
         run = Run(cfg, world)
     except (ConfigError, BadPortRange, NoFreePort) as error:
-        reject(error, stop, requests.end_process)
+        reject_input(error, stop, requests.end_process)
     try:
         prepare_torch(cfg, run, device)
         verdict = train(cfg, stop, run, device)
         run.end(verdict)
         if verdict.state != "failed":
-            process_group.leave(world)
+            process_group.leave_process_group(world)
     except BaseException as error:
         return run.crashed(error, extensions.advise)
     return 1 if verdict.state == "failed" else 0

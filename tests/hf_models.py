@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kempner.hf.load import load_weights
-from kempner.hf.source import find
+from kempner.hf.source import find_weights
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from tests.conftest import load_program
@@ -94,7 +94,7 @@ def theirs(model: Any) -> torch.Tensor:
 
 def ours(source: Path | str) -> torch.Tensor:
     """The logits of our model with the weights of a directory, or of RUN[@STEP]."""
-    found = find(str(source))
+    found = find_weights(str(source))
     cfg = ModelConfig(**found.model())
     model = Decoder(cfg)
     with torch.no_grad():

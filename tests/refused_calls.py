@@ -58,7 +58,7 @@ def main(words: list[str]) -> None:
     names, rest = words[: words.index("--")], words[words.index("--") + 1 :]
     own_mounts()
     before = files()
-    system_calls.install({NUMBERS[name]: ERRORS[name] for name in names})
+    system_calls.install_filter({NUMBERS[name]: ERRORS[name] for name in names})
     args = '{"seconds": 5.0}' if rest[0] == "code" else ""
     env = Tasks(EnvConfig(rest[0], args=args, unsafe="unsafe" in rest), 0)
     task = env.task(0)

@@ -12,15 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from kempner.config.loading import load
+from kempner.config.loading import load_config_files
 from kempner.load import Words
-from kempner.rl.conversation import Writer
+from kempner.rl.conversation import DialogueWriter
 from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.protocol import Message, Reply, Score, Task
-from kempner.rl.exchange import Batch, Exchange, Start, State
+from kempner.rl.exchange import Batch, ExchangeStart, ExchangeState, RolloutExchange
 from kempner.rl.opening import open_curriculum, open_parts, open_router
 from kempner.rl.orchestrator import Orchestrator
-from kempner.rl.rollout import Sampler
+from kempner.rl.rollout import RolloutSampler
 from kempner.run import RunConfig
 from tests.fake_engine import TOKEN, FakeEngine
 
@@ -80,7 +80,7 @@ def config(folder: Path, env: str = "Digits", steps: int = 3, **rl: Any) -> RunC
     words += ["--model.vocab_size=257", "--rl.sampling.max_tokens=8", "--train.micro_batch=2"]
     file = folder / "rl.toml"
     file.write_text(f'[[rl.env]]\nid = "{ENVIRONMENTS}:{env}"\nname = "{env}"\nuse = "both"\n')
-    return load(RunConfig, [file], words)
+    return load_config_files(RunConfig, [file], words)
 
 
 class Loop:
@@ -88,10 +88,10 @@ class Loop:
 
     def __init__(
         self, cfg: RunConfig, engines: Sequence[FakeEngine], start: int = 0,
-        state: State | None = None, trains: float = 0.0,
+        state: ExchangeState | None = None, trains: float = 0.0,
     ) -> None:  # fmt: skip
         self.cfg, self.start, self.state, self.trains = cfg, start, state, trains
-        self.exchange = Exchange(cfg.run.dir)
+        self.exchange = RolloutExchange(cfg.run.dir)
         for folder in (self.exchange.weights, self.exchange.engines):
             folder.mkdir(parents=True, exist_ok=True)
         self.exchange.token.write_text(TOKEN)
@@ -115,7 +115,7 @@ class Loop:
     def run(self, limit: float = 60.0) -> list[Handed]:
         """All batches; raises what has ended the orchestrator."""
         self.publish(self.start)
-        self.exchange.begin(Start(self.start, RANKS, self.state))
+        self.exchange.begin(ExchangeStart(self.start, RANKS, self.state))
         parts = open_parts(self.cfg)
         thread = threading.Thread(target=self._orchestrate, args=parts, daemon=True)
         thread.start()
@@ -144,7 +144,9 @@ class Loop:
     def _orchestrate(self, envs: dict[str, Tasks], words: Words) -> None:
         router = open_router(self.cfg, self.exchange, words.ends, self.lines.append)
         scorer: Any = InThisProcess()
-        sampler = Sampler(self.cfg, envs, Writer(words), router, scorer, self.lines.append)
+        sampler = RolloutSampler(
+            self.cfg, envs, DialogueWriter(words), router, scorer, self.lines.append
+        )
         curriculum = open_curriculum(self.cfg, envs, self.lines.append)
         router.start()
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from kempner.rl.exchange import Batch, Exchange
+from kempner.rl.exchange import Batch, RolloutExchange
 
 VOCAB = 257
 Sample = tuple[list[int], list[float], float]  # tokens, log-probabilities of the answer, advantage
@@ -60,7 +60,9 @@ def arrays(
     return made
 
 
-def hand_over(exchange: Exchange, step: int, ranks: int, seq_len: int, count: int = 8) -> None:
+def hand_over(
+    exchange: RolloutExchange, step: int, ranks: int, seq_len: int, count: int = 8
+) -> None:
     """Two samples a row. Those of step 2 are partly of older weights, those of step 3 all, and so
     on; they are less likely than others."""
     drawn = samples(step, count)
@@ -86,7 +88,7 @@ def hand_over(exchange: Exchange, step: int, ranks: int, seq_len: int, count: in
 def orchestrator(run: Path, steps: int, seq_len: int = 32, last: int = 0) -> Iterator[list[object]]:
     """Beside a trainer, until `last` batches (0: all) are handed over; yields what the trainer
     has said at its start."""
-    exchange, end, heard = Exchange(run), threading.Event(), list[object]()
+    exchange, end, heard = RolloutExchange(run), threading.Event(), list[object]()
 
     def work() -> None:
         while (start := exchange.started()) is None and not end.wait(0.05):

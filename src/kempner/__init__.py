@@ -22,7 +22,7 @@ def load_model(source: str | PathLike[str], device: str = "auto") -> tuple[Decod
 
     The model is in evaluation mode, bf16 on a GPU and fp32 on a CPU; `device`: auto, cpu or cuda.
     """
-    from kempner.load import load
+    from kempner.load import load_model_and_tokenizer
 
-    loaded = load(str(source), device)
+    loaded = load_model_and_tokenizer(str(source), device)
     return loaded.model, loaded.words.tokenizer

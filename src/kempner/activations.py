@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kempner.config.option import ConfigError
-from kempner.config.values import shown
+from kempner.config.values import format_value
 from kempner.data.dataset import TokenDataset
-from kempner.directories import Kind, mark, refuse_others
+from kempner.directories import Kind, mark_directory, refuse_others
 from kempner.files import write_atomic
-from kempner.hf.adapter import fingerprint
-from kempner.hf.source import Source
+from kempner.hf.adapter import weights_fingerprint
+from kempner.hf.source import WeightsSource
 
 if TYPE_CHECKING:
     import torch
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 RECORD = "activations.json"
 SHARD_BYTES = 1 << 28  # of activations, which wait in the host's memory for the whole shard
 # The outputs of attention and feed-forward layer pass these modules before the residual sum.
-PARTS = {"stream": "", "attention": "attention_post_norm", "ffn": "ffn_post_norm"}
+ACTIVATION_PARTS = {"stream": "", "attention": "attention_post_norm", "ffn": "ffn_post_norm"}
 
 
 class Wanted(NamedTuple):
-    """Requested activations: of these blocks, these of PARTS."""
+    """Requested activations: of these blocks, these of ACTIVATION_PARTS."""
 
     layers: Sequence[int]
     parts: Sequence[str]
@@ -56,7 +56,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Record:
+class ShardRecord:
     """Facts that all shards of a directory share; a later start must have the same."""
 
     model: str  # id of the run, or the directory
@@ -80,17 +80,17 @@ class Record:
         return [(start, min(start + self.shard, self.samples)) for start in starts]
 
 
-def start_output(out: Path, record: Record) -> None:
+def start_output(out: Path, record: ShardRecord) -> None:
     """Make the directory, or check that it has the same record. Raises ConfigError."""
     refuse_others(out, "--out", (Kind.ACTIVATIONS,), "give another directory")
     try:
         before = json.loads((out / RECORD).read_text())
     except FileNotFoundError:
-        mark(out, Kind.ACTIVATIONS)
+        mark_directory(out, Kind.ACTIVATIONS)
         write_atomic(out / RECORD, json.dumps(asdict(record), indent=1) + "\n")
         return
     differ = [
-        f"{name} is {shown(before.get(name))} there, {shown(value)} here"
+        f"{name} is {format_value(before.get(name))} there, {format_value(value)} here"
         for name, value in asdict(record).items()
         if before.get(name) != value
     ]
@@ -101,9 +101,9 @@ def start_output(out: Path, record: Record) -> None:
         )
 
 
-def identity_of(source: Source) -> str:
+def identity_of(source: WeightsSource) -> str:
     """Return 16 hex digits that identify the weights and the config.json beside them."""
-    weights = fingerprint(source)
+    weights = weights_fingerprint(source)
     if source.is_checkpoint:
         return weights
     shape = json.dumps(source.model(), sort_keys=True)
@@ -137,8 +137,8 @@ def read_whole(path: Path) -> dict[str, str] | None:
     return metadata if size == 8 + length + end else None
 
 
-def extract(
-    model: Decoder, data: TokenDataset, record: Record, folder: Path, weights: str, batch: int
+def extract_shards(
+    model: Decoder, data: TokenDataset, record: ShardRecord, folder: Path, weights: str, batch: int
 ) -> Iterator[tuple[int, bool]]:
     """Make the shards of one model that are missing; yields the number of each, and whether it was
     there already. `weights`: identity_of() the model. Raises ConfigError."""
@@ -223,7 +223,7 @@ def run_blocks(
     the CPU. Blocks after the last requested one do not run."""
     import torch
 
-    from kempner.model.decoder import through
+    from kempner.model.decoder import apply_blocks
 
     device = model.embed.weight.device
     tokens = torch.from_numpy(inputs).to(device)
@@ -232,7 +232,7 @@ def run_blocks(
     with torch.no_grad(), _watched(model, wanted) as found:
         x = model.embed(tokens)
         rope, seen = model.place(tokens, packed, None, x.dtype)
-        through(model.blocks[: max(wanted.layers) + 1], x, rope, seen)
+        apply_blocks(model.blocks[: max(wanted.layers) + 1], x, rope, seen)
     return {name: found[name].cpu() for name in wanted.names}
 
 
@@ -246,7 +246,7 @@ def _watched(model: Decoder, wanted: Wanted) -> Iterator[dict[str, Tensor]]:
     with ExitStack() as hooks:
         for name in wanted.names:
             block, part = name.rsplit(".", 1)
-            module = model.get_submodule(f"{block}.{PARTS[part]}".rstrip("."))
+            module = model.get_submodule(f"{block}.{ACTIVATION_PARTS[part]}".rstrip("."))
             handle = module.register_forward_hook(partial(keep, name))
             hooks.callback(handle.remove)
         yield found

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-MOST = 10_000  # writes that may wait; more are dropped
+MOST_WRITES = 10_000  # writes that may wait; more are dropped
 BEHIND_S = 5.0  # a write that takes longer is reported
 
 
@@ -23,7 +23,7 @@ class Background:
         """`complain` tells the user, in another way, that something is not written."""
         self._complain = complain
         self._waiting: queue.Queue[tuple[Callable[[], object], Path | None]]
-        self._waiting = queue.Queue(MOST)
+        self._waiting = queue.Queue(MOST_WRITES)
         self._now: tuple[float, Path | None] | None = None  # the write in progress, and since when
         self._blocked = False  # the user has been told
         self._dropped = 0

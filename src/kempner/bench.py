@@ -27,15 +27,15 @@ from kempner.data.config import FAKE
 from kempner.extensions import Variant
 from kempner.files import read_jsonl, write_atomic
 from kempner.history import events
-from kempner.history.tables import aligned
+from kempner.history.tables import align_table
 from kempner.lowcomm.config import LowcommConfig
-from kempner.metrics import peak_flops, short
-from kempner.planner.memory import GIB, memory
+from kempner.metrics import peak_flops, short_number
+from kempner.planner.memory import GIB, estimate_memory
 from kempner.process_group import World
 from kempner.run import RunConfig
 
 SHUTDOWN_S = 10.0  # for the other ranks of a variant, once one has failed
-FIGURES = {
+BENCH_FIGURES = {
     "step, s": ".3f",
     "tokens/s": ",.0f",
     "tokens/s per GPU": ",.0f",
@@ -45,10 +45,10 @@ FIGURES = {
     "publish, s": ".3f",  # of rl.py
 }
 FREED = re.compile(r"Tried to allocate ([\d.]+) (\w+).*? of which ([\d.]+) (\w+) is free", re.S)
-UNITS = {"bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
+BYTE_UNITS = {"bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
 
 
-def overrides(cfg: RunConfig, run_dir: str) -> list[str]:
+def bench_overrides(cfg: RunConfig, run_dir: str) -> list[str]:
     """Return the words that make a run of `cfg` a measurement: this many steps, and nothing besides
     them; for replicas whole rounds, with their outer steps."""
     bench, rounds = (
@@ -77,7 +77,7 @@ def overrides(cfg: RunConfig, run_dir: str) -> list[str]:
     return words
 
 
-def measure(
+def run_bench(
     run_dir: Path, variants: Sequence[Variant], world: World, leaves: Callable[[], float]
 ) -> int:
     """Run the variants one after the other; rank 0 prints the tables. Returns the exit code: 1 when
@@ -135,7 +135,7 @@ def _failed(status: Path, since: float) -> bool:
 
 
 Result = dict[str, Any]
-SIGN = '"tokens_per_step"'  # that a file holds such figures
+BENCH_SIGN = '"tokens_per_step"'  # that a file holds such figures
 
 
 def _result(variant: Variant, code: int, machine: dict[str, Any], world: World) -> Result:
@@ -163,7 +163,7 @@ def _result(variant: Variant, code: int, machine: dict[str, Any], world: World) 
         "steps": steps,
         "peak_tflops": peak and peak / 1e12,
         "flops_per_token_full_attention": full,
-        "planned_gib": memory(cfg, ranks, world.per_node, gpu).peak / GIB,
+        "planned_gib": estimate_memory(cfg, ranks, world.per_node, gpu).peak / GIB,
         "config": as_dict(cfg.with_section("bench", cfg.of(BenchConfig))),
     }
     return found if code == 0 else {**found, "failed": _why(run_dir, code)}
@@ -190,19 +190,19 @@ def _figures(
     each = speed / ranks
     values = (line["step_time"], speed, each, line["mfu"], full and each * full, line["memory_gib"])
     published = [line["publish_seconds"]] if "publish_seconds" in line else []
-    return dict(zip(FIGURES, (*values, *published), strict=False))
+    return dict(zip(BENCH_FIGURES, (*values, *published), strict=False))
 
 
 def _why(run_dir: Path, code: int) -> str:
     """Return why a variant has no figures; for one out of memory, by how much at least."""
-    faults = events.of_kind(events.read(run_dir / "attempts.jsonl"), events.Fault)
+    faults = events.of_kind(events.read_events(run_dir / "attempts.jsonl"), events.FaultEvent)
     fault = faults[-1] if faults else None
     if fault is None or fault.kind != "oom":
         return fault.reason if fault else f"exit code {code}"
     if (found := FREED.search(fault.reason)) is None:
         return "out of memory"
     size, unit, free, free_unit = found.groups()
-    over = float(size) * UNITS[unit] - float(free) * UNITS[free_unit]
+    over = float(size) * BYTE_UNITS[unit] - float(free) * BYTE_UNITS[free_unit]
     return f"out of memory, by {max(over, 0.0) / GIB:.2f} GiB or more"
 
 
@@ -241,11 +241,11 @@ def _table(result: Result) -> str:
         return f"  {result['failed']}; the planner's estimate is {result['planned_gib']:.2f} GiB"
     rows = [["", "mean", "sd", "min", "max", ""]]
     for name, values in result["summary"].items():
-        cells = ["-" if x is None else format(x, FIGURES[name]) for x in values.values()]
+        cells = ["-" if x is None else format(x, BENCH_FIGURES[name]) for x in values.values()]
         # On a CPU the peak includes the process's libraries.
         planned = f"tensors, as planned: {result['planned_gib']:.2f}" if "memory" in name else ""
         rows.append([name, *cells, planned])
-    return aligned(rows, 2, range(1, 5))
+    return align_table(rows, 2, range(1, 5))
 
 
 def _comparison(results: Sequence[Result]) -> str:
@@ -263,8 +263,10 @@ def _comparison(results: Sequence[Result]) -> str:
             rows.append(["-", "-", "-", f"{name}: {result['failed']}"])
             continue
         gib = result["summary"]["peak memory, GiB"]["max"]
-        rows.append([short(speed(result)), f"{speed(result) / best:.3f}", f"{gib:.2f}", name])
-    return aligned(rows, 2, range(3))
+        rows.append(
+            [short_number(speed(result)), f"{speed(result) / best:.3f}", f"{gib:.2f}", name]
+        )
+    return align_table(rows, 2, range(3))
 
 
 def _machine() -> dict[str, Any]:

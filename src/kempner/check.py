@@ -17,12 +17,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
-from kempner.code import inputs
+from kempner.code import input_files
 from kempner.config import toml
 from kempner.front_door import ANSWER, run_module
 
 
-def answers(text: str) -> Iterator[str]:
+def launch_values(text: str) -> Iterator[str]:
     """Yield the parts of a checked configuration that the batch script needs."""
     cfg = toml.loads(text)
     yield cfg["run"]["dir"]
@@ -35,14 +35,14 @@ def answers(text: str) -> Iterator[str]:
             yield path
 
 
-def checked(said: str) -> str:
+def parse_checked_config(said: str) -> str:
     """Return the configuration in the output of --check, past anything that a sitecustomize or a
     plugin may have printed before it. Raises ValueError, KeyError or TypeError if there is none."""
     lines = said.splitlines(keepends=True)
     for first in range(len(lines)):
         text = "".join(lines[first:])
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            list(answers(text))
+            list(launch_values(text))
             return text
     raise ValueError("no configuration")
 
@@ -53,8 +53,8 @@ def main(program: str, arguments: Sequence[str]) -> int:
     if done.returncode != 0:
         return done.returncode
     try:
-        text = checked(done.stdout)
-        found = [text, *answers(text), "", *map(str, inputs(arguments))]
+        text = parse_checked_config(done.stdout)
+        found = [text, *launch_values(text), "", *map(str, input_files(arguments))]
     except (ValueError, KeyError, TypeError):  # --help among the arguments
         found = []
     print(*(f"{part}\0" for part in (ANSWER, *found)), sep="", end="")

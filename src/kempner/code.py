@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 from kempner.config import toml
 
-ROOT = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[2]
 ORIGIN = ".kempner-origin"  # in a copy: the repository that it is of
-PACKAGES = ("torch", "numpy", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
-SHOWN = 3  # names of files that differ
+CODE_PACKAGES = ("torch", "numpy", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+MOST_FILES = 3  # names of files that differ
 
 
-class Code(NamedTuple):
+class CodeVersion(NamedTuple):
     """Code of an attempt; "" and () where it is not known."""
 
     hash: str  # the name of the copy; "": the repository itself
@@ -30,14 +30,14 @@ class Code(NamedTuple):
     versions: tuple[str, ...]  # of packages, each "NAME VERSION"
 
 
-def this(root: Path = ROOT) -> Code:
+def current_code(root: Path = REPOSITORY) -> CodeVersion:
     """Return the code of this process."""
     found = [f"python {platform.python_version()}"]
-    for name in PACKAGES:
+    for name in CODE_PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found.append(f"{name} {version(name)}")
     copy = (root / ORIGIN).exists()
-    return Code(root.name if copy else "", commit_of(root, copy), tuple(found))
+    return CodeVersion(root.name if copy else "", commit_of(root, copy), tuple(found))
 
 
 def commit_of(root: Path, copy: bool) -> str:
@@ -52,11 +52,11 @@ def commit_of(root: Path, copy: bool) -> str:
     return ""
 
 
-def differences(before: Code, now: Code, root: Path = ROOT) -> str:
+def code_differences(before: CodeVersion, now: CodeVersion, root: Path = REPOSITORY) -> str:
     """Describe the differences in code or versions, "" for none."""
     found = []
     if before.hash and now.hash and before.hash != now.hash:
-        files = differing(root.with_name(before.hash), root)
+        files = differing_files(root.with_name(before.hash), root)
         found.append(f"code {before.hash} -> {now.hash}{_shown(files)}")
     elif before.commit and now.commit and before.commit != now.commit:
         found.append(f"commit {before.commit[:7]} -> {now.commit[:7]}")
@@ -75,10 +75,10 @@ def _shown(files: list[str] | None) -> str:
     if files is None:
         return ""
     count = "1 file differs" if len(files) == 1 else f"{len(files)} files differ"
-    return f", {count}: {', '.join(files[:SHOWN])}{', ...' if len(files) > SHOWN else ''}"
+    return f", {count}: {', '.join(files[:MOST_FILES])}{', ...' if len(files) > MOST_FILES else ''}"
 
 
-def differing(one: Path, other: Path) -> list[str] | None:
+def differing_files(one: Path, other: Path) -> list[str] | None:
     """List the files that two copies do not share, None if one of them is gone."""
     if not (one.is_dir() and other.is_dir()):
         return None
@@ -99,7 +99,7 @@ def files_of(root: Path) -> Iterator[str]:
                 yield str((Path(folder) / name).relative_to(root))
 
 
-def inputs(arguments: Sequence[str]) -> list[Path]:
+def input_files(arguments: Sequence[str]) -> list[Path]:
     """Return the configuration files among these words, and those that they name as their base."""
     words = [word for word in arguments if word.endswith(".toml") and not word.startswith("-")]
     found: list[Path] = []

@@ -18,7 +18,7 @@ FP8_TILE = 16  # of every size of a product
 RING_HEAD = 8  # the ring calls the flash kernel itself; elsewhere torch pads the heads for it
 
 
-def problems(cfg: RunConfig) -> list[str]:
+def combination_problems(cfg: RunConfig) -> list[str]:
     """List the problems, one message each, with the way out."""
     found = _data_problems(cfg)
     if cfg.train.seq_len > cfg.model.max_seq_len:

@@ -31,7 +31,7 @@ COMPILERS = {
 }
 
 
-def lacking(device: str, env: Mapping[str, str] = os.environ) -> str | None:
+def missing_compiler(device: str, env: Mapping[str, str] = os.environ) -> str | None:
     """Return what this host lacks to compile for `device`, cpu or cuda, and the fix; None if it has
     all."""
     host = socket.gethostname()
@@ -66,9 +66,9 @@ def _include() -> str:
     return sysconfig.get_path("include", scheme)
 
 
-def need(compiles: bool, device: str) -> None:
+def require_compiler(compiles: bool, device: str) -> None:
     """Raise ConfigError if this process would fail in its first step, on every node."""
-    if compiles and (text := lacking(device)):
+    if compiles and (text := missing_compiler(device)):
         raise ConfigError(text)
 
 
@@ -89,7 +89,7 @@ def keep_private() -> None:
         return
     place = Path(tempfile.gettempdir(), f"kempner-compiled-{os.getuid()}")
     try:
-        private.make(place)
+        private.make_private(place)
     except OSError:  # somebody else was here first
         place = Path(tempfile.mkdtemp(prefix="kempner-compiled-"))
         atexit.register(shutil.rmtree, place, ignore_errors=True)

@@ -18,13 +18,13 @@ from kempner import combinations, extensions
 from kempner.checkpoint import commit, ownership
 from kempner.checkpoint.commit import has_checkpoint
 from kempner.config.command_line import help_text, parse_command
-from kempner.config.loading import Values, load, to_toml
-from kempner.config.option import ConfigError, schema, whole_schema
+from kempner.config.loading import SectionValues, load_config_files, to_toml
+from kempner.config.option import ConfigError, config_schema, whole_schema
 from kempner.directories import Kind, read_run_id, refuse_others
 from kempner.extensions import Extension, Variant
-from kempner.front_door import complain, how_to_run, list_problems, run_program
+from kempner.front_door import how_to_run, list_problems, print_problems, run_program
 from kempner.parts import fixed_facts, open_data, open_mixture
-from kempner.process_group import discover, gpu_on_the_bus
+from kempner.process_group import discover_world, gpu_on_the_bus
 from kempner.progress import Progress
 from kempner.resilience.requests import StopRequests
 from kempner.run import RunConfig, check_batch, check_pipeline
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kempner.parallel.layout import Axes
     from kempner.port_range import BadPortRange, NoFreePort
 
-USAGE = """\
+CONFIGURE_USAGE = """\
 {command} CONFIG.toml [MORE.toml ...] [--section.key=value ...]
 
   --help [SECTION ...] [--all]    these options; those of a section; those of all extensions, too
@@ -44,7 +44,7 @@ USAGE = """\
 """
 RANK_0_SPEAKS_S = 5.0
 OWN_DIRECTORY = "give one of its own: --run.dir=runs/NAME"
-FLAGS = {
+CONFIGURE_FLAGS = {
     "help": bool,
     "all": bool,
     "check": bool,
@@ -67,9 +67,9 @@ def configure(
     Exits here for --help and --check (0), and for bad input (2, every problem on a line of its
     own).
     """
-    command = parse_command(argv, FLAGS)
+    command = parse_command(argv, CONFIGURE_FLAGS)
     flags = command.flags
-    usage = USAGE.format(command=how_to_run(program.script if program else "train.py"))
+    usage = CONFIGURE_USAGE.format(command=how_to_run(program.script if program else "train.py"))
     if flags["help"]:
         run_program(lambda _: print(help_of(argv, program, usage)))
     if not argv:
@@ -82,18 +82,18 @@ def configure(
         variants = [Variant("", [], cfg)]
         if flags["bench"]:
             variants = extensions.of_flag("bench").variants(command, cfg)
-        problems = [text for each in variants for text in check(each.cfg, flags, program)]
+        problems = [text for each in variants for text in check_config(each.cfg, flags, program)]
         if problems:
             raise ConfigError(dict.fromkeys(problems))
         if flags["build"]:
             builder = extensions.of_flag("build")
             for each in variants:
-                print(builder.build(each.cfg, *size_of(flags)), file=sys.stderr)
+                print(builder.build(each.cfg, *world_of_flags(flags)), file=sys.stderr)
     except ConfigError as error:
-        reject(error, stop)
+        reject_input(error, stop)
     only = flags["check"] or flags["build"]
-    if flags["check"] or not (only or "KEMPNER_ATTEMPT_ID" in os.environ or discover().rank):
-        warn(cfg)  # once: the scripts have called --check
+    if flags["check"] or not (only or "KEMPNER_ATTEMPT_ID" in os.environ or discover_world().rank):
+        print_warnings(cfg)  # once: the scripts have called --check
     if flags["check"]:
         warn_of_compiler(cfg)
         compare_driver(cfg)
@@ -108,7 +108,7 @@ def configure(
 def help_of(argv: Sequence[str], program: type[Extension] | None, usage: str) -> str:
     """--help: the trainer's sections, then those of extensions that are asked for: by name, by
     --all, or because it is their program."""
-    own, whole = schema(RunConfig), whole_schema(RunConfig)
+    own, whole = config_schema(RunConfig), whole_schema(RunConfig)
     words = [word.strip("[]") for word in argv if not word.startswith("-")]
     asked = {name for name in whole if name.split(".")[0] in words}
     if not asked:
@@ -131,7 +131,7 @@ def set_allocator() -> None:
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
-def check(
+def check_config(
     cfg: RunConfig, flags: Mapping[str, Any], program: type[Extension] | None = None
 ) -> list[str]:
     """List the problems of a configuration: with its program, with its files, and in its world."""
@@ -141,16 +141,16 @@ def check(
         used.append(program())
     if wrong := [t for each in used if (t := each.program_problem(cfg, type(each) is program))]:
         return wrong
-    problems = check_inputs(cfg, 0 if only else discover().rank, only)
+    problems = check_inputs(cfg, 0 if only else discover_world().rank, only)
     if only and (device := compiles_for(cfg)):
         from kempner import compiler
 
-        text = compiler.lacking(device)
+        text = compiler.missing_compiler(device)
         problems += [text] if text else []  # in the batch script, on the first of the nodes
     if flags["nodes"] is not None or flags["gpus-per-node"] is not None:
-        problems += check_world(cfg, *size_of(flags))
+        problems += check_world(cfg, *world_of_flags(flags))
     elif not only:
-        world = discover()
+        world = discover_world()
         problems += check_world(cfg, world.size * world.replicas, world.per_node)
     return problems
 
@@ -168,12 +168,12 @@ def compiles_for(cfg: RunConfig) -> str | None:
 
 
 def warn_of_compiler(cfg: RunConfig) -> None:
-    """Warn of what the job's nodes may lack; check() has looked if this is one of them."""
+    """Warn of what the job's nodes may lack; check_config() has looked if this is one of them."""
     if not cfg.train.compile or compiles_for(cfg):
         return
     from kempner import compiler
 
-    if text := compiler.lacking("cpu" if cfg.distributed.device == "cpu" else "cuda"):
+    if text := compiler.missing_compiler("cpu" if cfg.distributed.device == "cpu" else "cuda"):
         print(f"warning: {text}; the nodes of a job may have what this host lacks", file=sys.stderr)
 
 
@@ -184,19 +184,19 @@ def compare_driver(cfg: RunConfig) -> None:
         return
     from kempner.gpu import driver
 
-    if text := driver.both():
+    if text := driver.driver_and_cuda():
         print(text, file=sys.stderr)
-    if text := driver.misfit(driver.driver(), driver.cuda_of_torch()):
+    if text := driver.driver_problem(driver.driver_version(), driver.cuda_of_torch()):
         print(f"warning: {text}", file=sys.stderr)
 
 
-def size_of(flags: Mapping[str, Any]) -> tuple[int, int]:
+def world_of_flags(flags: Mapping[str, Any]) -> tuple[int, int]:
     """Return the number of ranks in all, and on each node, that the command line names."""
     nodes, per_node = flags["nodes"] or 1, flags["gpus-per-node"] or 1
     return nodes * per_node, per_node
 
 
-def reject(
+def reject_input(
     error: ConfigError | BadPortRange | NoFreePort,
     stop: StopRequests,
     leave: Callable[[int], NoReturn] = sys.exit,
@@ -209,7 +209,7 @@ def reject(
     0 has left, and a rank that is not terminated reports its own problem.
     """
     with contextlib.suppress(ConfigError):
-        if discover().rank:
+        if discover_world().rank:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(RANK_0_SPEAKS_S)
             if stop.wants_to_leave():  # terminated before that
@@ -220,28 +220,30 @@ def reject(
     from kempner.port_range import NoFreePort
 
     if isinstance(error, NoFreePort):  # others may leave one to the next start
-        complain(name, [error.strerror])
+        print_problems(name, [error.strerror])
         leave(1)
     problems = error.problems if isinstance(error, ConfigError) else [error.strerror]
     # Always a list: the batch script takes its first line as the reason of a refused start.
-    leave(complain(name, [list_problems(problems)]))
+    leave(print_problems(name, [list_problems(problems)]))
 
 
 def load_config(
     files: Sequence[str], overrides: Sequence[str], problems: Sequence[str] = (), prefix: str = ""
 ) -> RunConfig:
-    """Run load() and add what follows from other values: a run without run.dir is named after its
-    first configuration file, after `prefix`, and extensions add theirs."""
+    """Run load_config_files() and add what follows from other values: a run without run.dir is
+    named after its first configuration file, after `prefix`, and extensions add theirs."""
     run_dir = f"runs/{prefix}{Path(files[0]).stem if files else 'default'}"
 
-    def complete(given: Values) -> list[str]:
+    def complete(given: SectionValues) -> list[str]:
         return [
             text
             for one in extensions.used_by(given)
             for text in one.complete_values(given, run_dir)
         ]
 
-    cfg = load(RunConfig, files, overrides, problems, complete, combinations.problems)
+    cfg = load_config_files(
+        RunConfig, files, overrides, problems, complete, combinations.combination_problems
+    )
     for one in extensions.used(cfg):
         cfg = one.complete(cfg)
     return replace(cfg, run=replace(cfg.run, dir=cfg.run.dir or run_dir))
@@ -249,14 +251,14 @@ def load_config(
 
 def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
     """List problems of axes and batch with this many ranks, `per_node` on each host."""
-    from kempner.parallel.layout import sizes
+    from kempner.parallel.layout import axis_sizes
 
     found: list[str] = []
     data_ranks = world_size  # the batch is checked all the same when the axes do not fit
     try:
         replicas = count_replicas(cfg, world_size, per_node)
         inner = world_size // replicas
-        axes = sizes(cfg.distributed, inner, min(per_node, inner))
+        axes = axis_sizes(cfg.distributed, inner, min(per_node, inner))
         data_ranks = axes.data_ranks * replicas
         found += cfg.distributed.island_problems(axes.shard * axes.cp)
         found += check_experts(cfg, axes)
@@ -271,7 +273,7 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
     return found
 
 
-def warn(cfg: RunConfig) -> None:
+def print_warnings(cfg: RunConfig) -> None:
     """Warn of settings that suit a trial of a few steps, or an existing model, but are seldom meant
     in a whole run."""
     for one in extensions.used(cfg):
@@ -333,7 +335,7 @@ def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:
     if cfg.run.fork and rank == 0:
         from kempner.checkpoint import fork
 
-        others += fork.problems(cfg.run.fork, Path(cfg.run.dir), cfg.checkpoint_dir)
+        others += fork.fork_problems(cfg.run.fork, Path(cfg.run.dir), cfg.checkpoint_dir)
     if not (found or others) and rank == 0 and cfg.checkpoint.save:
         others = check_checkpoint(cfg)
     return found + others
@@ -347,15 +349,15 @@ def check_checkpoint(cfg: RunConfig) -> list[str]:
 
     about = {"fixed": fixed_facts(cfg, True)}
     try:
-        if newest := newest_checkpoint(cfg.checkpoint_dir):
+        if newest := checkpoint_to_load(cfg.checkpoint_dir):
             path, manifest = newest  # whose it is, check_directories() knows
-            fits.check(path, manifest, {**about, "run": manifest.get("run")})
+            fits.check_compatible(path, manifest, {**about, "run": manifest.get("run")})
             if not extensions.bringer(cfg):
                 open_mixture(cfg, open_data(cfg, True)[0], Progress.of(manifest).plan(cfg))
         elif cfg.run.fork:
             from kempner.checkpoint import fork
 
-            path = fork.find(cfg.run.fork)
+            path = fork.find_fork(cfg.run.fork)
             fits.check_fork(cfg.run.fork, path, commit.read_manifest(path), about)
             return [text for one in extensions.used(cfg) for text in one.check_fork(cfg, path)]
     except commit.Damaged:  # the load sees to it
@@ -365,10 +367,10 @@ def check_checkpoint(cfg: RunConfig) -> list[str]:
     return []
 
 
-def newest_checkpoint(root: Path) -> tuple[Path, dict[str, Any]] | None:
+def checkpoint_to_load(root: Path) -> tuple[Path, dict[str, Any]] | None:
     """Return the checkpoint that a start would load, as far as its manifest tells, and that. Raises
     ConfigError if it is of another version."""
-    for path in commit.complete(root):
+    for path in commit.complete_checkpoints(root):
         with contextlib.suppress(commit.Damaged):
             return path, commit.read_manifest(path)
     return None
@@ -394,4 +396,4 @@ def check_directories(cfg: RunConfig, rank: int) -> list[str]:
         refuse_others(cfg.run.dir, "run.dir", (Kind.RUN, Kind.STARTED, Kind.NOTES), OWN_DIRECTORY)
     except ConfigError as error:
         return error.problems
-    return ownership.problems(cfg.checkpoint_dir, read_run_id(Path(cfg.run.dir)))
+    return ownership.ownership_problems(cfg.checkpoint_dir, read_run_id(Path(cfg.run.dir)))

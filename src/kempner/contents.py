@@ -7,7 +7,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from kempner.code import this
+from kempner.code import current_code
 from kempner.config.loading import config_hash, to_toml
 from kempner.files import write_atomic
 from kempner.parts import fixed_facts
@@ -15,14 +15,16 @@ from kempner.process_group import World
 from kempner.run import RunConfig
 
 
-def contents(cfg: RunConfig, world: World, run_dir: Path) -> tuple[dict[str, str], dict[str, Any]]:
+def checkpoint_contents(
+    cfg: RunConfig, world: World, run_dir: Path
+) -> tuple[dict[str, str], dict[str, Any]]:
     """Return files by name, and facts for the manifest. Those under "fixed" define the meaning of
     its weights and its position: a checkpoint with others is refused."""
     first = world.rank == 0
     return (
         {"config.toml": to_toml(cfg)},
         {
-            "code": this()._asdict() if first else {},
+            "code": current_code()._asdict() if first else {},
             "run": run_id(run_dir) if first else "",
             "config_hash": config_hash(cfg),
             "replicas": world.replicas,

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from kempner.config.option import ConfigError
-from kempner.files import read_jsonl, step_of, write_atomic
+from kempner.files import read_jsonl, step_of_name, write_atomic
 
-MARK = ".kempner"  # one JSON object: {"is": the name of a Kind, "run": the id of a run, or ""}
+MARK_FILE = ".kempner"  # one JSON object: {"is": the name of a Kind, "run": the id of a run, or ""}
 RUN_ID = re.compile(r"[0-9a-f]{32}\n?")
-SEAL = "0" * 64  # see seal()
-SHOWN = 3  # names of other files that a message has
+SEAL = "0" * 64  # see seal_text()
+SHOWN_FILES = 3  # names of other files that a message has
 
 # Files that a job leaves in a run directory before the run has its id, and files that its user may
 # have put there: sbatch's output, and configurations (config.toml is the run's own).
@@ -38,7 +38,7 @@ BEFORE_THE_RUN = re.compile(
 # Other files that its user may have put there: no program of this kit writes such a name in a run.
 # More of them are somebody's texts.
 NOTE = re.compile(r".*\.(md|txt|ya?ml|sh|sbatch)")
-FEW = 8
+LISTED_FILES = 8
 # Entries of file systems, desktops and git, which do not make a directory somebody's.
 NOBODYS = re.compile(
     r"\.nfs\w+|\.fuse_hidden\w+|\.snapshots?|lost\+found|\.git(keep|ignore)|\.DS_Store"
@@ -72,10 +72,10 @@ class Kind(enum.Enum):
     OTHER = "a directory of other files"
 
 
-NOTHING = (Kind.MISSING, Kind.EMPTY)
+NOTHING_THERE = (Kind.MISSING, Kind.EMPTY)
 
 
-def kind_of(path: str | Path) -> Kind:
+def directory_kind(path: str | Path) -> Kind:
     """Return the kind of a path; links are followed. Raises nothing."""
     path = Path(path).expanduser()
     try:
@@ -89,32 +89,32 @@ def kind_of(path: str | Path) -> Kind:
         return Kind.UNREADABLE
 
 
-def describe(path: str | Path) -> str:
+def describe_directory(path: str | Path) -> str:
     """Describe the path in words that complete "PATH is ..."."""
-    path, kind = Path(path).expanduser(), kind_of(path)
+    path, kind = Path(path).expanduser(), directory_kind(path)
     if kind is Kind.DANGLING:
         return f"a link to {os.readlink(path)}, which is not there"
     if kind in (Kind.OTHER, Kind.NOTES):
         names = sorted(os.listdir(path), key=lambda name: (name.startswith("."), name))
-        more = ", ..." if len(names) > SHOWN else ""
-        return f"{Kind.OTHER.value} ({', '.join(names[:SHOWN])}{more})"
+        more = ", ..." if len(names) > SHOWN_FILES else ""
+        return f"{Kind.OTHER.value} ({', '.join(names[:SHOWN_FILES])}{more})"
     return str(kind.value)
 
 
 def refuse_others(path: str | Path, option: str, kinds: Collection[Kind], fix: str) -> None:
     """Raise ConfigError, which names the option, what is there and the fix, unless `path` is one of
     these kinds, or nothing yet."""
-    if kind_of(path) not in (*NOTHING, *kinds):
-        raise ConfigError(f"{option} = {path} is {describe(path)}; {fix}")
+    if directory_kind(path) not in (*NOTHING_THERE, *kinds):
+        raise ConfigError(f"{option} = {path} is {describe_directory(path)}; {fix}")
 
 
 def refuse_other_file(path: str | Path, option: str, signs: Collection[str]) -> None:
     """Raise ConfigError unless the file that an option names does not exist yet, or was made by an
-    earlier run of the same program: it then holds one of these texts and, if it has a seal(), is as
-    that program left it. Links are followed, as the caller writes through them."""
+    earlier run of the same program: it then holds one of these texts and, if it has a seal_text(),
+    is as that program left it. Links are followed, as the caller writes through them."""
     path, what = Path(path).expanduser(), "is there, and was not made by this program"
     if path.is_dir():
-        what = f"is {describe(path)}"
+        what = f"is {describe_directory(path)}"
     elif path.is_file():
         with contextlib.suppress(OSError):
             content = path.read_bytes()
@@ -127,7 +127,7 @@ def refuse_other_file(path: str | Path, option: str, signs: Collection[str]) -> 
     raise ConfigError(f"{option} = {path} {what}; remove it, or name another file")
 
 
-def seal(content: str) -> str:
+def seal_text(content: str) -> str:
     """Put the text's digest in place of SEAL; it reveals a later edit."""
     return content.replace(SEAL, hashlib.sha256(content.encode()).hexdigest(), 1)
 
@@ -140,15 +140,16 @@ def is_as_sealed(content: bytes) -> bool:
     return found is None or hashlib.sha256(plain).hexdigest().encode() == found[0]
 
 
-def mark(directory: Path, kind: Kind, run: str = "") -> None:
+def mark_directory(directory: Path, kind: Kind, run: str = "") -> None:
     """Make the directory, and mark it with its kind and run."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_atomic(directory / MARK, json.dumps({"is": kind.name, "run": run}) + "\n")
+    write_atomic(directory / MARK_FILE, json.dumps({"is": kind.name, "run": run}) + "\n")
 
 
 def read_mark(directory: Path) -> tuple[Kind | None, str]:
-    """Return the kind that mark() has noted, and the id of the run; (None, "") if it has not."""
-    found = _object(directory / MARK)
+    """Return the kind that mark_directory() has noted, and the id of the run; (None, "") if it has
+    not."""
+    found = _object(directory / MARK_FILE)
     name, run = found.get("is"), found.get("run")
     return Kind.__members__.get(str(name)), run if isinstance(run, str) else ""
 
@@ -175,7 +176,7 @@ def _kind_of_directory(path: Path, names: set[str]) -> Kind:
         return Kind.RUN
     if "start" in events:  # the trainer writes its id before, run.sh wrote no mark once
         return Kind.PROGRAM
-    if _is_sweep(path, names) or kind_of(path / "sweep") is Kind.SWEEP:
+    if _is_sweep(path, names) or directory_kind(path / "sweep") is Kind.SWEEP:
         return Kind.SWEEP
     if read_manifest_of(path):
         return Kind.CHECKPOINT
@@ -191,7 +192,7 @@ def _kind_of_directory(path: Path, names: set[str]) -> Kind:
     rest = [name for name in names if not BEFORE_THE_RUN.fullmatch(name)]
     if ours and not rest:
         return Kind.STARTED
-    if ours and len(rest) <= FEW and all(NOTE.fullmatch(name) for name in rest):
+    if ours and len(rest) <= LISTED_FILES and all(NOTE.fullmatch(name) for name in rest):
         return Kind.NOTES
     return Kind.OTHER
 
@@ -201,7 +202,7 @@ def _is_event(line: dict[str, Any]) -> bool:
 
 
 def _has_checkpoints(path: Path, names: set[str]) -> bool:
-    return any(read_manifest_of(path / name) for name in names if step_of(name) is not None)
+    return any(read_manifest_of(path / name) for name in names if step_of_name(name) is not None)
 
 
 def _is_sweep(path: Path, names: set[str]) -> bool:

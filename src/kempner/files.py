@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: the disk, or what the user may have of it
-STEP = re.compile(r"step_(\d{8,})")
+STEP_NAME = re.compile(r"step_(\d{8,})")
 
 
 def fsync(path: Path) -> None:
@@ -72,10 +72,10 @@ def swap_link(link: Path, target: str) -> None:
     fsync(link.parent)
 
 
-def step_of(name: str) -> int | None:
+def step_of_name(name: str) -> int | None:
     """Parse the step in the name of a complete checkpoint: step_00000100 -> 100; None for any other
     name."""
-    found = STEP.fullmatch(name)
+    found = STEP_NAME.fullmatch(name)
     return int(found[1]) if found else None
 
 

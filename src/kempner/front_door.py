@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-BAD_INPUT = 2
+BAD_INPUT_EXIT = 2
 INTERRUPTED = 128 + signal.SIGINT
 CLOSED_PIPE = 128 + signal.SIGPIPE
 STREAMS = ("stdin", "stdout", "stderr")
@@ -102,22 +102,26 @@ def exit_code(main: Callable[[list[str]], int | None], words: list[str], name: s
         code = main(words) or 0
         sys.stdout.flush()
     except ConfigError as error:
-        return complain(name, error.problems)
+        return print_problems(name, error.problems)
     except NoFreePort as error:  # others may leave one to the next start
-        complain(name, [error.strerror])
+        print_problems(name, [error.strerror])
         return 1
     except OSError as error:
-        return CLOSED_PIPE if _is_closed_pipe(error) else complain(name, [explain_os_error(error)])
+        return (
+            CLOSED_PIPE
+            if _is_closed_pipe(error)
+            else print_problems(name, [explain_os_error(error)])
+        )
     except KeyboardInterrupt:
         return INTERRUPTED
     return code
 
 
-def complain(name: str, problems: Sequence[str]) -> int:
+def print_problems(name: str, problems: Sequence[str]) -> int:
     """Report on standard error what is wrong with the input; returns the exit code."""
     text = problems[0] if len(problems) == 1 else list_problems(problems)
     print(f"{name}: error: {text}", file=sys.stderr, flush=True)
-    return BAD_INPUT
+    return BAD_INPUT_EXIT
 
 
 def list_problems(problems: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from kempner.config.option import ConfigError
 from kempner.generate.config import Sampling
 from kempner.generate.engine import Engine
-from kempner.generate.texts import Text, generate
+from kempner.generate.texts import Text, generate_texts
 from kempner.load import Loaded
 from kempner.model.cache import whole_blocks
 
@@ -106,7 +106,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             ]
             slots = min(self.batch, len(prompts))
             engine = Engine[Text](self.model, self.text.vocab_size, self.window, slots)
-            for piece in generate(engine, self.text, self.ends, prompts, sampling):
+            for piece in generate_texts(engine, self.text, self.ends, prompts, sampling):
                 texts[numbers[piece.prompt]] += piece.text
         return texts
 
@@ -139,7 +139,7 @@ def _manager(tasks: Sequence[str], include: list[str]) -> Any:
     )
 
 
-def evaluate(
+def run_harness(
     model: HarnessModel,
     tasks: Sequence[str],
     include: Iterable[str],

@@ -23,10 +23,10 @@ HF_DATA = "hf://datasets/"
 DATA = re.compile(rf"{HF_DATA}(\w[\w.-]*/\w[\w.-]*?)(?:@([\w.-]+))?/(.+)")
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 USUAL = ("runs", "models")  # of this kit's directories: no owners of models
-SHOWN = 5  # directories that a message names
+SHOWN_DIRECTORIES = 5  # directories that a message names
 
 
-def snapshot(name: str, download: bool, weights: bool = True) -> Path:
+def hub_snapshot(name: str, download: bool, weights: bool = True) -> Path:
     """Return the directory of a model in the local cache; with `download`, it is brought up to date
     first, and an interrupted download goes on. Without `weights`: its tokenizer and configuration.
 
@@ -98,7 +98,7 @@ def data_files(path: str, download: bool) -> str:
     )
 
 
-def push(directory: Path, name: str, private: bool) -> str:
+def push_to_hub(directory: Path, name: str, private: bool) -> str:
     """Upload a directory as a model, which is created if need be; run again, it continues where it
     was interrupted. Returns the address. Raises ConfigError."""
     import huggingface_hub
@@ -137,7 +137,9 @@ def _refuse_path(name: str, repo: str) -> None:
         with contextlib.suppress(OSError):
             there = sorted(str(other) for other in path.parent.iterdir() if other.is_dir())
             near = difflib.get_close_matches(repo, there, 1)
-            names = ", ".join([*near, *(other for other in there if other not in near)][:SHOWN])
+            names = ", ".join(
+                [*near, *(other for other in there if other not in near)][:SHOWN_DIRECTORIES]
+            )
             raise ConfigError(f"{name}: no such directory; there are {names or 'none'}")
         raise ConfigError(f"{name}: no such directory, and no directory {path.parent}")
 

@@ -14,19 +14,19 @@ from kempner.configure import load_config
 from kempner.data.config import SourceConfig
 from kempner.data.mixture import Mixture
 from kempner.data.opening import has_sidecar
-from kempner.data.sidecar import SPLITS, open_sidecar
+from kempner.data.sidecar import DATA_SPLITS, open_sidecar
 from kempner.data.source import IGNORE, Source
-from kempner.data.stages import samples_between, step_of
+from kempner.data.stages import samples_between, step_of_sample
 from kempner.data.tokenizer import FileTokenizer, Tokenizer, tokenizer_of
 from kempner.front_door import how_to_run
-from kempner.history.tables import aligned
+from kempner.history.tables import align_table
 from kempner.optim.config import learning_rate
 from kempner.parts import open_data, open_mixture
 from kempner.picture import refuse_other_picture, save_picture
 from kempner.progress import Progress
 from kempner.run import RunConfig
 
-USAGE = """\
+INSPECT_USAGE = """\
 {command} inspect DIR
 {command} inspect CONFIG.toml [MORE.toml ...] [--section.key=value ...]
 
@@ -34,14 +34,14 @@ Shows what is in a data directory, or in the sources of a run: counts, a sample 
 run, the mixture over its steps, as a table and a picture.
 
   --plot FILE    the picture (default: mixture.png; needs matplotlib)"""
-SHOWN = 600  # characters of a sample
-SAMPLE = 256  # tokens of a sample of a directory
+SHOWN_CHARACTERS = 600  # characters of a sample
+INSPECTED_TOKENS = 256  # tokens of a sample of a directory
 
 
-def inspect(argv: Sequence[str]) -> None:
+def inspect_data(argv: Sequence[str]) -> None:
     """Inspect data. Raises ConfigError."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE.format(command=how_to_run("prepare_data.py")))
+        print(INSPECT_USAGE.format(command=how_to_run("prepare_data.py")))
         return
     folders, rest = sorted_words(argv)
     command = parse_command(rest, {"plot": str})
@@ -55,7 +55,7 @@ def inspect(argv: Sequence[str]) -> None:
         if extra := [*folders[1:], *command.files]:
             command.problems.append(f"{extra[0]}: give one DIR alone, or configurations")
         open_sidecar(folders[0])  # says what it is, if it is no data set
-        overrides = [f"--data.dataset_path={folders[0]}", f"--train.seq_len={SAMPLE}"]
+        overrides = [f"--data.dataset_path={folders[0]}", f"--train.seq_len={INSPECTED_TOKENS}"]
         overrides += [f"--model.vocab_size={1 << 24}", "--train.max_steps=1", *command.overrides]
         cfg = load_config([], overrides, command.problems)
     else:
@@ -65,13 +65,13 @@ def inspect(argv: Sequence[str]) -> None:
         refuse_other_picture(picture, "--plot", bool(named))
     sources, _ = open_data(cfg, True)
     mixture = open_mixture(cfg, sources, Progress().plan(cfg))
-    print(aligned(counts(cfg, sources), gap=2, right=range(1, 5)))
+    print(align_table(source_counts(cfg, sources), gap=2, right=range(1, 5)))
     if not folders:
-        print("\n" + aligned(shares(cfg, sources, mixture), gap=2))
+        print("\n" + align_table(mixture_shares(cfg, sources, mixture), gap=2))
     for number, (one, source) in enumerate(zip(cfg.data.mixed, sources, strict=True)):
-        print("\n" + sample(one, source, first_of(mixture, number, cfg.train.sequences)))
+        print("\n" + sample_text(one, source, first_of(mixture, number, cfg.train.sequences)))
     if not folders:
-        draw(cfg, mixture, picture)
+        plot_mixture(cfg, mixture, picture)
 
 
 def sorted_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -85,7 +85,7 @@ def sorted_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return folders, rest
 
 
-def counts(cfg: RunConfig, sources: Sequence[Source]) -> list[list[str]]:
+def source_counts(cfg: RunConfig, sources: Sequence[Source]) -> list[list[str]]:
     rows = [["source", "samples", "of tokens", "tokens", "documents", "tokenizer", "path"]]
     for one, source in zip(cfg.data.mixed, sources, strict=True):
         about = [f"{len(source):,}", f"{source.seq_len:,}", f"{len(source) * source.seq_len:,}"]
@@ -94,22 +94,22 @@ def counts(cfg: RunConfig, sources: Sequence[Source]) -> list[list[str]]:
         about += ["", ""]
         if has_sidecar(one):
             sidecar = open_sidecar(one.path)
-            shards = [shard for split in SPLITS for shard in sidecar.splits[split]]
+            shards = [shard for split in DATA_SPLITS for shard in sidecar.splits[split]]
             documents = f"{sum(shard.documents for shard in shards):,}"
-            about[2:] = [f"{sum(map(sidecar.tokens, SPLITS)):,}", documents]
+            about[2:] = [f"{sum(map(sidecar.tokens, DATA_SPLITS)):,}", documents]
             about.append(sidecar.tokenizer["name"])
         rows.append([source.name, *about, one.path])
     return rows
 
 
-def shares(cfg: RunConfig, sources: Sequence[Source], mixture: Mixture) -> list[list[str]]:
+def mixture_shares(cfg: RunConfig, sources: Sequence[Source], mixture: Mixture) -> list[list[str]]:
     """Return a column for each part of the run with shares of its own, and one for the whole
     run."""
     stages = cfg.train.stages
     samples = samples_between(stages, 0, cfg.train.max_steps)
     parts = [each for each in mixture.segments if each.start < samples]
     used = mixture.drawn(samples)
-    starts = [step_of(stages, 0, each.start) for each in parts]
+    starts = [step_of_sample(stages, 0, each.start) for each in parts]
     rows = [["source", *(f"from step {start:,}" for start in starts), "all", "epochs"]]
     for i, source in enumerate(sources):
         epochs = "" if source.ordered else f"{used[i] / len(source):.2f}"
@@ -126,7 +126,7 @@ def first_of(mixture: Mixture, number: int, batch: int) -> int:
     return int(mine[0]) if len(mine) else 0
 
 
-def sample(cfg: SourceConfig, source: Source, index: int) -> str:
+def sample_text(cfg: SourceConfig, source: Source, index: int) -> str:
     """Return a sample as text, or its token ids if no tokenizer is known."""
     rows = source.read(np.array([index]))
     inputs, targets = rows.inputs[0], rows.targets[0]
@@ -138,7 +138,7 @@ def sample(cfg: SourceConfig, source: Source, index: int) -> str:
         for part in np.split(inputs, borders)
     ]
     text = "\n-- next document --\n".join(texts)
-    text = text if len(text) <= SHOWN else text[:SHOWN] + " ..."
+    text = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."
     about = f"{int((targets != IGNORE).sum())} of its {len(targets)} tokens are in the loss"
     return f"sample {index:,} of {source.name}; {about}:\n" + text
 
@@ -149,7 +149,7 @@ def _tokenizer(cfg: SourceConfig) -> Tokenizer | None:
     return FileTokenizer(Path(cfg.tokenizer).expanduser()) if cfg.tokenizer else None
 
 
-def draw(cfg: RunConfig, mixture: Mixture, out: Path) -> None:
+def plot_mixture(cfg: RunConfig, mixture: Mixture, out: Path) -> None:
     """Draw the shares and the learning rate over the steps."""
     try:
         from matplotlib.figure import Figure
@@ -162,7 +162,7 @@ def draw(cfg: RunConfig, mixture: Mixture, out: Path) -> None:
     figure = Figure(figsize=(9, 5), dpi=130, layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     parts = [each for each in mixture.segments if each.start < samples]
-    edges = [*(step_of(stages, 0, each.start) for each in parts), last]
+    edges = [*(step_of_sample(stages, 0, each.start) for each in parts), last]
     low = np.zeros(len(parts))
     for i, ingredient in enumerate(mixture.ingredients):
         high = low + np.array([each.shares[i] for each in parts]) * 100
@@ -171,10 +171,14 @@ def draw(cfg: RunConfig, mixture: Mixture, out: Path) -> None:
     steps = np.unique(np.linspace(0, last - 1, 1000, dtype=int))
     places = [samples_between(stages, 0, int(step)) for step in steps]
     scales = [cfg.data.lr_scales[mixture.phase(place)] for place in places]
-    bottom.plot(steps, [rate(cfg, int(s)) * k for s, k in zip(steps, scales, strict=True)])
+    bottom.plot(
+        steps, [learning_rate_at(cfg, int(s)) * k for s, k in zip(steps, scales, strict=True)]
+    )
     for phase in mixture.phases[1:]:
         for panel in (top, bottom):
-            panel.axvline(step_of(stages, 0, phase.start), color="0.3", linestyle=":", linewidth=1)
+            panel.axvline(
+                step_of_sample(stages, 0, phase.start), color="0.3", linestyle=":", linewidth=1
+            )
     top.set(ylabel="share of the samples, %", ylim=(0, 100), xlim=(0, last))
     bottom.set(ylabel="learning rate", xlabel="step", ylim=(0, None))
     top.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
@@ -185,5 +189,5 @@ def draw(cfg: RunConfig, mixture: Mixture, out: Path) -> None:
     print(f"\nthe mixture over the steps: {out}")
 
 
-def rate(cfg: RunConfig, step: int) -> float:
+def learning_rate_at(cfg: RunConfig, step: int) -> float:
     return learning_rate(cfg.schedule, cfg.optimizer.lr, step, cfg.train.max_steps)

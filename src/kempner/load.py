@@ -16,14 +16,28 @@ from kempner.config import toml
 from kempner.config.option import ConfigError
 from kempner.data.chat_template import (
     TEMPLATE,
+    ChatMessage,
     ChatTemplate,
-    Message,
-    read_config,
+    read_tokenizer_config,
 )
-from kempner.data.sidecar import BYTES, SIDECAR, TOKENIZER_CONFIG, Sidecar
-from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, need
-from kempner.data.vocabulary import fingerprint, read_vocabulary
-from kempner.hf.source import FOLDER, TOKENIZER, Source, end_tokens, held, is_of_bytes, run_of
+from kempner.data.sidecar import BYTES_TOKENIZER, SIDECAR, TOKENIZER_CONFIG, Sidecar
+from kempner.data.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+    Tokenizer,
+    import_data_package,
+    load_tokenizer,
+)
+from kempner.data.vocabulary import read_vocabulary, vocabulary_fingerprint
+from kempner.hf.source import (
+    HF_FOLDER,
+    TOKENIZER_FILE,
+    WeightsSource,
+    end_tokens,
+    held_weights,
+    is_of_bytes,
+    run_of,
+)
 from kempner.model.config import ModelConfig
 from kempner.parallel.config import LoraConfig
 
@@ -49,8 +63,8 @@ class Words(NamedTuple):
     def fingerprint(self) -> str:
         """Return a fingerprint of the meaning of the token ids. Raises ConfigError."""
         if isinstance(self.tokenizer, FileTokenizer):
-            return fingerprint(read_vocabulary(self.folder / TOKENIZER))
-        return BYTES["kind"]
+            return vocabulary_fingerprint(read_vocabulary(self.folder / TOKENIZER_FILE))
+        return BYTES_TOKENIZER["kind"]
 
     @property
     def has_template(self) -> bool:
@@ -60,7 +74,7 @@ class Words(NamedTuple):
             return bool(config.get("chat_template")) or (self.folder / TEMPLATE).is_file()
         return False
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
+    def chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Encode a conversation up to where the next answer comes, by the tokenizer's own template.
         Raises ConfigError without one, ValueError if it refuses."""
         if not self.has_template:
@@ -69,7 +83,7 @@ class Words(NamedTuple):
                 "conversations: let it continue a text instead (generate.py without --chat, or "
                 "/v1/completions)"
             )
-        template = ChatTemplate(read_config(self.folder), date.today())
+        template = ChatTemplate(read_tokenizer_config(self.folder), date.today())
         assert isinstance(self.tokenizer, FileTokenizer)  # bytes have no tokenizer_config.json
         ((ids, _),) = self.tokenizer.encode_rendered([template.render(messages, None, True)])
         return ids
@@ -82,7 +96,7 @@ class Loaded(NamedTuple):
     about: str  # for messages
 
 
-def seen(source: Source) -> tuple[ModelConfig, int]:
+def model_shape(source: WeightsSource) -> tuple[ModelConfig, int]:
     """Return the shape of a model, and the number of tokens it has been trained to see. Raises
     ConfigError."""
     cfg = ModelConfig(**source.model())
@@ -92,7 +106,9 @@ def seen(source: Source) -> tuple[ModelConfig, int]:
     return cfg, min(fixed["train"]["seq_len"], cfg.max_seq_len)
 
 
-def load(name: str, device: str, fill: Callable[[Decoder], object] | None = None) -> Loaded:
+def load_model_and_tokenizer(
+    name: str, device: str, fill: Callable[[Decoder], object] | None = None
+) -> Loaded:
     """Load a model. `name`: RUN[@STEP], a checkpoint, a directory in Hugging Face's form, or an id
     of the hub. `device`: auto, cpu or cuda. `fill`: gives the weights of a directory that has none.
 
@@ -104,17 +120,17 @@ def load(name: str, device: str, fill: Callable[[Decoder], object] | None = None
     import torch
 
     torch.backends.cuda.enable_cudnn_sdp(False)
-    with held(name) as source:
-        place = pick_device(device)
+    with held_weights(name) as source:
+        place = inference_device(device)
         if not source.is_checkpoint:
-            cfg, window = seen(source)
+            cfg, window = model_shape(source)
             words = words_of_directory(source.path)
             model = read_base(source, cfg, place, fill=fill)
             return Loaded(model, words, window, str(source.path))
         manifest = commit.read_manifest(source.path)
         words = words_of_run(Path(name), source.path)
         model = read_checkpoint(source, manifest, place)
-        window = seen(source)[1]
+        window = model_shape(source)[1]
     return Loaded(model, words, window, f"step {manifest['step']:,} of {source.path}")
 
 
@@ -130,7 +146,7 @@ def words_of_run(source: Path, checkpoint: Path) -> Words:
     tried = dict.fromkeys(
         (source, checkpoint.parent.parent, *(Path(path).expanduser() for path in named if path))
     )
-    carried = run_of(checkpoint) / FOLDER
+    carried = run_of(checkpoint) / HF_FOLDER
     for directory in tried:
         if (directory / SIDECAR).is_file():
             tokenizer, kind = load_tokenizer(directory), Sidecar.load(directory / SIDECAR).kind
@@ -138,9 +154,9 @@ def words_of_run(source: Path, checkpoint: Path) -> Words:
             if kind == "text":
                 begin = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
                 return Words(tokenizer, [begin], set(ends), directory)
-            tokenizer = FileTokenizer(directory / TOKENIZER, eod=ends[0])
+            tokenizer = FileTokenizer(directory / TOKENIZER_FILE, eod=ends[0])
             return Words(tokenizer, own_beginning(directory), set(ends), directory)
-    if (carried / TOKENIZER).is_file():
+    if (carried / TOKENIZER_FILE).is_file():
         return words_of_directory(carried)
     raise ConfigError(
         f"{checkpoint}: its tokenizer is in none of {', '.join(map(str, tried))}; "
@@ -154,20 +170,20 @@ def words_of_directory(directory: Path) -> Words:
     ends = end_tokens(directory)
     if is_of_bytes(directory):
         return Words(ByteTokenizer(), [ByteTokenizer.eod], set(ends), directory)
-    tokenizer = FileTokenizer(directory / TOKENIZER, eod=ends[0] if ends else None)
+    tokenizer = FileTokenizer(directory / TOKENIZER_FILE, eod=ends[0] if ends else None)
     return Words(tokenizer, own_beginning(directory), {tokenizer.eod, *ends}, directory)
 
 
 def own_beginning(directory: Path) -> list[int]:
     """Return the tokens that a tokenizer itself puts before each text, such as a BOS."""
-    file = str(directory / TOKENIZER)
-    return list(need("tokenizers").Tokenizer.from_file(file).encode("").ids)
+    file = str(directory / TOKENIZER_FILE)
+    return list(import_data_package("tokenizers").Tokenizer.from_file(file).encode("").ids)
 
 
 # --- The weights ---
 
 
-def pick_device(kind: str) -> torch.device:
+def inference_device(kind: str) -> torch.device:
     import torch
 
     if kind == "cuda" and not torch.cuda.is_available():
@@ -175,7 +191,9 @@ def pick_device(kind: str) -> torch.device:
     return torch.device("cuda" if kind != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def read_checkpoint(source: Source, manifest: dict[str, Any], device: torch.device) -> Decoder:
+def read_checkpoint(
+    source: WeightsSource, manifest: dict[str, Any], device: torch.device
+) -> Decoder:
     """Read the model of a checkpoint; one with adapters gets its base with these. Raises
     ConfigError."""
     from kempner.checkpoint.reader import read_into
@@ -194,14 +212,14 @@ def read_checkpoint(source: Source, manifest: dict[str, Any], device: torch.devi
 
 
 def read_base(
-    source: Source,
+    source: WeightsSource,
     cfg: ModelConfig,
     device: torch.device,
     lora: LoraConfig | None = None,
     fill: Callable[[Decoder], object] | None = None,
 ) -> Decoder:
     """Read the model of a source, for inference; with `lora` its adapters have no values yet.
-    `fill`: see load(). Raises ConfigError."""
+    `fill`: see load_model_and_tokenizer(). Raises ConfigError."""
     import torch
 
     from kempner.hf.load import load_weights

@@ -13,10 +13,10 @@ from torch import Tensor
 from kempner.data.source import IGNORE
 
 CHUNK_LOGITS = 1 << 27  # logits in one chunk: 0.5 GiB in fp32
-TILE = 256  # rows of a chunk are a multiple of this: matrix kernels are slow on ragged edges
+LOSS_TILE = 256  # rows of a chunk are a multiple of this: matrix kernels are slow on ragged edges
 
 
-Judge = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+LossTransform = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """From -log p(target) [n, 1] of these targets, 0 where one does not count, to their losses and the
 derivatives of these by it, [n, 1] each."""
 
@@ -36,7 +36,7 @@ def cross_entropy(
     chunk: int | None = None,
     part: VocabularyPart | None = None,
     temperature: float = 1.0,
-    judge: Judge | None = None,
+    judge: LossTransform | None = None,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, ...]:
     """Return the sum of -log p(target) over the targets that are not -100, fp32 []; and its terms,
@@ -79,10 +79,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         learns: bool,
         vocabulary: VocabularyPart | None,
         temperature: float,
-        judge: Judge | None,
+        judge: LossTransform | None,
         z_loss: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = chunk or max(TILE, CHUNK_LOGITS // weight.shape[0] // TILE * TILE)
+        rows = chunk or max(LOSS_TILE, CHUNK_LOGITS // weight.shape[0] // LOSS_TILE * LOSS_TILE)
         loss = x.new_zeros((), dtype=torch.float32)
         squares = x.new_zeros((), dtype=torch.float32)
         terms = x.new_empty(targets.shape, dtype=torch.float32)

@@ -77,7 +77,7 @@ class Clock:
         return {"total": time.perf_counter() - self.began, **self.parts}
 
 
-def line(record: dict[str, Any], max_steps: int) -> str:
+def console_line(record: dict[str, Any], max_steps: int) -> str:
     """Format a step's record as a console line of at most 80 columns. The shares of the step spent
     waiting for data or a checkpoint are shown when they matter."""
     total = max(record["step_time"], 1e-9)
@@ -87,7 +87,7 @@ def line(record: dict[str, Any], max_steps: int) -> str:
         f"loss {record['loss']:.4f}",
         f"lr {record['lr']:.2e}",
         f"|g| {record['grad_norm']:.2f}",
-        f"{short(record['tokens_per_s'])} tok/s",
+        f"{short_number(record['tokens_per_s'])} tok/s",
         f"{record['step_time']:.3g}s",
         *([f"mfu {record['mfu']:.1%}"] if record["mfu"] is not None else []),
         *(f"{name} {share:.0%}" for name, share in shares.items() if share >= SHARE_SHOWN),
@@ -96,7 +96,7 @@ def line(record: dict[str, Any], max_steps: int) -> str:
     return " ".join(parts)
 
 
-def short(number: float) -> str:
+def short_number(number: float) -> str:
     """Format a number: 12345.6 -> 12.3k."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:

@@ -50,7 +50,7 @@ def _family(name: str) -> str:
     return "Socket" if known == "socket" else name
 
 
-def expected(network: str) -> tuple[str, ...]:
+def expected_transports(network: str) -> tuple[str, ...]:
     """Return the transports that use `network` (KEMPNER_NETWORK, as task.sh found it); empty: any
     will do."""
     return _EXPECTED.get(network, ())

@@ -37,8 +37,8 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
     attention, which is announced. Raises ConfigError if this device does not have it."""
     import torch
 
-    startup.mark("process group")
-    from kempner.model.attention import choose
+    startup.mark_start("process group")
+    from kempner.model.attention import choose_kernel
     from kempner.model.moe import choose_products
     from kempner.parallel.build import compute_dtype
     from kempner.parallel.compiled import keep_compiled, leave_compiler_out
@@ -61,7 +61,7 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
     kernel = (
         "flash, in a ring"
         if ring
-        else choose(cfg.train.attention, cfg.model, tokens, packed, dtype)
+        else choose_kernel(cfg.train.attention, cfg.model, tokens, packed, dtype)
     )
     run.announce(f"attention: {kernel}, of {cfg.train.attention}")
     if cfg.model.n_experts:
@@ -80,13 +80,13 @@ def slow_products(device: str, dtype: str) -> str | None:
 def open_layout(cfg: RunConfig, world: World, device: torch.device) -> Layout:
     """Build the meshes over the ranks of this replica, and its place among the others."""
     from kempner.parallel.layout import build_layout
-    from kempner.resilience.watchdog import PATIENCE_S
+    from kempner.resilience.watchdog import HANG_PATIENCE_S
 
     replica = world.replica, world.replicas
     layout = build_layout(cfg.distributed, world.size, world.per_node, device.type, replica)
     # Until the watchdog knows these groups: NCCL's initial limit, ten minutes, would otherwise end
     # a start that stands still, and leave no record.
-    process_group.set_timeout(max(cfg.distributed.start_timeout, PATIENCE_S), layout.groups)
+    process_group.set_timeout(max(cfg.distributed.start_timeout, HANG_PATIENCE_S), layout.groups)
     return layout
 
 
@@ -167,7 +167,7 @@ def fixed_facts(cfg: RunConfig, first: bool) -> dict[str, Any]:
 
     sources, _ = open_data(cfg, first)
     data: dict[str, Any] = {}  # none where the batches are an extension's
-    if sources:  # of a mixture its past: see fits.differences
+    if sources:  # of a mixture its past: see fits.fact_differences
         data = {"seed": cfg.data.seed, "mixture": facts_of(cfg.data, sources)}
     others: dict[str, Any] = {}
     for each in extensions.used(cfg) if first else ():

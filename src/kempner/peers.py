@@ -23,12 +23,12 @@ from collections.abc import Iterator
 
 from kempner.config.option import ConfigError
 
-VARIABLE = "KEMPNER_PEER_KEY"
-MAGIC = b"kempner1"
+PEER_KEY_VARIABLE = "KEMPNER_PEER_KEY"
+PEER_MAGIC = b"kempner1"
 NONCE, PROOF = 16, 32  # bytes
 HELLO_S = 20.0  # for a peer to prove itself
-MOST = 4096  # peers that have not proved themselves yet; of more, the oldest is dropped
-TICK_S = 1.0
+MOST_PEERS = 4096  # peers that have not proved themselves yet; of more, the oldest is dropped
+PEERS_TICK_S = 1.0
 
 
 def new_key() -> str:
@@ -38,11 +38,11 @@ def new_key() -> str:
 
 def job_key() -> str:
     """Return the key of this start of the job. Raises ConfigError."""
-    if len(key := os.environ.get(VARIABLE, "")) < 32:
+    if len(key := os.environ.get(PEER_KEY_VARIABLE, "")) < 32:
         raise ConfigError(
-            f"{VARIABLE} is not set, so the processes of this job cannot prove who they are: start "
-            f"them by the scripts in scripts/slurm, or export {VARIABLE}=$(openssl rand -hex 16) "
-            "before srun"
+            f"{PEER_KEY_VARIABLE} is not set, so the processes of this job cannot prove who they "
+            f"are: start them by the scripts in scripts/slurm, or export "
+            f"{PEER_KEY_VARIABLE}=$(openssl rand -hex 16) before srun"
         )
     return key
 
@@ -90,7 +90,7 @@ class Entrance:
         """Stop admitting peers; those who were admitted stay."""
         self._open = False
         self._close.close()
-        self._thread.join(2 * TICK_S)
+        self._thread.join(2 * PEERS_TICK_S)
         own = (self._server, self._here, self._bell, self._end)
         for each in (*own, *self._guests, *self._let_in):
             each.close()
@@ -103,7 +103,7 @@ class Entrance:
 
     def _serve(self) -> None:
         while self._open:
-            for ready, _ in self._selector.select(TICK_S):
+            for ready, _ in self._selector.select(PEERS_TICK_S):
                 if ready.fileobj is self._server:
                     self._admit()
                 elif isinstance(ready.fileobj, socket.socket):
@@ -122,13 +122,13 @@ class Entrance:
         try:
             peer.setblocking(False)
             guest = _Guest(peer)
-            peer.send(MAGIC + guest.nonce)
+            peer.send(PEER_MAGIC + guest.nonce)
             self._selector.register(peer, selectors.EVENT_READ)
         except OSError:
             peer.close()
             return
         self._guests[peer] = guest
-        if len(self._guests) > MOST:
+        if len(self._guests) > MOST_PEERS:
             self._drop_oldest()
 
     def _hear(self, peer: socket.socket) -> None:
@@ -174,16 +174,16 @@ class _Guest:
         self.nonce, self.said = secrets.token_bytes(NONCE), b""
 
 
-def connect(address: str, port: int, key: str, seconds: float) -> socket.socket:
+def connect_peer(address: str, port: int, key: str, seconds: float) -> socket.socket:
     """Connect to an Entrance with this key, with `seconds` as its limit for each call. Raises
     OSError; PermissionError means that the other side does not have the key."""
     peer = socket.create_connection((address, port), timeout=seconds)
     try:
         peer.settimeout(min(seconds, HELLO_S))
-        hello = _exactly(peer, len(MAGIC) + NONCE)
+        hello = _exactly(peer, len(PEER_MAGIC) + NONCE)
         ours = secrets.token_bytes(NONCE)
-        nonces = hello[len(MAGIC) :] + ours
-        if not hello.startswith(MAGIC):
+        nonces = hello[len(PEER_MAGIC) :] + ours
+        if not hello.startswith(PEER_MAGIC):
             raise PermissionError(f"{address}:{port} is none of ours")
         peer.sendall(ours + _proof(key, b"client", nonces))
         if not hmac.compare_digest(_exactly(peer, PROOF), _proof(key, b"server", nonces)):

@@ -19,8 +19,8 @@ import secrets
 import socket
 from collections.abc import Iterator, Mapping
 
-VARIABLE = "KEMPNER_PORTS"
-LEAST, LAST = 1024, 65535
+PORTS_VARIABLE = "KEMPNER_PORTS"
+FIRST_USER_PORT, LAST_USER_PORT = 1024, 65535
 FEWEST = 2  # ports: run.sh takes one for itself, and one for its program
 BACKLOG = 4096
 
@@ -39,17 +39,17 @@ class NoFreePort(OSError):
 
 def allowed_ports(env: Mapping[str, str] = os.environ) -> range | None:
     """Return the range; None: any. Raises BadPortRange."""
-    text = env.get(VARIABLE, "")
+    text = env.get(PORTS_VARIABLE, "")
     if not text:
         return None
     found = re.fullmatch(r"([1-9][0-9]{3,4})-([1-9][0-9]{3,4})", text)
     first, last = (int(found[1]), int(found[2])) if found else (0, 0)
     allowed = range(first, last + 1)
-    if not LEAST <= first <= last <= LAST or len(allowed) < FEWEST:
+    if not FIRST_USER_PORT <= first <= last <= LAST_USER_PORT or len(allowed) < FEWEST:
         raise BadPortRange(
             errno.EINVAL,
-            f"{VARIABLE}={text}: must be the first and the last port of a range of at least "
-            f"{FEWEST}, from {LEAST} to {LAST}, such as 15000-20000",
+            f"{PORTS_VARIABLE}={text}: must be the first and the last port of a range of at least "
+            f"{FEWEST}, from {FIRST_USER_PORT} to {LAST_USER_PORT}, such as 15000-20000",
         )
     return allowed
 
@@ -78,7 +78,7 @@ class ReservedPort:
         self.close()
 
 
-def listen(host: str = "") -> socket.socket:
+def listen_in_range(host: str = "") -> socket.socket:
     """Return a socket that listens; without `host` on all of this machine's addresses. Raises
     NoFreePort, BadPortRange, OSError."""
     dual = not host and socket.has_dualstack_ipv6()
@@ -120,8 +120,8 @@ def _free(
         yield server, lock
     raise NoFreePort(
         errno.EADDRINUSE,
-        f"{VARIABLE}={allowed[0]}-{allowed[-1]}: none of these {len(allowed)} ports is free on "
-        f"{socket.gethostname()}; give a wider range",
+        f"{PORTS_VARIABLE}={allowed[0]}-{allowed[-1]}: none of these {len(allowed)} ports is free "
+        f"on {socket.gethostname()}; give a wider range",
     )
 
 
@@ -143,5 +143,5 @@ def store_server() -> tuple[int, int | None]:
     0 and None if it may choose itself."""
     if allowed_ports() is None:
         return 0, None
-    server = listen()
+    server = listen_in_range()
     return int(server.getsockname()[1]), server.detach()

@@ -15,11 +15,11 @@ WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 WHOLE_MAP = ["0", "0", "4294967295"]  # /proc/self/uid_map outside of a container's user namespace
 
 
-def make(path: Path) -> None:
+def make_private(path: Path) -> None:
     """Make the directory, with mode 700, or take the one that is there, if nobody else can change
     what is in it. Raises OSError, which says what is wrong."""
     if not path.parent.exists():
-        make(path.parent)
+        make_private(path.parent)
     if not (wrong := _wrong_above(path.parent)):
         try:
             path.mkdir(mode=0o700)

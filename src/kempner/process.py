@@ -13,7 +13,7 @@ def module_command(name: str) -> list[str]:
     return [sys.executable, str(Path(__file__).resolve().parents[1] / "kempner_module.py"), name]
 
 
-def birth(pid: int) -> str | None:
+def birth_ticks(pid: int) -> str | None:
     """Return when a process of this host began, in ticks since boot; None if there is none of that
     id, or only a zombie."""
     try:
@@ -23,7 +23,7 @@ def birth(pid: int) -> str | None:
         return None
 
 
-def kernel() -> str | None:
+def pid_namespace() -> str | None:
     """Return the scope of process ids: this boot of this machine and, in a container, its
     namespace; None if /proc does not tell."""
     try:
@@ -33,10 +33,10 @@ def kernel() -> str | None:
         return None
 
 
-def began() -> float | None:
+def start_time() -> float | None:
     """Return the Unix time when this process began, to some 10 ms; None if /proc does not tell."""
     try:
-        ticks = int(birth(os.getpid()) or "")
+        ticks = int(birth_ticks(os.getpid()) or "")
         uptime = float(Path("/proc/uptime").read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return None

@@ -30,7 +30,9 @@ FIRST_COLLECTIVE_S = 60.0
 PCI_GPUS = {"0x10de": "NVIDIA"}
 # A collective must be allowed longer than the watchdog ever waits: see set_timeout().
 LAST_RESORT_S = 60.0
-LEAVE_S = 30.0  # a rank that was killed in the middle of its orderly end must not hold up the first
+GROUP_LEAVE_S = (
+    30.0  # a rank that was killed in the middle of its orderly end must not hold up the first
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class World:
         )
 
 
-def discover(env: Mapping[str, str] = os.environ) -> World:
+def discover_world(env: Mapping[str, str] = os.environ) -> World:
     """Read the ranks from the environment; torchrun's variables win over SLURM's.
 
     SLURM's count only inside an srun step: SLURM_STEP_NUM_TASKS is set there alone, while a batch
@@ -116,12 +118,12 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
         build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
         from kempner.gpu import driver as gpu_driver
 
-        version = gpu_driver.driver()
+        version = gpu_driver.driver_version()
         raise ConfigError(
             f"distributed.device = {kind!r}: {host} has {gpu} GPUs and the job was given some, but "
             f"torch {torch.__version__} (built with {build}) cannot use them with driver "
             f"{version or 'unknown'}; look at nvidia-smi there and install a torch that fits the "
-            f"driver: {gpu_driver.remedy(version)}; or set distributed.device=cpu"
+            f"driver: {gpu_driver.driver_remedy(version)}; or set distributed.device=cpu"
         )
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -165,7 +167,7 @@ def _why_too_few(count: int) -> str:
     return f"{count} are visible; --ntasks-per-node must be {count}, the GPUs per node"
 
 
-def stay_near(device: torch.device, world: World) -> None:
+def bind_to_socket(device: torch.device, world: World) -> None:
     """Keep this process to the CPUs, and so to the memory, of its GPU's socket."""
     import torch
 
@@ -174,7 +176,7 @@ def stay_near(device: torch.device, world: World) -> None:
     from kempner.gpu import affinity
 
     names = [_on_the_bus(index) for index in range(torch.cuda.device_count())]
-    chosen = affinity.stay_near(names[device.index], names, world.per_node)
+    chosen = affinity.bind_near_gpu(names[device.index], names, world.per_node)
     if chosen and not world.local_rank:
         print(
             f"kempner: CPUs of {slurm.host_name()}: each rank keeps to those of its GPU's socket, "
@@ -211,7 +213,7 @@ def gpu_on_the_bus() -> str | None:
     return None
 
 
-def start(
+def start_process_group(
     world: World,
     device: torch.device,
     run_dir: str | Path,
@@ -229,7 +231,7 @@ def start(
 
     from kempner import nccl_transport, rendezvous
 
-    startup.mark("imports")
+    startup.mark_start("imports")
     allow_open_files()
     # A full mesh of gloo connections, made at the start, is O(world) sockets and store requests for
     # every rank. With this, a pair of ranks connects when it first has something to say.
@@ -238,7 +240,7 @@ def start(
         _init(dist.HashStore(), world, device, start_timeout)
         return world
     store = rendezvous.open_store(world, Path(run_dir), start_timeout)
-    rendezvous.check_in(store, world, start_timeout)
+    rendezvous.await_ranks(store, world, start_timeout)
     world = replace(world, meeting=store)
     # First over gloo alone, so that a broken network is found before NCCL hangs in it.
     _init(dist.PrefixStore("prove", store), world, None, FIRST_COLLECTIVE_S)
@@ -268,7 +270,7 @@ def start(
     return world
 
 
-def leave(world: World) -> None:
+def leave_process_group(world: World) -> None:
     """Meet all other ranks at an orderly end: srun takes a rank that leaves before the others for
     one that failed. The first rank goes last: it serves the store, in which the barrier of a slower
     rank may still look up the others."""
@@ -284,7 +286,7 @@ def leave(world: World) -> None:
         if world.store is not None and world.rank == 0:  # other replicas may still be in a save
             world.meeting.wait(["all have left"])
         elif world.rank == 0:
-            world.meeting.wait(["all have left"], timedelta(seconds=LEAVE_S))
+            world.meeting.wait(["all have left"], timedelta(seconds=GROUP_LEAVE_S))
 
 
 def _init(
@@ -323,7 +325,7 @@ def _prove(store: dist.Store, world: World, device: str, seconds: float) -> None
             if world.rank == 0
             else []
         )
-        who = f"; ranks still in it: {rendezvous.named(missing)}" if missing else ""
+        who = f"; ranks still in it: {rendezvous.name_ranks(missing)}" if missing else ""
         return f"the first all-reduce ({device}) has not ended after {seconds:.0f} s{who}"
 
     with _or_exit(seconds + 5, message):
@@ -333,7 +335,8 @@ def _prove(store: dist.Store, world: World, device: str, seconds: float) -> None
             met = int(one.item())  # waits for the device
         except RuntimeError as error:
             raise RuntimeError(
-                f"the first all-reduce ({device}) failed: {error}\n{rendezvous.causes()}"
+                f"the first all-reduce ({device}) failed: "
+                f"{error}\n{rendezvous.meeting_failure_causes()}"
             ) from None
     assert met == world.size
     store.set(f"proved-{device}/{world.rank}", "")
@@ -358,7 +361,7 @@ def _check_transport(log: str) -> None:
     from kempner import nccl_transport
 
     used, found = nccl_transport.transport_of(log), os.environ.get("KEMPNER_NETWORK", "")
-    host, wanted = slurm.host_name(), nccl_transport.expected(found)
+    host, wanted = slurm.host_name(), nccl_transport.expected_transports(found)
     said = f"NCCL uses NET/{used}" if used else "NCCL did not say which network it uses"
     if wanted and not used:
         said += f": scripts/slurm/preflight.sh measures whether it is {found}"
@@ -389,7 +392,7 @@ def _or_exit(seconds: float, message: Callable[[], str]) -> Iterator[None]:
 
     def give_up() -> None:
 
-        text = f"error: {socket.gethostname()}: {{}}\n{rendezvous.causes()}"
+        text = f"error: {socket.gethostname()}: {{}}\n{rendezvous.meeting_failure_causes()}"
         backstop = threading.Timer(10.0, os._exit, (1,))  # the store may hang, too
         backstop.daemon = True
         backstop.start()

@@ -75,7 +75,7 @@ class Profiler:
         trace = self._dir / f"{name}.json.gz"
         self._running.export_chrome_trace(str(trace))
         self._say(f"profile: {trace}")
-        if snapshot(self._device, self._dir / f"{name}.pickle"):
+        if memory_snapshot(self._device, self._dir / f"{name}.pickle"):
             self._say(f"memory: {self._dir / f'{name}.pickle'}")
         if not self._cfg.allocations:
             record_allocations(self._device, False)
@@ -83,14 +83,14 @@ class Profiler:
 
 
 def record_allocations(device: torch.device, on: bool = True) -> None:
-    """Keep, or stop keeping, the stack of each allocation on a GPU, for snapshot()."""
+    """Keep, or stop keeping, the stack of each allocation on a GPU, for memory_snapshot()."""
     import torch
 
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history("all" if on else None, max_entries=ENTRIES)
 
 
-def snapshot(device: torch.device, path: Path) -> bool:
+def memory_snapshot(device: torch.device, path: Path) -> bool:
     """Write the contents of the GPU's memory, for https://pytorch.org/memory_viz; returns False on
     a CPU, whose allocator keeps no record."""
     import torch

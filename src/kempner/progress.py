@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from kempner.config.option import ConfigError
-from kempner.data.stages import samples_between, step_of
+from kempner.data.stages import samples_between, step_of_sample
 from kempner.run import RunConfig
 
 
@@ -14,8 +14,8 @@ from kempner.run import RunConfig
 class Progress:
     """Position of a run: totals so far, the ranges of sample numbers that it leaves out, because
     their steps were not finite, the sample numbers at which the data's phases begin, the
-    checkpoints of other runs that it comes from, nearest first (see fork.generation), and, on rank
-    0 of a run that learns from rewards, the state of its orchestrator (see rl/exchange.py)."""
+    checkpoints of other runs that it comes from, nearest first (see fork.fork_generation), and, on
+    rank 0 of a run that learns from rewards, the state of its orchestrator (see rl/exchange.py)."""
 
     step: int = 0
     samples: int = 0
@@ -47,7 +47,7 @@ class Progress:
             if (first := phase.start_step) is None:
                 assert phase.start_token is not None
                 samples = -((self.tokens - phase.start_token) // cfg.train.seq_len)
-                first = step_of(stages, self.step, samples)
+                first = step_of_sample(stages, self.step, samples)
             start = self.samples + samples_between(stages, self.step, first)
             if start < self.samples:
                 raise ConfigError(

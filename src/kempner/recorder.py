@@ -13,7 +13,7 @@ import torch
 from kempner.extensions import Loader
 from kempner.files import LineFile
 from kempner.history import results
-from kempner.metrics import Clock, line, peak_flops
+from kempner.metrics import Clock, console_line, peak_flops
 from kempner.objective import Objective
 from kempner.profiling import Profiler
 from kempner.progress import Progress
@@ -127,7 +127,7 @@ class Recorder:
         record |= self._objective.record(result.values)
         self.write(record)
         self._add_results()
-        self.run.announce(line(record, self.run.cfg.train.max_steps))
+        self.run.announce(console_line(record, self.run.cfg.train.max_steps))
 
     def validation(self, step: int, sets: dict[str, tuple[float, int]]) -> None:
         """Record a validation. `sets`: loss and tokens of each; val_loss is that of the first."""
@@ -159,7 +159,7 @@ class Recorder:
         """Add the results of scripts/eval.py: this process is the only writer of the file."""
         if (file := self._file) is not None:
             run_dir = self.run.dir
-            self.run.background.put(lambda: results.add(run_dir, file.write), self._path)
+            self.run.background.put(lambda: results.add_results(run_dir, file.write), self._path)
 
 
 def memory_gib(device: torch.device) -> float:

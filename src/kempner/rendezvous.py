@@ -44,7 +44,7 @@ CAUSES = """  likely causes:
       share"""
 
 
-def causes() -> str:
+def meeting_failure_causes() -> str:
     return CAUSES.format(
         gloo=os.environ.get("GLOO_SOCKET_IFNAME", "(unset)"),
         nccl=os.environ.get("NCCL_SOCKET_IFNAME", "(unset)"),
@@ -73,17 +73,17 @@ def open_store(world: Rank, run_dir: Path, start_timeout: float) -> dist.Store:
         shared = dist.TCPStore(_numeric(env["MASTER_ADDR"]), port, None, serves, limit)
         return dist.PrefixStore(f"kempner-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
     if world.rank:
-        address, port = find(run_dir, world.local_rank, start_timeout)
+        address, port = find_address(run_dir, world.local_rank, start_timeout)
         return dist.TCPStore(_numeric(address), port, None, False, limit)
     port, server = store_server()
     store = dist.TCPStore(
         "127.0.0.1", port, None, True, limit, wait_for_workers=False, master_listen_fd=server
     )
-    publish(run_dir, store.port)
+    publish_address(run_dir, store.port)
     return store
 
 
-def publish(run_dir: Path, port: int) -> None:
+def publish_address(run_dir: Path, port: int) -> None:
     """Publish where rank 0's store listens."""
     run_dir.mkdir(parents=True, exist_ok=True)
     text = f"{slurm.own_address()} {port}\n"
@@ -92,7 +92,7 @@ def publish(run_dir: Path, port: int) -> None:
         write_atomic(copy_of(run_dir), text)
 
 
-def find(run_dir: Path, local_rank: int, start_timeout: float) -> tuple[str, int]:
+def find_address(run_dir: Path, local_rank: int, start_timeout: float) -> tuple[str, int]:
     """Return the address and port that rank 0 has published. Raises RuntimeError."""
     return _read_note(_note_in(run_dir), copy_of(run_dir), local_rank, start_timeout)
 
@@ -163,7 +163,7 @@ def _read_note(note: Path, copy: Path, local_rank: int, start_timeout: float) ->
         pause = min(1.2 * pause, SLOWEST_POLL_S)
     raise RuntimeError(
         f"rank 0 has published no address in {note} within {start_timeout:.0f} s "
-        f"(distributed.start_timeout)\n{causes()}"
+        f"(distributed.start_timeout)\n{meeting_failure_causes()}"
     )
 
 
@@ -178,7 +178,7 @@ def _read_file(path: Path, own: bool) -> str:
         return file.read()
 
 
-def check_in(store: dist.Store, world: Rank, start_timeout: float) -> None:
+def await_ranks(store: dist.Store, world: Rank, start_timeout: float) -> None:
     """Every rank counts itself in; rank 0 waits for the count, and names those that do not come."""
     store.set(f"here/{world.rank}", socket.gethostname())
     store.add("here", 1)
@@ -189,8 +189,8 @@ def check_in(store: dist.Store, world: Rank, start_timeout: float) -> None:
         if time.monotonic() > deadline:
             missing = missing_ranks(store, "here", world.size)
             raise RuntimeError(
-                f"ranks {named(missing)} of {world.size} did not come within "
-                f"{start_timeout:.0f} s (distributed.start_timeout)\n{causes()}"
+                f"ranks {name_ranks(missing)} of {world.size} did not come within "
+                f"{start_timeout:.0f} s (distributed.start_timeout)\n{meeting_failure_causes()}"
             )
         time.sleep(0.02)
 
@@ -199,7 +199,7 @@ def missing_ranks(store: dist.Store, what: str, size: int) -> list[int]:
     return [rank for rank in range(size) if not store.check([f"{what}/{rank}"])]
 
 
-def named(ranks: list[int]) -> str:
+def name_ranks(ranks: list[int]) -> str:
     more = f" and {len(ranks) - NAMED_RANKS} more" if len(ranks) > NAMED_RANKS else ""
     return f"{ranks[:NAMED_RANKS]}{more}"
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kempner.progress import Progress
     from kempner.step import StepResult
 
-Numbers = dict[str, Tensor]
+ReplicaNumbers = dict[str, Tensor]
 Waiting = Callable[..., AbstractContextManager[None]]
 
 
@@ -37,7 +37,7 @@ class Replicas:
         """The weights are loaded, or made; returns where the run goes on."""
         return progress
 
-    def after_step(self, progress: Progress, numbers: Numbers) -> Numbers:
+    def after_step(self, progress: Progress, numbers: ReplicaNumbers) -> ReplicaNumbers:
         """The weights of a step are there; `numbers`: of this step and this replica, fp64 [] each.
         Returns the numbers that the host reads."""
         return numbers

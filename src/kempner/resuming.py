@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kempner.run_directory import Run
 
 
-def resume(
+def resume_progress(
     cfg: RunConfig,
     run: Run,
     layout: Layout,
@@ -50,8 +50,8 @@ def begin_fork(
 ) -> Progress:
     """Load the checkpoint that run.fork names, and save it as the first one of this run. All
     replicas begin with it."""
-    from kempner.checkpoint.fits import differences
-    from kempner.checkpoint.fork import generation
+    from kempner.checkpoint.fits import fact_differences
+    from kempner.checkpoint.fork import fork_generation
 
     names = tuple(name for name in checkpointer.providers if name not in ("rng", "spikes"))
     names = names if cfg.run.fork_optimizer == "keep" else ("model",)
@@ -60,9 +60,9 @@ def begin_fork(
         for each in extensions.used(cfg):
             each.forked(path, run)
     kept = "optim" in names and any(name.startswith("optim.") for name in table)
-    lineage = generation(cfg.run.fork, manifest, "keep" if kept else "fresh")
+    lineage = fork_generation(cfg.run.fork, manifest, "keep" if kept else "fresh")
     # With the same samples in the same order the fork goes on where the other run was.
-    changed = list(differences(manifest, checkpointer.about, ("model.*",)))
+    changed = list(fact_differences(manifest, checkpointer.about, ("model.*",)))
     if not manifest["fixed"].get("data", {}).get("mixture"):  # imported, or of an older version
         changed.append("data.sources")
     progress = replace(Progress() if changed else Progress.of(manifest), step=0, tokens=0)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from kempner import lookup
 from kempner.checkpoint.config import CheckpointConfig
-from kempner.config.loading import as_dict, load
-from kempner.config.option import REQUIRED, ConfigError, Sections, option
+from kempner.config.loading import as_dict, load_config_files
+from kempner.config.option import REQUIRED_OPTION, ConfigError, Sections, option
 from kempner.config.values import to_text
 from kempner.data.config import DataConfig, SourceConfig
-from kempner.data.stages import Stage, ramp_problems, stage_at, stages
+from kempner.data.stages import RampStage, ramp_problems, ramp_stages, stage_at
 from kempner.metrics import MetricsConfig
 from kempner.model.config import ModelConfig
 from kempner.optim.config import FreezeConfig, OptimizerConfig, ScheduleConfig, learning_rate
@@ -28,7 +28,7 @@ from kempner.trackers.config import TrackersConfig
 # 64 bits; published runs stay below 2**27. A forward pass of 2**24 tokens exceeds any memory.
 MAX_STEP_TOKENS = 2**30
 MAX_FORWARD_TOKENS = 2**24
-PARTS = ("attention_norm", "attention", "ffn_norm", "ffn")  # the modules of a block
+BLOCK_PARTS = ("attention_norm", "attention", "ffn_norm", "ffn")  # the modules of a block
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class TrainConfig:
     recompute_modules: tuple[str, ...] = option(
         (),
         "modules of a block that are recomputed, each by itself; unset: the block",
-        choices=PARTS,
+        choices=BLOCK_PARTS,
     )
     offload_activations: int = option(
         0,
@@ -144,15 +144,15 @@ class TrainConfig:
         return self.global_batch_tokens // self.seq_len
 
     @functools.cached_property
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[RampStage]:
         """Sizes of all steps."""
         first, over = self.seq_len_ramp or (self.seq_len, 0)
         doublings = (self.seq_len // first).bit_length() - 1
-        return stages(
+        return ramp_stages(
             self.sequences, self.batch_ramp, [2**i for i in range(doublings, 0, -1)], over
         )
 
-    def stage(self, step: int) -> Stage:
+    def stage(self, step: int) -> RampStage:
         """Return the sizes of a step."""
         return stage_at(self.stages, step)
 
@@ -200,7 +200,9 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvalSetConfig:
-    path: str = option(REQUIRED, "directory of token shards, of which the validation split is used")
+    path: str = option(
+        REQUIRED_OPTION, "directory of token shards, of which the validation split is used"
+    )
     name: str = option("", "its name in metrics and messages; unset: the last part of path")
 
 
@@ -327,7 +329,7 @@ def what_changed(file: Path, cfg: RunConfig, step: int) -> list[str]:
     """List what a resumed run changes: each changed key, from the config.toml that the last attempt
     has left, and the effect on the learning rate of its next step."""
     try:
-        before = load(RunConfig, [file])
+        before = load_config_files(RunConfig, [file])
     except ConfigError:  # not there, or of a version with other options
         return []
     now = cfg

@@ -24,14 +24,14 @@ import torch.distributed as dist
 
 from kempner import process, startup
 from kempner.checkpoint.ranks import PeerFailed
-from kempner.code import this
+from kempner.code import current_code
 from kempner.config.loading import to_toml
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import copy_tokenizer
 from kempner.files import write_atomic
 from kempner.front_door import explain_os_error
 from kempner.gpu.watch import GpuWatch, start_watch
-from kempner.history.events import End, Fault, FirstStep, GoBack, Start
+from kempner.history.events import End, FaultEvent, FirstStep, GoBack, StartEvent
 from kempner.hosts import all_hosts, ask_hosts
 from kempner.process_group import World
 from kempner.progress import Progress
@@ -45,8 +45,8 @@ from kempner.slurm import host_name
 from kempner.trackers.start import Trackers
 
 # Errors of a rank that only lost a peer: the peer is to blame.
-LOST_PEER = ("Connection closed by peer", "Connection reset", "Connection refused", "remote")
-FLUSH_S = 30.0  # for the last writes of an attempt
+LOST_PEER_ERRORS = ("Connection closed by peer", "Connection reset", "Connection refused", "remote")
+RUN_FLUSH_S = 30.0  # for the last writes of an attempt
 LAST_WORDS_S = 5.0  # the same, for one that crashed or hangs
 LAST_POINTS_S = 15.0  # for the trackers
 
@@ -146,8 +146,8 @@ class Run:
     def _record_start(self, lineage: tuple[str, ...]) -> list[str]:
         """Record the start; returns what has changed since the last attempt."""
         forget_rendezvous(self.dir)
-        startup.mark("checkpoint")
-        code = this()
+        startup.mark_start("checkpoint")
+        code = current_code()
         changed = what_changed(self.dir / "config.toml", self.cfg, self.step) if self.step else []
         changed += self._records.other_code(code) if self.step else []
         try:
@@ -159,11 +159,11 @@ class Run:
             raise ConfigError(self._not_writable(error)) from None
         began = float(os.environ.get("KEMPNER_BATCH_BEGAN") or 0) or None
         self._records.event(
-            Start(
+            StartEvent(
                 **self._records.head(self.step),
                 nodes=tuple(dict.fromkeys(self.hosts)),
                 world_size=self.world.size,
-                process_began=process.began(),
+                process_began=process.start_time(),
                 batch_began=began,
                 lineage=lineage,
                 spares=tuple(os.environ.get("KEMPNER_IDLE", "").split()),
@@ -172,7 +172,7 @@ class Run:
                 versions=code.versions,
                 command=os.environ.get("KEMPNER_COMMAND", ""),
                 changed=tuple(changed),
-                parts=startup.parts(),
+                parts=startup.start_seconds(),
             )
         )
         self._status("running", "")
@@ -226,9 +226,9 @@ class Run:
             self._records.event(end)
             self._records.release_reserve()
         if self._trackers is not None:
-            self.background.flush(FLUSH_S)  # they read what is in the files
+            self.background.flush(RUN_FLUSH_S)  # they read what is in the files
             self._trackers.end(LAST_WORDS_S if verdict.state == "interrupted" else LAST_POINTS_S)
-        self._leave(FLUSH_S)
+        self._leave(RUN_FLUSH_S)
 
     def crashed(
         self, error: BaseException, advise: Callable[[RunConfig, World], str] | None = None
@@ -253,12 +253,13 @@ class Run:
             early = self.step - self._began_at < 2
             final = bad_input or (no_memory and early and memory_is_ours())
             self._records.event(
-                Fault(
+                FaultEvent(
                     **self._records.head(self.step),
                     kind="oom" if no_memory else "crash",
                     ranks=(self.world.rank,),
                     hosts=(host_name(),),
-                    lost_peer=isinstance(error, PeerFailed) or any(w in detail for w in LOST_PEER),
+                    lost_peer=isinstance(error, PeerFailed)
+                    or any(w in detail for w in LOST_PEER_ERRORS),
                     final=final,
                     reason=reason,
                 )
@@ -296,7 +297,7 @@ class Run:
             with contextlib.suppress(RuntimeError):
                 hosts.update(ask_hosts(unknown, LAST_WORDS_S))
         head = self._records.head(self.step)
-        fault = Fault(
+        fault = FaultEvent(
             **head, kind="hang", ranks=tuple(silent), hosts=tuple(sorted(hosts)), reason=reason
         )
         self._records.event(fault)
@@ -312,7 +313,7 @@ class Run:
             print(f"error: {reason}", file=sys.stderr, flush=True)
             return
         self._log.to_stderr(reason)
-        fault = Fault(
+        fault = FaultEvent(
             **records.head(self.step),
             kind="crash",
             ranks=(self.world.rank,),

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from kempner.background import Background
-from kempner.code import ROOT, Code, differences
+from kempner.code import REPOSITORY, CodeVersion, code_differences
 from kempner.files import FULL, write_atomic
 from kempner.history import events
-from kempner.history.events import Event, Start
+from kempner.history.events import Event, StartEvent
 from kempner.slurm import job_name
 
 RESERVE = 1 << 16  # bytes; status.json and a few events need far less
@@ -52,21 +52,21 @@ class RunRecords:
             "step": step,
         }
 
-    def other_code(self, now: Code, root: Path = ROOT) -> list[str]:
+    def other_code(self, now: CodeVersion, root: Path = REPOSITORY) -> list[str]:
         """Describe what differs from the code of the last start, if anything. `root`: what runs
         now."""
-        for last in events.of_kind(events.read(self._all), Start)[-1:]:
-            before = Code(last.code, last.commit, last.versions)
-            return [text] if (text := differences(before, now, root)) else []
+        for last in events.of_kind(events.read_events(self._all), StartEvent)[-1:]:
+            before = CodeVersion(last.code, last.commit, last.versions)
+            return [text] if (text := code_differences(before, now, root)) else []
         return []
 
     def event(self, event: Event) -> None:
-        self._put(lambda: events.append(self._events, event), self._events)
+        self._put(lambda: events.append_event(self._events, event), self._events)
 
     def last_event(self, event: Event) -> None:
         """Append the event of a process that has lost the run: ahead of pending writes, and where
         another rank 0 does not write. Raises OSError."""
-        events.append(events.own_file(self._all), event)
+        events.append_event(events.own_file(self._all), event)
 
     def status(self, state: str, reason: str, step: int | None, max_steps: int | None) -> None:
         """Write status.json, which the batch script and the history package read. `step`,

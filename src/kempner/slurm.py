@@ -24,7 +24,9 @@ from dataclasses import dataclass
 SIOCGIFADDR = 0x8915
 LAST_STEP = 0xFFFFFF00  # higher numbers are those of steps with a name
 # Slurm's commands read these as options: with SQUEUE_STATES=PENDING a job that runs is not there.
-OPTIONS = re.compile(r"(SQUEUE|SINFO|SACCT|SCONTROL|SCANCEL)_|SLURM_(TIME_FORMAT|BITSTR_LEN)$")
+SLURM_OPTIONS = re.compile(
+    r"(SQUEUE|SINFO|SACCT|SCONTROL|SCANCEL)_|SLURM_(TIME_FORMAT|BITSTR_LEN)$"
+)
 NO_NODES = re.compile(  # the states of jobs that hold none
     "PENDING|COMPLETED|CANCELLED|FAILED|TIMEOUT|PREEMPTED|NODE_FAIL|BOOT_FAIL|DEADLINE|REVOKED"
     "|OUT_OF_MEMORY|REQUEUED|REQUEUE_HOLD|SPECIAL_EXIT"
@@ -101,7 +103,7 @@ def fast_address() -> str | None:
 def plain_environment() -> dict[str, str]:
     """Return an environment for a command of Slurm, without the options that the user's shell
     exports."""
-    return {name: value for name, value in os.environ.items() if not OPTIONS.match(name)}
+    return {name: value for name, value in os.environ.items() if not SLURM_OPTIONS.match(name)}
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str] | None:
@@ -244,7 +246,7 @@ def host_name() -> str:
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """A job as squeue shows it."""
 
     number: str
@@ -254,13 +256,13 @@ class Job:
     start: str = ""  # expected, as Slurm writes it
 
 
-def my_jobs() -> dict[str, Job] | None:
+def my_jobs() -> dict[str, SlurmJob] | None:
     """Return my jobs in the queue by number, None without an answer."""
     told = _ask("squeue", "--me", "--array", "--noheader", "--format=%i|%T|%L|%r|%S")
     if told is None:
         return None
     fields = (line.split("|") for line in told.splitlines())
-    return {job[0]: Job(*job) for job in fields if len(job) == 5}
+    return {job[0]: SlurmJob(*job) for job in fields if len(job) == 5}
 
 
 def jobs_named(name: str) -> list[str] | None:
@@ -363,7 +365,7 @@ def max_array_size() -> int | None:
     return int(found[1]) if found else None
 
 
-def accounted(jobs: Sequence[str]) -> dict[str, str]:
+def accounted_states(jobs: Sequence[str]) -> dict[str, str]:
     """Return the last state of jobs by Slurm's accounting, by name (12, or 12_3 of an array);
     unknown jobs are left out, or all if there is no accounting."""
     words = ("-X", "-P", "-n", "-S", "now-60days", "-j", ",".join(jobs), "-o", "JobID,State")

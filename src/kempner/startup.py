@@ -13,7 +13,7 @@ import time
 from kempner import process
 
 # In order; "first step" ends with the event of that name.
-PARTS = (
+START_PARTS = (
     "queue", "code", "check", "preflight", "stage", "batch script", "srun", "container",
     "imports",
     "process group", "model", "checkpoint", "first step",
@@ -21,16 +21,16 @@ PARTS = (
 _ends: dict[str, float] = {}
 
 
-def mark(part: str) -> None:
+def mark_start(part: str) -> None:
     """Mark the end of a part. Only the first call counts."""
     _ends.setdefault(part, time.time())
 
 
-def parts() -> dict[str, float]:
+def start_seconds() -> dict[str, float]:
     """Return the seconds of each known part of this start."""
     words = (word.partition("=") for word in os.environ.get("KEMPNER_STARTUP", "").split())
     ends = {name.replace("-", " "): float(at) for name, _, at in words}
-    began = process.began()
+    began = process.start_time()
     inside = {"container": at} if (at := ends.pop("container", None)) else {}
     ends |= ({"srun": began} if began else {}) | inside | _ends
     return {

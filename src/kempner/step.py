@@ -23,10 +23,10 @@ from kempner.resilience.requests import Meanwhile, StopRequests, Verdict
 
 GC_STEPS = 100
 
-Numbers = dict[str, Tensor]  # fp64 [] each, on the device
+StepNumbers = dict[str, Tensor]  # fp64 [] each, on the device
 
 
-def reduce_step(parts: Mapping[str, Tensor | float], layout: Layout) -> Numbers:
+def reduce_step(parts: Mapping[str, Tensor | float], layout: Layout) -> StepNumbers:
     """Return the sums over all ranks, by name: one all-reduce, whatever it carries and however many
     ranks there are.
 
@@ -107,11 +107,11 @@ def forward_backward(
 
 def guard_update(
     optimizer: torch.optim.Optimizer,
-    sums: Numbers,
+    sums: StepNumbers,
     step_tokens: int,
     clip: float,
     phase: int = 0,
-) -> Numbers:
+) -> StepNumbers:
     """Hand the optimizer clipping and the verdict on this step, as tensors; returns `sums` with
     loss (the mean over the real tokens), grad_norm and bad in place of their parts; and whether it
     is bad as a spike, if spikes are looked for.
@@ -135,14 +135,14 @@ def guard_update(
     return {**told, "bad": bad.double()}
 
 
-def update(
+def update_weights(
     optimizer: torch.optim.Optimizer,
-    sums: Numbers,
+    sums: StepNumbers,
     step_tokens: int,
     lr: float,
     grad_clip: float,
     phase: int = 0,
-) -> Numbers:
+) -> StepNumbers:
     """Update the weights, unless this step was not finite on some rank, or a spike; returns the
     numbers of the step for the host. `phase`: of the data, and of freezing."""
     numbers = guard_update(optimizer, sums, step_tokens, grad_clip, phase)
@@ -178,7 +178,7 @@ class StepResult:
 class PendingStep:
     """Numbers of a step on their way to the host; read() waits only for the step that made them."""
 
-    def __init__(self, after: Progress, lr: float, numbers: Numbers, clock: Clock) -> None:
+    def __init__(self, after: Progress, lr: float, numbers: StepNumbers, clock: Clock) -> None:
         self._after, self._lr, self._names = after, lr, list(numbers)
         self._clock, self._spent = clock, clock.spent()
         values = torch.stack(list(numbers.values()))

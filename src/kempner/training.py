@@ -10,7 +10,7 @@ from torch import nn
 
 from kempner import compiler, extensions, process_group, startup
 from kempner.checkpoint.checkpointer import Checkpointer
-from kempner.contents import contents
+from kempner.contents import checkpoint_contents
 from kempner.data.batch import MicroBatch
 from kempner.evaluate import validate
 from kempner.extensions import Loader
@@ -39,7 +39,7 @@ from kempner.resilience.nonfinite import NonFinite
 from kempner.resilience.requests import StopRequests, Verdict
 from kempner.resilience.straggler import BlockClock, Stragglers
 from kempner.resilience.watchdog import Watchdog, start_watchdog
-from kempner.resuming import go_back, resume
+from kempner.resuming import go_back, resume_progress
 from kempner.run import RunConfig
 from kempner.run_directory import Run
 from kempner.slurm import time_to_leave
@@ -49,15 +49,15 @@ from kempner.step import StepResult
 def join_ranks(cfg: RunConfig) -> tuple[RunConfig, World, torch.device]:
     """Meet the other ranks; returns the configuration of this rank's replica. Raises ConfigError,
     BadPortRange, NoFreePort."""
-    world = process_group.discover()
+    world = process_group.discover_world()
     device = process_group.pick_device(cfg.distributed.device, world.local_rank)
-    process_group.stay_near(device, world)
-    compiler.need(cfg.train.compile, device.type)
+    process_group.bind_to_socket(device, world)
+    compiler.require_compiler(cfg.train.compile, device.type)
     used = extensions.used(cfg)
     counts = [each.replicas_in_step(cfg, world.size, world.per_node) for each in used]
     run_dir = extensions.of_replica(cfg, world.replica).run.dir
     limit = cfg.distributed.start_timeout
-    world = process_group.start(world, device, run_dir, limit, max(counts, default=1))
+    world = process_group.start_process_group(world, device, run_dir, limit, max(counts, default=1))
     return extensions.of_replica(cfg, world.replica), world, device
 
 
@@ -164,11 +164,16 @@ def open_checkpointer(
     from kempner.checkpoint.state import run_state
     from kempner.checkpoint.unsaved import Unsaved
 
-    startup.mark("model")
+    startup.mark_start("model")
     if not cfg.checkpoint.save:
         return Unsaved()
     state = replicas.with_outer(run_state(model, optimizer))
-    parts = (cfg.checkpoint, cfg.checkpoint_dir, state, contents(cfg, run.world, run.dir))
+    parts = (
+        cfg.checkpoint,
+        cfg.checkpoint_dir,
+        state,
+        checkpoint_contents(cfg, run.world, run.dir),
+    )
     return replicas.checkpointer(*parts, run.announce, run.lock)
 
 
@@ -178,7 +183,7 @@ def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.de
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)
     optimizer, replicas = open_replicas(cfg, run.world, model, watchdog.patient)
     checkpointer = open_checkpointer(cfg, run, model, optimizer, replicas)
-    progress = resume(cfg, run, layout, model, checkpointer, replicas)
+    progress = resume_progress(cfg, run, layout, model, checkpointer, replicas)
     bringer = extensions.bringer(cfg)
     if bringer is None:
         loader: Loader = open_loader(cfg, layout, device.type == "cuda", progress)

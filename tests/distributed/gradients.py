@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kempner.config.loading import load
+from kempner.config.loading import load_config_files
 from kempner.data.batch import MicroBatch
 from kempner.model.decoder import Decoder
 from kempner.model.moe import Routings
@@ -34,7 +34,7 @@ from kempner.parallel.build import build_model, parameter_names
 from kempner.parallel.layout import build_layout
 from kempner.parts import open_objective
 from kempner.run import RunConfig
-from kempner.step import StepSums, forward_backward, reduce_step, update
+from kempner.step import StepSums, forward_backward, reduce_step, update_weights
 
 ROWS, LENGTH, CPU = 16, 24, torch.device("cpu")
 SHAPE = [
@@ -102,7 +102,7 @@ class Case:
     """The sharded model of a configuration, and how it takes a step."""
 
     def __init__(self, overrides: list[str]) -> None:
-        self.cfg = cfg = load(RunConfig, [], [*SHAPE, *overrides])
+        self.cfg = cfg = load_config_files(RunConfig, [], [*SHAPE, *overrides])
         torch._dynamo.reset()
         self.layout = build_layout(cfg.distributed, dist.get_world_size(), 1, "cpu")
         self.model = build_model(cfg.model, self.layout, cfg.train, cfg.distributed)
@@ -183,7 +183,7 @@ def curve(case: Case, reference: Decoder, steps: int) -> float:
         z_loss = case.cfg.train.z_loss
         pair = (case.backward(batch), backward_plain(reference, batch, z_loss))
         ours, theirs = (
-            update(optimizer, sums, ROWS * LENGTH, lr=1e-3, grad_clip=1.0)
+            update_weights(optimizer, sums, ROWS * LENGTH, lr=1e-3, grad_clip=1.0)
             for optimizer, sums in zip(optimizers, pair, strict=True)
         )
         assert ours.keys() == theirs.keys()
@@ -193,7 +193,7 @@ def curve(case: Case, reference: Decoder, steps: int) -> float:
 
 
 def main() -> None:
-    offload.SMALLEST = 0  # the tensors of a model that tests can run
+    offload.SMALLEST_OFFLOAD = 0  # the tensors of a model that tests can run
     fp8.need_fp8 = lambda *_: None  # a CPU can, slowly
     if len(sys.argv) > 3:
         torch.compile = partial(torch.compile, backend=sys.argv[3])  # type: ignore[assignment]

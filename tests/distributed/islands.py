@@ -32,10 +32,10 @@ import torch
 import torch.distributed as dist
 
 from kempner.files import write_atomic
-from kempner.lowcomm.config import SILENCE_S
-from kempner.lowcomm.door import HERE, Door
-from kempner.lowcomm.judge import Judge
-from kempner.lowcomm.membership import Epoch, Group, Membership, TooFew
+from kempner.lowcomm.config import REPLICA_SILENCE_S
+from kempner.lowcomm.door import HERE_KEY, Door
+from kempner.lowcomm.judge import JudgeServer
+from kempner.lowcomm.membership import Epoch, Membership, ReplicaGroup, TooFew
 
 ROUNDS = 6
 TOO_FEW, DONE = 75, 0
@@ -73,7 +73,7 @@ class Replica:
             self.point = ""
             (self.folder / "struck").write_text(f"{time.time()} {time.monotonic()}")
             if self.fault == "busy":
-                ctypes.PyDLL(None).sleep(round(SILENCE_S) + 2)  # a PyDLL keeps the lock
+                ctypes.PyDLL(None).sleep(round(REPLICA_SILENCE_S) + 2)  # a PyDLL keeps the lock
             else:
                 os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.fault])
 
@@ -84,7 +84,7 @@ class Replica:
         self.strike("voted")
         return self._settle(epoch, problem)
 
-    def exchange(self, group: Group) -> list[torch.Tensor]:
+    def exchange(self, group: ReplicaGroup) -> list[torch.Tensor]:
         first, second = delta(self.slot, self.rank, group.epoch.round, self.size).unbind()
         mean = [group.mean(first)]
         self.strike("in")
@@ -97,7 +97,7 @@ class Replica:
         self.momentum = MU * self.momentum + change
         self.anchor = self.anchor - LR * (change + MU * self.momentum)
 
-    def share(self, group: Group) -> list[torch.Tensor]:
+    def share(self, group: ReplicaGroup) -> list[torch.Tensor]:
         state = [self.anchor.clone(), self.momentum.clone()]
         group.share(state)
         self.strike("shared")
@@ -128,7 +128,7 @@ class Replica:
         """Those that have been lost come back while there are rounds to do."""
         for slot, fault in self.faults.items():
             if self.rounds >= int(fault.split()[2]) and "busy" not in fault:
-                while f'"{slot}.2"' not in self.membership.store.get(HERE).decode():
+                while f'"{slot}.2"' not in self.membership.store.get(HERE_KEY).decode():
                     time.sleep(0.02)
 
     def run(self, rounds: int) -> int:
@@ -190,7 +190,10 @@ def begin_replica(folder: Path, slot: int, scenario: dict[str, Any], first: bool
 
 
 def judge(folder: Path) -> int:
-    parent, found = os.getppid(), Judge(["127.0.0.1"], SILENCE_S, folder / "replicas.jsonl")
+    parent, found = (
+        os.getppid(),
+        JudgeServer(["127.0.0.1"], REPLICA_SILENCE_S, folder / "replicas.jsonl"),
+    )
     write_atomic(folder / "door", found.note)
     found.serve(lambda: os.getppid() == parent)
     return 0

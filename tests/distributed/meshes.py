@@ -22,16 +22,16 @@ from torch.distributed.tensor import DTensor
 
 from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.checkpoint.config import CheckpointConfig
-from kempner.checkpoint.layout import make_table, own_box, slices
+from kempner.checkpoint.layout import box_slices, make_table, own_box
 from kempner.checkpoint.reader import read_tensors
-from kempner.checkpoint.state import collect, run_state
-from kempner.checkpoint.writer import local
-from kempner.config.loading import load
+from kempner.checkpoint.state import collect_state, run_state
+from kempner.checkpoint.writer import local_part
+from kempner.config.loading import load_config_files
 from kempner.optim.build import build_optimizer, set_learning_rate
 from kempner.parallel.build import build_model, parameter_names
 from kempner.parallel.layout import build_layout
 from kempner.rl import transfer
-from kempner.rl.transfer import buckets_of, pack, parts_of, unpack
+from kempner.rl.transfer import buckets_of, pack_buckets, pieces_of_rank, unpack_bucket
 from kempner.run import RunConfig
 
 SHAPE = [
@@ -74,7 +74,7 @@ class Job:
     """A model and its optimizer on one mesh, with weights of its own."""
 
     def __init__(self, words: list[str], root: Path, seed: int) -> None:
-        cfg = load(RunConfig, [], [*SHAPE, *words, f"--train.seed={seed}"])
+        cfg = load_config_files(RunConfig, [], [*SHAPE, *words, f"--train.seed={seed}"])
         layout = build_layout(cfg.distributed, dist.get_world_size(), 1, "cpu")
         self.model = build_model(cfg.model, layout, cfg.train, cfg.distributed)
         self.optimizer = build_optimizer(self.model, cfg.optimizer)
@@ -93,7 +93,7 @@ class Job:
         self.optimizer.step()
 
     def whole(self) -> dict[str, Tensor]:
-        shared, _ = collect(self.state)
+        shared, _ = collect_state(self.state)
         return {
             name: (t.full_tensor() if isinstance(t, DTensor) else t).clone()
             for name, t in shared.items()
@@ -111,7 +111,7 @@ def mine(of: Mapping[str, Tensor], wholes: dict[str, Tensor]) -> dict[str, Tenso
     table = make_table(of, {}, dist.get_world_size())
     rank, parts = dist.get_rank(), dict(wholes)
     for name in of.keys() & wholes.keys():
-        parts[name] = wholes[name][slices(own_box(table[name], rank))]
+        parts[name] = wholes[name][box_slices(own_box(table[name], rank))]
     return parts
 
 
@@ -121,14 +121,14 @@ def sent(job: Job) -> dict[str, Tensor]:
     named = parameter_names(job.model)
     table = make_table(named, {}, dist.get_world_size())
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, pack(named, table, dist.get_rank(), torch.float32))
+    dist.all_gather_object(parts, pack_buckets(named, table, dist.get_rank(), torch.float32))
     found = {f"model.{name}": torch.full(p.shape, torch.nan) for name, p in named.items()}
     targets = {name: found[f"model.{name}"] for name in named}
     for rank, flats in enumerate(parts):
-        buckets = buckets_of(parts_of(table, rank), 4)
+        buckets = buckets_of(pieces_of_rank(table, rank), 4)
         for flat, bucket in zip(flats, buckets, strict=True):
             assert len(flat) == sum(piece.elements for piece in bucket)
-            unpack(flat, bucket, targets)
+            unpack_bucket(flat, bucket, targets)
     assert sum(len(flat) for flats in parts for flat in flats) == sum(
         p.numel() for p in named.values()
     )
@@ -156,8 +156,8 @@ def check(root: Path, more: list[str], meshes: dict[str, list[str]]) -> dict[str
         for source in reversed(meshes):  # its own is not the first: it is there already
             job.checkpointer.root = root / source
             assert job.checkpointer.load() is not None
-            shared, _ = collect(job.state)
-            parts = {name: local(tensor) for name, tensor in shared.items()}
+            shared, _ = collect_state(job.state)
+            parts = {name: local_part(tensor) for name, tensor in shared.items()}
             results[target][source] = differ(parts, mine(shared, saved[source]))
     return results
 

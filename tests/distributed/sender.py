@@ -20,11 +20,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from kempner.config.loading import load
+from kempner.config.loading import load_config_files
 from kempner.parallel.build import build_model, parameter_names
 from kempner.parallel.layout import build_layout
 from kempner.rl import transfer
-from kempner.rl.exchange import Exchange
+from kempner.rl.exchange import RolloutExchange
 from kempner.run import RunConfig
 
 SHAPE = [
@@ -53,23 +53,23 @@ def dying_send(*words: Any) -> None:
 
 
 SENT: list[Any] = []
-SEND = transfer.send
+SEND = transfer.send_part
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     limit()
     run = Path(sys.argv[1])
-    cfg = load(RunConfig, [], SHAPE)
+    cfg = load_config_files(RunConfig, [], SHAPE)
     layout = build_layout(cfg.distributed, dist.get_world_size(), 1, "cpu")
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed)
     by_files = lambda number: (run / f"files-{number}").touch()  # noqa: E731
-    publisher = transfer.DirectPublisher(by_files, model, Exchange(run), torch.float32, LAST)
+    publisher = transfer.DirectPublisher(by_files, model, RolloutExchange(run), torch.float32, LAST)
     for number in range(LAST + 1):
         while not (run / str(number)).exists():
             time.sleep(0.02)
         if (run / str(number)).read_text() == "dies" and dist.get_rank() == 1:
-            transfer.send = dying_send
+            transfer.send_part = dying_send
         whole = {}
         for name, p in parameter_names(model).items():
             with torch.no_grad():

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kempner.data.dataset import TokenDataset
-from kempner.load import load
+from kempner.load import load_model_and_tokenizer
 from kempner.model.attention import Documents
 from tests import hf_models
 from tests.conftest import ROOT, TINY, clean_env, load_program, start_train
@@ -52,7 +52,7 @@ def shards(folder: Path) -> dict[str, Tensor]:
 def by_hooks(source: str, data: TokenDataset, samples: int) -> dict[str, Tensor]:
     """A sample at a time through the whole model. What a layer adds to the stream is what the
     stream has more after it than before."""
-    model, found = load(source, "cpu").model, dict[str, list[Tensor]]()
+    model, found = load_model_and_tokenizer(source, "cpu").model, dict[str, list[Tensor]]()
 
     def keep(name: str, x: Tensor) -> None:
         found.setdefault(name, []).append(x)

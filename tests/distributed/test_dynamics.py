@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kempner.files import step_of
+from kempner.files import step_of_name
 from tests.conftest import TINY, Train, losses, start_train
 from tests.distributed.runs import begun, numbers, state
 from tests.distributed.test_train import same_tensors
@@ -20,7 +20,9 @@ CONSTANT = ("--schedule.name=constant", "--schedule.warmup_steps=0")
 
 def saved(run: Path) -> list[int]:
     return sorted(
-        step for path in (run / "checkpoints").iterdir() if (step := step_of(path.name)) is not None
+        step
+        for path in (run / "checkpoints").iterdir()
+        if (step := step_of_name(path.name)) is not None
     )
 
 

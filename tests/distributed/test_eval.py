@@ -115,7 +115,7 @@ def test_the_figures_are_those_of_ten_plain_lines_and_reach_the_metrics(
     assert line["eval/texts/byte_perplexity"] == pytest.approx(math.exp(-total / count), rel=1e-4)
     assert line["eval/answer/exact_match"] == 0.0
     history = load_history(run_dir)
-    assert [r["step"] for r in history.results] == [8] and results.evaluated(run_dir) == {8}
+    assert [r["step"] for r in history.results] == [8] and results.evaluated_steps(run_dir) == {8}
     assert not any("eval/mine/acc" in r for r in history.lines)  # no sign of life of the trainer
     assert history.state.word == "done" and history.attempts[-1].ended < line["time"]
     report = [sys.executable, "scripts/report.py", str(run_dir)]
@@ -144,20 +144,20 @@ def score_rest(model: torch.nn.Module, ids: list[int]) -> float:
 def test_results_wait_for_the_trainer_that_writes_the_file(tmp_path: Path) -> None:
     """One writer: while a trainer holds the lock, the file is its own."""
     (tmp_path / "lock").write_text("not to be read: somebody holds it")
-    results.put(tmp_path, 4, {"choose/acc": 0.5})
-    assert not (tmp_path / "metrics.jsonl").exists() and results.evaluated(tmp_path) == {4}
+    results.record_result(tmp_path, 4, {"choose/acc": 0.5})
+    assert not (tmp_path / "metrics.jsonl").exists() and results.evaluated_steps(tmp_path) == {4}
     taken: list[str] = []
-    results.add(tmp_path, taken.append)
-    results.add(tmp_path, taken.append)
+    results.add_results(tmp_path, taken.append)
+    results.add_results(tmp_path, taken.append)
     assert [json.loads(text)["eval/choose/acc"] for text in taken] == [0.5]
-    assert results.evaluated(tmp_path) == {4}
+    assert results.evaluated_steps(tmp_path) == {4}
 
 
 def test_a_task_that_there_is_not(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = functools.partial(lm_eval.tasks.TaskManager, include_path=[str(tasks)])
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: own(include_defaults=False))
     with pytest.raises(ConfigError, match="--tasks nothing: lm-eval has no such task"):
-        harness.evaluate(None, ["mine", "nothing"], [], None, None)  # type: ignore[arg-type]
+        harness.run_harness(None, ["mine", "nothing"], [], None, None)  # type: ignore[arg-type]
 
 
 def test_an_absent_package_is_named_with_its_extra(

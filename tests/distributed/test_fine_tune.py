@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kempner.load import load, words_of_directory
-from kempner.rl.conversation import Writer, open_words
+from kempner.load import load_model_and_tokenizer, words_of_directory
+from kempner.rl.conversation import DialogueWriter, open_words
 from kempner.rl.environments.protocol import Task
-from kempner.rl.exchange import Exchange
+from kempner.rl.exchange import RolloutExchange
 from tests import hf_models
 from tests.conftest import ROOT, clean_env, load_program, losses, start_train
 from tests.distributed.test_bad_input import rejected
@@ -207,11 +207,14 @@ def test_rl_goes_on_with_the_tokenizer_of_the_chats(work: Path) -> None:
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err
     prompts = open_words("", base)
-    sft = load(base, "cpu").words
+    sft = load_model_and_tokenizer(base, "cpu").words
     talk = [{"role": "user", "content": "1 plus 1"}]
-    for found in (words_of_directory(Exchange(run).version(1)), load(str(run), "cpu").words):
+    for found in (
+        words_of_directory(RolloutExchange(run).version(1)),
+        load_model_and_tokenizer(str(run), "cpu").words,
+    ):
         assert found.ends == prompts.ends == sft.ends and len(found.ends) == 2
-        assert found.chat(talk) == Writer(prompts).prompt(Task(talk)) == sft.chat(talk)
+        assert found.chat(talk) == DialogueWriter(prompts).prompt(Task(talk)) == sft.chat(talk)
 
 
 def another_tokenizer(work: Path, name: str, act: Callable[[dict[str, Any]], object]) -> str:
@@ -307,7 +310,7 @@ def test_a_run_of_chats_is_evaluated_as_its_export_is(
         tables.append([line for line in capsys.readouterr().out.splitlines() if line[:1] == "|"])
     assert tables[0] == tables[1] and "perplexity" in tables[0][2]
     sources = (work / "runs/sft", tmp_path / "out")
-    of_run, of_export = (load(str(name), "cpu").words for name in sources)
+    of_run, of_export = (load_model_and_tokenizer(str(name), "cpu").words for name in sources)
     assert of_run.prompt("x") == of_export.prompt("x")  # generate.py and serve.py begin with these
     assert of_run.ends == of_export.ends and of_run.tokenizer.eod == of_export.tokenizer.eod
 

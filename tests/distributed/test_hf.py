@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kempner.hf.source import find
+from kempner.hf.source import find_weights
 from tests.conftest import start_train
 from tests.distributed.test_bad_input import rejected
 from tests.hf_models import convert, load_quietly, make, ours, theirs
@@ -72,7 +72,7 @@ def test_a_run_starts_from_another_and_needs_it_no_more(words: list[str], tmp_pa
     assert (second / "hf/config.json").is_file()
     shutil.rmtree(first)
     assert "continues after step 2" in trained(*words)
-    assert find(str(second)).model()["max_seq_len"] == 48
+    assert find_weights(str(second)).model()["max_seq_len"] == 48
     third = tmp_path / "third"
     longer = ("--model.rope_factor=8", "--model.rope_original_len=16")
     trained(*words, *longer, f"--run.dir={third}", f"--run.fork={second}", "--train.max_steps=1")

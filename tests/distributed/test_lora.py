@@ -15,8 +15,8 @@ import torch
 from kempner import load_model
 from kempner.checkpoint.reader import read_tensors, stored_tensors
 from kempner.data.tokenizer import train_bpe
-from kempner.hf.adapter import fingerprint
-from kempner.hf.source import find
+from kempner.hf.adapter import weights_fingerprint
+from kempner.hf.source import find_weights
 from kempner.loss import cross_entropy
 from kempner.model.decoder import Decoder
 from kempner.parallel.config import LoraConfig
@@ -219,12 +219,12 @@ def test_a_run_keeps_its_kind_and_its_base(place: Path, data_dir: Path) -> None:
     finally:
         config.write_text(text)
     model, aside = place / "model", place / "aside"
-    before = fingerprint(find(str(model)))
+    before = weights_fingerprint(find_weights(str(model)))
     model.rename(aside)
     try:
         make("qwen2", model, torch.bfloat16)
         file = model / "model.safetensors"
-        assert fingerprint(find(str(model))) == before
+        assert weights_fingerprint(find_weights(str(model))) == before
         content = bytearray(file.read_bytes())
         content[-1000] ^= 1
         file.write_bytes(content)

@@ -13,7 +13,7 @@ import torch
 
 from kempner.checkpoint.reader import read_tensors
 from kempner.history.run_history import load_history
-from kempner.history.summary import facts
+from kempner.history.summary import summary_facts
 from tests.conftest import TINY, Train, losses, start_train, status
 
 ROUNDS = ("--train.max_steps=9", "--lowcomm.interval=3", "--checkpoint.interval=3")
@@ -90,7 +90,7 @@ def test_what_a_round_records(two: Path) -> None:
     assert [r["bytes_data_parallel"] for r in found] == [3 * 4 * parameters] * 3
     numbers = 4 * 7  # what has been asked, the loss, and who had weights that were not finite
     assert [r["bytes_sent"] for r in found] == [4 * parameters + numbers] * 3
-    rows = facts(load_history(two))
+    rows = summary_facts(load_history(two))
     assert rows["replicas"] == "2" and rows["rounds"].startswith("3, loss of all ")
     assert "33.3" in rows["sent by a replica"]
     # A sample is read once: each line counts those of all replicas.
@@ -117,7 +117,7 @@ def test_a_replica_with_numbers_that_are_not_finite_is_named(
         assert [r["not_finite"] for r in records(replica, "round")] == [[], [], [1], []]
     log = (run / "logs/latest/rank-0.log").read_text()
     assert log.count("replica 1: had weights that were not finite") == 1
-    assert facts(load_history(run))["  not finite"] == "replica 1 in 1 round"
+    assert summary_facts(load_history(run))["  not finite"] == "replica 1 in 1 round"
     assert all(x.isfinite().all() for x in weights(run).values())
 
 

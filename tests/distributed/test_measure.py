@@ -68,8 +68,10 @@ def test_out_of_memory_says_by_how_much(tmp_path: Path) -> None:
         "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.81 GiB "
         "of which 512.00 MiB is free. Process 1 has 139.30 GiB memory in use."
     )
-    fault = events.Fault(time=1.0, kind="oom", reason=f"rank 0 on host: OutOfMemoryError: {told}")
-    events.append(tmp_path / "attempts.jsonl", fault)
+    fault = events.FaultEvent(
+        time=1.0, kind="oom", reason=f"rank 0 on host: OutOfMemoryError: {told}"
+    )
+    events.append_event(tmp_path / "attempts.jsonl", fault)
     assert _why(tmp_path, 1) == "out of memory, by 2.00 GiB or more"
     failed = {"summary": {}, "failed": "out of memory", "planned_gib": 150.0}
     assert "150.00 GiB" in _table(failed)

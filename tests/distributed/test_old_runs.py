@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from kempner.lowcomm import judge
-from kempner.process import kernel
+from kempner.process import pid_namespace
 from kempner.slurm import host_name
 from tests.conftest import ROOT, clean_env
 from tests.distributed.runs import begun
@@ -77,7 +77,7 @@ def unpacked(folder: Path) -> Path:
         tar.extractall(folder, filter="data")
     # As if they had been killed on this machine: for a sign of another one a start waits 45 s.
     for lock in folder.glob("runs/**/lock"):
-        here = {"host": host_name(), "kernel": kernel()}
+        here = {"host": host_name(), "kernel": pid_namespace()}
         lock.write_text(json.dumps(json.loads(lock.read_text()) | here))
     return folder
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from kempner.config.option import whole_schema
-from kempner.program.options import NAMES
+from kempner.program.options import OPTION_NAMES
 from kempner.run import RunConfig
 from tests.conftest import ROOT, clean_env
 from tests.forks import Done, Forks
@@ -491,7 +491,7 @@ def test_every_argument_of_a_program_is_in_the_table() -> None:
 
 
 def test_every_option_of_run_sh_is_in_the_table() -> None:
-    assert NAMES.keys() == RUN_SH.keys() and RUN_SH["run-dir"] in DOORS
+    assert OPTION_NAMES.keys() == RUN_SH.keys() and RUN_SH["run-dir"] in DOORS
 
 
 def test_every_variable_is_in_the_table() -> None:

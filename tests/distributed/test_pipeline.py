@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from kempner.combinations import problems
+from kempner.combinations import combination_problems
 from kempner.config.option import ConfigError
 from kempner.data.config import DataConfig
 from kempner.lowcomm.config import LowcommConfig
@@ -219,12 +219,12 @@ REFUSED: dict[str, tuple[ModelConfig, dict[str, Any], str]] = {
 def test_what_a_pipeline_cannot_do_is_refused(name: str) -> None:
     model, more, words = REFUSED[name]
     cfg = RunConfig(model=model, distributed=DistributedConfig(pp=4), **more)
-    found = [each for each in problems(cfg) if each.startswith("distributed.pp = 4: ")]
-    assert any(words in each for each in found), problems(cfg)
+    found = [each for each in combination_problems(cfg) if each.startswith("distributed.pp = 4: ")]
+    assert any(words in each for each in found), combination_problems(cfg)
     whole = RunConfig(model=model, distributed=DistributedConfig(pp=1), **more)
-    assert not any("distributed.pp" in each for each in problems(whole))
+    assert not any("distributed.pp" in each for each in combination_problems(whole))
     fine = RunConfig(model=SMALL, data=DataConfig("x"), distributed=DistributedConfig(pp=4))
-    assert not problems(fine)
+    assert not combination_problems(fine)
 
 
 def test_stages_without_a_pipeline_have_no_effect() -> None:

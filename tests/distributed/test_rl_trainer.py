@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kempner.rl.exchange import Exchange
+from kempner.rl.exchange import RolloutExchange
 from tests.conftest import ROOT, clean_env, start_train, status
 from tests.distributed.runs import state
 from tests.scripted import arrays, lines, orchestrator, samples, wait_for
@@ -32,7 +32,7 @@ def train(run: Path, *words: str, nproc: int = 1, last: int = 0) -> list[object]
     process = start_train(*WORDS, f"--run.dir={run}", *words, nproc=nproc, program="scripts/rl.py")
     with orchestrator(run, STEPS, last=last) as heard:
         if last:  # then it is told to leave, while it waits for a batch that does not come
-            wait_for(Exchange(run).version(last) / "manifest.json")
+            wait_for(RolloutExchange(run).version(last) / "manifest.json")
             (run / "STOP").touch()
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err
@@ -82,7 +82,7 @@ def test_what_else_the_page_names(place: Path, tmp_path: Path, name: str) -> Non
         assert [line.get(key, 0) for line in other] == expected, key
     published = [
         {k: v for file in version.glob("*.safetensors") for k, v in load_file(file).items()}
-        for version in (Exchange(tmp_path / run).version(STEPS) for run in ("one", "other"))
+        for version in (RolloutExchange(tmp_path / run).version(STEPS) for run in ("one", "other"))
     ]
     assert published[0].keys() == published[1].keys() and one[-1]["loss"] != one[0]["loss"]
     for key, tensor in published[0].items():
@@ -99,12 +99,12 @@ def test_samples_of_older_weights_are_no_mismatch(place: Path) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_trainer_says_what_it_computes_for_the_first_row(place: Path, mesh: str) -> None:
     """Of the batches that ask for it, with the weights before the step."""
-    from kempner.load import load
+    from kempner.load import load_model_and_tokenizer
 
-    exchange = Exchange(place / mesh)
+    exchange = RolloutExchange(place / mesh)
     for step in (3, 6):
         found = exchange.handed_back(step)
-        before = load(str(exchange.version(step - 1)), "cpu").model
+        before = load_model_and_tokenizer(str(exchange.version(step - 1)), "cpu").model
         assert found is not None and len(found) == 32
         row = arrays([samples(step, 8)[:2]], 32)
         at = 0
@@ -121,15 +121,15 @@ def test_the_trainer_says_what_it_computes_for_the_first_row(place: Path, mesh: 
 @pytest.mark.parametrize("mesh", ["one", "fsdp", "tp"])
 def test_published_is_what_is_saved(place: Path, mesh: str) -> None:
     """The last version in transformers' names, whoever wrote its files; an engine loads it."""
-    from kempner.load import load
+    from kempner.load import load_model_and_tokenizer
 
-    version = Exchange(place / mesh).version(STEPS)
+    version = RolloutExchange(place / mesh).version(STEPS)
     manifest = json.loads((version / "manifest.json").read_text())
     assert manifest["version"] == STEPS and manifest["transport"] == "directory"
     tensors = {k: v for file in version.glob("*.safetensors") for k, v in load_file(file).items()}
     assert sum(tensor.nbytes for tensor in tensors.values()) == manifest["bytes"]
     saved = {k.removeprefix("model."): v for k, v in state(place / mesh, STEPS).items()}
-    loaded = load(str(version), "cpu")
+    loaded = load_model_and_tokenizer(str(version), "cpu")
     found = dict(loaded.model.named_parameters())
     assert len(found) == len(tensors)
     assert all(torch.equal(found[name], saved[name]) for name in found)
@@ -158,7 +158,7 @@ def test_a_full_disk_ends_the_attempt_with_nothing_published(tmp_path: Path) -> 
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "version 0 of the weights was not published: File too large" in done.stderr
-    assert not list((run / "rl/0/weights").iterdir()) and Exchange(run).started() is None
+    assert not list((run / "rl/0/weights").iterdir()) and RolloutExchange(run).started() is None
 
 
 def test_bench_measures_the_trainer_alone(tmp_path: Path) -> None:

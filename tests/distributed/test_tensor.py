@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kempner.combinations import problems
+from kempner.combinations import combination_problems
 from kempner.data.config import DataConfig
 from kempner.loss import VocabularyPart, cross_entropy
 from kempner.model.config import ModelConfig
@@ -128,9 +128,9 @@ REFUSED = {
 def test_what_tensor_parallelism_cannot_do_is_refused(name: str) -> None:
     model, more, words = REFUSED[name]
     cfg = RunConfig(model=model, distributed=DistributedConfig(tp=4), **more)  # type: ignore[arg-type]
-    found = [each for each in problems(cfg) if each.startswith("distributed.tp = 4: ")]
-    assert any(words in each for each in found), problems(cfg)
+    found = [each for each in combination_problems(cfg) if each.startswith("distributed.tp = 4: ")]
+    assert any(words in each for each in found), combination_problems(cfg)
     whole = RunConfig(model=model, distributed=DistributedConfig(tp=1), **more)  # type: ignore[arg-type]
-    assert not any("distributed.tp" in each for each in problems(whole))
+    assert not any("distributed.tp" in each for each in combination_problems(whole))
     fine = RunConfig(model=SMALL, data=DataConfig("x"), distributed=DistributedConfig(tp=4))
-    assert not problems(fine)
+    assert not combination_problems(fine)

@@ -18,11 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kempner.config.loading import load
+from kempner.config.loading import load_config_files
 from kempner.model.decoder import Decoder
 from kempner.parallel.build import parameter_names
 from kempner.rl import transfer
-from kempner.rl.exchange import Exchange
+from kempner.rl.exchange import RolloutExchange
 from kempner.run import RunConfig
 from tests.conftest import ROOT, clean_env
 from tests.distributed import sender
@@ -41,12 +41,12 @@ def some(*words):
             time.sleep(600)
         yield bucket
 transfer.buckets_of = some
-transfer.receive(test_transfer.empty(), json.loads(open(sys.argv[1]).read()), "secret")
+transfer.receive_weights(test_transfer.empty(), json.loads(open(sys.argv[1]).read()), "secret")
 """
 
 
 def empty() -> Decoder:
-    cfg = load(RunConfig, [], sender.SHAPE)
+    cfg = load_config_files(RunConfig, [], sender.SHAPE)
     model = Decoder(cfg.model)
     for p in model.parameters():
         p.data.fill_(torch.nan)
@@ -55,7 +55,7 @@ def empty() -> Decoder:
 
 class Trainer:
     def __init__(self, run: Path) -> None:
-        self.run, self.exchange = run, Exchange(run)
+        self.run, self.exchange = run, RolloutExchange(run)
         self.exchange.root.mkdir(parents=True)
         self.exchange.token.write_text("secret\n")
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -102,7 +102,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
 
 def take(manifest: Path, token: str = "secret") -> Decoder:
     model = empty()
-    transfer.receive(model, json.loads(manifest.read_text()), token)
+    transfer.receive_weights(model, json.loads(manifest.read_text()), token)
     return model
 
 
@@ -111,7 +111,7 @@ def test_two_engines_get_what_the_ranks_have(trainer: Trainer) -> None:
     manifest = trainer.manifest(1)
     facts = json.loads(manifest.read_text())
     assert (facts["version"], facts["transport"], len(facts["senders"])) == (1, "direct", 2)
-    parts = [transfer.parts_of(transfer.from_json(facts["table"]), rank) for rank in range(2)]
+    parts = [transfer.pieces_of_rank(transfer.from_json(facts["table"]), rank) for rank in range(2)]
     sizes = [sum(piece.elements for piece in pieces) for pieces in parts]
     assert max(sizes) < 0.6 * sum(sizes) == 0.6 * facts["bytes"] / 4  # nobody sends all
     with ThreadPoolExecutor(2) as pool:
@@ -158,4 +158,4 @@ def test_a_rank_lost_in_the_middle_is_an_error(trainer: Trainer) -> None:
 def test_another_model_is_not_touched() -> None:
     facts: dict[str, Any] = {"table": {"layouts": [], "tensors": {}}, "dtype": "float32"}
     with pytest.raises(transfer.Gone, match="not those of the model here"):
-        transfer.receive(empty(), facts, "")
+        transfer.receive_weights(empty(), facts, "")

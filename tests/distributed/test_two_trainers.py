@@ -14,7 +14,7 @@ import pytest
 from kempner.checkpoint import commit
 from kempner.files import read_jsonl
 from kempner.history import events
-from kempner.resilience.lock import LOST
+from kempner.resilience.lock import LOST_LOCK_EXIT
 from tests.conftest import TINY, start_train, status
 
 BEAT_S = 0.5
@@ -94,9 +94,9 @@ def assert_nothing_is_lost(run_dir: Path) -> None:
     for attempt in {line["attempt"] for line in found}:
         steps = [line["step"] for line in lines(run_dir, attempt)]
         assert steps == list(range(steps[0], steps[-1] + 1))
-    latest = commit.latest(run_dir / "checkpoints")
+    latest = commit.latest_checkpoint(run_dir / "checkpoints")
     assert latest is not None and commit.read_manifest(latest)["step"] == last
-    branch, left = commit.branches(run_dir / "checkpoints")
+    branch, left = commit.run_branches(run_dir / "checkpoints")
     assert len(branch) >= last // 5 and not left
 
 
@@ -135,11 +135,11 @@ def test_a_later_start_of_the_job_goes_on_once_the_earlier_one_has_left(start: S
     for attempt, env in enumerate((script, in_place), 1):
         trainers.append(start("node2", **env))
         code, said = trainers[-2].end()
-        assert code == LOST and "is in use by job 12 on node2" in said, said
+        assert code == LOST_LOCK_EXIT and "is in use by job 12 on node2" in said, said
         trainers[-1].wait_for_lines(attempt, 7)
     trainers[-1].stop()
     run_dir = trainers[0].run_dir
-    faults = events.of_kind(events.read(run_dir / "attempts.jsonl"), events.Fault)
+    faults = events.of_kind(events.read_events(run_dir / "attempts.jsonl"), events.FaultEvent)
     assert [fault.lost_peer for fault in faults] == [True, True], "no host is to blame"
     for attempt in (0, 1):
         overlap = lines(run_dir, attempt)[-1]["time"] - lines(run_dir, attempt + 1)[0]["time"]

@@ -34,7 +34,7 @@ def cached_stat() -> None:
 
 
 def blind() -> None:
-    look, looks = lock._look, [lock.Seen()] * BLIND
+    look, looks = lock._look, [lock.SeenLock()] * BLIND
     lock._look = lambda path: looks.pop() if looks else look(path)
 
 
@@ -42,7 +42,7 @@ if __name__ == "__main__" and "--check" not in sys.argv:
     for word in os.environ["LOCK"].split():
         name, _, value = word.partition("=")
         setattr(lock, name, float(value))
-    lock.kernel = lambda: os.environ["KERNEL"]
+    lock.pid_namespace = lambda: os.environ["KERNEL"]
     if os.environ.get("SEES") == "cached":
         cached_stat()
     elif os.environ.get("SEES") == "nothing":

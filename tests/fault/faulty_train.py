@@ -179,26 +179,28 @@ def bad_gradient(fault: dict[str, str]) -> None:
     """After all sums over ranks: no other rank can see it in its own gradients."""
 
     def act(_: Any, samples: int, parameters: list[Any]) -> None:
-        from kempner.checkpoint.writer import local
+        from kempner.checkpoint.writer import local_part
 
         if int(fault["from"]) < samples <= int(fault["to"]) and strikes(fault):
-            next(g for p in parameters if (g := local(p.grad)).numel()).view(-1)[0] = float("nan")
+            next(g for p in parameters if (g := local_part(p.grad)).numel()).view(-1)[0] = float(
+                "nan"
+            )
 
     before_update(act)
 
 
 def spoil(fault: dict[str, str]) -> None:
-    from kempner.lowcomm.outer import Outer
-    from kempner.optim.optimizer import local
+    from kempner.lowcomm.outer import OuterOptimizer
+    from kempner.optim.optimizer import to_local
 
-    real = Outer.after_step
+    real = OuterOptimizer.after_step
 
     def after_step(self: Any, step: int) -> None:
         if step == int(fault["step"]) and strikes(fault):
-            local(self.fragments[0].parameters[0].detach()).view(-1)[0] = float("nan")
+            to_local(self.fragments[0].parameters[0].detach()).view(-1)[0] = float("nan")
         real(self, step)
 
-    Outer.after_step = after_step  # type: ignore[method-assign]
+    OuterOptimizer.after_step = after_step  # type: ignore[method-assign]
 
 
 def digest(fault: dict[str, str]) -> None:
@@ -207,12 +209,14 @@ def digest(fault: dict[str, str]) -> None:
 
     def act(layout: Any, samples: int, parameters: list[Any]) -> None:
         from kempner.checkpoint.layout import make_table, own_box
-        from kempner.checkpoint.writer import local
+        from kempner.checkpoint.writer import local_part
 
         named = {str(i): p.detach() for i, p in enumerate(parameters)}
         table = make_table(named, {}, math.prod(layout.sizes))
         found = {
-            f"{name} {own_box(table[name], layout.rank)}": zlib.crc32(local(p).numpy().tobytes())
+            f"{name} {own_box(table[name], layout.rank)}": zlib.crc32(
+                local_part(p).numpy().tobytes()
+            )
             for name, p in named.items()
         }
         with Path(fault["to"], f"rank-{layout.rank}.jsonl").open("a") as file:

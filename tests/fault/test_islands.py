@@ -23,7 +23,8 @@ LOWCOMM = [
     "--train.global_batch=12",
     f"--checkpoint.interval={H}",
 ]
-MEAN = "kempner.lowcomm.membership:Group.mean"  # twice a round: of a few numbers, of the changes
+# twice a round: of a few numbers, of the changes
+MEAN = "kempner.lowcomm.membership:ReplicaGroup.mean"
 
 
 class Islands(BrokenRun):

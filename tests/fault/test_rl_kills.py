@@ -42,7 +42,7 @@ LEARNER, ASKER = "kempner.rl.feed:Feed", "kempner.rl.orchestrator:Orchestrator"
 PUBLISH = "kempner.rl.publish:DirectoryPublisher.publish"
 SAVE = "kempner.checkpoint.checkpointer:Checkpointer"
 KILLS = {
-    "the trainer before it begins": ("rl", "kempner.rl.exchange:Exchange.begin:before", 1),
+    "the trainer before it begins": ("rl", "kempner.rl.exchange:RolloutExchange.begin:before", 1),
     "the trainer while it waits": ("rl", f"{LEARNER}.next:before", 3),
     "the trainer with a batch": ("rl", f"{LEARNER}.next:after", 5),
     "the trainer before it publishes": ("rl", f"{PUBLISH}:before", 4),
@@ -52,14 +52,14 @@ KILLS = {
     "the orchestrator at its start": ("orchestrate", f"{ASKER}._begin:before", 1),
     "the orchestrator before a batch": ("orchestrate", f"{ASKER}._hand_over:before", 5),
     "the orchestrator within a batch": (
-        "orchestrate", "kempner.rl.exchange:Exchange.hand_over:before", 6),
+        "orchestrate", "kempner.rl.exchange:RolloutExchange.hand_over:before", 6),
     "the orchestrator after a batch": (
-        "orchestrate", "kempner.rl.exchange:Exchange.hand_over:after", 2),
+        "orchestrate", "kempner.rl.exchange:RolloutExchange.hand_over:after", 2),
     "the orchestrator in an evaluation": ("orchestrate", f"{ASKER}._evaluate:before", 2),
     "an engine at its start": ("serve", "kempner.serve.weights:first_version:before", 1),
     "an engine with its weights": ("serve", "kempner.serve.weights:first_version:after", 1),
-    "an engine before new weights": ("serve", "kempner.serve.weights:replace:before", 3),
-    "an engine after new weights": ("serve", "kempner.serve.weights:replace:after", 4),
+    "an engine before new weights": ("serve", "kempner.serve.weights:replace_weights:before", 3),
+    "an engine after new weights": ("serve", "kempner.serve.weights:replace_weights:after", 4),
     "an engine at work": ("serve", "kempner.serve.worker:Worker._take:after", 20),
 }  # fmt: skip
 EVERY_DAY = {"the trainer when it has published"}

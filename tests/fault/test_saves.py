@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kempner.checkpoint import commit
-from kempner.checkpoint.reader import verify
+from kempner.checkpoint.reader import verify_checkpoint
 from tests.cluster import Cluster
 from tests.conftest import status
 from tests.fault.broken_run import BrokenRun
@@ -31,7 +31,7 @@ POINTS = {
     "manifest-there": (f"{COMMIT}:Path.rename:before nth=2 rank=0", 10),
     "renamed": (f"{COMMIT}:point_latest:before nth=2 rank=0", 10),
     "latest-moved": (f"{COMMIT}:point_latest:after nth=2 rank=0", 20),
-    "pruned": (f"{COMMIT}:prune:after nth=2 rank=0", 20),
+    "pruned": (f"{COMMIT}:prune_checkpoints:after nth=2 rank=0", 20),
 }
 IN_CI = ("in-the-file", "renamed")
 
@@ -77,9 +77,12 @@ def test_full_disk(broken_run: Submit, small_disk: Path) -> None:
     assert status(run.dir)["state"] == "failed"
     assert run.decisions() == ["end"]
     assert "the checkpoint of step 20 failed" in run.log and "No space left" in run.log
-    (whole,) = commit.complete(small_disk / "checkpoints")
-    assert commit.latest(small_disk / "checkpoints") == whole and whole.name == "step_00000010"
-    assert verify(whole) == []
+    (whole,) = commit.complete_checkpoints(small_disk / "checkpoints")
+    assert (
+        commit.latest_checkpoint(small_disk / "checkpoints") == whole
+        and whole.name == "step_00000010"
+    )
+    assert verify_checkpoint(whole) == []
 
 
 DAMAGES = {
@@ -115,7 +118,7 @@ def test_damaged_checkpoint(broken_run: Submit, damage: str) -> None:
     run.wait_for_step(25)
     (run.dir / "STOP").touch()
     assert run.wait() == 0
-    newest, older, *_ = commit.complete(run.dir / "checkpoints")
+    newest, older, *_ = commit.complete_checkpoints(run.dir / "checkpoints")
     assert int(newest.name[5:]) > int(older.name[5:]) >= 20
     DAMAGES[damage](newest)
     run.submit()

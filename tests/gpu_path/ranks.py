@@ -27,7 +27,7 @@ import torch.distributed as dist
 import kempner.optim.build
 import kempner.run_directory  # noqa: F401  # before the forks
 from kempner import process_group
-from kempner.config.loading import load
+from kempner.config.loading import load_config_files
 from kempner.parallel.build import build_model
 from kempner.parallel.config import DistributedConfig
 from kempner.parallel.layout import Layout, build_layout
@@ -145,7 +145,9 @@ def rank_of(rank: int, size: int, root: Path, asked: list[Any]) -> list[dict[str
     os.environ |= names | {"SLURM_STEP_NUM_TASKS": str(size)}
     made = []
     with as_on_gpus(asked):
-        world = process_group.start(process_group.discover(), GPU, root, LIMIT_S)
+        world = process_group.start_process_group(
+            process_group.discover_world(), GPU, root, LIMIT_S
+        )
         for axes in products(size):
             layout = build_layout(DistributedConfig(**axes), size, size, "cuda")
             meet(layout.groups)
@@ -154,7 +156,7 @@ def rank_of(rank: int, size: int, root: Path, asked: list[Any]) -> list[dict[str
         for axes in products(size) if size in WITH_MODEL else []:
             if max(axes.values()) == 2:
                 with_model(axes, world, root)
-    process_group.leave(world)
+    process_group.leave_process_group(world)
     return made
 
 
@@ -163,7 +165,7 @@ def with_model(axes: dict[str, int], world: Any, root: Path) -> None:
     words = [f"--distributed.{name}={n}" for name, n in axes.items()]
     experts = ["--model.n_experts=4"] if axes["ep"] > 1 else []
     run_dir = root / "-".join(map(str, axes.values()))
-    cfg = load(RunConfig, [], [*MODEL, *words, *experts, f"--run.dir={run_dir}"])
+    cfg = load_config_files(RunConfig, [], [*MODEL, *words, *experts, f"--run.dir={run_dir}"])
     run = Run(cfg, world)
     layout = open_layout(cfg, world, CPU)
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)

@@ -25,7 +25,7 @@ from kempner.parallel.experts import ParallelExperts
 from kempner.parallel.lora import add_adapters
 from kempner.parallel.shard import GradientSums, begin_micro_batch
 from kempner.progress import Progress
-from kempner.resilience.requests import FLAGS
+from kempner.resilience.requests import REQUEST_FLAGS
 from kempner.rl.publish import whole_tensors
 from kempner.run import RunConfig
 from tests.gpu_path import pretend
@@ -110,7 +110,8 @@ def test_rounds_of_replicas(options: dict[str, Any]) -> None:
     replicas = LowcommReplicas(cfg, world, named, Alone())
     replicas.begin(Progress())
     numbers = {
-        name: Gpu(torch.ones((), dtype=torch.float64)) for name in (*FLAGS, "loss_sum", "tokens")
+        name: Gpu(torch.ones((), dtype=torch.float64))
+        for name in (*REQUEST_FLAGS, "loss_sum", "tokens")
     }
     pretend.waits.clear()
     for step in range(1, 9):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kempner.config.loading import load
+from kempner.config.loading import load_config_files
 from kempner.model import decoder
 from kempner.model.attention import Documents
 from kempner.model.config import ModelConfig
@@ -63,7 +63,7 @@ def run(shape: ModelConfig, *words: str, begin: int = 0, packed: bool = False) -
     """The passes of a run from step `begin` on, with a validation after each step. `packed`: with
     another number of documents in each batch."""
     words = (*words, "--data.document_mask") if packed else words
-    cfg = replace(load(RunConfig, [], [*RUN, *words]), model=shape)
+    cfg = replace(load_config_files(RunConfig, [], [*RUN, *words]), model=shape)
     layout = build_layout(cfg.distributed, 1, 1, "cpu")
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed)
     expect_batches(cfg, layout, model, begin)
@@ -135,7 +135,7 @@ def test_packed_batches(
 ) -> None:
     """As a GPU runs them, with another number of documents in each batch."""
     pytest.importorskip("torch.nn.attention.varlen")
-    monkeypatch.setattr(decoder, "visible", visible_on_a_gpu)
+    monkeypatch.setattr(decoder, "attention_pattern", visible_on_a_gpu)
     parts = {"_varlen_attn": kernels.varlen, "_varlen_attn_backward": kernels.varlen_backward}
     with registered("torch_attn", **parts):
         run(SHAPE, *ramps, f"--train.recompute={recompute}", packed=True)

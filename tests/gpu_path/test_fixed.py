@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kempner.generate.config import Sampling
-from kempner.generate.engine import Engine, Request
+from kempner.generate.engine import Engine, GenerationRequest
 from kempner.model.decoder import Decoder
 from tests.gpu_path.test_step import SHAPE, T
 
@@ -20,7 +20,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch, fixed: bool) -> set[tuple[int, ...]]
     """Of the tokens of each pass, while three requests join at different times and leave."""
     torch.manual_seed(0)
     model = Decoder(SHAPE).eval()
-    engine: Engine[Request] = Engine(model, 64, T, SLOTS, fixed)
+    engine: Engine[GenerationRequest] = Engine(model, 64, T, SLOTS, fixed)
     found: set[tuple[int, ...]] = set()
     forward = Decoder.forward
 
@@ -31,7 +31,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch, fixed: bool) -> set[tuple[int, ...]]
     monkeypatch.setattr(Decoder, "forward", watched)
     sampling = Sampling(max_tokens=8)
     for number, prompt in enumerate(([1, 2, 3], [4], [1, 2, 3], [5, 6])):
-        engine.join([Request(number, prompt, sampling)])
+        engine.join([GenerationRequest(number, prompt, sampling)])
         engine.step()
     for _ in range(SLOTS):
         engine.step()

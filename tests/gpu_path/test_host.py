@@ -68,7 +68,7 @@ def test_the_trainer_sets_its_allocator_and_nobody_elses(
     if given:
         monkeypatch.setenv(given, "backend:cudaMallocAsync")
     asked = {name: os.environ[name] for name in ALLOCATOR if name in os.environ}
-    engine = vllm_engine.environment("secret")
+    engine = vllm_engine.vllm_environment("secret")
     assert {name: engine[name] for name in ALLOCATOR if name in engine} == asked
     set_allocator()
     found = {name: os.environ[name] for name in ALLOCATOR if name in os.environ}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kempner.model import decoder
-from kempner.parallel.recompute import add_recompute, kept
+from kempner.parallel.recompute import add_recompute, kept_operators
 from kempner.run import TrainConfig
 from tests.gpu_path import kernels, pretend
 from tests.gpu_path.kernels import registered
@@ -25,14 +25,14 @@ def test_every_attention_with_a_kernel_of_cuda_is_kept() -> None:
         if "CUDA" in text.partition("dispatch:")[2]
     }
     assert len(names) >= 3
-    mine = {str(op).removeprefix("aten.").removesuffix(".default") for op in kept()}
+    mine = {str(op).removeprefix("aten.").removesuffix(".default") for op in kept_operators()}
     assert names <= mine, names - mine
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_attention_of_packed_documents(monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
     pytest.importorskip("torch.nn.attention.varlen")
-    monkeypatch.setattr(decoder, "visible", visible_on_a_gpu)
+    monkeypatch.setattr(decoder, "attention_pattern", visible_on_a_gpu)
     calls: list[int] = []
 
     def counted(*words: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu_parts import ring_attention
 from kempner.model import decoder, moe
-from kempner.model.attention import Documents, Visible, attend, visible
+from kempner.model.attention import Documents, Visible, attend, attention_pattern
 from kempner.model.config import ModelConfig
 from kempner.parallel.fp8 import use_fp8
 from tests.gpu_path import kernels
@@ -37,7 +37,7 @@ def varlen() -> Iterator[None]:
 
 def visible_on_a_gpu(tokens: Tensor, *more: Any) -> Visible:
     with OnCpu():
-        return visible(SimpleNamespace(shape=tokens.shape, device=GPU), *more)  # type: ignore[arg-type]
+        return attention_pattern(SimpleNamespace(shape=tokens.shape, device=GPU), *more)  # type: ignore[arg-type]
 
 
 def heads(*counts: int) -> list[Tensor]:
@@ -57,7 +57,7 @@ def with_gradients(y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 def test_variable_length_attention(window: int | None, documents: Documents | None) -> None:
     inputs, tokens = heads(4, 2, 2), torch.zeros(2, T, dtype=torch.int64)
     ours = visible_on_a_gpu(tokens, window, documents, torch.bfloat16)
-    dense = visible(tokens, window, documents, torch.bfloat16, None, "math")
+    dense = attention_pattern(tokens, window, documents, torch.bfloat16, None, "math")
     assert ours.starts is not None and dense.mask is not None
     for found, expected in zip(
         with_gradients(attend(*inputs, ours), inputs),
@@ -74,8 +74,8 @@ def test_a_model_with_packed_documents(monkeypatch: pytest.MonkeyPatch, window: 
     model = decoder.Decoder(replace(SHAPE, sliding_window=window)).bfloat16()
     tokens = torch.randint(64, (2, T))
     found = []
-    for place in (visible_on_a_gpu, visible):
-        monkeypatch.setattr(decoder, "visible", place)
+    for place in (visible_on_a_gpu, attention_pattern):
+        monkeypatch.setattr(decoder, "attention_pattern", place)
         model.zero_grad()
         loss = model(tokens, tokens.roll(-1, 1), DOCUMENTS)
         loss.backward()

@@ -23,14 +23,14 @@ def test_the_ring_is_plain_attention(
     """In fp32, within 1e-5. What the kernel returned stays as it is, for selective recomputation
     keeps it; and what goes back to it is in the order that it reads."""
     kept: list[tuple[Tensor, Tensor]] = []
-    kernel = context.kernel
+    kernel = context.attention_kernel
 
     def watched(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, ...]:
         found = kernel(q, k, v, causal)
         kept.extend((x, x.clone()) for x in found[:2])
         return found
 
-    monkeypatch.setattr(context, "kernel", watched)
+    monkeypatch.setattr(context, "attention_kernel", watched)
     parts = {"": kernels.flash, "_backward": kernels.flash_backward}
     names = {f"_scaled_dot_product_flash_attention{end}": part for end, part in parts.items()}
     with registered("aten", **(names if on_gpus else {})):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kempner.data.batch import MicroBatch
 from kempner.generate.config import Sampling
-from kempner.generate.engine import Engine, Request
+from kempner.generate.engine import Engine, GenerationRequest
 from kempner.model.attention import Documents
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
@@ -33,7 +33,7 @@ from kempner.rl.batch import Rollouts
 from kempner.rl.config import LossConfig
 from kempner.rl.loss import Policy
 from kempner.run import RunConfig, TrainConfig
-from kempner.step import PendingStep, StepSums, forward_backward, reduce_step, update
+from kempner.step import PendingStep, StepSums, forward_backward, reduce_step, update_weights
 from tests.gpu_path import kernels, pretend
 from tests.gpu_path.kernels import GPU, registered
 from tests.gpu_path.pretend import Gpu, OnGpu, on_gpu
@@ -129,7 +129,7 @@ def step(model: Decoder, optimizer: Any, objective: Any, batches: list[MicroBatc
         "work": 1.0,
     }
     before = [p.detach().inner.clone() for p in model.parameters() if p.requires_grad]
-    numbers = update(optimizer, reduce_step(parts, layout), tokens, 1e-2, 1.0)
+    numbers = update_weights(optimizer, reduce_step(parts, layout), tokens, 1e-2, 1.0)
     clock: Any = SimpleNamespace(spent=dict)
     values = PendingStep(None, 1e-2, numbers, clock).read().values  # type: ignore[arg-type]
     assert values["bad"] == 0.0
@@ -245,10 +245,10 @@ def test_generation(monkeypatch: pytest.MonkeyPatch, fixed: bool, window: int | 
         plain = getattr(Engine, name).__wrapped__
         monkeypatch.setattr(Engine, name, torch.no_grad()(plain))
     model = build(sliding_window=window).eval()
-    engine: Engine[Request] = Engine(model, 64, T, 3, fixed)
+    engine: Engine[GenerationRequest] = Engine(model, 64, T, 3, fixed)
     filters = [{}, {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1}, {"temperature": 0}]
     requests = [
-        Request(i, [1, 2, 3][: i + 1], Sampling(max_tokens=4, **words))
+        GenerationRequest(i, [1, 2, 3][: i + 1], Sampling(max_tokens=4, **words))
         for i, words in enumerate(filters)
     ]
     engine.join(requests)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kempner.ray import logs, node, ports
-from kempner.ray.ready import missing
+from kempner.ray.ready import missing_nodes
 
 HOSTS = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
 SHARED = {"a": "10.0.0.1", "b": "10.0.0.1", "c": "10.0.0.2"}
@@ -30,7 +30,9 @@ def plan(index: int, addresses: dict[str, str] = SHARED, **more: object) -> node
         **{k.replace("_", "-"): v for k, v in more.items() if k.islower()},
     }  # fmt: skip
     nodes = [f"{name}={address}" for name, address in addresses.items()]
-    return node.parse([*(f"--{name}={value}" for name, value in given.items()), "--nodes", *nodes])
+    return node.parse_node_plan(
+        [*(f"--{name}={value}" for name, value in given.items()), "--nodes", *nodes]
+    )
 
 
 def test_each_node_of_a_shared_host_has_its_own_ports() -> None:
@@ -181,16 +183,16 @@ def test_a_worker_whose_head_was_not_up_starts_again(monkeypatch: pytest.MonkeyP
         head.bind(("127.0.0.1", 0))
         port = head.getsockname()[1]
         addresses = dict.fromkeys("abc", "127.0.0.1")
-        worker = node.Node(plan(1, addresses, NODE_MANAGER_PORT=port))
+        worker = node.RayNode(plan(1, addresses, NODE_MANAGER_PORT=port))
         worker.temp.rmdir()
         worker.start_ray()
         worker.poll()
         assert len(started) == 2 and started[0] == started[1]
         head.listen()
         worker.poll()  # ours was started before the head's raylet
-        with pytest.raises(node.Fault, match="b: ray start has ended with exit code 1") as fault:
+        with pytest.raises(node.RayFault, match="b: ray start has ended with exit code 1") as fault:
             worker.poll()
-    assert len(started) == 3 and fault.value.code == node.NOT_UP
+    assert len(started) == 3 and fault.value.code == node.NOT_UP_EXIT
 
 
 def test_a_port_that_was_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +211,7 @@ def test_a_port_that_was_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "create_connection", silent)
     probe.refusals = 0
     # One late answer says nothing: this process may have been suspended.
-    probe.opened -= ports.SILENCE_S
+    probe.opened -= ports.HOST_SILENCE_S
     assert not probe.fault() and not probe.fault()
     assert probe.fault() == "b: no answer from 127.0.0.1 for 10 s: is it down?"
 
@@ -242,7 +244,7 @@ def test_a_file_system_that_hangs(
     monkeypatch.setattr(node, "Processes", NoProcesses)
     monkeypatch.setattr(logs, "COPY_S", 0.2)
     monkeypatch.setattr(logs, "copy_if_newer", lambda *_: time.sleep(20))
-    stuck = node.Node(plan(0, logs=tmp_path))
+    stuck = node.RayNode(plan(0, logs=tmp_path))
     (stuck.temp / "session_2026/logs").mkdir(parents=True)
     (stuck.temp / "session_2026/logs/raylet.out").touch()
     stuck.logs.start()  # a periodic copy, by RAY_LOG_SYNC_FREQUENCY
@@ -276,6 +278,8 @@ def test_the_object_store_is_a_share_of_the_job_memory() -> None:
 def test_what_is_missing_from_a_cluster() -> None:
     nodes = {"a": "1:1", "b": "2:1"}
     wanted = {"1:1": (0.0, 0.0), "2:1": (4.0, 2.0)}
-    assert list(missing(nodes, wanted, {})) == ["a", "b"]
-    assert list(missing(nodes, wanted, {"1:1": (0, 0), "2:1": (4, 1)})) == ["GPUs of b (1 of 2)"]
-    assert list(missing(nodes, wanted, {"1:1": (0, 0), "2:1": (4, 2)})) == []
+    assert list(missing_nodes(nodes, wanted, {})) == ["a", "b"]
+    assert list(missing_nodes(nodes, wanted, {"1:1": (0, 0), "2:1": (4, 1)})) == [
+        "GPUs of b (1 of 2)"
+    ]
+    assert list(missing_nodes(nodes, wanted, {"1:1": (0, 0), "2:1": (4, 2)})) == []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kempner.rl import exchange
-from kempner.rl.exchange import Exchange
+from kempner.rl.exchange import RolloutExchange
 from tests.conftest import load_program
 
 LOOKS = 60  # that the last evaluation takes, 5 s each
@@ -29,7 +29,7 @@ class Programs:
     """In place of Ray: its trainer has ended, its orchestrator ends after LOOKS looks, and gives a
     sign of life in the first `beats` of them."""
 
-    def __init__(self, place: Exchange, beats: int, trains: bool) -> None:
+    def __init__(self, place: RolloutExchange, beats: int, trains: bool) -> None:
         self.place, self.beats, self.trains = place, beats, trains
         self.looks, self.now = 0, 0.0
         self.queue = deque([] if trains else ["trainer"])
@@ -62,13 +62,13 @@ def test_the_orchestrator_is_waited_for_while_it_lives(
     trains: bool,
     code: int,
 ) -> None:
-    place = Exchange(tmp_path)
+    place = RolloutExchange(tmp_path)
     place.root.mkdir(parents=True)
     (place.root / "orchestrator").touch()
     theirs = Programs(place, beats, trains)
     monkeypatch.setattr(ray_rl, "ray", theirs)
     monkeypatch.setattr(exchange, "time", theirs)
-    run: Any = ray_rl.Run.__new__(ray_rl.Run)
+    run: Any = ray_rl.RayRun.__new__(ray_rl.RayRun)
     run.exchange, run.engines = place, []
     run.running = {"trainer": "trainer", "orchestrator": "orchestrator"}
     assert run.follow() == code

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.process import birth
+from kempner.process import birth_ticks
 
 TASK = Path(__file__).parents[2] / "scripts/slurm/lib/task.sh"
 LEFT = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}
@@ -59,8 +59,8 @@ def test_a_task_ends_the_ranks_of_earlier_attempts(leave: Leave) -> None:
     done = task("bash", "-c", "echo mark=$KEMPNER_RANK_OF")
     assert "mark=12.1.77.2" in done.stdout and done.returncode == 0, done
     assert "ends what an earlier attempt has left: " in done.stdout
-    assert [birth(pid) for pid in ours] == [None] * len(ours), "gone before the task begins"
-    assert all(birth(pid) for pid in others)
+    assert [birth_ticks(pid) for pid in ours] == [None] * len(ours), "gone before the task begins"
+    assert all(birth_ticks(pid) for pid in others)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_first_attempt_of_all_and_what_is_no_step_end_nothing(
 ) -> None:
     pids = [leave(KEMPNER_RANK_OF=name) for name in ("12.0.77", "12.0.66", "12.0.66.1")]
     assert task("true", **env).returncode == 0
-    assert all(birth(pid) for pid in pids)
+    assert all(birth_ticks(pid) for pid in pids)
 
 
 def test_what_does_not_end_is_not_trained_beside(tmp_path: Path) -> None:

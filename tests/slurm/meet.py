@@ -15,10 +15,10 @@ if "--check" in sys.argv:
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from kempner.process_group import discover, start  # noqa: E402
+from kempner.process_group import discover_world, start_process_group  # noqa: E402
 
-world = discover()
-start(world, torch.device("cpu"), run_dir, 60.0)
+world = discover_world()
+start_process_group(world, torch.device("cpu"), run_dir, 60.0)
 met: list[str | None] = [None] * world.size
 dist.all_gather_object(met, os.environ["SLURM_JOB_ID"])
 if world.rank == 0:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.history.events import Decision, Fault, Start, of_kind, read
+from kempner.history.events import DecisionEvent, FaultEvent, StartEvent, of_kind, read_events
 from tests.cluster import ROOT, Cluster, boot
 from tests.slurm.test_run import wait_until
 
@@ -158,7 +158,7 @@ def test_a_program_and_its_faults(small: Cluster, tmp_path: Path, program: Progr
         return -1
 
     def attempts() -> int:
-        return len(of_kind(read(run_dir / "attempts.jsonl"), Start))
+        return len(of_kind(read_events(run_dir / "attempts.jsonl"), StartEvent))
 
     def saved_again(number: int) -> None:
         wait_until(small, job, lambda: attempts() >= number)
@@ -176,13 +176,13 @@ def test_a_program_and_its_faults(small: Cluster, tmp_path: Path, program: Progr
     text = log.read_text()
     assert code == 0, text
 
-    events = read(run_dir / "attempts.jsonl")
-    first = next(fault for fault in of_kind(events, Fault))
+    events = read_events(run_dir / "attempts.jsonl")
+    first = next(fault for fault in of_kind(events, FaultEvent))
     assert first.hosts == ("node2",) and (program.per_host or first.ranks == (3,)), text
     assert {
-        host for fault in of_kind(events, Fault) if not fault.lost_peer for host in fault.hosts
+        host for fault in of_kind(events, FaultEvent) if not fault.lost_peer for host in fault.hosts
     } == {"node2"}
-    assert {d.blamed for d in of_kind(events, Decision)} <= {"", "node2"}
+    assert {d.blamed for d in of_kind(events, DecisionEvent)} <= {"", "node2"}
     pattern, count_at_end = program.pieces
     assert not pattern or len([*tmp_path.glob(pattern)]) == count_at_end
     began, last = history(text, program.steps or "saved batch (\\d+)")
@@ -190,7 +190,7 @@ def test_a_program_and_its_faults(small: Cluster, tmp_path: Path, program: Progr
     told = re.search(r"steps recomputed +(\S+)", report)
     assert told
     truth = sum(max(0, a - b) for a, b in zip(last, began[1:], strict=False))
-    cells = [d.decision for d in of_kind(events, Decision)][:3]
+    cells = [d.decision for d in of_kind(events, DecisionEvent)][:3]
     if program.steps:
         pairs = zip(cells, last, began[1:], strict=False)
         cells = [f"{decision}, {b} of {a}" for decision, a, b in pairs]
@@ -231,5 +231,5 @@ def test_a_program_with_mpi(small: Cluster, tmp_path: Path) -> None:
     assert small.wait(job) == 0, log.read_text()
     text = log.read_text()
     assert "[0] step 100: 2 ranks" in text and "[0] resumed at 20" in text, text
-    (fault,) = of_kind(read(run_dir / "attempts.jsonl"), Fault)
+    (fault,) = of_kind(read_events(run_dir / "attempts.jsonl"), FaultEvent)
     assert fault.ranks == (1,), text

@@ -18,7 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from kempner.history.events import Decision, Event, Fault, Start, of_kind, read
+from kempner.history.events import (
+    DecisionEvent,
+    Event,
+    FaultEvent,
+    StartEvent,
+    of_kind,
+    read_events,
+)
 from tests.cluster import ENDED, ROOT, SCRIPTS, Cluster, program
 from tests.conftest import clean_env, status
 
@@ -61,11 +68,11 @@ class Here:
 
     @property
     def events(self) -> list[Event]:
-        return read(self.dir / "attempts.jsonl")
+        return read_events(self.dir / "attempts.jsonl")
 
     @property
-    def faults(self) -> list[Fault]:
-        return of_kind(self.events, Fault)
+    def faults(self) -> list[FaultEvent]:
+        return of_kind(self.events, FaultEvent)
 
 
 # --- on Slurm ------------------------------------------------------------------------------------
@@ -84,16 +91,16 @@ def test_killed_then_asked_then_done(cluster: Cluster, tmp_path: Path) -> None:
     assert cluster.wait(job) == 0, log.read_text()
     text = log.read_text()
     assert "[0] rank 0 leaves" in text and "[3] step 1\n" in text
-    events = read(run_dir / "attempts.jsonl")
+    events = read_events(run_dir / "attempts.jsonl")
     story = [getattr(e, "state", getattr(e, "decision", e.kind_of_event)) for e in events]
     assert story == [
         *("start", "first_step", "fault", "restart"),
         *("start", "first_step", "interrupted", "requeue"),
         *("start", "first_step", "done", "end"),
     ], text
-    (fault,) = of_kind(events, Fault)
+    (fault,) = of_kind(events, FaultEvent)
     assert fault.ranks == (2,) and fault.hosts == ("node2",) and "SIGKILL" in fault.reason
-    first, second, third = of_kind(events, Decision)
+    first, second, third = of_kind(events, DecisionEvent)
     assert first.blamed == "node2" and "exit code 1" in first.why
     assert second.why.startswith("interrupted (progress ") and second.no_progress == 0
     assert third.why == "the run is done"
@@ -120,8 +127,10 @@ def test_a_suspended_job_is_no_hang(cluster: Cluster, tmp_path: Path) -> None:
     cluster.wait_for(f"[1] step {before + 20}\n", log)
     (run_dir / "STOP").touch()
     assert cluster.wait(job) == 0, log.read_text()
-    events = read(run_dir / "attempts.jsonl")
-    assert not of_kind(events, Fault) and len(of_kind(events, Start)) == 1, log.read_text()
+    events = read_events(run_dir / "attempts.jsonl")
+    assert not of_kind(events, FaultEvent) and len(of_kind(events, StartEvent)) == 1, (
+        log.read_text()
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,7 +208,9 @@ def test_several_runs_in_a_script_of_the_users_own(cluster: Cluster, tmp_path: P
         ("b done", "0"),
     ], log
     assert log.count("this command was done at an earlier start of the job: nothing runs") == 1
-    decisions = [d.decision for d in of_kind(read(tmp_path / "a/attempts.jsonl"), Decision)]
+    decisions = [
+        d.decision for d in of_kind(read_events(tmp_path / "a/attempts.jsonl"), DecisionEvent)
+    ]
     assert decisions == ["end", "requeue", "end"] and "cannot be requeued" not in log, log
 
 
@@ -284,9 +295,9 @@ def test_a_job_that_came_back_without_its_gpus(cluster: Cluster, tmp_path: Path)
     cluster.wait_for("[7] rank 7 of 8: ask", log)
     cluster.ask("scancel", "--batch", "--signal=TERM", job)
     assert cluster.wait(job) == 1, log.read_text()
-    events = read(run_dir / "attempts.jsonl")
-    assert len(of_kind(events, Start)) == 1, log.read_text()
-    assert [d.decision for d in of_kind(events, Decision)] == ["requeue", "end"]
+    events = read_events(run_dir / "attempts.jsonl")
+    assert len(of_kind(events, StartEvent)) == 1, log.read_text()
+    assert [d.decision for d in of_kind(events, DecisionEvent)] == ["requeue", "end"]
     said = f"this start has 1 task(s) and 0 GPU(s) on each node, the first one of job {job} had 4"
     assert said in log.read_text()
 
@@ -298,7 +309,7 @@ def test_a_job_that_came_back_with_fewer_nodes(cluster: Cluster, tmp_path: Path)
     job = cluster.sbatch("run.sh", *words, options=options, cwd=tmp_path)
     log, run_dir = tmp_path / f"kempner-{job}.out", tmp_path / "runs/foreign"
     cluster.wait_for("[1] rank 1 of 2: ask", log)
-    host = of_kind(read(run_dir / "attempts.jsonl"), Start)[0].nodes[1]
+    host = of_kind(read_events(run_dir / "attempts.jsonl"), StartEvent)[0].nodes[1]
     cluster.run("scontrol", "update", f"NodeName={host}", "State=DRAIN", "Reason=test")
     try:
         cluster.ask("scancel", "--batch", "--signal=TERM", job)
@@ -346,12 +357,12 @@ def survive(cluster: Cluster, folder: Path, name: str, steps: int, timed: bool) 
         wait_until(cluster, job, lambda: progress(run_dir) > made)
         cluster.ask("scancel", "--batch", "--signal=TERM", job)
     assert cluster.wait(job) == 0, log.read_text()
-    events = read(run_dir / "attempts.jsonl")
-    decisions = [event.decision for event in of_kind(events, Decision)]
+    events = read_events(run_dir / "attempts.jsonl")
+    decisions = [event.decision for event in of_kind(events, DecisionEvent)]
     # Not in place where the warning is near.
     assert decisions[0] in ("restart", "requeue"), log.read_text()
     assert "requeue" in decisions and decisions[-1] == "end", log.read_text()
-    assert of_kind(events, Fault)[0].ranks == (1,)
+    assert of_kind(events, FaultEvent)[0].ranks == (1,)
     assert status(run_dir)["state"] == "done"
     begun = starts(log, begins)
     assert begun == sorted(begun) and begun[0] == 0 and begun[-1] > begun[1] > 0, begun
@@ -616,7 +627,7 @@ def test_two_at_once_in_one_directory(tmp_path: Path) -> None:
     assert f"{second.dir} is in use by process" in second.log and "--run-dir=" in second.log
     first.process.send_signal(signal.SIGTERM)
     first.wait(75)
-    assert len(of_kind(first.events, Fault)) == 0
+    assert len(of_kind(first.events, FaultEvent)) == 0
 
 
 # --- what it prints ------------------------------------------------------------------------------

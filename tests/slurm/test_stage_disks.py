@@ -105,8 +105,8 @@ else:
         sys.exit(1)  # all ranks of the chain's first job
     (run / f"rank-{os.environ['SLURM_PROCID']}").write_text(only_here.__file__)
     if "DATA" in os.environ:
-        from kempner.data.stage import staged
-        (run / f"data-{os.environ['SLURM_PROCID']}").write_text(str(staged(os.environ["DATA"])))
+        from kempner.data.stage import staged_dir
+        (run / f"data-{os.environ['SLURM_PROCID']}").write_text(str(staged_dir(os.environ["DATA"])))
     if os.environ["SLURM_PROCID"] == "0":
         done = {"state": "done", "attempt_id": os.environ["KEMPNER_ATTEMPT_ID"]}
         (run / "status.json").write_text(json.dumps(done))

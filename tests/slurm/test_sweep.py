@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.directories import Kind, mark
+from kempner.directories import Kind, mark_directory
 from tests.cluster import ROOT, TESTBED, Cluster, program
 
 SWEEP = """
@@ -94,7 +94,7 @@ class Sweep:
     def block(self, path: str) -> Path:
         """A file in the way of a run, which therefore cannot write."""
         runs = self.folder / "runs/lr"
-        mark(runs / "sweep", Kind.SWEEP)
+        mark_directory(runs / "sweep", Kind.SWEEP)
         (runs / path).parent.mkdir()
         (runs / path).write_text("in the way")
         return runs / path

@@ -16,6 +16,8 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     import torch.distributed as dist
 
     world = process_group.World(0, 0, 1, "single")
-    process_group.start(world, torch.device("cpu"), tmp_path_factory.mktemp("start"), 60)
+    process_group.start_process_group(
+        world, torch.device("cpu"), tmp_path_factory.mktemp("start"), 60
+    )
     yield
     dist.destroy_process_group()

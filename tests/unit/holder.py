@@ -13,11 +13,11 @@ from kempner.resilience import lock
 
 if __name__ == "__main__":
     given = dict(word.split("=") for word in sys.argv[2:])
-    lock.BEAT_S = float(given.get("beat", "0.2"))
+    lock.LOCK_HEARTBEAT_S = float(given.get("beat", "0.2"))
     if "kernel" in given:
-        lock.kernel = lambda: given["kernel"]
+        lock.pid_namespace = lambda: given["kernel"]
     if "born" in given:
-        lock.birth = lambda pid: given["born"]  # type: ignore[assignment]
+        lock.birth_ticks = lambda pid: given["born"]  # type: ignore[assignment]
     held = lock.RunLock(Path(sys.argv[1]))
     print("held", flush=True)
     for line in sys.stdin:  # each one: what the holder does before it commits

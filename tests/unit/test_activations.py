@@ -60,7 +60,7 @@ LEVERS: dict[str, dict[str, Any]] = {
 def test_gradients_are_those_without_bit_for_bit(
     expected: list[Tensor], monkeypatch: pytest.MonkeyPatch, lever: str
 ) -> None:
-    monkeypatch.setattr(offload, "SMALLEST", 0)
+    monkeypatch.setattr(offload, "SMALLEST_OFFLOAD", 0)
     found = step(model(**LEVERS[lever]))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -96,7 +96,7 @@ def test_gradients_of_compiled_blocks(
     expected: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One graph serves all of them: the hooks that offload stay outside of it."""
-    monkeypatch.setattr(offload, "SMALLEST", 0)
+    monkeypatch.setattr(offload, "SMALLEST_OFFLOAD", 0)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     found = step(model(compiled=True, **LEVERS["selective-offload"]))
@@ -106,11 +106,11 @@ def test_gradients_of_compiled_blocks(
 
 def test_at_most_so_many_blocks_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward: those of n blocks, besides the one that runs. Weights do not leave."""
-    monkeypatch.setattr(offload, "SMALLEST", 0)
-    groups: list[offload.Group] = []
-    real = offload.Group.__init__
+    monkeypatch.setattr(offload, "SMALLEST_OFFLOAD", 0)
+    groups: list[offload.OffloadedBlock] = []
+    real = offload.OffloadedBlock.__init__
 
-    def made(self: offload.Group, previous: offload.Group | None) -> None:
+    def made(self: offload.OffloadedBlock, previous: offload.OffloadedBlock | None) -> None:
         real(self, previous)
         groups.append(self)
 
@@ -119,7 +119,7 @@ def test_at_most_so_many_blocks_stay_on_the_device(monkeypatch: pytest.MonkeyPat
         counts.append(sum(any(x and x.storage for x in group) for group in kept))
         sent.update(x.storage.data_ptr() for group in kept for x in group if x and x.storage)
 
-    monkeypatch.setattr(offload.Group, "__init__", made)
+    monkeypatch.setattr(offload.OffloadedBlock, "__init__", made)
     counts: list[int] = []
     sent: set[int] = set()
     model_ = model(offload_activations=1)

@@ -13,11 +13,11 @@ import torch
 
 from kempner import process_group
 from kempner.gpu import affinity
-from kempner.gpu.affinity import choose, cpus
+from kempner.gpu.affinity import choose_cpus, parse_cpu_list
 from kempner.process_group import World
 
 ALL = set(range(64))
-FIRST, SECOND = cpus("0-15,32-47"), cpus("16-31,48-63")
+FIRST, SECOND = parse_cpu_list("0-15,32-47"), parse_cpu_list("16-31,48-63")
 
 
 class Host:
@@ -41,7 +41,7 @@ class Host:
         """For the rank with that GPU; with one visible GPU it does not know of the others."""
         gpus = self.gpus[:: 8 // sees] if sees > 1 else [self.gpus[rank]]
         env = {"KEMPNER_SYS": str(self.root), **env}
-        return choose(self.gpus[rank], gpus, ranks, allowed, env)
+        return choose_cpus(self.gpus[rank], gpus, ranks, allowed, env)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def sockets(tmp_path: Path) -> Host:
 
 
 def test_lists_of_cpus() -> None:
-    assert cpus("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
+    assert parse_cpu_list("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
 
 
 @pytest.mark.parametrize("sees", [8, 1])
@@ -105,7 +105,7 @@ from kempner.gpu import affinity
 before = threading.Event()
 threading.Thread(target=before.wait, daemon=True).start()  # as those of torch
 one = min(os.sched_getaffinity(0))
-chosen = affinity.stay_near("0000:17:00", ["0000:17:00"], 1)
+chosen = affinity.bind_near_gpu("0000:17:00", ["0000:17:00"], 1)
 threads = Path("/proc/self/task").iterdir()
 print(one, sorted(chosen), *{tuple(os.sched_getaffinity(int(thread.name))) for thread in threads})
 """
@@ -139,16 +139,16 @@ def test_a_rank_asks_for_its_own_gpu(
     def about(index: int) -> types.SimpleNamespace:
         return types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3A + index, pci_device_id=0)
 
-    monkeypatch.setattr(affinity, "stay_near", stay_near)
+    monkeypatch.setattr(affinity, "bind_near_gpu", stay_near)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", about)
-    process_group.stay_near(torch.device("cpu"), World(0, 0, 1, "single"))
+    process_group.bind_to_socket(torch.device("cpu"), World(0, 0, 1, "single"))
     assert not asked
-    process_group.stay_near(torch.device("cuda", 1), World(1, 1, 4, "slurm", 2))
+    process_group.bind_to_socket(torch.device("cuda", 1), World(1, 1, 4, "slurm", 2))
     assert asked == [("0000:3b:00", ["0000:3a:00", "0000:3b:00"], 2)]
     assert not capsys.readouterr().err  # the first rank of a host speaks
-    process_group.stay_near(torch.device("cuda", 0), World(0, 0, 4, "slurm", 2))
+    process_group.bind_to_socket(torch.device("cuda", 0), World(0, 0, 4, "slurm", 2))
     assert "the first one to 32 (KEMPNER_NUMA=0" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace())
-    process_group.stay_near(torch.device("cuda", 1), World(1, 1, 4, "slurm", 2))
+    process_group.bind_to_socket(torch.device("cuda", 1), World(1, 1, 4, "slurm", 2))
     assert asked[-1] == ("", ["", ""], 2)

@@ -11,7 +11,14 @@ from torch.nn.attention import flex_attention
 
 from kempner.config.option import ConfigError
 from kempner.model import attention
-from kempner.model.attention import Documents, Visible, attend, block_mask, choose, visible
+from kempner.model.attention import (
+    Documents,
+    Visible,
+    attend,
+    attention_pattern,
+    block_mask,
+    choose_kernel,
+)
 from kempner.model.config import ModelConfig
 
 SHAPE = ModelConfig(dim=32, n_heads=4, n_kv_heads=2)
@@ -28,7 +35,7 @@ def heads() -> list[Tensor]:
 @pytest.fixture
 def any_kernel() -> Iterator[None]:
     yield
-    choose("auto", SHAPE, TOKENS, False, torch.float32)
+    choose_kernel("auto", SHAPE, TOKENS, False, torch.float32)
 
 
 def one_query_after_the_other(
@@ -58,7 +65,7 @@ def test_scores_are_capped(heads: list[Tensor], window: int, packed: bool) -> No
     index = INDEX if packed else torch.zeros_like(INDEX)
     documents = Documents.of(INDEX, False) if packed else None
     expected = one_query_after_the_other(*heads, 0.7, window, index)
-    seen = visible(TOKENS, window, documents, torch.float32, softcap=0.7)
+    seen = attention_pattern(TOKENS, window, documents, torch.float32, softcap=0.7)
     y = attend(*heads, seen)
     torch.testing.assert_close(y.double(), expected, atol=1e-6, rtol=1e-5)
     uncapped = one_query_after_the_other(*heads, None, window, index)
@@ -99,14 +106,14 @@ def test_flex_attention_gets_the_same_pattern(
     blocks = block_mask(2, 16, window, index, torch.device("cpu"))
     documents = None if index is None else Documents.of(index, False)
     flex = attend(*heads, Visible(window, softcap, blocks=blocks))
-    dense = attend(*heads, visible(TOKENS, window, documents, torch.float32, softcap))
+    dense = attend(*heads, attention_pattern(TOKENS, window, documents, torch.float32, softcap))
     torch.testing.assert_close(flex, dense)
 
 
 @pytest.mark.usefixtures("any_kernel")
 def test_the_chosen_kernel_is_the_one_that_runs() -> None:
     said = {
-        (kernel, packed): choose(kernel, SHAPE, TOKENS, packed, torch.float32)
+        (kernel, packed): choose_kernel(kernel, SHAPE, TOKENS, packed, torch.float32)
         for kernel in ("flash", "math", "auto")
         for packed in (False, True)
     }
@@ -117,7 +124,7 @@ def test_the_chosen_kernel_is_the_one_that_runs() -> None:
     }  # fmt: skip
     with torch.profiler.profile() as profile:
         for kernel in ("math", "flash"):
-            choose(kernel, SHAPE, TOKENS, False, torch.float32)
+            choose_kernel(kernel, SHAPE, TOKENS, False, torch.float32)
             q = torch.randn(1, 4, 16, 8)
             attend(q, q, q, Visible(None))
     ran = [event.name for event in profile.events() if "_scaled_dot_product" in event.name]
@@ -130,4 +137,4 @@ def test_the_chosen_kernel_is_the_one_that_runs() -> None:
 @pytest.mark.usefixtures("any_kernel")
 def test_a_kernel_that_this_device_lacks_is_refused() -> None:
     with pytest.raises(ConfigError, match="attention = cudnn"):
-        choose("cudnn", SHAPE, TOKENS, False, torch.float32)
+        choose_kernel("cudnn", SHAPE, TOKENS, False, torch.float32)

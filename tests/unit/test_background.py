@@ -41,7 +41,7 @@ class Blocked:
 @pytest.fixture
 def blocked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Blocked]:
     monkeypatch.setattr(background, "BEHIND_S", 0.0)
-    monkeypatch.setattr(background, "MOST", 3)
+    monkeypatch.setattr(background, "MOST_WRITES", 3)
     made = Blocked()
     yield made
     made.answer.set()

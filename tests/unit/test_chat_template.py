@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kempner.config.option import ConfigError
-from kempner.data.chat_template import ChatTemplate, read_config
+from kempner.data.chat_template import ChatTemplate, read_tokenizer_config
 from tests.unit.templates import (
     CHATML,
     GENERATION,
@@ -69,7 +69,7 @@ CASES = {
 
 
 def ours(directory: Path) -> ChatTemplate:
-    return ChatTemplate(read_config(directory), date.today())
+    return ChatTemplate(read_tokenizer_config(directory), date.today())
 
 
 def by_both_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -202,11 +202,11 @@ def test_the_sandbox_holds(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="chat data need the directory of a model's tokenizer"):
-        read_config(tmp_path)
+        read_tokenizer_config(tmp_path)
     write_tokenizer(tmp_path, None)
     with pytest.raises(ConfigError, match="no chat template"):
-        read_config(tmp_path)
+        read_tokenizer_config(tmp_path)
     (tmp_path / "other.jinja").write_text("{% for %}")
-    config = read_config(tmp_path, tmp_path / "other.jinja")
+    config = read_tokenizer_config(tmp_path, tmp_path / "other.jinja")
     with pytest.raises(ConfigError, match="not a Jinja template"):
         ChatTemplate(config, date.today())

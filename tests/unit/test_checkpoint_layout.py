@@ -11,7 +11,7 @@ import torch
 
 from kempner.checkpoint.layout import (
     SPREAD,
-    Layout,
+    CheckpointLayout,
     StoredTensor,
     Table,
     chunks_of,
@@ -23,18 +23,18 @@ from kempner.checkpoint.layout import (
 
 SHAPES = [(7, 3), (64, 2), (1,), (), (0, 4), (300, 100), (5, 11)]
 LAYOUTS = {
-    "plain": Layout((6,), (None,)),
-    "shard": Layout((6,), (0,)),
-    "hybrid": Layout((2, 3), (None, 0)),
-    "columns": Layout((6,), (1,)),
-    "both": Layout((2, 3), (0, 1)),
-    "twice": Layout((3, 2), (0, 0)),
-    "stage": Layout((3,), (0,), (), 3),
-    "copies in a stage": Layout((2,), (None,), (), 2),
+    "plain": CheckpointLayout((6,), (None,)),
+    "shard": CheckpointLayout((6,), (0,)),
+    "hybrid": CheckpointLayout((2, 3), (None, 0)),
+    "columns": CheckpointLayout((6,), (1,)),
+    "both": CheckpointLayout((2, 3), (0, 1)),
+    "twice": CheckpointLayout((3, 2), (0, 0)),
+    "stage": CheckpointLayout((3,), (0,), (), 3),
+    "copies in a stage": CheckpointLayout((2,), (None,), (), 2),
 }
 
 
-def table_of(layout: Layout) -> Table:
+def table_of(layout: CheckpointLayout) -> Table:
     dims = max((dim + 1 for dim in layout.cuts if dim is not None), default=0)
     shapes = [shape for shape in SHAPES if len(shape) >= dims]
     return {
@@ -71,7 +71,7 @@ def test_a_load_on_any_mesh_finds_all_that_it_needs(old: str, new: str) -> None:
 
 def test_own_box_is_that_of_torch_chunk() -> None:
     for length, size in itertools.product(range(20), range(1, 9)):
-        stored = StoredTensor(torch.Size([length]), torch.int64, Layout((size,), (0,)), 0)
+        stored = StoredTensor(torch.Size([length]), torch.int64, CheckpointLayout((size,), (0,)), 0)
         parts = torch.arange(length).chunk(size)
         for rank in range(size):
             start, count = own_box(stored, rank)[0]
@@ -79,13 +79,13 @@ def test_own_box_is_that_of_torch_chunk() -> None:
             assert list(range(start, start + count)) == expected
 
 
-def big(layout: Layout) -> Table:
+def big(layout: CheckpointLayout) -> Table:
     """Names and shapes as a 7B model has them."""
     shapes = [(4096, 4096), (11008, 4096), (4096, 11008), (4096,), (32000, 4096), ()]
     return {
         f"t{turn}": StoredTensor(torch.Size(shape), torch.float32, layout if shape else plain, turn)
         for turn, (shape, _) in enumerate(itertools.product(shapes, range(30)))
-        for plain in [Layout((layout.mesh[0] * layout.mesh[-1],), (None,))]
+        for plain in [CheckpointLayout((layout.mesh[0] * layout.mesh[-1],), (None,))]
     }
 
 
@@ -99,18 +99,18 @@ def opened(table: Table, rank: int, near: int, wanted: Table) -> set[int]:
 
 def test_a_rank_opens_few_files_whatever_the_world() -> None:
     for world in (64, 1024, 16384):
-        shard = big(Layout((world,), (0,)))
+        shard = big(CheckpointLayout((world,), (0,)))
         rank = world // 3
         assert opened(shard, rank, rank, shard) == {rank}
-        hybrid = big(Layout((world // 8, 8), (None, 0)))
+        hybrid = big(CheckpointLayout((world // 8, 8), (None, 0)))
         assert len(opened(hybrid, rank, rank, hybrid)) <= SPREAD + 1
-        half = big(Layout((world // 2,), (0,)))
+        half = big(CheckpointLayout((world // 2,), (0,)))
         assert len(opened(shard, rank // 2, rank // 2, half)) <= 8
         assert len(opened(half, rank, rank // 2, shard)) <= 3
 
 
 def test_replicas_share_the_writing() -> None:
-    table = big(Layout((4, 2), (None, 0)))
+    table = big(CheckpointLayout((4, 2), (None, 0)))
     load = [
         sum(table[key].nbytes for key, _ in chunks_of(table, rank) if not table[key].everywhere)
         for rank in range(8)

@@ -113,13 +113,13 @@ def test_the_position_is_that_of_the_save_although_the_steps_go_on(
     """The trainer counts on in the very dict that it has given."""
     job, may_write = Job(tmp_path), threading.Event()
     job.train()
-    real = commit.commit
+    real = commit.commit_save
 
     def late(*args: Any) -> Path:
         assert may_write.wait(10)
         return real(*args)
 
-    monkeypatch.setattr(commit, "commit", late)
+    monkeypatch.setattr(commit, "commit_save", late)
     at: dict[str, Any] = {"step": 1, "samples": 8, "tokens": 80, "skip": [[1, 2]]}
     job.checkpointer.save(1, at)
     at |= {"step": 2, "samples": 16, "tokens": 160}
@@ -183,12 +183,12 @@ def test_a_save_that_fails_is_counted_and_latest_stays(tmp_path: Path, async_sav
         assert job.checkpointer.failed_saves == step - 1 and job.checkpointer.saved_step == 1
         assert f"WARNING: the checkpoint of step {step} failed: rank 0:" in job.log[-1]
         assert "File too large" in job.log[-1]
-        assert commit.latest(tmp_path) == tmp_path / "step_00000001"
+        assert commit.latest_checkpoint(tmp_path) == tmp_path / "step_00000001"
         assert f"step_{step:08d}." in job.log[-1] and ".partial/ranks-000/" in job.log[-1]
         assert not list(tmp_path.glob("*.partial"))  # it must not keep the disk full
     job.save(4)
     assert job.checkpointer.failed_saves == 0 and job.checkpointer.saved_step == 4
-    assert commit.latest(tmp_path) == tmp_path / "step_00000004"
+    assert commit.latest_checkpoint(tmp_path) == tmp_path / "step_00000004"
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -212,7 +212,7 @@ def test_one_without_a_manifest_gives_way_to_the_one_before(tmp_path: Path) -> N
     assert "step_00000002 is damaged" in job.log[0]
     names = ["latest", "step_00000001", "step_00000002.corrupt"]
     assert saved(tmp_path) == names
-    assert commit.latest(tmp_path) == tmp_path / "step_00000001"
+    assert commit.latest_checkpoint(tmp_path) == tmp_path / "step_00000001"
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "other-step"])
@@ -334,7 +334,7 @@ def test_nothing_is_committed_once_the_run_is_anothers(
     (tmp_path / lost / "lock").write_text('{"host": "n7", "pid": 7}')
     job.save(2)
     assert "failed: rank 0: RuntimeError: exit code 77;" in job.log[-1]
-    assert commit.latest(root) == root / "step_00000001"
+    assert commit.latest_checkpoint(root) == root / "step_00000001"
     assert not (root / "step_00000002").exists()
     job.checkpointer._run_lock.release()
     job.checkpointer.close()
@@ -385,14 +385,14 @@ def test_a_restart_knows_what_to_leave_out(tmp_path: Path) -> None:
 def test_deleting_is_not_part_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does the next save wait for it, nor a job that has to leave."""
     may_delete, began = threading.Event(), threading.Event()
-    real = commit.prune
+    real = commit.prune_checkpoints
 
     def slow(*args: Any) -> None:
         began.set()
         assert may_delete.wait(60)
         real(*args)
 
-    monkeypatch.setattr(commit, "prune", slow)
+    monkeypatch.setattr(commit, "prune_checkpoints", slow)
     job = Job(tmp_path, keep_last_n=1)
     job.save(1)
     job.checkpointer.poll()

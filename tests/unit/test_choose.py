@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kempner.checkpoint import commit, fork, named
-from kempner.checkpoint.choose import hold, remember_skip
-from kempner.checkpoint.commit import prune
-from kempner.checkpoint.fits import check, differences
-from kempner.checkpoint.ownership import claim
+from kempner.checkpoint.choose import hold_checkpoint, remember_skip
+from kempner.checkpoint.commit import prune_checkpoints
+from kempner.checkpoint.fits import check_compatible, fact_differences
+from kempner.checkpoint.ownership import claim_directory
 from kempner.config.option import ConfigError
 
 PATH = Path("step_00000002")
@@ -45,7 +45,7 @@ def facts(*sources: dict[str, Any], phases: Any = (), **more: Any) -> dict[str, 
 
 def refused(there: dict[str, Any], here: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
-        check(PATH, there, here)
+        check_compatible(PATH, there, here)
     return str(caught.value)
 
 
@@ -54,7 +54,7 @@ WEB, CODE = source("web"), source("code")
 
 def test_other_data_are_named() -> None:
     moved = source("web", path="/new", tokens="web")
-    check(PATH, facts(WEB), facts(moved))
+    check_compatible(PATH, facts(WEB), facts(moved))
     other = source("web", path="/new", tokens="x")
     said = refused(facts(WEB), facts(other))
     assert "data source web: /new holds other tokens than /data/web, on which it was" in said
@@ -65,13 +65,13 @@ def test_other_data_are_named() -> None:
 def test_what_is_past_stays_and_what_comes_may_change() -> None:
     plain = facts(WEB)
     fresh = source("new", weight=0.0)
-    check(PATH, plain, facts(WEB, fresh, phases=[phase(5, 1, 1)]))  # from now on
-    check(PATH, plain, facts(WEB, phases=[phase(9, 1)]))
+    check_compatible(PATH, plain, facts(WEB, fresh, phases=[phase(5, 1, 1)]))  # from now on
+    check_compatible(PATH, plain, facts(WEB, phases=[phase(9, 1)]))
     two = facts(WEB, CODE, phases=[phase(3, 1, 3), phase(8, 0, 1)])
-    check(PATH, two, two)
-    check(PATH, two, facts(WEB, CODE, phases=[phase(3, 1, 3)]))
-    check(PATH, two, facts(CODE, WEB, phases=[phase(3, 3, 1), phase(7, 1, 1)]))
-    check(PATH, two, facts(WEB, CODE, phases=[phase(3, 0.25, 0.75)]))
+    check_compatible(PATH, two, two)
+    check_compatible(PATH, two, facts(WEB, CODE, phases=[phase(3, 1, 3)]))
+    check_compatible(PATH, two, facts(CODE, WEB, phases=[phase(3, 3, 1), phase(7, 1, 1)]))
+    check_compatible(PATH, two, facts(WEB, CODE, phases=[phase(3, 0.25, 0.75)]))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_change_of_the_past_is_refused_with_the_way_out(here: dict[str, Any], 
 
 def test_a_limit_may_change_until_it_was_reached() -> None:
     free, capped = facts(WEB, CODE), facts(WEB, source("code", max_epochs=1))
-    check(PATH, free, capped)
+    check_compatible(PATH, free, capped)
     used_up = source("code", size=20, max_epochs=1)
     assert "0.5 web : 0.5 code, then 1 web there" in refused(
         facts(WEB, used_up), facts(WEB, source("code", size=20))
@@ -98,13 +98,13 @@ def test_a_limit_may_change_until_it_was_reached() -> None:
 
 def test_a_checkpoint_of_before_there_were_mixtures_is_taken() -> None:
     old = {"run": "a", "fixed": {"data": {"seed": 0, "tokens": "web"}}}
-    check(PATH, old, facts(WEB))
+    check_compatible(PATH, old, facts(WEB))
 
 
 def test_an_option_that_came_later_had_its_default() -> None:
     now = {"dim": 64, "qkv_bias": False, "tie_embeddings": True}
     older = {"run": "a", "fixed": {"model": {"dim": 64}}}
-    found = differences(older, {"run": "a", "fixed": {"model": now}}, ())
+    found = fact_differences(older, {"run": "a", "fixed": {"model": now}}, ())
     assert list(found) == ["model.tie_embeddings"]
 
 
@@ -112,12 +112,12 @@ def test_an_option_that_came_later_had_its_default() -> None:
 def forked(tmp_path: Path) -> Path:
     """A run with checkpoints of steps 1 and 2; retention keeps one."""
     root = tmp_path / "run/checkpoints"
-    claim(root, "a")
+    claim_directory(root, "a")
     for step, parent in ((1, -1), (2, 1)):
         commit.partial_of(root, step).mkdir(parents=True)
         fixed = {"data": {"seed": 0}, "model": {"dim": 64, "max_seq_len": 128}}
         about = {"run": "a", "parent": parent, "fixed": fixed}
-        commit.commit(root, step, {"tensors.json": b'{"layouts": [], "tensors": {}}'}, about)
+        commit.commit_save(root, step, {"tensors.json": b'{"layouts": [], "tensors": {}}'}, about)
     return root
 
 
@@ -126,10 +126,10 @@ FORK = {"fixed": {"data": {"seed": 1}, "model": {"dim": 64, "max_seq_len": 256}}
 
 def test_retention_leaves_a_checkpoint_that_is_being_forked(forked: Path) -> None:
     with contextlib.ExitStack() as held:
-        path, manifest, _ = hold(f"{forked.parent}@1", FORK, held)
-        prune(forked, 1, 0)
+        path, manifest, _ = hold_checkpoint(f"{forked.parent}@1", FORK, held)
+        prune_checkpoints(forked, 1, 0)
         assert path.is_dir() and manifest["step"] == 1
-    prune(forked, 1, 0)
+    prune_checkpoints(forked, 1, 0)
     assert not path.is_dir()
 
 
@@ -138,26 +138,26 @@ def test_one_that_is_deleted_at_that_moment_is_refused(
 ) -> None:
     """Retention has looked whether anybody reads it, and nobody did: whoever comes now waits for
     it, and then finds no checkpoint."""
-    found, threads = fork.find(f"{forked.parent}@1"), []
+    found, threads = fork.find_fork(f"{forked.parent}@1"), []
 
     def find(source: str) -> Path:
         entered = threading.Event()
 
         def delete() -> None:
-            with commit.deleting(found) as free:
+            with commit.deletion_lock(found) as free:
                 entered.set()
                 time.sleep(0.2)
                 assert free
-                commit.doom(found)
+                commit.mark_for_deletion(found)
 
         threads.append(threading.Thread(target=delete))
         threads[0].start()
         entered.wait()
         return found
 
-    monkeypatch.setattr(fork, "find", find)
+    monkeypatch.setattr(fork, "find_fork", find)
     with pytest.raises(commit.Damaged), contextlib.ExitStack() as held:
-        hold(f"{forked.parent}@1", FORK, held)
+        hold_checkpoint(f"{forked.parent}@1", FORK, held)
     threads[0].join()
 
 
@@ -165,7 +165,7 @@ def test_samples_that_the_other_run_leaves_out(forked: Path) -> None:
     remember_skip(forked, 2, [[8, 16]])
     for step, skip in ((1, None), (2, [[8, 16]])):
         with contextlib.ExitStack() as held:
-            assert hold(f"{forked.parent}@{step}", FORK, held)[1].get("skip") == skip
+            assert hold_checkpoint(f"{forked.parent}@{step}", FORK, held)[1].get("skip") == skip
 
 
 def test_where_a_run_keeps_its_checkpoints(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_where_a_run_keeps_its_checkpoints(tmp_path: Path) -> None:
     run = tmp_path / "a@b"
     run.mkdir()
     (run / "config.toml").write_text(f'[checkpoint]\ndir = "{tmp_path}/elsewhere"\n')
-    assert named.split(f"{run}@12") == (run, 12) and named.split(str(run)) == (run, None)
+    assert named.split_name(f"{run}@12") == (run, 12) and named.split_name(str(run)) == (run, None)
     assert named.checkpoints_of(run) == tmp_path / "elsewhere"
     assert named.checkpoints_of(tmp_path) == tmp_path
     (run / "checkpoints").mkdir()

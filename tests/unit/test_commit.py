@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from kempner.checkpoint import commit, ownership
-from kempner.checkpoint.ownership import claim
+from kempner.checkpoint.ownership import claim_directory
 from kempner.config.option import ConfigError
-from kempner.directories import Kind, mark, read_mark
-from kempner.files import step_of
+from kempner.directories import Kind, mark_directory, read_mark
+from kempner.files import step_of_name
 
 # --- A disk that crashes ------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ def write(root: Path, step: int) -> None:
 def save(root: Path, step: int, parent: int | None = None) -> Path:
     write(root, step)
     facts = {"samples": 8 * step, "parent": step - 1 if parent is None else parent}
-    return commit.commit(root, step, TEXTS, facts)
+    return commit.commit_save(root, step, TEXTS, facts)
 
 
 def names(root: Path) -> list[str]:
@@ -101,7 +101,7 @@ def sound(path: Path) -> bool:
     for name in manifest["files"]:
         commit.read_listed(path, manifest, name)
     data = (path / "ranks-000" / "__0_0.distcp").read_bytes()
-    return data.endswith(str(manifest["step"]).encode()) and path.name == commit.name_of(
+    return data.endswith(str(manifest["step"]).encode()) and path.name == commit.checkpoint_name(
         manifest["step"]
     )
 
@@ -126,7 +126,7 @@ def test_the_order_of_a_commit(tmp_path: Path) -> None:
     """Nothing is renamed before what it holds is durable, and `latest` moves last."""
     write(tmp_path, 7)
     with watched() as operations:
-        commit.commit(tmp_path, 7, TEXTS, {})
+        commit.commit_save(tmp_path, 7, TEXTS, {})
     new = {name: f".{name}.{os.getpid()}.new" for name in (*TEXTS, "manifest.json", "latest")}
 
     def whole(name: str) -> list[Operation]:
@@ -163,18 +163,20 @@ def test_a_crash_anywhere_leaves_the_old_or_the_new(tmp_path: Path, again: bool)
         write(root, 2)
 
     seen = set()
-    for operation in crashes(prepare, lambda: commit.commit(root, 2, TEXTS, {})):
-        newest = commit.latest(root)
+    for operation in crashes(prepare, lambda: commit.commit_save(root, 2, TEXTS, {})):
+        newest = commit.latest_checkpoint(root)
         assert newest is not None and sound(newest), operation
         seen.add(newest.name)
-        commit.clean(root)
-        assert all(map(sound, commit.complete(root))), operation
-        assert commit.complete(root)[0] == newest, operation
-        assert all(name == "latest" or step_of(name) for name in names(root))
+        commit.clean_leftovers(root)
+        assert all(map(sound, commit.complete_checkpoints(root))), operation
+        assert commit.complete_checkpoints(root)[0] == newest, operation
+        assert all(name == "latest" or step_of_name(name) for name in names(root))
         save(root, 2)  # the run comes to this step once more
-        commit.clean(root)
+        commit.clean_leftovers(root)
         assert names(root) == ["latest", "step_00000001", "step_00000002"], operation
-        assert commit.latest(root) == root / "step_00000002" and sound(root / "step_00000002")
+        assert commit.latest_checkpoint(root) == root / "step_00000002" and sound(
+            root / "step_00000002"
+        )
     assert seen == {"step_00000001", "step_00000002"}
 
 
@@ -188,11 +190,11 @@ def test_a_crash_while_old_ones_are_deleted(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             save(root, step)
 
-    for operation in crashes(prepare, lambda: commit.prune(root, 1, 0)):
-        commit.clean(root)
-        left = commit.complete(root)
+    for operation in crashes(prepare, lambda: commit.prune_checkpoints(root, 1, 0)):
+        commit.clean_leftovers(root)
+        left = commit.complete_checkpoints(root)
         assert left[0] == root / "step_00000003" and all(map(sound, left)), operation
-        commit.prune(root, 1, 0)
+        commit.prune_checkpoints(root, 1, 0)
         assert names(root) == ["latest", "step_00000003"]
 
 
@@ -201,8 +203,8 @@ def test_a_crash_while_old_ones_are_deleted(tmp_path: Path) -> None:
 
 def test_nothing_there(tmp_path: Path) -> None:
     for root in (tmp_path, tmp_path / "never-made"):
-        assert commit.latest(root) is None and commit.complete(root) == []
-        assert commit.clean(root) == []
+        assert commit.latest_checkpoint(root) is None and commit.complete_checkpoints(root) == []
+        assert commit.clean_leftovers(root) == []
 
 
 def test_latest_first_then_its_ancestors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,9 +215,9 @@ def test_latest_first_then_its_ancestors(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "link").symlink_to("real")
     monkeypatch.chdir(tmp_path)
     for root in (tmp_path / "real", Path("real"), Path("link")):
-        order = [int(path.name[5:]) for path in commit.complete(root)]
+        order = [int(path.name[5:]) for path in commit.complete_checkpoints(root)]
         assert order == [20, 10, 5, 100_000_000]  # the run went back behind the last one
-        assert commit.latest(root) == root / "step_00000020"
+        assert commit.latest_checkpoint(root) == root / "step_00000020"
 
 
 @pytest.mark.parametrize("target", ["step_00000009", "nowhere", "../elsewhere/step_00000001"])
@@ -226,10 +228,13 @@ def test_a_latest_that_leads_nowhere_is_passed_over(tmp_path: Path, target: str)
         save(root, step)
     (root / "latest").unlink()
     (root / "latest").symlink_to(target)
-    assert commit.latest(root) is None
-    assert [path.name for path in commit.complete(root)] == ["step_00000003", "step_00000002"]
+    assert commit.latest_checkpoint(root) is None
+    assert [path.name for path in commit.complete_checkpoints(root)] == [
+        "step_00000003",
+        "step_00000002",
+    ]
     save(root, 4)
-    assert commit.latest(root) == root / "step_00000004"
+    assert commit.latest_checkpoint(root) == root / "step_00000004"
 
 
 def test_a_copy_that_followed_the_link(tmp_path: Path) -> None:
@@ -237,10 +242,10 @@ def test_a_copy_that_followed_the_link(tmp_path: Path) -> None:
     (tmp_path / "latest").unlink()
     (tmp_path / "latest").mkdir()
     (tmp_path / "latest" / commit.MANIFEST).write_text("{}")
-    assert [path.name for path in commit.complete(tmp_path)] == ["step_00000003"]
+    assert [path.name for path in commit.complete_checkpoints(tmp_path)] == ["step_00000003"]
     save(tmp_path, 4)
     assert names(tmp_path) == ["latest", "latest.copied", "step_00000003", "step_00000004"]
-    assert commit.latest(tmp_path) == tmp_path / "step_00000004"
+    assert commit.latest_checkpoint(tmp_path) == tmp_path / "step_00000004"
 
 
 def test_a_process_that_has_lost_the_run_moves_nothing(tmp_path: Path) -> None:
@@ -251,23 +256,23 @@ def test_a_process_that_has_lost_the_run_moves_nothing(tmp_path: Path) -> None:
         raise Crash
 
     with pytest.raises(Crash):
-        commit.commit(tmp_path, 2, TEXTS, {}, check=check)
+        commit.commit_save(tmp_path, 2, TEXTS, {}, check=check)
     assert names(tmp_path) == ["latest", "step_00000001", "step_00000002.partial"]
-    assert commit.latest(tmp_path) == tmp_path / "step_00000001"
+    assert commit.latest_checkpoint(tmp_path) == tmp_path / "step_00000001"
 
 
 def test_what_another_attempt_writes_is_not_taken_for_ones_own(tmp_path: Path) -> None:
     """Of a rank 0 whose run another start goes on with, at the same step."""
-    claim(tmp_path, RUN)
+    claim_directory(tmp_path, RUN)
     for attempt in ("7.0.99", "7.1.42.1"):
-        commit.begin(tmp_path, 3, attempt)
+        commit.begin_save(tmp_path, 3, attempt)
     half = tmp_path / "step_00000003.7.1.42.1.partial/half"
     half.touch()
-    commit.commit(tmp_path, 3, TEXTS, {"run": RUN, "parent": -1}, "7.0.99")
+    commit.commit_save(tmp_path, 3, TEXTS, {"run": RUN, "parent": -1}, "7.0.99")
     assert half.exists() and not (tmp_path / "step_00000003/half").exists()
-    commit.begin(tmp_path, 4)  # of an older version
+    commit.begin_save(tmp_path, 4)  # of an older version
     left = ["step_00000003.7.1.42.1.partial", "step_00000004.partial"]
-    assert commit.clean(tmp_path) == left
+    assert commit.clean_leftovers(tmp_path) == left
     assert names(tmp_path) == [".kempner", "latest", "step_00000003"]
 
 
@@ -278,7 +283,7 @@ def test_clean_removes_leftovers_alone(tmp_path: Path) -> None:
     (tmp_path / "step_00000000.deleted").mkdir()
     (tmp_path / "step_00000003.corrupt").mkdir()
     left = [".latest.7.new", "step_00000000.deleted", "step_00000002.partial"]
-    assert commit.clean(tmp_path) == left
+    assert commit.clean_leftovers(tmp_path) == left
     assert names(tmp_path) == ["latest", "step_00000001", "step_00000003.corrupt"]
 
 
@@ -287,7 +292,7 @@ RUN, OTHER = "a" * 32, "b" * 32
 
 def others(root: Path) -> dict[str, str]:
     """Names like ours, of another program and of another run; returns their contents."""
-    mark(root / "step_00000009.partial", Kind.CHECKPOINT, OTHER)
+    mark_directory(root / "step_00000009.partial", Kind.CHECKPOINT, OTHER)
     for name in (
         "mine.partial/weights", "old.deleted/weights", "x.new", ".latest.7.old", "step_7.partial",
         "step_00000005/weights", "step_00000006.partial/weights", "step_00000007.deleted/weights",
@@ -304,19 +309,19 @@ def contents(root: Path) -> dict[str, str]:
 
 
 def test_what_is_not_of_this_run_stays(tmp_path: Path) -> None:
-    claim(tmp_path, RUN)
+    claim_directory(tmp_path, RUN)
     theirs = others(tmp_path)
     for step in (1, 2, 3):
-        commit.begin(tmp_path, step)
+        commit.begin_save(tmp_path, step)
         save(tmp_path, step)
-    assert commit.clean(tmp_path) == []
-    commit.prune(tmp_path, 1, 0)
+    assert commit.clean_leftovers(tmp_path) == []
+    commit.prune_checkpoints(tmp_path, 1, 0)
     assert theirs.items() <= contents(tmp_path).items()
-    assert commit.latest(tmp_path) == tmp_path / "step_00000003"
+    assert commit.latest_checkpoint(tmp_path) == tmp_path / "step_00000003"
     assert not (tmp_path / "step_00000002").exists()
     for act in (
-        lambda: commit.begin(tmp_path, 6),
-        lambda: commit.begin(tmp_path, 9),
+        lambda: commit.begin_save(tmp_path, 6),
+        lambda: commit.begin_save(tmp_path, 9),
         lambda: save(tmp_path, 5),
     ):
         with pytest.raises(FileExistsError, match="is not this run's"):
@@ -326,39 +331,39 @@ def test_what_is_not_of_this_run_stays(tmp_path: Path) -> None:
 
 def test_a_killed_save_and_a_killed_deletion_are_known(tmp_path: Path) -> None:
     """At whatever moment: with the mark alone, and with what a version before the mark has left."""
-    claim(tmp_path, RUN)
-    commit.begin(tmp_path, 1)
+    claim_directory(tmp_path, RUN)
+    commit.begin_save(tmp_path, 1)
     (tmp_path / "step_00000002.partial").mkdir()  # killed before the mark
     write(tmp_path, 3)  # by an older version
     path = save(tmp_path, 4)
-    commit.doom(path)
+    commit.mark_for_deletion(path)
     (tmp_path / "step_00000004.deleted/manifest.json").unlink()
     names = ["step_00000001.partial", "step_00000002.partial", "step_00000003.partial"]
-    assert commit.clean(tmp_path) == [*names, "step_00000004.deleted"]
+    assert commit.clean_leftovers(tmp_path) == [*names, "step_00000004.deleted"]
 
 
 def test_a_directory_of_checkpoints_belongs_to_one_run(tmp_path: Path) -> None:
     root = tmp_path / "scratch"
-    claim(root, RUN)
-    claim(root, RUN)
+    claim_directory(root, RUN)
+    claim_directory(root, RUN)
     with pytest.raises(ConfigError, match=f"of another run .id {RUN}, this run has id {OTHER}"):
-        claim(root, OTHER)
+        claim_directory(root, OTHER)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"a directory of other files \(notes.txt\)"):
-        claim(tmp_path / "mine", RUN)
+        claim_directory(tmp_path / "mine", RUN)
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["saved", "killed in its first save"])
 def test_a_directory_of_an_older_version_is_continued(tmp_path: Path, killed: bool) -> None:
     write(tmp_path, 7)
     if not killed:
-        commit.commit(tmp_path, 7, TEXTS, {"run": RUN, "parent": -1})
-        assert ownership.problems(tmp_path, OTHER)
+        commit.commit_save(tmp_path, 7, TEXTS, {"run": RUN, "parent": -1})
+        assert ownership.ownership_problems(tmp_path, OTHER)
     (tmp_path / "lock").write_text("{}")
-    claim(tmp_path, RUN)
+    claim_directory(tmp_path, RUN)
     assert read_mark(tmp_path) == (Kind.CHECKPOINTS, RUN)
-    assert commit.clean(tmp_path) == (["step_00000007.partial"] if killed else [])
+    assert commit.clean_leftovers(tmp_path) == (["step_00000007.partial"] if killed else [])
 
 
 # --- Damage -------------------------------------------------------------------------------------
@@ -405,8 +410,10 @@ def test_an_error_of_the_disk_is_not_damage(
 
 def test_set_aside_twice_keeps_both(tmp_path: Path) -> None:
     for expected in ("step_00000001.corrupt", "step_00000001.corrupt.1"):
-        assert commit.set_aside(save(tmp_path, 1)).name == expected
-    assert commit.complete(tmp_path) == [] and commit.latest(tmp_path) is None
+        assert commit.set_checkpoint_aside(save(tmp_path, 1)).name == expected
+    assert (
+        commit.complete_checkpoints(tmp_path) == [] and commit.latest_checkpoint(tmp_path) is None
+    )
     assert names(tmp_path) == ["latest", "step_00000001.corrupt", "step_00000001.corrupt.1"]
 
 
@@ -421,13 +428,13 @@ def test_the_manifest_lists_the_small_files_alone(tmp_path: Path) -> None:
 
 
 def kept(root: Path, keep_last_n: int, keep_every: int, powers_of_two: bool = False) -> list[int]:
-    commit.prune(root, keep_last_n, keep_every, powers_of_two)
-    return sorted(int(path.name[5:]) for path in commit.complete(root))
+    commit.prune_checkpoints(root, keep_last_n, keep_every, powers_of_two)
+    return sorted(int(path.name[5:]) for path in commit.complete_checkpoints(root))
 
 
 @pytest.fixture
 def ten(tmp_path: Path) -> Path:
-    claim(tmp_path, "a")
+    claim_directory(tmp_path, "a")
     for step in range(1, 11):
         save(tmp_path, step)
     return tmp_path
@@ -462,11 +469,13 @@ def test_a_branch_that_was_left_is_used_last_and_removed(ten: Path, saved_at: in
     """`latest` was set back to step 5, and the run saved once more."""
     commit.point_latest(ten, "step_00000005")
     save(ten, saved_at, parent=5)
-    order = [step_of(path.name) for path in commit.complete(ten)]
+    order = [step_of_name(path.name) for path in commit.complete_checkpoints(ten)]
     left = [step for step in (10, 9, 8, 7, 6) if step != saved_at]
     assert order == [saved_at, 5, 4, 3, 2, 1, *left]
-    commit.set_aside(ten / commit.name_of(saved_at))  # it is damaged: not the younger ones
-    assert commit.complete(ten)[0] == ten / "step_00000005"
+    commit.set_checkpoint_aside(
+        ten / commit.checkpoint_name(saved_at)
+    )  # it is damaged: not the younger ones
+    assert commit.complete_checkpoints(ten)[0] == ten / "step_00000005"
     commit.point_latest(ten, "step_00000005")
     save(ten, saved_at + 1, parent=5)
     assert kept(ten, 2, 0) == [5, saved_at + 1]
@@ -475,13 +484,13 @@ def test_a_branch_that_was_left_is_used_last_and_removed(ten: Path, saved_at: in
 def test_a_checkpoint_that_is_made_again_replaces_the_old_one(ten: Path) -> None:
     commit.point_latest(ten, "step_00000005")
     save(ten, 8, parent=5)
-    assert commit.branches(ten)[0][:2] == [ten / "step_00000008", ten / "step_00000005"]
+    assert commit.run_branches(ten)[0][:2] == [ten / "step_00000008", ten / "step_00000005"]
     assert (ten / "step_00000008.deleted").is_dir()  # deleted after the commit, not within
     assert kept(ten, 1, 0) == [8] and not list(ten.glob("*.deleted"))
 
 
 def test_one_that_is_read_stays(ten: Path) -> None:
-    with commit.reading(ten / "step_00000004"):
+    with commit.reading_lock(ten / "step_00000004"):
         assert kept(ten, 1, 0) == [4, 10]
     assert kept(ten, 1, 0) == [10]
 
@@ -492,7 +501,7 @@ def test_who_may_only_read_keeps_neither_readers_out_nor_checkpoints(ten: Path, 
     began = threading.Event()
 
     def read() -> None:
-        with commit.reading(ten / "step_00000010"):
+        with commit.reading_lock(ten / "step_00000010"):
             began.set()
 
     with contextlib.ExitStack() as held:
@@ -505,7 +514,7 @@ def test_who_may_only_read_keeps_neither_readers_out_nor_checkpoints(ten: Path, 
 
 def test_nobody_else_can_open_a_lock(ten: Path) -> None:
     for _ in range(2):
-        with commit.reading(ten / "step_00000010"):
+        with commit.reading_lock(ten / "step_00000010"):
             assert stat.S_IMODE((ten / commit.READING).stat().st_mode) == 0o700
         (ten / commit.READING).chmod(0o755)  # chmod -R a+rX RUN
 
@@ -513,10 +522,10 @@ def test_nobody_else_can_open_a_lock(ten: Path) -> None:
 def test_who_cannot_make_a_lock_reads_all_the_same(ten: Path) -> None:
     """Of another user's run, or of a copy that is in no run: there nothing is left either."""
     (ten / commit.READING).touch()
-    with commit.reading(ten / "step_00000001"):
+    with commit.reading_lock(ten / "step_00000001"):
         assert kept(ten, 9, 0) == list(range(2, 11))
     copy = shutil.copytree(ten / "step_00000010", ten / "copies" / "step_00000010")
-    with commit.reading(copy):
+    with commit.reading_lock(copy):
         assert os.listdir(copy.parent) == [copy.name]
 
 
@@ -526,7 +535,7 @@ def test_one_that_cannot_be_deleted_does_not_spoil_the_save(
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(commit, "doom", refuse)
+    monkeypatch.setattr(commit, "mark_for_deletion", refuse)
     assert kept(ten, 9, 0) == list(range(1, 11))
     monkeypatch.undo()
     assert kept(ten, 9, 0) == list(range(2, 11))  # the next save tries again
@@ -534,5 +543,5 @@ def test_one_that_cannot_be_deleted_does_not_spoil_the_save(
 
 def test_one_without_a_manifest_can_be_held_for_reading(tmp_path: Path) -> None:
     """Who reads it finds the manifest missing; holding it must not be what fails."""
-    with commit.reading(tmp_path):
+    with commit.reading_lock(tmp_path):
         assert not commit.is_read(tmp_path)

@@ -38,12 +38,12 @@ def add(program: Path) -> None:
 @pytest.mark.parametrize(("name", "device"), [("gcc", "cuda"), ("clang", "cuda"), ("g++", "cpu")])
 def test_a_compiler_and_the_headers_are_enough(host: Path, name: str, device: str) -> None:
     add(host / name)
-    assert compiler.lacking(device) is None
-    compiler.need(True, device)
+    assert compiler.missing_compiler(device) is None
+    compiler.require_compiler(True, device)
     (host.parent / "Python.h").unlink()
     with pytest.raises(ConfigError, match=r"has no .*/Python\.h: install python3-dev"):
-        compiler.need(True, device)
-    compiler.need(False, device)  # nothing is compiled
+        compiler.require_compiler(True, device)
+    compiler.require_compiler(False, device)  # nothing is compiled
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,13 @@ def test_a_host_without_a_compiler(
 ) -> None:  # fmt: skip
     add(host / other)  # nobody looks for this name
     with pytest.raises(ConfigError, match=f"{said}: .*module load gcc.*compile=false"):
-        compiler.need(True, device)
+        compiler.require_compiler(True, device)
     monkeypatch.setenv(variable, "icc")
     with pytest.raises(ConfigError, match=f"{variable}=icc is not a program on"):
-        compiler.need(True, device)
+        compiler.require_compiler(True, device)
     add(host / name)
     with pytest.raises(ConfigError, match=f"{variable}=icc"):  # the name that is given is taken
-        compiler.need(True, device)
+        compiler.require_compiler(True, device)
 
 
 def test_each_rank_looks_before_it_meets_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,11 +85,11 @@ def test_each_rank_looks_before_it_meets_the_others(monkeypatch: pytest.MonkeyPa
     def refuse(error: ConfigError, stop: object, leave: object) -> None:
         raise SystemExit(str(error))
 
-    monkeypatch.setattr(compiler, "need", need)
-    monkeypatch.setattr(process_group, "stay_near", near)
-    monkeypatch.setattr(process_group, "discover", lambda: world)
+    monkeypatch.setattr(compiler, "require_compiler", need)
+    monkeypatch.setattr(process_group, "bind_to_socket", near)
+    monkeypatch.setattr(process_group, "discover_world", lambda: world)
     monkeypatch.setattr(process_group, "pick_device", lambda kind, rank: torch.device(kind, rank))
-    monkeypatch.setattr(program, "reject", refuse)
+    monkeypatch.setattr(program, "reject_input", refuse)
     with pytest.raises(SystemExit, match="no compiler"):
         program.main.args[0](cfg, None)
     assert done == [("near", "cuda:0"), ("compiler", "cuda")]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from kempner.combinations import problems
+from kempner.combinations import combination_problems
 from kempner.config.option import ConfigError
 from kempner.loss import cross_entropy
 from kempner.model.config import ModelConfig
@@ -224,7 +224,7 @@ TRAIN_WEIGHTS = replace(PLAIN, weights="bf16", dtype="bf16")
     ],
 )
 def test_what_cannot_be_combined_is_refused(cfg: Any, word: str) -> None:
-    found = cfg.problems() if isinstance(cfg, TrainConfig) else problems(cfg)
+    found = cfg.problems() if isinstance(cfg, TrainConfig) else combination_problems(cfg)
     assert any(word in problem for problem in found), found
 
 

@@ -16,8 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kempner.config.command_line import help_text, parse_command
-from kempner.config.loading import as_dict, config_hash, load, to_toml
-from kempner.config.option import REQUIRED, ConfigError, Sections, option, schema, whole_schema
+from kempner.config.loading import as_dict, config_hash, load_config_files, to_toml
+from kempner.config.option import (
+    REQUIRED_OPTION,
+    ConfigError,
+    Sections,
+    config_schema,
+    option,
+    whole_schema,
+)
 from kempner.configure import load_config
 from kempner.run import RunConfig
 
@@ -61,7 +68,7 @@ def check(cfg: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Data:
-    path: str = option(REQUIRED, "directory of the shards")
+    path: str = option(REQUIRED_OPTION, "directory of the shards")
     seed: int = option(0, "seed")
 
 
@@ -73,7 +80,7 @@ class NeedsData:
 def read(*words: str, root: type[Any] = Config) -> Any:
     """The configuration that the words of a command line give."""
     command = parse_command(words, {"check": bool, "nodes": int})
-    return load(root, command.files, command.overrides, command.problems, check=check)
+    return load_config_files(root, command.files, command.overrides, command.problems, check=check)
 
 
 def problems(*words: str, root: type[Any] = Config) -> list[str]:
@@ -423,7 +430,7 @@ CONFIGS = st.builds(
 def test_toml_round_trip(tmp_path_factory: pytest.TempPathFactory, cfg: Config) -> None:
     path = tmp_path_factory.getbasetemp() / "round_trip.toml"
     path.write_bytes(to_toml(cfg).encode())
-    again = load(Config, [path])
+    again = load_config_files(Config, [path])
     assert again == cfg and repr(again) == repr(cfg)  # repr: 0 is no 0.0
     assert config_hash(again) == config_hash(cfg)
 
@@ -434,7 +441,7 @@ def test_a_line_of_the_toml_is_an_override(cfg: Config) -> None:
     for line in to_toml(cfg).split("\n"):
         section = line[1:-1] if line.startswith("[") else section
         words += [f"--{section}.{line.replace(' = ', '=', 1)}"] if " = " in line else []
-    assert load(Config, [], words) == cfg
+    assert load_config_files(Config, [], words) == cfg
 
 
 def test_the_toml_is_whole_and_plain() -> None:
@@ -467,11 +474,11 @@ def test_the_hash_is_stable_and_follows_the_values() -> None:
 
 
 def test_help_lists_every_option_on_lines_that_fit() -> None:
-    text = help_text(schema(Config), "usage: train.py CONFIG.toml")
+    text = help_text(config_schema(Config), "usage: train.py CONFIG.toml")
     assert text.startswith(
         "usage: train.py CONFIG.toml\n\n[train]\n  --train.max_steps int [1000]  "
     )
-    for section, options in schema(Config).items():
+    for section, options in config_schema(Config).items():
         assert all(f"\n  --{section}.{key} " in text for key in options)
     for part in (
         "(at least 1)",
@@ -480,7 +487,7 @@ def test_help_lists_every_option_on_lines_that_fit() -> None:
         " [float, float] [0.9, 0.95]",
     ):
         assert part in text
-    assert "[required]" in help_text(schema(NeedsData), "")
+    assert "[required]" in help_text(config_schema(NeedsData), "")
     assert max(map(len, text.splitlines())) <= 100
     columns = [
         line.find(word) for word in ("compile the", "any text") for line in text.splitlines()
@@ -491,7 +498,7 @@ def test_help_lists_every_option_on_lines_that_fit() -> None:
 def test_help_wraps_a_long_option_and_a_long_meaning() -> None:
     long = make_dataclass("Long", [("x" * 60, int, option(1, "word " * 30))], frozen=True)
     root = make_dataclass("Root", [("s", long, field(default_factory=long))], frozen=True)
-    _, _, _, name, *meaning = help_text(schema(root), "usage").splitlines()
+    _, _, _, name, *meaning = help_text(config_schema(root), "usage").splitlines()
     assert name == f"  --s.{'x' * 60} int [1]"
     assert " ".join(meaning).split() == ["word"] * 30 and max(map(len, meaning)) <= 100
 
@@ -504,7 +511,7 @@ def test_a_wrong_declaration_is_our_own_mistake(hint: Any, value: Any) -> None:
     section = make_dataclass("Section", [("x", hint, option(value, "x"))], frozen=True)
     root = make_dataclass("Root", [("s", section, field(default_factory=section))], frozen=True)
     with pytest.raises(AssertionError, match=r"s\.x"):
-        schema(root)
+        config_schema(root)
 
 
 # --- Through the program ----------------------------------------------------------------------
@@ -580,7 +587,7 @@ def test_the_examples_of_the_page_are_true(tmp_path: Path) -> None:
 
 
 def load_run(overrides: list[str], *files: Path) -> RunConfig:
-    return load(RunConfig, files, ["--data.dataset_path=x", *overrides])
+    return load_config_files(RunConfig, files, ["--data.dataset_path=x", *overrides])
 
 
 # --- Lists of tables --------------------------------------------------------------------------
@@ -588,7 +595,7 @@ def load_run(overrides: list[str], *files: Path) -> RunConfig:
 
 @dataclass(frozen=True)
 class Part:
-    path: str = option(REQUIRED, "a directory")
+    path: str = option(REQUIRED_OPTION, "a directory")
     weight: float | None = option(None, "its share", minimum=0)
     sizes: tuple[int, ...] = option((), "any numbers")
 
@@ -619,7 +626,7 @@ def test_a_list_of_tables_is_read_replaced_and_written_again(folder: Path) -> No
     assert as_dict(cfg)["mix"]["parts"][1] == {"path": "b", "weight": 0.5, "sizes": [1, 2]}
     given = read("a.toml", "--mix.parts=[{path = 'c', weight = 1}]", root=Mixed)
     assert given.mix.parts == (Part("c", 1.0),) and type(given.mix.parts[0].weight) is float
-    shown = help_text(schema(Mixed), "")
+    shown = help_text(config_schema(Mixed), "")
     assert "--mix.parts [table, ...] []" in shown and "weight float or none [none]" in shown
 
 
@@ -711,5 +718,5 @@ def test_sections_at_their_defaults_are_as_none_at_all(folder: Path) -> None:
 )
 def test_an_option_of_another_kit_is_answered_by_the_way(word: str, hint: str) -> None:
     with pytest.raises(ConfigError) as error:
-        load(RunConfig, [], [word])
+        load_config_files(RunConfig, [], [word])
     assert hint in str(error.value)

@@ -22,14 +22,14 @@ from kempner.config.option import ConfigError
 from kempner.configure import check_world, load_config
 from kempner.data.batch import MicroBatch
 from kempner.data.source import IGNORE
-from kempner.model.attention import Documents, attend, visible
+from kempner.model.attention import Documents, attend, attention_pattern
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.objective import NextToken
 from kempner.parallel import context
 from kempner.parallel.context import (
-    columns,
     own_tokens,
+    rank_columns,
     ring_attention,
     split_context,
     ulysses_attention,
@@ -81,13 +81,13 @@ def attention_error(case: Case, group: dist.ProcessGroup) -> float:
     torch.manual_seed(1)
     heads = (4, case.kv_heads, case.kv_heads)
     whole = [torch.randn(ROWS, n, LENGTH, 8, requires_grad=True) for n in heads]
-    seen = visible(
+    seen = attention_pattern(
         torch.zeros(ROWS, LENGTH), case.window, documents() if case.packed else None, torch.float32
     )
     expected = attend(*whole, seen)
     weights = torch.randn_like(expected)
     (expected * weights).sum().backward()
-    mine = columns(LENGTH, group.rank(), group.size(), case.method, torch.device("cpu"))
+    mine = rank_columns(LENGTH, group.rank(), group.size(), case.method, torch.device("cpu"))
     parts = [x.detach()[:, :, mine].requires_grad_() for x in whole]
     found = (
         ring_attention(*parts, group)
@@ -131,7 +131,7 @@ def model_error(case: Case, group: dist.ProcessGroup) -> float:
     expected.backward()
     loss, terms, part = NextToken(own_tokens(mesh, case.method))(split, batch)
     loss.backward()
-    mine = columns(LENGTH, group.rank(), group.size(), case.method, torch.device("cpu"))
+    mine = rank_columns(LENGTH, group.rank(), group.size(), case.method, torch.device("cpu"))
     assert torch.equal(part.targets, targets[:, mine])
     total = loss.detach().clone()
     dist.all_reduce(total, group=group)
@@ -191,7 +191,7 @@ def test_loss_and_every_gradient_are_those_of_whole_rows(
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_each_token_has_one_rank(method: str) -> None:
-    parts = [columns(48, rank, 4, method, torch.device("cpu")) for rank in range(4)]
+    parts = [rank_columns(48, rank, 4, method, torch.device("cpu")) for rank in range(4)]
     assert sorted(torch.cat(parts).tolist()) == list(range(48))
     assert all((part.diff() > 0).all() for part in parts)
 
@@ -218,7 +218,7 @@ def test_no_rank_of_the_ring_has_more_work(
     """Counted: the pairs of a query and a key that each rank's kernels compute, forward and
     backward. In all, they are those of causal attention over the row, none twice."""
     length, head = 128, (1, 1)
-    work = {"kernel": 0, "kernel_backward": 0}
+    work = {"attention_kernel": 0, "kernel_backward": 0}
 
     def counting(name: str, query: int) -> Callable[..., Any]:
         compute = getattr(context, name)
@@ -230,7 +230,7 @@ def test_no_rank_of_the_ring_has_more_work(
 
         return counted
 
-    monkeypatch.setattr(context, "kernel", counting("kernel", 0))
+    monkeypatch.setattr(context, "attention_kernel", counting("attention_kernel", 0))
     monkeypatch.setattr(context, "kernel_backward", counting("kernel_backward", 1))
     by_rank: dict[str, list[int]] = {name: [] for name in work}
     for rank in range(ranks):

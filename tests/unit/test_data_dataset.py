@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kempner.combinations import problems
-from kempner.config.loading import load
+from kempner.combinations import combination_problems
+from kempner.config.loading import load_config_files
 from kempner.config.option import ConfigError
 from kempner.data.config import DataConfig
 from kempner.data.dataset import TokenDataset
@@ -175,7 +175,7 @@ def test_rank_0_checks_every_shard_and_other_ranks_open_only_what_they_read(
     path = write_data(tmp_path / "data", [range(17), range(17), range(17)])
     (path / "train_00002.npy").unlink()
     settings = [f"--data.dataset_path={path}", "--train.seq_len=8", "--model.max_seq_len=8"]
-    cfg = load(RunConfig, [], settings)
+    cfg = load_config_files(RunConfig, [], settings)
     with pytest.raises(ConfigError, match=r"train_00002\.npy: No such file"):
         open_data(cfg, check=True)
     (data,), _ = open_data(cfg, check=False)
@@ -202,6 +202,6 @@ def test_more_shards_than_the_limit_of_open_files(tmp_path: Path) -> None:
 
 
 def test_the_section_says_how_to_make_data() -> None:
-    (problem,) = problems(RunConfig())
+    (problem,) = combination_problems(RunConfig())
     assert "scripts/prepare_data.py" in problem and problem.startswith("data.dataset_path")
-    assert problems(RunConfig(data=DataConfig(dataset_path="data/x"))) == []
+    assert combination_problems(RunConfig(data=DataConfig(dataset_path="data/x"))) == []

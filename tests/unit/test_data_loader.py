@@ -24,11 +24,11 @@ from kempner.data.loader import (
     reading_speed,
     val_batches,
 )
-from kempner.data.mixture import Ingredient, Mixture, Phase
-from kempner.data.permute import shuffled
+from kempner.data.mixture import Ingredient, Mixture, MixturePhase
+from kempner.data.permute import shuffled_indices
 from kempner.data.sidecar import SIDECAR, Shard, Sidecar
-from kempner.data.source import IGNORE, Rows
-from kempner.data.stages import Stage
+from kempner.data.source import IGNORE, SampleRows
+from kempner.data.stages import RampStage
 
 SEQ_LEN = 3
 SAMPLES = 53  # a prime: epochs end inside batches
@@ -48,7 +48,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
 
 
 def loader(data: TokenDataset, **changes: Any) -> TrainLoader:
-    given = {"stages": [Stage(0, 12)], "rank": 0, "world": 1, "micro": 12, "prefetch": 0}
+    given = {"stages": [RampStage(0, 12)], "rank": 0, "world": 1, "micro": 12, "prefetch": 0}
     return TrainLoader([data], Mixture.alone(data, seed=1), **{**given, **changes})
 
 
@@ -73,7 +73,7 @@ def steps(source: TrainLoader, count: int) -> list[list[int]]:
 
 def test_an_epoch_reads_every_sample_once_and_the_next_in_another_order(data: TokenDataset) -> None:
     assert len(data) == SAMPLES
-    read = list(chain(*steps(loader(data, stages=[Stage(0, 2)], micro=2), SAMPLES)))
+    read = list(chain(*steps(loader(data, stages=[RampStage(0, 2)], micro=2), SAMPLES)))
     first, second = read[:SAMPLES], read[SAMPLES:]
     assert sorted(first) == sorted(second) == list(range(SAMPLES))
     assert first != second and first != sorted(first)
@@ -89,7 +89,9 @@ def test_any_world_size_split_prefetch_and_position_read_the_same_batches(
     data: TokenDataset, split: tuple[int, int], position: int, prefetch: int
 ) -> None:
     world, micro = split
-    expected = [shuffled(np.arange(12) + position + 12 * i, SAMPLES, 1).tolist() for i in range(6)]
+    expected = [
+        shuffled_indices(np.arange(12) + position + 12 * i, SAMPLES, 1).tolist() for i in range(6)
+    ]
     ranks = [
         loader(data, rank=r, world=world, micro=micro, position=position, prefetch=prefetch)
         for r in range(world)
@@ -101,14 +103,14 @@ def test_any_world_size_split_prefetch_and_position_read_the_same_batches(
     assert ranks[0].sample_numbers(position, 12) == expected[0]
 
 
-RAMP = [Stage(0, 2), Stage(3, 4), Stage(5, 12)]
+RAMP = [RampStage(0, 2), RampStage(3, 4), RampStage(5, 12)]
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_growing_batch_reads_the_samples_in_order_from_any_step_on(
     data: TokenDataset, prefetch: int
 ) -> None:
-    expected = shuffled(np.arange(30), SAMPLES, 1).tolist()
+    expected = shuffled_indices(np.arange(30), SAMPLES, 1).tolist()
     ends = [0, 2, 4, 6, 10, 14, 26]
     for done, position in enumerate(ends[:-1]):
         ranks = [
@@ -123,8 +125,8 @@ def test_a_growing_batch_reads_the_samples_in_order_from_any_step_on(
 
 
 def test_a_shorter_length_cuts_each_sample_and_loses_no_token(data: TokenDataset) -> None:
-    whole = next(loader(data, stages=[Stage(0, 4)], micro=2))
-    cut = next(loader(data, stages=[Stage(0, 4, 3), Stage(1, 4)], micro=2))
+    whole = next(loader(data, stages=[RampStage(0, 4)], micro=2))
+    cut = next(loader(data, stages=[RampStage(0, 4, 3), RampStage(1, 4)], micro=2))
     assert [batch.inputs.shape for batch in cut] == [(6, 1), (6, 1)]
     for long, short in zip(whole, cut, strict=True):
         assert torch.equal(long.inputs.flatten(), short.inputs.flatten())
@@ -132,14 +134,14 @@ def test_a_shorter_length_cuts_each_sample_and_loses_no_token(data: TokenDataset
 
 
 def test_the_pieces_of_a_row_have_its_source_and_its_documents(data: TokenDataset) -> None:
-    mixture = Mixture([Ingredient("a", 9), Ingredient("b", 9)], [Phase(0, (1.0, 2.0))])
+    mixture = Mixture([Ingredient("a", 9), Ingredient("b", 9)], [MixturePhase(0, (1.0, 2.0))])
     two = {"rank": 0, "world": 1, "micro": 6, "prefetch": 0}
-    (whole,) = next(TrainLoader([data, data], mixture, stages=[Stage(0, 6)], **two))
-    (cut,) = next(TrainLoader([data, data], mixture, stages=[Stage(0, 6, 3)], **two))
+    (whole,) = next(TrainLoader([data, data], mixture, stages=[RampStage(0, 6)], **two))
+    (cut,) = next(TrainLoader([data, data], mixture, stages=[RampStage(0, 6, 3)], **two))
     assert whole.sources is not None and cut.sources is not None
     assert torch.equal(cut.sources, whole.sources.repeat_interleave(3, dim=0))
     index = np.array([[0, 0, 1, 1], [0, 1, 1, 1]], np.int32)
-    rows = Rows(np.arange(8).reshape(2, 4), np.arange(8).reshape(2, 4), index).cut(2)
+    rows = SampleRows(np.arange(8).reshape(2, 4), np.arange(8).reshape(2, 4), index).cut(2)
     assert rows.documents is not None
     assert rows.documents.tolist() == [[0, 0], [1, 1], [0, 1], [1, 1]]
     assert rows.inputs.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -211,7 +213,7 @@ class Slow:
     def __len__(self) -> int:
         return len(self.data)
 
-    def read(self, indices: np.ndarray) -> Rows:
+    def read(self, indices: np.ndarray) -> SampleRows:
         with self.progress:
             self.reads += 1
             self.progress.notify_all()

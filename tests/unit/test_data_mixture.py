@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kempner.config.loading import load
+from kempner.config.loading import load_config_files
 from kempner.config.option import ConfigError
 from kempner.configure import check_inputs
-from kempner.data.mixture import Ingredient, Mixture, Phase
+from kempner.data.mixture import Ingredient, Mixture, MixturePhase
 from kempner.data.opening import mixture_of
-from kempner.data.permute import shuffled
+from kempner.data.permute import shuffled_indices
 from kempner.data.sidecar import DataError
 from kempner.parts import open_data
 from kempner.progress import Progress
@@ -27,7 +27,9 @@ WEIGHTS = st.lists(st.floats(1, 1e3), min_size=1, max_size=8)  # no share under 
 
 def mixture(*phases: tuple[int, list[float]], sizes: list[int], caps: list[int | None]) -> Mixture:
     names = [Ingredient(f"s{i}", *rest) for i, rest in enumerate(zip(sizes, caps, strict=True))]
-    return Mixture(names, [Phase(start, tuple(weights)) for start, weights in phases], seed=3)
+    return Mixture(
+        names, [MixturePhase(start, tuple(weights)) for start, weights in phases], seed=3
+    )
 
 
 def free(*phases: tuple[int, list[float]]) -> Mixture:
@@ -82,7 +84,7 @@ def test_any_part_of_the_order_is_that_of_the_whole(
     assert again[1].tolist() == indices[position:].tolist()
     for i, ingredient in enumerate(mixed.ingredients):
         mine = indices[sources == i]
-        assert mine.tolist() == shuffled(np.arange(len(mine)), ingredient.size, 3).tolist()
+        assert mine.tolist() == shuffled_indices(np.arange(len(mine)), ingredient.size, 3).tolist()
         assert mixed.drawn(position)[i] == (sources[:position] == i).sum()
         assert len(mine) <= ingredient.size * (ingredient.max_epochs or 99)
 
@@ -142,7 +144,7 @@ def test_bad_mixtures_are_refused_before_any_work(words: list[str], tmp_path: Pa
     }
     for word, said in cases.items():
         with pytest.raises(ConfigError) as caught:
-            raise ConfigError(check_inputs(load(RunConfig, [], [*words, word]), 0))
+            raise ConfigError(check_inputs(load_config_files(RunConfig, [], [*words, word]), 0))
         assert said in str(caught.value)
 
 
@@ -161,19 +163,19 @@ def test_weights_are_sizes_unless_given_and_a_temperature_evens_them_out(tmp_pat
 
 
 def test_sources_of_another_tokenizer_are_refused(words: list[str], tmp_path: Path) -> None:
-    assert check_inputs(load(RunConfig, [], words), 0) == []
+    assert check_inputs(load_config_files(RunConfig, [], words), 0) == []
     sidecar = tmp_path / "code" / "dataset.json"
     about = '"kind": "tokenizer.json", "hash": "x"'
     sidecar.write_text(sidecar.read_text().replace('"kind": "bytes",\n  "hash": ""', about))
     open_data.cache_clear()
-    (problem,) = check_inputs(load(RunConfig, [], words), 0)
+    (problem,) = check_inputs(load_config_files(RunConfig, [], words), 0)
     assert "a token id must mean the same in all sources" in problem and "--tokenizer" in problem
 
 
 def test_phases_are_planned_from_where_the_run_is(words: list[str]) -> None:
     """What has begun stays; the rest is counted from here, over the samples that are left out."""
     phases = "[{start_step = 5}, {start_step = 20}, {start_token = 2300}]"
-    cfg = load(RunConfig, [], [*words, f"--data.phases={phases}"])
+    cfg = load_config_files(RunConfig, [], [*words, f"--data.phases={phases}"])
     assert Progress().plan(cfg).phases == [40, 160, 256]  # a step has 72 tokens
     here = Progress(step=10, samples=100, tokens=900, phases=[55, 300, 400])
     assert here.plan(cfg).phases == [55, 180, 260]

@@ -13,7 +13,14 @@ import pytest
 
 from kempner import slurm
 from kempner.history import decision, judge
-from kempner.history.decision import RULES, Ended, decide, leave_out, rule_of, table
+from kempner.history.decision import (
+    DECISION_RULES,
+    StepEnd,
+    decide_next,
+    decision_table,
+    leave_out,
+    rule_of,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,60 +108,66 @@ FACTS["nodes"] = (FACTS["nodes"][0], FACTS["nodes"][0] | {"nodes": 100})
 
 
 def test_what_is_not_known_never_ends_a_run() -> None:
-    assert decide(Ended()).answer == "requeue"
-    for field in dataclasses.fields(Ended):
+    assert decide_next(StepEnd()).answer == "requeue"
+    for field in dataclasses.fields(StepEnd):
         assert field.default is not dataclasses.MISSING, field.name
 
 
 def test_each_rule_has_an_example() -> None:
-    found = [rule_of(ended, leave_out(ended)) for ended in (Ended(**e) for e in EXAMPLES)]
-    assert found == list(RULES)
+    found = [rule_of(ended, leave_out(ended)) for ended in (StepEnd(**e) for e in EXAMPLES)]
+    assert found == list(DECISION_RULES)
 
 
-@pytest.mark.parametrize("left_out", range(len(RULES) - 1))
+@pytest.mark.parametrize("left_out", range(len(DECISION_RULES) - 1))
 def test_a_rule_that_is_taken_away_is_missed(
     left_out: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its example then gets another answer, or other words."""
-    ended = Ended(**EXAMPLES[left_out])
-    before = decide(ended)
-    monkeypatch.setattr(decision, "RULES", (*RULES[:left_out], *RULES[left_out + 1 :]))
-    assert decide(ended) != before
+    ended = StepEnd(**EXAMPLES[left_out])
+    before = decide_next(ended)
+    monkeypatch.setattr(
+        decision, "DECISION_RULES", (*DECISION_RULES[:left_out], *DECISION_RULES[left_out + 1 :])
+    )
+    assert decide_next(ended) != before
 
 
-@pytest.mark.parametrize("place", range(len(RULES) - 1))
+@pytest.mark.parametrize("place", range(len(DECISION_RULES) - 1))
 def test_the_order_of_two_rules_counts(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where both hold, the first one decides."""
-    both = Ended(**EXAMPLES[place + 1] | EXAMPLES[place])
+    both = StepEnd(**EXAMPLES[place + 1] | EXAMPLES[place])
     nodes = leave_out(both)
-    if not (RULES[place].holds(both, nodes) and RULES[place + 1].holds(both, nodes)):
+    if not (
+        DECISION_RULES[place].holds(both, nodes) and DECISION_RULES[place + 1].holds(both, nodes)
+    ):
         pytest.skip("they exclude each other")
-    assert rule_of(both, nodes) in RULES[: place + 1]
+    assert rule_of(both, nodes) in DECISION_RULES[: place + 1]
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Ended)])
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(StepEnd)])
 def test_each_fact_counts(name: str) -> None:
-    one, other = (Ended(**given) for given in FACTS[name])
-    differ = [f.name for f in dataclasses.fields(Ended) if vars(one)[f.name] != vars(other)[f.name]]
-    assert differ == [name] and decide(one) != decide(other)
+    one, other = (StepEnd(**given) for given in FACTS[name])
+    differ = [
+        f.name for f in dataclasses.fields(StepEnd) if vars(one)[f.name] != vars(other)[f.name]
+    ]
+    assert differ == [name] and decide_next(one) != decide_next(other)
 
 
 def test_an_end_takes_a_reason_that_is_known() -> None:
     """No fact of the nodes, and no number of them that nobody knows, ends a run alone."""
     for name in ("faulty", "spent", "lost", "broken", "preflight", "created", "others", "trained"):
-        ended = Ended(**FACTS[name][1] | {"others": None})
-        assert decide(ended).answer in ("restart", "requeue"), name
+        ended = StepEnd(**FACTS[name][1] | {"others": None})
+        assert decide_next(ended).answer in ("restart", "requeue"), name
 
 
 def test_the_pause_grows_with_the_time_waited() -> None:
-    pauses = [decide(Ended(site="away", waited=hours)).pause for hours in (0, 0.2, 1, 10)]
+    pauses = [decide_next(StepEnd(site="away", waited=hours)).pause for hours in (0, 0.2, 1, 10)]
     assert pauses == [1, 3, 15, 60]
-    assert decide(Ended(no_progress=1)).pause == 0
+    assert decide_next(StepEnd(no_progress=1)).pause == 0
 
 
 def test_nodes_that_are_left_out() -> None:
     def out(**given: Any) -> tuple[tuple[str, ...], str]:
-        made = decide(Ended(fault="failed twice in a row", **given))
+        made = decide_next(StepEnd(fault="failed twice in a row", **given))
         return made.excluded, " ".join(made.notes)
 
     assert out(faulty=("a",), others=2) == (("a",), "")
@@ -172,28 +185,28 @@ def test_nodes_that_are_left_out() -> None:
 def test_a_job_that_cannot_be_requeued_restarts_on_its_node() -> None:
     """Nothing is left out where no start follows that could do without it."""
     given: dict[str, Any] = {"faulty": ("n1",), "others": 9, "room": True, "may_requeue": False}
-    assert decide(Ended(**given, no_progress=2)).answer == "restart"
-    assert decide(Ended(**given, no_progress=3)).answer == "end"
-    assert decide(Ended(**given, no_progress=2, broken=True)).answer == "end"
-    assert decide(Ended(**given, no_progress=2, chain="next")).answer == "chain"
+    assert decide_next(StepEnd(**given, no_progress=2)).answer == "restart"
+    assert decide_next(StepEnd(**given, no_progress=3)).answer == "end"
+    assert decide_next(StepEnd(**given, no_progress=2, broken=True)).answer == "end"
+    assert decide_next(StepEnd(**given, no_progress=2, chain="next")).answer == "chain"
 
 
 def test_a_node_that_is_left_out_begins_the_count_anew() -> None:
     """Up to the limit, and where the program has proved itself or has not even begun."""
     third = {"faulty": ("n1",), "others": 9, "no_progress": 3}
-    assert decide(Ended(**third)).answer == "end"  # a new program may fail wherever it runs
+    assert decide_next(StepEnd(**third)).answer == "end"  # a new program may fail wherever it runs
     for sure in ("trained", "broken"):
-        made = decide(Ended(**third | {sure: True}))
+        made = decide_next(StepEnd(**third | {sure: True}))
         assert (made.answer, made.excluded, made.no_progress) == ("requeue", ("n1",), 0), sure
-        assert decide(Ended(**third | {sure: True, "in_vain": 2})).answer == "end"
-        assert decide(Ended(**third | {sure: True, "others": None})).answer == "end"
-    assert decide(Ended(no_progress=2)).no_progress == 2
+        assert decide_next(StepEnd(**third | {sure: True, "in_vain": 2})).answer == "end"
+        assert decide_next(StepEnd(**third | {sure: True, "others": None})).answer == "end"
+    assert decide_next(StepEnd(no_progress=2)).no_progress == 2
 
 
 def test_the_table_of_the_page() -> None:
     """Write it there when a rule changes: python -c 'from kempner.history import decision;
-    print(decision.table())'."""
-    assert table() in (ROOT / "docs/reference/slurm.md").read_text()
+    print(decision.decision_table())'."""
+    assert decision_table() in (ROOT / "docs/reference/slurm.md").read_text()
 
 
 # --- judge.py -------------------------------------------------------------------------------------
@@ -211,8 +224,8 @@ def ask(
     words = [f"{name}={value}" for name, value in (BASE | facts).items()]
     judge.main(str(run_dir), str(log), *words)
     mark, *lines = capsys.readouterr().out.splitlines()
-    assert mark == "kempner-answer" and len(lines) == len(judge.ANSWERS)
-    return dict(zip(judge.ANSWERS, lines, strict=True))
+    assert mark == "kempner-answer" and len(lines) == len(judge.DECISION_FIELDS)
+    return dict(zip(judge.DECISION_FIELDS, lines, strict=True))
 
 
 def write(run_dir: Path, records: Sequence[dict[str, Any]]) -> None:
@@ -390,7 +403,7 @@ def test_one_broken_host_after_the_other(
         ("end", "node4", "", "4"),
         ("end", "node5", "", "5"),
     ]
-    assert not judge.has_trained(records, ["2"], "")
+    assert not judge.jobs_have_trained(records, ["2"], "")
     write(run_dir, [*records[:4], made("2", no_progress=0), *records[:2]])
     log.write_text("srun: error: node3: task 1: Exited with exit code 1\n")  # no module torch
     assert ask(run_dir, capsys, log)["blamed"] == "node3"

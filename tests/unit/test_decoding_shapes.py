@@ -16,16 +16,16 @@ import torch.nn.functional as F
 
 from kempner.generate.config import Sampling
 from kempner.generate.engine import Engine
-from kempner.generate.texts import Text, generate
-from kempner.load import Loaded, load
-from kempner.model.cache import BLOCK
+from kempner.generate.texts import Text, generate_texts
+from kempner.load import Loaded, load_model_and_tokenizer
+from kempner.model.cache import CACHE_BLOCK
 from kempner.serve.http import Server
 from kempner.serve.worker import Worker
 from tests.served import Client, make_model
 
-SLOTS, WINDOW = 4, 3 * BLOCK
-MOST = 2 * SLOTS * WINDOW // BLOCK  # prompts, and steps; of so many rows and blocks
-LONG = 2 * BLOCK - 10  # tokens of the longest prompt
+SLOTS, WINDOW = 4, 3 * CACHE_BLOCK
+MOST = 2 * SLOTS * WINDOW // CACHE_BLOCK  # prompts, and steps; of so many rows and blocks
+LONG = 2 * CACHE_BLOCK - 10  # tokens of the longest prompt
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loaded(folder: Path) -> Iterator[Loaded]:
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(True)
-    yield load(str(folder), "cpu")
+    yield load_model_and_tokenizer(str(folder), "cpu")
     torch.backends.cuda.enable_cudnn_sdp(before)
 
 
@@ -64,7 +64,7 @@ def prompts(seed: int = 1) -> list[list[int]]:
 def generated(loaded: Loaded, fixed: bool) -> None:
     engine = Engine[Text](loaded.model, 260, WINDOW, SLOTS, fixed)
     sampling = Sampling(temperature=0, max_tokens=60)
-    for _ in generate(engine, loaded.words.tokenizer, set(), prompts(), sampling):
+    for _ in generate_texts(engine, loaded.words.tokenizer, set(), prompts(), sampling):
         pass
 
 
@@ -97,7 +97,7 @@ def test_few_shapes(
 ) -> None:
     work(loaded, fixed)
     assert 0 < len(shapes) <= (2 if fixed else MOST), sorted(map(str, shapes))
-    assert all(keys[2] % BLOCK == 0 for _, keys, _ in shapes)
+    assert all(keys[2] % CACHE_BLOCK == 0 for _, keys, _ in shapes)
 
 
 def test_few_shapes_where_texts_are_scored(loaded: Loaded, shapes: set[Any]) -> None:
@@ -116,7 +116,9 @@ def test_cudnn_has_no_part(loaded: Loaded) -> None:
 def test_scores_are_shares_of_all_rows_of_the_model(tmp_path: Path) -> None:
     """Also of those beyond the tokenizer, as lm-eval's own models have it."""
     harness = pytest.importorskip("kempner.harness")
-    model = harness.HarnessModel(load(str(make_model(tmp_path, vocab_size=320)), "cpu"), 1)
+    model = harness.HarnessModel(
+        load_model_and_tokenizer(str(make_model(tmp_path, vocab_size=320)), "cpu"), 1
+    )
     ((value, _),) = model.loglikelihood([SimpleNamespace(args=("a few", " words"))])
     context, rest = model.tok_encode("a few"), model.tok_encode(" words")
     ids = torch.tensor([[*model.begin, *context, *rest]])

@@ -11,12 +11,12 @@ import pytest
 
 from kempner.config.option import ConfigError
 from kempner.directories import (
-    MARK,
-    NOTHING,
+    MARK_FILE,
+    NOTHING_THERE,
     Kind,
-    describe,
-    kind_of,
-    mark,
+    describe_directory,
+    directory_kind,
+    mark_directory,
     read_mark,
     read_run_id,
     refuse_others,
@@ -39,7 +39,7 @@ CASES: dict[str, tuple[Kind, dict[str, object]]] = {
     ),
     "a run without its id": (Kind.RUN, {"attempts.jsonl": START, "config.toml": ""}),
     "a run of run.sh": (Kind.PROGRAM, {"attempts.jsonl": START, "progress": "7", "logs/": ""}),
-    "a run of run.sh, marked": (Kind.PROGRAM, {MARK: {"is": "PROGRAM", "run": ""}}),
+    "a run of run.sh, marked": (Kind.PROGRAM, {MARK_FILE: {"is": "PROGRAM", "run": ""}}),
     "a job that ended early": (
         Kind.STARTED,
         {"attempts.jsonl": FAULT, "logs/": "", "lock": {"host": "a"}},
@@ -65,13 +65,13 @@ CASES: dict[str, tuple[Kind, dict[str, object]]] = {
     "a model with shards in it": (Kind.MODEL, {"a.safetensors": "", "dataset.json": SIDECAR}),
     "a config.json of another program": (Kind.OTHER, {"config.json": {"colour": "blue"}}),
     "checkpoints": (Kind.CHECKPOINTS, {"step_00000007/manifest.json": MANIFEST}),
-    "checkpoints, marked": (Kind.CHECKPOINTS, {MARK: {"is": "CHECKPOINTS", "run": ID}}),
+    "checkpoints, marked": (Kind.CHECKPOINTS, {MARK_FILE: {"is": "CHECKPOINTS", "run": ID}}),
     "a checkpoint": (Kind.CHECKPOINT, {"manifest.json": MANIFEST}),
     "checkpoints of another program": (
         Kind.OTHER,
         {"step_00000001/weights.pt": "", "step_00000002/manifest.json": {"step": 2}},
     ),
-    "a mark that says nothing": (Kind.OTHER, {MARK: "[", "notes.txt": ""}),
+    "a mark that says nothing": (Kind.OTHER, {MARK_FILE: "[", "notes.txt": ""}),
     "bytes": (Kind.OTHER, {"id": b"\xff\xfe", "dataset.json": b"\x00", "attempts.jsonl": b"\xff"}),
 }  # fmt: skip
 
@@ -94,18 +94,18 @@ def fill(directory: Path, files: dict[str, object]) -> Path:
 @pytest.mark.parametrize("case", CASES)
 def test_a_directory_is_told_by_its_files(case: str, tmp_path: Path) -> None:
     kind, files = CASES[case]
-    assert kind_of(fill(tmp_path / "it", files)) is kind
+    assert directory_kind(fill(tmp_path / "it", files)) is kind
 
 
 def test_what_is_no_directory(tmp_path: Path) -> None:
-    assert kind_of(tmp_path / "none") is Kind.MISSING
+    assert directory_kind(tmp_path / "none") is Kind.MISSING
     (tmp_path / "note").write_text("")
-    assert kind_of(tmp_path / "note") is Kind.FILE
+    assert directory_kind(tmp_path / "note") is Kind.FILE
     (tmp_path / "link").symlink_to("gone")
-    assert kind_of(tmp_path / "link") is Kind.DANGLING
-    assert describe(tmp_path / "link") == "a link to gone, which is not there"
+    assert directory_kind(tmp_path / "link") is Kind.DANGLING
+    assert describe_directory(tmp_path / "link") == "a link to gone, which is not there"
     (tmp_path / "to-run").symlink_to(fill(tmp_path / "run", {"id": f"{ID}\n"}))
-    assert kind_of(tmp_path / "to-run") is Kind.RUN
+    assert directory_kind(tmp_path / "to-run") is Kind.RUN
 
 
 def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,12 +113,12 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "listdir", listdir)  # root may read all
-    assert kind_of(tmp_path) is Kind.UNREADABLE
+    assert directory_kind(tmp_path) is Kind.UNREADABLE
 
 
 def test_marks(tmp_path: Path) -> None:
     assert read_mark(tmp_path) == (None, "") and read_run_id(tmp_path) == ""
-    mark(tmp_path / "x" / "y", Kind.CHECKPOINTS, ID)
+    mark_directory(tmp_path / "x" / "y", Kind.CHECKPOINTS, ID)
     assert read_mark(tmp_path / "x" / "y") == (Kind.CHECKPOINTS, ID)
 
 
@@ -127,7 +127,7 @@ def test_a_refusal_names_the_option_the_kind_and_the_fix(tmp_path: Path) -> None
     here = fill(tmp_path / "it", {"a.txt": "", "b.txt": "", ".c": "", "d.txt": ""})
     for fine in (tmp_path / "none", fill(tmp_path / "empty", {})):
         refuse(fine, "run.dir", (), "")
-    refuse(here, "run.dir", (Kind.OTHER, *NOTHING), "")
+    refuse(here, "run.dir", (Kind.OTHER, *NOTHING_THERE), "")
     with pytest.raises(ConfigError) as error:
         refuse(here, "run.dir", (Kind.RUN,), "give another: --run.dir=runs/NAME")
     assert str(error.value) == (

@@ -37,9 +37,9 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("version", KERNELS)
 def test_the_version_of_the_driver(proc: Path, version: str) -> None:
-    assert driver.driver() is None
+    assert driver.driver_version() is None
     proc.write_text(KERNELS[version] + "GCC version:  gcc version 12.2.0 (Debian)\n")
-    assert driver.driver() == version
+    assert driver.driver_version() == version
 
 
 def test_the_installed_torch_is_read_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,14 +64,14 @@ def test_the_installed_torch_is_read_without_an_import(monkeypatch: pytest.Monke
     ],
 )  # fmt: skip
 def test_what_fits(version: str | None, cuda: str | None, fix: str | None) -> None:
-    told = driver.misfit(version, cuda)
+    told = driver.driver_problem(version, cuda)
     assert told is None if fix is None else fix in str(told)
 
 
 def test_the_page_has_every_index() -> None:
     page = (ROOT / "docs/reference/slurm.md").read_text()
     for branch, index in driver.INDEXES.items():
-        assert re.search(rf"\| {branch} .*`{driver.INDEX}{index}`", page), index
+        assert re.search(rf"\| {branch} .*`{driver.WHEEL_INDEX}{index}`", page), index
 
 
 @pytest.mark.parametrize("cuda", ["13.0", None])

@@ -13,7 +13,7 @@ import pytest
 
 from kempner.config.option import ConfigError
 from kempner.rl.config import EnvConfig
-from kempner.rl.environments.opening import Tasks, make
+from kempner.rl.environments.opening import Tasks, make_environment
 from kempner.rl.environments.protocol import Score
 from kempner.rl.environments.scorer import Scorer
 from tests.rewards import score
@@ -106,5 +106,5 @@ def test_without_the_package(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=r"is not installed.*\[rl-envs\]") as error:
-        make(identifier, args)
+        make_environment(identifier, args)
     assert len(error.value.problems) == 1

@@ -14,7 +14,7 @@ import pytest
 
 from kempner.config.option import ConfigError
 from kempner.rl.config import EnvConfig, RlConfig
-from kempner.rl.environments.opening import BUILT_IN, Tasks, make, open_environments
+from kempner.rl.environments.opening import BUILT_IN, Tasks, make_environment, open_environments
 from kempner.rl.environments.protocol import Environment, Message, Task
 from tests.conftest import ROOT
 
@@ -137,12 +137,12 @@ RULES = [("words", "3"), ("ends", "lamp")]
     ],
 )
 def test_rewards(identifier: str, answer: Any, completion: str, reward: float) -> None:
-    env = make(identifier, '{"seconds": 1.0}' if identifier == "code" else "")
+    env = make_environment(identifier, '{"seconds": 1.0}' if identifier == "code" else "")
     assert env.score(Task("", answer), completion) == reward
 
 
 def test_what_is_nearly_right_has_a_part_of_the_reward() -> None:
-    env = make("reverse", '{"partial": 0.5}')
+    env = make_environment("reverse", '{"partial": 0.5}')
     rewards = [env.score(Task("", "cba"), text) for text in ("cba", "cbx", "cb", "xba", "cbaxyz")]
     assert rewards == [1.0, pytest.approx(1 / 3), pytest.approx(1 / 3), 0.0, 0.25]
 
@@ -212,7 +212,7 @@ def test_answers_in_a_file(tmp_path: Path, answer: str, completion: str, reward:
     path = tmp_path / "qa.jsonl"
     answer = answer if "boxed" in answer else f"Because.\n#### {answer}"
     path.write_text(json.dumps({"prompt": "?", "answer": answer}) + "\n\n")
-    env = make("qa", json.dumps({"file": str(path)}))
+    env = make_environment("qa", json.dumps({"file": str(path)}))
     task = Tasks(EnvConfig("qa", args=json.dumps({"file": str(path), "held_out": 1})), 0).task(
         0, held_out=True
     )
@@ -235,7 +235,7 @@ def test_formulas_are_the_same_in_other_words(tmp_path: Path) -> None:
         ("1", r"\boxed{\sum_{i=1}^{1000000000} 1/i}", 0.0),  # is not left out
     ]:
         path.write_text(json.dumps({"prompt": "?", "answer": answer}))
-        env = make("qa", json.dumps({"file": str(path)}))
+        env = make_environment("qa", json.dumps({"file": str(path)}))
         assert env.score(Task("?", answer), completion) == reward, completion
 
 
@@ -245,7 +245,7 @@ def test_tests_of_a_file(tmp_path: Path) -> None:
     two = {"prompt": "Write sum().", "tests": "assert sum() == 1", "entry_point": "sum"}
     bad = {"prompt": "Write f().", "tests": "import sys\nf(sys)"}
     path.write_text("\n".join(map(json.dumps, (one, two, bad))))
-    env = make("code", json.dumps({"file": str(path)}))
+    env = make_environment("code", json.dumps({"file": str(path)}))
     tasks = [env.task(number, Random()) for number in range(3)]
     assert env.score(tasks[0], "def one(): return 1") == 1.0
     assert env.score(tasks[1], "def sum(): return 1") == 1.0
@@ -265,7 +265,7 @@ def talk(env: Environment, task: Task, turns: Sequence[str]) -> list[Message]:
 
 
 def test_turns() -> None:
-    guess, task = make("guess", ""), Task("Guess.", 5)
+    guess, task = make_environment("guess", ""), Task("Guess.", 5)
     messages = talk(guess, task, ["hm", "2", "7", "5"])
     assert [m["content"].strip() for m in messages[2::2]] == [
         "A number, please.",
@@ -273,7 +273,7 @@ def test_turns() -> None:
         "Lower.",
     ]
     assert guess.judge(task, messages) == 1.0
-    calculator, task = make("calculator", ""), Task("What?", "56088")
+    calculator, task = make_environment("calculator", ""), Task("What?", "56088")
     messages = talk(calculator, task, ["calc: 123*456", "calc: __import__('os')", "56088"])
     assert messages[2]["content"] == "\n56088\n" and "only numbers" in messages[4]["content"]
     assert calculator.judge(task, messages) == 1.0
@@ -344,7 +344,7 @@ def test_a_row_that_is_none_is_named(tmp_path: Path, identifier: str, row: str, 
 
 
 def test_an_own_environment_and_the_page_that_shows_it() -> None:
-    env = make(f"{OWN}:Vowels", '{"length": 3}')
+    env = make_environment(f"{OWN}:Vowels", '{"length": 3}')
     assert env.score(Task("Vowels in abe: ", 2), " 2 ") == 1.0
     assert env.score(Task("Vowels in abe: ", 2), "3") == 0.0
     code = OWN.read_text().split('"""\n\n', 1)[1].strip()

@@ -13,33 +13,41 @@ import pytest
 from kempner.background import Background
 from kempner.files import read_jsonl
 from kempner.history import events
-from kempner.history.events import Decision, End, Event, Fault, FirstStep, GoBack, Start
+from kempner.history.events import (
+    DecisionEvent,
+    End,
+    Event,
+    FaultEvent,
+    FirstStep,
+    GoBack,
+    StartEvent,
+)
 from kempner.run_records import RunRecords
 from tests.cluster import SCRIPTS
 
 HEAD = {"time": 1.5, "job": "12_3", "restart": 2, "attempt_id": "12.2", "attempt": 4, "step": 7}
 EVENTS: list[Event] = [
-    Start(**HEAD, nodes=("n1", "n2"), world_size=8, process_began=1.0),  # type: ignore[arg-type]
+    StartEvent(**HEAD, nodes=("n1", "n2"), world_size=8, process_began=1.0),  # type: ignore[arg-type]
     FirstStep(**HEAD),  # type: ignore[arg-type]
     GoBack(**HEAD, to=5, skip=(16, 32), reason="not finite"),  # type: ignore[arg-type]
-    Fault(**HEAD, kind="oom", ranks=(3,), hosts=("n2",), final=True),  # type: ignore[arg-type]
+    FaultEvent(**HEAD, kind="oom", ranks=(3,), hosts=("n2",), final=True),  # type: ignore[arg-type]
     End(**HEAD, state="done", reason="the last step"),  # type: ignore[arg-type]
-    Decision(**HEAD, decision="requeue", no_progress=1),  # type: ignore[arg-type]
+    DecisionEvent(**HEAD, decision="requeue", no_progress=1),  # type: ignore[arg-type]
 ]
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "attempts.jsonl"
     for event in EVENTS:
-        events.append(path, event)
-    assert events.read(path) == EVENTS
+        events.append_event(path, event)
+    assert events.read_events(path) == EVENTS
 
 
 def test_a_torn_line_costs_one_event(tmp_path: Path) -> None:
     path = tmp_path / "attempts.jsonl"
     path.write_text('{"event": "start", "ti')
-    events.append(path, EVENTS[1])
-    assert events.read(path) == [EVENTS[1]]
+    events.append_event(path, EVENTS[1])
+    assert events.read_events(path) == [EVENTS[1]]
 
 
 @pytest.mark.parametrize(
@@ -50,14 +58,14 @@ def test_a_torn_line_costs_one_event(tmp_path: Path) -> None:
         ({"event": ["start"], "time": 1}, None),
         ({"event": "of another version", "time": 1}, None),
         ({"event": "first_step", "time": 1, "step": "2", "more": 3}, FirstStep(time=1)),
-        ({"event": "start", "time": 1, "nodes": [1], "world_size": True}, Start(time=1)),
+        ({"event": "start", "time": 1, "nodes": [1], "world_size": True}, StartEvent(time=1)),
         ({"event": "end", "time": 1, "state": "well"}, End(time=1)),
     ],
 )
 def test_what_does_not_fit_has_its_default(
     record: dict[str, object], expected: Event | None
 ) -> None:
-    assert events.parse(record) == expected
+    assert events.parse_event(record) == expected
 
 
 def test_a_decision_of_the_batch_script(tmp_path: Path) -> None:
@@ -79,8 +87,8 @@ def test_a_decision_of_the_batch_script(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (decision,) = events.read(tmp_path / "attempts.jsonl")
-    assert decision == Decision(
+    (decision,) = events.read_events(tmp_path / "attempts.jsonl")
+    assert decision == DecisionEvent(
         time=decision.time,
         job="12",
         restart=1,
@@ -94,7 +102,7 @@ def test_a_decision_of_the_batch_script(tmp_path: Path) -> None:
         batch_began=1_700_000_000,
     )
     record = json.loads((tmp_path / "attempts.jsonl").read_text())
-    fields = {field.name for field in dataclasses.fields(Decision)} - {"attempt"} | {"event"}
+    fields = {field.name for field in dataclasses.fields(DecisionEvent)} - {"attempt"} | {"event"}
     assert set(record) == fields  # none is missing, none is unknown
 
 
@@ -139,10 +147,10 @@ def test_each_host_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setenv("SLURMD_NODENAME", host)
         for first in (True, False):
             records = RunRecords(tmp_path, 0, Background(print), first=first)
-            records.event(Fault(**records.head(1), reason=f"{host} {first}"))
+            records.event(FaultEvent(**records.head(1), reason=f"{host} {first}"))
             assert records._background.flush(60)
-        records.last_event(Fault(**records.head(1), reason="lost"))
+        records.last_event(FaultEvent(**records.head(1), reason="lost"))
     files = [path, *sorted(tmp_path.glob("attempts/*"))]
     told = [[record["reason"] for record in read_jsonl(file)] for file in files]
     assert told == [["n1 True", "n2 True"], ["n1 False", "lost"], ["n2 False", "lost"]]
-    assert len(events.read(path)) == 6
+    assert len(events.read_events(path)) == 6

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kempner import extensions
-from kempner.config.loading import as_dict, load, to_toml
+from kempner.config.loading import as_dict, load_config_files, to_toml
 from kempner.config.option import ConfigError
 from kempner.configure import load_config
 from kempner.lowcomm.config import LowcommConfig
@@ -78,7 +78,7 @@ def test_help_lists_an_extension_that_is_asked_for() -> None:
 )
 def test_a_wrong_word_is_answered_by_an_extensions_name(word: str, expected: str) -> None:
     with pytest.raises(ConfigError) as error:
-        load(RunConfig, [], ["--data.dataset_path=x", word])
+        load_config_files(RunConfig, [], ["--data.dataset_path=x", word])
     assert error.value.problems == [f"{word}: {expected}"]
 
 

@@ -9,10 +9,10 @@ import pytest
 from kempner.history.faulty_host import (
     ENDING,
     blamed_before,
+    decisions_without_progress,
     final_reason,
     host_of,
     launch_failed_on,
-    no_progress,
 )
 
 KILLED = """\
@@ -74,10 +74,10 @@ def decision(job: str, **values: object) -> dict[str, object]:
 
 def test_attempts_without_progress() -> None:
     def count(*values: int | None) -> int:
-        return no_progress([decision("1", no_progress=value) for value in values])
+        return decisions_without_progress([decision("1", no_progress=value) for value in values])
 
     assert [count(), count(1, 2), count(2, 0), count(2, 0, None, None)] == [0, 2, 0, 2]
-    assert no_progress([{"event": "decision"}]) == 1  # of an older version
+    assert decisions_without_progress([{"event": "decision"}]) == 1  # of an older version
 
 
 def test_the_last_blamed_host() -> None:

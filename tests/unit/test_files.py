@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import pytest
 
-from kempner.files import end_torn_line, read_jsonl, step_of, swap_link, write_atomic
+from kempner.files import end_torn_line, read_jsonl, step_of_name, swap_link, write_atomic
 
 
 def test_text_bytes_and_a_writer(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_link_is_swapped(tmp_path: Path) -> None:
 
 def test_step_of() -> None:
     names = ("step_00000100", "step_123456789", "step_00000100.partial", "latest", "step_1")
-    assert [step_of(name) for name in names] == [100, 123456789, None, None, None]
+    assert [step_of_name(name) for name in names] == [100, 123456789, None, None, None]
 
 
 def test_torn_lines_are_skipped(tmp_path: Path) -> None:

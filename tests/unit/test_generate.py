@@ -22,14 +22,14 @@ import torch
 import kempner.load
 from kempner import load_model
 from kempner.checkpoint import commit
-from kempner.config.loading import load
+from kempner.config.loading import load_config_files
 from kempner.config.option import ConfigError
 from kempner.data.dataset import TokenDataset
 from kempner.data.loader import val_batches
 from kempner.data.sidecar import SIDECAR
 from kempner.data.tokenizer import train_bpe
 from kempner.generate.config import Sampling
-from kempner.generate.dialogue import talk
+from kempner.generate.dialogue import run_dialogue
 from kempner.parts import open_data
 from kempner.run import RunConfig
 from tests import hf_models
@@ -111,7 +111,7 @@ def test_the_model_is_that_of_the_run(run: Path, data_dir: Path, other_data: Pat
     found = {line["step"]: line for line in lines if "val_loss" in line}
     assert list(found) == [15, 30]
     for step, line in found.items():
-        model, _ = load_model(run / "checkpoints" / commit.name_of(step))
+        model, _ = load_model(run / "checkpoints" / commit.checkpoint_name(step))
         sets = line["val_sets"]
         assert list(sets) == ["code", "docs"] and line["val_loss"] == sets["code"]["loss"]
         for name, path in (("code", data_dir), ("docs", other_data)):
@@ -137,7 +137,7 @@ def test_wrong_validation_sets_are_refused(data_dir: Path, tmp_path: Path) -> No
     }.items():
         words = [f"--data.dataset_path={data_dir}", "--eval.interval=1", f"--eval.sets=[{sets}]"]
         with pytest.raises(ConfigError) as raised:
-            open_data(load(RunConfig, [], words), check=True)
+            open_data(load_config_files(RunConfig, [], words), check=True)
         assert problem in str(raised.value)
 
 
@@ -304,7 +304,7 @@ def test_a_dialogue(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) 
         return lines.pop()
 
     monkeypatch.setattr("builtins.input", type_line)
-    loaded = kempner.load.load(str(tmp_path / "m"), "cpu")
+    loaded = kempner.load.load_model_and_tokenizer(str(tmp_path / "m"), "cpu")
     chat = type(loaded.words).chat
 
     def record(words: Any, messages: Any) -> list[int]:
@@ -312,7 +312,7 @@ def test_a_dialogue(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) 
         return chat(words, messages)
 
     monkeypatch.setattr(type(loaded.words), "chat", record)
-    talk(loaded, Sampling(max_tokens=9))
+    run_dialogue(loaded, Sampling(max_tokens=9))
     assert [len(messages) for messages in asked] == [1, 3]
     assert asked[1][0] == "user: one" and asked[1][1].startswith("assistant: ")
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from kempner.gpu import reading
-from kempner.gpu.findings import THROTTLED, Finding, Watch, at_rest, of_xid
-from kempner.gpu.reading import Gpu, NoAnswer, NvidiaSmi, Nvml, bus, of_this_job
+from kempner.gpu.findings import THROTTLED, Finding, ReadingComparison, at_rest, of_xid
+from kempner.gpu.reading import GpuReading, NoAnswer, NvidiaSmi, Nvml, of_this_job, short_bus_id
 from kempner.history.events import read_records
 from tests.gpus import Shim, gpu
 
@@ -56,7 +56,7 @@ def test_a_driver_that_says_nothing(shim: Shim, monkeypatch: pytest.MonkeyPatch)
     shim.say(says="NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.")
     with pytest.raises(NoAnswer, match="couldn't communicate"):
         smi(shim).read()
-    monkeypatch.setattr(reading, "LOOK_S", 0.2)
+    monkeypatch.setattr(reading, "NVIDIA_SMI_TIMEOUT_S", 0.2)
     shim.say(hangs=True)
     with pytest.raises(NoAnswer, match="did not answer"):
         smi(shim).read()
@@ -64,7 +64,7 @@ def test_a_driver_that_says_nothing(shim: Shim, monkeypatch: pytest.MonkeyPatch)
 
 def test_buses_are_written_in_three_ways() -> None:
     names = ("00000000:3B:00.0", "PCI:0000:3b:00", "0000:3B:00.0")
-    assert {bus(name) for name in names} == {"0000:3b:00"} and bus("none") == ""
+    assert {short_bus_id(name) for name in names} == {"0000:3b:00"} and short_bus_id("none") == ""
 
 
 @pytest.mark.parametrize(
@@ -83,24 +83,24 @@ def test_the_gpus_of_the_job(given: str, mine: list[int], monkeypatch: pytest.Mo
     """Those hidden from the job do not count: the driver numbers the others from 0."""
     monkeypatch.setenv("SLURM_STEP_GPUS", given)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    both = [Gpu(0, "GPU-0a"), Gpu(1, "GPU-1b")]
+    both = [GpuReading(0, "GPU-0a"), GpuReading(1, "GPU-1b")]
     assert [each.index for each in of_this_job(both)] == mine
 
 
 # --- what follows -----------------------------------------------------------------------------
 
 
-def found(*looks: list[Gpu]) -> list[tuple[str, str]]:
-    watch = Watch()
+def found(*looks: list[GpuReading]) -> list[tuple[str, str]]:
+    watch = ReadingComparison()
     findings: dict[tuple[object, ...], Finding] = {}
     for look in looks:
         findings |= {finding.key: finding for finding in watch.look(look)}
     return [(finding.answer, finding.what) for finding in findings.values()]
 
 
-def one(**changed: Any) -> Gpu:
+def one(**changed: Any) -> GpuReading:
     numbers = {"utilization.gpu": 90.0, **changed.pop("numbers", {})}
-    return Gpu(index=3, pci="0000:3e:00", numbers=numbers, **changed)
+    return GpuReading(index=3, pci="0000:3e:00", numbers=numbers, **changed)
 
 
 ERRORS = "ecc.errors.uncorrected.volatile.total"
@@ -148,9 +148,12 @@ SLOW = {"pcie.link.gen.current": 1.0, "pcie.link.gen.max": 5.0}
         ([one(), one(lost=True), one(lost=True)], [("end", "GPU 3: the driver has lost it")]),
         ([one(), one(lost=True), one()], []),
         (3 * [one(lost=True)], []),
-        ([one(), *2 * [Gpu(-1, pci="0000:99:00", lost=True)]], []),  # of another job
-        ([one(), *2 * [Gpu(-1, lost=True)]], [("end", "GPU: the driver has lost it")]),
-        ([[Gpu(0, "a"), one()], [Gpu(0, "a")], [Gpu(0, "a")]], [("end", "GPU 3: the driver ha")]),
+        ([one(), *2 * [GpuReading(-1, pci="0000:99:00", lost=True)]], []),  # of another job
+        ([one(), *2 * [GpuReading(-1, lost=True)]], [("end", "GPU: the driver has lost it")]),
+        (
+            [[GpuReading(0, "a"), one()], [GpuReading(0, "a")], [GpuReading(0, "a")]],
+            [("end", "GPU 3: the driver ha")],
+        ),
     ],
 )
 def test_findings(looks: list[Any], expected: list[tuple[str, str]]) -> None:
@@ -161,7 +164,7 @@ def test_findings(looks: list[Any], expected: list[tuple[str, str]]) -> None:
 
 
 def test_nvidia_smi_names_only_the_lost_one(shim: Shim) -> None:
-    reader, watch = smi(shim), Watch()
+    reader, watch = smi(shim), ReadingComparison()
     assert not list(watch.look(reader.read()))
     shim.say(says="Unable to determine the device handle for GPU1: 0000:3C:00.0: GPU is lost.")
     assert not list(watch.look(reader.read())) and watch.in_doubt
@@ -371,9 +374,9 @@ def test_one_look_through_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.switches == ("remapped_rows.pending",) and found.nvlinks == (0, 1)
     assert found.slowdowns == ("hw_slowdown", "hw_thermal_slowdown")
     assert list(reader.xids(0.1)) == [("0000:3b:00", 79)] and not list(reader.xids(0.1))
-    assert found.number(reading.MEMORY) == 612 and reader.processes(found) == [4711]
+    assert found.number(reading.MEMORY_USED) == 612 and reader.processes(found) == [4711]
     fake.versions = []
-    assert reader.read()[0].number(reading.MEMORY) == 1300
+    assert reader.read()[0].number(reading.MEMORY_USED) == 1300
     fake.lost = True
     (found,) = reader.read()
     assert found.lost and found.pci == "0000:3b:00"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kempner.config.loading import load
+from kempner.config.loading import load_config_files
 from kempner.data.batch import MicroBatch
 from kempner.objective import NextToken
 from kempner.parallel.build import build_model, parameter_names
@@ -42,7 +42,7 @@ CASES = {
 
 def gradients(words: list[str]) -> dict[str, Tensor]:
     """Of PASSES micro-batches of one row on each rank."""
-    cfg = load(RunConfig, [], [*SHAPE, *words])
+    cfg = load_config_files(RunConfig, [], [*SHAPE, *words])
     layout = build_layout(cfg.distributed, WORLD, 1, "cpu")
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed)
     with torch.no_grad():

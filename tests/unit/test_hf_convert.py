@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kempner.checkpoint import commit
-from kempner.checkpoint.fits import check
-from kempner.checkpoint.layout import Layout, StoredTensor, own_box
-from kempner.checkpoint.reader import read_tensors, verify
+from kempner.checkpoint.fits import check_compatible
+from kempner.checkpoint.layout import CheckpointLayout, StoredTensor, own_box
+from kempner.checkpoint.reader import read_tensors, verify_checkpoint
 from kempner.config.option import ConfigError
-from kempner.directories import Kind, mark
+from kempner.directories import Kind, mark_directory
 from kempner.hf import exporting, families, importing, load
-from kempner.hf.load import Job, fill, load_weights
-from kempner.hf.source import find
+from kempner.hf.load import ReadJob, fill_tensors, load_weights
+from kempner.hf.source import find_weights
 from kempner.hf.stored import Stored
 from kempner.hf.tensors import tensor_names
 from kempner.model.config import ModelConfig
@@ -99,15 +99,15 @@ def test_in_many_files(
     model: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files so small that there are more of them than a norm has elements."""
-    monkeypatch.setattr(importing, "FILE_BYTES", 4000)
+    monkeypatch.setattr(importing, "TENSOR_FILE_BYTES", 4000)
     convert("import", model, tmp_path / "run")
-    path = find(str(tmp_path / "run")).path
+    path = find_weights(str(tmp_path / "run")).path
     manifest = commit.read_manifest(path)
-    assert manifest["world_size"] > 48 and manifest["step"] == 0 and verify(path) == []
-    one = read_tensors(find(str(run)).path)
+    assert manifest["world_size"] > 48 and manifest["step"] == 0 and verify_checkpoint(path) == []
+    one = read_tensors(find_weights(str(run)).path)
     assert equal_bits(read_tensors(path), one)
     monkeypatch.setattr(exporting, "READ_BYTES", 6000)
-    exporting.export(path, tmp_path / "out", "auto", 20_000)
+    exporting.export_checkpoint(path, tmp_path / "out", "auto", 20_000)
     assert equal_bits(tensors(tmp_path / "out"), tensors(model))
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     sizes = [file.stat().st_size for file in (tmp_path / "out").glob("model-*.safetensors")]
@@ -120,7 +120,9 @@ def test_a_part_is_not_overwritten_while_it_is_written(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporting, "READ_BYTES", 6000)
-    reader = exporting._Reader(find(str(run)).path, ["embed.weight", "norm.weight"], torch.float32)
+    reader = exporting._Reader(
+        find_weights(str(run)).path, ["embed.weight", "norm.weight"], torch.float32
+    )
     first, second = (part.data_ptr() for part in reader.parts(["embed.weight", "norm.weight"]))
     assert first != second
 
@@ -143,7 +145,7 @@ def test_what_is_beside_the_weights_goes_along(model: Path, run: Path, tmp_path:
 def test_the_weights_are_cast_to_the_model(model: Path, run: Path) -> None:
     """The reference of DPO computes in bf16, from a directory or from a run in fp32."""
     for path in (model, run):
-        source = find(str(path))
+        source = find_weights(str(path))
         cfg = ModelConfig(**source.model())
         decoder = Decoder(cfg).bfloat16()
         load_weights(decoder, cfg, source)
@@ -166,19 +168,22 @@ def test_a_rank_reads_its_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Path, "open", lambda path, mode, buffering=-1: Counted(path, mode[:1]))
     monkeypatch.setattr(load, "PIECE", 32)  # two rows
     targets = torch.empty(3, 2), torch.empty(10, 4)
-    box = own_box(StoredTensor(wide.shape, torch.float32, Layout((4,), (0,)), 0), 1)
+    box = own_box(StoredTensor(wide.shape, torch.float32, CheckpointLayout((4,), (0,)), 0), 1)
     with Stored(tmp_path, "pt") as stored:
-        jobs = [Job(targets[0], "x", (box[0], (1, 2))), Job(targets[1], "y", ((0, 10), (0, 4)))]
-        fill(stored, jobs)
+        jobs = [
+            ReadJob(targets[0], "x", (box[0], (1, 2))),
+            ReadJob(targets[1], "y", ((0, 10), (0, 4))),
+        ]
+        fill_tensors(stored, jobs)
     assert targets[0].equal(wide[3:6, 1:3]) and targets[1].equal(wide)
     assert read == [32, 16, 32, 32, 16]  # rows of 16 bytes, then of 8
 
 
 def test_an_imported_model_is_no_run_to_continue(run: Path) -> None:
-    path = find(str(run)).path
+    path = find_weights(str(run)).path
     manifest = commit.read_manifest(path)
     with pytest.raises(ConfigError, match=r"was imported from .*--model\.init_from=THIS_RUN"):
-        check(path, manifest, {"run": manifest["run"], "fixed": {}})
+        check_compatible(path, manifest, {"run": manifest["run"], "fixed": {}})
 
 
 def test_check_says_what_it_is(model: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -359,7 +364,7 @@ def test_a_killed_import_is_no_run(model: Path, tmp_path: Path) -> None:
     root = tmp_path / "run/checkpoints"
     for name in ("config.toml", "id"):
         (tmp_path / "run" / name).unlink()
-    mark(tmp_path / "run", Kind.IMPORT)
+    mark_directory(tmp_path / "run", Kind.IMPORT)
     (root / "latest").unlink()
     (root / "step_00000000").rename(root / "step_00000000.partial")
     convert("import", model, tmp_path / "run")

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from kempner.config.option import ConfigError
 from kempner.hf.families import config_json, family_of, model_values
-from kempner.hf.tensors import parts, tensor_names
+from kempner.hf.tensors import stored_parts, tensor_names
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.model.shapes import tensor_shapes
@@ -290,7 +290,7 @@ def test_our_own_model_is_one_of_transformers(case: str, tmp_path: Path) -> None
         names = tensor_names(cfg, config["model_type"])
         state = {}
         for name, value in model.state_dict().items():
-            theirs = parts(names[name], tuple(value.shape))
+            theirs = stored_parts(names[name], tuple(value.shape))
             values = [value] if "*" not in names[name] else value
             state |= {part: one.clone() for part, one in zip(theirs, values, strict=True)}
         save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})

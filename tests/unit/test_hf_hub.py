@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from kempner.data.tokenizer import train_bpe
-from kempner.hf.source import find
+from kempner.hf.source import find_weights
 from tests.conftest import ROOT, Train, clean_env
 from tests.hf_models import load_quietly, make, ours, theirs
 
@@ -229,8 +229,8 @@ def test_the_trainer_asks_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    find("me/tiny")
-    find("me/tiny@v1", download=True)
+    find_weights("me/tiny")
+    find_weights("me/tiny@v1", download=True)
     assert asked == [("me/tiny", True), ("me/tiny", False)]
 
 

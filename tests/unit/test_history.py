@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kempner.history.run_history import History, load_history
-from kempner.history.wall_time import PARTS
-from kempner.slurm import Job
+from kempner.history.wall_time import TIME_PARTS
+from kempner.slurm import SlurmJob
 
 BEGAN = 1_700_000_000.0
 PACE, FIRST = 2.0, 12.0  # seconds of a step, and of the first one
@@ -36,7 +36,7 @@ class MadeUp:
     def __init__(self, path: Path) -> None:
         path.mkdir(parents=True)
         self.path, self.now, self.number = path, BEGAN, -1
-        self.parts = dict.fromkeys(PARTS, 0.0)
+        self.parts = dict.fromkeys(TIME_PARTS, 0.0)
         self.done: list[tuple[int, int, float]] = []  # attempt, step, seconds of training
         self.resumes: list[tuple[int, int]] = []  # attempt, step that it resumes from
         self.saved, self.between = 0, "not running"
@@ -379,7 +379,7 @@ def test_an_attempt_that_still_runs(made: MadeUp) -> None:
     made.write("attempts", event="note", time=made.now)
     status = {"state": "running", "attempt": 1, "step": 40}
     (made.path / "status.json").write_text(json.dumps(status))
-    run = load_history(made.path, {"12": Job("12", "RUNNING")})
+    run = load_history(made.path, {"12": SlurmJob("12", "RUNNING")})
     assert [a.state for a in run.attempts] == ["interrupted", "running"]
     assert run.state.word == "silent"  # since 2023
     assert run.wall_time.lost == [0, 0] and run.wall_time.parts["lost"] == 0

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kempner.config.option import ConfigError
 from kempner.parallel.config import DistributedConfig
-from kempner.parallel.layout import Axes, Layout, build_layout, sizes
+from kempner.parallel.layout import Axes, Layout, axis_sizes, build_layout
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,8 @@ def test_sizes_multiply_to_the_world(
     replicate: int, shard: int, world: int, expected: tuple[int, int]
 ) -> None:
     cfg = DistributedConfig(dp_replicate=replicate, dp_shard=shard)
-    assert sizes(cfg, world, 4) == Axes(1, *expected)
-    assert sizes(cfg, world, 4).data_ranks == world
+    assert axis_sizes(cfg, world, 4) == Axes(1, *expected)
+    assert axis_sizes(cfg, world, 4).data_ranks == world
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_sizes_multiply_to_the_world(
 def test_data_parallelism_takes_the_ranks_that_the_other_axes_leave(
     cfg: dict[str, int], world: int, expected: Axes
 ) -> None:
-    assert sizes(DistributedConfig(**cfg), world, 4) == expected
+    assert axis_sizes(DistributedConfig(**cfg), world, 4) == expected
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_axes_that_do_not_fit_are_shown_with_the_arithmetic(
     cfg: dict[str, int], words: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        sizes(DistributedConfig(**cfg), 8, 4)
+        axis_sizes(DistributedConfig(**cfg), 8, 4)
     (problem,) = error.value.problems
     assert words in problem
 
@@ -161,7 +161,7 @@ def test_sizes_that_do_not_fit_are_shown_with_the_arithmetic(
     replicate: int, shard: int, world: int, arithmetic: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        sizes(DistributedConfig(dp_replicate=replicate, dp_shard=shard), world, 4)
+        axis_sizes(DistributedConfig(dp_replicate=replicate, dp_shard=shard), world, 4)
     (problem,) = error.value.problems
     assert arithmetic in problem and f"product is {world}" in problem and "dp_shard=-1" in problem
 
@@ -187,12 +187,12 @@ def test_the_default_has_no_problem() -> None:
 @pytest.mark.parametrize(("nodes", "expected"), [(1, (4, 8)), (2, (2, 16)), (4, (1, 32))])
 def test_a_copy_of_the_weights_on_so_many_nodes(nodes: int, expected: tuple[int, int]) -> None:
     """32 ranks on nodes of 8: the configuration names no number of hosts."""
-    assert sizes(DistributedConfig(nodes_per_fsdp_group=nodes), 32, 8) == Axes(1, *expected)
+    assert axis_sizes(DistributedConfig(nodes_per_fsdp_group=nodes), 32, 8) == Axes(1, *expected)
 
 
 def test_nodes_that_do_not_divide_are_named() -> None:
     with pytest.raises(ConfigError) as error:
-        sizes(DistributedConfig(nodes_per_fsdp_group=3), 32, 8)
+        axis_sizes(DistributedConfig(nodes_per_fsdp_group=3), 32, 8)
     (problem,) = error.value.problems
     assert "nodes_per_fsdp_group 3 x 8 ranks a node" in problem and "1 x 24 = 24" in problem
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from kempner.config.option import ConfigError
-from kempner.process import kernel
+from kempner.process import pid_namespace
 from kempner.resilience import lock
-from kempner.resilience.lock import LOST, RunLock
+from kempner.resilience.lock import LOST_LOCK_EXIT, RunLock
 
 BEAT_S, LIMIT_S = 0.2, 120.0
 SLURM = {"SLURM_CLUSTER_NAME": "a", "SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "0"}
@@ -52,10 +52,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(("SLURM", "KEMPNER_ATTEMPT"))]:
         monkeypatch.delenv(name)
     for name, seconds in (
-        ("BEAT_S", BEAT_S),
+        ("LOCK_HEARTBEAT_S", BEAT_S),
         ("MISSED_S", 15.0),
         ("DEAD_S", 30.0),
-        ("LOOK_S", 0.1),
+        ("LOCK_POLL_S", 0.1),
     ):
         monkeypatch.setattr(lock, name, seconds)
 
@@ -74,7 +74,7 @@ def squeue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> None
 
 def lost_by(holder: subprocess.Popen[str]) -> str:
     """What a holder that has lost its lock says when it leaves."""
-    assert holder.wait(LIMIT_S) == LOST
+    assert holder.wait(LIMIT_S) == LOST_LOCK_EXIT
     assert holder.stderr is not None
     return holder.stderr.read()
 
@@ -146,7 +146,7 @@ def test_an_earlier_start_of_the_job_leaves_before_the_later_one_begins(
     held = hold(**earlier)
     be(monkeypatch, **later)
     taken = RunLock(tmp_path)
-    assert held.poll() == LOST  # before it is ours, not after
+    assert held.poll() == LOST_LOCK_EXIT  # before it is ours, not after
     assert "is in use by job 12" in lost_by(held)
     taken.check()
     taken.release()
@@ -237,7 +237,7 @@ def test_how_long_a_lock_must_be_still(
         ({"cluster": "b"}, False),
         ({"host": "other"}, False),  # of the same kernel: perhaps its processes are not seen here
         ({"kernel": None}, False),  # of a version that did not say
-        ({"born": lock.birth(os.getpid()), "pid": os.getpid()}, False),
+        ({"born": lock.birth_ticks(os.getpid()), "pid": os.getpid()}, False),
     ],
 )
 def test_only_its_own_kernel_knows_at_once_that_a_process_is_gone(
@@ -277,7 +277,7 @@ def test_what_cannot_be_read_for_a_moment_is_not_dead(
     hold: Hold, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """EIO, ESTALE of a shared file system."""
-    held, looks, look = hold(), iter([lock.Seen()] * 3), lock._look
+    held, looks, look = hold(), iter([lock.SeenLock()] * 3), lock._look
     monkeypatch.setattr(lock, "_look", lambda path: next(looks, None) or look(path))
     with pytest.raises(ConfigError, match=f"is in use by process {held.pid}"):
         RunLock(tmp_path)
@@ -290,7 +290,7 @@ NEWCOMERS = 3
 
 def _take_overs(folder: Path, trials: int, ready: object, over: object) -> None:
     """A newcomer to each of these directories, whose lock a dead process has left."""
-    lock.BEAT_S, lock.LOOK_S, lock.MISSED_S, lock.DEAD_S = 0.02, 0.01, 30.0, 60.0
+    lock.LOCK_HEARTBEAT_S, lock.LOCK_POLL_S, lock.MISSED_S, lock.DEAD_S = 0.02, 0.01, 30.0, 60.0
     for trial in range(trials):
         ready.wait(LIMIT_S)  # type: ignore[attr-defined]
         directory, held = folder / str(trial), None
@@ -309,7 +309,7 @@ def test_the_second_one_waits_for_the_first_one_at_its_most_delicate_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both have seen the dead one's lock, and the first one is about to replace it."""
-    (tmp_path / "lock").write_text(record(kernel=kernel(), host=lock.host_name()))
+    (tmp_path / "lock").write_text(record(kernel=pid_namespace(), host=lock.host_name()))
     about_to, went_on = threading.Event(), threading.Event()
     replace, stays, held = Path.replace, RunLock._stays, []
 
@@ -321,7 +321,7 @@ def test_the_second_one_waits_for_the_first_one_at_its_most_delicate_moment(
             assert went_on.wait(LIMIT_S)
         return replace(self, target)
 
-    def seen_waiting(self: RunLock, seen: lock.Seen, seconds: float) -> bool:
+    def seen_waiting(self: RunLock, seen: lock.SeenLock, seconds: float) -> bool:
         went_on.set()
         return stays(self, seen, seconds)
 
@@ -345,7 +345,7 @@ def test_the_second_one_waits_for_the_first_one_at_its_most_delicate_moment(
 
 @pytest.mark.parametrize("trials", [30, pytest.param(1000, marks=pytest.mark.soak)])
 def test_one_of_several_newcomers_takes_a_dead_lock(tmp_path: Path, trials: int) -> None:
-    dead = {"kernel": kernel(), "host": lock.host_name()}
+    dead = {"kernel": pid_namespace(), "host": lock.host_name()}
     for trial in range(trials):
         (tmp_path / str(trial)).mkdir()
         if trial % 5:  # else there is none yet

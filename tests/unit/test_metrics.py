@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kempner.metrics import Clock, MetricsConfig, line, peak_flops, short
+from kempner.metrics import Clock, MetricsConfig, console_line, peak_flops, short_number
 from kempner.objective import NextToken
 from kempner.process_group import World
 from kempner.progress import Progress
@@ -168,14 +168,14 @@ def test_the_console_line_fits_80_columns() -> None:
         "step_time": 2.0, "data_time": 0.5, "checkpoint_time": 0.09, "mfu": 0.414, "skipped": 2,
     }  # fmt: skip
     expected = "step   20/1000 loss 3.2500 lr 3.00e-04 |g| 0.50 12.3k tok/s 2s"
-    assert line(known, 1000) == f"{expected} mfu 41.4% data 25% skipped 2"
-    assert line(known | {"mfu": None, "skipped": 0, "data_time": 0.0}, 1000) == expected
+    assert console_line(known, 1000) == f"{expected} mfu 41.4% data 25% skipped 2"
+    assert console_line(known | {"mfu": None, "skipped": 0, "data_time": 0.0}, 1000) == expected
     large = {"step": 12345, "tokens_per_s": 1.2e7, "step_time": 12.345, "data_time": 0.1}
-    assert len(line(known | large | {"skipped": 0}, 100_000)) <= 80
+    assert len(console_line(known | large | {"skipped": 0}, 100_000)) <= 80
 
 
 @pytest.mark.parametrize(
     ("number", "expected"), [(999, "999"), (1000, "1.0k"), (1.25e6, "1.2M"), (3e9, "3.0G")]
 )
 def test_short(number: float, expected: str) -> None:
-    assert short(number) == expected
+    assert short_number(number) == expected

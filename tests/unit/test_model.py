@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kempner.config.loading import load
+from kempner.config.loading import load_config_files
 from kempner.config.toml import loads
 from kempner.data.source import IGNORE
 from kempner.hf.families import family_of
 from kempner.loss import cross_entropy
-from kempner.model.attention import Documents, Visible, attend, visible
+from kempner.model.attention import Documents, Visible, attend, attention_pattern
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.model.shapes import tensor_shapes
@@ -39,7 +39,7 @@ COUNTS = {
 def test_shipped_configuration_loads_and_has_the_parameters_of_its_name(path: Path) -> None:
     if "init_from" in loads(path.read_text()).get("model", {}):
         return  # its shape is that of its weights
-    cfg = load(RunConfig, [path], [])
+    cfg = load_config_files(RunConfig, [path], [])
     with torch.device("meta"):
         built = sum(p.numel() for p in Decoder(cfg.model).parameters())
     assert built == cfg.model.count_parameters() == COUNTS[path.stem]
@@ -185,13 +185,13 @@ def test_the_flash_kernel_gets_documents_and_windows(monkeypatch: pytest.MonkeyP
             parts.append(y[0].transpose(0, 1))
         return torch.cat(parts)
 
-    monkeypatch.setattr("kempner.model.attention.varlen", lambda: one_by_one)
+    monkeypatch.setattr("kempner.model.attention.varlen_kernel", lambda: one_by_one)
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
     documents = Documents.of(torch.tensor([[0] * 5 + [1] * 11, [0] * 16]), True)
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     for window in (None, 3):
-        dense = visible(tokens, window, documents, q.dtype)
+        dense = attention_pattern(tokens, window, documents, q.dtype)
         assert dense.mask is not None
         flash = Visible(window, starts=documents.starts)
         torch.testing.assert_close(attend(q, k, v, flash), attend(q, k, v, dense))
@@ -249,7 +249,7 @@ def test_chunked_loss_equals_the_plain_sum(monkeypatch: pytest.MonkeyPatch, igno
     expected_grads = torch.autograd.grad(expected, (x, weight), allow_unused=True)
     for tile, chunk_logits in ((256, 1 << 27), (7, 11 * 7)):  # one chunk; 7 rows, the last short
         monkeypatch.setattr("kempner.loss.CHUNK_LOGITS", chunk_logits)
-        monkeypatch.setattr("kempner.loss.TILE", tile)
+        monkeypatch.setattr("kempner.loss.LOSS_TILE", tile)
         loss, terms = cross_entropy(x, weight, targets)
         assert not terms.requires_grad and (terms[targets == IGNORE] == 0).all()
         torch.testing.assert_close(terms.sum(), loss.detach())
@@ -271,7 +271,7 @@ def test_the_z_loss_is_that_of_the_plain_formula(monkeypatch: pytest.MonkeyPatch
     total = plain_loss(*plain, targets) + 0.3 * squares
     expected = torch.autograd.grad(7 * total, plain)
     monkeypatch.setattr("kempner.loss.CHUNK_LOGITS", 11 * 7)
-    monkeypatch.setattr("kempner.loss.TILE", 7)
+    monkeypatch.setattr("kempner.loss.LOSS_TILE", 7)
     loss, terms, found = cross_entropy(x, weight, targets, z_loss=0.3)
     assert not found.requires_grad
     torch.testing.assert_close(found.double(), squares, rtol=1e-6, atol=0)
@@ -289,7 +289,7 @@ def test_the_weights_gradient_is_summed_over_chunks_in_fp32(
     targets = torch.randint(128, (1024,))
     exact = weight.double().requires_grad_()
     plain_loss(x.double(), exact, targets).backward()
-    monkeypatch.setattr("kempner.loss.TILE", 32)
+    monkeypatch.setattr("kempner.loss.LOSS_TILE", 32)
     errors = {}
     for chunk_logits in (1 << 27, 32 * 128):
         monkeypatch.setattr("kempner.loss.CHUNK_LOGITS", chunk_logits)

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kempner.combinations import problems
-from kempner.configure import warn
+from kempner.combinations import combination_problems
+from kempner.configure import print_warnings
 from kempner.data.config import DataConfig
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
@@ -320,19 +320,21 @@ def test_options_without_effect_and_combinations_that_are_not_built_are_refused(
     assert not replace(one, router_normalize=False).problems()
     imported = replace(one, init_from="models/imported")  # is as it is; said at the start
     assert not imported.problems()
-    warn(RunConfig(model=imported))
+    print_warnings(RunConfig(model=imported))
     assert "the loss has no gradient for its routers" in capsys.readouterr().err
     (problem,) = ModelConfig(router_bias=True).problems()
     assert problem.startswith("model.router_bias = true: has no effect without experts")
     model = replace(SHAPE, init_from="x", aux_loss=0.1, router_bias=True)
     run = RunConfig(model=model, data=DataConfig("x"))
-    lora = problems(replace(run, lora=replace(run.lora, rank=4)))
+    lora = combination_problems(replace(run, lora=replace(run.lora, rank=4)))
     assert len(lora) == 3 and "w1, w2, w3 are matrices of experts" in lora[1]
     assert lora[2].startswith("model.router_bias: the biases move")
-    (problem,) = problems(run.with_section("preference", PreferenceConfig("dpo")))[-1:]
+    (problem,) = combination_problems(run.with_section("preference", PreferenceConfig("dpo")))[-1:]
     assert "model.aux_loss = 0.1: is not built for preference.loss = dpo" in problem
     router = replace(run, model=replace(model, aux_loss=0.0, router_z_loss=0.1))
-    (problem,) = problems(router.with_section("preference", PreferenceConfig("dpo")))[-1:]
+    (problem,) = combination_problems(router.with_section("preference", PreferenceConfig("dpo")))[
+        -1:
+    ]
     assert "model.router_z_loss = 0.1: is not built for preference.loss = dpo" in problem
-    cut = problems(replace(run, distributed=replace(run.distributed, cp=2)))
+    cut = combination_problems(replace(run, distributed=replace(run.distributed, cp=2)))
     assert any(each.startswith("model.aux_loss = 0.1: is that of whole") for each in cut)

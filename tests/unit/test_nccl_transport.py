@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kempner.nccl_transport import chosen_by_user, expected, transport_of
+from kempner.nccl_transport import chosen_by_user, expected_transports, transport_of
 
 INFINIBAND = """\
 n1:179:179 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>
@@ -60,11 +60,13 @@ def test_transport_of(text: str, transport: str) -> None:
 
 
 def test_what_each_network_should_use() -> None:
-    assert transport_of(INFINIBAND) in expected("InfiniBand") and "IB" in expected("RoCE")
-    assert expected("EFA") == expected("Slingshot") == ("OFI",)
-    assert "Socket" not in (*expected("InfiniBand"), *expected("EFA"))
+    assert transport_of(INFINIBAND) in expected_transports(
+        "InfiniBand"
+    ) and "IB" in expected_transports("RoCE")
+    assert expected_transports("EFA") == expected_transports("Slingshot") == ("OFI",)
+    assert "Socket" not in (*expected_transports("InfiniBand"), *expected_transports("EFA"))
     for network in ("Ethernet", "given", ""):
-        assert expected(network) == ()
+        assert expected_transports(network) == ()
 
 
 def test_a_choice_of_the_user() -> None:

@@ -115,7 +115,9 @@ def test_each_event_is_told_once(
     STATUS.main([str(run), "--notify"])
     assert len(server.got) == 1
     threads = [
-        threading.Thread(target=notify.tell, args=(load_history(run), "ended", "", "12.1", 0.0))
+        threading.Thread(
+            target=notify.notify_event, args=(load_history(run), "ended", "", "12.1", 0.0)
+        )
         for _ in range(8)
     ]
     for thread in threads:
@@ -162,7 +164,7 @@ def test_the_url_is_a_secret(
 def test_a_command_that_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(notify, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(notify, "NOTIFY_TIMEOUT_S", 0.5)
     monkeypatch.setenv("KEMPNER_NOTIFY", f"sleep 60; touch {tmp_path}/late")
     STATUS.main([str(ended(tmp_path / "run")), "--notify"])
     assert "KEMPNER_NOTIFY was not told of failed: no end within" in capsys.readouterr().err
@@ -181,7 +183,7 @@ def test_a_mail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEMPNER_MAIL", "me@example.com")
     monkeypatch.setenv("KEMPNER_NOTIFY", f"echo $KEMPNER_WHY >{tmp_path}/why")
     run = load_history(ended(tmp_path / "run"))
-    assert notify.tell(run, "failed", "so\0 and\nso \ud800", "7.0", 0.0) == []
+    assert notify.notify_event(run, "failed", "so\0 and\nso \ud800", "7.0", 0.0) == []
     why = "so\\u0000 and so \\ud800"
     assert (tmp_path / "words").read_text() == f"-s|run {run.path}: {why}|me@example.com|"
     assert (tmp_path / "text").read_text() == f"{why}\nrun directory {run.path}\n"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kempner.combinations import problems
+from kempner.combinations import combination_problems
 from kempner.data.config import DataConfig
 from kempner.metrics import Clock
 from kempner.model.config import ModelConfig
@@ -20,7 +20,7 @@ from kempner.optim.config import OptimizerConfig, ScheduleConfig, learning_rate
 from kempner.parallel.layout import Axes, Layout
 from kempner.progress import Progress
 from kempner.run import RunConfig
-from kempner.step import Numbers, PendingStep, guard_update, reduce_step
+from kempner.step import PendingStep, StepNumbers, guard_update, reduce_step
 
 # --- The schedule -------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ def test_schedule_free_decays_nothing(schedule: str) -> None:
     optimizer = OptimizerConfig(name="schedule_free")
     data, decay = DataConfig("x"), ScheduleConfig(name=schedule)
     cfg = RunConfig(data=data, optimizer=optimizer, schedule=decay)
-    assert bool(problems(cfg)) == (schedule not in ("constant", "none"))
+    assert bool(combination_problems(cfg)) == (schedule not in ("constant", "none"))
     assert OptimizerConfig(name="schedule_free", betas=(0.0, 0.9)).problems()
 
 
@@ -117,7 +117,7 @@ BUDGET = 16  # tokens of a step, if every one counts
 
 def guarded_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, losses: Tensor, clip: float
-) -> Numbers:
+) -> StepNumbers:
     """As the trainer does it, with one loss per token that counts."""
     (losses.sum() / BUDGET).backward()
     parts = {

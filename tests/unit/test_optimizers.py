@@ -15,7 +15,7 @@ import schedulefree
 import torch
 from torch import Tensor, nn
 
-from kempner.checkpoint.layout import Layout, StoredTensor, own_box
+from kempner.checkpoint.layout import CheckpointLayout, StoredTensor, own_box
 from kempner.checkpoint.state import run_state
 from kempner.config.option import ConfigError
 from kempner.model.config import ModelConfig
@@ -25,7 +25,7 @@ from kempner.optim.build import build_optimizer, published_weights, set_learning
 from kempner.optim.config import GroupConfig, OptimizerConfig
 from kempner.optim.muon import orthogonal_parts, orthogonalise
 from kempner.optim.optimizer import Optimizer
-from kempner.optim.rounding import hashed, to_bf16
+from kempner.optim.rounding import hashed_int32, to_bf16
 
 pytestmark = pytest.mark.usefixtures("one_process")
 RULES = ("adamw", "muon", "lion", "schedule_free")
@@ -144,7 +144,7 @@ def test_each_matrix_is_orthogonalised_once_on_any_mesh(
 ) -> None:
     """Threads play the ranks. The large matrix is written by one of its copies, small ones by all;
     the last has fewer rows than there are ranks."""
-    layout, world = Layout(*MESHES[mesh]), math.prod(MESHES[mesh][0])
+    layout, world = CheckpointLayout(*MESHES[mesh]), math.prod(MESHES[mesh][0])
     shapes = [(160, 120), (24, 40), (3, 8)][:world]
     torch.manual_seed(0)
     matrices = [torch.randn(shape) for shape in shapes]
@@ -352,15 +352,15 @@ def test_a_slow_average_in_bf16_still_moves() -> None:
 
 def test_rounding_is_the_same_whatever_cuts_the_tensor() -> None:
     step, shape = torch.tensor(7.0), torch.Size((6, 10))
-    whole = hashed(shape, ((0, 6), (0, 10)), step, salt=3)
+    whole = hashed_int32(shape, ((0, 6), (0, 10)), step, salt=3)
     for box in (((2, 3), (0, 10)), ((4, 2), (5, 5)), ((0, 0), (0, 10))):
-        assert torch.equal(hashed(shape, box, step, salt=3), cut(whole, box))
-    many = hashed(torch.Size((1 << 16,)), ((0, 1 << 16),), step, salt=3)
+        assert torch.equal(hashed_int32(shape, box, step, salt=3), cut(whole, box))
+    many = hashed_int32(torch.Size((1 << 16,)), ((0, 1 << 16),), step, salt=3)
     halves = torch.stack((many & 0xFFFF, (many >> 16) & 0xFFFF)).double()
     assert halves.mean(1).tolist() == pytest.approx([1 << 15] * 2, rel=0.01)
     assert abs(torch.corrcoef(halves)[0, 1]) < 0.02
     for at, salt in ((step + 1, 3), (step, 4)):
-        other = hashed(shape, ((0, 6), (0, 10)), at, salt)
+        other = hashed_int32(shape, ((0, 6), (0, 10)), at, salt)
         assert (other != whole).float().mean() > 0.9
     values = torch.tensor([1.0, -3.0, 0.0, 1e-30]).bfloat16()
     assert torch.equal(to_bf16(values.float(), torch.full((4,), 0xFFFF, dtype=torch.int32)), values)

@@ -15,10 +15,18 @@ from torch import Tensor
 
 from kempner.config.option import ConfigError
 from kempner.configure import check_world, load_config
-from kempner.lowcomm.compress import Raw, codec_of, is_raw, pack, unpack
+from kempner.lowcomm.compress import Raw, codec_of, is_raw, pack_bits, unpack_bits
 from kempner.lowcomm.config import LowcommConfig
 from kempner.lowcomm.copies import Copies
-from kempner.lowcomm.outer import Alone, Arrived, Decode, Fragment, Handle, Outer, OuterState
+from kempner.lowcomm.outer import (
+    Alone,
+    Arrived,
+    Decode,
+    Fragment,
+    Handle,
+    OuterOptimizer,
+    OuterState,
+)
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(ROOT.glob("configs/train/lowcomm/*.toml"))
@@ -74,7 +82,7 @@ def quadratics(
 
     def replica(number: int) -> list[float]:
         x = torch.ones(1)
-        outer = Outer(cfg, {"x": x}, room.member(number))
+        outer = OuterOptimizer(cfg, {"x": x}, room.member(number))
         found = []
         for step in range(1, interval * rounds + 1):
             x -= 0.1 * (x - centres[number])
@@ -117,7 +125,7 @@ def test_streaming(tau: int, alpha: float) -> None:
         replicas=1, interval=6, fragments=2, tau=tau, alpha=alpha, lr=2.0, momentum=0.0
     )
     weights = {f"blocks.{i}.w": torch.ones(1) for i in range(2)}
-    outer = Outer(cfg, weights, Alone())
+    outer = OuterOptimizer(cfg, weights, Alone())
     found = []
     for step in range(1, 13):
         for weight in weights.values():
@@ -134,7 +142,7 @@ def test_a_number_that_is_not_finite_counts_as_unchanged() -> None:
 
     def replica(number: int) -> list[float]:
         x = torch.tensor([1.0, 1.0])
-        outer = Outer(cfg, {"x": x}, room.member(number))
+        outer = OuterOptimizer(cfg, {"x": x}, room.member(number))
         x -= torch.tensor([0.5, 0.5 if number else float("nan")])
         outer.after_step(1)
         return x.tolist()
@@ -238,9 +246,9 @@ def test_top_k_keeps_the_largest() -> None:
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_codes_are_packed(bits: int) -> None:
     codes = torch.arange(22).view(2, 11) % 2**bits
-    packed = pack(codes, bits)
+    packed = pack_bits(codes, bits)
     assert packed.shape == (2, -(-11 * bits // 8))
-    assert unpack(packed, bits)[:, :11].tolist() == codes.tolist()
+    assert unpack_bits(packed, bits)[:, :11].tolist() == codes.tolist()
 
 
 def test_norms_and_embeddings_stay_raw() -> None:
@@ -258,7 +266,7 @@ def feedback_error(decay: float) -> float:
     )
     generator = torch.Generator().manual_seed(1)
     w, change = torch.zeros(4, 64), torch.randn(4, 64, generator=generator)
-    outer = Outer(cfg, {"w": w}, Alone())
+    outer = OuterOptimizer(cfg, {"w": w}, Alone())
     for step in range(1, 21):
         w += change
         outer.after_step(step)
@@ -273,7 +281,7 @@ def test_feedback_sends_what_was_lost() -> None:
 def test_the_state_goes_into_a_checkpoint() -> None:
     cfg = LowcommConfig(replicas=1, interval=1, compress="linear", feedback=0.9)
     w, norm = torch.zeros(2, 8), torch.zeros(8)
-    state = OuterState(outer := Outer(cfg, {"w": w, "norm": norm}, Alone()))
+    state = OuterState(outer := OuterOptimizer(cfg, {"w": w, "norm": norm}, Alone()))
     assert sorted(state.tensors()) == ["norm.momentum", "w.error", "w.momentum"]
     assert state.restore({}) == {}
     w.fill_(3.0)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.history.page.charts import envelope, points_of
+from kempner.history.page.charts import curve_envelope, curve_points
 from kempner.history.page.write import write_page
 from kempner.history.run_history import load_history
 from tests.browser import Browser, browser
@@ -192,8 +192,8 @@ def test_no_spike_is_lost(tmp_path: Path) -> None:
     text = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     text[3456] = step_line(34570, 69, 77.0)
     (run / "metrics.jsonl").write_text("".join(text))
-    points = points_of(load_history(run).losses, "loss")
-    (piece,) = envelope(points)
+    points = curve_points(load_history(run).losses, "loss")
+    (piece,) = curve_envelope(points)
     assert len(points) == 5000 and len(piece) <= 301
     assert max(bucket.high for bucket in piece) == 77.0
     assert min(bucket.low for bucket in piece) == 5.0

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from kempner import peers
 from kempner.config.option import ConfigError
 from kempner.lowcomm import judge as judging
-from kempner.lowcomm.judge import Judge
+from kempner.lowcomm.judge import JudgeServer
 from kempner.peers import Entrance, new_key
-from kempner.port_range import listen
+from kempner.port_range import listen_in_range
 from kempner.preflight import channel, task
 
 KEY = new_key()
@@ -67,12 +67,12 @@ def taken(entrance: Entrance, count: int = 1) -> list[socket.socket]:
 
 @pytest.fixture
 def entrance() -> Iterator[Entrance]:
-    with Entrance(listen("127.0.0.1"), KEY) as one:
+    with Entrance(listen_in_range("127.0.0.1"), KEY) as one:
         yield one
 
 
 def test_who_has_the_key_is_let_in(entrance: Entrance) -> None:
-    with peers.connect("127.0.0.1", entrance.port, KEY, 30) as ours:
+    with peers.connect_peer("127.0.0.1", entrance.port, KEY, 30) as ours:
         ours.sendall(b"hello\n")  # at once: nothing of it is lost
         (theirs,) = taken(entrance)
         assert theirs.recv(100) == b"hello\n"
@@ -83,15 +83,15 @@ def test_who_has_the_key_is_let_in(entrance: Entrance) -> None:
 
 @pytest.mark.parametrize("says", NONSENSE, ids=range(len(NONSENSE)))
 def test_who_has_not_is_told_nothing_and_dropped(entrance: Entrance, says: bytes) -> None:
-    assert len(stranger(entrance.port, says)) <= len(peers.MAGIC) + peers.NONCE
-    with peers.connect("127.0.0.1", entrance.port, KEY, 30):  # it lives on
+    assert len(stranger(entrance.port, says)) <= len(peers.PEER_MAGIC) + peers.NONCE
+    with peers.connect_peer("127.0.0.1", entrance.port, KEY, 30):  # it lives on
         (theirs,) = taken(entrance)
         theirs.close()
 
 
 def test_another_key(entrance: Entrance) -> None:
     with pytest.raises(PermissionError):
-        peers.connect("127.0.0.1", entrance.port, new_key(), 30)
+        peers.connect_peer("127.0.0.1", entrance.port, new_key(), 30)
     assert not entrance.take()
 
 
@@ -105,11 +105,11 @@ def test_a_proof_cannot_be_used_again(entrance: Entrance, monkeypatch: pytest.Mo
             super().sendall(data, *more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(peers.socket, "socket", Heard)
-    with peers.connect("127.0.0.1", entrance.port, KEY, 30):
+    with peers.connect_peer("127.0.0.1", entrance.port, KEY, 30):
         taken(entrance)[0].close()
     monkeypatch.undo()
     assert len(said) == 1 and KEY.encode() not in said[0]
-    assert len(stranger(entrance.port, said[0])) == len(peers.MAGIC) + peers.NONCE
+    assert len(stranger(entrance.port, said[0])) == len(peers.PEER_MAGIC) + peers.NONCE
     assert not entrance.take()
 
 
@@ -121,7 +121,7 @@ def test_a_server_of_somebody_else_is_found_out() -> None:
         def pretend() -> None:
             peer, _ = server.accept()
             with peer:
-                peer.sendall(peers.MAGIC + bytes(peers.NONCE))
+                peer.sendall(peers.PEER_MAGIC + bytes(peers.NONCE))
                 heard.append(peer.recv(100))
                 peer.sendall(bytes(peers.PROOF))
                 heard.append(peer.recv(100))
@@ -129,7 +129,7 @@ def test_a_server_of_somebody_else_is_found_out() -> None:
         thread = threading.Thread(target=pretend)
         thread.start()
         with pytest.raises(PermissionError, match="does not have the key of this job"):
-            peers.connect("127.0.0.1", server.getsockname()[1], KEY, 30)
+            peers.connect_peer("127.0.0.1", server.getsockname()[1], KEY, 30)
         thread.join(60)
         assert KEY.encode() not in b"".join(heard) and heard[1] == b""
 
@@ -137,12 +137,12 @@ def test_a_server_of_somebody_else_is_found_out() -> None:
 def test_many_silent_strangers_keep_nobody_out(
     entrance: Entrance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "MOST", 50)
+    monkeypatch.setattr(peers, "MOST_PEERS", 50)
     with contextlib.ExitStack() as open_ones:
         for _ in range(200):
             peer = socket.create_connection(("127.0.0.1", entrance.port), 30)
             open_ones.enter_context(peer)
-        with peers.connect("127.0.0.1", entrance.port, KEY, 30):
+        with peers.connect_peer("127.0.0.1", entrance.port, KEY, 30):
             taken(entrance)[0].close()
         assert len(entrance._guests) <= 50
 
@@ -159,7 +159,7 @@ def test_a_silent_stranger_has_its_time(
 
 def test_without_a_key_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("", "short"):
-        monkeypatch.setenv(peers.VARIABLE, value)
+        monkeypatch.setenv(peers.PEER_KEY_VARIABLE, value)
         with pytest.raises(ConfigError, match="KEMPNER_PEER_KEY is not set"):
             peers.job_key()
 
@@ -168,10 +168,10 @@ def test_without_a_key_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def judge(tmp_path: Path) -> Iterator[tuple[Judge, int, list[str]]]:
+def judge(tmp_path: Path) -> Iterator[tuple[JudgeServer, int, list[str]]]:
     """One that judges, its port, and what it has told the batch script."""
     told: list[str] = []
-    one = Judge(["127.0.0.1"], 60.0, tmp_path / "replicas.jsonl", on=told.append)
+    one = JudgeServer(["127.0.0.1"], 60.0, tmp_path / "replicas.jsonl", on=told.append)
     goes_on = [True]
     thread = threading.Thread(target=one.serve, args=(lambda: goes_on[0],))
     thread.start()
@@ -190,17 +190,17 @@ def until(true: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_a_port_scan_does_not_end_the_judge(judge: tuple[Judge, int, list[str]]) -> None:
+def test_a_port_scan_does_not_end_the_judge(judge: tuple[JudgeServer, int, list[str]]) -> None:
     """`GET / HTTP/1.0` did, and "0.99" had replica 0 declared gone: all replicas left."""
     one, port, told = judge
     key = json.loads(one.note)["key"]
-    with peers.connect("127.0.0.1", port, key, 30) as replica:
+    with peers.connect_peer("127.0.0.1", port, key, 30) as replica:
         replica.sendall(b"0.1\n")
         until(lambda: told == ["here.0"])
         for says in NONSENSE:
             stranger(port, says)
             if says != b"0.99\n":  # with the key that is a later start of the replica
-                with peers.connect("127.0.0.1", port, key, 30) as odd:
+                with peers.connect_peer("127.0.0.1", port, key, 30) as odd:
                     odd.sendall(says)
         # Not from our own, either: one that is half dead may say anything.
         replica.sendall(b"GET / HTTP/1.0\n1.1\n{x\n{}\n\xff\xff\n1e9.x\n" + b"y" * 300_000 + b"\n")
@@ -212,7 +212,7 @@ def test_a_port_scan_does_not_end_the_judge(judge: tuple[Judge, int, list[str]])
 
 
 def test_a_full_disk_does_not_end_the_judge() -> None:
-    one = Judge(["127.0.0.1"], 60.0, Path("/dev/full"))
+    one = JudgeServer(["127.0.0.1"], 60.0, Path("/dev/full"))
     one._record("here", "0.1", "")
     one._entrance.close()
 
@@ -239,7 +239,9 @@ def test_nothing_but_the_end_of_its_parent_ends_the_judge(tmp_path: Path) -> Non
             time.sleep(0.5)
             assert judge.poll() is None
         resource.prlimit(judge.pid, resource.RLIMIT_NOFILE, before)
-        replica, later = (peers.connect("127.0.0.1", told["beats"], told["key"], 30) for _ in "ab")
+        replica, later = (
+            peers.connect_peer("127.0.0.1", told["beats"], told["key"], 30) for _ in "ab"
+        )
         with replica, later:
             replica.sendall(b"0.1\n")
             for line in (b'{"round": [], "weights": {}}', b'{"round": 1, "weights": "a"}'):
@@ -266,7 +268,7 @@ def test_the_note_of_the_judge_is_for_nobody_else(
 ) -> None:
     """It has the key, which is another one each time."""
     monkeypatch.setattr(judging.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(Judge, "serve", lambda self, while_true: self._entrance.close())
+    monkeypatch.setattr(JudgeServer, "serve", lambda self, while_true: self._entrance.close())
     keys = []
     for name in ("first", "second"):
         judging.main([str(tmp_path / name)])
@@ -280,7 +282,7 @@ def test_preflight_writes_nothing_that_the_network_says(
 ) -> None:
     """A stranger's question named the file and its text: ~/.bashrc. Now not even the driver's own
     would do: directory and text come from the batch script."""
-    monkeypatch.setenv(peers.VARIABLE, KEY)
+    monkeypatch.setenv(peers.PEER_KEY_VARIABLE, KEY)
     monkeypatch.setenv("KEMPNER_PREFLIGHT_DIR", str(tmp_path / "runs"))
     driver = channel.Driver()
     monkeypatch.setenv("KEMPNER_PREFLIGHT_PORT", str(driver.port))
@@ -294,4 +296,4 @@ def test_preflight_writes_nothing_that_the_network_says(
     driver.end([0])
     thread.join(60)
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
-    assert (tmp_path / "runs/.preflight").read_text() == channel.token()
+    assert (tmp_path / "runs/.preflight").read_text() == channel.new_token()

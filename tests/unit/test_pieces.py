@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, Piece, train_bpe
+from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, TokenPiece, train_bpe
 
 tokenizers = pytest.importorskip("tokenizers")
 TEXT = "a few wörds ☃, and 🦊\n  no more"
@@ -45,11 +45,11 @@ def test_pieces_are_the_bytes_of_a_text(tmp_path: Path, make, lost: str) -> None
     assert b" few" in [piece.data for piece in pieces] or not lost
     assert tokenizer.decode(ids) == TEXT and not any(piece.special for piece in pieces)
     end = tokenizer.piece(tokenizer.eod)
-    assert end == Piece(b"</s>" if lost else b"<|endoftext|>", True)
-    assert tokenizer.piece(10**6) == Piece(b"", False)
+    assert end == TokenPiece(b"</s>" if lost else b"<|endoftext|>", True)
+    assert tokenizer.piece(10**6) == TokenPiece(b"", False)
 
 
 def test_bytes() -> None:
     tokenizer = ByteTokenizer()
     assert b"".join(tokenizer.piece(i).data for i in tokenizer.encode(TEXT)).decode() == TEXT
-    assert tokenizer.piece(tokenizer.eod) == Piece(b"<|endoftext|>", True)
+    assert tokenizer.piece(tokenizer.eod) == TokenPiece(b"<|endoftext|>", True)

@@ -16,10 +16,16 @@ from kempner.configure import check_world, load_config
 from kempner.model.decoder import Decoder
 from kempner.optim.build import build_optimizer
 from kempner.optim.config import STATE
-from kempner.planner.cost import GPUS, host_memory, time, traffic, utilisation
-from kempner.planner.memory import GIB, memory, optimizer_state
-from kempner.planner.out_of_memory import advice
-from kempner.planner.search import best, changed_by, changes
+from kempner.planner.cost import (
+    GPUS,
+    host_offload_bytes,
+    model_flops_utilisation,
+    network_bytes,
+    step_seconds,
+)
+from kempner.planner.memory import GIB, estimate_memory, optimizer_state
+from kempner.planner.out_of_memory import memory_advice
+from kempner.planner.search import best_candidates, changed_by, lever_changes
 from kempner.run import RunConfig
 from tests.conftest import ROOT
 
@@ -37,7 +43,7 @@ def small(*words: str) -> RunConfig:
 
 def test_sharding_divides_the_state_and_replicas_do_not() -> None:
     sharded, copied = (
-        memory(load_config([SEVEN], [f"--distributed.dp_replicate={n}"]), 16, 8).parts
+        estimate_memory(load_config([SEVEN], [f"--distributed.dp_replicate={n}"]), 16, 8).parts
         for n in (1, 2)
     )
     parameters = load_config([SEVEN], []).model.count_parameters()
@@ -49,7 +55,7 @@ def test_traffic_of_fsdp_and_of_replicas() -> None:
     """Of 7 B on two nodes, 1024 sequences a step, two a pass of each rank."""
     cfg = load_config([SEVEN], ["--distributed.nodes_per_fsdp_group=1"])
     count, passes = cfg.model.count_parameters(), 1024 / (2 * 16)
-    gathers, again, reduces, replicas = traffic(cfg, 16, 8)
+    gathers, again, reduces, replicas = network_bytes(cfg, 16, 8)
     assert gathers.size == pytest.approx(passes * 2 * count * 7 / 8) and gathers.within
     assert again.size == gathers.size
     assert reduces.size == pytest.approx(passes * 4 * count * 7 / 8) and reduces.within
@@ -60,7 +66,7 @@ def test_experts_that_stay_where_they_are_are_not_gathered() -> None:
     cfg = load_config([str(ROOT / "configs/scale/moe-30b-2nodes.toml")], [])
     experts = 48 * 3 * 128 * 2048 * 768
     others = cfg.model.count_parameters() - experts
-    gathers, _, _, replicas, tokens = traffic(cfg, 16, 8)
+    gathers, _, _, replicas, tokens = network_bytes(cfg, 16, 8)
     assert gathers.size == pytest.approx(1024 / (2 * 16) * 2 * others * 7 / 8)
     assert replicas.size == pytest.approx(2 * 4 * (others + experts) / 8 / 2)
     assert tokens.what.startswith("expert parallel") and tokens.within
@@ -86,7 +92,7 @@ def test_what_a_lever_sends(lever: str) -> None:
     cfg = load_config([SEVEN], [f"--{lever}"])
     one = 2 * cfg.model.count_parameters() * 15 / 16
     for what, often in LEVERS[lever].items():
-        sent = [each for each in traffic(cfg, 16, 8) if what in each.what]
+        sent = [each for each in network_bytes(cfg, 16, 8) if what in each.what]
         share = 1 / 16 if sent[0].bus else 1
         assert sum(each.size for each in sent) == pytest.approx(often * one * share), what
 
@@ -101,31 +107,31 @@ def test_a_replica_has_its_share_and_copies_for_the_outer_step() -> None:
     one = load_config([SEVEN], ["--train.global_batch=512", "--train.global_batch_tokens=none"])
     two = load_config([SEVEN], [*ROUNDS])
     count = two.model.count_parameters()
-    parts, alone = memory(two, 16, 8).parts, memory(one, 8, 8).parts
+    parts, alone = estimate_memory(two, 16, 8).parts, estimate_memory(one, 8, 8).parts
     assert parts.pop("anchors, outer momentum") == 8 * count / 8 and parts == alone
-    *within, between = traffic(two, 16, 8)
-    assert within == traffic(one, 8, 8)
+    *within, between = network_bytes(two, 16, 8)
+    assert within == network_bytes(one, 8, 8)
     assert between.size == pytest.approx(4 * count / 8 / 50)
     assert not between.within and not between.hidden
     codes = ["--lowcomm.compress=linear", "--lowcomm.raw=[]", "--lowcomm.feedback=0.9"]
     coded = load_config([SEVEN], [*ROUNDS, *codes, "--lowcomm.fragments=2", "--lowcomm.tau=5"])
-    assert memory(coded, 16, 8).parts["anchors, outer momentum"] == 12 * count / 8
-    sent = traffic(coded, 16, 8)[-1]
+    assert estimate_memory(coded, 16, 8).parts["anchors, outer momentum"] == 12 * count / 8
+    sent = network_bytes(coded, 16, 8)[-1]
     assert sent.size == pytest.approx(between.size / 8) and sent.hidden
-    found = best(two, 16, 8, GPUS["H100"], check_world, 1)[0]
+    found = best_candidates(two, 16, 8, GPUS["H100"], check_world, 1)[0]
     assert not check_world(load_config([SEVEN], [*ROUNDS, *found.words.split()]), 16, 8)
 
 
 def test_islands_gather_among_themselves() -> None:
     cfg = load_config([SEVEN], ["--distributed.reshard_island=8"])
-    first, again = (each for each in traffic(cfg, 16, 8) if "gathered" in each.what)
+    first, again = (each for each in network_bytes(cfg, 16, 8) if "gathered" in each.what)
     assert not first.within and again.within
     assert again.size == pytest.approx(first.size * (7 / 8) / (15 / 16))
 
 
 def test_what_is_offloaded_is_not_on_the_gpu() -> None:
     plain, state, everything, activations = (
-        memory(load_config([SEVEN], ["--train.recompute=none", *words]), 8, 8).parts
+        estimate_memory(load_config([SEVEN], ["--train.recompute=none", *words]), 8, 8).parts
         for words in (
             [],
             ["--optimizer.cpu_offload"],
@@ -141,20 +147,20 @@ def test_what_is_offloaded_is_not_on_the_gpu() -> None:
 def test_the_size_of_ep_is_a_proposal_of_its_own() -> None:
     """It is no axis of the mesh: with the same mesh it is another combination all the same."""
     cfg = load_config([str(ROOT / "configs/scale/moe-30b-2nodes.toml")], [])
-    found = changes(cfg, {"distributed.ep": 2, "distributed.dp_shard": -1}, 16, 8)
+    found = lever_changes(cfg, {"distributed.ep": 2, "distributed.dp_shard": -1}, 16, 8)
     assert found == {"distributed.ep": 2}
 
 
 def test_every_axis_divides_what_it_cuts() -> None:
     cfg = load_config([SEVEN], ["--train.recompute=full"])
-    plain = memory(cfg, 1, 1).parts
+    plain = estimate_memory(cfg, 1, 1).parts
     for axis in ("tp", "cp", "pp", "dp_shard"):
         two = replace(cfg, distributed=replace(cfg.distributed, **{axis: 2}))
-        assert memory(two, 2, 2).parts["weights"] == plain["weights"] / 2, axis
-        activations = memory(two, 2, 2).parts["activations"] / plain["activations"]
+        assert estimate_memory(two, 2, 2).parts["weights"] == plain["weights"] / 2, axis
+        activations = estimate_memory(two, 2, 2).parts["activations"] / plain["activations"]
         assert activations == pytest.approx(0.5 if axis in ("tp", "cp") else 1.0, rel=0.01), axis
     both = replace(cfg, distributed=replace(cfg.distributed, tp=2, cp=2, pp=2))
-    sent = {each.what.partition(":")[0]: each for each in traffic(both, 16, 8)}
+    sent = {each.what.partition(":")[0]: each for each in network_bytes(both, 16, 8)}
     assert sent.keys() == {"FSDP", "tensor parallel", "context parallel", "pipeline"}
     layers, tokens, often = 32 / 2, 4_194_304 / 2, 3  # with recomputation
     stream = tokens / 2 * 4096 * 2
@@ -175,17 +181,17 @@ def test_the_time_is_that_of_a_roofline_by_hand(name: str) -> None:
     words, expected = BY_HAND[name]
     cfg = load_config([str(ROOT / f"configs/train/{name.partition(',')[0]}.toml")], words)
     tokens = cfg.train.sequences * cfg.train.seq_len
-    assert tokens / time(cfg, 1, 1, GPUS["H200"]).step == pytest.approx(expected, rel=0.15)
+    assert tokens / step_seconds(cfg, 1, 1, GPUS["H200"]).step == pytest.approx(expected, rel=0.15)
 
 
 def test_nobody_is_promised_60_percent() -> None:
     """Of the peak, by products alone; FSDP's copies, norms, loss and update move bytes."""
     node = load_config([str(ROOT / "configs/scale/7b-1node.toml")], [])
-    step = time(node, 8, 8, GPUS["H100"]).step
-    assert utilisation(node, 8, step, GPUS["H100"]) == pytest.approx(0.43, rel=0.15)
+    step = step_seconds(node, 8, 8, GPUS["H100"]).step
+    assert model_flops_utilisation(node, 8, step, GPUS["H100"]) == pytest.approx(0.43, rel=0.15)
     cfg = load_config([SEVEN], [])
-    for each in best(cfg, 16, 8, GPUS["H100"], check_world):
-        assert utilisation(cfg, 16, each.time.step, GPUS["H100"]) < 0.52
+    for each in best_candidates(cfg, 16, 8, GPUS["H100"], check_world):
+        assert model_flops_utilisation(cfg, 16, each.time.step, GPUS["H100"]) < 0.52
 
 
 def test_what_moves_bytes_takes_time() -> None:
@@ -194,7 +200,7 @@ def test_what_moves_bytes_takes_time() -> None:
 
     def seconds(part: str, *words: str) -> float:
         cfg = load_config([SEVEN], ["--train.global_batch_tokens=65536", *words])
-        return time(cfg, 1, 1, gpu).parts[part]
+        return step_seconds(cfg, 1, 1, gpu).parts[part]
 
     one = count / (0.73 * gpu.memory)
     assert seconds("FSDP's copies") == pytest.approx(8 * 46 * one, rel=0.01)
@@ -214,7 +220,7 @@ def test_what_fp8_saves() -> None:
 
     def parts(*words: str) -> dict[str, float]:
         cfg = load_config([SEVEN], ["--train.global_batch_tokens=65536", *words])
-        return time(cfg, 1, 1, gpu).parts
+        return step_seconds(cfg, 1, 1, gpu).parts
 
     fp8, layer = "--train.fp8=rowwise", 4 * 2 * 4096 + 3 * (4096 + 11008)
     plain, eight = parts(), parts(fp8)
@@ -231,16 +237,16 @@ def test_what_fp8_saves() -> None:
 
 def test_what_it_proposes_fits_is_accepted_and_is_faster() -> None:
     cfg = load_config([SEVEN], [])
-    found = best(cfg, 16, 8, GPUS["H100"], check_world)
+    found = best_candidates(cfg, 16, 8, GPUS["H100"], check_world)
     assert len(found) == 3
     for each in found:
         other = load_config([SEVEN], each.words.split())
         assert other == changed_by(cfg, each.overrides) and not check_world(other, 16, 8)
-        assert memory(other, 16, 8).peak == each.memory.peak < GPUS["H100"].usable
+        assert estimate_memory(other, 16, 8).peak == each.memory.peak < GPUS["H100"].usable
     steps = [each.time.step for each in found]
-    assert steps == sorted(steps) and steps[0] < time(cfg, 16, 8, GPUS["H100"]).step
+    assert steps == sorted(steps) and steps[0] < step_seconds(cfg, 16, 8, GPUS["H100"]).step
     # Nothing fits 7 B on one GPU of 44 GiB: 16 bytes a parameter are 100 GiB.
-    assert not best(cfg, 1, 1, GPUS["L40S"], check_world)
+    assert not best_candidates(cfg, 1, 1, GPUS["L40S"], check_world)
 
 
 def test_offloading_must_fit_the_host_and_a_search_does_not_depend_on_where_it_begins() -> None:
@@ -249,31 +255,31 @@ def test_offloading_must_fit_the_host_and_a_search_does_not_depend_on_where_it_b
             "--train.global_batch_tokens=16777216", "--train.micro_batch=1")  # fmt: skip
     cfg = load_config([SEVEN], long)
     all_kept = load_config([SEVEN], [*long, "--train.offload_activations=2", "--distributed.cp=4"])
-    assert host_memory(cfg, 16, 8) == 0.0
+    assert host_offload_bytes(cfg, 16, 8) == 0.0
     numbers = 22.75 * 4096 * (1048576 / 4) * 32  # of a rank
-    assert host_memory(all_kept, 16, 8) == pytest.approx(8 * numbers, rel=0.02)
-    found = best(cfg, 16, 8, GPUS["H200"], check_world)
+    assert host_offload_bytes(all_kept, 16, 8) == pytest.approx(8 * numbers, rel=0.02)
+    found = best_candidates(cfg, 16, 8, GPUS["H200"], check_world)
     for each in found:
-        assert host_memory(changed_by(cfg, each.overrides), 16, 8) <= 900 * GIB
-    again = best(changed_by(cfg, found[0].overrides), 16, 8, GPUS["H200"], check_world)
+        assert host_offload_bytes(changed_by(cfg, each.overrides), 16, 8) <= 900 * GIB
+    again = best_candidates(changed_by(cfg, found[0].overrides), 16, 8, GPUS["H200"], check_world)
     assert [each.time.step for each in again] == [each.time.step for each in found]
-    without = best(cfg, 16, 8, GPUS["H200"], check_world, host=0.0)
+    without = best_candidates(cfg, 16, 8, GPUS["H200"], check_world, host=0.0)
     assert not any("train.offload_activations" in each.overrides for each in without)
 
 
 def test_proposals_differ() -> None:
-    found = best(load_config([SEVEN], []), 16, 8, GPUS["H100"], check_world)
+    found = best_candidates(load_config([SEVEN], []), 16, 8, GPUS["H100"], check_world)
     assert len({(round(each.time.step, 2), round(each.memory.peak / GIB)) for each in found}) == 3
 
 
 def test_the_word_at_out_of_memory_needs_a_tenth_less() -> None:
     cfg = load_config([SEVEN], ["--train.recompute=none", "--train.micro_batch=4"])
-    told = advice(cfg, 8, 8, check_world)
+    told = memory_advice(cfg, 8, 8, check_world)
     found = re.search(r"estimates ([\d.]+) GiB.*; try (.*) \(([\d.]+) GiB\)", told)
     assert found, told
     other = load_config([SEVEN], ["--train.recompute=none", *found[2].split()])
     assert float(found[3]) < 0.9 * float(found[1]) + 0.1
-    assert memory(other, 8, 8).peak < 0.9 * memory(cfg, 8, 8).peak
+    assert estimate_memory(other, 8, 8).peak < 0.9 * estimate_memory(cfg, 8, 8).peak
 
 
 def command(program: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -318,14 +324,14 @@ def test_70b_is_built_as_one_of_1024_ranks() -> None:
 def test_a_model_that_cannot_be_built_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from kempner.config.option import ConfigError
     from kempner.parallel import build as plans
-    from kempner.planner.build import build
+    from kempner.planner.build import build_without_memory
 
     def fails(*given: object, **named: object) -> None:
         raise ValueError("4 heads do not divide by 3")
 
-    monkeypatch.setattr(plans, "shard", fails)
+    monkeypatch.setattr(plans, "shard_model", fails)
     with pytest.raises(ConfigError, match=r"cannot be built for 4 ranks: .* 4 heads"):
-        build(small("--train.global_batch=8"), 4, 4)
+        build_without_memory(small("--train.global_batch=8"), 4, 4)
 
 
 MEASURED = [
@@ -341,7 +347,7 @@ def test_the_estimate_is_within_a_tenth_of_the_peak(
     one_process: None, words: tuple[str, ...]
 ) -> None:
     cfg = small(*words)
-    assert memory(cfg, 1, 1, gpu=False).peak == pytest.approx(measured(cfg), rel=0.1)
+    assert estimate_memory(cfg, 1, 1, gpu=False).peak == pytest.approx(measured(cfg), rel=0.1)
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])

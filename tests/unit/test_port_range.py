@@ -17,13 +17,13 @@ import pytest
 import torch.distributed as dist
 
 from kempner import peers, port_range, rendezvous
-from kempner.lowcomm.judge import Judge
+from kempner.lowcomm.judge import JudgeServer
 from kempner.port_range import (
     BadPortRange,
     NoFreePort,
     ReservedPort,
     allowed_ports,
-    listen,
+    listen_in_range,
 )
 from kempner.preflight.channel import Driver
 from kempner.process_group import World
@@ -40,7 +40,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> range:
         with ExitStack() as held:
             try:
                 for _ in range(8):
-                    held.enter_context(listen())
+                    held.enter_context(listen_in_range())
             except OSError:
                 continue
         return range(first, first + 8)
@@ -72,13 +72,13 @@ def test_ports_are_taken_in_turn_and_the_range_may_be_used_up(opened: range) -> 
     """Also those that are bound and do not listen yet, as run.sh's for its program."""
     with ExitStack() as held:
         holders = [held.enter_context(ReservedPort()) for _ in range(3)]
-        servers = [held.enter_context(listen()) for _ in range(5)]
+        servers = [held.enter_context(listen_in_range()) for _ in range(5)]
         found = [each.port for each in holders] + [each.getsockname()[1] for each in servers]
         assert sorted(found) == [*opened]
         with pytest.raises(
             NoFreePort, match=r"none of these 8 ports is free on .*give a wider range"
         ):
-            listen()
+            listen_in_range()
 
 
 def waits_in_the_kernel(server: socket.socket) -> None:
@@ -92,7 +92,7 @@ def test_a_port_is_free_again_while_old_connections_wait(opened: range, monkeypa
     """Each start of run.sh takes two: here five starts have three."""
     monkeypatch.setenv("KEMPNER_PORTS", f"{opened[0]}-{opened[2]}")
     for _ in range(5):
-        with listen() as server, ReservedPort() as holder:
+        with listen_in_range() as server, ReservedPort() as holder:
             limit = timedelta(seconds=20)
             store = dist.TCPStore("127.0.0.1", holder.port, None, True, limit, False)
             waits_in_the_kernel(server)
@@ -101,7 +101,7 @@ def test_a_port_is_free_again_while_old_connections_wait(opened: range, monkeypa
             del store
     with ExitStack() as held:
         for _ in range(3):
-            waits_in_the_kernel(held.enter_context(listen()))
+            waits_in_the_kernel(held.enter_context(listen_in_range()))
 
 
 def test_a_port_that_is_raced_for_has_one_owner(opened: range) -> None:
@@ -114,7 +114,7 @@ def test_a_port_that_is_raced_for_has_one_owner(opened: range) -> None:
             if k % 2:
                 found.append(held.enter_context(ReservedPort()).port)
             else:
-                found.append(held.enter_context(listen()).getsockname()[1])
+                found.append(held.enter_context(listen_in_range()).getsockname()[1])
 
         for _ in range(20):
             threads = [threading.Thread(target=take, args=(k,)) for k in range(8)]
@@ -138,12 +138,12 @@ def test_a_program_gets_the_port_that_is_reserved_for_it(opened: range) -> None:
 def test_all_that_listens_does_so_in_the_range(
     opened: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(peers.VARIABLE, peers.new_key())
+    monkeypatch.setenv(peers.PEER_KEY_VARIABLE, peers.new_key())
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     store = rendezvous.open_store(World(0, 0, 2, "slurm"), tmp_path, 20.0)
-    assert store.port in opened and rendezvous.find(tmp_path, 0, 20.0)[1] == store.port
-    judge = Judge(["127.0.0.1"], 60.0, None)
+    assert store.port in opened and rendezvous.find_address(tmp_path, 0, 20.0)[1] == store.port
+    judge = JudgeServer(["127.0.0.1"], 60.0, None)
     note = json.loads(judge.note)
     assert {note["store"], note["beats"]} <= {*opened}
     judge._entrance.close()
@@ -157,7 +157,7 @@ def test_all_that_listens_does_so_in_the_range(
 def test_without_a_range_the_kernel_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KEMPNER_PORTS", raising=False)
     assert port_range.store_server() == (0, None)
-    with listen("127.0.0.1") as server, ReservedPort() as holder:
+    with listen_in_range("127.0.0.1") as server, ReservedPort() as holder:
         assert server.getsockname()[1] != holder.port > 0
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from kempner import peers
 from kempner.preflight import __main__ as program
-from kempner.preflight.channel import Driver, Task
+from kempner.preflight.channel import Driver, TaskChannel
 from tests.unit.test_preflight_verdict import node
 
 ROOT = Path(__file__).parents[2]
@@ -55,14 +55,14 @@ def test_a_task_whose_driver_ends_is_quiet() -> None:
 
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(peers.VARIABLE, peers.new_key())
+    monkeypatch.setenv(peers.PEER_KEY_VARIABLE, peers.new_key())
 
 
 def test_the_driver_leaves_after_its_tasks() -> None:
     driver, left = Driver(), []
 
     def answer() -> None:
-        task = Task("localhost", driver.port, 3)
+        task = TaskChannel("localhost", driver.port, 3)
         question = task.question()
         time.sleep(0.3)
         left.append(question)
@@ -78,7 +78,7 @@ def test_the_driver_leaves_after_its_tasks() -> None:
 def test_a_driver_that_is_gone_is_the_end(capfd: pytest.CaptureFixture[str]) -> None:
     """Quietly: a table with all ok is not followed by the stack of a store's client."""
     driver = Driver()
-    task = Task("localhost", driver.port, 0)
+    task = TaskChannel("localhost", driver.port, 0)
     asked: list[dict[str, Any]] = []
     thread = threading.Thread(target=lambda: asked.append(task.question()))
     thread.start()
@@ -100,10 +100,10 @@ def test_a_task_may_come_late_and_twice() -> None:
     driver = Driver()
     keys = driver.ask([1], {"what": "time"})
     assert driver.answers(keys, time.monotonic() + 0.01) == {}
-    first = Task("localhost", driver.port, 1)
+    first = TaskChannel("localhost", driver.port, 1)
     first.answer({"time": 7.0})
     assert driver.answers(keys, time.monotonic() + 60) == {1: {"time": 7.0}}
-    second = Task("localhost", driver.port, 1)
+    second = TaskChannel("localhost", driver.port, 1)
     second.answer({"time": 8.0})
     keys = driver.ask([1], {"what": "time"})
     assert driver.answers(keys, time.monotonic() + 1) == {}
@@ -118,7 +118,7 @@ def test_what_is_not_understood_is_not_heard(says: bytes) -> None:
     """Also of one with the key of this job: the driver goes on with the others."""
     driver = Driver()
     keys = driver.ask([1], {"what": "time"})
-    with peers.connect("localhost", driver.port, peers.job_key(), 60) as odd:
+    with peers.connect_peer("localhost", driver.port, peers.job_key(), 60) as odd:
         odd.sendall(says)
         odd.settimeout(0.05)
         closed = time.monotonic() + 60
@@ -127,7 +127,7 @@ def test_what_is_not_understood_is_not_heard(says: bytes) -> None:
             with contextlib.suppress(TimeoutError):
                 assert odd.recv(100) == b""
                 break
-    Task("localhost", driver.port, 1).answer({"time": 7.0})
+    TaskChannel("localhost", driver.port, 1).answer({"time": 7.0})
     assert driver.answers(keys, time.monotonic() + 60) == {1: {"time": 7.0}}
 
 
@@ -140,7 +140,7 @@ def test_the_run_starts_where_most_nodes_are_late(
     def answer() -> None:
         while not (tmp_path / "port").exists():
             time.sleep(0.01)
-        task = Task("localhost", int((tmp_path / "port").read_text().split()[0]), 0)
+        task = TaskChannel("localhost", int((tmp_path / "port").read_text().split()[0]), 0)
         while (what := task.question()["what"]) != "end":
             task.answer(
                 node("a").facts | {"local_rank": 0} if what == "node" else {"time": time.time()}

@@ -14,9 +14,9 @@ import torch
 
 from kempner.gpu.findings import ECC
 from kempner.preflight import task
-from kempner.preflight.__main__ import check_in, rounds, take_transport
+from kempner.preflight.__main__ import await_tasks, pair_rounds, take_transport
 from kempner.preflight.allreduce import connect_limit, run_in_child
-from kempner.preflight.verdict import NodeResult, Report, blame_late, compare, slow_nodes
+from kempner.preflight.verdict import NodeResult, Report, blame_late, compare_nodes, slow_nodes
 from tests.gpus import Shim, gpu
 
 
@@ -42,21 +42,21 @@ def figure(rate: float) -> dict[str, Any]:
 
 def judge(*nodes: NodeResult, **more: Any) -> Report:
     report = Report(list(nodes), gpus=4, **more)
-    compare(report)
+    compare_nodes(report)
     return report
 
 
 @pytest.mark.parametrize("count", range(10))
 def test_every_node_meets_two_others(count: int) -> None:
     met: dict[int, set[int]] = {k: set() for k in range(count)}
-    for pairs in rounds(count):
+    for pairs in pair_rounds(count):
         once = list(itertools.chain(*pairs))
         assert len(set(once)) == len(once)  # no node is in two pairs at a time
         for a, b in pairs:
             met[a].add(b)
             met[b].add(a)
     assert all(len(others) == (2 if count > 2 else 0) for others in met.values())
-    assert len(rounds(count)) <= 3
+    assert len(pair_rounds(count)) <= 3
 
 
 def test_equal_nodes_are_ok() -> None:
@@ -160,7 +160,7 @@ def test_many_that_are_late_are_not_blamed(count: int, late: int, blamed: bool) 
     for one in report.nodes[:late]:
         one.late, one.facts = "1 of 1 task(s) did not answer", {}
     blame_late(report, ended=False)
-    compare(report)
+    compare_nodes(report)
     assert report.faulty is blamed
     assert len(list(filter(None, report.record()["bad"].split(",")))) == (late if blamed else 0)
     assert bool(report.notes) is not blamed
@@ -207,7 +207,7 @@ def test_a_cold_file_system_takes_longer_for_more_nodes(
 ) -> None:
     driver: Any = SlowDriver(times, monkeypatch)
     names = [f"n{k}" for k in range(len(times))]
-    nodes = check_in(driver, tmp_path / "ended", names, 1)
+    nodes = await_tasks(driver, tmp_path / "ended", names, 1)
     assert sum(bool(one.late) for one in nodes) == late
     assert driver.now < 1000
 
@@ -235,7 +235,7 @@ def ring(*rates: float, least: float = 0.0) -> Report:
     """A ring of nodes of which each sends at its own rate: a pair has that of the slower one."""
     nodes = [node(f"n{k}") for k in range(len(rates))]
     report = Report(nodes, least=least)
-    for a, b in itertools.chain(*rounds(len(rates))):
+    for a, b in itertools.chain(*pair_rounds(len(rates))):
         report.add_pair(nodes[a], nodes[b], figure(min(rates[a], rates[b])))
     return report
 

@@ -223,7 +223,7 @@ def test_a_small_file_that_unpacks_to_much_is_read_in_parts(tmp_path: Path) -> N
     for suffix in (".bz2", ".xz"):
         file = tmp_path / f"a.txt{suffix}"
         file.write_bytes(PACK[suffix](line * 20_000) + PACK[suffix](b"y\n"))  # 20 MB
-        parts = [*compressed.texts(str(file), 1 << 20)]
+        parts = [*compressed.unpacked_texts(str(file), 1 << 20)]
         assert b"".join(parts) == line * 20_000 + b"y\n" and max(map(len, parts)) <= 1 << 20
 
 
@@ -242,7 +242,7 @@ def test_a_vocabulary_is_trained_on_a_part_of_a_compressed_file(
     path.write_bytes(gzip.compress(10_000 * (json.dumps({"text": "x" * 100}).encode() + b"\n")))
     monkeypatch.setattr(PREPARE, "BPE_SAMPLE", 50_000)
     options = PREPARE.parse([str(path), "--out", str(tmp_path / "out"), "--train-bpe", "300"])
-    pieces = sources.cut(sources.find([str(path)], tmp_path), 1 << 22)[0]
+    pieces = sources.cut_units(sources.find_source_files([str(path)], tmp_path), 1 << 22)[0]
     assert len(list(PREPARE.training_texts(options, pieces))) <= 500
 
 
@@ -267,7 +267,7 @@ def test_zstd_without_a_package_that_reads_it(
     (tmp_path / "a.jsonl.zst").write_bytes(b"x")
     monkeypatch.setattr(compressed, "_zstd", lambda: None)
     with pytest.raises(ConfigError, match=r"reads no zstd; install zstandard with .*\[data\]"):
-        sources.find([str(tmp_path)], tmp_path / "out")
+        sources.find_source_files([str(tmp_path)], tmp_path / "out")
 
 
 def test_one_core_and_several_write_the_same_bytes(tmp_path: Path, corpus: Path) -> None:
@@ -824,7 +824,7 @@ def test_a_folder_that_cannot_be_read_is_an_error(
     monkeypatch.setattr(os, "scandir", scandir)
     wrong = f"{tmp_path}/in/locked: Permission denied; give yourself the right to read it"
     with pytest.raises(ConfigError, match=wrong):
-        sources.find([str(tmp_path / "in")], tmp_path / "out")
+        sources.find_source_files([str(tmp_path / "in")], tmp_path / "out")
     for pattern in ("in/**/*.jsonl", "in/*/*.jsonl", "in/l*/x.jsonl"):
         with pytest.raises(ConfigError, match=wrong):
             sources.check_readable(f"{tmp_path}/{pattern}")

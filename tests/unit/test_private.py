@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kempner import private
-from kempner.data.stage import stage, staged
+from kempner.data.stage import stage_data, staged_dir
 from tests.conftest import ROOT
 
 LIB = ROOT / "scripts/slurm/lib"
@@ -106,7 +106,7 @@ def test_what_others_can_change_is_refused(local: Path, wrong: Callable[[Path], 
     path = local / "kempner-51"
     wrong(path)
     with pytest.raises(PermissionError) as refused:
-        private.make(path)
+        private.make_private(path)
     assert WRONG[wrong] in str(refused.value)
     for words in (["make"], []):
         done = bash(path, *words)
@@ -115,7 +115,9 @@ def test_what_others_can_change_is_refused(local: Path, wrong: Callable[[Path], 
             assert WRONG[wrong] in done.stdout
 
 
-@pytest.mark.parametrize("make", [private.make, lambda path: bash(path, "make").check_returncode()])
+@pytest.mark.parametrize(
+    "make", [private.make_private, lambda path: bash(path, "make").check_returncode()]
+)
 def test_what_is_ours_is_made_and_used(local: Path, make: Callable[[Path], None]) -> None:
     """Also one above it that is not there yet: /local/$USER."""
     before = os.umask(0)
@@ -137,14 +139,14 @@ def test_data_are_not_read_from_there(
 ) -> None:
     """Even with all that makes a copy a whole one."""
     root = local / "kempner-51"
-    stage(data_dir, root)
+    stage_data(data_dir, root)
     monkeypatch.setenv("KEMPNER_STAGED", str(root))
-    assert staged(data_dir).parent == root
+    assert staged_dir(data_dir).parent == root
     for path in (root, *root.rglob("*")):
         os.chown(path, MALLORY, MALLORY)
-    assert staged(data_dir) == data_dir
+    assert staged_dir(data_dir) == data_dir
     with pytest.raises(PermissionError, match="belongs to another user"):
-        stage(data_dir, root)
+        stage_data(data_dir, root)
 
 
 def task(root: Path, python: Path) -> subprocess.CompletedProcess[str]:

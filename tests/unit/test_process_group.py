@@ -18,8 +18,8 @@ import torch
 
 from kempner import configure, process_group, rendezvous
 from kempner.config.option import ConfigError
-from kempner.process_group import World, discover, pick_device
-from kempner.program.child import Place
+from kempner.process_group import World, discover_world, pick_device
+from kempner.program.child import RankPlace
 from kempner.slurm import job_name
 
 # What a batch shell has; a salloc shell has the counts alone. SLURM_STEP_ID is -5 in newer ones.
@@ -54,7 +54,7 @@ TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
     ],
 )
 def test_place(env: dict[str, str], world: World) -> None:
-    assert discover(env) == world
+    assert discover_world(env) == world
 
 
 @pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"])
@@ -64,10 +64,10 @@ def test_garbage_is_named(name: str, value: str | None) -> None:
     if value is not None:
         env[name] = value
     if "SLURM_STEP_NUM_TASKS" not in env:
-        assert discover(env).source == "single"
+        assert discover_world(env).source == "single"
         return
     with pytest.raises(ConfigError) as error:
-        discover(env)
+        discover_world(env)
     (problem,) = error.value.problems
     assert f"{name}={'(unset)' if value is None else value}" in problem and "srun" in problem
 
@@ -198,13 +198,13 @@ def test_the_network_of_one_host_is_not_looked_at(
     monkeypatch.setattr(process_group, "_log_nccl", looked.append)
     quiet: Any = lambda *_: types.SimpleNamespace()  # noqa: E731
     for module, name in (
-        (rendezvous, "open_store"), (rendezvous, "check_in"), (process_group, "_prove"),
+        (rendezvous, "open_store"), (rendezvous, "await_ranks"), (process_group, "_prove"),
         (process_group, "_init"), (process_group, "set_timeout"),
         (torch.distributed, "PrefixStore"), (torch.distributed, "destroy_process_group"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, quiet)
     world = World(0, 0, size, "slurm", per_node)
-    process_group.start(world, torch.device("cuda", 0), tmp_path, 5.0)
+    process_group.start_process_group(world, torch.device("cuda", 0), tmp_path, 5.0)
     assert bool(looked) is asked
 
 
@@ -218,7 +218,7 @@ def test_nccls_log_is_asked_for_at_the_start_alone(
     quiet: Any = lambda *_: types.SimpleNamespace()  # noqa: E731
     asked: list[str] = []
     for module, name in (
-        (rendezvous, "open_store"), (rendezvous, "check_in"), (process_group, "set_timeout"),
+        (rendezvous, "open_store"), (rendezvous, "await_ranks"), (process_group, "set_timeout"),
         (torch.distributed, "PrefixStore"), (torch.distributed, "destroy_process_group"),
         (process_group, "_prove"),
     ):  # fmt: skip
@@ -226,7 +226,9 @@ def test_nccls_log_is_asked_for_at_the_start_alone(
     monkeypatch.setattr(
         process_group, "_init", lambda *_: asked.append(os.environ.get("NCCL_DEBUG", ""))
     )
-    process_group.start(World(0, 0, 4, "slurm", 2), torch.device("cuda", 0), tmp_path, 5.0)
+    process_group.start_process_group(
+        World(0, 0, 4, "slurm", 2), torch.device("cuda", 0), tmp_path, 5.0
+    )
     assert asked == ["", "INFO"]
     assert not [name for name in os.environ if name.startswith("NCCL_DEBUG")]
 
@@ -243,7 +245,7 @@ def join(rank: int, run_dir: Path, env: dict[str, str], timeout: float, said: An
 
     os.environ.update(env | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
     try:
-        process_group.start(discover(), torch.device("cpu"), run_dir, timeout)
+        process_group.start_process_group(discover_world(), torch.device("cpu"), run_dir, timeout)
         total = torch.tensor(float(rank))
         dist.all_reduce(total)
         said.put((rank, total.item()))
@@ -290,7 +292,7 @@ def depart(rank: int, run_dir: Path, said: Any) -> None:
 
     names = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_NUM_TASKS": "4"}
     os.environ.update(names)
-    world = process_group.start(discover(), torch.device("cpu"), run_dir, 60)
+    world = process_group.start_process_group(discover_world(), torch.device("cpu"), run_dir, 60)
     barrier = dist.barrier
 
     def slow() -> None:
@@ -301,7 +303,7 @@ def depart(rank: int, run_dir: Path, said: Any) -> None:
 
     dist.barrier = slow
     try:
-        process_group.leave(world)
+        process_group.leave_process_group(world)
         said.put((rank, "left"))
     except RuntimeError as error:
         said.put((rank, str(error)))
@@ -356,14 +358,14 @@ def test_a_file_of_somebody_else_ends_no_start(
     run_dir = tmp_path / "run"
     copy = rendezvous.copy_of(run_dir)
     copy.mkdir()  # as root no file of another user would do
-    rendezvous.publish(run_dir, 4711)
-    assert rendezvous.find(run_dir, 3, 30.0)[1] == 4711
+    rendezvous.publish_address(run_dir, 4711)
+    assert rendezvous.find_address(run_dir, 3, 30.0)[1] == 4711
     rendezvous.forget_copy(run_dir)
     copy.rmdir()
     (tmp_path / "mine").write_text("10.0.0.9 1")
     copy.symlink_to(tmp_path / "mine")
-    assert rendezvous.find(run_dir, 3, 30.0)[1] == 4711
-    rendezvous.publish(run_dir, 4712)
+    assert rendezvous.find_address(run_dir, 3, 30.0)[1] == 4711
+    rendezvous.publish_address(run_dir, 4712)
     assert not copy.is_symlink() and (tmp_path / "mine").read_text() == "10.0.0.9 1"
 
 
@@ -375,11 +377,11 @@ def test_what_another_user_has_written_is_not_believed(
     monkeypatch.setattr(rendezvous, "LOCAL_COPY_S", 0.2)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     run_dir = tmp_path / "run"
-    rendezvous.publish(run_dir, 4711)
+    rendezvous.publish_address(run_dir, 4711)
     copy = rendezvous.copy_of(run_dir)
     copy.write_text("10.6.6.6 1\n")
     os.chown(copy, 64_202, 64_202)
-    assert rendezvous.find(run_dir, 3, 30.0)[1] == 4711
+    assert rendezvous.find_address(run_dir, 3, 30.0)[1] == 4711
     os.chown(copy, 64_202, 64_202)
     rendezvous.forget_copy(run_dir)
     assert copy.exists()
@@ -401,9 +403,9 @@ def test_nobody_waits_for_a_fifo(
 
     def meet() -> None:
         for local_rank in (1, 0):
-            publish = threading.Timer(0.5, rendezvous.publish, (run_dir, 4711))
+            publish = threading.Timer(0.5, rendezvous.publish_address, (run_dir, 4711))
             publish.start()
-            found.append(rendezvous.find(run_dir, local_rank, 30.0)[1])
+            found.append(rendezvous.find_address(run_dir, local_rank, 30.0)[1])
             publish.join()
 
     thread = threading.Thread(target=meet, daemon=True)
@@ -425,7 +427,7 @@ def test_what_killed_starts_have_left_in_tmp_is_removed(
     kept = [f"{of_another}.rendezvous-3.0.0", "kempner-nccl-new", "kempner-notes", "other"]
     for name in (*gone, *kept):
         (host / name).touch()
-    places = Place(0), Place(1), Place(2)
+    places = RankPlace(0), RankPlace(1), RankPlace(2)
     places[0]._held.close()  # its process was killed
     (host / "kempner-rank9-mine").mkdir()
     old = [*gone[1:], "kempner-notes", "other", "kempner-rank9-mine"]
@@ -447,7 +449,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
 def test_a_rank_0_that_does_not_come_is_named(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"(?s)rank 0 has published no address.*likely causes"):
-        process_group.start(
+        process_group.start_process_group(
             World(1, 1, 2, "slurm"), torch.device("cpu"), tmp_path / "never-made", 0.5
         )
     assert time.monotonic() - began < 5
@@ -465,7 +467,7 @@ def hang_in_nccl(log: Path) -> None:
     store = types.SimpleNamespace()
     quiet: Any = lambda *_: None  # noqa: E731
     rendezvous.open_store = lambda *_: store  # type: ignore[assignment,return-value]
-    rendezvous.check_in = process_group._prove = quiet
+    rendezvous.await_ranks = process_group._prove = quiet
     torch.distributed.destroy_process_group = quiet
     torch.distributed.PrefixStore = quiet  # type: ignore[misc]
 
@@ -474,7 +476,9 @@ def hang_in_nccl(log: Path) -> None:
             time.sleep(30)
 
     process_group._init = init
-    process_group.start(World(0, 0, 2, "slurm"), torch.device("cuda", 0), log.parent, 0.3)
+    process_group.start_process_group(
+        World(0, 0, 2, "slurm"), torch.device("cuda", 0), log.parent, 0.3
+    )
 
 
 @pytest.mark.parametrize(
@@ -507,5 +511,5 @@ def test_one_rank_speaks_of_bad_input(
     monkeypatch.setattr(configure.signal, "signal", lambda *_: None)
     stop = types.SimpleNamespace(wants_to_leave=lambda: float(told))
     with pytest.raises(SystemExit, match="2"):
-        configure.reject(ConfigError("it is bad"), stop)  # type: ignore[arg-type]
+        configure.reject_input(ConfigError("it is bad"), stop)  # type: ignore[arg-type]
     assert ("it is bad" in capsys.readouterr().err) is speaks

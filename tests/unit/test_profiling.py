@@ -9,7 +9,7 @@ import torch
 
 from kempner.config.option import ConfigError
 from kempner.configure import check_world, load_config
-from kempner.planner.out_of_memory import explain
+from kempner.planner.out_of_memory import explain_memory
 from kempner.planner.search import Check
 from kempner.process_group import World
 from kempner.profiling import ProfileConfig, Profiler
@@ -51,7 +51,7 @@ def test_out_of_memory_leaves_a_snapshot_and_a_word(
     words = ["--data.dataset_path=fake:", f"--run.dir={tmp_path}"]
 
     def told(check: Check) -> str:
-        return explain(load_config([], words), World(3, 3, 4, "slurm", 4), check)
+        return explain_memory(load_config([], words), World(3, 3, 4, "slurm", 4), check)
 
     text = told(check_world)
     assert calls == ["out-of-memory-rank-3.pickle"]

@@ -21,22 +21,29 @@ import pytest
 
 from kempner.config.option import ConfigError
 from kempner.history import summary
-from kempner.history.events import Decision, Fault, FirstStep, append, of_kind, read
-from kempner.history.facts import facts
+from kempner.history.events import (
+    DecisionEvent,
+    FaultEvent,
+    FirstStep,
+    append_event,
+    of_kind,
+    read_events,
+)
+from kempner.history.facts import run_facts
 from kempner.history.run_history import load_history
-from kempner.peers import VARIABLE, Entrance, new_key
-from kempner.port_range import listen
+from kempner.peers import PEER_KEY_VARIABLE, Entrance, new_key
+from kempner.port_range import listen_in_range
 from kempner.process_group import World
 from kempner.program.book import Book
 from kempner.program.channel import Channel
-from kempner.program.child import Place, variables
+from kempner.program.child import RankPlace, rank_variables
 from kempner.program.coordinator import Coordinator
-from kempner.program.copy import Copy, check_code
+from kempner.program.copy import CodeCopy, check_code
 from kempner.program.launchers import check_launcher, uses_torchrun
-from kempner.program.options import Options, check_command, parse
-from kempner.program.output import ROOT_CAUSE, Output, after
-from kempner.program.verdict import Ending, crash_faults, judge
-from kempner.program.watch import Seen, Watch, number_in
+from kempner.program.options import Options, check_command, parse_options
+from kempner.program.output import ROOT_CAUSE, OutputReader, steps_after
+from kempner.program.verdict import Ending, crash_faults, judge_endings
+from kempner.program.watch import CheckpointWatch, SeenCheckpoint, number_in
 from tests.conftest import ROOT, clean_env
 
 Meet = Callable[..., Coordinator]
@@ -47,11 +54,11 @@ def meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Meet:
     """The coordinator of two ranks, once it has ended; only rank 0 has come, and acts."""
     monkeypatch.setenv("KEMPNER_ATTEMPT_ID", "7.0")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.setenv(VARIABLE, key := new_key())
+    monkeypatch.setenv(PEER_KEY_VARIABLE, key := new_key())
 
     def run(act: Callable[[Channel], object]) -> Coordinator:
-        options = parse([f"--run-dir={tmp_path / 'run'}", "--", "true"])
-        with Entrance(listen("127.0.0.1"), key) as entrance:
+        options = parse_options([f"--run-dir={tmp_path / 'run'}", "--", "true"])
+        with Entrance(listen_in_range("127.0.0.1"), key) as entrance:
             coordinator = Coordinator(options, 2, entrance, "127.0.0.1")
             thread = threading.Thread(target=coordinator.run)
             thread.start()
@@ -123,7 +130,11 @@ def test_a_stranger_is_no_rank(tmp_path: Path) -> None:
     knows the port and the attempt, and does not have the key."""
     run, ran = tmp_path / "run", tmp_path / "ran"
     words = [sys.executable, ROOT / "scripts/program.py", f"--run-dir={run}", "--"]
-    step = {"SLURM_STEP_NUM_TASKS": "2", "KEMPNER_ATTEMPT_ID": "7.0.1", VARIABLE: new_key()}
+    step = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "KEMPNER_ATTEMPT_ID": "7.0.1",
+        PEER_KEY_VARIABLE: new_key(),
+    }
 
     def task(rank: int) -> subprocess.Popen[bytes]:
         place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "TMPDIR": str(tmp_path)}
@@ -166,24 +177,28 @@ def test_a_rank_that_sees_one_gpu_is_a_node_of_its_own(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.delenv("SLURM_NODEID", raising=False)
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
-    start, options = {"address": "n1", "port": 1, "attempt": 0}, parse(["--", "true"])
-    place = Place(3)
-    found = variables(World(3, 1, 4, "slurm", 2), start, options, place)
+    start, options = {"address": "n1", "port": 1, "attempt": 0}, parse_options(["--", "true"])
+    place = RankPlace(3)
+    found = rank_variables(World(3, 1, 4, "slurm", 2), start, options, place)
     place.remove()
     names = ["CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
     assert [found.get(name) for name in names] == [None if x is None else str(x) for x in given]
     assert int(found["GROUP_WORLD_SIZE"]) * int(found["LOCAL_WORLD_SIZE"]) == 4
     assert found["NODE_RANK"] == found["GROUP_RANK"]
-    assert found[VARIABLE] == ""  # the key of the job is not the program's
+    assert found[PEER_KEY_VARIABLE] == ""  # the key of the job is not the program's
     # A launcher sees all of them, for its own ranks.
-    whole = variables(World(1, 0, 2, "slurm", 1), start, options, place)
+    whole = rank_variables(World(1, 0, 2, "slurm", 1), start, options, place)
     assert "CUDA_VISIBLE_DEVICES" not in whole and whole["PET_NODE_RANK"] == "1"
 
 
 def test_a_rank_without_an_instance_of_mig(tmp_path: Path) -> None:
     """It says so, rather than share that of another rank."""
     words = [ROOT / "scripts/program.py", f"--run-dir={tmp_path}/run", "--", "true"]
-    step = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3", VARIABLE: new_key()}
+    step = {
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_TASKS_PER_NODE": "3",
+        PEER_KEY_VARIABLE: new_key(),
+    }
     step |= {"KEMPNER_ATTEMPT_ID": "7.0.1", "CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}
     tasks = [
         subprocess.Popen(
@@ -201,7 +216,7 @@ def test_a_rank_without_an_instance_of_mig(tmp_path: Path) -> None:
 
 
 def test_a_signal_without_a_name() -> None:
-    outcome = judge([Ending(0, "n1", -40, "")], "", False, False, False)
+    outcome = judge_endings([Ending(0, "n1", -40, "")], "", False, False, False)
     assert (outcome.code, outcome.reason) == (168, "rank 0 on n1: killed by signal 40")
 
 
@@ -216,7 +231,7 @@ def test_the_command_names_the_copies_of_its_files(
         (folder / "src/train.py").touch()
     (origin / "data.bin").touch()
     monkeypatch.chdir(origin)
-    copy = Copy(origin, root)
+    copy = CodeCopy(origin, root)
     words = ["python", "-u", "./src/train.py", "--a=src/train.py", f"--b={origin}/src/train.py"]
     here = str(root / "src/train.py")
     assert copy.command(words) == ("python", "-u", here, f"--a={here}", f"--b={here}")
@@ -234,7 +249,7 @@ def test_the_command_names_the_copies_of_its_files(
 
 
 def test_a_copy_that_is_gone(meet: Meet, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    monkeypatch.setattr("kempner.program.coordinator.START_S", 1.0)  # for the other rank
+    monkeypatch.setattr("kempner.program.coordinator.RANKS_START_S", 1.0)  # for the other rank
     monkeypatch.setenv("KEMPNER_COPY", "/nowhere/code/0123456789ab")
     assert meet(lambda rank: None).code == 2
     assert "the copy of the program's code is gone: " in capfd.readouterr().err
@@ -254,7 +269,7 @@ def test_ranks_that_were_ended_are_not_blamed(code: int) -> None:
         Ending(0, "n1", 0, "", torn=True),
         Ending(1, "n1", -9, "", torn=True),
     ]
-    outcome = judge(ended, "", False, False, False)
+    outcome = judge_endings(ended, "", False, False, False)
     assert (outcome.code, outcome.final) == (code, code == 2)
     assert outcome.reason == f"rank 2 on n2: exit code {code}: ValueError: no"
     (fault,) = crash_faults(ended, outcome, "", HEAD)
@@ -263,12 +278,12 @@ def test_ranks_that_were_ended_are_not_blamed(code: int) -> None:
 
 def test_a_host_that_is_gone_is_blamed_not_those_that_lost_it() -> None:
     ended = [Ending(0, "n1", 1, "JaxRuntimeError: peer"), Ending(3, "n2", 1, "", gone=True)]
-    outcome = judge(ended, "", False, False, True)
+    outcome = judge_endings(ended, "", False, False, True)
     assert outcome.state == "" and outcome.reason == "rank 3 on n2: its supervisor is gone"
     faults = crash_faults(ended, outcome, "", HEAD)
     assert [(f.hosts, f.lost_peer) for f in faults] == [(("n2",), False), (("n1",), True)]
     # Slurm ends the step of a lost host: nobody wanted room.
-    asked = judge(ended, "interrupt", False, False, True)
+    asked = judge_endings(ended, "interrupt", False, False, True)
     assert asked.state == "" and [
         f.hosts for f in crash_faults(ended, asked, "interrupt", HEAD)
     ] == [("n1",)]
@@ -280,16 +295,16 @@ def test_the_rank_that_failed_first_is_named_not_the_one_that_exited_first() -> 
     peer = Ending(0, "n1", 1, "EOFError", failed_at=2.0)
     same = Ending(2, "n1", 1, "ValueError: no", failed_at=3.0)
     ended = [peer, slow, same]
-    outcome = judge(ended, "", False, False, False)
+    outcome = judge_endings(ended, "", False, False, False)
     assert outcome.reason == "rank 1 on n2: exit code 1: ValueError: no"
     faults = crash_faults(ended, outcome, "", HEAD)
     assert [(f.ranks, f.lost_peer) for f in faults] == [((1,), False), ((0,), True), ((2,), False)]
     # A crash in its exit handlers, once it has lost the other; and a kill that nobody else caused.
     for when, rank in ((5.0, 1), (1.5, 0)):
         killed = replace(peer, code=-11, lost_peer=True, failed_at=when)
-        assert f"rank {rank} on" in judge([killed, slow], "", False, False, False).reason
+        assert f"rank {rank} on" in judge_endings([killed, slow], "", False, False, False).reason
     lost = [replace(peer, lost_peer=True), replace(slow, torn=True)]
-    unknown = judge(lost, "", False, False, False)
+    unknown = judge_endings(lost, "", False, False, False)
     assert unknown.reason.startswith("which rank failed is not known; one that has lost it: rank 0")
     assert [f.lost_peer for f in crash_faults(lost, unknown, "", HEAD)] == [True]
 
@@ -328,11 +343,11 @@ def test_the_number_of_a_checkpoint(pattern: str, names: list[str], number: int 
 
 
 @pytest.fixture
-def looked(tmp_path: Path) -> Callable[[str], Watch]:
+def looked(tmp_path: Path) -> Callable[[str], CheckpointWatch]:
     """A watch that looks when it is told to."""
 
-    def make(pattern: str) -> Watch:
-        return Watch(tmp_path / "run", str(tmp_path / pattern))
+    def make(pattern: str) -> CheckpointWatch:
+        return CheckpointWatch(tmp_path / "run", str(tmp_path / pattern))
 
     return make
 
@@ -392,11 +407,11 @@ def test_a_look_at_a_complete_checkpoint_does_not_open_its_files(
         (folder / str(i)).touch()
     old = looked("c-*")
     fresh = looked("c-*")
-    fresh._first = fresh.complete = fresh._last = Seen()
+    fresh._first = fresh.complete = fresh._last = SeenCheckpoint()
     fresh._look()
     fresh._look()
     assert fresh.completed == 1
-    monkeypatch.setattr("kempner.program.watch.look_at", pytest.fail)
+    monkeypatch.setattr("kempner.program.watch.stat_checkpoint", pytest.fail)
     old._look()
     fresh._look()
 
@@ -449,13 +464,13 @@ def test_the_last_look_counts_what_was_saved_just_before_a_crash(
 
 def attempt(run_dir: Path, printed: Sequence[int], number: int | None, *words: str) -> None:
     """One that prints these steps and crashes. `number`: in the name of the newest checkpoint."""
-    book = Book(parse([f"--run-dir={run_dir}", *words, "--", "true"]))
+    book = Book(parse_options([f"--run-dir={run_dir}", *words, "--", "true"]))
     book.start(["n1"], number)
     steps = None
     for step in printed:
-        steps = after(steps, step)
+        steps = steps_after(steps, step)
         book.at_steps(steps)
-    book.event(Fault(**book.head(), ranks=(0,), hosts=("n1",), reason="ValueError: no"))
+    book.event(FaultEvent(**book.head(), ranks=(0,), hosts=("n1",), reason="ValueError: no"))
     book.end("", "")
     book.close()
 
@@ -480,7 +495,7 @@ def test_where_an_attempt_began(
 ) -> None:
     """From the distance of the steps that it prints."""
     attempt(tmp_path / "run", printed, number, STEPS)
-    (first,) = of_kind(read(tmp_path / "run/attempts.jsonl"), FirstStep)
+    (first,) = of_kind(read_events(tmp_path / "run/attempts.jsonl"), FirstStep)
     assert (first.began, first.printed) == (began, printed[0])
     (found,) = load_history(tmp_path / "run").attempts
     assert found.first_step == (began or 0) and found.counted == (began is not None)
@@ -503,14 +518,16 @@ def test_the_step_after_an_attempt_that_died_before_it_began(
 
     def told() -> list[object]:
         run = load_history(run_dir)
-        recomputed = re.search(r"steps recomputed +(.*)", summary.table([run]))
-        return [run.step_text, facts(run, time.time())["step"], recomputed and recomputed[1]]
+        recomputed = re.search(r"steps recomputed +(.*)", summary.summary_table([run]))
+        return [run.step_text, run_facts(run, time.time())["step"], recomputed and recomputed[1]]
 
     attempt(run_dir, range(1, 91), None, STEPS)
     assert told() == ["90", 90, None]
     attempt(run_dir, [], number, STEPS)
     assert told() == ["90", 90, "-"]
-    append(run_dir / "attempts.jsonl", Decision(time=time.time(), job="7", decision="restart"))
+    append_event(
+        run_dir / "attempts.jsonl", DecisionEvent(time=time.time(), job="7", decision="restart")
+    )
     assert told() == ["90", 90, "-"]
     attempt(run_dir, [41, 42, 43], number, STEPS)
     assert told() == ["43", 43, "50 or more"]
@@ -518,15 +535,15 @@ def test_the_step_after_an_attempt_that_died_before_it_began(
 
 
 def test_a_line_that_says_where_it_resumes() -> None:
-    assert after(None, 40, b"resuming at step 40").every == 0
-    assert after(None, 40, b"step 40").every is None
+    assert steps_after(None, 40, b"resuming at step 40").every == 0
+    assert steps_after(None, 40, b"step 40").every is None
 
 
 def test_steps_that_are_not_known_are_not_zero(tmp_path: Path) -> None:
     """With checkpoints alone, and with nothing: neither 0 steps recomputed nor 0 % of training."""
     for name, number in (("a", 40), ("b", None)):
         for _ in range(2):
-            book = Book(parse([f"--run-dir={tmp_path / name}", "--", "true"]))
+            book = Book(parse_options([f"--run-dir={tmp_path / name}", "--", "true"]))
             book.start(["n1"], number)
             time.sleep(0.05)
             book.end("interrupted", "asked to make room")
@@ -534,10 +551,10 @@ def test_steps_that_are_not_known_are_not_zero(tmp_path: Path) -> None:
     numbered, silent = load_history(tmp_path / "a"), load_history(tmp_path / "b")
     assert (numbered.step_text, silent.step_text) == ("40", "-")
     for run in (numbered, silent):
-        table = summary.table([run])
+        table = summary.summary_table([run])
         assert re.search(r"effective training time ratio +-\n", table), table
         assert re.search(r"steps recomputed +-\n", table) and "  running" in table
-        assert facts(run, time.time())["step"] == (40 if run is numbered else None)
+        assert run_facts(run, time.time())["step"] == (40 if run is numbered else None)
     assert "- to 40" in summary.attempt_table(numbered)
 
 
@@ -641,7 +658,7 @@ def test_commands_that_are_refused(command: str, message: str) -> None:
 
 def test_a_command_without_dashes_is_one_problem() -> None:
     with pytest.raises(ConfigError) as error:
-        parse(["python", "train.py", "--lr=3", "x"])
+        parse_options(["python", "train.py", "--lr=3", "x"])
     assert len(error.value.problems) == 1 and str(error.value).count("COMMAND") == 1
 
 
@@ -688,7 +705,7 @@ Failures:
 )
 def test_the_reason_of_a_crash(tmp_path: Path, printed: str, killed: bool, words: str) -> None:
     source, target = os.pipe()
-    output = Output(source, 0, tmp_path / "log", parse(["--", "true"]))
+    output = OutputReader(source, 0, tmp_path / "log", parse_options(["--", "true"]))
     output.start()
     os.write(target, printed.encode())
     os.close(target)
@@ -702,7 +719,7 @@ def test_the_batch_log_is_bounded(
     """The rank's own log has all."""
     monkeypatch.setattr("kempner.program.output.BATCH_LOG", 1 << 20)
     source, target = os.pipe()
-    output = Output(source, 0, tmp_path / "log", parse(["--", "true"]))
+    output = OutputReader(source, 0, tmp_path / "log", parse_options(["--", "true"]))
     output.start()
     for _ in range(64):
         os.write(target, b"x" * 65535 + b"\n")
@@ -717,7 +734,7 @@ def test_exit_code_2_after_progress_is_a_crash() -> None:
     """The batch script takes 2 for bad input, which ends the job."""
     ended = [Ending(0, "node1", 2, "error: bad file handle")]
     for progressed, code in ((False, 2), (True, 1)):
-        outcome = judge(ended, "", unheard=False, hung=False, progressed=progressed)
+        outcome = judge_endings(ended, "", unheard=False, hung=False, progressed=progressed)
         assert (outcome.code, outcome.final) == (code, not progressed)
 
 

@@ -14,10 +14,10 @@ import pytest
 
 from kempner import slurm
 from kempner.history import judge, summary
-from kempner.history.facts import facts
+from kempner.history.facts import run_facts
 from kempner.history.nodes import nodes_of
 from kempner.history.run_history import load_history, runs_in
-from kempner.process import birth
+from kempner.process import birth_ticks
 from kempner.slurm import host_name
 from tests.unit.test_state import STATUS
 
@@ -65,7 +65,7 @@ def start(attempt: int, step: int, at: float, **more: object) -> str:
 
 def hold_lock(run: Path) -> None:
     """As a trainer does that lives as long as this process."""
-    holder = {"host": host_name(), "pid": os.getpid(), "born": birth(os.getpid())}
+    holder = {"host": host_name(), "pid": os.getpid(), "born": birth_ticks(os.getpid())}
     (run / "lock").write_text(json.dumps(holder))
 
 
@@ -371,14 +371,14 @@ def test_a_number_that_is_not_finite_or_damaged(tmp_path: Path) -> None:
             (path / "metrics.jsonl").write_text(lines)
             run = load_history(path)
             try:
-                summary.table([run]), STATUS.row(run)
-                json.dumps(facts(run, BEGAN), allow_nan=False)
+                summary.summary_table([run]), STATUS.status_row(run)
+                json.dumps(run_facts(run, BEGAN), allow_nan=False)
             except Exception as error:
                 raise AssertionError((key, value)) from error
     (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in good))
     for key, value in [(k, v) for k in ("step", "max_steps", "attempt") for v in DAMAGED]:
         (path / "status.json").write_text(json.dumps({"state": "running", key: value}))
-        json.dumps(facts(load_history(path), BEGAN), allow_nan=False)
+        json.dumps(run_facts(load_history(path), BEGAN), allow_nan=False)
 
 
 def test_a_validation_that_is_not_finite(tmp_path: Path) -> None:
@@ -432,12 +432,15 @@ def test_events_with_damaged_values(
             (path / "chain.jsonl").write_text(json.dumps({"event": "submitted", "job": value}))
             try:
                 run = load_history(path, {})
-                json.dumps(facts(run, BEGAN), allow_nan=False)
+                json.dumps(run_facts(run, BEGAN), allow_nan=False)
                 [STATUS.node_row(node) for node in nodes_of([run])], summary.attempt_table(run)
                 judge.main(str(path), str(path / "srun.log"), "jobs=7", "attempt=7.0")
             except Exception as error:
                 raise AssertionError((key, value)) from error
-            assert capsys.readouterr().out.count("\n") == 1 + len(judge.ANSWERS), (key, value)
+            assert capsys.readouterr().out.count("\n") == 1 + len(judge.DECISION_FIELDS), (
+                key,
+                value,
+            )
 
 
 def test_directories_that_this_user_may_not_read(

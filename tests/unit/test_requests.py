@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from kempner.resilience.requests import FLAGS, REQUESTS, Meanwhile, StopRequests, asked
+from kempner.resilience.requests import (
+    REQUEST_FLAGS,
+    REQUESTS,
+    Meanwhile,
+    StopRequests,
+    requested_verdict,
+)
 
 
 def requests() -> StopRequests:
@@ -56,7 +62,7 @@ def test_the_end_that_slurm_told_before_counts_while_it_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ends = [time.time() + 1000.0, None, None]
-    monkeypatch.setattr("kempner.resilience.requests.END_POLL_S", 0.0)
+    monkeypatch.setattr("kempner.resilience.requests.JOB_END_POLL_S", 0.0)
     monkeypatch.setattr("kempner.resilience.requests.time.sleep", lambda seconds: None)
     monkeypatch.setattr("kempner.slurm.job_fields", lambda job: {})
     monkeypatch.setattr("kempner.slurm.end_of", lambda fields: ends.pop(0) if ends else None)
@@ -80,5 +86,5 @@ def test_a_request_to_leave_is_seen_in_the_middle_of_a_long_step(kind: int) -> N
 
 
 def test_the_strongest_request_wins() -> None:
-    assert asked(dict.fromkeys(FLAGS, 0.0)).state == ""
-    assert asked(dict.fromkeys(FLAGS, 2.0)).state == "stopped"
+    assert requested_verdict(dict.fromkeys(REQUEST_FLAGS, 0.0)).state == ""
+    assert requested_verdict(dict.fromkeys(REQUEST_FLAGS, 2.0)).state == "stopped"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kempner.config.option import ConfigError
-from kempner.configure import check, load_config
-from kempner.planner.memory import forward_rows, memory
+from kempner.configure import check_config, load_config
+from kempner.planner.memory import estimate_memory, forward_rows
 from kempner.rl.extension import OTHER_PROGRAM, RlExtension
 from tests.served import make_model
 
@@ -49,7 +49,7 @@ REFUSED = {
 
 def problems(*words: str) -> list[str]:
     try:
-        return check(load_config([], [*GOOD, *words]), ONLY, RlExtension)
+        return check_config(load_config([], [*GOOD, *words]), ONLY, RlExtension)
     except ConfigError as error:
         return error.problems
 
@@ -88,13 +88,15 @@ def test_it_needs_no_data_and_its_batch_is_that_of_rl() -> None:
     assert problems() == []
     cfg = load_config([], [*GOOD, "--rl.batch_samples=48"])
     assert cfg.train.global_batch == 48 and cfg.data.mixed == ()
-    assert memory(cfg, 1, 1).peak and forward_rows(cfg, 5) == 10  # no division without a rest
+    assert (
+        estimate_memory(cfg, 1, 1).peak and forward_rows(cfg, 5) == 10
+    )  # no division without a rest
 
 
 def test_each_program_has_its_own_configurations() -> None:
-    assert check(load_config([], GOOD), ONLY) == [OTHER_PROGRAM[False]]
+    assert check_config(load_config([], GOOD), ONLY) == [OTHER_PROGRAM[False]]
     data = load_config([], ["--data.dataset_path=fake:"])
-    assert check(data, ONLY, RlExtension) == [OTHER_PROGRAM[True]]
+    assert check_config(data, ONLY, RlExtension) == [OTHER_PROGRAM[True]]
 
 
 def test_a_tokenizer_of_its_own_means_what_that_of_the_weights_means(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ Make = Callable[..., FakeEngine]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router, "BEAT_EVERY_S", 0.1)
-    monkeypatch.setattr(engines, "BEAT_S", 0.5)
+    monkeypatch.setattr(engines, "ENGINE_HEARTBEAT_S", 0.5)
 
 
 @pytest.fixture
@@ -400,7 +400,7 @@ def test_an_engine_scores_a_batch_without_samples_of_the_newest_weights(
 ) -> None:
     """The distance is a part of later batches, where the weights are those that train the batch."""
     engine = make()
-    monkeypatch.setattr(mismatch, "KEPT", 5)
+    monkeypatch.setattr(mismatch, "KEPT_BATCHES", 5)
     loop = Loop(config(tmp_path, steps=12, max_async=2), [engine], trains=0.3)
     if not right:
         engine.fault = lambda at, path: setattr(at, "said", 99 if path == "/score" else None)

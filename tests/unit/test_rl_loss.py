@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kempner.generate.config import Sampling
-from kempner.generate.engine import Engine, Request
+from kempner.generate.engine import Engine, GenerationRequest
 from kempner.loss import VocabularyPart
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
@@ -225,9 +225,9 @@ def test_packing_changes_nothing(model: Decoder) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_the_engine_and_the_trainer_agree(model: Decoder, temperature: float) -> None:
     """Log-probabilities of what the kit's engine has sampled: mean distance under 1e-4."""
-    engine = Engine[Request](model, SHAPE.vocab_size, 64, 8)
+    engine = Engine[GenerationRequest](model, SHAPE.vocab_size, 64, 8)
     sampling = Sampling(temperature=temperature, max_tokens=12, seed=1)
-    requests = [Request(i, list(range(5 + i)), sampling) for i in range(6)]
+    requests = [GenerationRequest(i, list(range(5 + i)), sampling) for i in range(6)]
     engine.join(requests)
     while len(requests[-1].new) < 12:
         engine.step()

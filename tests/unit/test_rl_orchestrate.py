@@ -18,7 +18,7 @@ import pytest
 
 from kempner.config.option import ConfigError
 from kempner.rl.config import InferenceConfig
-from kempner.rl.exchange import Exchange, Start
+from kempner.rl.exchange import ExchangeStart, RolloutExchange
 from kempner.rl.opening import open_parts
 from tests import fake_engine, rl_loop
 from tests.conftest import ROOT
@@ -155,10 +155,10 @@ def test_urls_of_engines(tmp_path: Path, url: str) -> None:
 def test_a_run_and_its_end(tmp_path: Path, engine: FakeEngine) -> None:
     """Batches of engines that run already; SIGTERM is an orderly end."""
     given = words(tmp_path, f"--rl.inference.urls=['{engine.url}']")
-    exchange = Exchange(tmp_path / "run")
+    exchange = RolloutExchange(tmp_path / "run")
     exchange.version(0).mkdir(parents=True)
     exchange.publish(0, {"version": 0, "transport": "directory"})
-    exchange.begin(Start(0, 1, None))
+    exchange.begin(ExchangeStart(0, 1, None))
     env = {**os.environ, "KEMPNER_SERVE_TOKEN": TOKEN}
     command = [*PROGRAM, *given]
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
@@ -175,7 +175,7 @@ def test_a_run_and_its_end(tmp_path: Path, engine: FakeEngine) -> None:
 
 def test_bench(tmp_path: Path, engine: FakeEngine) -> None:
     engine.delay = 0.01
-    exchange = Exchange(tmp_path / "run")
+    exchange = RolloutExchange(tmp_path / "run")
     exchange.engines.mkdir(parents=True)
     exchange.token.write_text(TOKEN)
     (exchange.engines / "engine-0").write_text(engine.url)

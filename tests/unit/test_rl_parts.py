@@ -11,13 +11,13 @@ import pytest
 
 from kempner.load import words_of_directory
 from kempner.rl.config import LossConfig
-from kempner.rl.conversation import Conversation, Writer, open_words
+from kempner.rl.conversation import Dialogue, DialogueWriter, open_words
 from kempner.rl.curriculum import Curriculum
 from kempner.rl.engines import Completion
 from kempner.rl.environments.protocol import Reply, Task
-from kempner.rl.exchange import Exchange
-from kempner.rl.groups import Group, Place, Rollout, seed_of
-from kempner.rl.packing import Sample, pack, tokens_that_count
+from kempner.rl.exchange import RolloutExchange
+from kempner.rl.groups import Rollout, SampleGroup, TaskPlace, seed_of
+from kempner.rl.packing import Sample, pack_batch, tokens_that_count
 from kempner.rl.publish import writers_of
 from kempner.rl.transfer import Offer, _token
 from tests.served import make_model
@@ -34,13 +34,13 @@ def sample(prompt: int, sampled: int, first: int = 0) -> Sample:
     )
 
 
-def group(rewards: list[float | None], lengths: list[int] | None = None) -> Group:
+def group(rewards: list[float | None], lengths: list[int] | None = None) -> SampleGroup:
     lengths = lengths or [3] * len(rewards)
     rollouts = [
         Rollout(sample(2, length), "", reward, False, 0)
         for reward, length in zip(rewards, lengths, strict=True)
     ]
-    return Group(Place(0, "env", 0), KEY, "", rollouts)
+    return SampleGroup(TaskPlace(0, "env", 0), KEY, "", rollouts)
 
 
 # --- advantages ---
@@ -96,7 +96,7 @@ def test_packing_keeps_every_sample_and_balances(seed: int) -> None:
     ]
     advantages = [draw.random() + 1 for _ in samples]
     versions = [draw.randrange(5) for _ in samples]
-    found = pack(samples, advantages, versions, seq_len, ranks, micro)
+    found = pack_batch(samples, advantages, versions, seq_len, ranks, micro)
     shapes = {array.shape for arrays in found for array in arrays.values()}
     ((rows, width),) = shapes
     assert len(found) == ranks and width == seq_len and rows % micro == 0
@@ -123,14 +123,14 @@ def test_packing_keeps_every_sample_and_balances(seed: int) -> None:
 
 def test_rows_that_there_must_be_take_their_part() -> None:
     """Eight samples that fit one row are spread over the four that two ranks have anyway."""
-    found = pack([sample(1, 7) for _ in range(8)], [1.0] * 8, [0] * 8, 64, 2, 2)
+    found = pack_batch([sample(1, 7) for _ in range(8)], [1.0] * 8, [0] * 8, 64, 2, 2)
     assert all(arrays["documents"].max(1).tolist() == [2, 2] for arrays in found)
 
 
 def test_ranks_have_about_the_same_attention() -> None:
     draw = random.Random(1)
     samples = [sample(1, draw.choice([3, 5, 20, 60])) for _ in range(200)]
-    found = pack(samples, [1.0] * 200, [0] * 200, 64, 4, 1)
+    found = pack_batch(samples, [1.0] * 200, [0] * 200, 64, 4, 1)
     costs = []
     for arrays in found:
         sizes = [
@@ -171,11 +171,13 @@ def test_the_order_goes_on_after_a_resume() -> None:
 
 def test_prompts_out_of_bounds_are_not_asked_again() -> None:
     order = curriculum({"a": 1.0}, (0.2, 0.8))
-    order.learn([Group(Place(0, "a", 1), "a 1", "", group([1.0, 1.0]).rollouts)])
-    order.learn([Group(Place(0, "a", 2), "a 2", "", group([1.0, 0.0]).rollouts)])
+    order.learn([SampleGroup(TaskPlace(0, "a", 1), "a 1", "", group([1.0, 1.0]).rollouts)])
+    order.learn([SampleGroup(TaskPlace(0, "a", 2), "a 2", "", group([1.0, 0.0]).rollouts)])
     assert [order.next().number for _ in range(5)] == [0, 2, 3, 4, 5]
     for number in range(5):
-        order.learn([Group(Place(0, "a", number), f"a {number}", "", group([0.0, 0.0]).rollouts)])
+        order.learn(
+            [SampleGroup(TaskPlace(0, "a", number), f"a {number}", "", group([0.0, 0.0]).rollouts)]
+        )
     said.clear()
     assert order.next().number == 6 and "all are asked again" in said[0]
 
@@ -186,13 +188,13 @@ def test_prompts_out_of_bounds_are_not_asked_again() -> None:
 def test_a_conversation_keeps_the_tokens_that_were_sampled(tmp_path: Path) -> None:
     """`a few` is sampled as letters, which the tokenizer would write as fewer tokens."""
     words = words_of_directory(make_model(tmp_path))
-    writer, end = Writer(words), 256
+    writer, end = DialogueWriter(words), 256
     task = Task([{"role": "user", "content": "hello"}])
     prompt = writer.prompt(task)
     assert words.tokenizer.decode(prompt).endswith("user: hello\nassistant:")
     letters = [token for letter in "a few" for token in words.tokenizer.encode(letter)]
     assert words.tokenizer.encode("a few") != letters
-    talk = Conversation(task.messages, prompt)
+    talk = Dialogue(task.messages, prompt)
     talk.say(Completion([*letters, end], [-1.0] * 6, [3], "stop"), writer.text([*letters, end]))
     assert talk.text == "a few" and talk.open
     talk.hear(Reply("more"), writer.reply(task, Reply("more"), end))
@@ -211,7 +213,7 @@ def test_the_token_that_ends_a_turn_is_there_once(tmp_path: Path) -> None:
     folder = make_model(tmp_path, eos_token_id=0)
     config = folder / "tokenizer_config.json"
     config.write_text(config.read_text().replace("{{ m.content }}", "{{ m.content }}<|endoftext|>"))
-    writer = Writer(words_of_directory(folder))
+    writer = DialogueWriter(words_of_directory(folder))
     task = Task([{"role": "user", "content": "hello"}])
     cut, ended = (writer.reply(task, Reply("more"), last) for last in (65, 0))
     assert cut == [0, *ended] and ended[0] != 0
@@ -219,7 +221,7 @@ def test_the_token_that_ends_a_turn_is_there_once(tmp_path: Path) -> None:
 
 def test_plain_text_goes_on_as_it_is() -> None:
     words = open_words("bytes", None)
-    writer = Writer(words)
+    writer = DialogueWriter(words)
     assert writer.prompt(Task("ab")) == [256, 97, 98]
     assert writer.reply(Task("ab"), Reply("!"), 256) == [33]
     with pytest.raises(ValueError, match="no chat template"):
@@ -238,7 +240,7 @@ def test_weights_go_over_the_network_that_was_chosen(monkeypatch: pytest.MonkeyP
 
 
 def test_a_token_of_ones_own_where_rl_sh_has_made_none(tmp_path: Path) -> None:
-    exchanges = [Exchange(tmp_path / name) for name in ("a", "b")]
+    exchanges = [RolloutExchange(tmp_path / name) for name in ("a", "b")]
     tokens = {_token(exchange) for exchange in exchanges}
     assert len(tokens) == 2 and all(len(token) == 32 for token in tokens)
     assert {_token(exchange) for exchange in exchanges} == tokens

@@ -17,7 +17,13 @@ from kempner.history import loop_bench
 from kempner.model.config import ModelConfig
 from kempner.planner.cost import GPUS
 from kempner.planner.engine import engine_memory
-from kempner.planner.placement import Placement, describe, engine_words, main, place
+from kempner.planner.placement import (
+    Placement,
+    describe_placement,
+    engine_words,
+    main,
+    place_processes,
+)
 from kempner.rl.config import DeploymentConfig, InferenceConfig
 from tests.conftest import ROOT
 from tests.unit.test_report import report, rows, step_line, write_run
@@ -44,7 +50,7 @@ def test_place(
     expected: tuple[int, ...],
 ) -> None:
     asked = DeploymentConfig(**deployment)
-    found = place(asked, InferenceConfig(**inference), *job)  # type: ignore[arg-type]
+    found = place_processes(asked, InferenceConfig(**inference), *job)  # type: ignore[arg-type]
     assert found == Placement(*expected)
 
 
@@ -68,13 +74,15 @@ def test_what_does_not_fit(
 ) -> None:
     asked = DeploymentConfig(**deployment)
     with pytest.raises(ConfigError, match=re.escape(problem)):
-        place(asked, InferenceConfig(**inference), *job)  # type: ignore[arg-type]
+        place_processes(asked, InferenceConfig(**inference), *job)  # type: ignore[arg-type]
 
 
 def test_describe() -> None:
     inference = InferenceConfig(tp=4)
-    placement = place(DeploymentConfig(num_train_nodes=2, num_infer_nodes=2), inference, 4, 8, 8)
-    assert describe(placement, inference, 8, ["a", "b", "c", "d"]) == [
+    placement = place_processes(
+        DeploymentConfig(num_train_nodes=2, num_infer_nodes=2), inference, 4, 8, 8
+    )
+    assert describe_placement(placement, inference, 8, ["a", "b", "c", "d"]) == [
         "trainer: 8 task(s) on a, b each",
         "orchestrator: on a",
         "engines 0 to 1 (kit, 16 slots, 4 GPU(s) each): on c",

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kempner.configure import check_world, load_config
-from kempner.parallel.layout import sizes
-from kempner.planner.cost import GPUS, traffic
-from kempner.planner.memory import GIB, memory
+from kempner.parallel.layout import axis_sizes
+from kempner.planner.cost import GPUS, network_bytes
+from kempner.planner.memory import GIB, estimate_memory
 
 FOLDER = Path(__file__).parents[2] / "configs/scale"
 FILES = sorted(FOLDER.glob("*.toml"))
@@ -41,12 +41,12 @@ def test_a_configuration_fits_its_machines(path: Path) -> None:
     cfg = load_config([str(path)], [])
     world = nodes * per_node
     assert check_world(cfg, world, per_node) == []
-    axes = sizes(cfg.distributed, world, per_node)
+    axes = axis_sizes(cfg.distributed, world, per_node)
     assert (axes.replicate, axes.shard) == MESHES[path.stem]
-    needs = memory(cfg, world, per_node)
+    needs = estimate_memory(cfg, world, per_node)
     assert needs.peak < gpu.usable, f"{needs.peak / GIB:.1f} GiB: {needs.parts}"
     # One copy of the weights spans nodes only where a node cannot hold it.
-    spans = [each for each in traffic(cfg, world, per_node) if "FSDP" in each.what]
+    spans = [each for each in network_bytes(cfg, world, per_node) if "FSDP" in each.what]
     assert all(each.within for each in spans) == (axes.shard <= per_node)
 
 
@@ -58,7 +58,7 @@ def test_nothing_is_computed_twice_that_fits(path: Path) -> None:
     cfg = load_config([str(path)], [])
     if cfg.train.recompute != "none" and not cfg.train.offload_activations:
         all_kept = replace(cfg, train=replace(cfg.train, recompute="none"))
-        assert memory(all_kept, world, per_node).peak > GPUS[found[3]].usable
+        assert estimate_memory(all_kept, world, per_node).peak > GPUS[found[3]].usable
 
 
 def test_every_configuration_is_named_here() -> None:

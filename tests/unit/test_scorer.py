@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from kempner.process import birth
+from kempner.process import birth_ticks
 from kempner.rl.config import EnvConfig
-from kempner.rl.environments.limits import descendants
+from kempner.rl.environments.limits import list_descendants
 from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.protocol import Reply, Score
 from kempner.rl.environments.scorer import Scorer
@@ -258,13 +258,13 @@ def test_nothing_is_left_when_the_parent_is_killed(namespaces: bool) -> None:
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=clean_env())
     with process:
-        while not (family := descendants(process.pid)) or not marked(mark):
+        while not (family := list_descendants(process.pid)) or not marked(mark):
             assert process.poll() is None
             time.sleep(0.05)
-        born = {pid: birth(pid) for pid in family}
+        born = {pid: birth_ticks(pid) for pid in family}
         process.kill()
     assert len(born) >= 3  # two processes of the worker, and sh or sleep
     end = time.monotonic() + 20
-    while there := [pid for pid, when in born.items() if birth(pid) == when and running(pid)]:
+    while there := [pid for pid, when in born.items() if birth_ticks(pid) == when and running(pid)]:
         assert time.monotonic() < end, there
         time.sleep(0.05)

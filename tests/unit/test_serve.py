@@ -29,24 +29,24 @@ from kempner import load as loading
 from kempner import slurm
 from kempner.config.option import ConfigError
 from kempner.configure import load_config
-from kempner.data.tokenizer import ByteTokenizer, Piece
+from kempner.data.tokenizer import ByteTokenizer, TokenPiece
 from kempner.generate import sampling
 from kempner.generate.config import Sampling
 from kempner.generate.engine import Engine
 from kempner.generate.texts import Text, Texts
 from kempner.hf.load import not_finite
-from kempner.hf.source import find
-from kempner.load import Words, load
-from kempner.rl.engines import Busy, KitEngine, Leased, Lost
+from kempner.hf.source import find_weights
+from kempner.load import Words, load_model_and_tokenizer
+from kempner.rl.engines import Busy, EngineLeased, KitEngine, Lost
 from kempner.rl.opening import open_parts
 from kempner.rl.transfer import Gone
 from kempner.serve import http
-from kempner.serve.alternatives import look_at
+from kempner.serve.alternatives import score_alternatives
 from kempner.serve.http import Server
 from kempner.serve.lease import Lease
-from kempner.serve.protocol import Answer, read
+from kempner.serve.protocol import CompletionResponse, read_request
 from kempner.serve.weights import first_version
-from kempner.serve.worker import Job, News, Worker
+from kempner.serve.worker import CompletionJob, News, Worker
 from tests.conftest import ROOT, load_program
 from tests.pages import blocks
 from tests.served import Client, make_model
@@ -77,7 +77,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def worker(folder: Path) -> Worker:
-    return Worker(load(str(folder), "cpu"), SLOTS, WINDOW, QUEUE)
+    return Worker(load_model_and_tokenizer(str(folder), "cpu"), SLOTS, WINDOW, QUEUE)
 
 
 @contextlib.contextmanager
@@ -187,7 +187,7 @@ def test_a_completion_is_what_the_model_says(engine: Client, folder: Path) -> No
     found = engine.ask("/v1/completions", {"prompt": PROMPT, "max_tokens": 20, "temperature": 0,
                                            "logprobs": 0, "model": "small"})  # fmt: skip
     (choice,) = found["choices"]
-    model, words, *_ = load(str(folder), "cpu")
+    model, words, *_ = load_model_and_tokenizer(str(folder), "cpu")
     ids = choice["token_ids"]
     logits = model(torch.tensor([PROMPT + ids]))[0, len(PROMPT) - 1 : -1]
     assert ids == logits[:, :259].argmax(-1).tolist()[: len(ids)] and len(set(ids)) > 5
@@ -208,7 +208,7 @@ def test_a_completion_is_what_the_model_says(engine: Client, folder: Path) -> No
 def test_a_vocabulary_that_is_padded(tmp_path: Path, temperature: float) -> None:
     """Most published models have more rows than their tokenizers have tokens. The engine draws none
     of those, and the probability of a token is that of the whole model, as a trainer has it."""
-    loaded = load(str(make_model(tmp_path, vocab_size=320)), "cpu")
+    loaded = load_model_and_tokenizer(str(make_model(tmp_path, vocab_size=320)), "cpu")
     worker = Worker(loaded, 2, WINDOW, QUEUE)
     engine = worker.texts.engine
     whole = Text(0, PROMPT, Sampling(temperature, max_tokens=30), loaded.words.tokenizer, set())
@@ -221,7 +221,7 @@ def test_a_vocabulary_that_is_padded(tmp_path: Path, temperature: float) -> None
     logits = loaded.model(torch.tensor([ids[:-1]]))[0] / temperature
     own = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1).tolist()
     assert whole.logprobs == pytest.approx(own[len(PROMPT) - 1 :], abs=1e-4)
-    looked = look_at(loaded.model, engine.vocab_size, ids, 5, temperature)
+    looked = score_alternatives(loaded.model, engine.vocab_size, ids, 5, temperature)
     assert looked.values == pytest.approx(own, abs=1e-4)
     assert max(max(top) for top in looked.tops) < 259
 
@@ -271,9 +271,13 @@ def test_tokens_in_log_probabilities_are_texts(engine: Client, worker: Worker) -
 
 
 def test_no_alternative_is_lost_among_tokens_with_the_same_text() -> None:
-    pieces = {1: Piece(b"a", False), 2: Piece(b"\xe2\x98", False), 3: Piece(b"a", False)}
-    asked = read(b'{"prompt": [1], "logprobs": 3}', False, "m", 99, FEW, None)  # type: ignore[arg-type]
-    answer = Answer(asked, "m", lambda ids: [pieces[token] for token in ids])
+    pieces = {
+        1: TokenPiece(b"a", False),
+        2: TokenPiece(b"\xe2\x98", False),
+        3: TokenPiece(b"a", False),
+    }
+    asked = read_request(b'{"prompt": [1], "logprobs": 3}', False, "m", 99, FEW, None)  # type: ignore[arg-type]
+    answer = CompletionResponse(asked, "m", lambda ids: [pieces[token] for token in ids])
     assert answer._names([1, 2, 3, 2]) == {1: "a", 2: "bytes:\\xe2\\x98", 3: "token_id:3"}
 
 
@@ -447,7 +451,7 @@ def test_strangers_are_refused(engine: Client) -> None:
 
 def test_a_stranger_keeps_no_thread(engine: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """By sending a request byte by byte."""
-    monkeypatch.setattr(http, "SILENT_S", 0.3)
+    monkeypatch.setattr(http, "CLIENT_SILENCE_S", 0.3)
     with socket.create_connection(("127.0.0.1", engine.port)) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nX:")
         end = time.monotonic() + 30
@@ -490,10 +494,10 @@ def test_a_client_that_goes_away_is_noticed_while_texts_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However often one of them does."""
-    monkeypatch.setattr(http, "LOOK_S", 0.0)
+    monkeypatch.setattr(http, "CLIENT_POLL_S", 0.0)
     ours, theirs = socket.socketpair()
     theirs.close()
-    handler, job = http.Handler.__new__(http.Handler), Job(False)
+    handler, job = http.Handler.__new__(http.Handler), CompletionJob(False)
     handler.connection = ours
     nothing: Any = None
     job.texts = [nothing] * 100
@@ -528,7 +532,7 @@ def test_scores_are_those_of_the_distribution_that_samples_are_drawn_from(engine
 def test_a_text_is_scored(folder: Path, most: int, fixed: bool) -> None:
     """With echo and without a token more, as OpenAI's API does it, or with one; also a text that
     fills the window, whose next token needs no room: nothing reads it."""
-    loaded = load(str(folder), "cpu")
+    loaded = load_model_and_tokenizer(str(folder), "cpu")
     with serving(Worker(loaded, SLOTS, WINDOW, QUEUE, fixed=fixed)) as engine:
         for length in (1, 5, WINDOW):
             ids = [7 * n % 250 for n in range(length)]
@@ -573,9 +577,11 @@ def test_two_runs_do_not_share_an_engine(
         for run in ("/runs/a#7.0", "/runs/b#8.0", "/runs/a#7.1")
     )
     assert first.update({"path": str(folder), "version": 5}) == first.version() == 5
-    with pytest.raises(Leased, match=r"another run, /runs/a#7\.0, which uses it"):
+    with pytest.raises(EngineLeased, match=r"another run, /runs/a#7\.0, which uses it"):
         second.version()
-    with pytest.raises(Leased, match="the weights of the run /runs/a, which uses it; end that"):
+    with pytest.raises(
+        EngineLeased, match="the weights of the run /runs/a, which uses it; end that"
+    ):
         second.update({"path": str(folder), "version": 7})
     with pytest.raises(Lost, match="weights of another run, /runs/a"):
         second.complete([PROMPT], 1, Sampling(max_tokens=2))
@@ -583,14 +589,14 @@ def test_two_runs_do_not_share_an_engine(
     # Another attempt of the same run is no stranger.
     with pytest.raises(Busy, match="weights of another run") as busy:
         resumed.version()
-    assert not isinstance(busy.value, Leased)
+    assert not isinstance(busy.value, EngineLeased)
     assert resumed.update({"path": str(folder), "version": 5}) == resumed.version() == 5
     first.release()  # it holds nothing any more
-    with pytest.raises(Leased):
+    with pytest.raises(EngineLeased):
         second.version()
     resumed.release()
     assert second.update({"path": str(folder), "version": 7}) == second.version() == 7
-    with pytest.raises(Leased):
+    with pytest.raises(EngineLeased):
         resumed.update({"path": str(folder), "version": 7})
     monkeypatch.setattr(Lease, "SECONDS", -1.0)
     assert second.version() == 7
@@ -620,7 +626,7 @@ def test_new_weights(engine: Client, folder: Path, other: Path) -> None:
     after = engine.complete(PROMPT, temperature=0)
     assert after[0]["token_ids"] != before[0]["token_ids"]
     assert after[0]["token_ids"] == running.result()[0]["token_ids"][:16]
-    ids, model = after[0]["token_ids"], load(str(other), "cpu").model
+    ids, model = after[0]["token_ids"], load_model_and_tokenizer(str(other), "cpu").model
     logits = model(torch.tensor([PROMPT + ids]))[0, len(PROMPT) - 1 : -1, :259]
     assert ids == logits.argmax(-1).tolist()
     back = engine.ask("/update_weights", {"path": str(folder), "version": 7})
@@ -655,7 +661,9 @@ def test_weights_that_are_not_finite_change_nothing(
     refused = engine.ask("/update_weights", {"path": str(bad)}, code=400)["error"]["message"]
     assert "model.layers.1.mlp.up_proj.weight has values that are not finite" in refused
     assert engine.complete(PROMPT, temperature=0) == before
-    assert not_finite(find(str(bad))) and not not_finite(find(str(make_model(tmp_path / "good"))))
+    assert not_finite(find_weights(str(bad))) and not not_finite(
+        find_weights(str(make_model(tmp_path / "good")))
+    )
 
 
 def test_half_of_the_weights_serve_nobody(
@@ -692,7 +700,7 @@ def test_weights_from_the_ranks_of_a_trainer(
         model.embed.weight.data.mul_(value)
 
     def update(problem: Exception | None, code: int) -> Any:
-        monkeypatch.setattr("kempner.rl.transfer.receive", partial(receive, problem))
+        monkeypatch.setattr("kempner.rl.transfer.receive_weights", partial(receive, problem))
         return engine.ask("/update_weights", {"manifest": str(manifest)}, code=code)
 
     assert "nobody" in update(Gone("nobody offers it"), 400)["error"]["message"]
@@ -745,7 +753,7 @@ def test_a_turn_that_fails_once_ends_its_requests_alone(
 def test_logits_that_are_no_numbers_end_their_text_alone(
     engine: Client, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draw = sampling.draw
+    draw = sampling.sample_tokens
 
     def spoilt(logits: torch.Tensor, how: Sampling, uniform: torch.Tensor, size: int) -> Any:
         rows = logits.clone()
@@ -759,11 +767,11 @@ def test_logits_that_are_no_numbers_end_their_text_alone(
             for p in (40, 50)
         ]
         until(lambda: engine.figures()["requests_waiting"] == 2)
-        monkeypatch.setattr("kempner.generate.sampling.draw", spoilt)
+        monkeypatch.setattr("kempner.generate.sampling.sample_tokens", spoilt)
         right = worker.texts.engine.leave
 
         def leave(text: Text) -> None:
-            monkeypatch.setattr("kempner.generate.sampling.draw", draw)
+            monkeypatch.setattr("kempner.generate.sampling.sample_tokens", draw)
             right(text)
 
         monkeypatch.setattr(worker.texts.engine, "leave", leave)
@@ -898,7 +906,9 @@ def test_a_check_refuses_what_the_start_refuses(
     words: list[str], problem: str, more: list[str],
 ) -> None:  # fmt: skip
     """Before the model is read."""
-    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("the model was read"))
+    monkeypatch.setattr(
+        loading, "load_model_and_tokenizer", lambda *_, **__: pytest.fail("the model was read")
+    )
     monkeypatch.setattr(slurm, "is_here", lambda: False)
     cut = make_model(tmp_path / "cut")
     os.truncate(cut / "model.safetensors", 5000)
@@ -944,7 +954,7 @@ def test_the_versions_of_a_trainer(
             removed.append(name)
             publish(4, "directory")
             shutil.rmtree(name)
-        return load(name, **how)
+        return load_model_and_tokenizer(name, **how)
 
     def drive() -> None:
         time.sleep(0.3)  # it waits
@@ -957,7 +967,7 @@ def test_the_versions_of_a_trainer(
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setenv("KEMPNER_ENGINE", "7")
-    monkeypatch.setattr("kempner.load.load", load_later)
+    monkeypatch.setattr("kempner.load.load_model_and_tokenizer", load_later)
     driver = threading.Thread(target=drive)
     driver.start()
     words = ["--weights", str(weights), "--publish", str(engines), "--port=0", "--device=cpu"]
@@ -970,10 +980,12 @@ def test_the_versions_of_a_trainer(
     def fill(model: Any, *_: Any) -> None:
         if problem := next(offers):
             raise problem
-        model.load_state_dict(load(str(folder), "cpu").model.state_dict())
+        model.load_state_dict(load_model_and_tokenizer(str(folder), "cpu").model.state_dict())
 
-    monkeypatch.setattr("kempner.rl.transfer.receive", fill)
-    loaded = first_version(weights, partial(load, device="cpu"), "", threading.Event())
+    monkeypatch.setattr("kempner.rl.transfer.receive_weights", fill)
+    loaded = first_version(
+        weights, partial(load_model_and_tokenizer, device="cpu"), "", threading.Event()
+    )
     assert loaded is not None and loaded[1] == 6 and next(offers, "all") == "all"
     assert removed == [str(weights / "v00000003")] and not list(engines.iterdir())
     assert found["health"] == {"status": "ok", "weight_version": 4}
@@ -985,17 +997,17 @@ def test_a_model_of_bytes(tmp_path: Path) -> None:
     """A directory without a tokenizer whose texts end with token 256."""
     folder = make_model(tmp_path)
     (folder / "tokenizer.json").unlink()
-    words = load(str(folder), "cpu").words
+    words = load_model_and_tokenizer(str(folder), "cpu").words
     assert words.prompt("ab") == [256, 97, 98] and words.ends == {256}
     (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        load(str(folder), "cpu")
+        load_model_and_tokenizer(str(folder), "cpu")
 
 
 def test_prompts_are_read_by_twos(folder: Path) -> None:
     """The last free slot waits a little for a second one, unless nobody else waits, or another row
     holds the prompt."""
-    loaded = load(str(folder), "cpu")
+    loaded = load_model_and_tokenizer(str(folder), "cpu")
     engine: Engine[Text] = Engine(loaded.model, 259, WINDOW, 8)
     texts, joined, clock = Texts(engine), [], 0
     join = engine.join

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from kempner.load import load
+from kempner.load import load_model_and_tokenizer
 from kempner.serve.protocol import NEUTRAL
 from tests.conftest import ROOT, clean_env
 from tests.served import TEMPLATE, Client, make_model
@@ -92,7 +92,7 @@ def test_alternatives_are_those_of_a_full_pass(client: Any, folder: Path) -> Non
     words: dict[str, Any] = {"model": model.id, "max_tokens": 4, "temperature": 0}
     (choice,) = client.completions.create(prompt="a few", echo=True, logprobs=2, **words).choices
     ids = [*choice.prompt_token_ids, *choice.token_ids]
-    loaded = load(str(folder), "cpu")
+    loaded = load_model_and_tokenizer(str(folder), "cpu")
     size = loaded.words.tokenizer.vocab_size
     with torch.no_grad():
         logprobs = loaded.model(torch.tensor([ids[:-1]]))[0].log_softmax(-1)

@@ -7,8 +7,8 @@ import statistics
 import pytest
 import torch
 
-from kempner.combinations import problems
-from kempner.config.loading import load
+from kempner.combinations import combination_problems
+from kempner.config.loading import load_config_files
 from kempner.config.option import ConfigError
 from kempner.progress import Progress
 from kempner.resilience.config import ResilienceConfig
@@ -104,7 +104,11 @@ def test_another_window_begins_anew() -> None:
 )
 def test_what_makes_no_sense_is_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        raise ConfigError(problems(load(RunConfig, [], ["--data.dataset_path=x", *words])))
+        raise ConfigError(
+            combination_problems(
+                load_config_files(RunConfig, [], ["--data.dataset_path=x", *words])
+            )
+        )
     assert len(refused.value.problems) == 1 and said in str(refused.value)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.data.stage import stage, staged
+from kempner.data.stage import stage_data, staged_dir
 from tests.conftest import ROOT
 
 
@@ -45,19 +45,19 @@ def test_a_copy_is_used_while_it_is_that_of_these_data(
     data.mkdir()
     for file in data_dir.iterdir():
         (data / file.name).write_bytes(file.read_bytes())
-    assert staged(data) == data
-    stage(data, root)
+    assert staged_dir(data) == data
+    stage_data(data, root)
     monkeypatch.setenv("KEMPNER_STAGED", str(root))
-    copy = staged(data)
+    copy = staged_dir(data)
     assert copy.parent == root
     assert {f.name: f.read_bytes() for f in copy.iterdir()} == {
         f.name: f.read_bytes() for f in data.iterdir()
     }
     (copy / "train_00000.npy").write_bytes(b"cut off")  # by whatever
-    assert "copied to" in stage(data, root)
+    assert "copied to" in stage_data(data, root)
     sidecar = json.loads((data / "dataset.json").read_text())
     (data / "dataset.json").write_text(json.dumps(sidecar))  # the data were prepared again
-    assert staged(data) == data
+    assert staged_dir(data) == data
 
 
 def test_a_disk_that_gives_back_other_bytes_is_not_used(
@@ -69,7 +69,7 @@ def test_a_disk_that_gives_back_other_bytes_is_not_used(
 
     monkeypatch.setattr("kempner.data.stage.fsync", spoil)
     with pytest.raises(OSError, match="is not what was written"):
-        stage(data_dir, tmp_path / "kempner-1")
+        stage_data(data_dir, tmp_path / "kempner-1")
     assert os.listdir(tmp_path / "kempner-1") == [".kempner"]
 
 
@@ -78,11 +78,11 @@ def test_what_this_kit_has_not_put_on_the_disk_stays_there(data_dir: Path, tmp_p
     for name in ("kempner-3", "kempner-17"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text("mine")
-    stage(data_dir, tmp_path / "kempner-5")  # of a job that is no longer there
+    stage_data(data_dir, tmp_path / "kempner-5")  # of a job that is no longer there
     done = run("--jobs", "17", tmp_path / "kempner-17", data_dir)
     assert done.returncode == 0 and "a directory of other files (notes.txt)" in done.stderr
     assert sorted(os.listdir(tmp_path)) == ["kempner-17", "kempner-3"]
-    stage(data_dir, tmp_path / "kempner-8")
+    stage_data(data_dir, tmp_path / "kempner-8")
     script = Path(__file__).parents[2] / "scripts/slurm/lib/stage_node.sh"
     for name in ("kempner-8", "kempner-17"):
         subprocess.run(["bash", script, "--remove", tmp_path / name], check=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kempner import resuming
 from kempner.config.option import ConfigError
 from kempner.data.config import DataConfig, PhaseConfig
-from kempner.data.stages import Stage, samples_between, stage_at, stages, step_of
+from kempner.data.stages import RampStage, ramp_stages, samples_between, stage_at, step_of_sample
 from kempner.progress import Progress
 from kempner.resilience.requests import Verdict
 from kempner.resuming import go_back
@@ -30,8 +30,13 @@ def test_lengths_double_for_equal_parts_of_the_ramp() -> None:
     cfg = TrainConfig(seq_len=64, seq_len_ramp=(16, 8), global_batch=32, batch_ramp=(16, 16, 6))
     lengths = [cfg.seq_len // cfg.stage(step).pieces for step in range(10)]
     assert lengths == [16, 16, 16, 16, 32, 32, 32, 32, 64, 64]
-    assert cfg.stages == [Stage(0, 16, 4), Stage(4, 16, 2), Stage(6, 32, 2), Stage(8, 32, 1)]
-    assert TrainConfig().stages == [Stage(0, 32, 1)]
+    assert cfg.stages == [
+        RampStage(0, 16, 4),
+        RampStage(4, 16, 2),
+        RampStage(6, 32, 2),
+        RampStage(8, 32, 1),
+    ]
+    assert TrainConfig().stages == [RampStage(0, 32, 1)]
 
 
 @given(
@@ -43,13 +48,13 @@ def test_lengths_double_for_equal_parts_of_the_ramp() -> None:
 def test_steps_and_samples_are_counted_as_one_by_one(
     ramp: tuple[int, int, int], rises: int, begin: int, count: int
 ) -> None:
-    every = stages(ramp[0] + rises * ramp[1], ramp, [4, 2], 30)
+    every = ramp_stages(ramp[0] + rises * ramp[1], ramp, [4, 2], 30)
     sizes = [stage_at(every, step).batch for step in range(200)]
     end = begin + count
     total = sum(sizes[begin:end])
     assert samples_between(every, begin, end) == total == -samples_between(every, end, begin)
-    assert step_of(every, begin, total) == end
-    assert step_of(every, begin, total + 1) == end + 1
+    assert step_of_sample(every, begin, total) == end
+    assert step_of_sample(every, begin, total + 1) == end + 1
 
 
 def test_phases_of_the_data_begin_where_the_ramp_has_led_to() -> None:

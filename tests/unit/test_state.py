@@ -17,10 +17,10 @@ import pytest
 
 from kempner.history import events, summary
 from kempner.history.attempts import ENDS
-from kempner.history.events import Decision, End, Event, Fault, FirstStep, Start
+from kempner.history.events import DecisionEvent, End, Event, FaultEvent, FirstStep, StartEvent
 from kempner.history.run_history import load_history
-from kempner.process import birth
-from kempner.slurm import Job, cluster_name, host_name
+from kempner.process import birth_ticks
+from kempner.slurm import SlurmJob, cluster_name, host_name
 from tests.cluster import SCRIPTS
 from tests.conftest import load_program
 
@@ -28,23 +28,25 @@ STATUS = load_program("status")
 NOW = time.time()
 HEAD: dict[str, Any] = {"job": "7", "attempt_id": "7.0", "attempt": 0}
 AGO = {"time": NOW - 6000, **HEAD}
-START = Start(**AGO, step=0, nodes=("n1",), world_size=1)
+START = StartEvent(**AGO, step=0, nodes=("n1",), world_size=1)
 BEGUN = (START, FirstStep(**AGO, step=1))
-CRASH = Fault(time=NOW - 60, **HEAD, step=5, reason="rank 0 on n1: RuntimeError: boom")
-HANG = Fault(time=NOW - 60, **HEAD, step=5, kind="hang", reason="no step for 120 s")
-OOM = Fault(time=NOW - 60, **HEAD, step=5, kind="oom", final=True, reason="out of memory")
+CRASH = FaultEvent(time=NOW - 60, **HEAD, step=5, reason="rank 0 on n1: RuntimeError: boom")
+HANG = FaultEvent(time=NOW - 60, **HEAD, step=5, kind="hang", reason="no step for 120 s")
+OOM = FaultEvent(time=NOW - 60, **HEAD, step=5, kind="oom", final=True, reason="out of memory")
 END = {**HEAD, "attempt": None}
-REFUSED = Decision(time=NOW - 50, **END, decision="end", why="3 attempts without progress")
-BAD_INPUT = Decision(time=NOW - 30, job="8", attempt_id="8.0", why="bad input: dim is 128 there")
-CANCELLED = Decision(time=NOW - 30, job="8", attempt_id="8.0", decision="leave",
+REFUSED = DecisionEvent(time=NOW - 50, **END, decision="end", why="3 attempts without progress")
+BAD_INPUT = DecisionEvent(
+    time=NOW - 30, job="8", attempt_id="8.0", why="bad input: dim is 128 there"
+)
+CANCELLED = DecisionEvent(time=NOW - 30, job="8", attempt_id="8.0", decision="leave",
                      why="Slurm is ending the job (COMPLETING), and decides")  # fmt: skip
-SCANCELLED = Decision(time=NOW - 30, **END, decision="leave", why="the job was cancelled (x)")
-LEFT = Decision(time=NOW - 30, **END, decision="leave", why="Slurm is ending the job (x)")
-ENDING = Job("7", "COMPLETING", "0:00", "None", "N/A")
-REQUEUED = Decision(time=NOW - 50, **END, decision="requeue", why="exit code 1")
+SCANCELLED = DecisionEvent(time=NOW - 30, **END, decision="leave", why="the job was cancelled (x)")
+LEFT = DecisionEvent(time=NOW - 30, **END, decision="leave", why="Slurm is ending the job (x)")
+ENDING = SlurmJob("7", "COMPLETING", "0:00", "None", "N/A")
+REQUEUED = DecisionEvent(time=NOW - 50, **END, decision="requeue", why="exit code 1")
 PIDS = {"ALIVE": os.getpid(), "DEAD": 2**22 + 1}
-RUNS, GONE = Job("7", "RUNNING", "1:02:03", "None", "N/A"), Job("7", "GONE")
-QUEUED = Job("7", "PENDING", "24:00:00", "BeginTime", "2026-01-02T03:04:05")
+RUNS, GONE = SlurmJob("7", "RUNNING", "1:02:03", "None", "N/A"), SlurmJob("7", "GONE")
+QUEUED = SlurmJob("7", "PENDING", "24:00:00", "BeginTime", "2026-01-02T03:04:05")
 
 
 def ended(state: str, reason: str) -> End:
@@ -61,7 +63,7 @@ class Case:
     expected: str
     reason: str = ""
     lock: str = ""  # ALIVE or DEAD, a process of this host; BEATS or STALE, of another one
-    job: Job | None = None  # None: no Slurm
+    job: SlurmJob | None = None  # None: no Slurm
     quiet: float = 5.0  # seconds since the last line
 
 
@@ -120,7 +122,7 @@ CASES = {
     "refused at once": Case((BAD_INPUT,), "", "refused", "! dim is 128 there"),
     "refused, loads again": Case((BAD_INPUT,), "", "starting", lock="ALIVE"),
     "cancelled at once, and requeued": Case((CANCELLED,), "", "waiting", "job 8: BeginTime",
-                                            job=Job("8", "PENDING", "", "BeginTime", "N/A")),
+                                            job=SlurmJob("8", "PENDING", "", "BeginTime", "N/A")),
     "cancelled": Case((*BEGUN, SCANCELLED), "running", "cancelled", "the job was", job=ENDING),
     "cancelled, and gone": Case((*BEGUN, SCANCELLED), "running", "cancelled", "the job", job=GONE),
     "cancelled, and saved": Case((*BEGUN, ended("interrupted", "SIGTERM"), SCANCELLED), "",
@@ -128,7 +130,7 @@ CASES = {
     "cancelled, and requeued": Case((*BEGUN, SCANCELLED), "running", "starting", job=RUNS),
     "requeued by Slurm": Case((*BEGUN, LEFT), "running", "starting", job=ENDING),
     "cancelled at once": Case((CANCELLED,), "", "cancelled", "before the run began",
-                              job=Job("8", "GONE")),
+                              job=SlurmJob("8", "GONE")),
     "no status.json": Case((*BEGUN, CRASH), "", "crashed", "! rank 0 on n1"),
 }  # fmt: skip
 
@@ -136,7 +138,7 @@ CASES = {
 def make(run: Path, case: Case) -> Path:
     (run / "logs").mkdir(parents=True)
     for event in case.events:
-        events.append(run / "attempts.jsonl", event)
+        events.append_event(run / "attempts.jsonl", event)
     if case.status:
         known = {"state": case.status, "reason": "of status.json", "time": NOW - 50, "step": 5}
         (run / "status.json").write_text(json.dumps({**known, **HEAD, "max_steps": 2000}))
@@ -150,7 +152,7 @@ def make(run: Path, case: Case) -> Path:
         here = case.lock in PIDS
         pid = PIDS.get(case.lock, 1)
         holder = {"host": socket.gethostname() if here else "elsewhere", "pid": pid}
-        born = birth(pid) or "1"
+        born = birth_ticks(pid) or "1"
         (run / "lock").write_text(json.dumps({**holder, "born": born}))
         beat = NOW - (600 if case.lock == "STALE" else 1)
         os.utime(run / "lock", (beat, beat))
@@ -172,12 +174,12 @@ def test_all_say_the_same(tmp_path: Path, name: str) -> None:
     jobs = None
     if case.job is not None:
         jobs = {} if case.job is GONE else {case.job.number: case.job}
-    row = STATUS.row(load_history(run, jobs))
+    row = STATUS.status_row(load_history(run, jobs))
     state, reason = row[1], row[-1]
     assert state == case.expected
     assert reason.startswith(case.reason) and bool(reason) == bool(case.reason)
     history = load_history(run, jobs)
-    assert summary.state(history).split(",")[0] == state
+    assert summary.state_words(history).split(",")[0] == state
     if history.attempts and state in ("running", *ENDS, "crashed", "hung", "killed"):
         assert history.attempts[-1].state == state  # its row in report.py's table
 

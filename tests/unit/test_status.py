@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.history.facts import facts
+from kempner.history.facts import run_facts
 from kempner.history.page.write import write_page
 from kempner.history.run_history import load_history
 from tests.unit.test_state import STATUS
@@ -135,7 +135,7 @@ def test_the_speed_is_the_median_of_the_last_lines(tmp_path: Path) -> None:
         for step, rate in ((1010, 20_000.0), (1015, 21_000.0), (1020, 1.0)):
             line = {**last, "step": step, "time": last["time"] + step, "tokens_per_s": rate}
             file.write(json.dumps(line) + "\n")
-    found = facts(load_history(run), time.time())
+    found = run_facts(load_history(run), time.time())
     assert found["tokens_per_s"] == pytest.approx((12345.6 + 20_000) / 2)
 
 

@@ -18,20 +18,20 @@ import pytest
 
 from kempner import slurm
 from kempner.config.option import ConfigError
-from kempner.directories import Kind, mark
+from kempner.directories import Kind, mark_directory
 from kempner.history.run_history import is_run
 from kempner.lowcomm.config import LowcommConfig
 from kempner.sweep import look as looking
 from kempner.sweep import submit as submitting
-from kempner.sweep.early_stop import worse
+from kempner.sweep.early_stop import stop_reason
 from kempner.sweep.expression import Expression, ExpressionError
 from kempner.sweep.file import read_sweep
 from kempner.sweep.here import run_here
-from kempner.sweep.journal import Journal, locked
-from kempner.sweep.keys import KEYS
-from kempner.sweep.look import look
-from kempner.sweep.points import Point, expand, identity
-from kempner.sweep.propose import propose, proposed
+from kempner.sweep.journal import Journal, locked_journal
+from kempner.sweep.keys import SWEEP_KEYS
+from kempner.sweep.look import look_at_points
+from kempner.sweep.points import SweepPoint, expand_points, run_identity
+from kempner.sweep.propose import propose_values, proposed_points
 from kempner.sweep.resources import profile_environment
 from kempner.sweep.submit import arrays_of
 from tests.conftest import load_program
@@ -46,10 +46,10 @@ Capture = pytest.CaptureFixture[str]
 PROPOSE = "max_running = 1\n[propose]\npoints = 2\ntrain.seed = [1, 2]\n"
 
 
-def points_of(folder: Path, text: str) -> list[Point]:
+def points_of(folder: Path, text: str) -> list[SweepPoint]:
     file = folder / "s.toml"
     file.write_text(BASE + text)
-    return expand(read_sweep(file))
+    return expand_points(read_sweep(file))
 
 
 def problems_of(folder: Path, text: str) -> list[str]:
@@ -59,13 +59,13 @@ def problems_of(folder: Path, text: str) -> list[str]:
 
 
 @functools.cache
-def shipped(file: Path) -> list[Point]:
+def shipped(file: Path) -> list[SweepPoint]:
     sweep = read_sweep(file)
     if sweep.propose is None:
-        return expand(sweep)
+        return expand_points(sweep)
     journal = Journal(Path("nowhere"))
-    journal.proposed = propose(sweep, [], journal, 4)
-    return proposed(sweep, journal)
+    journal.proposed = propose_values(sweep, [], journal, 4)
+    return proposed_points(sweep, journal)
 
 
 # --- expressions ------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_several_bases(tmp_path: Path) -> None:
         "optimizer.lr = \"lr * 1e-3 * (1 + (base == 'debug'))\"\n"
         'train.max_steps = "train.max_steps + 1"\n'  # its own name: the value before
     )
-    points = expand(read_sweep(file))
+    points = expand_points(read_sweep(file))
     assert [p.values["base"] for p in points] == ["debug", "debug", "quickstart", "quickstart"]
     assert [p.cfg.optimizer.lr for p in points] == [2e-3, 4e-3, 1e-3, 2e-3]
     assert [p.cfg.train.max_steps for p in points] == [41, 41, 251, 251]
@@ -219,7 +219,7 @@ def test_rules_at_another_batch(tmp_path: Path) -> None:
     for each in (text, changed):
         each = each.replace("[-2, -1, 0, 1, 2]", "[0]")
         (tmp_path / "s.toml").write_text(each)
-        found.append(expand(read_sweep(tmp_path / "s.toml"))[2].cfg)
+        found.append(expand_points(read_sweep(tmp_path / "s.toml"))[2].cfg)
     assert found[1].train.max_steps == 2 * found[0].train.max_steps
     assert found[1].optimizer.weight_decay == pytest.approx(found[0].optimizer.weight_decay / 4)
 
@@ -230,7 +230,7 @@ def test_the_nine_sizes_fit_their_nodes(tmp_path: Path, data_dir: Path) -> None:
     text = text.replace("[set]", f"[set]\ndata.dataset_path = '{data_dir}'")
     (tmp_path / "s.toml").write_text(text.replace("[-2, -1, 0, 1, 2]", "[0]"))
     sweep = read_sweep(tmp_path / "s.toml")
-    arrays = submitting.check(sweep, expand(sweep))
+    arrays = submitting.plan_arrays(sweep, expand_points(sweep))
     assert [array.words[0] for array in arrays] == ["--nodes=1", "--nodes=4"]
     assert [len(array.points) for array in arrays] == [8, 10]
 
@@ -250,7 +250,7 @@ def test_a_name_is_what_the_run_does(tmp_path: Path) -> None:
     assert [p.name for p in moved] == [p.name for p in points]
     changed = points_of(tmp_path, f"{text}[set]\ntrain.seed = 1\n")
     assert not {p.name for p in changed} & {p.name for p in points}
-    assert identity(points[0].cfg) == points[0].name.rpartition("-")[2]
+    assert run_identity(points[0].cfg) == points[0].name.rpartition("-")[2]
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def test_packed_arrays(tmp_path: Path) -> None:
 
 
 def test_max_running_over_all_arrays(
-    swept: list[Point], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    swept: list[SweepPoint], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:  # fmt: skip
     """A later submit divides it among its own array and the one that Slurm still has."""
     told: list[list[str]] = []
@@ -376,7 +376,7 @@ def test_max_running_over_all_arrays(
     file.write_text(f"max_running = 4\n{BASE}[axes]\ntrain.seed = [1, 2, 3, 4, 5, 6]\n")
     assert SWEEP.main(["s.toml", "submit"]) == 0
     assert "--array=0-5%4" in told[0]
-    jobs = {f"1_{i}": slurm.Job(f"1_{i}", "PENDING") for i in range(2, 6)}
+    jobs = {f"1_{i}": slurm.SlurmJob(f"1_{i}", "PENDING") for i in range(2, 6)}
     monkeypatch.setattr(slurm, "my_jobs", lambda: jobs)
     file.write_text(file.read_text().replace("5, 6", "5, 6, 7, 8"))
     assert SWEEP.main(["s.toml", "submit"]) == 0
@@ -391,21 +391,21 @@ def test_max_running_over_all_arrays(
 
 
 @pytest.fixture
-def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Point]:
+def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[SweepPoint]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(slurm, "my_jobs", lambda: {})
     monkeypatch.setattr(slurm, "jobs_named", lambda name: [])
-    monkeypatch.setattr(slurm, "accounted", lambda jobs: {})
+    monkeypatch.setattr(slurm, "accounted_states", lambda jobs: {})
     return points_of(tmp_path, "[axes]\ntrain.seed = [1, 2, 3]\n")
 
 
-def words(points: list[Point], journal: Journal) -> list[str]:
-    return [each.state.word for each in look(points, journal)]
+def words(points: list[SweepPoint], journal: Journal) -> list[str]:
+    return [each.state.word for each in look_at_points(points, journal)]
 
 
-def test_states(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states(swept: list[SweepPoint], monkeypatch: pytest.MonkeyPatch) -> None:
     own = Path("runs/s/sweep")
-    with locked(own) as journal:
+    with locked_journal(own) as journal:
         assert words(swept, journal) == ["planned"] * 3
         assert not is_run(own)  # status.sh shows the runs beside it
         submission = journal.intend("s", [p.name for p in swept[:2]])
@@ -414,28 +414,34 @@ def test_states(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(own)  # another process
     assert journal.task(swept[1].name) == "7_1"
     assert words(swept, journal) == ["killed", "killed", "planned"]
-    jobs = {"7_0": slurm.Job("7_0", "RUNNING"), "7_1": slurm.Job("7_1", "PENDING", "", "Resources")}
+    jobs = {
+        "7_0": slurm.SlurmJob("7_0", "RUNNING"),
+        "7_1": slurm.SlurmJob("7_1", "PENDING", "", "Resources"),
+    }
     monkeypatch.setattr(slurm, "my_jobs", lambda: jobs)
     assert words(swept, journal) == ["starting", "waiting", "planned"]
     monkeypatch.setattr(slurm, "my_jobs", lambda: None)
     assert words(swept, journal) == ["unknown", "unknown", "planned"]
     monkeypatch.setattr(slurm, "my_jobs", lambda: {})
-    monkeypatch.setattr(slurm, "accounted", lambda jobs: {"7_0": "REQUEUED"})
+    monkeypatch.setattr(slurm, "accounted_states", lambda jobs: {"7_0": "REQUEUED"})
     assert words(swept, journal) == ["unknown", "killed", "planned"]
     told = {"7_0": "CANCELLED", "7_1": "NODE_FAIL"}
-    monkeypatch.setattr(slurm, "accounted", lambda jobs: told)
+    monkeypatch.setattr(slurm, "accounted_states", lambda jobs: told)
     assert words(swept, journal) == ["cancelled", "killed", "planned"]
     journal.append(event="cancelled", points=[swept[1].name])
     assert words(swept, journal) == ["cancelled", "cancelled", "planned"]
 
 
-def test_states_of_packed_points(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_packed_points(swept: list[SweepPoint], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of one job: it waits to start again for one of them alone."""
-    with locked(Path("runs/s/sweep")) as journal:
+    with locked_journal(Path("runs/s/sweep")) as journal:
         submission = journal.intend("s", [p.name for p in swept], 2)
         journal.append(event="submitted", name=submission.name, job="7")
     assert [journal.task(p.name) for p in swept] == ["7_0", "7_0", "7_1"]
-    jobs = {"7_0": slurm.Job("7_0", "PENDING", "", "BeginTime"), "7_1": slurm.Job("7_1", "PENDING")}
+    jobs = {
+        "7_0": slurm.SlurmJob("7_0", "PENDING", "", "BeginTime"),
+        "7_1": slurm.SlurmJob("7_1", "PENDING"),
+    }
     monkeypatch.setattr(slurm, "my_jobs", lambda: jobs)
     for point, decision in zip(swept, ("requeue", "end"), strict=False):
         point.run_dir.mkdir(parents=True)
@@ -443,46 +449,46 @@ def test_states_of_packed_points(swept: list[Point], monkeypatch: pytest.MonkeyP
         made = {**start, "event": "decision", "time": 2.0, "decision": decision}
         lines = f"{json.dumps(start)}\n{json.dumps(made)}\n"
         (point.run_dir / "attempts.jsonl").write_text(lines)
-    looks = look(swept, journal)
+    looks = look_at_points(swept, journal)
     assert [each.state.word for each in looks] == ["waiting", "killed", "waiting"]
     assert [each.failed for each in looks] == [False, True, False]
 
 
-def test_an_intent_is_settled(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_intent_is_settled(swept: list[SweepPoint], monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash between sbatch and its record: found in the queue, or by what the runs recorded;
     without an answer it stays open."""
     journal = Journal(Path("runs/s/sweep"))
     journal.folder.mkdir(parents=True)
     monkeypatch.setattr(slurm, "jobs_named", lambda name: None)
     submission = journal.intend("s", [p.name for p in swept])
-    SWEEP.settle(journal)
+    SWEEP.settle_journal(journal)
     assert journal.open == [submission]
     run = swept[2].run_dir
     run.mkdir()
     event = {"event": "start", "job": "9_2", "time": time.time()}
     (run / "attempts.jsonl").write_text(json.dumps(event) + "\n")
     monkeypatch.setattr(slurm, "jobs_named", lambda name: [])
-    SWEEP.settle(journal)
+    SWEEP.settle_journal(journal)
     assert not journal.open and journal.task(swept[0].name) == "9_0"
     other = journal.intend("s", ["gone"])
     monkeypatch.setattr(slurm, "jobs_named", lambda name: ["12"] if name == other.name else [])
-    SWEEP.settle(journal)
+    SWEEP.settle_journal(journal)
     assert journal.task("gone") == "12_0"
     journal.intend("s", ["never"])
-    SWEEP.settle(journal)
+    SWEEP.settle_journal(journal)
     assert not journal.open and journal.of("never") == []
 
 
 @pytest.mark.parametrize(("answers", "calls"), [([""] * 5, 3), ([None] + [""] * 3, 2), (["5"], 1)])
 def test_sbatch_fails_for_a_while(
-    swept: list[Point], monkeypatch: pytest.MonkeyPatch, answers: list[str | None], calls: int
+    swept: list[SweepPoint], monkeypatch: pytest.MonkeyPatch, answers: list[str | None], calls: int
 ) -> None:
     """It is called again only once Slurm has said that it did not take the job, some seconds after
     the answer was lost: a busy controller registers a job later."""
     journal = Journal(Path("runs/s/sweep"))
     journal.folder.mkdir(parents=True)
     told = iter(answers)
-    monkeypatch.setattr(submitting, "find", lambda *_: next(told))
+    monkeypatch.setattr(submitting, "find_job", lambda *_: next(told))
     monkeypatch.setattr(submitting.time, "sleep", lambda s: None)
     made: list[int] = []
 
@@ -494,22 +500,22 @@ def test_sbatch_fails_for_a_while(
     monkeypatch.setattr(submitting.subprocess, "run", sbatch)
     sweep = read_sweep(Path("s.toml"))
     (array,) = arrays_of(sweep, swept, None)
-    assert submitting.submit(sweep, array, journal, {}, lambda text: None)
+    assert submitting.submit_array(sweep, array, journal, {}, lambda text: None)
     assert len(made) == calls and next(told, "all asked") == "all asked"
     assert journal.task(swept[0].name) == ("5_0" if answers == ["5"] else "8_0")
 
 
 def test_an_array_that_slurm_registers_late_is_withdrawn(
-    swept: list[Point], monkeypatch: pytest.MonkeyPatch
+    swept: list[SweepPoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After sbatch was called again, or was given up: its tasks would run every point twice. What
     of it runs already is left alone: its points are not planned any more."""
     journal = Journal(Path("runs/s/sweep"))
     journal.folder.mkdir(parents=True)
     again, given_up, other = (journal.intend("s", [p.name]) for p in swept)
-    submitting.record(journal, again, "8")
-    submitting.record(journal, given_up, "")
-    submitting.record(journal, other, "9")
+    submitting.record_job(journal, again, "8")
+    submitting.record_job(journal, given_up, "")
+    submitting.record_job(journal, other, "9")
     queue = f"7|{again.name}\n8|{again.name}\n9|{other.name}\n5|{given_up.name}\n6|mine\n"
     monkeypatch.setattr(slurm, "_ask", lambda *words: queue)
     cancelled: list[list[str]] = []
@@ -519,13 +525,13 @@ def test_an_array_that_slurm_registers_late_is_withdrawn(
         return subprocess.CompletedProcess(words, 0, "", "")
 
     monkeypatch.setattr(submitting.subprocess, "run", scancel)
-    assert SWEEP.settle(Journal(journal.folder)) == ["7", "5"]
+    assert SWEEP.settle_journal(Journal(journal.folder)) == ["7", "5"]
     assert cancelled == [["scancel", "--state=PENDING", job] for job in ("7", "5")]
 
 
 @pytest.mark.parametrize(("said", "calls"), [(submitting.NO_CLUSTER, 1), ("(connect failure)", 7)])
 def test_without_a_controller(
-    swept: list[Point], monkeypatch: pytest.MonkeyPatch, said: str, calls: int
+    swept: list[SweepPoint], monkeypatch: pytest.MonkeyPatch, said: str, calls: int
 ) -> None:
     """sbatch says that it has sent nothing: the points are not submitted, and may be again."""
     made: list[int] = []
@@ -541,7 +547,7 @@ def test_without_a_controller(
     journal.folder.mkdir(parents=True)
     sweep = read_sweep(Path("s.toml"))
     (array,) = arrays_of(sweep, swept, None)
-    assert not submitting.submit(sweep, array, journal, {}, lambda text: None)
+    assert not submitting.submit_array(sweep, array, journal, {}, lambda text: None)
     assert len(made) == calls and not journal.open
 
 
@@ -571,7 +577,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, room: int) -> list[tuple[int, str]]
 
 @pytest.mark.parametrize("room", [0, 1, 2, 3])
 def test_no_more_jobs_are_allowed_at_a_time(
-    swept: list[Point], monkeypatch: pytest.MonkeyPatch, room: int
+    swept: list[SweepPoint], monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     """What there is room for is submitted, at once; the rest stays planned, and may be submitted
     later. The whole array was refused, seven times in a minute."""
@@ -582,7 +588,7 @@ def test_no_more_jobs_are_allowed_at_a_time(
     (array,) = arrays_of(sweep, swept, None)
     assert len(swept) == 3
     said: list[str] = []
-    taken = submitting.submit(sweep, array, journal, {}, said.append)
+    taken = submitting.submit_array(sweep, array, journal, {}, said.append)
     assert [point for part in taken for point in part.points] == swept[:room]
     assert (0, "slept") not in made and not journal.open
     assert [bool(journal.task(point.name)) for point in swept] == [i < room for i in range(3)]
@@ -590,13 +596,13 @@ def test_no_more_jobs_are_allowed_at_a_time(
     assert [text.partition(":")[0] for text in said] == left
     made.clear()
     (rest,) = arrays_of(sweep, swept[room:], None) if room < 3 else (array,)
-    submitting.submit(sweep, replace(rest, running=1), journal, {}, said.append)
+    submitting.submit_array(sweep, replace(rest, running=1), journal, {}, said.append)
     if room < 3:
         assert sum(said == "taken" for _, said in made) <= 1  # each part would run so many at once
 
 
 def test_the_shell_of_the_user_does_not_answer_for_scontrol(
-    swept: list[Point], monkeypatch: pytest.MonkeyPatch
+    swept: list[SweepPoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[dict[str, str]] = []
 
@@ -610,11 +616,13 @@ def test_the_shell_of_the_user_does_not_answer_for_scontrol(
     monkeypatch.setattr(submitting.subprocess, "run", scontrol)
     monkeypatch.setenv("SCONTROL_ALL", "1")
     (array,) = arrays_of(read_sweep(Path("s.toml")), swept, None)
-    assert submitting.throttle(replace(array, job="7", running=2)) == ""
+    assert submitting.throttle_array(replace(array, job="7", running=2)) == ""
     assert "PATH" in seen[0] and "SCONTROL_ALL" not in seen[0]
 
 
-def test_a_policy_is_not_asked_twice(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_is_not_asked_twice(
+    swept: list[SweepPoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[int] = []
 
     def sbatch(*args: object, **more: object) -> subprocess.CompletedProcess[str]:
@@ -627,7 +635,7 @@ def test_a_policy_is_not_asked_twice(swept: list[Point], monkeypatch: pytest.Mon
     sweep = read_sweep(Path("s.toml"))
     (array,) = arrays_of(sweep, swept, None)
     said: list[str] = []
-    assert not submitting.submit(sweep, array, journal, {}, said.append)
+    assert not submitting.submit_array(sweep, array, journal, {}, said.append)
     assert len(calls) == 1 and not journal.open and "violates accounting" in said[0]
 
 
@@ -644,7 +652,7 @@ def test_a_policy_is_not_asked_twice(swept: list[Point], monkeypatch: pytest.Mon
     ],
 )
 def test_an_sbatch_that_says_more(
-    swept: list[Point], monkeypatch: pytest.MonkeyPatch, printed: str, job: str
+    swept: list[SweepPoint], monkeypatch: pytest.MonkeyPatch, printed: str, job: str
 ) -> None:
     """A site's wrapper: the job is the last line that is one; without one the queue is asked."""
     calls: list[int] = []
@@ -660,7 +668,7 @@ def test_an_sbatch_that_says_more(
     journal.folder.mkdir(parents=True)
     sweep = read_sweep(Path("s.toml"))
     (array,) = arrays_of(sweep, swept, None)
-    assert submitting.submit(sweep, array, journal, {}, lambda text: None)
+    assert submitting.submit_array(sweep, array, journal, {}, lambda text: None)
     assert len(calls) == 1 and journal.task(swept[0].name) == f"{job}_0"
 
 
@@ -681,21 +689,21 @@ def test_a_dir_that_would_be_a_pattern_of_sbatch(tmp_path: Path, dir: str) -> No
 
 
 def test_what_slurm_never_answers_about_runs_here(
-    swept: list[Point], monkeypatch: pytest.MonkeyPatch
+    swept: list[SweepPoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal(Path("runs/s/sweep"))
     journal.folder.mkdir(parents=True)
     journal.intend("s", [swept[0].name])
     monkeypatch.setattr(slurm, "jobs_named", lambda name: None)
-    SWEEP.settle(journal)
+    SWEEP.settle_journal(journal)
     assert journal.open
-    SWEEP.settle(journal, here=True)
+    SWEEP.settle_journal(journal, here=True)
     assert not journal.open
 
 
 @pytest.mark.parametrize("full", [1, 2])
 def test_a_full_disk(
-    swept: list[Point], monkeypatch: pytest.MonkeyPatch, capsys: Capture, full: int
+    swept: list[SweepPoint], monkeypatch: pytest.MonkeyPatch, capsys: Capture, full: int
 ) -> None:  # fmt: skip
     """While the line before sbatch is written: nothing is submitted. While the line after it is:
     the next command finds the array by its name."""
@@ -724,18 +732,18 @@ def test_a_full_disk(
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
-    with locked(tmp_path), pytest.raises(BlockingIOError), locked(tmp_path):
+    with locked_journal(tmp_path), pytest.raises(BlockingIOError), locked_journal(tmp_path):
         pass
 
 
-def test_tries(swept: list[Point], capsys: Capture) -> None:
+def test_tries(swept: list[SweepPoint], capsys: Capture) -> None:
     """A point that failed so often is not submitted again, and sweep.py says so."""
     own = Path("runs/s/sweep")
-    with locked(own) as journal:
+    with locked_journal(own) as journal:
         for job in ("1", "2", "3"):
             name = journal.intend("s", [swept[0].name]).name
             journal.append(event="submitted", name=name, job=job)
-    assert looking.look(swept, Journal(own))[0].failed
+    assert looking.look_at_points(swept, Journal(own))[0].failed
     assert SWEEP.main(["s.toml", "resubmit"]) == 1
     out = capsys.readouterr()
     assert "killed after 3 tries (tries = 3)" in out.err and "nothing to resubmit" in out.out
@@ -754,14 +762,16 @@ def test_early_stop(tmp_path: Path) -> None:
     write("a", s10=3.0, s20=2.0)
     write("b", s10=3.1, s20=2.1)
     last = write("c", s10=2.9)
-    assert worse(write("d", s10=3.05), 10, 3).startswith(
+    assert stop_reason(write("d", s10=3.05), 10, 3).startswith(
         "validation loss 3.0500 at step 10 is over"
     )
-    assert not worse(write("d", s10=3.0), 10, 3)  # the median itself
-    assert not worse(write("d", s10=9.0), 11, 3)  # too early
-    assert not worse(write("d", s10=9.0), 10, 4)  # too few others
-    assert not worse(write("d", s10=9.0, s20=2.05), 10, 2)  # the newest one counts
-    assert "at step 10 is over" in worse(write("d", s10=9.0, s20=9.0, s30=9.0), 10, 3)  # ahead
+    assert not stop_reason(write("d", s10=3.0), 10, 3)  # the median itself
+    assert not stop_reason(write("d", s10=9.0), 11, 3)  # too early
+    assert not stop_reason(write("d", s10=9.0), 10, 4)  # too few others
+    assert not stop_reason(write("d", s10=9.0, s20=2.05), 10, 2)  # the newest one counts
+    assert "at step 10 is over" in stop_reason(
+        write("d", s10=9.0, s20=9.0, s30=9.0), 10, 3
+    )  # ahead
     bad = write("d", s10=None)
     env = {**os.environ, "KEMPNER_EARLY_STOP": "10:3"}
     command = [sys.executable, "-m", "kempner.sweep.early_stop", str(bad)]
@@ -845,7 +855,7 @@ def test_here(tmp_path: Path, data_dir: Path) -> None:
     assert "3 points: 3 done" in said(0, "status")
 
 
-def test_ctrl_c_here(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_here(swept: list[SweepPoint], monkeypatch: pytest.MonkeyPatch) -> None:
     """The run saves and stops by itself; no other point starts."""
     Path("script").write_text("echo $1 >>ran; kill -INT $PPID; sleep 0.5; echo saved >>ran")
     monkeypatch.setattr("kempner.sweep.resources.Resources.script", Path("script"))
@@ -861,7 +871,7 @@ def test_the_commands_of_the_page() -> None:
     for file, words in lines:
         assert SWEEP.parse([file, *words.split()]).command in SWEEP.COMMANDS
         assert read_sweep(ROOT / file).dir == Path("runs/learning-rate")
-    for key in KEYS:
+    for key in SWEEP_KEYS:
         assert f"`{key}`" in page or f"`[{key}]`" in page, key
 
 
@@ -883,19 +893,19 @@ def test_the_program_does_without_torch() -> None:
     ],
 )
 def test_bad_command_lines(
-    swept: list[Point], capsys: Capture, argv: list[str], problem: str
+    swept: list[SweepPoint], capsys: Capture, argv: list[str], problem: str
 ) -> None:
     assert SWEEP.main(argv) == 2 and problem in capsys.readouterr().err
 
 
-def test_table(swept: list[Point], capsys: Capture) -> None:
+def test_table(swept: list[SweepPoint], capsys: Capture) -> None:
     """Sorted by loss, with what is not there yet at the end; also at one step."""
     for point, loss in zip(swept[:2], (3.0, 2.0), strict=True):
         point.run_dir.mkdir(parents=True)
         lines = [{"step": s, "time": s, "loss": loss, "val_loss": loss + s / 10} for s in (1, 2)]
         path = point.run_dir / "metrics.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    mark(Path("runs/s/sweep"), Kind.SWEEP)
+    mark_directory(Path("runs/s/sweep"), Kind.SWEEP)
     assert SWEEP.main(["s.toml", "table", "--step=1"]) == 0
     rows = capsys.readouterr().out.splitlines()
     assert [row.split()[:3] for row in rows[1:4]] == [

@@ -19,9 +19,9 @@ from kempner import slurm
 from kempner.config.option import ConfigError
 from kempner.sweep import submit as submitting
 from kempner.sweep.file import read_sweep
-from kempner.sweep.journal import Journal, locked
-from kempner.sweep.look import Look, look
-from kempner.sweep.propose import propose, proposed, room
+from kempner.sweep.journal import Journal, locked_journal
+from kempner.sweep.look import PointStatus, look_at_points
+from kempner.sweep.propose import proposal_room, propose_values, proposed_points
 from tests.unit.test_sweep_points import BASE, ROOT, SWEEP, TRAINER, Capture
 
 TEXT = """
@@ -50,16 +50,16 @@ def end(name: str, loss: float | None, state: str = "done") -> None:
     )
 
 
-def looks() -> list[Look]:
+def looks() -> list[PointStatus]:
     journal = Journal(Path("runs/s/sweep"))
-    return look(proposed(read_sweep(Path("s.toml")), journal), journal)
+    return look_at_points(proposed_points(read_sweep(Path("s.toml")), journal), journal)
 
 
 def more(count: int = 1) -> list[str]:
     """Propose and record, as submit does; the names."""
     journal = Journal(Path("runs/s/sweep"))
     journal.folder.mkdir(parents=True, exist_ok=True)
-    found = propose(read_sweep(Path("s.toml")), looks(), journal, count)
+    found = propose_values(read_sweep(Path("s.toml")), looks(), journal, count)
     for name, values in found.items():
         journal.append(event="proposed", point=name, values=values)
     return [*found]
@@ -78,7 +78,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(slurm, "my_jobs", lambda: {})
     monkeypatch.setattr(slurm, "jobs_named", lambda name: [])
-    monkeypatch.setattr(slurm, "accounted", lambda jobs: {})
+    monkeypatch.setattr(slurm, "accounted_states", lambda jobs: {})
     monkeypatch.setattr(slurm, "max_array_size", lambda: 100)
     monkeypatch.delenv("KEMPNER_SITE", raising=False)
 
@@ -89,8 +89,10 @@ def test_points_come_near_the_best() -> None:
     write()
     distances = [distance_of(*more()) for _ in range(14)]
     assert statistics.median(distances[-6:]) < 0.75 < statistics.median(distances[:4])
-    again = propose(read_sweep(Path("s.toml")), looks(), Journal(Path("runs/s/sweep")), 3)
-    assert again == propose(read_sweep(Path("s.toml")), looks(), Journal(Path("runs/s/sweep")), 3)
+    again = propose_values(read_sweep(Path("s.toml")), looks(), Journal(Path("runs/s/sweep")), 3)
+    assert again == propose_values(
+        read_sweep(Path("s.toml")), looks(), Journal(Path("runs/s/sweep")), 3
+    )
     assert len(again) == 3
 
 
@@ -108,24 +110,24 @@ def test_room() -> None:
     """Those that run, wait or were killed keep their places; three failures in a row end it."""
     write(running=3, points=8)
     sweep, journal = read_sweep(Path("s.toml")), Journal(Path("runs/s/sweep"))
-    assert room(sweep, []) == (3, "")
+    assert proposal_room(sweep, []) == (3, "")
     first, second, third = more(3)
-    assert room(sweep, looks()) == (0, "")
+    assert proposal_room(sweep, looks()) == (0, "")
     end(first, 2.0)
     end(second, None, "failed")
-    assert room(sweep, looks()) == (2, "")
+    assert proposal_room(sweep, looks()) == (2, "")
     name = journal.intend("s", [third]).name
     journal.append(event="submitted", name=name, job="7")
     assert [each.state.word for each in looks()] == ["done", "failed", "killed"]
-    assert room(sweep, looks()) == (2, "")
+    assert proposal_room(sweep, looks()) == (2, "")
     for name in more(2):
         end(name, None, "failed")
-    assert room(sweep, looks()) == (0, room(sweep, looks())[1])
-    assert "the last 3 points have failed" in room(sweep, looks())[1]
+    assert proposal_room(sweep, looks()) == (0, proposal_room(sweep, looks())[1])
+    assert "the last 3 points have failed" in proposal_room(sweep, looks())[1]
     end(second, 2.5, "stopped")  # resubmitted
-    assert room(sweep, looks()) == (2, "")
+    assert proposal_room(sweep, looks()) == (2, "")
     more(3)
-    assert room(sweep, looks()) == (0, "")
+    assert proposal_room(sweep, looks()) == (0, "")
 
 
 def test_what_optuna_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,9 +216,9 @@ class Cluster:
         self.jobs.append([Path(line).stem for line in lines])
         return subprocess.CompletedProcess(command, 0, f"{len(self.jobs)}\n", "")
 
-    def queue(self) -> dict[str, slurm.Job]:
+    def queue(self) -> dict[str, slurm.SlurmJob]:
         names = [f"{i}_{k}" for i, job in enumerate(self.jobs, 1) for k in range(len(job))]
-        return {name: slurm.Job(name, "RUNNING") for name in names}
+        return {name: slurm.SlurmJob(name, "RUNNING") for name in names}
 
 
 def test_submit(data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
@@ -260,7 +262,7 @@ def test_submit_waits_for_a_job_that_submits() -> None:
     write(points=1)
     end(*more(), 1.0)
     held = contextlib.ExitStack()
-    held.enter_context(locked(Path("runs/s/sweep")))
+    held.enter_context(locked_journal(Path("runs/s/sweep")))
     threading.Timer(0.5, held.close).start()
     assert SWEEP.main(["s.toml", "submit"]) == 0
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kempner.trackers.config import TrackersConfig
-from kempner.trackers.points import Points
+from kempner.trackers.points import MetricsReader
 from tests.trackers import FAKE, rows, shown
 from tests.wandb_server import wandb_server
 
@@ -88,7 +88,7 @@ def append(run: Path, text: str) -> None:
 
 def test_names_and_what_is_no_point(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    points = Points(path)
+    points = MetricsReader(path)
     assert list(points.more()) == []
     record = {"step": 1, "time": 5.0, "attempt": 2, "loss": None, "lr": 0.5, "mfu": None}
     texts = [
@@ -114,7 +114,7 @@ def test_a_step_that_is_done_again_undoes_what_came_after(tmp_path: Path) -> Non
     val = '{"step": 4, "time": 1.0, "val_loss": 1.0}\n'
     again = lines(2, 3, 4, loss=7) + val
     (tmp_path / "metrics.jsonl").write_text(lines(1, 2, 3, 4) + val + again)
-    points = list(Points(tmp_path / "metrics.jsonl").more())
+    points = list(MetricsReader(tmp_path / "metrics.jsonl").more())
     assert [point.step for point in points if point.undoes] == [2]
 
 

@@ -16,7 +16,7 @@ from kempner.optim.build import build_optimizer
 from kempner.optim.config import STATE, OptimizerConfig
 from kempner.optim.kernels import in_lines, line_places
 from kempner.optim.optimizer import Optimizer
-from kempner.optim.rounding import hashed, hashed_at
+from kempner.optim.rounding import hashed_at, hashed_int32
 
 pytestmark = pytest.mark.usefixtures("one_process")
 RULES = ("adamw", "lion", "schedule_free")
@@ -143,4 +143,4 @@ def test_parts_of_a_tensor_are_rounded_as_the_whole(box: tuple[tuple[int, int], 
         length, gap, first = line_places(shape, box)
         at = torch.arange(math.prod(size for _, size in box), dtype=torch.int32)
         found = hashed_at(first + at + at // length * gap, step, torch.tensor(3, dtype=torch.int32))
-        assert torch.equal(found, hashed(shape, box, step, salt=3).flatten())
+        assert torch.equal(found, hashed_int32(shape, box, step, salt=3).flatten())

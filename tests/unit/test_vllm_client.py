@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
-from kempner.combinations import problems as problems_across
+from kempner.combinations import combination_problems as problems_across
 from kempner.compiler import CACHE, HEADERS
-from kempner.config.loading import load
+from kempner.config.loading import load_config_files
 from kempner.config.option import ConfigError
 from kempner.generate.config import Sampling
 from kempner.rl import engines, router, vllm_engine
-from kempner.rl.engines import ROUTES, Busy, Flight, Leased, Lost, Rejected, VllmEngine
+from kempner.rl.engines import ROUTES, Busy, EngineLeased, Flight, Lost, Rejected, VllmEngine
 from kempner.rl.router import Router
 from kempner.run import RunConfig
 
@@ -160,16 +160,18 @@ def test_two_runs_do_not_share_an_engine(
 
     async def app(scope: Any, receive: Any, send: Any) -> None: ...
 
-    monkeypatch.setenv(vllm_engine.TOKEN, "secret")
+    monkeypatch.setenv(vllm_engine.TOKEN_VARIABLE, "secret")
     server.door = vllm_engine.Allowed(app)
     runs = [VllmEngine(engine.url, "secret", {256}, run=run) for run in ("/runs/a", "/runs/b")]
     first, second = runs
     assert first.version() == second.version() == 3  # of the file that it began with
     assert first.update({"path": "/w", "version": 4}) == first.version() == 4
-    with pytest.raises(Leased, match="another run, /runs/a, which uses it"):
+    with pytest.raises(EngineLeased, match="another run, /runs/a, which uses it"):
         second.version()
     asked = len(server.asked)
-    with pytest.raises(Leased, match="the weights of the run /runs/a, which uses it; end that"):
+    with pytest.raises(
+        EngineLeased, match="the weights of the run /runs/a, which uses it; end that"
+    ):
         second.update({"path": "/w", "version": 4})
     assert len(server.asked) == asked  # nothing was paused
     with pytest.raises(Lost, match="weights of another run, /runs/a"):
@@ -178,7 +180,7 @@ def test_two_runs_do_not_share_an_engine(
     first.release()
     with pytest.raises(Busy, match="weights of another run, /runs/a") as busy:
         second.version()
-    assert not isinstance(busy.value, Leased)
+    assert not isinstance(busy.value, EngineLeased)
     assert second.update({"path": "/w", "version": 4}) == second.version() == 4
     with pytest.raises(Busy, match="weights of another run, /runs/b"):
         first.version()
@@ -189,7 +191,7 @@ def test_a_reload_that_is_slower_than_the_beats(
 ) -> None:
     """Its core says nothing meanwhile. The reload is waited for, and there is one."""
     monkeypatch.setattr(router, "BEAT_EVERY_S", 0.05)
-    monkeypatch.setattr(engines, "BEAT_S", 0.2)
+    monkeypatch.setattr(engines, "ENGINE_HEARTBEAT_S", 0.2)
     server.reload, said = 1.5, list[str]()
     one = Router(lambda: {"engine-0": engine.url}, lambda url: engine, 8, 0, said.append, 60.0)
     one.offer(4, {"path": "/w", "version": 4})
@@ -222,18 +224,18 @@ def test_another_vllm(server: Server, engine: VllmEngine) -> None:
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     given = ["--weights=w", "--publish=p", f"--token-file={tmp_path / 'token'}"]
-    options, more = vllm_engine.parse([*given, "--max-model-len", "64"])
-    command = vllm_engine.words(Path("w/v00000003"), options, 80)
+    options, more = vllm_engine.parse_engine_arguments([*given, "--max-model-len", "64"])
+    command = vllm_engine.vllm_arguments(Path("w/v00000003"), options, 80)
     assert more == ["--max-model-len", "64"] and "float32" in command
     assert command[command.index("--middleware") + 1] == "kempner.rl.vllm_engine.Allowed"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    command = vllm_engine.words(Path("w/v00000003"), options, 80)
+    command = vllm_engine.vllm_arguments(Path("w/v00000003"), options, 80)
     assert command[-2:] == ["--tensor-parallel-size", "2"]
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for name in (CACHE, HEADERS):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    found = vllm_engine.environment("secret")
+    found = vllm_engine.vllm_environment("secret")
     assert found[HEADERS] == "0"
     assert found[CACHE] == str(tmp_path / f"kempner-compiled-{os.getuid()}")
     monkeypatch.delenv("KEMPNER_VLLM", raising=False)
@@ -295,7 +297,7 @@ def test_its_port_is_of_the_range_that_a_firewall_opens(tmp_path: Path) -> None:
 
 def test_strangers_have_no_route_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is the token among the words of its command line, which all users of a node see."""
-    monkeypatch.setenv(vllm_engine.TOKEN, "secret")
+    monkeypatch.setenv(vllm_engine.TOKEN_VARIABLE, "secret")
     reached: list[str] = []
     sent: list[dict[str, Any]] = []
 
@@ -319,8 +321,10 @@ def test_strangers_have_no_route_of_any_kind(monkeypatch: pytest.MonkeyPatch) ->
         ask(kind, (b"authorization", b"bearer secret"))
     ask("lifespan")
     assert reached == [*["http"] * 2, *["websocket"] * 2, "lifespan"]
-    options, _ = vllm_engine.parse(["--weights=w", "--publish=p", "--token-file=t"])
-    assert "secret" not in str(vllm_engine.words(Path("w/v00000003"), options, 80))
+    options, _ = vllm_engine.parse_engine_arguments(
+        ["--weights=w", "--publish=p", "--token-file=t"]
+    )
+    assert "secret" not in str(vllm_engine.vllm_arguments(Path("w/v00000003"), options, 80))
 
 
 @pytest.mark.parametrize(
@@ -344,4 +348,4 @@ def test_strangers_have_no_route_of_any_kind(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_cannot_be_combined(words: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=f"{problem}: is not built"):
         given = [f"--{word}" for word in words]
-        load(RunConfig, ["configs/rl/arithmetic.toml"], given, check=problems_across)
+        load_config_files(RunConfig, ["configs/rl/arithmetic.toml"], given, check=problems_across)

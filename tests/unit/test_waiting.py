@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kempner.lowcomm.steps import StepsExchange
-from kempner.resilience.watchdog import PATIENCE_S, Watchdog
+from kempner.resilience.watchdog import HANG_PATIENCE_S, Watchdog
 
 
 def test_the_watchdog_is_patient_while_a_replica_waits_for_others() -> None:
@@ -40,11 +40,11 @@ def test_a_wait_is_no_part_of_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     watchdog = Watchdog.__new__(Watchdog)
-    watchdog.hang_timeout, watchdog._limit, watchdog._longest = 8.0, 8.0, PATIENCE_S
+    watchdog.hang_timeout, watchdog._limit, watchdog._longest = 8.0, 8.0, HANG_PATIENCE_S
     watchdog._durations, watchdog._beat = deque(), 100.0
     now[0] += 2.0
     with watchdog.patient():
-        assert watchdog._limit == PATIENCE_S
+        assert watchdog._limit == HANG_PATIENCE_S
         now[0] += 500.0
     assert watchdog._limit == 8.0
     now[0] += 1.0

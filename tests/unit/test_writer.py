@@ -35,9 +35,17 @@ from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.crc import FAR, NEAR, crc32
 from kempner.checkpoint.layout import make_table
 from kempner.checkpoint.metadata import write_metadata
-from kempner.checkpoint.reader import DataFile, read_tensors, verify
+from kempner.checkpoint.reader import DataFile, read_tensors, verify_checkpoint
 from kempner.checkpoint.state import run_state
-from kempner.checkpoint.writer import BLOCK, MAGIC, PAGE, Image, frame, plan_file, write_file
+from kempner.checkpoint.writer import (
+    CRC_BLOCK_BYTES,
+    FILE_MAGIC,
+    PAGE,
+    Image,
+    plan_file,
+    torch_save_frame,
+    write_file,
+)
 from kempner.parallel.build import parameter_names
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -109,7 +117,7 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_the_frame_is_that_of_torch_save(name: str) -> None:
     tensor = TENSORS[name]
-    before, after = frame(tensor.shape, tensor.dtype)
+    before, after = torch_save_frame(tensor.shape, tensor.dtype)
     again = torch.load(io.BytesIO(before + bits(tensor) + after), weights_only=True)
     assert again.dtype == tensor.dtype and again.shape == tensor.shape
     assert bits(again) == bits(tensor)
@@ -130,7 +138,7 @@ def test_torch_reads_it_bit_for_bit(tmp_path: Path, async_save: bool) -> None:
         for name, tensor in TENSORS.items():
             assert read[f"model.{name}"].dtype == tensor.dtype
             assert bits(read[f"model.{name}"]) == bits(tensor), name
-    assert (latest / DATA).stat().st_size % PAGE == 0 and verify(latest) == []
+    assert (latest / DATA).stat().st_size % PAGE == 0 and verify_checkpoint(latest) == []
 
 
 def converted(path: Path) -> dict[str, Tensor]:
@@ -141,21 +149,21 @@ def converted(path: Path) -> dict[str, Tensor]:
 
 def test_a_flipped_byte_anywhere_is_found(tmp_path: Path) -> None:
     """In each block of the tensors, in the index and in the footer."""
-    saver, _ = checkpointer(tmp_path, Holder(weight=torch.randn(5 * BLOCK // 8)))
+    saver, _ = checkpointer(tmp_path, Holder(weight=torch.randn(5 * CRC_BLOCK_BYTES // 8)))
     saver.save(1, {})
     saver.close()
     file = tmp_path / "latest" / DATA
     content = file.read_bytes()
     with DataFile(tmp_path / "latest", commit.read_manifest(tmp_path / "latest"), 0) as data:
         end = data.index["bytes"]
-    assert end > 2 * BLOCK
-    for place in (5000, BLOCK + 7, 2 * BLOCK + 7, end + 9, len(content) - 20):
+    assert end > 2 * CRC_BLOCK_BYTES
+    for place in (5000, CRC_BLOCK_BYTES + 7, 2 * CRC_BLOCK_BYTES + 7, end + 9, len(content) - 20):
         with open(file, "r+b") as damaged:
             damaged.seek(place)
             damaged.write(bytes([content[place] ^ 1]))
-        assert len(verify(tmp_path / "latest")) == 1, place
+        assert len(verify_checkpoint(tmp_path / "latest")) == 1, place
         file.write_bytes(content)
-    assert verify(tmp_path / "latest") == []
+    assert verify_checkpoint(tmp_path / "latest") == []
 
 
 # --- The moment -----------------------------------------------------------------------------------
@@ -192,7 +200,7 @@ def test_what_is_written_late_is_the_state_of_the_save(
     second.join()
     saver.close()
     for step in (1, 2):
-        weight = read_plainly(tmp_path / commit.name_of(step))["model.weight"]
+        weight = read_plainly(tmp_path / commit.checkpoint_name(step))["model.weight"]
         assert weight.unique().tolist() == [float(step)]
 
 
@@ -279,14 +287,14 @@ def test_a_file_is_whole_on_any_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Callable[..., None] | None
 ) -> None:
     size = 10 * PAGE
-    memory = writer.pages(size)
+    memory = writer.allocate_pages(size)
     memory.write(os.urandom(size))
     if disk is not None:
         disk(monkeypatch)
     write_file(tmp_path / "file", memoryview(memory), {})
     monkeypatch.undo()
     content = (tmp_path / "file").read_bytes()
-    assert content[:size] == memory[:] and content[size + PAGE - 32 :].startswith(MAGIC)
+    assert content[:size] == memory[:] and content[size + PAGE - 32 :].startswith(FILE_MAGIC)
 
 
 def test_another_error_of_a_disk_is_not_hidden(
@@ -333,7 +341,9 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
         saver.wait()
         assert "No space left on device" in log[-1] and "step 2 failed" in log[-1]
         assert saver.failed_saves == 1 and saver.saved_step == 1
-        assert commit.latest(tmp_path / "disk") == tmp_path / "disk" / commit.name_of(1)
+        assert commit.latest_checkpoint(
+            tmp_path / "disk"
+        ) == tmp_path / "disk" / commit.checkpoint_name(1)
         assert read_plainly(tmp_path / "disk" / "latest")["model.weight"].eq(1.0).all()
         (tmp_path / "disk" / "other").unlink()
         saver.save(3, {})  # the memory and the plan are still good
@@ -370,7 +380,9 @@ def of_three(rank: int, root: Path) -> None:
     saver.wait()
     assert saver.saved_step == 1 and saver.failed_saves == 1, log
     assert "failed: rank 1: TypeError" in log[-1], log
-    assert commit.latest(root / "checkpoints") == root / "checkpoints" / commit.name_of(1)
+    assert commit.latest_checkpoint(
+        root / "checkpoints"
+    ) == root / "checkpoints" / commit.checkpoint_name(1)
     if rank == 1:
         os.pwrite = real
     saver.save(3, {})

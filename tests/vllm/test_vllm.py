@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from kempner.generate.config import Sampling
-from kempner.load import load
+from kempner.load import load_model_and_tokenizer
 from kempner.rl.engines import Completion, Lost, VllmEngine
 from tests import hf_models
 from tests.conftest import ROOT, clean_env
@@ -75,7 +75,7 @@ def vllm() -> dict[str, str]:
 
 def check(found: list[Completion], model: Path, temperature: float) -> None:
     """Its log-probabilities are those of the kit's full forward pass."""
-    decoder = load(str(model), "cpu").model
+    decoder = load_model_and_tokenizer(str(model), "cpu").model
     for text in found:
         ids = torch.tensor([PROMPT + text.token_ids])
         logits = decoder(ids)[0, len(PROMPT) - 1 : -1] / temperature

@@ -18,16 +18,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kempner.checkpoint import commit, fork, layout
-from kempner.checkpoint.choose import Choice, best, hold, remember_skip, set_aside
+from kempner.checkpoint.choose import (
+    Choice,
+    choose_checkpoint,
+    hold_checkpoint,
+    remember_skip,
+    set_damaged_aside,
+)
 from kempner.checkpoint.commit import Damaged
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.layout import Table
 from kempner.checkpoint.metadata import dcp_metadata
-from kempner.checkpoint.ownership import claim, is_own, remove
+from kempner.checkpoint.ownership import claim_directory, is_own, remove_directory
 from kempner.checkpoint.ranks import Ranks
 from kempner.checkpoint.reader import TENSORS, read_wanted
-from kempner.checkpoint.state import StateProvider, collect, targets
-from kempner.checkpoint.writer import Image, local, plan_file, write_file
+from kempner.checkpoint.state import StateProvider, collect_state, read_targets
+from kempner.checkpoint.writer import Image, local_part, plan_file, write_file
 from kempner.resilience.lock import RunLock
 from kempner.slurm import attempt_name, short_window
 
@@ -63,7 +69,7 @@ class Checkpointer:
         # A timeout of its own: a slow file system makes ranks wait longer than a step ever may.
         self._ranks = Ranks(dist.new_group(backend="gloo", timeout=timedelta(hours=1)))
         self.rank, self.world_size = self._ranks.rank, self._ranks.size
-        self._held_by = layout.ranks_of(collect(providers)[0].values(), self.world_size)
+        self._held_by = layout.ranks_of(collect_state(providers)[0].values(), self.world_size)
         firsts = [*range(0, self.world_size, len(self._held_by))]  # of each stage of a pipeline
         self._firsts = dist.new_group(firsts, backend="gloo") if len(firsts) > 1 else None
         self._background = futures.ThreadPoolExecutor(1, "checkpoint")
@@ -90,7 +96,7 @@ class Checkpointer:
         """Mark the directory as this run's, and lock it; by default it is inside run.dir, whose
         lock covers it."""
         try:
-            claim(self.root, self.about.get("run", ""))
+            claim_directory(self.root, self.about.get("run", ""))
             if self.cfg.dir:
                 lost = self._run_lock.on_lost if self._run_lock is not None else None
                 self._lock = RunLock(self.root, "--checkpoint.dir=DIR", lost)
@@ -178,18 +184,18 @@ class Checkpointer:
         system."""
         with contextlib.suppress(OSError):  # failing to delete is not a reason to fail
             cfg = self.cfg
-            commit.prune(self.root, cfg.keep_last_n, cfg.keep_every, cfg.powers_of_two)
+            commit.prune_checkpoints(self.root, cfg.keep_last_n, cfg.keep_every, cfg.powers_of_two)
 
     def _prepare(self) -> None:
         with contextlib.suppress(TypeError):  # the save says what cannot be stored
-            shared, own = collect(self.providers)
+            shared, own = collect_state(self.providers)
             table = layout.make_table(shared, own, self.world_size)
             self._build(table, self._of_all_stages(table), shared)
 
     def _build(self, table: Table, whole: Table, state: dict[str, Tensor]) -> None:
         """Plan and allocate for this table, in the background. `whole`: the table of all stages."""
         self._unpin()
-        on_gpu = (local(tensor).device for tensor in state.values() if tensor.is_cuda)
+        on_gpu = (local_part(tensor).device for tensor in state.values() if tensor.is_cuda)
         device = next(on_gpu, None)
 
         def build() -> tuple[Image, bytes | None]:
@@ -214,7 +220,7 @@ class Checkpointer:
     def _stage(self) -> Exception | None:
         """Copy the current state. An error is returned: all ranks learn of it in _write."""
         try:
-            shared, own = collect(self.providers)
+            shared, own = collect_state(self.providers)
             table = layout.make_table(shared, own, self.world_size)
             whole = self._of_all_stages(table)
             known = table == self._table and whole == self._whole
@@ -235,8 +241,8 @@ class Checkpointer:
         partial = commit.partial_of(self.root, step, self._attempt)
 
         def begin() -> None:
-            commit.begin(self.root, step, self._attempt)
-            for rank in range(0, self.world_size, layout.FOLDER):
+            commit.begin_save(self.root, step, self._attempt)
+            for rank in range(0, self.world_size, layout.FILES_PER_FOLDER):
                 (partial / layout.file_of(rank)).parent.mkdir(parents=True)
 
         def write() -> None:
@@ -253,7 +259,7 @@ class Checkpointer:
             self._ranks.on_first(lambda: self._commit(step, position))
         except Exception:
             if self.rank == 0 and is_own(partial):  # no full disk until the next save
-                remove(partial)
+                remove_directory(partial)
             raise
         return time.monotonic()
 
@@ -270,7 +276,7 @@ class Checkpointer:
             **position,
             **self.about,
         }
-        commit.commit(self.root, step, texts, facts, self._attempt, self._check_locks)
+        commit.commit_save(self.root, step, texts, facts, self._attempt, self._check_locks)
 
     def _check_locks(self) -> None:
         """End this process if it has lost a lock. Called before `latest` moves."""
@@ -293,15 +299,17 @@ class Checkpointer:
         self.wait()  # a run that goes back: what is in flight is the newest checkpoint
         # Retention must not delete what is about to be chosen.
         futures.wait([self._pruning] if self._pruning else [])
-        if left := self._ranks.on_first(lambda: commit.clean(self.root)):
+        if left := self._ranks.on_first(lambda: commit.clean_leftovers(self.root)):
             self.log(f"removed what an earlier attempt left: {', '.join(left)}")
-        while choice := self._ranks.on_first(lambda: best(self.root, self.about, self.log, only)):
+        while choice := self._ranks.on_first(
+            lambda: choose_checkpoint(self.root, self.about, self.log, only)
+        ):
             path = choice[0]
             try:
-                with commit.reading(path) if self.rank == 0 else contextlib.nullcontext():
+                with commit.reading_lock(path) if self.rank == 0 else contextlib.nullcontext():
                     self._ranks.on_all(partial(self._read, choice, self.providers))
             except Damaged as error:
-                self._ranks.on_first(partial(set_aside, path, error, self.log))
+                self._ranks.on_first(partial(set_damaged_aside, path, error, self.log))
                 continue
             # Only after all ranks have read and verified it.
             self._ranks.on_first(partial(commit.set_latest, path))
@@ -315,7 +323,7 @@ class Checkpointer:
         providers = {name: self.providers[name] for name in names}
         with contextlib.ExitStack() as held:
             try:
-                choice = self._ranks.on_first(lambda: hold(source, self.about, held))
+                choice = self._ranks.on_first(lambda: hold_checkpoint(source, self.about, held))
                 self._ranks.on_all(partial(self._read, choice, providers))
             except Damaged as error:  # it is not ours to set aside
                 raise fork.not_whole(source, error) from None
@@ -332,7 +340,7 @@ class Checkpointer:
 
     def _read(self, choice: Choice, providers: Mapping[str, StateProvider]) -> None:
         path, manifest, table = choice
-        wants = targets(providers, table, manifest["world_size"], self.rank, self.world_size)
+        wants = read_targets(providers, table, manifest["world_size"], self.rank, self.world_size)
         read_wanted(path, manifest, table, wants, near=self.rank % manifest["world_size"])
         for provider in providers.values():
             provider.restored()

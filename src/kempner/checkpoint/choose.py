@@ -11,7 +11,7 @@ from typing import Any
 
 from kempner.checkpoint import commit, fork
 from kempner.checkpoint.commit import Damaged
-from kempner.checkpoint.fits import check, check_fork
+from kempner.checkpoint.fits import check_compatible, check_fork
 from kempner.checkpoint.layout import Table
 from kempner.checkpoint.ownership import is_own
 from kempner.checkpoint.reader import read_table
@@ -22,7 +22,7 @@ SKIP = "skip.json"  # beside `latest`: samples that the run leaves out since it 
 Choice = tuple[Path, dict[str, Any], Table]
 
 
-def best(
+def choose_checkpoint(
     root: Path, about: dict[str, Any], log: Callable[[str], None], only: int | None = None
 ) -> Choice | None:
     """Return the first undamaged checkpoint, with its manifest and table; None if there is none at
@@ -31,18 +31,18 @@ def best(
     A damaged one is set aside. Raises ConfigError if the checkpoint does not fit this run or this
     version, RuntimeError if all have been set aside.
     """
-    for path in commit.complete(root):
-        if only is not None and path.name != commit.name_of(only):
+    for path in commit.complete_checkpoints(root):
+        if only is not None and path.name != commit.checkpoint_name(only):
             continue
         try:
             manifest = commit.read_manifest(path)
-            check(path, manifest, about)
+            check_compatible(path, manifest, about)
             table = read_table(path, manifest)
         except Damaged as error:
             if not is_own(path):
                 log(f"{path} is left alone: it is not a checkpoint of this run ({error})")
                 continue
-            set_aside(path, error, log)
+            set_damaged_aside(path, error, log)
             continue
         return path, with_skip(path, manifest), table
     aside = sorted(path.name for path in root.glob("step_*.corrupt*") if is_own(path))
@@ -54,14 +54,14 @@ def best(
     return None
 
 
-def hold(source: str, about: dict[str, Any], held: contextlib.ExitStack) -> Choice:
+def hold_checkpoint(source: str, about: dict[str, Any], held: contextlib.ExitStack) -> Choice:
     """Open the checkpoint RUN[@STEP] of another run, which may be training: its retention leaves
     the checkpoint alone as long as `held` is open.
 
     Raises ConfigError if there is none or it does not fit, Damaged.
     """
-    path = fork.find(source)
-    held.enter_context(commit.reading(path))
+    path = fork.find_fork(source)
+    held.enter_context(commit.reading_lock(path))
     # Retention may delete it between the two lines; then the manifest is missing.
     manifest = commit.read_manifest(path)
     check_fork(source, path, manifest, about)
@@ -78,13 +78,13 @@ def with_skip(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     return manifest
 
 
-def set_aside(path: Path, error: Damaged, log: Callable[[str], None]) -> None:
-    aside = commit.set_aside(path)
+def set_damaged_aside(path: Path, error: Damaged, log: Callable[[str], None]) -> None:
+    aside = commit.set_checkpoint_aside(path)
     log(f"WARNING: {path.name} is damaged ({error}); it is now {aside.name}")
 
 
 def remember_skip(root: Path, step: int, skip: list[list[int]]) -> None:
     """Store `skip` for every later load of the checkpoint of this step: it goes into its
     manifest."""
-    record = {"checkpoint": commit.name_of(step), "skip": skip}
+    record = {"checkpoint": commit.checkpoint_name(step), "skip": skip}
     write_atomic(root / SKIP, json.dumps(record))

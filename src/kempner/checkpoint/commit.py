@@ -25,17 +25,17 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from kempner.checkpoint.config import is_power_of_two
-from kempner.checkpoint.ownership import is_own, remove
+from kempner.checkpoint.ownership import is_own, remove_directory
 from kempner.config import toml
 from kempner.config.option import ConfigError
-from kempner.directories import Kind, mark, read_mark
-from kempner.files import fsync, step_of, swap_link, write_atomic
+from kempner.directories import Kind, mark_directory, read_mark
+from kempner.files import fsync, step_of_name, swap_link, write_atomic
 
-FORMAT = 2
+CHECKPOINT_FORMAT = 2
 MANIFEST = "manifest.json"
-LATEST = "latest"
+LATEST_LINK = "latest"
 READING = ".reading"
-LEFT = re.compile(  # by a killed save, deletion, or write of a small file
+LEFTOVER_NAME = re.compile(  # by a killed save, deletion, or write of a small file
     r"step_\d{8,}\.(([\w.-]+\.)?partial|deleted(\.\d+)?)|\.(latest|skip\.json|\.kempner)\.\d+\.new"
 )
 
@@ -44,31 +44,31 @@ class Damaged(ValueError):
     """Proof that a checkpoint is damaged: a file is missing or short, or its sum is wrong."""
 
 
-def name_of(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
 def partial_of(root: Path, step: int, attempt: str = "") -> Path:
     """Return the path where an attempt writes the checkpoint. The attempt's name in it keeps
     another attempt, which believes that the run is its own, from saving into the same files."""
-    return root / ".".join(filter(None, (name_of(step), attempt, "partial")))
+    return root / ".".join(filter(None, (checkpoint_name(step), attempt, "partial")))
 
 
 # --- Writing ---
 
 
-def begin(root: Path, step: int, attempt: str = "") -> Path:
+def begin_save(root: Path, step: int, attempt: str = "") -> Path:
     """Make partial_of() with the mark of the run that `root` belongs to and nothing else: the files
     of an earlier attempt must not mix with ours. Raises OSError."""
     partial = partial_of(root, step, attempt)
     if partial.exists():
         _check_own(partial)
-        remove(partial)
-    mark(partial, Kind.CHECKPOINT, read_mark(root)[1])
+        remove_directory(partial)
+    mark_directory(partial, Kind.CHECKPOINT, read_mark(root)[1])
     return partial
 
 
-def commit(
+def commit_save(
     root: Path,
     step: int,
     texts: dict[str, bytes],
@@ -76,14 +76,14 @@ def commit(
     attempt: str = "",
     check: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Turn what begin() has made, whose data files are durable, into the checkpoint that `latest`
-    names.
+    """Turn what begin_save() has made, whose data files are durable, into the checkpoint that
+    `latest` names.
 
     `texts`: the small files that go beside them. `check()` does not return if the run belongs to
     another process by now. A crash at any instant leaves the old `latest` or the new one, each of
     them complete. Rank 0 calls it when all ranks have written.
     """
-    partial, final = partial_of(root, step, attempt), root / name_of(step)
+    partial, final = partial_of(root, step, attempt), root / checkpoint_name(step)
     for name, content in texts.items():
         write_atomic(partial / name, content)
     # The data files are durable; their names are only when their folder is.
@@ -94,13 +94,19 @@ def commit(
         name: {"bytes": len(content), "crc32": zlib.crc32(content)}
         for name, content in texts.items()
     }
-    manifest = {**facts, "format": FORMAT, "step": step, "time": time.time(), "files": files}
+    manifest = {
+        **facts,
+        "format": CHECKPOINT_FORMAT,
+        "step": step,
+        "time": time.time(),
+        "files": files,
+    }
     # The manifest comes last: a directory without one is not a checkpoint.
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1))
     check()
     if final.exists():  # the run went back behind this step and has now reached it again
         _check_own(final)
-        doom(final)
+        mark_for_deletion(final)
     # The order is the protocol: the directory is complete, then has its name, then `latest` names
     # it.
     partial.rename(final)
@@ -110,10 +116,10 @@ def commit(
 
 
 def point_latest(root: Path, target: str) -> None:
-    link = root / LATEST
+    link = root / LATEST_LINK
     if link.is_dir() and not link.is_symlink():  # a copy of the run that has followed links
         _check_own(link)
-        link.rename(unused(root, f"{LATEST}.copied"))
+        link.rename(unused_name(root, f"{LATEST_LINK}.copied"))
     swap_link(link, target)
 
 
@@ -124,11 +130,11 @@ def _check_own(path: Path) -> None:
 
 def set_latest(path: Path) -> None:
     """Make `latest` name this checkpoint, if it does not already."""
-    if latest(path.parent) != path:
+    if latest_checkpoint(path.parent) != path:
         point_latest(path.parent, path.name)
 
 
-def unused(root: Path, name: str) -> Path:
+def unused_name(root: Path, name: str) -> Path:
     """Return the first of `name`, `name.1`, ... that does not exist."""
     tries = (root / (f"{name}.{k}" if k else name) for k in range(1_000_000))
     return next(path for path in tries if not path.exists())
@@ -137,11 +143,13 @@ def unused(root: Path, name: str) -> Path:
 # --- Choosing ---
 
 
-def latest(root: Path) -> Path | None:
+def latest_checkpoint(root: Path) -> Path | None:
     """Return the directory in `root` that `latest` names, None if there is no link or it
     dangles."""
-    target = root / (root / LATEST).resolve().name
-    return target if step_of(target.name) is not None and (target / MANIFEST).is_file() else None
+    target = root / (root / LATEST_LINK).resolve().name
+    return (
+        target if step_of_name(target.name) is not None and (target / MANIFEST).is_file() else None
+    )
 
 
 class _Commit(NamedTuple):
@@ -157,7 +165,7 @@ class _Commit(NamedTuple):
         return other.step <= self.parent and older
 
 
-def branches(root: Path) -> tuple[list[Path], list[Path]]:
+def run_branches(root: Path) -> tuple[list[Path], list[Path]]:
     """Return the checkpoints from which the run has come to where `latest` is, newest first, and
     those of branches that it has left by going back.
 
@@ -168,11 +176,11 @@ def branches(root: Path) -> tuple[list[Path], list[Path]]:
     found = {
         path: _read_commit(path, step)
         for path in root.iterdir()
-        if (step := step_of(path.name)) is not None and path.is_dir()
+        if (step := step_of_name(path.name)) is not None and path.is_dir()
     }
     newest_first = sorted(found, key=lambda p: (found[p].time or 0.0, found[p].step), reverse=True)
-    head = latest(root)
-    named = step_of((root / LATEST).resolve().name)
+    head = latest_checkpoint(root)
+    named = step_of_name((root / LATEST_LINK).resolve().name)
     if head is None and named is None and newest_first:
         # Without any `latest`, take the newest.
         head = newest_first[0]
@@ -186,10 +194,10 @@ def branches(root: Path) -> tuple[list[Path], list[Path]]:
     return branch, [path for path in newest_first if path not in branch]
 
 
-def complete(root: Path) -> list[Path]:
+def complete_checkpoints(root: Path) -> list[Path]:
     """List the checkpoints in the order in which to try them: `latest`, its ancestors, the
     others."""
-    branch, left = branches(root)
+    branch, left = run_branches(root)
     return branch + left
 
 
@@ -197,7 +205,7 @@ def has_checkpoint(root: Path) -> bool:
     """Return whether the run has a checkpoint. An unreadable directory counts as empty here; the
     check of the input reports it."""
     with contextlib.suppress(OSError):
-        return bool(complete(root))
+        return bool(complete_checkpoints(root))
     return False
 
 
@@ -222,12 +230,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
             raise ValueError("its format is not a number")
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{path / MANIFEST}: {type(error).__name__}: {error}") from None
-    if version != FORMAT:
-        other = "an older" if version < FORMAT else "a newer"
+    if version != CHECKPOINT_FORMAT:
+        other = "an older" if version < CHECKPOINT_FORMAT else "a newer"
         raise ConfigError(
             f"{path} was written by {other} version of this program: it has format {version}, this "
-            f"version reads format {FORMAT}. Continue it with that version, or start over in "
-            "another directory: --run.dir=runs/NAME"
+            f"version reads format {CHECKPOINT_FORMAT}. Continue it with that version, or start "
+            "over in another directory: --run.dir=runs/NAME"
         )
     return manifest  # type: ignore[no-any-return]
 
@@ -245,7 +253,7 @@ def read_listed(path: Path, manifest: dict[str, Any], name: str) -> bytes:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading_lock(path: Path) -> Iterator[None]:
     """Protect a checkpoint from retention while it is read (by a shared lock). It may be deleted
     before the lock is taken: then it has no manifest. Where locks are unsupported or not permitted,
     nothing is protected."""
@@ -268,12 +276,12 @@ def _open_lock(path: Path) -> IO[str]:
 
 
 def is_read(path: Path) -> bool:
-    with deleting(path) as free:
+    with deletion_lock(path) as free:
         return not free
 
 
 @contextlib.contextmanager
-def deleting(path: Path) -> Iterator[bool]:
+def deletion_lock(path: Path) -> Iterator[bool]:
     """Yield whether nobody reads a checkpoint; if so, nobody can start to while this is open."""
     with contextlib.ExitStack() as held:
         free = True
@@ -289,40 +297,42 @@ def deleting(path: Path) -> Iterator[bool]:
 # --- Removing ---
 
 
-def set_aside(path: Path) -> Path:
+def set_checkpoint_aside(path: Path) -> Path:
     """Rename a damaged checkpoint; nothing is deleted. `latest` moves to the one before it, which
     only its manifest names."""
-    branch, _ = branches(path.parent)
+    branch, _ = run_branches(path.parent)
     if branch[1:] and branch[0] == path:
         # Before the rename below: at no instant may `latest` dangle.
         point_latest(path.parent, branch[1].name)
-    target = unused(path.parent, f"{path.name}.corrupt")
+    target = unused_name(path.parent, f"{path.name}.corrupt")
     path.rename(target)
     fsync(path.parent)
     return target
 
 
-def prune(root: Path, keep_last_n: int, keep_every: int, powers_of_two: bool = False) -> None:
+def prune_checkpoints(
+    root: Path, keep_last_n: int, keep_every: int, powers_of_two: bool = False
+) -> None:
     """Apply retention. These stay: the newest `keep_last_n` of the run's own branch, multiples of
     `keep_every`, with `powers_of_two` step 0 and the powers of two, those saved under that option
     earlier, `latest`, and what is being read."""
-    branch, left = branches(root)
+    branch, left = run_branches(root)
     for path in branch[keep_last_n:] + left:
-        step = step_of(path.name)
-        if (keep_every and step and step % keep_every == 0) or path == latest(root):
+        step = step_of_name(path.name)
+        if (keep_every and step and step % keep_every == 0) or path == latest_checkpoint(root):
             continue
         if step is not None and is_power_of_two(step) and (powers_of_two or _is_for_good(path)):
             continue
         with contextlib.suppress(OSError):  # the next retention tries again
             if is_own(path):
-                with deleting(path) as free:
+                with deletion_lock(path) as free:
                     if free:
-                        doom(path)
+                        mark_for_deletion(path)
                         (root / READING / path.name).unlink(missing_ok=True)
     for path in root.glob("step_*.deleted*"):
         with contextlib.suppress(OSError):
-            if LEFT.fullmatch(path.name) and is_own(path):
-                remove(path)
+            if LEFTOVER_NAME.fullmatch(path.name) and is_own(path):
+                remove_directory(path)
 
 
 def _is_for_good(path: Path) -> bool:
@@ -334,23 +344,23 @@ def _is_for_good(path: Path) -> bool:
         return False
 
 
-def doom(path: Path) -> None:
+def mark_for_deletion(path: Path) -> None:
     """Rename a checkpoint before it is deleted, so that none is ever half there."""
-    path.rename(unused(path.parent, f"{path.name}.deleted"))
+    path.rename(unused_name(path.parent, f"{path.name}.deleted"))
 
 
-def clean(root: Path) -> list[str]:
+def clean_leftovers(root: Path) -> list[str]:
     """Remove the leftovers of a killed run; returns their names. Call it before anything is
     read."""
     if not root.is_dir():
         return []
     removed = []
-    for path in [path for path in root.iterdir() if LEFT.fullmatch(path.name)]:
+    for path in [path for path in root.iterdir() if LEFTOVER_NAME.fullmatch(path.name)]:
         with contextlib.suppress(OSError):
             if not path.name.startswith("step_"):
                 path.unlink(missing_ok=True)
             elif is_own(path):
-                remove(path)
+                remove_directory(path)
             else:
                 continue
             removed.append(path.name)

@@ -16,16 +16,16 @@ import numpy as np
 
 FAR = 91639  # words
 NEAR = FAR - 41678
-ROUNDS = 4  # of NEAR words, until the window moves back to the front: 2.3 MB in all
+CRC_ROUNDS = 4  # of NEAR words, until the window moves back to the front: 2.3 MB in all
 
 
 def crc32(data: memoryview, value: int = 0) -> int:
     """Compute zlib.crc32(data, value). `data` is contiguous, of bytes."""
     words = np.frombuffer(data, np.uint64, count=len(data) // 8)
     rounds = (len(words) - FAR) // NEAR
-    if rounds < ROUNDS:
+    if rounds < CRC_ROUNDS:
         return zlib.crc32(data, value)
-    window = np.zeros(FAR + ROUNDS * NEAR, np.uint64)  # words that were folded, the newest last
+    window = np.zeros(FAR + CRC_ROUNDS * NEAR, np.uint64)  # words that were folded, the newest last
     at = FAR
     for start in range(0, rounds * NEAR, NEAR):
         if at == len(window):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kempner.config.option import ConfigError
-from kempner.data.opening import changes
+from kempner.data.opening import data_changes
 from kempner.model.config import OF_CONTEXT, OF_TRAINING, ModelConfig
 
 # "fixed" in a manifest holds the facts that define the meaning of its weights and position. Only
@@ -25,7 +25,7 @@ MAY_CHANGE_IN_A_FORK = (  # which has a position of its own
 )
 
 
-def check(path: Path, manifest: dict[str, Any], about: dict[str, Any]) -> None:
+def check_compatible(path: Path, manifest: dict[str, Any], about: dict[str, Any]) -> None:
     """Raise ConfigError if the checkpoint is of another run or another model."""
     if "imported" in manifest:
         raise ConfigError(
@@ -38,16 +38,16 @@ def check(path: Path, manifest: dict[str, Any], about: dict[str, Any]) -> None:
             f"{about.get('run')}): give this run a directory of its own, --checkpoint.dir=DIR; or, "
             "if this is the same run in a new run.dir, write the checkpoint's id into RUN_DIR/id"
         )
-    if differ := differences(manifest, about, MAY_CHANGE):
+    if differ := fact_differences(manifest, about, MAY_CHANGE):
         fix = "Use what is there, or give this run a directory of its own: --run.dir=runs/NAME"
-        if not differences(manifest, about, MAY_CHANGE_IN_A_FORK):
+        if not fact_differences(manifest, about, MAY_CHANGE_IN_A_FORK):
             fix += "; add --run.fork=RUN_DIR to begin from the weights of this one"
         raise ConfigError(f"{path} does not fit this run: {'; '.join(differ.values())}. {fix}")
 
 
 def check_fork(source: str, path: Path, manifest: dict[str, Any], about: dict[str, Any]) -> None:
     """Raise ConfigError if the checkpoint that run.fork = `source` names has other weights."""
-    if differ := differences(manifest, about, MAY_CHANGE_IN_A_FORK):
+    if differ := fact_differences(manifest, about, MAY_CHANGE_IN_A_FORK):
         raise ConfigError(
             f"run.fork = {source}: {path} has other weights than this run: "
             f"{'; '.join(differ.values())}. Use what is there: a fork may change the data, "
@@ -55,7 +55,7 @@ def check_fork(source: str, path: Path, manifest: dict[str, Any], about: dict[st
         )
 
 
-def differences(
+def fact_differences(
     manifest: dict[str, Any], about: dict[str, Any], allowed: tuple[str, ...]
 ) -> dict[str, str]:
     """Describe each fact that differs and is not `allowed` to. A model option that a manifest lacks
@@ -81,7 +81,9 @@ def differences(
         same_length = "train.seq_len" not in differ
         if (here := about["fixed"]["data"].get("mixture")) is None:
             differ["data.sources"] = "data.sources are read there, here it learns from rewards"
-        elif past := changes(mixture, here, manifest["phases"], manifest["samples"], same_length):
+        elif past := data_changes(
+            mixture, here, manifest["phases"], manifest["samples"], same_length
+        ):
             differ["data.sources"] = "; ".join(past)
     return {
         name: text

@@ -10,27 +10,27 @@ from kempner.checkpoint.commit import Damaged
 from kempner.config.option import ConfigError
 
 
-def find(source: str) -> Path:
+def find_fork(source: str) -> Path:
     """Find the checkpoint RUN[@STEP]. Raises ConfigError if there is none."""
     try:
-        return named.find(source)
+        return named.find_checkpoint(source)
     except ConfigError as error:
         raise ConfigError([f"run.fork = {problem}" for problem in error.problems]) from None
 
 
-def problems(source: str, run_dir: Path, root: Path) -> list[str]:
+def fork_problems(source: str, run_dir: Path, root: Path) -> list[str]:
     """List problems of run.fork that the paths alone show, before anything is loaded. `run_dir`,
     `root`: of the fork and of its checkpoints; once it has one, the other run is not needed."""
-    run = named.split(source)[0]
+    run = named.split_name(source)[0]
     if run.resolve() == run_dir.resolve():
         return [
             f"run.fork = {source} is this run itself; give the fork a directory of its own, "
             "--run.dir=runs/NAME"
         ]
     try:
-        if own := commit.latest(root):
+        if own := commit.latest_checkpoint(root):
             return _not_from(source, own)
-        find(source)
+        find_fork(source)
     except Damaged:  # the load sees to it
         return []
     except ConfigError as error:
@@ -47,7 +47,7 @@ def not_whole(source: str, error: Damaged) -> ConfigError:
 
 def _not_from(source: str, own: Path) -> list[str]:
     """Check that a run with a checkpoint, which continues from that, is a fork of `source`."""
-    run, step = named.split(source)
+    run, step = named.split_name(source)
     lineage: list[dict[str, Any]] = commit.read_manifest(own).get("lineage") or [{}]
     found = lineage[0]
     if found.get("dir") == str(run.resolve()) and step in (None, found["step"]):
@@ -59,10 +59,10 @@ def _not_from(source: str, own: Path) -> list[str]:
     ]
 
 
-def generation(source: str, manifest: dict[str, Any], optimizer: str) -> list[dict[str, Any]]:
+def fork_generation(source: str, manifest: dict[str, Any], optimizer: str) -> list[dict[str, Any]]:
     """Return the lineage of a fork of this checkpoint, for its own manifests: its origin, then the
     origin of that run, and so on. `optimizer`: "keep" or "fresh", its state."""
-    run, step = named.split(source)[0], manifest["step"]
+    run, step = named.split_name(source)[0], manifest["step"]
     parent = {
         "from": f"{run}@{step}",
         "dir": str(run.resolve()),

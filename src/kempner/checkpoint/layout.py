@@ -18,14 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-SMALL = 1 << 16  # bytes: every rank writes its copy of a replicated tensor of at most this size
+SMALL_TENSOR_BYTES = (
+    1 << 16
+)  # bytes: every rank writes its copy of a replicated tensor of at most this size
 SPREAD = 16  # copies that share the writing, at most: a rank that loads opens as many files
-FOLDER = 256  # data files in one directory
+FILES_PER_FOLDER = 256  # data files in one directory
 
 Box = tuple[tuple[int, int], ...]  # of a tensor: (start, length) in each dimension
 
 
-class Layout(NamedTuple):
+class CheckpointLayout(NamedTuple):
     """A mesh over the ranks from `first` on, in row-major order: over all, or over those of the
     pipeline stage that has the tensor. `cuts`: for each axis of the mesh the tensor dimension that
     it shards, None where it replicates. `order`: the axes in the order in which they cut, empty for
@@ -61,7 +63,7 @@ class StoredTensor(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
-    layout: Layout | None
+    layout: CheckpointLayout | None
     turn: int
 
     @property
@@ -76,7 +78,7 @@ class StoredTensor(NamedTuple):
     def everywhere(self) -> bool:
         """True if every rank writes it, so that no rank opens another's file for a few bytes."""
         cut = self.layout is None or any(dim is not None for dim in self.layout.cuts)
-        return not cut and self.nbytes <= SMALL
+        return not cut and self.nbytes <= SMALL_TENSOR_BYTES
 
 
 Table = dict[str, StoredTensor]
@@ -85,7 +87,7 @@ Table = dict[str, StoredTensor]
 def file_of(rank: int) -> str:
     """Return the path of a rank's data file in the checkpoint; in subdirectories: one of 16,000
     files is slow on every parallel file system."""
-    return f"ranks-{rank // FOLDER:03d}/__{rank}_0.distcp"
+    return f"ranks-{rank // FILES_PER_FOLDER:03d}/__{rank}_0.distcp"
 
 
 # --- From tensors to a table ---
@@ -119,9 +121,11 @@ def ranks_of(tensors: Iterable[Tensor], world: int) -> range:
     return range(first, first + mesh.size())
 
 
-def _layout_of(name: str, tensor: Tensor, ranks: range, checked: set[DeviceMesh]) -> Layout:
+def _layout_of(
+    name: str, tensor: Tensor, ranks: range, checked: set[DeviceMesh]
+) -> CheckpointLayout:
     if not isinstance(tensor, DTensor):
-        return Layout((len(ranks),), (None,), (), ranks.start)
+        return CheckpointLayout((len(ranks),), (None,), (), ranks.start)
     mesh, cuts, late = tensor.device_mesh, list[int | None](), list[int]()
     if mesh not in checked:
         if mesh.mesh.flatten().tolist() != list(ranks):
@@ -135,7 +139,7 @@ def _layout_of(name: str, tensor: Tensor, ranks: range, checked: set[DeviceMesh]
     # Tensor parallelism cuts first and FSDP shards its parts, although FSDP's axis is the outer.
     order = [axis for axis in range(mesh.ndim) if axis not in late] + late
     shape = tuple(mesh.mesh.shape)
-    return Layout(shape, tuple(cuts), tuple(order) if late else (), ranks.start)
+    return CheckpointLayout(shape, tuple(cuts), tuple(order) if late else (), ranks.start)
 
 
 def own_box(stored: StoredTensor, rank: int) -> Box:
@@ -154,7 +158,7 @@ def own_box(stored: StoredTensor, rank: int) -> Box:
     return tuple(box)
 
 
-def slices(box: Box) -> tuple[slice, ...]:
+def box_slices(box: Box) -> tuple[slice, ...]:
     """Convert a box to an index into the whole tensor."""
     return tuple(slice(start, start + length) for start, length in box)
 
@@ -245,7 +249,7 @@ def from_json(content: dict[str, Any]) -> Table:
     layouts = [
         None
         if entry is None
-        else Layout(*(tuple(x) if isinstance(x, list) else int(x) for x in entry))  # type: ignore[arg-type]
+        else CheckpointLayout(*(tuple(x) if isinstance(x, list) else int(x) for x in entry))  # type: ignore[arg-type]
         for entry in content["layouts"]
     ]
     return {

@@ -31,13 +31,13 @@ from kempner.checkpoint.reader import DataFile
 from kempner.checkpoint.writer import plan_file
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
-from kempner.directories import describe
+from kempner.directories import describe_directory
 from kempner.files import write_atomic
 from kempner.front_door import run_program
 
 LIMIT = 50_000  # ranks x tensors: about 2 s, in the background, once per run
 
-Part = tuple[str, str, dict[str, Any]]  # file, tensor, its entry in the index of the file
+_PartEntry = tuple[str, str, dict[str, Any]]  # file, tensor, its entry in the index of the file
 
 
 def dcp_metadata(table: Table, world: int) -> bytes | None:
@@ -51,7 +51,7 @@ def dcp_metadata(table: Table, world: int) -> bytes | None:
     )
 
 
-def _pickled(parts: Iterable[Part]) -> bytes:
+def _pickled(parts: Iterable[_PartEntry]) -> bytes:
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for file, name, entry in parts:
@@ -73,13 +73,13 @@ def write_metadata(path: Path) -> None:
     """Add `.metadata` to a checkpoint that lacks it. Raises Damaged, ConfigError, OSError."""
     manifest = commit.read_manifest(path)
 
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[_PartEntry]:
         for rank in range(manifest["world_size"]):
             with DataFile(path, manifest, rank) as file:
                 for name, entry in file.index["tensors"].items():
                     yield file_of(rank), name, entry
 
-    with commit.reading(path):
+    with commit.reading_lock(path):
         write_atomic(path / ".metadata", _pickled(parts()))
 
 
@@ -91,7 +91,7 @@ def main(words: list[str]) -> None:
     path = parser.parse_args(words).checkpoint
     if not (path / commit.MANIFEST).is_file():
         raise ConfigError(
-            f"{path} is {describe(path)}, not a checkpoint; name RUN/checkpoints/step_N"
+            f"{path} is {describe_directory(path)}, not a checkpoint; name RUN/checkpoints/step_N"
         )
     try:
         write_metadata(path)

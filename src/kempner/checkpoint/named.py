@@ -8,9 +8,9 @@ from pathlib import Path
 from kempner.checkpoint import commit
 from kempner.config import toml
 from kempner.config.option import ConfigError
-from kempner.files import step_of
+from kempner.files import step_of_name
 
-SIGNS = (
+CHECKPOINT_SIGNS = (
     "config.toml",
     "checkpoints",
     "latest",
@@ -19,7 +19,7 @@ SIGNS = (
 STEPPED = re.compile(r"(.+)@(\d+)")
 
 
-def split(name: str) -> tuple[Path, int | None]:
+def split_name(name: str) -> tuple[Path, int | None]:
     """Split RUN[@STEP] into a directory and the step; None: its newest checkpoint."""
     whole, stepped = Path(name).expanduser(), STEPPED.fullmatch(name)
     if stepped is None or whole.is_dir():
@@ -27,16 +27,18 @@ def split(name: str) -> tuple[Path, int | None]:
     return Path(stepped[1]).expanduser(), int(stepped[2])
 
 
-def find(name: str) -> Path:
+def find_checkpoint(name: str) -> Path:
     """Find the checkpoint of that step, or the best one, in a run or a directory of checkpoints. A
     path to a checkpoint is returned as it is. Raises ConfigError if there is none."""
-    directory, step = split(name)
+    directory, step = split_name(name)
     if not directory.is_dir():
         raise ConfigError(f"{name}: no such directory {directory}; name the run.dir of a run")
     if (directory / commit.MANIFEST).is_file():
         return directory.resolve()
     root = checkpoints_of(directory)
-    there = [path for path in commit.complete(root) if (path / commit.MANIFEST).is_file()]
+    there = [
+        path for path in commit.complete_checkpoints(root) if (path / commit.MANIFEST).is_file()
+    ]
     if not there:
         raise ConfigError(
             f"{name}: {root} has no complete checkpoint yet; a run saves one every "
@@ -44,9 +46,9 @@ def find(name: str) -> Path:
         )
     if step is None:
         return there[0].resolve()
-    path = root / commit.name_of(step)
+    path = root / commit.checkpoint_name(step)
     if path not in there:
-        steps = ", ".join(str(step_of(path.name)) for path in sorted(there))
+        steps = ", ".join(str(step_of_name(path.name)) for path in sorted(there))
         raise ConfigError(
             f"{name}: {root} has no complete checkpoint of step {step}, only of steps "
             f"{steps}: name one of them, or leave out @{step} for the newest"

@@ -16,17 +16,17 @@ from pathlib import Path
 from kempner.config import toml
 from kempner.config.option import ConfigError
 from kempner.directories import (
-    MARK,
-    NOTHING,
+    MARK_FILE,
+    NOTHING_THERE,
     Kind,
-    describe,
-    kind_of,
-    mark,
+    describe_directory,
+    directory_kind,
+    mark_directory,
     read_manifest_of,
     read_mark,
     read_run_id,
 )
-from kempner.files import step_of
+from kempner.files import step_of_name
 
 IN_A_CHECKPOINT = re.compile(
     r"ranks-\d+|config\.toml|tensors\.json|manifest\.json|\.metadata|\..*\.new"
@@ -36,16 +36,16 @@ AROUND = re.compile(
 )
 
 
-def claim(root: Path, run: str) -> None:
+def claim_directory(root: Path, run: str) -> None:
     """Mark the directory as this run's. Raises ConfigError if it is something else, or another
     run's."""
-    if found := problems(root, run):
+    if found := ownership_problems(root, run):
         raise ConfigError(found)
     if read_mark(root) != (Kind.CHECKPOINTS, run):
-        mark(root, Kind.CHECKPOINTS, run)
+        mark_directory(root, Kind.CHECKPOINTS, run)
 
 
-def problems(root: Path, run: str) -> list[str]:
+def ownership_problems(root: Path, run: str) -> list[str]:
     """List what keeps this run from saving its checkpoints there; `run` is empty before it has
     begun."""
     if (owner := owner_of(root)) and owner != run:
@@ -55,12 +55,15 @@ def problems(root: Path, run: str) -> list[str]:
             "this run a directory of its own, --checkpoint.dir=DIR; or, if this is the same run in "
             "a new run.dir, write that id into RUN_DIR/id"
         ]
-    in_a_run = root.name == "checkpoints" and kind_of(root.parent) in (Kind.RUN, Kind.STARTED)
-    if in_a_run or kind_of(root) in (*NOTHING, Kind.CHECKPOINTS) or _is_left(root):
+    in_a_run = root.name == "checkpoints" and directory_kind(root.parent) in (
+        Kind.RUN,
+        Kind.STARTED,
+    )
+    if in_a_run or directory_kind(root) in (*NOTHING_THERE, Kind.CHECKPOINTS) or _is_left(root):
         return []
     return [
-        f"checkpoint.dir = {root} is {describe(root)}; give a directory that is empty or not there "
-        "yet, --checkpoint.dir=DIR"
+        f"checkpoint.dir = {root} is {describe_directory(root)}; give a directory that is empty "
+        "or not there yet, --checkpoint.dir=DIR"
     ]
 
 
@@ -70,7 +73,7 @@ def owner_of(root: Path) -> str:
     if kind is not None or not root.is_dir():
         return run
     try:
-        checkpoints = [path for path in root.iterdir() if step_of(path.name) is not None]
+        checkpoints = [path for path in root.iterdir() if step_of_name(path.name) is not None]
     except OSError:
         return ""
     runs = (read_manifest_of(path).get("run") for path in sorted(checkpoints, reverse=True))
@@ -92,13 +95,13 @@ def is_own(path: Path) -> bool:
     return run == owner or not (run and owner)
 
 
-def remove(path: Path) -> None:
+def remove_directory(path: Path) -> None:
     """Delete a directory that is_own(), its mark last, so that a killed deletion is still
     recognised. What cannot be deleted stays."""
     for entry in path.iterdir() if path.is_dir() else ():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
-        elif entry.name != MARK:
+        elif entry.name != MARK_FILE:
             entry.unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from kempner.checkpoint.commit import Damaged
 from kempner.config.option import ConfigError
 
-T = TypeVar("T")
-FINE, DAMAGED, CONFIG, OTHER = range(4)  # the worst that any rank met is what all ranks raise
+_T = TypeVar("_T")
+OUTCOME_FINE, OUTCOME_DAMAGED, OUTCOME_CONFIG, OUTCOME_OTHER = range(
+    4
+)  # the worst that any rank met is what all ranks raise
 
 
 class Ranks:
@@ -22,9 +24,9 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
 
-    def on_first(self, act: Callable[[], T]) -> T:
+    def on_first(self, act: Callable[[], _T]) -> _T:
         """Run `act` on rank 0; all ranks get its result, or its error."""
-        told: list[Any] = [FINE, None]
+        told: list[Any] = [OUTCOME_FINE, None]
         error = None
         if self.rank == 0:
             try:
@@ -32,11 +34,11 @@ class Ranks:
             except Exception as caught:
                 error, told = caught, [_kind(caught), self.describe(caught)]
         dist.broadcast_object_list(told, 0, self.group)
-        if told[0] != FINE:
+        if told[0] != OUTCOME_FINE:
             raise _shared(told[0], told[1], error)
         return told[1]  # type: ignore[no-any-return]
 
-    def on_all(self, act: Callable[[], T]) -> T:
+    def on_all(self, act: Callable[[], _T]) -> _T:
         """Run `act` on every rank; returns this rank's result if all have succeeded."""
         result = error = None
         try:
@@ -47,7 +49,7 @@ class Ranks:
         worst = torch.tensor(_kind(error) * self.size + self.size - 1 - self.rank)
         dist.all_reduce(worst, dist.ReduceOp.MAX, self.group)
         kind, place = divmod(int(worst), self.size)
-        if kind != FINE:
+        if kind != OUTCOME_FINE:
             told = [self.describe(error) if error else ""]
             dist.broadcast_object_list(told, self.size - 1 - place, self.group)
             raise _shared(kind, told[0], error)
@@ -66,14 +68,16 @@ class PeerFailed(RuntimeError):
 
 def _kind(error: BaseException | None) -> int:
     if error is None:
-        return FINE
+        return OUTCOME_FINE
     if isinstance(error, Damaged):
-        return DAMAGED
-    return CONFIG if isinstance(error, ConfigError) else OTHER
+        return OUTCOME_DAMAGED
+    return OUTCOME_CONFIG if isinstance(error, ConfigError) else OUTCOME_OTHER
 
 
 def _shared(kind: int, told: str, own: Exception | None) -> Exception:
     """Return the error to raise here: this rank's own if it is of the worst kind."""
     if own is not None and _kind(own) == kind:
         return own
-    return {DAMAGED: Damaged, CONFIG: ConfigError, OTHER: PeerFailed}[kind](told)
+    return {OUTCOME_DAMAGED: Damaged, OUTCOME_CONFIG: ConfigError, OUTCOME_OTHER: PeerFailed}[kind](
+        told
+    )

@@ -1,7 +1,7 @@
 """Read checkpoints: raw bytes at known offsets, each block verified as it is read. Nothing is
 unpickled, so no file can run code, and no version of Python reads another's objects.
 
-    path = commit.latest(Path("runs/debug/checkpoints"))
+    path = commit.latest_checkpoint(Path("runs/debug/checkpoints"))
     tensors = read_tensors(path, ["model.embed.weight"])      # whole, on the CPU, one process
 """
 
@@ -26,10 +26,12 @@ from kempner.checkpoint import commit
 from kempner.checkpoint.commit import Damaged
 from kempner.checkpoint.crc import crc32
 from kempner.checkpoint.layout import Box, StoredTensor, Table, file_of, from_json, ranks_with
-from kempner.checkpoint.writer import FOOTER, MAGIC
+from kempner.checkpoint.writer import FILE_MAGIC, FOOTER
 
 TENSORS = "tensors.json"  # the table: what each tensor is, and which mesh cuts it
-TAIL = 1 << 16  # bytes read at the end of a file, in the hope that the whole index is in them
+INDEX_TAIL_BYTES = (
+    1 << 16
+)  # bytes read at the end of a file, in the hope that the whole index is in them
 
 
 class Want(NamedTuple):
@@ -75,11 +77,11 @@ class DataFile:
 
     def _read_index(self) -> dict[str, Any]:
         size = os.fstat(self._fd).st_size
-        tail = os.pread(self._fd, TAIL, max(0, size - TAIL))
+        tail = os.pread(self._fd, INDEX_TAIL_BYTES, max(0, size - INDEX_TAIL_BYTES))
         if len(tail) < FOOTER.size:
             raise self._damage(f"{size} bytes are too few for a data file")
         magic, at, length, crc = FOOTER.unpack(tail[-FOOTER.size :])
-        if magic != MAGIC or at + length + FOOTER.size > size:
+        if magic != FILE_MAGIC or at + length + FOOTER.size > size:
             raise self._damage(f"of its {size} bytes the last are not those of a data file")
         first = at - (size - len(tail))
         # Usually the one read of the tail has the whole index.
@@ -233,7 +235,7 @@ def _key(name: str, table: Table) -> str:
     return name if name in table else re.sub(r"\.\d+\.", ".*.", name, count=1)
 
 
-def verify(path: Path) -> list[str]:
+def verify_checkpoint(path: Path) -> list[str]:
     """Read everything in a checkpoint; returns a list of the damage."""
     try:
         manifest = commit.read_manifest(path)

@@ -160,7 +160,7 @@ def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, S
     }
 
 
-def collect(
+def collect_state(
     providers: Mapping[str, StateProvider],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Collect the tensors that all ranks share, and those of this rank alone, by key in the
@@ -176,7 +176,7 @@ def collect(
     return shared, own
 
 
-def targets(
+def read_targets(
     providers: Mapping[str, StateProvider], table: Table, stored_world: int, rank: int, world: int
 ) -> list[Want]:
     """List what this rank must read, with its targets. `stored_world`: number of ranks that wrote

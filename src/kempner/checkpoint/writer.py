@@ -37,9 +37,11 @@ from kempner.checkpoint.layout import Box, Table, chunks_of
 PAGE = 4096  # what O_DIRECT asks of addresses, offsets and lengths, at most, on known file systems
 ALIGN = 64  # torch.save's alignment of the data
 WRITE = 1 << 26  # bytes of a write: large for the device, and summed while they are in the cache
-BLOCK = 1 << 23  # bytes that share a CRC-32: a reader of a part verifies no more than it needs
-FOOTER = struct.Struct("<8sQQI4x")  # MAGIC, offset and length of the index, its CRC-32
-MAGIC = b"kempner2"
+CRC_BLOCK_BYTES = (
+    1 << 23
+)  # bytes that share a CRC-32: a reader of a part verifies no more than it needs
+FOOTER = struct.Struct("<8sQQI4x")  # FILE_MAGIC, offset and length of the index, its CRC-32
+FILE_MAGIC = b"kempner2"
 
 
 # --- The image of a file ---
@@ -63,7 +65,7 @@ class _Gap(io.RawIOBase):
 
 
 @functools.cache
-def frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
+def torch_save_frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
     """Return the bytes that torch.save writes before and after the data of a contiguous tensor."""
     stream, size = _Gap(), math.prod(shape) * dtype.itemsize
     strides = torch.empty(shape, device="meta").stride()
@@ -115,7 +117,7 @@ def plan_file(table: Table, rank: int) -> FilePlan:
     for key, box in chunks_of(table, rank):
         stored = table[key]
         shape = torch.Size(length for _, length in box)
-        before, after = frame(shape, stored.dtype)
+        before, after = torch_save_frame(shape, stored.dtype)
         size = math.prod(shape) * stored.dtype.itemsize
         length = len(before) + size + len(after)
         name = key.replace("*", str(rank)) if stored.layout is None else key
@@ -137,19 +139,19 @@ class Image:
         machine). Then the memory stays pageable, with a warning: the copies are slower.
         """
         end = plan[-1].offset + plan[-1].length if plan else 0
-        memory = torch.frombuffer(pages(end), dtype=torch.uint8)
+        memory = torch.frombuffer(allocate_pages(end), dtype=torch.uint8)
         memory[::PAGE] = 0  # fault the pages in now, so that the first save does not
         self.bytes = memory.numpy().data[: -(-end // PAGE) * PAGE]
         self.entries = {slot.name: slot.entry() for slot in plan}
         self.targets: dict[str, Tensor] = {}
         for slot in plan:
-            before, after = frame(slot.local_shape, slot.dtype)
+            before, after = torch_save_frame(slot.local_shape, slot.dtype)
             self.bytes[slot.offset : slot.data] = before
             self.bytes[slot.data + slot.size : slot.offset + slot.length] = after
             if slot.size:
                 data = memory[slot.data : slot.data + slot.size]
                 self.targets[slot.key] = data.view(slot.dtype).view(slot.local_shape)
-        self._pinned = memory if device is not None and pin(memory, device, warn) else None
+        self._pinned = memory if device is not None and pin_memory(memory, device, warn) else None
 
     def close(self) -> None:
         """Unpin the memory; it is freed with the object."""
@@ -161,7 +163,7 @@ class Image:
     @torch.no_grad()
     def stage(self, state: dict[str, Tensor]) -> None:
         """Copy the tensors as they are now; when it returns, the training may change them."""
-        sources = [local(state[key]) for key in self.targets]
+        sources = [local_part(state[key]) for key in self.targets]
         asynchronous = self._pinned is not None
         if sources:
             torch._foreach_copy_(list(self.targets.values()), sources, non_blocking=asynchronous)
@@ -170,7 +172,7 @@ class Image:
             torch.cuda.current_stream().synchronize()
 
 
-def pin(memory: Tensor, device: torch.device, warn: Callable[[str], None]) -> bool:
+def pin_memory(memory: Tensor, device: torch.device, warn: Callable[[str], None]) -> bool:
     """Lock memory in place for a GPU; False, after a warning, when the driver refuses."""
     torch.cuda.set_device(device)  # this thread's: the default would open a context on GPU 0
     cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -183,7 +185,7 @@ def pin(memory: Tensor, device: torch.device, warn: Callable[[str], None]) -> bo
     return code == 0
 
 
-def pages(size: int) -> mmap.mmap:
+def allocate_pages(size: int) -> mmap.mmap:
     """Allocate zeroed memory for at least `size` bytes, in whole pages."""
     size = max(-(-size // PAGE) * PAGE, PAGE)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -193,7 +195,7 @@ def pages(size: int) -> mmap.mmap:
     return memory
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, without a gradient."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
@@ -218,8 +220,11 @@ def write_file(path: Path, data: memoryview, index: dict[str, Any]) -> None:
                 part = data[start : start + WRITE]
                 _write(fd, part, start)
                 # Summed right after the write, while the part is in the processor's cache.
-                sums += [crc32(part[k : k + BLOCK]) for k in range(0, len(part), BLOCK)]
-            index = {**index, "bytes": len(data), "block": BLOCK, "crc32": sums}
+                sums += [
+                    crc32(part[k : k + CRC_BLOCK_BYTES])
+                    for k in range(0, len(part), CRC_BLOCK_BYTES)
+                ]
+            index = {**index, "bytes": len(data), "block": CRC_BLOCK_BYTES, "crc32": sums}
             _write(fd, _trailer(index, len(data)), len(data))
             os.fsync(fd)
         finally:
@@ -232,9 +237,9 @@ def _trailer(index: dict[str, Any], at: int) -> memoryview:
     """Return the index and the footer, which ends a page."""
     text = json.dumps(index, separators=(",", ":")).encode()
     length = -(-(len(text) + FOOTER.size) // PAGE) * PAGE
-    memory = memoryview(pages(length))
+    memory = memoryview(allocate_pages(length))
     memory[: len(text)] = text
-    memory[length - FOOTER.size : length] = FOOTER.pack(MAGIC, at, len(text), zlib.crc32(text))
+    memory[length - FOOTER.size : length] = FOOTER.pack(FILE_MAGIC, at, len(text), zlib.crc32(text))
     return memory[:length]
 
 

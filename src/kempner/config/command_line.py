@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from kempner.config.option import ConfigError, Option
-from kempner.config.values import shown, to_text
+from kempner.config.values import format_value, to_text
 
 HELP_WIDTH = 100
-MOST = {"nodes": 100_000, "gpus-per-node": 1024, "host-memory": 100_000}  # more is a typing error
+FLAG_MAXIMA = {
+    "nodes": 100_000,
+    "gpus-per-node": 1024,
+    "host-memory": 100_000,
+}  # more is a typing error
 MEANING_COLUMN = 46  # where the meaning begins; an option that is longer has it on the next line
 
 
@@ -33,7 +37,7 @@ def parse_command(argv: Sequence[str], flags: Mapping[str, type]) -> Command:
 
     Raises nothing: problems with the words go into `problems`, for load() to raise with the rest.
     After `--section.key` a word is its value, unless it starts with a dash and is not a number;
-    other words are files. Whole numbers that are flags count things: from 1 to MOST.
+    other words are files. Whole numbers that are flags count things: from 1 to FLAG_MAXIMA.
     """
     values = {name: False if kind is bool else None for name, kind in flags.items()}
     command = Command([], [], [], values)
@@ -73,7 +77,7 @@ def _file_or_stray(word: str, command: Command) -> None:
     run_config = os.path.join(word, "config.toml")
     if word.startswith("@") and not os.path.isfile(word):  # as prime-rl has it
         fix = f"name the file alone, {word[1:] if len(word) > 1 else 'without @'}"
-        command.problems.append(f"{shown(word)}: unexpected argument; {fix}")
+        command.problems.append(f"{format_value(word)}: unexpected argument; {fix}")
         return
     if word.endswith(".toml") or os.path.isfile(word):
         command.files.append(word)
@@ -87,7 +91,7 @@ def _file_or_stray(word: str, command: Command) -> None:
         fix = f"did you mean {word}.toml?"
     elif "." in word and "=" in word:
         fix = f"did you mean --{word.lstrip('-')}?"
-    command.problems.append(f"{shown(word)}: unexpected argument; {fix}")
+    command.problems.append(f"{format_value(word)}: unexpected argument; {fix}")
 
 
 def _flag(name: str, kind: type, word: str, words: list[str], command: Command) -> None:
@@ -101,8 +105,10 @@ def _flag(name: str, kind: type, word: str, words: list[str], command: Command) 
         text = words.pop(0)
     if not text:
         command.problems.append(f"{word}: a value is missing; write --{name}=VALUE")
-    elif kind is int and not (text.isdecimal() and len(text) < 10 and 0 < int(text) <= MOST[name]):
-        fix = f"must be a whole number from 1 to {MOST[name]:,}; write --{name}=1"
+    elif kind is int and not (
+        text.isdecimal() and len(text) < 10 and 0 < int(text) <= FLAG_MAXIMA[name]
+    ):
+        fix = f"must be a whole number from 1 to {FLAG_MAXIMA[name]:,}; write --{name}=1"
         command.problems.append(f"--{name}={text}: {fix}")
     else:
         command.flags[name] = kind(text)

@@ -21,35 +21,35 @@ from typing import Any, TypeVar
 
 from kempner.config import toml
 from kempner.config.option import (
-    REQUIRED,
+    REQUIRED_OPTION,
     ConfigError,
     Option,
     Schema,
     Sections,
+    config_schema,
     from_text,
-    schema,
     section_options,
     sections_of,
 )
-from kempner.config.values import shown, to_text
+from kempner.config.values import format_value, to_text
 
 OTHER_KITS = "; those of other kits are in docs/start/coming-from.md"
 NO_SLURM = (  # as in files of prime-rl
     "the request is made to sbatch; give its options, SBATCH_* variables or site.env, and leave "
     "this out (docs/reference/slurm.md)"
 )
-T = TypeVar("T")
-Values = dict[str, dict[str, Any]]  # section -> key -> value, of those that were given
+_T = TypeVar("_T")
+SectionValues = dict[str, dict[str, Any]]  # section -> key -> value, of those that were given
 
 
-def load(
-    root: type[T],
+def load_config_files(
+    root: type[_T],
     files: Sequence[str | os.PathLike[str]],
     overrides: Sequence[str] = (),
     problems: Iterable[str] = (),
-    complete: Callable[[Values], list[str]] = lambda given: [],
-    check: Callable[[T], list[str]] = lambda cfg: [],
-) -> T:
+    complete: Callable[[SectionValues], list[str]] = lambda given: [],
+    check: Callable[[_T], list[str]] = lambda cfg: [],
+) -> _T:
     """Load the `root` that the files, left to right, and then the overrides give, over the
     defaults.
 
@@ -71,7 +71,7 @@ class _Loader:
     """The values and the problems, as they come together."""
 
     def __init__(self, root: type, problems: list[str]) -> None:
-        self.sections: Schema = dict(schema(root))
+        self.sections: Schema = dict(config_schema(root))
         self.problems = problems
         self.values: dict[str, dict[str, Any]] = {section: {} for section in self.sections}
         self.finds = root if issubclass(root, Sections) else Sections
@@ -105,7 +105,7 @@ class _Loader:
             parent = path.parent / base
             if os.path.realpath(parent) in children:
                 fix = "a file cannot be its own base; remove it"
-                self._unread(f"{where}: base = {shown(base)}: {fix}")
+                self._unread(f"{where}: base = {format_value(base)}: {fix}")
             else:
                 self.read(parent, f"{parent} (base of {where})", children)
         for section, keys in table.items():
@@ -116,7 +116,7 @@ class _Loader:
         if isinstance(bases, list) and all(isinstance(b, str) and "\0" not in b for b in bases):
             return bases
         fix = 'must be a file name or a list of them; write base = "7b.toml"'
-        self._unread(f"{where}: base = {shown(value)}: {fix}")
+        self._unread(f"{where}: base = {format_value(value)}: {fix}")
         return []
 
     def _read_section(self, section: str, keys: Any, where: str) -> None:
@@ -132,7 +132,7 @@ class _Loader:
             return
         if not isinstance(keys, dict):
             fix = f"{section} is a section; write [{section}] and its keys below it"
-            self._wrong(name, f"{where}: {section} = {shown(keys)}: {fix}")
+            self._wrong(name, f"{where}: {section} = {format_value(keys)}: {fix}")
             return
         spelled: dict[str, str] = {}
         for key, value in keys.items():
@@ -144,7 +144,10 @@ class _Loader:
             if other != key:
                 self._wrong(name, f"{where}: {section}.{key}: is {other} again; keep one of them")
             self._set(
-                name, key.replace("-", "_"), value, f"{where}: {section}.{key} = {shown(value)}"
+                name,
+                key.replace("-", "_"),
+                value,
+                f"{where}: {section}.{key} = {format_value(value)}",
             )
 
     def override(self, word: str) -> None:
@@ -216,10 +219,10 @@ class _Loader:
 
     def build(
         self,
-        root: type[T],
-        complete: Callable[[Values], list[str]],
-        check: Callable[[T], list[str]],
-    ) -> T:
+        root: type[_T],
+        complete: Callable[[SectionValues], list[str]],
+        check: Callable[[_T], list[str]],
+    ) -> _T:
         """The configuration, or ConfigError with all that was found on the way and now."""
         if not self.complete:  # what a file that is missing says may be what the rest needs
             raise ConfigError(self.problems)
@@ -248,7 +251,7 @@ class _Loader:
         """The section, or None when something is wrong with it."""
         values = self.values[section]
         for key, option in self.sections[section].items():
-            if option.default is REQUIRED and key not in values:
+            if option.default is REQUIRED_OPTION and key not in values:
                 fix = f"write --{option.name}={option.example}, or {key} under [{section}]"
                 self._wrong(section, f"{option.name}: is required ({option.type_name}); {fix}")
         if section in self.unsound:
@@ -295,7 +298,7 @@ def _why_not_toml(error: Exception) -> str:
 
 
 def _one_line(word: str) -> str:
-    return word if word.isprintable() and len(word) <= 120 else shown(word, 120)
+    return word if word.isprintable() and len(word) <= 120 else format_value(word, 120)
 
 
 # --- A configuration as text ------------------------------------------------------------------
@@ -305,7 +308,7 @@ def as_dict(cfg: Any) -> dict[str, dict[str, Any]]:
     """Convert a configuration to {section: {key: value}} in plain types: those of JSON and TOML,
     and None."""
     plain: dict[str, dict[str, Any]] = {}
-    for section, options in schema(type(cfg)).items():
+    for section, options in config_schema(type(cfg)).items():
         plain[section] = _plain_table(getattr(cfg, section), options)
     for section, held in cfg.more if isinstance(cfg, Sections) else ():
         cls: type = type(held)
@@ -324,8 +327,8 @@ def _plain_table(table: Any, options: Mapping[str, Option]) -> dict[str, Any]:
 
 
 def to_toml(cfg: Any) -> str:
-    """Write the whole configuration, defaults included, as TOML; load() reads it back to an equal
-    one."""
+    """Write the whole configuration, defaults included, as TOML; load_config_files() reads it back
+    to an equal one."""
     blocks = []
     for section, values in as_dict(cfg).items():
         lines = [f"{key} = {_lines(value)}\n" for key, value in values.items()]

@@ -22,13 +22,20 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kempner.config import toml
-from kempner.config.values import NOUN, did_you_mean, noun, number, shown, to_text
+from kempner.config.values import (
+    NOUN,
+    describe_type,
+    did_you_mean,
+    format_number,
+    format_value,
+    to_text,
+)
 
 S = TypeVar("S")
 R = TypeVar("R", bound="Sections")
 EXAMPLE = {bool: "true", int: "1", float: "0.5", str: '"a"'}
 
-REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
+REQUIRED_OPTION: Any = type("Required", (), {"__repr__": lambda self: "required"})()
 """The default of an option that every run must set."""
 
 
@@ -53,8 +60,8 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
 ) -> Any:
-    """Declare one field of a section: its default (or REQUIRED), one line of meaning, and its
-    limits.
+    """Declare one field of a section: its default (or REQUIRED_OPTION), one line of meaning, and
+    its limits.
 
     The limits are inclusive; in a tuple they hold for each item. A list as default becomes a tuple.
     """
@@ -91,16 +98,16 @@ class Option:
         if self.choices is not None:
             return "one of " + ", ".join(to_text(choice) for choice in self.choices)
         if self.minimum is not None and self.maximum is not None:
-            return f"from {number(self.minimum)} to {number(self.maximum)}"
+            return f"from {format_number(self.minimum)} to {format_number(self.maximum)}"
         if self.minimum is not None:
-            return f"at least {number(self.minimum)}"
-        return "" if self.maximum is None else f"at most {number(self.maximum)}"
+            return f"at least {format_number(self.minimum)}"
+        return "" if self.maximum is None else f"at most {format_number(self.maximum)}"
 
     @property
     def example(self) -> str:
         """A value that can stand there, as TOML: the default when it shows the form."""
         if self.keys is not None:
-            given = [(key, o) for key, o in self.keys.items() if o.default is REQUIRED]
+            given = [(key, o) for key, o in self.keys.items() if o.default is REQUIRED_OPTION]
             return f"[{{{', '.join(f'{key} = {o.example}' for key, o in given)}}}]"
         if self.default and isinstance(self.default, self.item if self.size is None else tuple):
             return to_text(self.default)
@@ -115,7 +122,7 @@ class Option:
         if self.size is None:
             return self._item(value)
         if not isinstance(value, list | tuple):
-            raise ValueError(f"must be a list, not {noun(value)}; write '{self.example}'")
+            raise ValueError(f"must be a list, not {describe_type(value)}; write '{self.example}'")
         if self.size and len(value) != self.size:
             raise ValueError(
                 f"must have {self.size} items, not {len(value)}; write '{self.example}'"
@@ -141,9 +148,9 @@ class Option:
                 try:
                     values[key] = keys[key].convert(value)
                 except ValueError as error:
-                    wrong.append(f"{where}.{key} = {shown(value)}: {error}")
+                    wrong.append(f"{where}.{key} = {format_value(value)}: {error}")
             for key, option in keys.items():
-                if option.default is REQUIRED and key not in values:
+                if option.default is REQUIRED_OPTION and key not in values:
                     wrong.append(f"{where}.{key}: is required ({option.type_name})")
             result += [] if wrong else [self.item(**values)]
             problems += wrong
@@ -156,7 +163,7 @@ class Option:
             value = _float(value)
         if type(value) is not self.item:  # not isinstance: a bool is not an int
             raise ValueError(
-                f"must be {NOUN[self.item]}, not {noun(value)}; {_fix(self.item, value)}"
+                f"must be {NOUN[self.item]}, not {describe_type(value)}; {_fix(self.item, value)}"
             )
         if self.choices is not None and value not in self.choices:
             near = did_you_mean(str(value), map(str, self.choices))
@@ -249,7 +256,7 @@ def sections_of(root: type) -> dict[str, type]:
     return {each.name: hints[each.name] for each in dataclasses.fields(root) if each.name != "more"}
 
 
-def schema(root: type) -> Schema:
+def config_schema(root: type) -> Schema:
     """Return the options declared by the dataclasses under `root`; a mistake there is an
     AssertionError."""
     return _schema(root)
@@ -264,9 +271,9 @@ def _schema(root: type) -> Schema:
 
 
 def whole_schema(root: type[Sections]) -> Schema:
-    """Extend schema() by every section that can be found by its name."""
+    """Extend config_schema() by every section that can be found by its name."""
     others = root.all_sections().items()
-    return {**schema(root), **{name: section_options(name, cls) for name, cls in others}}
+    return {**config_schema(root), **{name: section_options(name, cls) for name, cls in others}}
 
 
 @functools.cache
@@ -299,7 +306,7 @@ def _option(name: str, hint: Any, field: dataclasses.Field[Any]) -> Option:
     else:
         assert hint in (bool, int, float, str), f"{name}: {declared} is not a supported type"
     result = Option(name, hint, size, optional, field.default, **field.metadata, keys=keys)
-    if field.default is not REQUIRED:
+    if field.default is not REQUIRED_OPTION:
         try:
             result.convert(field.default)
         except ValueError as error:

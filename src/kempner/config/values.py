@@ -10,12 +10,12 @@ from typing import Any
 NOUN = {bool: "true or false", int: "an int", float: "a float", str: "a string"}
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number for people: 1.0 is 1."""
     return repr(value).removesuffix(".0")
 
 
-def noun(value: Any) -> str:
+def describe_type(value: Any) -> str:
     """Name the type of `value`, fresh from a TOML file."""
     names = {**NOUN, list: "a list", tuple: "a list", dict: "a table"}
     return names.get(type(value), "a date or time")
@@ -37,7 +37,7 @@ def to_text(value: Any) -> str:
     return repr(value) if isinstance(value, int | float) else str(value)
 
 
-def shown(value: Any, width: int = 60) -> str:
+def format_value(value: Any, width: int = 60) -> str:
     """Format `value` for a message: one line, not longer than `width` characters."""
     text = to_text(value)
     return text if len(text) <= width else text[: width - 3] + "..."

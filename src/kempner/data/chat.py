@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from kempner.data.chat_marks import GROUP, IN_LOSS, mark
-from kempner.data.chat_template import ChatTemplate, Message, read_config
+from kempner.data.chat_marks import GROUP, IN_LOSS_BIT, mark_tokens
+from kempner.data.chat_template import ChatMessage, ChatTemplate, read_tokenizer_config
 from kempner.data.encode import Encoded, Encoding
-from kempner.data.sidecar import SPLITS, TOKENIZER_CONFIG
-from kempner.data.sources import BadLine, Lines, Piece, is_held_out, rows
-from kempner.data.tokenizer import FileTokenizer, Span, Tokenizer, Tokens
+from kempner.data.sidecar import DATA_SPLITS, TOKENIZER_CONFIG
+from kempner.data.sources import BadLine, Lines, SourcePiece, is_held_out, read_piece_rows
+from kempner.data.tokenizer import FileTokenizer, Span, TokenArray, Tokenizer
 from kempner.files import write_atomic
 
 
@@ -43,11 +43,11 @@ class ChatEncoding:
     loss_on: tuple[str, ...]  # roles
     today: date  # for templates that ask
 
-    def encode(self, unit: list[Piece], how: Encoding, tokenizer: Tokenizer) -> Encoded:
+    def encode(self, unit: list[SourcePiece], how: Encoding, tokenizer: Tokenizer) -> Encoded:
         """Encode the conversations of a unit. One without a token in the loss counts as empty."""
         assert isinstance(tokenizer, FileTokenizer)
         template = _template(self)
-        parts: dict[str, list[Tokens]] = {split: [] for split in SPLITS}
+        parts: dict[str, list[TokenArray]] = {split: [] for split in DATA_SPLITS}
         result = Encoded({})
         for number, piece in enumerate(unit):
             result.size += piece.size
@@ -59,8 +59,8 @@ class ChatEncoding:
             result.documents += len(rendered)
             encoded = iter(tokenizer.encode_rendered([text for row in rendered for text, _ in row]))
             for row in rendered:
-                marked = [mark(*next(encoded), spans) for _, spans in row]
-                if not all((tokens[1:] & IN_LOSS).any() for tokens in marked):
+                marked = [mark_tokens(*next(encoded), spans) for _, spans in row]
+                if not all((tokens[1:] & IN_LOSS_BIT).any() for tokens in marked):
                     result.empty += 1
                     continue
                 held_out = is_held_out(row[0][0], how.val_fraction)
@@ -70,14 +70,14 @@ class ChatEncoding:
         return result
 
     def _render(
-        self, piece: Piece, template: ChatTemplate, lines: Lines
+        self, piece: SourcePiece, template: ChatTemplate, lines: Lines
     ) -> Iterator[list[tuple[str, list[Span]]]]:
         """Yield each row's text, two for a preference, with its spans that are in the loss."""
-        for number, row in rows(piece, lines):
+        for number, row in read_piece_rows(piece, lines):
             try:
                 yield [
                     template.render_with_spans(each.messages, each.tools, each.in_loss)
-                    for each in conversations(row, self.kind, self.loss_on)
+                    for each in row_conversations(row, self.kind, self.loss_on)
                 ]
             except ValueError as error:
                 lines.bad.append((number, str(error)))
@@ -85,17 +85,19 @@ class ChatEncoding:
 
 @functools.cache  # of this process
 def _template(chat: ChatEncoding) -> ChatTemplate:
-    return ChatTemplate(read_config(Path(chat.directory)), chat.today)
+    return ChatTemplate(read_tokenizer_config(Path(chat.directory)), chat.today)
 
 
 @dataclass(frozen=True)
-class Conversation:
-    messages: list[Message]
+class MarkedConversation:
+    messages: list[ChatMessage]
     tools: Any
     in_loss: list[int]  # numbers of the messages
 
 
-def conversations(row: dict[str, Any], kind: str, loss_on: Sequence[str]) -> list[Conversation]:
+def row_conversations(
+    row: dict[str, Any], kind: str, loss_on: Sequence[str]
+) -> list[MarkedConversation]:
     """Parse the conversations of a row. Raises ValueError with the keys or types found instead."""
     has = {key for key, value in row.items() if value is not None}
     tools = _tools(row.get("tools"))
@@ -122,14 +124,14 @@ def conversations(row: dict[str, Any], kind: str, loss_on: Sequence[str]) -> lis
 
 
 def _conversation(
-    prompt: list[Message], rest: list[Message], tools: Any, loss_on: Sequence[str]
-) -> Conversation:
+    prompt: list[ChatMessage], rest: list[ChatMessage], tools: Any, loss_on: Sequence[str]
+) -> MarkedConversation:
     messages = [*prompt, *rest]
     in_loss = [i for i in range(len(prompt), len(messages)) if messages[i]["role"] in loss_on]
-    return Conversation(messages, tools, in_loss)
+    return MarkedConversation(messages, tools, in_loss)
 
 
-def _messages(row: dict[str, Any], key: str, role: str) -> list[Message]:
+def _messages(row: dict[str, Any], key: str, role: str) -> list[ChatMessage]:
     """Read the list of messages under a key; a text is one message of `role`."""
     value = row[key]
     if isinstance(value, str) and role:
@@ -171,7 +173,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--date", metavar="YYYY-MM-DD", type=date.fromisoformat, default=date.today(), help=today)
 
 
-def wrong_options(options: argparse.Namespace) -> list[str]:
+def chat_option_problems(options: argparse.Namespace) -> list[str]:
     if options.kind == "text":
         return []
     checks = {
@@ -186,7 +188,7 @@ def wrong_options(options: argparse.Namespace) -> list[str]:
 
 def _config(options: argparse.Namespace) -> dict[str, Any]:
     path = Path(options.tokenizer).expanduser()
-    return read_config(path if path.is_dir() else path.parent, options.chat_template)
+    return read_tokenizer_config(path if path.is_dir() else path.parent, options.chat_template)
 
 
 def end_of_turn(options: argparse.Namespace) -> str | None:
@@ -196,7 +198,7 @@ def end_of_turn(options: argparse.Namespace) -> str | None:
     return ChatTemplate(_config(options), options.date).special.get("eos_token")
 
 
-def settings(options: argparse.Namespace) -> dict[str, Any]:
+def chat_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings, besides tokenizer and inputs, that the prepared data depend on."""
     config = _config(options)
     template = ChatTemplate(config, options.date)
@@ -215,6 +217,6 @@ def write_template(options: argparse.Namespace, out: Path) -> None:
     write_atomic(out / TOKENIZER_CONFIG, f"{config}\n")
 
 
-def encoding(options: argparse.Namespace, out: Path) -> ChatEncoding:
+def chat_encoding(options: argparse.Namespace, out: Path) -> ChatEncoding:
     loss_on = tuple(options.loss_on.split(","))
     return ChatEncoding(str(out), options.kind, loss_on, options.date)

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kempner.config.option import ConfigError
-from kempner.data.chat_marks import GROUP, beside
-from kempner.data.dataset import AGAIN, map_array
+from kempner.data.chat_marks import GROUP, files_of_shard
+from kempner.data.dataset import PREPARE_AGAIN, map_array
 from kempner.data.packing import first_fit_decreasing
 from kempner.data.sidecar import SIDECAR, DataError, Sidecar, open_sidecar
-from kempner.data.source import IGNORE, Int64, Rows
+from kempner.data.source import IGNORE, Int64, SampleRows
 from kempner.data.stream import Shape
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)  # of rows, in the table of a preparation
@@ -42,7 +42,7 @@ class ChatDataset:
         self._sizes = [shard.tokens for shard in sidecar.splits[split]]
         counts = [shard.documents for shard in sidecar.splits[split]]
         ends = [
-            np.array(map_array(beside(file)["ends"], count, "int64"))
+            np.array(map_array(files_of_shard(file)["ends"], count, "int64"))
             for file, count in zip(self._files, counts, strict=True)
         ]
         shards = np.repeat(np.arange(len(ends)), counts)
@@ -145,7 +145,7 @@ class ChatDataset:
         dropped = {"without_answer": self.without_answer} if self.without_answer else {}
         return {"conversations": lengths, "seq_len": self.seq_len, **dropped}
 
-    def read(self, indices: Int64) -> Rows:
+    def read(self, indices: Int64) -> SampleRows:
         """Read rows `indices` [N], in that order. Raises DataError if a shard differs from the
         sidecar."""
         shape = (len(indices), self.seq_len)
@@ -166,9 +166,9 @@ class ChatDataset:
         if inputs.size and inputs.max() >= self._shape.vocab_size:
             raise DataError(
                 f"{self.path}: token {inputs.max()}, but model.vocab_size is "
-                f"{self._shape.vocab_size}; the shards differ from {SIDECAR}, {AGAIN}"
+                f"{self._shape.vocab_size}; the shards differ from {SIDECAR}, {PREPARE_AGAIN}"
             )
-        return Rows(inputs, targets, documents)
+        return SampleRows(inputs, targets, documents)
 
     @functools.cached_property
     def _map(self) -> Callable[[int], tuple[NDArray[Any], NDArray[np.bool_]]]:
@@ -178,7 +178,7 @@ class ChatDataset:
         """Map a shard: its ids, and a mask of those in the loss."""
         file, size = self._files[number], self._sizes[number]
         tokens = map_array(file, size, self.sidecar.dtype)
-        mask = map_array(beside(file)["loss_mask"], size, "uint8")
+        mask = map_array(files_of_shard(file)["loss_mask"], size, "uint8")
         return tokens, mask.view(np.bool_)
 
 

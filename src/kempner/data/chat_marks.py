@@ -14,42 +14,44 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kempner.data.tokenizer import Span, Tokens
+from kempner.data.tokenizer import Span, TokenArray
 
-IN_LOSS, LAST = np.uint32(1 << 31), np.uint32(1 << 30)
+IN_LOSS_BIT, LAST_BIT = np.uint32(1 << 31), np.uint32(1 << 30)
 ID = np.uint32((1 << 30) - 1)
 GROUP = {"chat": 1, "preference": 2}  # conversations that belong together
 
 
-def beside(shard: Path) -> dict[str, Path]:
+def files_of_shard(shard: Path) -> dict[str, Path]:
     """Map content to file: the files beside a shard."""
     return {what: shard.with_suffix(f".{what}.npy") for what in ("loss_mask", "ends")}
 
 
-def mark(ids: list[int], offsets: list[Span], spans: list[Span]) -> Tokens:
+def mark_tokens(ids: list[int], offsets: list[Span], spans: list[Span]) -> TokenArray:
     """Mark token ids with their bits, uint32 [N]. A token is in the loss if it has a character of a
     span, as in transformers' assistant mask."""
     tokens = np.array(ids, np.uint32)
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     for start, end in spans:
-        tokens[(starts < end) & (ends > start)] |= IN_LOSS
-    tokens[-1:] |= LAST
+        tokens[(starts < end) & (ends > start)] |= IN_LOSS_BIT
+    tokens[-1:] |= LAST_BIT
     return tokens
 
 
-def take_apart(parts: list[Tokens], dtype: str) -> tuple[list[Tokens], dict[str, NDArray[Any]]]:
+def take_apart(
+    parts: list[TokenArray], dtype: str
+) -> tuple[list[TokenArray], dict[str, NDArray[Any]]]:
     """Split marked tokens into ids and the arrays beside them, by name."""
     marked = np.concatenate(parts)
-    mask = ((marked & IN_LOSS) != 0).astype(np.uint8)
+    mask = ((marked & IN_LOSS_BIT) != 0).astype(np.uint8)
     return [(marked & ID).astype(dtype)], {"loss_mask": mask, "ends": _ends(marked)}
 
 
-def split_tail(marked: Tokens, want: int, kind: str) -> tuple[Tokens, Tokens]:
+def split_conversations(marked: TokenArray, want: int, kind: str) -> tuple[TokenArray, TokenArray]:
     """Cut about `want` tokens off the end, between two conversations (or preferences)."""
     borders = _ends(marked)[GROUP[kind] - 1 :: GROUP[kind]]
     cut = int(borders[np.abs(len(marked) - borders - want).argmin()])
     return marked[:cut], marked[cut:]
 
 
-def _ends(marked: Tokens) -> NDArray[np.int64]:
-    return np.flatnonzero(marked & LAST) + 1
+def _ends(marked: TokenArray) -> NDArray[np.int64]:
+    return np.flatnonzero(marked & LAST_BIT) + 1

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from kempner.data.sidecar import TOKENIZER_CONFIG, DataError
-from kempner.data.tokenizer import Span, need
+from kempner.data.tokenizer import Span, import_data_package
 
 TEMPLATE = "chat_template.jinja"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
            "mask_token")  # fmt: skip
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same, the usual one first
-BEGIN, END = "\ufdd0", "\ufdd1"  # code points that Unicode keeps out of text
+MESSAGE_BEGIN, MESSAGE_END = "\ufdd0", "\ufdd1"  # code points that Unicode keeps out of text
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 
 
 class ChatTemplate:
@@ -52,7 +52,10 @@ class ChatTemplate:
         return any("strftime_now" in source for source in self.sources.values())
 
     def render(
-        self, messages: Sequence[Message], tools: Any = None, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Any = None,
+        add_generation_prompt: bool = False,
     ) -> str:
         """Render the messages as text. Raises ValueError with the template's own reason."""
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
@@ -70,7 +73,7 @@ class ChatTemplate:
         return text
 
     def render_with_spans(
-        self, messages: Sequence[Message], tools: Any, numbers: Collection[int]
+        self, messages: Sequence[ChatMessage], tools: Any, numbers: Collection[int]
     ) -> tuple[str, list[Span]]:
         """Return the text of a conversation and the spans written by the messages `numbers`: all
         that the model would have had to generate, its end-of-turn token included."""
@@ -81,7 +84,7 @@ class ChatTemplate:
             return text, self._marked_spans(messages, tools, text)
         return text, [self._span(messages, tools, number, text) for number in sorted(numbers)]
 
-    def _span(self, messages: Sequence[Message], tools: Any, number: int, text: str) -> Span:
+    def _span(self, messages: Sequence[ChatMessage], tools: Any, number: int, text: str) -> Span:
         """Return the span that one message adds to the conversation before it. The header of an
         answer is the generation prompt: at inference it is given, not sampled."""
         answer = messages[number]["role"] == "assistant"
@@ -101,14 +104,14 @@ class ChatTemplate:
             )
         return len(before), len(after)
 
-    def _marked_spans(self, messages: Sequence[Message], tools: Any, text: str) -> list[Span]:
+    def _marked_spans(self, messages: Sequence[ChatMessage], tools: Any, text: str) -> list[Span]:
         self._marks = True
         try:
             marked = self.render(messages, tools)
         finally:
             self._marks = False
         spans, start, plain = [], 0, []
-        for i, part in enumerate(marked.replace(END, BEGIN).split(BEGIN)):
+        for i, part in enumerate(marked.replace(MESSAGE_END, MESSAGE_BEGIN).split(MESSAGE_BEGIN)):
             if i % 2:
                 spans.append((start, start + len(part)))
             start += len(part)
@@ -121,7 +124,7 @@ class ChatTemplate:
             )
         return spans
 
-    def _refuse_unwritten(self, messages: Sequence[Message], tools: Any) -> None:
+    def _refuse_unwritten(self, messages: Sequence[ChatMessage], tools: Any) -> None:
         """Raise ValueError if a message is missing from the text. Many templates are a chain of ifs
         over the roles and drop the others silently: a word added to each message must show up."""
         words, probes = {}, []
@@ -146,12 +149,15 @@ class ChatTemplate:
 
     @cached_property
     def _jinja(self) -> Any:
-        return need("jinja2")
+        return import_data_package("jinja2")
 
     @cached_property
     def _environment(self) -> Any:
-        extension, sandbox = need("jinja2.ext"), need("jinja2.sandbox")
-        nodes, template = need("jinja2.nodes"), self
+        extension, sandbox = (
+            import_data_package("jinja2.ext"),
+            import_data_package("jinja2.sandbox"),
+        )
+        nodes, template = import_data_package("jinja2.nodes"), self
 
         # Jinja does not know the tag {% generation %}, which is transformers' own.
         class Generation(extension.Extension):  # type: ignore[name-defined, misc]
@@ -163,7 +169,7 @@ class ChatTemplate:
                 return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
 
             def mark(self, caller: Any) -> str:
-                return f"{BEGIN}{caller()}{END}" if template._marks else caller()
+                return f"{MESSAGE_BEGIN}{caller()}{MESSAGE_END}" if template._marks else caller()
 
         def refuse(reason: str) -> None:
             raise self._jinja.exceptions.TemplateError(reason)
@@ -185,7 +191,7 @@ class ChatTemplate:
             raise DataError(f"chat template {name!r}: not a Jinja template ({error})") from None
 
 
-def read_config(directory: Path, template_file: Path | None = None) -> dict[str, Any]:
+def read_tokenizer_config(directory: Path, template_file: Path | None = None) -> dict[str, Any]:
     """Read tokenizer_config.json of a Hugging Face directory, with the chat template: that of
     `template_file`, of chat_template.jinja, or its own."""
     path = directory / TOKENIZER_CONFIG
@@ -225,7 +231,7 @@ def _read(path: Path) -> str:
         raise DataError(f"chat template {path}: {error.strerror}") from None
 
 
-def _clean(message: Message) -> Message:
+def _clean(message: ChatMessage) -> ChatMessage:
     """Clean a message as transformers does: no empty values, its reasoning under all usual
     names."""
     message = {key: value for key, value in message.items() if value is not None}

@@ -22,7 +22,7 @@ from kempner.data.sidecar import DataError
 READ = (".gz", ".bz2", ".xz", ".zst")
 # Not read: a file of which nobody has asked for the parts, or in a form without a library here.
 ARCHIVES = (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar", ".lz4", ".lz", ".br", ".z")
-BLOCK = 1 << 17  # bytes
+READ_BLOCK_BYTES = 1 << 17  # bytes
 WINDOW_LOG = 31  # zstd --long=31
 ZSTD = "zstandard"
 
@@ -33,7 +33,7 @@ def kind_of_compression(path: Path) -> str:
     return suffix if suffix in READ + ARCHIVES else ""
 
 
-def unreadable(path: Path) -> str:
+def compression_problem(path: Path) -> str:
     """Return why a compressed file cannot be read, with the fix; "" if it can."""
     inner = Path(path.stem).suffix.lower()
     if path.suffix.lower() in ARCHIVES or inner == ".tar":
@@ -57,7 +57,7 @@ def read_lines(path: str) -> Iterator[bytes]:
             yield line.removesuffix(b"\n")
 
 
-def texts(path: str, step: int) -> Iterator[bytes]:
+def unpacked_texts(path: str, step: int) -> Iterator[bytes]:
     """Yield parts of a text of about `step` bytes, cut as in the unpacked file: at line ends, else
     between two characters. Raises DataError."""
     with _opened(path) as file:
@@ -97,7 +97,7 @@ def _open(path: str) -> Any:
     if suffix == ".gz":
         return gzip.open(path)
     new: Callable[[], Any]
-    limit: tuple[int, ...] = (BLOCK * 8,)
+    limit: tuple[int, ...] = (READ_BLOCK_BYTES * 8,)
     if suffix == ".bz2":
         new = bz2.BZ2Decompressor
     elif suffix == ".xz":
@@ -111,7 +111,7 @@ def _open(path: str) -> Any:
         else:
             window = {zstd.DecompressionParameter.window_log_max: WINDOW_LOG}
             new = partial(zstd.ZstdDecompressor, options=window)
-    return io.BufferedReader(_Streams(path, new, limit), BLOCK * 8)
+    return io.BufferedReader(_Streams(path, new, limit), READ_BLOCK_BYTES * 8)
 
 
 def _zstd() -> Any:
@@ -146,7 +146,7 @@ class _Streams(io.RawIOBase):
         while not self._ready:
             packed, self._packed = self._packed, b""
             if not packed and getattr(self._stream, "needs_input", True):
-                packed = self._file.read(BLOCK)
+                packed = self._file.read(READ_BLOCK_BYTES)
                 if not packed:
                     if self._stream is not None:
                         raise EOFError("it ends in the middle of a stream")

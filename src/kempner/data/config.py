@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from kempner.config.option import REQUIRED, option
+from kempner.config.option import REQUIRED_OPTION, option
 
 FAKE = "fake:"  # in place of a path: random tokens, for measurements
 
@@ -14,7 +14,7 @@ FAKE = "fake:"  # in place of a path: random tokens, for measurements
 @dataclass(frozen=True)
 class SourceConfig:
     path: str = option(
-        REQUIRED,
+        REQUIRED_OPTION,
         "directory of token shards, Megatron's .bin and .idx without their endings, a Hugging Face "
         "data set saved to disk, or Parquet or JSONL files to stream",
     )

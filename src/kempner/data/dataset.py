@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from kempner.data.sidecar import DataError, Shard, Sidecar, open_sidecar
 from kempner.data.source import Int64
-from kempner.data.stream import Shape, Tokens, TokenStream, refuse, unfit
+from kempner.data.stream import Shape, StreamTokens, TokenStream, raise_problems, stream_problems
 
 HEADER = re.compile(
     rb"\{'descr': '([^']+)', 'fortran_order': (?:False|True), 'shape': \(([\d, ]*)\), *\}\s*"
 )
 MOST_MAPS = 32_768  # Linux allows a process 65,530 mappings (vm.max_map_count)
-AGAIN = "prepare the data again"
+PREPARE_AGAIN = "prepare the data again"
 CHECKERS = 16  # threads: a parallel file system answers an open in milliseconds, but many at once
 
 
@@ -73,7 +73,10 @@ class TokenDataset(TokenStream):
         largest = max((shard.max_id for shard in sidecar.splits[split]), default=0)
         largest = max(sidecar.vocab_size - 1, largest)
         about = f"tokenizer {sidecar.tokenizer['name']}"
-        refuse(problems + unfit(str(path), split, sidecar.tokens(split), largest, shape, about))
+        raise_problems(
+            problems
+            + stream_problems(str(path), split, sidecar.tokens(split), largest, shape, about)
+        )
         return cls(directory, sidecar, split, shape, name or directory.name)
 
     def identity(self) -> dict[str, Any]:
@@ -81,7 +84,7 @@ class TokenDataset(TokenStream):
         shards = json.dumps([asdict(shard) for shard in self._shards])
         return {"tokens": hashlib.sha256(shards.encode()).hexdigest()[:16]}
 
-    def part(self, number: int) -> Tokens:
+    def part(self, number: int) -> StreamTokens:
         return self._map(number)
 
     def part_name(self, number: int) -> str:
@@ -93,13 +96,13 @@ class TokenDataset(TokenStream):
         return result
 
     @functools.cached_property
-    def _map(self) -> Callable[[int], Tokens]:
+    def _map(self) -> Callable[[int], StreamTokens]:
         """Map shard number -> tokens. The shuffle reads all shards in turn, so half the limit of
         open files stay mapped: each mmap keeps a descriptor."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # at the first read: start() raises it
         most = MOST_MAPS if soft == resource.RLIM_INFINITY else min(MOST_MAPS, soft // 2)
 
-        def map_shard(number: int) -> Tokens:
+        def map_shard(number: int) -> StreamTokens:
             return _map_shard(self.path, self._shards[number], self.sidecar.dtype)
 
         return functools.lru_cache(most)(map_shard)
@@ -113,12 +116,14 @@ def _problems(directory: Path, shard: Shard, dtype: str) -> list[str]:
     return []
 
 
-def _map_shard(directory: Path, shard: Shard, dtype: str) -> Tokens:
+def _map_shard(directory: Path, shard: Shard, dtype: str) -> StreamTokens:
     """Map a shard's tokens. Opens the file once and reads only the header. Raises DataError if file
     and sidecar differ."""
     path = directory / shard.file
     if dtype not in ("uint16", "uint32"):
-        raise DataError(f"{path}: dtype {dtype} in the sidecar, must be uint16 or uint32; {AGAIN}")
+        raise DataError(
+            f"{path}: dtype {dtype} in the sidecar, must be uint16 or uint32; {PREPARE_AGAIN}"
+        )
     return map_array(path, shard.tokens, dtype)
 
 
@@ -129,24 +134,25 @@ def map_array(path: Path, length: int, dtype: str) -> NDArray[Any]:
             found, shape = _read_header(file)
             size = os.fstat(file.fileno()).st_size - file.tell()
             if found != np.dtype(dtype):
-                raise DataError(f"{path}: holds {found}, the sidecar says {dtype}; {AGAIN}")
+                raise DataError(f"{path}: holds {found}, the sidecar says {dtype}; {PREPARE_AGAIN}")
             if shape == (length,) and size < (whole := length * found.itemsize):
                 begin = file.tell()
                 raise DataError(
-                    f"{path}: is cut off: {begin + size:,} of {begin + whole:,} bytes; {AGAIN}"
+                    f"{path}: is cut off: {begin + size:,} of {begin + whole:,} bytes; "
+                    f"{PREPARE_AGAIN}"
                 )
             if shape != (length,) or size != length * found.itemsize:
                 raise DataError(
                     f"{path}: {size} bytes of shape {shape}, the sidecar says "
-                    f"{length} tokens of {dtype}; {AGAIN}"
+                    f"{length} tokens of {dtype}; {PREPARE_AGAIN}"
                 )
             # A plain array: slicing a numpy.memmap costs several times as much.
             return np.asarray(np.memmap(file, found, "r", file.tell(), shape))
     except OSError as error:
-        fix = AGAIN if isinstance(error, FileNotFoundError) else "check the file system"
+        fix = PREPARE_AGAIN if isinstance(error, FileNotFoundError) else "check the file system"
         raise DataError(f"{path}: {error.strerror}; {fix}") from None
     except (ValueError, TypeError) as error:
-        raise DataError(f"{path}: not a .npy file ({error}); {AGAIN}") from None
+        raise DataError(f"{path}: not a .npy file ({error}); {PREPARE_AGAIN}") from None
 
 
 def _read_header(file: BinaryIO) -> tuple[np.dtype[Any], tuple[int, ...]]:

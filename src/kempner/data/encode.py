@@ -20,23 +20,30 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from kempner.data.sidecar import SPLITS
-from kempner.data.sources import BadLine, Lines, Piece, Undecodable, documents, is_held_out
-from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, Tokens
+from kempner.data.sidecar import DATA_SPLITS
+from kempner.data.sources import (
+    BadLine,
+    Lines,
+    SourcePiece,
+    Undecodable,
+    is_held_out,
+    read_documents,
+)
+from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, TokenArray, Tokenizer
 
 LOG_SECONDS = 10.0
 # A worker ends with its parent. Not by SIGTERM: the executor sends that to the remaining workers
 # when one has been killed, and waits for them.
 FOR_THE_PARENT = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 
-T = TypeVar("T")
-R = TypeVar("R")
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 class UnitEncoding(Protocol):
     """The encoding of units that are not plain text: chat.ChatEncoding."""
 
-    def encode(self, unit: list[Piece], how: Encoding, tokenizer: Tokenizer) -> Encoded: ...
+    def encode(self, unit: list[SourcePiece], how: Encoding, tokenizer: Tokenizer) -> Encoded: ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Encoding:
 class Encoded:
     """One unit of the input, encoded."""
 
-    tokens: dict[str, Tokens]
+    tokens: dict[str, TokenArray]
     documents: int = 0  # with the empty ones
     empty: int = 0  # documents without a character
     skipped: list[str] = field(default_factory=list)  # names of files that are not UTF-8 text
@@ -70,16 +77,16 @@ class Encoded:
     size: int = 0  # bytes of input
 
 
-def encode(unit: list[Piece], how: Encoding, tokenizer: Tokenizer) -> Encoded:
+def encode_pieces(unit: list[SourcePiece], how: Encoding, tokenizer: Tokenizer) -> Encoded:
     if how.chat is not None:
         return how.chat.encode(unit, how, tokenizer)
-    parts: dict[str, list[Tokens]] = {split: [] for split in SPLITS}
+    parts: dict[str, list[TokenArray]] = {split: [] for split in DATA_SPLITS}
     result = Encoded({})
     for number, piece in enumerate(unit):
         result.size += piece.size
         lines = Lines()
         try:
-            texts = list(documents(piece, how.text_key, lines))
+            texts = list(read_documents(piece, how.text_key, lines))
         except Undecodable:
             result.skipped.append(piece.source.name.encode(errors="replace").decode())
             continue
@@ -101,8 +108,8 @@ def encode(unit: list[Piece], how: Encoding, tokenizer: Tokenizer) -> Encoded:
 
 
 def in_workers(
-    act: Callable[[T, Encoding, Tokenizer], R], items: Iterable[T], how: Encoding, workers: int
-) -> Iterator[R]:
+    act: Callable[[_T, Encoding, Tokenizer], _R], items: Iterable[_T], how: Encoding, workers: int
+) -> Iterator[_R]:
     """Run act(item, how, tokenizer) for each item in `workers` processes; yields results in the
     order of the items, which are taken when a worker is free."""
     # One thread each: the processes are the parallelism.
@@ -116,7 +123,7 @@ def in_workers(
     pool = ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(how,)
     )
-    running: deque[Future[R]] = deque()
+    running: deque[Future[_R]] = deque()
     try:
         source = iter(items)
         # Two units for each worker, so that none waits for its next one.
@@ -128,7 +135,7 @@ def in_workers(
         pool.shutdown(cancel_futures=True)
 
 
-def _result(pool: ProcessPoolExecutor, future: Future[R]) -> R:
+def _result(pool: ProcessPoolExecutor, future: Future[_R]) -> _R:
     """Wait for a result. Raises BrokenProcessPool if a worker was killed.
 
     The executor notices that by itself, unless the worker died while sending a result: then the
@@ -148,8 +155,8 @@ def _result(pool: ProcessPoolExecutor, future: Future[R]) -> R:
 
 
 def _submit(
-    pool: ProcessPoolExecutor, act: Callable[[T, Encoding, Tokenizer], R], item: T
-) -> Future[R]:
+    pool: ProcessPoolExecutor, act: Callable[[_T, Encoding, Tokenizer], _R], item: _T
+) -> Future[_R]:
     """Submit an item. May start a worker, which inherits the signal mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_PARENT)
     try:
@@ -175,12 +182,12 @@ def _die_with_parent() -> None:
 _worker: tuple[Encoding, Tokenizer]
 
 
-def _act(act: Callable[[T, Encoding, Tokenizer], R], item: T) -> R:
+def _act(act: Callable[[_T, Encoding, Tokenizer], _R], item: _T) -> _R:
     return act(item, *_worker)
 
 
 @contextmanager
-def progress(total: int, start: int, quiet: bool = False) -> Iterator[Callable[[int], object]]:
+def progress_bar(total: int, start: int, quiet: bool = False) -> Iterator[Callable[[int], object]]:
     """Show a bar on a terminal, lines in a log; yields a function that takes the bytes just
     done."""
     if quiet:

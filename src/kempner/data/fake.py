@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from kempner.data.source import IGNORE, Int32, Int64, Rows
+from kempner.data.source import IGNORE, Int32, Int64, SampleRows
 from kempner.data.stream import Shape
 
-SAMPLES = 1 << 40
+FAKE_SAMPLES = 1 << 40
 DOCUMENTS = 8  # in a row, on average
 
 
@@ -25,12 +25,12 @@ class FakeDataset:
         self._vocab_size, self._separate = shape.vocab_size, shape.separate
 
     def __len__(self) -> int:
-        return SAMPLES
+        return FAKE_SAMPLES
 
     def identity(self) -> dict[str, Any]:
         return {"seq_len": self.seq_len}
 
-    def read(self, indices: Int64) -> Rows:
+    def read(self, indices: Int64) -> SampleRows:
         """Read samples `indices` [N]."""
         length = self.seq_len
         rows = np.empty((len(indices), length + 1), np.int64)
@@ -43,7 +43,7 @@ class FakeDataset:
         inputs, targets = rows[:, :-1], rows[:, 1:].copy()
         if documents is not None:  # the last token of a document predicts none of the next
             targets[:, :-1][documents[:, 1:] != documents[:, :-1]] = IGNORE
-        return Rows(inputs, targets, documents)
+        return SampleRows(inputs, targets, documents)
 
 
 def _documents(random: np.random.Generator, length: int) -> Int32:

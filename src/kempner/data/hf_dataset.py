@@ -19,12 +19,19 @@ from kempner.data.config import SourceConfig
 from kempner.data.sidecar import DataError
 from kempner.data.source import Int64
 from kempner.data.sources import check_readable
-from kempner.data.stream import Shape, Tokens, TokenStream, begins_at, refuse, unfit
+from kempner.data.stream import (
+    Shape,
+    StreamTokens,
+    TokenStream,
+    begins_at,
+    raise_problems,
+    stream_problems,
+)
 from kempner.data.streamed import StreamedDocuments, pick_column
-from kempner.data.tokenizer import need
+from kempner.data.tokenizer import import_data_package
 
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".json": "json"}
-SPLITS = {"train": ("train",), "val": ("validation", "valid", "val", "test")}
+HUB_SPLITS = {"train": ("train",), "val": ("validation", "valid", "val", "test")}
 
 
 def is_hugging_face(path: str) -> bool:
@@ -56,10 +63,10 @@ def open_hugging_face(
 def _saved(cfg: SourceConfig, folder: Path, split: str) -> Any:
     """Load a data set that save_to_disk wrote; from several splits the requested one."""
     try:
-        data = need("datasets").load_from_disk(str(folder))
+        data = import_data_package("datasets").load_from_disk(str(folder))
     except FileNotFoundError as error:
         raise DataError(f"{cfg.path}: not a saved data set ({error})") from None
-    names = SPLITS[split]
+    names = HUB_SPLITS[split]
     found = {"train": data} if not isinstance(data, dict) else data
     whole = next((found[name] for name in names if name in found), None)
     if whole is None or not len(whole):
@@ -69,7 +76,7 @@ def _saved(cfg: SourceConfig, folder: Path, split: str) -> Any:
 
 def _files(cfg: SourceConfig) -> Any:
     """Open files, by name or pattern, as an iterable data set."""
-    package, builder = need("datasets"), BUILDERS[Path(cfg.path).suffix]
+    package, builder = import_data_package("datasets"), BUILDERS[Path(cfg.path).suffix]
     files = cfg.path if "://" in cfg.path else str(Path(cfg.path).expanduser())
     if cfg.path.startswith(hub.HF_DATA):
         files = hub.data_files(cfg.path, download=False)
@@ -104,14 +111,16 @@ class MappedTokens(TokenStream):
         parts = (result.part(i) for i in range(len(chunks))) if check else ()
         largest = max((int(part.max()) for part in parts if len(part)), default=0)
         tokens = int(result._starts[-1])
-        refuse(unfit(cfg.path, split, tokens, largest, shape, "the largest id in it"))
+        raise_problems(
+            stream_problems(cfg.path, split, tokens, largest, shape, "the largest id in it")
+        )
         return result
 
     def identity(self) -> dict[str, Any]:
         return {"fingerprint": self._key}
 
-    def part(self, number: int) -> Tokens:
-        values: Tokens = self._values[number].to_numpy(zero_copy_only=True)
+    def part(self, number: int) -> StreamTokens:
+        values: StreamTokens = self._values[number].to_numpy(zero_copy_only=True)
         return values
 
     def part_name(self, number: int) -> str:
@@ -120,7 +129,7 @@ class MappedTokens(TokenStream):
     @functools.cached_property
     def _first_tokens(self) -> Int64:
         """Return the offset of each document in the stream: 8 bytes a document."""
-        length_of = need(
+        length_of = import_data_package(
             "pyarrow.compute"
         ).list_value_length  # lists of any kind, of fixed length too
         starts = []

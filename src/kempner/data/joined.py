@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kempner.data.source import Int64, Rows, Source
+from kempner.data.source import Int64, SampleRows, Source
 
 
 class Joined:
@@ -22,7 +22,7 @@ class Joined:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def read(self, indices: Int64) -> Rows:
+    def read(self, indices: Int64) -> SampleRows:
         numbers = np.searchsorted(self._starts, indices, side="right") - 1
         return read_mixed(self._sources, numbers, indices - self._starts[numbers])
 
@@ -30,7 +30,7 @@ class Joined:
         return {"joined": [each.identity() for each in self._sources]}
 
 
-def read_mixed(sources: Sequence[Source], numbers: Int64, indices: Int64) -> Rows:
+def read_mixed(sources: Sequence[Source], numbers: Int64, indices: Int64) -> SampleRows:
     """Read for each row n [N] the sample indices[n] of the source numbers[n]."""
     shape = len(numbers), sources[0].seq_len
     inputs, targets = np.empty(shape, np.int64), np.empty(shape, np.int64)
@@ -42,4 +42,4 @@ def read_mixed(sources: Sequence[Source], numbers: Int64, indices: Int64) -> Row
         if rows.documents is not None:
             documents = np.zeros(shape, np.int32) if documents is None else documents
             documents[mine] = rows.documents
-    return Rows(inputs, targets, documents)
+    return SampleRows(inputs, targets, documents)

@@ -21,12 +21,12 @@ import torch
 from kempner.data.batch import MicroBatch
 from kempner.data.joined import read_mixed
 from kempner.data.mixture import Mixture
-from kempner.data.permute import shuffled
-from kempner.data.source import IGNORE, Int64, Rows, Source
-from kempner.data.stages import Stage, stage_at
+from kempner.data.permute import shuffled_indices
+from kempner.data.source import IGNORE, Int64, SampleRows, Source
+from kempner.data.stages import RampStage, stage_at
 from kempner.model.attention import Documents
 
-LOOKED_AT = 64  # samples, for the lengths of documents
+LENGTH_SAMPLES = 64  # samples, for the lengths of documents
 VALIDATION_SEED = 0  # validation samples are the same ones in every run
 
 
@@ -52,7 +52,7 @@ class TrainLoader:
         sources: Sequence[Source],
         mixture: Mixture,
         *,
-        stages: Sequence[Stage],
+        stages: Sequence[RampStage],
         rank: int,
         world: int,
         micro: int,
@@ -94,7 +94,7 @@ class TrainLoader:
         document, and where the data are streamed and cannot be sampled ahead."""
         if any(source.ordered for source in self.sources):
             return None
-        numbers, indices = self.mixture.draw(0, min(LOOKED_AT, self._stages[0].batch))
+        numbers, indices = self.mixture.draw(0, min(LENGTH_SAMPLES, self._stages[0].batch))
         if read_mixed(self.sources, numbers[:1], indices[:1]).documents is None:
             return None
         rows = read_mixed(self.sources, numbers, indices)
@@ -277,17 +277,17 @@ def val_batches(
     for start in range(0, total, micro * world):
         mine = start + rank * micro
         numbers = np.arange(mine, mine + max(0, min(micro, total - mine)))
-        rows = source.read(shuffled(numbers, size, VALIDATION_SEED))
+        rows = source.read(shuffled_indices(numbers, size, VALIDATION_SEED))
         if missing := micro - len(numbers):
             rows = _padded(rows, missing)
         yield _tensors(rows, slice(None), False, reset_positions)
 
 
-def _padded(rows: Rows, missing: int) -> Rows:
+def _padded(rows: SampleRows, missing: int) -> SampleRows:
     below = ((0, missing), (0, 0))
     documents = None if rows.documents is None else np.pad(rows.documents, below)
     targets = np.pad(rows.targets, below, constant_values=IGNORE)
-    return Rows(np.pad(rows.inputs, below), targets, documents)
+    return SampleRows(np.pad(rows.inputs, below), targets, documents)
 
 
 def reading_speed(
@@ -295,7 +295,7 @@ def reading_speed(
 ) -> float:
     """Measure tokens per second that one core reads, shuffles and makes into tensors, without
     prefetch; in CPU time of this thread, so that other processes do not count."""
-    every = [Stage(0, micro)]
+    every = [RampStage(0, micro)]
     loader = TrainLoader(sources, mixture, stages=every, rank=0, world=1, micro=micro, prefetch=0)
     next(loader)
     began, first = time.thread_time(), loader.position
@@ -305,7 +305,7 @@ def reading_speed(
 
 
 def _tensors(
-    rows: Rows, part: slice, pin: bool, reset_positions: bool, sources: Int64 | None = None
+    rows: SampleRows, part: slice, pin: bool, reset_positions: bool, sources: Int64 | None = None
 ) -> MicroBatch:
     """Make tensors of some of the rows, each contiguous. `sources` [N]: each row's source
     number."""

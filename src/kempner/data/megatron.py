@@ -20,11 +20,18 @@ from numpy.typing import NDArray
 
 from kempner.data.sidecar import DataError
 from kempner.data.source import Int64
-from kempner.data.stream import Shape, Tokens, TokenStream, begins_at, refuse, unfit
+from kempner.data.stream import (
+    Shape,
+    StreamTokens,
+    TokenStream,
+    begins_at,
+    raise_problems,
+    stream_problems,
+)
 
-MAGIC = b"MMIDIDX\0\0"
-HEAD = struct.Struct("<9sQBQQ")
-DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+INDEX_MAGIC = b"MMIDIDX\0\0"
+INDEX_HEADER = struct.Struct("<9sQBQQ")
+MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 CHECKED = 1 << 26  # tokens that are looked at together for the largest id
 
 
@@ -59,7 +66,9 @@ class MegatronDataset(TokenStream):
         result = cls(prefix, shape, name)
         largest = result.largest() if check else 0
         tokens = int(result._starts[-1])
-        refuse(unfit(path, "train", tokens, largest, shape, "the largest id in it"))
+        raise_problems(
+            stream_problems(path, "train", tokens, largest, shape, "the largest id in it")
+        )
         return result
 
     def largest(self) -> int:
@@ -73,14 +82,14 @@ class MegatronDataset(TokenStream):
         digest = hashlib.sha256(self._lengths.tobytes()).hexdigest()[:16]
         return {"sequences": digest, "dtype": str(self._dtype)}
 
-    def part(self, number: int) -> Tokens:
+    def part(self, number: int) -> StreamTokens:
         return self._mapped
 
     def part_name(self, number: int) -> str:
         return str(self._bin)
 
     @functools.cached_property
-    def _mapped(self) -> Tokens:
+    def _mapped(self) -> StreamTokens:
         # A plain array: slicing a numpy.memmap costs several times as much.
         return np.asarray(np.memmap(self._bin, self._dtype, "r"))
 
@@ -104,8 +113,10 @@ def _read_index(path: Path) -> tuple[NDArray[np.int32], Int64, Int64, str]:
     """Read lengths, pointers, documents and dtype."""
     try:
         with path.open("rb") as file:
-            magic, version, code, sequences, documents = HEAD.unpack(file.read(HEAD.size))
-            if magic != MAGIC or version != 1 or code not in DTYPES:
+            magic, version, code, sequences, documents = INDEX_HEADER.unpack(
+                file.read(INDEX_HEADER.size)
+            )
+            if magic != INDEX_MAGIC or version != 1 or code not in MEGATRON_DTYPES:
                 raise ValueError(f"begins with {magic!r}, version {version}, dtype code {code}")
             lengths = np.fromfile(file, "<i4", sequences)
             pointers = np.fromfile(file, "<i8", sequences)
@@ -118,4 +129,4 @@ def _read_index(path: Path) -> tuple[NDArray[np.int32], Int64, Int64, str]:
         raise DataError(f"{path}: cut off; copy it again")
     if len(starts) and not (starts[0] == 0 and starts[-1] == sequences):
         raise DataError(f"{path}: its table of documents does not end with its sequences")
-    return lengths, pointers, starts, DTYPES[code]
+    return lengths, pointers, starts, MEGATRON_DTYPES[code]

@@ -19,12 +19,12 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from kempner.data.permute import shuffled
+from kempner.data.permute import shuffled_indices
 from kempner.data.sidecar import DataError
 from kempner.data.source import Int64, Source
 
 LONGEST_PATTERN = 1 << 14  # with shares that need a longer one, counts drift by 1 in a turn at most
-FINE = 1 << 40
+WEIGHT_PRECISION = 1 << 40
 
 Parts = tuple[int, ...]  # shares of the sources, as multiples of one over their sum
 
@@ -40,7 +40,7 @@ class Ingredient:
 
 
 @dataclass(frozen=True)
-class Phase:
+class MixturePhase:
     start: int  # the first sample number
     weights: tuple[float, ...]  # one for each source, any sum
 
@@ -56,7 +56,7 @@ class Segment:
     @functools.cached_property
     def counts(self) -> Int64:
         """Samples of each source in one turn of the pattern."""
-        return self._count(pattern(self.parts)[0])
+        return self._count(mixture_pattern(self.parts)[0])
 
     def _count(self, order: Int64) -> Int64:
         return np.bincount(order, minlength=len(self.parts))
@@ -69,7 +69,7 @@ class Segment:
     def drawn(self, number: int) -> list[int]:
         """Count the samples of each source before sample number `number`, from the start of the
         run."""
-        order, _ = pattern(self.parts)
+        order, _ = mixture_pattern(self.parts)
         turns, place = divmod(number - self.start, len(order))
         total = np.array(self.base) + turns * self.counts + self._count(order[:place])
         return [int(count) for count in total]
@@ -79,7 +79,7 @@ class Mixture:
     """The order of all samples of a run."""
 
     def __init__(
-        self, ingredients: Sequence[Ingredient], phases: Sequence[Phase], seed: int = 0
+        self, ingredients: Sequence[Ingredient], phases: Sequence[MixturePhase], seed: int = 0
     ) -> None:
         """`phases`: by rising start, the first at 0."""
         self.ingredients, self.phases, self.seed = tuple(ingredients), tuple(phases), seed
@@ -91,7 +91,7 @@ class Mixture:
     @classmethod
     def alone(cls, source: Source, seed: int) -> Mixture:
         part = Ingredient(source.name, len(source), ordered=source.ordered)
-        return cls([part], [Phase(0, (1.0,))], seed)
+        return cls([part], [MixturePhase(0, (1.0,))], seed)
 
     def _cut(self) -> None:
         limits = [
@@ -110,7 +110,7 @@ class Mixture:
                 if not any(weights):
                     self.end = start
                     return
-                segment = Segment(start, parts_of(weights), tuple(base))
+                segment = Segment(start, whole_parts(weights), tuple(base))
                 self.segments.append(segment)
                 stop = min((last for last in _used_up(segment, left)), default=math.inf)
                 stop = stop if end is None else min(stop, end)
@@ -135,7 +135,7 @@ class Mixture:
         sources, running = np.empty_like(numbers), np.empty_like(numbers)
         for i in np.unique(which).tolist():
             segment, mine = self.segments[i], which == i
-            order, ranks = pattern(segment.parts)
+            order, ranks = mixture_pattern(segment.parts)
             turn, place = np.divmod(numbers[mine] - segment.start, len(order))
             found = order[place]
             sources[mine] = found
@@ -150,7 +150,7 @@ class Mixture:
     def _places(self, source: int, running: Int64) -> Int64:
         """Return the indices of the samples of a source with these running numbers."""
         one = self.ingredients[source]
-        return running if one.ordered else shuffled(running, one.size, self.seed)
+        return running if one.ordered else shuffled_indices(running, one.size, self.seed)
 
     def drawn(self, number: int) -> list[int]:
         """Count the samples of each source before sample number `number`."""
@@ -189,7 +189,7 @@ class Mixture:
 
 def _used_up(segment: Segment, left: Sequence[float]) -> list[int]:
     """Return, for each source with a limit, the sample number that would exceed it."""
-    order, _ = pattern(segment.parts)
+    order, _ = mixture_pattern(segment.parts)
     found = []
     for i, more in enumerate(left):
         if segment.parts[i] and more != math.inf:
@@ -199,24 +199,24 @@ def _used_up(segment: Segment, left: Sequence[float]) -> list[int]:
     return found
 
 
-def parts_of(weights: Sequence[float]) -> Parts:
+def whole_parts(weights: Sequence[float]) -> Parts:
     """Express weights as whole parts: exact where at most LONGEST_PATTERN of them suffice (7 : 2 :
-    1, 0.35 : 0.65); else of FINE parts, and at least one sample a turn for each."""
+    1, 0.35 : 0.65); else of WEIGHT_PRECISION parts, and at least one sample a turn for each."""
     # By its decimal digits: 0.1 is 1/10, not the nearest binary fraction.
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     common = math.lcm(*(share.denominator for share in shares))
     if common <= LONGEST_PATTERN:
         return tuple(int(share * common) for share in shares)
-    least = FINE // LONGEST_PATTERN
-    parts = [max(least, int(share * FINE)) if share else 0 for share in shares]
+    least = WEIGHT_PRECISION // LONGEST_PATTERN
+    parts = [max(least, int(share * WEIGHT_PRECISION)) if share else 0 for share in shares]
     # The largest share takes the rounding errors of all.
-    parts[parts.index(max(parts))] += FINE - sum(parts)
+    parts[parts.index(max(parts))] += WEIGHT_PRECISION - sum(parts)
     return tuple(parts)
 
 
 @functools.lru_cache(64)
-def pattern(parts: Parts) -> tuple[Int64, Int64]:
+def mixture_pattern(parts: Parts) -> tuple[Int64, Int64]:
     """Build one turn: the source at each place, and how often it came before in the turn.
 
     Over any prefix each source's count is less than one from its exact share: the quota method

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from kempner.config.option import ConfigError
 from kempner.data.config import FAKE, DataConfig, SourceConfig
-from kempner.data.mixture import Ingredient, Mixture, Phase
+from kempner.data.mixture import Ingredient, Mixture, MixturePhase
 from kempner.data.sidecar import SIDECAR, open_sidecar
 from kempner.data.source import Source
 from kempner.data.stream import Shape
 from kempner.front_door import how_to_run
 
-Facts = dict[str, Any]  # JSON
+DataFacts = dict[str, Any]  # JSON
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ def _open_prepared(cfg: SourceConfig, split: str, how: Opening) -> Source:
             )
         )
 
-    from kempner.data.stage import staged
+    from kempner.data.stage import staged_dir
 
-    copy = staged(cfg.path)
+    copy = staged_dir(cfg.path)
     if kind != "text":
         from kempner.data.chat_dataset import ChatDataset
 
@@ -213,7 +213,7 @@ FORMATS = (  # in the order in which they are looked for
 )
 
 
-def facts_of(cfg: DataConfig, sources: Sequence[Source]) -> Facts:
+def facts_of(cfg: DataConfig, sources: Sequence[Source]) -> DataFacts:
     """Return all that a mixture follows from, as JSON for a manifest."""
     return {
         "sources": [
@@ -240,9 +240,9 @@ def mixture_of(facts: Mapping[str, Any], starts: Sequence[int], seed: int = 0) -
     parts = [Ingredient(*(one[key] for key in keys)) for one in facts["sources"]]
     own = [one["size"] if one["weight"] is None else one["weight"] for one in facts["sources"]]
 
-    def phase(start: int, weights: Sequence[float]) -> Phase:
+    def phase(start: int, weights: Sequence[float]) -> MixturePhase:
         power = 1.0 / facts["temperature"]
-        return Phase(start, tuple(weight**power if weight else 0.0 for weight in weights))
+        return MixturePhase(start, tuple(weight**power if weight else 0.0 for weight in weights))
 
     later = zip(starts, facts["phases"], strict=True)
     phases = [phase(0, own), *(phase(start, each["weights"] or own) for start, each in later)]
@@ -254,8 +254,8 @@ def mixture_of(facts: Mapping[str, Any], starts: Sequence[int], seed: int = 0) -
     return Mixture(parts, phases, seed)
 
 
-def changes(
-    there: Facts, here: Facts, starts: Sequence[int], samples: int, same_length: bool = True
+def data_changes(
+    there: DataFacts, here: DataFacts, starts: Sequence[int], samples: int, same_length: bool = True
 ) -> list[str]:
     """List the reasons why a run with the facts `here` may not continue from a checkpoint with
     those `there`, in which the phases begin at `starts`, after `samples` samples: what has been

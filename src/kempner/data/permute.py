@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kempner.data.source import Int64
 
-ROUNDS = 8
+FEISTEL_ROUNDS = 8
 MASK = 2**64 - 1
 
 
@@ -24,14 +24,14 @@ def permute(index: Int64, n: int, seed: int) -> Int64:
     assert index.size == 0 or (index.min() >= 0 and index.max() < n), "index outside 0..n-1"
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
-    keys = [_mix(_mix(seed) + i) for i in range(ROUNDS)]
+    keys = [_mix(_mix(seed) + i) for i in range(FEISTEL_ROUNDS)]
     result = _encrypt(index.astype(np.int64), a, b, keys)
     while (outside := result >= n).any():
         result[outside] = _encrypt(result[outside], a, b, keys)
     return result
 
 
-def shuffled(numbers: Int64, n: int, seed: int) -> Int64:
+def shuffled_indices(numbers: Int64, n: int, seed: int) -> Int64:
     """Map running numbers to places in a data set of `n` samples: each epoch of n numbers is a
     shuffle of its own."""
     epochs, index = np.divmod(numbers, n)

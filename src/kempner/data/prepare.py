@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kempner.config.option import ConfigError
 from kempner.data import encode, units
-from kempner.data.shards import SHOWN, Writer
+from kempner.data.shards import SHOWN_SKIPPED, ShardWriter
 from kempner.data.sidecar import BAD_LINES, SIDECAR, Sidecar
 from kempner.data.sources import BadLine
 from kempner.files import write_atomic
@@ -30,19 +30,19 @@ class Work:
         return int(self.sidecar.prepared["progress"]["units"])
 
 
-def encode_share(work: Work, world: World) -> None:
+def encode_task_share(work: Work, world: World) -> None:
     """Encode the part of one task of a job."""
     left = work.items[work.done() :]
     if not left or (work.out / SIDECAR).is_file():
         return
     bad = documents = 0
     workers = min(work.workers, len(left))
-    share = units.encode_share(left, work.how, workers, world.rank, world.size)
+    share = units.encode_units(left, work.how, workers, world.rank, world.size)
     if world.rank == 0:
         there = sum(path.exists() for path, _ in left)
         print(f"{there} of {len(left)} units of input are encoded already", flush=True)
     total = _bytes(left) // world.size
-    with encode.progress(total, start=0, quiet=world.rank > 0) as advance:
+    with encode.progress_bar(total, start=0, quiet=world.rank > 0) as advance:
         for done in share:
             bad, documents = bad + len(done.bad), documents + done.documents
             if bad >= ALL_BAD and not documents and not work.skip_bad_lines:
@@ -53,7 +53,7 @@ def encode_share(work: Work, world: World) -> None:
 def write_shards(work: Work) -> Sidecar:
     """Write all units as shards. Raises ConfigError with the bad lines, unless they are to be left
     out."""
-    writer = Writer(work.out, work.sidecar)
+    writer = ShardWriter(work.out, work.sidecar)
     done, left = work.items[: work.done()], work.items[work.done() :]
     if done:
         shards = sum(map(len, work.sidecar.splits.values()))
@@ -61,7 +61,7 @@ def write_shards(work: Work) -> Sidecar:
         print(f"{work.out}: resuming after {shards} shards ({of})")
     bad, documents = list[BadLine](), 0
     workers = min(work.workers, max(1, len(left)))
-    with encode.progress(_bytes(work.items), start=_bytes(done)) as advance:
+    with encode.progress_bar(_bytes(work.items), start=_bytes(done)) as advance:
         for encoded in encode.in_workers(units.read_or_encode, left, work.how, workers):
             documents += encoded.documents
             if work.skip_bad_lines or not (bad or encoded.bad):
@@ -80,10 +80,12 @@ def _refuse(out: Path, bad: list[BadLine], stopped: bool) -> tuple[list[str], st
     """Return the first bad lines and the fix; all of them go into a file."""
     lines = [f"{line.path}:{line.number}: {line.reason}" for line in bad]
     write_atomic(out / BAD_LINES, "\n".join([*lines, ""]))
-    more = f"{len(bad) - SHOWN} more such lines, " if len(bad) > SHOWN else ""
+    more = f"{len(bad) - SHOWN_SKIPPED} more such lines, " if len(bad) > SHOWN_SKIPPED else ""
     where = f"{more}all named in {out / BAD_LINES}; "
     end = "stopped looking there; " if stopped else ""
-    return lines[:SHOWN], f"{where}{end}correct them, or give --skip-bad-lines to leave them out"
+    return lines[
+        :SHOWN_SKIPPED
+    ], f"{where}{end}correct them, or give --skip-bad-lines to leave them out"
 
 
 def _bytes(items: list[units.Item]) -> int:

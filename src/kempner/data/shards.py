@@ -24,36 +24,36 @@ from kempner.data import chat_marks
 from kempner.data.encode import Encoded
 from kempner.data.sidecar import (
     BAD_LINES,
+    DATA_SPLITS,
     PROGRESS,
     SIDECAR,
-    SPLITS,
-    TOKENIZER,
+    SIDECAR_TOKENIZER,
     TOKENIZER_CONFIG,
-    UNITS,
+    UNITS_FOLDER,
     DataError,
     Shard,
     Sidecar,
 )
 from kempner.data.sources import BadLine
-from kempner.data.tokenizer import Tokens
+from kempner.data.tokenizer import TokenArray
 from kempner.data.units import remove_units, unit_file
-from kempner.directories import MARK, Kind, mark
+from kempner.directories import MARK_FILE, Kind, mark_directory
 from kempner.files import write_atomic
 
 FRESH = re.compile(  # of a file that a killed preparation was writing
     r"\.(dataset(\.partial)?\.json|tokenizer(_config)?\.json|bad_lines\.txt|\.kempner"
     r"|(train|val)_\d{5,}(\.\w+)?\.npy)\.\d+\.new"
 )
-SHOWN = 5  # files that are skipped, that a message names
+SHOWN_SKIPPED = 5  # files that are skipped, that a message names
 
 
-class Writer:
+class ShardWriter:
     """Collects encoded units and writes them as shards; `sidecar` grows with each shard."""
 
     def __init__(self, directory: Path, sidecar: Sidecar) -> None:
         self.directory = directory
         self.sidecar = sidecar
-        self._pending: dict[str, list[Tokens]] = {split: [] for split in SPLITS}
+        self._pending: dict[str, list[TokenArray]] = {split: [] for split in DATA_SPLITS}
         self._count = dict(sidecar.prepared["progress"])
         self._bad_lines: list[str] = []  # those that were left out
         if known := self._count["bad_lines"]:  # the file is written before the count
@@ -76,7 +76,7 @@ class Writer:
         self._count["units"] += 1
         self._count["skipped"] += len(unit.skipped)
         names = dict.fromkeys([*self._count["skipped_names"], *unit.skipped])
-        self._count["skipped_names"] = list(names)[:SHOWN]
+        self._count["skipped_names"] = list(names)[:SHOWN_SKIPPED]
         self._count["empty"] += unit.empty
         bad = self.bad_lines(unit)
         self._bad_lines += (f"{line.name}:{line.number}: {line.reason}" for line in bad)
@@ -98,7 +98,7 @@ class Writer:
             self._balance()
             self._flush()
         elif not self.sidecar.tokens("train"):
-            raise DataError("; ".join(["the input has no text", *remarks(self._count)]))
+            raise DataError("; ".join(["the input has no text", *skipped_remarks(self._count)]))
         self.sidecar.save(self.directory / SIDECAR)
         # After the sidecar: killed in between, the next start finds finished data.
         (self.directory / PROGRESS).unlink()
@@ -120,9 +120,9 @@ class Writer:
         want = round(fraction * total) - self.sidecar.tokens("val")
         tokens = np.concatenate([*self._pending["train"], *self._pending["val"]])
         if self.sidecar.kind == "text":
-            train, held_out = split_tail(tokens, want, self.sidecar.eod)
+            train, held_out = split_documents(tokens, want, self.sidecar.eod)
         else:
-            train, held_out = chat_marks.split_tail(tokens, want, self.sidecar.kind)
+            train, held_out = chat_marks.split_conversations(tokens, want, self.sidecar.kind)
         self._pending = {"train": [train], "val": [held_out]}
 
     def _flush(self) -> None:
@@ -131,7 +131,7 @@ class Writer:
             if sum(map(len, parts)):
                 name = f"{split}_{len(splits[split]):05d}"
                 splits[split] = [*splits[split], self._write(name, parts)]
-        self._pending = {split: [] for split in SPLITS}
+        self._pending = {split: [] for split in DATA_SPLITS}
         if self._bad_lines:
             write_atomic(self.directory / BAD_LINES, "\n".join([*self._bad_lines, ""]))
         prepared = {**self.sidecar.prepared, "progress": dict(self._count)}
@@ -142,7 +142,7 @@ class Writer:
         for number in range(earlier, self.units_done):
             unit_file(self.directory, number).unlink(missing_ok=True)
 
-    def _write(self, name: str, parts: list[Tokens]) -> Shard:
+    def _write(self, name: str, parts: list[TokenArray]) -> Shard:
         if self.sidecar.kind == "text":
             documents = sum(int(np.count_nonzero(part == self.sidecar.eod)) for part in parts)
         else:
@@ -159,7 +159,7 @@ class Writer:
         )
 
 
-def remarks(progress: dict[str, Any]) -> list[str]:
+def skipped_remarks(progress: dict[str, Any]) -> list[str]:
     """Describe what was left out, a phrase each."""
     names, found = progress.get("skipped_names", []), []
     if count := progress["skipped"]:
@@ -177,7 +177,7 @@ def remarks(progress: dict[str, Any]) -> list[str]:
     return found
 
 
-def split_tail(tokens: Tokens, want: int, eod: int) -> tuple[Tokens, Tokens]:
+def split_documents(tokens: TokenArray, want: int, eod: int) -> tuple[TokenArray, TokenArray]:
     """Cut about `want` tokens off the end: between documents if that gives half to twice of it.
 
     Otherwise the cut goes through a document, whose first part gets an end of its own.
@@ -194,7 +194,7 @@ def split_tail(tokens: Tokens, want: int, eod: int) -> tuple[Tokens, Tokens]:
     return np.append(tokens[:cut], np.array([eod], tokens.dtype)), tokens[cut:]
 
 
-def _npy(parts: list[Tokens]) -> Callable[[BinaryIO], object]:
+def _npy(parts: list[TokenArray]) -> Callable[[BinaryIO], object]:
     """Return a writer of a 1-D .npy from its parts. Not np.save: that forgets why a write
     failed."""
 
@@ -212,7 +212,7 @@ def _npy(parts: list[Tokens]) -> Callable[[BinaryIO], object]:
 
 
 @contextmanager
-def locked(directory: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
+def shard_lock(directory: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
     """Lock the directory so that one process writes shards at a time; the tasks of a job, which
     write units, share the lock (fcntl.LOCK_SH). Raises DataError if another holds it."""
     handle = os.open(directory, os.O_RDONLY)
@@ -231,7 +231,7 @@ def locked(directory: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
         os.close(handle)
 
 
-def earlier(directory: Path, sidecar: Sidecar, overwrite: bool) -> Sidecar:
+def earlier_preparation(directory: Path, sidecar: Sidecar, overwrite: bool) -> Sidecar:
     """Return the sidecar to resume from: `sidecar` (nothing there), the record of a killed run, or
     finished data.
 
@@ -264,11 +264,11 @@ def earlier(directory: Path, sidecar: Sidecar, overwrite: bool) -> Sidecar:
             f"--out = {directory} has files that its {SIDECAR} does not record, and that would be "
             f"replaced: {', '.join(strange)}; move them away, or choose another --out"
         )
-    discard(directory)
+    discard_data(directory)
     return sidecar
 
 
-def begun(directory: Path, sidecar: Sidecar) -> Sidecar:
+def begun_preparation(directory: Path, sidecar: Sidecar) -> Sidecar:
     """Return the record of a preparation that has begun, or has finished, with the same settings.
     Changes nothing: the tasks of a job call it together."""
     finished = (directory / SIDECAR).is_file()
@@ -287,52 +287,52 @@ def _examine(record: Path, wanted: Sidecar, finished: bool) -> tuple[Sidecar | N
     return found, differences or _damage(record.parent, found)
 
 
-def discard(directory: Path) -> None:
+def discard_data(directory: Path) -> None:
     """Remove prepared data, the sidecar first: no reader finds a sidecar without its shards."""
-    mark(directory, Kind.DATA)  # for who is killed in the middle of it
-    for name in (SIDECAR, PROGRESS, TOKENIZER, TOKENIZER_CONFIG, BAD_LINES):
+    mark_directory(directory, Kind.DATA)  # for who is killed in the middle of it
+    for name in (SIDECAR, PROGRESS, SIDECAR_TOKENIZER, TOKENIZER_CONFIG, BAD_LINES):
         (directory / name).unlink(missing_ok=True)
     remove_units(directory)
     for path in _shards(directory):
         path.unlink()
 
 
-def forget(directory: Path, made: bool) -> None:
+def forget_preparation(directory: Path, made: bool) -> None:
     """Remove the record of a preparation that has written no shard, and the directory if it was
     `made` for it. A list of bad lines stays, in a directory that is still marked."""
     if _shards(directory) or _units(directory):
         return
-    for name in (PROGRESS, TOKENIZER, TOKENIZER_CONFIG):
+    for name in (PROGRESS, SIDECAR_TOKENIZER, TOKENIZER_CONFIG):
         (directory / name).unlink(missing_ok=True)
     if not (directory / BAD_LINES).exists():
-        (directory / MARK).unlink(missing_ok=True)
+        (directory / MARK_FILE).unlink(missing_ok=True)
     if made and not any(directory.iterdir()):
         directory.rmdir()
 
 
 def _not_recorded(directory: Path) -> list[str]:
-    """List files in finished data that discard() would remove although they do not belong to these
-    data; none if the sidecar cannot be read."""
+    """List files in finished data that discard_data() would remove although they do not belong to
+    these data; none if the sidecar cannot be read."""
     try:
         found = Sidecar.load(directory / SIDECAR)
     except ConfigError:
         return []
     shards = [directory / shard.file for shard in itertools.chain(*found.splits.values())]
-    marks = [path for shard in shards for path in chat_marks.beside(shard).values()]
+    marks = [path for shard in shards for path in chat_marks.files_of_shard(shard).values()]
     strange = [path.name for path in _shards(directory) if path not in {*shards, *marks}]
-    if found.tokenizer["kind"] == "bytes" and (directory / TOKENIZER).exists():
-        strange.append(TOKENIZER)
+    if found.tokenizer["kind"] == "bytes" and (directory / SIDECAR_TOKENIZER).exists():
+        strange.append(SIDECAR_TOKENIZER)
     return strange
 
 
 def _units(directory: Path) -> list[Path]:
-    return list((directory / UNITS).glob("*.npz"))
+    return list((directory / UNITS_FOLDER).glob("*.npz"))
 
 
 def _shards(directory: Path) -> list[Path]:
     return sorted(
         path
-        for split in SPLITS
+        for split in DATA_SPLITS
         for path in directory.glob(f"{split}_[0-9][0-9][0-9][0-9][0-9]*.npy")
     )
 
@@ -362,7 +362,7 @@ def _damage(directory: Path, there: Sidecar) -> list[str]:
         path = directory / shard.file
         least = {path: shard.tokens * np.dtype(there.dtype).itemsize}
         if there.kind != "text":
-            least |= dict.fromkeys(chat_marks.beside(path).values(), shard.documents)
+            least |= dict.fromkeys(chat_marks.files_of_shard(path).values(), shard.documents)
         problems += [
             f"{path}: missing or cut off; prepare the data again with --overwrite"
             for path, size in least.items()

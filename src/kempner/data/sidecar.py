@@ -13,20 +13,20 @@ from typing import Any
 
 from kempner.config import toml
 from kempner.config.option import ConfigError
-from kempner.directories import Kind, describe, kind_of, read_run_id
+from kempner.directories import Kind, describe_directory, directory_kind, read_run_id
 from kempner.files import write_atomic
 from kempner.front_door import how_to_run
 
 SIDECAR = "dataset.json"
 PROGRESS = "dataset.partial.json"  # the record of a preparation that has not finished
-TOKENIZER = "tokenizer.json"
+SIDECAR_TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # of chat data: has the template
 BAD_LINES = "bad_lines.txt"  # lines of JSON that were left out, as file:line: reason
-UNITS = "units"  # what the tasks of a job have encoded so far: units.py
-BYTES = {"name": "bytes", "kind": "bytes", "hash": ""}  # the tokenizer that has no file
+UNITS_FOLDER = "units"  # what the tasks of a job have encoded so far: units.py
+BYTES_TOKENIZER = {"name": "bytes", "kind": "bytes", "hash": ""}  # the tokenizer that has no file
 BYTES_EOD = 256  # its end of a document
-FORMAT = 1
-SPLITS = ("train", "val")
+SIDECAR_FORMAT = 1
+DATA_SPLITS = ("train", "val")
 
 
 class DataError(ConfigError):
@@ -52,7 +52,7 @@ class Sidecar:
     kind: str = (
         "text"  # of chat and preference, the shards have `.loss_mask` and `.ends` beside them
     )
-    format: int = FORMAT
+    format: int = SIDECAR_FORMAT
     bos: int | None = None  # begins each document, where there is one
 
     def tokens(self, split: str) -> int:
@@ -67,11 +67,13 @@ class Sidecar:
         """Read dataset.json (or the record of an unfinished preparation, of the same form)."""
         try:
             values = json.loads(path.read_bytes())
-            if values["format"] != FORMAT:
+            if values["format"] != SIDECAR_FORMAT:
                 raise DataError(
-                    f"{path}: format {values['format']}, not {FORMAT}; prepare it again"
+                    f"{path}: format {values['format']}, not {SIDECAR_FORMAT}; prepare it again"
                 )
-            splits = {name: [Shard(**shard) for shard in values["splits"][name]] for name in SPLITS}
+            splits = {
+                name: [Shard(**shard) for shard in values["splits"][name]] for name in DATA_SPLITS
+            }
             return cls(**{**values, "splits": splits})
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from None
@@ -88,7 +90,7 @@ def open_sidecar(directory: str | Path) -> Sidecar:
     path = Path(directory).expanduser()
     if (path / SIDECAR).is_file() and not read_run_id(path):  # a run has a copy of it
         return Sidecar.load(path / SIDECAR)
-    kind = kind_of(path)
+    kind = directory_kind(path)
     make = f"{how_to_run('prepare_data.py')} TEXT... --out {directory}"
     if (path / PROGRESS).is_file():
         problem = f"the preparation has not finished; run the same `{make}` again to resume it"
@@ -100,7 +102,7 @@ def open_sidecar(directory: str | Path) -> Sidecar:
     elif kind in (Kind.EMPTY, Kind.NOTES, Kind.OTHER):
         problem = f"no {SIDECAR} in it; make the data by `{make}`"
     else:
-        problem = f"is {describe(path)}, not a data set; {_data_of(path, kind)}"
+        problem = f"is {describe_directory(path)}, not a data set; {_data_of(path, kind)}"
     raise DataError(f"{directory}: {problem}")
 
 
@@ -118,7 +120,7 @@ def _data_of(path: Path, kind: Kind) -> str:
 def copy_tokenizer(data_dir: str | Path, run_dir: str | Path) -> None:
     """Copy the files that load_tokenizer() and ChatTemplate need: a run can be sampled without its
     data."""
-    for name in (TOKENIZER, TOKENIZER_CONFIG, SIDECAR):
+    for name in (SIDECAR_TOKENIZER, TOKENIZER_CONFIG, SIDECAR):
         source = Path(data_dir).expanduser() / name
         if source.is_file():
             with source.open("rb") as reader:

@@ -15,18 +15,18 @@ IGNORE = -100  # a target that does not count: padding, or a masked token
 
 
 @dataclass(frozen=True)
-class Rows:
+class SampleRows:
     """Samples as they are read; `targets` are the next tokens of `inputs`."""
 
     inputs: Int64  # [N, T]
     targets: Int64  # [N, T]; -100 does not count: the loss mask
     documents: Int32 | None = None  # [N, T]: which document of its row, from 0; None: one a row
 
-    def cut(self, pieces: int) -> Rows:
+    def cut(self, pieces: int) -> SampleRows:
         """Cut each row into `pieces` shorter ones, [N * pieces, T / pieces]."""
         size = self.inputs.shape[1] // pieces
         documents = None if self.documents is None else self.documents.reshape(-1, size)
-        return Rows(self.inputs.reshape(-1, size), self.targets.reshape(-1, size), documents)
+        return SampleRows(self.inputs.reshape(-1, size), self.targets.reshape(-1, size), documents)
 
 
 class Source(Protocol):
@@ -49,7 +49,7 @@ class Source(Protocol):
         """Number of samples."""
         ...
 
-    def read(self, indices: Int64) -> Rows:
+    def read(self, indices: Int64) -> SampleRows:
         """Read samples `indices` [N], each in 0 to len - 1, in that order."""
         ...
 

@@ -24,14 +24,14 @@ from typing import Any, BinaryIO
 from kempner.config.option import ConfigError
 from kempner.data import compressed
 from kempner.data.sidecar import DataError
-from kempner.data.tokenizer import need
+from kempner.data.tokenizer import import_data_package
 
 TEXT_BYTES = 1 << 20  # a longer text is cut into documents of about this size, at line ends
 JSON_BYTES = 4 << 20  # bytes of JSON lines to a piece
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}  # the rest is text
-KINDS_COMPRESSED = {**KINDS, ".json": "jsonl"}  # so C4 and Dolma name them
+FILE_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}  # the rest is text
+KINDS_COMPRESSED = {**FILE_KINDS, ".json": "jsonl"}  # so C4 and Dolma name them
 BOM = b"\xef\xbb\xbf"  # the byte order mark
-SHOWN = 10  # problems that an error names
+SHOWN_PROBLEMS = 10  # problems that an error names
 CORPUS_FIX = "give yourself the right to read it, or name the inputs without it"
 NO_STDLIB_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test")
 
@@ -41,7 +41,7 @@ class Undecodable(Exception):
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     path: str
     name: str  # relative to the input it was found under: no machine's path gets into the data
     kind: str  # text, jsonl or parquet
@@ -50,8 +50,8 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Piece:
-    source: Source
+class SourcePiece:
+    source: SourceFile
     start: int  # bytes; of Parquet the row group
     end: int
     size: int  # bytes of input, for the progress bar
@@ -76,14 +76,16 @@ class Lines:
     bad: list[tuple[int, str]] = field(default_factory=list)  # number, from 0, and reason
 
 
-def find(inputs: Iterable[str], exclude: Path, left_out: list[str] | None = None) -> list[Source]:
+def find_source_files(
+    inputs: Iterable[str], exclude: Path, left_out: list[str] | None = None
+) -> list[SourceFile]:
     """List the files under `inputs`, each once, in an order that depends on the names alone.
 
     Hidden files, __pycache__ and everything under `exclude` (the output) are skipped; links to
     directories, and what is neither a file nor a directory, go into `left_out`. Raises ConfigError,
     which names dangling links and what cannot be read.
     """
-    found: dict[str, Source] = {}
+    found: dict[str, SourceFile] = {}
     problems: list[str] = []
     for given in inputs:
         top = Path(given).expanduser()
@@ -91,14 +93,16 @@ def find(inputs: Iterable[str], exclude: Path, left_out: list[str] | None = None
             paths = _walk(top, ("__pycache__",), exclude, left_out, problems)
             for path in sorted(paths):
                 name = str(path.relative_to(top))
-                if why := compressed.kind_of_compression(path) and compressed.unreadable(path):
+                if why := compressed.kind_of_compression(path) and compressed.compression_problem(
+                    path
+                ):
                     problems.append(f"{path}: {why}, or name the inputs without it")
                 found.setdefault(os.path.realpath(path), _source(path, name, named=False))
         elif not top.exists():
             problems.append(f"{given}: no such file or directory")
         elif not top.is_file():
             problems.append(f"{given}: not a regular file")
-        elif why := compressed.kind_of_compression(top) and compressed.unreadable(top):
+        elif why := compressed.kind_of_compression(top) and compressed.compression_problem(top):
             problems.append(f"{given}: {why}")
         else:
             # Also in place of the same file of a directory: one that is named must be text.
@@ -107,7 +111,7 @@ def find(inputs: Iterable[str], exclude: Path, left_out: list[str] | None = None
     return list(found.values())
 
 
-def standard_library() -> list[Source]:
+def standard_library() -> list[SourceFile]:
     """List the source files of Python's standard library: text that every machine has."""
     top = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(_walk(top, skip=("__pycache__", *NO_STDLIB_TEXT), exclude=None))
@@ -116,8 +120,11 @@ def standard_library() -> list[Source]:
 
 def _raise(problems: list[str]) -> None:
     """Raise ConfigError with the first problems, if any: a tree may have thousands."""
-    if len(problems) > SHOWN:
-        problems = [*problems[:SHOWN], f"and {len(problems) - SHOWN:,} more of this kind"]
+    if len(problems) > SHOWN_PROBLEMS:
+        problems = [
+            *problems[:SHOWN_PROBLEMS],
+            f"and {len(problems) - SHOWN_PROBLEMS:,} more of this kind",
+        ]
     if problems:
         raise ConfigError(problems)
 
@@ -185,15 +192,15 @@ def check_readable(pattern: str) -> None:
         folders[:] = [f for f in folders if not f.startswith(".")]
 
 
-def _source(path: Path, name: str, named: bool) -> Source:
+def _source(path: Path, name: str, named: bool) -> SourceFile:
     compression = compressed.kind_of_compression(path)
-    kinds, kind = KINDS, path.suffix.lower()
+    kinds, kind = FILE_KINDS, path.suffix.lower()
     if compression:
         kinds, kind = KINDS_COMPRESSED, Path(path.stem).suffix.lower()
-    return Source(str(path), name, kinds.get(kind, "text"), named, compression)
+    return SourceFile(str(path), name, kinds.get(kind, "text"), named, compression)
 
 
-def fingerprint(sources: Iterable[Source]) -> str:
+def sources_fingerprint(sources: Iterable[SourceFile]) -> str:
     """Hash the sources; changes when a file is added, removed, renamed or written."""
     digest = hashlib.sha256()
     for source in sources:
@@ -203,10 +210,10 @@ def fingerprint(sources: Iterable[Source]) -> str:
     return digest.hexdigest()[:32]
 
 
-def cut(sources: Iterable[Source], unit_bytes: int) -> list[list[Piece]]:
+def cut_units(sources: Iterable[SourceFile], unit_bytes: int) -> list[list[SourcePiece]]:
     """Cut the input into units of about `unit_bytes`, at least a piece: each is one task of a
     worker."""
-    units: list[list[Piece]] = []
+    units: list[list[SourcePiece]] = []
     problems: list[str] = []
     filled = unit_bytes
     for source in sources:
@@ -225,21 +232,21 @@ def cut(sources: Iterable[Source], unit_bytes: int) -> list[list[Piece]]:
     return units
 
 
-def _pieces(source: Source) -> list[Piece]:
+def _pieces(source: SourceFile) -> list[SourcePiece]:
     try:
         if source.kind == "parquet":
             metadata = _parquet(source).metadata
             sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
-            return [Piece(source, i, i + 1, size) for i, size in enumerate(sizes)]
+            return [SourcePiece(source, i, i + 1, size) for i, size in enumerate(sizes)]
         if source.compression:
             size = os.path.getsize(source.path)
-            return [Piece(source, 0, size, size)] if size else []
+            return [SourcePiece(source, 0, size, size)] if size else []
         step = JSON_BYTES if source.kind == "jsonl" else TEXT_BYTES
         with open(source.path, "rb") as file:
             borders = list(_borders(file, step, lines_only=source.kind == "jsonl"))
     except OSError as error:
         raise DataError(f"{source.path}: {error.strerror or error}; {CORPUS_FIX}") from None
-    return [Piece(source, a, b, b - a) for a, b in itertools.pairwise(borders)]
+    return [SourcePiece(source, a, b, b - a) for a, b in itertools.pairwise(borders)]
 
 
 def _borders(file: BinaryIO, step: int, lines_only: bool) -> Iterator[int]:
@@ -270,7 +277,7 @@ def _inside(following: bytes) -> int:
     return len(following) - len(following.lstrip(bytes(range(0x80, 0xC0))))
 
 
-def documents(piece: Piece, text_key: str, lines: Lines) -> Iterator[str]:
+def read_documents(piece: SourcePiece, text_key: str, lines: Lines) -> Iterator[str]:
     """Yield the documents of one piece, empty ones included; those of JSON are counted in `lines`.
     Raises DataError, or Undecodable."""
     if piece.source.kind == "parquet":
@@ -280,14 +287,14 @@ def documents(piece: Piece, text_key: str, lines: Lines) -> Iterator[str]:
         yield from _json_documents(_lines(piece, lines), text_key, lines)
     elif piece.source.compression:
         at = 0
-        for data in compressed.texts(piece.source.path, TEXT_BYTES):
+        for data in compressed.unpacked_texts(piece.source.path, TEXT_BYTES):
             yield _decode(piece.source, data if at else data.removeprefix(BOM), at)
             at += len(data)
     else:
         yield _decode(piece.source, _read(piece), piece.start)
 
 
-def rows(piece: Piece, lines: Lines) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_piece_rows(piece: SourcePiece, lines: Lines) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the rows of one piece with their numbers in it, from 0, counted in `lines`. Raises
     DataError."""
     if piece.source.kind == "parquet":
@@ -318,7 +325,7 @@ def _without_none(value: Any) -> Any:
     return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
-def _lines(piece: Piece, lines: Lines) -> Iterator[bytes]:
+def _lines(piece: SourcePiece, lines: Lines) -> Iterator[bytes]:
     """Yield the lines without their ends; counted in `lines`."""
     if not piece.source.compression:
         data = _read(piece)
@@ -330,7 +337,7 @@ def _lines(piece: Piece, lines: Lines) -> Iterator[bytes]:
         lines.count += 1
 
 
-def _read(piece: Piece) -> bytes:
+def _read(piece: SourcePiece) -> bytes:
     with open(piece.source.path, "rb") as file:
         file.seek(piece.start)
         data = file.read(piece.end - piece.start)
@@ -339,7 +346,7 @@ def _read(piece: Piece) -> bytes:
     return data.removeprefix(BOM) if piece.start == 0 else data
 
 
-def _decode(source: Source, data: bytes, at: int) -> str:
+def _decode(source: SourceFile, data: bytes, at: int) -> str:
     """Decode UTF-8 text. `at`: offset in the file at which the data begin."""
     try:
         text = data.decode()
@@ -384,15 +391,15 @@ def _text(line: bytes, text_key: str) -> str:
     return text or ""
 
 
-def _parquet(source: Source) -> Any:
-    package = need("pyarrow.parquet")
+def _parquet(source: SourceFile) -> Any:
+    package = import_data_package("pyarrow.parquet")
     try:
         return package.ParquetFile(source.path)
     except Exception as error:
         raise DataError(f"{source.path}: not a Parquet file ({error})") from None
 
 
-def _parquet_documents(piece: Piece, text_key: str) -> Iterator[str]:
+def _parquet_documents(piece: SourcePiece, text_key: str) -> Iterator[str]:
     file = _parquet(piece.source)
     names = file.schema_arrow.names
     if text_key not in names:

@@ -26,20 +26,20 @@ from kempner import private
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import SIDECAR, Sidecar
-from kempner.directories import MARK, Kind, kind_of, mark, refuse_others
+from kempner.directories import MARK_FILE, Kind, directory_kind, mark_directory, refuse_others
 from kempner.files import fsync
 from kempner.front_door import run_program
 
 COPIERS = 8  # threads: files from a parallel file system
-CHUNK = 16 << 20
-OWN = re.compile(r"kempner-(\d+)")
+COPY_CHUNK_BYTES = 16 << 20
+OWN_FOLDER = re.compile(r"kempner-(\d+)")
 
 
 class WrongCopy(OSError):
     """The copy read back from the disk differs from what was written."""
 
 
-def staged(directory: str | Path) -> Path:
+def staged_dir(directory: str | Path) -> Path:
     """Return the copy of a data set on this host's disk, if there is one that nobody else can
     change; else the data set itself."""
     path = Path(directory).expanduser()
@@ -61,16 +61,16 @@ def _copy_of(path: Path, root: Path) -> Path:
     return root / f"{path.name}-{digest.hexdigest()[:16]}"
 
 
-def claim(root: Path) -> None:
+def claim_staging(root: Path) -> None:
     """Make the directory of this job. Raises ConfigError when something else is there, OSError when
     it cannot be made, or others could change what is in it."""
-    private.make(root)
-    if kind_of(root) is not Kind.STAGE:
+    private.make_private(root)
+    if directory_kind(root) is not Kind.STAGE:
         refuse_others(root, "the directory of this job", (), "give another KEMPNER_STAGE")
-        mark(root, Kind.STAGE)
+        mark_directory(root, Kind.STAGE)
 
 
-def stage(path: Path, root: Path) -> str:
+def stage_data(path: Path, root: Path) -> str:
     """Copy a data set unless it is there; returns what was done. Raises OSError."""
     copy, began = _copy_of(path, root), time.monotonic()
     sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
@@ -79,7 +79,7 @@ def stage(path: Path, root: Path) -> str:
     if whole and not private.why_not(root):
         return f"{path}: its copy in {copy} is kept"
     Sidecar.load(path / SIDECAR)  # complete, and of a format that can be read
-    claim(root)
+    claim_staging(root)
     shutil.rmtree(copy, ignore_errors=True)
     if (free := shutil.disk_usage(root).free) < total:
         raise OSError(f"{total / 1e9:.3g} GB do not fit, {free / 1e9:.3g} GB are free")
@@ -104,14 +104,14 @@ def _copy(source: Path, target: Path) -> None:
     """Copy a file, and read the copy back from the disk."""
     digest = hashlib.blake2b()
     with open(source, "rb") as reader, open(target, "wb") as writer:
-        while data := reader.read(CHUNK):
+        while data := reader.read(COPY_CHUNK_BYTES):
             digest.update(data)
             writer.write(data)
     fsync(target)
     again = hashlib.blake2b()
     with open(target, "rb") as reader:
         os.posix_fadvise(reader.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while data := reader.read(CHUNK):
+        while data := reader.read(COPY_CHUNK_BYTES):
             again.update(data)
     if again.digest() != digest.digest():
         raise WrongCopy(f"{target} is not what was written")
@@ -120,17 +120,17 @@ def _copy(source: Path, target: Path) -> None:
 def remove_old(disk: Path, jobs: set[str]) -> None:
     """Remove what other jobs of this user have left on the disk; `jobs` are those that live."""
     for path in disk.iterdir() if disk.is_dir() else ():
-        found = OWN.fullmatch(path.name)
+        found = OWN_FOLDER.fullmatch(path.name)
         if found and found[1] not in jobs and path.lstat().st_uid == os.getuid():
-            remove(path)
+            remove_staging(path)
 
 
-def remove(root: Path) -> None:
+def remove_staging(root: Path) -> None:
     """Remove the directory of a job, if this kit has made it; its mark last."""
-    if root.is_symlink() or kind_of(root) is not Kind.STAGE:
+    if root.is_symlink() or directory_kind(root) is not Kind.STAGE:
         return
     for path in root.iterdir():
-        if path.name != MARK:
+        if path.name != MARK_FILE:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
     shutil.rmtree(root, ignore_errors=True)
 
@@ -146,13 +146,15 @@ def main(argv: list[str]) -> int:
         remove_old(options.root.parent, set(options.jobs.split(",")))
     if not options.datasets:  # for stage_node.sh, which says what it could not copy
         with contextlib.suppress(OSError, ConfigError):
-            claim(options.root)
+            claim_staging(options.root)
     for path in options.datasets:
-        attempt(path, options.root, functools.partial(stage, path.expanduser(), options.root))
+        try_staging(
+            path, options.root, functools.partial(stage_data, path.expanduser(), options.root)
+        )
     return 0
 
 
-def attempt(path: Path | str, root: Path, act: Callable[[], str]) -> None:
+def try_staging(path: Path | str, root: Path, act: Callable[[], str]) -> None:
     host = os.uname().nodename
     try:
         print(f"stage: {host}: {act()}", flush=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 MAX_RISES = 1000  # of the batch; each is a stage that lists are made of
 
 
-class Stage(NamedTuple):
+class RampStage(NamedTuple):
     """The steps from `start` on, up to the next stage."""
 
     start: int
@@ -22,9 +22,9 @@ class Stage(NamedTuple):
     pieces: int = 1  # sequences that each sample is cut into
 
 
-def stages(
+def ramp_stages(
     batch: int, batch_ramp: Sequence[int] | None, pieces: Sequence[int], over: int
-) -> list[Stage]:
+) -> list[RampStage]:
     """Compute the stages. `batch_ramp`: samples of the first step, increment, and the step that
     first has `batch`. `pieces`: by rising sequence length, each for an equal part of the first
     `over` steps; 1 after them."""
@@ -34,7 +34,7 @@ def stages(
     cuts = [(-(-i * over // len(pieces)), each) for i, each in enumerate(pieces)]
     cuts.append((over if pieces else 0, 1))
     starts = sorted({start for start, _ in (*batches, *cuts)})
-    return [Stage(at, _last(batches, at), _last(cuts, at)) for at in starts]
+    return [RampStage(at, _last(batches, at), _last(cuts, at)) for at in starts]
 
 
 def ramp_problems(
@@ -72,16 +72,16 @@ def _last(values: Sequence[tuple[int, int]], step: int) -> int:
     return [value for start, value in values if start <= step][-1]
 
 
-def stage_at(all_stages: Sequence[Stage], step: int) -> Stage:
+def stage_at(all_stages: Sequence[RampStage], step: int) -> RampStage:
     return [stage for stage in all_stages if stage.start <= step][-1]
 
 
-def samples_between(all_stages: Sequence[Stage], begin: int, end: int) -> int:
+def samples_between(all_stages: Sequence[RampStage], begin: int, end: int) -> int:
     """Count the samples of the steps `begin` to `end` - 1; negative if `end` comes first."""
     return _samples_before(all_stages, end) - _samples_before(all_stages, begin)
 
 
-def _samples_before(all_stages: Sequence[Stage], step: int) -> int:
+def _samples_before(all_stages: Sequence[RampStage], step: int) -> int:
     stops = [*(stage.start for stage in all_stages[1:]), math.inf]
     return sum(
         stage.batch * int(max(0, min(step, stop) - stage.start))
@@ -89,7 +89,7 @@ def _samples_before(all_stages: Sequence[Stage], step: int) -> int:
     )
 
 
-def step_of(all_stages: Sequence[Stage], begin: int, samples: int) -> int:
+def step_of_sample(all_stages: Sequence[RampStage], begin: int, samples: int) -> int:
     """Return the first step that comes at least `samples` samples after step `begin`."""
     total = _samples_before(all_stages, begin) + samples
     for stage, later in pairwise((*all_stages, None)):

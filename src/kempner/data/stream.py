@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import DataError
-from kempner.data.source import IGNORE, Int32, Int64, Rows
+from kempner.data.source import IGNORE, Int32, Int64, SampleRows
 
-Tokens = NDArray[np.integer[Any]]  # 1-D
+StreamTokens = NDArray[np.integer[Any]]  # 1-D
 
 
 class Shape(NamedTuple):
@@ -43,7 +43,7 @@ class TokenStream:
         # Offset of each part in the stream, and the end of the last.
         self._starts = np.cumsum([0, *sizes], dtype=np.int64)
 
-    def part(self, number: int) -> Tokens:
+    def part(self, number: int) -> StreamTokens:
         """Return the tokens of a part, usually memory-mapped. Raises DataError."""
         raise NotImplementedError
 
@@ -59,7 +59,7 @@ class TokenStream:
         """Number of samples."""
         return max(0, int((self._starts[-1] - 1) // self.seq_len))
 
-    def read(self, indices: Int64) -> Rows:
+    def read(self, indices: Int64) -> SampleRows:
         """Read samples `indices` [N], in that order.
 
         Raises DataError if a part cannot be read or, with its name and the offset, if a token is
@@ -83,8 +83,8 @@ class TokenStream:
         if rows.size and rows.view(np.uint64).max() >= self.vocab_size:
             self._complain(places, rows)
         if not self._separate:
-            return Rows(rows[:, :-1], rows[:, 1:])
-        return apart(rows, self.begins(places, rows))
+            return SampleRows(rows[:, :-1], rows[:, 1:])
+        return separate_documents(rows, self.begins(places, rows))
 
     def _place(self, positions: Int64) -> tuple[Int64, Int64]:
         """Split positions in the stream into parts and offsets in them."""
@@ -101,12 +101,12 @@ class TokenStream:
         )
 
 
-def apart(rows: Int64, begins: NDArray[np.bool_]) -> Rows:
+def separate_documents(rows: Int64, begins: NDArray[np.bool_]) -> SampleRows:
     """Make rows of samples [N, T + 1] in which a document begins at each `begins`. The first token
     of a document is not a target: nothing leads to it."""
     documents: Int32 = np.zeros((rows.shape[0], rows.shape[1] - 1), np.int32)
     np.cumsum(begins[:, 1:-1], axis=1, dtype=np.int32, out=documents[:, 1:])
-    return Rows(rows[:, :-1], np.where(begins[:, 1:], IGNORE, rows[:, 1:]), documents)
+    return SampleRows(rows[:, :-1], np.where(begins[:, 1:], IGNORE, rows[:, 1:]), documents)
 
 
 def begins_at(starts: Int64, positions: Int64, length: int) -> NDArray[np.bool_]:
@@ -122,7 +122,9 @@ def begins_at(starts: Int64, positions: Int64, length: int) -> NDArray[np.bool_]
     return result
 
 
-def unfit(path: str, split: str, tokens: int, largest: int, shape: Shape, about: str) -> list[str]:
+def stream_problems(
+    path: str, split: str, tokens: int, largest: int, shape: Shape, about: str
+) -> list[str]:
     """List the reasons why a stream of `tokens` tokens, with ids up to `largest`, cannot be
     used."""
     found = []
@@ -140,6 +142,6 @@ def unfit(path: str, split: str, tokens: int, largest: int, shape: Shape, about:
     return found
 
 
-def refuse(problems: list[str]) -> None:
+def raise_problems(problems: list[str]) -> None:
     if problems:
         raise ConfigError(problems)

@@ -22,8 +22,8 @@ import numpy as np
 
 from kempner.data.config import SourceConfig
 from kempner.data.sidecar import DataError
-from kempner.data.source import Int64, Rows
-from kempner.data.stream import Shape, Tokens, apart
+from kempner.data.source import Int64, SampleRows
+from kempner.data.stream import Shape, StreamTokens, separate_documents
 from kempner.data.tokenizer import FileTokenizer
 from kempner.files import LineFile, read_jsonl
 
@@ -90,7 +90,7 @@ class StreamedDocuments:
             "tokenizer": self._tokenizer.describe()["hash"] if self._tokenizer else "",
         }
 
-    def read(self, indices: Int64) -> Rows:
+    def read(self, indices: Int64) -> SampleRows:
         """Read samples `indices` [N]; fast in rising order only. Raises DataError if a token is
         outside the model's vocabulary."""
         length = self.seq_len + 1
@@ -111,7 +111,11 @@ class StreamedDocuments:
             raise DataError(
                 f"{self._path}: token {rows.max()}, but model.vocab_size is {self._vocab_size}"
             )
-        return apart(rows, begins) if self._separate else Rows(rows[:, :-1], rows[:, 1:])
+        return (
+            separate_documents(rows, begins)
+            if self._separate
+            else SampleRows(rows[:, :-1], rows[:, 1:])
+        )
 
     def _fill(self, length: int) -> None:
         """Read until `length` tokens are there."""
@@ -123,7 +127,7 @@ class StreamedDocuments:
             self._left = np.concatenate([self._left, *documents])
             self._begins = np.concatenate([self._begins, *first])
 
-    def _documents(self) -> list[Tokens]:
+    def _documents(self) -> list[StreamTokens]:
         """Tokenize the next rows; after the last, the first again."""
         rows = list(itertools.islice(self._rows, READ_AHEAD))
         if not rows:

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kempner.data.sidecar import (
-    BYTES,
     BYTES_EOD,
+    BYTES_TOKENIZER,
     SIDECAR,
-    TOKENIZER,
+    SIDECAR_TOKENIZER,
     DataError,
     Sidecar,
     open_sidecar,
@@ -31,17 +31,17 @@ BPE_EOD = EOD_NAMES[0]
 BPE_MINIMUM = 257  # 256 bytes and the end of the document
 # Documents per call of the package. Its result takes some 100 bytes per token: for a few
 # documents that stays in the cache, for a whole unit it costs page faults.
-AT_ONCE = 8
+ENCODE_BATCH = 8
 
 
 BYTE = re.compile(
     "<0x([0-9A-F]{2})>"
 )  # a token of one byte, of a tokenizer that falls back to them
-Tokens = NDArray[np.integer[Any]]  # 1-D
+TokenArray = NDArray[np.integer[Any]]  # 1-D
 Span = tuple[int, int]  # characters, from and to
 
 
-class Piece(NamedTuple):
+class TokenPiece(NamedTuple):
     """One token."""
 
     data: bytes  # what it adds to a text, maybe a part of a character; of a special one its name
@@ -55,13 +55,13 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
+    def encode_documents(self, texts: Sequence[str]) -> list[TokenArray]:
         """Encode each text, with the end-of-document id after it and `bos`, if there is one, before
         it."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
-    def piece(self, token: int) -> Piece: ...
+    def piece(self, token: int) -> TokenPiece: ...
 
     def describe(self) -> dict[str, str]:
         """Return name, kind and hash for the sidecar."""
@@ -77,8 +77,8 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", "replace"))
 
-    def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
-        result: list[Tokens] = []
+    def encode_documents(self, texts: Sequence[str]) -> list[TokenArray]:
+        result: list[TokenArray] = []
         for text in texts:
             data = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
             ids = np.empty(len(data) + 1, np.uint16)
@@ -90,11 +90,13 @@ class ByteTokenizer:
         """Decode ids; ids above 255 are dropped, bytes that are not UTF-8 become U+FFFD."""
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
 
-    def piece(self, token: int) -> Piece:
-        return Piece(bytes([token]), False) if token < 256 else Piece(BPE_EOD.encode(), True)
+    def piece(self, token: int) -> TokenPiece:
+        return (
+            TokenPiece(bytes([token]), False) if token < 256 else TokenPiece(BPE_EOD.encode(), True)
+        )
 
     def describe(self) -> dict[str, str]:
-        return dict(BYTES)
+        return dict(BYTES_TOKENIZER)
 
 
 class FileTokenizer:
@@ -111,7 +113,7 @@ class FileTokenizer:
     ) -> None:
         """`eod`: the end-of-document token or its id; None looks for one of the usual names. `bos`:
         the token before each document; None: nothing."""
-        need("tokenizers")
+        import_data_package("tokenizers")
         try:
             data = path.read_bytes()
             self._tokenizer, vocabulary = _parse(data)
@@ -135,10 +137,10 @@ class FileTokenizer:
         ids: list[int] = self._tokenizer.encode(_clean(text), add_special_tokens=False).ids
         return ids
 
-    def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
-        result: list[Tokens] = []
-        for start in range(0, len(texts), AT_ONCE):
-            batch = [_clean(text) for text in texts[start : start + AT_ONCE]]
+    def encode_documents(self, texts: Sequence[str]) -> list[TokenArray]:
+        result: list[TokenArray] = []
+        for start in range(0, len(texts), ENCODE_BATCH):
+            batch = [_clean(text) for text in texts[start : start + ENCODE_BATCH]]
             for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
                 # half the time that np.array takes for a list
                 ids = self._begin + array("I", encoding.ids)
@@ -149,8 +151,8 @@ class FileTokenizer:
     def encode_rendered(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[Span]]]:
         """Return ids and the characters that each was made from, for the output of a chat template:
         a special token spelled out there is one."""
-        for start in range(0, len(texts), AT_ONCE):
-            batch = [_clean(text) for text in texts[start : start + AT_ONCE]]
+        for start in range(0, len(texts), ENCODE_BATCH):
+            batch = [_clean(text) for text in texts[start : start + ENCODE_BATCH]]
             self._tokenizer.encode_special_tokens = False
             encodings = self._tokenizer.encode_batch(batch, add_special_tokens=False)
             self._tokenizer.encode_special_tokens = True
@@ -160,19 +162,19 @@ class FileTokenizer:
         text: str = self._tokenizer.decode(list(ids))
         return text
 
-    def piece(self, token: int) -> Piece:
+    def piece(self, token: int) -> TokenPiece:
         if (added := self._added.get(token)) is not None:
-            return Piece(added.content.encode(), added.special)
+            return TokenPiece(added.content.encode(), added.special)
         name = self._tokenizer.id_to_token(token)
         if name is None:  # ids may have gaps
-            return Piece(b"", False)
+            return TokenPiece(b"", False)
         if self._is_byte_level and all(letter in BYTE_LEVEL for letter in name):
-            return Piece(bytes(BYTE_LEVEL[letter] for letter in name), False)
+            return TokenPiece(bytes(BYTE_LEVEL[letter] for letter in name), False)
         if byte := BYTE.fullmatch(name):
-            return Piece(bytes.fromhex(byte[1]), False)
+            return TokenPiece(bytes.fromhex(byte[1]), False)
         # The decoder strips the space of a token that begins a text.
         once, twice = self.decode([token]), self.decode([token, token])
-        return Piece(twice[len(once) :].encode(), False)
+        return TokenPiece(twice[len(once) :].encode(), False)
 
     @functools.cached_property
     def _added(self) -> dict[int, Any]:
@@ -215,7 +217,7 @@ def tokenizer_of(sidecar: Sidecar, directory: Path) -> Tokenizer:
     """Load the tokenizer that `sidecar` names, whose tokenizer.json is in `directory`."""
     if sidecar.tokenizer["kind"] == "bytes":
         return ByteTokenizer()
-    file = directory / TOKENIZER
+    file = directory / SIDECAR_TOKENIZER
     tokenizer = FileTokenizer(
         file, eod=sidecar.eod, bos=sidecar.bos, name=sidecar.tokenizer["name"]
     )
@@ -232,7 +234,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     The result depends only on the texts and their order. Little text may yield fewer tokens.
     """
     assert vocab_size >= BPE_MINIMUM
-    package = need("tokenizers")
+    package = import_data_package("tokenizers")
     models, pre, decoders, trainers = (
         importlib.import_module(f"tokenizers.{name}")
         for name in ("models", "pre_tokenizers", "decoders", "trainers")
@@ -254,14 +256,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
 @functools.lru_cache(1)  # a large vocabulary takes 0.3 s, and is asked for several times
 def _parse(data: bytes) -> tuple[Any, dict[str, int]]:
     """Parse the tokenizer and its vocabulary. Raises whatever the package does."""
-    tokenizer = need("tokenizers").Tokenizer.from_buffer(data)
+    tokenizer = import_data_package("tokenizers").Tokenizer.from_buffer(data)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     return tokenizer, tokenizer.get_vocab()
 
 
-def need(package: str) -> Any:
+def import_data_package(package: str) -> Any:
     """Import an optional package of the extra `data`."""
     try:
         return importlib.import_module(package)

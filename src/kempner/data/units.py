@@ -24,36 +24,36 @@ from pathlib import Path
 
 import numpy as np
 
-from kempner.data.encode import FOR_THE_PARENT, Encoded, Encoding, encode, in_workers
-from kempner.data.sidecar import SPLITS, UNITS
-from kempner.data.sources import BadLine, Piece
+from kempner.data.encode import FOR_THE_PARENT, Encoded, Encoding, encode_pieces, in_workers
+from kempner.data.sidecar import DATA_SPLITS, UNITS_FOLDER
+from kempner.data.sources import BadLine, SourcePiece
 from kempner.data.tokenizer import Tokenizer
 from kempner.directories import Kind, read_mark
 from kempner.files import write_atomic
 
-Item = tuple[Path, list[Piece]]
+Item = tuple[Path, list[SourcePiece]]
 
 IN_UNITS = re.compile(r"\d{8}\.npz|(attempts|chain)\.jsonl|status\.json|logs|notified|\..*")
 
 
 def unit_file(out: Path, number: int) -> Path:
-    return out / UNITS / f"{number:08d}.npz"
+    return out / UNITS_FOLDER / f"{number:08d}.npz"
 
 
 def remove_units(out: Path) -> None:
     """Delete the units and records of a job's tasks; a version before the mark is known by their
     names."""
-    folder = out / UNITS
+    folder = out / UNITS_FOLDER
     names = os.listdir(folder) if folder.is_dir() else []
     if read_mark(folder)[0] is Kind.DATA or all(map(IN_UNITS.fullmatch, names)):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def number_units(out: Path, units: list[list[Piece]]) -> list[Item]:
+def number_units(out: Path, units: list[list[SourcePiece]]) -> list[Item]:
     return [(unit_file(out, number), unit) for number, unit in enumerate(units)]
 
 
-def save(path: Path, unit: Encoded) -> None:
+def save_unit(path: Path, unit: Encoded) -> None:
     """Write a unit. An error leaves no file, and a kill a temporary one that nobody reads."""
     about = {**dataclasses.asdict(unit), "tokens": None}
     parts = {
@@ -63,12 +63,12 @@ def save(path: Path, unit: Encoded) -> None:
     write_atomic(path, lambda file: np.savez(file, **parts))  # type: ignore[arg-type]
 
 
-def load(path: Path) -> Encoded | None:
+def load_unit(path: Path) -> Encoded | None:
     """Read a unit; None if it is missing or damaged: npz has a CRC-32 of each array."""
     try:
         with np.load(path) as parts:
             about = json.loads(parts["about"].tobytes())
-            about["tokens"] = {split: parts[split] for split in SPLITS}
+            about["tokens"] = {split: parts[split] for split in DATA_SPLITS}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
     about["bad"] = [BadLine(**bad) for bad in about["bad"]]
@@ -77,14 +77,14 @@ def load(path: Path) -> Encoded | None:
 
 def read_or_encode(item: Item, how: Encoding, tokenizer: Tokenizer) -> Encoded:
     path, unit = item
-    return load(path) or encode(unit, how, tokenizer)
+    return load_unit(path) or encode_pieces(unit, how, tokenizer)
 
 
 def _write(item: Item, how: Encoding, tokenizer: Tokenizer) -> Encoded:
     """Write a unit; return it without its tokens, which are in the file."""
     path, unit = item
-    encoded = encode(unit, how, tokenizer)
-    save(path, encoded)
+    encoded = encode_pieces(unit, how, tokenizer)
+    save_unit(path, encoded)
     return dataclasses.replace(encoded, tokens={})
 
 
@@ -104,7 +104,7 @@ class Leave:
         self.state = state
 
 
-def encode_share(
+def encode_units(
     items: Sequence[Item], how: Encoding, workers: int, rank: int, tasks: int
 ) -> Iterator[Encoded]:
     """Encode this task's share, then what the others have left; yields what was done, without

@@ -27,13 +27,13 @@ def read_vocabulary(file: Path) -> dict[int, str]:
         ) from None
 
 
-def fingerprint(texts: Mapping[int, str]) -> str:
+def vocabulary_fingerprint(texts: Mapping[int, str]) -> str:
     """Hash a vocabulary: equal wherever each token id means the same text."""
     digest = hashlib.sha256(json.dumps(sorted(texts.items())).encode()).hexdigest()
     return f"sha256:{digest}"
 
 
-def agree(one: Mapping[int, str], other: Mapping[int, str]) -> bool:
+def vocabularies_agree(one: Mapping[int, str], other: Mapping[int, str]) -> bool:
     """Return whether the vocabularies are equal, or one only adds ids to the other, such as the
     tokens of a chat template."""
     small, large = sorted((one, other), key=len)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kempner.data.chat_template import Message
+from kempner.data.chat_template import ChatMessage
 from kempner.generate.config import Sampling
 from kempner.generate.engine import Engine
-from kempner.generate.texts import Text, generate
+from kempner.generate.texts import Text, generate_texts
 from kempner.load import Loaded
 
 
-def talk(loaded: Loaded, sampling: Sampling) -> None:
+def run_dialogue(loaded: Loaded, sampling: Sampling) -> None:
     """Answer what the user types, until Ctrl-D or Ctrl-C. The model reads the dialogue so far,
     without its oldest turns where they leave no room for an answer."""
-    messages: list[Message] = []
+    messages: list[ChatMessage] = []
     try:
         while True:
             if not (text := input("> ")).strip():
                 continue
             messages.append({"role": "user", "content": text})
             answer = ""
-            for piece in reply(loaded, messages, sampling):
+            for piece in generate_reply(loaded, messages, sampling):
                 print(piece, end="", flush=True)
                 answer += piece
             print()
@@ -30,7 +30,9 @@ def talk(loaded: Loaded, sampling: Sampling) -> None:
         print()
 
 
-def reply(loaded: Loaded, messages: list[Message], sampling: Sampling) -> Iterator[str]:
+def generate_reply(
+    loaded: Loaded, messages: list[ChatMessage], sampling: Sampling
+) -> Iterator[str]:
     """Yield the model's answer to the last message, piece by piece; removes turns without room from
     `messages`."""
     words, room = loaded.words, max(1, loaded.window - sampling.max_tokens)
@@ -38,5 +40,5 @@ def reply(loaded: Loaded, messages: list[Message], sampling: Sampling) -> Iterat
         del messages[:2]
     window = min(loaded.window, len(ids) + sampling.max_tokens)
     engine = Engine[Text](loaded.model, words.tokenizer.vocab_size, window, 1)
-    for piece in generate(engine, words.tokenizer, words.ends, [ids], sampling):
+    for piece in generate_texts(engine, words.tokenizer, words.ends, [ids], sampling):
         yield piece.text

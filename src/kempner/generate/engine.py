@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kempner.generate.config import Sampling
 from kempner.generate.sampling import Uniforms, draw_rows
-from kempner.model.cache import KVCache, Rows, whole_blocks
+from kempner.model.cache import CacheRows, KVCache, whole_blocks
 from kempner.model.decoder import Decoder
 
 
-class Request:
+class GenerationRequest:
     """A prompt, and the tokens that continue it."""
 
     def __init__(self, number: int, prompt: Sequence[int], sampling: Sampling) -> None:
@@ -38,10 +38,10 @@ class Request:
         return self.new[-1] if self.new else self.prompt[-1]
 
 
-R = TypeVar("R", bound=Request)
+_R = TypeVar("_R", bound=GenerationRequest)
 
 
-class Engine(Generic[R]):
+class Engine(Generic[_R]):
     """Draws one token at a time for each of its requests.
 
     A text that outgrows the window is read again from its last tokens on, at least half a window:
@@ -56,7 +56,7 @@ class Engine(Generic[R]):
         weight = model.embed.weight
         self.model, self.vocab_size = model, vocab_size
         self.cache = KVCache(model.cfg, slots, window, weight.device, weight.dtype, fixed)
-        self.requests: list[R] = []  # number i has row i of the cache
+        self.requests: list[_R] = []  # number i has row i of the cache
         self.version = 0  # of the weights
         self.prefilled = 0  # tokens that were read when requests joined
         # Tokens whose keys and values each row of the cache holds, also after its request has left.
@@ -66,19 +66,19 @@ class Engine(Generic[R]):
     def free(self) -> int:
         return self.cache.slots - len(self.requests)
 
-    def holds(self, request: R) -> bool:
+    def holds(self, request: _R) -> bool:
         """Return whether a row holds the beginning of this request: then joining costs nothing."""
         return request.context(self.cache.length) in self._held
 
-    def join(self, requests: Sequence[R]) -> list[R]:
+    def join(self, requests: Sequence[_R]) -> list[_R]:
         """Read the prompts, and draw the first token of each; returns these requests. With fixed
         shapes no token is drawn yet.
 
         A prompt that another row holds is copied, so that it is read once for all samples of it.
         Its last token is left out: the request takes part in the next step with it.
         """
-        fresh: dict[tuple[int, ...], R] = {}
-        again: list[tuple[R, tuple[int, ...]]] = []
+        fresh: dict[tuple[int, ...], _R] = {}
+        again: list[tuple[_R, tuple[int, ...]]] = []
         for request in requests:
             context = request.context(self.cache.length)
             if context in fresh:
@@ -103,7 +103,7 @@ class Engine(Generic[R]):
         return [] if self.cache.fixed else [*fresh.values()]
 
     @torch.inference_mode()
-    def _read(self, request: R, context: tuple[int, ...]) -> None:
+    def _read(self, request: _R, context: tuple[int, ...]) -> None:
         """Read a prompt alone, padded to the window, and without its last token, which the next
         step reads: so the first token is drawn in the same shape as all the others."""
         row, length = len(self.requests), self.cache.length
@@ -114,12 +114,12 @@ class Engine(Generic[R]):
         self.model(padded.to(self.cache.keys.device), cache=self.cache.join([length]))
         self.cache.lengths[row] = len(context) - 1
 
-    def _copy(self, request: R, context: tuple[int, ...]) -> None:
+    def _copy(self, request: _R, context: tuple[int, ...]) -> None:
         self.cache.copy(self._held.index(context), len(context) - 1)
         self._held[len(self.requests)] = context
         self.requests.append(request)
 
-    def step(self) -> list[R]:
+    def step(self) -> list[_R]:
         """Draw the next token of every request; returns those that have one."""
         sizes = zip(self.requests, self.cache.lengths, strict=True)
         full = [request for request, size in sizes if size == self.cache.length]
@@ -133,7 +133,7 @@ class Engine(Generic[R]):
             self._draw(grown, tokens, self.cache.step())
         return grown + self.join(full)
 
-    def leave(self, request: R) -> None:
+    def leave(self, request: _R) -> None:
         row = self.requests.index(request)
         self.cache.leave(row)
         last = self.requests.pop()
@@ -153,7 +153,7 @@ class Engine(Generic[R]):
         self._held = [()] * self.cache.slots
 
     @torch.inference_mode()
-    def _draw(self, requests: Sequence[R], tokens: Tensor, rows: Rows) -> None:
+    def _draw(self, requests: Sequence[_R], tokens: Tensor, rows: CacheRows) -> None:
         """Draw one token for each request, after tokens [B, T]."""
         device = self.cache.keys.device
         logits = self.model(tokens.to(device), cache=rows)[: len(requests), 0]  # [B, V]

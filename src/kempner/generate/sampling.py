@@ -45,18 +45,20 @@ def draw_rows(
     for row, sampling in enumerate(samplings):
         groups[sampling.filters].append(row)
     if len(groups) == 1:
-        return draw(logits, samplings[0], uniform, size)
+        return sample_tokens(logits, samplings[0], uniform, size)
     tokens = torch.empty(len(samplings), dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(len(samplings), device=logits.device)
     for numbers in groups.values():
         rows = torch.tensor(numbers, device=logits.device)
-        tokens[rows], logprobs[rows] = draw(
+        tokens[rows], logprobs[rows] = sample_tokens(
             logits[rows], samplings[numbers[0]], uniform[rows], size
         )
     return tokens, logprobs
 
 
-def draw(logits: Tensor, sampling: Sampling, uniform: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def sample_tokens(
+    logits: Tensor, sampling: Sampling, uniform: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
     """Draw the next token of each row, int64 [B], and the log of its probability, fp32 [B]; logits
     [B, V], uniform [B] in [0, 1).
 
@@ -67,7 +69,7 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor, size: int) -> tupl
     if sampling.temperature == 0:
         highest, tokens = logits[:, :size].max(-1)
         return tokens, highest.float() - logits.float().logsumexp(-1)
-    chances, ids = filtered(logits, sampling, size)
+    chances, ids = filter_probabilities(logits, sampling, size)
     # Inverse of the cumulative distribution. The factor keeps a uniform that rounds to 1 from
     # choosing a token past the last one with a probability over 0.
     total = chances.cumsum(-1)  # [B, V or k]
@@ -81,7 +83,9 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor, size: int) -> tupl
     return (drawn if ids is None else ids.gather(1, drawn)).squeeze(1), logprobs
 
 
-def filtered(logits: Tensor, sampling: Sampling, size: int) -> tuple[Tensor, Tensor | None]:
+def filter_probabilities(
+    logits: Tensor, sampling: Sampling, size: int
+) -> tuple[Tensor, Tensor | None]:
     """Return probabilities [B, n] and their tokens [B, n]; None: n = size and the tokens are in
     order. Without filters they are shares of all V tokens, with filters not normalized.
 

@@ -8,7 +8,7 @@ from kempner.data.tokenizer import Tokenizer
 
 UNFINISHED = "\ufffd"  # what the bytes of an incomplete character decode to
 CHARACTER = 4  # bytes of the longest one, and so tokens
-BEFORE = 8  # tokens of the prompt that the first new token is decoded with
+CONTEXT_TOKENS = 8  # tokens of the prompt that the first new token is decoded with
 
 
 class TextStream:
@@ -16,7 +16,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer, self._stop = tokenizer, stop
-        self._ids = list(prompt[-BEFORE:])
+        self._ids = list(prompt[-CONTEXT_TOKENS:])
         # A token's text depends on the tokens before it (spaces, parts of a character): it is
         # decode(_ids[begin:]) without the prefix decode(_ids[begin:read]).
         self._begin, self._read = 0, len(self._ids)

@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from kempner.data.tokenizer import Tokenizer
 from kempner.generate.config import Sampling
-from kempner.generate.engine import Engine, Request
+from kempner.generate.engine import Engine, GenerationRequest
 from kempner.generate.stream import TextStream
 
 PATIENCE = 4  # see Texts._room
 PREFILL = 8192  # tokens that are read at once, unless one prompt has more: the others wait so long
 
 
-class Text(Request):
+class Text(GenerationRequest):
     """A request whose tokens are text, up to one of the tokens `ends` or a stop string."""
 
     def __init__(
@@ -107,7 +107,7 @@ class Texts:
         self.engine.forget()
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A new piece of one prompt's text."""
 
     prompt: int  # number of the prompt
@@ -115,13 +115,13 @@ class Piece(NamedTuple):
     done: bool
 
 
-def generate(
+def generate_texts(
     engine: Engine[Text],
     tokenizer: Tokenizer,
     ends: Collection[int],
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
-) -> Iterator[Piece]:
+) -> Iterator[TextPiece]:
     """Yield the texts that continue the prompts, piece by piece."""
     texts = Texts(engine)
     texts.waiting.extend(
@@ -129,4 +129,4 @@ def generate(
     )
     while texts.busy:
         for text, grown in texts.turn():
-            yield Piece(text.number, grown, bool(text.finish))
+            yield TextPiece(text.number, grown, bool(text.finish))

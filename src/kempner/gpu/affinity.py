@@ -12,10 +12,10 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-SLACK = 0.75  # of a rank's share of the CPUs, which the system keeps some of
+CPU_SHARE = 0.75  # of a rank's share of the CPUs, which the system keeps some of
 
 
-def stay_near(gpu: str, gpus: Sequence[str], ranks: int) -> set[int]:
+def bind_near_gpu(gpu: str, gpus: Sequence[str], ranks: int) -> set[int]:
     """Bind this process, and all that it starts, to those of its CPUs that are near `gpu`; returns
     them, or nothing if it changed nothing. The GPUs are names of the PCI bus, 0000:3b:00; `gpus`
     are all that this process sees, `ranks` the processes of this run on this host.
@@ -25,7 +25,7 @@ def stay_near(gpu: str, gpus: Sequence[str], ranks: int) -> set[int]:
     if os.environ.get("KEMPNER_NUMA") == "0":
         return set()
     allowed = os.sched_getaffinity(0)
-    chosen = choose(gpu, gpus, ranks, allowed, os.environ)
+    chosen = choose_cpus(gpu, gpus, ranks, allowed, os.environ)
     # A thread inherits its creator's CPUs, but torch's threads exist already: bind each of them.
     for thread in Path("/proc/self/task").iterdir() if chosen else ():
         with contextlib.suppress(OSError):  # it has ended
@@ -33,7 +33,7 @@ def stay_near(gpu: str, gpus: Sequence[str], ranks: int) -> set[int]:
     return chosen
 
 
-def choose(
+def choose_cpus(
     gpu: str, gpus: Sequence[str], ranks: int, allowed: set[int], env: Mapping[str, str]
 ) -> set[int]:
     """Choose the allowed CPUs that are near `gpu`, if some are not; none if that would leave the
@@ -47,7 +47,7 @@ def choose(
     sharing = min(max(sharing, 1), ranks)
     asked = env.get("SLURM_CPUS_PER_TASK", "")
     share = int(asked) if asked.isdecimal() else len(allowed) // ranks
-    return near if len(near) >= SLACK * share * sharing else set()
+    return near if len(near) >= CPU_SHARE * share * sharing else set()
 
 
 def near_cpus(root: Path, gpu: str) -> set[int]:
@@ -55,7 +55,7 @@ def near_cpus(root: Path, gpu: str) -> set[int]:
     one."""
     for function in sorted(root.glob(f"bus/pci/devices/{gpu}.*")):
         with contextlib.suppress(OSError, ValueError):
-            return cpus((function / "local_cpulist").read_text())
+            return parse_cpu_list((function / "local_cpulist").read_text())
     return set()
 
 
@@ -75,7 +75,7 @@ def _same_kind(root: Path, gpu: str) -> list[str]:
     return sorted(found)
 
 
-def cpus(text: str) -> set[int]:
+def parse_cpu_list(text: str) -> set[int]:
     """Parse the kernel's notation of CPU lists: 0-15,64-79."""
     found: set[int] = set()
     for part in text.strip().split(","):

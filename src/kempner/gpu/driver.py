@@ -14,10 +14,10 @@ from pathlib import Path
 
 BRANCHES = {"13": 580, "12": 525}  # the first branch of the driver, by CUDA's major version
 INDEXES = {580: "cu130", 525: "cu126"}  # of torch's builds, by the first branch that runs them
-INDEX = "https://download.pytorch.org/whl/"
+WHEEL_INDEX = "https://download.pytorch.org/whl/"
 
 
-def driver() -> str | None:
+def driver_version() -> str | None:
     """The version of NVIDIA's driver on this host, such as 580.65.06; None: there is none."""
     root = os.environ.get("KEMPNER_PROC", "/proc")  # a test puts a tree of its own here
     try:
@@ -46,35 +46,37 @@ def branch_for(cuda: str) -> int | None:
     return BRANCHES.get(cuda.partition(".")[0])
 
 
-def misfit(driver: str | None, cuda: str | None) -> str | None:
+def driver_problem(driver: str | None, cuda: str | None) -> str | None:
     """Return why a torch built with `cuda` cannot use the GPUs of a host with this driver, and the
     fix; None if it can, or if that is unknown."""
     if driver is None:
         return None
     if cuda is None:
-        return f"torch is built without CUDA, and the driver is {driver}: {remedy(driver)}"
+        return f"torch is built without CUDA, and the driver is {driver}: {driver_remedy(driver)}"
     least = branch_for(cuda)
     if least is None or int(driver.partition(".")[0]) >= least:
         return None
     return (
         f"torch is built with CUDA {cuda}, which needs driver {least} or later, and the driver is "
-        f"{driver}: {remedy(driver)}"
+        f"{driver}: {driver_remedy(driver)}"
     )
 
 
-def remedy(driver: str | None) -> str:
+def driver_remedy(driver: str | None) -> str:
     """Return how to get a torch that fits."""
     branch = int(driver.partition(".")[0]) if driver else 0
     fits = [name for least, name in INDEXES.items() if branch >= least]
     if driver and not fits:
         return f"no build of torch 2.13 runs on it: ask for driver {min(INDEXES)} or later"
     index = fits[0] if fits else "cu126"
-    return f"make .venv/train TORCH_INDEX={INDEX}{index} (docs/reference/slurm.md has a table)"
+    return (
+        f"make .venv/train TORCH_INDEX={WHEEL_INDEX}{index} (docs/reference/slurm.md has a table)"
+    )
 
 
-def both() -> str | None:
+def driver_and_cuda() -> str | None:
     """Describe driver and CUDA side by side; None for a torch without CUDA."""
-    cuda, version = cuda_of_torch(), driver()
+    cuda, version = cuda_of_torch(), driver_version()
     if cuda is None:
         return None
     if version is not None:

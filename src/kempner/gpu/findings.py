@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kempner.gpu.reading import REASONS, SLOWDOWNS, SWITCHES, Gpu
+from kempner.gpu.reading import REASONS, SLOWDOWNS, SWITCHES, GpuReading
 
 # end: the run ends at once, and goes on without the node. exclude: it goes on, and if it ends by a
 # crash or a hang, then without the node. warn: the administrator should know. note: recorded only.
-Answer = Literal["end", "exclude", "warn", "note"]
+FaultAction = Literal["end", "exclude", "warn", "note"]
 
 # After these the GPU computes nothing more until it is reset, and the program may never hear of it:
 # in the catalog the immediate action is to reset the GPU, or to restart the machine.
@@ -31,7 +31,7 @@ DEAD = {
     158: "a fatal timeout of the GPU",
 }
 # Also faults of the hardware; but the program is told, or may go on.
-BROKEN = {
+BROKEN_GPU = {
     48: "a memory error of two bits",
     64: "a broken row of memory could not be remapped",
     74: "an NVLink error",
@@ -55,21 +55,21 @@ WORN = {
 
 THROTTLED = 4  # looks, in at least half of which a GPU is slowed down
 LOADED = 50.0  # percent: an idle GPU saves power by a slower link
-SWITCHED: dict[str, tuple[Answer, str]] = {
+SWITCHED: dict[str, tuple[FaultAction, str]] = {
     "remapped_rows.failure": ("exclude", "a broken row of memory could not be remapped"),
     "remapped_rows.pending": ("warn", "a broken row of memory is remapped at the next reset"),
     "retired_pages.pending": ("warn", "a broken page of memory is retired at the next reset"),
 }
 ECC = "ecc.errors.uncorrected.volatile.total"
-WIDTH, GEN = "pcie.link.width", "pcie.link.gen"
+LINK_WIDTH, LINK_GENERATION = "pcie.link.width", "pcie.link.gen"
 
 
 @dataclass(frozen=True)
 class Finding:
     kind: Literal["xid", "lost", "ecc", "memory", "throttled", "link", "silent"]
-    answer: Answer
+    answer: FaultAction
     text: str
-    gpu: Gpu | None = None
+    gpu: GpuReading | None = None
     xid: int | None = None
 
     @property
@@ -84,11 +84,11 @@ class Finding:
         return self.kind, where, self.xid, self.text if self.xid is None else ""
 
 
-def of_xid(xid: int, text: str, gpu: Gpu | None) -> Finding:
+def of_xid(xid: int, text: str, gpu: GpuReading | None) -> Finding:
     """Make the finding for an Xid. `text`: the driver's message, or ""."""
-    tables: tuple[tuple[dict[int, str], Answer], ...] = (
+    tables: tuple[tuple[dict[int, str], FaultAction], ...] = (
         (DEAD, "end"),
-        (BROKEN, "exclude"),
+        (BROKEN_GPU, "exclude"),
         (WORN, "warn"),
     )
     for known, answer in tables:
@@ -97,7 +97,7 @@ def of_xid(xid: int, text: str, gpu: Gpu | None) -> Finding:
     return Finding("xid", "note", f"Xid {xid}{f': {text}' if text else ''}", gpu, xid)
 
 
-def at_rest(gpu: Gpu) -> Iterator[tuple[str, str]]:
+def at_rest(gpu: GpuReading) -> Iterator[tuple[str, str]]:
     """Yield faults visible at a single look, by nvidia-smi's names, with the value: for the
     preflight."""
     if gpu.lost:
@@ -110,20 +110,20 @@ def at_rest(gpu: Gpu) -> Iterator[tuple[str, str]]:
         if name in gpu.slowdowns and name.startswith("hw_"):
             yield reason, "Active"
     if _narrow(gpu):
-        yield f"{WIDTH}.current", f"{gpu.number(f'{WIDTH}.current'):.0f}"
+        yield f"{LINK_WIDTH}.current", f"{gpu.number(f'{LINK_WIDTH}.current'):.0f}"
 
 
-def _narrow(gpu: Gpu) -> bool:
-    now, most = gpu.number(f"{WIDTH}.current"), gpu.number(f"{WIDTH}.max")
+def _narrow(gpu: GpuReading) -> bool:
+    now, most = gpu.number(f"{LINK_WIDTH}.current"), gpu.number(f"{LINK_WIDTH}.max")
     return now is not None and most is not None and 0 < now < most
 
 
 @dataclass
-class Watch:
+class ReadingComparison:
     """Comparison of each look with the first one, and with the last few."""
 
-    first: dict[str, Gpu] = field(default_factory=dict)
-    last: dict[str, Gpu] = field(default_factory=dict)
+    first: dict[str, GpuReading] = field(default_factory=dict)
+    last: dict[str, GpuReading] = field(default_factory=dict)
     slowed: dict[str, deque[tuple[str, ...]]] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)  # at the last look
 
@@ -132,7 +132,7 @@ class Watch:
         """True if something has to be looked at again soon."""
         return bool(self.missing)
 
-    def look(self, gpus: Sequence[Gpu]) -> Iterator[Finding]:
+    def look(self, gpus: Sequence[GpuReading]) -> Iterator[Finding]:
         now = {_name(gpu): gpu for gpu in gpus}
         yield from self._lost(now)
         for name, gpu in now.items():
@@ -144,7 +144,7 @@ class Watch:
             yield from _link(before, gpu, self.last.get(name))
             self.last[name] = gpu
 
-    def _lost(self, now: dict[str, Gpu]) -> Iterator[Finding]:
+    def _lost(self, now: dict[str, GpuReading]) -> Iterator[Finding]:
         """Yield lost GPUs: missing twice in a row, because a busy driver may leave one out; and
         only those that were well: the driver says the same of GPUs that other jobs have."""
         gone = {name: self.first[name] for name in self.first.keys() - now.keys()}
@@ -157,7 +157,7 @@ class Watch:
             yield Finding("lost", "end", "the driver has lost it", gone[name])
         self.missing = set(gone)
 
-    def _throttled(self, name: str, gpu: Gpu) -> Iterator[Finding]:
+    def _throttled(self, name: str, gpu: GpuReading) -> Iterator[Finding]:
         looks = self.slowed.setdefault(name, deque(maxlen=THROTTLED))
         looks.append(gpu.slowdowns)
         for reason in SLOWDOWNS:
@@ -165,11 +165,11 @@ class Watch:
                 yield Finding("throttled", "warn", f"slowed down: {reason}", gpu)
 
 
-def _name(gpu: Gpu) -> str:
+def _name(gpu: GpuReading) -> str:
     return gpu.pci or gpu.uuid or str(gpu.index)
 
 
-def _memory(first: Gpu, gpu: Gpu) -> Iterator[Finding]:
+def _memory(first: GpuReading, gpu: GpuReading) -> Iterator[Finding]:
     """Yield memory errors. Those from before the run are not a reason to leave the node."""
     errors, before = gpu.number(ECC) or 0, first.number(ECC) or 0
     if errors > before:
@@ -183,18 +183,18 @@ def _memory(first: Gpu, gpu: Gpu) -> Iterator[Finding]:
             yield Finding("memory", "warn" if name in first.switches else answer, text, gpu)
 
 
-def _link(first: Gpu, gpu: Gpu, before: Gpu | None) -> Iterator[Finding]:
+def _link(first: GpuReading, gpu: GpuReading, before: GpuReading | None) -> Iterator[Finding]:
     if _narrow(gpu):
-        now, most = gpu.number(f"{WIDTH}.current"), gpu.number(f"{WIDTH}.max")
+        now, most = gpu.number(f"{LINK_WIDTH}.current"), gpu.number(f"{LINK_WIDTH}.max")
         yield Finding("link", "warn", f"PCIe has {now:.0f} of {most:.0f} lanes", gpu)
     if before is not None and _slow_link(before) and _slow_link(gpu):
-        now, most = gpu.number(f"{GEN}.current"), gpu.number(f"{GEN}.max")
+        now, most = gpu.number(f"{LINK_GENERATION}.current"), gpu.number(f"{LINK_GENERATION}.max")
         yield Finding("link", "warn", f"PCIe of generation {now:.0f}, not {most:.0f}", gpu)
     if down := sorted(set(first.nvlinks) - set(gpu.nvlinks)):
         yield Finding("link", "exclude", f"NVLink {', '.join(map(str, down))} is down", gpu)
 
 
-def _slow_link(gpu: Gpu) -> bool:
-    now, most = gpu.number(f"{GEN}.current"), gpu.number(f"{GEN}.max")
+def _slow_link(gpu: GpuReading) -> bool:
+    now, most = gpu.number(f"{LINK_GENERATION}.current"), gpu.number(f"{LINK_GENERATION}.max")
     load = gpu.number("utilization.gpu") or 0.0
     return now is not None and most is not None and 0 < now < most and load >= LOADED

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
-from kempner.gpu.reading import bus
+from kempner.gpu.reading import short_bus_id
 
 XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+),?\s*(.*)")
 JOURNAL = ("journalctl", "--dmesg", "--follow", "--lines=0", "--output=cat", "--quiet")
@@ -54,7 +54,7 @@ class KernelLog:
         *lines, self._rest = self._rest.split(b"\n")
         for line in lines:
             if found := XID.search(line.decode(errors="replace")):
-                yield bus(found[1]), int(found[2]), found[3].strip()
+                yield short_bus_id(found[1]), int(found[2]), found[3].strip()
 
     def _read(self) -> Iterator[bytes]:
         """Yield new records: /dev/kmsg gives one a call; EPIPE says that some were overwritten."""

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-LOOK_S = 20.0  # of nvidia-smi, which takes seconds on a node of eight GPUs without persistence mode
-LOST = re.compile(r"GPU is lost|fallen off the bus|Unable to determine the device handle")
+NVIDIA_SMI_TIMEOUT_S = (
+    20.0  # of nvidia-smi, which takes seconds on a node of eight GPUs without persistence mode
+)
+LOST_GPU = re.compile(r"GPU is lost|fallen off the bus|Unable to determine the device handle")
 # Reasons of a slowdown by nvidia-smi's name, with NVML's bit. A power cap that somebody has set
 # (sw_power_cap) is left out: most GPUs reach it in most steps.
 SLOWDOWNS = {
@@ -28,9 +30,9 @@ SLOWDOWNS = {
     "hw_power_brake_slowdown": 0x80,
 }
 REASONS = [f"clocks_event_reasons.{name}" for name in SLOWDOWNS]
-MEMORY = "memory.used"  # MiB
+MEMORY_USED = "memory.used"  # MiB
 NUMBERS = [
-    MEMORY,
+    MEMORY_USED,
     "temperature.gpu",
     "power.draw",
     "utilization.gpu",
@@ -49,7 +51,7 @@ class NoAnswer(Exception):
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuReading:
     """Readings of one GPU; unknown ones are None, or missing."""
 
     index: int
@@ -75,13 +77,13 @@ class Gpu:
 class Reader(Protocol):
     name: str
 
-    def read(self) -> list[Gpu]:
+    def read(self) -> list[GpuReading]:
         """All GPUs that the driver shows. Raises NoAnswer."""
 
     def xids(self, seconds: float) -> Iterator[tuple[str, int]]:
         """Wait up to `seconds` and yield bus and number of the next error."""
 
-    def processes(self, gpu: Gpu) -> list[int]:
+    def processes(self, gpu: GpuReading) -> list[int]:
         """Return the ids of the known processes that hold some of its memory."""
 
 
@@ -93,7 +95,7 @@ def open_reader() -> Reader | None:
     return NvidiaSmi(program) if program else None
 
 
-def bus(text: str) -> str:
+def short_bus_id(text: str) -> str:
     """0000:3b:00, from what NVML, nvidia-smi and the kernel log write in three ways."""
     found = re.search(r"([0-9a-fA-F]+):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})", text)
     return f"{int(found[1], 16):04x}:{found[2]}:{found[3]}".lower() if found else ""
@@ -110,13 +112,13 @@ def given_names() -> list[str] | None:
     return None if given is None else [name.strip() for name in given.split(",") if name.strip()]
 
 
-def of_this_job(gpus: Sequence[Gpu]) -> list[Gpu]:
+def of_this_job(gpus: Sequence[GpuReading]) -> list[GpuReading]:
     """Select the GPUs that the job was given on a shared node. If the others are hidden from the
     job, the driver counts from 0, so that their numbers say nothing: then select all."""
     return surely_of_this_job(gpus) or list(gpus)
 
 
-def surely_of_this_job(gpus: Sequence[Gpu]) -> list[Gpu]:
+def surely_of_this_job(gpus: Sequence[GpuReading]) -> list[GpuReading]:
     """Select the same, but none if no name fits and there are more GPUs than names: some of them
     may be another job's."""
     names = given_names()
@@ -126,7 +128,7 @@ def surely_of_this_job(gpus: Sequence[Gpu]) -> list[Gpu]:
     return [gpu for gpu in gpus if [gpu] in fits]  # CUDA takes no name that fits several
 
 
-def _is_called(gpu: Gpu, name: str) -> bool:
+def _is_called(gpu: GpuReading, name: str) -> bool:
     """Return whether a name means this GPU; CUDA takes the beginning of a UUID, too."""
     return name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name))
 
@@ -141,7 +143,7 @@ class NvidiaSmi:
         self._program = program
         self._known: dict[str, str] = {}  # what this driver calls each name; none: not yet asked
 
-    def read(self) -> list[Gpu]:
+    def read(self) -> list[GpuReading]:
         if not self._known:
             self._known = self._learn()
         rows = self._ask(list(self._known.values()))
@@ -152,7 +154,7 @@ class NvidiaSmi:
         time.sleep(seconds)
         return iter(())
 
-    def processes(self, gpu: Gpu) -> list[int]:
+    def processes(self, gpu: GpuReading) -> list[int]:
         with contextlib.suppress(NoAnswer):
             rows = self._ask(["gpu_uuid", "pid"], "compute-apps")
             return [int(pid) for uuid, pid in rows if uuid == gpu.uuid and pid.isdecimal()]
@@ -183,14 +185,16 @@ class NvidiaSmi:
                 capture_output=True,
                 text=True,
                 errors="replace",
-                timeout=LOOK_S,
+                timeout=NVIDIA_SMI_TIMEOUT_S,
             )
         except subprocess.TimeoutExpired:
-            raise NoAnswer(f"nvidia-smi did not answer within {LOOK_S:.0f} s") from None
+            raise NoAnswer(
+                f"nvidia-smi did not answer within {NVIDIA_SMI_TIMEOUT_S:.0f} s"
+            ) from None
         except OSError as error:
             raise NoAnswer(f"nvidia-smi: {error}") from None
         said = (done.stdout + done.stderr).strip()
-        if lost := LOST.search(said):
+        if lost := LOST_GPU.search(said):
             return self._of_lost(said, lost[0], names)
         rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
         if done.returncode or not rows or any(len(row) != len(names) for row in rows):
@@ -199,17 +203,17 @@ class NvidiaSmi:
 
     def _of_lost(self, said: str, why: str, names: list[str]) -> list[list[str]]:
         """Make the row of a lost GPU: nvidia-smi then reports nothing else, not even the others."""
-        row = {"index": "-1", "pci.bus_id": bus(said), "lost": why}
+        row = {"index": "-1", "pci.bus_id": short_bus_id(said), "lost": why}
         back = {called: name for name, called in self._known.items()}
         return [[row.get(back.get(name, name), "lost") for name in names]]
 
 
-def _from_row(row: dict[str, str]) -> Gpu:
+def _from_row(row: dict[str, str]) -> GpuReading:
     index = _number(row.get("index", ""))
-    return Gpu(
+    return GpuReading(
         index=-1 if index is None else int(index),
         uuid=row.get("uuid", ""),
-        pci=bus(row.get("pci.bus_id", "")),
+        pci=short_bus_id(row.get("pci.bus_id", "")),
         serial=row.get("serial", ""),
         lost=index == -1,
         numbers={name: _number(row.get(name, "")) for name in NUMBERS},
@@ -253,7 +257,7 @@ class Nvml:
         for handle in self._handles if self._events is not None else ():
             self._maybe(partial(pynvml.nvmlDeviceRegisterEvents, handle, xid, self._events))
 
-    def read(self) -> list[Gpu]:
+    def read(self) -> list[GpuReading]:
         return [self._read(index) for index in range(len(self._handles))]
 
     def xids(self, seconds: float) -> Iterator[tuple[str, int]]:
@@ -267,21 +271,23 @@ class Nvml:
         index = self._maybe(lambda: self._nvml.nvmlDeviceGetIndex(data.device))
         yield self._about[index].pci if index is not None else "", int(data.eventData)
 
-    def processes(self, gpu: Gpu) -> list[int]:
+    def processes(self, gpu: GpuReading) -> list[int]:
         ask = self._nvml.nvmlDeviceGetComputeRunningProcesses
         found = self._maybe(lambda: ask(self._handles[gpu.index])) or []
         return [process.pid for process in found]
 
-    def _identity(self, index: int) -> Gpu:
+    def _identity(self, index: int) -> GpuReading:
         nvml, handle = self._nvml, self._handles[index]
-        return Gpu(
+        return GpuReading(
             index=index,
             uuid=str(self._maybe(lambda: nvml.nvmlDeviceGetUUID(handle)) or ""),
-            pci=bus(str(self._maybe(lambda: nvml.nvmlDeviceGetPciInfo(handle).busId) or "")),
+            pci=short_bus_id(
+                str(self._maybe(lambda: nvml.nvmlDeviceGetPciInfo(handle).busId) or "")
+            ),
             serial=str(self._maybe(lambda: nvml.nvmlDeviceGetSerial(handle)) or ""),
         )
 
-    def _read(self, index: int) -> Gpu:
+    def _read(self, index: int) -> GpuReading:
         nvml, handle, about = self._nvml, self._handles[index], self._about[index]
         uncorrected, volatile = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         try:

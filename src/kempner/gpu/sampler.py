@@ -25,31 +25,31 @@ from dataclasses import replace
 from pathlib import Path
 
 from kempner.files import LineFile
-from kempner.gpu.findings import ECC, Finding, Watch, of_xid
+from kempner.gpu.findings import ECC, Finding, ReadingComparison, of_xid
 from kempner.gpu.kernel_log import KernelLog
-from kempner.gpu.reading import Gpu, NoAnswer, Reader, of_this_job, open_reader
+from kempner.gpu.reading import GpuReading, NoAnswer, Reader, of_this_job, open_reader
 from kempner.history import events
-from kempner.history.events import Event, Fault, GpuFault
+from kempner.history.events import Event, FaultEvent, GpuFault
 from kempner.slurm import host_name, job_name
 
-POLL_S = 1.0  # between two looks at the kernel log, and at the rank
+GPU_POLL_S = 1.0  # between two looks at the kernel log, and at the rank
 SOON_S = 2.0  # a second look at what is in doubt
-LAST_LOOK_S = 4.0
-SILENT_S = 60.0  # without an answer of the driver, which takes seconds when it is slow
-LINE_S = 60.0  # between two lines of the figures
+SAMPLER_LAST_READ_S = 4.0
+DRIVER_SILENCE_S = 60.0  # without an answer of the driver, which takes seconds when it is slow
+GPU_LINE_S = 60.0  # between two lines of the figures
 
-Look = list[Gpu] | str  # or why there is none
+_GpuLook = list[GpuReading] | str  # or why there is none
 
 
-class Sampler:
+class GpuSampler:
     def __init__(self, run_dir: Path, attempt: int, interval: float, reader: Reader) -> None:
         self.run_dir, self.attempt, self.interval = run_dir, attempt, interval
         self.host, self.rank = host_name(), os.getppid()
-        self.reader, self.log, self.watch = reader, KernelLog(), Watch()
+        self.reader, self.log, self.watch = reader, KernelLog(), ReadingComparison()
         self.known: set[tuple[object, ...]] = set()
-        self.gpus: dict[str, Gpu] = {}
+        self.gpus: dict[str, GpuReading] = {}
         self.figures = Figures(run_dir, self.host, attempt)
-        self._looks: queue.Queue[Look] = queue.Queue()
+        self._looks: queue.Queue[_GpuLook] = queue.Queue()
         self._errors: queue.Queue[tuple[str, int]] = queue.Queue()
         self._due = threading.Event()
         self._asked = self._looked = 0  # looks that were asked for; the last one that is done
@@ -68,7 +68,7 @@ class Sampler:
                 self._ask()
                 following = time.monotonic() + self.interval
         self._ask()  # why has it ended?
-        end = time.monotonic() + LAST_LOOK_S
+        end = time.monotonic() + SAMPLER_LAST_READ_S
         while self._looked < self._asked and time.monotonic() < end:
             time.sleep(0.05)
         self._take()
@@ -79,7 +79,7 @@ class Sampler:
         self.log.close()
 
     def _rank_lives(self) -> bool:
-        readable, _, _ = select.select([sys.stdin], [], [], min(POLL_S, self.interval))
+        readable, _, _ = select.select([sys.stdin], [], [], min(GPU_POLL_S, self.interval))
         return not readable and os.getppid() == self.rank
 
     def _ask(self) -> None:
@@ -98,7 +98,7 @@ class Sampler:
 
     def _listen(self) -> None:
         while True:
-            for error in self.reader.xids(POLL_S):
+            for error in self.reader.xids(GPU_POLL_S):
                 self._errors.put(error)
             time.sleep(0.01)  # NVML answers at once when a GPU is lost
 
@@ -113,7 +113,7 @@ class Sampler:
             self.figures.add(look)
             for finding in self.watch.look(look):
                 self._found(finding)
-        if time.monotonic() - self._answered > max(SILENT_S, 3 * self.interval):
+        if time.monotonic() - self._answered > max(DRIVER_SILENCE_S, 3 * self.interval):
             text = f"{self.reader.name} does not answer"
             self._found(Finding("silent", "warn", text))
         errors = [(*self._errors.get(), "") for _ in range(self._errors.qsize())]
@@ -121,7 +121,7 @@ class Sampler:
             if pci in self.gpus or not pci:  # not another job's
                 self._found(of_xid(xid, text, self.gpus.get(pci)))
             elif not self.gpus:  # whose it is is not known
-                finding = of_xid(xid, text, Gpu(index=-1, pci=pci))
+                finding = of_xid(xid, text, GpuReading(index=-1, pci=pci))
                 harmless = finding.answer in ("warn", "note")
                 self._found(finding if harmless else replace(finding, answer="warn"))
 
@@ -129,7 +129,7 @@ class Sampler:
         if finding.key in self.known:
             return
         self.known.add(finding.key)
-        gpu = finding.gpu or Gpu(index=-1)
+        gpu = finding.gpu or GpuReading(index=-1)
         head = {
             "attempt": self.attempt,
             "time": round(time.time(), 3),
@@ -162,12 +162,12 @@ class Sampler:
         if ends and os.getppid() == self.rank:
             # Collectives would hang now, and the watchdogs of the others wait for minutes.
             text = f"{self.host}: {reason}"
-            self._record(Fault(**head, kind="crash", hosts=(self.host,), reason=text))  # type: ignore[arg-type]
+            self._record(FaultEvent(**head, kind="crash", hosts=(self.host,), reason=text))  # type: ignore[arg-type]
             os.kill(self.rank, signal.SIGKILL)
 
     def _record(self, event: Event) -> None:
         with contextlib.suppress(OSError):  # a full disk: what follows does not need the record
-            events.append(events.own_file(self.run_dir / "attempts.jsonl"), event)
+            events.append_event(events.own_file(self.run_dir / "attempts.jsonl"), event)
 
 
 class Figures:
@@ -175,16 +175,16 @@ class Figures:
 
     def __init__(self, run_dir: Path, host: str, attempt: int) -> None:
         self.path, self.head = run_dir / "gpu" / f"{host}.jsonl", {"host": host, "attempt": attempt}
-        self.looks: list[list[Gpu]] = []
-        self.written = -LINE_S  # the first look is a line
+        self.looks: list[list[GpuReading]] = []
+        self.written = -GPU_LINE_S  # the first look is a line
 
-    def add(self, look: list[Gpu]) -> None:
+    def add(self, look: list[GpuReading]) -> None:
         self.looks.append(look)
-        if time.monotonic() - self.written >= LINE_S:
+        if time.monotonic() - self.written >= GPU_LINE_S:
             self.write()
 
     def write(self) -> None:
-        by_index: dict[int, list[Gpu]] = {}
+        by_index: dict[int, list[GpuReading]] = {}
         for gpu in (gpu for look in self.looks for gpu in look if not gpu.lost):
             by_index.setdefault(gpu.index, []).append(gpu)
         if by_index:
@@ -196,7 +196,7 @@ class Figures:
         self.looks, self.written = [], time.monotonic()
 
 
-def _figures(index: int, looks: list[Gpu]) -> dict[str, object]:
+def _figures(index: int, looks: list[GpuReading]) -> dict[str, object]:
     def mean(name: str) -> float | None:
         found = [value for gpu in looks if (value := gpu.number(name)) is not None]
         return round(statistics.fmean(found), 1) if found else None
@@ -217,7 +217,7 @@ def main(run_dir: Path, attempt: int, interval: float) -> None:
         signal.signal(number, signal.SIG_IGN)
     if (reader := open_reader()) is None:
         return
-    sampler = Sampler(run_dir, attempt, interval, reader)
+    sampler = GpuSampler(run_dir, attempt, interval, reader)
 
     def leave(*_: object) -> None:
         sampler.close()

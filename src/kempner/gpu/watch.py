@@ -10,8 +10,8 @@ from pathlib import Path
 
 from kempner.process import module_command
 
-LAST_LOOK_S = 6.0
-END_S = 2.0
+WATCH_LAST_READ_S = 6.0
+SAMPLER_END_S = 2.0
 
 
 class GpuWatch:
@@ -34,7 +34,7 @@ class GpuWatch:
         assert self._process.stdin is not None
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(LAST_LOOK_S)
+            self._process.wait(WATCH_LAST_READ_S)
         self.end()
 
     def end(self) -> None:
@@ -42,7 +42,7 @@ class GpuWatch:
             if self._process.poll() is None:
                 stop()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(END_S)
+                    self._process.wait(SAMPLER_END_S)
 
 
 def start_watch(run_dir: Path, attempt: int, interval: float, stderr: int = 2) -> GpuWatch | None:

@@ -17,17 +17,27 @@ from kempner.checkpoint import commit
 from kempner.config.option import ConfigError
 from kempner.directories import refuse_others
 from kempner.hf.families import config_json
-from kempner.hf.source import CONFIG, FOLDER, Source, held, read_config, run_of
+from kempner.hf.source import (
+    CONFIG_FILE,
+    HF_FOLDER,
+    WeightsSource,
+    held_weights,
+    read_hf_config,
+    run_of,
+)
 from kempner.hf.tensors import tensor_names
 from kempner.model.config import ModelConfig
 from kempner.model.shapes import tensor_shapes
 
-SAMPLES, SAMPLE = 64, 1 << 16  # pieces of a file that a fingerprint is made of, and their bytes
+FINGERPRINT_SAMPLES, FINGERPRINT_BYTES = (
+    64,
+    1 << 16,
+)  # pieces of a file that a fingerprint is made of, and their bytes
 
 Lora = dict[str, Any]  # "lora" under "fixed" in a manifest: the [lora] section, and "base"
 
 
-def fingerprint(source: Source) -> str:
+def weights_fingerprint(source: WeightsSource) -> str:
     """Return 16 hex digits that identify weights: from the manifest of a checkpoint, from samples
     of the files of a directory."""
     digest = hashlib.sha256()
@@ -39,25 +49,25 @@ def fingerprint(source: Source) -> str:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(f"{path.name} {size}".encode())
-            for at in range(0, size, max(SAMPLE, size // SAMPLES)):
+            for at in range(0, size, max(FINGERPRINT_BYTES, size // FINGERPRINT_SAMPLES)):
                 file.seek(at)
-                digest.update(file.read(SAMPLE))
+                digest.update(file.read(FINGERPRINT_BYTES))
     return digest.hexdigest()[:16]
 
 
-def identity(name: str) -> str:
-    """Return the fingerprint() of the weights that `name` means now."""
-    with held(name) as source:
-        return fingerprint(source)
+def weights_identity(name: str) -> str:
+    """Return the weights_fingerprint() of the weights that `name` means now."""
+    with held_weights(name) as source:
+        return weights_fingerprint(source)
 
 
 @contextlib.contextmanager
-def base_of(manifest: dict[str, Any]) -> Iterator[Source]:
+def base_of(manifest: dict[str, Any]) -> Iterator[WeightsSource]:
     """Open the weights that a checkpoint's adapter belongs to. Raises ConfigError if they are gone
     or have changed."""
     name = manifest["fixed"]["model"]["init_from"]
-    with held(name) as source:
-        if fingerprint(source) != manifest["fixed"]["lora"]["base"]:
+    with held_weights(name) as source:
+        if weights_fingerprint(source) != manifest["fixed"]["lora"]["base"]:
             raise ConfigError(
                 f"{name}: not the weights that the adapter was trained on; put those back there"
             )
@@ -65,13 +75,13 @@ def base_of(manifest: dict[str, Any]) -> Iterator[Source]:
 
 
 @contextlib.contextmanager
-def merged(checkpoint: Path, manifest: dict[str, Any]) -> Iterator[Callable[[str], Any]]:
+def merged_adapter(checkpoint: Path, manifest: dict[str, Any]) -> Iterator[Callable[[str], Any]]:
     """Yield a function from a tensor's name to its base weights plus alpha / rank B A, fp32. The
     base is rounded to bf16 first, as in the training."""
     import torch
 
     from kempner.checkpoint.reader import read_tensors
-    from kempner.hf.load import Job, fill
+    from kempner.hf.load import ReadJob, fill_tensors
     from kempner.hf.stored import Stored
     from kempner.parallel.lora import FROZEN
 
@@ -80,7 +90,7 @@ def merged(checkpoint: Path, manifest: dict[str, Any]) -> Iterator[Callable[[str
     with base_of(manifest) as source, contextlib.ExitStack() as opened:
         if not source.is_checkpoint:
             stored = opened.enter_context(Stored(source.path, "pt"))
-            names = tensor_names(cfg, read_config(source.path)["model_type"])
+            names = tensor_names(cfg, read_hf_config(source.path)["model_type"])
 
         def read(name: str) -> Any:
             if source.is_checkpoint:
@@ -88,7 +98,7 @@ def merged(checkpoint: Path, manifest: dict[str, Any]) -> Iterator[Callable[[str
             else:
                 weight = torch.empty(shapes[name])
                 box = tuple((0, size) for size in shapes[name])
-                fill(stored, [Job(weight, names[name], box)])
+                fill_tensors(stored, [ReadJob(weight, names[name], box)])
             weight = weight.to(FROZEN).float()
             prefix = name.removesuffix("weight")
             if prefix in adapters:
@@ -121,8 +131,8 @@ def export_adapter(checkpoint: Path, out: Path) -> Path:
     manifest = commit.read_manifest(checkpoint)
     lora = lora_of(checkpoint, manifest)
     cfg = ModelConfig(**manifest["fixed"]["model"])
-    carried = run_of(checkpoint) / FOLDER
-    config = read_config(carried) if (carried / CONFIG).is_file() else None
+    carried = run_of(checkpoint) / HF_FOLDER
+    config = read_hf_config(carried) if (carried / CONFIG_FILE).is_file() else None
     names = tensor_names(cfg, config_json(cfg, config, "float32", None)["model_type"])
     tensors, modules = {}, set()
     for prefix in adapter_names(cfg, lora):

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kempner.config.option import ConfigError
-from kempner.config.values import shown
+from kempner.config.values import format_value
 from kempner.hf.families import model_values
-from kempner.hf.source import CONFIG
+from kempner.hf.source import CONFIG_FILE
 
 
 def compare_with_transformers(directory: Path, ours: dict[str, Any]) -> str:
@@ -21,7 +21,7 @@ def compare_with_transformers(directory: Path, ours: dict[str, Any]) -> str:
         import transformers
     except ImportError:
         return "transformers is not installed: how it reads config.json was not compared"
-    file = directory / CONFIG
+    file = directory / CONFIG_FILE
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # it warns of keys that it does not know
             theirs = transformers.AutoConfig.from_pretrained(directory).to_dict()
@@ -31,8 +31,9 @@ def compare_with_transformers(directory: Path, ours: dict[str, Any]) -> str:
     values = model_values(theirs, f"{file}, as transformers {transformers.__version__} reads it")
     if differ := [key for key in ours if ours[key] != values.get(key)]:
         problems = [
-            f"{file}: model.{key} is {shown(ours[key])} here, and {shown(values.get(key))} for "
-            f"transformers {transformers.__version__}; give the key that says so explicitly"
+            f"{file}: model.{key} is {format_value(ours[key])} here, and "
+            f"{format_value(values.get(key))} for transformers {transformers.__version__}; give "
+            "the key that says so explicitly"
             for key in differ
         ]
         raise ConfigError(problems)

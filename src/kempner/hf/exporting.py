@@ -20,36 +20,36 @@ from torch import Tensor
 
 from kempner.checkpoint import commit
 from kempner.checkpoint.reader import Want, read_table, read_wanted
-from kempner.checkpoint.writer import pages
+from kempner.checkpoint.writer import allocate_pages
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import SIDECAR, TOKENIZER_CONFIG, Sidecar
 from kempner.data.vocabulary import read_vocabulary
-from kempner.directories import MARK, Kind, mark, refuse_others
+from kempner.directories import MARK_FILE, Kind, mark_directory, refuse_others
 from kempner.files import fsync, write_atomic
 from kempner.front_door import explain_os_error
-from kempner.hf.adapter import merged
+from kempner.hf.adapter import merged_adapter
 from kempner.hf.families import Config, config_json
 from kempner.hf.source import (
-    CONFIG,
-    FOLDER,
+    CONFIG_FILE,
     GENERATION,
-    TOKENIZER,
-    carry,
-    read_config,
+    HF_FOLDER,
+    TOKENIZER_FILE,
+    copy_model_files,
+    read_hf_config,
     run_of,
 )
-from kempner.hf.stored import INDEX, SINGLE
-from kempner.hf.tensors import parts, tensor_names
+from kempner.hf.stored import INDEX_FILE, SINGLE
+from kempner.hf.tensors import stored_parts, tensor_names
 from kempner.hub import CARRIED, TOKENIZER_FILES
 from kempner.model.config import ModelConfig
 from kempner.model.shapes import ROUTER_BIAS, tensor_shapes
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEADER_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 READ_BYTES = 1 << 28  # read at once, and there are two such buffers; a larger tensor is one part
 
 
-def export(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> Path:
+def export_checkpoint(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> Path:
     """Write the model of a checkpoint, which the caller protects from retention, to a new or empty
     directory; returns it.
 
@@ -61,21 +61,23 @@ def export(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> Path:
     manifest = commit.read_manifest(checkpoint)
     cfg = ModelConfig(**manifest["fixed"]["model"])
     beside = run_of(checkpoint)
-    carried = read_config(beside / FOLDER) if (beside / FOLDER / CONFIG).is_file() else None
-    torch_dtype = DTYPES[_dtype(carried) if dtype == "auto" else dtype]
+    carried = (
+        read_hf_config(beside / HF_FOLDER) if (beside / HF_FOLDER / CONFIG_FILE).is_file() else None
+    )
+    torch_dtype = EXPORT_DTYPES[_dtype(carried) if dtype == "auto" else dtype]
     # An existing directory may be a link or a mount point, so it is filled, not replaced.
     unfinished = out if out.is_dir() else out.with_name(f"{out.name}.partial")
     refuse_others(unfinished, "DIR.partial", (Kind.EXPORT,), "remove it, or give another DIR")
     if unfinished != out:
         shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        mark(unfinished, Kind.EXPORT)
+        mark_directory(unfinished, Kind.EXPORT)
         kind = write_beside(
             unfinished, beside, cfg, carried, str(torch_dtype).removeprefix("torch.")
         )
         names = tensor_names(cfg, kind)
         _write_tensors(unfinished, _Reader(checkpoint, names, torch_dtype), names, shard_bytes)
-        (unfinished / MARK).unlink()
+        (unfinished / MARK_FILE).unlink()
         fsync(unfinished)
         if unfinished != out:
             unfinished.rename(out)
@@ -99,7 +101,9 @@ def _clear(unfinished: Path, out: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         return
     for path in out.iterdir():
-        if any(fnmatch(path.name, pattern) for pattern in (*CARRIED, "model*.safetensors*", MARK)):
+        if any(
+            fnmatch(path.name, pattern) for pattern in (*CARRIED, "model*.safetensors*", MARK_FILE)
+        ):
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -115,7 +119,7 @@ def write_beside(out: Path, run: Path, cfg: ModelConfig, carried: Config | None,
     eos = None
     sidecar = Sidecar.load(run / SIDECAR) if (run / SIDECAR).is_file() else None
     if carried is not None:
-        carry(run / FOLDER, out)
+        copy_model_files(run / HF_FOLDER, out)
         if sidecar is not None:
             _write_tokenizer(out, run, sidecar)
             _write_end_of_turn(out, sidecar, carried)
@@ -123,24 +127,24 @@ def write_beside(out: Path, run: Path, cfg: ModelConfig, carried: Config | None,
         eos = sidecar.eod
         _write_tokenizer(out, run, sidecar)
     config = config_json(cfg, carried, dtype, eos)
-    write_json(out / CONFIG, config)
+    write_json(out / CONFIG_FILE, config)
     return str(config["model_type"])
 
 
 def _write_tokenizer(out: Path, run: Path, sidecar: Sidecar) -> None:
     """Write the data's tokenizer, with the chat template that a run on chat data was trained with,
     in place of the model's, unless the model's knows all ids of a text."""
-    file, texts = out / TOKENIZER, sidecar.kind == "text"
+    file, texts = out / TOKENIZER_FILE, sidecar.kind == "text"
     if sidecar.tokenizer["kind"] == "bytes":
         return
     own = read_vocabulary(file) if texts and file.is_file() else {}
-    if own and read_vocabulary(run / TOKENIZER).items() <= own.items():
+    if own and read_vocabulary(run / TOKENIZER_FILE).items() <= own.items():
         return
-    same = file.is_file() and file.read_bytes() == (run / TOKENIZER).read_bytes()
+    same = file.is_file() and file.read_bytes() == (run / TOKENIZER_FILE).read_bytes()
     for pattern in ("chat_template*",) if same else TOKENIZER_FILES:
         for stale in out.glob(pattern):
             stale.unlink()
-    shutil.copyfile(run / TOKENIZER, file)
+    shutil.copyfile(run / TOKENIZER_FILE, file)
     if texts:
         write_json(out / TOKENIZER_CONFIG, _tokenizer_config(file, sidecar.eod))
     else:
@@ -182,14 +186,14 @@ def _write_tensors(out: Path, reader: _Reader, names: dict[str, str], shard_byte
             if len(shards) > 1:
                 file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             for ours in shard:
-                files |= dict.fromkeys(parts(names[ours], reader.shapes[ours]), file)
+                files |= dict.fromkeys(stored_parts(names[ours], reader.shapes[ours]), file)
             for act in _acts(out / file, reader, names, shard):
                 written.result()  # one part is written while the next one is read
                 written = writer.submit(act)
         written.result()
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(reader.sizes.values())}, "weight_map": files}
-        write_json(out / INDEX, index)
+        write_json(out / INDEX_FILE, index)
 
 
 def _acts(
@@ -214,7 +218,7 @@ def header_of(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for ours, whole in shapes.items():
-        for name, shape in parts(names[ours], whole).items():
+        for name, shape in stored_parts(names[ours], whole).items():
             own = published_dtype(ours, dtype)
             header[name] = {
                 "dtype": HEADER_DTYPES[own],
@@ -253,7 +257,7 @@ class _Reader:
             for name, shape in self.shapes.items()
         }
         size = min(sum(self.sizes.values()), max(READ_BYTES, *self.sizes.values()))
-        self.buffers = [torch.frombuffer(pages(size), dtype=torch.uint8) for _ in range(2)]
+        self.buffers = [torch.frombuffer(allocate_pages(size), dtype=torch.uint8) for _ in range(2)]
 
     def parts(self, names: list[str]) -> Iterator[Tensor]:
         """Yield the tensors of these names, one after the other, in pieces of uint8 [N]. A piece is
@@ -271,7 +275,7 @@ class _Reader:
 
     def _fill(self, targets: dict[str, Tensor]) -> None:
         if "lora" in self.manifest["fixed"]:
-            with merged(self.checkpoint, self.manifest) as read:
+            with merged_adapter(self.checkpoint, self.manifest) as read:
                 for name, target in targets.items():
                     target.copy_(read(name))
             return

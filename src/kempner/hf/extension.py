@@ -10,7 +10,7 @@ from kempner.config.option import ConfigError
 from kempner.extensions import Extension, Values
 from kempner.hf.checks import changed_config, check_tokenizer, complete_model
 from kempner.hf.families import family_of
-from kempner.hf.source import FOLDER, Source, carry, find, run_of
+from kempner.hf.source import HF_FOLDER, WeightsSource, copy_model_files, find_weights, run_of
 from kempner.hf.stored import check_source
 from kempner.preference.config import PreferenceConfig
 
@@ -32,7 +32,7 @@ class HfExtension(Extension):
         if source is None or rank or not (again or not (cfg.run.fork or begun)):
             return []
         try:
-            weights = find(source, pinned=again)
+            weights = find_weights(source, pinned=again)
             check_source(weights, cfg.model)
             found = check_tokenizer(weights, cfg)
             return found + (changed_config(weights, cfg) if begun else [])
@@ -40,7 +40,7 @@ class HfExtension(Extension):
             return [f"model.init_from: {problem}" for problem in error.problems]
 
     def check_fork(self, cfg: RunConfig, checkpoint: Path) -> list[str]:
-        found = check_tokenizer(Source(cfg.run.fork, checkpoint, True), cfg)
+        found = check_tokenizer(WeightsSource(cfg.run.fork, checkpoint, True), cfg)
         return [f"run.fork = {cfg.run.fork}: {problem}" for problem in found]
 
     def warnings(self, cfg: RunConfig) -> list[str]:
@@ -59,11 +59,11 @@ class HfExtension(Extension):
 
     def fixed_facts(self, cfg: RunConfig) -> dict[str, Any]:
         """The base of adapters, which every start reads again."""
-        from kempner.hf.adapter import identity
+        from kempner.hf.adapter import weights_identity
 
         if not cfg.lora.rank:
             return {}
-        base = identity(cfg.model.init_from or "")
+        base = weights_identity(cfg.model.init_from or "")
         return {"lora": {**as_dict(cfg)["lora"], "base": base}}
 
     def start(self, cfg: RunConfig, run: Run, model: Decoder, begun: bool) -> None:
@@ -75,5 +75,5 @@ class HfExtension(Extension):
 
     def forked(self, checkpoint: Path, run: Run) -> None:
         """Copy what the other run has beside its weights."""
-        if (beside := run_of(checkpoint) / FOLDER).is_dir():
-            carry(beside, run.dir / FOLDER)
+        if (beside := run_of(checkpoint) / HF_FOLDER).is_dir():
+            copy_model_files(beside, run.dir / HF_FOLDER)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kempner.config.option import ConfigError
-from kempner.config.values import shown
+from kempner.config.values import format_value
 from kempner.model.config import OF_TRAINING, ModelConfig
 
 Config = dict[str, Any]  # the content of a config.json
@@ -71,7 +71,7 @@ GLM_FIXED = {
     "first_k_dense_replace": (0, 1),
     "num_nextn_predict_layers": (0, 1),
 }
-REQUIRED = {
+REQUIRED_FIELDS = {
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -94,7 +94,7 @@ LLAMA3_ROPE = {
     "rope_original_len": "original_max_position_embeddings",
 }
 # Other keys that a config.json may be asked for, and their types.
-KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
+FIELD_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "rms_norm_eps": ("a number", (int, float)),
     "rope_theta": ("a number", (int, float)),
     "rope_parameters": ("an object", (dict,)),
@@ -103,7 +103,7 @@ KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "layer_types": ("a list", (list,)),
     "max_window_layers": ("a whole number", (int,)),
 }
-WORDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NO_WINDOW = ("llama", "glm4_moe")
 ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
 ROPE_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # no part of the scaling
@@ -120,8 +120,8 @@ def model_values(config: Config, where: str) -> dict[str, Any]:
     if family is None:
         why = next((text for name, text in UNSUPPORTED.items() if str(kind).startswith(name)), "")
         raise ConfigError(
-            f"{where}: model_type {shown(kind)} is not supported{why and f': {why}'}; supported "
-            f"are {', '.join(FAMILIES)}"
+            f"{where}: model_type {format_value(kind)} is not supported{why and f': {why}'}; "
+            f"supported are {', '.join(FAMILIES)}"
         )
     if family.experts and "num_local_experts" in config:  # its name in transformers 5
         config = {family.experts: config["num_local_experts"], **config}
@@ -169,7 +169,7 @@ def _dense_blocks(config: Config) -> dict[str, Any]:
 def _keys(family: Family) -> dict[str, str]:
     """Map keys of the [model] section to their names in config.json."""
     experts = {"n_experts": family.experts, "experts_per_token": "num_experts_per_tok"}
-    return REQUIRED | {"ffn_dim": family.width} | (experts if family.experts else {})
+    return REQUIRED_FIELDS | {"ffn_dim": family.width} | (experts if family.experts else {})
 
 
 def _refusals(config: Config, family: Family) -> list[str]:
@@ -177,13 +177,13 @@ def _refusals(config: Config, family: Family) -> list[str]:
         return found
     glm = family is FAMILIES["glm4_moe"]
     found = [
-        f"{key} = {shown(config[key])}: only {shown(value)} is supported"
+        f"{key} = {format_value(config[key])}: only {format_value(value)} is supported"
         for key, value in FIXED.items()
         if config.get(key, value) not in (value, None)
         and not (glm and key == "attention_bias")  # of queries, keys and values alone
     ]
     found += [
-        f"{key} = {shown(config.get(key, default))}: only {value} is supported"
+        f"{key} = {format_value(config.get(key, default))}: only {value} is supported"
         for key, (value, default) in GLM_FIXED.items()
         if glm and config.get(key, default) != value
     ]
@@ -202,13 +202,13 @@ def _wrong_types(config: Config, family: Family) -> list[str]:
     sizes = {*_keys(family).values(), *SIZES} - {"rms_norm_eps"}
     given = {key: value for key, value in config.items() if value is not None}
     found = [
-        f"{key} = {shown(value)}: must be a whole number, at least 1"
+        f"{key} = {format_value(value)}: must be a whole number, at least 1"
         for key, value in given.items()
         if key in sizes and (type(value) is not int or value < 1)
     ]
     return found + [
-        f"{key} = {shown(given[key])}: must be {name}"
-        for key, (name, kinds) in KINDS.items()
+        f"{key} = {format_value(given[key])}: must be {name}"
+        for key, (name, kinds) in FIELD_KINDS.items()
         if key in given and type(given[key]) not in kinds
     ]
 
@@ -223,16 +223,16 @@ def _rope_refusals(config: Config) -> list[str]:
     for key in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor"):
         places = [place[key] for place in (config, *sections) if place.get(key) is not None]
         if len({*places}) > 1:
-            found.append(f"{key} is {' and '.join(map(shown, places))}: give one value")
+            found.append(f"{key} is {' and '.join(map(format_value, places))}: give one value")
     scaling = _rope_section(config)
     kind, about = scaling["rope_type"], {_scaling(section) for section in sections}
     if len(about) > 1:
         found.append(f"{' and '.join(ROPE_SECTIONS)} differ: remove the one that is not meant")
     elif kind not in ("default", "llama3"):
-        found.append(f"rope_type {shown(kind)}: only default and llama3 are supported")
+        found.append(f"rope_type {format_value(kind)}: only default and llama3 are supported")
     elif kind == "llama3":
         found += [
-            f"rope_type {shown(kind)} needs {key}, a number"
+            f"rope_type {format_value(kind)} needs {key}, a number"
             for key in LLAMA3_ROPE.values()
             if type(scaling.get(key)) not in (int, float)
         ]
@@ -383,8 +383,8 @@ def _glm_of(cfg: ModelConfig) -> str:
         "moe_frequency": (cfg.moe_frequency == 1, "1"),
     }
     found = [
-        f"model.{name} = {shown(getattr(cfg, name))}: the one model of transformers with such a "
-        f"router, Glm4Moe, is otherwise; it must be {value} for an export"
+        f"model.{name} = {format_value(getattr(cfg, name))}: the one model of transformers with "
+        f"such a router, Glm4Moe, is otherwise; it must be {value} for an export"
         for name, (has, value) in needs.items()
         if not has
     ]
@@ -405,13 +405,15 @@ def config_json(cfg: ModelConfig, carried: Config | None, dtype: str, eos: int |
     if carried is None:
         return config
     if kind != carried["model_type"]:
-        return config | {key: carried[key] for key in WORDS if key in carried}
+        return config | {key: carried[key] for key in TOKEN_FIELDS if key in carried}
     # Mostly a longer context. All other keys stay as they were, above all the end of a text.
     places = ("layer_types", "original_max_position_embeddings", *ROPE_SECTIONS)
     kept = {key: value for key, value in carried.items() if key not in places}
     if "dtype" in kept:
         kept["dtype"] = config.pop("torch_dtype")
-    return kept | {key: config[key] for key in config if key not in (*WORDS, "initializer_range")}
+    return kept | {
+        key: config[key] for key in config if key not in (*TOKEN_FIELDS, "initializer_range")
+    }
 
 
 def _new_config(cfg: ModelConfig, kind: str) -> Config:
@@ -432,7 +434,7 @@ def _new_config(cfg: ModelConfig, kind: str) -> Config:
         | {theirs: scaling[ours] for ours, theirs in LLAMA3_ROPE.items()}
         if cfg.rope_factor > 1
         else None,
-        **dict.fromkeys(WORDS),
+        **dict.fromkeys(TOKEN_FIELDS),
     }
     if kind in ("llama", "qwen3", "qwen3_moe"):
         config["attention_bias"] = False

@@ -1,7 +1,7 @@
 """Import a model in Hugging Face's form as a run with one checkpoint, of step 0.
 
-The checkpoint is written as by as many ranks as keep a file under FILE_BYTES, one file after the
-other: memory for one file is enough, whatever the size of the model.
+The checkpoint is written as by as many ranks as keep a file under TENSOR_FILE_BYTES, one file after
+the other: memory for one file is enough, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from pathlib import Path
 import torch
 
 from kempner.checkpoint import commit, layout
-from kempner.checkpoint.layout import Layout, StoredTensor, Table
+from kempner.checkpoint.layout import CheckpointLayout, StoredTensor, Table
 from kempner.checkpoint.metadata import dcp_metadata
-from kempner.checkpoint.ownership import remove
+from kempner.checkpoint.ownership import remove_directory
 from kempner.checkpoint.reader import TENSORS
 from kempner.checkpoint.writer import Image, plan_file, write_file
-from kempner.directories import MARK, Kind, kind_of, mark, refuse_others
+from kempner.directories import MARK_FILE, Kind, directory_kind, mark_directory, refuse_others
 from kempner.files import write_atomic
-from kempner.hf.load import Job, fill
-from kempner.hf.source import FOLDER, carry, read_config
-from kempner.hf.stored import Stored, check_directory
+from kempner.hf.load import ReadJob, fill_tensors
+from kempner.hf.source import HF_FOLDER, copy_model_files, read_hf_config
+from kempner.hf.stored import Stored, check_hf_directory
 from kempner.hf.tensors import tensor_names
 from kempner.model.config import ModelConfig
 from kempner.model.shapes import tensor_shapes
 
-FILE_BYTES = 1 << 30
+TENSOR_FILE_BYTES = 1 << 30
 
 
 def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str, name: str) -> Path:
@@ -39,22 +39,24 @@ def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str,
     """
     root = run / "checkpoints"
     refuse_others(run, "RUN", (Kind.IMPORT,), "give another directory")
-    check_directory(directory, cfg)
+    check_hf_directory(directory, cfg)
     shapes = tensor_shapes(cfg)
     size = sum(torch.Size(shape).numel() * 4 for shape in shapes.values())
-    files = -(-size // FILE_BYTES)
+    files = -(-size // TENSOR_FILE_BYTES)
     table = {
-        f"model.{ours}": StoredTensor(torch.Size(shape), torch.float32, Layout((files,), (0,)), 0)
+        f"model.{ours}": StoredTensor(
+            torch.Size(shape), torch.float32, CheckpointLayout((files,), (0,)), 0
+        )
         for ours, shape in shapes.items()
     }
-    names = tensor_names(cfg, read_config(directory)["model_type"])
-    if kind_of(run) is Kind.IMPORT:
+    names = tensor_names(cfg, read_hf_config(directory)["model_type"])
+    if directory_kind(run) is Kind.IMPORT:
         shutil.rmtree(root, ignore_errors=True)  # what a killed one has left
-    mark(run, Kind.IMPORT)  # until it is a run
+    mark_directory(run, Kind.IMPORT)  # until it is a run
     run_id = uuid.uuid4().hex
-    mark(root, Kind.CHECKPOINTS, run_id)
-    carry(directory, run / FOLDER)
-    partial = commit.begin(root, 0)
+    mark_directory(root, Kind.CHECKPOINTS, run_id)
+    copy_model_files(directory, run / HF_FOLDER)
+    partial = commit.begin_save(root, 0)
     try:
         with Stored(directory, "pt") as stored:
             for rank in range(files):
@@ -78,13 +80,13 @@ def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str,
             "skip": [],
             "fixed": {"model": asdict(cfg), "train": {"seq_len": cfg.max_seq_len}, "data": {}},
         }
-        path = commit.commit(root, 0, texts, facts)
+        path = commit.commit_save(root, 0, texts, facts)
     except BaseException:
-        remove(partial)
+        remove_directory(partial)
         raise
     write_atomic(run / "config.toml", config_toml)
     write_atomic(run / "id", f"{run_id}\n")  # last: what has one is a run
-    (run / MARK).unlink()
+    (run / MARK_FILE).unlink()
     return path
 
 
@@ -95,5 +97,5 @@ def _write_rank(path: Path, table: Table, rank: int, stored: Stored, names: dict
     slots = [slot for slot in plan if slot.size]
     theirs = [names[slot.key.removeprefix("model.")] for slot in slots]
     boxes = zip(slots, theirs, strict=True)
-    fill(stored, [Job(image.targets[slot.key], name, slot.box) for slot, name in boxes])
+    fill_tensors(stored, [ReadJob(image.targets[slot.key], name, slot.box) for slot, name in boxes])
     write_file(path, image.bytes, {"step": 0, "rank": rank, "tensors": image.entries})

@@ -20,16 +20,27 @@ from kempner.checkpoint.commit import Damaged
 from kempner.checkpoint.layout import Box, make_table, own_box
 from kempner.checkpoint.ranks import Ranks
 from kempner.checkpoint.reader import Want, read_table, read_tensors, read_wanted, stored_tensors
-from kempner.checkpoint.writer import local
+from kempner.checkpoint.writer import local_part
 from kempner.config.option import ConfigError
-from kempner.hf.source import FOLDER, Source, carry, held, read_config
-from kempner.hf.stored import AGAIN, Stored, check_directory
+from kempner.hf.source import (
+    HF_FOLDER,
+    WeightsSource,
+    copy_model_files,
+    held_weights,
+    read_hf_config,
+)
+from kempner.hf.stored import DOWNLOAD_AGAIN, Stored, check_hf_directory
 from kempner.hf.tensors import tensor_names
 from kempner.model.config import ModelConfig
 from kempner.parallel.build import buffer_names, parameter_names
 from kempner.parallel.lora import is_adapter
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+STORED_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 PIECE = 1 << 24  # bytes read at once
 
 
@@ -42,10 +53,10 @@ def start_from(model: nn.Module, cfg: ModelConfig, run_dir: Path | None) -> str:
     ranks = Ranks(dist.new_group(backend="gloo"))
     with contextlib.ExitStack() as reading:
 
-        def choose() -> Source:  # another run's newest may change within a minute
-            source = reading.enter_context(held(cfg.init_from or ""))
+        def choose() -> WeightsSource:  # another run's newest may change within a minute
+            source = reading.enter_context(held_weights(cfg.init_from or ""))
             if run_dir is not None and source.carried.is_dir():
-                carry(source.carried, run_dir / FOLDER)
+                copy_model_files(source.carried, run_dir / HF_FOLDER)
             return source
 
         source = ranks.on_first(choose)
@@ -58,7 +69,7 @@ def start_from(model: nn.Module, cfg: ModelConfig, run_dir: Path | None) -> str:
 
 @torch.no_grad()
 def load_weights(
-    model: nn.Module, cfg: ModelConfig, source: Source, rank: int = 0, world: int = 1
+    model: nn.Module, cfg: ModelConfig, source: WeightsSource, rank: int = 0, world: int = 1
 ) -> None:
     """Fill this rank's part of every parameter but adapters, cast to its dtype, and the biases of
     routers.
@@ -79,17 +90,20 @@ def load_weights(
             key = f"model.{name}"
             if key not in table or table[key].shape != parameter.shape:
                 raise ConfigError(f"{source.path}: has no {key} of shape {[*parameter.shape]}")
-            wants.append(Want(key, key, local(parameter), boxes[name]))
+            wants.append(Want(key, key, local_part(parameter), boxes[name]))
         read_wanted(source.path, manifest, table, wants, near=rank % manifest["world_size"])
         return
     if rank == 0:
-        check_directory(source.path, cfg)
-    names = tensor_names(cfg, read_config(source.path)["model_type"])
+        check_hf_directory(source.path, cfg)
+    names = tensor_names(cfg, read_hf_config(source.path)["model_type"])
     with Stored(source.path, "pt") as stored:
-        fill(stored, [Job(local(p), names[name], boxes[name]) for name, p in parameters.items()])
+        fill_tensors(
+            stored,
+            [ReadJob(local_part(p), names[name], boxes[name]) for name, p in parameters.items()],
+        )
 
 
-def not_finite(source: Source) -> str:
+def not_finite(source: WeightsSource) -> str:
     """Return the name of a tensor with an infinity or NaN in it; empty if all are finite. Reads all
     weights, so that the kernel has them in memory for load_weights()."""
     if source.is_checkpoint:
@@ -100,7 +114,7 @@ def not_finite(source: Source) -> str:
     with Stored(source.path, "pt") as directory, _Files(directory) as files:
         for name in directory.places:
             box = tuple((0, length) for length in directory.shape(name))
-            if not all(map(is_finite, files.rows(Job(torch.empty(0), name, box)))):
+            if not all(map(is_finite, files.rows(ReadJob(torch.empty(0), name, box)))):
                 return name
     return ""
 
@@ -112,14 +126,14 @@ def is_finite(tensor: Tensor) -> bool:
     return not tensor.numel() or all(map(math.isfinite, map(float, tensor.aminmax())))
 
 
-class Job(NamedTuple):
+class ReadJob(NamedTuple):
     """Fill `target`, of any dtype, with a box of the stored tensor `name`."""
 
     target: Tensor
     name: str
     box: Box
 
-    def by_expert(self) -> Iterator[Job]:
+    def by_expert(self) -> Iterator[ReadJob]:
         """Split into one job per expert: Hugging Face stores them as separate tensors; a `*` in the
         name stands for their number."""
         if "*" not in self.name:
@@ -128,11 +142,11 @@ class Job(NamedTuple):
         (first, count), *rest = self.box
         for i in range(count):
             name = self.name.replace("*", str(first + i))
-            yield Job(self.target[i], name, tuple(rest))
+            yield ReadJob(self.target[i], name, tuple(rest))
 
 
 @torch.no_grad()
-def fill(stored: Stored, jobs: Iterable[Job]) -> None:
+def fill_tensors(stored: Stored, jobs: Iterable[ReadJob]) -> None:
     """Read the rows of the boxes and no others, and copy them.
 
     Not from the mapped file: the kernel reads that page by page, at a third of the speed.
@@ -159,12 +173,12 @@ class _Files(contextlib.ExitStack):
         paths = {place.path for place in stored.places.values()}
         self._files = {path: self.enter_context(path.open("rb", buffering=0)) for path in paths}
 
-    def announce(self, job: Job) -> None:
+    def announce(self, job: ReadJob) -> None:
         """Let the kernel read in the background what rows() will ask for."""
         file, start, (_, count), row, _ = self._find(job)
         os.posix_fadvise(file.fileno(), start, count * row, os.POSIX_FADV_WILLNEED)
 
-    def rows(self, job: Job) -> Iterator[Tensor]:
+    def rows(self, job: ReadJob) -> Iterator[Tensor]:
         """Yield the rows of a box, in all columns, in pieces. A piece is valid until the next
         one."""
         file, start, (_, count), row, dtype = self._find(job)
@@ -178,13 +192,13 @@ class _Files(contextlib.ExitStack):
             while done < len(view):
                 read = file.readinto(view[done:])
                 if not read:
-                    raise ConfigError(f"{file.name}: has become shorter; {AGAIN}")
+                    raise ConfigError(f"{file.name}: has become shorter; {DOWNLOAD_AGAIN}")
                 done += read
             yield torch.frombuffer(view, dtype=dtype).view(-1, *columns)
 
-    def _find(self, job: Job) -> tuple[FileIO, int, tuple[int, int], int, torch.dtype]:
+    def _find(self, job: ReadJob) -> tuple[FileIO, int, tuple[int, int], int, torch.dtype]:
         """Return the file, the byte in it, the first row and their number, a row's bytes, the
         dtype."""
-        place, dtype = self._stored.places[job.name], DTYPES[self._stored.dtype(job.name)]
+        place, dtype = self._stored.places[job.name], STORED_DTYPES[self._stored.dtype(job.name)]
         row = math.prod(self._stored.shape(job.name)[1:]) * dtype.itemsize
         return self._files[place.path], place.at + job.box[0][0] * row, job.box[0], row, dtype

@@ -15,20 +15,20 @@ from typing import Any, NamedTuple
 from kempner.checkpoint import commit
 from kempner.config.option import ConfigError
 from kempner.front_door import how_to_run
-from kempner.hf.source import Source, read_config, run_of, vocabulary
-from kempner.hf.tensors import parts, tensor_names
+from kempner.hf.source import WeightsSource, read_hf_config, run_of, vocabulary_size
+from kempner.hf.tensors import stored_parts, tensor_names
 from kempner.model.config import ModelConfig
 from kempner.model.shapes import tensor_shapes
 
 SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-DTYPES = {"F64", "F32", "F16", "BF16"}
-AGAIN = "download or copy it again"
+INDEX_FILE = "model.safetensors.index.json"
+KNOWN_DTYPES = {"F64", "F32", "F16", "BF16"}
+DOWNLOAD_AGAIN = "download or copy it again"
 COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # from config.json
-SHOWN = 5  # names in a message
+SHOWN_TENSORS = 5  # names in a message
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Offset of a tensor's elements: a file and a byte in it."""
 
     path: Path
@@ -44,7 +44,7 @@ class Stored:
         self.directory = directory
         self._open = contextlib.ExitStack()
         self._files: dict[str, Any] = {}  # by tensor
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, TensorPlace] = {}
         listed = self._listed()
         with contextlib.ExitStack() as opened:
             for file in sorted(set(listed.values())) if listed else [SINGLE]:
@@ -52,12 +52,13 @@ class Stored:
                 for name in handle.keys():  # noqa: SIM118  # no dict
                     if listed and listed.get(name) != file:
                         raise ConfigError(
-                            f"{directory / file}: {name} is not of this file in {INDEX}; {AGAIN}"
+                            f"{directory / file}: {name} is not of this file in {INDEX_FILE}; "
+                            f"{DOWNLOAD_AGAIN}"
                         )
                     self._files[name] = handle
                 self.places |= _places(directory / file)
             if lost := sorted(set(listed) - set(self._files)):
-                raise ConfigError(f"{directory / INDEX}: {_some(lost)} in none of its files")
+                raise ConfigError(f"{directory / INDEX_FILE}: {_some(lost)} in none of its files")
             self._open = opened.pop_all()
 
     def __enter__(self) -> Stored:
@@ -68,14 +69,14 @@ class Stored:
 
     def _listed(self) -> dict[str, str]:
         """Map tensor to file, from the index; {} without one."""
-        index = self.directory / INDEX
+        index = self.directory / INDEX_FILE
         if (self.directory / SINGLE).is_file():
             return {}
         if not index.is_file():
             pickles = list(self.directory.glob("*.bin")) + list(self.directory.glob("*.pth"))
             why = "; its weights are pickles, which can run code" if pickles else ""
             raise ConfigError(
-                f"{self.directory}: no {SINGLE} or {INDEX} in it{why}; save the model with "
+                f"{self.directory}: no {SINGLE} or {INDEX_FILE} in it{why}; save the model with "
                 "transformers' save_pretrained"
             )
         try:
@@ -84,7 +85,7 @@ class Stored:
                 return files
             raise ValueError("weight_map names a file in another directory")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{index}: not an index ({error}); {AGAIN}") from None
+            raise ConfigError(f"{index}: not an index ({error}); {DOWNLOAD_AGAIN}") from None
 
     def slice(self, name: str) -> Any:
         return self._files[name].get_slice(name)
@@ -103,7 +104,7 @@ class Stored:
         names = tensor_names(cfg, kind)
         expected: dict[str, tuple[int, ...]] = {}
         for ours, theirs in names.items():
-            expected |= parts(theirs, shapes[ours])
+            expected |= stored_parts(theirs, shapes[ours])
         found = []
         if missing := [name for name in expected if name not in self._files]:
             found.append(f"{_some(missing)} missing, which the model needs")
@@ -116,8 +117,8 @@ class Stored:
         for name in expected.keys() & self._files.keys():
             if (shape := self.shape(name)) != expected[name]:
                 found.append(f"{name} has shape {[*shape]}, the model needs {[*expected[name]]}")
-            if (dtype := self.dtype(name)) not in DTYPES:
-                found.append(f"{name} is {dtype}; only {', '.join(sorted(DTYPES))} are read")
+            if (dtype := self.dtype(name)) not in KNOWN_DTYPES:
+                found.append(f"{name} is {dtype}; only {', '.join(sorted(KNOWN_DTYPES))} are read")
         return [f"{self.directory}: {line}" for line in found]
 
     def _tied_is_equal(self) -> bool:
@@ -134,12 +135,12 @@ class Stored:
             )
 
 
-def check_directory(directory: Path, cfg: ModelConfig) -> None:
+def check_hf_directory(directory: Path, cfg: ModelConfig) -> None:
     """Raise ConfigError with all reasons why a directory is not this model: its tensors and its
     tokenizer. Reads headers only."""
     with Stored(directory) as stored:
-        problems = stored.problems(cfg, read_config(directory)["model_type"])
-    if (size := vocabulary(directory)) > cfg.vocab_size:
+        problems = stored.problems(cfg, read_hf_config(directory)["model_type"])
+    if (size := vocabulary_size(directory)) > cfg.vocab_size:
         problems.append(
             f"{directory}: the ids of its tokenizer go up to {size - 1}, but vocab_size is "
             f"{cfg.vocab_size}; the tokenizer is of another model"
@@ -148,10 +149,10 @@ def check_directory(directory: Path, cfg: ModelConfig) -> None:
         raise ConfigError(problems)
 
 
-def check_source(source: Source, cfg: ModelConfig) -> None:
+def check_source(source: WeightsSource, cfg: ModelConfig) -> None:
     """Check any source in the same way; a checkpoint's tensors were checked when it was written."""
     if not source.is_checkpoint:
-        check_directory(source.path, cfg)
+        check_hf_directory(source.path, cfg)
     elif "lora" in commit.read_manifest(source.path)["fixed"]:
         raise ConfigError(
             f"{source.path}: holds adapters alone; merge them by `{how_to_run('convert.py')} "
@@ -165,25 +166,27 @@ def _open(path: Path, framework: str) -> Any:
     try:
         return safetensors.safe_open(path, framework=framework)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: is missing; {AGAIN}") from None
+        raise ConfigError(f"{path}: is missing; {DOWNLOAD_AGAIN}") from None
     except (safetensors.SafetensorError, OSError) as error:
         raise ConfigError(
-            f"{path}: truncated or not a safetensors file ({error}); {AGAIN}"
+            f"{path}: truncated or not a safetensors file ({error}); {DOWNLOAD_AGAIN}"
         ) from None
 
 
-def _places(path: Path) -> dict[str, Place]:
+def _places(path: Path) -> dict[str, TensorPlace]:
     """Locate the tensors from the header of a file that the library has checked: 8 bytes of its
     length, then JSON."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)
-    return {name: Place(path, 8 + length + x["data_offsets"][0]) for name, x in header.items()}
+    return {
+        name: TensorPlace(path, 8 + length + x["data_offsets"][0]) for name, x in header.items()
+    }
 
 
 def _some(names: Iterable[str]) -> str:
     """Return the first of the names, and their number."""
     names = list(names)
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more} {'is' if len(names) == 1 else 'are'}"
+    more = f" and {len(names) - SHOWN_TENSORS} more" if len(names) > SHOWN_TENSORS else ""
+    return f"{', '.join(names[:SHOWN_TENSORS])}{more} {'is' if len(names) == 1 else 'are'}"

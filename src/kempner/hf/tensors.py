@@ -64,8 +64,8 @@ TABLES = {  # by model_type
 
 
 def tensor_names(cfg: ModelConfig, kind: str) -> dict[str, str]:
-    """Map the decoder's tensors, in its order, to their names in a family; see parts() for names
-    with a `*` left."""
+    """Map the decoder's tensors, in its order, to their names in a family; see stored_parts() for
+    names with a `*` left."""
     table = TABLES[kind]
     names = {}
     for ours in tensor_shapes(cfg):
@@ -77,7 +77,7 @@ def tensor_names(cfg: ModelConfig, kind: str) -> dict[str, str]:
     return names
 
 
-def parts(theirs: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+def stored_parts(theirs: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """Map the tensors that a family stores for one of ours to their shapes: the one, or one for
     each expert; ours has them one after another."""
     if "*" not in theirs:

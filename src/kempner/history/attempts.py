@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
 from kempner.history.events import (
-    Decision,
+    DecisionEvent,
     End,
     Event,
-    Fault,
+    FaultEvent,
     FirstStep,
     GoBack,
     GpuFault,
-    Start,
+    StartEvent,
     of_kind,
-    parse,
+    parse_event,
 )
 
 Record = dict[str, Any]
@@ -31,9 +31,9 @@ AFTER = {  # by decision
     "requeue": "requeued",
     "chain": "continued by the next job of its chain",
 }
-BAD_INPUT = "bad input"  # the batch script's word for a start that the program has refused
-CANCELLED = "the job was cancelled"  # its words after scancel
-CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+BAD_INPUT_REASON = "bad input"  # the batch script's word for a start that the program has refused
+CANCELLED_REASON = "the job was cancelled"  # its words after scancel
+CONTROL_CHARACTERS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 REASON_WIDTH = 100  # characters of a reason in one line; the logs have the whole
 
 
@@ -139,9 +139,9 @@ class Attempt:
         return self.ending.replace(self.reason, reason) if self.reason else self.ending
 
 
-def plain(text: str) -> str:
+def strip_control(text: str) -> str:
     """Remove colors and other control characters from a program's text."""
-    return CONTROL.sub("", text)
+    return CONTROL_CHARACTERS.sub("", text)
 
 
 def is_known(record: Record, *keys: str) -> bool:
@@ -167,7 +167,7 @@ def attempts_of(
     found = []
     for group, after in zip(groups, [*groups[1:], []], strict=False):
         number = next((event.attempt for event in group if event.attempt is not None), -1)
-        resumed = [start.step for start in of_kind(after, Start)]
+        resumed = [start.step for start in of_kind(after, StartEvent)]
         faults = tuple(fault for fault in gpus if fault.attempt == number)
         found.append(_attempt(number, group, of.get(number, []), resumed, faults))
     return found, [refusal for _, refusal in refusals if refusal is not None]
@@ -176,11 +176,13 @@ def attempts_of(
 def _refusal(events: list[Event]) -> Refusal | None:
     """Return a refusal if all that is known of a start is that the batch script ended it."""
     last = events[-1]
-    if not all(isinstance(event, Decision) for event in events) or not isinstance(last, Decision):
+    if not all(isinstance(event, DecisionEvent) for event in events) or not isinstance(
+        last, DecisionEvent
+    ):
         return None
-    if last.decision == "end" and last.why.startswith(BAD_INPUT):
-        reason = last.why.removeprefix(BAD_INPUT).lstrip(": ")
-        return Refusal("refused", plain(reason) or BAD_INPUT, last.job, last.time)
+    if last.decision == "end" and last.why.startswith(BAD_INPUT_REASON):
+        reason = last.why.removeprefix(BAD_INPUT_REASON).lstrip(": ")
+        return Refusal("refused", strip_control(reason) or BAD_INPUT_REASON, last.job, last.time)
     if last.decision == "leave":
         return Refusal("cancelled", "before the run began", last.job, last.time)
     return None
@@ -188,7 +190,7 @@ def _refusal(events: list[Event]) -> Refusal | None:
 
 def _with_end_of(status: Record, events: Sequence[Event]) -> list[Event]:
     """Add the end in status.json to the events if they lack it."""
-    end = parse({**status, "event": "end"}) if status.get("state") in ENDS else None
+    end = parse_event({**status, "event": "end"}) if status.get("state") in ENDS else None
     known = {key for event in of_kind(events, End) for key in (event.attempt, event.attempt_id)}
     if end is None or {end.attempt, end.attempt_id} & (known - {None}):
         return list(events)
@@ -202,7 +204,7 @@ def _by_attempt(events: Sequence[Event]) -> list[list[Event]]:
     known: dict[str | int | None, list[Event]] = {}
     for event in events:
         key = event.attempt_id or event.attempt
-        if key not in known or isinstance(event, Start):
+        if key not in known or isinstance(event, StartEvent):
             known[key] = []
             groups.append(known[key])
         known[key].append(event)
@@ -225,9 +227,9 @@ def _attempt(
 ) -> Attempt:
     """Make an attempt. `resumed`: the step from which the next attempt continued, if there is
     one."""
-    start = next(iter(of_kind(events, Start)), None)
+    start = next(iter(of_kind(events, StartEvent)), None)
     stepped = next(iter(of_kind(events, FirstStep)), None)
-    decision = next(reversed(of_kind(events, Decision)), None)
+    decision = next(reversed(of_kind(events, DecisionEvent)), None)
     state, reason = _end(events)
     first, counted = _first_step(start, of_kind(events, FirstStep))
     return Attempt(
@@ -245,10 +247,10 @@ def _attempt(
         ended=max(*(event.time for event in events), *(line["time"] for line in lines), 0.0),
         last_step=_last_step(first, events, lines, resumed) if start else first,
         state=state,
-        reason=plain(reason),
+        reason=strip_control(reason),
         spares=start.spares if start else (),
         decision=decision.decision if decision else "",
-        why=plain(decision.why) if decision else "",
+        why=strip_control(decision.why) if decision else "",
         excluded=decision.excluded if decision else "",
         gpu_faults=gpu_faults,
         committed=decision.step if decision else None,
@@ -259,7 +261,7 @@ def _attempt(
     )
 
 
-def _first_step(start: Start | None, stepped: list[FirstStep]) -> tuple[int, bool]:
+def _first_step(start: StartEvent | None, stepped: list[FirstStep]) -> tuple[int, bool]:
     """Return the step that an attempt continued from, and whether its steps are known."""
     if start is None or start.step is not None:
         return (start.step or 0 if start else 0), True
@@ -267,7 +269,7 @@ def _first_step(start: Start | None, stepped: list[FirstStep]) -> tuple[int, boo
     return (known[0], True) if known else (0, False)
 
 
-def _startup(start: Start | None, stepped: FirstStep | None) -> dict[str, float]:
+def _startup(start: StartEvent | None, stepped: FirstStep | None) -> dict[str, float]:
     if start is None or not start.parts:
         return {}
     return {**start.parts, **({"first step": stepped.time - start.time} if stepped else {})}
@@ -287,8 +289,12 @@ def _last_step(
     """Return the last step: as the end says or, without one, the furthest that is recorded."""
     if ends := [end.step for end in of_kind(events, End) if end.step is not None]:
         return ends[-1]
-    foreign = any(start.step is None for start in of_kind(events, Start))
-    kinds = (FirstStep, Fault, GoBack) if foreign else (FirstStep, Fault, GoBack, Decision)
+    foreign = any(start.step is None for start in of_kind(events, StartEvent))
+    kinds = (
+        (FirstStep, FaultEvent, GoBack)
+        if foreign
+        else (FirstStep, FaultEvent, GoBack, DecisionEvent)
+    )
     told = [e.step for e in events if isinstance(e, kinds)]
     told += [*resumed, *(line["step"] for line in lines[-1:])]
     return max(first, *(step for step in told if step is not None), 0)
@@ -299,7 +305,7 @@ def _end(events: list[Event]) -> tuple[AttemptState, str]:
     rank crashes the others lose it: their faults are not the cause."""
     if ends := of_kind(events, End):
         return ends[-1].state, ends[-1].reason
-    faults = of_kind(events, Fault)
+    faults = of_kind(events, FaultEvent)
     if not faults:
         return "killed", ""
     fault = next((fault for fault in faults if not fault.lost_peer), faults[0])

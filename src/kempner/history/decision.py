@@ -1,7 +1,8 @@
 """The decision at the end of a step: the one place where it is made. No I/O, no torch.
 
-judge.py collects the facts and asks decide() once; the batch script (requeue.sh) obeys. RULES in
-their order are the table of docs/reference/slurm.md, which tests/unit/test_decision.py compares.
+judge.py collects the facts and asks decide_next() once; the batch script (requeue.sh) obeys.
+DECISION_RULES in their order are the table of docs/reference/slurm.md, which
+tests/unit/test_decision.py compares.
 
 Every fact has a default for the case that it is unknown, and with the defaults the run goes on:
 only known facts end it.
@@ -13,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from kempner.history.attempts import BAD_INPUT, CANCELLED
+from kempner.history.attempts import BAD_INPUT_REASON, CANCELLED_REASON
 
-Answer = Literal["restart", "requeue", "chain", "end", "leave"]
+BatchAction = Literal["restart", "requeue", "chain", "end", "leave"]
 Class = Literal["", "bad input", "program", "host", "site"]
 
 LARGEST_SHARE = 0.05  # of the job's nodes, that may be excluded beside KEMPNER_EXCLUDE
@@ -23,7 +24,7 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 1, 60  # minutes before the next start: see paus
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class StepEnd:
     """Facts about a step, or a start before its step, that has ended."""
 
     # The run.
@@ -76,11 +77,11 @@ class Ended:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class BatchDecision:
     """Decision for the batch script. `pause`: minutes before the next start; `notes`: for the
     log."""
 
-    answer: Answer
+    answer: BatchAction
     why: str
     kind: Class = ""
     excluded: tuple[str, ...] = ()
@@ -91,13 +92,13 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Rule:
+class DecisionRule:
     """One row of the table. `why` gets the facts and the nodes that are left out."""
 
     case: str  # for the docs
-    holds: Callable[[Ended, Nodes], bool]
-    answer: Answer
-    why: Callable[[Ended, Nodes], str]
+    holds: Callable[[StepEnd, Nodes], bool]
+    answer: BatchAction
+    why: Callable[[StepEnd, Nodes], str]
     kind: Class = ""
 
 
@@ -113,14 +114,14 @@ class Nodes:
     anew: bool = False  # the count of attempts without progress begins again, on the other nodes
 
 
-def most_excluded(ended: Ended) -> int:
+def most_excluded(ended: StepEnd) -> int:
     """Return how many nodes the job may exclude in a day: KEMPNER_EXCLUDE or 5 % of its nodes."""
     if ended.max_excluded == 0:
         return 0
     return max(ended.max_excluded, int(LARGEST_SHARE * ended.nodes))
 
 
-def leave_out(ended: Ended) -> Nodes:
+def leave_out(ended: StepEnd) -> Nodes:
     """Choose the nodes that the next attempt leaves out."""
     hosts, names = ended.faulty, ", ".join(ended.faulty)
     if hosts and len(hosts) <= ended.spares and ended.room:
@@ -148,7 +149,7 @@ def leave_out(ended: Ended) -> Nodes:
     return Nodes(excluded=hosts, anew=certain and ended.in_vain + len(hosts) <= most)
 
 
-def may_restart(ended: Ended, nodes: Nodes) -> bool:
+def may_restart(ended: StepEnd, nodes: Nodes) -> bool:
     """Return whether the next attempt begins at once, as another step of the same job."""
     if not ended.room or ended.run in OVER or ended.refused or (ended.site and not ended.away):
         return False
@@ -167,58 +168,58 @@ def may_restart(ended: Ended, nodes: Nodes) -> bool:
 
 OVER = ("done", "stopped", "failed")
 
-RULES = (
-    Rule(
+DECISION_RULES = (
+    DecisionRule(
         "`status.json` of this attempt says done, stopped or failed",
         lambda e, n: e.run in OVER,
         "end",
         lambda e, n: f"the run is {e.run}",
     ),
-    Rule(
+    DecisionRule(
         "exit code 2, and no start with this command has done a step: bad input",
         lambda e, n: bool(e.refused) and not e.trained and not e.site,
         "end",
-        lambda e, n: BAD_INPUT + (f": {e.refused}" if e.refused.strip() else ""),
+        lambda e, n: BAD_INPUT_REASON + (f": {e.refused}" if e.refused.strip() else ""),
         "bad input",
     ),
-    Rule(
+    DecisionRule(
         "Slurm is ending the job, nobody has cancelled it, and the next job of its chain waits",
         lambda e, n: e.job != "running" and bool(e.successor),
         "chain",
         lambda e, n: f"Slurm is ending the job ({e.slurm}); job {e.successor} continues it",
     ),
-    Rule(
+    DecisionRule(
         "the job was cancelled",
         lambda e, n: e.job == "cancelled",
         "leave",
-        lambda e, n: f"{CANCELLED} (Slurm: {e.slurm})",
+        lambda e, n: f"{CANCELLED_REASON} (Slurm: {e.slurm})",
     ),
-    Rule(
+    DecisionRule(
         "Slurm is ending the job (requeued, preempted, a lost node)",
         lambda e, n: e.job == "ending",
         "leave",
         lambda e, n: f"Slurm is ending the job ({e.slurm}), and decides whether it starts again",
     ),
-    Rule(
+    DecisionRule(
         "not a batch job (salloc, interactive.sh)",
         lambda e, n: not e.batch,
         "end",
         lambda e, n: f"{e.what}; only a batch job is requeued",
     ),
-    Rule(
+    DecisionRule(
         "SIGINT between two attempts",
         lambda e, n: e.interrupt,
         "end",
         lambda e, n: f"{e.what}; SIGINT between two attempts",
     ),
-    Rule(
+    DecisionRule(
         "a fault that would come again, such as out of memory",
         lambda e, n: bool(e.final) and e.run != "interrupted",
         "end",
         lambda e, n: f"{e.final}; another attempt would end in the same way",
         "program",
     ),
-    Rule(
+    DecisionRule(
         "a fault of the site for `KEMPNER_MAX_WAIT` hours without a new checkpoint",
         lambda e, n: bool(e.site) and e.waited >= e.max_wait,
         "end",
@@ -228,7 +229,7 @@ RULES = (
         ),
         "site",
     ),
-    Rule(
+    DecisionRule(
         "`KEMPNER_MAX_CRASHES` attempts in a row without a new checkpoint, not by the site, and"
         " not by a node that is now excluded",
         lambda e, n: not e.site and not n.anew and e.no_progress >= e.max_crashes,
@@ -239,14 +240,14 @@ RULES = (
         ),
         "program",
     ),
-    Rule(
+    DecisionRule(
         "srun could not create the step, as the controller did not answer, and now it does",
         lambda e, n: e.away and may_restart(e, n),
         "restart",
         lambda e, n: f"{e.what}; {e.site}",
         "site",
     ),
-    Rule(
+    DecisionRule(
         "a crash, a hang, or a faulty or lost node that a spare replaces, with time left and"
         " nobody asking to leave",
         may_restart,
@@ -254,19 +255,19 @@ RULES = (
         lambda e, n: e.what,
         "host",
     ),
-    Rule(
+    DecisionRule(
         "`--no-requeue`, without a chain",
         lambda e, n: not e.may_requeue and not e.chain,
         "end",
         lambda e, n: f"{e.what}; the job was submitted with --no-requeue",
     ),
-    Rule(
+    DecisionRule(
         "the last job of its chain",
         lambda e, n: e.chain == "last",
         "end",
         lambda e, n: f"{e.what}; it was the last job of its chain: submit it again to go on",
     ),
-    Rule(
+    DecisionRule(
         "the [preflight](../guide/preflight.md) found faulty nodes, and too few others could "
         "take the job",
         lambda e, n: e.preflight and n.too_few,
@@ -274,35 +275,35 @@ RULES = (
         lambda e, n: f"{e.what}; there are no other nodes to take",
         "host",
     ),
-    Rule(
+    DecisionRule(
         "a fault of the site, such as a file system that is away",
         lambda e, n: bool(e.site) and not e.chain,
         "requeue",
         lambda e, n: f"{e.site}: the next start waits {pause_of(e)} min",
         "site",
     ),
-    Rule(
+    DecisionRule(
         "anything else, with [`KEMPNER_CHAIN`](#where-requeue-is-forbidden)",
         lambda e, n: bool(e.chain),
         "chain",
         lambda e, n: e.what,
     ),
-    Rule(
+    DecisionRule(
         "anything else: interrupted, the time limit, a lost node, faulty nodes that are now"
         " excluded, a crash or a hang after `KEMPNER_RESTARTS` restarts, exit code 2 after a step"
         " was done",
         lambda e, n: True,
         "requeue",
-        lambda e, n: e.what + without(e, n),
+        lambda e, n: e.what + exclude_list(e, n),
     ),
 )
 
 
-def without(ended: Ended, nodes: Nodes) -> str:
+def exclude_list(ended: StepEnd, nodes: Nodes) -> str:
     return f"; without {','.join(nodes.excluded)}: {ended.fault}" if nodes.excluded else ""
 
 
-def pause_of(ended: Ended) -> int:
+def pause_of(ended: StepEnd) -> int:
     """Return the minutes until the next start: after a fault of the site, a quarter of the time
     waited; after a start that has ended before its step, 1, 5, 25, ...: what it lacks may come
     back."""
@@ -316,12 +317,12 @@ def pause_of(ended: Ended) -> int:
     return round(min(max(minutes, SHORTEST_PAUSE), LONGEST_PAUSE))
 
 
-def rule_of(ended: Ended, nodes: Nodes) -> Rule:
+def rule_of(ended: StepEnd, nodes: Nodes) -> DecisionRule:
     """Return the first rule that holds; the last one always does."""
-    return next(rule for rule in RULES if rule.holds(ended, nodes))
+    return next(rule for rule in DECISION_RULES if rule.holds(ended, nodes))
 
 
-def decide(ended: Ended) -> Decision:
+def decide_next(ended: StepEnd) -> BatchDecision:
     """Decide by the first rule that holds."""
     nodes = leave_out(ended)
     rule = rule_of(ended, nodes)
@@ -332,10 +333,10 @@ def decide(ended: Ended) -> Decision:
             f"no restart in place: the warning before the time limit is due in"
             f" {max(0, ended.left):.0f} s, the last start took {ended.start:.0f} s"
         )
-    return Decision(
+    return BatchDecision(
         answer=rule.answer,
         why=rule.why(ended, nodes),
-        kind=rule.kind or kind_of(ended),
+        kind=rule.kind or end_class(ended),
         excluded=nodes.excluded if goes_on else nodes.replaced if rule.answer == "restart" else (),
         replaced=nodes.replaced if rule.answer == "restart" else (),
         pause=pause_of(ended) if goes_on else 0,
@@ -344,14 +345,14 @@ def decide(ended: Ended) -> Decision:
     )
 
 
-def kind_of(ended: Ended) -> Class:
+def end_class(ended: StepEnd) -> Class:
     """Return whose fault the end was, if the rule does not say."""
     if ended.site:
         return "site"
     return "host" if ended.faulty or ended.refused else ""
 
 
-def table() -> str:
-    """Format RULES as in docs/reference/slurm.md."""
-    rows = [f"| {rule.case} | {rule.answer} | {rule.kind or '-'} |" for rule in RULES]
+def decision_table() -> str:
+    """Format DECISION_RULES as in docs/reference/slurm.md."""
+    rows = [f"| {rule.case} | {rule.answer} | {rule.kind or '-'} |" for rule in DECISION_RULES]
     return "\n".join(["| Case | Decision | Whose fault |", "|---|---|---|", *rows])

@@ -23,7 +23,7 @@ from kempner.slurm import host_name
 
 E = TypeVar("E", bound="Event")
 
-LATEST = 1e11  # Unix seconds, the year 5138; no count is larger either
+LATEST_TIME = 1e11  # Unix seconds, the year 5138; no count is larger either
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start(Event):
+class StartEvent(Event):
     """The state is loaded; training begins after `step`, None where only the program knows."""
 
     kind_of_event = "start"
@@ -81,7 +81,7 @@ class GoBack(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault(Event):
+class FaultEvent(Event):
     """A rank raised an error (crash), ran out of memory (oom), or the watchdog ended it (hang)."""
 
     kind_of_event = "fault"
@@ -119,7 +119,7 @@ class End(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision(Event):
+class DecisionEvent(Event):
     """The batch script's decision after the attempt, and the reason."""
 
     kind_of_event = "decision"
@@ -135,11 +135,12 @@ class Decision(Event):
     batch_began: float | None = None
 
 
-KINDS: dict[str, type[Event]] = {
-    cls.kind_of_event: cls for cls in (Start, FirstStep, GoBack, Fault, GpuFault, End, Decision)
+EVENT_KINDS: dict[str, type[Event]] = {
+    cls.kind_of_event: cls
+    for cls in (StartEvent, FirstStep, GoBack, FaultEvent, GpuFault, End, DecisionEvent)
 }
 
-HINTS = {name: typing.get_type_hints(cls) for name, cls in KINDS.items()}
+HINTS = {name: typing.get_type_hints(cls) for name, cls in EVENT_KINDS.items()}
 
 
 def own_file(path: Path) -> Path:
@@ -148,7 +149,7 @@ def own_file(path: Path) -> Path:
     return path.with_suffix("") / f"{host_name()}.jsonl"
 
 
-def append(path: Path, event: Event) -> None:
+def append_event(path: Path, event: Event) -> None:
     """Add a line to attempts.jsonl, or to own_file(). Raises OSError."""
     path.parent.mkdir(exist_ok=True)
     end_torn_line(path)
@@ -157,10 +158,10 @@ def append(path: Path, event: Event) -> None:
         file.write(json.dumps({"event": event.kind_of_event, **values}) + "\n")
 
 
-def read(path: Path) -> list[Event]:
+def read_events(path: Path) -> list[Event]:
     """Read the events of attempts.jsonl and of the hosts in order; lines that are torn, of unknown
     kind or without a time are left out."""
-    return known(read_records(path))
+    return known_events(read_records(path))
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -200,23 +201,23 @@ def _time(record: dict[str, Any]) -> float:
     return time if is_time(time := record.get("time")) else 0.0
 
 
-def known(records: Sequence[dict[str, Any]]) -> list[Event]:
+def known_events(records: Sequence[dict[str, Any]]) -> list[Event]:
     """Return the events among the objects of attempts.jsonl."""
-    found = (parse(record) for record in records)
+    found = (parse_event(record) for record in records)
     return [event for event in found if event is not None]
 
 
-def parse(record: dict[str, Any]) -> Event | None:
+def parse_event(record: dict[str, Any]) -> Event | None:
     """Parse an event from its JSON object, None if it is not one."""
     name = record.get("event")
-    cls = KINDS.get(name) if isinstance(name, str) else None
+    cls = EVENT_KINDS.get(name) if isinstance(name, str) else None
     if cls is None or not is_time(record.get("time")):
         return None
     hints = HINTS[cls.kind_of_event]
     values: dict[str, Any] = {
         field.name: tuple(value) if isinstance(value, list) else value
         for field in dataclasses.fields(cls)
-        if fits(hints[field.name], value := record.get(field.name))
+        if fits_type(hints[field.name], value := record.get(field.name))
     }
     return cls(**values)
 
@@ -224,35 +225,35 @@ def parse(record: dict[str, Any]) -> Event | None:
 def is_event(record: dict[str, Any]) -> bool:
     """Return whether an object has the fields of all events, also of a kind that is unknown
     here."""
-    named = isinstance(record.get("event"), str) and fits(str | None, record.get("attempt_id"))
+    named = isinstance(record.get("event"), str) and fits_type(str | None, record.get("attempt_id"))
     return named and is_time(record.get("time"))
 
 
 def is_time(value: Any) -> TypeGuard[float]:
     """Return whether a value can be a Unix time: a damaged or hostile file may have NaN, or
     1e300."""
-    return fits(float, value) and 0 <= value < LATEST
+    return fits_type(float, value) and 0 <= value < LATEST_TIME
 
 
 def of_kind(events: Sequence[Event], kind: type[E]) -> list[E]:
     return [event for event in events if isinstance(event, kind)]
 
 
-def fits(hint: Any, value: Any) -> bool:
+def fits_type(hint: Any, value: Any) -> bool:
     """Return whether a value from JSON may stand in a field of this type."""
     if hint is object:
         return True
     if isinstance(hint, types.UnionType):
-        return any(fits(kind, value) for kind in hint.__args__)
+        return any(fits_type(kind, value) for kind in hint.__args__)
     origin = typing.get_origin(hint)
     if origin is Literal:
         return value in typing.get_args(hint)
     if origin is tuple:
         item = typing.get_args(hint)[0]
-        return isinstance(value, list) and all(fits(item, each) for each in value)
+        return isinstance(value, list) and all(fits_type(item, each) for each in value)
     if origin is dict:
-        return isinstance(value, dict) and all(fits(float, each) for each in value.values())
-    if isinstance(value, int | float) and not abs(value) < LATEST:  # NaN, too
+        return isinstance(value, dict) and all(fits_type(float, each) for each in value.values())
+    if isinstance(value, int | float) and not abs(value) < LATEST_TIME:  # NaN, too
         return False
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)

@@ -11,7 +11,7 @@ from typing import Any
 
 from kempner.history.events import is_time
 
-Record = dict[str, Any]
+_Record = dict[str, Any]
 
 # "srun: error: node2: tasks 2-3: Killed". Terminated is what srun itself does to the ranks that are
 # left, an exit code says less than the rank's own record, and a rank that aborts has waited for
@@ -30,7 +30,7 @@ ENDED_BY_US = re.compile(rf"^{ENDING}|Terminating StepId=|Job step aborted", re.
 
 # A rank's exit code, except those of an orderly leave: interrupted, for a new attempt, without its
 # lock.
-LEFT = re.compile(
+LEFT_OUT_REASON = re.compile(
     r"^srun: error: (\S+): tasks? [\d,-]+: Exited with exit code (?!7[567]$)\d+$", re.MULTILINE
 )
 
@@ -51,7 +51,7 @@ FILE_SYSTEM = re.compile(
 )
 
 
-def host_of(faults: Sequence[Record], srun_log: str) -> str:
+def host_of(faults: Sequence[_Record], srun_log: str) -> str:
     """Return the host that an attempt failed on, "" if nothing points at one.
 
     A rank that does not answer hangs alone; all that follows is srun's doing. A rank that a signal
@@ -71,20 +71,20 @@ def host_of(faults: Sequence[Record], srun_log: str) -> str:
         return str(killed[0])
     own = (fault for fault in faults if fault.get("kind") == "crash" and not fault.get("lost_peer"))
     found = next((fault["hosts"][0] for fault in own if fault.get("hosts")), "")
-    left = set(LEFT.findall(before))
+    left = set(LEFT_OUT_REASON.findall(before))
     if not faults and len(left) == 1:
         found = left.pop()
     return str(found)
 
 
-def sees_no_program(faults: Sequence[Record], srun_log: str) -> str:
+def sees_no_program(faults: Sequence[_Record], srun_log: str) -> str:
     """Return the script that a shell has not found, if a host has not even begun: no rank has
     recorded anything. "" otherwise."""
     found = None if faults else NO_SCRIPT.search(srun_log)
     return found[1] if found else ""
 
 
-def site_fault(faults: Sequence[Record], nodes: int) -> str:
+def site_fault(faults: Sequence[_Record], nodes: int) -> str:
     """Describe a file system that fails on several hosts at once; "" without one. On one host of
     several it is a fault of that host."""
     failed = [f for f in faults if FILE_SYSTEM.search(str(f.get("reason", "")))]
@@ -110,7 +110,7 @@ def launch_failed_on(srun_log: str, per_node: int, nodes: Sequence[str]) -> str:
     return nodes[place] if place < len(nodes) else ""
 
 
-def no_progress(decisions: Sequence[Record]) -> int:
+def decisions_without_progress(decisions: Sequence[_Record]) -> int:
     """Count the attempts in a row, up to the last decision, that made no new checkpoint. A decision
     has null if the batch script had no time to count."""
     count = 0
@@ -120,14 +120,14 @@ def no_progress(decisions: Sequence[Record]) -> int:
     return count
 
 
-def excluded_by(decision: Record) -> list[str]:
+def excluded_by(decision: _Record) -> list[str]:
     """Return the nodes that the job does without since this decision."""
     if decision.get("decision") == "restart":  # a spare has replaced them
         return []
     return str(decision.get("excluded", "")).replace(",", " ").split()
 
 
-def excluded_in_vain(decisions: Sequence[Record]) -> int:
+def excluded_in_vain(decisions: Sequence[_Record]) -> int:
     """Count the nodes excluded since the last new checkpoint. One may be excluded twice, if Slurm
     did not take the first order."""
     found: set[str] = set()
@@ -139,26 +139,26 @@ def excluded_in_vain(decisions: Sequence[Record]) -> int:
     return len(found)
 
 
-def blamed_before(decisions: Sequence[Record]) -> str:
+def blamed_before(decisions: Sequence[_Record]) -> str:
     """Return the host that the last decision blamed."""
     return str(decisions[-1].get("blamed", "")) if decisions else ""
 
 
-def final_reason(faults: Sequence[Record]) -> str:
+def final_reason(faults: Sequence[_Record]) -> str:
     """Return why no other attempt can succeed: a fault that would come again, such as out of
     memory."""
     found = next((str(f.get("reason", "")) for f in faults if f.get("final") is True), "")
     return " ".join(found.split())
 
 
-def start_up(events: Sequence[Record], batch_began: float) -> int:
+def start_up(events: Sequence[_Record], batch_began: float) -> int:
     """Return the seconds of an attempt until its first step was done, or until now."""
     stepped = (e.get("time") for e in events if e.get("event") == "first_step")
     ended = next((float(t) for t in stepped if is_time(t)), time.time())
     return max(0, round(ended - batch_began))
 
 
-def broken_gpu(faults: Sequence[Record]) -> tuple[str, str]:
+def broken_gpu(faults: Sequence[_Record]) -> tuple[str, str]:
     """Return the host with the first GPU that was found broken, and the finding; two empty strings
     without one."""
     for fault in faults:

@@ -3,8 +3,8 @@
     python -m kempner.history.judge RUN_DIR SRUN_LOG [NAME=VALUE ...]
 
 reads the records of the run, asks Slurm about other nodes where one is to be left out, and prints
-front_door.ANSWER and eleven lines, as ANSWERS names them. NAME=VALUE are the facts that only the
-batch script has (kp_facts of requeue.sh); a missing one is unknown.
+front_door.ANSWER and eleven lines, as DECISION_FIELDS names them. NAME=VALUE are the facts that
+only the batch script has (kp_facts of requeue.sh); a missing one is unknown.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from typing import Any
 
 from kempner import slurm
 from kempner.front_door import ANSWER, run_module
-from kempner.history.decision import Decision, Ended, decide
+from kempner.history.decision import BatchDecision, StepEnd, decide_next
 from kempner.history.events import is_time, read_records
 from kempner.history.faulty_host import (
     blamed_before,
     broken_gpu,
     controller_away,
+    decisions_without_progress,
     excluded_by,
     excluded_in_vain,
     final_reason,
     host_of,
     launch_failed_on,
-    no_progress,
     sees_no_program,
     site_fault,
     start_up,
 )
-from kempner.history.tables import visible
+from kempner.history.tables import visible_text
 
-Record = dict[str, Any]
+_Record = dict[str, Any]
 
-ANSWERS = (
+DECISION_FIELDS = (
     "decision",
     "why",
     "kind",
@@ -54,14 +54,14 @@ ANSWERS = (
     "start",
     "notes",
 )
-BROKEN = "has a broken"
+BROKEN_HOST = "has a broken"
 BLIND = "did not see the program twice in a row"
 IN_USE = "is in use by"  # resilience/lock.py: another job trains in this directory
 DAY_S = 86400.0  # exclusions of an earlier day no longer count
 
 
 @dataclass(frozen=True)
-class Facts:
+class JobFacts:
     """Facts from NAME=VALUE on the command line."""
 
     given: Mapping[str, str]
@@ -85,7 +85,7 @@ class Facts:
         return self.text(name) not in ("", "0")
 
 
-def records_of(run_dir: Path) -> tuple[list[Record], str]:
+def records_of(run_dir: Path) -> tuple[list[_Record], str]:
     """Read the records of the run, and what is wrong with the file system if they cannot be
     read."""
     try:
@@ -99,7 +99,7 @@ def records_of(run_dir: Path) -> tuple[list[Record], str]:
     return read_records(run_dir / "attempts.jsonl"), ""
 
 
-def has_trained(records: Sequence[Record], jobs: Sequence[str], command: str) -> bool:
+def jobs_have_trained(records: Sequence[_Record], jobs: Sequence[str], command: str) -> bool:
     """Return whether a start of these jobs, or another one with this command by its hash, has done
     a step or come further."""
     own = {
@@ -118,7 +118,7 @@ def has_trained(records: Sequence[Record], jobs: Sequence[str], command: str) ->
     return False
 
 
-def waited(made: Sequence[Record], now: float) -> float:
+def hours_waited(made: Sequence[_Record], now: float) -> float:
     """Return the hours since the first decision in a row about a fault of the site."""
     began = now
     for decision in reversed(made):
@@ -128,7 +128,9 @@ def waited(made: Sequence[Record], now: float) -> float:
     return max(0.0, now - began) / 3600
 
 
-def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[Ended, str]:
+def collect_facts(
+    run_dir: Path, srun_log: Path, facts: JobFacts, now: float
+) -> tuple[StepEnd, str]:
     """Collect the known facts, and the host that is blamed."""
     jobs, attempt_id = facts.words("jobs"), facts.text("attempt")
     records, unread = records_of(run_dir)
@@ -158,7 +160,7 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
     if facts.flag("preflight"):
         fault = "failed the preflight"
     elif broken:
-        fault = f"{BROKEN} {gpu}"
+        fault = f"{BROKEN_HOST} {gpu}"
     faulty = lost or (bad if facts.flag("preflight") else (found,) if again else ())
     blamed = ",".join(lost or (bad if facts.flag("preflight") else (found,)))
     orderly = facts.text("run") == "interrupted"
@@ -169,13 +171,13 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
         fault = "was replaced by a spare node"
 
     away = controller_away(said)
-    trained = bool(unread) or has_trained(records, jobs, facts.text("command"))
+    trained = bool(unread) or jobs_have_trained(records, jobs, facts.text("command"))
     site = "" if orderly else unread or away or site_fault(faults, len(nodes))
     # A check that has ended otherwise than by bad input: an unreadable file, a lack of memory, a
     # missing package.
     if facts.text("early") and trained and facts.count("code", 0) != 2:
         site = site or facts.text("what")
-    before, in_vain = no_progress(made), excluded_in_vain(made)
+    before, in_vain = decisions_without_progress(made), excluded_in_vain(made)
     if unread:
         before = facts.count("before", -1)
     elif made and facts.count("committed_before", -1) > _step(made[-1]):
@@ -184,9 +186,9 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
     if facts.count("committed", -1) > facts.count("committed_before", -1):
         count = 0
     # Nodes with broken hardware do not count against KEMPNER_EXCLUDE.
-    certain = re.compile(f"{BROKEN}|{BLIND}")
+    certain = re.compile(f"{BROKEN_HOST}|{BLIND}")
     out = [d for d in made if not certain.search(str(d.get("why")))]
-    ended = Ended(
+    ended = StepEnd(
         run=facts.text("run"),
         what=facts.text("what") or "the step has ended",
         refused=(facts.text("refusal") or " ") if facts.count("code", 0) == 2 else "",
@@ -194,7 +196,7 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
         final=final_reason(faults),
         site=site,
         away=bool(site) and site == away,
-        waited=waited(made, now),
+        waited=hours_waited(made, now),
         no_progress=count,
         job=facts.text("job") or "running",  # type: ignore[arg-type]
         slurm=facts.text("slurm"),
@@ -226,25 +228,25 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
     return ended, blamed
 
 
-def _step(decision: Record) -> float:
+def _step(decision: _Record) -> float:
     """Return the newest checkpoint's step at a decision; infinity if it is not recorded."""
     step = decision.get("step")
     return step if isinstance(step, int) else math.inf
 
 
-def _age(decision: Record, now: float) -> float:
+def _age(decision: _Record, now: float) -> float:
     began = decision.get("time")
     return now - began if is_time(began) else 0.0
 
 
-def with_others(ended: Ended, request: str) -> Ended:
+def with_others(ended: StepEnd, request: str) -> StepEnd:
     """Add the number of other nodes, if it is needed."""
     if not (ended.faulty and not ended.lost) and not ended.spent:
         return ended
     return replace(ended, others=slurm.other_nodes(request, (*ended.faulty, *ended.spent)))
 
 
-def answer(decision: Decision, ended: Ended, blamed: str) -> dict[str, object]:
+def decision_fields(decision: BatchDecision, ended: StepEnd, blamed: str) -> dict[str, object]:
     """Return the answer for the batch script."""
     return {
         "decision": decision.answer,
@@ -262,13 +264,13 @@ def answer(decision: Decision, ended: Ended, blamed: str) -> dict[str, object]:
 
 
 def main(run_dir: str, srun_log: str, *facts: str) -> None:
-    given = Facts(dict(fact.split("=", 1) for fact in facts))
-    ended, blamed = collect(Path(run_dir), Path(srun_log), given, time.time())
+    given = JobFacts(dict(fact.split("=", 1) for fact in facts))
+    ended, blamed = collect_facts(Path(run_dir), Path(srun_log), given, time.time())
     ended = with_others(ended, given.text("request"))
-    told = answer(decide(ended), ended, blamed)
+    told = decision_fields(decide_next(ended), ended, blamed)
     print(ANSWER)
-    for name in ANSWERS:  # one line each, whatever the records hold
-        print(visible(" ".join(str(told[name]).split())))
+    for name in DECISION_FIELDS:  # one line each, whatever the records hold
+        print(visible_text(" ".join(str(told[name]).split())))
 
 
 if __name__ == "__main__":

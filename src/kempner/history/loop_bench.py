@@ -15,15 +15,15 @@ from pathlib import Path
 from kempner.files import write_atomic
 from kempner.front_door import run_module
 from kempner.history.run_history import load_history
-from kempner.history.tables import aligned
+from kempner.history.tables import align_table
 
-FIRST = 2  # steps that are left out: engines start, caches are cold
+WARMUP_STEPS = 2  # steps that are left out: engines start, caches are cold
 
 
 def main(run: Path) -> int:
-    lines = [line for line in load_history(run).losses if "reward" in line][FIRST:]
+    lines = [line for line in load_history(run).losses if "reward" in line][WARMUP_STEPS:]
     if len(lines) < 2:
-        print(f"loop_bench: error: {run} has no {FIRST + 2} steps", file=sys.stderr)
+        print(f"loop_bench: error: {run} has no {WARMUP_STEPS + 2} steps", file=sys.stderr)
         return 1
     seconds = sum(line["step_time"] for line in lines)
 
@@ -48,7 +48,7 @@ def main(run: Path) -> int:
     }
     write_atomic(run / "bench.json", json.dumps(figures, indent=2) + "\n")
     rows = [[name.replace("_", " "), f"{value:.4g}"] for name, value in figures.items()]
-    print(aligned(rows, gap=3))
+    print(align_table(rows, gap=3))
     return 0
 
 

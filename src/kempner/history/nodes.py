@@ -19,7 +19,7 @@ from kempner.history.attempts import Record
 from kempner.history.run_history import History
 
 PEACEFUL = frozenset(("start", "first_step", "go_back", "end"))
-DIED = "died"  # blamed by the batch script, without a record of its own
+DIED_KIND = "died"  # blamed by the batch script, without a record of its own
 
 
 class Sin(NamedTuple):
@@ -32,7 +32,7 @@ class Sin(NamedTuple):
 
 
 @dataclass
-class Node:
+class NodeHistory:
     """A host over all runs. `seconds`: of attempts that trained on it."""
 
     host: str
@@ -63,12 +63,12 @@ class Node:
         }
 
 
-def nodes_of(runs: Iterable[History]) -> list[Node]:
+def nodes_of(runs: Iterable[History]) -> list[NodeHistory]:
     """Return the hosts of these runs, those with the most faults first."""
-    found: dict[str, Node] = {}
+    found: dict[str, NodeHistory] = {}
 
-    def at(host: str) -> Node:
-        return found.setdefault(host, Node(host))
+    def at(host: str) -> NodeHistory:
+        return found.setdefault(host, NodeHistory(host))
 
     for run in runs:
         for attempt in run.attempts:
@@ -79,33 +79,35 @@ def nodes_of(runs: Iterable[History]) -> list[Node]:
                 node.seconds += max(0.0, attempt.ended - attempt.began) if attempt.began else 0.0
         accused: dict[tuple[object, str], object] = {}
         for record in run.records:
-            for host, kind in sins(record, accused):
+            for host, kind in node_faults(record, accused):
                 reason = record.get("reason") or record.get("why") or ""
                 at(host).sins.append(Sin(kind, record["time"], str(run.path), str(reason)))
                 accused[record.get("attempt_id"), host] = record.get("answer")
-            for host in names(record.get("excluded")):
+            for host in host_names(record.get("excluded")):
                 at(host).excluded += record.get("event") == "decision"
-    return ranked(found.values())
+    return rank_nodes(found.values())
 
 
-def merged(several: Iterable[list[Node]]) -> list[Node]:
+def merge_nodes(several: Iterable[list[NodeHistory]]) -> list[NodeHistory]:
     """Merge the hosts found in each run alone."""
-    found: dict[str, Node] = {}
+    found: dict[str, NodeHistory] = {}
     for node in itertools.chain(*several):
-        one = found.setdefault(node.host, Node(node.host))
+        one = found.setdefault(node.host, NodeHistory(node.host))
         one.runs |= node.runs
         one.attempts += node.attempts
         one.seconds += node.seconds
         one.excluded += node.excluded
         one.sins += node.sins
-    return ranked(found.values())
+    return rank_nodes(found.values())
 
 
-def ranked(nodes: Iterable[Node]) -> list[Node]:
+def rank_nodes(nodes: Iterable[NodeHistory]) -> list[NodeHistory]:
     return sorted(nodes, key=lambda node: (-len(node.sins), -node.excluded, node.host))
 
 
-def sins(record: Record, accused: dict[tuple[object, str], object]) -> Iterator[tuple[str, str]]:
+def node_faults(
+    record: Record, accused: dict[tuple[object, str], object]
+) -> Iterator[tuple[str, str]]:
     """Yield (host, kind) of each host that an event counts against. `accused`: (attempt id, host)
     so far, and the sampler's answer if it was the sampler's."""
     event, attempt = record.get("event"), record.get("attempt_id")
@@ -115,24 +117,24 @@ def sins(record: Record, accused: dict[tuple[object, str], object]) -> Iterator[
             hosts = hosts_of(record)
             yield from ((host, kind) for host in hosts if accused.get((attempt, host)) != "end")
     elif event == "decision":
-        for host in names(record.get("blamed")):
+        for host in host_names(record.get("blamed")):
             if (attempt, host) not in accused:
-                yield host, DIED
+                yield host, DIED_KIND
     elif event not in PEACEFUL and record.get("answer") != "note":
-        yield from ((host, kind_of(record)) for host in hosts_of(record))
+        yield from ((host, fault_kind(record)) for host in hosts_of(record))
 
 
-def kind_of(record: Record) -> str:
+def fault_kind(record: Record) -> str:
     """Name an event's kind: `gpu_fault` of the kind `xid` -> "gpu_fault xid"."""
     kind = record.get("kind")
     return f"{record.get('event')} {kind}" if isinstance(kind, str) else str(record.get("event"))
 
 
 def hosts_of(record: Record) -> list[str]:
-    return [name for key in ("hosts", "host", "node") for name in names(record.get(key))]
+    return [name for key in ("hosts", "host", "node") for name in host_names(record.get(key))]
 
 
-def names(value: object) -> list[str]:
+def host_names(value: object) -> list[str]:
     """List hosts, from a list of them or from "node1,node2"."""
     if isinstance(value, str):
         return [name for name in value.split(",") if name]

@@ -28,18 +28,20 @@ from typing import Any
 
 from kempner.front_door import run_module
 from kempner.history.attempts import Record
-from kempner.history.facts import facts, trouble
+from kempner.history.facts import run_facts, run_trouble
 from kempner.history.run_history import History, load_history
-from kempner.history.tables import visible
+from kempner.history.tables import visible_text
 
-PATIENCE_S = 10.0  # for each way
+NOTIFY_TIMEOUT_S = 10.0  # for each way
 RECENT_S = 86400.0  # what happened before is no news
-TAIL = 1 << 16  # bytes at the end of metrics.jsonl that are read
-LONGEST = 4000  # characters of a reason: a variable may have 128 KiB, a message far less
+NOTIFY_TAIL_BYTES = 1 << 16  # bytes at the end of metrics.jsonl that are read
+LONGEST_REASON = 4000  # characters of a reason: a variable may have 128 KiB, a message far less
 FIELDS = ("state", "step", "max_steps", "loss", "job", "attempts", "requeues", "hosts")
 
 
-def ways(env: Mapping[str, str] = os.environ) -> list[tuple[str, Callable[[Record], None]]]:
+def notification_ways(
+    env: Mapping[str, str] = os.environ,
+) -> list[tuple[str, Callable[[Record], None]]]:
     """Return (variable, function) of each way that is set; the function raises if it fails."""
     known: dict[str, Callable[[Record], None]] = {
         "KEMPNER_MAIL": _mail,
@@ -57,7 +59,7 @@ def event_of(run: History, most: int) -> str | None:
         return state.word
     if state.word == "silent":
         return "stall"
-    if not trouble(run):
+    if not run_trouble(run):
         return None
     if state.word in ("running", "starting"):  # it waits for somebody
         return "stall"
@@ -71,23 +73,25 @@ def event_of(run: History, most: int) -> str | None:
 def tell_if_new(run: History, now: float) -> list[str]:
     """Tell a run's event, unless it has been told, or is old; returns the problems."""
     event = event_of(run, int(os.environ.get("KEMPNER_MAX_CRASHES") or 3))
-    known = facts(run, now)
+    known = run_facts(run, now)
     if event is None or now - (known["last_sign"] or 0.0) > RECENT_S:
         return []
     last = run.attempts[-1] if run.attempts else None
     name = "none" if last is None else last.attempt_id or last.name
-    return tell(run, event, trouble(run) or run.state.reason or run.state.word, name, now)
+    return notify_event(
+        run, event, run_trouble(run) or run.state.reason or run.state.word, name, now
+    )
 
 
-def tell(
+def notify_event(
     run: History, event: str, why: str, attempt: str, now: float, *, sure: bool = False
 ) -> list[str]:
     """Tell an event, unless it has been told; returns the problems, one line each. `sure`: also if
     that cannot be noted, such as on a full disk."""
-    known, why = facts(run, now), visible(" ".join(why[:LONGEST].split()))
+    known, why = run_facts(run, now), visible_text(" ".join(why[:LONGEST_REASON].split()))
     key = f"{attempt}-stall-{known['step']}" if event == "stall" else f"{attempt}-end"
     claim = run.path / "notified" / re.sub(r"[^\w.-]", "_", key)
-    name = visible(str(run.path))
+    name = visible_text(str(run.path))
     at = "" if known["step"] is None else f" at step {known['step']:,}"
     text = f"{name}: {event.replace('_', ' ')}{at}: {why}"
     message = {"event": event, "text": text, **known, "why": why}
@@ -104,14 +108,14 @@ def tell(
         return [f"{name}/notified: {error.strerror}; nobody was told that {text}"]
     problems = _tell(message)
     # Nobody was told: whoever looks next tries again.
-    if len(problems) == len(ways()):
+    if len(problems) == len(notification_ways()):
         claim.unlink(missing_ok=True)
     return problems
 
 
 def _tell(message: Record) -> list[str]:
     problems = []
-    for name, act in ways():
+    for name, act in notification_ways():
         try:
             act(message)
         except Exception as error:  # whatever is wrong with a user's command, or with the network
@@ -123,7 +127,7 @@ def _cause(error: Exception) -> str:
     """Describe the error in one line; without the URL, which the messages of urllib and subprocess
     may hold."""
     if isinstance(error, subprocess.TimeoutExpired | TimeoutError):
-        return f"no end within {PATIENCE_S:.0f} s"
+        return f"no end within {NOTIFY_TIMEOUT_S:.0f} s"
     if isinstance(error, urllib.error.HTTPError):
         return f"the server answered {error.code}"
     if isinstance(error, urllib.error.URLError):
@@ -150,14 +154,14 @@ def _run(words: list[str], text: str, env: Mapping[str, str]) -> None:
         start_new_session=True,
     )
     try:
-        child.communicate(text, timeout=PATIENCE_S)
+        child.communicate(text, timeout=NOTIFY_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         raise
     except BrokenPipeError:
-        child.wait(PATIENCE_S)
+        child.wait(NOTIFY_TIMEOUT_S)
     if child.returncode:
         raise subprocess.CalledProcessError(child.returncode, words[0])
 
@@ -169,8 +173,8 @@ def _mail(message: Record) -> None:
     about = f"job {number} ({name})" if number and name else f"run {message['run']}"
     why = message["why"]
     # No "--": s-nail, the mail of many distributions, passes the words after it to its transport.
-    words = ["mail", "-s", visible(f"{about}: {why}"), os.environ["KEMPNER_MAIL"]]
-    _run(words, f"{why}\nrun directory {visible(message['run'])}\n", os.environ)
+    words = ["mail", "-s", visible_text(f"{about}: {why}"), os.environ["KEMPNER_MAIL"]]
+    _run(words, f"{why}\nrun directory {visible_text(message['run'])}\n", os.environ)
 
 
 def _command(message: Record) -> None:
@@ -188,7 +192,7 @@ def _plain(value: Any) -> str:
         value = value.get("number")
     if isinstance(value, list):
         value = ",".join(value)
-    return "" if value is None else visible(str(value))
+    return "" if value is None else visible_text(str(value))
 
 
 def _post(message: Record) -> None:
@@ -203,13 +207,15 @@ def _post(message: Record) -> None:
         json.dumps(body).encode(),
         {"Content-Type": "application/json", "User-Agent": "kempner"},
     )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+    with urllib.request.urlopen(request, timeout=NOTIFY_TIMEOUT_S) as answer:
         answer.read(1024)
 
 
 def main(run_dir: str, event: str, why: str) -> int:
-    run = load_history(Path(run_dir), None, TAIL)
-    problems = tell(run, event, why, os.environ["KEMPNER_ATTEMPT_ID"], time.time(), sure=True)
+    run = load_history(Path(run_dir), None, NOTIFY_TAIL_BYTES)
+    problems = notify_event(
+        run, event, why, os.environ["KEMPNER_ATTEMPT_ID"], time.time(), sure=True
+    )
     print(*problems, sep="\n", end="\n" * bool(problems))
     return 0
 

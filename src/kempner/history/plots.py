@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 SMOOTH_FROM = 150  # points; fewer are shown as they are
 MARK_UNTIL = 25  # points; fewer get a dot each: a line through a single point is invisible
-LOG_FROM = 3.0  # largest loss over smallest
+LOG_LOSS_FROM = 3.0  # largest loss over smallest
 
 
-def draw(runs: list[History], out: Path) -> None:
+def plot_runs(runs: list[History], out: Path) -> None:
     """Draw the curves. Raises ModuleNotFoundError without matplotlib, OSError if `out` cannot be
     written."""
     import matplotlib
@@ -43,9 +43,9 @@ def draw(runs: list[History], out: Path) -> None:
     alone = len(runs) == 1
     for i, (run, name) in enumerate(zip(runs, short_names(runs), strict=True)):
         color = colors[i % len(colors)]
-        curve(loss, run.losses, "loss", np.mean, color, "training" if alone else name)
-        curve(rate, run.losses, "tokens_per_s", np.median, color)
-        curve(lr, run.losses, "lr", np.median, color)
+        plot_curve(loss, run.losses, "loss", np.mean, color, "training" if alone else name)
+        plot_curve(rate, run.losses, "tokens_per_s", np.median, color)
+        plot_curve(lr, run.losses, "lr", np.median, color)
         loss.plot(
             [line["step"] for line in run.validations],
             [
@@ -77,7 +77,7 @@ def draw(runs: list[History], out: Path) -> None:
         panel.grid(color="0.9", linewidth=0.7)
         panel.spines[["top", "right"]].set_visible(False)
     lr.set_xlim(0, None)
-    legend(loss, runs)
+    plot_legend(loss, runs)
     if alone:
         title = f"{runs[0].path}: {runs[0].state.word}, step {runs[0].step_text}"
         loss.set_title(title, loc="left", fontsize=11)
@@ -112,7 +112,7 @@ def draw_results(axes: Axes, runs: list[History], tasks: list[str]) -> None:
     axes.legend(loc="best", framealpha=0.9, fontsize=8)
 
 
-def curve(
+def plot_curve(
     axes: Axes, lines: list[Record], key: str, average: Average, color: Any, label: str = ""
 ) -> None:
     """Plot the values against the step; a long series is drawn pale under its moving average."""
@@ -120,12 +120,12 @@ def curve(
     values = [line[key] if is_number(line.get(key)) else math.nan for line in lines]  # a gap
     if len(steps) >= SMOOTH_FROM:
         axes.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
-        steps, values = smoothed(steps, values, average)
+        steps, values = smooth_values(steps, values, average)
     marker = "o" if len(steps) < MARK_UNTIL else ""
     axes.plot(steps, values, color=color, linewidth=1.4, marker=marker, markersize=3, label=label)
 
 
-def smoothed(
+def smooth_values(
     steps: list[int], values: list[float], average: Average
 ) -> tuple[list[int], list[float]]:
     """Average over a moving window of a 40th of the points, evaluated at about 400 of them. The
@@ -158,14 +158,14 @@ def scale_loss(axes: Axes, runs: list[History]) -> None:
     values = [line["loss"] for run in runs for line in run.losses if line["loss"] is not None]
     rewarded = any("reward" in line for run in runs for line in run.losses[:1])
     axes.set_ylabel("policy loss" if rewarded else "loss (nats per token)")
-    if values and min(values) > 0 and max(values) / min(values) >= LOG_FROM:
+    if values and min(values) > 0 and max(values) / min(values) >= LOG_LOSS_FROM:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(lambda loss, _: f"{loss:g}")
 
 
-def legend(axes: Axes, runs: list[History]) -> None:
+def plot_legend(axes: Axes, runs: list[History]) -> None:
     from matplotlib.lines import Line2D
 
     handles, labels = axes.get_legend_handles_labels()

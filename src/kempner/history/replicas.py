@@ -28,7 +28,7 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Replicas:
+class ReplicaHistory:
     """`rounds`: the newest record of each, by number; `sent`: bytes of all replicas, in all
     rounds."""
 
@@ -42,7 +42,7 @@ class Replicas:
         return sum(replica.here for replica in self.by_number.values())
 
 
-def replicas_of(run_dir: Path) -> Replicas | None:
+def replicas_of(run_dir: Path) -> ReplicaHistory | None:
     """Read the replicas; None if the run has none that can be lost alone."""
     lines = [line for line in read_jsonl(run_dir / "replicas.jsonl") if "event" in line]
     if not lines:
@@ -65,4 +65,4 @@ def replicas_of(run_dir: Path) -> Replicas | None:
             replica.rounds += line["name"] in line["members"] and not line["entry"]
             total += line["bytes"] - sent.get(line["name"], 0)
             sent[line["name"]] = line["bytes"]
-    return Replicas(dict(sorted(found.items())), rounds, total)
+    return ReplicaHistory(dict(sorted(found.items())), rounds, total)

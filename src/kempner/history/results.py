@@ -18,7 +18,7 @@ from kempner.files import LineFile, write_atomic
 PREFIX = "eval/"  # of the figures in a line of metrics.jsonl
 
 
-def put(run_dir: Path, step: int, figures: Mapping[str, float]) -> None:
+def record_result(run_dir: Path, step: int, figures: Mapping[str, float]) -> None:
     """Record the figures of a checkpoint. Without a trainer this process is the writer."""
     line = {"step": step, "time": round(time.time(), 3)}
     line |= {f"{PREFIX}{name}": value for name, value in figures.items()}
@@ -32,10 +32,10 @@ def add_without_trainer(run_dir: Path) -> None:
     from kempner.history.state import read_lock  # which the trainer does without
 
     if read_lock(run_dir, time.time()).holder is False:  # None: that is not known
-        add(run_dir, LineFile(run_dir / "metrics.jsonl").write)
+        add_results(run_dir, LineFile(run_dir / "metrics.jsonl").write)
 
 
-def add(run_dir: Path, write: Callable[[str], object]) -> None:
+def add_results(run_dir: Path, write: Callable[[str], object]) -> None:
     """Hand each new result to `write`. After a crash in between it is there twice, which does not
     matter: the later line counts."""
     for path in sorted((run_dir / "eval").glob("step_*.json")):
@@ -45,7 +45,7 @@ def add(run_dir: Path, write: Callable[[str], object]) -> None:
             path.rename(path.parent / "added" / path.name)
 
 
-def evaluated(run_dir: Path) -> set[int]:
+def evaluated_steps(run_dir: Path) -> set[int]:
     """Return the steps that have a result."""
     folder = run_dir / "eval"
     paths = [*folder.glob("step_*.json"), *folder.glob("added/step_*.json")]

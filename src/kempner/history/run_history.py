@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from kempner.directories import NOBODYS
-from kempner.files import read_jsonl, step_of
+from kempner.files import read_jsonl, step_of_name
 from kempner.history import events
 from kempner.history.attempts import Attempt, Record, Refusal, attempts_of
 from kempner.history.results import PREFIX
-from kempner.history.state import State, job_of, judge, read_lock
+from kempner.history.state import RunState, judge_state, read_lock, slurm_job_of_run
 from kempner.history.wall_time import WallTime, wall_time_of
-from kempner.slurm import Job
+from kempner.slurm import SlurmJob
 
 # Types of a record's fields, where present: files may be damaged, or written by somebody else.
 STATUS = {"step": int, "max_steps": int, "attempt": int, "state": str, "reason": str}
@@ -39,10 +39,14 @@ NONE = (
     "reward",
     "mfu",
 )
-FIGURES = dict.fromkeys(NONE) | {"checkpoint_time": 0.0, "eval_time": 0.0}
+COUNTED_FIGURES = dict.fromkeys(NONE) | {"checkpoint_time": 0.0, "eval_time": 0.0}
 ROUND = ("round", "replicas", "bytes_sent", "bytes_data_parallel", "outer_time")
-LARGEST = 1e300  # a larger number is damage; the sum of many smaller ones is still finite
-SAMPLE, BLOCK, TAIL = 64, 1 << 12, 1 << 15  # blocks, bytes of one, bytes at the end
+LARGEST_NUMBER = 1e300  # a larger number is damage; the sum of many smaller ones is still finite
+SAMPLE_BLOCKS, SAMPLE_BLOCK_BYTES, SAMPLE_TAIL_BYTES = (
+    64,
+    1 << 12,
+    1 << 15,
+)  # blocks, bytes of one, bytes at the end
 RECORDS = ("status.json", "attempts.jsonl", "metrics.jsonl", "lock")
 
 
@@ -56,9 +60,9 @@ class History:
     lines: list[Record] = field(repr=False)
     results: list[Record] = field(repr=False)  # of eval.py, one a step, in order
     attempts: list[Attempt]
-    state: State
-    job: Job | None  # as Slurm shows it; None where that is not known
-    successor: Job | None = None  # waits for its end, to continue the run
+    state: RunState
+    job: SlurmJob | None  # as Slurm shows it; None where that is not known
+    successor: SlurmJob | None = None  # waits for its end, to continue the run
     records: list[Record] = field(default_factory=list, repr=False)  # attempts.jsonl as it is
     share: float = 1.0  # of metrics.jsonl that was read
     refusals: list[Refusal] = field(default_factory=list)  # starts that never became attempts
@@ -66,22 +70,22 @@ class History:
 
     @cached_property
     def losses(self) -> list[Record]:
-        return counting([line for line in self.lines if "loss" in line], self.attempts)
+        return counting_lines([line for line in self.lines if "loss" in line], self.attempts)
 
     @cached_property
     def validations(self) -> list[Record]:
-        return counting([line for line in self.lines if "val_loss" in line], self.attempts)
+        return counting_lines([line for line in self.lines if "val_loss" in line], self.attempts)
 
     @cached_property
     def rounds(self) -> list[Record]:
         """Lines of the rounds of a run whose replicas meet once a round (lowcomm/)."""
         found = [line for line in self.lines if "round_loss" in line]
         whole = [line for line in found if all(is_number(line.get(key)) for key in ROUND)]
-        return counting(whole, self.attempts)
+        return counting_lines(whole, self.attempts)
 
     @cached_property
     def wall_time(self) -> WallTime:
-        newest = newest_checkpoint(self.path / "checkpoints")
+        newest = newest_checkpoint_step(self.path / "checkpoints")
         return wall_time_of(self.attempts, self.lines, newest)
 
     @property
@@ -146,7 +150,7 @@ def unreadable_in(path: Path) -> list[Path]:
 
 def load_history(
     path: Path,
-    jobs: dict[str, Job] | None = None,
+    jobs: dict[str, SlurmJob] | None = None,
     tail: int | None = None,
     *,
     sample: bool = False,
@@ -158,14 +162,16 @@ def load_history(
     with contextlib.suppress(OSError, ValueError, TypeError):
         file = path / "status.json"
         status = {"time": file.stat().st_mtime, **json.loads(file.read_text())}
-        status = {k: v for k, v in status.items() if events.fits(STATUS.get(k, object), v)}
+        status = {k: v for k, v in status.items() if events.fits_type(STATUS.get(k, object), v)}
     metrics = path / "metrics.jsonl"
-    share = min(1.0, SAMPLE * BLOCK / max(1, size_of(metrics))) if sample else 1.0
-    found = sampled(metrics) if share < 1 else read_jsonl(metrics, tail)
+    share = (
+        min(1.0, SAMPLE_BLOCKS * SAMPLE_BLOCK_BYTES / max(1, file_size(metrics))) if sample else 1.0
+    )
+    found = sample_lines(metrics) if share < 1 else read_jsonl(metrics, tail)
     known = [*filter(is_sound, found)]
     lines = [line for line in known if not is_result(line)]
     records = [*filter(events.is_event, events.read_records(path / "attempts.jsonl"))]
-    attempts, refusals = attempts_of(events.known(records), lines, status)
+    attempts, refusals = attempts_of(events.known_events(records), lines, status)
     later = next((r for r in refusals[-1:] if not attempts or r.time > attempts[-1].ended), None)
     of_starts = [start.job for start in attempts] or [start.job for start in refusals]
     name = next(filter(None, reversed(of_starts)), None) or status.get("job")
@@ -173,8 +179,8 @@ def load_history(
     if after and after.why != "Dependency":  # it is its turn; it may not have written a word yet
         name, after = after.number, None
     lock = read_lock(path, time.time())
-    job = job_of(path, name, jobs, lock)
-    state = judge(attempts, lines, lock, job, later)
+    job = slurm_job_of_run(path, name, jobs, lock)
+    state = judge_state(attempts, lines, lock, job, later)
     if state.word in ("running", "silent") and attempts:
         attempts[-1] = replace(attempts[-1], state="running")
     run = History(
@@ -186,30 +192,30 @@ def load_history(
     return run
 
 
-def successor_of(path: Path, jobs: dict[str, Job]) -> Job | None:
+def successor_of(path: Path, jobs: dict[str, SlurmJob]) -> SlurmJob | None:
     """Return the job in the queue that continues the last one or will (KEMPNER_CHAIN), by its
     journal."""
     last: Record = next(reversed(read_jsonl(path / "chain.jsonl")), {})
     return jobs.get(str(last.get("job"))) if last.get("event") == "submitted" else None
 
 
-def size_of(path: Path) -> int:
+def file_size(path: Path) -> int:
     with contextlib.suppress(OSError):
         return path.stat().st_size
     return 0
 
 
-def sampled(path: Path) -> list[Record]:
-    """Read sample lines of a long file: those in SAMPLE blocks, equally far apart, and the last
-    ones. The time that this takes does not grow with the file."""
+def sample_lines(path: Path) -> list[Record]:
+    """Read sample lines of a long file: those in SAMPLE_BLOCKS blocks, equally far apart, and the
+    last ones. The time that this takes does not grow with the file."""
     text = b""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
-        for k in range(SAMPLE):
-            file.seek(k * size // SAMPLE)
+        for k in range(SAMPLE_BLOCKS):
+            file.seek(k * size // SAMPLE_BLOCKS)
             # A line that the block cuts is not JSON, and left out below.
-            text += file.read(BLOCK) + b"\n"
-        file.seek(max(0, size - TAIL))
+            text += file.read(SAMPLE_BLOCK_BYTES) + b"\n"
+        file.seek(max(0, size - SAMPLE_TAIL_BYTES))
         text += file.read()
     found: dict[bytes, Record] = {}
     for line in text.split(b"\n"):
@@ -224,21 +230,21 @@ def is_sound(line: Record) -> bool:
     """Return whether a line has a step and a time; fields that should be numbers and are not become
     None."""
     step, attempt = line.get("step"), line.get("attempt", 0)
-    if type(step) is not int or type(attempt) is not int or not 0 <= step < events.LATEST:
+    if type(step) is not int or type(attempt) is not int or not 0 <= step < events.LATEST_TIME:
         return False
     if not events.is_time(line.get("time")):
         return False
-    for name in FIGURES:
+    for name in COUNTED_FIGURES:
         value = line.get(name, 0)  # is_number in one line: there may be 100,000 of them
-        if type(value) not in (int, float) or not -LARGEST < value < LARGEST:
-            line[name] = FIGURES[name]
+        if type(value) not in (int, float) or not -LARGEST_NUMBER < value < LARGEST_NUMBER:
+            line[name] = COUNTED_FIGURES[name]
     return True
 
 
 def is_number(value: Any) -> TypeGuard[float]:
     """Return whether it is a finite number: null stands for one that is not, and a damaged file may
     have anything."""
-    return type(value) in (int, float) and -LARGEST < value < LARGEST
+    return type(value) in (int, float) and -LARGEST_NUMBER < value < LARGEST_NUMBER
 
 
 def is_result(line: Record) -> bool:
@@ -265,13 +271,13 @@ def main_figures(line: Record) -> dict[str, float]:
     }
 
 
-def newest_checkpoint(checkpoints: Path) -> int | None:
+def newest_checkpoint_step(checkpoints: Path) -> int | None:
     with contextlib.suppress(OSError):
-        return step_of((checkpoints / "latest").readlink().name)
+        return step_of_name((checkpoints / "latest").readlink().name)
     return None
 
 
-def counting(lines: Sequence[Record], attempts: Sequence[Attempt]) -> list[Record]:
+def counting_lines(lines: Sequence[Record], attempts: Sequence[Attempt]) -> list[Record]:
     """Return the lines that count, by step. A line undoes those of its step and of later ones
     before it: the run has gone back. The start of an attempt does so before it has a line."""
     limits: dict[int, float] = {}

@@ -7,7 +7,7 @@ import shutil
 import textwrap
 from collections.abc import Collection, Sequence
 
-WIDTH = 160  # columns, where the output is not a terminal
+TABLE_WIDTH = 160  # columns, where the output is not a terminal
 INDENT = 4
 # Control characters, but for the tab and the end of a line, and those that change the direction of
 # text: with them a name can look like another one, or move the cursor of a terminal.
@@ -16,18 +16,18 @@ UNSEEN = re.compile(
 )
 
 
-def visible(text: str) -> str:
+def visible_text(text: str) -> str:
     """Make every character of a text visible: control characters are shown as their numbers."""
     return UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def aligned(
+def align_table(
     rows: Sequence[Sequence[str]], gap: int, right: Collection[int] = (), *, wrap: bool = False
 ) -> str:
     """Align rows of equally many cells, `gap` spaces apart; columns numbered in `right` are aligned
     to the right. `wrap`: a last cell that does not fit beside the others goes below them."""
-    rows = [[visible(" ".join(cell.split("\n"))) for cell in row] for row in rows]
-    width = shutil.get_terminal_size((WIDTH, 0)).columns
+    rows = [[visible_text(" ".join(cell.split("\n"))) for cell in row] for row in rows]
+    width = shutil.get_terminal_size((TABLE_WIDTH, 0)).columns
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for *cells, last in rows:
@@ -47,7 +47,7 @@ def aligned(
     return "\n".join(lines)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     if seconds < 60:
         return f"{max(seconds, 0.0):.1f} s"
     minutes, hours = int(seconds) // 60, int(seconds) // 3600

@@ -44,7 +44,7 @@ STATE_COLORS = {
 }
 
 
-def draw(run: History, out: Path) -> None:
+def plot_timeline(run: History, out: Path) -> None:
     """Plot the step against time, with every stop, above a bar of how the time was spent. Raises
     ModuleNotFoundError without matplotlib, OSError when `out` cannot be written."""
     from matplotlib.figure import Figure

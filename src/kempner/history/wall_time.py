@@ -13,7 +13,7 @@ from kempner.history.attempts import Attempt, Record, by_number, is_known
 
 UNCOUNTED = "running"  # of a program whose steps are not known
 # From the best to the worst.
-PARTS = (
+TIME_PARTS = (
     "training",
     UNCOUNTED,
     "validation",
@@ -30,10 +30,10 @@ PARTS = (
 STALL, STALL_S = 1.5, 5.0
 
 
-class Phase(NamedTuple):
+class TimePhase(NamedTuple):
     """A piece of the wall time; each begins where the previous one ends. Unix seconds."""
 
-    part: str  # one of PARTS
+    part: str  # one of TIME_PARTS
     began: float
     ended: float
 
@@ -60,7 +60,7 @@ class Stretch(NamedTuple):
 class WallTime:
     """The wall time of a run over all attempts, from the first start to the last record."""
 
-    phases: list[Phase]
+    phases: list[TimePhase]
     stretches: list[Stretch]
     startups: list[float | None]  # seconds until the first step of each attempt; None: no step
     lost: list[int | None]  # steps of each attempt that a resume has undone; None: not known
@@ -71,8 +71,8 @@ class WallTime:
 
     @cached_property
     def parts(self) -> dict[str, float]:
-        """Seconds of each of PARTS; together they are the total."""
-        seconds: dict[str, list[float]] = {part: [] for part in PARTS}
+        """Seconds of each of TIME_PARTS; together they are the total."""
+        seconds: dict[str, list[float]] = {part: [] for part in TIME_PARTS}
         for phase in self.phases:
             seconds[phase.part].append(phase.ended - phase.began)
         return {part: math.fsum(each) for part, each in seconds.items()}
@@ -151,16 +151,16 @@ class _Phases:
     """Consecutive phases; neighbours of the same part become one."""
 
     def __init__(self, at: float) -> None:
-        self.found: list[Phase] = []
+        self.found: list[TimePhase] = []
         self.at = at
 
     def until(self, time: float, part: str) -> None:
         if time <= self.at:  # the clocks of two hosts may differ
             return
         if self.found and self.found[-1].part == part:
-            self.found[-1] = Phase(part, self.found[-1].began, time)
+            self.found[-1] = TimePhase(part, self.found[-1].began, time)
         else:
-            self.found.append(Phase(part, self.at, time))
+            self.found.append(TimePhase(part, self.at, time))
         self.at = time
 
     def add(self, stretch: Stretch, pace: float) -> None:

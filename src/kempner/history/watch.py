@@ -19,10 +19,10 @@ from kempner.config.option import ConfigError
 from kempner.directories import refuse_other_file
 from kempner.front_door import run_module
 from kempner.history import notify
-from kempner.history.page.write import SIGN, write_page
+from kempner.history.page.write import PAGE_SIGN, write_page
 from kempner.history.run_history import load_history
 
-LOOK_S = 60.0  # between two looks for a stall
+STALL_POLL_S = 60.0  # between two looks for a stall
 
 
 def main(run_dir: Path, every: int | None) -> None:
@@ -30,24 +30,26 @@ def main(run_dir: Path, every: int | None) -> None:
     parent, now = os.getppid(), time.monotonic()
     due: dict[Callable[[Path, int | None], list[str]], float] = {}
     if every:
-        due[page] = now
-    if notify.ways():
-        due[stall] = now + LOOK_S
+        due[write_page_beside] = now
+    if notify.notification_ways():
+        due[notify_stall] = now + STALL_POLL_S
     said: set[str] = set()  # each problem once: it may last for hours
     while due and os.getppid() == parent:
         for act in [act for act, at in due.items() if at <= time.monotonic()]:
-            due[act] = time.monotonic() + (LOOK_S if act is stall else every or LOOK_S)
+            due[act] = time.monotonic() + (
+                STALL_POLL_S if act is notify_stall else every or STALL_POLL_S
+            )
             for problem in act(run_dir, every):
                 if problem not in said:
                     print(f"kempner: {problem}", flush=True)
                 said.add(problem)
-        time.sleep(max(0.0, min(LOOK_S, min(due.values()) - time.monotonic())))
+        time.sleep(max(0.0, min(STALL_POLL_S, min(due.values()) - time.monotonic())))
 
 
-def page(run_dir: Path, every: int | None) -> list[str]:
+def write_page_beside(run_dir: Path, every: int | None) -> list[str]:
     """Write the page; returns the problems, one line each."""
     try:
-        refuse_other_file(run_dir / "report.html", "the page", (SIGN,))
+        refuse_other_file(run_dir / "report.html", "the page", (PAGE_SIGN,))
         write_page([run_dir], run_dir / "report.html", None, every)
     except ConfigError as error:
         return error.problems
@@ -56,9 +58,9 @@ def page(run_dir: Path, every: int | None) -> list[str]:
     return []
 
 
-def stall(run_dir: Path, _: int | None) -> list[str]:
+def notify_stall(run_dir: Path, _: int | None) -> list[str]:
     """Tell of a stall, once; returns the problems. The batch script tells any other end."""
-    run = load_history(run_dir, None, notify.TAIL)
+    run = load_history(run_dir, None, notify.NOTIFY_TAIL_BYTES)
     return notify.tell_if_new(run, time.time()) if notify.event_of(run, 0) == "stall" else []
 
 

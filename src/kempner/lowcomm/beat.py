@@ -18,8 +18,8 @@ import socket
 import sys
 import time
 
-BEAT_S = 0.5
-PR_SET_PDEATHSIG = 1
+REPLICA_HEARTBEAT_S = 0.5
+BEAT_SET_PDEATHSIG = 1
 
 
 def is_stopped(status: int) -> bool:
@@ -29,7 +29,7 @@ def is_stopped(status: int) -> bool:
 
 def main() -> None:
     judge, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(BEAT_SET_PDEATHSIG, signal.SIGKILL)
     # The parent died before prctl() took effect.
     if os.getppid() != parent:
         return
@@ -38,7 +38,7 @@ def main() -> None:
     while True:
         now = time.monotonic()
         if now >= due:
-            due = now + BEAT_S
+            due = now + REPLICA_HEARTBEAT_S
             if not is_stopped(status):
                 judge.sendall(b".\n")
         ready, _, _ = select.select([0, judge.fileno()], [], [], due - now)

@@ -14,13 +14,13 @@ from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.checkpoint.choose import Choice
 from kempner.checkpoint.commit import Damaged
 from kempner.checkpoint.reader import read_table
-from kempner.files import step_of
+from kempner.files import step_of_name
 
 if TYPE_CHECKING:
     from kempner.process_group import World
     from kempner.replicas import Replicas
 
-Steps = dict[int, int]  # of the checkpoints of a replica, with how many replicas there were
+_Steps = dict[int, int]  # of the checkpoints of a replica, with how many replicas there were
 
 
 class ReplicaCheckpointer(Checkpointer):
@@ -36,7 +36,7 @@ class ReplicaCheckpointer(Checkpointer):
         # Again whenever a replica has found its checkpoint damaged: all must load the same step.
         for attempt in itertools.count():
             all_steps = self._ranks.on_first(partial(self._all_steps, attempt))
-            step = agreed(all_steps)
+            step = agreed_step(all_steps)
             if step is None:
                 return super().load()  # which says when all have been set aside
             holders = [number for number, steps in enumerate(all_steps) if step in steps]
@@ -50,11 +50,11 @@ class ReplicaCheckpointer(Checkpointer):
                 return manifest
         raise AssertionError
 
-    def _all_steps(self, attempt: int) -> list[Steps]:
+    def _all_steps(self, attempt: int) -> list[_Steps]:
         ours = {}
-        for path in commit.complete(self.root):
+        for path in commit.complete_checkpoints(self.root):
             with contextlib.suppress(Damaged):
-                ours[step_of(path.name)] = commit.read_manifest(path).get("replicas", 1)
+                ours[step_of_name(path.name)] = commit.read_manifest(path).get("replicas", 1)
         told = self._meet(f"{attempt} steps", ours)
         return [{int(step): count for step, count in steps.items()} for steps in told]
 
@@ -68,7 +68,7 @@ class ReplicaCheckpointer(Checkpointer):
     def _join(self, sibling: int, step: int) -> dict[str, Any] | None:
         """Start from the checkpoint of another replica, without the errors of its compression,
         which are its own."""
-        path = self._root_of(sibling) / commit.name_of(step)
+        path = self._root_of(sibling) / commit.checkpoint_name(step)
         providers = {name: self.providers[name] for name in ("model", "outer", "optim")}
 
         def choose() -> Choice:
@@ -76,7 +76,7 @@ class ReplicaCheckpointer(Checkpointer):
             return path, manifest, read_table(path, manifest)
 
         try:
-            with commit.reading(path) if self.rank == 0 else contextlib.nullcontext():
+            with commit.reading_lock(path) if self.rank == 0 else contextlib.nullcontext():
                 choice = self._ranks.on_first(choose)
                 self._ranks.on_all(partial(self._read, choice, providers))
         except Damaged:
@@ -94,7 +94,7 @@ class ReplicaCheckpointer(Checkpointer):
         return base.joinpath(*(("replicas", str(number)) if number else ()), *inner)
 
 
-def agreed(all_steps: list[Steps]) -> int | None:
+def agreed_step(all_steps: list[_Steps]) -> int | None:
     """Return the newest step that every replica existing at its save has; if there is none, the
     newest of all: a replica without it starts from another's. None: nothing is saved."""
     found = sorted({step for steps in all_steps for step in steps}, reverse=True)

@@ -36,7 +36,7 @@ class Raw:
         return as_bytes(x)
 
     def decode(self, data: Tensor, rows: int, columns: int) -> Tensor:
-        return numbers(data, rows, columns)
+        return fp32_rows(data, rows, columns)
 
     def size(self, rows: int, columns: int) -> int:
         return 4 * rows * columns
@@ -64,14 +64,16 @@ class Linear:
         step = (x.amax(1, keepdim=True) - low) / (2**self.bits - 1)
         # A constant row has step 0: all its codes are 0.
         codes = ((x - low) / torch.where(step > 0, step, 1.0)).round()
-        return torch.cat((as_bytes(torch.cat((low, step), 1)), pack(codes, self.bits).flatten()))
+        return torch.cat(
+            (as_bytes(torch.cat((low, step), 1)), pack_bits(codes, self.bits).flatten())
+        )
 
     def _split(self, data: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         """The heads [r, head], and the codes [r, c], int64."""
         r, c = self._shape(rows, columns)
         head = 4 * r * self._head()
         codes = data[head:].view(r, -(-c * self.bits // 8))
-        return numbers(data[:head], r, self._head()), unpack(codes, self.bits)[:, :c].long()
+        return fp32_rows(data[:head], r, self._head()), unpack_bits(codes, self.bits)[:, :c].long()
 
     def decode(self, data: Tensor, rows: int, columns: int) -> Tensor:
         if not len(data):
@@ -112,7 +114,7 @@ class Statistical(Linear):
             here = codes == number
             count = here.sum(1).clamp(min=1)
             means.append(torch.where(here, x, 0.0).sum(1) / count)
-        return torch.cat((as_bytes(torch.stack(means, 1)), pack(codes, self.bits).flatten()))
+        return torch.cat((as_bytes(torch.stack(means, 1)), pack_bits(codes, self.bits).flatten()))
 
     def decode(self, data: Tensor, rows: int, columns: int) -> Tensor:
         if not len(data):
@@ -161,7 +163,7 @@ def is_raw(name: str, ndim: int, cfg: LowcommConfig) -> bool:
     return cfg.compress == "none" or (kind or ("output" if "output" in name else "")) in cfg.raw
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """Pack codes under 2^bits [R, C] into uint8 [R, ceil(C * bits / 8)]; the first code in a byte
     has its lowest bits."""
     each = 8 // bits
@@ -173,7 +175,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return found
 
 
-def unpack(data: Tensor, bits: int) -> Tensor:
+def unpack_bits(data: Tensor, bits: int) -> Tensor:
     """Unpack to uint8 [R, C], C a multiple of the codes in a byte."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)
     codes: Tensor = (data.unsqueeze(2) >> shifts) & (2**bits - 1)
@@ -184,6 +186,6 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.contiguous().view(-1).view(torch.uint8)
 
 
-def numbers(data: Tensor, rows: int, columns: int) -> Tensor:
+def fp32_rows(data: Tensor, rows: int, columns: int) -> Tensor:
     """View bytes as fp32; by a copy, because a view needs an offset that is a multiple of four."""
     return data.clone().view(torch.float32).view(rows, columns)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kempner.run import RunConfig
 
 RAW = ("norms", "embeddings", "output")
-SILENCE_S = 3.0
+REPLICA_SILENCE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LowcommConfig:
         1, "mode = steps: with fewer replicas the job is requeued", minimum=1
     )
     silence: float = option(
-        SILENCE_S,
+        REPLICA_SILENCE_S,
         "mode = steps: seconds without a sign of life after which a replica is lost; more than the "
         "network pauses when a switch or a subnet manager fails over",
         minimum=1.0,
@@ -160,7 +160,7 @@ class LowcommConfig:
                 f"lowcomm.min_replicas = {self.min_replicas}: with mode = mesh all replicas are "
                 "always needed; give --lowcomm.mode=steps, or leave it out"
             )
-        if self.mode == "mesh" and self.silence != SILENCE_S:
+        if self.mode == "mesh" and self.silence != REPLICA_SILENCE_S:
             found.append(
                 f"lowcomm.silence = {self.silence}: with mode = mesh nobody waits for signs of "
                 "life; give --lowcomm.mode=steps, or leave it out"
@@ -173,7 +173,7 @@ class LowcommConfig:
         return found
 
 
-def problems(cfg: RunConfig) -> list[str]:
+def replica_problems(cfg: RunConfig) -> list[str]:
     """List what cannot be combined with replicas."""
     lowcomm = cfg.of(LowcommConfig)
     if not lowcomm.on:

@@ -45,7 +45,7 @@ def copies_of(parameter: Tensor) -> Copies:
     return Copies()
 
 
-class Piece(NamedTuple):
+class ParameterRows(NamedTuple):
     """Rows of a parameter, which is `matrix()` of its part here."""
 
     i: int  # place in the lists
@@ -53,25 +53,25 @@ class Piece(NamedTuple):
     shape: tuple[int, int]
 
 
-def pieces_of(tensors: Sequence[Tensor], copy: int, count: int) -> list[Piece]:
+def pieces_of(tensors: Sequence[Tensor], copy: int, count: int) -> list[ParameterRows]:
     """Return the pieces that a copy sends: as many rows of each parameter as the others; vectors in
     turns."""
     found = []
     for i, tensor in enumerate(tensors):
-        rows, columns = matrix(tensor.shape)
+        rows, columns = matrix_shape(tensor.shape)
         first, end = (rows * number // count for number in (copy, copy + 1))
         if rows == 1:
             first, end = 0, int(i % count == copy)
-        found.append(Piece(i, slice(first, end), (end - first, columns)))
+        found.append(ParameterRows(i, slice(first, end), (end - first, columns)))
     return found
 
 
-def rows_of(tensors: Sequence[Tensor], piece: Piece) -> Tensor:
+def rows_of(tensors: Sequence[Tensor], piece: ParameterRows) -> Tensor:
     """View the rows of a piece, [R, C]."""
     tensor = tensors[piece.i]
-    return tensor.view(matrix(tensor.shape))[piece.rows]
+    return tensor.view(matrix_shape(tensor.shape))[piece.rows]
 
 
-def matrix(shape: torch.Size) -> tuple[int, int]:
+def matrix_shape(shape: torch.Size) -> tuple[int, int]:
     """Rows and columns of a parameter, or of a part of it: a vector is one row."""
     return math.prod(shape[:-1]), shape[-1] if shape else 1

@@ -19,9 +19,9 @@ from typing import IO, Any, NoReturn
 from kempner import peers
 from kempner.lowcomm import beat
 
-CONNECT_S = 5.0
-GONE, HERE = "gone", "here"  # keys of the store: a line each, "name ..."
-FIRST = "first"  # the oldest epoch that the store still has
+JUDGE_CONNECT_S = 5.0
+GONE_KEY, HERE_KEY = "gone", "here"  # keys of the store: a line each, "name ..."
+FIRST_EPOCH_KEY = "first"  # the oldest epoch that the store still has
 FENCED = 76  # the exit code of a replica that was declared gone
 
 
@@ -62,7 +62,7 @@ class Door:
         self._say("bye")
         with contextlib.suppress(OSError):
             self._input.close()
-        self._watch.join(CONNECT_S)
+        self._watch.join(JUDGE_CONNECT_S)
 
     def tell(self, event: dict[str, Any]) -> None:
         """Report a round for the log of the replicas."""
@@ -114,7 +114,9 @@ def _connect(note: Path, timeout: float) -> tuple[str, dict[str, int], socket.so
             found = json.loads(note.read_text())
             for address in found["addresses"]:
                 try:
-                    peer = peers.connect(address, found["beats"], found["key"], CONNECT_S)
+                    peer = peers.connect_peer(
+                        address, found["beats"], found["key"], JUDGE_CONNECT_S
+                    )
                     return address, found, peer
                 except OSError as error:
                     problem = f"{address}: {error}"

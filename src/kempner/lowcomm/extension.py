@@ -22,7 +22,7 @@ class LowcommExtension(Extension):
     sections: ClassVar = {"lowcomm": LowcommConfig}
 
     def problems(self, cfg: RunConfig) -> list[str]:
-        return config.problems(cfg)
+        return config.replica_problems(cfg)
 
     def count_replicas(self, cfg: RunConfig, world_size: int, per_node: int) -> int:
         return cfg.of(LowcommConfig).count(world_size, per_node)

@@ -35,15 +35,15 @@ from kempner import peers, process_group, slurm
 from kempner.config.command_line import argument_parser
 from kempner.files import LineFile, write_atomic
 from kempner.front_door import run_program
-from kempner.lowcomm.beat import BEAT_S
-from kempner.lowcomm.config import SILENCE_S
-from kempner.lowcomm.door import FIRST, GONE, HERE, is_name, slot_of
-from kempner.port_range import listen, store_server
+from kempner.lowcomm.beat import REPLICA_HEARTBEAT_S
+from kempner.lowcomm.config import REPLICA_SILENCE_S
+from kempner.lowcomm.door import FIRST_EPOCH_KEY, GONE_KEY, HERE_KEY, is_name, slot_of
+from kempner.port_range import listen_in_range, store_server
 
-LONGEST = 1 << 16  # bytes of a line
+LONGEST_LINE = 1 << 16  # bytes of a line
 
 
-class Judge:
+class JudgeServer:
     """The server: the store, and the connections of the replicas."""
 
     def __init__(
@@ -72,19 +72,19 @@ class Judge:
         self._weights: dict[int, str] = {}  # after each round, as the first replica has told them
         self._untold: list[str] = []  # events
         key = peers.new_key()
-        self._entrance = peers.Entrance(listen(), key)
+        self._entrance = peers.Entrance(listen_in_range(), key)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._entrance, selectors.EVENT_READ)
         ports = {"store": self.store.port, "beats": self._entrance.port}
         self.note = json.dumps({"addresses": list(addresses), **ports, "key": key})
-        self.store.set(GONE, "")
-        self.store.set(HERE, "")
-        self.store.set(FIRST, "0")
+        self.store.set(GONE_KEY, "")
+        self.store.set(HERE_KEY, "")
+        self.store.set(FIRST_EPOCH_KEY, "0")
 
     def serve(self, while_true: Callable[[], bool]) -> None:
         awake = time.monotonic()
         while while_true():
-            for key, _ in self._selector.select(BEAT_S / 2):
+            for key, _ in self._selector.select(REPLICA_HEARTBEAT_S / 2):
                 try:
                     self._take(key.fileobj)
                 except Exception as error:
@@ -130,7 +130,7 @@ class Judge:
             return self._lose(peer, "its process ended")
         self._heard[peer] = time.monotonic()
         *lines, begun = (self._begun[peer] + said).split(b"\n")
-        self._begun[peer] = begun[:LONGEST]
+        self._begun[peer] = begun[:LONGEST_LINE]
         for line in lines:
             word = line.decode(errors="replace")
             if word == "bye":
@@ -179,7 +179,7 @@ class Judge:
         if name is None or name in self._gone:
             return
         self._gone.add(name)
-        self.store.append(GONE, f"{name} {reason}\n")
+        self.store.append(GONE_KEY, f"{name} {reason}\n")
         self._record("gone", name, reason)
         if reason != "left":
             for other in [x for x, known in self._names.items() if known == name]:
@@ -210,7 +210,7 @@ def main(argv: list[str]) -> None:
     parser = argument_parser("python -m kempner.lowcomm.judge", __doc__)
     parser.add_argument("note", type=Path, help="where to publish the address")
     parser.add_argument("address", nargs="*", help="of this host, beside that of its fast network")
-    parser.add_argument("--silence", type=float, default=SILENCE_S)
+    parser.add_argument("--silence", type=float, default=REPLICA_SILENCE_S)
     parser.add_argument("--log", type=Path)
     given = parser.parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -221,7 +221,7 @@ def main(argv: list[str]) -> None:
     addresses = dict.fromkeys([*([fast] if fast else []), *(given.address or ["localhost"])])
     note, parent = given.note, os.getppid()
     # The script that started us watches these files, and ends the step of a silent replica.
-    judge = Judge(
+    judge = JudgeServer(
         addresses,
         given.silence,
         given.log,

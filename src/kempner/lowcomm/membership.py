@@ -30,19 +30,19 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from kempner.checkpoint.ranks import PeerFailed
-from kempner.lowcomm.door import FIRST, GONE, HERE, Door
+from kempner.lowcomm.door import FIRST_EPOCH_KEY, GONE_KEY, HERE_KEY, Door
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-POLL_S = 0.02
+MEMBERSHIP_POLL_S = 0.02
 WATCH_S = 0.1  # in the collective, where an error of our own says it first
 ATTEMPTS = 4  # at one round with nobody lost
 COLLECTIVE_S = 600.0
 WITHIN_S = 3600.0  # the watchdog decides what hangs
-NOTHING = "-"  # no value of a key
+NO_VALUE = "-"  # no value of a key
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class TooFew(PeerFailed):
@@ -71,7 +71,7 @@ class Epoch(NamedTuple):
         return cls(number, rounds, tuple(members), tuple(joiners), entry, about, tuple(waiting))
 
 
-class Group(NamedTuple):
+class ReplicaGroup(NamedTuple):
     """This rank and its counterparts in the other replicas, for one epoch."""
 
     gloo: Any  # dist.ProcessGroupGloo
@@ -110,7 +110,7 @@ class Group(NamedTuple):
         return parts
 
 
-Exchange = Callable[[Group], T]  # on copies: it may be left in its middle, and repeated
+_Exchange = Callable[[ReplicaGroup], _T]  # on copies: it may be left in its middle, and repeated
 
 
 class Membership:
@@ -144,8 +144,8 @@ class Membership:
     # --- what a replica does ---
 
     def enter(
-        self, rounds: int, about: dict[str, Any], exchange: Exchange[T]
-    ) -> tuple[Epoch, T] | None:
+        self, rounds: int, about: dict[str, Any], exchange: _Exchange[_T]
+    ) -> tuple[Epoch, _T] | None:
         """Join the others with `rounds` rounds done, in an epoch that is an entry. `about`: facts
         for replicas that join; its "weights" tell those of this replica from others.
 
@@ -154,17 +154,19 @@ class Membership:
         for the end of a round. Returns None if the run ended before. Raises TooFew if not enough
         come."""
         if self.rank == 0:
-            self.store.append(HERE, json.dumps([self.me, rounds]) + "\n")
+            self.store.append(HERE_KEY, json.dumps([self.me, rounds]) + "\n")
         return self._commit(rounds, about, exchange, entry=True)
 
-    def round(self, rounds: int, exchange: Exchange[T]) -> tuple[Epoch, T]:
+    def round(self, rounds: int, exchange: _Exchange[_T]) -> tuple[Epoch, _T]:
         """Run an exchange of the round after which `rounds` are done: `exchange(group)` runs with
         the remaining replicas, until all of them have its result. Raises TooFew."""
         done = self._commit(rounds, {}, exchange, entry=False)
         assert done is not None
         return done
 
-    def admit(self, rounds: int, about: dict[str, Any], exchange: Exchange[T]) -> tuple[Epoch, T]:
+    def admit(
+        self, rounds: int, about: dict[str, Any], exchange: _Exchange[_T]
+    ) -> tuple[Epoch, _T]:
         """Admit the replicas that wait, at the end of a round. Raises TooFew."""
         done = self._commit(rounds, about, exchange, entry=True)
         assert done is not None
@@ -181,8 +183,8 @@ class Membership:
     # --- one round, until it counts ---
 
     def _commit(
-        self, rounds: int, about: dict[str, Any], exchange: Exchange[T], entry: bool
-    ) -> tuple[Epoch, T] | None:
+        self, rounds: int, about: dict[str, Any], exchange: _Exchange[_T], entry: bool
+    ) -> tuple[Epoch, _T] | None:
         same, before = 0, None
         while True:
             found = self._from_first(lambda: self._fixed(rounds, about, entry))
@@ -220,7 +222,7 @@ class Membership:
             return
         keys = [f"group/{last.number}/{self.rank}/0/{i}" for i in range(len(last.everyone))]
         if self.rank == 0:
-            self.store.set(FIRST, str(epoch.number))
+            self.store.set(FIRST_EPOCH_KEY, str(epoch.number))
             keys += [f"{of}/{last.number}" for of in ("arrived", "epoch", "votes", "outcome")]
         for key in keys:
             self.store.delete_key(key)
@@ -254,7 +256,7 @@ class Membership:
                 # The first proposal wins; whoever comes later reads that one in the next turn.
                 self.store.compare_set(f"epoch/{self._next}", "", json.dumps(proposed))
                 continue
-            time.sleep(POLL_S)
+            time.sleep(MEMBERSHIP_POLL_S)
 
     def _propose(
         self, rounds: int, gone: dict[str, str], entry: bool, late: bool
@@ -302,11 +304,11 @@ class Membership:
         joiners, waiting = (others, []) if entry else ([], others)
         return [rounds, left, joiners, entry, arrived[left[0]], waiting]
 
-    def _attempt(self, epoch: Epoch, exchange: Exchange[T]) -> tuple[tuple[T] | None, str]:
+    def _attempt(self, epoch: Epoch, exchange: _Exchange[_T]) -> tuple[tuple[_T] | None, str]:
         """Run the exchange; returns its result, or why it has failed. It runs in a thread that is
         abandoned when another replica is lost: gloo would wait for that replica until its own
         timeout."""
-        found: list[T] = []
+        found: list[_T] = []
         problems: list[str] = []
         over = threading.Event()
 
@@ -327,14 +329,14 @@ class Membership:
                 return None, "another replica could not finish"
         return (None, problems[0]) if problems else ((found[0],), "")
 
-    def _group(self, epoch: Epoch, connection: Any) -> Group:
+    def _group(self, epoch: Epoch, connection: Any) -> ReplicaGroup:
         import torch.distributed as dist
 
         # One prefix for each epoch and rank: an abandoned group never meets the next one.
         store = dist.PrefixStore(f"group/{epoch.number}/{self.rank}", connection)
         place, limit = epoch.everyone.index(self.me), timedelta(seconds=COLLECTIVE_S)
         gloo = dist.ProcessGroupGloo(store, place, len(epoch.everyone), limit)
-        return Group(gloo, place, epoch)
+        return ReplicaGroup(gloo, place, epoch)
 
     def _settle(self, epoch: Epoch, problem: str) -> bool:
         """Vote, on rank 0, and wait for the outcome. A replica that is lost after its yes changes
@@ -351,7 +353,7 @@ class Membership:
             elif len(votes) == len(epoch.everyone):
                 self.store.compare_set(f"outcome/{number}", "", "commit")
             else:
-                time.sleep(POLL_S)
+                time.sleep(MEMBERSHIP_POLL_S)
         if self.me in (gone := self._gone()):
             self.door.fence(gone[self.me])
         return outcome == "commit"
@@ -367,23 +369,23 @@ class Membership:
     def _read(self, key: str) -> str:
         """Read a key; "" if it does not exist. get() would wait for a key that is deleted after a
         check(); compare_set() returns the expected value then, and sets nothing."""
-        found = self.store.compare_set(key, NOTHING, NOTHING)
-        return "" if found == NOTHING.encode() else str(found.decode())
+        found = self.store.compare_set(key, NO_VALUE, NO_VALUE)
+        return "" if found == NO_VALUE.encode() else str(found.decode())
 
     def _first_kept(self) -> int:
-        return int(self.store.get(FIRST))
+        return int(self.store.get(FIRST_EPOCH_KEY))
 
     def _lines(self, key: str) -> list[str]:
         return self._read(key).splitlines()
 
     def _gone(self) -> dict[str, str]:
         """Map the names of lost replicas to the reasons."""
-        lines = (line.partition(" ") for line in self._lines(GONE))
+        lines = (line.partition(" ") for line in self._lines(GONE_KEY))
         return {name: reason for name, _, reason in lines}
 
     def _here(self, gone: dict[str, str]) -> dict[str, int]:
         """Map names to rounds done."""
-        here = dict(map(json.loads, self._lines(HERE)))
+        here = dict(map(json.loads, self._lines(HERE_KEY)))
         return {name: rounds for name, rounds in here.items() if name not in gone}
 
     def _arrived(self) -> dict[str, dict[str, Any]]:
@@ -392,7 +394,7 @@ class Membership:
 
     # --- the ranks of this replica, which decide as one ---
 
-    def _tell(self, value: T) -> T:
+    def _tell(self, value: _T) -> _T:
         """Broadcast rank 0's value."""
         import torch.distributed as dist
 
@@ -402,8 +404,8 @@ class Membership:
         dist.broadcast_object_list(box, src=0, group=self._within)
         return box[0]
 
-    def _from_first(self, ask: Callable[[], T]) -> T:
-        return self._tell(cast(T, ask() if self.rank == 0 else None))
+    def _from_first(self, ask: Callable[[], _T]) -> _T:
+        return self._tell(cast(_T, ask() if self.rank == 0 else None))
 
     def _any(self, problem: str) -> str:
         """Return the problem of any rank on all ranks."""

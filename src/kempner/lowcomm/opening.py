@@ -8,7 +8,7 @@ from torch import nn
 
 from kempner.lowcomm.config import LowcommConfig
 from kempner.lowcomm.mesh import MeshExchange
-from kempner.lowcomm.outer import Alone, Exchange
+from kempner.lowcomm.outer import Alone, ReplicaExchange
 from kempner.lowcomm.replicas import LowcommReplicas
 from kempner.lowcomm.steps import open_steps
 from kempner.optim.optimizer import Optimizer
@@ -28,7 +28,7 @@ def open_lowcomm(
     if cfg.of(LowcommConfig).mode == "steps":
         replicas: LowcommReplicas = open_steps(cfg, world, named)
     else:
-        exchange: Exchange = Alone()
+        exchange: ReplicaExchange = Alone()
         if world.store is not None:
             exchange = MeshExchange(world, next(iter(named.values())).device)
         replicas = LowcommReplicas(cfg, world, named, exchange)

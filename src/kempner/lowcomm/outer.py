@@ -28,7 +28,7 @@ from kempner.lowcomm.compress import Raw, codec_of, is_raw
 from kempner.lowcomm.config import LowcommConfig
 from kempner.lowcomm.copies import Copies, copies_of, pieces_of, rows_of
 from kempner.optim.optimizer import as_part_of
-from kempner.optim.rule import local
+from kempner.optim.rule import to_local
 
 Decode = Callable[[Tensor], Tensor]
 
@@ -41,7 +41,7 @@ class Handle(Protocol):
         for bit."""
 
 
-class Exchange(Protocol):
+class ReplicaExchange(Protocol):
     """Communication of this rank with the same rank of the other replicas."""
 
     sent: int
@@ -103,19 +103,19 @@ class Fragment:
 
     @staticmethod
     def _copy(p: Tensor) -> Tensor:
-        return local(p.detach()).to(torch.float32, copy=True)
+        return to_local(p.detach()).to(torch.float32, copy=True)
 
     def begin(self) -> None:
         """Set the anchors to the weights: at a start, and after a checkpoint has been loaded."""
         for anchor, p in zip(self.anchors, self.parameters, strict=True):
-            anchor.copy_(local(p.detach()))
+            anchor.copy_(to_local(p.detach()))
 
-    def send(self, exchange: Exchange, name: str) -> None:
+    def send(self, exchange: ReplicaExchange, name: str) -> None:
         """Start to exchange the changes of the weights. A number that is not finite counts as
         unchanged, since one replica would spoil the weights of all; `spoilt` records it."""
         changes = []
         for i, (anchor, p) in enumerate(zip(self.anchors, self.parameters, strict=True)):
-            d = anchor - local(p.detach())
+            d = anchor - to_local(p.detach())
             finite = torch.isfinite(d)
             self.spoilt |= ~finite.all()
             d = torch.where(finite, d, 0.0)
@@ -172,7 +172,7 @@ class Fragment:
         mean, self._handle = self._handle.wait(), None
         lr, mu, alpha = self.cfg.lr, self.cfg.momentum, self.cfg.alpha
         for i, d in enumerate(self._whole(mean)):
-            anchor, weights = self.anchors[i], local(self.parameters[i].detach())
+            anchor, weights = self.anchors[i], to_local(self.parameters[i].detach())
             if mu:
                 u = self.momenta[i].mul_(mu).add_(d)
                 d = d + mu * u
@@ -185,10 +185,12 @@ class Fragment:
                 weights.copy_(anchor)
 
 
-class Outer:
+class OuterOptimizer:
     """The fragments of a model, and the times when each leaves and arrives."""
 
-    def __init__(self, cfg: LowcommConfig, named: Mapping[str, Tensor], exchange: Exchange) -> None:
+    def __init__(
+        self, cfg: LowcommConfig, named: Mapping[str, Tensor], exchange: ReplicaExchange
+    ) -> None:
         """`named`: the trained parameters."""
         self.cfg, self.exchange = cfg, exchange
         parts: list[dict[str, Tensor]] = [{} for _ in range(cfg.fragments)]
@@ -252,7 +254,7 @@ class OuterState:
 
     per_rank = False
 
-    def __init__(self, outer: Outer) -> None:
+    def __init__(self, outer: OuterOptimizer) -> None:
         self.outer = outer
         self.loaded = False
 

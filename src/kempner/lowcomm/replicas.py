@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.checkpoint.state import StateProvider
 from kempner.lowcomm.config import LowcommConfig
-from kempner.lowcomm.outer import Exchange, Handle, Outer, OuterState
-from kempner.replicas import Numbers, Replicas, Waiting
-from kempner.resilience.requests import FLAGS
+from kempner.lowcomm.outer import Handle, OuterOptimizer, OuterState, ReplicaExchange
+from kempner.replicas import ReplicaNumbers, Replicas, Waiting
+from kempner.resilience.requests import REQUEST_FLAGS
 
 if TYPE_CHECKING:
     from kempner.process_group import World
@@ -30,7 +30,11 @@ if TYPE_CHECKING:
     from kempner.run import RunConfig
     from kempner.step import StepResult
 
-SHARED = (*FLAGS, "loss_sum", "tokens")  # of a step's numbers, what all replicas want to know
+SHARED_NUMBERS = (
+    *REQUEST_FLAGS,
+    "loss_sum",
+    "tokens",
+)  # of a step's numbers, what all replicas want to know
 
 
 class LowcommReplicas(Replicas):
@@ -43,10 +47,14 @@ class LowcommReplicas(Replicas):
     """The watchdog's patient(), for waits for replicas that somebody else judges."""
 
     def __init__(
-        self, cfg: RunConfig, world: World, named: Mapping[str, nn.Parameter], exchange: Exchange
+        self,
+        cfg: RunConfig,
+        world: World,
+        named: Mapping[str, nn.Parameter],
+        exchange: ReplicaExchange,
     ) -> None:
         self.cfg, self.world, self.exchange = cfg.of(LowcommConfig), world, exchange
-        self.outer = Outer(cfg.of(LowcommConfig), named, exchange)
+        self.outer = OuterOptimizer(cfg.of(LowcommConfig), named, exchange)
         # time_to_leave() counts three steps.
         self.patience = 1 + (cfg.of(LowcommConfig).interval + cfg.of(LowcommConfig).tau) / 3
         self._state = OuterState(self.outer)
@@ -86,11 +94,11 @@ class LowcommReplicas(Replicas):
             for error in fragment.errors.values():
                 error.zero_()
 
-    def after_step(self, progress: Progress, numbers: Numbers) -> Numbers:
+    def after_step(self, progress: Progress, numbers: ReplicaNumbers) -> ReplicaNumbers:
         began, step = time.monotonic(), progress.step
         self.outer.after_step(step)
         rounds, left = self.cfg.interval, -step % self.cfg.interval  # steps of this round
-        shared = torch.stack([numbers[name] for name in SHARED])
+        shared = torch.stack([numbers[name] for name in SHARED_NUMBERS])
         self._sums = shared if self._sums is None else self._sums + shared
         # Sent before the last fragment: behind it the numbers would wait.
         if left == min(max(2 if rounds > 2 else 1, self.cfg.tau + 1), rounds - 1):
@@ -99,11 +107,11 @@ class LowcommReplicas(Replicas):
             self._sums = None
         zero = torch.zeros_like(shared[0])
         # A step is never abandoned midway: the other replicas would wait for this one.
-        told = {**numbers, **dict.fromkeys(FLAGS, zero), "step_time": zero}
+        told = {**numbers, **dict.fromkeys(REQUEST_FLAGS, zero), "step_time": zero}
         if left == min(1, rounds - 1) and self._asked is not None:
             mean, self._asked = self._asked.wait().double(), None
-            sums, self._spoilt = mean.tensor_split([len(SHARED)])
-            found = dict(zip(SHARED, sums.unbind(), strict=True))
+            sums, self._spoilt = mean.tensor_split([len(SHARED_NUMBERS)])
+            found = dict(zip(SHARED_NUMBERS, sums.unbind(), strict=True))
             self._loss = found.pop("loss_sum") / found.pop("tokens")
             told |= found
         self._waited += time.monotonic() - began
@@ -138,7 +146,7 @@ class LowcommReplicas(Replicas):
         found[self.world.replica] = spoilt
         return found
 
-    def _facts(self, step: int) -> Numbers:
+    def _facts(self, step: int) -> ReplicaNumbers:
         """Return the numbers of a round, at its end. The loss is the mean over all replicas, in the
         steps between two agreements."""
         facts = {

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from kempner.lowcomm.config import LowcommConfig
 from kempner.lowcomm.door import Door, slot_of
-from kempner.lowcomm.membership import Epoch, Group, Membership, TooFew
+from kempner.lowcomm.membership import Epoch, Membership, ReplicaGroup, TooFew
 from kempner.lowcomm.outer import Decode, Handle
 from kempner.lowcomm.replicas import LowcommReplicas
-from kempner.optim.rule import local
-from kempner.replicas import Numbers
-from kempner.resilience.requests import FLAGS, INTERRUPT
+from kempner.optim.rule import to_local
+from kempner.replicas import ReplicaNumbers
+from kempner.resilience.requests import INTERRUPT_REQUEST, REQUEST_FLAGS
 
 if TYPE_CHECKING:
     from kempner.process_group import World
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 DOOR = "KEMPNER_DOOR"  # the file with the address of the judge
 JOIN_S = 7 * 86400.0  # until the others' round has ended: the judge knows who is lost
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class StepsExchange:
@@ -102,7 +102,7 @@ class _Started:
             mean.record_stream(torch.cuda.current_stream())
         return mean
 
-    def _with_others(self, group: Group) -> tuple[Tensor, int]:
+    def _with_others(self, group: ReplicaGroup) -> tuple[Tensor, int]:
         """Return the mean of all members, and the bytes that this rank sent."""
         with self._beside_the_steps():
             ours = self._ours
@@ -173,7 +173,7 @@ class StepsReplicas(LowcommReplicas):
         self._samples = progress.samples
         return progress
 
-    def _share(self, group: Group) -> list[Tensor]:
+    def _share(self, group: ReplicaGroup) -> list[Tensor]:
         """Send anchors and momenta from the members to the joiners; returns them on these."""
         if not group.epoch.joiners or not (group.joins or group.place == 0):
             return []
@@ -181,10 +181,12 @@ class StepsReplicas(LowcommReplicas):
         self._exchange.sent += group.share(state)
         return state
 
-    def after_step(self, progress: Progress, numbers: Numbers) -> Numbers:
+    def after_step(self, progress: Progress, numbers: ReplicaNumbers) -> ReplicaNumbers:
         number = self._exchange.round = -(-progress.step // self.cfg.interval)
         found = self._or_too_few(lambda: super(StepsReplicas, self).after_step(progress, numbers))
-        self._leaving = self._leaving or any(found[flag] > 0 for flag in FLAGS[INTERRUPT:])
+        self._leaving = self._leaving or any(
+            found[flag] > 0 for flag in REQUEST_FLAGS[INTERRUPT_REQUEST:]
+        )
         if progress.step % self.cfg.interval:
             return found
         epoch = self._exchange.last  # the last fragment's, and all members know the same of it
@@ -203,7 +205,7 @@ class StepsReplicas(LowcommReplicas):
             self.membership.close()
         return found
 
-    def _or_too_few(self, act: Callable[[], T]) -> T:
+    def _or_too_few(self, act: Callable[[], _T]) -> _T:
         try:
             return act()
         except TooFew:  # the batch script requeues the job
@@ -231,7 +233,7 @@ class StepsReplicas(LowcommReplicas):
     def _to_anchors(self) -> None:
         for part in self.outer.fragments:
             for parameter, anchor in zip(part.parameters, part.anchors, strict=True):
-                local(parameter.detach()).copy_(anchor)
+                to_local(parameter.detach()).copy_(anchor)
 
     def _tell(self, epoch: Epoch, members: Sequence[str], progress: Progress) -> None:
         """Log the round for the log of the replicas: who contributed to it, who joined in the

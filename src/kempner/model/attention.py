@@ -63,7 +63,7 @@ class Visible:
     blocks: BlockMask | None = None  # for flex_attention
 
 
-def visible(
+def attention_pattern(
     tokens: Tensor,
     window: int | None,
     documents: Documents | None,
@@ -71,7 +71,8 @@ def visible(
     softcap: float | None = None,
     kernel: str = "auto",
 ) -> Visible:
-    """The pattern for int64 tokens [B, T] and activations of `dtype`. `kernel`: see choose().
+    """The pattern for int64 tokens [B, T] and activations of `dtype`. `kernel`: see
+    choose_kernel().
 
     Plain causal attention needs no tensor at all. On a GPU, documents and windows take the
     variable-length flash kernel, which skips what a query does not see, and with capped scores, in
@@ -85,7 +86,7 @@ def visible(
         return Visible(None)
     device = tokens.device
     if device.type == "cuda" and kernel in ("auto", "flash"):
-        if softcap is None and dtype in FLASH and varlen() is not None:
+        if softcap is None and dtype in FLASH and varlen_kernel() is not None:
             if documents is not None:
                 return Visible(window, starts=documents.starts)
             ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device)
@@ -124,7 +125,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Visible) -> Tensor:
     rows, _, length, _ = q.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B * T, heads, E]
     left = -1 if seen.window is None else seen.window - 1
-    flash, starts = varlen(), seen.starts
+    flash, starts = varlen_kernel(), seen.starts
     assert flash is not None
     # A document never leaves its row, so that T is a bound for its length that the host knows.
     y = flash(q, k, v, starts, starts, length, length, window_size=(left, 0), enable_gqa=grouped)
@@ -132,7 +133,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Visible) -> Tensor:
 
 
 @functools.cache
-def varlen() -> Callable[..., Any] | None:
+def varlen_kernel() -> Callable[..., Any] | None:
     """Return the flash kernel for sequences of different length; None if torch's version has no
     window. Imported on use: the import brings the compiler, a second of every start."""
     try:
@@ -216,7 +217,9 @@ KERNELS = {  # what train.attention calls them, and torch
 }
 
 
-def choose(kernel: str, cfg: ModelConfig, tokens: Tensor, packed: bool, dtype: torch.dtype) -> str:
+def choose_kernel(
+    kernel: str, cfg: ModelConfig, tokens: Tensor, packed: bool, dtype: torch.dtype
+) -> str:
     """Let scaled_dot_product_attention take `kernel` alone, in this whole process; auto: any, in
     torch's order. Returns which one runs for rows like `tokens` [B, T], with several documents if
     they are `packed`. Raises ConfigError when the chosen one cannot."""
@@ -229,7 +232,9 @@ def choose(kernel: str, cfg: ModelConfig, tokens: Tensor, packed: bool, dtype: t
     documents = Documents.of(tokens.cpu(), False) if packed else None
     if documents is not None:
         documents = documents.map(lambda x: x.to(tokens.device))
-    seen = visible(tokens, cfg.sliding_window, documents, dtype, cfg.attention_softcap, kernel)
+    seen = attention_pattern(
+        tokens, cfg.sliding_window, documents, dtype, cfg.attention_softcap, kernel
+    )
     for field, name in (("starts", "flash, by length"), ("blocks", "flex"), ("softcap", "math")):
         if getattr(seen, field) is not None:
             return name

@@ -5,8 +5,9 @@ tokens that a row holds.
 
 The texts in work are the rows 0 to n - 1 of every layer, without gaps: a step reads slices of the
 cache and copies nothing. A text that joins becomes row n, computed or copied from another row; when
-one leaves, the last row moves into its place. Prompts and slices have whole blocks of BLOCK tokens:
-a kernel that is planned or tuned for each shape meets few shapes, not another one with every token.
+one leaves, the last row moves into its place. Prompts and slices have whole blocks of CACHE_BLOCK
+tokens: a kernel that is planned or tuned for each shape meets few shapes, not another one with
+every token.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from torch import Tensor
 from kempner.model.attention import Visible, attend, capped_attention
 from kempner.model.config import ModelConfig
 
-BLOCK = 64  # masks of a GPU's kernels want a multiple of 8
+CACHE_BLOCK = 64  # masks of a GPU's kernels want a multiple of 8
 
 
 def whole_blocks(count: int, most: int) -> int:
     """`count` tokens rounded up to whole blocks, but not over `most`."""
-    return min(-(-count // BLOCK) * BLOCK, most)
+    return min(-(-count // CACHE_BLOCK) * CACHE_BLOCK, most)
 
 
 class KVCache:
@@ -54,18 +55,18 @@ class KVCache:
         self.fixed = fixed
         self.lengths: list[int] = []  # tokens that each row holds
 
-    def join(self, counts: Sequence[int]) -> Rows:
+    def join(self, counts: Sequence[int]) -> CacheRows:
         """Add rows for texts of `counts` tokens. The next forward pass reads them as tokens [B, T],
         padded on the right to whole blocks for the longest text."""
         assert len(self.lengths) + len(counts) <= self.slots and max(counts) <= self.length
         self.lengths += counts
-        return Rows(self, len(self.lengths) - len(counts), counts)
+        return CacheRows(self, len(self.lengths) - len(counts), counts)
 
-    def step(self) -> Rows:
+    def step(self) -> CacheRows:
         """Select all rows. The next forward pass reads one more token of each: tokens [B, 1]."""
         assert max(self.lengths) < self.length
         self.lengths = [count + 1 for count in self.lengths]
-        return Rows(self, 0, None)
+        return CacheRows(self, 0, None)
 
     def copy(self, source: int, count: int) -> None:
         """Add a row that begins with the first `count` tokens of row `source`, which may have left
@@ -87,7 +88,7 @@ class KVCache:
             part[:, row, :, :used] = part[:, last, :, :used]
 
 
-class Rows:
+class CacheRows:
     """The rows of one forward pass: where their new tokens stand, and which keys these see."""
 
     def __init__(self, cache: KVCache, first: int, counts: Sequence[int] | None) -> None:
@@ -127,7 +128,7 @@ class Step(NamedTuple):
 def next_step(cache: KVCache, positions: Tensor) -> Step:
     """Plan a step for new tokens at `positions` [B, 1]."""
     lengths, window, device = cache.lengths, cache.window, positions.device
-    low = 0 if window is None else max(0, min(lengths) - window) // BLOCK * BLOCK
+    low = 0 if window is None else max(0, min(lengths) - window) // CACHE_BLOCK * CACHE_BLOCK
     high = whole_blocks(max(lengths), cache.length)
     if cache.fixed:
         low, high = 0, cache.length

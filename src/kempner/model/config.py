@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kempner.config.option import option
-from kempner.config.values import shown
+from kempner.config.values import format_value
 
 ROUTERS = ("softmax", "sigmoid")
 # Options of training: they do not change which weights fit.
@@ -205,8 +205,8 @@ class ModelConfig:
             return found
         defaults = ModelConfig()
         return [
-            f"model.{name} = {shown(value)}: has no effect without experts; set model.n_experts, "
-            f"or leave model.{name} out"
+            f"model.{name} = {format_value(value)}: has no effect without experts; set "
+            f"model.n_experts, or leave model.{name} out"
             for name in WITHOUT_EXPERTS
             if (value := getattr(self, name)) != getattr(defaults, name)
         ]

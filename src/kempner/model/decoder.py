@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kempner.loss import cross_entropy
-from kempner.model.attention import Documents, Visible, attend, visible
+from kempner.model.attention import Documents, Visible, attend, attention_pattern
 from kempner.model.config import ModelConfig
 from kempner.model.feed_forward import FeedForward
 from kempner.model.moe import MixtureOfExperts, Routing, Routings
 
 if TYPE_CHECKING:
-    from kempner.model.cache import LayerCache, Rows
+    from kempner.model.cache import CacheRows, LayerCache
 
 Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
@@ -53,7 +53,7 @@ def rope_table(cfg: ModelConfig) -> Tensor:
     return torch.stack((angles.cos(), angles.sin()))
 
 
-def rotate(x: Tensor, rope: Tensor) -> Tensor:
+def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     """Turn the pairs (i, i + E/2) of x [B, H, T, E] by the angles of rope [2, T, E], or
     [2, B, 1, T, E] where rows differ, in fp32."""
     first, second = x.float().chunk(2, dim=-1)
@@ -83,7 +83,7 @@ class Attention(nn.Module):
         q = self.q_norm(self.wq(x).view(heads)).transpose(1, 2)  # [B, H, T, E]
         k = self.k_norm(self.wk(x).view(heads)).transpose(1, 2)  # [B, K, T, E]
         v = self.wv(x).view(heads).transpose(1, 2)  # [B, K, T, E]
-        q, k = rotate(q, rope), rotate(k, rope)
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
         y = self.attend(q, k, v, seen) if cache is None else cache.attend(q, k, v, seen)
         return self.wo(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -116,7 +116,7 @@ class Block(nn.Module):
         return x + self.ffn_post_norm(y)  # type: ignore[no-any-return]
 
 
-class Output(nn.Linear):
+class OutputLayer(nn.Linear):
     """The output layer, called even where the loss makes the logits itself, a chunk of tokens at a
     time: hooks that gather a module's weights for its forward (FSDP) then gather these."""
 
@@ -135,8 +135,12 @@ def logits_or_loss(
     return loss(x, weight, targets)
 
 
-def through(
-    blocks: Iterable[nn.Module], x: Tensor, rope: Tensor, seen: Visible, cache: Rows | None = None
+def apply_blocks(
+    blocks: Iterable[nn.Module],
+    x: Tensor,
+    rope: Tensor,
+    seen: Visible,
+    cache: CacheRows | None = None,
 ) -> tuple[Tensor, list[Routing]]:
     """Run x [B, T, D] through these blocks; return it with the Routings of those with experts."""
     routings: list[Routing] = []
@@ -161,13 +165,15 @@ class Decoder(nn.Module):
         mixtures = cfg.mixtures
         self.blocks = nn.ModuleList(Block(cfg, i in mixtures) for i in range(cfg.n_layers))
         self.norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
-        self.output = None if cfg.tie_embeddings else Output(cfg.dim, cfg.vocab_size, bias=False)
+        self.output = (
+            None if cfg.tie_embeddings else OutputLayer(cfg.dim, cfg.vocab_size, bias=False)
+        )
         self.register_buffer("rope", rope_table(cfg), persistent=False)
         self.routings = Routings(cfg)
         self.loss: Loss = cross_entropy
         # With a z-loss: sums of log^2 Z of the micro-batches so far, fp32 [] each.
         self.log_z_squares: list[Tensor] = []
-        self.kernel = "auto"  # of the attention: see attention.choose
+        self.kernel = "auto"  # of the attention: see attention.choose_kernel
         self.pipeline: Any = None  # parallel/pipeline.py: it runs the passes where this is a part
         self.elsewhere: Sequence[str] = ()  # trained parameters that other ranks have
 
@@ -177,7 +183,7 @@ class Decoder(nn.Module):
         targets: Tensor | None = None,
         documents: Documents | None = None,
         token_losses: bool = False,
-        cache: Rows | None = None,
+        cache: CacheRows | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens, targets: int64 [B, T]; a target of -100 does not count. Returns logits [B, T, V]
         or the fp32 loss sum [], with `token_losses` also its terms [B, T], without a gradient.
@@ -185,7 +191,7 @@ class Decoder(nn.Module):
         logits are those of each row's last token alone, [B, 1, V]."""
         x = self.embed(tokens)  # [B, T, D]
         rope, seen = self.place(tokens, documents, cache, x.dtype)
-        x, routings = through(self.blocks, x, rope, seen, cache)
+        x, routings = apply_blocks(self.blocks, x, rope, seen, cache)
         if cache is not None:
             x = cache.last_tokens(x)
         result = self.predict(x, targets)
@@ -214,7 +220,11 @@ class Decoder(nn.Module):
         return loss, terms.view(targets.shape)
 
     def place(
-        self, tokens: Tensor, documents: Documents | None, cache: Rows | None, dtype: torch.dtype
+        self,
+        tokens: Tensor,
+        documents: Documents | None,
+        cache: CacheRows | None,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Visible]:
         """Return the rotary angles of tokens [B, T], [2, T, E], or [2, B, 1, T, E] where rows
         differ, and the keys that they see. `dtype`: dtype of the activations."""
@@ -224,7 +234,7 @@ class Decoder(nn.Module):
             rope = self.rope[:, placed.positions].unsqueeze(2)
         window, softcap = self.cfg.sliding_window, self.cfg.attention_softcap
         kernel = self.kernel if cache is None else "flash"  # flex would compile for every length
-        return rope, visible(tokens, window, documents, dtype, softcap, kernel)
+        return rope, attention_pattern(tokens, window, documents, dtype, softcap, kernel)
 
     def cast(self, dtype: torch.dtype) -> Decoder:
         """Convert the parameters to `dtype`. Buffers stay fp32: RoPE's angles, routers' biases."""

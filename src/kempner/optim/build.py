@@ -15,11 +15,11 @@ from kempner.model.decoder import Decoder
 from kempner.optim.config import GroupConfig, OptimizerConfig
 from kempner.optim.muon import Muon
 from kempner.optim.optimizer import Optimizer
-from kempner.optim.rule import Group, Rule
+from kempner.optim.rule import ParameterGroup, Rule
 from kempner.optim.rules import AdamW, Lion, ScheduleFree
 from kempner.parallel.build import parameter_names
 
-RULES: Mapping[str, type[Rule]] = {
+UPDATE_RULES: Mapping[str, type[Rule]] = {
     "adamw": AdamW,
     "lion": Lion,
     "muon": Muon,
@@ -34,7 +34,7 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> Optimizer:
     Raises ConfigError if an entry of optimizer.groups is the first match of no parameter.
     """
     named = {name: p for name, p in parameter_names(model).items() if p.requires_grad}
-    groups: dict[tuple[str, bool, int | None], Group] = {}
+    groups: dict[tuple[str, bool, int | None], ParameterGroup] = {}
     for name, p in named.items():
         matrix = p.ndim >= 2 and "embed" not in name
         rule = "adamw" if cfg.name == "muon" and (not matrix or "output" in name) else cfg.name
@@ -45,7 +45,7 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> Optimizer:
             (rule, matrix, number),
             {
                 "params": [],
-                "rule": RULES[rule](),
+                "rule": UPDATE_RULES[rule](),
                 "lr": cfg.lr,
                 "lr_scale": own.lr_scale,
                 "weight_decay": decay if own.weight_decay is None else own.weight_decay,

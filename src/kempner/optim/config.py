@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from kempner.config.option import REQUIRED, option
+from kempner.config.option import REQUIRED_OPTION, option
 from kempner.config.values import did_you_mean
 
 
@@ -31,7 +31,8 @@ STATE = {
 @dataclass(frozen=True)
 class GroupConfig:
     names: tuple[str, ...] = option(
-        REQUIRED, "patterns of the names of its parameters, such as 'blocks.0.*'; * is any text"
+        REQUIRED_OPTION,
+        "patterns of the names of its parameters, such as 'blocks.0.*'; * is any text",
     )
     lr_scale: float = option(1.0, "factor of the scheduled learning rate", minimum=0.0)
     weight_decay: float | None = option(
@@ -89,7 +90,7 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class FreezeStage:
     patterns: tuple[str, ...] = option(
-        REQUIRED,
+        REQUIRED_OPTION,
         "names of parameters, or of what they are in, such as 'embed' or 'blocks.[0-3]'; * is any "
         "text",
     )

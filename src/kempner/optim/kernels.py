@@ -17,10 +17,10 @@ from torch import Tensor
 from kempner.checkpoint.layout import Box, StoredTensor, own_box
 from kempner.compiler import keep_private
 from kempner.optim.rounding import as_int32, hashed_at, to_bf16
-from kempner.optim.rule import Group, Guard, Part, Rule, State, local
+from kempner.optim.rule import Guard, ParameterGroup, ParameterPart, ParameterState, Rule, to_local
 
 SALTS = 8  # hashes for each parameter; each is enough for two tensors
-MOST = 1 << 31  # elements of a part: places are int32
+MOST_ELEMENTS = 1 << 31  # elements of a part: places are int32
 
 
 class Kernels:
@@ -36,17 +36,22 @@ class Kernels:
 
     def takes(self, p: Tensor, whole: StoredTensor) -> bool:
         """Return whether update() supports this parameter."""
-        flat = local(p).is_contiguous() and local(p.grad).is_contiguous()  # type: ignore[arg-type]
+        flat = to_local(p).is_contiguous() and to_local(p.grad).is_contiguous()  # type: ignore[arg-type]
         return flat and in_lines(whole.shape, own_box(whole, self._rank))
 
     def update(
-        self, p: Tensor, group: Group, state: State, whole: StoredTensor, guard: Guard
+        self,
+        p: Tensor,
+        group: ParameterGroup,
+        state: ParameterState,
+        whole: StoredTensor,
+        guard: Guard,
     ) -> None:
         """Change the parameter and its state as the group's rule does."""
         rule: Rule = group["rule"]
         if (kernel := self._compiled.get(type(rule))) is None:
             kernel = self._compiled[type(rule)] = compile_rule(rule)
-        weight, grad = local(p), local(p.grad)  # type: ignore[arg-type]
+        weight, grad = to_local(p), to_local(p.grad)  # type: ignore[arg-type]
         if not weight.numel():
             return
         if (integers := self._integers.get(p)) is None:
@@ -57,7 +62,7 @@ class Kernels:
         # Tensors, not Python floats: a float that changes with the schedule would recompile the
         # kernel.
         floats = [torch.full((), value, device=weight.device) for value in values]
-        parts = {key: local(value) for key, value in state.items()}
+        parts = {key: to_local(value) for key, value in state.items()}
         flat = {key: x.view(-1) if x.ndim else x for key, x in parts.items()}
         kernel(weight.view(-1), grad.view(-1), flat, floats, integers, *guard)
 
@@ -80,13 +85,13 @@ def in_lines(shape: torch.Size, box: Box) -> bool:
     """Return whether line_places() can describe the part: of the dims before the last cut one, only
     the first may be cut."""
     cut = [dim for dim, part in enumerate(box) if part != (0, shape[dim])]
-    small = math.prod(length for _, length in box) < MOST
+    small = math.prod(length for _, length in box) < MOST_ELEMENTS
     return small and (len(cut) < 2 or (len(cut) == 2 and cut[0] == 0))
 
 
 def compile_rule(rule: Rule) -> Callable[..., None]:
     def update(
-        weight: Tensor, grad: Tensor, state: State, floats: list[Tensor], integers: Tensor,
+        weight: Tensor, grad: Tensor, state: ParameterState, floats: list[Tensor], integers: Tensor,
         grad_scale: Tensor, found_inf: Tensor,
     ) -> None:  # fmt: skip
         """weight, grad and what is as large in `state`: [N]."""
@@ -96,7 +101,7 @@ def compile_rule(rule: Rule) -> Callable[..., None]:
             "lr": lr, "weight_decay": weight_decay, "eps": eps, "betas": betas,
         }  # fmt: skip
         copies = {key: x.float() for key, x in state.items()}
-        part = Part(weight.float(), grad.float().clone(), copies, None)  # type: ignore[arg-type]
+        part = ParameterPart(weight.float(), grad.float().clone(), copies, None)  # type: ignore[arg-type]
         rule.update(group, [part], Guard(grad_scale, found_inf))
         at = torch.arange(weight.shape[0], device=weight.device, dtype=torch.int32)
         places = first + at + torch.div(at, length, rounding_mode="trunc") * gap

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kempner.checkpoint.layout import Box, StoredTensor, chunks_of, own_box, ranks_with, slices
+from kempner.checkpoint.layout import Box, StoredTensor, box_slices, chunks_of, own_box, ranks_with
 from kempner.optim.config import STATE
-from kempner.optim.rule import Group, Guard, Part, Rule
+from kempner.optim.rule import Guard, ParameterGroup, ParameterPart, Rule
 
 # For the five iterations; chosen so that every singular value from 1e-3 on ends near 1.
 COEFFICIENTS = (
@@ -74,9 +74,9 @@ def orthogonal_parts(
     if mine is not None:
         matrix = parts[0].new_empty(mine.shape)
         for each, box in boxes.items():
-            matrix[slices(box)] = incoming[each].view([length for _, length in box])
+            matrix[box_slices(box)] = incoming[each].view([length for _, length in box])
         matrix = orthogonalise(matrix)
-        outgoing = [matrix[slices(own_box(mine, each))].flatten() for each in range(world)]
+        outgoing = [matrix[box_slices(own_box(mine, each))].flatten() for each in range(world)]
     sizes = [part.numel() for part in parts] + [0] * (world - len(parts))
     incoming = _all_to_all(outgoing, sizes, group)
     return [found.view(part.shape) for found, part in zip(incoming, parts, strict=False)]
@@ -113,7 +113,7 @@ class Muon(Rule):
         by_size = sorted(parameters, key=lambda p: -p.numel())
         return [by_size[i : i + world] for i in range(0, len(by_size), world)]
 
-    def update(self, group: Group, parts: Sequence[Part], guard: Guard) -> None:
+    def update(self, group: ParameterGroup, parts: Sequence[ParameterPart], guard: Guard) -> None:
         guard.prepare(parts)
         keep, beta = guard.keep, group["momentum"]
         for part in parts:

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from kempner import compiler
 from kempner.checkpoint.layout import StoredTensor, Table, make_table, own_box, ranks_of
-from kempner.optim.rounding import hashed, to_bf16
-from kempner.optim.rule import Group, Guard, Part, Rule, State, local
+from kempner.optim.rounding import hashed_int32, to_bf16
+from kempner.optim.rule import Guard, ParameterGroup, ParameterPart, ParameterState, Rule, to_local
 from kempner.resilience.spikes import Spikes
 
 if TYPE_CHECKING:
@@ -41,19 +41,22 @@ class Optimizer(torch.optim.Optimizer):
     published: Mapping[Tensor, Callable[[], Tensor]] = {}
 
     def __init__(
-        self, groups: list[Group], averages: torch.dtype = torch.float32, offload: bool = False
+        self,
+        groups: list[ParameterGroup],
+        averages: torch.dtype = torch.float32,
+        offload: bool = False,
     ) -> None:
         """`averages`: the dtype to keep moments in, fp32 or bf16. `offload`: state lives in the
         host's memory."""
         super().__init__(groups, {})
         self._averages, self._offload = averages, offload
-        self._group = holders([p for group in self.param_groups for p in group["params"]])
+        self._group = holder_group([p for group in self.param_groups for p in group["params"]])
         for group in self.param_groups:
             group["rule"].ranks = self._group
         first = self.param_groups[0]["params"][0]
         # Around a rule, bf16 takes 37 to 65 operators in eager mode and moves 228 to 382 bytes a
         # parameter with AdamW; compiled it is one kernel, and 14 to 20 bytes.
-        self.compiled = first.is_cuda and not offload and compiler.lacking("cuda") is None
+        self.compiled = first.is_cuda and not offload and compiler.missing_compiler("cuda") is None
         self._stream: torch.cuda.Stream | None = None
         if offload and first.is_cuda:
             self._stream = torch.cuda.Stream(first.device)  # type: ignore[no-untyped-call]
@@ -61,7 +64,7 @@ class Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
-        place = local(self.param_groups[0]["params"][0]).device
+        place = to_local(self.param_groups[0]["params"][0]).device
         guard = Guard(
             torch.ones((), device=place) if self.grad_scale is None else self.grad_scale.to(place),
             torch.zeros((), device=place) if self.found_inf is None else self.found_inf.to(place),
@@ -83,7 +86,9 @@ class Optimizer(torch.optim.Optimizer):
                 states = coming
                 self._arrived(states)
                 parts = [
-                    Part(fp32(local(p)), fp32(local(p.grad)), state, self._whole(p))
+                    ParameterPart(
+                        as_fp32(to_local(p)), as_fp32(to_local(p.grad)), state, self._whole(p)
+                    )
                     for p, state in zip(batch, states, strict=True)
                 ]
                 coming = self._fetch(following, rule) if following else []
@@ -115,15 +120,15 @@ class Optimizer(torch.optim.Optimizer):
 
     def new_state(self, p: Tensor, dtype: torch.dtype) -> Tensor:
         """Make a tensor like `p`, distributed as `p`, where this optimizer keeps its state."""
-        part = local(p)
+        part = to_local(p)
         place = torch.device("cpu") if self._offload else part.device
         pin = part.is_cuda and self._offload
         return as_part_of(p, torch.empty(part.shape, dtype=dtype, device=place, pin_memory=pin))
 
-    def _state(self, p: Tensor, rule: Rule) -> State:
+    def _state(self, p: Tensor, rule: Rule) -> ParameterState:
         """Return a parameter's state as the rule wants it. A checkpoint may hold the state of
         another optimizer, or another dtype: what fits is kept, the rest starts anew."""
-        state: State = self.state[p]
+        state: ParameterState = self.state[p]
         wanted = dict.fromkeys(rule.averages, self._averages)
         wanted |= dict.fromkeys(rule.copies, torch.float32)
         for key in state.keys() - wanted.keys() - set(rule.scalars):
@@ -134,10 +139,10 @@ class Optimizer(torch.optim.Optimizer):
                 continue
             state[key] = new = self.new_state(p, dtype)
             source = old if old is not None else p if key in rule.copies else None
-            local(new).zero_() if source is None else local(new).copy_(local(source))
+            to_local(new).zero_() if source is None else to_local(new).copy_(to_local(source))
         for key in rule.scalars:
             if key not in state:
-                state[key] = torch.zeros((), device=local(p).device)
+                state[key] = torch.zeros((), device=to_local(p).device)
         return state
 
     @functools.cached_property
@@ -159,17 +164,17 @@ class Optimizer(torch.optim.Optimizer):
     def _copying(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _fetch(self, batch: Sequence[Tensor], rule: Rule) -> list[State]:
+    def _fetch(self, batch: Sequence[Tensor], rule: Rule) -> list[ParameterState]:
         with self._copying():
             return [
                 {
-                    key: fp32(local(value).to(local(p).device, non_blocking=True))
+                    key: as_fp32(to_local(value).to(to_local(p).device, non_blocking=True))
                     for key, value in self._state(p, rule).items()
                 }
                 for p in batch
             ]
 
-    def _arrived(self, states: Sequence[State]) -> None:
+    def _arrived(self, states: Sequence[ParameterState]) -> None:
         """Make the current stream wait until the fetched state may be used."""
         if self._stream is not None:
             now = torch.cuda.current_stream()
@@ -180,14 +185,14 @@ class Optimizer(torch.optim.Optimizer):
                     # out again while the update reads it.
                     value.record_stream(now)
 
-    def _put_back(self, batch: Sequence[Tensor], parts: Sequence[Part]) -> None:
+    def _put_back(self, batch: Sequence[Tensor], parts: Sequence[ParameterPart]) -> None:
         """Store what the rule has changed in a copy."""
         for p, part in zip(batch, parts, strict=True):
             pairs = [(p, part.weight)]  # a load makes the state in another order
             pairs += [(self.state[p][key], part.state[key]) for key in sorted(part.state)]
             bits = self._noise(p, part)
             for kept, new in pairs:
-                home = local(kept)
+                home = to_local(kept)
                 # The rule has already changed an fp32 tensor in place.
                 if home.data_ptr() == new.data_ptr():
                     continue
@@ -201,11 +206,11 @@ class Optimizer(torch.optim.Optimizer):
                     home.copy_(new, non_blocking=True)
                 new.record_stream(self._stream)
 
-    def _noise(self, p: Tensor, part: Part) -> Iterator[Tensor]:
+    def _noise(self, p: Tensor, part: ParameterPart) -> Iterator[Tensor]:
         """Yield random bits for one tensor of the parameter after another; one hash serves two."""
         box = own_box(part.whole, dist.get_rank(self._group) if dist.is_initialized() else 0)
         for salt in itertools.count(8 * self._table[0][p]):
-            number = hashed(part.whole.shape, box, part.state["step"], salt)
+            number = hashed_int32(part.whole.shape, box, part.state["step"], salt)
             yield number.bitwise_and(0xFFFF)
             yield number.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
 
@@ -226,12 +231,12 @@ class Optimizer(torch.optim.Optimizer):
         }
 
     @torch.no_grad()
-    def _average(self, p: Tensor, group: Group) -> Tensor:
-        state = {key: local(value) for key, value in self.state[p].items()}
-        return as_part_of(p, group["rule"].average(group, local(p), state))
+    def _average(self, p: Tensor, group: ParameterGroup) -> Tensor:
+        state = {key: to_local(value) for key, value in self.state[p].items()}
+        return as_part_of(p, group["rule"].average(group, to_local(p), state))
 
 
-def holders(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
+def holder_group(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
     """Return the group of ranks that hold these parameters, if that is one of several pipeline
     stages; None if all ranks do. Every rank must call this."""
     if not dist.is_initialized():
@@ -251,6 +256,6 @@ def as_part_of(whole: Tensor, part: Tensor) -> Tensor:
     return DTensor(part, whole._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def fp32(tensor: Tensor) -> Tensor:
+def as_fp32(tensor: Tensor) -> Tensor:
     """Convert to fp32; a tensor that is fp32 is returned itself."""
     return tensor.float()

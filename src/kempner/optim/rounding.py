@@ -20,7 +20,7 @@ def to_bf16(value: Tensor, noise: Tensor) -> Tensor:
     return (value.view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32).bfloat16()
 
 
-def hashed(shape: torch.Size, box: Box, step: Tensor, salt: int) -> Tensor:
+def hashed_int32(shape: torch.Size, box: Box, step: Tensor, salt: int) -> Tensor:
     """Return uniform int32, of any sign, for the part `box` of a tensor of this shape.
 
     Each value hashes the element's place in the whole tensor; it is not a random generator of the

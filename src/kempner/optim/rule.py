@@ -13,16 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from kempner.checkpoint.layout import StoredTensor
 
-Group = dict[str, Any]
-State = dict[str, Tensor]
+ParameterGroup = dict[str, Any]
+ParameterState = dict[str, Tensor]
 
 
-class Part(NamedTuple):
+class ParameterPart(NamedTuple):
     """This rank's part of a parameter; a rule changes weight and state in place."""
 
     weight: Tensor  # fp32, as are grad and state
     grad: Tensor
-    state: State  # as large as weight, or []
+    state: ParameterState  # as large as weight, or []
     whole: StoredTensor  # the parameter
 
 
@@ -37,7 +37,7 @@ class Guard(NamedTuple):
         """Factor for everything that an update adds: 0 leaves the old value exactly."""
         return 1.0 - self.found_inf
 
-    def prepare(self, parts: Iterable[Part]) -> None:
+    def prepare(self, parts: Iterable[ParameterPart]) -> None:
         """Divide the gradients by grad_scale; zero them in a bad step, since a NaN would survive a
         factor of 0."""
         grads = [part.grad for part in parts]
@@ -57,18 +57,18 @@ class Rule:
     publishes_average = False  # other weights than those that are trained
     ranks: dist.ProcessGroup | None = None  # that hold the parameters between them; None: all
 
-    def update(self, group: Group, parts: Sequence[Part], guard: Guard) -> None:
+    def update(self, group: ParameterGroup, parts: Sequence[ParameterPart], guard: Guard) -> None:
         raise NotImplementedError
 
     def batches(self, parameters: Sequence[Tensor]) -> list[list[Tensor]] | None:
         """Return the sets of parameters that an update needs at once; None: any."""
         return None
 
-    def average(self, group: Group, weight: Tensor, state: State) -> Tensor:
+    def average(self, group: ParameterGroup, weight: Tensor, state: ParameterState) -> Tensor:
         """Compute the weights to evaluate and publish from the trained ones."""
         return weight
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from kempner.optim.config import STATE
-from kempner.optim.rule import Group, Guard, Part, Rule, State
+from kempner.optim.rule import Guard, ParameterGroup, ParameterPart, ParameterState, Rule
 
 
 class AdamW(Rule):
@@ -19,7 +19,7 @@ class AdamW(Rule):
     pointwise = True
     averages, copies = STATE["adamw"]
 
-    def update(self, group: Group, parts: Sequence[Part], guard: Guard) -> None:
+    def update(self, group: ParameterGroup, parts: Sequence[ParameterPart], guard: Guard) -> None:
         if torch.compiler.is_compiling():
             return self._plainly(group, parts, guard)
         beta1, beta2 = group["betas"]
@@ -43,7 +43,7 @@ class AdamW(Rule):
         )
 
     @staticmethod
-    def _plainly(group: Group, parts: Sequence[Part], guard: Guard) -> None:
+    def _plainly(group: ParameterGroup, parts: Sequence[ParameterPart], guard: Guard) -> None:
         guard.prepare(parts)
         keep, (beta1, beta2) = guard.keep, group["betas"]
         rate = group["lr"] * keep
@@ -65,7 +65,7 @@ class Lion(Rule):
     averages, copies = STATE["lion"]
     pointwise = True
 
-    def update(self, group: Group, parts: Sequence[Part], guard: Guard) -> None:
+    def update(self, group: ParameterGroup, parts: Sequence[ParameterPart], guard: Guard) -> None:
         guard.prepare(parts)
         keep, (beta1, beta2) = guard.keep, group["betas"]
         rate = group["lr"] * keep
@@ -87,7 +87,7 @@ class ScheduleFree(Rule):
     scalars = ("step", "lr_max", "weight_sum")
     publishes_average = True
 
-    def update(self, group: Group, parts: Sequence[Part], guard: Guard) -> None:
+    def update(self, group: ParameterGroup, parts: Sequence[ParameterPart], guard: Guard) -> None:
         guard.prepare(parts)
         keep, (beta1, beta2) = guard.keep, group["betas"]
         rate = group["lr"] * keep
@@ -108,7 +108,7 @@ class ScheduleFree(Rule):
             z.sub_(change.mul_(rate))
 
     @staticmethod
-    def _counted(state: State, rate: Tensor, keep: Tensor) -> State:
+    def _counted(state: ParameterState, rate: Tensor, keep: Tensor) -> ParameterState:
         """Return the scalars after this update, the same for all parameters of a group."""
         highest = torch.maximum(state["lr_max"], rate)
         return {
@@ -117,7 +117,7 @@ class ScheduleFree(Rule):
             "weight_sum": state["weight_sum"] + highest.square() * keep,
         }
 
-    def average(self, group: Group, weight: Tensor, state: State) -> Tensor:
+    def average(self, group: ParameterGroup, weight: Tensor, state: ParameterState) -> Tensor:
         """Compute x from y and z."""
         x = weight.float().lerp(state["z"].to(weight.device), 1 - 1 / group["betas"][0])
         return x.to(weight.dtype)

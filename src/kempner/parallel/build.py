@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from kempner.checkpoint.layout import make_table, own_box, slices
-from kempner.checkpoint.writer import local
+from kempner.checkpoint.layout import box_slices, make_table, own_box
+from kempner.checkpoint.writer import local_part
 from kempner.loss import cross_entropy
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, rope_table
@@ -21,12 +21,11 @@ from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.parallel.experts import split_experts
 from kempner.parallel.layout import Layout
 from kempner.parallel.lora import add_adapters, init_std, is_adapter
-from kempner.parallel.recompute import Settings as RecomputeSettings
-from kempner.parallel.recompute import add_recompute
-from kempner.parallel.shard import GradientSums, shard
+from kempner.parallel.recompute import RecomputeSettings, add_recompute
+from kempner.parallel.shard import GradientSums, shard_model
 
 
-class Settings(RecomputeSettings, Protocol):
+class ModelSettings(RecomputeSettings, Protocol):
     """Fields of the [train] section that shape the model."""
 
     @property
@@ -54,7 +53,7 @@ class Settings(RecomputeSettings, Protocol):
 def build_model(
     cfg: ModelConfig,
     layout: Layout,
-    train: Settings,
+    train: ModelSettings,
     distributed: DistributedConfig,
     lora: LoraConfig | None = None,
     frozen: bool = False,
@@ -86,7 +85,7 @@ def build_model(
 def plan_model(
     cfg: ModelConfig,
     layout: Layout,
-    train: Settings,
+    train: ModelSettings,
     distributed: DistributedConfig,
     lora: LoraConfig | None = None,
     frozen: bool = False,
@@ -134,7 +133,7 @@ def plan_model(
         from kempner.parallel.offload import Offload
 
         Offload(model, train.offload_activations)
-    shard(model, layout, dtype, distributed, frozen, whole=train.compile_scope == "model")
+    shard_model(model, layout, dtype, distributed, frozen, whole=train.compile_scope == "model")
     return model
 
 
@@ -165,7 +164,7 @@ def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
         generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(name.encode()))
         whole = torch.empty(param.shape, device=device)  # rounded only by copy_
         whole.normal_(std=std, generator=generator)
-        local(param).copy_(whole[slices(own_box(held[name], layout.rank))])
+        local_part(param).copy_(whole[box_slices(own_box(held[name], layout.rank))])
 
 
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:

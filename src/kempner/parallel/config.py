@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kempner.config.option import option
 
-LONGEST_S = 30 * 86400.0  # timers overflow far above that
+LONGEST_TIMEOUT_S = 30 * 86400.0  # timers overflow far above that
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class DistributedConfig:
         "seconds allowed for all ranks to start, for the first step, and between them without "
         "anything that a rank reads or writes",
         minimum=1.0,
-        maximum=LONGEST_S,
+        maximum=LONGEST_TIMEOUT_S,
     )
     reshard_after_forward: bool = option(
         True,

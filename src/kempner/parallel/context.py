@@ -29,13 +29,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from kempner.config.option import ConfigError
 from kempner.data.batch import MicroBatch
 from kempner.model.attention import FLASH, Documents, Visible, attend
-from kempner.model.cache import Rows
+from kempner.model.cache import CacheRows
 from kempner.model.decoder import Block, Decoder
 
 aten = torch.ops.aten
 
 
-def columns(length: int, rank: int, ranks: int, method: str, device: torch.device) -> Tensor:
+def rank_columns(length: int, rank: int, ranks: int, method: str, device: torch.device) -> Tensor:
     """Return this rank's places in a row of `length` tokens, int64 [t], in rising order."""
     if method == "ulysses":
         return torch.arange(length, device=device).view(ranks, -1)[rank]
@@ -45,7 +45,7 @@ def columns(length: int, rank: int, ranks: int, method: str, device: torch.devic
 
 def split_context(model: Decoder, mesh: DeviceMesh, method: str, dtype: torch.dtype) -> None:
     """Share the tokens of each row among the ranks of the 1-D `mesh`: the model takes this rank's
-    columns() of them, and the documents of whole rows. `dtype`: dtype of the activations.
+    rank_columns() of them, and the documents of whole rows. `dtype`: dtype of the activations.
 
     Raises ConfigError if no kernel supports it.
     """
@@ -73,27 +73,27 @@ def own_tokens(mesh: DeviceMesh, method: str) -> Callable[[MicroBatch], MicroBat
 
     def cut(batch: MicroBatch) -> MicroBatch:
         length, device = batch.inputs.shape[1], batch.inputs.device
-        return batch.columns(columns(length, group.rank(), group.size(), method, device))
+        return batch.columns(rank_columns(length, group.rank(), group.size(), method, device))
 
     return cut
 
 
 def _place(
     of_whole: Callable[
-        [Tensor, Documents | None, Rows | None, torch.dtype], tuple[Tensor, Visible]
+        [Tensor, Documents | None, CacheRows | None, torch.dtype], tuple[Tensor, Visible]
     ],
     group: dist.ProcessGroup,
     method: str,
     tokens: Tensor,
     documents: Documents | None,
-    cache: Rows | None,
+    cache: CacheRows | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Visible]:
     """Run Decoder.place for a part of the tokens: angles of the part, attention pattern of whole
     rows."""
     rows, length = tokens.shape[0], tokens.shape[1] * group.size()
     rope, seen = of_whole(tokens.new_empty(rows, length), documents, cache, dtype)
-    mine = columns(length, group.rank(), group.size(), method, tokens.device)
+    mine = rank_columns(length, group.rank(), group.size(), method, tokens.device)
     return rope.index_select(-2, mine), seen
 
 
@@ -122,7 +122,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
         kv = torch.stack((k, v))  # [2, B, K, t, E]
-        first, *state = kernel(q, k, v, causal=True)
+        first, *state = attention_kernel(q, k, v, causal=True)
         # A copy in fp32, not in place: selective recomputation keeps the kernel's own output.
         out, lse = first.to(torch.float32, copy=True), state[0].clone()
         passing = _Passing(kv, group)
@@ -132,7 +132,7 @@ class _Ring(torch.autograd.Function):
                 passing = _Passing(kv, group)
             queries, keys = _parts(rounds, group.rank(), q.shape[2])
             seen_k, seen_v = kv[:, :, :, keys].unbind()
-            block, block_lse, *_ = kernel(q[:, :, queries], seen_k, seen_v)
+            block, block_lse, *_ = attention_kernel(q[:, :, queries], seen_k, seen_v)
             # Both parts are rescaled to the joint denominator of the softmax, in logarithms.
             total = torch.logaddexp(lse[:, :, queries], block_lse)  # [B, H, queries]
             old = (lse[:, :, queries] - total).exp().unsqueeze(-1)
@@ -207,7 +207,7 @@ class _Passing:
         return self._arrives
 
 
-def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, ...]:
+def attention_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, ...]:
     """Compute attention of q over k and v: [B, H, queries, E], its logsumexp fp32 [B, H, queries],
     and on a GPU the state of the (unused) dropout."""
     if q.is_cuda:
@@ -231,7 +231,7 @@ def kernel_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute this block's gradients of q, k and v. `out`, `lse`: of the queries over the whole
-    row; `state`: what else kernel() returned."""
+    row; `state`: what else attention_kernel() returned."""
     if q.is_cuda:
         return aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
             dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, *state

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from kempner.checkpoint.writer import local
+from kempner.checkpoint.writer import local_part
 from kempner.config.option import ConfigError
 from kempner.model.decoder import Decoder
 
 LEAST_CAPABILITY = (8, 9)  # of a GPU: Ada, Hopper and later multiply 8-bit floats
-TILE = 16  # both sizes of a matrix are multiples of this, or its kernels refuse it
+FP8_MATRIX_TILE = 16  # both sizes of a matrix are multiples of this, or its kernels refuse it
 
 
 def use_fp8(model: Decoder, recipe: str, device: torch.device) -> None:
@@ -32,13 +32,13 @@ def use_fp8(model: Decoder, recipe: str, device: torch.device) -> None:
     def fits(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear) or name.endswith("router"):  # it compares its scores
             return False
-        return not any(n % TILE for n in local(module.weight).shape)
+        return not any(n % FP8_MATRIX_TILE for n in local_part(module.weight).shape)
 
     linear = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
     if not any(fits(module, "") for module in linear):
         raise ConfigError(
-            f"train.fp8 = {recipe}: no projection has both sizes a multiple of {TILE}, which the "
-            "kernels need; give such a model.dim and model.ffn_dim, or --train.fp8=none"
+            f"train.fp8 = {recipe}: no projection has both sizes a multiple of {FP8_MATRIX_TILE}, "
+            "which the kernels need; give such a model.dim and model.ffn_dim, or --train.fp8=none"
         )
     config: Any = Float8LinearConfig.from_recipe_name(recipe)
     for block in model.blocks:

@@ -49,7 +49,7 @@ class Axes(NamedTuple):
         return self.replicate * self.shard
 
 
-def sizes(cfg: DistributedConfig, world_size: int, per_node: int) -> Axes:
+def axis_sizes(cfg: DistributedConfig, world_size: int, per_node: int) -> Axes:
     """Compute the sizes of the axes for a world of nodes with `per_node` ranks each. Raises
     ConfigError with the arithmetic if their product is not the world size."""
     replicate, shard, inner = cfg.dp_replicate, cfg.dp_shard, cfg.cp * cfg.tp
@@ -267,7 +267,7 @@ def build_layout(
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    found = sizes(cfg, world_size, per_node)
+    found = axis_sizes(cfg, world_size, per_node)
     pp, replicate, shard, cp, tp = found
     outer = {PP: pp, REPLICATE: replicate}
 

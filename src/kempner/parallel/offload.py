@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from kempner.model.decoder import Decoder
 
-SMALLEST = 1 << 16  # bytes: below that a copy costs more than the memory is worth
+SMALLEST_OFFLOAD = 1 << 16  # bytes: below that a copy costs more than the memory is worth
 
 
-class Group:
+class OffloadedBlock:
     """Tensors that one block has saved in one forward pass."""
 
-    def __init__(self, previous: Group | None) -> None:
+    def __init__(self, previous: OffloadedBlock | None) -> None:
         self.previous = previous
         self.kept: list[weakref.ref[Kept]] = []  # the autograd graph owns them
         self.copied: torch.Event | None = None  # to the host
@@ -33,7 +33,7 @@ class Group:
 class Kept:
     """The memory of one or several tensors that autograd saves, on the device or on the host."""
 
-    def __init__(self, storage: torch.UntypedStorage, group: Group) -> None:
+    def __init__(self, storage: torch.UntypedStorage, group: OffloadedBlock) -> None:
         self.size, self.device = storage.nbytes(), storage.device
         self.storage: torch.UntypedStorage | None = storage
         self.group = group
@@ -47,8 +47,8 @@ class Offload:
     def __init__(self, model: Decoder, in_flight: int) -> None:
         self._in_flight = in_flight
         self._first = model.blocks[0]
-        self._leaving: deque[Group] = deque()
-        self._group: Group | None = None
+        self._leaving: deque[OffloadedBlock] = deque()
+        self._group: OffloadedBlock | None = None
         self._stream: torch.cuda.Stream | None = None
         self._stays: set[int] = set()
         self._here: dict[int, Kept] = {}  # of the block that runs now, by address
@@ -69,10 +69,10 @@ class Offload:
             self._leaving.clear()
             if self._stream is None and inputs[0].is_cuda:
                 self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._group = Group(self._group)
+        self._group = OffloadedBlock(self._group)
         # Not offloaded: fully_shard frees weights, and inputs without a gradient serve all blocks.
         shared = [x for x in inputs if isinstance(x, Tensor) and not x.requires_grad]
-        self._stays = {address(x) for x in (*block.parameters(), *block.buffers(), *shared)}
+        self._stays = {data_address(x) for x in (*block.parameters(), *block.buffers(), *shared)}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
 
@@ -91,7 +91,7 @@ class Offload:
         while len(self._leaving) > self._in_flight:
             self._free(self._leaving.popleft())
 
-    def _free(self, group: Group) -> None:
+    def _free(self, group: OffloadedBlock) -> None:
         """Free the group's memory on the device once its copies have ended: what is computed next
         may reuse it."""
         if group.copied is not None:
@@ -105,7 +105,7 @@ class Offload:
         if type(x) is not Tensor or not x.is_floating_point():
             return x
         storage = x.untyped_storage()
-        if storage.nbytes() < SMALLEST or storage.data_ptr() in self._stays:
+        if storage.nbytes() < SMALLEST_OFFLOAD or storage.data_ptr() in self._stays:
             return x
         # Autograd saves views of one memory one by one: copy it once.
         kept = self._here.get(storage.data_ptr())
@@ -117,20 +117,20 @@ class Offload:
         assert self._group is not None
         kept = Kept(storage, self._group)
         self._group.kept.append(weakref.ref(kept))
-        kept.host = host_memory(kept.size, pin=self._stream is not None)
+        kept.host = allocate_host_memory(kept.size, pin=self._stream is not None)
         if self._stream is None:
-            kept.host.copy_(flat(storage))
+            kept.host.copy_(flat_bytes(storage))
         else:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                kept.host.copy_(flat(storage), non_blocking=True)
+                kept.host.copy_(flat_bytes(storage), non_blocking=True)
         return kept
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         kept, dtype, *place = packed
-        ahead: Group | None = kept.group
+        ahead: OffloadedBlock | None = kept.group
         # The backward pass needs this group now, and those before it next.
         for _ in range(1 + self._in_flight):
             if ahead is not None:
@@ -140,7 +140,7 @@ class Offload:
             torch.cuda.current_stream().wait_event(kept.fetched)
         return torch.empty(0, dtype=dtype, device=kept.device).set_(kept.storage, *place)
 
-    def _fetch(self, group: Group) -> None:
+    def _fetch(self, group: OffloadedBlock) -> None:
         """Start copying back what is not on the device."""
         for ref in group.kept:
             if (kept := ref()) is None or kept.storage is not None:
@@ -160,13 +160,13 @@ class Offload:
             kept.storage = there.untyped_storage()
 
 
-def address(x: Tensor) -> int:
+def data_address(x: Tensor) -> int:
     return (x.to_local() if isinstance(x, DTensor) else x).untyped_storage().data_ptr()
 
 
-def host_memory(size: int, pin: bool) -> Tensor:
+def allocate_host_memory(size: int, pin: bool) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=pin)
 
 
-def flat(storage: torch.UntypedStorage) -> Tensor:
+def flat_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

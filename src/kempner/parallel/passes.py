@@ -16,7 +16,7 @@ from kempner.parallel.shard import begin_micro_batch
 LossOf = Callable[[Any, MicroBatch], Tensor]
 """From a model, to be called as Decoder is, and a micro-batch on its device to what is to be
 differentiated, fp32 []."""
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def backward_passes(
@@ -24,8 +24,8 @@ def backward_passes(
     loss_of: LossOf,
     micro_batches: Sequence[MicroBatch],
     device: torch.device,
-    asked: Callable[[], T | None],
-) -> T | None:
+    asked: Callable[[], _T | None],
+) -> _T | None:
     """Accumulate the gradients of the losses of all micro-batches of a step. Between two of them
     `asked()` may end it: a result that is not None is returned at once. A pipeline cannot stop in
     between."""

@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from kempner.data.batch import MicroBatch
 from kempner.model.attention import Documents
 from kempner.model.config import ModelConfig
-from kempner.model.decoder import Decoder, through
+from kempner.model.decoder import Decoder, apply_blocks
 from kempner.model.moe import with_loss
 from kempner.parallel.config import DistributedConfig
 from kempner.parallel.context import own_tokens
@@ -61,7 +61,7 @@ class Blocks(nn.ModuleList):
         return [*self._modules][index]
 
 
-class Stage(NamedTuple):
+class StageBlocks(NamedTuple):
     number: int
     blocks: range
     first: bool
@@ -76,7 +76,8 @@ def keep_own_stages(
     count, rank = layout.sizes.pp * cfg.pp_stages_per_rank, layout.at.pp
     parts = split_blocks(model.cfg, count)
     stages = [
-        Stage(i, parts[i], i == 0, i == count - 1) for i in range(rank, count, layout.sizes.pp)
+        StageBlocks(i, parts[i], i == 0, i == count - 1)
+        for i in range(rank, count, layout.sizes.pp)
     ]
     everything = [name for name, p in model.named_parameters() if p.requires_grad]
     kept = [i for stage in stages for i in stage.blocks]
@@ -93,7 +94,7 @@ def keep_own_stages(
 
 def _forward(
     model: Decoder,
-    stage: Stage,
+    stage: StageBlocks,
     received: Tensor | None,
     tokens: Tensor,
     targets: Tensor,
@@ -106,7 +107,7 @@ def _forward(
     x: Tensor = model.embed(tokens) if received is None else received
     rope, seen = model.place(tokens, documents, None, x.dtype)
     blocks = [model.blocks.get_submodule(str(i)) for i in stage.blocks]
-    x, routings = through(blocks, x, rope, seen)
+    x, routings = apply_blocks(blocks, x, rope, seen)
     change: Tensor | float = 0.0
     if routings and torch.is_grad_enabled():
         change = model.routings.add(routings, targets, stage.blocks.start)
@@ -123,7 +124,7 @@ class Pipeline:
     def __init__(
         self,
         model: Decoder,
-        stages: list[Stage],
+        stages: list[StageBlocks],
         count: int,
         layout: Layout,
         cfg: DistributedConfig,
@@ -171,7 +172,7 @@ class Pipeline:
                     dist.send(x.contiguous(), group=self._group, group_dst=to)
 
     def _run(
-        self, stage: Stage, received: Tensor | None, batch: MicroBatch, loss_of: LossOf
+        self, stage: StageBlocks, received: Tensor | None, batch: MicroBatch, loss_of: LossOf
     ) -> Tensor:
         """Return the stage's output for the next stage; from the last one, the loss."""
         if stage.last:
@@ -214,7 +215,7 @@ class Pipeline:
 class _Runs(nn.Module):
     """A stage in the form of a module, as torch's schedule wants it."""
 
-    def __init__(self, pipeline: Pipeline, stage: Stage) -> None:
+    def __init__(self, pipeline: Pipeline, stage: StageBlocks) -> None:
         super().__init__()
         self._pipeline, self._stage = pipeline, stage
 

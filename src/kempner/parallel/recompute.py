@@ -19,7 +19,7 @@ from kempner.model.decoder import Decoder
 
 # Outputs that `selective` keeps. Not aten.bmm: in attention without a fused kernel its output is
 # the whole matrix of scores, T x T for each head.
-PRODUCTS = (
+PRODUCT_OPERATORS = (
     "aten.mm",
     "aten.addmm",
     "aten._scaled_mm",
@@ -28,11 +28,11 @@ PRODUCTS = (
 )
 # Ignored: FSDP of experts, within a block, labels its work for the profiler, and has more of it
 # to do when the block is recomputed; what was kept would not match.
-LABELS = (
+OPERATOR_LABELS = (
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
 )
-ATTENTION = (
+ATTENTION_OPERATORS = (
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "aten._scaled_dot_product_efficient_attention",
@@ -41,7 +41,7 @@ ATTENTION = (
 )
 
 
-class Settings(Protocol):
+class RecomputeSettings(Protocol):
     """Fields of the [train] section that control recomputation."""
 
     @property
@@ -52,7 +52,7 @@ class Settings(Protocol):
     def recompute_modules(self) -> tuple[str, ...]: ...
 
 
-def add_recompute(model: Decoder, cfg: Settings) -> None:
+def add_recompute(model: Decoder, cfg: RecomputeSettings) -> None:
     """Wrap the recomputed modules. Call it before compiling and sharding, so that the recomputation
     is compiled, too, and finds the weights gathered."""
     if cfg.recompute == "none":
@@ -60,8 +60,8 @@ def add_recompute(model: Decoder, cfg: Settings) -> None:
     # Nothing here is random, so generator states need not be saved and restored.
     settings: dict[str, Any] = {"preserve_rng_state": False}
     if cfg.recompute == "selective":
-        SAC_IGNORED_OPS.update(LABELS)
-        settings["context_fn"] = partial(create_selective_checkpoint_contexts, kept())
+        SAC_IGNORED_OPS.update(OPERATOR_LABELS)
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, kept_operators())
     wrap: Any = partial(checkpoint_wrapper, **settings)
     for i in range(0, len(model.blocks), cfg.recompute_every):
         if not cfg.recompute_modules:
@@ -70,10 +70,10 @@ def add_recompute(model: Decoder, cfg: Settings) -> None:
             setattr(model.blocks[i], name, wrap(getattr(model.blocks[i], name)))
 
 
-def kept() -> list[Any]:
+def kept_operators() -> list[Any]:
     """List the operators whose outputs `selective` keeps, as far as this torch has them."""
     found = []
-    for name in (*PRODUCTS, *ATTENTION):
+    for name in (*PRODUCT_OPERATORS, *ATTENTION_OPERATORS):
         library, _, operator = name.partition(".")
         packet = getattr(getattr(torch.ops, library), operator, None)
         if packet is not None:

@@ -22,7 +22,7 @@ from kempner.parallel.experts import shard_experts
 from kempner.parallel.layout import Layout
 
 
-def shard(
+def shard_model(
     model: Decoder,
     layout: Layout,
     dtype: torch.dtype,
@@ -69,14 +69,14 @@ def shard(
     model.reduces_in_bf16 = cfg.reduce_dtype == "bf16"  # type: ignore[assignment]
     model.fp32_sums = None  # type: ignore[assignment]
     if cfg.prefetch_blocks:
-        prefetch(model, cfg.prefetch_blocks)
+        prefetch_blocks(model, cfg.prefetch_blocks)
     for module in model.modules():
         if isinstance(module, FSDPModule) and layout.parameter_mesh.size() > 1:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
             module.set_gradient_divide_factor(1.0)
 
 
-def prefetch(model: Decoder, count: int) -> None:
+def prefetch_blocks(model: Decoder, count: int) -> None:
     """Gather the weights of `count` blocks ahead of their use. By default FSDP2 prefetches one
     block in the backward pass, and in the forward pass as many as the host is ahead of the
     device."""

@@ -46,8 +46,11 @@ from kempner.model.moe import Experts
 from kempner.parallel.experts import ParallelExperts
 
 SEQUENCE = 1  # dimension of activations [B, T, D]
-ROWS, COLUMNS = Shard(0), Shard(1)  # of a weight [out, in]
-CUTS = dict.fromkeys(("wq", "wk", "wv", "w1", "w3"), ROWS) | {"wo": COLUMNS, "w2": COLUMNS}
+SHARD_ROWS, SHARD_COLUMNS = Shard(0), Shard(1)  # of a weight [out, in]
+CUTS = dict.fromkeys(("wq", "wk", "wv", "w1", "w3"), SHARD_ROWS) | {
+    "wo": SHARD_COLUMNS,
+    "w2": SHARD_COLUMNS,
+}
 
 
 def split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
@@ -60,7 +63,7 @@ def split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
     _cut(model.norm, mesh)
     model.norm.register_forward_hook(partial(_gather, mesh.get_group()))
     if model.output is not None:  # what goes in and out is the loss's matter
-        _cut(model.output, mesh, weight=ROWS)
+        _cut(model.output, mesh, weight=SHARD_ROWS)
     # Each of these ranks routes all tokens, and the gradients of its losses are summed.
     model.routings.copies = mesh.size()
     model.loss = VocabularyLoss(model.loss, mesh)
@@ -73,7 +76,7 @@ def _split_block(block: Block, mesh: DeviceMesh) -> None:
             continue
         cut = CUTS.get(name.rpartition(".")[2], Replicate())
         # Of an adapter B A, one matrix is cut like W; the other has no side of W's that is cut.
-        a, b = (cut, Replicate()) if cut == COLUMNS else (Replicate(), cut)
+        a, b = (cut, Replicate()) if cut == SHARD_COLUMNS else (Replicate(), cut)
         _cut(module, mesh, weight=cut, bias=cut, lora_a=a, lora_b=b)
     # Norms work on each rank's own tokens; between gather and scatter all ranks have all tokens.
     for norm in (block.attention_norm, block.ffn_norm):

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from kempner.config.option import ConfigError
 from kempner.parallel.layout import build_layout
-from kempner.planner.memory import GIB, memory, one_replica
+from kempner.planner.memory import GIB, estimate_memory, one_replica
 from kempner.run import RunConfig
 
 
-def build(cfg: RunConfig, world_size: int, per_node: int) -> str:
+def build_without_memory(cfg: RunConfig, world_size: int, per_node: int) -> str:
     """Build model and optimizer of rank 0, without values; returns a description of what it holds.
     Raises ConfigError if they cannot be built."""
     import torch.distributed as dist
@@ -38,7 +38,7 @@ def build(cfg: RunConfig, world_size: int, per_node: int) -> str:
     finally:
         dist.destroy_process_group()
     held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
-    needs = memory(cfg, world_size, per_node)
+    needs = estimate_memory(cfg, world_size, per_node)
     axes = " x ".join(f"{name} {n}" for name, n in layout.sizes._asdict().items() if n > 1)
     return (
         f"built as rank 0 of {world_size:,}: {axes}; {held:,} of {cfg.model.count_parameters():,} "

@@ -12,22 +12,28 @@ import math
 
 from kempner.combinations import FP8_TILE
 from kempner.parallel.layout import Axes
-from kempner.planner.memory import FP32, forward_rows, loss_rows, weights, whole_model
+from kempner.planner.memory import FP32, forward_rows, loss_rows, weight_bytes, whole_model
 from kempner.run import RunConfig
 
-PRODUCTS = (0.69, 500.0)  # of the peak, as the sides grow; half of it at this side
-ATTENTION = (0.62, 1700.0, 0.52)  # of the peak, as T grows; half of it at this T; the most
+PRODUCT_EFFICIENCY = (0.69, 500.0)  # of the peak, as the sides grow; half of it at this side
+ATTENTION_EFFICIENCY = (
+    0.62,
+    1700.0,
+    0.52,
+)  # of the peak, as T grows; half of it at this T; the most
 FP8_PEAK = 2.0  # of that of bf16; a product must be as much larger for the same share of it
 FP8_CAST = 5.0  # bytes that scaling and rounding a number move: read twice in bf16, written once
 BY_LENGTH = 0.6  # of that, for the kernel that skips what documents and windows hide
-MEMORY = 0.73  # of the rate of the data sheet
+MEMORY_EFFICIENCY = 0.73  # of the rate of the data sheet
 EAGER = 4.0  # bytes that kernels move without torch.compile, for one with it
 LOGIT = 22.0  # bytes that the compiled loss moves for each logit, beside its products
 GAP = 2.5e-4  # seconds for each block of a pass: launches, hooks, gaps between kernels
-SHARED = 1.08  # NCCL takes multiprocessors, and the first gathers hide behind nothing
+COMMUNICATION_SLOWDOWN = (
+    1.08  # NCCL takes multiprocessors, and the first gathers hide behind nothing
+)
 
 
-def computation(
+def compute_seconds(
     cfg: RunConfig, axes: Axes, world_size: int, peak: float, rate: float
 ) -> dict[str, float]:
     """Seconds of a step by part, on the average rank. `peak`: operations per second in bf16;
@@ -36,32 +42,32 @@ def computation(
     casts = 0.0 if cfg.train.fp8 == "none" else fp8_casts(cfg, axes, tokens)
     passes = cfg.train.sequences / (forward_rows(cfg, axes.data_ranks) * axes.data_ranks)
     found = {
-        "products": products(cfg, axes, tokens) / peak,
-        "attention": attention(cfg, tokens) / peak,
-        "other kernels": pointwise(cfg, axes, tokens) / (MEMORY * rate),
-        **({"fp8's casts": casts / (MEMORY * rate)} if casts else {}),
-        "loss": loss(cfg, axes, tokens, passes) / (MEMORY * rate),
-        "FSDP's copies": copies(cfg, axes, passes) / (MEMORY * rate),
-        "update": update_bytes(cfg, axes) / (MEMORY * rate),
+        "products": product_flops(cfg, axes, tokens) / peak,
+        "attention": attention_flops(cfg, tokens) / peak,
+        "other kernels": pointwise_bytes(cfg, axes, tokens) / (MEMORY_EFFICIENCY * rate),
+        **({"fp8's casts": casts / (MEMORY_EFFICIENCY * rate)} if casts else {}),
+        "loss": loss_bytes(cfg, axes, tokens, passes) / (MEMORY_EFFICIENCY * rate),
+        "FSDP's copies": fsdp_copy_bytes(cfg, axes, passes) / (MEMORY_EFFICIENCY * rate),
+        "update": update_bytes(cfg, axes) / (MEMORY_EFFICIENCY * rate),
         "gaps": GAP * cfg.model.n_layers / axes.pp * passes,
     }
-    shared = SHARED if world_size > 1 else 1.0
+    shared = COMMUNICATION_SLOWDOWN if world_size > 1 else 1.0
     return {name: seconds * shared for name, seconds in found.items()}
 
 
-def products(cfg: RunConfig, axes: Axes, tokens: float) -> float:
+def product_flops(cfg: RunConfig, axes: Axes, tokens: float) -> float:
     """Operations for `tokens`, as if all ran at the peak of bf16."""
     model, frozen = cfg.model, cfg.lora.rank > 0
     each = model.flops_per_token(cfg.train.seq_len, frozen, keys=0.0)
     output = (4.0 if frozen else 6.0) * model.vocab_size * model.dim
-    again = (each - output) / (2 if frozen else 3) * recomputed(cfg, "products")
+    again = (each - output) / (2 if frozen else 3) * recomputed_share(cfg, "products")
     pass_tokens = forward_rows(cfg, axes.data_ranks) * cfg.train.seq_len / axes.cp
     side = min(model.dim / math.sqrt(axes.tp), pass_tokens)
     in_fp8 = 6.0 * sum(n * k * often for n, k, often in fp8_matrices(cfg, axes)) / (each - output)
     eight = in_fp8 * (each - output + again)
-    most, half = PRODUCTS
-    fast = FP8_PEAK * rising(most, FP8_PEAK * half, side)
-    return tokens * ((each + again - eight) / rising(most, half, side) + eight / fast)
+    most, half = PRODUCT_EFFICIENCY
+    fast = FP8_PEAK * rising_efficiency(most, FP8_PEAK * half, side)
+    return tokens * ((each + again - eight) / rising_efficiency(most, half, side) + eight / fast)
 
 
 def fp8_matrices(cfg: RunConfig, axes: Axes) -> list[tuple[int, int, int]]:
@@ -89,24 +95,26 @@ def fp8_casts(cfg: RunConfig, axes: Axes, tokens: float) -> float:
     return FP8_CAST * 2 * tokens * widths * (1 if cfg.train.compile else EAGER)
 
 
-def attention(cfg: RunConfig, tokens: float) -> float:
+def attention_flops(cfg: RunConfig, tokens: float) -> float:
     """Operations of attention for `tokens`, as if all ran at the peak of bf16. The backward pass
     counts as twice the forward pass in the usual formula, but takes 2.5 times its operations at a
     lower rate."""
     model, length = cfg.model, cfg.train.seq_len
     each = model.flops_per_token(length) - model.flops_per_token(length, keys=0.0)
-    most, half, limit = ATTENTION
-    share = min(rising(most, half, length), limit) * math.sqrt(model.resolved_head_dim / 128)
+    most, half, limit = ATTENTION_EFFICIENCY
+    share = min(rising_efficiency(most, half, length), limit) * math.sqrt(
+        model.resolved_head_dim / 128
+    )
     if cfg.data.document_mask or model.sliding_window is not None:
         share *= BY_LENGTH
-    return tokens * each * (1 + recomputed(cfg, "attention") / 4) / share
+    return tokens * each * (1 + recomputed_share(cfg, "attention") / 4) / share
 
 
-def rising(most: float, half: float, size: float) -> float:
+def rising_efficiency(most: float, half: float, size: float) -> float:
     return most * size / (size + half)
 
 
-def recomputed(cfg: RunConfig, what: str) -> float:
+def recomputed_share(cfg: RunConfig, what: str) -> float:
     """Return the share of the forward pass that runs again: of products, attention, or the other
     kernels."""
     train = cfg.train
@@ -123,7 +131,7 @@ def recomputed(cfg: RunConfig, what: str) -> float:
     return sum(shares.get(name, 0) for name in modules) / sum(shares.values())
 
 
-def pointwise(cfg: RunConfig, axes: Axes, tokens: float) -> float:
+def pointwise_bytes(cfg: RunConfig, axes: Axes, tokens: float) -> float:
     """Bytes that norms, rotation, SwiGLU and residuals move: forward, twice as many backward, and
     again where they are computed again. Forward a token reads and writes D for each norm, six times
     D for the residuals, queries and keys for the rotation, and three times F for SwiGLU; an expert
@@ -134,11 +142,11 @@ def pointwise(cfg: RunConfig, axes: Axes, tokens: float) -> float:
     norms = 4 if model.post_norms else 2
     rotated = (model.n_heads + model.kv_heads) * model.resolved_head_dim
     width = (2 * norms + 6 + 4 * chosen) * model.dim + 2 * rotated + 3 * inner
-    moved = 2.0 * tokens * model.n_layers * width * (3 + recomputed(cfg, "other kernels"))
+    moved = 2.0 * tokens * model.n_layers * width * (3 + recomputed_share(cfg, "other kernels"))
     return moved if cfg.train.compile else EAGER * moved
 
 
-def loss(cfg: RunConfig, axes: Axes, tokens: float, passes: float) -> float:
+def loss_bytes(cfg: RunConfig, axes: Axes, tokens: float, passes: float) -> float:
     """Bytes moved by the loss: the logits, and the weight's gradient in fp32, which each chunk adds
     to."""
     model = cfg.model
@@ -149,7 +157,7 @@ def loss(cfg: RunConfig, axes: Axes, tokens: float, passes: float) -> float:
     return logits + (0 if cfg.lora.rank else 2 * FP32 * chunks * table)
 
 
-def copies(cfg: RunConfig, axes: Axes, passes: float) -> float:
+def fsdp_copy_bytes(cfg: RunConfig, axes: Axes, passes: float) -> float:
     """Bytes that FSDP moves on this GPU besides what it sends: to gather, this rank's part is cast,
     and the whole is copied from the buffer; to reduce, gradients are cast into a buffer, and the
     sum of this part is added in fp32. With one rank, 10 and 26 bytes a parameter."""
@@ -167,5 +175,5 @@ def copies(cfg: RunConfig, axes: Axes, passes: float) -> float:
 def update_bytes(cfg: RunConfig, axes: Axes) -> float:
     """Bytes moved by the update: weights and state are read and written, gradients read for the
     norm and the update."""
-    held = weights(cfg, axes, gpu=True)
+    held = weight_bytes(cfg, axes, gpu=True)
     return 2 * (2 * held["gradients"] + held["optimizer"])

@@ -13,27 +13,27 @@ from typing import NamedTuple
 
 from kempner.lowcomm.config import LowcommConfig
 from kempner.metrics import PEAK_BF16
-from kempner.parallel.layout import Axes, sizes
-from kempner.planner.compute import computation
+from kempner.parallel.layout import Axes, axis_sizes
+from kempner.planner.compute import compute_seconds
 from kempner.planner.memory import (
     FP32,
     GIB,
-    activations,
+    block_activation_bytes,
     compute_bytes,
     forward_rows,
     one_replica,
     raw_numbers,
-    trained,
-    weights,
+    trained_parameters,
+    weight_bytes,
 )
 from kempner.run import RunConfig
 
-SLACK = 1.25  # how much longer than the estimate a step may take by what is not in it
+ESTIMATE_SLACK = 1.25  # how much longer than the estimate a step may take by what is not in it
 HOST_BYTES = 900 * GIB  # of a node of 1 TiB: what may be offloaded where nobody says
 RESERVE_GIB = 4.0  # the CUDA context, NCCL's buffers, and what the allocator cannot use
 
 
-class Gpu(NamedTuple):
+class GpuSpec(NamedTuple):
     """One GPU, its memory and its links; bytes per second, of links in one direction."""
 
     name: str
@@ -57,15 +57,15 @@ class Gpu(NamedTuple):
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("A100", 79.2, 2.04e12, 300e9, fp8=False),
-        Gpu("H100", 79.1, 3.35e12, 450e9),
-        Gpu("H200", 139.8, 4.8e12, 450e9),
-        Gpu("GH200", 94.5, 4.0e12, 450e9),
-        Gpu("B200", 178.4, 7.7e12, 900e9),
-        Gpu("GB200", 184.0, 8.0e12, 900e9),
-        Gpu("B300", 267.0, 7.7e12, 900e9),
-        Gpu("GB300", 276.0, 8.0e12, 900e9),
-        Gpu("L40S", 44.4, 0.864e12, 32e9),
+        GpuSpec("A100", 79.2, 2.04e12, 300e9, fp8=False),
+        GpuSpec("H100", 79.1, 3.35e12, 450e9),
+        GpuSpec("H200", 139.8, 4.8e12, 450e9),
+        GpuSpec("GH200", 94.5, 4.0e12, 450e9),
+        GpuSpec("B200", 178.4, 7.7e12, 900e9),
+        GpuSpec("GB200", 184.0, 8.0e12, 900e9),
+        GpuSpec("B300", 267.0, 7.7e12, 900e9),
+        GpuSpec("GB300", 276.0, 8.0e12, 900e9),
+        GpuSpec("L40S", 44.4, 0.864e12, 32e9),
     )
 }
 
@@ -79,13 +79,13 @@ class Traffic:
     bus: bool = False  # to the host and back
 
 
-def traffic(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
+def network_bytes(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
     """List the traffic within a replica, and between replicas if there are several (lowcomm/)."""
     own, ranks, near = one_replica(cfg, world_size, per_node)
     found = of_one_replica(own, ranks, near)
     if (replicas := world_size // ranks) > 1:
-        axes = sizes(cfg.distributed, ranks, near)
-        numbers = trained(cfg) / math.prod(axes)  # copies share what they send
+        axes = axis_sizes(cfg.distributed, ranks, near)
+        numbers = trained_parameters(cfg) / math.prod(axes)  # copies share what they send
         size = of_a_round(cfg, replicas, numbers) / cfg.of(LowcommConfig).interval
         within, hidden = world_size <= per_node, cfg.of(LowcommConfig).tau > 0
         found.append(Traffic("lowcomm: changes of the weights", size, within, hidden))
@@ -95,7 +95,7 @@ def traffic(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
 def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
     """List the traffic of one replica. A ring sends (n - 1) / n of what it gathers or scatters, and
     twice that to reduce it."""
-    axes = sizes(cfg.distributed, world_size, per_node)
+    axes = axis_sizes(cfg.distributed, world_size, per_node)
     micro = forward_rows(cfg, axes.data_ranks)
     passes = cfg.train.sequences // (micro * axes.data_ranks)
     compute = compute_bytes(cfg, gpu=True)
@@ -127,23 +127,25 @@ def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traff
         often = passes if how.reduce_dtype == "bf16" else 1  # see begin_micro_batch
         size = often * 2 * reduced * (others + experts) / n * (copies - 1) / copies
         found.append(Traffic("replicas: gradients", size, world_size <= per_node, True))
-    found += offloading(cfg, axes, passes, compute)
-    return found + passing(cfg, axes, passes * micro * cfg.train.seq_len, compute, per_node)
+    found += offload_bytes(cfg, axes, passes, compute)
+    return found + activation_bytes(
+        cfg, axes, passes * micro * cfg.train.seq_len, compute, per_node
+    )
 
 
 def of_a_round(cfg: RunConfig, replicas: int, numbers: float) -> float:
     """Bytes that a rank with `numbers` elements sends to other replicas in a round, without the
     ranges of the codes. Codes are gathered; fp32 is summed."""
-    how, raw = cfg.of(LowcommConfig), raw_numbers(cfg) / trained(cfg)
+    how, raw = cfg.of(LowcommConfig), raw_numbers(cfg) / trained_parameters(cfg)
     if how.compress == "none":
         return 2 * FP32 * numbers * (replicas - 1) / replicas
     code = 2 * FP32 * how.top_k if how.compress == "top-k" else how.bits / 8
     return (replicas - 1) * numbers * (FP32 * raw + code * (1 - raw))
 
 
-def offloading(cfg: RunConfig, axes: Axes, passes: int, compute: int) -> list[Traffic]:
+def offload_bytes(cfg: RunConfig, axes: Axes, passes: int, compute: int) -> list[Traffic]:
     """Copies to the host and back."""
-    held, found = weights(cfg, axes, gpu=False), []
+    held, found = weight_bytes(cfg, axes, gpu=False), []
     if cfg.distributed.fsdp_cpu_offload:
         # Weights for the forward and the backward pass, and gradients back; the update waits.
         size = passes * (2 * held["weights"] + held["gradients"])
@@ -163,14 +165,14 @@ def offloaded_activations(cfg: RunConfig, axes: Axes, passes: int, compute: int)
     """Bytes of one forward pass of a rank."""
     tokens = cfg.train.sequences // (passes * axes.data_ranks) * cfg.train.seq_len // axes.cp
     everything = replace(cfg, train=replace(cfg.train, offload_activations=0))
-    return activations(everything, axes, tokens, compute, gpu=True)[0]
+    return block_activation_bytes(everything, axes, tokens, compute, gpu=True)[0]
 
 
-def host_memory(cfg: RunConfig, world_size: int, per_node: int) -> float:
+def host_offload_bytes(cfg: RunConfig, world_size: int, per_node: int) -> float:
     """Bytes of host memory that the ranks of a node offload to at once."""
     cfg, world_size, near = one_replica(cfg, world_size, per_node)
-    axes = sizes(cfg.distributed, world_size, near)
-    held, size = weights(cfg, axes, gpu=False), 0.0
+    axes = axis_sizes(cfg.distributed, world_size, near)
+    held, size = weight_bytes(cfg, axes, gpu=False), 0.0
     if cfg.distributed.fsdp_cpu_offload:
         size += sum(held.values())
     elif cfg.optimizer.cpu_offload:
@@ -181,7 +183,9 @@ def host_memory(cfg: RunConfig, world_size: int, per_node: int) -> float:
     return size * per_node
 
 
-def passing(cfg: RunConfig, axes: Axes, tokens: int, compute: int, per_node: int) -> list[Traffic]:
+def activation_bytes(
+    cfg: RunConfig, axes: Axes, tokens: int, compute: int, per_node: int
+) -> list[Traffic]:
     """Activations between the ranks of a sequence, a product or a pipeline, for `tokens` of a step:
     those of one data rank."""
     model, found = cfg.model, []
@@ -225,18 +229,18 @@ class Time(NamedTuple):
 
     @property
     def slowest(self) -> float:
-        return SLACK * self.step
+        return ESTIMATE_SLACK * self.step
 
 
-def time(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> Time:
+def step_seconds(cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec) -> Time:
     spent = {True: 0.0, False: 0.0}
-    sent = traffic(cfg, world_size, per_node)
+    sent = network_bytes(cfg, world_size, per_node)
     cfg, world_size, per_node = one_replica(cfg, world_size, per_node)
     for each in sent:
         near = gpu.bus if each.bus else gpu.link
         spent[each.hidden] += each.size / (near if each.within else gpu.network)
-    axes = sizes(cfg.distributed, world_size, per_node)
-    parts = computation(cfg, axes, world_size, gpu.flops, gpu.memory)
+    axes = axis_sizes(cfg.distributed, world_size, per_node)
+    parts = compute_seconds(cfg, axes, world_size, gpu.flops, gpu.memory)
     if axes.pp > 1:  # ranks that wait for the first activations, and the last gradients
         passes = cfg.train.sequences / (forward_rows(cfg, axes.data_ranks) * axes.data_ranks)
         waiting = (axes.pp - 1) / (passes * cfg.distributed.pp_stages_per_rank)
@@ -244,7 +248,7 @@ def time(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> Time:
     return Time(parts, spent[True], spent[False])
 
 
-def utilisation(cfg: RunConfig, world_size: int, step: float, gpu: Gpu) -> float:
+def model_flops_utilisation(cfg: RunConfig, world_size: int, step: float, gpu: GpuSpec) -> float:
     """MFU of a step that takes `step` seconds."""
     flops = cfg.model.flops_per_token(cfg.train.seq_len, cfg.lora.rank > 0)
     return flops * cfg.train.sequences * cfg.train.seq_len / (step * world_size * gpu.flops)

@@ -28,14 +28,14 @@ class PlannerExtension(Extension):
 
         refuse_others(cfg.run.dir, "run.dir", (Kind.STARTED,), OWN_DIRECTORY)
         if file := cfg.of(BenchConfig).output_json:
-            refuse_other_file(file, "bench.output_json", (bench.SIGN,))
+            refuse_other_file(file, "bench.output_json", (bench.BENCH_SIGN,))
         found, problems = [], []
         for number, name in enumerate(cfg.of(BenchConfig).compare or ("",), 1):
             more = parse_command(shlex.split(name), {})
             files, given = [*command.files, *more.files], [*command.overrides, *more.overrides]
             try:
                 own = load_config(files, given, more.problems)  # its [bench] says which data
-                given += bench.overrides(own, f"{cfg.run.dir}/{number}")
+                given += bench.bench_overrides(own, f"{cfg.run.dir}/{number}")
                 own = load_config(files, given)
                 found.append(Variant(name, [*files, *given], own))
             except ConfigError as error:
@@ -48,17 +48,17 @@ class PlannerExtension(Extension):
         self, cfg: RunConfig, variants: Sequence[Variant], leaves: Callable[[], float]
     ) -> int:
         from kempner import bench
-        from kempner.process_group import discover
+        from kempner.process_group import discover_world
 
-        return bench.measure(Path(cfg.run.dir), variants, discover(), leaves)
+        return bench.run_bench(Path(cfg.run.dir), variants, discover_world(), leaves)
 
     def build(self, cfg: RunConfig, world_size: int, per_node: int) -> str:
-        from kempner.planner.build import build
+        from kempner.planner.build import build_without_memory
 
-        return build(cfg, world_size, per_node)
+        return build_without_memory(cfg, world_size, per_node)
 
     def advise(self, cfg: RunConfig, world: World) -> str:
         from kempner.configure import check_world
-        from kempner.planner.out_of_memory import explain
+        from kempner.planner.out_of_memory import explain_memory
 
-        return explain(cfg, world, check_world)
+        return explain_memory(cfg, world, check_world)

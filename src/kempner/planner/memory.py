@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from kempner import extensions
 from kempner.lowcomm.config import LowcommConfig
 from kempner.optim.config import STATE
-from kempner.parallel.layout import Axes, sizes
+from kempner.parallel.layout import Axes, axis_sizes
 from kempner.run import RunConfig, micro_batch
 
 GIB = 2.0**30
@@ -31,11 +31,11 @@ class Memory:
         return sum(self.parts.values())
 
 
-def memory(cfg: RunConfig, world_size: int, per_node: int, gpu: bool = True) -> Memory:
+def estimate_memory(cfg: RunConfig, world_size: int, per_node: int, gpu: bool = True) -> Memory:
     """Estimate the memory of the rank that needs most. `gpu`: on a GPU, where auto means bf16.
     Raises ConfigError if axes or batch do not fit the world."""
     cfg, world_size, per_node = one_replica(cfg, world_size, per_node)
-    return max(moments(cfg, world_size, per_node, gpu), key=lambda each: each.peak)
+    return max(memory_peaks(cfg, world_size, per_node, gpu), key=lambda each: each.peak)
 
 
 def one_replica(cfg: RunConfig, world_size: int, per_node: int) -> tuple[RunConfig, int, int]:
@@ -57,17 +57,17 @@ def forward_rows(cfg: RunConfig, data_ranks: int) -> int:
     return micro_batch(cfg.train, data_ranks, cfg.train.sequences)
 
 
-def moments(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> list[Memory]:
+def memory_peaks(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> list[Memory]:
     """The loss (all activations are there, no gradient of this forward pass yet), the backward pass
     of the last block, that of the first parameters, the update, and the outer step of replicas."""
-    axes = sizes(cfg.distributed, world_size, per_node)
+    axes = axis_sizes(cfg.distributed, world_size, per_node)
     micro = forward_rows(cfg, axes.data_ranks)
     tokens = micro * cfg.train.seq_len // axes.cp
     often = cfg.train.sequences > micro * axes.data_ranks  # gradients of earlier forward passes
-    held = weights(cfg, axes, gpu)
+    held = weight_bytes(cfg, axes, gpu)
     compute = compute_bytes(cfg, gpu)
     gathered = Gathered.of(cfg, axes, compute)
-    kept, working = activations(cfg, axes, tokens, compute, gpu)
+    kept, working = block_activation_bytes(cfg, axes, tokens, compute, gpu)
     loss = loss_memory(cfg, axes, tokens, compute)
     gradients = held.pop("gradients")
     so_far = gradients if often else 0.0
@@ -100,13 +100,13 @@ def compute_bytes(cfg: RunConfig, gpu: bool) -> int:
     return 2 if cfg.train.dtype == "bf16" or (cfg.train.dtype == "auto" and gpu) else FP32
 
 
-def weights(cfg: RunConfig, axes: Axes, gpu: bool) -> dict[str, float]:
+def weight_bytes(cfg: RunConfig, axes: Axes, gpu: bool) -> dict[str, float]:
     """Bytes of the model that a rank keeps between steps. What is offloaded from a GPU is not
     counted; on a CPU it stays in the same memory."""
     count = float(cfg.model.count_parameters())
     size = 2 if cfg.train.weights == "bf16" else FP32
     if cfg.lora.rank:
-        adapters = FP32 * trained(cfg)
+        adapters = FP32 * trained_parameters(cfg)
         state = {"weights": 2 * count + adapters, "gradients": adapters}
     else:
         state = {"weights": size * count, "gradients": size * count}
@@ -121,7 +121,7 @@ def weights(cfg: RunConfig, axes: Axes, gpu: bool) -> dict[str, float]:
     return {name: size / cuts for name, size in state.items()}
 
 
-def trained(cfg: RunConfig) -> float:
+def trained_parameters(cfg: RunConfig) -> float:
     """Number of trained elements of the whole model."""
     return lora_parameters(cfg) if cfg.lora.rank else float(cfg.model.count_parameters())
 
@@ -131,7 +131,7 @@ def optimizer_state(cfg: RunConfig) -> float:
     AdamW's."""
     tables = cfg.model.vocab_size * cfg.model.dim * (2 - cfg.model.tie_embeddings)
     by_adamw = tables if cfg.optimizer.name == "muon" and not cfg.lora.rank else 0
-    others = trained(cfg) - by_adamw
+    others = trained_parameters(cfg) - by_adamw
     return others * state_bytes(cfg, cfg.optimizer.name) + by_adamw * state_bytes(cfg, "adamw")
 
 
@@ -144,8 +144,8 @@ def state_bytes(cfg: RunConfig, rule: str) -> int:
 def outer_state(cfg: RunConfig) -> float:
     """fp32 copies of what is trained: the anchors, the momentum, the errors of what is in codes."""
     how = cfg.of(LowcommConfig)
-    coded = trained(cfg) - raw_numbers(cfg) if how.feedback else 0.0
-    return FP32 * ((2 if how.momentum else 1) * trained(cfg) + coded)
+    coded = trained_parameters(cfg) - raw_numbers(cfg) if how.feedback else 0.0
+    return FP32 * ((2 if how.momentum else 1) * trained_parameters(cfg) + coded)
 
 
 def changes_on_their_way(cfg: RunConfig, axes: Axes) -> float:
@@ -153,7 +153,11 @@ def changes_on_their_way(cfg: RunConfig, axes: Axes) -> float:
     if not cfg.of(LowcommConfig).on:
         return 0.0
     return (
-        2 * FP32 * trained(cfg) / (axes.shard * axes.cp * axes.tp) / cfg.of(LowcommConfig).fragments
+        2
+        * FP32
+        * trained_parameters(cfg)
+        / (axes.shard * axes.cp * axes.tp)
+        / cfg.of(LowcommConfig).fragments
     )
 
 
@@ -237,7 +241,7 @@ def kept_of_blocks(cfg: RunConfig, axes: Axes) -> tuple[float, float]:
     )
 
 
-def activations(
+def block_activation_bytes(
     cfg: RunConfig, axes: Axes, tokens: int, compute: int, gpu: bool
 ) -> tuple[float, float]:
     """Return the bytes that the backward pass of all blocks needs, and the extra bytes of one block
@@ -310,7 +314,7 @@ def loss_memory(cfg: RunConfig, axes: Axes, tokens: int, compute: int) -> float:
 
 def loss_rows(cfg: RunConfig) -> int:
     """Tokens whose logits exist at once, at most."""
-    from kempner.loss import CHUNK_LOGITS, TILE
+    from kempner.loss import CHUNK_LOGITS, LOSS_TILE
 
-    fits = CHUNK_LOGITS // cfg.model.vocab_size // TILE * TILE
-    return cfg.train.loss_chunk or max(TILE, fits)
+    fits = CHUNK_LOGITS // cfg.model.vocab_size // LOSS_TILE * LOSS_TILE
+    return cfg.train.loss_chunk or max(LOSS_TILE, fits)

@@ -5,31 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 
 from kempner.planner.cost import GPUS, RESERVE_GIB
-from kempner.planner.memory import GIB, memory
-from kempner.planner.search import Check, best
+from kempner.planner.memory import GIB, estimate_memory
+from kempner.planner.search import Check, best_candidates
 from kempner.process_group import World
-from kempner.profiling import snapshot
+from kempner.profiling import memory_snapshot
 from kempner.run import RunConfig
 
 
-def explain(cfg: RunConfig, world: World, check: Check) -> str:
+def explain_memory(cfg: RunConfig, world: World, check: Check) -> str:
     """Write a snapshot of this rank's GPU memory; returns advice on what would need less."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = Path(cfg.run.dir, "profile", f"out-of-memory-rank-{world.rank}.pickle")
-    written = f"{path} has what filled it; " if snapshot(device, path) else ""
-    return written + advice(cfg, world.size * world.replicas, world.per_node, check)
+    written = f"{path} has what filled it; " if memory_snapshot(device, path) else ""
+    return written + memory_advice(cfg, world.size * world.replicas, world.per_node, check)
 
 
-def advice(cfg: RunConfig, world_size: int, per_node: int, check: Check) -> str:
+def memory_advice(cfg: RunConfig, world_size: int, per_node: int, check: Check) -> str:
     """Advise a run that is out of memory: the largest parts, and the fastest combination that needs
     a tenth less."""
-    needs = memory(cfg, world_size, per_node)
+    needs = estimate_memory(cfg, world_size, per_node)
     gpu = GPUS["H100"]._replace(gib=0.9 * needs.peak / GIB + RESERVE_GIB)
     parts = sorted(needs.parts.items(), key=lambda part: -part[1])[:3]
     told = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
-    found = best(cfg, world_size, per_node, gpu, check, 1)
+    found = best_candidates(cfg, world_size, per_node, gpu, check, 1)
     fix = (
         f"try {found[0].words} ({found[0].memory.peak / GIB:.1f} GiB)" if found else "use more GPUs"
     )

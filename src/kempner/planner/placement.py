@@ -34,7 +34,7 @@ class Placement(NamedTuple):
     tasks: int  # of a node, which share its CPUs
 
 
-def place(
+def place_processes(
     deployment: DeploymentConfig, inference: InferenceConfig, nodes: int, tasks: int, gpus: int
 ) -> Placement:
     """Place a job of `nodes` nodes, with `tasks` and `gpus` on each (0: no GPUs). Raises
@@ -121,7 +121,7 @@ def _check_tp(count: int, tp: int, what: str) -> None:
         ])  # fmt: skip
 
 
-def describe(
+def describe_placement(
     placement: Placement, inference: InferenceConfig, gpus: int, names: Sequence[str]
 ) -> list[str]:
     """Describe each kind of process in a line; `names`: of all nodes."""
@@ -156,7 +156,9 @@ def main(argv: Sequence[str]) -> int:
     model = ModelConfig(**_known(values["model"]))
     memory = engine_memory(model, inference, window, train["dtype"])
     try:
-        placement = place(deployment, inference, options.nodes, options.tasks, options.gpus)
+        placement = place_processes(
+            deployment, inference, options.nodes, options.tasks, options.gpus
+        )
         if options.gpus and placement.engines:
             check_memory(memory, inference, window)
     except ConfigError as error:
@@ -166,7 +168,7 @@ def main(argv: Sequence[str]) -> int:
     print(*placement)
     print(inference.tp, inference.resolved_slots, inference.restarts, values["train"]["max_steps"])
     print(inference.engine)
-    for line in describe(placement, inference, options.gpus, options.names.split(",")):
+    for line in describe_placement(placement, inference, options.gpus, options.names.split(",")):
         print(line)
     if options.gpus and placement.engines:
         print(memory.describe(window))

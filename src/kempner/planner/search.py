@@ -16,9 +16,9 @@ from typing import Any
 from kempner import combinations
 from kempner.config.option import ConfigError
 from kempner.config.values import to_text
-from kempner.parallel.layout import sizes
-from kempner.planner.cost import HOST_BYTES, Gpu, Time, host_memory, time
-from kempner.planner.memory import GIB, Memory, memory, one_replica
+from kempner.parallel.layout import axis_sizes
+from kempner.planner.cost import HOST_BYTES, GpuSpec, Time, host_offload_bytes, step_seconds
+from kempner.planner.memory import GIB, Memory, estimate_memory, one_replica
 from kempner.run import RunConfig
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -53,11 +53,11 @@ Check = Callable[[RunConfig, int, int], list[str]]
 """Why a configuration does not fit so many ranks, so many on each node: configure.check_world."""
 
 
-def best(
+def best_candidates(
     cfg: RunConfig,
     world_size: int,
     per_node: int,
-    gpu: Gpu,
+    gpu: GpuSpec,
     check: Check,
     count: int = 3,
     host: float = HOST_BYTES,
@@ -66,14 +66,14 @@ def best(
     changes. `host`: bytes of a node that may be offloaded to."""
     found, known = [], problems_of(cfg)
     _, ranks, near = one_replica(cfg, world_size, per_node)
-    for levers in candidates(cfg, ranks):
-        changed = changes(cfg, levers, ranks, near)
+    for levers in lever_candidates(cfg, ranks):
+        changed = lever_changes(cfg, levers, ranks, near)
         other = changed_by(cfg, changed)
         if problems_of(other) - known or check(other, world_size, per_node):
             continue
-        used = memory(other, world_size, per_node)
-        if used.peak <= gpu.usable and host_memory(other, world_size, per_node) <= host:
-            spent = time(other, world_size, per_node, gpu)
+        used = estimate_memory(other, world_size, per_node)
+        if used.peak <= gpu.usable and host_offload_bytes(other, world_size, per_node) <= host:
+            spent = step_seconds(other, world_size, per_node, gpu)
             found.append(Candidate(changed, used, spent))
     found.sort(key=lambda each: (round(each.time.step, 3), len(each.overrides), each.memory.peak))
     different: dict[tuple[float, int], Candidate] = {}  # the same numbers are no choice
@@ -83,19 +83,19 @@ def best(
 
 
 def why_none(cfg: RunConfig, world_size: int, per_node: int, check: Check) -> str:
-    """Return what to do if best() finds nothing: memory is the reason if any combination passes the
-    checks."""
+    """Return what to do if best_candidates() finds nothing: memory is the reason if any combination
+    passes the checks."""
     known = problems_of(cfg)
     _, ranks, near = one_replica(cfg, world_size, per_node)
-    for levers in candidates(cfg, ranks):
-        other = changed_by(cfg, changes(cfg, levers, ranks, near))
+    for levers in lever_candidates(cfg, ranks):
+        other = changed_by(cfg, lever_changes(cfg, levers, ranks, near))
         if not (problems_of(other) - known or check(other, world_size, per_node)):
             return "use more GPUs, or a smaller model"
     smallest = check(changed_by(cfg, {"train.micro_batch": 1}), world_size, per_node)
     return "; ".join(smallest or check(cfg, world_size, per_node)) or "no combination is allowed"
 
 
-def changes(
+def lever_changes(
     cfg: RunConfig, levers: Mapping[str, Any], world_size: int, per_node: int
 ) -> dict[str, Any]:
     """Return the levers that differ from the configuration; axes of equal sizes are equal, however
@@ -103,13 +103,13 @@ def changes(
     changed = {key: value for key, value in levers.items() if value != value_of(cfg, key)}
     axes = changed.keys() & {f"distributed.{name}" for name in MESH}
     with contextlib.suppress(ConfigError):
-        there = sizes(cfg.distributed, world_size, per_node)
-        if sizes(changed_by(cfg, levers).distributed, world_size, per_node) == there:
+        there = axis_sizes(cfg.distributed, world_size, per_node)
+        if axis_sizes(changed_by(cfg, levers).distributed, world_size, per_node) == there:
             changed = {key: value for key, value in changed.items() if key not in axes}
     return changed
 
 
-def candidates(cfg: RunConfig, world_size: int) -> Iterator[dict[str, Any]]:
+def lever_candidates(cfg: RunConfig, world_size: int) -> Iterator[dict[str, Any]]:
     """Yield values for every lever that costs or saves memory, by section.key. The ranks of a
     replica that the axes leave are copies."""
     small = [n for n in range(1, math.isqrt(world_size) + 1) if world_size % n == 0]
@@ -132,7 +132,7 @@ def candidates(cfg: RunConfig, world_size: int) -> Iterator[dict[str, Any]]:
 def problems_of(cfg: RunConfig) -> set[str]:
     sections = (getattr(cfg, each.name) for each in fields(cfg))
     own = [text for one in sections if hasattr(one, "problems") for text in one.problems()]
-    return {*own, *combinations.problems(cfg)}
+    return {*own, *combinations.combination_problems(cfg)}
 
 
 def value_of(cfg: RunConfig, key: str) -> Any:

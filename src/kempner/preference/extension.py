@@ -29,11 +29,11 @@ class PreferenceExtension(Extension):
 
     def fixed_facts(self, cfg: RunConfig) -> dict[str, Any]:
         """The weights of the reference, which every start reads again."""
-        from kempner.hf.adapter import identity
+        from kempner.hf.adapter import weights_identity
 
         if cfg.of(PreferenceConfig).loss != "dpo":
             return {}
-        return {"preference": {"reference": identity(cfg.model.init_from or "")}}
+        return {"preference": {"reference": weights_identity(cfg.model.init_from or "")}}
 
     def objective(
         self, cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device

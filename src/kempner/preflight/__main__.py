@@ -19,23 +19,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kempner.front_door import complain, run_program
+from kempner.front_door import print_problems, run_program
 
 if __name__ == "__main__" and find_spec("torch") is None:  # of an image: nobody has looked before
     fix = "name an image that has it (KEMPNER_CONTAINER), or run make .venv/train"
-    sys.exit(complain("preflight", [f"{sys.executable} lacks torch: {fix}"]))
+    sys.exit(print_problems("preflight", [f"{sys.executable} lacks torch: {fix}"]))
 
 from kempner.config.command_line import argument_parser
 from kempner.files import write_atomic
 from kempner.port_range import NoFreePort
 from kempner.preflight.allreduce import MEASURE_S, connect_limit
-from kempner.preflight.channel import TOKEN, Answer, Driver
-from kempner.preflight.verdict import NodeResult, Report, blame_late, compare, slow_nodes
+from kempner.preflight.channel import TOKEN_FILE, Driver, NodeAnswer
+from kempner.preflight.verdict import NodeResult, Report, blame_late, compare_nodes, slow_nodes
 from kempner.process_group import allow_open_files
 
 CHECK_IN_S = 120.0  # for half of the tasks to start and to import torch,
 NODE_S = 0.5  # more for each node: a file system that has nothing cached serves them in turn,
-LONGEST_S = 900.0
+LONGEST_PREFLIGHT_S = 900.0
 STRAGGLERS_S = 30.0  # and then for the other half, or twice as long as the first one took
 NOTHING_PROVED = 3  # the exit code: preflight itself has failed
 
@@ -55,30 +55,30 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--meet", type=Path, required=True, help="directory for the port file")
     options = parser.parse_args(argv)
     try:
-        return prove(options)
+        return run_preflight(options)
     except OSError as error:  # a full disk is neither a node's fault nor bad input
         fix = "" if isinstance(error, NoFreePort) else ": make room"
         where = "" if isinstance(error, NoFreePort) else f"{error.filename or options.json}: "
-        complain("preflight", [f"{where}{error.strerror}{fix}"])
+        print_problems("preflight", [f"{where}{error.strerror}{fix}"])
         return NOTHING_PROVED
 
 
-def prove(options: argparse.Namespace) -> int:
+def run_preflight(options: argparse.Namespace) -> int:
     began = time.monotonic()
     allow_open_files()  # a connection for each task
     driver = Driver()
     write_atomic(options.meet / "port", f"{driver.port} {options.dir.absolute()}\n")
-    nodes = check_in(driver, options.meet / "ended", options.nodes.split(","), options.tasks)
+    nodes = await_tasks(driver, options.meet / "ended", options.nodes.split(","), options.tasks)
     failed = (options.meet / "ended").exists()  # later it is there in any case
     report = Report(nodes)
     if any(node.answered for node in nodes):
         check_clocks(driver, nodes)
-        check_directory(driver, nodes, options.dir)
+        check_shared_directory(driver, nodes, options.dir)
         report = measure_all(driver, nodes, pick_kind(options, nodes), options.least * 1e6)
     driver.end(rank for node in nodes for rank in node.ranks)
     report.gpus = options.gpus if options.device != "cpu" else 0
     blame_late(report, failed)
-    compare(report)
+    compare_nodes(report)
     report.seconds = time.monotonic() - began
     print(report.table(), flush=True)
     options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -95,13 +95,13 @@ def pick_kind(options: argparse.Namespace, nodes: list[NodeResult]) -> str:
     return "cuda" if options.device == "cuda" or real else "cpu"
 
 
-def check_in(driver: Driver, ended: Path, names: list[str], tasks: int) -> list[NodeResult]:
+def await_tasks(driver: Driver, ended: Path, names: list[str], tasks: int) -> list[NodeResult]:
     """Wait for the tasks; `ended` exists once srun has ended."""
     everyone = range(len(names) * tasks)
     keys = driver.ask(everyone, {"what": "node"})
     began = time.monotonic()
-    deadline = began + min(LONGEST_S, CHECK_IN_S + NODE_S * len(names))
-    answers: dict[int, Answer] = {}
+    deadline = began + min(LONGEST_PREFLIGHT_S, CHECK_IN_S + NODE_S * len(names))
+    answers: dict[int, NodeAnswer] = {}
     half_here = False
     while len(answers) < len(keys) and time.monotonic() < deadline and not ended.exists():
         missing = {rank: key for rank, key in keys.items() if rank not in answers}
@@ -133,7 +133,7 @@ def check_clocks(driver: Driver, nodes: list[NodeResult]) -> None:
             node.clock_s = answer["time"] - (asked + time.time()) / 2
 
 
-def check_directory(driver: Driver, nodes: list[NodeResult], folder: Path) -> None:
+def check_shared_directory(driver: Driver, nodes: list[NodeResult], folder: Path) -> None:
     """Let the first node write a token that all others must see. They know directory and token from
     the batch script."""
     here = [node for node in nodes if node.answered]
@@ -144,7 +144,7 @@ def check_directory(driver: Driver, nodes: list[NodeResult], folder: Path) -> No
             error = answers.get(node.first, {"error": f"{folder}: no answer within 15 s"})
             if "error" in error and not node.faults:
                 node.faults.append(f"run directory: {error['error']}")
-    (folder / TOKEN).unlink(missing_ok=True)
+    (folder / TOKEN_FILE).unlink(missing_ok=True)
 
 
 def measure_all(driver: Driver, nodes: list[NodeResult], kind: str, least: float) -> Report:
@@ -159,7 +159,7 @@ def measure_all(driver: Driver, nodes: list[NodeResult], kind: str, least: float
             take_transport(figure, [node])
             if "error" in figure:
                 node.faults.append(f"all-reduce inside the node: {figure['error']}")
-    for number, pairs in enumerate(rounds(len(here))):
+    for number, pairs in enumerate(pair_rounds(len(here))):
         groups = [here[a].ranks + here[b].ranks for a, b in pairs]
         figures = measure_groups(driver, f"round{number}", groups, kind)
         for (a, b), figure in zip(pairs, figures, strict=True):
@@ -189,7 +189,7 @@ def take_transport(figure: dict[str, Any], nodes: list[NodeResult]) -> None:
         node.transport = next(filter(None, [next(used, "") for _ in node.ranks]), node.transport)
 
 
-def rounds(count: int) -> list[list[tuple[int, int]]]:
+def pair_rounds(count: int) -> list[list[tuple[int, int]]]:
     """Pair neighbours on a ring of `count` nodes (3 or more), in rounds in which each node has at
     most one partner. Each node meets two others, so that one bad partner does not make it look
     bad."""

@@ -22,7 +22,7 @@ from kempner.process_group import pick_device
 
 BUDGET_S = 0.5  # for one all-reduce: after one that took longer, no larger message is tried
 REPEATS = 10  # of the largest message, if they fit into the budget; the fastest counts
-SMALLEST, LARGEST = 1 << 16, {"cpu": 1 << 24, "cuda": 1 << 28}  # bytes
+SMALLEST_MESSAGE, LARGEST_MESSAGE = 1 << 16, {"cpu": 1 << 24, "cuda": 1 << 28}  # bytes
 GROWTH = 8
 MEASURE_S = 10.0  # for the measurement itself, once the ranks are connected
 READY = b"ready\n"
@@ -141,13 +141,13 @@ def _measure(
     times = [seconds(small)]
     while len(times) < 20 and sum(times) < BUDGET_S:
         times.append(seconds(small))
-    size = SMALLEST
+    size = SMALLEST_MESSAGE
     while True:
         message = torch.ones(size // 4, device=device)
         took = seconds(message)
         if took * GROWTH < BUDGET_S:
             took = min(took, seconds(message))  # the first of a size also allocates
-        if took * GROWTH > BUDGET_S or size * GROWTH > LARGEST[device.type]:
+        if took * GROWTH > BUDGET_S or size * GROWTH > LARGEST_MESSAGE[device.type]:
             break
         size *= GROWTH
     spent = took  # a host that is busy for some milliseconds does not have a slow network

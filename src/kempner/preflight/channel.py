@@ -21,17 +21,17 @@ from typing import Any
 import torch.distributed as dist
 
 from kempner import peers
-from kempner.port_range import listen, store_server
+from kempner.port_range import listen_in_range, store_server
 
-Answer = dict[str, Any]
-TOKEN = ".preflight"  # in the directory that must be shared
-POLL_S = 0.2
-SEND_S = 10.0
-LEAVE_S = 10.0  # for the tasks to say that they leave
-LONGEST = 1 << 24  # bytes of an answer: a node may have thousands of packages
+NodeAnswer = dict[str, Any]
+TOKEN_FILE = ".preflight"  # in the directory that must be shared
+PREFLIGHT_POLL_S = 0.2
+PREFLIGHT_SEND_S = 10.0
+PREFLIGHT_LEAVE_S = 10.0  # for the tasks to say that they leave
+LONGEST_ANSWER = 1 << 24  # bytes of an answer: a node may have thousands of packages
 
 
-def token() -> str:
+def new_token() -> str:
     """Return the token that the first node writes for the others to see. It does not travel."""
     return hashlib.sha256(f"preflight {peers.job_key()}".encode()).hexdigest()[:16]
 
@@ -45,14 +45,14 @@ class Driver:
         self.store = dist.TCPStore(
             "localhost", port, None, True, limit, wait_for_workers=False, master_listen_fd=server
         )
-        self._entrance = peers.Entrance(listen(), peers.job_key())
+        self._entrance = peers.Entrance(listen_in_range(), peers.job_key())
         self.port = self._entrance.port
         self._poll = select.poll()
         self._poll.register(self._entrance, select.POLLIN)
         self._links: dict[int, _Lines] = {}  # by file descriptor
         self._tasks: dict[int, _Lines] = {}  # by rank
         self._questions: dict[int, list[bytes]] = {}  # all that a rank was asked
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, NodeAnswer] = {}
 
     def ask(self, ranks: Iterable[int], question: dict[str, Any]) -> dict[int, str]:
         """Put a question to some ranks; returns the key under which each will answer."""
@@ -65,18 +65,18 @@ class Driver:
                 self._tasks[rank].send(asked[-1])
         return keys
 
-    def answers(self, keys: dict[int, str], deadline: float) -> dict[int, Answer]:
+    def answers(self, keys: dict[int, str], deadline: float) -> dict[int, NodeAnswer]:
         """The answers that come before the deadline (time.monotonic)."""
         while not self._answers.keys() >= set(keys.values()):
             left = deadline - time.monotonic()
-            self._listen(max(0.0, min(left, POLL_S)))
+            self._listen(max(0.0, min(left, PREFLIGHT_POLL_S)))
             if left <= 0:
                 break
         return {rank: self._answers[key] for rank, key in keys.items() if key in self._answers}
 
     def end(self, ranks: Iterable[int]) -> None:
         """Tell these ranks to leave, and wait until they do."""
-        self.answers(self.ask(ranks, {"what": "end"}), time.monotonic() + LEAVE_S)
+        self.answers(self.ask(ranks, {"what": "end"}), time.monotonic() + PREFLIGHT_LEAVE_S)
 
     def _listen(self, seconds: float) -> None:
         for fd, _ in self._poll.poll(seconds * 1000):
@@ -115,7 +115,7 @@ class _Lines:
         self.rank: int | None = None
         self.count = 0  # of its answers
         self._text = b""
-        connection.settimeout(SEND_S)
+        connection.settimeout(PREFLIGHT_SEND_S)
 
     def send(self, line: bytes) -> None:
         with contextlib.suppress(OSError):  # it has gone
@@ -128,7 +128,7 @@ class _Lines:
         with contextlib.suppress(OSError):
             data = self.socket.recv(1 << 16)
         *lines, self._text = (self._text + data).split(b"\n")
-        self.open = bool(data) and len(self._text) < LONGEST
+        self.open = bool(data) and len(self._text) < LONGEST_ANSWER
         found = []
         for line in lines:
             said = None
@@ -141,12 +141,12 @@ class _Lines:
         return found
 
 
-class Task:
+class TaskChannel:
     """A task's side: answers them."""
 
     def __init__(self, address: str, port: int, rank: int) -> None:
         """Raises OSError, ConfigError."""
-        self._link = peers.connect(address, port, peers.job_key(), 120.0)
+        self._link = peers.connect_peer(address, port, peers.job_key(), 120.0)
         self._link.settimeout(None)
         self._lines = self._link.makefile("rb")
         self._say({"rank": rank})
@@ -159,7 +159,7 @@ class Task:
         found: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {"what": "end"}
         return found
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: NodeAnswer) -> None:
         self._say({"answer": answer})
 
     def _say(self, what: dict[str, Any]) -> None:

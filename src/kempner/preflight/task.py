@@ -26,10 +26,10 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 import torch
 import torch.distributed as dist
 
-from kempner.gpu.driver import driver, misfit
+from kempner.gpu.driver import driver_problem, driver_version
 from kempner.gpu.findings import at_rest
 from kempner.gpu.reading import (
-    MEMORY,
+    MEMORY_USED,
     NoAnswer,
     Reader,
     given_names,
@@ -39,23 +39,23 @@ from kempner.gpu.reading import (
 )
 from kempner.nccl_transport import chosen_by_user
 from kempner.preflight.allreduce import MEASURE_S, connect_limit, measure_allreduce, run_in_child
-from kempner.preflight.channel import TOKEN, Task, token
-from kempner.process_group import World, discover, gpu_on_the_bus
+from kempner.preflight.channel import TOKEN_FILE, TaskChannel, new_token
+from kempner.process_group import World, discover_world, gpu_on_the_bus
 
 SYS = Path(os.environ.get("KEMPNER_SYS", "/sys"))
-CONNECT_S = 120.0
+PREFLIGHT_CONNECT_S = 120.0
 BUSY_MIB = 2048.0  # of a GPU's memory; drivers and displays keep less
 FREED_S = 10.0  # a process that was killed gives its memory back when its kernels have ended
 DRIVER_S = 60.0  # for the driver of the GPUs to answer; without persistence mode it loads first
 
 
 def main() -> int:
-    world = discover()
+    world = discover_world()
     address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
     port = int(os.environ["KEMPNER_PREFLIGHT_PORT"])
     if driver_has_ended(address, port):
         return 0
-    task = Task(address, port, world.rank)
+    task = TaskChannel(address, port, world.rank)
     while True:
         question = task.question()
         what = question.pop("what")
@@ -67,11 +67,11 @@ def main() -> int:
         elif what == "time":
             answer = {"time": time.time()}
         elif what == "write":
-            answer = write_token(directory(), token())
+            answer = write_token(preflight_directory(), new_token())
         elif what == "read":
-            answer = read_token(directory(), token())
+            answer = see_token(preflight_directory(), new_token())
         else:
-            answer = measure(address, world, **question)
+            answer = measure_all_reduce(address, world, **question)
         task.answer(answer)
 
 
@@ -80,7 +80,7 @@ def driver_has_ended(address: str, port: int) -> bool:
     port; a client of torch's store would retry a closed one for two minutes, until the batch script
     ends the step by force."""
     try:
-        socket.create_connection((address, port), CONNECT_S).close()
+        socket.create_connection((address, port), PREFLIGHT_CONNECT_S).close()
     except ConnectionRefusedError:
         return True
     except OSError:  # unreachable: connecting gives the better error
@@ -88,13 +88,13 @@ def driver_has_ended(address: str, port: int) -> bool:
     return False
 
 
-def directory() -> Path:
+def preflight_directory() -> Path:
     """Return the directory that must be shared and writable: from the batch script, never from the
     network."""
     return Path(os.environ["KEMPNER_PREFLIGHT_DIR"])
 
 
-def measure(
+def measure_all_reduce(
     address: str, world: World, name: str, ranks: list[int], kind: str, store_port: int
 ) -> dict[str, Any]:
     """All-reduce with the other `ranks`; `name` keeps this group's keys in the store apart."""
@@ -118,13 +118,13 @@ def describe_node(local_rank: int) -> dict[str, Any]:
     given = given_names()
     usable, there = torch_sees_gpus(), gpu_on_the_bus() is not None
     if there and not usable:  # a newer libcuda, as of a container, makes up for an old driver
-        why = misfit(driver(), torch.version.cuda)
+        why = driver_problem(driver_version(), torch.version.cuda)
         faults.append(why or "torch cannot use its GPUs: look at nvidia-smi there")
     return node | {
         "gpus": gpus,
         "gpus_given": None if given is None else len(given),
         "real_gpus": usable or there,
-        "driver": driver(),
+        "driver": driver_version(),
         "cuda": torch.version.cuda,
         "gpu_faults": faults,
         "memory_free": memory_free(),
@@ -133,7 +133,7 @@ def describe_node(local_rank: int) -> dict[str, Any]:
         "nccl_setting": chosen_by_user(),
         "ports": active_ports(),
         "python": platform.python_version(),
-        "packages": packages(),
+        "packages": package_versions(),
     }
 
 
@@ -148,7 +148,7 @@ def torch_sees_gpus() -> bool:
     return bool(run_in_child(ask, DRIVER_S, DRIVER_S).get("any"))
 
 
-def packages() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Map each installed package to its version; of several, to that of the one that Python
     imports."""
     found: dict[str, str] = {}
@@ -181,13 +181,13 @@ def memory_in_use(reader: Reader) -> list[str]:
     end = time.monotonic() + FREED_S
     while True:
         gpus = surely_of_this_job(reader.read())  # other jobs use theirs
-        busy = [gpu for gpu in gpus if (gpu.number(MEMORY) or 0) > BUSY_MIB]
+        busy = [gpu for gpu in gpus if (gpu.number(MEMORY_USED) or 0) > BUSY_MIB]
         if not busy or time.monotonic() > end:
             break
         time.sleep(0.5)
     return [
-        f"{gpu.label}: {(gpu.number(MEMORY) or 0) / 1024:.1f} GiB of its memory in use before the "
-        f"run{', by ' if pids else ''}{', '.join(map(process_name, pids))}"
+        f"{gpu.label}: {(gpu.number(MEMORY_USED) or 0) / 1024:.1f} GiB of its memory in use "
+        f"before the run{', by ' if pids else ''}{', '.join(map(process_name, pids))}"
         for gpu in busy
         for pids in (reader.processes(gpu),)
     ]
@@ -226,15 +226,15 @@ def write_token(folder: Path, text: str) -> dict[str, Any]:
     """Write a token for the other nodes to see."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / TOKEN).write_text(text)
+        (folder / TOKEN_FILE).write_text(text)
     except OSError as error:
         return {"error": str(error)}
     return {}
 
 
-def read_token(folder: Path, text: str) -> dict[str, Any]:
+def see_token(folder: Path, text: str) -> dict[str, Any]:
     """Check that this node sees the first node's token, and can write beside it."""
-    file = folder / TOKEN
+    file = folder / TOKEN_FILE
     for _ in range(50):  # NFS may take seconds to show a new file
         try:
             # Listing the directory makes an NFS client ask the server again.

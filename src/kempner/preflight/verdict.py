@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kempner.nccl_transport import expected
+from kempner.nccl_transport import expected_transports
 
 Figure = dict[str, Any]
 
-SLOW = 0.5  # of the median node's bandwidth
+SLOW_BANDWIDTH = 0.5  # of the median node's bandwidth
 CLOCK_S = 5.0  # saves before the end of a job assume that clocks agree better than this
 NETWORKS = ("InfiniBand", "RoCE", "EFA", "Slingshot", "Ethernet", "")
 LITTLE_MEMORY = 0.5  # of the median node's
-FEW, FEW_SHARE = 2, 0.03  # nodes that may be broken at the same time
-NAMED = 8  # of many nodes
+FEW_NODES, FEW_SHARE = 2, 0.03  # nodes that may be broken at the same time
+NAMED_NODES = 8  # of many nodes
 
 
 @dataclass
@@ -114,8 +114,8 @@ class Report:
                 f"{facts['memory_free'] / 2**30:.0f} GiB" if "memory_free" in facts else "-",
                 clock,
                 " ".join(filter(None, (facts.get("interface"), facts.get("network"), used))) or "-",
-                show(node.inside),
-                show(max(node.pairs.values(), key=bandwidth, default=None)),
+                format_figure(node.inside),
+                format_figure(max(node.pairs.values(), key=format_bandwidth, default=None)),
                 "FAULTY" if node.faults else "late" if node.late else "ok",
             ))  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -125,7 +125,9 @@ class Report:
         lines += self.drivers()
         ranks = sum(len(node.ranks) for node in self.nodes)
         if self.whole is not None:
-            lines.append(f"all-reduce of all {ranks} tasks ({self.kind}): {show(self.whole)}")
+            lines.append(
+                f"all-reduce of all {ranks} tasks ({self.kind}): {format_figure(self.whole)}"
+            )
         for node in self.nodes:
             lines += [f"{node.name}: {fault}" for fault in node.faults]
             lines += [f"note: {node.name}: {note}" for note in node.notes]
@@ -149,16 +151,16 @@ class Report:
         ]
 
 
-def bandwidth(figure: Figure) -> float:
+def format_bandwidth(figure: Figure) -> float:
     return float(figure.get("bus_bytes_per_s", 0.0))
 
 
-def show(figure: Figure | None) -> str:
+def format_figure(figure: Figure | None) -> str:
     if figure is None:
         return "-"
     if "error" in figure:
         return str(figure["error"])[:40]
-    rate = bandwidth(figure)
+    rate = format_bandwidth(figure)
     text = f"{rate / 1e9:.2f} GB/s" if rate >= 1e8 else f"{rate / 1e6:.2f} MB/s"
     return f"{text}, {figure['latency_s'] * 1e6:,.0f} us"
 
@@ -170,7 +172,7 @@ def slow_nodes(report: Report) -> list[NodeResult]:
     if not paired:
         return []
     median = statistics.median_high([node.best for node in paired])
-    return [node for node in paired if node.best < max(SLOW * median, report.least)]
+    return [node for node in paired if node.best < max(SLOW_BANDWIDTH * median, report.least)]
 
 
 def blame_late(report: Report, ended: bool) -> None:
@@ -178,12 +180,12 @@ def blame_late(report: Report, ended: bool) -> None:
     they share, such as a file system that reads Python's packages for the first time. `ended`: srun
     has ended, so that they are not late: they have failed."""
     late = [node for node in report.nodes if node.late]
-    if len(late) <= max(FEW, FEW_SHARE * len(report.nodes)):
+    if len(late) <= max(FEW_NODES, FEW_SHARE * len(report.nodes)):
         for node in late:
             node.faults.append(node.late)
         return
-    names = ", ".join(node.name for node in late[:NAMED])
-    more = f" and {len(late) - NAMED} more" if len(late) > NAMED else ""
+    names = ", ".join(node.name for node in late[:NAMED_NODES])
+    more = f" and {len(late) - NAMED_NODES} more" if len(late) > NAMED_NODES else ""
     text = (
         f"{len(late)} of {len(report.nodes)} nodes did not answer {{}}, too many to blame each of "
         f"them: look at what they share, the file system and Python: {names}{more}"
@@ -194,7 +196,7 @@ def blame_late(report: Report, ended: bool) -> None:
         report.notes.append(text.format("in time"))
 
 
-def compare(report: Report) -> None:
+def compare_nodes(report: Report) -> None:
     """Find the nodes that differ from the others or fall short; adds to the faults and notes."""
     answered = [node for node in report.nodes if node.answered]
     for node in answered:
@@ -205,23 +207,25 @@ def compare(report: Report) -> None:
         node.faults += node.facts["gpu_faults"]
         if node.clock_s is not None and abs(node.clock_s) > CLOCK_S:
             node.faults.append(f"its clock differs by {node.clock_s:+.1f} s from this host's")
-    unlike(report, "network", lambda node: node.facts["network"], NETWORKS)
-    unlike(
+    blame_unlike(report, "network", lambda node: node.facts["network"], NETWORKS)
+    blame_unlike(
         report,
         "active RDMA ports",
         lambda node: ", ".join(sorted(port.partition(" ")[2] for port in node.facts["ports"])),
     )
-    unlike(report, "Python", lambda node: node.facts["python"])
+    blame_unlike(report, "Python", lambda node: node.facts["python"])
     names = sorted({name for node in answered for name in node.facts["packages"]})
     for name in names:
-        unlike(report, name, lambda node, name=name: node.facts["packages"].get(name, ""))  # type: ignore[misc]
+        blame_unlike(report, name, lambda node, name=name: node.facts["packages"].get(name, ""))  # type: ignore[misc]
     if answered:
         median = statistics.median([node.facts["memory_free"] for node in answered])
         for node in answered:
             if node.facts["memory_free"] < LITTLE_MEMORY * median:
                 node.notes.append(f"{node.facts['memory_free'] / 2**30:.1f} GiB of memory free")
     for node in slow_nodes(report):
-        pairs = "; ".join(f"with {name} {show(figure)}" for name, figure in node.pairs.items())
+        pairs = "; ".join(
+            f"with {name} {format_figure(figure)}" for name, figure in node.pairs.items()
+        )
         node.faults.append(f"all-reduce between nodes: {pairs}")
     check_whole(report)
 
@@ -229,7 +233,7 @@ def compare(report: Report) -> None:
 def check_transport(node: NodeResult, alone: bool) -> None:
     """Check that NCCL uses the node's fast network: it falls back to TCP without an error."""
     network, used = node.facts["network"], node.transport
-    if alone or not used or used in (expected(network) or (used,)):
+    if alone or not used or used in (expected_transports(network) or (used,)):
         return
     what = f"NCCL uses {used}, not the node's {network}"
     if setting := node.facts["nccl_setting"]:
@@ -244,14 +248,14 @@ def check_whole(report: Report) -> None:
         return
     if "error" in report.whole:
         report.faults.append(f"all-reduce of all tasks: {report.whole['error']}")
-    elif bandwidth(report.whole) < report.least:
+    elif format_bandwidth(report.whole) < report.least:
         report.faults.append(
-            f"all-reduce of all tasks: {show(report.whole)}, under {report.least / 1e6:g} MB/s; "
-            "with three or more nodes preflight finds the slow one"
+            f"all-reduce of all tasks: {format_figure(report.whole)}, under "
+            f"{report.least / 1e6:g} MB/s; with three or more nodes preflight finds the slow one"
         )
 
 
-def unlike(
+def blame_unlike(
     report: Report, what: str, value: Callable[[NodeResult], str], best: Sequence[str] = ()
 ) -> None:
     """Blame the nodes whose value is not that of most. Without a majority, blame the one that comes

@@ -13,27 +13,27 @@ from typing import Any
 
 from kempner import process, slurm
 from kempner.background import Background
-from kempner.code import Code
-from kempner.directories import Kind, mark
+from kempner.code import CodeVersion
+from kempner.directories import Kind, mark_directory
 from kempner.files import LineFile, write_atomic
-from kempner.history.events import End, Event, FirstStep, Start, of_kind, read
-from kempner.program.copy import Copy
+from kempner.history.events import End, Event, FirstStep, StartEvent, of_kind, read_events
+from kempner.program.copy import CodeCopy
 from kempner.program.options import Options, check_run_dir
-from kempner.program.output import Steps
-from kempner.program.verdict import State
-from kempner.program.watch import Watch
+from kempner.program.output import OutputSteps
+from kempner.program.verdict import EndState
+from kempner.program.watch import CheckpointWatch
 from kempner.resilience.lock import RunLock
 from kempner.run_records import RunRecords, count_attempts
 
-LINE_S = 10.0  # between two lines of metrics.jsonl
+METRICS_LINE_S = 10.0  # between two lines of metrics.jsonl
 ALIVE_S = 60.0  # the same, where the step is not known
-FLUSH_S = 30.0  # for the last writes
+BOOK_FLUSH_S = 30.0  # for the last writes
 
 
-def has_trained(events: Sequence[Event], command: str) -> bool:
+def command_has_trained(events: Sequence[Event], command: str) -> bool:
     """Return whether an attempt with this command, by its hash, has done a step, saved, or run
     until it was asked to leave."""
-    own = {start.attempt_id for start in of_kind(events, Start) if start.command == command}
+    own = {start.attempt_id for start in of_kind(events, StartEvent) if start.command == command}
     left = (end for end in of_kind(events, End) if end.state == "interrupted")
     return any(event.attempt_id in own for event in (*of_kind(events, FirstStep), *left))
 
@@ -41,9 +41,9 @@ def has_trained(events: Sequence[Event], command: str) -> bool:
 def is_done(options: Options) -> bool:
     """Return whether an earlier start of this job has done this command: a user's script may have
     several, and all of them start again when the job is requeued."""
-    events = read(options.run_dir / "attempts.jsonl")
+    events = read_events(options.run_dir / "attempts.jsonl")
     mine = hash_of(options.command)
-    own = {start.attempt_id for start in of_kind(events, Start) if start.command == mine}
+    own = {start.attempt_id for start in of_kind(events, StartEvent) if start.command == mine}
     job, now = slurm.job_name(), int(os.environ.get("SLURM_RESTART_COUNT") or 0)
     return any(
         end.state == "done" and end.attempt_id in own and end.job == job and end.restart < now
@@ -63,10 +63,10 @@ class Book:
         """`on_lost(why)`: another process has taken the run directory, and this one is about to
         end. Raises ConfigError when another job works there, or the copy of the code is gone,
         OSError when it cannot be written."""
-        self._copy = Copy.given()
+        self._copy = CodeCopy.given()
         self._options, run_dir = options, options.run_dir
         check_run_dir(run_dir)
-        mark(run_dir, Kind.PROGRAM)
+        mark_directory(run_dir, Kind.PROGRAM)
         self._lock = RunLock(run_dir, "--run-dir=runs/NAME", on_lost)
         self._background = Background(lambda text: print(f"kempner: {text}", file=sys.stderr))
         self.attempt = count_attempts(run_dir)
@@ -81,13 +81,13 @@ class Book:
         self._first = self._progress
         self.step: int | None = None
         self._resumes: int | None = None  # the step of the checkpoint that is there at the start
-        before = read(run_dir / "attempts.jsonl")
+        before = read_events(run_dir / "attempts.jsonl")
         self._counts_from_0 = any(event.printed == 0 for event in of_kind(before, FirstStep))
         self._command = hash_of(options.command)
-        self._has_trained = has_trained(before, self._command)
+        self._has_trained = command_has_trained(before, self._command)
         self._line = (time.time(), 0)  # the last one, or the first step: when, and its step
         self._first_step: FirstStep | None = None
-        self._printed: Steps | None = None  # the first steps, until FirstStep is recorded
+        self._printed: OutputSteps | None = None  # the first steps, until FirstStep is recorded
 
     def start(self, hosts: list[str], newest: int | None) -> list[str]:
         """Record the start; returns what has changed in the program's code since the last attempt.
@@ -99,14 +99,14 @@ class Book:
         self._line = (time.time(), newest or 0)
         batch_began = float(os.environ.get("KEMPNER_BATCH_BEGAN") or 0) or None
         copy = self._copy
-        code = copy.code() if copy else Code("", "", ())
+        code = copy.code() if copy else CodeVersion("", "", ())
         changed = self._records.other_code(code, copy.root) if copy else []
         self.event(
-            Start(
+            StartEvent(
                 **self.head() | {"step": None},
                 nodes=tuple(dict.fromkeys(hosts)),
                 world_size=len(hosts),
-                process_began=process.began(),
+                process_began=process.start_time(),
                 batch_began=batch_began,
                 code=code.hash,
                 command=self._command,
@@ -140,7 +140,7 @@ class Book:
             text = f"{value}\n" if step is None else f"{value} {step}\n"
             self._background.put(lambda: write_atomic(self._file, text), self._file)
 
-    def at_checkpoint(self, watch: Watch) -> None:
+    def at_checkpoint(self, watch: CheckpointWatch) -> None:
         """Record progress: the newest checkpoint is complete, whatever the number in its name."""
         if watch.count:
             self.commit(self._first + watch.count, watch.number)
@@ -149,7 +149,7 @@ class Book:
                 if self._first_step is None:
                     self._record_first_step(time.time(), None, None)
 
-    def at_steps(self, steps: Steps) -> None:
+    def at_steps(self, steps: OutputSteps) -> None:
         """Record the steps that the program prints, or gives with its heartbeat."""
         self.step = steps.last
         if self._printed is None:
@@ -195,7 +195,7 @@ class Book:
         one."""
         now, (at, step), here = time.time(), self._line, self.step or 0
         moved = here != step
-        if now - at < (LINE_S if moved else ALIVE_S) or not (moved or alive):
+        if now - at < (METRICS_LINE_S if moved else ALIVE_S) or not (moved or alive):
             return False
         record: dict[str, Any] = {"step": here, "time": now, "attempt": self.attempt}
         if here > step:
@@ -207,7 +207,7 @@ class Book:
 
     # --- the end ---
 
-    def end(self, state: State, reason: str) -> None:
+    def end(self, state: EndState, reason: str) -> None:
         """Record the end. `state` is empty after a crash or a hang: the batch script decides."""
         self._end_first_step()
         if state:
@@ -217,5 +217,5 @@ class Book:
 
     def close(self) -> None:
         """Wait for the last writes."""
-        if self._background.flush(FLUSH_S):
+        if self._background.flush(BOOK_FLUSH_S):
             self._lock.release()

@@ -9,9 +9,9 @@ from typing import Any
 
 from kempner import peers
 
-Message = dict[str, Any]
-LONGEST = 1 << 20  # bytes of a message; more is none of ours
-SEND_S = 10.0
+ChannelMessage = dict[str, Any]
+LONGEST_MESSAGE = 1 << 20  # bytes of a message; more is none of ours
+CHANNEL_SEND_S = 10.0
 
 
 class Channel:
@@ -21,12 +21,12 @@ class Channel:
         self.socket = connection
         self.open = True
         self._text = b""
-        connection.settimeout(SEND_S)
+        connection.settimeout(CHANNEL_SEND_S)
 
     @classmethod
     def connect(cls, address: str, port: int, seconds: float) -> Channel:
         """Connect to an Entrance of this job. Raises OSError, ConfigError without the job's key."""
-        return cls(peers.connect(address, port, peers.job_key(), seconds))
+        return cls(peers.connect_peer(address, port, peers.job_key(), seconds))
 
     def send(self, **message: Any) -> None:
         try:
@@ -34,7 +34,7 @@ class Channel:
         except OSError:
             self.open = False
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> list[ChannelMessage]:
         """Return the messages that have come, once select() says that there are some; closes if the
         other end has."""
         data = b""
@@ -42,7 +42,7 @@ class Channel:
             data = self.socket.recv(1 << 16)
         self._text += data
         # recv() returns nothing when the other end has closed; a line without an end is not ours.
-        self.open = self.open and bool(data) and len(self._text) < LONGEST
+        self.open = self.open and bool(data) and len(self._text) < LONGEST_MESSAGE
         *lines, self._text = self._text.split(b"\n")
         found = []
         for line in lines:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from kempner.config.option import ConfigError
-from kempner.peers import VARIABLE
+from kempner.peers import PEER_KEY_VARIABLE
 from kempner.process_group import World, own_instance
-from kempner.program.copy import Copy
+from kempner.program.copy import CodeCopy
 from kempner.program.launchers import uses_torchrun
 from kempner.program.options import Options
 from kempner.ray.processes import Processes
@@ -26,10 +26,10 @@ WARNINGS = (signal.SIGTERM, signal.SIGUSR1)  # the first of these that the progr
 # Ends the child when this process is killed. Slurm does that, too; elsewhere nobody does.
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--") if shutil.which("setpriv") else ()
 STACKS_S = 2.0  # for the stacks of a hang
-NAMED = 8  # processes, in a message
+NAMED_PROCESSES = 8  # processes, in a message
 
 
-class Place:
+class RankPlace:
     """Messages between this rank and its program: small files on the node's own disk, cheap enough
     to look at in every step.
 
@@ -70,8 +70,8 @@ class Place:
             path.write_text(text)
 
 
-def variables(
-    world: World, start: Mapping[str, Any], options: Options, place: Place
+def rank_variables(
+    world: World, start: Mapping[str, Any], options: Options, place: RankPlace
 ) -> dict[str, str]:
     """Return torchrun's variables, and the kit's own. With TORCHELASTIC_RUN_ID, Lightning and
     others read these rather than Slurm's. Raises ConfigError if this rank has no MIG instance.
@@ -105,7 +105,7 @@ def variables(
         "KEMPNER_RUN_DIR": options.run_dir,
         "KEMPNER_HEARTBEAT": place.heartbeat,
         "KEMPNER_STOP_FILE": place.stop,
-        VARIABLE: "",  # the key of the job: a program may log all its environment
+        PEER_KEY_VARIABLE: "",  # the key of the job: a program may log all its environment
         # With it a crash, and the end of a hang, leave the stacks of all threads in the log.
         "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
     }
@@ -120,7 +120,7 @@ def variables(
             "PET_RDZV_ENDPOINT": f"{start['address']}:{start['port']}",
             "PET_RDZV_ID": os.environ.get("KEMPNER_ATTEMPT_ID", "kempner"),
         }
-    if copy := Copy.given():
+    if copy := CodeCopy.given():
         values["PYTHONPATH"] = copy.python_path(os.environ.get("PYTHONPATH", ""))
     return {name: str(value) for name, value in values.items()}
 
@@ -198,7 +198,7 @@ class Child:
                 place = Path(f"/proc/{pid}")
                 if b"KEMPNER_HEARTBEAT=" in (place / "environ").read_bytes():  # not our scontrol
                     found.append(f"{(place / 'comm').read_text().strip()} ({pid})")
-        return found[:NAMED]
+        return found[:NAMED_PROCESSES]
 
     def end(self) -> None:
         """End it, and all that it has started."""

@@ -15,41 +15,41 @@ from kempner.config.option import ConfigError
 from kempner.peers import Entrance
 from kempner.port_range import BadPortRange, NoFreePort, ReservedPort
 from kempner.program.book import Book
-from kempner.program.channel import Channel, Message
+from kempner.program.channel import Channel, ChannelMessage
 from kempner.program.deadline import Deadline, last_warning
 from kempner.program.options import Options
-from kempner.program.output import Steps
+from kempner.program.output import OutputSteps
 from kempner.program.verdict import (
-    BAD_INPUT,
     SLOW_S,
+    USAGE_ERROR_EXIT,
     Ending,
     Outcome,
     crash_faults,
-    culprit,
+    first_failure,
     hang_fault,
-    judge,
+    judge_endings,
 )
-from kempner.program.watch import POLL_S, Watch
+from kempner.program.watch import CHECKPOINT_POLL_S, CheckpointWatch
 from kempner.rendezvous import forget_rendezvous
-from kempner.resilience.lock import LOST
+from kempner.resilience.lock import LOST_LOCK_EXIT
 
-START_S = 600.0  # for all ranks to come
-KINDS = {
+RANKS_START_S = 600.0  # for all ranks to come
+REQUEST_SIGNALS = {
     "TERM": "interrupt",
     "USR1": "interrupt",
     "INT": "stop",
     "STOP file": "stop",
     "USR2": "save",
 }
-LEAVE_S = 3.0  # for all ranks to hear that they may leave
-ANSWER_S = 5.0  # for what the ranks have to say of a hang
+COORDINATOR_LEAVE_S = 3.0  # for all ranks to hear that they may leave
+RANK_ANSWER_S = 5.0  # for what the ranks have to say of a hang
 ENDED_S = 15.0  # for the other ranks to end once one has crashed
 CROWD_S = 0.3  # after a crash: the ranks that crash at the same moment
-LOOK_S = 2.0  # for the ranks to say whether they have failed, too
+RANK_POLL_S = 2.0  # for the ranks to say whether they have failed, too
 DEAF_S = 2.0  # for a program that has not come to its signal handler yet
 
 
-def say(text: str) -> None:
+def log_line(text: str) -> None:
     with contextlib.suppress(OSError):  # whoever reads it has left: the program goes on
         os.write(1, f"[{time.strftime('%F %T')}] kempner: {text}\n".encode())
 
@@ -65,7 +65,7 @@ class Coordinator:
         self._hosts: dict[int, str] = {}
         self._endings: dict[int, Ending] = {}
         self._ending: set[int] = set()  # the ranks that end their program because they were told to
-        self._hung: dict[int, Message] = {}  # what the ranks say of a hang
+        self._hung: dict[int, ChannelMessage] = {}  # what the ranks say of a hang
         self._failing: dict[int, bool] = {}  # the ranks that are there after a crash: failed, too?
         self._asked, self._completed_before = "", 0
         self._deadline: Deadline | None = None
@@ -86,14 +86,14 @@ class Coordinator:
         except ConfigError as error:
             self._refuse(str(error))
         except (BadPortRange, NoFreePort) as error:
-            self._refuse(error.strerror, BAD_INPUT if isinstance(error, BadPortRange) else 1)
+            self._refuse(error.strerror, USAGE_ERROR_EXIT if isinstance(error, BadPortRange) else 1)
         except OSError as error:
             self._refuse(
                 f"--run-dir={self.options.run_dir}: cannot be written: {error.strerror} "
                 f"({error.filename}); make room, or give another one"
             )
         else:
-            self._watch = Watch(self.options.run_dir, self.options.checkpoints)
+            self._watch = CheckpointWatch(self.options.run_dir, self.options.checkpoints)
             try:
                 while not self._over:
                     self._turn()
@@ -102,11 +102,11 @@ class Coordinator:
         finally:
             self._dismiss()
 
-    def _refuse(self, problem: str, code: int = BAD_INPUT) -> None:
+    def _refuse(self, problem: str, code: int = USAGE_ERROR_EXIT) -> None:
         """End before the start: no rank starts, and the records stay as they were."""
         print(f"kempner: error: {problem}", file=sys.stderr, flush=True)
         self.code = code
-        end = time.monotonic() + START_S
+        end = time.monotonic() + RANKS_START_S
         while not self._started and len(self._peers) < self.size and time.monotonic() < end:
             self._receive(0.2)
 
@@ -114,15 +114,15 @@ class Coordinator:
         """End the programs of all ranks, and record nothing more. Runs in the thread of the lock,
         which ends this process afterwards."""
         print(f"kempner: error: {why}", file=sys.stderr, flush=True)
-        self.code = LOST
+        self.code = LOST_LOCK_EXIT
         for channel in list(self._peers.values()):
-            channel.send(do="leave", code=LOST)
-        time.sleep(LEAVE_S)
+            channel.send(do="leave", code=LOST_LOCK_EXIT)
+        time.sleep(COORDINATOR_LEAVE_S)
 
     def _dismiss(self) -> None:
         for channel in self._peers.values():
             channel.send(do="leave", code=self.code)
-        end = time.monotonic() + LEAVE_S
+        end = time.monotonic() + COORDINATOR_LEAVE_S
         while any(c.open for c in self._peers.values()) and time.monotonic() < end:
             self._receive(0.1)
 
@@ -169,7 +169,7 @@ class Coordinator:
         elif not channel.open and rank is not None and rank not in self._endings:
             self._endings[rank] = Ending(rank, self._hosts[rank], 1, "", gone=True)
 
-    def _meet(self, channel: Channel, message: Message) -> int | None:
+    def _meet(self, channel: Channel, message: ChannelMessage) -> int | None:
         rank, name = int(message.get("rank", -1)), message.get("attempt_id")
         ours = name == os.environ.get("KEMPNER_ATTEMPT_ID")
         if not ours or rank not in range(self.size) or rank in self._peers:
@@ -179,7 +179,7 @@ class Coordinator:
         self._peers[rank], self._hosts[rank] = channel, str(message.get("host"))
         return rank
 
-    def _answer(self, rank: int, message: Message) -> None:
+    def _answer(self, rank: int, message: ChannelMessage) -> None:
         match message.get("say"):
             case "asked":
                 self._ask(message["kind"], message["why"])
@@ -188,7 +188,7 @@ class Coordinator:
             case "alive":
                 self._alive = True
                 if message["steps"] is not None:
-                    self._book.at_steps(Steps(*message["steps"]))
+                    self._book.at_steps(OutputSteps(*message["steps"]))
             case "hung":
                 self._hung[rank] = message
                 self._hang_at = self._hang_at or time.monotonic()
@@ -216,14 +216,16 @@ class Coordinator:
 
     def _await_ranks(self) -> None:
         if self._asked:
-            self._close(judge((), self._asked, unheard=False, hung=False, progressed=False))
+            self._close(judge_endings((), self._asked, unheard=False, hung=False, progressed=False))
         elif self._endings:
             self._give_up(f"ranks {[*self._endings][:32]} of {self.size} left before the start")
         elif len(self._peers) == self.size:
             self._start()
-        elif time.monotonic() > self._began + START_S:
+        elif time.monotonic() > self._began + RANKS_START_S:
             missing = [rank for rank in range(self.size) if rank not in self._peers][:32]
-            self._give_up(f"ranks {missing} of {self.size} did not come within {START_S:.0f} s")
+            self._give_up(
+                f"ranks {missing} of {self.size} did not come within {RANKS_START_S:.0f} s"
+            )
 
     def _give_up(self, why: str) -> None:
         print(f"kempner: error: {why}: see srun's messages", file=sys.stderr, flush=True)
@@ -235,13 +237,13 @@ class Coordinator:
         # All ranks have met: the address is of no more use, and a later start must not find it.
         forget_rendezvous(self.options.run_dir)
         changed = self._book.start(hosts, self._watch.number)
-        say(
+        log_line(
             f"attempt {self._book.attempt} in {self.options.run_dir}: "
             f"{' '.join(self.options.command)}: {self.size} process(es) on "
             f"{', '.join(dict.fromkeys(hosts))}"
         )
         for text in changed:
-            say(f"changed since the last attempt: {text}")
+            log_line(f"changed since the last attempt: {text}")
         # Before the ranks start, so that their first checkpoint counts.
         self._watch.start()
         port = self._port.port
@@ -253,7 +255,7 @@ class Coordinator:
         """Ask the ranks to save or leave. `kind`: save (and go on), interrupt (leave, to be
         continued), or stop (for good), which wins."""
         if kind == "save":
-            say(f"{why}: the program is asked to save")
+            log_line(f"{why}: the program is asked to save")
             self._tell(do="save")
             return
         # The same request again, or one that a stop has overruled.
@@ -263,7 +265,7 @@ class Coordinator:
         self._completed_before = self._watch.completed
         if kind == "interrupt":
             self._book.at_warning()
-        say(f"{why}: the program is asked to leave")
+        log_line(f"{why}: the program is asked to leave")
         self._tell(do="ask", kind=kind)
         self._deadline = Deadline()
 
@@ -282,7 +284,7 @@ class Coordinator:
         """Return whether a checkpoint was completed after the request: an older one may be far
         behind by the end."""
         saved = self._watch.completed > self._completed_before
-        return saved and self._watch.written > self._asked_at + POLL_S
+        return saved and self._watch.written > self._asked_at + CHECKPOINT_POLL_S
 
     def _may_go_on(self) -> bool:
         """Return whether a program that ignores the request may train on until it has saved: only
@@ -293,7 +295,7 @@ class Coordinator:
         self._sent_end = why
         # From now on the ranks have ENDED_S.
         self._finishing = time.monotonic()
-        say(f"the program is ended: {why}")
+        log_line(f"the program is ended: {why}")
         self._tell(do="end")
 
     # --- faults ---
@@ -309,8 +311,8 @@ class Coordinator:
             self._bad_at = now
             self._tell(do="look")
         there = [failing for rank, failing in self._failing.items() if rank not in self._endings]
-        wait = CROWD_S if len(self._endings) + len(there) == self.size else LOOK_S
-        if any(there) or (there and culprit(bad).lost):
+        wait = CROWD_S if len(self._endings) + len(there) == self.size else RANK_POLL_S
+        if any(there) or (there and first_failure(bad).lost):
             wait = SLOW_S
         if now > self._bad_at + wait:
             self._sent_end, self._finishing = "crash", now
@@ -322,12 +324,12 @@ class Coordinator:
             self._hung[-1] = {}
             self._tell(do="report")
         answered = len(self._hung) - 1 + len(self._endings) >= self.size
-        if not self._sent_end and (answered or time.monotonic() > self._hang_at + ANSWER_S):
+        if not self._sent_end and (answered or time.monotonic() > self._hang_at + RANK_ANSWER_S):
             self._hung.pop(-1)
             fault = hang_fault(self._hung, self._hosts, self._endings, self._book.head())
             self._book.event(fault)
             self._sent_end, self._finishing = "hang", time.monotonic()
-            say(fault.reason)
+            log_line(fault.reason)
             self._tell(do="end", stacks=True)
             self._hung[-1] = {"done": True}
 
@@ -337,7 +339,7 @@ class Coordinator:
         watch = self._watch
         while watch.asked:
             why = watch.asked.pop(0)
-            self._ask(KINDS.get(why, "interrupt"), why if " " in why else f"SIG{why}")
+            self._ask(REQUEST_SIGNALS.get(why, "interrupt"), why if " " in why else f"SIG{why}")
         end = watch.end
         if end is not None:
             if time.time() > end - last_warning() and not self._asked:
@@ -364,12 +366,12 @@ class Coordinator:
         hung = self._sent_end == "hang"
         # A rank that was ended did not end by itself, even if it left in order, with exit code 0.
         unheard = bool(self._deaf) and not self._sent_end
-        outcome = judge(ended, self._asked, unheard, hung, self._book.progressed)
+        outcome = judge_endings(ended, self._asked, unheard, hung, self._book.progressed)
         for fault in crash_faults(ended, outcome, self._asked, self._book.head()):
             self._book.event(fault)
         self._close(outcome)
 
     def _close(self, outcome: Outcome) -> None:
         self._over, self.code = True, outcome.code
-        say(f"{outcome.state or 'the attempt has ended'}: {outcome.reason}")
+        log_line(f"{outcome.state or 'the attempt has ended'}: {outcome.reason}")
         self._book.end(outcome.state, outcome.reason)

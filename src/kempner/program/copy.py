@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kempner.code import ORIGIN, Code, commit_of
+from kempner.code import ORIGIN, CodeVersion, commit_of
 from kempner.config.option import ConfigError
 
 
-class Copy(NamedTuple):
+class CodeCopy(NamedTuple):
     """`root`: a copy of the directory `origin`."""
 
     origin: Path
     root: Path
 
     @classmethod
-    def given(cls) -> Copy | None:
+    def given(cls) -> CodeCopy | None:
         """Return the batch script's copy; None without one. Raises ConfigError if it is gone."""
         if not (name := os.environ.get("KEMPNER_COPY")):
             return None
@@ -31,9 +31,9 @@ class Copy(NamedTuple):
                 f"the copy of the program's code is gone: {error}: submit the job again"
             ) from None
 
-    def code(self) -> Code:
+    def code(self) -> CodeVersion:
         """Identify the code, without versions: the program may use another Python."""
-        return Code(self.root.name, commit_of(self.root, True), ())
+        return CodeVersion(self.root.name, commit_of(self.root, True), ())
 
     def command(self, words: Sequence[str]) -> tuple[str, ...]:
         """Replace each file in the command that was copied by its copy, also in --option=FILE. The

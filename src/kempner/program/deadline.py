@@ -8,7 +8,7 @@ import time
 
 from kempner import slurm
 
-MARGIN_S = 5.0  # for the records
+RECORD_MARGIN_S = 5.0  # for the records
 NO_WARNING_S = 60.0  # before the end of the job: a warning without a signal, at the latest
 
 
@@ -39,5 +39,5 @@ class Deadline:
         left = 0.0  # Slurm is ending the job
         if fields.get("JobState") == "RUNNING":  # without a limit: somebody wants the nodes
             left = end - time.time() if end is not None else 2 * last_warning()
-        self.of_listening = now + left + wait - min(MARGIN_S, wait / 2)
-        self.of_deaf = now + max(left - MARGIN_S, wait / 2)
+        self.of_listening = now + left + wait - min(RECORD_MARGIN_S, wait / 2)
+        self.of_deaf = now + max(left - RECORD_MARGIN_S, wait / 2)

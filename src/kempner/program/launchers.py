@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kempner.config.option import ConfigError
 
-TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+TORCHRUN_NAMES = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 MPI = "srun starts the ranks of MPI, with KEMPNER_MPI=pmix: docs/start/any-program.md"
 REFUSED = {  # and what they are not needed for
     "accelerate": "Accelerate reads the variables of run.sh: docs/start/any-program.md has more",
@@ -38,7 +38,20 @@ REFUSED = {  # and what they are not needed for
 # These only launch with the word "launch": `accelerate config` does not.
 LAUNCH = ("accelerate", "accelerate.commands.accelerate_cli")
 SHELLS = ("sh", "bash", "dash", "zsh")
-BEFORE = ("env", "exec", "command", "nohup", "time", "if", "then", "else", "do", "while", "{", "!")
+SHELL_PREFIXES = (
+    "env",
+    "exec",
+    "command",
+    "nohup",
+    "time",
+    "if",
+    "then",
+    "else",
+    "do",
+    "while",
+    "{",
+    "!",
+)
 WRAPPERS = ("timeout", "nice", "ionice", "stdbuf", "numactl", "taskset")  # with options and numbers
 
 
@@ -76,21 +89,21 @@ def simple_commands(command: Sequence[str]) -> list[list[str]]:
     return [each for words in found if words for each in simple_commands(words)]
 
 
-def bare(command: Sequence[str]) -> list[str]:
+def bare_command(command: Sequence[str]) -> list[str]:
     """Strip what the shell, env or a wrapper such as timeout takes before a simple command."""
     words = [*command]
-    while words and (words[0] in (*BEFORE, *WRAPPERS) or re.match(r"\w+=", words[0])):
+    while words and (words[0] in (*SHELL_PREFIXES, *WRAPPERS) or re.match(r"\w+=", words[0])):
         wrapper = words.pop(0) in WRAPPERS
         while wrapper and words and re.match(r"-|\d", words[0]):
             del words[0]
     return words
 
 
-def starters(command: Sequence[str]) -> list[str]:
+def starter_words(command: Sequence[str]) -> list[str]:
     """Return the words of a simple command that start its program: those before its script, behind
     env, uv run, a container or a profiler. Without a script the first words alone: the rest may be
     anything."""
-    words = bare(command)
+    words = bare_command(command)
     if any(k and word.endswith((".py", ".sh")) for k, word in enumerate(words)):
         return words
     options = [*itertools.takewhile(lambda word: word[0:1] == "-" and word != "-m", words[1:])]
@@ -98,7 +111,7 @@ def starters(command: Sequence[str]) -> list[str]:
     return words[: module + 2 if words[module : module + 1] == ["-m"] else 1]
 
 
-def place_of(names: Collection[str], words: Sequence[str]) -> int | None:
+def find_launcher(names: Collection[str], words: Sequence[str]) -> int | None:
     """Find the first of these commands or modules among the words before the script."""
     for place, word in enumerate(words):
         if word.endswith((".py", ".sh")):
@@ -110,10 +123,10 @@ def place_of(names: Collection[str], words: Sequence[str]) -> int | None:
 
 def launcher_in(command: Sequence[str]) -> int | None:
     """Find the launcher in a simple command that is refused."""
-    words = bare(command)
-    names, after, before = {*REFUSED}, len(starters(command)), len(command) - len(words)
+    words = bare_command(command)
+    names, after, before = {*REFUSED}, len(starter_words(command)), len(command) - len(words)
     start = 0
-    while (place := place_of(names, words[start:after])) is not None:
+    while (place := find_launcher(names, words[start:after])) is not None:
         start += place + 1
         launches = words[start : start + 1] == ["launch"]
         if launches or Path(words[start - 1]).name not in LAUNCH:
@@ -123,7 +136,7 @@ def launcher_in(command: Sequence[str]) -> int | None:
 
 def uses_torchrun(command: Sequence[str]) -> bool:
     found = simple_commands(command) if command else []
-    return any(place_of(TORCHRUN, starters(words)) is not None for words in found)
+    return any(find_launcher(TORCHRUN_NAMES, starter_words(words)) is not None for words in found)
 
 
 def check_launcher(command: Sequence[str], nodes: int) -> None:

@@ -16,7 +16,7 @@ from kempner.config.option import ConfigError
 from kempner.directories import Kind, refuse_others
 
 # Options by name, with the form of their values.
-NAMES = {
+OPTION_NAMES = {
     "run-dir": "DIR",
     "code": "DIR",
     "checkpoints": "GLOB",
@@ -25,7 +25,9 @@ NAMES = {
     "signal": "NAME",
 }
 SIGNALS = ("TERM", "USR1", "USR2", "INT", "HUP")
-USAGE = f"run.sh {' '.join(f'[--{n}={v}]' for n, v in NAMES.items())} -- COMMAND [ARGUMENTS]"
+PROGRAM_USAGE = (
+    f"run.sh {' '.join(f'[--{n}={v}]' for n, v in OPTION_NAMES.items())} -- COMMAND [ARGUMENTS]"
+)
 
 
 @dataclass(frozen=True)
@@ -51,20 +53,20 @@ class Options:
         return Path(*fixed[: len(parts) - 1])
 
 
-def parse(words: Sequence[str]) -> Options:
+def parse_options(words: Sequence[str]) -> Options:
     """Parse the options. Raises ConfigError with all problems."""
     own = list(words[: words.index("--")]) if "--" in words else list(words)
     command = tuple(words[len(own) + 1 :])
     if first := next((word for word in own if not word.startswith("-")), None):
-        raise ConfigError(f"'{first}': the command comes after '--': {USAGE}")
-    problems = [] if command else [f"no command given: {USAGE}"]
+        raise ConfigError(f"'{first}': the command comes after '--': {PROGRAM_USAGE}")
+    problems = [] if command else [f"no command given: {PROGRAM_USAGE}"]
     given: dict[str, str] = {}
     for word in own:
         name, _, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name not in NAMES:
+        if not word.startswith("--") or name not in OPTION_NAMES:
             problems.append(f"'{word}': {_advice(word, name)}")
         elif not value:
-            problems.append(f"--{name}: write --{name}={NAMES[name]}")
+            problems.append(f"--{name}: write --{name}={OPTION_NAMES[name]}")
         else:
             given[name] = value
     made = {
@@ -75,14 +77,14 @@ def parse(words: Sequence[str]) -> Options:
     }
     if problems:
         raise ConfigError(problems)
-    run_dir = Path(given.get("run-dir") or f"runs/{name_of(command)}").absolute()
+    run_dir = Path(given.get("run-dir") or f"runs/{program_name(command)}").absolute()
     return Options(command, run_dir, given.get("checkpoints", ""), **made)  # type: ignore[arg-type]
 
 
 def _advice(word: str, name: str) -> str:
-    near = difflib.get_close_matches(name, NAMES, 1)
-    meant = f"did you mean --{near[0]}={NAMES[near[0]]}? " if near else ""
-    return f"no option of run.sh; {meant}{USAGE}; options of sbatch come before run.sh"
+    near = difflib.get_close_matches(name, OPTION_NAMES, 1)
+    meant = f"did you mean --{near[0]}={OPTION_NAMES[near[0]]}? " if near else ""
+    return f"no option of run.sh; {meant}{PROGRAM_USAGE}; options of sbatch come before run.sh"
 
 
 def _steps(text: str | None, problems: list[str]) -> re.Pattern[bytes] | None:
@@ -119,7 +121,7 @@ def _signal(text: str | None, problems: list[str]) -> signal.Signals | None:
     return None
 
 
-def name_of(command: Sequence[str]) -> str:
+def program_name(command: Sequence[str]) -> str:
     """Name a program by its command: `python -u my_train.py` and `python -m pkg.my_train` are both
     my_train."""
     name = Path(command[0]).name

@@ -15,16 +15,18 @@ from typing import NamedTuple
 
 from kempner.program.options import Options
 
-LONGEST = 1 << 16  # bytes; a longer line is cut
+LONGEST_OUTPUT_LINE = 1 << 16  # bytes; a longer line is cut
 PARTIAL_S = 10.0  # a line that does not end (a progress bar) is shown after so many seconds
-TAIL = 1 << 14  # bytes that are looked through for the cause of a crash
+CRASH_TAIL_BYTES = 1 << 14  # bytes that are looked through for the cause of a crash
 BATCH_LOG = 100 << 20  # bytes of an attempt that a rank writes to the batch log; its own has all
 # A Python exception at the left edge, as of "[rank3]:", or a word that says so.
 EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)\b")
 ERROR = re.compile(
     r".*\b(?:[Ee]rror|ERROR|[Ff]atal|FATAL|panic(?:ked)?|Segmentation fault|Killed|Aborted)\b"
 )
-TORCHRUN = "ChildFailedError"  # it counts the errors of its processes, and has none of its own
+TORCHRUN_ERROR = (
+    "ChildFailedError"  # it counts the errors of its processes, and has none of its own
+)
 ROOT_CAUSE = "Root Cause (first observed failure)"  # torchrun says it last
 ROOT_EXIT = re.compile(r" *exitcode *: (-?\d+)", re.M)
 ROOT_RANK = re.compile(r" *rank *: (\d+)", re.M)
@@ -34,7 +36,7 @@ SIGTERMED = "Signal 15 (SIGTERM) received by PID"
 # Python prints it before the handlers of its exit run.
 TRACEBACK, IGNORED = b"Traceback (most recent call last)", b"Exception ignored in"
 # Last lines of a program that has only lost another rank.
-LOST_PEER = (
+LOST_PEER_OUTPUT = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Connection refused",
@@ -48,13 +50,13 @@ LOST_PEER = (
 )
 LOST_PEER_TAIL = 4096  # bytes
 # The batch log stays a text that grep reads: no control bytes but tab, line feed and escape.
-CONTROL = bytes(byte for byte in range(32) if byte not in b"\t\n\r\x1b") + b"\x7f"
+CONTROL_BYTES = bytes(byte for byte in range(32) if byte not in b"\t\n\r\x1b") + b"\x7f"
 
 
 RESUMES = re.compile(rb"resum|restor|continu|load", re.I)  # "resuming at step 40"
 
 
-class Steps(NamedTuple):
+class OutputSteps(NamedTuple):
     """Steps that a program has reported: the first one and when, in unix seconds; the distance from
     one to the next, None before the second one, 0 if the first line says that it resumes there; the
     last one."""
@@ -66,17 +68,17 @@ class Steps(NamedTuple):
     beats: bool = False  # with its heartbeat: there may have been others before the first
 
 
-def after(steps: Steps | None, step: int, line: bytes = b"") -> Steps:
+def steps_after(steps: OutputSteps | None, step: int, line: bytes = b"") -> OutputSteps:
     """Update the steps with another one, in this line."""
     if steps is None:
-        return Steps(step, time.time(), 0 if RESUMES.search(line) else None, step)
+        return OutputSteps(step, time.time(), 0 if RESUMES.search(line) else None, step)
     every = steps.every
     if every is None and step > steps.first:
         every = step - steps.first
     return steps._replace(every=every, last=step)
 
 
-class Output(threading.Thread):
+class OutputReader(threading.Thread):
     """A thread that reads until the program and all that have inherited its output have closed it.
     A thread, so that a log that cannot be written for a while does not hold up signals and
     heartbeats."""
@@ -88,7 +90,7 @@ class Output(threading.Thread):
         self._steps = options.steps
         self._partial, self._since = b"", 0.0
         self._failed = False
-        self.printed: Steps | None = None
+        self.printed: OutputSteps | None = None
         self.lines = 0  # pieces that have come so far
         self.error_at = 0.0  # when the last traceback came, monotonic
         self.tail = b""
@@ -111,7 +113,7 @@ class Output(threading.Thread):
             if not data:
                 break
             self._write_log(data)
-            self.tail = (self.tail + data)[-TAIL:]
+            self.tail = (self.tail + data)[-CRASH_TAIL_BYTES:]
             self.lines += 1
             if TRACEBACK in data and IGNORED not in data:
                 self.error_at = time.monotonic()
@@ -141,7 +143,7 @@ class Output(threading.Thread):
         if lines:
             self._show(lines[:-1])
         if self._partial and (
-            len(self._partial) > LONGEST or time.monotonic() - self._since > PARTIAL_S
+            len(self._partial) > LONGEST_OUTPUT_LINE or time.monotonic() - self._since > PARTIAL_S
         ):
             self._flush()
 
@@ -157,7 +159,7 @@ class Output(threading.Thread):
                 with contextlib.suppress(ValueError, TypeError):
                     step = int(found[1].replace(b",", b""))
                     began = lines.rfind(b"\n", 0, found.start()) + 1
-                    self.printed = after(self.printed, step, lines[began : found.end()])
+                    self.printed = steps_after(self.printed, step, lines[began : found.end()])
         if b"\r" in lines:
             lines = b"\n".join(
                 line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines.split(b"\n")
@@ -165,7 +167,7 @@ class Output(threading.Thread):
         if self._room <= 0:
             return
         self._room -= len(lines)
-        lines = lines.decode(errors="replace").encode().translate(None, CONTROL)
+        lines = lines.decode(errors="replace").encode().translate(None, CONTROL_BYTES)
         self._print(self._prefix + lines.replace(b"\n", b"\n" + self._prefix) + b"\n")
         if self._room <= 0:
             self.say(f"more than {BATCH_LOG >> 20} MiB: what follows is in {self._path} alone")
@@ -184,7 +186,7 @@ class Output(threading.Thread):
         """Return its last error, as the reason of a crash; without one its last line, which says
         nothing about a program that was killed."""
         lines = [line.rstrip() for line in reversed(self._tail_lines()) if re.search(r"\w", line)]
-        lines = [line for line in lines if TORCHRUN not in line and SIGTERMED not in line]
+        lines = [line for line in lines if TORCHRUN_ERROR not in line and SIGTERMED not in line]
         if seen := TORCHRUN_SAW.search(cause := self._root_cause()):
             return cause[seen.start(1) :].splitlines()[0].strip()[:200]
         errors = [line for line in lines if EXCEPTION.match(line)]
@@ -202,9 +204,9 @@ class Output(threading.Thread):
         """Return whether its error only says that another rank is gone. With torchrun all of its
         processes must say so: it ends the others once one has failed."""
         text = self.tail[-LOST_PEER_TAIL:].decode(errors="replace")
-        if TORCHRUN in text:
+        if TORCHRUN_ERROR in text:
             lines = self._tail_lines()
-            own = [line for line in lines if EXCEPTION.match(line) and TORCHRUN not in line]
+            own = [line for line in lines if EXCEPTION.match(line) and TORCHRUN_ERROR not in line]
             if TORCHRUN_SAW.search(self._root_cause()) or not all(map(_is_lost, own)):
                 return False
         return _is_lost(text)
@@ -219,4 +221,4 @@ class Output(threading.Thread):
 
 
 def _is_lost(text: str) -> bool:
-    return any(words in text for words in LOST_PEER)
+    return any(words in text for words in LOST_PEER_OUTPUT)

@@ -11,31 +11,31 @@ import threading
 import time
 
 from kempner import peers, rendezvous
-from kempner.port_range import listen
-from kempner.process_group import World, allow_open_files, discover
+from kempner.port_range import listen_in_range
+from kempner.process_group import World, allow_open_files, discover_world
 from kempner.program.channel import Channel
-from kempner.program.coordinator import START_S, Coordinator
+from kempner.program.coordinator import RANKS_START_S, Coordinator
 from kempner.program.options import Options
-from kempner.program.supervisor import KINDS, Signals, Supervisor
+from kempner.program.supervisor import SIGNAL_REQUESTS, Signals, Supervisor
 from kempner.slurm import host_name, own_address
 
 JOIN_TRIES = 20
 
 
-def supervise(options: Options) -> int:
+def start_supervisor(options: Options) -> int:
     """Supervise one rank as a task of a srun step."""
-    return _rank(options, discover(), None)
+    return _rank(options, discover_world(), None)
 
 
 def supervise_here(options: Options, ranks: int) -> int:
     """Supervise all ranks on this machine, without Slurm; signals go to each rank's process."""
     os.environ.setdefault("KEMPNER_ATTEMPT_ID", f"{host_name()}.0.{os.getpid()}")
-    os.environ.setdefault(peers.VARIABLE, peers.new_key())
-    server = listen("127.0.0.1")
+    os.environ.setdefault(peers.PEER_KEY_VARIABLE, peers.new_key())
+    server = listen_in_range("127.0.0.1")
     if ranks == 1:
         return _rank(options, World(0, 0, 1, "single"), server)
     # Blocked across the forks: no signal is lost before a child's handlers are there.
-    signal.pthread_sigmask(signal.SIG_BLOCK, KINDS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNAL_REQUESTS)
     pids = []
     for rank in range(ranks):
         pid = os.fork()
@@ -62,13 +62,13 @@ def _rank(options: Options, world: World, server: socket.socket | None) -> int:
             rendezvous.forget_copy(options.run_dir)
         return code
     allow_open_files()  # a connection for each rank, here and in torch's store
-    entrance = peers.Entrance(server or listen(), peers.job_key())
+    entrance = peers.Entrance(server or listen_in_range(), peers.job_key())
     port, host = entrance.port, "127.0.0.1" if here else own_address()
     coordinator = Coordinator(options, world.size, entrance, host)
     thread = threading.Thread(target=coordinator.run, name="coordinator")
     thread.start()
     if not here and world.size > 1:
-        rendezvous.publish(options.run_dir, port)
+        rendezvous.publish_address(options.run_dir, port)
     code = supervisor.main(_join(options, world, ("127.0.0.1", port)))
     thread.join(10.0)
     rendezvous.forget_copy(options.run_dir)
@@ -79,9 +79,11 @@ def _join(options: Options, world: World, known: tuple[str, int] | None) -> Chan
     """Connect to rank 0. Raises OSError."""
     copy = rendezvous.copy_of(options.run_dir)
     for tries in range(JOIN_TRIES):
-        address, port = known or rendezvous.find(options.run_dir, world.local_rank, START_S)
+        address, port = known or rendezvous.find_address(
+            options.run_dir, world.local_rank, RANKS_START_S
+        )
         try:
-            channel = Channel.connect(address, port, START_S)
+            channel = Channel.connect(address, port, RANKS_START_S)
         except OSError:
             if tries == JOIN_TRIES - 1:
                 raise

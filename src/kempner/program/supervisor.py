@@ -13,23 +13,23 @@ import time
 from kempner.config.option import ConfigError
 from kempner.files import swap_link
 from kempner.process_group import World
-from kempner.program.channel import Channel, Message
-from kempner.program.child import Child, Place, variables
+from kempner.program.channel import Channel, ChannelMessage
+from kempner.program.child import Child, RankPlace, rank_variables
 from kempner.program.options import Options
-from kempner.program.output import Output, Steps, after
+from kempner.program.output import OutputReader, OutputSteps, steps_after
 from kempner.program.verdict import SLOW_S
 from kempner.run_log import log_path
 from kempner.slurm import host_name
 
-KINDS = {
+SIGNAL_REQUESTS = {
     signal.SIGTERM: "interrupt",
     signal.SIGUSR1: "interrupt",
     signal.SIGINT: "stop",
     signal.SIGURG: "interrupt",  # sbatch --signal=URG@120: programs ignore it
 }
-HANDLED = (*KINDS, signal.SIGUSR2, signal.SIGHUP, signal.SIGCHLD)
-TICK_S = 0.5
-TELL_S = 2.0  # between two signs of life
+HANDLED = (*SIGNAL_REQUESTS, signal.SIGUSR2, signal.SIGHUP, signal.SIGCHLD)
+SUPERVISOR_TICK_S = 0.5
+SUPERVISOR_HEARTBEAT_S = 2.0  # between two signs of life
 OUTPUT_S = 2.0  # for the last output of a program that has ended
 # Time for rank 0's first heartbeat: it may compile, or load data.
 FIRST_BEAT_S = 1800.0
@@ -60,9 +60,9 @@ class Supervisor:
 
     def __init__(self, options: Options, world: World, signals: Signals) -> None:
         self.options, self.world, self._signals = options, world, signals
-        self._place = Place(world.rank)
+        self._place = RankPlace(world.rank)
         self._child: Child | None = None
-        self._output: Output | None = None
+        self._output: OutputReader | None = None
         self._code: int | None = None  # that of this rank, once it may leave
         self._reported = self._hung = self._torn = False
         self._unheard = ""  # the request that the program has not listened to
@@ -71,7 +71,7 @@ class Supervisor:
         # clocks of the file server and of the program may differ.
         self._beat: float | None = None
         self._awake = self._since = time.monotonic()
-        self._beats: Steps | None = None  # the steps of its heartbeats
+        self._beats: OutputSteps | None = None  # the steps of its heartbeats
 
     def main(self, channel: Channel) -> int:
         self._channel = channel
@@ -90,7 +90,7 @@ class Supervisor:
             channel.close()
             # srun ends the others as soon as one has left with an error: that must not change the
             # exit code, which says whether it was bad input.
-            for number in KINDS:
+            for number in SIGNAL_REQUESTS:
                 signal.signal(number, signal.SIG_IGN)
         return self._code
 
@@ -98,7 +98,7 @@ class Supervisor:
         ready = select.poll()
         ready.register(self._channel.socket, select.POLLIN)
         ready.register(self._signals.read, select.POLLIN)
-        found = {fd for fd, _ in ready.poll(TICK_S * 1000)}
+        found = {fd for fd, _ in ready.poll(SUPERVISOR_TICK_S * 1000)}
         for number in self._signals.take():
             self._on_signal(number)
         if self._channel.socket.fileno() in found:
@@ -116,11 +116,11 @@ class Supervisor:
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGUSR2:
             self._save()
-        elif number in KINDS:
+        elif number in SIGNAL_REQUESTS:
             name = signal.Signals(number).name
-            self._channel.send(say="asked", kind=KINDS[signal.Signals(number)], why=name)
+            self._channel.send(say="asked", kind=SIGNAL_REQUESTS[signal.Signals(number)], why=name)
 
-    def _do(self, message: Message) -> None:
+    def _do(self, message: ChannelMessage) -> None:
         match message.get("do"):
             case "start":
                 self._start(message)
@@ -139,16 +139,16 @@ class Supervisor:
             case "leave":
                 self._code = int(message["code"])
 
-    def _start(self, message: Message) -> None:
+    def _start(self, message: ChannelMessage) -> None:
         run_dir, attempt = self.options.run_dir, message["attempt"]
         path = log_path(run_dir, attempt, self.world)
         if self.world.rank == 0:
             with contextlib.suppress(OSError):
                 swap_link(run_dir / "logs" / "latest", f"attempt-{attempt}")
         source, target = os.pipe()
-        self._output = Output(source, self.world.rank, path, self.options)
+        self._output = OutputReader(source, self.world.rank, path, self.options)
         try:
-            environment = variables(self.world, message, self.options, self._place)
+            environment = rank_variables(self.world, message, self.options, self._place)
             self._child = Child(self.options, environment, target)
         except ConfigError as error:
             self._output.say(f"error: {error}")
@@ -199,7 +199,7 @@ class Supervisor:
             if silence is not None:
                 self._hung = True
                 self._channel.send(say="hung", **self._condition())
-        if self.world.rank == 0 and now - self._told > TELL_S:
+        if self.world.rank == 0 and now - self._told > SUPERVISOR_HEARTBEAT_S:
             self._told = now
             self._tell_progress()
 
@@ -210,7 +210,7 @@ class Supervisor:
         if self.options.steps is not None:
             steps = self._output.printed
         elif step is not None:
-            self._beats = after(self._beats, step)._replace(every=1, beats=True)
+            self._beats = steps_after(self._beats, step)._replace(every=1, beats=True)
             steps = self._beats
         else:
             steps = None
@@ -236,7 +236,7 @@ class Supervisor:
             limit = max(limit, FIRST_BEAT_S)
         return silence if silence > limit else None
 
-    def _condition(self) -> Message:
+    def _condition(self) -> ChannelMessage:
         _, step = self._place.beat()
         return {
             "condition": self._child.condition() if self._child is not None else "",

@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kempner.history.events import Fault
-from kempner.program.channel import Message
+from kempner.history.events import FaultEvent
+from kempner.program.channel import ChannelMessage
 
-BAD_INPUT = 2  # argparse's exit code, and Python's for a file that is not there
+USAGE_ERROR_EXIT = 2  # argparse's exit code, and Python's for a file that is not there
 NOT_STARTED = (2, 126, 127)  # the last two: a shell found no command
 HUNG = 70  # as the trainer's watchdog
-NAMED = 8  # ranks whose crash is recorded
+NAMED_CRASHES = 8  # ranks whose crash is recorded
 SLOW_S = 20.0  # for a program to exit once it has failed: its exit handlers, a core dump
 KILLED_S = 1.0  # that a rank that was killed may be noticed later than those that lost it
 # NCCL's watchdog aborts when a collective times out, and Slurm ends the remaining ranks of a step.
 # Any other signal is the rank's own fault.
 ENDED_BY_OTHERS = (-signal.SIGABRT, -signal.SIGTERM)
 
-State = Literal["done", "interrupted", "stopped", "failed", ""]
+EndState = Literal["done", "interrupted", "stopped", "failed", ""]
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class Outcome:
     """Outcome of an attempt. `state` is empty after a crash or a hang: the batch script decides
     then."""
 
-    state: State
+    state: EndState
     reason: str
     code: int
     final: bool = False  # bad input: another start would end in the same way
 
 
-def culprit(bad: Sequence[Ending]) -> Ending:
+def first_failure(bad: Sequence[Ending]) -> Ending:
     """Return the rank that failed first and by itself: a rank that was killed rather than those
     that failed at about the same time, which may have lost it."""
     bad = sorted([e for e in bad if not e.torn] or bad, key=lambda e: e.failed_at)
@@ -82,7 +82,7 @@ def culprit(bad: Sequence[Ending]) -> Ending:
     return min(own, key=lambda e: e.failed_at - KILLED_S * e.killed, default=bad[0])
 
 
-def judge(
+def judge_endings(
     ended: Sequence[Ending], asked: str, unheard: bool, hung: bool, progressed: bool
 ) -> Outcome:
     """Judge the attempt. `asked`: interrupt, stop or ""; `unheard`: the program ignored such a
@@ -98,20 +98,20 @@ def judge(
         return Outcome("interrupted", "asked to save and leave", 0)
     if not bad:
         return Outcome("done", "the program has ended with exit code 0 on all ranks", 0)
-    first = culprit(bad)
+    first = first_failure(bad)
     reason = first.reason
     if first.lost:
         reason = f"which rank failed is not known; one that has lost it: {reason}"
     # Exit code 2 after progress is not bad input: another start may succeed.
     if first.code in NOT_STARTED and not progressed and not first.gone:
-        return Outcome("", reason, BAD_INPUT, final=True)
+        return Outcome("", reason, USAGE_ERROR_EXIT, final=True)
     code = 128 - first.code if first.code < 0 else first.code
-    return Outcome("", reason, 1 if code == BAD_INPUT else code)  # 2 would end the job
+    return Outcome("", reason, 1 if code == USAGE_ERROR_EXIT else code)  # 2 would end the job
 
 
 def crash_faults(
     ended: Sequence[Ending], outcome: Outcome, asked: str, head: Mapping[str, Any]
-) -> list[Fault]:
+) -> list[FaultEvent]:
     """Record each rank that crashed by itself, the first one first. If a supervisor is gone, the
     other ranks have lost that one; after a request Slurm may have ended it. A later one with
     another error may only have lost the first."""
@@ -119,10 +119,10 @@ def crash_faults(
     own = [e for e in own if not (e.gone and asked)]
     if outcome.state or not own or outcome.code == HUNG:
         return []
-    first, gone = culprit(own), any(ending.gone for ending in ended)
-    others = [ending for ending in own if ending is not first][: NAMED - 1]
+    first, gone = first_failure(own), any(ending.gone for ending in ended)
+    others = [ending for ending in own if ending is not first][: NAMED_CRASHES - 1]
     return [
-        Fault(
+        FaultEvent(
             **head,
             kind="crash",
             ranks=(ending.rank,),
@@ -138,11 +138,11 @@ def crash_faults(
 
 
 def hang_fault(
-    told: Mapping[int, Message],
+    told: Mapping[int, ChannelMessage],
     hosts: Mapping[int, str],
     endings: Mapping[int, Ending],
     head: Mapping[str, Any],
-) -> Fault:
+) -> FaultEvent:
     """Find who hangs: a rank whose supervisor does not answer; else one that is stopped or waits
     for a disk; else one that is behind the others. If all are alike they wait for each other, and
     nobody is blamed."""
@@ -157,7 +157,7 @@ def hang_fault(
     if ranks:
         why = "do not answer" if quiet else "are stopped" if stuck else "are behind the others"
         reason += f"; ranks that {why}: {ranks[:16]}"
-    return Fault(
+    return FaultEvent(
         **head,
         kind="hang",
         ranks=tuple(ranks),

@@ -26,12 +26,12 @@ from types import FrameType
 
 from kempner.process import module_command
 from kempner.ray.logs import LogCopier
-from kempner.ray.ports import CONNECT_S, PortProbe, Ports, busy_ports, is_open
+from kempner.ray.ports import PORT_CONNECT_S, PortProbe, Ports, busy_ports, is_open
 from kempner.ray.processes import Processes
 
 EVENTS = 3  # file descriptor
-NOT_UP, DIED = 75, 70  # exit codes
-TICK_S = 0.2
+NOT_UP_EXIT, DIED_EXIT = 75, 70  # exit codes
+NODE_TICK_S = 0.2
 PROBE_PEERS_S = 0.5  # how often the head probes the other nodes
 EMIT_S = 0.5  # srun loses the last words of a task that fails and so ends the step
 SOCKET_PATH = 107  # bytes that the kernel allows
@@ -40,17 +40,17 @@ SOCKET_TAIL = len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_st
 OBJECT_STORE_LEAST = 78643200  # bytes; Ray refuses less
 
 
-def emit(*words: object) -> None:
+def emit_line(*words: object) -> None:
     """Send one line to ray.sh."""
     with contextlib.suppress(OSError):  # srun may have ended
         os.write(EVENTS, (" ".join(map(str, words)) + "\n").encode())
 
 
-def log(text: str) -> None:
+def log_text(text: str) -> None:
     print(f"[{time.strftime('%F %T')}] kempner: {text}", flush=True)
 
 
-class Fault(Exception):
+class RayFault(Exception):
     """Ray cannot start here, or has died."""
 
     def __init__(self, code: int, text: str) -> None:
@@ -101,7 +101,7 @@ class NodePlan:
             yield name, address, self.ports.node_manager(index)
 
 
-def parse(arguments: list[str]) -> NodePlan:
+def parse_node_plan(arguments: list[str]) -> NodePlan:
     parser = argparse.ArgumentParser(prog="kempner.ray.node")
     parser.add_argument("--job", required=True)
     parser.add_argument("--nodes", nargs="+", required=True, help="NAME=ADDRESS")
@@ -169,7 +169,7 @@ def ready_command(plan: NodePlan) -> list[str]:
 # --- this node ----------------------------------------------------------------------------------
 
 
-class Node:
+class RayNode:
     def __init__(self, plan: NodePlan) -> None:
         self.plan, self.processes = plan, Processes()
         self.signal = 0
@@ -187,7 +187,7 @@ class Node:
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
         if not self.signal:
-            emit("SIGNAL", self.plan.index, signal.Signals(number).name.removeprefix("SIG"))
+            emit_line("SIGNAL", self.plan.index, signal.Signals(number).name.removeprefix("SIG"))
         self.signal = number
 
     def end_requested(self) -> bool:
@@ -201,24 +201,24 @@ class Node:
         plan = self.plan
         if busy := busy_ports(plan.ports, plan.index):
             text = f"{plan.name}: {', '.join(busy)}: in use on this host, perhaps by another job:"
-            raise Fault(NOT_UP, f"{text} give other ports, or --exclusive nodes")
+            raise RayFault(NOT_UP_EXIT, f"{text} give other ports, or --exclusive nodes")
         if plan.is_head:
             self.ready = self.processes.start(ready_command(plan), (EVENTS,))
         while not plan.is_head and not is_open(plan.head_address, plan.ports.gcs):
             if self.end_requested():
                 return
-            time.sleep(TICK_S)
+            time.sleep(NODE_TICK_S)
         self.start_ray()
         while not self.end_requested():
             try:
                 self.poll()
-            except Fault:
+            except RayFault:
                 # When Slurm ends the job, its signal may kill Ray before it reaches this process.
-                time.sleep(TICK_S)
+                time.sleep(NODE_TICK_S)
                 if self.end_requested():
                     return
                 raise
-            time.sleep(TICK_S)
+            time.sleep(NODE_TICK_S)
 
     def start_ray(self) -> None:
         plan = self.plan
@@ -228,21 +228,23 @@ class Node:
 
     def poll(self) -> None:
         """Check Ray once; the head also probes the other nodes, whose hosts may be down."""
-        code = DIED if self.probes[0].opened else NOT_UP
+        code = DIED_EXIT if self.probes[0].opened else NOT_UP_EXIT
         if (ended := self.processes.exit_code(self.ray)) is not None:
             if self.head_was_up:
-                raise Fault(code, f"{self.plan.name}: ray start has ended with exit code {ended}")
+                raise RayFault(
+                    code, f"{self.plan.name}: ray start has ended with exit code {ended}"
+                )
             # The head's raylet starts after its GCS and dashboard, and Ray waits only 10 s for it.
-            log("ray start did not find the head's raylet: starting it again")
+            log_text("ray start did not find the head's raylet: starting it again")
             return self.start_ray()
         self.probe_ports(code)
         if self.ready and (ended := self.processes.exit_code(self.ready)) is not None:
             self.ready = 0
-            if ended == NOT_UP:
-                raise Fault(NOT_UP, "")  # it has already reported why
+            if ended == NOT_UP_EXIT:
+                raise RayFault(NOT_UP_EXIT, "")  # it has already reported why
             if ended:
                 text = f"kempner.ray.ready has failed with exit code {ended}"
-                raise Fault(NOT_UP, f"{self.plan.name}: {text}")
+                raise RayFault(NOT_UP_EXIT, f"{self.plan.name}: {text}")
         if self.plan.log_sync and time.monotonic() - self.synced > self.plan.log_sync:
             self.logs.start()
             self.synced = time.monotonic()
@@ -254,42 +256,46 @@ class Node:
             self.peers_probed = began
         for probe in probes:
             if fault := probe.fault():
-                raise Fault(code, fault)
-            if time.monotonic() - began > CONNECT_S:
+                raise RayFault(code, fault)
+            if time.monotonic() - began > PORT_CONNECT_S:
                 break  # each silent host costs a timeout, and there may be many
 
     def shut_down(self) -> None:
         self.processes.terminate(self.ray)
         if missing := self.logs.finish():
-            log(f"Ray's own logs: {missing}")
+            log_text(f"Ray's own logs: {missing}")
         shutil.rmtree(self.temp, ignore_errors=True)
 
 
 def main() -> int:
-    plan = parse(sys.argv[1:])
+    plan = parse_node_plan(sys.argv[1:])
     try:
-        node = Node(plan)
+        node = RayNode(plan)
     except OSError as error:
-        emit("FAULT", NOT_UP, f"{plan.name}: {error}")
+        emit_line("FAULT", NOT_UP_EXIT, f"{plan.name}: {error}")
         time.sleep(EMIT_S)
-        return NOT_UP
+        return NOT_UP_EXIT
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, node.on_signal)
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)  # for Ray's workers, which may handle them
-    emit("UP", plan.index, os.getpid())
+    emit_line("UP", plan.index, os.getpid())
     try:
         node.run()
-    except (Fault, OSError) as problem:
-        fault = problem if isinstance(problem, Fault) else Fault(DIED, f"{plan.name}: {problem}")
-        log(f"fault: {fault}")
+    except (RayFault, OSError) as problem:
+        fault = (
+            problem
+            if isinstance(problem, RayFault)
+            else RayFault(DIED_EXIT, f"{plan.name}: {problem}")
+        )
+        log_text(f"fault: {fault}")
         if str(fault):
-            emit("FAULT", fault.code, fault)
+            emit_line("FAULT", fault.code, fault)
             time.sleep(EMIT_S)
         return fault.code
     finally:
         node.shut_down()
-        log("Ray has ended")
+        log_text("Ray has ended")
     return 128 + node.signal if node.signal else 0
 
 

@@ -43,10 +43,10 @@ STRIDE = "PORT_STRIDE"
 STRIDE_ON_SHARED_HOSTS = 20
 LEAST_PORT, LAST_PORT = 1024, 65535
 
-CONNECT_S = 1.5  # timeout of one connection: the kernel sends a second SYN within it
-REFUSALS = 2  # consecutive refusals after which a port that was open counts as dead
-SILENCE_S = 10.0  # a host is dead after this long without an answer ...
-SILENT = 3  # ... to at least this many connections
+PORT_CONNECT_S = 1.5  # timeout of one connection: the kernel sends a second SYN within it
+DEAD_REFUSALS = 2  # consecutive refusals after which a port that was open counts as dead
+HOST_SILENCE_S = 10.0  # a host is dead after this long without an answer ...
+SILENT_CONNECTIONS = 3  # ... to at least this many connections
 
 
 class PortError(ValueError):
@@ -163,11 +163,11 @@ def read_ports(variables: Mapping[str, str], addresses: Mapping[str, str], cpus:
         off = name == "DASHBOARD_PORT" and text == "0"
         base[name] = 0 if off else whole_number(name, text, LEAST_PORT, LAST_PORT)
     ports = Ports({**base, STRIDE: stride}, len(addresses))
-    check(ports, cpus)
+    check_ports(ports, cpus)
     return ports
 
 
-def check(ports: Ports, cpus: int) -> None:
+def check_ports(ports: Ports, cpus: int) -> None:
     """Raise PortError when a port is used twice on a host, or the workers have too few."""
     first, last = (ports.base[name] for name in WORKER_PORTS)
     if (width := len(ports.workers(0))) < cpus:
@@ -261,7 +261,7 @@ def busy_ports(ports: Ports, index: int) -> list[str]:
 
 
 def is_open(address: str, port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((address, port), CONNECT_S):
+    with contextlib.suppress(OSError), socket.create_connection((address, port), PORT_CONNECT_S):
         return True
     return False
 
@@ -286,7 +286,7 @@ class PortProbe:
     def fault(self) -> str:
         """Connect once; what is wrong, or "" while the port is open or has never been open."""
         try:
-            socket.create_connection((self.address, self.port), CONNECT_S).close()
+            socket.create_connection((self.address, self.port), PORT_CONNECT_S).close()
         except OSError as error:
             refused = isinstance(error, ConnectionRefusedError)
             self.refusals, self.silent = self.refusals + refused, self.silent + (not refused)
@@ -294,10 +294,10 @@ class PortProbe:
             self.opened, self.refusals, self.silent = time.monotonic(), 0, 0
         if not self.opened:
             return ""
-        if self.refusals >= REFUSALS:
+        if self.refusals >= DEAD_REFUSALS:
             return f"{self.node}: Ray's {self.what} is gone: port {self.port} refuses connections"
         silence = time.monotonic() - self.opened
-        if self.silent >= SILENT and silence > SILENCE_S:
+        if self.silent >= SILENT_CONNECTIONS and silence > HOST_SILENCE_S:
             return f"{self.node}: no answer from {self.address} for {silence:.0f} s: is it down?"
         return ""
 

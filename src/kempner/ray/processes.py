@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RAY_STOPS_S = 2.0  # from SIGTERM to SIGKILL; must be shorter than Slurm's own KillWait
-PR_SET_CHILD_SUBREAPER = 36
+RAY_SET_CHILD_SUBREAPER = 36
 
 
 class Processes:
@@ -20,7 +20,7 @@ class Processes:
     parent becomes a child of this process, so nothing can escape."""
 
     def __init__(self) -> None:
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(RAY_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.codes: dict[int, int] = {}
         # Kept: a Popen that is deleted, or found by the next one, takes its process's exit code.
         self._started: list[subprocess.Popen[bytes]] = []

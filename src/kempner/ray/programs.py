@@ -16,11 +16,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kempner.port_range import ReservedPort
 
-START_S = 60.0  # until Ray has room for all of them
-END_S = 130.0  # for a program to save and leave after SIGTERM
+PLACEMENT_START_S = 60.0  # until Ray has room for all of them
+PROGRAM_END_S = 130.0  # for a program to save and leave after SIGTERM
 
 
-class Program:
+class RayProgram:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._port: ReservedPort | None = None
@@ -41,20 +41,20 @@ class Program:
             return
         self._process.terminate()
         try:
-            self._process.wait(END_S)
+            self._process.wait(PROGRAM_END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
 
 
-_Actor: Any = ray.remote(max_concurrency=2)(Program)  # so that end() is heard while run() waits
+_Actor: Any = ray.remote(max_concurrency=2)(RayProgram)  # so that end() is heard while run() waits
 
 
-def programs(count: int, gpus: int) -> list[ray.actor.ActorHandle]:
+def place_programs(count: int, gpus: int) -> list[ray.actor.ActorHandle]:
     """Start `count` programs with `gpus` GPUs each: nodes are filled one after another, or without
     GPUs evenly."""
     bundle = {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}
     group = placement_group([bundle] * count, strategy="PACK" if gpus else "SPREAD")
-    ray.get(group.ready(), timeout=START_S)
+    ray.get(group.ready(), timeout=PLACEMENT_START_S)
     return [
         _Actor.options(
             num_cpus=1,
@@ -65,7 +65,7 @@ def programs(count: int, gpus: int) -> list[ray.actor.ActorHandle]:
     ]
 
 
-def ranks(actors: Sequence[ray.actor.ActorHandle]) -> list[dict[str, str]]:
+def rank_variables_of(actors: Sequence[ray.actor.ActorHandle]) -> list[dict[str, str]]:
     """Return the variables of each rank, as from torchrun: its rank, and where to meet."""
     places = ray.get([actor.where.remote(k == 0) for k, actor in enumerate(actors)])
     master, port = places[0]

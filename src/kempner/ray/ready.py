@@ -15,12 +15,12 @@ import sys
 import time
 from collections.abc import Iterator
 
-from kempner.ray.node import NOT_UP, TICK_S, emit
+from kempner.ray.node import NODE_TICK_S, NOT_UP_EXIT, emit_line
 
 Census = dict[str, tuple[float, float]]  # CPUs and GPUs of each live node, by address:port
 
 
-def count(address: str) -> Census:
+def alive_nodes(address: str) -> Census:
     """Ask the GCS which nodes are alive. `ray status` prints text, late, without a node's CPUs."""
     # Unlike ray.init() this works before any raylet is up, and registers no driver.
     from ray._raylet import GcsClient
@@ -36,7 +36,7 @@ def count(address: str) -> Census:
     }
 
 
-def missing(nodes: dict[str, str], wanted: Census, found: Census) -> Iterator[str]:
+def missing_nodes(nodes: dict[str, str], wanted: Census, found: Census) -> Iterator[str]:
     """Yield what a cluster lacks: nodes, and CPUs and GPUs of a node."""
     for name, place in nodes.items():
         if place not in found:
@@ -61,7 +61,7 @@ def main() -> int:
     error, lacks = "", list(nodes)
     while time.time() < given.deadline:
         try:
-            lacks = list(missing(nodes, wanted, count(os.environ["RAY_ADDRESS"])))
+            lacks = list(missing_nodes(nodes, wanted, alive_nodes(os.environ["RAY_ADDRESS"])))
             error = ""
         except Exception as problem:  # Ray raises many types, and most only mean "not yet"
             error = f"; Ray says {str(problem) or repr(problem)}"[:300].replace("\n", " ")
@@ -69,13 +69,13 @@ def main() -> int:
             cpus, gpus = (sum(column) for column in zip(*wanted.values(), strict=True))
             took = time.time() - given.began
             text = f"{len(nodes)} node(s), {cpus:.0f} CPUs, {gpus:.0f} GPUs, after {took:.1f} s"
-            emit("READY", text)
+            emit_line("READY", text)
             return 0
-        time.sleep(TICK_S)
+        time.sleep(NODE_TICK_S)
     took = given.deadline - int(given.began)
     text = f"not complete after {took:.0f} s (START_TIMEOUT); missing: {', '.join(lacks)}{error}"
-    emit("FAULT", NOT_UP, text)
-    return NOT_UP
+    emit_line("FAULT", NOT_UP_EXIT, text)
+    return NOT_UP_EXIT
 
 
 if __name__ == "__main__":

@@ -23,19 +23,21 @@ from typing import Any, NamedTuple
 
 from kempner import slurm
 from kempner.config.option import ConfigError
-from kempner.process import birth, kernel
+from kempner.process import birth_ticks, pid_namespace
 from kempner.slurm import host_name
 
-BEAT_S = 5.0  # the holder touches its lock, and looks at it, this often
+LOCK_HEARTBEAT_S = 5.0  # the holder touches its lock, and looks at it, this often
 MISSED_S = 12.0  # two beats, and more: so long a lock of a job that Slurm has ended must be still
 DEAD_S = 45.0  # the same, where nobody knows anything of the holder
-LOOK_S = 1.0  # between two looks at another's lock
-TELL_S = 5.0  # for the last words of one that has lost it: the file system may be what hangs
-LOST = 77  # exit code of a process that has lost its lock
-TRIES = 100  # a file that cannot be made, and is not there
+LOCK_POLL_S = 1.0  # between two looks at another's lock
+LOST_LOCK_WORDS_S = (
+    5.0  # for the last words of one that has lost it: the file system may be what hangs
+)
+LOST_LOCK_EXIT = 77  # exit code of a process that has lost its lock
+LOCK_TRIES = 100  # a file that cannot be made, and is not there
 
 
-class Seen(NamedTuple):
+class SeenLock(NamedTuple):
     """A lock at one moment. One that could not be read is empty: then its age decides."""
 
     text: bytes = b""
@@ -83,7 +85,7 @@ class RunLock:
 
     def release(self) -> None:
         self._stop.set()
-        if not self._busy.acquire(timeout=BEAT_S):
+        if not self._busy.acquire(timeout=LOCK_HEARTBEAT_S):
             return  # the file system hangs
         with contextlib.suppress(OSError):
             self._released = True
@@ -94,7 +96,7 @@ class RunLock:
     # --- while it is held ---
 
     def _beat(self) -> None:
-        while not self._stop.wait(BEAT_S):
+        while not self._stop.wait(LOCK_HEARTBEAT_S):
             # An error does not prove that the lock is lost; the next beat looks again.
             with contextlib.suppress(OSError):
                 self.check()
@@ -127,9 +129,9 @@ class RunLock:
         telling = threading.Thread(target=tell, daemon=True)
         telling.start()
         # In a thread with a limit: the file system may be what hangs.
-        telling.join(TELL_S)
+        telling.join(LOST_LOCK_WORDS_S)
         # Without finalisers: nothing that this process still does may touch the run.
-        os._exit(LOST)
+        os._exit(LOST_LOCK_EXIT)
 
     # --- taking it ---
 
@@ -139,9 +141,9 @@ class RunLock:
             seen = _look(self.path)
             if seen is None:
                 missing += 1
-                if missing == TRIES:
+                if missing == LOCK_TRIES:
                     raise FileExistsError(errno.EEXIST, "is in the way: remove it", str(self.path))
-                time.sleep(LOOK_S / 10)
+                time.sleep(LOCK_POLL_S / 10)
             elif _follows(self._self, seen.holder):
                 if self._replace(seen, though_it_beats=True) and self._outwait(seen.holder):
                     return
@@ -171,27 +173,27 @@ class RunLock:
             os.close(file)
         return True
 
-    def _is_still(self, seen: Seen) -> bool:
+    def _is_still(self, seen: SeenLock) -> bool:
         """Return whether the holder has missed enough beats. By the clock of the file system alone:
         those of two hosts differ."""
         limit = MISSED_S if _has_ended(self._self, seen.holder) else DEAD_S
         return self._stays(seen, limit)
 
-    def _stays(self, seen: Seen, seconds: float) -> bool:
+    def _stays(self, seen: SeenLock, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(left, LOOK_S))
+            time.sleep(min(left, LOCK_POLL_S))
             if _look(self.path) != seen:
                 return False
         return True
 
-    def _replace(self, seen: Seen, though_it_beats: bool = False) -> bool:
+    def _replace(self, seen: SeenLock, though_it_beats: bool = False) -> bool:
         """Replace this lock by ours. Its text is unique: only the process that creates the file
         named after it may. If it dies before it has, the next file of that kind decides."""
         name = hashlib.sha256(seen.text).hexdigest()[:16]
         claims: list[Path] = []
         fresh = self.path.with_name(f".lock.{host_name()}.{os.getpid()}.{secrets.token_hex(4)}")
-        for k in range(TRIES):
+        for k in range(LOCK_TRIES):
             claims.append(self.path.with_name(f".lock.{name}.{k}"))
             try:
                 os.close(os.open(claims[-1], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
@@ -219,7 +221,7 @@ class RunLock:
         has had time to notice. Returns False if this one has lost the lock, too."""
         deadline = time.monotonic() + MISSED_S
         while time.monotonic() < deadline and not _is_gone(self._self, holder):
-            time.sleep(LOOK_S / 4)
+            time.sleep(LOCK_POLL_S / 4)
         return self._is_mine()
 
 
@@ -233,23 +235,23 @@ def _self() -> dict[str, Any]:
         "step": os.environ.get("SLURM_STEP_ID"),
         "attempt": os.environ.get("KEMPNER_ATTEMPT_ID"),
         "host": host_name(),
-        "kernel": kernel(),
+        "kernel": pid_namespace(),
         "pid": os.getpid(),
-        "born": birth(os.getpid()),
+        "born": birth_ticks(os.getpid()),
         "nonce": secrets.token_hex(8),  # no two locks have one text
     }
 
 
-def _look(path: Path) -> Seen | None:
+def _look(path: Path) -> SeenLock | None:
     """Read the lock as it is now, None if there is none. By open() and fstat(): from stat() alone
     an NFS client may answer out of its cache, for a minute and more."""
     try:
         with open(path, "rb") as file:
-            return Seen(file.read(), os.fstat(file.fileno()).st_mtime_ns)
+            return SeenLock(file.read(), os.fstat(file.fileno()).st_mtime_ns)
     except FileNotFoundError:
         return None
     except OSError:
-        return Seen()
+        return SeenLock()
 
 
 def _name(holder: dict[str, Any]) -> str:
@@ -265,7 +267,7 @@ def _is_gone(me: dict[str, Any], holder: dict[str, Any]) -> bool:
     place = ("cluster", "host", "kernel")
     if holder.get("kernel") is None or any(holder.get(name) != me[name] for name in place):
         return False
-    return birth(holder.get("pid", 0)) != holder.get("born")
+    return birth_ticks(holder.get("pid", 0)) != holder.get("born")
 
 
 def _is_of_mine(me: dict[str, Any], holder: dict[str, Any]) -> bool:

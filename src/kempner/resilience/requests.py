@@ -61,19 +61,19 @@ REQUESTS = (
     Verdict(save=True, state="interrupted", reason="asked to make room"),
     Verdict(save=True, state="stopped", reason="stopped by the user"),
 )
-SAVE, INTERRUPT, STOP = range(len(REQUESTS))
-FLAGS = ("asks_save", "asks_interrupt", "asks_stop")  # their names in the step's all-reduce
+SAVE_REQUEST, INTERRUPT_REQUEST, STOP_REQUEST = range(len(REQUESTS))
+REQUEST_FLAGS = ("asks_save", "asks_interrupt", "asks_stop")  # their names in the step's all-reduce
 ASKS_PROFILE = "asks_profile"  # no verdict: the run goes on, and profiling.py does the rest
 
 OF_SIGNAL = {
-    signal.SIGUSR2: SAVE,
-    signal.SIGTERM: INTERRUPT,
-    signal.SIGUSR1: INTERRUPT,
-    signal.SIGINT: STOP,
+    signal.SIGUSR2: SAVE_REQUEST,
+    signal.SIGTERM: INTERRUPT_REQUEST,
+    signal.SIGUSR1: INTERRUPT_REQUEST,
+    signal.SIGINT: STOP_REQUEST,
 }
 FILE_POLL_S = 1.0
-MARGIN_S = 2.0  # of the time left after a request, to leave in order
-END_POLL_S = 60.0
+LEAVE_MARGIN_S = 2.0  # of the time left after a request, to leave in order
+JOB_END_POLL_S = 60.0
 # A longer step is abandoned between two micro-batches: see Meanwhile.
 LONG_STEP_S = 5.0
 
@@ -114,13 +114,15 @@ class StopRequests:
 
     def _watch_end(self, job: str, reserve: Callable[[], float]) -> None:
         ask_again = 0.0
-        while not self.flags[INTERRUPT]:
+        while not self.flags[INTERRUPT_REQUEST]:
             if time.monotonic() >= ask_again:
                 # The end can move. If SLURM does not answer, its last answer counts.
                 self._job_end = slurm.end_of(slurm.job_fields(job)) or self._job_end
-                ask_again = time.monotonic() + END_POLL_S
+                ask_again = time.monotonic() + JOB_END_POLL_S
             if self._job_end is not None and time.time() + reserve() > self._job_end:
-                self.request(INTERRUPT, f"the job ends in {self._job_end - time.time():.0f} s")
+                self.request(
+                    INTERRUPT_REQUEST, f"the job ends in {self._job_end - time.time():.0f} s"
+                )
             time.sleep(1.0)
 
     def _watch_files(self, run_dir: Path, first: Path) -> None:
@@ -132,7 +134,9 @@ class StopRequests:
             for path in paths:
                 with contextlib.suppress(OSError):  # also EIO and ESTALE of a shared file system
                     path.unlink()
-                    self.request(STOP if path.name == "STOP" else SAVE, f"{path.name} file")
+                    self.request(
+                        STOP_REQUEST if path.name == "STOP" else SAVE_REQUEST, f"{path.name} file"
+                    )
             with contextlib.suppress(OSError):
                 (run_dir / "PROFILE").unlink()
                 self._profile = 1.0
@@ -145,26 +149,28 @@ class StopRequests:
     def take_flags(self) -> dict[str, float]:
         """Return the flags for this step's all-reduce. A request to save or to profile is handed
         over once, one to leave stays."""
-        flags = {**dict(zip(FLAGS, self.flags, strict=True)), ASKS_PROFILE: self._profile}
-        self.flags[SAVE] = self._profile = 0.0
+        flags = {**dict(zip(REQUEST_FLAGS, self.flags, strict=True)), ASKS_PROFILE: self._profile}
+        self.flags[SAVE_REQUEST] = self._profile = 0.0
         return flags
 
     def wants_to_leave(self) -> float:
         """Return 1 if this rank has been asked to leave, else 0."""
-        return max(self.flags[INTERRUPT:])
+        return max(self.flags[INTERRUPT_REQUEST:])
 
     def seconds_left(self, rank: int) -> float | None:
         """Return the seconds that the last save may take. Rank 0 asks SLURM; None: unknown."""
-        if rank or not self.flags[INTERRUPT] or (job := slurm.job_name()) is None:
+        if rank or not self.flags[INTERRUPT_REQUEST] or (job := slurm.job_name()) is None:
             return None
         seconds = slurm.seconds_to_live(job)
-        return seconds and max(seconds - MARGIN_S, 0.0)
+        return seconds and max(seconds - LEAVE_MARGIN_S, 0.0)
 
 
-def asked(values: Mapping[str, float], before: Verdict = GO_ON) -> Verdict:
+def requested_verdict(values: Mapping[str, float], before: Verdict = GO_ON) -> Verdict:
     """Decide from the sums of a step what the ranks have asked for; equal on all ranks. `before`:
     the verdict so far; a request to leave is in every step after it."""
-    found = [request for name, request in zip(FLAGS, REQUESTS, strict=True) if values[name] > 0]
+    found = [
+        request for name, request in zip(REQUEST_FLAGS, REQUESTS, strict=True) if values[name] > 0
+    ]
     return found[-1] if found else before
 
 
@@ -186,7 +192,7 @@ class Meanwhile:
         import torch.distributed as dist
 
         gpu = self._device.type == "cuda"
-        ours = torch.tensor(self._stop.flags[INTERRUPT:], pin_memory=gpu)
+        ours = torch.tensor(self._stop.flags[INTERRUPT_REQUEST:], pin_memory=gpu)
         flags = ours.to(self._device, non_blocking=True)
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         there = torch.empty_like(ours, pin_memory=gpu).copy_(flags, non_blocking=True)
@@ -200,8 +206,8 @@ class Meanwhile:
         values, arrived = answer
         if arrived is not None:
             arrived.synchronize()  # of the micro-batch before: it has passed
-        leaving = dict(zip(FLAGS[INTERRUPT:], values.tolist(), strict=True))
-        verdict = asked({FLAGS[SAVE]: 0.0, **leaving})
+        leaving = dict(zip(REQUEST_FLAGS[INTERRUPT_REQUEST:], values.tolist(), strict=True))
+        verdict = requested_verdict({REQUEST_FLAGS[SAVE_REQUEST]: 0.0, **leaving})
         return verdict if verdict.state else None
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 WINDOW = 10  # steps of one comparison
 SLOW_WINDOWS = 2  # in a row: one alone is noise, such as another job's burst on a shared node
-SLOW = 1.5  # times the mean work of the other ranks
+SLOW_RATIO = 1.5  # times the mean work of the other ranks
 # Forward and backward of a block are about three times its forward.
 WORK_PER_FORWARD = 3
 RANKS = 1 << 20  # more than any world has; a ratio and a rank travel as ratio * 1e6 * RANKS + rank
@@ -165,7 +165,7 @@ class StragglerReport:
 
     def update(self, step: int, rank: int, ratio: float, late: float) -> None:
         """Take the slowest rank of the window that ended with `step`: `late` in seconds a step."""
-        slow = rank if ratio > SLOW else -1
+        slow = rank if ratio > SLOW_RATIO else -1
         if self._rank >= 0 and slow != self._rank:
             if self._said:
                 self._say(

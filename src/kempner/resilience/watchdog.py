@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 FLOOR_S = 120.0  # no derived limit is shorter
 STEPS = 20  # the derived limit in median step times
-PATIENCE_S = 1800.0  # for a save or a validation
-ANSWER_S = 5.0  # that rank 0 waits for the others' answers, and they for its verdict
+HANG_PATIENCE_S = 1800.0  # for a save or a validation
+HANG_ANSWER_S = 5.0  # that rank 0 waits for the others' answers, and they for its verdict
 ANSWERS_PER_S = 2000  # that the store takes; rank 0 waits longer in a large world
 WRITE_S = 5.0  # for the logs of a hang: the file system may be what hangs
 EXIT_CODE = 70
-ANSWERS, VERDICT, MOVES = "hang/answers", "hang/verdict", "hang/moves"
-LOOKS = 10  # within the limit, while the run starts
+HANG_ANSWERS, HANG_VERDICT, HANG_MOVES = "hang/answers", "hang/verdict", "hang/moves"
+START_CHECKS = 10  # within the limit, while the run starts
 MUCH = 1 << 20  # bytes between two looks; a lock and a log take fewer
-NAMED = 16  # ranks in a message
+NAMED_HUNG_RANKS = 16  # ranks in a message
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class Watchdog:
@@ -76,7 +76,7 @@ class Watchdog:
         self._main = threading.get_ident()
         self._off = threading.Event()
         self._own_store: Any = None
-        self._tell_limit(max(self._limit, PATIENCE_S))
+        self._tell_limit(max(self._limit, HANG_PATIENCE_S))
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
     def begin(self, step: int, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -104,7 +104,7 @@ class Watchdog:
     @property
     def _patience(self) -> float:
         """Seconds for the answers of all ranks to reach the store."""
-        return ANSWER_S + self._world_size / ANSWERS_PER_S
+        return HANG_ANSWER_S + self._world_size / ANSWERS_PER_S
 
     @property
     def _store(self) -> Any:
@@ -123,7 +123,7 @@ class Watchdog:
             self._on_limit(self._longest, self._groups)
 
     @contextlib.contextmanager
-    def patient(self, seconds: float = PATIENCE_S) -> Iterator[None]:
+    def patient(self, seconds: float = HANG_PATIENCE_S) -> Iterator[None]:
         """Suspend the step's limit for sections that may outlast a step without a beat: a save, a
         validation, a load, the wait for another replica. They do not count into the time of their
         step, and may take `seconds`, where that is longer than a step may."""
@@ -143,7 +143,7 @@ class Watchdog:
     def _watch(self) -> None:
         moved = self._look(0, 0)  # connects to the store, too
         awake = looked = time.monotonic()
-        while not self._off.wait(min(1.0, self._limit / LOOKS)):
+        while not self._off.wait(min(1.0, self._limit / START_CHECKS)):
             # A timer in C, in case something holds the GIL: then this loop would not run.
             faulthandler.dump_traceback_later(self._limit + 30, exit=True, file=self._log)
             before, awake = awake, time.monotonic()
@@ -152,7 +152,7 @@ class Watchdog:
                 # blame, and all of them may continue.
                 print(f"watchdog: stopped for {awake - before:.0f} s", file=self._log)
                 self._beat = awake
-            if self._starting and awake - looked >= self._limit / LOOKS:
+            if self._starting and awake - looked >= self._limit / START_CHECKS:
                 looks, moved = moved[1], self._look(*moved)
                 if moved[1] != looks and self._starting:
                     self._beat = time.monotonic()
@@ -165,7 +165,7 @@ class Watchdog:
         have found one to move much; the old numbers if the store does not respond."""
         now = _bytes_moved()
         much = int(now - moved > MUCH)
-        found = self._within(self._patience, lambda: self._store.add(MOVES, much))
+        found = self._within(self._patience, lambda: self._store.add(HANG_MOVES, much))
         return now, looks if found is None else found
 
     def _end(self) -> None:
@@ -182,9 +182,9 @@ class Watchdog:
         os._exit(EXIT_CODE)
 
     @staticmethod
-    def _within(seconds: float, act: Callable[[], T]) -> T | None:
+    def _within(seconds: float, act: Callable[[], _T]) -> _T | None:
         """Return the result of `act`, None if it takes longer or fails."""
-        found: list[T] = []
+        found: list[_T] = []
 
         def run() -> None:
             with contextlib.suppress(Exception):
@@ -207,15 +207,15 @@ class Watchdog:
         respond."""
         answers = {self._rank: place}
         if self._rank:
-            self._store.append(ANSWERS, f"{self._rank} {place}\n")
+            self._store.append(HANG_ANSWERS, f"{self._rank} {place}\n")
             with contextlib.suppress(RuntimeError):
-                self._store.wait([VERDICT])
+                self._store.wait([HANG_VERDICT])
             return answers
-        self._store.append(ANSWERS, "")
+        self._store.append(HANG_ANSWERS, "")
         deadline = time.monotonic() + self._patience
         while len(answers) < self._world_size and time.monotonic() < deadline:
             time.sleep(0.2)
-            for line in self._store.get(ANSWERS).decode().splitlines():
+            for line in self._store.get(HANG_ANSWERS).decode().splitlines():
                 rank, _, answer = line.partition(" ")
                 answers[int(rank)] = answer
         return answers
@@ -234,7 +234,7 @@ class Watchdog:
             who = f"; ranks that do not answer: {_named(silent)}" if silent else ""
             self._on_hang(f"{what}{who}", silent)
         if self._rank == 0:
-            self._store.set(VERDICT, "")
+            self._store.set(HANG_VERDICT, "")
 
     def _lines(self, answers: dict[int, str], silent: list[int]) -> list[str]:
         """Describe where the ranks are: one line for each place in the code, so that a world of
@@ -294,7 +294,11 @@ def _bytes_moved() -> int:
 
 
 def _named(ranks: list[int]) -> str:
-    return f"{ranks}" if len(ranks) <= NAMED else f"{ranks[:NAMED]} and {len(ranks) - NAMED} more"
+    return (
+        f"{ranks}"
+        if len(ranks) <= NAMED_HUNG_RANKS
+        else f"{ranks[:NAMED_HUNG_RANKS]} and {len(ranks) - NAMED_HUNG_RANKS} more"
+    )
 
 
 def _ranks(ranks: list[int]) -> str:

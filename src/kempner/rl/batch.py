@@ -45,7 +45,7 @@ class Rollouts(MicroBatch):
         )
 
 
-def read(path: Path, seq_len: int, newest: int) -> dict[str, Tensor]:
+def read_batch(path: Path, seq_len: int, newest: int) -> dict[str, Tensor]:
     """Read the arrays of a rank file, [R, T] each, and `fresh`. `newest`: the version of the
     weights before this step. Raises ValueError if the file is not as exchange.Batch defines it."""
     from safetensors.torch import load_file

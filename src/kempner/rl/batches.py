@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from kempner.rl.config import RlConfig
-from kempner.rl.groups import Group, Place
+from kempner.rl.groups import SampleGroup, TaskPlace
 
 SOON = 2  # batches that are filled at a time: one is trained meanwhile
 
@@ -31,17 +31,17 @@ class Groups:
 
     def __init__(self, rl: RlConfig, max_tokens: int, say: Callable[[str], None]) -> None:
         self._rl, self._max_tokens, self._say = rl, max_tokens, say
-        self._ready: list[Group] = []  # may be trained
-        self._since: list[Group] = []  # all that have come since the last batch
-        self._flat: list[Group] = []  # of these, without variance
+        self._ready: list[SampleGroup] = []  # may be trained
+        self._since: list[SampleGroup] = []  # all that have come since the last batch
+        self._flat: list[SampleGroup] = []  # of these, without variance
         self._nothing = 0  # groups since the last batch that do not count toward the next one
         self._stale = 0  # since the last batch, too old
-        self.again: list[Place] = []  # of the latter, to be asked again
+        self.again: list[TaskPlace] = []  # of the latter, to be asked again
         self._target = 0  # groups of the next batch
         self.tokens_of_group = 0.0  # sampled, on average; a part of the state
 
     @property
-    def carried(self) -> list[Place]:
+    def carried(self) -> list[TaskPlace]:
         """Places of the groups that wait for a later batch."""
         return [group.at for group in self._ready]
 
@@ -74,7 +74,7 @@ class Groups:
         """Return the oldest version whose samples step `step` may train."""
         return step - 1 - self._rl.max_async
 
-    def add(self, group: Group) -> None:
+    def add(self, group: SampleGroup) -> None:
         self._since.append(group)
         if group.failed or group.flat:
             self._nothing += 1
@@ -82,7 +82,7 @@ class Groups:
         else:
             self._ready.append(group)
 
-    def chosen(self, step: int, ahead: int, flying: int) -> list[Group] | None:
+    def chosen(self, step: int, ahead: int, flying: int) -> list[SampleGroup] | None:
         """Return the groups of the batch of `step`; None: not yet. Raises Failed."""
         least = self.least(step)
         fresh = [group for group in self._ready if group.oldest >= least]
@@ -99,7 +99,7 @@ class Groups:
             return None
         return self._filled(step, [group for group in self._flat if group.oldest >= least])
 
-    def _enough(self) -> list[Group] | None:
+    def _enough(self) -> list[SampleGroup] | None:
         if len(self._ready) < self._target:
             return None
         least = self._rl.batch_tokens
@@ -115,7 +115,7 @@ class Groups:
         self._target = count + math.ceil((least - tokens) / (tokens / count))
         return None
 
-    def _filled(self, step: int, flat: list[Group]) -> list[Group]:
+    def _filled(self, step: int, flat: list[SampleGroup]) -> list[SampleGroup]:
         """Fill the batch when rl.refill is used up. Groups without variance fill it: they have no
         part in the gradient, but their tokens count, so that the others do not weigh more than
         elsewhere."""
@@ -130,7 +130,7 @@ class Groups:
         )
         return chosen
 
-    def next_batch(self, chosen: list[Group]) -> tuple[list[Group], int]:
+    def next_batch(self, chosen: list[SampleGroup]) -> tuple[list[SampleGroup], int]:
         """Hand over these groups. Returns the groups that have come since the batch before, in the
         order of the tasks, and how many of them were too old."""
         used = {group.at.place for group in chosen}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from kempner.bench_config import BenchConfig
-from kempner.config.option import REQUIRED, ConfigError, option
+from kempner.config.option import REQUIRED_OPTION, ConfigError, option
 from kempner.data.config import FAKE
 from kempner.generate.config import Sampling
 from kempner.hf.families import family_of
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 class EnvConfig:
     """One entry of [[rl.env]]."""
 
-    id: str = option(REQUIRED, "a built-in environment, or FILE.py:CLASS: docs/extensions/rl.md")
+    id: str = option(
+        REQUIRED_OPTION, "a built-in environment, or FILE.py:CLASS: docs/extensions/rl.md"
+    )
     name: str = option("", "its name in metrics; unset: id")
     args: str = option("", 'its arguments as a JSON object, such as {"below": 100}')
     weight: float = option(1.0, "its share of the prompts, of the sum of weights", minimum=0.0)
@@ -168,7 +170,7 @@ class InferenceConfig:
         return SLOTS[self.engine] if self.slots is None else self.slots
 
 
-def problems(cfg: RunConfig) -> list[str]:
+def rl_problems(cfg: RunConfig) -> list[str]:
     """List what cannot be combined with RL, one message each, with the way out."""
     rl, inference, preference = cfg.of(RlConfig), cfg.of(InferenceConfig), cfg.of(PreferenceConfig)
     if not rl.on:

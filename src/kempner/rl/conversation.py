@@ -10,23 +10,23 @@ from pathlib import Path
 import numpy as np
 
 from kempner.config.option import ConfigError
-from kempner.data.chat_template import ChatTemplate, read_config
+from kempner.data.chat_template import ChatTemplate, read_tokenizer_config
 from kempner.data.sidecar import SIDECAR, DataError
 from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
-from kempner.hf.source import TOKENIZER, find, run_of
+from kempner.hf.source import TOKENIZER_FILE, find_weights, run_of
 from kempner.load import Words, words_of_directory, words_of_run
 from kempner.rl.engines import Completion
 from kempner.rl.environments.protocol import Message, Reply, Task
 from kempner.rl.packing import Sample
 
-BYTES = "bytes"
-MARK = "\ufdd2"  # stands for what the model has said; Unicode keeps it out of text
+CONVERSATION_BYTES = "bytes"
+REPLY_PLACEHOLDER = "\ufdd2"  # stands for what the model has said; Unicode keeps it out of text
 
 
 def open_words(tokenizer: str, init_from: str | None) -> Words:
     """Open the tokenizer of the run: rl.tokenizer, or that of the weights; for a run's weights,
     that of its data. Raises ConfigError."""
-    if tokenizer == BYTES:
+    if tokenizer == CONVERSATION_BYTES:
         own = ByteTokenizer()
         return Words(own, [own.eod], {own.eod}, Path())
     if not tokenizer and init_from is None:
@@ -36,19 +36,19 @@ def open_words(tokenizer: str, init_from: str | None) -> Words:
         )
     folder = Path(tokenizer).expanduser()
     if not tokenizer:
-        source = find(init_from or "")
+        source = find_weights(init_from or "")
         if source.is_checkpoint:
             return words_of_run(run_of(source.path), source.path)
         folder = source.path
-    if (folder / TOKENIZER).is_file():
+    if (folder / TOKENIZER_FILE).is_file():
         return words_of_directory(folder)
     if (folder / SIDECAR).is_file():
         found = load_tokenizer(folder)
         return Words(found, [found.eod], {found.eod}, folder)
-    raise ConfigError(f"rl.tokenizer = {folder}: has neither {TOKENIZER} nor {SIDECAR}")
+    raise ConfigError(f"rl.tokenizer = {folder}: has neither {TOKENIZER_FILE} nor {SIDECAR}")
 
 
-class Writer:
+class DialogueWriter:
     """Prompts and the turns of environments as tokens: plain text, or by a chat template."""
 
     def __init__(self, words: Words) -> None:
@@ -56,7 +56,7 @@ class Writer:
         self._template: ChatTemplate | None = None
         if isinstance(words.tokenizer, FileTokenizer):
             try:
-                self._template = ChatTemplate(read_config(words.folder), date.today())
+                self._template = ChatTemplate(read_tokenizer_config(words.folder), date.today())
             except DataError:  # a tokenizer without one is for plain text
                 self._template = None
 
@@ -81,10 +81,13 @@ class Writer:
         """
         if isinstance(task.prompt, str) or self._template is None:
             return self._words.tokenizer.encode(reply.content)
-        messages: list[Message] = [*task.prompt, {"role": "assistant", "content": MARK}]
+        messages: list[Message] = [
+            *task.prompt,
+            {"role": "assistant", "content": REPLY_PLACEHOLDER},
+        ]
         messages.append({"role": reply.role, "content": reply.content})
         text = self._template.render(messages, None, True)
-        _, mark, after = text.partition(MARK)
+        _, mark, after = text.partition(REPLY_PLACEHOLDER)
         if not mark:
             raise ValueError("the chat template does not write what the assistant has said")
         ids = self._encode(after)
@@ -101,7 +104,7 @@ class Writer:
         return ids
 
 
-class Conversation:
+class Dialogue:
     """One sample as it grows."""
 
     def __init__(self, messages: Sequence[Message], prompt: Sequence[int]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kempner.rl.groups import Group, Place
+from kempner.rl.groups import SampleGroup, TaskPlace
 
-State = dict[str, Any]
-LOOKS = 10_000  # tasks of an environment that may be left out in a row
+_State = dict[str, Any]
+SKIPPED_TASKS = 10_000  # tasks of an environment that may be left out in a row
 
 
 class Curriculum:
@@ -33,11 +33,11 @@ class Curriculum:
         self._number = dict.fromkeys(self._shares, 0)  # of the next one there
         self._out: dict[str, set[str]] = {label: set() for label in self._shares}
 
-    def next(self) -> Place:
+    def next(self) -> TaskPlace:
         for label, share in self._shares.items():
             self._due[label] += share
         label = max(self._due, key=lambda each: self._due[each])
-        found = Place(self._place, label, self._wanted(label))
+        found = TaskPlace(self._place, label, self._wanted(label))
         self._place += 1
         self._due[label] -= 1
         self._number[label] = found.number + 1
@@ -47,14 +47,14 @@ class Curriculum:
         number = self._number[label]
         if not self._filters:
             return number
-        for each in range(number, number + LOOKS):
+        for each in range(number, number + SKIPPED_TASKS):
             if self._key(label, each) not in self._out[label]:
                 return each
         self._say(f"{label}: rl.solve_rate leaves none of its prompts; all are asked again")
         self._out[label].clear()
         return number
 
-    def learn(self, groups: list[Group]) -> None:
+    def learn(self, groups: list[SampleGroup]) -> None:
         """Leave out the prompts that these groups show to be too easy or too hard."""
         low, high = self._bounds
         for group in groups:
@@ -64,11 +64,11 @@ class Curriculum:
 
     # --- a part of the checkpoint ---
 
-    def state(self) -> State:
+    def state(self) -> _State:
         out = {label: sorted(keys) for label, keys in self._out.items() if keys}
         return {"place": self._place, "due": self._due, "number": self._number, "out": out}
 
-    def load(self, state: State) -> None:
+    def load(self, state: _State) -> None:
         """Restore the state. Changed weights hold from here on; a new environment begins with its
         first task."""
         self._place = state["place"]

@@ -21,8 +21,8 @@ from kempner.generate.config import Sampling
 from kempner.serve.lease import RUN
 
 SLOTS = {"kit": 16, "vllm": 128}  # where the configuration gives none
-BEAT_S = 3.0  # the longest that an engine may take to say that it is alive
-CONNECT_S = 10.0
+ENGINE_HEARTBEAT_S = 3.0  # the longest that an engine may take to say that it is alive
+ENGINE_CONNECT_S = 10.0
 VERSION_S = 60.0  # vLLM answers what its weights are between two steps of the model
 SCORE_S = 600.0  # the longest that an engine may take to score one text
 UPDATE_S = 3600.0  # the longest that an engine may read new weights
@@ -69,7 +69,7 @@ class GivenUp(Exception):
     """The request has failed too often."""
 
 
-class Leased(Busy):
+class EngineLeased(Busy):
     """Another run uses the engine."""
 
 
@@ -105,26 +105,26 @@ class Flight:
         with self._lock:
             self.cancelled = True
             for each in self._sockets:
-                shut(each)
+                shut_socket(each)
 
     def add(self, opened: socket.socket) -> None:
         with self._lock:
             self._sockets.add(opened)
             if self.cancelled:
-                shut(opened)
+                shut_socket(opened)
 
     def remove(self, opened: socket.socket) -> None:
         with self._lock:
             self._sockets.discard(opened)
 
 
-def shut(opened: socket.socket) -> None:
+def shut_socket(opened: socket.socket) -> None:
     """Shut a connection down; a thread that waits for it wakes up."""
     with contextlib.suppress(OSError):
         opened.shutdown(socket.SHUT_RDWR)
 
 
-class Engine(Protocol):
+class RouterEngine(Protocol):
     """An engine as the router needs it."""
 
     url: str
@@ -227,12 +227,12 @@ class KitEngine:
         return [found[i : i + n] for i in range(0, len(found), n)]
 
     def alive(self) -> None:
-        code, _ = self._exchange("/health", None, BEAT_S)
+        code, _ = self._exchange("/health", None, ENGINE_HEARTBEAT_S)
         if code not in self.living:
             raise Lost(f"/health: {code}")
 
     def version(self) -> int | None:
-        answer = self._ask("/health", None, BEAT_S)
+        answer = self._ask("/health", None, ENGINE_HEARTBEAT_S)
         self._ours(answer.get("run", ""), lambda: bool(answer.get("leased")))
         return self._version_in(answer)
 
@@ -244,7 +244,7 @@ class KitEngine:
     def _ours(self, run: str, leased: Callable[[], bool]) -> None:
         """Check the weights before a request. Raises Busy; Leased if that run uses the engine."""
         if run not in ("", self._run) and leased():
-            raise Leased(f"it has weights of another run, {run}, which uses it")
+            raise EngineLeased(f"it has weights of another run, {run}, which uses it")
         try:
             self._own(run)
         except Lost as other:
@@ -256,7 +256,7 @@ class KitEngine:
 
     def release(self) -> None:
         if self._run:
-            self._ask("/release", {"run": self._run}, BEAT_S)
+            self._ask("/release", {"run": self._run}, ENGINE_HEARTBEAT_S)
 
     def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
         answer = self._ask("/score", {"tokens": list(tokens), "temperature": temperature}, SCORE_S)
@@ -268,7 +268,7 @@ class KitEngine:
 
     def about(self) -> About:
         try:
-            (told,) = self._ask("/v1/models", None, BEAT_S)["data"]
+            (told,) = self._ask("/v1/models", None, ENGINE_HEARTBEAT_S)["data"]
             tokenizer = int(told["vocab_size"]), set(told["ends"]), str(told["tokenizer"])
             return About(*tokenizer, dict(told["shape"]))
         except (KeyError, TypeError, ValueError) as error:
@@ -283,7 +283,7 @@ class KitEngine:
 
     def _count(self, name: str) -> int | None:
         """Return the sum of a counter over its labels."""
-        _, text = self._exchange("/metrics", None, BEAT_S)
+        _, text = self._exchange("/metrics", None, ENGINE_HEARTBEAT_S)
         line = rf"^{re.escape(name)}(?:{{.*}})? ([0-9.e+]+)$".encode()
         found = re.findall(line, text, re.MULTILINE)
         return int(sum(map(float, found))) if found else None
@@ -297,7 +297,7 @@ class KitEngine:
     def abort(self) -> None:
         with self._lock:
             for each in self._open:
-                shut(each)
+                shut_socket(each)
 
     def _ask(
         self,
@@ -318,7 +318,7 @@ class KitEngine:
     ) -> tuple[int, bytes]:
         """Return code and text of the answer. `timeout`: seconds; None: no limit. Raises Lost."""
         connection = http.client.HTTPConnection(
-            self._host, self._port, timeout=min(CONNECT_S, timeout or CONNECT_S)
+            self._host, self._port, timeout=min(ENGINE_CONNECT_S, timeout or ENGINE_CONNECT_S)
         )
         opened: socket.socket | None = None
         try:
@@ -446,7 +446,7 @@ class VllmEngine(KitEngine):
 
     def _leased(self) -> bool:
         with contextlib.suppress(Lost):  # a vLLM that was started by hand does not know
-            return bool(self._ask(LEASE, None, BEAT_S).get("leased"))
+            return bool(self._ask(LEASE, None, ENGINE_HEARTBEAT_S).get("leased"))
         return False
 
     def _versions(self, spans: Sequence[dict[str, Any]]) -> list[int]:
@@ -479,7 +479,7 @@ class VllmEngine(KitEngine):
 
     def release(self) -> None:
         with contextlib.suppress(Lost):  # a vLLM that was started by hand has no lease
-            self._ask(LEASE, {}, BEAT_S)
+            self._ask(LEASE, {}, ENGINE_HEARTBEAT_S)
 
     def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
         """Return the log-probabilities at temperature 1, else None: vLLM gives a prompt's at no
@@ -515,7 +515,7 @@ def _read(path: str, code: int, text: bytes) -> dict[str, Any]:
     if code == 503:
         raise Busy(why)
     if code == 409:
-        raise Leased(why)
+        raise EngineLeased(why)
     if code in (400, 422):
         raise Rejected(f"{path}: {why}")
     raise Lost(f"{path}: {code} {why}")

@@ -30,20 +30,20 @@ from numpy.typing import NDArray
 
 from kempner.files import write_atomic
 
-BEAT_S = 2.0  # between two signs of life
+EXCHANGE_HEARTBEAT_S = 2.0  # between two signs of life
 LISTEN_S = 10.0  # between two looks for one, at most
-SILENT_S = 120.0  # a part that gives none for so long does nothing
+EXCHANGE_SILENCE_S = 120.0  # a part that gives none for so long does nothing
 DISK_S = 600.0  # that a full disk may stay full
 AGAIN_S = 5.0  # between two looks whether there is room
 
-State = dict[str, Any]
+ExchangeState = dict[str, Any]
 """Of the orchestrator, after the batch of some step: JSON, a part of that step's checkpoint."""
 
 
-class Start(NamedTuple):
+class ExchangeStart(NamedTuple):
     step: int  # that was loaded; 0: a new run
     data_ranks: int  # rank files of a batch
-    state: State | None
+    state: ExchangeState | None
 
 
 class Batch(NamedTuple):
@@ -55,13 +55,13 @@ class Batch(NamedTuple):
     step: int
     tokens: int  # targets that count, of all ranks
     metrics: dict[str, float]  # a part of the step's line in metrics.jsonl
-    state: State
+    state: ExchangeState
     scored: bool = False
     """The trainer hands back what its weights, before the step, say of the first row of rank 0:
     fp32 [T]."""
 
 
-class Exchange:
+class RolloutExchange:
     def __init__(self, run_dir: str | Path) -> None:
         # rl.sh sets it for all of its processes; started by hand there is one attempt, "0".
         self.root = Path(run_dir, "rl", os.environ.get("KEMPNER_ATTEMPT_ID", "0"))
@@ -84,7 +84,7 @@ class Exchange:
         """Publish a version, all of whose other files are there."""
         write_atomic(self.version(number) / "manifest.json", json.dumps(facts))
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: ExchangeStart) -> None:
         """Write the start, after the version of `start.step` was published."""
         self.root.mkdir(parents=True, exist_ok=True)
         write_atomic(self.root / "start.json", json.dumps(start._asdict()))
@@ -113,10 +113,10 @@ class Exchange:
             return None
         return found
 
-    def started(self) -> Start | None:
+    def started(self) -> ExchangeStart | None:
         """Return the start; None until the trainer has resumed."""
         found = _read(self.root / "start.json")
-        return None if found is None else Start(**found)
+        return None if found is None else ExchangeStart(**found)
 
     def newest(self) -> int | None:
         """Return the newest version that is published."""
@@ -146,7 +146,7 @@ class Beat:
     waits for room: both can still be changed on a full disk. The batch script and status.py look at
     it."""
 
-    def __init__(self, exchange: Exchange, part: str) -> None:
+    def __init__(self, exchange: RolloutExchange, part: str) -> None:
         self._name = exchange.root / part
         self._full, self._next = exchange.root / f"{part}.full", 0.0
         with contextlib.suppress(OSError):
@@ -156,7 +156,7 @@ class Beat:
     def alive(self) -> None:
         if time.monotonic() < self._next:
             return
-        self._next = time.monotonic() + BEAT_S
+        self._next = time.monotonic() + EXCHANGE_HEARTBEAT_S
         with contextlib.suppress(OSError):
             os.utime(self._name)
 
@@ -174,7 +174,7 @@ class Beat:
 class Listener:
     """A listener to the heartbeat of another part, as kp_hear_orchestrator in rl_watch.sh."""
 
-    def __init__(self, exchange: Exchange, part: str) -> None:
+    def __init__(self, exchange: RolloutExchange, part: str) -> None:
         self._names = exchange.root / part, exchange.root / f"{part}.full"
         self._heard: list[tuple[str, int]] = []
         self._silent, self._looked = 0.0, time.monotonic()

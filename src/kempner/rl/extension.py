@@ -54,7 +54,7 @@ class RlExtension(Extension):
         return replace(cfg, train=replace(cfg.train, global_batch=rl.batch_samples))
 
     def problems(self, cfg: RunConfig) -> list[str]:
-        return config.problems(cfg)
+        return config.rl_problems(cfg)
 
     def program_problem(self, cfg: RunConfig, own: bool) -> str | None:
         return None if cfg.of(RlConfig).on == own else OTHER_PROGRAM[own]
@@ -108,11 +108,11 @@ def _other_tokens(cfg: RunConfig) -> list[str]:
     """The problem of a tokenizer whose ids are not those that the weights of model.init_from
     know."""
     from kempner.hf.checks import other_ids, same_ids
-    from kempner.hf.source import find, source_tokenizer
+    from kempner.hf.source import find_weights, source_tokenizer
 
     name, own = cfg.of(RlConfig).tokenizer, None
     with contextlib.suppress(ConfigError):  # told by the check of the weights
-        own = source_tokenizer(find(cfg.model.init_from)) if cfg.model.init_from else None
+        own = source_tokenizer(find_weights(cfg.model.init_from)) if cfg.model.init_from else None
     theirs = named_tokenizer(name)
     if own is None or theirs is None or same_ids(theirs, own):
         return []
@@ -122,14 +122,14 @@ def _other_tokens(cfg: RunConfig) -> list[str]:
 def named_tokenizer(name: str) -> dict[str, str] | None:
     """Describe the tokenizer that rl.tokenizer names, as source_tokenizer() does; None if it is not
     there."""
-    from kempner.data.sidecar import BYTES, SIDECAR, Sidecar
-    from kempner.hf.source import TOKENIZER, tokenizer_of_file
+    from kempner.data.sidecar import BYTES_TOKENIZER, SIDECAR, Sidecar
+    from kempner.hf.source import TOKENIZER_FILE, tokenizer_of_file
 
     folder = Path(name).expanduser()
-    if name == BYTES["kind"]:
-        return dict(BYTES)
-    if name and (folder / TOKENIZER).is_file():
-        return tokenizer_of_file(folder / TOKENIZER)
+    if name == BYTES_TOKENIZER["kind"]:
+        return dict(BYTES_TOKENIZER)
+    if name and (folder / TOKENIZER_FILE).is_file():
+        return tokenizer_of_file(folder / TOKENIZER_FILE)
     if name and (folder / SIDECAR).is_file():  # data of bytes
         return Sidecar.load(folder / SIDECAR).tokenizer
     return None

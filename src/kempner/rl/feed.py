@@ -26,10 +26,16 @@ from kempner.model.decoder import Decoder
 from kempner.parallel.layout import Layout
 from kempner.progress import Progress
 from kempner.replicas import Waiting
-from kempner.resilience.requests import FLAGS, INTERRUPT, StopRequests, Verdict, asked
-from kempner.rl.batch import Rollouts, micro_batches, read
+from kempner.resilience.requests import (
+    INTERRUPT_REQUEST,
+    REQUEST_FLAGS,
+    StopRequests,
+    Verdict,
+    requested_verdict,
+)
+from kempner.rl.batch import Rollouts, micro_batches, read_batch
 from kempner.rl.config import RlConfig
-from kempner.rl.exchange import AGAIN_S, DISK_S, Batch, Beat, Exchange, Start
+from kempner.rl.exchange import AGAIN_S, DISK_S, Batch, Beat, ExchangeStart, RolloutExchange
 from kempner.rl.publish import Publisher, open_publisher
 from kempner.step import StepResult
 
@@ -37,8 +43,8 @@ if TYPE_CHECKING:
     from kempner.run import RunConfig
     from kempner.run_directory import Run
 
-LOOK_S = 0.01, 0.1  # between two looks for a batch, and for requests to leave: from, to
-SHARE = 0.02  # of the wait so far, in between: a wait is not prolonged by more
+BATCH_POLL_S = 0.01, 0.1  # between two looks for a batch, and for requests to leave: from, to
+WAIT_SHARE = 0.02  # of the wait so far, in between: a wait is not prolonged by more
 
 
 class Feed:
@@ -57,7 +63,7 @@ class Feed:
     def __init__(
         self,
         cfg: RunConfig,
-        exchange: Exchange,
+        exchange: RolloutExchange,
         layout: Layout,
         stop: StopRequests,
         publisher: Publisher,
@@ -87,7 +93,7 @@ class Feed:
         with waiting():
             self.publish(progress.step)
         if self._ranks.rank == 0:
-            start = Start(progress.step, self._layout.data_ranks, progress.orchestrator)
+            start = ExchangeStart(progress.step, self._layout.data_ranks, progress.orchestrator)
             self._exchange.begin(start)
 
     def __next__(self) -> list[Rollouts] | Verdict:
@@ -110,7 +116,7 @@ class Feed:
         self._step = step
         self._own = [] if found.scored and self._ranks.rank == 0 else None
         path = self._exchange.rollouts(step) / f"rank_{self._layout.data_rank}.safetensors"
-        arrays = self._ranks.on_all(lambda: read(path, self._seq_len, step - 1))
+        arrays = self._ranks.on_all(lambda: read_batch(path, self._seq_len, step - 1))
         self._places = arrays["inputs"].numel() * self._layout.data_ranks
         return list(micro_batches(arrays, self._micro, self._pin, self._own))
 
@@ -122,10 +128,10 @@ class Feed:
             time.sleep(pause)
             batch, wanted = self._exchange.batch(step), self._exchange.wanted.exists()
             wanted = wanted or (self._tries > 0 and time.monotonic() > self._again)
-        flags = torch.tensor([batch is not None, wanted, *self._stop.flags[INTERRUPT:]])
+        flags = torch.tensor([batch is not None, wanted, *self._stop.flags[INTERRUPT_REQUEST:]])
         dist.all_reduce(flags, dist.ReduceOp.MAX, self._ranks.group)
         ready, wants, *leaving = flags.tolist()
-        verdict = asked(dict(zip(FLAGS, (0.0, *leaving), strict=True)))
+        verdict = requested_verdict(dict(zip(REQUEST_FLAGS, (0.0, *leaving), strict=True)))
         if verdict.state:
             return verdict
         if wants:
@@ -200,8 +206,8 @@ class Feed:
 
 def pause_after(waited: float) -> float:
     """Return the seconds until the next look."""
-    least, most = LOOK_S
-    return min(most, max(least, SHARE * waited))
+    least, most = BATCH_POLL_S
+    return min(most, max(least, WAIT_SHARE * waited))
 
 
 class FakeFeed(Feed):
@@ -211,7 +217,7 @@ class FakeFeed(Feed):
     def __init__(
         self,
         cfg: RunConfig,
-        exchange: Exchange,
+        exchange: RolloutExchange,
         layout: Layout,
         stop: StopRequests,
         publisher: Publisher,
@@ -256,7 +262,7 @@ def open_feed(
     stop: StopRequests,
 ) -> Feed:
     """The batches of a run, and where its weights go."""
-    exchange, device = Exchange(run.dir), torch.device(layout.mesh.device_type)
+    exchange, device = RolloutExchange(run.dir), torch.device(layout.mesh.device_type)
     publisher = open_publisher(cfg, model, exchange, device)
     if cfg.data.dataset_path == FAKE:
         return FakeFeed(cfg, exchange, layout, stop, publisher, run.announce)

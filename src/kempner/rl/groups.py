@@ -15,7 +15,7 @@ from kempner.rl.packing import Sample
 SAME = 1e-6  # rewards that differ by less are the same
 
 
-class Place(NamedTuple):
+class TaskPlace(NamedTuple):
     """A task's place in the order in which a run asks for them."""
 
     place: int  # from 0
@@ -39,8 +39,8 @@ class Rollout(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Group:
-    at: Place
+class SampleGroup:
+    at: TaskPlace
     key: str  # of the prompt
     prompt: str
     rollouts: Sequence[Rollout]  # all of them

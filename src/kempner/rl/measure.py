@@ -11,18 +11,18 @@ from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kempner.files import write_atomic
-from kempner.history.tables import aligned
+from kempner.history.tables import align_table
 from kempner.rl.config import InferenceConfig, RlConfig
 from kempner.rl.curriculum import Curriculum
 from kempner.rl.engines import Closed, Lost, NoEngines
-from kempner.rl.groups import Group
-from kempner.rl.rollout import Sampler
+from kempner.rl.groups import SampleGroup
+from kempner.rl.rollout import RolloutSampler
 from kempner.rl.router import Router
 
 if TYPE_CHECKING:
     from kempner.run import RunConfig
 
-ROUNDS = 3
+MEASURE_ROUNDS = 3
 FIRST_ENGINE_S = 600.0
 RESULT = "bench-engines.json"
 
@@ -42,7 +42,7 @@ class Bench:
     def __init__(
         self,
         cfg: RunConfig,
-        sampler: Sampler,
+        sampler: RolloutSampler,
         router: Router,
         curriculum: Curriculum,
         stop: threading.Event,
@@ -64,7 +64,7 @@ class Bench:
         many = max(4 * batch, -(-6 * room // rl.group_size))
         self._measure(batch, room)  # the first one is slower
         alone, stream, read = [], [], self._tokens_read()
-        for _ in range(ROUNDS):  # by turns: the machine may be busy
+        for _ in range(MEASURE_ROUNDS):  # by turns: the machine may be busy
             alone.append(self._measure(batch, room))
             stream.append(self._measure(many, room))
         after = self._tokens_read()
@@ -78,7 +78,7 @@ class Bench:
             "tokens_per_s": full,
             "tokens_per_s_of_batches": statistics.median(each.rate for each in alone),
             "straggler_loss": statistics.median(lost),
-            "length": sum(each.tokens for each in stream) / (many * rl.group_size * ROUNDS),
+            "length": sum(each.tokens for each in stream) / (many * rl.group_size * MEASURE_ROUNDS),
             "prefix_reuse": None,
         }
         prompts = sum(each.prompts for each in (*alone, *stream))
@@ -93,7 +93,7 @@ class Bench:
 
     def _measure(self, count: int, room: int) -> Measured:
         """Measure `count` groups, all requested at once."""
-        come: Queue[Group | Exception] = Queue()
+        come: Queue[SampleGroup | Exception] = Queue()
 
         def work() -> None:
             try:
@@ -123,7 +123,7 @@ class Bench:
             full = (more - few) / (last - first) if last > first else full
         return Measured(tokens, prompts, seconds, full)
 
-    def _next(self, come: Queue[Group | Exception]) -> Group:
+    def _next(self, come: Queue[SampleGroup | Exception]) -> SampleGroup:
         while True:
             if self._stop.is_set():
                 raise Closed
@@ -146,7 +146,7 @@ class Bench:
                 "-" if reuse is None else f"{reuse:.1%}",
             ],
         ]  # fmt: skip
-        print(aligned(rows, 2, range(6)))
+        print(align_table(rows, 2, range(6)))
         path = Path(self._cfg.run.dir) / RESULT
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(result, indent=1) + "\n")

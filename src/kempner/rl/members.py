@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kempner.rl.engines import Engine
+from kempner.rl.engines import RouterEngine
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Member:
     """One engine."""
 
     name: str
-    engine: Engine
+    engine: RouterEngine
     version: int = -1  # -1: not known
     alive: bool = False
     trusted: bool = True  # that its version is one of this run
@@ -60,7 +60,7 @@ class Waiter:
     life: int = 0  # of the member when it was given
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> RouterEngine:
         assert self.member is not None
         return self.member.engine
 

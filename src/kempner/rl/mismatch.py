@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kempner.data.source import IGNORE
-from kempner.rl.engines import Busy, Engine, Lost, Rejected, Scores
-from kempner.rl.exchange import Exchange
+from kempner.rl.engines import Busy, Lost, Rejected, RouterEngine, Scores
+from kempner.rl.exchange import RolloutExchange
 from kempner.rl.router import Router
 
-LONGEST = 2048  # tokens of the text: an engine has the logits of all of them at once
-KEPT = 32  # batches whose texts wait for an engine with the version before
+LONGEST_PROBE = 2048  # tokens of the text: an engine has the logits of all of them at once
+KEPT_BATCHES = 32  # batches whose texts wait for an engine with the version before
 
 
 class Probe(NamedTuple):
@@ -35,7 +35,7 @@ class Probe(NamedTuple):
     counts: NDArray[np.bool_]  # [P], the model has sampled the target
 
 
-def choose(arrays: Mapping[str, NDArray[np.generic]]) -> Probe:
+def choose_probe(arrays: Mapping[str, NDArray[np.generic]]) -> Probe:
     """Choose the longest sample of a row that is not too long to score, else the shortest.
     `arrays`: of the rank file (exchange.Batch)."""
     inputs, targets, documents = (arrays[name][0] for name in ("inputs", "targets", "documents"))
@@ -43,7 +43,7 @@ def choose(arrays: Mapping[str, NDArray[np.generic]]) -> Probe:
     lengths = {
         int(number): int((documents == number).sum()) for number in np.unique(documents[counted])
     }
-    short = [number for number, length in lengths.items() if length < LONGEST]
+    short = [number for number, length in lengths.items() if length < LONGEST_PROBE]
     number = max(short, key=lengths.__getitem__) if short else min(lengths, key=lengths.__getitem__)
     first = int(np.argmax(documents == number))
     places = slice(first, first + lengths[number])
@@ -55,7 +55,7 @@ def choose(arrays: Mapping[str, NDArray[np.generic]]) -> Probe:
 class Mismatch:
     """Measurement of the mismatch. Its methods are for the orchestrator's thread."""
 
-    def __init__(self, exchange: Exchange, router: Router, temperature: float) -> None:
+    def __init__(self, exchange: RolloutExchange, router: Router, temperature: float) -> None:
         self._exchange, self._router, self._temperature = exchange, router, temperature
         self._steps: deque[int] = deque()  # all that may still have a file of the trainer's
         self._probes: dict[int, Probe] = {}  # by step; no engine was asked for it yet
@@ -68,8 +68,8 @@ class Mismatch:
         """Add rank 0's file of a batch; the trainer hands back its log-probabilities of the first
         row."""
         self._steps.append(step)
-        self._probes[step] = choose(arrays)
-        if len(self._steps) > KEPT:
+        self._probes[step] = choose_probe(arrays)
+        if len(self._steps) > KEPT_BATCHES:
             old = self._steps.popleft()
             self._probes.pop(old, None)
             self._scored.pop(old, None)
@@ -93,7 +93,7 @@ class Mismatch:
                 self._found.append(float(apart[probe.counts].mean()))
                 del self._scored[step]
 
-    def _ask(self, step: int, probe: Probe, engine: Engine) -> None:
+    def _ask(self, step: int, probe: Probe, engine: RouterEngine) -> None:
         scores = None
         with contextlib.suppress(Busy, Lost, Rejected):  # its beats find out how it is
             scores = engine.score(probe.tokens, self._temperature)

@@ -11,23 +11,32 @@ from typing import TYPE_CHECKING, Any
 from kempner import slurm
 from kempner.config.option import ConfigError
 from kempner.hf.families import config_json, model_values
-from kempner.hf.source import CONFIG
+from kempner.hf.source import CONFIG_FILE
 from kempner.model.config import ModelConfig
 from kempner.rl.config import InferenceConfig, RlConfig, SamplingConfig
-from kempner.rl.conversation import Writer, open_words
+from kempner.rl.conversation import DialogueWriter, open_words
 from kempner.rl.curriculum import Curriculum
-from kempner.rl.engines import Busy, Engine, KitEngine, Leased, Lost, Rejected, Silent, VllmEngine
+from kempner.rl.engines import (
+    Busy,
+    EngineLeased,
+    KitEngine,
+    Lost,
+    Rejected,
+    RouterEngine,
+    Silent,
+    VllmEngine,
+)
 from kempner.rl.environments.opening import Tasks, open_environments
 from kempner.rl.environments.scorer import Scorer
-from kempner.rl.exchange import Exchange
+from kempner.rl.exchange import RolloutExchange
 from kempner.rl.router import Router
-from kempner.serve.arguments import TOKEN, problem_of
+from kempner.serve.arguments import TOKEN_VARIABLE, problem_of
 
 if TYPE_CHECKING:
     from kempner.load import Words
     from kempner.run import RunConfig
 
-LOOKED_AT = 32  # tasks of each environment, whether they fit
+CHECKED_TASKS = 32  # tasks of each environment, whether they fit
 QUEUED = 2  # groups that wait in an engine, so that it never runs out of work
 
 
@@ -59,7 +68,7 @@ def open_parts(cfg: RunConfig, servers: bool = False) -> tuple[dict[str, Tasks],
     if words is not None:
         problems += check_words(cfg, words)
         for env in envs:
-            problems += check_prompts(cfg, env, Writer(words))
+            problems += check_prompts(cfg, env, DialogueWriter(words))
         problems += check_servers(cfg, words) if servers and cfg.of(InferenceConfig).urls else []
     if problems:
         raise ConfigError(dict.fromkeys(problems))
@@ -101,12 +110,14 @@ def check_words(cfg: RunConfig, words: Words) -> list[str]:
     ]
 
 
-def check_prompts(cfg: RunConfig, env: Tasks, writer: Writer) -> list[str]:
+def check_prompts(cfg: RunConfig, env: Tasks, writer: DialogueWriter) -> list[str]:
     """List problems of the first tasks: each must be writable as tokens, and leave room for
     completions."""
     held_out = env.cfg.use == "eval"
     most, room = cfg.of(SamplingConfig).max_tokens, cfg.train.seq_len
-    count = LOOKED_AT if env.environment.size is None else min(LOOKED_AT, env.environment.size)
+    count = (
+        CHECKED_TASKS if env.environment.size is None else min(CHECKED_TASKS, env.environment.size)
+    )
     longest, why = 0, ""
     for number in range(count):
         try:
@@ -131,8 +142,8 @@ def check_servers(cfg: RunConfig, words: Words) -> list[str]:
     meanwhile, as for one that is lost."""
     problems, silent = [], []
     again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    run = Exchange(cfg.run.dir).run
-    token = os.environ.get(TOKEN, "").strip()
+    run = RolloutExchange(cfg.run.dir).run
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()
     for url in cfg.of(InferenceConfig).urls:
         engine = make_engine(cfg, url, token, words.ends, run)
         try:
@@ -156,7 +167,7 @@ def in_use(engine: KitEngine) -> str:
     """Return which other run uses the engine; "" if none. Raises Lost, Rejected."""
     try:
         engine.version()
-    except Leased as error:
+    except EngineLeased as error:
         return f"{error}; end that run, or start another engine"
     except Busy:  # without weights, or with those of a run that has ended
         pass
@@ -186,7 +197,7 @@ def other_model(cfg: RunConfig, engine: KitEngine, words: Words) -> str:
 def published_shape(cfg: ModelConfig) -> dict[str, Any]:
     """Return the shape as engines read it: a config.json leaves out what has no effect, such as
     bounds of a RoPE scaling that is off."""
-    return ModelConfig(**model_values(config_json(cfg, None, "", None), CONFIG)).shape
+    return ModelConfig(**model_values(config_json(cfg, None, "", None), CONFIG_FILE)).shape
 
 
 def open_curriculum(
@@ -207,7 +218,7 @@ def open_curriculum(
 
 def open_router(
     cfg: RunConfig,
-    exchange: Exchange,
+    exchange: RolloutExchange,
     ends: Collection[int],
     say: Callable[[str], None],
     bench: bool = False,
@@ -215,7 +226,7 @@ def open_router(
     """Open a router over the engines of this job, or over those that run already. `ends`: tokens
     that end a text. `bench`: engines are only measured, with whatever weights they have."""
     inference, urls = cfg.of(InferenceConfig), cfg.of(InferenceConfig).urls
-    given = os.environ.pop(TOKEN, "").strip()
+    given = os.environ.pop(TOKEN_VARIABLE, "").strip()
 
     def token() -> str:
         if urls:
@@ -226,9 +237,9 @@ def open_router(
         if urls:
             return {f"engine-{number}": url.rstrip("/") for number, url in enumerate(urls)}
         paths = sorted(exchange.engines.glob("engine-*"))
-        return {path.name: url for path in paths if (url := read(path))}
+        return {path.name: url for path in paths if (url := read_if_there(path))}
 
-    def make(url: str) -> Engine:
+    def make(url: str) -> RouterEngine:
         return make_engine(cfg, url, token(), ends, None if bench else exchange.run)
 
     slots, queued = inference.resolved_slots, QUEUED * cfg.of(RlConfig).group_size
@@ -245,7 +256,7 @@ def make_engine(
     return KitEngine(url, token, run)
 
 
-def read(path: os.PathLike[str]) -> str:
+def read_if_there(path: os.PathLike[str]) -> str:
     """Read a file that may be gone."""
     try:
         with open(path) as file:

@@ -25,17 +25,25 @@ from kempner.rl.config import LossConfig, RlConfig, SamplingConfig
 from kempner.rl.curriculum import Curriculum
 from kempner.rl.engines import Closed, Flight
 from kempner.rl.environments.opening import Tasks
-from kempner.rl.exchange import AGAIN_S, DISK_S, Batch, Beat, Exchange, Start, State
-from kempner.rl.groups import Group, Place
+from kempner.rl.exchange import (
+    AGAIN_S,
+    DISK_S,
+    Batch,
+    Beat,
+    ExchangeStart,
+    ExchangeState,
+    RolloutExchange,
+)
+from kempner.rl.groups import SampleGroup, TaskPlace
 from kempner.rl.mismatch import Mismatch
-from kempner.rl.rollout import Sampler
+from kempner.rl.rollout import RolloutSampler
 from kempner.rl.router import Router
-from kempner.rl.samples import SampleLog, figures, mean
+from kempner.rl.samples import SampleLog, mean_or_zero, reward_figures
 
 if TYPE_CHECKING:
     from kempner.run import RunConfig
 
-LOOK_S = 0.02  # between two looks for a new version
+VERSION_POLL_S = 0.02  # between two looks for a new version
 TIDY_S = 1.0
 
 
@@ -43,10 +51,10 @@ class Orchestrator:
     def __init__(
         self,
         cfg: RunConfig,
-        exchange: Exchange,
+        exchange: RolloutExchange,
         envs: Mapping[str, Tasks],
         curriculum: Curriculum,
-        sampler: Sampler,
+        sampler: RolloutSampler,
         router: Router,
         say: Callable[[str], None],
         stop: threading.Event,
@@ -54,9 +62,9 @@ class Orchestrator:
         self._cfg, self._exchange, self._envs = cfg, exchange, envs
         self._sampler, self._router, self._say, self._stop = sampler, router, say, stop
         self._curriculum, self._beat = curriculum, Beat(exchange, "orchestrator")
-        self._come: Queue[tuple[Flight, Group | Exception]] = Queue()
-        self._again: deque[Place] = deque()  # asked before, and not trained
-        self._flying: dict[Flight, Place] = {}  # asked, and not here
+        self._come: Queue[tuple[Flight, SampleGroup | Exception]] = Queue()
+        self._again: deque[TaskPlace] = deque()  # asked before, and not trained
+        self._flying: dict[Flight, TaskPlace] = {}  # asked, and not here
         self._cancelled = 0  # groups since the last batch
         self._mismatch = Mismatch(exchange, router, cfg.of(SamplingConfig).temperature)
         self._groups = Groups(cfg.of(RlConfig), cfg.of(SamplingConfig).max_tokens, say)
@@ -84,21 +92,21 @@ class Orchestrator:
             self._look()
             self._pause()
 
-    def _begin(self, start: Start) -> None:
+    def _begin(self, start: ExchangeStart) -> None:
         self._data_ranks, self._step = start.data_ranks, start.step
         self._log = SampleLog(Path(self._cfg.run.dir), start.step, self._say)
         if self._cfg.of(RlConfig).eval_interval:
-            done = results.evaluated(Path(self._cfg.run.dir))
+            done = results.evaluated_steps(Path(self._cfg.run.dir))
             self._evaluated = max((each for each in done if each <= start.step), default=-1)
         if start.state is not None:
             self._curriculum.load(start.state["curriculum"])
             self._groups.tokens_of_group = start.state["tokens_of_group"]
-            pending = [Place(*each) for each in start.state["pending"]]
+            pending = [TaskPlace(*each) for each in start.state["pending"]]
             self._again.extend(each for each in pending if each.env in self._envs)
         self._groups.new_target()
         self._say(f"step {start.step} is loaded; {start.data_ranks} data rank(s)")
 
-    def _state(self) -> State:
+    def _state(self) -> ExchangeState:
         """Return the state after the batch. Groups that wait for a later one are requested again
         after a resume, by newer weights, as those in flight: samples have no place in a
         checkpoint."""
@@ -111,7 +119,7 @@ class Orchestrator:
 
     def _pause(self) -> None:
         self._beat.alive()
-        if self._stop.wait(LOOK_S):
+        if self._stop.wait(VERSION_POLL_S):
             raise Closed
 
     # --- versions ---
@@ -184,10 +192,14 @@ class Orchestrator:
         for _ in range(sum(map(len, tasks.values()))):
             label, reward = self._next_of(answers)
             rewards.setdefault(label, []).append(reward)
-        found = {label: mean([each or 0.0 for each in all_]) for label, all_ in rewards.items()}
+        found = {
+            label: mean_or_zero([each or 0.0 for each in all_]) for label, all_ in rewards.items()
+        }
         found |= {f"{label}/failed": float(all_.count(None)) for label, all_ in rewards.items()}
         folder = Path(self._cfg.run.dir)
-        self._write(f"evaluation of step {version}", lambda: results.put(folder, version, found))
+        self._write(
+            f"evaluation of step {version}", lambda: results.record_result(folder, version, found)
+        )
         text = ", ".join(f"{label} {value:.3f}" for label, value in found.items())
         self._say(f"step {version}: evaluation: {text or 'no rewards'}")
         self._evaluated = version
@@ -199,7 +211,7 @@ class Orchestrator:
             if self._stop.is_set():
                 raise Closed
             try:
-                found = queue.get(timeout=LOOK_S)
+                found = queue.get(timeout=VERSION_POLL_S)
             except Empty:
                 continue
             if isinstance(found, Exception):
@@ -213,7 +225,7 @@ class Orchestrator:
             self._cfg.of(RlConfig), self._newest, self._step, self._cfg.train.max_steps
         )
 
-    def _ask_again(self, places: Sequence[Place]) -> None:
+    def _ask_again(self, places: Sequence[TaskPlace]) -> None:
         """Put dropped tasks first in line: they are not lost, nor is a slow one replaced by
         others."""
         self._again.extendleft(reversed(places))
@@ -239,7 +251,7 @@ class Orchestrator:
             self._flying[flight] = at
             threading.Thread(target=self._work, args=(flight, at, least), daemon=True).start()
         try:
-            flight, found = self._come.get(timeout=LOOK_S)
+            flight, found = self._come.get(timeout=VERSION_POLL_S)
             while True:
                 if not flight.cancelled:
                     if isinstance(found, Exception):
@@ -250,24 +262,24 @@ class Orchestrator:
         except Empty:
             pass
 
-    def _work(self, flight: Flight, at: Place, least: int) -> None:
-        found: Group | Exception
+    def _work(self, flight: Flight, at: TaskPlace, least: int) -> None:
+        found: SampleGroup | Exception
         try:
             found = self._sampler.group(at, self._cfg.of(RlConfig).group_size, least, flight)
         except Exception as error:
             found = error
         self._come.put((flight, found))
 
-    def _hand_over(self, chosen: list[Group]) -> None:
+    def _hand_over(self, chosen: list[SampleGroup]) -> None:
         loss, most = self._cfg.of(LossConfig), self._cfg.of(SamplingConfig).max_tokens
         self._step += 1
         come, stale = self._groups.next_batch(chosen)
         self._curriculum.learn(come)
-        metrics = figures(come, chosen, self._step, stale, self._cancelled)
+        metrics = reward_figures(come, chosen, self._step, stale, self._cancelled)
         metrics |= self._router.figures() | self._mismatch.take()
         self._cancelled = 0
         self._cancel()
-        arrays = packing.pack(
+        arrays = packing.pack_batch(
             [each.sample for group in chosen for each in group.scored],
             [each for group in chosen for each in group.advantages(loss, most)],
             [each.oldest for group in chosen for each in group.scored],
@@ -280,7 +292,7 @@ class Orchestrator:
         batch = Batch(self._step, tokens, metrics, self._state(), scored=newest < self._step - 1)
 
         def write() -> None:
-            packing.write(self._exchange.rollouts(batch.step), arrays)
+            packing.write_rank_files(self._exchange.rollouts(batch.step), arrays)
             self._exchange.hand_over(batch)
 
         self._write(f"batch of step {self._step}", write)

@@ -32,7 +32,7 @@ class Sample(NamedTuple):
         return len(self.tokens) - 1
 
 
-def pack(
+def pack_batch(
     samples: Sequence[Sample],
     advantages: Sequence[float],
     versions: Sequence[int],
@@ -53,22 +53,22 @@ def pack(
     unit = ranks * micro_batch
     count = -(-len(packing) // unit) * unit
     # Balanced rows may fail to fit; first-fit decreasing never does.
-    rows = spread(lengths, seq_len, count)
+    rows = spread_samples(lengths, seq_len, count)
     if rows is None:
         order, starts = packing.order.tolist(), packing.starts.tolist()
         rows = [order[a:b] for a, b in itertools.pairwise(starts)]
         rows += [[] for _ in range(count - len(rows))]
     made = []
-    for numbers in deal(rows, lengths, ranks):
-        arrays = empty(len(numbers), seq_len)
+    for numbers in deal_rows(rows, lengths, ranks):
+        arrays = empty_rows(len(numbers), seq_len)
         for row, number in enumerate(numbers):
             chosen = [(samples[item], advantages[item], versions[item]) for item in rows[number]]
-            fill({name: array[row] for name, array in arrays.items()}, chosen)
+            fill_row({name: array[row] for name, array in arrays.items()}, chosen)
         made.append(arrays)
     return made
 
 
-def spread(lengths: NDArray[np.int64], room: int, count: int) -> list[list[int]] | None:
+def spread_samples(lengths: NDArray[np.int64], room: int, count: int) -> list[list[int]] | None:
     """Spread the samples, longest first, each into the row of least cost that has room; None if one
     finds no room."""
     rows: list[list[int]] = [[] for _ in range(count)]
@@ -83,7 +83,7 @@ def spread(lengths: NDArray[np.int64], room: int, count: int) -> list[list[int]]
     return rows
 
 
-def deal(
+def deal_rows(
     rows: Sequence[Sequence[int]], lengths: NDArray[np.int64], ranks: int
 ) -> list[list[int]]:  # fmt: skip
     """Deal the rows to the ranks, as many to each: the most expensive first, each to the rank that
@@ -97,7 +97,7 @@ def deal(
     return dealt
 
 
-def empty(count: int, seq_len: int) -> Arrays:
+def empty_rows(count: int, seq_len: int) -> Arrays:
     """Make rows without a sample: one document, none of which counts."""
     shape = (count, seq_len)
     return {
@@ -110,7 +110,7 @@ def empty(count: int, seq_len: int) -> Arrays:
     }
 
 
-def fill(row: Arrays, chosen: Sequence[tuple[Sample, float, int]]) -> None:
+def fill_row(row: Arrays, chosen: Sequence[tuple[Sample, float, int]]) -> None:
     """Fill one row, each array of it [T]. The rest at its end is one more document."""
     at = 0
     for number, (sample, advantage, version) in enumerate(chosen):
@@ -130,7 +130,7 @@ def tokens_that_count(ranks: Sequence[Arrays]) -> int:
     return int(sum((arrays["targets"] != IGNORE).sum() for arrays in ranks))
 
 
-def write(folder: Path, ranks: Sequence[Arrays]) -> None:
+def write_rank_files(folder: Path, ranks: Sequence[Arrays]) -> None:
     """Write rank_0.safetensors ... Raises OSError, on a full disk for example."""
     folder.mkdir(parents=True, exist_ok=True)
     for rank, arrays in enumerate(ranks):

@@ -24,15 +24,15 @@ from torch.distributed.tensor import DTensor
 
 from kempner.checkpoint.ranks import Ranks
 from kempner.hf.exporting import header_of, write_all, write_beside, write_json
-from kempner.hf.source import CONFIG, FOLDER, read_config
-from kempner.hf.stored import INDEX, SINGLE
-from kempner.hf.tensors import parts, tensor_names
+from kempner.hf.source import CONFIG_FILE, HF_FOLDER, read_hf_config
+from kempner.hf.stored import INDEX_FILE, SINGLE
+from kempner.hf.tensors import stored_parts, tensor_names
 from kempner.model.decoder import Decoder
 from kempner.model.shapes import tensor_shapes
 from kempner.parallel.build import compute_dtype, parameter_names
 from kempner.parallel.lora import is_adapter
 from kempner.rl.config import RlConfig
-from kempner.rl.exchange import Exchange
+from kempner.rl.exchange import RolloutExchange
 from kempner.rl.transfer import DirectPublisher
 from kempner.rl.words import keep_words
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kempner.run import RunConfig
 
 WRITERS = 8  # ranks that write, at most: one file each
-AT_ONCE = 1 << 24  # bytes that are written while more are gathered
+WRITE_BYTES = 1 << 24  # bytes that are written while more are gathered
 BESIDE = "beside"  # in the attempt's directory: what each version has beside its tensors
 
 
@@ -65,7 +65,7 @@ class DirectoryPublisher:
     computes with the same numbers, from half of the bytes if that is bf16."""
 
     def __init__(
-        self, cfg: RunConfig, model: Decoder, exchange: Exchange, device: torch.device
+        self, cfg: RunConfig, model: Decoder, exchange: RolloutExchange, device: torch.device
     ) -> None:
         """Raises ConfigError if the tokenizer cannot be read, OSError on a full disk."""
         self._model, self._exchange = model, exchange
@@ -90,7 +90,9 @@ class DirectoryPublisher:
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         keep_words(cfg, run)
-        carried = read_config(run / FOLDER) if (run / FOLDER / CONFIG).is_file() else None
+        carried = (
+            read_hf_config(run / HF_FOLDER) if (run / HF_FOLDER / CONFIG_FILE).is_file() else None
+        )
         dtype = str(self.dtype).removeprefix("torch.")
         return write_beside(place, run, cfg.model, carried, dtype)
 
@@ -129,10 +131,10 @@ class DirectoryPublisher:
             where = {
                 name: self._files[self._writer[ours]]
                 for ours, shape in self._shapes.items()
-                for name in parts(self._names[ours], shape)
+                for name in stored_parts(self._names[ours], shape)
             }
             index = {"metadata": {"total_size": self._bytes}, "weight_map": where}
-            write_json(folder / INDEX, index)
+            write_json(folder / INDEX_FILE, index)
         return False
 
     def _write(self, folder: Path) -> None:
@@ -157,7 +159,7 @@ class DirectoryPublisher:
                     continue
                 data = tensor.to("cpu", self.dtype).contiguous().view(torch.uint8).flatten()
                 waiting.append(data.numpy().data)
-                if sum(map(len, waiting)) < AT_ONCE:
+                if sum(map(len, waiting)) < WRITE_BYTES:
                     continue
                 # Waits for the write before: no more than two lots are in memory.
                 failed = _error_of(written)
@@ -170,7 +172,7 @@ class DirectoryPublisher:
 
 
 def open_publisher(
-    cfg: RunConfig, model: Decoder, exchange: Exchange, device: torch.device
+    cfg: RunConfig, model: Decoder, exchange: RolloutExchange, device: torch.device
 ) -> Publisher:
     files = DirectoryPublisher(cfg, model, exchange, device)
     if cfg.of(RlConfig).weights == "directory":
@@ -198,15 +200,15 @@ def whole_tensors(model: Decoder, scale: float = 0.0) -> Iterator[tuple[str, Ten
     for name, parameter in named.items():
         if is_adapter(name):
             continue
-        tensor = whole(parameter)
+        tensor = full_tensor(parameter)
         a = name.removesuffix("weight") + "lora_a"
         if a in named:
-            b = whole(named[a.removesuffix("lora_a") + "lora_b"])
-            tensor = tensor.float() + scale * (b @ whole(named[a]))
+            b = full_tensor(named[a.removesuffix("lora_a") + "lora_b"])
+            tensor = tensor.float() + scale * (b @ full_tensor(named[a]))
         yield name, tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor

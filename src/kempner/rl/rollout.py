@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 from kempner.config.option import ConfigError
 from kempner.generate.config import Sampling
 from kempner.rl.config import RlConfig, SamplingConfig
-from kempner.rl.conversation import Conversation, Writer
+from kempner.rl.conversation import Dialogue, DialogueWriter
 from kempner.rl.engines import Flight, GivenUp
 from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.protocol import Score, Task
 from kempner.rl.environments.scorer import NoRewards, Scorer
-from kempner.rl.groups import Group, Place, Rollout, seed_of
+from kempner.rl.groups import Rollout, SampleGroup, TaskPlace, seed_of
 from kempner.rl.router import Router
 
 if TYPE_CHECKING:
     from kempner.run import RunConfig
 
 
-class Sampler:
+class RolloutSampler:
     """A sampler of groups. Its methods wait for engines and for rewards; each group has a thread of
     its own."""
 
@@ -29,7 +29,7 @@ class Sampler:
         self,
         cfg: RunConfig,
         envs: Mapping[str, Tasks],
-        writer: Writer,
+        writer: DialogueWriter,
         router: Router,
         scorer: Scorer | NoRewards,
         say: Callable[[str], None],
@@ -43,7 +43,9 @@ class Sampler:
         self._say = say
         self._said: set[str] = set()  # environments whose failures were reported
 
-    def group(self, at: Place, size: int, least: int, flight: Flight | None = None) -> Group:
+    def group(
+        self, at: TaskPlace, size: int, least: int, flight: Flight | None = None
+    ) -> SampleGroup:
         """Return `size` samples of one task, by weights of version `least` or later; none if
         engines have lost it too often, or it is broken: a task is the user's code and data."""
         env = self._envs[at.env]
@@ -54,14 +56,14 @@ class Sampler:
             raise
         except Exception as error:
             self._tell(env, f"task {at.number} is broken: {type(error).__name__}: {error}")
-            return Group(at, "", "", [], broken=True)
+            return SampleGroup(at, "", "", [], broken=True)
         try:
             sampling = self._sampling.sampling(0)
             rollouts = self._converse(env, task, size, sampling, at.place, least, flight)
         except GivenUp as error:
             self._say(f"{env.label}: task {task.number} is given up: {error}")
-            return Group(at, task.key, written(task), [], given_up=True)
-        return Group(at, task.key, written(task), rollouts)
+            return SampleGroup(at, task.key, prompt_text(task), [], given_up=True)
+        return SampleGroup(at, task.key, prompt_text(task), rollouts)
 
     def evaluate(self, env: Tasks, task: Task | Exception, least: int) -> float | None:
         """Return the reward of the most likely answer; None if it has none, such as for a task that
@@ -99,7 +101,7 @@ class Sampler:
         if not self._room(prompt):
             self._tell(env, f"task {task.number}: its prompt of {len(prompt)} tokens is too long")
             return []
-        talks = [Conversation(task.messages, prompt) for _ in range(count)]
+        talks = [Dialogue(task.messages, prompt) for _ in range(count)]
         why: dict[int, str] = {}  # there is no reward
         turn, going = 0, talks
         while going:
@@ -126,8 +128,8 @@ class Sampler:
         return found
 
     def _replies(
-        self, env: Tasks, task: Task, talks: Sequence[Conversation], why: dict[int, str]
-    ) -> list[Conversation]:
+        self, env: Tasks, task: Task, talks: Sequence[Dialogue], why: dict[int, str]
+    ) -> list[Dialogue]:
         """Add the environment's replies; returns the conversations that go on."""
         replies = self._scorer.reply(env, task, [talk.messages for talk in talks])
         going = []
@@ -152,7 +154,7 @@ class Sampler:
             self._say(f"{env.label}: a sample without a reward: {why or 'no reason given'}")
 
 
-def written(task: Task) -> str:
+def prompt_text(task: Task) -> str:
     """Return the prompt as text, for people."""
     if isinstance(task.prompt, str):
         return task.prompt

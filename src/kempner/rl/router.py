@@ -21,21 +21,23 @@ from kempner.rl.engines import (
     Cancelled,
     Closed,
     Completion,
-    Engine,
+    EngineLeased,
     Flight,
     GivenUp,
-    Leased,
     Lost,
     NoEngines,
     Rejected,
+    RouterEngine,
 )
 from kempner.rl.members import Member, Waiter
 
 BEAT_EVERY_S = 2.0
-MISSES = 2  # beats in a row without an answer in time; a refused connection is enough by itself
+HEARTBEAT_MISSES = (
+    2  # beats in a row without an answer in time; a refused connection is enough by itself
+)
 BUSY_S = 0.2  # before an engine that takes nothing now is asked again
-TRIES = 5  # of an update that an engine refuses
-FAILURES = 5  # of a request, with any engines, before it is given up
+UPDATE_TRIES = 5  # of an update that an engine refuses
+REQUEST_FAILURES = 5  # of a request, with any engines, before it is given up
 RECENT = 0.1  # weight of a request in the mean of those so far
 SAY_EVERY_S = 60.0  # that there is no engine
 
@@ -44,7 +46,7 @@ class Router:
     def __init__(
         self,
         find: Callable[[], Mapping[str, str]],
-        make: Callable[[str], Engine],
+        make: Callable[[str], RouterEngine],
         slots: int,
         queued: int,
         say: Callable[[str], None],
@@ -120,7 +122,7 @@ class Router:
                 self._lose(member, life, str(error), cut=False)
                 self._wake[member.name].set()
                 failures += 1
-                if failures >= FAILURES:
+                if failures >= REQUEST_FAILURES:
                     raise GivenUp(f"engines have lost it {failures} times: {error}") from None
                 continue
             finally:
@@ -141,7 +143,7 @@ class Router:
                     member.version, member.trusted = -1, False
                     self._wake[member.name].set()
 
-    def _take(self, size: int, least: int, again: bool) -> tuple[Member, Engine, int]:
+    def _take(self, size: int, least: int, again: bool) -> tuple[Member, RouterEngine, int]:
         """Take an engine for a request; one that was lost with its engine goes before the
         others."""
         waiter = Waiter(size, least, threading.Condition(self._change))
@@ -200,11 +202,11 @@ class Router:
                 (each.version for each in self._members.values() if each.alive), default=None
             )
 
-    def alive(self) -> list[Engine]:
+    def alive(self) -> list[RouterEngine]:
         with self._change:
             return [each.engine for each in self._members.values() if each.alive]
 
-    def with_version(self, version: int) -> Engine | None:
+    def with_version(self, version: int) -> RouterEngine | None:
         """Return an engine with exactly this version, the one with the least work."""
         with self._change:
             found = [each for each in self._members.values() if each.alive and not each.updating]
@@ -286,7 +288,7 @@ class Router:
                 return
             version = engine.version()
             progress = engine.progress()
-        except Leased as error:
+        except EngineLeased as error:
             self._lose(member, life, str(error))
             return
         except Busy:  # it has no weights: they could not be read
@@ -294,7 +296,7 @@ class Router:
         except (Lost, Rejected) as error:
             with self._change:
                 member.misses += 1
-                over = member.misses >= MISSES or "timed out" not in str(error)
+                over = member.misses >= HEARTBEAT_MISSES or "timed out" not in str(error)
             if over:
                 self._lose(member, life, str(error))
             return
@@ -307,7 +309,9 @@ class Router:
         if version is not None:
             self._know(member, engine, version, before)
 
-    def _know(self, member: Member, engine: Engine, version: int, before: tuple[int, bool]) -> None:
+    def _know(
+        self, member: Member, engine: RouterEngine, version: int, before: tuple[int, bool]
+    ) -> None:
         """Record that an engine is alive, with this version; `before`: its version when it was
         asked, and whether it was taking another one."""
         with self._change:
@@ -330,13 +334,13 @@ class Router:
             threading.Thread(target=self._update, args=work, daemon=True).start()
 
     def _update(
-        self, member: Member, engine: Engine, life: int, target: int, body: dict[str, Any]
+        self, member: Member, engine: RouterEngine, life: int, target: int, body: dict[str, Any]
     ) -> None:
         began = time.monotonic()
         problem = ""
         try:
             version = engine.update(body)
-        except (Lost, Leased) as error:
+        except (Lost, EngineLeased) as error:
             self._lose(member, life, str(error), cut=False)
             version = -1
         except (Busy, Rejected) as error:
@@ -354,7 +358,7 @@ class Router:
                 self._say(f"{member.name} at {engine.url} refuses weights {target}: {problem}")
                 member.refused += 1
                 taken = any(each.version >= target for each in self._members.values())
-                if member.refused >= TRIES and not taken:
+                if member.refused >= UPDATE_TRIES and not taken:
                     self._failure = Rejected(f"{member.name} refuses weights {target}: {problem}")
             self._hand_out()
 

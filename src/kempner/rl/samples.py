@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 
 from kempner.files import LineFile, read_jsonl, write_atomic
-from kempner.rl.groups import Group
+from kempner.rl.groups import SampleGroup
 
-SAMPLES = "rl-samples.jsonl"
-GROUPS = 2  # of a step, of which the best and the worst sample are recorded
-LONGEST = 4000  # characters of each text
+SAMPLES_FILE = "rl-samples.jsonl"
+RECORDED_GROUPS = 2  # of a step, of which the best and the worst sample are recorded
+LONGEST_TEXT = 4000  # characters of each text
 
 
 class SampleLog:
     def __init__(self, run_dir: Path, step: int, say: Callable[[str], None]) -> None:
         """Open the log. Lines of steps after `step` belong to lost training: they are removed."""
-        self._path, self._say, self._failed = run_dir / SAMPLES, say, False
+        self._path, self._say, self._failed = run_dir / SAMPLES_FILE, say, False
         lines = read_jsonl(self._path)
         kept = [line for line in lines if line.get("step", 0) <= step]
         if len(kept) < len(lines):
@@ -29,11 +29,11 @@ class SampleLog:
             with contextlib.suppress(OSError):
                 write_atomic(self._path, text)
 
-    def add(self, step: int, groups: Sequence[Group]) -> None:
+    def add(self, step: int, groups: Sequence[SampleGroup]) -> None:
         """Add samples of a step. Training does not depend on it: a full disk is reported once."""
         try:
             file = LineFile(self._path)
-            for group in groups[:GROUPS]:
+            for group in groups[:RECORDED_GROUPS]:
                 scored = sorted(group.scored, key=lambda each: each.reward or 0.0)
                 for each in (scored[-1], scored[0]):
                     line = {
@@ -41,8 +41,8 @@ class SampleLog:
                         "env": group.at.env,
                         "task": group.at.number,
                         "reward": each.reward,
-                        "prompt": group.prompt[:LONGEST],
-                        "completion": each.text[:LONGEST],
+                        "prompt": group.prompt[:LONGEST_TEXT],
+                        "completion": each.text[:LONGEST_TEXT],
                     }
                     file.write(json.dumps(line))
         except OSError as error:
@@ -51,8 +51,12 @@ class SampleLog:
             self._failed = True
 
 
-def figures(
-    groups: Sequence[Group], batch: Sequence[Group], step: int, stale: int, cancelled: int
+def reward_figures(
+    groups: Sequence[SampleGroup],
+    batch: Sequence[SampleGroup],
+    step: int,
+    stale: int,
+    cancelled: int,
 ) -> dict[str, float]:
     """Compute the metrics. `groups`: all that have come since the last batch: rewards of the
     trained groups alone would say nothing of prompts that are always solved, or never. `batch`:
@@ -61,26 +65,26 @@ def figures(
     rewards = [reward for group in groups for reward in group.rewards]
     trained = [each for group in batch for each in group.scored]
     found = {
-        "reward": mean(rewards),
+        "reward": mean_or_zero(rewards),
         "reward_std": float(np.std(rewards)) if rewards else 0.0,
-        "length": mean([each.length for each in scored]),
-        "length_trained": mean([each.length for each in trained]),
-        "truncated": mean([each.truncated for each in scored]),
+        "length": mean_or_zero([each.length for each in scored]),
+        "length_trained": mean_or_zero([each.length for each in trained]),
+        "truncated": mean_or_zero([each.truncated for each in scored]),
         "zero_variance": float(sum(not group.failed and group.flat for group in groups)),
         "dropped_stale": float(stale),
         "cancelled": float(cancelled),
         "given_up": float(sum(group.given_up for group in groups)),
         "broken_tasks": float(sum(group.broken for group in groups)),
         "failed_rewards": float(sum(len(group.rollouts) - len(group.rewards) for group in groups)),
-        "staleness": mean([step - 1 - each.oldest for each in trained]),
+        "staleness": mean_or_zero([step - 1 - each.oldest for each in trained]),
         "samples": float(len(trained)),
     }
     for label in sorted({group.at.env for group in groups}):
         of = [r for group in groups if group.at.env == label for r in group.rewards]
         if of:
-            found[f"reward/{label}"] = mean(of)
+            found[f"reward/{label}"] = mean_or_zero(of)
     return found
 
 
-def mean(values: Sequence[float]) -> float:
+def mean_or_zero(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else 0.0

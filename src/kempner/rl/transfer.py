@@ -31,20 +31,20 @@ from kempner import peers, slurm
 from kempner.checkpoint.layout import (
     Box,
     Table,
+    box_slices,
     chunks_of,
     dtype_of,
     from_json,
     make_table,
-    slices,
     to_json,
 )
 from kempner.checkpoint.ranks import Ranks
-from kempner.checkpoint.writer import local
+from kempner.checkpoint.writer import local_part
 from kempner.files import write_atomic
 from kempner.model.decoder import Decoder
 from kempner.parallel.build import parameter_names
-from kempner.port_range import listen
-from kempner.rl.exchange import Exchange
+from kempner.port_range import listen_in_range
+from kempner.rl.exchange import RolloutExchange
 
 BUCKET = 1 << 24  # bytes that are sent at once
 TIMEOUT_S = 20.0  # in which the other side must send or take something
@@ -59,7 +59,7 @@ class Gone(Exception):
 # --- What goes over the wire, in which order: both sides compute it ---
 
 
-class Piece(NamedTuple):
+class TransferPiece(NamedTuple):
     name: str
     box: Box
 
@@ -68,18 +68,18 @@ class Piece(NamedTuple):
         return math.prod(length for _, length in self.box)
 
 
-def parts_of(table: Table, rank: int) -> list[Piece]:
+def pieces_of_rank(table: Table, rank: int) -> list[TransferPiece]:
     """List the pieces that a rank sends: what it would write, but small tensors, which each rank
     has, are sent by one."""
-    chunks = (Piece(*chunk) for chunk in chunks_of(table, rank))
+    chunks = (TransferPiece(*chunk) for chunk in chunks_of(table, rank))
     first = {name for name, stored in table.items() if stored.everywhere and rank > 0}
     return [piece for piece in chunks if piece.elements and piece.name not in first]
 
 
-def buckets_of(pieces: Iterable[Piece], itemsize: int) -> Iterator[list[Piece]]:
+def buckets_of(pieces: Iterable[TransferPiece], itemsize: int) -> Iterator[list[TransferPiece]]:
     """Yield the pieces in order, in buckets of at most BUCKET bytes; a larger piece is cut into
     rows."""
-    bucket: list[Piece] = []
+    bucket: list[TransferPiece] = []
     left = most = BUCKET // itemsize
     for piece in pieces:
         for one in _rows(piece, most):
@@ -92,11 +92,11 @@ def buckets_of(pieces: Iterable[Piece], itemsize: int) -> Iterator[list[Piece]]:
         yield bucket
 
 
-def _rows(piece: Piece, most: int) -> Iterator[Piece]:
+def _rows(piece: TransferPiece, most: int) -> Iterator[TransferPiece]:
     (start, count), *rest = piece.box
     step = max(1, most * count // piece.elements)
     for at in range(0, count, step):
-        yield Piece(piece.name, ((start + at, min(step, count - at)), *rest))
+        yield TransferPiece(piece.name, ((start + at, min(step, count - at)), *rest))
 
 
 # --- A connection of one rank and one engine ---
@@ -104,7 +104,7 @@ def _rows(piece: Piece, most: int) -> Iterator[Piece]:
 YES = b"1"
 
 
-def send(link: socket.socket, part: Tensor) -> None:
+def send_part(link: socket.socket, part: Tensor) -> None:
     link.sendall(part.view(torch.uint8).numpy().data)
 
 
@@ -123,7 +123,7 @@ def _some(count: int) -> int:
 # --- The engine ---
 
 
-def receive(model: Decoder, manifest: Mapping[str, Any], token: str) -> None:
+def receive_weights(model: Decoder, manifest: Mapping[str, Any], token: str) -> None:
     """Fill the model. Raises Gone before anything has changed; after any other error the model is
     unusable."""
     table, dtype = from_json(manifest["table"]), dtype_of(manifest["dtype"])
@@ -135,9 +135,9 @@ def receive(model: Decoder, manifest: Mapping[str, Any], token: str) -> None:
     asked = json.dumps({"version": manifest["version"]}).encode()
 
     def read_from(rank: int) -> None:
-        pieces = parts_of(table, rank)
+        pieces = pieces_of_rank(table, rank)
         host, _, port = manifest["senders"][rank].rpartition(":")
-        with peers.connect(host, int(port), token, TIMEOUT_S) as link:
+        with peers.connect_peer(host, int(port), token, TIMEOUT_S) as link:
             link.sendall(asked + b"\n")
             if link.recv(1) != YES:
                 raise ConnectionRefusedError("it is not offered")
@@ -145,7 +145,7 @@ def receive(model: Decoder, manifest: Mapping[str, Any], token: str) -> None:
             for bucket in buckets_of(pieces, dtype.itemsize):
                 begun.set()
                 receive_into(link, buffer[: sum(piece.elements for piece in bucket)])
-                unpack(buffer, bucket, targets)
+                unpack_bucket(buffer, bucket, targets)
             link.sendall(YES)  # all of it is here
 
     senders = range(len(manifest["senders"]))
@@ -159,11 +159,13 @@ def receive(model: Decoder, manifest: Mapping[str, Any], token: str) -> None:
         raise Gone(str(error)) from None
 
 
-def unpack(flat: Tensor, bucket: Iterable[Piece], targets: Mapping[str, Tensor]) -> None:
+def unpack_bucket(
+    flat: Tensor, bucket: Iterable[TransferPiece], targets: Mapping[str, Tensor]
+) -> None:
     at = 0
     for piece in bucket:
         part = flat[at : at + piece.elements].view([length for _, length in piece.box])
-        targets[piece.name].data[slices(piece.box)].copy_(part)
+        targets[piece.name].data[box_slices(piece.box)].copy_(part)
         at += piece.elements
 
 
@@ -179,7 +181,7 @@ class DirectPublisher:
         self,
         by_files: Callable[[int], None],
         model: Decoder,
-        exchange: Exchange,
+        exchange: RolloutExchange,
         dtype: torch.dtype,
         last: int,
     ) -> None:
@@ -205,7 +207,7 @@ class DirectPublisher:
         began = time.monotonic()
         parameters = parameter_names(self._model)
         table = make_table(parameters, {}, self._ranks.size)
-        parts = pack(parameters, table, self._ranks.rank, self._dtype)
+        parts = pack_buckets(parameters, table, self._ranks.rank, self._dtype)
         self._ranks.on_all(lambda: self._offer.make(version, parts))
         count = sum(math.prod(stored.shape) for stored in table.values())
         facts = {
@@ -227,7 +229,7 @@ class DirectPublisher:
         self._exchange.publish(version, facts)
 
 
-def _token(exchange: Exchange) -> str:
+def _token(exchange: RolloutExchange) -> str:
     """Return the token of the attempt; if rl.sh has made none, make a new one."""
     if not (exchange.token.exists() and exchange.token.read_text().strip()):
         exchange.root.mkdir(parents=True, exist_ok=True)
@@ -235,18 +237,18 @@ def _token(exchange: Exchange) -> str:
     return exchange.token.read_text().strip()
 
 
-def pack(
+def pack_buckets(
     parameters: Mapping[str, Tensor], table: Table, rank: int, dtype: torch.dtype
 ) -> list[Tensor]:
     """Copy what this rank sends to the host, a bucket each, so that the training can go on."""
-    pieces, parts = parts_of(table, rank), []
+    pieces, parts = pieces_of_rank(table, rank), []
     starts = {name: [start for start, _ in box] for name, box in pieces}
     for bucket in buckets_of(pieces, dtype.itemsize):
         flat = torch.empty(sum(piece.elements for piece in bucket), dtype=dtype)
         at = 0
         for name, box in bucket:
             here = [(a - first, n) for (a, n), first in zip(box, starts[name], strict=True)]
-            source = local(parameters[name])[slices(tuple(here))]
+            source = local_part(parameters[name])[box_slices(tuple(here))]
             flat[at : at + source.numel()].view(source.shape).copy_(source)
             at += source.numel()
         parts.append(flat)
@@ -257,7 +259,7 @@ class Offer:
     """One rank's part of one version, sent to every client until it is withdrawn."""
 
     def __init__(self, token: str) -> None:
-        self._entrance = peers.Entrance(listen(), token)
+        self._entrance = peers.Entrance(listen_in_range(), token)
         self.address = f"{slurm.fast_address() or slurm.own_address()}:{self._entrance.port}"
         self.version: int | None = None
         self._parts = list[Tensor]()
@@ -304,7 +306,7 @@ class Offer:
         try:
             link.sendall(YES)
             for part in parts:
-                send(link, part)
+                send_part(link, part)
             _some(len(link.recv(1)))
         except OSError as error:  # the engine says so, too, and is told again
             print(f"weights: an engine has not taken version {version} ({error})", flush=True)

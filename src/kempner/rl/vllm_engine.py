@@ -34,12 +34,12 @@ from kempner.files import write_atomic
 from kempner.front_door import run_program
 from kempner.port_range import NoFreePort, ReservedPort
 from kempner.rl.engines import CHANGES, LEASE, SLOTS
-from kempner.serve.arguments import TOKEN
-from kempner.serve.lease import RUN, Lease, Leased
+from kempner.serve.arguments import TOKEN_VARIABLE
+from kempner.serve.lease import RUN, Lease, LeaseHeld
 from kempner.signals import leave_event
 
 BEARER = "Authorization: Bearer TOKEN"
-LOOK_S = 0.5
+VLLM_POLL_S = 0.5
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes for weights
     "VLLM_NO_USAGE_STATS": "1",
@@ -57,7 +57,7 @@ class Allowed:
     websockets."""
 
     def __init__(self, app: Any) -> None:
-        self.app, self.wanted = app, os.environ.get(TOKEN, "").encode()
+        self.app, self.wanted = app, os.environ.get(TOKEN_VARIABLE, "").encode()
         self.lease = Lease()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -72,27 +72,27 @@ class Allowed:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
             else:
-                await refuse(send, 401, "give the token of this engine: " + BEARER)
+                await refuse_request(send, 401, "give the token of this engine: " + BEARER)
         elif scope["path"] == LEASE:
             if scope.get("method") == "POST":  # the run has ended
                 self.lease.release(run)
-            await say(send, 200, {"run": self.lease.run, "leased": self.lease.held(run)})
+            await send_answer(send, 200, {"run": self.lease.run, "leased": self.lease.held(run)})
         else:
             try:
                 if scope["path"] in CHANGES:
                     self.lease.take(run)
                 self.lease.renew(run)
-            except Leased as error:
-                await refuse(send, 409, str(error))
+            except LeaseHeld as error:
+                await refuse_request(send, 409, str(error))
             else:
                 await self.app(scope, receive, send)
 
 
-async def refuse(send: Any, code: int, message: str) -> None:
-    await say(send, code, {"error": {"message": message, "code": code}})
+async def refuse_request(send: Any, code: int, message: str) -> None:
+    await send_answer(send, code, {"error": {"message": message, "code": code}})
 
 
-async def say(send: Any, code: int, content: dict[str, Any]) -> None:
+async def send_answer(send: Any, code: int, content: dict[str, Any]) -> None:
     """Send the whole answer to a request."""
     body = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
@@ -103,53 +103,59 @@ async def say(send: Any, code: int, content: dict[str, Any]) -> None:
 
 def main(argv: list[str]) -> int:
     end = leave_event()
-    options, more = parse(argv)
+    options, more = parse_engine_arguments(argv)
     python = os.environ.get("KEMPNER_VLLM") or sys.executable
     if "KEMPNER_VLLM" not in os.environ and importlib.util.find_spec("vllm") is None:
-        return fail(
+        return fail_start(
             "no vLLM in this Python; set KEMPNER_VLLM to one that has it: docs/extensions/rl.md"
         )
     try:
         token = options.token_file.read_text().strip()
     except OSError as error:
-        return fail(f"--token-file {options.token_file}: {error.strerror}")
+        return fail_start(f"--token-file {options.token_file}: {error.strerror}")
     if not token or options.token_file.stat().st_mode & 0o077:
-        return fail(f"--token-file {options.token_file}: must have a token, and mode 600")
-    while (found := newest(options.weights)) is None:
-        if end.wait(LOOK_S):
+        return fail_start(f"--token-file {options.token_file}: must have a token, and mode 600")
+    while (found := newest_version(options.weights)) is None:
+        if end.wait(VLLM_POLL_S):
             return 0
     place = (options.publish / f"engine-{engine_number()}").resolve()
     try:
         refuse_other_file(place, "--publish", ("http://",))
     except ConfigError as error:
-        return fail(str(error))
+        return fail_start(str(error))
     try:  # held up to the end of this process: vLLM binds it, too, and no other of ours does
         reserved = None if options.port else ReservedPort()
     except OSError as error:
-        return fail(error.strerror or str(error), 1 if isinstance(error, NoFreePort) else 2)
+        return fail_start(error.strerror or str(error), 1 if isinstance(error, NoFreePort) else 2)
     port = reserved.port if reserved else options.port
-    command = [python, "-m", "vllm.entrypoints.cli.main", *words(found, options, port), *more]
-    # In a group of its own, so that stop() ends all that vLLM starts.
-    process = subprocess.Popen(command, env=environment(token), start_new_session=True)
+    command = [
+        python,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        *vllm_arguments(found, options, port),
+        *more,
+    ]
+    # In a group of its own, so that stop_process() ends all that vLLM starts.
+    process = subprocess.Popen(command, env=vllm_environment(token), start_new_session=True)
     try:
         while process.poll() is None and not end.is_set():
-            if not place.exists() and ready(port, token, found):
+            if not place.exists() and await_ready(port, token, found):
                 host = slurm.own_address() if options.host in ("0.0.0.0", "::") else options.host
                 place.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(place, f"http://{host}:{port}\n")
-            end.wait(LOOK_S)
+            end.wait(VLLM_POLL_S)
         return 0 if end.is_set() else process.returncode or 1
     finally:
         place.unlink(missing_ok=True)
-        stop(process)
+        stop_process(process)
 
 
-def fail(message: str, code: int = 2) -> int:
+def fail_start(message: str, code: int = 2) -> int:
     print(f"vllm_engine: error: {message}", file=sys.stderr)
     return code
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse_engine_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the options; unknown words are passed to vLLM."""
     parser = argument_parser("python -m kempner.rl.vllm_engine", __doc__)
     parser.allow_abbrev = False
@@ -162,12 +168,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def newest(weights: Path) -> Path | None:
+def newest_version(weights: Path) -> Path | None:
     found = max(weights.glob("v*/manifest.json"), default=None)
     return found.parent if found else None
 
 
-def words(model: Path, options: argparse.Namespace, port: int) -> list[str]:
+def vllm_arguments(model: Path, options: argparse.Namespace, port: int) -> list[str]:
     """Return the command line of vLLM. Token ids go in and out, and their log-probabilities are
     those of the distribution that they were drawn from."""
     gpus = [x for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
@@ -179,19 +185,19 @@ def words(model: Path, options: argparse.Namespace, port: int) -> list[str]:
     return [*found, "--tensor-parallel-size", str(len(gpus))]
 
 
-def environment(token: str) -> dict[str, str]:
+def vllm_environment(token: str) -> dict[str, str]:
     source = str(Path(__file__).parents[2])  # for the middleware
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
     keep_private()  # vLLM has a place of its own for the model, and torch's for all else
     own = ENVIRONMENT | ({} if os.environ.get("CUDA_VISIBLE_DEVICES") else ON_A_CPU)
-    return {**own, **os.environ, "PYTHONPATH": path, TOKEN: token}
+    return {**own, **os.environ, "PYTHONPATH": path, TOKEN_VARIABLE: token}
 
 
 def engine_number() -> str:
     return os.environ.get("KEMPNER_ENGINE") or os.environ.get("SLURM_PROCID", "0")
 
 
-def ready(port: int, token: str, model: Path) -> bool:
+def await_ready(port: int, token: str, model: Path) -> bool:
     """Return whether it answers; it is then told the version that it has."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
@@ -205,7 +211,7 @@ def ready(port: int, token: str, model: Path) -> bool:
         connection.close()
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
+def stop_process(process: subprocess.Popen[bytes]) -> None:
     """Stop vLLM and the processes that it has started."""
     for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
         try:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kempner.data.sidecar import SIDECAR, SPLITS, Sidecar, copy_tokenizer
+from kempner.data.sidecar import DATA_SPLITS, SIDECAR, Sidecar, copy_tokenizer
 from kempner.data.tokenizer import ByteTokenizer, Tokenizer
-from kempner.hf.source import FOLDER, find, run_of
+from kempner.hf.source import HF_FOLDER, find_weights, run_of
 from kempner.load import words_of_directory, words_of_run
 from kempner.rl.config import RlConfig
 
 if TYPE_CHECKING:
     from kempner.run import RunConfig
 
-BYTES = "bytes"  # rl.tokenizer
+WORDS_BYTES = "bytes"  # rl.tokenizer
 
 
 def keep_words(cfg: RunConfig, run: Path) -> None:
@@ -23,14 +23,14 @@ def keep_words(cfg: RunConfig, run: Path) -> None:
     if (run / SIDECAR).is_file():
         return
     if not cfg.of(RlConfig).tokenizer and cfg.model.init_from is not None:
-        source = find(cfg.model.init_from)
+        source = find_weights(cfg.model.init_from)
         if source.is_checkpoint:  # its data may have another one than the model that it began with
             folder = words_of_run(run_of(source.path), source.path).folder
             if (folder / SIDECAR).is_file():
                 copy_tokenizer(folder, run)
-    if (run / SIDECAR).is_file() or (run / FOLDER).is_dir():
+    if (run / SIDECAR).is_file() or (run / HF_FOLDER).is_dir():
         return
-    if cfg.of(RlConfig).tokenizer == BYTES:
+    if cfg.of(RlConfig).tokenizer == WORDS_BYTES:
         write_sidecar(run, ByteTokenizer())
         return
     folder = Path(cfg.of(RlConfig).tokenizer).expanduser()
@@ -41,7 +41,7 @@ def keep_words(cfg: RunConfig, run: Path) -> None:
 
 def write_sidecar(run: Path, tokenizer: Tokenizer) -> None:
     """Write a sidecar without data."""
-    none: dict[str, list[object]] = {name: [] for name in SPLITS}
+    none: dict[str, list[object]] = {name: [] for name in DATA_SPLITS}
     sidecar = Sidecar(
         tokenizer.describe(), "uint32", tokenizer.vocab_size, tokenizer.eod, none, {}  # type: ignore[arg-type]
     )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 
 from kempner.model.decoder import Decoder
 
-CHUNK = 256  # tokens whose log-probabilities are in fp32 at a time
+LOGPROB_CHUNK = 256  # tokens whose log-probabilities are in fp32 at a time
 
 
 class Looked(NamedTuple):
@@ -19,7 +19,7 @@ class Looked(NamedTuple):
 
 
 @torch.inference_mode()
-def look_at(
+def score_alternatives(
     model: Decoder, vocab_size: int, ids: list[int], top: int, temperature: float = 1.0
 ) -> Looked:
     """Compute the model's log-probabilities at this temperature, without filters. `vocab_size`: of
@@ -29,9 +29,9 @@ def look_at(
         return found
     tokens = torch.tensor([ids], device=model.embed.weight.device)
     logits = model(tokens[:, :-1])[0]  # [T - 1, V]
-    for start in range(0, len(ids) - 1, CHUNK):
-        logprobs = (logits[start : start + CHUNK].float() / temperature).log_softmax(-1)
-        target = tokens[0, 1:][start : start + CHUNK]
+    for start in range(0, len(ids) - 1, LOGPROB_CHUNK):
+        logprobs = (logits[start : start + LOGPROB_CHUNK].float() / temperature).log_softmax(-1)
+        target = tokens[0, 1:][start : start + LOGPROB_CHUNK]
         found.values.extend(logprobs.gather(1, target.unsqueeze(1)).squeeze(1).tolist())
         values, names = logprobs[:, :vocab_size].topk(min(top, vocab_size))
         found.tops.extend(

@@ -9,11 +9,11 @@ from pathlib import Path
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 
-TOKEN = "KEMPNER_SERVE_TOKEN"
+TOKEN_VARIABLE = "KEMPNER_SERVE_TOKEN"
 OF_RUN = ("source", "weights", "token_file", "publish", "check")  # what a run itself says
 
 
-def parse(argv: Sequence[str], doc: str | None = None) -> argparse.Namespace:
+def parse_serve_arguments(argv: Sequence[str], doc: str | None = None) -> argparse.Namespace:
     """Parse the command line. `doc`: the text of --help. Raises ConfigError."""
     parser = argument_parser("serve.py", doc)
     add = parser.add_argument
@@ -49,7 +49,8 @@ def parse(argv: Sequence[str], doc: str | None = None) -> argparse.Namespace:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help=f"the token that requests must have, in a file of mode 600 (default: {TOKEN})",
+        help=f"the token that requests must have, in a file of mode 600 (default: "
+        f"{TOKEN_VARIABLE})",
     )
     add(
         "--publish",
@@ -78,7 +79,10 @@ def problem_of(words: Sequence[str], least: int, most: int) -> str:
     try:
         if {"-h", "--help"} & {*words}:
             return "--help: cannot be given to an engine of a run; leave it out"
-        plain, options = vars(parse(given)), vars(parse([*given, *words]))
+        plain, options = (
+            vars(parse_serve_arguments(given)),
+            vars(parse_serve_arguments([*given, *words])),
+        )
     except ConfigError as error:
         return "; ".join(error.problems)
     for name in OF_RUN:

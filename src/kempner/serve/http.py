@@ -18,14 +18,23 @@ from queue import Empty
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from kempner.port_range import listen
-from kempner.serve.lease import RUN, Lease, Leased, Refused
-from kempner.serve.protocol import Answer, Asked, BadRequest, Fields, Json, error, read, read_ids
-from kempner.serve.worker import Job, News, Unavailable, Worker
+from kempner.port_range import listen_in_range
+from kempner.serve.lease import RUN, Lease, LeaseHeld, LeaseRefused
+from kempner.serve.protocol import (
+    Asked,
+    BadRequest,
+    CompletionResponse,
+    Fields,
+    Json,
+    error_body,
+    read_ids,
+    read_request,
+)
+from kempner.serve.worker import CompletionJob, News, Unavailable, Worker
 
-MOST_BYTES = 64 << 20  # of a request
-LOOK_S = 0.5  # between two looks whether a client is still there
-SILENT_S = 60.0  # a client that neither sends nor takes anything for so long is gone
+LARGEST_REQUEST_BYTES = 64 << 20  # of a request
+CLIENT_POLL_S = 0.5  # between two looks whether a client is still there
+CLIENT_SILENCE_S = 60.0  # a client that neither sends nor takes anything for so long is gone
 MOST_STRANGERS = 256  # connections that have not been allowed anything; of more, the oldest ends
 MODEL = "/v1/models/"  # and its name
 EMPTY: Mapping[str, str] = {}
@@ -63,7 +72,7 @@ class Server(ThreadingHTTPServer):
             socketserver.TCPServer.server_bind(self)
         else:
             self.socket.close()
-            self.socket = listen(str(self.server_address[0]))
+            self.socket = listen_in_range(str(self.server_address[0]))
             self.server_address = self.socket.getsockname()
 
     @property
@@ -78,7 +87,7 @@ class Server(ThreadingHTTPServer):
         """Drop slow senders, twice a second: a request without the token, sent byte by byte, may
         not keep a thread."""
         for handler, since in list(self.heads.items()):
-            if time.monotonic() > since + SILENT_S:
+            if time.monotonic() > since + CLIENT_SILENCE_S:
                 with contextlib.suppress(OSError):
                     handler.connection.shutdown(socket.SHUT_RDWR)
 
@@ -112,7 +121,7 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
-    timeout = SILENT_S
+    timeout = CLIENT_SILENCE_S
     disable_nagle_algorithm = True  # a token is sent when it is there
     known = False  # a request on this connection was allowed
 
@@ -143,7 +152,7 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer as JSON what http.server itself refuses."""
         self.close_connection = True
-        self._say(code, error(code, message or explain or HTTPStatus(code).phrase))
+        self._say(code, error_body(code, message or explain or HTTPStatus(code).phrase))
 
     def _answer(self, routes: dict[str, Callable[[Handler, bytes], None]]) -> None:
         self.server.heads.pop(self)
@@ -159,9 +168,9 @@ class Handler(BaseHTTPRequestHandler):
                 else:
                     self._no_route(path, bool(routes))
             except BadRequest as problem:
-                self._say(400, error(400, str(problem)))
+                self._say(400, error_body(400, str(problem)))
             except Unavailable as problem:
-                self._say(503, error(503, str(problem)))
+                self._say(503, error_body(503, str(problem)))
             except (ClientGone, OSError):
                 self.close_connection = True
 
@@ -170,22 +179,24 @@ class Handler(BaseHTTPRequestHandler):
         allowed = "GET, HEAD" if path in GET or path.startswith(MODEL) else "POST"
         if known or (path not in GET | POST and not path.startswith(MODEL)):
             message = f"{self.command} {path[:80]}: the routes are {', '.join(GET | POST)}"
-            self._say(404, error(404, message))
+            self._say(404, error_body(404, message))
         else:
             message = f"{self.command} {path[:80]}: this route takes {allowed}"
-            self._say(405, error(405, message), {"Allow": allowed})
+            self._say(405, error_body(405, message), {"Allow": allowed})
 
     def _allowed(self) -> None:
         scheme, _, given = self.headers.get("Authorization", "").partition(" ")
         allowed = hmac.compare_digest(given.strip().encode(), self.server.token.encode())
         if self.server.token and not (allowed and scheme.lower() == "bearer"):
             self.close_connection = True  # what it has sent is not read
-            self._say(401, error(401, "give the token of this engine: Authorization: Bearer TOKEN"))
+            self._say(
+                401, error_body(401, "give the token of this engine: Authorization: Bearer TOKEN")
+            )
             raise ClientGone
         if not self.server.token and not self._is_direct():
             self.close_connection = True
             reason = "for clients of this machine; others need a token: docs/extensions/serve.md"
-            self._say(403, error(403, reason))
+            self._say(403, error_body(403, reason))
             raise ClientGone
         self.known = True
 
@@ -207,9 +218,9 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # what it has sent is not read
             return b""
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or len(length) > 12 or int(length) > MOST_BYTES:
+        if not length.isdecimal() or len(length) > 12 or int(length) > LARGEST_REQUEST_BYTES:
             self.close_connection = True
-            raise BadRequest(f"Content-Length: is required, at most {MOST_BYTES}")
+            raise BadRequest(f"Content-Length: is required, at most {LARGEST_REQUEST_BYTES}")
         body = self.rfile.read(int(length))
         if len(body) < int(length):
             raise ClientGone
@@ -255,7 +266,7 @@ class Handler(BaseHTTPRequestHandler):
             self._say(200, self._model())
         else:
             about = f"no such model: {name[:80]}; the model here is {self.server.model}"
-            self._say(404, error(404, about))
+            self._say(404, error_body(404, about))
 
     def _model(self) -> Json:
         one: Json = {"id": self.server.model, "object": "model", "owned_by": "kempner"}
@@ -318,10 +329,10 @@ class Handler(BaseHTTPRequestHandler):
                 if self.server.lease.take(run):
                     worker.refuse("this engine gets weights of another run")
                 worker.update(path, version)
-        except Leased as problem:
-            self._say(409, error(409, str(problem)))
+        except LeaseHeld as problem:
+            self._say(409, error_body(409, str(problem)))
             return
-        except Refused as problem:
+        except LeaseRefused as problem:
             raise BadRequest(str(problem)) from None
         self._say(200, self._version())
 
@@ -351,19 +362,19 @@ class Handler(BaseHTTPRequestHandler):
         def encode(function: Callable[[Any], list[int]], argument: Any) -> list[int]:
             return worker.call(lambda: function(argument))  # a tokenizer is not for two threads
 
-        asked = read(body, chat, model, worker.window, worker.words, encode)
-        job = Job(asked.stream)
+        asked = read_request(body, chat, model, worker.window, worker.words, encode)
+        job = CompletionJob(asked.stream)
         worker.take(asked, job)
         try:
             (self._stream if asked.stream else self._whole)(
-                asked, job, Answer(asked, model, worker.pieces)
+                asked, job, CompletionResponse(asked, model, worker.pieces)
             )
         except (ClientGone, OSError):
             with contextlib.suppress(Unavailable):
                 worker.drop(job)
             raise
 
-    def _whole(self, asked: Asked, job: Job, answer: Answer) -> None:
+    def _whole(self, asked: Asked, job: CompletionJob, answer: CompletionResponse) -> None:
         ended = {news.text: news for news in self._news(job)}
         choices = []
         for text in job.texts:
@@ -378,7 +389,7 @@ class Handler(BaseHTTPRequestHandler):
         said = answer.whole | {"choices": choices, "usage": answer.usage(job.texts)}
         self._say(200, said | self._run())
 
-    def _stream(self, asked: Asked, job: Job, answer: Answer) -> None:
+    def _stream(self, asked: Asked, job: CompletionJob, answer: CompletionResponse) -> None:
         """Send server-sent events, one for each token; closing the connection ends them."""
         self.close_connection = True
         self.send_response(200)
@@ -396,20 +407,22 @@ class Handler(BaseHTTPRequestHandler):
                 self._event(json.dumps(answer.part | usage))
             self._event("[DONE]")
         except Unavailable as problem:  # the status has been sent
-            self._event(json.dumps(error(503, str(problem))))
+            self._event(json.dumps(error_body(503, str(problem))))
 
     def _event(self, text: str) -> None:
         self.wfile.write(f"data: {text}\n\n".encode())
 
-    def _news(self, job: Job) -> Iterator[News]:
+    def _news(self, job: CompletionJob) -> Iterator[News]:
         """Yield the news until all texts have ended. Raises ClientGone, Unavailable."""
         left, looked = len(job.texts), time.monotonic()
         while left:
-            if time.monotonic() > looked + LOOK_S:  # also while there is always news of some text
+            if (
+                time.monotonic() > looked + CLIENT_POLL_S
+            ):  # also while there is always news of some text
                 self._look()
                 looked = time.monotonic()
             try:
-                news = job.news.get(timeout=LOOK_S)
+                news = job.news.get(timeout=CLIENT_POLL_S)
             except Empty:
                 continue
             if isinstance(news, Unavailable):

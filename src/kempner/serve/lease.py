@@ -10,11 +10,11 @@ import time
 RUN = "X-Kempner-Run"  # header: which run asks
 
 
-class Refused(ValueError):
+class LeaseRefused(ValueError):
     """An engine cannot take these weights; its model is unchanged."""
 
 
-class Leased(Refused):
+class LeaseHeld(LeaseRefused):
     """Another run uses the engine."""
 
 
@@ -47,7 +47,7 @@ class Lease:
         none. Raises Leased."""
         with self._lock:
             if self.held(run):
-                raise Leased(
+                raise LeaseHeld(
                     f"this engine has the weights of the run {self.run.partition('#')[0]}, which "
                     f"uses it; end that run, or start another engine. A run that has died keeps "
                     f"its engines for {self.SECONDS:.0f} s"

@@ -15,7 +15,7 @@ from kempner.config.option import ConfigError
 from kempner.generate.config import Sampling
 
 if TYPE_CHECKING:
-    from kempner.data.tokenizer import Piece
+    from kempner.data.tokenizer import TokenPiece
     from kempner.generate.texts import Text
     from kempner.load import Words
     from kempner.serve.alternatives import Looked
@@ -45,7 +45,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
 }
 # Ignored fields: the client's own, or hints to models that know them.
-LABELS = (
+FIELD_LABELS = (
     "metadata",
     "prompt_cache_key",
     "reasoning_effort",
@@ -98,13 +98,15 @@ class Fields:
         kinds = (int,) if kind is int else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
             what = "a whole number" if kind is int else "a number"
-            raise BadRequest(f"{name} = {cut(value)}: must be {what} from {least:g} to {most:g}")
+            raise BadRequest(
+                f"{name} = {shorten_value(value)}: must be {what} from {least:g} to {most:g}"
+            )
         return kind(value)
 
     def switch(self, name: str) -> bool:
         value = self.take(name, False)
         if not isinstance(value, bool):
-            raise BadRequest(f"{name} = {cut(value)}: must be true or false")
+            raise BadRequest(f"{name} = {shorten_value(value)}: must be true or false")
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
@@ -116,24 +118,26 @@ class Fields:
         return value
 
     def end(self) -> None:
-        for name in LABELS:
+        for name in FIELD_LABELS:
             self.take(name)
         for name, allowed in NEUTRAL.items():
             value = self.take(name)
             if value is not None and not any(value == each for each in allowed):
                 values = " or ".join(json.dumps(each) for each in allowed)
-                raise BadRequest(f"{name} = {cut(value)}: is not supported here but for {values}")
+                raise BadRequest(
+                    f"{name} = {shorten_value(value)}: is not supported here but for {values}"
+                )
         self._left = {name: value for name, value in self._left.items() if value is not None}
         if self._left:
             raise BadRequest(f"{next(iter(self._left))}: is not supported here; leave it out")
 
 
-def cut(value: object) -> str:
+def shorten_value(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
-def read(
+def read_request(
     body: bytes, chat: bool, model: str, window: int, words: Words, encode: Callable[..., Any]
 ) -> Asked:
     """Parse a request to /v1/completions, or with `chat` to /v1/chat/completions. `encode(function,
@@ -141,12 +145,12 @@ def read(
     fields = Fields(body)
     asked = fields.take("model", model)
     if asked != model:
-        raise BadRequest(f"model = {cut(asked)}: the model here is {model}")
+        raise BadRequest(f"model = {shorten_value(asked)}: the model here is {model}")
     try:
         if chat:
-            prompts = [encode(words.chat, messages(fields.take("messages")))]
+            prompts = [encode(words.chat, parse_messages(fields.take("messages")))]
         else:
-            prompts = read_prompts(fields.take("prompt"), words, encode)
+            prompts = parse_prompts(fields.take("prompt"), words, encode)
     except BadRequest:
         raise
     except (ValueError, ConfigError) as error:  # the template's own words; no template
@@ -185,10 +189,14 @@ def read_stream_options(fields: Fields, stream: bool) -> bool:
     """Return whether a stream ends with its usage."""
     options = fields.take("stream_options", {})
     if not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
-        raise BadRequest(f"stream_options = {cut(options)}: may have include_usage, nothing else")
+        raise BadRequest(
+            f"stream_options = {shorten_value(options)}: may have include_usage, nothing else"
+        )
     usage = options.get("include_usage") or False
     if not isinstance(usage, bool):
-        raise BadRequest(f"stream_options.include_usage = {cut(usage)}: must be true or false")
+        raise BadRequest(
+            f"stream_options.include_usage = {shorten_value(usage)}: must be true or false"
+        )
     return usage and stream
 
 
@@ -208,7 +216,7 @@ def read_sampling(fields: Fields, most: int) -> Sampling:
     stop = fields.take("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(one, str) for one in stop):
-        raise BadRequest(f"stop = {cut(stop)}: must be a string or a list of strings")
+        raise BadRequest(f"stop = {shorten_value(stop)}: must be a string or a list of strings")
     top_p, top_k = fields.number("top_p", 1.0, 0, 1, float), fields.number("top_k", None, 1, 2**31)
     if top_p == 0:  # the most likely token alone, as OpenAI has it
         top_p, top_k = 1.0, 1
@@ -223,11 +231,13 @@ def read_sampling(fields: Fields, most: int) -> Sampling:
     )
     # With 0 tokens nothing is sampled.
     if problem := (sampling if most else replace(sampling, max_tokens=1)).problem():
-        raise BadRequest(f"{problem[0]} = {cut(getattr(sampling, problem[0]))}: {problem[1]}")
+        raise BadRequest(
+            f"{problem[0]} = {shorten_value(getattr(sampling, problem[0]))}: {problem[1]}"
+        )
     return sampling
 
 
-def read_prompts(given: Any, words: Words, encode: Callable[..., Any]) -> list[list[int]]:
+def parse_prompts(given: Any, words: Words, encode: Callable[..., Any]) -> list[list[int]]:
     """Read the prompts: a text, token ids, or a list of either."""
     many = given if isinstance(given, list) and given and not is_ids(given) else [given]
     prompts = []
@@ -253,7 +263,7 @@ def is_ids(value: Any) -> bool:
     return isinstance(value, list) and value != [] and all(type(token) is int for token in value)
 
 
-def messages(value: Any) -> list[Json]:
+def parse_messages(value: Any) -> list[Json]:
     if not isinstance(value, list) or not value:
         raise BadRequest("messages: must be a list of messages")
     for message in value:
@@ -290,7 +300,7 @@ class Offsets:
         self._next, self._decoder = begin, codecs.getincrementaldecoder("utf-8")("replace")
         self._held = b""  # the beginning of a character
 
-    def add(self, piece: Piece) -> int:
+    def add(self, piece: TokenPiece) -> int:
         begin, data = self._next, b"" if piece.special else piece.data
         self._next += len(self._decoder.decode(data))
         # A character that this token does not continue has become a replacement character.
@@ -299,11 +309,11 @@ class Offsets:
         return max(0, begin + broken)
 
 
-class Answer:
+class CompletionResponse:
     """The answer to one request, whole or in parts."""
 
     def __init__(
-        self, asked: Asked, model: str, pieces: Callable[[Sequence[int]], list[Piece]]
+        self, asked: Asked, model: str, pieces: Callable[[Sequence[int]], list[TokenPiece]]
     ) -> None:
         self.asked, self._pieces = asked, pieces
         self._offsets: dict[Text, Offsets] = {}  # of texts that come in parts
@@ -445,7 +455,7 @@ class Answer:
         return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
 
 
-def error(code: int, message: str) -> Json:
+def error_body(code: int, message: str) -> Json:
     kind = "invalid_request_error" if 400 <= code < 500 else "server_error"
     message = message.replace("\n", "; ")
     return {"error": {"message": message, "type": kind, "code": code}}

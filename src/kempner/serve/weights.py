@@ -12,52 +12,52 @@ from typing import TypeVar
 
 from kempner.checkpoint.commit import Damaged
 from kempner.config.option import ConfigError
-from kempner.config.values import shown
+from kempner.config.values import format_value
 from kempner.hf.load import is_finite, load_weights, not_finite
-from kempner.hf.source import Source, held
+from kempner.hf.source import WeightsSource, held_weights
 from kempner.hf.stored import check_source
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.parallel.lora import is_adapter
-from kempner.serve.lease import Refused
+from kempner.serve.lease import LeaseRefused
 
-LOOK_S = 0.2  # between two looks whether a version is there
-T = TypeVar("T")
+WEIGHTS_POLL_S = 0.2  # between two looks whether a version is there
+_T = TypeVar("_T")
 
 
-def replace(model: Decoder, name: str) -> None:
+def replace_weights(model: Decoder, name: str) -> None:
     """Read the weights of a directory in Hugging Face's form, or of RUN[@STEP], into the model.
     Raises Refused; after any other error the model is unusable."""
     with contextlib.ExitStack() as reading:
         try:
-            source = reading.enter_context(held(name))
-            check(model, source)
+            source = reading.enter_context(held_weights(name))
+            check_served_weights(model, source)
             if name := not_finite(source):
                 raise ConfigError(f"{source.path}: {name} has values that are not finite")
         except (ConfigError, Damaged, OSError) as error:
-            raise Refused(str(error)) from None
+            raise LeaseRefused(str(error)) from None
         load_weights(model, model.cfg, source)
 
 
-def receive(model: Decoder, manifest: str, token: str) -> int:
+def receive_version(model: Decoder, manifest: str, token: str) -> int:
     """Receive weights straight from the ranks of a trainer, given the version's manifest; returns
     its number."""
     from kempner.rl.transfer import Gone
-    from kempner.rl.transfer import receive as read
+    from kempner.rl.transfer import receive_weights as read
 
     try:
         facts = json.loads(Path(manifest).read_text())
         read(model, facts, token)
         version = int(facts["version"])
     except (Gone, FileNotFoundError, KeyError, ValueError) as error:
-        raise Refused(f"{manifest}: {error}") from None
+        raise LeaseRefused(f"{manifest}: {error}") from None
     for name, parameter in model.named_parameters():  # the old values are gone
         if not is_finite(parameter):
             raise OverflowError(f"{name} is not finite")
     return version
 
 
-def check(model: Decoder, source: Source) -> None:
+def check_served_weights(model: Decoder, source: WeightsSource) -> None:
     """Raise ConfigError or Damaged if these are not weights of this model."""
     if any(is_adapter(name) for name, _ in model.named_parameters()):
         raise ConfigError("the model has adapters; serve one that they are merged into")
@@ -65,7 +65,8 @@ def check(model: Decoder, source: Source) -> None:
     for key, value in own.items():
         if found[key] != value:
             raise ConfigError(
-                f"{source.path}: model.{key} is {shown(found[key])}, here it is {shown(value)}"
+                f"{source.path}: model.{key} is {format_value(found[key])}, here it is "
+                f"{format_value(value)}"
             )
     check_source(source, model.cfg)
 
@@ -73,33 +74,33 @@ def check(model: Decoder, source: Source) -> None:
 # --- The versions of a trainer: see rl/exchange.py ---
 
 
-def newest(weights: Path) -> Path | None:
+def newest_manifest(weights: Path) -> Path | None:
     """Return the manifest of the newest version in a directory."""
     return max(weights.glob("v*/manifest.json"), default=None)
 
 
 def first_version(
     weights: Path,
-    load: Callable[..., T],
+    load: Callable[..., _T],
     token: str,
     end: threading.Event,
-) -> tuple[T, int] | None:
+) -> tuple[_T, int] | None:
     """Load the newest version, once there is one; returns the model and its version, None if `end`
     came first. `load` is kempner.load's, and this raises what it raises."""
     while not end.is_set():
-        if (found := newest(weights)) is None:
-            end.wait(LOOK_S)
+        if (found := newest_manifest(weights)) is None:
+            end.wait(WEIGHTS_POLL_S)
             continue
         try:
             facts = json.loads(found.read_text())
-            fill = partial(receive, manifest=str(found), token=token)
+            fill = partial(receive_version, manifest=str(found), token=token)
             by_files = facts["transport"] == "directory"
             loaded = load(str(found.parent), fill=None if by_files else fill)
             return loaded, int(facts["version"])
-        except Refused:  # the trainer is about to offer another one
-            end.wait(LOOK_S)
+        except LeaseRefused:  # the trainer is about to offer another one
+            end.wait(WEIGHTS_POLL_S)
         except (ConfigError, OSError):
             # A version is removed when a newer one is in use everywhere: while we read this one.
-            if newest(weights) in (found, None):
+            if newest_manifest(weights) in (found, None):
                 raise
     return None

@@ -13,17 +13,17 @@ from functools import partial
 from queue import Empty, Queue, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
-from kempner.data.tokenizer import Piece
+from kempner.data.tokenizer import TokenPiece
 from kempner.generate.engine import Engine
 from kempner.generate.texts import Text, Texts
 from kempner.load import Loaded
 from kempner.model.decoder import Decoder
 from kempner.serve import weights
-from kempner.serve.alternatives import Looked, look_at
-from kempner.serve.lease import Refused
+from kempner.serve.alternatives import Looked, score_alternatives
+from kempner.serve.lease import LeaseRefused
 from kempner.serve.protocol import Asked
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 MOST_FAILURES = 3
 
 
@@ -40,7 +40,7 @@ class News(NamedTuple):
     finish: str  # why it has ended; empty: it goes on
 
 
-class Job:
+class CompletionJob:
     """One request: its texts and their news."""
 
     def __init__(self, stream: bool) -> None:
@@ -74,9 +74,9 @@ class Worker:
         self.exit_code = 0  # of the program
         self.finished: Counter[str] = Counter()  # texts by the reason of their end
         self.generated = 0  # tokens
-        self._jobs: dict[Text, Job] = {}
+        self._jobs: dict[Text, CompletionJob] = {}
         self._parts: dict[Text, list[str]] = {}
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, TokenPiece] = {}
         self._inbox: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._ended = ""  # why no more is taken
         self._failures = 0  # turns that have failed since a text has ended as it should
@@ -88,17 +88,17 @@ class Worker:
 
     # --- for other threads ---
 
-    def call(self, action: Callable[[], T]) -> T:
+    def call(self, action: Callable[[], _T]) -> _T:
         """Run `action` in the worker's thread, between two steps, and return its result. Raises
         what it raises, and Unavailable if the worker has ended."""
-        answer: Future[T] = Future()
+        answer: Future[_T] = Future()
         with self._lock:
             if self._ended:
                 raise Unavailable(self._ended)
             self._inbox.put((action, answer))
         return answer.result()
 
-    def take(self, asked: Asked, job: Job) -> None:
+    def take(self, asked: Asked, job: CompletionJob) -> None:
         """Queue the texts of a request. Raises Unavailable."""
         self.call(lambda: self._take(asked, job))
 
@@ -106,7 +106,7 @@ class Worker:
         """Compute log-probabilities of a text and its prompt, in one more pass."""
         engine = self.texts.engine
         ids = [*text.prompt, *text.new]
-        return self.call(lambda: look_at(engine.model, engine.vocab_size, ids, top))
+        return self.call(lambda: score_alternatives(engine.model, engine.vocab_size, ids, top))
 
     def score(self, ids: list[int], temperature: float) -> tuple[list[float], int]:
         """Return the log-probability of each token after the first one, and the version of the
@@ -116,12 +116,12 @@ class Worker:
         def look() -> tuple[list[float], int]:
             if self.broken:
                 raise Unavailable(self.broken)
-            looked = look_at(engine.model, engine.vocab_size, ids, 0, temperature)
+            looked = score_alternatives(engine.model, engine.vocab_size, ids, 0, temperature)
             return looked.values, self.version
 
         return self.call(look)
 
-    def pieces(self, ids: Sequence[int]) -> list[Piece]:
+    def pieces(self, ids: Sequence[int]) -> list[TokenPiece]:
         """Look up the pieces of tokens. A tokenizer is not thread-safe, so each token is looked up
         once, in the worker, and cached."""
         if new := {*ids} - self._pieces.keys():
@@ -132,7 +132,7 @@ class Worker:
     def decode(self, ids: Sequence[int]) -> str:
         return self.call(lambda: self.words.tokenizer.decode(ids))
 
-    def drop(self, job: Job) -> None:
+    def drop(self, job: CompletionJob) -> None:
         """Drop a job whose client has gone away."""
         self.call(lambda: self._drop(job))
 
@@ -145,7 +145,7 @@ class Worker:
         Refused: the old ones stay; Unavailable: none are loaded now."""
 
         def read(model: Decoder) -> int:
-            weights.replace(model, source)
+            weights.replace_weights(model, source)
             return self.version + 1 if version is None else version
 
         return self.call(lambda: self._update(read, source))
@@ -153,7 +153,9 @@ class Worker:
     def receive(self, manifest: str, token: str) -> int:
         """Receive new weights straight from the ranks of a trainer, otherwise as update()."""
         return self.call(
-            lambda: self._update(partial(weights.receive, manifest=manifest, token=token), manifest)
+            lambda: self._update(
+                partial(weights.receive_version, manifest=manifest, token=token), manifest
+            )
         )
 
     def refuse(self, why: str) -> None:
@@ -233,7 +235,7 @@ class Worker:
                 answer.set_exception(error)
             idle = False
 
-    def _take(self, asked: Asked, job: Job) -> None:
+    def _take(self, asked: Asked, job: CompletionJob) -> None:
         if self.broken:
             raise Unavailable(self.broken)
         count, waiting = len(asked.prompts) * asked.n, len(self.texts.waiting)
@@ -253,7 +255,7 @@ class Worker:
             self._jobs[text], self._parts[text] = job, []
         self.texts.waiting.extend(job.texts)
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: CompletionJob) -> None:
         for text in job.texts:
             if self._jobs.pop(text, None) is not None:
                 self.texts.drop(text)
@@ -275,7 +277,7 @@ class Worker:
         engine = self.texts.engine
         try:
             version = read(engine.model)
-        except Refused:
+        except LeaseRefused:
             raise
         except Exception as error:
             self.broken = f"no weights are loaded: those of {source} could not be read ({error})"

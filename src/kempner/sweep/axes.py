@@ -9,47 +9,49 @@ from dataclasses import dataclass
 from typing import Any
 
 from kempner.config.option import option
-from kempner.config.values import shown
+from kempner.config.values import format_value
 
-LARGEST = 10_000  # points, or values of an axis
+LARGEST_SWEEP = 10_000  # points, or values of an axis
 
 
 @dataclass(frozen=True)
 class Propose:
-    points: int = option(1, "points in all", minimum=1, maximum=LARGEST)
+    points: int = option(1, "points in all", minimum=1, maximum=LARGEST_SWEEP)
     startup: int = option(10, "results before draws at random end", minimum=1)
     seed: int = option(0, "seed", minimum=0)
 
 
-def grid(spec: Any) -> list[Any]:
+def grid_values(spec: Any) -> list[Any]:
     """Return the values of `[1, 2]` or `{log = [1e-4, 1e-2], count = 5}`. Raises ValueError."""
     if isinstance(spec, list):
         if not spec:
             raise ValueError("has no values; give one, or leave it out")
-        if len({shown(value) for value in spec}) < len(spec):
+        if len({format_value(value) for value in spec}) < len(spec):
             raise ValueError("has a value twice; leave one of them out")
         return spec
     ends = _range(spec, {"count"})
     count = spec["count"]
-    if type(count) is not int or not 2 <= count <= LARGEST:
-        raise ValueError(f"count = {shown(count)}: must be 2 to {LARGEST:,}")
+    if type(count) is not int or not 2 <= count <= LARGEST_SWEEP:
+        raise ValueError(f"count = {format_value(count)}: must be 2 to {LARGEST_SWEEP:,}")
     return [_between(spec, ends, i / (count - 1)) for i in range(count)]
 
 
-def draws(axes: Mapping[str, Any], samples: Any, seed: Any) -> list[dict[str, Any]]:
+def draw_axes(axes: Mapping[str, Any], samples: Any, seed: Any) -> list[dict[str, Any]]:
     """Draw `samples` values of each axis. Each draw and axis has its own generator, so that more
     samples, or another axis, leave the other values as they are. Raises ValueError."""
     for key, value, least in (("samples", samples, 1), ("seed", seed, 0)):
         if type(value) is not int or not least <= value <= 2**31:
-            raise ValueError(f"{key} = {shown(value)}: must be a whole number, at least {least}")
-    if samples > LARGEST:
-        raise ValueError(f"samples = {samples}: at most {LARGEST:,}")
+            raise ValueError(
+                f"{key} = {format_value(value)}: must be a whole number, at least {least}"
+            )
+    if samples > LARGEST_SWEEP:
+        raise ValueError(f"samples = {samples}: at most {LARGEST_SWEEP:,}")
     ranges = {}
     for name, spec in axes.items():
         try:
             ranges[name] = None if isinstance(spec, list) else _range(spec, set())
         except ValueError as error:
-            raise ValueError(f"{name} = {shown(spec)}: {error}") from None
+            raise ValueError(f"{name} = {format_value(spec)}: {error}") from None
         if spec == []:
             raise ValueError(f"{name}: has no values; give one, or leave it out")
 
@@ -72,7 +74,7 @@ def _range(spec: Any, more: set[str]) -> tuple[float, float]:
     sound = sound and all(type(end) in (int, float) and math.isfinite(end) for end in ends)
     if not sound or not ends[0] < ends[1] or (kind == "log" and ends[0] <= 0):
         over = " over 0" if kind == "log" else ""
-        raise ValueError(f"{kind} = {shown(ends)}: must be [LOW, HIGH]{over}")
+        raise ValueError(f"{kind} = {format_value(ends)}: must be [LOW, HIGH]{over}")
     return ends[0], ends[1]
 
 

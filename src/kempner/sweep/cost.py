@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from kempner.data.stages import samples_between
 from kempner.history.run_history import load_history
-from kempner.planner.cost import Gpu, time
-from kempner.sweep.points import Point
+from kempner.planner.cost import GpuSpec, step_seconds
+from kempner.sweep.points import SweepPoint
 
 
 class Hours(NamedTuple):
@@ -22,7 +22,7 @@ class Hours(NamedTuple):
         return least if least == most else f"{least} to {most}"
 
 
-def gpu_hours(point: Point, gpu: Gpu | None) -> tuple[Hours | None, str]:
+def gpu_hours(point: SweepPoint, gpu: GpuSpec | None) -> tuple[Hours | None, str]:
     """Return the hours of the whole run (of a CPU run: hours of its processes), and the source of
     the speed: resources.tokens_per_s, the run's own measurement, or the range of the planner's
     estimate for `gpu`; None without any of them."""
@@ -36,6 +36,6 @@ def gpu_hours(point: Point, gpu: Gpu | None) -> tuple[Hours | None, str]:
         return Hours(hours, hours), "measured"
     if gpu is None:
         return None, "-"
-    step = time(point.cfg, world, point.resources.per_node, gpu)
+    step = step_seconds(point.cfg, world, point.resources.per_node, gpu)
     scale = train.max_steps * world / 3600
     return Hours(step.step * scale, step.slowest * scale), f"estimate, {gpu.name}"

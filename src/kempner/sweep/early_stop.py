@@ -20,8 +20,8 @@ from kempner.config.option import option
 from kempner.files import read_jsonl
 from kempner.front_door import run_module
 
-POLL_S = 2.0
-SHARE = 0.05  # of the time at most goes into reading the neighbours' files
+VALIDATION_POLL_S = 2.0
+READ_SHARE = 0.05  # of the time at most goes into reading the neighbours' files
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class EarlyStop:
     least: int = option(3, "other runs that have a validation of the same step", minimum=1)
 
 
-def worse(run: Path, after: int, least: int) -> str:
+def stop_reason(run: Path, after: int, least: int) -> str:
     """Return why the run should stop, or "". Judges its newest validation, from step `after` on, at
     a step that `least` others have validated, too: the run may be ahead of them."""
-    own = {step: loss for step, loss in validations(run).items() if step >= after}
+    own = {step: loss for step, loss in read_validations(run).items() if step >= after}
     if not own:
         return ""
     paths = (path.parent for path in run.parent.glob("*/metrics.jsonl"))
-    found = [validations(path) for path in paths if path != run]
+    found = [read_validations(path) for path in paths if path != run]
     shared = [step for step in own if sum(step in each for each in found) >= least]
     if not shared:
         return ""
@@ -51,7 +51,7 @@ def worse(run: Path, after: int, least: int) -> str:
     )
 
 
-def validations(run: Path) -> dict[int, float]:
+def read_validations(run: Path) -> dict[int, float]:
     """Map step to validation loss; a loss that is not finite counts as infinite."""
     lines = [line for line in read_jsonl(run / "metrics.jsonl") if "val_loss" in line]
     return {
@@ -64,11 +64,11 @@ def main(run: Path) -> int:
     parent = os.getppid()
     while os.getppid() == parent:
         began = time.monotonic()
-        if why := worse(run, after, least):
+        if why := stop_reason(run, after, least):
             print(f"kempner: early stop of {run.name}: {why}", flush=True)
             (run / "STOP").touch()
             return 0
-        time.sleep(max(POLL_S, (time.monotonic() - began) / SHARE))
+        time.sleep(max(VALIDATION_POLL_S, (time.monotonic() - began) / READ_SHARE))
     return 0
 
 

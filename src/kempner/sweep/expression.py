@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
-from kempner.config.values import did_you_mean, shown
+from kempner.config.values import did_you_mean, format_value
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+EXPRESSION_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ceil": math.ceil,
     "floor": math.floor,
     "round": round,
@@ -43,7 +43,7 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 }
 ALLOWED = (
     "an expression has numbers, strings, names, + - * / // % **, comparisons, and, or, not, "
-    "A if B else C, and " + ", ".join(FUNCTIONS)
+    "A if B else C, and " + ", ".join(EXPRESSION_FUNCTIONS)
 )
 
 
@@ -64,23 +64,23 @@ class Expression:
             if isinstance(error, ExpressionError):
                 raise
             what = error.msg if isinstance(error, SyntaxError) else str(error)
-            raise ExpressionError(f"{shown(text)} is not an expression: {what}") from None
+            raise ExpressionError(f"{format_value(text)} is not an expression: {what}") from None
 
     def value(self, values: Mapping[str, Any]) -> Any:
         """Evaluate the expression with these values of its names; raises ExpressionError if it has
         none."""
         unknown = sorted(self.names - values.keys())
         if unknown:
-            near = did_you_mean(unknown[0], [*values, *FUNCTIONS])
-            raise ExpressionError(f"{shown(self.text)}: unknown name {unknown[0]}{near}")
+            near = did_you_mean(unknown[0], [*values, *EXPRESSION_FUNCTIONS])
+            raise ExpressionError(f"{format_value(self.text)}: unknown name {unknown[0]}{near}")
         try:
             found = _value(self._tree, values)
         except (ArithmeticError, ValueError, TypeError) as error:
             unset = [name for name in sorted(self.names) if values[name] is None]
             why = f"{unset[0]} is none" if unset else str(error)
-            raise ExpressionError(f"{shown(self.text)} has no value: {why}") from None
+            raise ExpressionError(f"{format_value(self.text)} has no value: {why}") from None
         if isinstance(found, float) and not math.isfinite(found):
-            raise ExpressionError(f"{shown(self.text)} has no finite value")
+            raise ExpressionError(f"{format_value(self.text)} has no finite value")
         return found
 
     def _check(self, node: ast.AST) -> None:
@@ -92,7 +92,7 @@ class Expression:
         if isinstance(node, ast.Constant):
             allowed = isinstance(node.value, bool | int | float | str)
         elif isinstance(node, ast.Call):
-            known = isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS
+            known = isinstance(node.func, ast.Name) and node.func.id in EXPRESSION_FUNCTIONS
             allowed, parts = known and not node.keywords and bool(node.args), [*node.args]
         elif isinstance(node, ast.BoolOp):
             allowed, parts = True, [*node.values]
@@ -107,7 +107,8 @@ class Expression:
             parts = [node.left, *node.comparators]
         if not allowed:
             raise ExpressionError(
-                f"{shown(self.text)}: {shown(ast.unparse(node))} is not allowed; {ALLOWED}"
+                f"{format_value(self.text)}: {format_value(ast.unparse(node))} is not allowed; "
+                f"{ALLOWED}"
             )
         for part in parts:
             self._check(part)
@@ -162,11 +163,13 @@ def _value(node: ast.AST, values: Mapping[str, Any]) -> Any:
         left, right = (_number(_value(side, values)) for side in (node.left, node.right))
         return OPERATORS[type(node.op)](left, right)
     assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    return FUNCTIONS[node.func.id](*(_number(_value(each, values)) for each in node.args))
+    return EXPRESSION_FUNCTIONS[node.func.id](
+        *(_number(_value(each, values)) for each in node.args)
+    )
 
 
 def _number(value: Any) -> int | float:
     """Return a number; raises TypeError for a string: "a" * 10**9 would be one of a gigabyte."""
     if isinstance(value, int | float):
         return value
-    raise TypeError(f"{shown(value)} is not a number")
+    raise TypeError(f"{format_value(value)} is not a number")

@@ -12,14 +12,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kempner.config import toml
-from kempner.config.option import ConfigError, schema
-from kempner.config.values import did_you_mean, shown
-from kempner.sweep.axes import LARGEST, Propose, draws, grid
+from kempner.config.option import ConfigError, config_schema
+from kempner.config.values import did_you_mean, format_value
+from kempner.sweep.axes import LARGEST_SWEEP, Propose, draw_axes, grid_values
 from kempner.sweep.early_stop import EarlyStop
-from kempner.sweep.expression import FUNCTIONS, Expression, ExpressionError, in_order
-from kempner.sweep.keys import DERIVED, KEYS, OPTIONS, RESERVED, SECTIONS, Root, Values
+from kempner.sweep.expression import EXPRESSION_FUNCTIONS, Expression, ExpressionError, in_order
+from kempner.sweep.keys import (
+    DERIVED,
+    RESERVED,
+    RUN_OPTIONS,
+    SWEEP_KEYS,
+    SWEEP_SECTIONS,
+    PointValues,
+    Root,
+)
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -31,13 +39,13 @@ class Sweep:
     max_running: int  # 0: no limit
     tries: int  # submissions of one point, at most
     bases: dict[str, list[str]]  # configuration files by name
-    fixed: Values  # [set] and [resources]
-    groups: list[list[Values]]  # one value of each is taken
+    fixed: PointValues  # [set] and [resources]
+    groups: list[list[PointValues]]  # one value of each is taken
     rules: dict[str, Expression]
     where: list[Expression]
     early_stop: EarlyStop | None
     propose: Propose | None
-    space: Values  # of [propose]: lists and ranges
+    space: PointValues  # of [propose]: lists and ranges
 
     @property
     def varied(self) -> list[str]:
@@ -45,8 +53,8 @@ class Sweep:
         own = [name for group in self.groups for name in group[0]] + [*self.space]
         return (["base"] if len(self.bases) > 1 else []) + own
 
-    def combinations(self) -> list[Values]:
-        found: list[Values] = []
+    def combinations(self) -> list[PointValues]:
+        found: list[PointValues] = []
         for base in self.bases:
             for values in itertools.product(*self.groups):
                 found.append({"base": base})
@@ -73,23 +81,23 @@ class _Reader:
 
     def sweep(self) -> Sweep:
         for key in [*self.table]:
-            if key not in KEYS:
-                self.wrong(f"{key}: unknown key{did_you_mean(key, KEYS)}")
-            elif not isinstance(self.table[key], KEYS[key]) or self.table[key] is True:
-                self.wrong(f"{key} = {shown(self.table.pop(key))}: has the wrong type")
+            if key not in SWEEP_KEYS:
+                self.wrong(f"{key}: unknown key{did_you_mean(key, SWEEP_KEYS)}")
+            elif not isinstance(self.table[key], SWEEP_KEYS[key]) or self.table[key] is True:
+                self.wrong(f"{key} = {format_value(self.table.pop(key))}: has the wrong type")
         get = self.table.get
         name = get("name", self.file.stem)
         # It becomes a directory, part of a job's name (of which squeue takes a list), and part of
         # a pattern.
         if name in (".", "..") or not re.fullmatch(r"[A-Za-z0-9._+-]+", name):
             self.wrong(
-                f"name = {shown(name)}: is not a name for a sweep; give one of letters, digits and "
-                "._+- alone (unset: the name of this file)"
+                f"name = {format_value(name)}: is not a name for a sweep; give one of letters, "
+                "digits and ._+- alone (unset: the name of this file)"
             )
         if {*"%\\"}.intersection(get("dir", "")):
             self.wrong(
-                f"dir = {shown(get('dir'))}: is a part of sbatch's --output, where these have a "
-                "meaning; leave % and \\ out"
+                f"dir = {format_value(get('dir'))}: is a part of sbatch's --output, where these "
+                "have a meaning; leave % and \\ out"
             )
         for key in ("max_running", "tries"):
             if get(key, 1) < 1:
@@ -111,32 +119,32 @@ class _Reader:
             propose, space,
         )  # fmt: skip
         self.check_names(sweep)
-        if (count := math.prod(map(len, groups)) * len(sweep.bases)) > LARGEST:
-            self.wrong(f"{count:,} combinations: at most {LARGEST:,}; take fewer values")
+        if (count := math.prod(map(len, groups)) * len(sweep.bases)) > LARGEST_SWEEP:
+            self.wrong(f"{count:,} combinations: at most {LARGEST_SWEEP:,}; take fewer values")
         if self.problems:
             raise ConfigError(self.problems)
         return sweep
 
-    def section(self, name: str, cls: type[T], table: Values | None) -> T | None:
+    def section(self, name: str, cls: type[_T], table: PointValues | None) -> _T | None:
         """Read one of the sweep's own sections; None if the file does not have it."""
         if table is None:
             return None
-        values, options = {}, schema(Root)[name]
+        values, options = {}, config_schema(Root)[name]
         for key, value in table.items():
             try:
                 if key not in options:
                     raise ValueError(f"unknown key{did_you_mean(key, options)}")
                 values[key] = options[key].convert(value)
             except ValueError as error:
-                self.wrong(f"{name}.{key} = {shown(value)}: {error}")
+                self.wrong(f"{name}.{key} = {format_value(value)}: {error}")
         return cls(**values)
 
-    def propose(self) -> tuple[Propose | None, Values]:
+    def propose(self) -> tuple[Propose | None, PointValues]:
         """[propose]: its options, and its lists and ranges."""
         if "propose" not in self.table:
             return None, {}
         table = dict(self.table["propose"])
-        own = {key: table.pop(key) for key in schema(Root)["propose"] if key in table}
+        own = {key: table.pop(key) for key in config_schema(Root)["propose"] if key in table}
         space = self.flat("propose", table)
         others = [f"[{key}]" for key in ("axes", "zip", "random") if key in self.table]
         base = self.table.get("base")
@@ -156,7 +164,7 @@ class _Reader:
         if not space:
             self.wrong("propose: nothing to choose; write optimizer.lr = {log = [1e-4, 1e-2]}")
         try:
-            draws(space, 1, 0)
+            draw_axes(space, 1, 0)
         except ValueError as error:
             self.wrong(f"propose: {error}")
             space = {}
@@ -177,18 +185,20 @@ class _Reader:
         for name, files in named.items():
             files = [files] if isinstance(files, str) else files
             if not isinstance(files, list) or not all(isinstance(each, str) for each in files):
-                self.wrong(f"base = {shown(given)}: must be a file, a list, or a table of these")
+                self.wrong(
+                    f"base = {format_value(given)}: must be a file, a list, or a table of these"
+                )
                 continue
             found[name] = [str(self.file.parent / each) for each in files]
         if not any(found.values()):
             self.wrong('base: name a configuration; write base = "../train/quickstart.toml"')
         return found
 
-    def flat(self, where: str, table: dict[str, Any]) -> Values:
+    def flat(self, where: str, table: dict[str, Any]) -> PointValues:
         """{"optimizer": {"lr": x}}, as TOML reads `optimizer.lr = x`, as {"optimizer.lr": x}."""
-        found: Values = {}
+        found: PointValues = {}
         for key, value in table.items():
-            if key in SECTIONS and isinstance(value, dict):
+            if key in SWEEP_SECTIONS and isinstance(value, dict):
                 found |= {f"{key}.{inner}": each for inner, each in value.items()}
             else:
                 found[key] = value
@@ -199,42 +209,42 @@ class _Reader:
     def check_target(self, where: str, name: str) -> None:
         if name in DERIVED:
             self.wrong(f"{where}: {name}: {DERIVED[name]}")
-        elif "." in name and name not in OPTIONS:
-            self.wrong(f"{where}: {name}: unknown option{did_you_mean(name, OPTIONS)}")
+        elif "." in name and name not in RUN_OPTIONS:
+            self.wrong(f"{where}: {name}: unknown option{did_you_mean(name, RUN_OPTIONS)}")
         elif "." not in name and (not name.isidentifier() or keyword.iskeyword(name)):
-            self.wrong(f"{where}: {shown(name)}: is not a name; write lr, or optimizer.lr")
-        elif name in RESERVED or name in SECTIONS:
+            self.wrong(f"{where}: {format_value(name)}: is not a name; write lr, or optimizer.lr")
+        elif name in RESERVED or name in SWEEP_SECTIONS:
             self.wrong(f"{where}: {name}: has a meaning already; take another name")
         if (other := self.given.setdefault(name, where)) != where:
             self.wrong(f"{name}: is in [{other}] and in [{where}]; leave one of them out")
 
-    def values(self, where: str, table: dict[str, Any]) -> Values:
+    def values(self, where: str, table: dict[str, Any]) -> PointValues:
         """Fixed values."""
         found = self.flat(where, table)
         return {name: self.convert(where, name, value) for name, value in found.items()}
 
     def convert(self, where: str, name: str, value: Any) -> Any:
-        if name not in OPTIONS:
+        if name not in RUN_OPTIONS:
             return value
         try:
-            return OPTIONS[name].convert(value)
+            return RUN_OPTIONS[name].convert(value)
         except ConfigError as error:
             self.problems += [f"{self.file}: {where}: {text}" for text in error.problems]
         except ValueError as error:
-            self.wrong(f"{where}: {name} = {shown(value)}: {error}")
+            self.wrong(f"{where}: {name} = {format_value(value)}: {error}")
         return None
 
-    def groups(self) -> list[list[Values]]:
+    def groups(self) -> list[list[PointValues]]:
         """List the groups that are combined with each other: each axis, each zip, the random
         draws."""
-        found: list[list[Values]] = []
+        found: list[list[PointValues]] = []
         for name, spec in self.flat("axes", self.table.get("axes", {})).items():
             found.append([{name: value} for value in self.axis("axes", name, spec)])
         given = self.table.get("zip", [])
         tables: list[Any] = given if isinstance(given, list) else [given]
         for table in tables:
             if not isinstance(table, dict):
-                self.wrong(f"zip = {shown(given)}: must be a table, or several, [[zip]]")
+                self.wrong(f"zip = {format_value(given)}: must be a table, or several, [[zip]]")
                 continue
             columns: dict[str, list[Any]] = {
                 n: self.axis("zip", n, spec) for n, spec in self.flat("zip", table).items()
@@ -254,15 +264,15 @@ class _Reader:
 
     def axis(self, where: str, name: str, spec: Any) -> list[Any]:
         try:
-            return grid(spec)
+            return grid_values(spec)
         except ValueError as error:
-            self.wrong(f"{where}: {name} = {shown(spec)}: {error}")
+            self.wrong(f"{where}: {name} = {format_value(spec)}: {error}")
             return []
 
-    def draws(self, table: dict[str, Any]) -> list[Values]:
+    def draws(self, table: dict[str, Any]) -> list[PointValues]:
         samples, seed = table.pop("samples", None), table.pop("seed", 0)
         try:
-            return draws(self.flat("random", table), samples, seed)
+            return draw_axes(self.flat("random", table), samples, seed)
         except ValueError as error:
             self.wrong(f"random: {error}")
             return []
@@ -271,7 +281,9 @@ class _Reader:
         found = {}
         for name, text in table.items():
             if not isinstance(text, str | int | float) or isinstance(text, bool):
-                self.wrong(f"{where}: {name} = {shown(text)}: must be an expression, in quotes")
+                self.wrong(
+                    f"{where}: {name} = {format_value(text)}: must be an expression, in quotes"
+                )
                 continue
             try:
                 found[name] = Expression(str(text))
@@ -282,15 +294,15 @@ class _Reader:
     def check_names(self, sweep: Sweep) -> None:
         """Check the names: a variable that nothing reads has no effect; one that nothing sets has
         no value."""
-        known = {*OPTIONS, *self.given, "base", "parameters"}
+        known = {*RUN_OPTIONS, *self.given, "base", "parameters"}
         read = {name for each in (*sweep.rules.values(), *sweep.where) for name in each.names}
         for expression in (*sweep.rules.values(), *sweep.where):
             for name in sorted(expression.names - known):
-                near = did_you_mean(name, [*known, *FUNCTIONS])
-                self.wrong(f"{shown(expression.text)}: unknown name {name}{near}")
+                near = did_you_mean(name, [*known, *EXPRESSION_FUNCTIONS])
+                self.wrong(f"{format_value(expression.text)}: unknown name {name}{near}")
         for name, where in self.given.items():
             if "." not in name and name not in read:
-                near = did_you_mean(name, [key.partition(".")[2] for key in OPTIONS])
+                near = did_you_mean(name, [key.partition(".")[2] for key in RUN_OPTIONS])
                 self.wrong(
                     f"{where}: {name}: has no effect, no rule or condition names it; an option "
                     f"is written section.key{near}"

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kempner.sweep.points import Point
+from kempner.sweep.points import SweepPoint
 from kempner.sweep.submit import write_points
 
 
-def run_here(own: Path, points: Sequence[Point], more: Mapping[str, str]) -> int:
+def run_here(own: Path, points: Sequence[SweepPoint], more: Mapping[str, str]) -> int:
     """Run the points one after another, with the same script; returns the exit code, 130 after
     Ctrl-C, which reaches the script too: its run saves and stops."""
     configs = write_points(own, points)

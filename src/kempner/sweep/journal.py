@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kempner.directories import Kind, mark
+from kempner.directories import Kind, mark_directory
 from kempner.files import end_torn_line, read_jsonl
 
 
@@ -99,10 +99,10 @@ class Journal:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, patience: float = 0.0) -> Iterator[Journal]:
+def locked_journal(folder: Path, patience: float = 0.0) -> Iterator[Journal]:
     """Open the journal for one process at a time; raises BlockingIOError if another one has it for
     `patience` seconds."""
-    mark(folder, Kind.SWEEP)
+    mark_directory(folder, Kind.SWEEP)
     end = time.monotonic() + patience
     with open(folder / ".lock", "a") as file:
         while True:

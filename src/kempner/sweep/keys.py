@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kempner.config.option import Option, schema, whole_schema
+from kempner.config.option import Option, config_schema, whole_schema
 from kempner.run import RunConfig
 from kempner.sweep.axes import Propose
 from kempner.sweep.early_stop import EarlyStop
-from kempner.sweep.expression import FUNCTIONS
+from kempner.sweep.expression import EXPRESSION_FUNCTIONS
 from kempner.sweep.resources import Resources
 
-Values = dict[str, Any]  # by name: section.key of an option, resources.key, or a variable
+PointValues = dict[str, Any]  # by name: section.key of an option, resources.key, or a variable
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class Root:
     propose: Propose = field(default_factory=Propose)
 
 
-OPTIONS: dict[str, Option] = {
+RUN_OPTIONS: dict[str, Option] = {
     option.name: option
-    for sections in (whole_schema(RunConfig), schema(Root))
+    for sections in (whole_schema(RunConfig), config_schema(Root))
     for keys in sections.values()
     for option in keys.values()
     if not option.name.startswith(("early_stop.", "propose."))  # the same for all points
 }
-SECTIONS = {name.partition(".")[0] for name in OPTIONS}
-KEYS: dict[str, type | tuple[type, ...]] = {
+SWEEP_SECTIONS = {name.partition(".")[0] for name in RUN_OPTIONS}
+SWEEP_KEYS: dict[str, type | tuple[type, ...]] = {
     "base": (str, list, dict),
     "dir": str,
     "name": str,
@@ -53,4 +53,4 @@ DERIVED = {
     "run.dir": "a sweep names its run directories itself; use the sweep's dir and name",
     "checkpoint.dir": "the points would share it; leave it out",
 }
-RESERVED = {"base", "parameters", *FUNCTIONS}
+RESERVED = {"base", "parameters", *EXPRESSION_FUNCTIONS}

@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 
 from kempner import slurm
 from kempner.history.run_history import History, is_run, load_history
-from kempner.history.state import State
+from kempner.history.state import RunState
 from kempner.sweep.journal import Journal
-from kempner.sweep.points import Point
+from kempner.sweep.points import SweepPoint
 
-TAIL = 1 << 16  # bytes of metrics.jsonl
-CANCELLED = State("cancelled")
+METRICS_TAIL_BYTES = 1 << 16  # bytes of metrics.jsonl
+CANCELLED_STATE = RunState("cancelled")
 HOLDS = ("running", "silent", "starting", "waiting", "unknown")  # a job has it, or may have it
 
 
 @dataclass(frozen=True)
-class Look:
-    point: Point
-    state: State
+class PointStatus:
+    point: SweepPoint
+    state: RunState
     tries: int  # submissions
     run: History
     task: str | None  # the newest job, as users name it
@@ -37,57 +37,59 @@ class Look:
         return self.state.attention and self.state.word not in HOLDS
 
 
-def look(points: Sequence[Point], journal: Journal, whole: bool = False) -> list[Look]:
+def look_at_points(
+    points: Sequence[SweepPoint], journal: Journal, whole: bool = False
+) -> list[PointStatus]:
     """Look at the points. `whole`: with all lines of metrics.jsonl."""
     jobs = slurm.my_jobs()
-    found = [_look(point, journal, jobs, None if whole else TAIL) for point in points]
+    found = [_look(point, journal, jobs, None if whole else METRICS_TAIL_BYTES) for point in points]
     lost = [
         each
         for each in found
         if each.failed and each.task and not (each.run.attempts or each.run.refusals)
     ]
-    told = slurm.accounted([each.task for each in lost if each.task])
+    told = slurm.accounted_states([each.task for each in lost if each.task])
     return [_accounted(each, told) if each in lost else each for each in found]
 
 
 def _look(
-    point: Point, journal: Journal, jobs: dict[str, slurm.Job] | None, tail: int | None
-) -> Look:
+    point: SweepPoint, journal: Journal, jobs: dict[str, slurm.SlurmJob] | None, tail: int | None
+) -> PointStatus:
     task = journal.task(point.name)
     run = load_history(point.run_dir, jobs, tail)
     state = run.state
-    job = None if task is None or jobs is None else jobs.get(task, slurm.Job(task, "GONE"))
+    job = None if task is None or jobs is None else jobs.get(task, slurm.SlurmJob(task, "GONE"))
     refused = any(refusal.job == task for refusal in run.refusals)
     begun = refused or any(attempt.job == task for attempt in run.attempts)
     # The job may go on, for other points.
     over = refused or (begun and run.attempts[-1].decision == "end")
     if task is None and not is_run(point.run_dir):
-        state = State("planned")
+        state = RunState("planned")
     elif task is None or state.word in ("done", "stopped"):
         pass
     elif job is None and not begun:
-        state = State("unknown", f"job {task}: Slurm does not answer")
+        state = RunState("unknown", f"job {task}: Slurm does not answer")
     elif job is not None and job.state == "PENDING" and not over:
-        state = State("waiting", f"job {task}: {job.why}")
+        state = RunState("waiting", f"job {task}: {job.why}")
     elif job is not None and job.state != "GONE" and not begun:
-        state = State("starting")
+        state = RunState("starting")
     elif job is not None and job.state == "GONE" and journal.was_cancelled(point.name):
-        state = CANCELLED
+        state = CANCELLED_STATE
     elif not run.attempts and not refused:
-        state = State("killed", f"job {task} ended before the run began", attention=True)
+        state = RunState("killed", f"job {task} ended before the run began", attention=True)
     if any(point.name in each.points for each in journal.open):
-        state = State("unknown", "Slurm has not said whether it took the job")
+        state = RunState("unknown", "Slurm has not said whether it took the job")
     told = journal.of(point.name)
-    return Look(point, state, len(told), run, task, told[-1].pack if told else 1)
+    return PointStatus(point, state, len(told), run, task, told[-1].pack if told else 1)
 
 
-def _accounted(each: Look, told: dict[str, str]) -> Look:
+def _accounted(each: PointStatus, told: dict[str, str]) -> PointStatus:
     """Complete a run that never began with what the accounting knows of its job."""
     word = told.get(each.task or "", "")
     if not word:
         return each
     if word in ("PENDING", "RUNNING", "REQUEUED", "PREEMPTED", "SUSPENDED"):
-        state = State("unknown", f"job {each.task}: {word}")  # not an end
+        state = RunState("unknown", f"job {each.task}: {word}")  # not an end
     else:
-        state = CANCELLED if word == "CANCELLED" else State("killed", word, attention=True)
+        state = CANCELLED_STATE if word == "CANCELLED" else RunState("killed", word, attention=True)
     return replace(each, state=state)

@@ -14,13 +14,13 @@ from typing import Any
 
 from kempner.config.loading import as_dict
 from kempner.config.option import ConfigError
-from kempner.config.values import shown, to_text
-from kempner.configure import check, load_config
+from kempner.config.values import format_value, to_text
+from kempner.configure import check_config, load_config
 from kempner.model.config import ModelConfig
 from kempner.run import RunConfig
 from kempner.sweep.expression import ExpressionError
 from kempner.sweep.file import Sweep
-from kempner.sweep.keys import OPTIONS, Values
+from kempner.sweep.keys import RUN_OPTIONS, PointValues
 from kempner.sweep.resources import Resources
 
 SLUG = 60  # characters of a name before its hash
@@ -28,10 +28,10 @@ HASH = 8
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """One run. `values`: what makes it different from the others, for people."""
 
-    values: Values
+    values: PointValues
     cfg: RunConfig
     resources: Resources
 
@@ -48,7 +48,7 @@ def load_bases(sweep: Sweep) -> dict[str, RunConfig]:
     return {name: load_config(files, []) for name, files in sweep.bases.items()}
 
 
-def expand(sweep: Sweep) -> list[Point]:
+def expand_points(sweep: Sweep) -> list[SweepPoint]:
     """Return all points in the order of the file. Raises ConfigError with the problems of all of
     them, each once; files that the configurations name are not opened: see check_points."""
     bases = load_bases(sweep)
@@ -65,11 +65,11 @@ def expand(sweep: Sweep) -> list[Point]:
     _raise(problems)
     if not points:
         raise ConfigError(f"{sweep.file}: no combination fulfils all conditions of where")
-    seen: dict[str, Point] = {}
+    seen: dict[str, SweepPoint] = {}
     for point in points:
         other = seen.setdefault(point.name.rpartition("-")[2], point)
         if other is not point:
-            first, second = (describe(sweep, each) for each in (other, point))
+            first, second = (describe_point(sweep, each) for each in (other, point))
             problems.setdefault(
                 f"{sweep.file}: two points have the same configuration: {first}, and {second}; "
                 "leave one of them out",
@@ -79,20 +79,20 @@ def expand(sweep: Sweep) -> list[Point]:
     return points
 
 
-def check_points(points: Sequence[Point]) -> None:
+def check_points(points: Sequence[SweepPoint]) -> None:
     """Check every point as train.py --check does: the files that it names, and whether it fits its
     nodes. Raises ConfigError with all problems, each once with the points that have it."""
     problems: dict[str, list[str]] = {}
     for point in points:
         flags = {"check": True, "build": False, "bench": False}
         size = {"nodes": point.resources.nodes, "gpus-per-node": point.resources.per_node}
-        for text in check(point.cfg, {**flags, **size}):
+        for text in check_config(point.cfg, {**flags, **size}):
             problems.setdefault(text, []).append(point.name)
     _raise(problems)
 
 
-def describe(sweep: Sweep, point: Point) -> str:
-    return " ".join(f"{key}={short(point.values[key])}" for key in sweep.varied) or point.name
+def describe_point(sweep: Sweep, point: SweepPoint) -> str:
+    return " ".join(f"{key}={short_value(point.values[key])}" for key in sweep.varied) or point.name
 
 
 def _raise(problems: Mapping[str, list[str]]) -> None:
@@ -105,15 +105,15 @@ def _raise(problems: Mapping[str, list[str]]) -> None:
         raise ConfigError(found)
 
 
-def make_point(sweep: Sweep, base: RunConfig, combination: Values) -> Point | None:
+def make_point(sweep: Sweep, base: RunConfig, combination: PointValues) -> SweepPoint | None:
     """Make a point; None if a condition excludes it. Raises ConfigError."""
-    known: Values = {
+    known: PointValues = {
         f"{section}.{key}": value
         for section, keys in as_dict(base).items()
         for key, value in keys.items()
     }
     known |= {f"resources.{key}": value for key, value in asdict(Resources()).items()}
-    given: Values = {**sweep.fixed, **combination}
+    given: PointValues = {**sweep.fixed, **combination}
     known |= given | {"parameters": _parameters(known | given)}
     try:
         for name, rule in sweep.rules.items():
@@ -133,7 +133,7 @@ def make_point(sweep: Sweep, base: RunConfig, combination: Values) -> Point | No
     words = [
         f"--{name}={to_text(value)}"
         for name, value in given.items()
-        if name in OPTIONS and not name.startswith("resources.")
+        if name in RUN_OPTIONS and not name.startswith("resources.")
     ]
     problems = [f"{sweep.file}: {text}" for text in resources.problems()]
     for key, table in (("early_stop", sweep.early_stop), ("propose", sweep.propose)):
@@ -153,22 +153,22 @@ def make_point(sweep: Sweep, base: RunConfig, combination: Values) -> Point | No
     if problems:
         raise ConfigError(problems)
     values = {name: known[name] for name in sweep.varied}
-    name = f"{_slug(values)}-{identity(cfg)}"
+    name = f"{_slug(values)}-{run_identity(cfg)}"
     cfg = replace(cfg, run=replace(cfg.run, dir=str(sweep.dir / name)))
-    return Point(values, cfg, resources)
+    return SweepPoint(values, cfg, resources)
 
 
 def _converted(name: str, value: Any) -> Any:
     """Convert a rule's value to the option's type: 240.0 is a whole number."""
-    if name not in OPTIONS:
+    if name not in RUN_OPTIONS:
         return value
-    option = OPTIONS[name]
+    option = RUN_OPTIONS[name]
     if option.item is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     try:
         return option.convert(value)
     except ValueError as error:
-        raise ExpressionError(f"rules: {name} = {shown(value)}: {error}") from None
+        raise ExpressionError(f"rules: {name} = {format_value(value)}: {error}") from None
 
 
 def _parameters(known: Mapping[str, Any]) -> int | None:
@@ -181,7 +181,7 @@ def _parameters(known: Mapping[str, Any]) -> int | None:
         return None
 
 
-def identity(cfg: RunConfig) -> str:
+def run_identity(cfg: RunConfig) -> str:
     """Hash the run's configuration without its directory. Options at their default are left out, so
     that a new option of a later version renames no run."""
     plain, defaults = as_dict(cfg), _defaults()
@@ -201,12 +201,16 @@ def _defaults() -> dict[str, dict[str, Any]]:
     return as_dict(RunConfig(more=tuple((name, cls()) for name, cls in others)))
 
 
-def _slug(values: Values) -> str:
-    parts = [str(values[name]) if name == "base" else
-             f"{name.rpartition('.')[2]}{short(values[name])}" for name in values]  # fmt: skip
+def _slug(values: PointValues) -> str:
+    parts = [
+        str(values[name])
+        if name == "base"
+        else f"{name.rpartition('.')[2]}{short_value(values[name])}"
+        for name in values
+    ]
     text = re.sub(r"[^A-Za-z0-9.+-]+", "_", "-".join(parts)).strip("-_.")
     return text[:SLUG] or "run"
 
 
-def short(value: Any) -> str:
+def short_value(value: Any) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)

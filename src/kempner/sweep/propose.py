@@ -14,17 +14,19 @@ from typing import Any
 from kempner.config.option import ConfigError
 from kempner.sweep.file import Sweep
 from kempner.sweep.journal import Journal
-from kempner.sweep.keys import OPTIONS, Values
-from kempner.sweep.look import Look
-from kempner.sweep.points import Point, load_bases, make_point
+from kempner.sweep.keys import RUN_OPTIONS, PointValues
+from kempner.sweep.look import PointStatus
+from kempner.sweep.points import SweepPoint, load_bases, make_point
 from kempner.sweep.results import loss_of
 
 ENDED = ("done", "stopped", "failed")  # others run, will run, or somebody has to look at them
-FAILURES = 3  # and not fewer than run at once: so many in a row, and nothing more is proposed
-DRAWS = 100  # of one point, until it is new and fulfils the conditions
+PROPOSAL_FAILURES = (
+    3  # and not fewer than run at once: so many in a row, and nothing more is proposed
+)
+POINT_DRAWS = 100  # of one point, until it is new and fulfils the conditions
 
 
-def proposed(sweep: Sweep, journal: Journal) -> list[Point]:
+def proposed_points(sweep: Sweep, journal: Journal) -> list[SweepPoint]:
     """Return the points proposed so far, in order; after an edit of the file, those that are
     unchanged."""
     (base,) = load_bases(sweep).items()
@@ -40,24 +42,26 @@ def proposed(sweep: Sweep, journal: Journal) -> list[Point]:
     return found
 
 
-def _point(sweep: Sweep, name: str, base: Any, values: Values) -> Point | None:
-    own = {key: OPTIONS[key].convert(value) if key in OPTIONS else value
+def _point(sweep: Sweep, name: str, base: Any, values: PointValues) -> SweepPoint | None:
+    own = {key: RUN_OPTIONS[key].convert(value) if key in RUN_OPTIONS else value
            for key, value in values.items()}  # fmt: skip
     return make_point(sweep, base, {"base": name, **own})
 
 
-def room(sweep: Sweep, looks: Sequence[Look]) -> tuple[int, str]:
+def proposal_room(sweep: Sweep, looks: Sequence[PointStatus]) -> tuple[int, str]:
     """Return how many more points may be proposed now, and why none may for the time being."""
     assert sweep.propose is not None
     ended = [each.state.word for each in looks if each.state.word in ENDED]
-    limit = max(FAILURES, sweep.max_running)
+    limit = max(PROPOSAL_FAILURES, sweep.max_running)
     if ended[-limit:] == ["failed"] * limit:
         return 0, f"the last {limit} points have failed: mend what is wrong, then resubmit"
     free = sweep.max_running - (len(looks) - len(ended))
     return max(0, min(sweep.propose.points - len(looks), free)), ""
 
 
-def propose(sweep: Sweep, looks: Sequence[Look], journal: Journal, count: int) -> dict[str, Values]:
+def propose_values(
+    sweep: Sweep, looks: Sequence[PointStatus], journal: Journal, count: int
+) -> dict[str, PointValues]:
     """Propose the values of the next `count` points, by the name of the point; fewer if no others
     are left. The same results give the same points. Raises ConfigError."""
     try:
@@ -79,7 +83,7 @@ def propose(sweep: Sweep, looks: Sequence[Look], journal: Journal, count: int) -
     tried = [journal.proposed[each.point.name] for each in looks]
     taken, found = {_hash(each.point) for each in looks}, {}
     for number in range(len(looks), len(looks) + count):
-        for draw in range(DRAWS):
+        for draw in range(POINT_DRAWS):
             seed = random.Random(f"{rule.seed} {number} {draw}").getrandbits(32)
             # constant_liar: points that run count as bad ones, so that the next ones keep away from
             # them.
@@ -100,13 +104,13 @@ def propose(sweep: Sweep, looks: Sequence[Look], journal: Journal, count: int) -
             break
     if not found and not looks:
         raise ConfigError(
-            f"{sweep.file}: propose: none of {DRAWS} draws fulfils all conditions of where; widen "
-            "the ranges"
+            f"{sweep.file}: propose: none of {POINT_DRAWS} draws fulfils all conditions of where; "
+            "widen the ranges"
         )
     return found
 
 
-def _hash(point: Point) -> str:
+def _hash(point: SweepPoint) -> str:
     return point.name.rpartition("-")[2]
 
 
@@ -134,7 +138,7 @@ def _value(spec: Any, param: Any) -> Any:
     return param if whole else min(max(float(f"{param:.6g}"), low), high)
 
 
-def _params(sweep: Sweep, values: Values) -> dict[str, Any]:
+def _params(sweep: Sweep, values: PointValues) -> dict[str, Any]:
     """Convert a point's values to optuna's parameters; none if they are outside the current
     ranges."""
     found: dict[str, Any] = {}
@@ -153,7 +157,7 @@ def _params(sweep: Sweep, values: Values) -> dict[str, Any]:
     return found
 
 
-def _result(state: Any, look: Look) -> dict[str, Any]:
+def _result(state: Any, look: PointStatus) -> dict[str, Any]:
     """Return a point's result for optuna. A stopped point has its last validation; a failed one, as
     when it diverges, is worse than any other."""
     loss, step = loss_of(look.run, "val_loss", None)

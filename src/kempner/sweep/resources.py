@@ -10,8 +10,8 @@ from pathlib import Path
 
 from kempner.config.option import ConfigError, option
 
-ROOT = Path(__file__).parents[3]
-SCRIPTS = ROOT / "scripts/slurm"
+SWEEP_REPOSITORY = Path(__file__).parents[3]
+SLURM_SCRIPTS = SWEEP_REPOSITORY / "scripts/slurm"
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Resources:
     @property
     def script(self) -> Path:
         if self.pack > 1:
-            return SCRIPTS / "pack.sh"
-        return SCRIPTS / ("singlenode.sh" if self.nodes == 1 else "multinode.sh")
+            return SLURM_SCRIPTS / "pack.sh"
+        return SLURM_SCRIPTS / ("singlenode.sh" if self.nodes == 1 else "multinode.sh")
 
     def problems(self) -> list[str]:
         found = []
@@ -103,7 +103,7 @@ def profile_environment(profile: str) -> dict[str, str]:
         return env
     read = 'source "$1/lib/all.sh"; KP_ROOT=$2; kp_read_site >&2; env -0'
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", read, "bash", SCRIPTS, ROOT],
+        ["bash", "-euo", "pipefail", "-c", read, "bash", SLURM_SCRIPTS, SWEEP_REPOSITORY],
         env=env, capture_output=True, text=True,
     )  # fmt: skip
     if done.returncode:

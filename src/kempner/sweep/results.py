@@ -18,21 +18,23 @@ from kempner.config.values import did_you_mean
 from kempner.directories import refuse_other_file
 from kempner.files import write_atomic
 from kempner.history.run_history import History
-from kempner.history.tables import aligned
+from kempner.history.tables import align_table
 from kempner.picture import refuse_other_picture, save_picture
 from kempner.sweep.file import Sweep
 from kempner.sweep.journal import Journal
-from kempner.sweep.look import Look, look
-from kempner.sweep.points import Point, short
+from kempner.sweep.look import PointStatus, look_at_points
+from kempner.sweep.points import SweepPoint, short_value
 
-SIGN = ",step,state,tokens_per_s,parameters,run\n"  # of a table.csv: the end of its first line
-LAST = 10  # lines of metrics.jsonl whose mean is the training loss
-LOG_FROM = 8.0  # largest over smallest value of an axis
+TABLE_SIGN = (
+    ",step,state,tokens_per_s,parameters,run\n"  # of a table.csv: the end of its first line
+)
+LAST_LINES = 10  # lines of metrics.jsonl whose mean is the training loss
+LOG_SCALE_FROM = 8.0  # largest over smallest value of an axis
 
 
 @dataclass(frozen=True)
 class Row:
-    look: Look
+    look: PointStatus
     loss: float | None
     at: int | None  # step
 
@@ -44,21 +46,23 @@ class Row:
         return self.look.state.word == "done"
 
 
-def write(sweep: Sweep, points: list[Point], options: argparse.Namespace, begun: bool) -> int:
+def write_results(
+    sweep: Sweep, points: list[SweepPoint], options: argparse.Namespace, begun: bool
+) -> int:
     """Print the table and, once the sweep has begun, write sweep/table.csv and table.png. Raises
     ConfigError."""
     x = axis_of(sweep, points, options.x)
     own = sweep.dir / "sweep"
     table, picture = own / "table.csv", own / "table.png"
-    refuse_other_file(table, "the table", (SIGN,))
+    refuse_other_file(table, "the table", (TABLE_SIGN,))
     refuse_other_picture(picture, "the picture", named=False)
-    looks = look(points, Journal(own), whole=True)
+    looks = look_at_points(points, Journal(own), whole=True)
     kind = "val_loss" if any(each.run.validations for each in looks) else "loss"
     rows = [Row(each, *loss_of(each.run, kind, options.step)) for each in looks]
     rows.sort(key=lambda row: math.inf if row.loss is None else row.loss)
     head = [*sweep.varied, kind, "at step", "state", "tokens/s", "run"]
-    cells = [[*map(short, map(row.value, sweep.varied)), *figures(row)] for row in rows]
-    print(aligned([head, *cells], 2, range(len(head) - 1)))
+    cells = [[*map(short_value, map(row.value, sweep.varied)), *row_figures(row)] for row in rows]
+    print(align_table([head, *cells], 2, range(len(head) - 1)))
     if not begun:
         print("sweep: nothing is submitted yet: the table is not written", file=sys.stderr)
         return 0
@@ -66,7 +70,7 @@ def write(sweep: Sweep, points: list[Point], options: argparse.Namespace, begun:
     made = [str(table)]
     if x is not None and any(row.loss is not None for row in rows):
         try:
-            draw(sweep, rows, x, kind, picture)
+            plot_results(sweep, rows, x, kind, picture)
             made.append(str(picture))
         except ModuleNotFoundError:
             fix = ".venv/bin/pip install -c constraints.txt -e '.[plot]'"
@@ -78,7 +82,7 @@ def write(sweep: Sweep, points: list[Point], options: argparse.Namespace, begun:
 def loss_of(run: History, kind: str, step: int | None) -> tuple[float | None, int | None]:
     """Return the newest loss, or the newest until `step`, and its step."""
     lines = run.validations if kind == "val_loss" else run.losses
-    lines = [line for line in lines if step is None or line["step"] <= step][-LAST:]
+    lines = [line for line in lines if step is None or line["step"] <= step][-LAST_LINES:]
     if not lines:
         return None, None
     last = lines[-1:] if kind == "val_loss" else lines
@@ -88,13 +92,13 @@ def loss_of(run: History, kind: str, step: int | None) -> tuple[float | None, in
     return statistics.fmean(values), lines[-1]["step"]
 
 
-def rate(run: History) -> float | None:
+def tokens_per_second(run: History) -> float | None:
     rates = [line["tokens_per_s"] for line in run.losses if line.get("tokens_per_s")]
     return statistics.median(rates) if rates else None
 
 
-def figures(row: Row) -> list[str]:
-    speed = rate(row.look.run)
+def row_figures(row: Row) -> list[str]:
+    speed = tokens_per_second(row.look.run)
     return [
         "-" if row.loss is None else f"{row.loss:.4f}",
         "-" if row.at is None else f"{row.at:,}",
@@ -111,12 +115,12 @@ def as_csv(sweep: Sweep, kind: str, rows: Sequence[Row]) -> str:
     for row in rows:
         own = [row.value(name) for name in sweep.varied]
         count = row.look.point.cfg.model.count_parameters()
-        found = [row.loss, row.at, row.look.state.word, rate(row.look.run), count]
+        found = [row.loss, row.at, row.look.state.word, tokens_per_second(row.look.run), count]
         out.writerow([*own, *found, row.look.point.run_dir])
     return text.getvalue()
 
 
-def axis_of(sweep: Sweep, points: Sequence[Point], name: str | None) -> str | None:
+def axis_of(sweep: Sweep, points: Sequence[SweepPoint], name: str | None) -> str | None:
     """Choose the picture's axis: the requested one, or the one with the most values."""
     values = {key: {p.values[key] for p in points if _is_number(p.values[key])}
               for key in sweep.varied}  # fmt: skip
@@ -135,7 +139,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def draw(sweep: Sweep, rows: Sequence[Row], x: str, kind: str, out: Path) -> None:
+def plot_results(sweep: Sweep, rows: Sequence[Row], x: str, kind: str, out: Path) -> None:
     """Draw one line for each value of the other axes; a star at the best finished run, hollow
     points where the run goes on."""
     from matplotlib.figure import Figure
@@ -143,7 +147,7 @@ def draw(sweep: Sweep, rows: Sequence[Row], x: str, kind: str, out: Path) -> Non
     lines: dict[str, list[tuple[float, float, bool]]] = {}  # x, loss, done
     for row in rows:
         if row.loss is not None and math.isfinite(row.loss) and _is_number(row.value(x)):
-            others = [f"{k}={short(row.value(k))}" for k in sweep.varied if k != x]
+            others = [f"{k}={short_value(row.value(k))}" for k in sweep.varied if k != x]
             lines.setdefault(", ".join(others), []).append((row.value(x), row.loss, row.done))
     figure = Figure(figsize=(8, 5), dpi=130, layout="constrained")
     axes = figure.subplots()
@@ -158,9 +162,9 @@ def draw(sweep: Sweep, rows: Sequence[Row], x: str, kind: str, out: Path) -> Non
         loss, at = min(finished)
         axes.plot(at, loss, "*", color="black", markersize=14, zorder=3)
         where: dict[str, Any] = {"xytext": (0, -16), "textcoords": "offset points", "ha": "center"}
-        axes.annotate(f"{short(at)}: {loss:.4f}", (at, loss), **where)
+        axes.annotate(f"{short_value(at)}: {loss:.4f}", (at, loss), **where)
     shown = [at for group in lines.values() for at, _, _ in group]
-    if shown and min(shown) > 0 and max(shown) / min(shown) >= LOG_FROM:
+    if shown and min(shown) > 0 and max(shown) / min(shown) >= LOG_SCALE_FROM:
         axes.set_xscale("log")
     axes.set(xlabel=x, ylabel=kind, title=f"{sweep.name}: {len(rows)} points")
     axes.margins(y=0.15)

@@ -17,15 +17,15 @@ from kempner.files import write_atomic
 from kempner.history import events
 from kempner.sweep.file import Sweep
 from kempner.sweep.journal import Journal, Submission
-from kempner.sweep.look import HOLDS, Look
-from kempner.sweep.points import Point, check_points
+from kempner.sweep.look import HOLDS, PointStatus
+from kempner.sweep.points import SweepPoint, check_points
 from kempner.sweep.resources import profile_environment
 
 DELAYS_S = (1, 2, 4, 8, 16, 32)  # before sbatch is tried again
 # Messages of an sbatch that has sent nothing; after any other, Slurm may have the job.
 NO_CLUSTER = "Could not establish a configuration source"
-POLICY = "violates accounting/QOS policy"  # of limits: the same request is refused again
-FINAL = (NO_CLUSTER, POLICY)
+POLICY_REFUSAL = "violates accounting/QOS policy"  # of limits: the same request is refused again
+FINAL = (NO_CLUSTER, POLICY_REFUSAL)
 NOT_SENT = (*FINAL, "(connect failure)", "Connection refused")
 REGISTER_S = 15  # in which a busy controller registers a job whose answer was lost
 MAX_SUBMIT = "MaxSubmitJob"  # in the name of the limit that sbatch gives, of a user, account or QOS
@@ -40,7 +40,7 @@ class Array:
 
     words: list[str]
     script: Path
-    points: list[Point]
+    points: list[SweepPoint]
     pack: int
     job: str = ""
     running: int = 0
@@ -60,7 +60,9 @@ class Array:
         return f"0-{self.tasks - 1}{limit}"
 
 
-def check(sweep: Sweep, points: Sequence[Point], held: Sequence[Array] = ()) -> list[Array]:
+def plan_arrays(
+    sweep: Sweep, points: Sequence[SweepPoint], held: Sequence[Array] = ()
+) -> list[Array]:
     """Return checked arrays of these points, after those that Slurm has already. Raises ConfigError
     with all problems."""
     problems: list[str] = []
@@ -83,14 +85,14 @@ def check(sweep: Sweep, points: Sequence[Point], held: Sequence[Array] = ()) -> 
 
 
 def arrays_of(
-    sweep: Sweep, points: Sequence[Point], largest: int | None, held: Sequence[Array] = ()
+    sweep: Sweep, points: Sequence[SweepPoint], largest: int | None, held: Sequence[Array] = ()
 ) -> list[Array]:
     """Group the points into arrays. `largest`: MaxArraySize, one over the largest index; None: not
     known. Raises ConfigError."""
     most = MAX_ARRAY_SIZE if largest is None else largest
     if most < 1:
         raise ConfigError("this cluster takes no job arrays (MaxArraySize = 0): ask its operators")
-    requests: dict[tuple[int, Path, tuple[str, ...]], list[Point]] = {}
+    requests: dict[tuple[int, Path, tuple[str, ...]], list[SweepPoint]] = {}
     for point in points:
         wants = point.resources
         requests.setdefault((wants.pack, wants.script, (*wants.words(),)), []).append(point)
@@ -129,9 +131,9 @@ def _limited(arrays: Sequence[Array], limit: int) -> list[Array]:
     ]
 
 
-def held_arrays(looks: Sequence[Look]) -> list[Array]:
+def held_arrays(looks: Sequence[PointStatus]) -> list[Array]:
     """List the arrays that Slurm still holds for points of the sweep."""
-    found: dict[str, list[Look]] = {}
+    found: dict[str, list[PointStatus]] = {}
     for each in looks:
         if each.task and each.state.word in HOLDS:
             found.setdefault(each.task.partition("_")[0], []).append(each)
@@ -141,7 +143,7 @@ def held_arrays(looks: Sequence[Look]) -> list[Array]:
     ]
 
 
-def throttle(array: Array) -> str:
+def throttle_array(array: Array) -> str:
     """Set how many tasks of an array that Slurm has may run; returns what went wrong, or ""."""
     limit = f"ArrayTaskThrottle={array.running}"
     command = ["scontrol", "update", f"JobId={array.job}", limit]
@@ -150,7 +152,7 @@ def throttle(array: Array) -> str:
     return done.stderr.strip() if done.returncode else ""
 
 
-def write_points(folder: Path, points: Sequence[Point]) -> dict[str, Path]:
+def write_points(folder: Path, points: Sequence[SweepPoint]) -> dict[str, Path]:
     """Write the whole configuration of each point: later edits of its source files must not change
     it."""
     (folder / "points").mkdir(parents=True, exist_ok=True)
@@ -162,7 +164,7 @@ def write_points(folder: Path, points: Sequence[Point]) -> dict[str, Path]:
     return found
 
 
-def submit(
+def submit_array(
     sweep: Sweep, array: Array, journal: Journal, env: Mapping[str, str],
     say: Callable[[str], None],
 ) -> list[Array]:  # fmt: skip
@@ -215,7 +217,7 @@ def _send(
     for delay in (0, *DELAYS_S):
         time.sleep(delay)
         waited += delay
-        job = find(journal, submission) if maybe else ""
+        job = find_job(journal, submission) if maybe else ""
         if job:
             break
         if job is None:
@@ -235,8 +237,8 @@ def _send(
         if any(word in done.stderr for word in FINAL):
             break
     else:
-        job = find(journal, submission) if maybe else ""
-    record(journal, submission, job)
+        job = find_job(journal, submission) if maybe else ""
+    record_job(journal, submission, job)
     return job or "", full
 
 
@@ -247,27 +249,27 @@ def job_in(text: str) -> str:
     return found[-1] if found else ""
 
 
-def find(journal: Journal, submission: Submission) -> str | None:
+def find_job(journal: Journal, submission: Submission) -> str | None:
     """Find the job of an array of which only the intent is known; "" if sbatch has not taken it,
     None if that is unknown. Slurm forgets a job some minutes after its end, its runs do not."""
     jobs = slurm.jobs_named(submission.name)
     if jobs is None:
         return None
     runs = [journal.folder.parent / point for point in submission.points]
-    told = [event for run in runs for event in events.read(run / "attempts.jsonl")]
+    told = [event for run in runs for event in events.read_events(run / "attempts.jsonl")]
     since = [e.job.partition("_")[0] for e in told if e.job and e.time > submission.time]
     return next(iter([*jobs, *since]), "")
 
 
-def record(journal: Journal, submission: Submission, job: str | None) -> None:
-    """Record what find() has found."""
+def record_job(journal: Journal, submission: Submission, job: str | None) -> None:
+    """Record what find_job() has found."""
     if job:
         journal.append(event="submitted", name=submission.name, job=job)
     elif job == "":
         journal.append(event="refused", name=submission.name)
 
 
-def withdraw(journal: Journal) -> list[str]:
+def withdraw_late(journal: Journal) -> list[str]:
     """Cancel waiting arrays that Slurm has registered late: after sbatch was called again, or was
     given up. Their running tasks go on; their points are no longer planned. Returns the arrays."""
     known = {submission.job for submission in journal.submissions.values()}
@@ -279,12 +281,12 @@ def withdraw(journal: Journal) -> list[str]:
     return late
 
 
-def settle(journal: Journal, here: bool = False) -> list[str]:
+def settle_journal(journal: Journal, here: bool = False) -> list[str]:
     """Resolve what an earlier sweep.py could not record, because it was killed or Slurm was away.
     `here`: points that Slurm still does not answer for are run on this machine; should it have the
     job all the same, the lock of a run lets one of the two train. Returns the withdrawn arrays."""
     for submission in journal.open:
-        job = find(journal, submission)
-        record(journal, submission, "" if here and job is None else job)
+        job = find_job(journal, submission)
+        record_job(journal, submission, "" if here and job is None else job)
     # The job of an open submission would count as late, too.
-    return [] if journal.open else withdraw(journal)
+    return [] if journal.open else withdraw_late(journal)

@@ -21,16 +21,16 @@ from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.front_door import run_program
 from kempner.process import module_command
-from kempner.trackers.config import missing
-from kempner.trackers.follow import follow
+from kempner.trackers.config import missing_package
+from kempner.trackers.follow import follow_run
 
-NAMES = ("tensorboard", "wandb")
+TRACKER_NAMES = ("tensorboard", "wandb")
 
 
 def main(argv: list[str]) -> int:
     parser = argument_parser("python -m kempner.trackers", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="directory of a run")
-    parser.add_argument("names", nargs="*", metavar="TRACKER", help=f"{' or '.join(NAMES)}")
+    parser.add_argument("names", nargs="*", metavar="TRACKER", help=f"{' or '.join(TRACKER_NAMES)}")
     parser.add_argument(
         "--follow", action="store_true", help="go on with new points until standard input ends"
     )
@@ -39,11 +39,13 @@ def main(argv: list[str]) -> int:
     names = options.names
     if not (options.run / "config.toml").is_file():
         problem = f"{options.run}: no config.toml in it; name the run.dir of a training"
-    elif not names and not (names := configured(options.run)):
-        problem = f"{options.run}/config.toml has no tracker; name one: {' or '.join(NAMES)}"
+    elif not names and not (names := configured_trackers(options.run)):
+        problem = (
+            f"{options.run}/config.toml has no tracker; name one: {' or '.join(TRACKER_NAMES)}"
+        )
     for name in names:
-        wrong = f"{name}: no such tracker; give {' or '.join(NAMES)}"
-        problem = problem or (missing(name) if name in NAMES else wrong)
+        wrong = f"{name}: no such tracker; give {' or '.join(TRACKER_NAMES)}"
+        problem = problem or (missing_package(name) if name in TRACKER_NAMES else wrong)
     if problem:
         raise ConfigError(problem)
     if len(names) > 1:  # one must not wait for the other
@@ -56,12 +58,12 @@ def main(argv: list[str]) -> int:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
     os.nice(10)  # the steps go first
-    return follow(names[0], options.run, options.follow)
+    return follow_run(names[0], options.run, options.follow)
 
 
-def configured(run_dir: Path) -> list[str]:
+def configured_trackers(run_dir: Path) -> list[str]:
     table = toml.loads((run_dir / "config.toml").read_text()).get("trackers", {})
-    return [name for name in NAMES if table.get(name, False) not in (False, "off")]
+    return [name for name in TRACKER_NAMES if table.get(name, False) not in (False, "off")]
 
 
 if __name__ == "__main__":

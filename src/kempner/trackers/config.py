@@ -25,10 +25,10 @@ class TrackersConfig:
         ]
 
     def problems(self) -> list[str]:
-        return [text for name in self.names if (text := missing(name))]
+        return [text for name in self.names if (text := missing_package(name))]
 
 
-def missing(name: str) -> str:
+def missing_package(name: str) -> str:
     """Return the message for a tracker whose package is not installed; "" if it is."""
     if importlib.util.find_spec(name) is not None:
         return ""

@@ -19,9 +19,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from kempner.trackers.points import Point, Points
+from kempner.trackers.points import MetricsPoint, MetricsReader
 
-POLL_S = 2.0
+METRICS_POLL_S = 2.0
 BATCH = 1000  # points
 RETRY_S = 30.0  # between tries
 LAST_S = 60.0  # for the last points, when nobody waits for them
@@ -31,7 +31,7 @@ class Sink(Protocol):
     position: int
     """Points that it does not want again when it is opened, from the first one on."""
 
-    def write(self, points: list[Point]) -> None: ...
+    def write(self, points: list[MetricsPoint]) -> None: ...
 
     def close(self, failed: bool) -> None: ...
 
@@ -46,7 +46,7 @@ def open_sink(name: str, run_dir: Path) -> Sink:
     return WeightsAndBiases(run_dir)
 
 
-def follow(name: str, run_dir: Path, forever: bool) -> int:
+def follow_run(name: str, run_dir: Path, forever: bool) -> int:
     """Bring a tracker up to date and, if `forever`, keep it so until standard input ends: it is a
     pipe that the trainer holds, and that ends with it. Returns the exit code."""
     environment = dict(os.environ)  # W&B leaves the address of its helper in there
@@ -59,36 +59,36 @@ def follow(name: str, run_dir: Path, forever: bool) -> int:
     with contextlib.ExitStack() as held:
         file = held.enter_context(open(run_dir / f".{name}.lock", "w"))
         while not _lock(file.fileno()):
-            if ended(POLL_S):
-                say(f"{name}: another process keeps {run_dir} up to date")
+            if ended(METRICS_POLL_S):
+                print_message(f"{name}: another process keeps {run_dir} up to date")
                 return 1
         try:
-            deliver(open_sink(name, run_dir), run_dir, ended)
+            deliver_points(open_sink(name, run_dir), run_dir, ended)
             return 0
         except Exception as error:
-            say(f"{name}: {type(error).__name__}: {error}")
+            print_message(f"{name}: {type(error).__name__}: {error}")
         if ended(RETRY_S):
             return 1
     # Executed anew: a library's leftovers of a failed start are in the way of the next.
-    say(f"{name}: once more")
+    print_message(f"{name}: once more")
     os.execve(sys.executable, sys.orig_argv, environment)
 
 
-def deliver(sink: Sink, run_dir: Path, ended: Callable[[float], bool]) -> None:
+def deliver_points(sink: Sink, run_dir: Path, ended: Callable[[float], bool]) -> None:
     """Pass on all points that the sink lacks, and those that come until the end."""
-    points = Points(run_dir / "metrics.jsonl")
+    points = MetricsReader(run_dir / "metrics.jsonl")
     skip, over = sink.position, False
     while not over:
-        over = ended(POLL_S)  # asked before the file is read: it is whole then
+        over = ended(METRICS_POLL_S)  # asked before the file is read: it is whole then
         new = points.more()
         skip -= sum(1 for _ in islice(new, skip))
-        for batch in batches(new):
+        for batch in batch_points(new):
             sink.write(batch)
     sink.close(failed=_state(run_dir) == "failed")
-    say("all points are passed on")
+    print_message("all points are passed on")
 
 
-def batches(points: Iterator[Point]) -> Iterator[list[Point]]:
+def batch_points(points: Iterator[MetricsPoint]) -> Iterator[list[MetricsPoint]]:
     while batch := list(islice(points, BATCH)):
         yield batch
 
@@ -103,7 +103,7 @@ def watch_stdin(over: threading.Event) -> None:
     os._exit(1)
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HEAD = ("step", "time", "attempt")
+POINT_HEAD = ("step", "time", "attempt")
 
 
 @dataclass(frozen=True)
-class Point:
+class MetricsPoint:
     """One line of metrics.jsonl. `undoes`: the run has gone back, and what came before from this
     step on does not count any more."""
 
@@ -27,7 +27,7 @@ class Point:
     undoes: bool
 
 
-class Points:
+class MetricsReader:
     """A reader of metrics.jsonl that remembers where it is."""
 
     def __init__(self, path: Path) -> None:
@@ -35,7 +35,7 @@ class Points:
         self._at = 0  # bytes
         self._newest: dict[str, int] = {}  # step by name of a value
 
-    def more(self) -> Iterator[Point]:
+    def more(self) -> Iterator[MetricsPoint]:
         """Yield the points since the last call; a line that is not whole yet comes next time."""
         try:
             with open(self.path, "rb") as file:
@@ -49,7 +49,7 @@ class Points:
         except FileNotFoundError:  # no step yet
             return
 
-    def _point(self, line: bytes) -> Point | None:
+    def _point(self, line: bytes) -> MetricsPoint | None:
         try:
             record = json.loads(line)
             step, time = int(record["step"]), float(record["time"])
@@ -62,7 +62,7 @@ class Points:
         if undoes:
             self._newest = {name: min(at, step - 1) for name, at in self._newest.items()}
         self._newest.update(dict.fromkeys(values, step))
-        return Point(step, time, values, undoes)
+        return MetricsPoint(step, time, values, undoes)
 
 
 def _values(record: dict[str, Any], group: str = "") -> Iterator[tuple[str, float]]:
@@ -72,7 +72,9 @@ def _values(record: dict[str, Any], group: str = "") -> Iterator[tuple[str, floa
     for key, value in record.items():
         if isinstance(value, dict):
             yield from _values(value, f"{group}{key}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool) and key not in HEAD:
+        elif (
+            isinstance(value, int | float) and not isinstance(value, bool) and key not in POINT_HEAD
+        ):
             if not math.isfinite(value):
                 continue
             name = f"val/{key[4:]}" if key.startswith("val_") else f"train/{key}"

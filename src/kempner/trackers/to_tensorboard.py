@@ -17,9 +17,9 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from kempner.slurm import host_name
-from kempner.trackers.points import Point
+from kempner.trackers.points import MetricsPoint
 
-CONFIG = "config"
+CONFIG_TAG = "config"
 
 
 class TensorBoard:
@@ -34,10 +34,10 @@ class TensorBoard:
         self._writer = RecordWriter(self._file)
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         text = (run_dir / "config.toml").read_text()
-        summary = text_pb(CONFIG, "\n".join(f"    {line}" for line in text.splitlines()))
+        summary = text_pb(CONFIG_TAG, "\n".join(f"    {line}" for line in text.splitlines()))
         self._write(Event(wall_time=time.time(), step=len(files), summary=summary))
 
-    def write(self, points: list[Point]) -> None:
+    def write(self, points: list[MetricsPoint]) -> None:
         """Write the points; they are durable when it returns."""
         for point in points:
             if point.undoes:  # readers then forget what they have from this step on
@@ -60,4 +60,4 @@ class TensorBoard:
 def _count(path: Path) -> int:
     """Count the points in an event file."""
     events = (Event.FromString(data) for data in RawEventFileLoader(str(path)).Load())
-    return sum(e.HasField("summary") and e.summary.value[0].tag != CONFIG for e in events)
+    return sum(e.HasField("summary") and e.summary.value[0].tag != CONFIG_TAG for e in events)

@@ -19,7 +19,7 @@ import wandb
 
 from kempner.config import toml
 from kempner.files import write_atomic
-from kempner.trackers.points import Point
+from kempner.trackers.points import MetricsPoint
 
 INIT_TIMEOUT_S = 60.0
 
@@ -68,7 +68,7 @@ class WeightsAndBiases:
                 shutil.rmtree(path)
         return max(closed.values(), default=0)
 
-    def write(self, points: list[Point]) -> None:
+    def write(self, points: list[MetricsPoint]) -> None:
         """Hand the points to W&B's own process, which has them when it returns, and writes or sends
         them."""
         for point in points:

@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 
 from kempner.configure import load_config
-from kempner.rl.exchange import Batch, Exchange
+from kempner.rl.exchange import Batch, RolloutExchange
 
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -21,7 +21,7 @@ if code := os.environ.get("FAKE_ORCHESTRATOR"):
 words = [word for word in sys.argv[1:] if word.startswith("--") and "." in word]
 files = [word for word in sys.argv[1:] if word.endswith(".toml")]
 cfg = load_config(files, words)
-exchange = Exchange(cfg.run.dir)
+exchange = RolloutExchange(cfg.run.dir)
 while (start := exchange.started()) is None:
     time.sleep(0.02)
 position = start.state["position"] if start.state else 0

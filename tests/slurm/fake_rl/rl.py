@@ -11,7 +11,7 @@ from pathlib import Path
 from kempner.config.loading import to_toml
 from kempner.configure import load_config
 from kempner.files import swap_link, write_atomic
-from kempner.rl.exchange import Exchange, Start
+from kempner.rl.exchange import ExchangeStart, RolloutExchange
 
 signals: list[int] = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
@@ -50,7 +50,7 @@ logs = len(list((run / "logs").glob("attempt-*")))
 swap_link(run / "logs/latest", f"attempt-{logs}")
 latest = run / "checkpoints/latest/state.json"
 step, state = json.loads(latest.read_text()) if latest.exists() else (0, None)
-exchange = Exchange(run)
+exchange = RolloutExchange(run)
 
 
 def publish() -> None:
@@ -59,7 +59,7 @@ def publish() -> None:
 
 
 publish()
-exchange.begin(Start(step, 1, state))
+exchange.begin(ExchangeStart(step, 1, state))
 print(f"continues after step {step}", flush=True)
 while step < cfg.train.max_steps:
     while (batch := exchange.batch(step + 1)) is None:

@@ -16,11 +16,15 @@ from typing import NamedTuple
 
 from kempner.history.attempts import Record
 
-Points = Sequence[tuple[float, float | None]]  # x in order; a y that is None: not finite, a gap
+CurvePoints = Sequence[
+    tuple[float, float | None]
+]  # x in order; a y that is None: not finite, a gap
 BUCKETS = 300
 GRID = 1000  # units of the drawing, each way
-LARGEST, SMALLEST = 1e30, 1e-30  # beyond them a value is drawn as not finite, and as 0
-LOG_FROM = 3.0  # largest over smallest: from here on a logarithmic axis shows more than the start
+LARGEST_DRAWN, SMALLEST_DRAWN = 1e30, 1e-30  # beyond them a value is drawn as not finite, and as 0
+LOG_AXIS_FROM = (
+    3.0  # largest over smallest: from here on a logarithmic axis shows more than the start
+)
 NARROW = 4  # labels of the axis below; on a phone every second one is left out
 
 
@@ -33,25 +37,25 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    points: Points
+    points: CurvePoints
     name: str = ""
     style: str = "a"  # the class that colors it
     dots: bool = False
 
 
-def points_of(lines: Sequence[Record], key: str) -> list[tuple[float, float | None]]:
+def curve_points(lines: Sequence[Record], key: str) -> list[tuple[float, float | None]]:
     """Return the points of the lines that have this key, by step."""
     found: list[tuple[float, float | None]] = []
     for line in lines:
         if key in line:
             value = line[key]
-            known = type(value) in (int, float) and abs(value) < LARGEST
-            small = known and abs(value) < SMALLEST
+            known = type(value) in (int, float) and abs(value) < LARGEST_DRAWN
+            small = known and abs(value) < SMALLEST_DRAWN
             found.append((line["step"], (0.0 if small else value) if known else None))
     return found
 
 
-def envelope(points: Points, buckets: int = BUCKETS) -> list[list[Bucket]]:
+def curve_envelope(points: CurvePoints, buckets: int = BUCKETS) -> list[list[Bucket]]:
     """Return the pieces of a curve between its gaps, each as buckets of equal width."""
     if not points:
         return []
@@ -90,7 +94,7 @@ class Axis:
         if high - low <= 1e-9 * max(abs(low), abs(high)):
             low, high = (low / 1.05, high * 1.05) if log else (low - 0.5, high + 0.5)
         self._low, self._high = self._at(low), self._at(high)
-        self.ticks = log_ticks(low, high) if log else ticks(low, high, count)
+        self.ticks = log_ticks(low, high) if log else axis_ticks(low, high, count)
 
     def _at(self, value: float) -> float:
         return math.log(value) if self.log else value
@@ -99,7 +103,7 @@ class Axis:
         return min(1.0, max(0.0, (self._at(value) - self._low) / (self._high - self._low)))
 
 
-def ticks(low: float, high: float, count: int) -> list[float]:
+def axis_ticks(low: float, high: float, count: int) -> list[float]:
     """Return about `count` multiples of 1, 2 or 5 times a power of ten."""
     rough = (high - low) / count
     unit = 10.0 ** math.floor(math.log10(rough))
@@ -117,7 +121,7 @@ def log_ticks(low: float, high: float) -> list[float]:
     return found[:: math.ceil(len(found) / 6)]
 
 
-def short(value: float) -> str:
+def short_label(value: float) -> str:
     """Format a number for labels: 1234 -> "1.23k"."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size * 0.9995:
@@ -125,12 +129,12 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def spans(low: float, high: float) -> bool:
+def spans_decades(low: float, high: float) -> bool:
     """Return whether the values span so much that a linear axis would only show the first steps."""
-    return low > 0 and high / low >= LOG_FROM
+    return low > 0 and high / low >= LOG_AXIS_FROM
 
 
-def chart(
+def render_chart(
     curves: Sequence[Curve],
     marks: Sequence[float] = (),
     *,
@@ -138,34 +142,38 @@ def chart(
     log: bool = False,
     most: float | None = None,
     buckets: int = BUCKETS,
-    label: Callable[[float], str] = short,
+    label: Callable[[float], str] = short_label,
     what: str = "",
 ) -> str:
     """Draw a chart with its axes. `marks`: dotted vertical lines; `zero`: the axis of values begins
     there; `log`: logarithmic, if the values span enough; `most`: the largest x; `what`: for screen
     readers."""
-    pieces = [(curve, envelope(curve.points, buckets)) for curve in curves]
+    pieces = [(curve, curve_envelope(curve.points, buckets)) for curve in curves]
     drawn = [bucket for _, found in pieces for piece in found for bucket in piece]
     if not drawn:
         return '<p class="none">nothing to draw yet</p>'
     low, high = min(b.low for b in drawn), max(b.high for b in drawn)
-    log = log and spans(low, high)
+    log = log and spans_decades(low, high)
     low = min(0.0, low) if zero else low
     if not log and not zero:
         low, high = low - 0.03 * (high - low), high + 0.03 * (high - low)
     y = Axis(low, high * (1.06 if zero and high > 0 else 1), log, 4)
     x = Axis(0.0, most or max(b.x for b in drawn) or 1.0, count=NARROW + 1)
-    body = [f'<path class="grid" d="{"".join(f"M0 {up(y, t)}h{GRID}" for t in y.ticks)}"/>']
+    body = [
+        f'<path class="grid" d="{"".join(f"M0 {height_position(y, t)}h{GRID}" for t in y.ticks)}"/>'
+    ]
     if marks:
-        body.append(f'<path class="mark" d="{"".join(f"M{at(x, m)} 0v{GRID}" for m in marks)}"/>')
+        body.append(
+            f'<path class="mark" d="{"".join(f"M{axis_position(x, m)} 0v{GRID}" for m in marks)}"/>'
+        )
     for curve, found in pieces:
-        body += [drawing(curve, piece, x, y) for piece in found]
+        body += [render_curve(curve, piece, x, y) for piece in found]
     labels = [
         f'<i class="y" style="top:{100 - 100 * y.share(t):.4g}%">{escape(label(t))}</i>'
         for t in y.ticks
     ]
     labels += [
-        f'<i class="x{" odd" * (k % 2)}" style="left:{100 * x.share(t):.4g}%">{short(t)}</i>'
+        f'<i class="x{" odd" * (k % 2)}" style="left:{100 * x.share(t):.4g}%">{short_label(t)}</i>'
         for k, t in enumerate(x.ticks)
     ]
     return (
@@ -174,22 +182,22 @@ def chart(
     )
 
 
-def at(axis: Axis, value: float) -> int:
+def axis_position(axis: Axis, value: float) -> int:
     return round(GRID * axis.share(value))
 
 
-def up(axis: Axis, value: float) -> int:
-    return GRID - at(axis, value)
+def height_position(axis: Axis, value: float) -> int:
+    return GRID - axis_position(axis, value)
 
 
-def drawing(curve: Curve, piece: Sequence[Bucket], x: Axis, y: Axis) -> str:
-    means = [(at(x, b.x), up(y, b.mean)) for b in piece]
+def render_curve(curve: Curve, piece: Sequence[Bucket], x: Axis, y: Axis) -> str:
+    means = [(axis_position(x, b.x), height_position(y, b.mean)) for b in piece]
     out = ""
     if any(b.low < b.high for b in piece):
-        tops = [(at(x, b.x), up(y, b.high)) for b in piece]
-        bottoms = [(at(x, b.x), up(y, b.low)) for b in reversed(piece)]
-        out += f'<path class="band {curve.style}" d="{path(tops + bottoms)}z"/>'
-    line = path(means) if len(means) > 1 else path(means) + "h0"  # a round cap: a dot
+        tops = [(axis_position(x, b.x), height_position(y, b.high)) for b in piece]
+        bottoms = [(axis_position(x, b.x), height_position(y, b.low)) for b in reversed(piece)]
+        out += f'<path class="band {curve.style}" d="{svg_path(tops + bottoms)}z"/>'
+    line = svg_path(means) if len(means) > 1 else svg_path(means) + "h0"  # a round cap: a dot
     dots = "" if not curve.dots and len(means) > 1 else " dot"
     out += f'<path class="line {curve.style}{dots * (len(means) == 1)}" d="{line}"/>'
     if curve.dots and len(means) > 1 and len(means) <= 60:
@@ -198,7 +206,7 @@ def drawing(curve: Curve, piece: Sequence[Bucket], x: Axis, y: Axis) -> str:
     return out
 
 
-def path(points: Sequence[tuple[int, int]]) -> str:
+def svg_path(points: Sequence[tuple[int, int]]) -> str:
     """Write a path in relative moves, which are short: a page of 200 runs has 200,000 of them."""
     first, *rest = points
     out, (px, py) = [f"M{first[0]} {first[1]}"], first
@@ -212,16 +220,16 @@ def path(points: Sequence[tuple[int, int]]) -> str:
     return "".join(out).rstrip()
 
 
-def spark(points: Points, buckets: int = 60) -> str:
+def render_sparkline(points: CurvePoints, buckets: int = 60) -> str:
     """Draw a small curve without axes."""
-    pieces = envelope(points, buckets)
+    pieces = curve_envelope(points, buckets)
     drawn = [bucket for piece in pieces for bucket in piece]
     if not drawn:
         return ""
     low, high = min(b.low for b in drawn), max(b.high for b in drawn)
-    log = spans(low, high)
+    log = spans_decades(low, high)
     x, y = Axis(drawn[0].x, drawn[-1].x), Axis(low, high, log)
-    body = "".join(drawing(Curve((), style="a"), piece, x, y) for piece in pieces)
+    body = "".join(render_curve(Curve((), style="a"), piece, x, y) for piece in pieces)
     return (
         f'<svg class="spark" viewBox="0 0 {GRID} {GRID}" preserveAspectRatio="none" '
         f'aria-hidden="true">{body}</svg>'

@@ -10,30 +10,30 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-from kempner.history.tables import visible
+from kempner.history.tables import visible_text
 
 COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of a terminal
 
 
-def shown(value: object, most: int = 2000) -> str:
+def escape_html(value: object, most: int = 2000) -> str:
     """Escape text as HTML, also within an attribute's double quotes; cut after `most`
     characters."""
     text = COLORS.sub("", str(value)[: 2 * most])
     text = text if len(text) <= most else text[: most - 1] + "…"
-    return escape(visible(text))
+    return escape(visible_text(text))
 
 
-def link(path: Path, page: Path, text: str) -> str:
+def file_link(path: Path, page: Path, text: str) -> str:
     """Link to a file beside the page, wherever both are copied together; `text`: plain."""
     relative = os.path.relpath(path.absolute(), page.absolute().parent)
-    return f'<a href="./{escape(quote(os.fsencode(relative)))}">{shown(text)}</a>'
+    return f'<a href="./{escape(quote(os.fsencode(relative)))}">{escape_html(text)}</a>'
 
 
 def same_day(a: float, b: float) -> bool:
     return time.localtime(a)[:3] == time.localtime(b)[:3]
 
 
-def clock(at: float, now: float, words: bool = True) -> str:
+def format_clock(at: float, now: float, words: bool = True) -> str:
     """Format the local time, with the day if it is not today. `words`: as an element with the
     whole."""
     try:
@@ -48,7 +48,7 @@ def clock(at: float, now: float, words: bool = True) -> str:
     return f'<time title="{whole}">{text}</time>' if words else text
 
 
-def lasting(seconds: float) -> str:
+def format_lasting(seconds: float) -> str:
     """Format a duration, two units at most: 45 s, 12 min, 3 h 12 min, 2 d 4 h."""
     whole = int(max(0.0, min(seconds, 1e11)))
     if whole < 10:
@@ -67,13 +67,13 @@ def lasting(seconds: float) -> str:
     return "?"
 
 
-def number(value: float | None, digits: int = 4) -> str:
+def format_loss(value: float | None, digits: int = 4) -> str:
     """Format a loss: 2.4512; None: –."""
     if value is None:
         return "–"
     return f"{value:.{digits}f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.3g}"
 
 
-def pill(word: str, attention: bool = False) -> str:
+def render_pill(word: str, attention: bool = False) -> str:
     alarm = " alarm" if attention else ""
     return f'<span class="pill {escape(word)}{alarm}">{escape(word)}</span>'

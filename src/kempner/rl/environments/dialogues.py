@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kempner.config.option import ConfigError
 from kempner.rl.environments.protocol import Environment, Message, Reply, Task
-from kempner.rl.environments.qa import value
+from kempner.rl.environments.qa import number_value
 
 INTEGER = re.compile(r"-?\d+")
 CALL = re.compile(r"calc:(.*)")
@@ -72,13 +72,13 @@ class Calculator(Environment):
 
     def reply(self, task: Task, messages: Sequence[Message]) -> Reply | None:
         call = CALL.search(messages[-1]["content"])
-        return Reply(f"\n{calculate(call[1])}\n") if call else None
+        return Reply(f"\n{evaluate_arithmetic(call[1])}\n") if call else None
 
     def score(self, task: Task, completion: str) -> float:
-        return float(value(completion.strip()) == int(task.answer))
+        return float(number_value(completion.strip()) == int(task.answer))
 
 
-def calculate(text: str) -> str:
+def evaluate_arithmetic(text: str) -> str:
     """The value of numbers with + - * / and parentheses, or what is wrong."""
     try:
         result = _value(ast.parse(text.strip()[:200], mode="eval").body)

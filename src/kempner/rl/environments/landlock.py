@@ -13,8 +13,8 @@ from collections.abc import Iterable
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # on every architecture
 VERSION, PATH_BENEATH = 1, 1
 WRITE_FILE, REFER = 1 << 1, 1 << 13
-FIRST = 2  # version 1 lets nobody move a file to another directory
-PR_SET_NO_NEW_PRIVS = 38
+FIRST_LANDLOCK_ABI = 2  # version 1 lets nobody move a file to another directory
+LANDLOCK_NO_NEW_PRIVS = 38
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -22,7 +22,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def allow_writing(directory: str, files: Iterable[str]) -> bool:
     """Allow writing in `directory` and to these files only, for this process and its children,
     irrevocably. Returns False if the kernel has no such rules. Raises OSError."""
-    if _libc.syscall(CREATE_RULESET, None, 0, VERSION) < FIRST:
+    if _libc.syscall(CREATE_RULESET, None, 0, VERSION) < FIRST_LANDLOCK_ABI:
         return False
     attributes = struct.pack("Q", WRITE_FILE | REFER)
     rules = _check(_libc.syscall(CREATE_RULESET, attributes, len(attributes), 0))
@@ -35,7 +35,7 @@ def allow_writing(directory: str, files: Iterable[str]) -> bool:
                 _check(_libc.syscall(ADD_RULE, rules, PATH_BENEATH, rule, 0))
             finally:
                 os.close(fd)
-        _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+        _check(_libc.prctl(LANDLOCK_NO_NEW_PRIVS, 1, 0, 0, 0))
         _check(_libc.syscall(RESTRICT_SELF, rules, 0))
     finally:
         os.close(rules)

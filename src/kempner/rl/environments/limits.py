@@ -18,7 +18,7 @@ from pathlib import Path
 from kempner.rl.environments import landlock, system_calls
 
 PROCESSES = 64  # that a reward may have at a time
-FILE_BYTES = 64 << 20  # of each file that it writes
+REWARD_FILE_BYTES = 64 << 20  # of each file that it writes
 SCRATCH = "/dev/shm"  # exists everywhere; a file system of ours lies over it
 SCRATCH_OPTIONS = b"size=256m,nr_inodes=32k,mode=1777"
 DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -40,7 +40,7 @@ NPROC_OF_NAMESPACE = (5, 14)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def isolate() -> list[str]:
+def isolate_children() -> list[str]:
     """Isolate the future children of this process: no network, and a process namespace of their
     own, of which the first is the init. Returns what the kernel does not allow. The process must
     have one thread."""
@@ -61,18 +61,18 @@ def isolate() -> list[str]:
     return []
 
 
-def confine(isolated: bool) -> tuple[list[str], str]:
+def confine_process(isolated: bool) -> tuple[list[str], str]:
     """Restrict the process that asks the environments, and its children. Returns what the kernel
     does not allow, and its own file system for temporary files, if it has one."""
     lacks, scratch = _seal() if isolated else ([], "")
-    lacks += system_calls.forbid()
+    lacks += system_calls.forbid_calls()
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    subreaper()  # where it is not the init of a namespace
+    become_subreaper()  # where it is not the init of a namespace
     # Otherwise a program that it runs could open its pipes in /proc, and write a reward there.
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     for capability in range(64):  # so that a program run as root cannot mount anything again
         _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
-    wanted = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: FILE_BYTES}
+    wanted = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: REWARD_FILE_BYTES}
     if isolated and _kernel() >= NPROC_OF_NAMESPACE:
         wanted[resource.RLIMIT_NPROC] = 2 * PROCESSES
     for name, limit in wanted.items():
@@ -215,7 +215,7 @@ def address_space(mib: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def descendants(pid: int, most: int | None = None) -> list[int]:
+def list_descendants(pid: int, most: int | None = None) -> list[int]:
     """List the descendants of a process that have not ended; at most `most`."""
     found: list[int] = []
     left = [pid]
@@ -228,7 +228,7 @@ def descendants(pid: int, most: int | None = None) -> list[int]:
     return found
 
 
-def memory(pids: Iterable[int]) -> int:
+def process_memory(pids: Iterable[int]) -> int:
     """Memory of these processes that is not backed by a file on a disk, in MiB."""
     kib = 0
     for pid in pids:
@@ -240,23 +240,23 @@ def memory(pids: Iterable[int]) -> int:
 def end_descendants(pid: int, seconds: float) -> bool:
     """Kill all descendants; returns False if some remain after `seconds`."""
     limit = time.monotonic() + seconds
-    while left := descendants(pid):
+    while left := list_descendants(pid):
         if time.monotonic() > limit:
             return False
         for signal_number in (signal.SIGSTOP, signal.SIGKILL):  # what is stopped starts no others
             for member in left:
                 _kill(member, signal_number)
-        reap()
+        reap_children()
         time.sleep(0.002)
     return True
 
 
-def subreaper() -> None:
+def become_subreaper() -> None:
     """Make this process the parent of its descendants' orphans: none can get away."""
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def reap() -> bool:
+def reap_children() -> bool:
     """Take the exit codes of all children that have ended; returns True when no child is left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:

@@ -17,26 +17,26 @@ import numpy as np
 
 from kempner.config.option import ConfigError
 from kempner.config.values import NOUN, did_you_mean
-from kempner.data.permute import shuffled
+from kempner.data.permute import shuffled_indices
 from kempner.rl.config import EnvConfig, RlConfig
 from kempner.rl.environments.protocol import Environment, Task
 
-HERE = "kempner.rl.environments"
+ENVIRONMENTS_PACKAGE = "kempner.rl.environments"
 BUILT_IN = {
     "arithmetic": "puzzles:Arithmetic",
     "reverse": "puzzles:Reverse",
     "sort": "puzzles:Sort",
-    "copy": "puzzles:Copy",
+    "copy": "puzzles:CopyLetters",
     "format": "puzzles:Format",
     "qa": "qa:Qa",
-    "code": "programs:Code",
+    "code": "programs:CodeEnvironment",
     "guess": "dialogues:Guess",
     "calculator": "dialogues:Calculator",
     "reasoning_gym": "reasoning_gym:ReasoningGym",
     "verifiers": "verifiers:Verifiers",
 }
-DRAWS = 1000  # of which one must be a new prompt, of the part that is asked for
-MISSES = 100  # draws in a row of prompts that were drawn before: there are no more
+PROMPT_DRAWS = 1000  # of which one must be a new prompt, of the part that is asked for
+PROMPT_MISSES = 100  # draws in a row of prompts that were drawn before: there are no more
 
 
 class Tasks:
@@ -49,7 +49,7 @@ class Tasks:
     def __init__(self, cfg: EnvConfig, seed: int) -> None:
         """Raises ConfigError."""
         self.cfg, self.seed = cfg, seed
-        self.environment = make(cfg.id, cfg.args)
+        self.environment = make_environment(cfg.id, cfg.args)
 
     @property
     def label(self) -> str:
@@ -63,7 +63,9 @@ class Tasks:
             part = self._parts[held_out]
             if not part:
                 raise self._none_left(held_out)
-            place = shuffled(np.array([number]), len(part), self.seed)  # no list is shuffled
+            place = shuffled_indices(
+                np.array([number]), len(part), self.seed
+            )  # no list is shuffled
             task = self._raw(part[int(place[0])])
         return task._replace(number=number, held_out=held_out)
 
@@ -85,7 +87,7 @@ class Tasks:
             return [self.try_task(number, True) for number in range(count)]
         tasks: dict[str | int, Task | Exception] = {}
         misses = number = 0
-        while len(tasks) < count and misses < MISSES:
+        while len(tasks) < count and misses < PROMPT_MISSES:
             task = self.try_task(number, True)
             key = number if isinstance(task, Exception) else task.key
             misses = misses + 1 if key in tasks else 0
@@ -100,7 +102,7 @@ class Tasks:
                 self.try_task(0, held_out)
 
     def _draw(self, number: int, held_out: bool) -> Task:
-        for attempt in range(DRAWS):
+        for attempt in range(PROMPT_DRAWS):
             seed = f"{self.seed} {self.cfg.label} {held_out} {number} {attempt}"
             task = self.environment.task(number, random.Random(seed))
             if self._is_held_out(task) == held_out:
@@ -153,7 +155,7 @@ def open_environments(rl: RlConfig) -> list[Tasks]:
     return opened
 
 
-def refusal(cfg: EnvConfig, environment: Environment, lacks: list[str]) -> str:
+def sandbox_refusal(cfg: EnvConfig, environment: Environment, lacks: list[str]) -> str:
     """Return why its rewards are not computed on a host whose kernel does not allow these limits;
     "" if they are."""
     if not lacks or cfg.unsafe or not environment.runs_code:
@@ -166,7 +168,7 @@ def refusal(cfg: EnvConfig, environment: Environment, lacks: list[str]) -> str:
     )
 
 
-def make(identifier: str, args: str) -> Environment:
+def make_environment(identifier: str, args: str) -> Environment:
     """Make the environment of an `id` and `args` of [[rl.env]]; raises ConfigError."""
     where = f'rl.env "{identifier}"'
     maker = _find(identifier, where)
@@ -195,7 +197,7 @@ def _find(identifier: str, where: str) -> type[Environment]:
                 f"one of {', '.join(BUILT_IN)}, or your own as FILE.py:CLASS"
             )
         module, _, name = BUILT_IN[identifier].partition(":")
-        found = getattr(importlib.import_module(f"{HERE}.{module}"), name)
+        found = getattr(importlib.import_module(f"{ENVIRONMENTS_PACKAGE}.{module}"), name)
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise ConfigError(f"{where} has no class {name} that derives from Environment")
     return found

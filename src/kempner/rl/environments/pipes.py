@@ -7,8 +7,8 @@ import select
 import struct
 import time
 
-LENGTH = struct.Struct("<Q")
-MOST = 1 << 28  # bytes of a message
+PIPE_LENGTH = struct.Struct("<Q")
+LARGEST_PIPE_MESSAGE = 1 << 28  # bytes of a message
 EVER = float("inf")
 
 
@@ -16,29 +16,29 @@ class Late(Exception):
     """The other side has not answered in time."""
 
 
-class Ended(Exception):
+class PipeClosed(Exception):
     """The other side has closed its pipe."""
 
 
-def send(fd: int, message: bytes, end: float) -> None:
+def send_message(fd: int, message: bytes, end: float) -> None:
     """Send a message by the time `end`, of the monotonic clock. Raises Late or Ended."""
     os.set_blocking(fd, False)
-    left = memoryview(LENGTH.pack(len(message)) + message)
+    left = memoryview(PIPE_LENGTH.pack(len(message)) + message)
     while left:
         _wait(fd, select.POLLOUT, end)
         try:
             left = left[os.write(fd, left) :]
         except BrokenPipeError:
-            raise Ended from None
+            raise PipeClosed from None
         except BlockingIOError:
             pass
 
 
-def receive(fd: int, end: float, most: int = MOST) -> bytes:
+def receive_message(fd: int, end: float, most: int = LARGEST_PIPE_MESSAGE) -> bytes:
     """Receive a message of at most `most` bytes. Raises Late or Ended."""
-    (length,) = LENGTH.unpack(_read(fd, LENGTH.size, end))
+    (length,) = PIPE_LENGTH.unpack(_read(fd, PIPE_LENGTH.size, end))
     if length > most:
-        raise Ended
+        raise PipeClosed
     return _read(fd, length, end)
 
 
@@ -48,7 +48,7 @@ def _read(fd: int, count: int, end: float) -> bytes:
         _wait(fd, select.POLLIN, end)
         piece = os.read(fd, min(count - len(data), 1 << 20))
         if not piece:
-            raise Ended
+            raise PipeClosed
         data += piece
     return bytes(data)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from kempner.config.option import ConfigError
 from kempner.rl.environments import limits, run_program
-from kempner.rl.environments.pipes import Ended, Late, receive, send
+from kempner.rl.environments.pipes import Late, PipeClosed, receive_message, send_message
 from kempner.rl.environments.protocol import Environment, Task
 from kempner.rl.environments.qa import read_rows
 from kempner.rl.environments.run_program import (
@@ -32,9 +32,9 @@ from kempner.rl.environments.run_program import (
 
 PROMPT = "Write a Python function f(x) that returns {}. Answer with the code alone.\n"
 TESTS = 4  # of each function
-MOST_BYTES = 1 << 24  # of a value that a program answers with
+LARGEST_VALUE_BYTES = 1 << 24  # of a value that a program answers with
 # Specifications of f(x) for a list of ints, in words and in Python; {0} is a small number.
-FUNCTIONS = {
+FUNCTION_KINDS = {
     "the sum of the numbers in the list x that {0} divides": "sum(v for v in x if v % {0} == 0)",
     "how many numbers of the list x are larger than {0}": "sum(v > {0} for v in x)",
     "the list x without the numbers below {0}": "[v for v in x if v >= {0}]",
@@ -45,7 +45,7 @@ FUNCTIONS = {
         "sorted(x, key=lambda v: (v % {0}, v))"
     ),
 }
-BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 OPEN = {"__name__", "__qualname__", "__annotations__", "__defaults__"}
@@ -63,7 +63,7 @@ class Checks(NamedTuple):
     row: int = 0  # of the file
 
 
-class Code(Environment):
+class CodeEnvironment(Environment):
     """An environment in which the model writes a Python program, and tests call what it defines;
     the reward is 1 if all hold."""
 
@@ -85,7 +85,7 @@ class Code(Environment):
     def task(self, number: int, rng: random.Random) -> Task:
         if self.rows:
             return self.rows[number]
-        text, result = rng.choice(list(FUNCTIONS.items()))
+        text, result = rng.choice(list(FUNCTION_KINDS.items()))
         number = rng.randint(2, 9)
         function = eval(f"lambda x: {result.format(number)}")
         lists = [[rng.randint(0, 30) for _ in range(rng.randint(1, 9))] for _ in range(TESTS)]
@@ -93,7 +93,7 @@ class Code(Environment):
         return Task(PROMPT.format(text.format(number)), Checks(tests))
 
     def score(self, task: Task, completion: str) -> float:
-        blocks = BLOCK.findall(completion)
+        blocks = CODE_BLOCK.findall(completion)
         tests = task.answer if isinstance(task.answer, Checks) else Checks(task.answer)
         try:
             with ModelProgram(blocks[-1] if blocks else completion, self.seconds) as program:
@@ -188,14 +188,14 @@ class ModelProgram(run_program.Peer):
 
     def send(self, message: bytes) -> None:
         try:
-            send(self._requests, message, self._end)
-        except (Ended, Late):
+            send_message(self._requests, message, self._end)
+        except (PipeClosed, Late):
             raise Over from None
 
     def receive(self) -> bytes:
         try:
-            return receive(self._answers, self._end, MOST_BYTES)
-        except (Ended, Late):
+            return receive_message(self._answers, self._end, LARGEST_VALUE_BYTES)
+        except (PipeClosed, Late):
             raise Over from None
 
     def serve(self, what: str, function: Any, /, *arguments: Any, **named: Any) -> Any:
@@ -211,7 +211,7 @@ class ModelProgram(run_program.Peer):
     def find(self, key: str) -> Any:
         if key not in TYPES | ERRORS and not key.startswith("builtins."):
             raise TypeError(key)
-        found = run_program.find(key)
+        found = run_program.import_name(key)
         if is_error(found):
             # A KeyboardInterrupt would end this process.
             return found if issubclass(found, (Exception, SystemExit)) else RuntimeError
@@ -275,7 +275,7 @@ class ModelProgram(run_program.Peer):
             raise TypeError(name)
         has = {each for each in methods if each in TELLS | JUDGES}
         own = has if fixed in BASES else has - {"__eq__", "__bool__", "__hash__"}
-        space = {each: special(each, fixed) for each in own}
+        space = {each: special_name(each, fixed) for each in own}
         if "__eq__" in space:
             # Python makes it None where a class defines __eq__ alone.
             space.setdefault("__hash__", fixed.__hash__)
@@ -418,7 +418,7 @@ def may_judge(name: str, one: StandIn, *others: Any) -> bool:
     )
 
 
-def special(name: str, base: type) -> Any:
+def special_name(name: str, base: type) -> Any:
     """Make a method of a stand-in which the program answers, if it may; else that of `base`."""
     own = getattr(base, name, None)
 

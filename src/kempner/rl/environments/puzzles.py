@@ -10,10 +10,21 @@ from kempner.config.option import ConfigError
 from kempner.rl.environments.protocol import Environment, Task
 
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-WORDS = ("river", "stone", "cloud", "tiger", "lamp", "seven", "green", "music", "bread", "north")
+PUZZLE_WORDS = (
+    "river",
+    "stone",
+    "cloud",
+    "tiger",
+    "lamp",
+    "seven",
+    "green",
+    "music",
+    "bread",
+    "north",
+)
 
 
-def agreement(text: str, answer: str, partial: float) -> float:
+def partial_reward(text: str, answer: str, partial: float) -> float:
     """Return 1 for the answer; else `partial` times the share of right characters before the first
     wrong one: a model that has never been right learns from what is nearly right."""
     if text == answer:
@@ -23,7 +34,7 @@ def agreement(text: str, answer: str, partial: float) -> float:
     return partial * (shorter if right is None else right) / max(len(text), len(answer), 1)
 
 
-def fraction(name: str, value: float) -> float:
+def check_fraction(name: str, value: float) -> float:
     if not 0 <= value <= 1:
         raise ConfigError(f"{name} must be from 0 to 1")
     return value
@@ -49,8 +60,8 @@ class Arithmetic(Environment):
         if not operations or set(operations) - set(OPERATIONS):
             raise ConfigError(f"operations must be some of {''.join(OPERATIONS)}")
         self.below, self.operations, self.modulo = below, operations, modulo
-        self.partial = fraction("partial", partial)
-        self.held_out = fraction("held_out", held_out)
+        self.partial = check_fraction("partial", partial)
+        self.held_out = check_fraction("held_out", held_out)
 
     def task(self, number: int, rng: random.Random) -> Task:
         left, right = (rng.randrange(self.below) for _ in range(2))
@@ -60,7 +71,7 @@ class Arithmetic(Environment):
         return Task(f"{left}{operation}{right}=", str(answer))
 
     def score(self, task: Task, completion: str) -> float:
-        return agreement(completion.strip(), task.answer, self.partial)
+        return partial_reward(completion.strip(), task.answer, self.partial)
 
 
 class Letters(Environment):
@@ -79,8 +90,8 @@ class Letters(Environment):
         if length < 1 or not 2 <= alphabet <= 26:
             raise ConfigError("length must be at least 1, and alphabet from 2 to 26")
         self.length, self.letters = length, string.ascii_lowercase[:alphabet]
-        self.partial = fraction("partial", partial)
-        self.held_out = fraction("held_out", held_out)
+        self.partial = check_fraction("partial", partial)
+        self.held_out = check_fraction("held_out", held_out)
 
     def change(self, word: str) -> str:
         raise NotImplementedError
@@ -90,7 +101,7 @@ class Letters(Environment):
         return Task(f"{word}>", self.change(word))
 
     def score(self, task: Task, completion: str) -> float:
-        return agreement(completion.strip(), task.answer, self.partial)
+        return partial_reward(completion.strip(), task.answer, self.partial)
 
 
 class Reverse(Letters):
@@ -103,7 +114,7 @@ class Sort(Letters):
         return "".join(sorted(word))
 
 
-class Copy(Letters):
+class CopyLetters(Letters):
     def change(self, word: str) -> str:
         return word
 
@@ -114,29 +125,32 @@ class Format(Environment):
     runs_code = False
 
     def __init__(self, instructions: int = 2) -> None:
-        if not 1 <= instructions <= len(RULES):
-            raise ConfigError(f"instructions must be from 1 to {len(RULES)}")
+        if not 1 <= instructions <= len(LETTER_RULES):
+            raise ConfigError(f"instructions must be from 1 to {len(LETTER_RULES)}")
         self.instructions = instructions
 
     def task(self, number: int, rng: random.Random) -> Task:
-        topic = rng.choice(WORDS)
+        topic = rng.choice(PUZZLE_WORDS)
         rules = [
-            (name, _parameter(name, rng)) for name in rng.sample(list(RULES), self.instructions)
+            (name, _parameter(name, rng))
+            for name in rng.sample(list(LETTER_RULES), self.instructions)
         ]
-        lines = [f"- {RULES[name][0].format(value)}" for name, value in rules]
+        lines = [f"- {LETTER_RULES[name][0].format(value)}" for name, value in rules]
         return Task("\n".join((f"Write about a {topic}.", *lines, "")), rules)
 
     def score(self, task: Task, completion: str) -> float:
         text = completion.strip()
-        followed = [bool(text) and RULES[name][1](text, value) for name, value in task.answer]
+        followed = [
+            bool(text) and LETTER_RULES[name][1](text, value) for name, value in task.answer
+        ]
         return sum(followed) / len(followed)
 
 
 def _parameter(name: str, rng: random.Random) -> str:
-    return rng.choice(WORDS) if name in ("contains", "ends") else str(rng.randint(3, 12))
+    return rng.choice(PUZZLE_WORDS) if name in ("contains", "ends") else str(rng.randint(3, 12))
 
 
-RULES: dict[str, tuple[str, Callable[[str, str], bool]]] = {
+LETTER_RULES: dict[str, tuple[str, Callable[[str, str], bool]]] = {
     "words": ("Use exactly {} words.", lambda text, n: len(text.split()) == int(n)),
     "lines": ("Use exactly {} lines.", lambda text, n: len(text.splitlines()) == int(n)),
     "lower": (

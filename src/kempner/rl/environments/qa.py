@@ -15,17 +15,19 @@ from kempner.config.option import ConfigError
 from kempner.rl.environments.protocol import Environment, Task
 
 DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)"  # commas stand before groups of three, or are no part of it
-NUMBER = re.compile(rf"-?\$?{DIGITS}(?:\.\d+)?(?:[eE][+-]?\d+|/\d+)?")
+NUMBER_PATTERN = re.compile(rf"-?\$?{DIGITS}(?:\.\d+)?(?:[eE][+-]?\d+|/\d+)?")
 WHOLE = re.compile(rf"[+-]?{DIGITS}?(?:\.\d*)?(?:[eE][+-]?\d{{1,2}}|/\d+)?")
-GROUPS = re.compile(r"(?<![\d.])(\d{1,3})((?: \d{3})+)(?!\d)")
-MARK = re.compile(r"####\s*(.+)")
+DIGIT_GROUPS = re.compile(r"(?<![\d.])(\d{1,3})((?: \d{3})+)(?!\d)")
+ANSWER_MARK = re.compile(r"####\s*(.+)")
 FRACTION = re.compile(r"(?<!\d)(-?)\\[dt]?frac *(?:\{(-?\d+)\}|(\d)) *(?:\{(\d+)\}|(\d))")
 MIXED = re.compile(r"(-?)(\d{1,9}) *\\[dt]?frac *(?:\{(\d{1,9})\}|(\d)) *(?:\{(\d{1,9})\}|(\d))")
-SIGNS = str.maketrans({"\u2212": "-", "\u2011": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " "})
-UNITS = re.compile(
+SIGN_TABLE = str.maketrans(
+    {"\u2212": "-", "\u2011": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " "}
+)
+UNIT_PATTERN = re.compile(
     r"\\(?:text|mathrm|mbox)\{[^{}]*\}(?:\^(?:\d|\{\d\}))?|\^\{?\\circ\}?|\\[,!;: $%]"
 )
-WORDS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}")
+TEXT_COMMANDS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}")
 LETTER = re.compile(r"\(([a-z])\)")  # of several choices
 FORMULA = re.compile(r"[\d\\^=]")  # a text with none of these is words
 MATH_S = 2  # that math_verify may take to read a formula, or to compare two
@@ -47,35 +49,37 @@ class Qa(Environment):
 
     def task(self, number: int, rng: random.Random) -> Task:
         prompt, answer = self.rows[number]
-        return Task(prompt, marked(str(answer)) or str(answer).strip())
+        return Task(prompt, marked_answer(str(answer)) or str(answer).strip())
 
     def score(self, task: Task, completion: str) -> float:
-        completion = completion.translate(SIGNS)
-        wanted, given = value(task.answer), marked(completion)
+        completion = completion.translate(SIGN_TABLE)
+        wanted, given = number_value(task.answer), marked_answer(completion)
         if wanted is None:
             lines = completion.strip().splitlines()
             text = (lines[-1] if lines else "") if given is None else given
-            return float(plain(text) == plain(task.answer) or same(text, task.answer))
-        found = value(given or "")
+            return float(
+                plain_text(text) == plain_text(task.answer) or same_formula(text, task.answer)
+            )
+        found = number_value(given or "")
         if given is not None and found is None:
-            bare = UNITS.sub("", given).strip()
+            bare = UNIT_PATTERN.sub("", given).strip()
             if bare.startswith(("(", "[", "{", "\\{")):  # a pair, an interval, a set
                 return 0.0
             if re.search(r"[\\^]", bare):  # a formula
-                return float(same(given, task.answer))
-        numbers = NUMBER.findall(completion if given is None else given)
+                return float(same_formula(given, task.answer))
+        numbers = NUMBER_PATTERN.findall(completion if given is None else given)
         if found is None and numbers:  # "#### 18 eggs in 3 days" begins with the answer
-            found = value(numbers[0 if MARK.search(completion) else -1])
+            found = number_value(numbers[0 if ANSWER_MARK.search(completion) else -1])
         return float(found == wanted)
 
 
-def marked(text: str) -> str | None:
+def marked_answer(text: str) -> str | None:
     """Return the last text that is marked as the answer."""
-    found = MARK.findall(text)
-    return found[-1].strip() if found else boxed(text)
+    found = ANSWER_MARK.findall(text)
+    return found[-1].strip() if found else boxed_answer(text)
 
 
-def boxed(text: str) -> str | None:
+def boxed_answer(text: str) -> str | None:
     """Return the content of the last \\boxed{}, with the braces in it; None if there is none, or it
     has no end."""
     _, mark, rest = text.rpartition("\\boxed{")
@@ -87,17 +91,17 @@ def boxed(text: str) -> str | None:
     return None
 
 
-def value(text: str) -> Fraction | None:
+def number_value(text: str) -> Fraction | None:
     """Parse a number as people write it: $1,000.50, 1e3, 3/4, \\frac{3}{4}, 12%, 5 \\text{ cm}^2,
     10{,}000, 3\\frac{1}{2}."""
-    text = UNITS.sub("", text.translate(SIGNS).replace("{,}", ","))
+    text = UNIT_PATTERN.sub("", text.translate(SIGN_TABLE).replace("{,}", ","))
     if mixed := MIXED.fullmatch(text.strip(" $.")):
         sign, whole, *parts = mixed.groups("")
         above, below = int(parts[0] or parts[1]), int(parts[2] or parts[3])
         found = int(whole) + Fraction(above, below) if below else None
         return -found if found and sign else found
     text = FRACTION.sub(lambda m: f"{m[1]}{m[2] or m[3]}/{m[4] or m[5]}", text)
-    text = GROUPS.sub(lambda m: m[1] + m[2].replace(" ", ""), text.strip())
+    text = DIGIT_GROUPS.sub(lambda m: m[1] + m[2].replace(" ", ""), text.strip())
     text = re.sub(r"[$%\s]", "", text).rstrip(".,")
     try:
         return Fraction(text.replace(",", "")) if WHOLE.fullmatch(text) else None
@@ -105,7 +109,7 @@ def value(text: str) -> Fraction | None:
         return None
 
 
-def same(given: str, wanted: str) -> bool:
+def same_formula(given: str, wanted: str) -> bool:
     """Return whether they are the same formula: by math_verify if it is installed, else letter by
     letter."""
     if not FORMULA.search(wanted):
@@ -123,12 +127,12 @@ def same(given: str, wanted: str) -> bool:
 
 
 def without_marks(text: str) -> str:
-    text = UNITS.sub("", text).replace("\\left", "").replace("\\right", "")
+    text = UNIT_PATTERN.sub("", text).replace("\\left", "").replace("\\right", "")
     return re.sub(r"\\[dt]frac", r"\\frac", re.sub(r"[\s$]", "", text)).rstrip(".")
 
 
-def plain(text: str) -> str:
-    text = WORDS.sub(r"\1", text).casefold().strip(" .\n\"'$*")
+def plain_text(text: str) -> str:
+    text = TEXT_COMMANDS.sub(r"\1", text).casefold().strip(" .\n\"'$*")
     choice = LETTER.fullmatch(text)
     return choice[1] if choice else " ".join(text.split())
 

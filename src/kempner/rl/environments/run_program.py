@@ -21,16 +21,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any
 
-LENGTH = struct.Struct("<Q")
-SMALL = {type(None), bool, float, str}
-ATOMS = {*SMALL, int}
+VALUE_LENGTH = struct.Struct("<Q")
+SMALL_TYPES = {type(None), bool, float, str}
+ATOMS = {*SMALL_TYPES, int}
 LARGE = 1 << 63  # Python reads no more than 4300 digits of a decimal number
 BASES = (int, float, complex, str, bytes, tuple, frozenset)
 """An instance of a class that derives from one of these brings its value, which never changes."""
 CHANGED = {f"collections.{name}" for name in ("deque", "Counter", "OrderedDict", "defaultdict")}
 CHANGED |= {f"builtins.{name}" for name in ("list", "dict", "set", "bytearray")} | {"numpy.ndarray"}
 """Types that travel by value; what the other side has changed of one is changed in place."""
-PARTS: dict[str, tuple[Any, Any]] = {  # those of a value; what makes it of them, if not its type
+VALUE_PARTS: dict[
+    str, tuple[Any, Any]
+] = {  # those of a value; what makes it of them, if not its type
     "builtins.int": (lambda v: (hex(v),), lambda text: int(text, 16)),
     "builtins.complex": (lambda v: (v.real, v.imag), None),
     "builtins.bytes": (lambda v: (v.hex(),), "fromhex"),
@@ -44,7 +46,7 @@ PARTS: dict[str, tuple[Any, Any]] = {  # those of a value; what makes it of them
     "datetime.datetime": (lambda v: (v.isoformat(),), "fromisoformat"),
     "datetime.time": (lambda v: (v.isoformat(),), "fromisoformat"),
     "datetime.timedelta": (lambda v: (v.days, v.seconds, v.microseconds), None),
-    "numpy.generic": (lambda v: (v.tobytes().hex(), v.dtype.str), lambda *p: array(*p)[()]),
+    "numpy.generic": (lambda v: (v.tobytes().hex(), v.dtype.str), lambda *p: array_of_text(*p)[()]),
     "builtins.tuple": (tuple, lambda *parts: parts),
     "builtins.frozenset": (tuple, lambda *parts: frozenset(parts)),
     "builtins.dict_keys": (tuple, lambda *parts: dict.fromkeys(parts).keys()),
@@ -58,7 +60,11 @@ HOLDERS = {
 ERRORS = {"json.decoder.JSONDecodeError", "dataclasses.FrozenInstanceError"}
 ERRORS |= {"decimal.InvalidOperation", "_queue.Empty", "queue.Full"}
 """Exceptions that are not Python's own; none that a test runner takes for a skipped test."""
-TYPES = {*CHANGED, *PARTS, *(f"builtins.{name}" for name in ("bool", "float", "str", "object"))}
+TYPES = {
+    *CHANGED,
+    *VALUE_PARTS,
+    *(f"builtins.{name}" for name in ("bool", "float", "str", "object")),
+}
 _NAMES = "str repr format len hash iter next reversed call getitem setitem delitem enter exit abs "
 _NAMES += "neg pos invert int float complex index round trunc floor ceil bytes"
 TELLS = {f"__{name}__" for name in _NAMES.split()}
@@ -69,22 +75,22 @@ JUDGES = ORDERS | {f"__{side}{name}__" for name in _NAMES.split() for side in ("
 """Methods that tell whether a test holds, or learn what it compares with."""
 
 
-def name_of(kind: type) -> str:
+def type_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def key_of(kind: type) -> str:
-    scalar = kind.__module__ == "numpy" and "numpy.generic" in map(name_of, kind.__mro__)
-    return "numpy.generic" if scalar else name_of(kind)
+    scalar = kind.__module__ == "numpy" and "numpy.generic" in map(type_name, kind.__mro__)
+    return "numpy.generic" if scalar else type_name(kind)
 
 
-def find(key: str) -> Any:
+def import_name(key: str) -> Any:
     module, name = key.rsplit(".", 1)
     __import__(module)
     return getattr(sys.modules[module], name)
 
 
-def array(text: str, kind: str, shape: Iterable[int] = ()) -> Any:
+def array_of_text(text: str, kind: str, shape: Iterable[int] = ()) -> Any:
     import numpy as np
 
     if not is_plain(np.dtype(kind)):
@@ -101,7 +107,7 @@ def is_error(kind: Any) -> bool:
     """Return whether both sides have this class of exceptions."""
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         return False
-    return name_of(kind) in ERRORS or getattr(builtins, kind.__name__, None) is kind
+    return type_name(kind) in ERRORS or getattr(builtins, kind.__name__, None) is kind
 
 
 class Peer:
@@ -158,7 +164,7 @@ class Peer:
         numbers: dict[int, int] = {}
 
         def refer(value: Any) -> Any:
-            if type(value) in SMALL or (type(value) is int and -LARGE < value < LARGE):
+            if type(value) in SMALL_TYPES or (type(value) is int and -LARGE < value < LARGE):
                 return value
             if id(value) not in numbers:
                 numbers[id(value)] = len(found)
@@ -168,7 +174,9 @@ class Peer:
         def items(values: Iterable[Any]) -> list[Any]:
             values = list(values)
             kinds = set(map(type, values))
-            if kinds <= SMALL or (kinds == {int} and -LARGE < min(values) <= max(values) < LARGE):
+            if kinds <= SMALL_TYPES or (
+                kinds == {int} and -LARGE < min(values) <= max(values) < LARGE
+            ):
                 return values
             return list(map(refer, values))
 
@@ -182,13 +190,13 @@ class Peer:
             place = self.places.setdefault(id(value), len(self.shared))
             if place == len(self.shared):
                 self.shared.append(value)
-            return [key, place, *contents(value, items)]
-        if key in PARTS and (key != "numpy.generic" or is_plain(value.dtype)):
-            return ["value", key, items(PARTS[key][0](value))]
+            return [key, place, *value_contents(value, items)]
+        if key in VALUE_PARTS and (key != "numpy.generic" or is_plain(value.dtype)):
+            return ["value", key, items(VALUE_PARTS[key][0](value))]
         if is_error(type(value)):
             return ["value", key, items(value.args)]
-        if isinstance(value, type) and (is_error(value) or name_of(value) in TYPES):
-            return ["type", name_of(value)]
+        if isinstance(value, type) and (is_error(value) or type_name(value) in TYPES):
+            return ["type", type_name(value)]
         return self.foreign(value, items)
 
     def unpack(self, message: bytes) -> tuple[str, Any]:
@@ -212,17 +220,17 @@ class Peer:
         for number in changed:
             made[number] = self.place(*nodes[number])
         for number in changed:
-            fill(made[number], nodes[number][2:], items)
+            fill_value(made[number], nodes[number][2:], items)
         root = get(root)
         self.received = [made[number] for number in changed]
         return kind, root
 
     def place(self, key: str, place: int, *payload: Any) -> Any:
         if place == len(self.shared):
-            new = array(*payload) if key == "numpy.ndarray" else find(key)()
+            new = array_of_text(*payload) if key == "numpy.ndarray" else import_name(key)()
             self.shared.append(new)
             self.places[id(new)] = place
-        if type(self.shared[place]) is not find(key):
+        if type(self.shared[place]) is not import_name(key):
             raise TypeError(key)
         return self.shared[place]
 
@@ -235,20 +243,20 @@ class Peer:
         if kind != "value":
             return self.stand_in(key, *rest, items)
         parts = items(rest[0])
-        if key in PARTS.keys() - HOLDERS and not set(map(type, parts)) <= ATOMS:
+        if key in VALUE_PARTS.keys() - HOLDERS and not set(map(type, parts)) <= ATOMS:
             raise TypeError(key)
-        how = PARTS[key][1] if key in PARTS else None
+        how = VALUE_PARTS[key][1] if key in VALUE_PARTS else None
         if callable(how):
             return how(*parts)
         kind = self.find(key)
         if is_error(kind):
-            return raised(kind, parts)
-        if key not in PARTS:
+            return make_exception(kind, parts)
+        if key not in VALUE_PARTS:
             raise TypeError(key)
         return getattr(kind, how)(*parts) if how else kind(*parts)
 
     def find(self, key: str) -> Any:
-        return find(key)
+        return import_name(key)
 
     def send(self, message: bytes) -> None:
         raise NotImplementedError
@@ -267,7 +275,7 @@ class Peer:
         raise NotImplementedError
 
 
-def raised(kind: Any, arguments: list[Any]) -> BaseException:
+def make_exception(kind: Any, arguments: list[Any]) -> BaseException:
     """Make an exception that has these `args`, which its __init__ may not take."""
     try:
         error: BaseException = kind(*arguments)
@@ -277,7 +285,7 @@ def raised(kind: Any, arguments: list[Any]) -> BaseException:
     return error
 
 
-def contents(value: Any, items: Any) -> list[Any]:
+def value_contents(value: Any, items: Any) -> list[Any]:
     if isinstance(value, dict):
         factory = items([getattr(value, "default_factory", None)])
         return [items(value), items(value.values()), factory]
@@ -288,11 +296,11 @@ def contents(value: Any, items: Any) -> list[Any]:
     return [items(value)]
 
 
-def fill(value: Any, payload: list[Any], items: Any) -> None:
+def fill_value(value: Any, payload: list[Any], items: Any) -> None:
     if isinstance(value, bytearray):
         value[:] = bytes.fromhex(payload[0])
     elif hasattr(value, "dtype"):
-        value[...] = array(*payload)
+        value[...] = array_of_text(*payload)
     elif isinstance(value, dict):
         value.clear()
         for key, each in zip(items(payload[0]), items(payload[1]), strict=True):
@@ -324,7 +332,7 @@ class Iterator(Function):
         return self._peer.ask("__next__", self)
 
 
-class Program(Peer):
+class ProgramPeer(Peer):
     def __init__(self, requests: int, answers: int) -> None:
         super().__init__()
         self.asked, self.answers = os.fdopen(requests, "rb"), os.fdopen(answers, "wb")
@@ -333,11 +341,11 @@ class Program(Peer):
         sys.modules["program"] = self.module
 
     def send(self, message: bytes) -> None:
-        self.answers.write(LENGTH.pack(len(message)) + message)
+        self.answers.write(VALUE_LENGTH.pack(len(message)) + message)
         self.answers.flush()
 
     def receive(self) -> bytes:
-        (length,) = LENGTH.unpack(self.asked.read(LENGTH.size))
+        (length,) = VALUE_LENGTH.unpack(self.asked.read(VALUE_LENGTH.size))
         return self.asked.read(length)
 
     def serve(self, what: str, /, *arguments: Any, **named: Any) -> Any:
@@ -359,7 +367,7 @@ class Program(Peer):
     truth = staticmethod(bool)
 
     def plain(self, value: Any) -> Any:
-        return plain(value, changed_base(type(value)))
+        return plain_value(value, changed_base(type(value)))
 
     def class_of(self, number: int) -> Any:
         """Return name, bases, the methods of TELLS and JUDGES that it has, and whether it derives
@@ -368,19 +376,25 @@ class Program(Peer):
         if not isinstance(kind, type):
             return None
         bases = tuple(
-            name_of(each) if each in BASES or is_error(each) else self.keep(each)
+            type_name(each) if each in BASES or is_error(each) else self.keep(each)
             for each in kind.__bases__
             if each is not object and key_of(each) not in CHANGED
         )
         base = next(each for each in kind.__mro__ if each in (*BASES, object) or is_error(each))
-        methods = tuple(n for n in TELLS | JUDGES if method(kind, n) not in (None, method(base, n)))
+        methods = tuple(
+            n for n in TELLS | JUDGES if base_method(kind, n) not in (None, base_method(base, n))
+        )
         return kind.__name__, bases, methods, changed_base(kind) is not None
 
     def foreign(self, value: Any, items: Any) -> list[Any]:
         if isinstance(value, Function):
             return ["home", value._number]
         base = next((each for each in type(value).__mro__ if each in BASES), None)
-        own = value.args if isinstance(value, BaseException) else (base and [plain(value, base)])
+        own = (
+            value.args
+            if isinstance(value, BaseException)
+            else (base and [plain_value(value, base)])
+        )
         return ["object", self.keep(value), self.keep(type(value)), items(own or [])]
 
     def stand_in(self, number: int, what: str, name: str, items: Any) -> Any:
@@ -389,7 +403,7 @@ class Program(Peer):
         return self.theirs[number]
 
 
-def plain(value: Any, base: Any) -> Any:
+def plain_value(value: Any, base: Any) -> Any:
     """Convert an instance of a class that derives from `base` to `base` itself."""
     if base is complex:
         return complex(value.real, value.imag)
@@ -403,14 +417,14 @@ def changed_base(kind: type) -> Any:
     return next((each for each in kind.__mro__ if key_of(each) in CHANGED), None)
 
 
-def method(kind: type, name: str) -> Any:
+def base_method(kind: type, name: str) -> Any:
     return next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
 
 
 def main(requests: int, answers: int) -> None:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))  # it cannot raise it again
-    program = Program(requests, answers)
+    program = ProgramPeer(requests, answers)
     while True:
         _, request = program.unpack(program.receive())
         program.answer(*request)

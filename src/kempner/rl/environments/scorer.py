@@ -16,14 +16,14 @@ from typing import Any
 
 from kempner.config.option import ConfigError
 from kempner.process import module_command
-from kempner.rl.environments.opening import Tasks, refusal
-from kempner.rl.environments.pipes import Ended, Late, receive, send
+from kempner.rl.environments.opening import Tasks, sandbox_refusal
+from kempner.rl.environments.pipes import Late, PipeClosed, receive_message, send_message
 from kempner.rl.environments.protocol import Message, Reply, Score, Task
-from kempner.rl.environments.worker import OPEN_S, QUICK_S, Request
+from kempner.rl.environments.worker import OPEN_S, QUICK_S, RewardRequest
 
-START_S = 60.0  # of a process, on a node that is busy
+SCORER_START_S = 60.0  # of a process, on a node that is busy
 # All other variables, tokens and Slurm's among them, are withheld from rewards.
-KEPT = (
+KEPT_VARIABLES = (
     *("PATH", "HOME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "VIRTUAL_ENV"),
     *("PYTHONPATH", "PYTHONHOME", "HF_HOME", "XDG_CACHE_HOME"),
 )
@@ -59,7 +59,7 @@ class Scorer:
         process = self._free.get()
         lacks = process.lacks()
         self._free.put(process)
-        problems = [refusal(env.cfg, env.environment, lacks) for env in envs]
+        problems = [sandbox_refusal(env.cfg, env.environment, lacks) for env in envs]
         if any(problems):
             raise ConfigError(problem for problem in problems if problem)
 
@@ -91,7 +91,7 @@ class Scorer:
         self, call: str, env: Tasks, task: Task, talks: Sequence[Sequence[Message]]
     ) -> list[dict[str, Any]]:
         def ask(part: Sequence[Sequence[Message]]) -> list[dict[str, Any]]:
-            request = Request(env.cfg, call, len(part), pickle.dumps((task, part)))
+            request = RewardRequest(env.cfg, call, len(part), pickle.dumps((task, part)))
             process = self._free.get()
             try:
                 return process.ask(request)
@@ -115,24 +115,26 @@ class _Process:
         self._words = [] if namespaces else ["--no-namespaces"]
         self._lacks: list[str] = []
 
-    def ask(self, request: Request) -> list[dict[str, Any]]:
+    def ask(self, request: RewardRequest) -> list[dict[str, Any]]:
         """Return the answers for its first conversations, at least one: the others are asked
         again."""
         try:
             process = self._process or self._start()
             assert process.stdin and process.stdout
             # A timeout for a stopped process; a running one answers in time itself.
-            end = time.monotonic() + OPEN_S + QUICK_S + request.env.timeout + START_S
-            send(process.stdin.fileno(), pickle.dumps(request), end)
-            answers: list[dict[str, Any]] = json.loads(receive(process.stdout.fileno(), end))
-        except (Late, Ended):
+            end = time.monotonic() + OPEN_S + QUICK_S + request.env.timeout + SCORER_START_S
+            send_message(process.stdin.fileno(), pickle.dumps(request), end)
+            answers: list[dict[str, Any]] = json.loads(
+                receive_message(process.stdout.fileno(), end)
+            )
+        except (Late, PipeClosed):
             answers = [{"why": "lost its process", "last": True}]
         if "last" in answers[-1]:
             self.end()
         return answers
 
     def _start(self) -> subprocess.Popen[bytes]:
-        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+        kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         # A session of its own: Ctrl-C must reach only us, and the process ends when we do.
         process = self._process = subprocess.Popen(
             [*module_command("kempner.rl.environments.worker"), *self._words],
@@ -143,7 +145,9 @@ class _Process:
             start_new_session=True,
         )
         assert process.stdout
-        self._lacks = json.loads(receive(process.stdout.fileno(), time.monotonic() + START_S))
+        self._lacks = json.loads(
+            receive_message(process.stdout.fileno(), time.monotonic() + SCORER_START_S)
+        )
         self._tell(self._lacks)
         return process
 
@@ -152,7 +156,7 @@ class _Process:
         started."""
         try:
             self._process or self._start()
-        except (Late, Ended):
+        except (Late, PipeClosed):
             self.end()
             raise OSError("a process for rewards cannot be started on this host") from None
         return self._lacks

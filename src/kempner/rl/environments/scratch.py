@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 
-def emptied(directory: str) -> bool:
+def empty_directory(directory: str) -> bool:
     """Delete all contents, whatever a program has made of them; returns False if something has
     stayed.
 

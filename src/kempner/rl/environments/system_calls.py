@@ -21,7 +21,7 @@ PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, MODE_FILTER = 38, 22, 2
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 # Instructions of a classic BPF program, and where seccomp's record has what they load.
 LOAD, AND, RETURN, EQUAL, AT_LEAST = 0x20, 0x54, 0x06, 0x15, 0x35
-NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
+NUMBER_OFFSET, ARCHITECTURE_OFFSET, ARGUMENTS_OFFSET = 0, 4, 16
 ANY = 0xFFFFFFFF  # a mask
 X32 = 0x40000000  # the other table of system calls that x86-64 has
 IO_URING_SETUP, MEMFD_SECRET = 425, 447  # on every architecture
@@ -55,7 +55,7 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
 
 
-def forbid() -> list[str]:
+def forbid_calls() -> list[str]:
     """Forbid, for this process and its children, irrevocably: all sockets but those of the Internet
     and pairs of streams, memory in files without a name, System V's shared objects, message queues,
     keys, leases, and io_uring, which makes sockets, too. A lock on a file succeeds and does
@@ -75,21 +75,21 @@ def forbid() -> list[str]:
         *_if(machine.fcntl, 1, ANY, (SET_LEASE,), errno.EACCES),
     ]
     try:
-        install(refused, tests)
+        install_filter(refused, tests)
     except OSError as error:
         return [f"no filter of system calls ({error.strerror}): it may use Unix sockets"]
     return []
 
 
-def install(refused: Mapping[int, int], tests: list[Instruction] | None = None) -> None:
+def install_filter(refused: Mapping[int, int], tests: list[Instruction] | None = None) -> None:
     """Install a filter: calls by number, each with the error that it gets; `tests` see the number,
     and must leave it loaded. Raises OSError."""
     audit = MACHINES[platform.machine()].audit
     program: list[Instruction] = [
-        (LOAD, 0, 0, ARCHITECTURE),
+        (LOAD, 0, 0, ARCHITECTURE_OFFSET),
         (EQUAL, 1, 0, audit),
         (RETURN, 0, 0, ERRNO | errno.ENOSYS),
-        (LOAD, 0, 0, NUMBER),
+        (LOAD, 0, 0, NUMBER_OFFSET),
     ]
     if platform.machine() == "x86_64":
         program += [(AT_LEAST, 0, 1, X32), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
@@ -119,9 +119,9 @@ def _if(
         found[last] = (EQUAL, 0, 1, values[last])
     return [
         (EQUAL, 0, len(values) + 4, number),
-        (LOAD, 0, 0, ARGUMENTS + 8 * argument),  # little-endian: its lower half
+        (LOAD, 0, 0, ARGUMENTS_OFFSET + 8 * argument),  # little-endian: its lower half
         (AND, 0, 0, mask),
         *found,
         (RETURN, 0, 0, ERRNO | code),
-        (LOAD, 0, 0, NUMBER),
+        (LOAD, 0, 0, NUMBER_OFFSET),
     ]
