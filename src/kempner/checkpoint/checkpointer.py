@@ -98,8 +98,8 @@ class Checkpointer:
         try:
             claim_directory(self.root, self.about.get("run", ""))
             if self.cfg.dir:
-                lost = self._run_lock.on_lost if self._run_lock is not None else None
-                self._lock = RunLock(self.root, "--checkpoint.dir=DIR", lost)
+                on_lost = self._run_lock.on_lost if self._run_lock is not None else None
+                self._lock = RunLock(self.root, "--checkpoint.dir=DIR", on_lost)
         except OSError as error:  # a full disk: train on, as when a save fails
             self.log(f"WARNING: no lock in {self.root}, nothing keeps other runs out: {error}")
 
@@ -115,14 +115,14 @@ class Checkpointer:
         if step == self.saved_step or (self._pending and self._pending[0] == step):
             return
         self.wait()
-        began = time.monotonic()
+        start_time = time.monotonic()
         # An error is handed on, not raised: the other ranks wait for this one in _write.
         problem = self._stage()
         position = copy.deepcopy(position)  # the caller keeps mutating its dict
         future = self._background.submit(self._write, step, position, problem)
         if not self.cfg.async_save:
             futures.wait([future])
-        self._pending = (step, began, future)
+        self._pending = (step, start_time, future)
         self.poll()
 
     def poll(self, step_time: float = 0.0) -> None:
@@ -139,7 +139,7 @@ class Checkpointer:
     def _see(self) -> None:
         if self._pending is None or not self._pending[2].done():
             return
-        step, began, future = self._pending
+        step, start_time, future = self._pending
         self._pending = None
         if error := future.exception():
             self.failed_saves += 1
@@ -149,7 +149,7 @@ class Checkpointer:
             )
             return
         self.saved_step, self.failed_saves, self._prune_due = step, 0, True
-        self.seconds = future.result() - began
+        self.seconds = future.result() - start_time
         self.log(f"checkpoint of step {step} is durable after {self.seconds:.1f} s")
         # Again only when saves have become clearly slower.
         if self.seconds > 1.2 * self._warned_of and (
@@ -211,7 +211,7 @@ class Checkpointer:
             return table
         tables: list[Any] = [None] * dist.get_world_size(self._firsts)
         dist.all_gather_object(tables, table, self._firsts)
-        return {name: stored for each in tables for name, stored in each.items()}
+        return {name: stored for table in tables for name, stored in table.items()}
 
     def _unpin(self) -> None:
         if self._built is not None and not self._built.exception():
@@ -223,8 +223,8 @@ class Checkpointer:
             shared, own = collect_state(self.providers)
             table = layout.make_table(shared, own, self.world_size)
             whole = self._of_all_stages(table)
-            known = table == self._table and whole == self._whole
-            if not known or self._built is None or self._built.exception():
+            unchanged = table == self._table and whole == self._whole
+            if not unchanged or self._built is None or self._built.exception():
                 self._build(table, whole, shared)
             assert self._built is not None
             self._built.result()[0].stage(shared | own)
@@ -299,8 +299,8 @@ class Checkpointer:
         self.wait()  # a run that goes back: what is in flight is the newest checkpoint
         # Retention must not delete what is about to be chosen.
         futures.wait([self._pruning] if self._pruning else [])
-        if left := self._ranks.on_first(lambda: commit.clean_leftovers(self.root)):
-            self.log(f"removed what an earlier attempt left: {', '.join(left)}")
+        if leftovers := self._ranks.on_first(lambda: commit.clean_leftovers(self.root)):
+            self.log(f"removed what an earlier attempt left: {', '.join(leftovers)}")
         while choice := self._ranks.on_first(
             lambda: choose_checkpoint(self.root, self.about, self.log, only)
         ):
@@ -321,9 +321,9 @@ class Checkpointer:
         """Load the state of these providers from a checkpoint of another run, RUN[@STEP]. Raises
         ConfigError if it cannot be used."""
         providers = {name: self.providers[name] for name in names}
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as locks:
             try:
-                choice = self._ranks.on_first(lambda: hold_checkpoint(source, self.about, held))
+                choice = self._ranks.on_first(lambda: hold_checkpoint(source, self.about, locks))
                 self._ranks.on_all(partial(self._read, choice, providers))
             except Damaged as error:  # it is not ours to set aside
                 raise fork.not_whole(source, error) from None

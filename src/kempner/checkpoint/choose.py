@@ -54,14 +54,14 @@ def choose_checkpoint(
     return None
 
 
-def hold_checkpoint(source: str, about: dict[str, Any], held: contextlib.ExitStack) -> Choice:
+def hold_checkpoint(source: str, about: dict[str, Any], locks: contextlib.ExitStack) -> Choice:
     """Open the checkpoint RUN[@STEP] of another run, which may be training: its retention leaves
     the checkpoint alone as long as `held` is open.
 
     Raises ConfigError if there is none or it does not fit, Damaged.
     """
     path = fork.find_fork(source)
-    held.enter_context(commit.reading_lock(path))
+    locks.enter_context(commit.reading_lock(path))
     # Retention may delete it between the two lines; then the manifest is missing.
     manifest = commit.read_manifest(path)
     check_fork(source, path, manifest, about)

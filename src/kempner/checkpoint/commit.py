@@ -173,32 +173,34 @@ def run_branches(root: Path) -> tuple[list[Path], list[Path]]:
     """
     if not root.is_dir():
         return [], []
-    found = {
+    commits = {
         path: _read_commit(path, step)
         for path in root.iterdir()
         if (step := step_of_name(path.name)) is not None and path.is_dir()
     }
-    newest_first = sorted(found, key=lambda p: (found[p].time or 0.0, found[p].step), reverse=True)
+    newest_first = sorted(
+        commits, key=lambda p: (commits[p].time or 0.0, commits[p].step), reverse=True
+    )
     head = latest_checkpoint(root)
-    named = step_of_name((root / LATEST_LINK).resolve().name)
-    if head is None and named is None and newest_first:
+    latest_step = step_of_name((root / LATEST_LINK).resolve().name)
+    if head is None and latest_step is None and newest_first:
         # Without any `latest`, take the newest.
         head = newest_first[0]
-    at = found[head] if head else _Commit(0, named or 0, None)
+    at = commits[head] if head else _Commit(0, latest_step or 0, None)
     branch = [head] if head else []
     while ancestors := [
-        path for path in found if path not in branch and at.may_follow(found[path])
+        path for path in commits if path not in branch and at.may_follow(commits[path])
     ]:
-        branch.append(max(ancestors, key=lambda path: found[path].step))
-        at = found[branch[-1]]
+        branch.append(max(ancestors, key=lambda path: commits[path].step))
+        at = commits[branch[-1]]
     return branch, [path for path in newest_first if path not in branch]
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
     """List the checkpoints in the order in which to try them: `latest`, its ancestors, the
     others."""
-    branch, left = run_branches(root)
-    return branch + left
+    branch, other_branches = run_branches(root)
+    return branch + other_branches
 
 
 def has_checkpoint(root: Path) -> bool:
@@ -257,9 +259,9 @@ def reading_lock(path: Path) -> Iterator[None]:
     """Protect a checkpoint from retention while it is read (by a shared lock). It may be deleted
     before the lock is taken: then it has no manifest. Where locks are unsupported or not permitted,
     nothing is protected."""
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         with contextlib.suppress(OSError):
-            fcntl.flock(held.enter_context(_open_lock(path)), fcntl.LOCK_SH)
+            fcntl.flock(locks.enter_context(_open_lock(path)), fcntl.LOCK_SH)
         yield
 
 
@@ -283,10 +285,10 @@ def is_read(path: Path) -> bool:
 @contextlib.contextmanager
 def deletion_lock(path: Path) -> Iterator[bool]:
     """Yield whether nobody reads a checkpoint; if so, nobody can start to while this is open."""
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         free = True
         try:
-            fcntl.flock(held.enter_context(_open_lock(path)), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(locks.enter_context(_open_lock(path)), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             free = False
         except OSError:
@@ -316,8 +318,8 @@ def prune_checkpoints(
     """Apply retention. These stay: the newest `keep_last_n` of the run's own branch, multiples of
     `keep_every`, with `powers_of_two` step 0 and the powers of two, those saved under that option
     earlier, `latest`, and what is being read."""
-    branch, left = run_branches(root)
-    for path in branch[keep_last_n:] + left:
+    branch, other_branches = run_branches(root)
+    for path in branch[keep_last_n:] + other_branches:
         step = step_of_name(path.name)
         if (keep_every and step and step % keep_every == 0) or path == latest_checkpoint(root):
             continue

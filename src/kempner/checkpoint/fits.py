@@ -60,7 +60,7 @@ def fact_differences(
 ) -> dict[str, str]:
     """Describe each fact that differs and is not `allowed` to. A model option that a manifest lacks
     is newer than it: it had its default."""
-    before = {each.name: each.default for each in fields(ModelConfig)}
+    before = {entry.name: entry.default for entry in fields(ModelConfig)}
     differ = {
         name: f"{name} is {_text(there)} there, {_text(value)} here"
         for section, values in about["fixed"].items()
@@ -71,7 +71,7 @@ def fact_differences(
     }
     if (lora := manifest["fixed"].get("lora")) and "lora" not in about["fixed"]:
         differ["lora.rank"] = f"lora.rank is {lora['rank']} there, 0 here"
-    was, now = (each["fixed"].get("preference") for each in (manifest, about))
+    was, now = (entry["fixed"].get("preference") for entry in (manifest, about))
     if was and now and was != now:  # an earlier version has not noted it
         differ["preference.reference"] = (
             "model.init_from holds other weights than those that have been the reference of "

@@ -49,10 +49,10 @@ def _not_from(source: str, own: Path) -> list[str]:
     """Check that a run with a checkpoint, which continues from that, is a fork of `source`."""
     run, step = named.split_name(source)
     lineage: list[dict[str, Any]] = commit.read_manifest(own).get("lineage") or [{}]
-    found = lineage[0]
-    if found.get("dir") == str(run.resolve()) and step in (None, found["step"]):
+    origin = lineage[0]
+    if origin.get("dir") == str(run.resolve()) and step in (None, origin["step"]):
         return []
-    is_fork = f"a fork of {found['from']}" if found else "not a fork"
+    is_fork = f"a fork of {origin['from']}" if origin else "not a fork"
     return [
         f"run.fork = {source}: {own} is of a run that is {is_fork}; leave out run.fork to continue "
         "that one, or give the new fork a directory of its own, --run.dir=runs/NAME"

@@ -50,11 +50,11 @@ class CheckpointLayout(NamedTuple):
 
     def at(self, rank: int) -> tuple[int, ...]:
         """Return the coordinates of one of its ranks in the mesh."""
-        found, rank = [], rank - self.first
+        indices, rank = [], rank - self.first
         for size in reversed(self.mesh):
             rank, index = divmod(rank, size)
-            found.append(index)
-        return tuple(reversed(found))
+            indices.append(index)
+        return tuple(reversed(indices))
 
 
 class StoredTensor(NamedTuple):

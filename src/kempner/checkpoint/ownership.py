@@ -39,8 +39,8 @@ AROUND = re.compile(
 def claim_directory(root: Path, run: str) -> None:
     """Mark the directory as this run's. Raises ConfigError if it is something else, or another
     run's."""
-    if found := ownership_problems(root, run):
-        raise ConfigError(found)
+    if problems := ownership_problems(root, run):
+        raise ConfigError(problems)
     if read_mark(root) != (Kind.CHECKPOINTS, run):
         mark_directory(root, Kind.CHECKPOINTS, run)
 

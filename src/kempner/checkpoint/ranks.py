@@ -26,17 +26,17 @@ class Ranks:
 
     def on_first(self, act: Callable[[], _T]) -> _T:
         """Run `act` on rank 0; all ranks get its result, or its error."""
-        told: list[Any] = [OUTCOME_FINE, None]
+        result: list[Any] = [OUTCOME_FINE, None]
         error = None
         if self.rank == 0:
             try:
-                told[1] = act()
+                result[1] = act()
             except Exception as caught:
-                error, told = caught, [_kind(caught), self.describe(caught)]
-        dist.broadcast_object_list(told, 0, self.group)
-        if told[0] != OUTCOME_FINE:
-            raise _shared(told[0], told[1], error)
-        return told[1]  # type: ignore[no-any-return]
+                error, result = caught, [_kind(caught), self.describe(caught)]
+        dist.broadcast_object_list(result, 0, self.group)
+        if result[0] != OUTCOME_FINE:
+            raise _shared(result[0], result[1], error)
+        return result[1]  # type: ignore[no-any-return]
 
     def on_all(self, act: Callable[[], _T]) -> _T:
         """Run `act` on every rank; returns this rank's result if all have succeeded."""
@@ -50,9 +50,9 @@ class Ranks:
         dist.all_reduce(worst, dist.ReduceOp.MAX, self.group)
         kind, place = divmod(int(worst), self.size)
         if kind != OUTCOME_FINE:
-            told = [self.describe(error) if error else ""]
-            dist.broadcast_object_list(told, self.size - 1 - place, self.group)
-            raise _shared(kind, told[0], error)
+            messages = [self.describe(error) if error else ""]
+            dist.broadcast_object_list(messages, self.size - 1 - place, self.group)
+            raise _shared(kind, messages[0], error)
         return result  # type: ignore[return-value]
 
     def describe(self, error: BaseException) -> str:
@@ -74,10 +74,10 @@ def _kind(error: BaseException | None) -> int:
     return OUTCOME_CONFIG if isinstance(error, ConfigError) else OUTCOME_OTHER
 
 
-def _shared(kind: int, told: str, own: Exception | None) -> Exception:
+def _shared(kind: int, message: str, own: Exception | None) -> Exception:
     """Return the error to raise here: this rank's own if it is of the worst kind."""
     if own is not None and _kind(own) == kind:
         return own
     return {OUTCOME_DAMAGED: Damaged, OUTCOME_CONFIG: ConfigError, OUTCOME_OTHER: PeerFailed}[kind](
-        told
+        message
     )

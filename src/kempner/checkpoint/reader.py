@@ -95,12 +95,12 @@ class DataFile:
         start = k * self._block_size
         view = memoryview(self._buffer)[: min(self._block_size, self.index["bytes"] - start)]
         if self._in_buffer != k:
-            self._in_buffer, done = -1, 0
-            while done < len(view):
-                count = os.preadv(self._fd, [view[done:]], start + done)
+            self._in_buffer, bytes_read = -1, 0
+            while bytes_read < len(view):
+                count = os.preadv(self._fd, [view[bytes_read:]], start + bytes_read)
                 if count == 0:
-                    raise self._damage(f"it ends after {start + done} bytes")
-                done += count
+                    raise self._damage(f"it ends after {start + bytes_read} bytes")
+                bytes_read += count
             if crc32(view) != self.index["crc32"][k]:
                 raise self._damage(f"the CRC-32 of bytes {start} to {start + len(view)} differs")
             self._in_buffer = k
@@ -154,11 +154,11 @@ class DataFile:
 def _overlap(want: Want, entry: dict[str, Any]) -> list[tuple[int, int]]:
     """Return start and length, in each dimension, of the overlap with the stored part; a scalar
     counts as one row."""
-    found = []
+    ranges = []
     for (start, length), here, size in zip(want.box, entry["start"], entry["size"], strict=True):
         low = max(start - here, 0)
-        found.append((low, min(start + length - here, size) - low))
-    return found or [(0, 1)]
+        ranges.append((low, min(start + length - here, size) - low))
+    return ranges or [(0, 1)]
 
 
 def _row_bytes(entry: dict[str, Any]) -> int:

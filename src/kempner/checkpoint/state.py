@@ -46,8 +46,8 @@ class ModelState:
     per_rank = False
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        named = parameter_names(model)
-        self.parameters = {name: p for name, p in named.items() if p.requires_grad}
+        parameters = parameter_names(model)
+        self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self.buffers = buffer_names(model)
         self.optimizer = optimizer
 
@@ -191,9 +191,9 @@ def read_targets(
         # The world has grown: this rank starts with random state of its own.
         if provider.per_rank and rank >= stored_world:
             stored = {}
-        wanted = provider.restore(stored)
-        here = make_table(wanted, {}, world)
-        for name, tensor in wanted.items():
+        destinations = provider.restore(stored)
+        here = make_table(destinations, {}, world)
+        for name, tensor in destinations.items():
             shape, dtype = here[name][:2]
             if name not in stored or stored[name][:2] != (shape, dtype):
                 raise ConfigError(

@@ -244,10 +244,10 @@ def _trailer(index: dict[str, Any], at: int) -> memoryview:
 
 
 def _write(fd: int, data: memoryview, at: int) -> None:
-    done = 0
-    while done < len(data):
+    bytes_written = 0
+    while bytes_written < len(data):
         try:
-            done += os.pwrite(fd, data[done:], at + done)
+            bytes_written += os.pwrite(fd, data[bytes_written:], at + bytes_written)
         except OSError as error:
             # Some file systems accept O_DIRECT and then refuse the write: go on through the page
             # cache.

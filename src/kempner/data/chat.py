@@ -59,12 +59,12 @@ class ChatEncoding:
             result.documents += len(rendered)
             encoded = iter(tokenizer.encode_rendered([text for row in rendered for text, _ in row]))
             for row in rendered:
-                marked = [mark_tokens(*next(encoded), spans) for _, spans in row]
-                if not all((tokens[1:] & IN_LOSS_BIT).any() for tokens in marked):
+                conversations = [mark_tokens(*next(encoded), spans) for _, spans in row]
+                if not all((tokens[1:] & IN_LOSS_BIT).any() for tokens in conversations):
                     result.empty += 1
                     continue
                 held_out = is_held_out(row[0][0], how.val_fraction)
-                parts["val" if held_out else "train"] += marked
+                parts["val" if held_out else "train"] += conversations
         nothing = np.empty(0, np.uint32)
         result.tokens = {name: np.concatenate([nothing, *arrays]) for name, arrays in parts.items()}
         return result
@@ -76,8 +76,10 @@ class ChatEncoding:
         for number, row in read_piece_rows(piece, lines):
             try:
                 yield [
-                    template.render_with_spans(each.messages, each.tools, each.in_loss)
-                    for each in row_conversations(row, self.kind, self.loss_on)
+                    template.render_with_spans(
+                        conversation.messages, conversation.tools, conversation.in_loss
+                    )
+                    for conversation in row_conversations(row, self.kind, self.loss_on)
                 ]
             except ValueError as error:
                 lines.bad.append((number, str(error)))

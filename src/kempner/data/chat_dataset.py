@@ -65,12 +65,12 @@ class ChatDataset:
             whole = [not longer[i] or self._has_answers(i, group) for i in range(len(longer))]
             fits &= np.array(whole, bool)
         self.without_answer = int(longer.sum() - (longer & fits).sum()) if shape.cut else 0
-        kept = np.flatnonzero(fits)
-        packing = first_fit_decreasing(size[kept], self.seq_len)
-        items = kept[packing.order]
+        fitting = np.flatnonzero(fits)
+        packing = first_fit_decreasing(size[fitting], self.seq_len)
+        items = fitting[packing.order]
         self._order = (items[:, None] * group + np.arange(group)).flatten()
         self._starts = packing.starts * group
-        self.filled = float(size[kept].sum() / max(1, len(packing) * self.seq_len))
+        self.filled = float(size[fitting].sum() / max(1, len(packing) * self.seq_len))
         self.packing = {"filled": round(self.filled, 4), "too_long": self.longer}
         if shape.cut:
             self.packing["without_answer"] = self.without_answer
@@ -130,8 +130,8 @@ class ChatDataset:
     def describe(self) -> str:
         what = {"chat": "conversations", "preference": "preferences"}[self.sidecar.kind]
         items = len(self._order) // GROUP[self.sidecar.kind]
-        done = "cut" if self._shape.cut else "dropped"
-        longer = f", {self.longer:,} longer than that {done}" if self.longer else ""
+        verb = "cut" if self._shape.cut else "dropped"
+        longer = f", {self.longer:,} longer than that {verb}" if self.longer else ""
         if self.without_answer:
             longer += f", of which {self.without_answer:,} are dropped: no answer was left"
         return (

@@ -41,17 +41,17 @@ def take_apart(
     parts: list[TokenArray], dtype: str
 ) -> tuple[list[TokenArray], dict[str, NDArray[Any]]]:
     """Split marked tokens into ids and the arrays beside them, by name."""
-    marked = np.concatenate(parts)
-    mask = ((marked & IN_LOSS_BIT) != 0).astype(np.uint8)
-    return [(marked & ID).astype(dtype)], {"loss_mask": mask, "ends": _ends(marked)}
+    tokens = np.concatenate(parts)
+    mask = ((tokens & IN_LOSS_BIT) != 0).astype(np.uint8)
+    return [(tokens & ID).astype(dtype)], {"loss_mask": mask, "ends": _ends(tokens)}
 
 
-def split_conversations(marked: TokenArray, want: int, kind: str) -> tuple[TokenArray, TokenArray]:
+def split_conversations(tokens: TokenArray, want: int, kind: str) -> tuple[TokenArray, TokenArray]:
     """Cut about `want` tokens off the end, between two conversations (or preferences)."""
-    borders = _ends(marked)[GROUP[kind] - 1 :: GROUP[kind]]
-    cut = int(borders[np.abs(len(marked) - borders - want).argmin()])
-    return marked[:cut], marked[cut:]
+    borders = _ends(tokens)[GROUP[kind] - 1 :: GROUP[kind]]
+    cut = int(borders[np.abs(len(tokens) - borders - want).argmin()])
+    return tokens[:cut], tokens[cut:]
 
 
-def _ends(marked: TokenArray) -> NDArray[np.int64]:
-    return np.flatnonzero(marked & LAST_BIT) + 1
+def _ends(tokens: TokenArray) -> NDArray[np.int64]:
+    return np.flatnonzero(tokens & LAST_BIT) + 1

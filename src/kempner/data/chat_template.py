@@ -32,11 +32,11 @@ class ChatTemplate:
 
     def __init__(self, config: Mapping[str, Any], today: date) -> None:
         """`config`: the content of a tokenizer_config.json; `today`: the date of strftime_now."""
-        given = config["chat_template"]
+        templates = config["chat_template"]
         self.sources: dict[str, str] = (
-            {"default": given}
-            if isinstance(given, str)
-            else {each["name"]: each["template"] for each in given}
+            {"default": templates}
+            if isinstance(templates, str)
+            else {each["name"]: each["template"] for each in templates}
         )
         self.special = {
             name: value["content"] if isinstance(value, dict) else value
@@ -107,11 +107,13 @@ class ChatTemplate:
     def _marked_spans(self, messages: Sequence[ChatMessage], tools: Any, text: str) -> list[Span]:
         self._marks = True
         try:
-            marked = self.render(messages, tools)
+            rendered_text = self.render(messages, tools)
         finally:
             self._marks = False
         spans, start, plain = [], 0, []
-        for i, part in enumerate(marked.replace(MESSAGE_END, MESSAGE_BEGIN).split(MESSAGE_BEGIN)):
+        for i, part in enumerate(
+            rendered_text.replace(MESSAGE_END, MESSAGE_BEGIN).split(MESSAGE_BEGIN)
+        ):
             if i % 2:
                 spans.append((start, start + len(part)))
             start += len(part)

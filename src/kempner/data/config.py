@@ -105,18 +105,20 @@ class DataConfig:
         return self.sources or one
 
     def problems(self) -> list[str]:
-        found = []
+        problems = []
         if self.dataset_path and self.sources:
-            found.append(
+            problems.append(
                 "data.dataset_path: not together with data.sources; make it one of these, or give "
                 '--data.dataset_path=""'
             )
         if len({source.weight is None for source in self.sources}) == 2:
-            found.append("data.sources: some have a weight and some have none; write all or none")
+            problems.append(
+                "data.sources: some have a weight and some have none; write all or none"
+            )
         if self.sources and all(source.weight == 0 for source in self.sources):
-            found.append("data.sources: all weights are 0; at least one must not be")
+            problems.append("data.sources: all weights are 0; at least one must not be")
         names = Counter(source.label for source in self.mixed)
-        found += [
+        problems += [
             f"data.sources: {count} have the name {name}; give each a name of its own"
             for name, count in names.items()
             if count > 1
@@ -124,12 +126,12 @@ class DataConfig:
         for i, phase in enumerate(self.phases):
             where = f"data.phases[{i}]"
             if (phase.start_step is None) == (phase.start_token is None):
-                found.append(f"{where}: must have either start_step or start_token; write one")
+                problems.append(f"{where}: must have either start_step or start_token; write one")
             if len(phase.weights) not in (0, len(self.mixed)):
-                found.append(
+                problems.append(
                     f"{where}.weights: {len(phase.weights)} weights for {len(self.mixed)} "
                     "sources; write one for each, in the order of data.sources"
                 )
             elif phase.weights and not any(phase.weights):
-                found.append(f"{where}.weights: all are 0; at least one must not be")
-        return found
+                problems.append(f"{where}.weights: all are 0; at least one must not be")
+        return problems

@@ -131,23 +131,25 @@ def map_array(path: Path, length: int, dtype: str) -> NDArray[Any]:
     """Map a .npy file of `length` numbers. Raises DataError if it has another length or dtype."""
     try:
         with path.open("rb") as file:
-            found, shape = _read_header(file)
+            header_dtype, shape = _read_header(file)
             size = os.fstat(file.fileno()).st_size - file.tell()
-            if found != np.dtype(dtype):
-                raise DataError(f"{path}: holds {found}, the sidecar says {dtype}; {PREPARE_AGAIN}")
-            if shape == (length,) and size < (whole := length * found.itemsize):
+            if header_dtype != np.dtype(dtype):
+                raise DataError(
+                    f"{path}: holds {header_dtype}, the sidecar says {dtype}; {PREPARE_AGAIN}"
+                )
+            if shape == (length,) and size < (whole := length * header_dtype.itemsize):
                 begin = file.tell()
                 raise DataError(
                     f"{path}: is cut off: {begin + size:,} of {begin + whole:,} bytes; "
                     f"{PREPARE_AGAIN}"
                 )
-            if shape != (length,) or size != length * found.itemsize:
+            if shape != (length,) or size != length * header_dtype.itemsize:
                 raise DataError(
                     f"{path}: {size} bytes of shape {shape}, the sidecar says "
                     f"{length} tokens of {dtype}; {PREPARE_AGAIN}"
                 )
             # A plain array: slicing a numpy.memmap costs several times as much.
-            return np.asarray(np.memmap(file, found, "r", file.tell(), shape))
+            return np.asarray(np.memmap(file, header_dtype, "r", file.tell(), shape))
     except OSError as error:
         fix = PREPARE_AGAIN if isinstance(error, FileNotFoundError) else "check the file system"
         raise DataError(f"{path}: {error.strerror}; {fix}") from None

@@ -199,15 +199,15 @@ def progress_bar(total: int, start: int, quiet: bool = False) -> Iterator[Callab
         with tqdm(total=total, initial=start, unit="B", unit_scale=True) as bar:
             yield bar.update
         return
-    began = printed = time.monotonic()
-    done = start
+    start_time = printed = time.monotonic()
+    total_done = start
 
     def advance(size: int) -> None:
-        nonlocal done, printed
-        done += size
+        nonlocal total_done, printed
+        total_done += size
         if (now := time.monotonic()) - printed >= LOG_SECONDS:
             printed = now
-            speed = (done - start) / (now - began) / 1e6
-            print(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB, {speed:.1f} MB/s", flush=True)
+            speed = (total_done - start) / (now - start_time) / 1e6
+            print(f"{total_done / 1e6:,.0f} of {total / 1e6:,.0f} MB, {speed:.1f} MB/s", flush=True)
 
     yield advance

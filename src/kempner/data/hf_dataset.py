@@ -67,8 +67,8 @@ def _saved(cfg: SourceConfig, folder: Path, split: str) -> Any:
     except FileNotFoundError as error:
         raise DataError(f"{cfg.path}: not a saved data set ({error})") from None
     names = HUB_SPLITS[split]
-    found = {"train": data} if not isinstance(data, dict) else data
-    whole = next((found[name] for name in names if name in found), None)
+    splits = {"train": data} if not isinstance(data, dict) else data
+    whole = next((splits[name] for name in names if name in splits), None)
     if whole is None or not len(whole):
         raise DataError(f"{cfg.path}: has no rows of split {' or '.join(names)}")
     return whole

@@ -102,8 +102,8 @@ class TrainLoader:
         index = np.pad(rows.documents, ((0, 0), (1, 0)), constant_values=-1)
         at = np.arange(rows.documents.shape[1])
         begins = np.where(index[:, 1:] != index[:, :-1], at, 0)
-        seen = 1 + at - np.maximum.accumulate(begins, axis=1)  # [N, T]
-        return float(np.minimum(seen, window or seen.shape[1]).mean())
+        keys = 1 + at - np.maximum.accumulate(begins, axis=1)  # [N, T]
+        return float(np.minimum(keys, window or keys.shape[1]).mean())
 
     # --- what the loop and the recorder ask of any loader (kempner.extensions.Loader) ---
 
@@ -196,22 +196,22 @@ class TrainLoader:
     def _ranges(self, position: int, count: int) -> list[tuple[int, int]]:
         """Return the next `count` samples from `position` on, without those left out, as ranges
         [from, to). A batch of a new size may reach over such a gap."""
-        found = []
+        ranges = []
         for begin, end in sorted(map(tuple, self._skip)):
             if position < begin and count:
-                found.append((position, min(begin, position + count)))
-                count -= found[-1][1] - position
-                position = found[-1][1]
+                ranges.append((position, min(begin, position + count)))
+                count -= ranges[-1][1] - position
+                position = ranges[-1][1]
             if begin <= position < end and count:
                 position = end
-        return [*found, (position, position + count)] if count or not found else found
+        return [*ranges, (position, position + count)] if count or not ranges else ranges
 
     def _read(self, position: int, step: int) -> list[MicroBatch]:
         stage = stage_at(self._stages, step)
         share = stage.batch // self._world
         _, first = self._ranges(position, self._rank * share)[-1]
-        drawn = [self.mixture.draw(begin, end - begin) for begin, end in self._ranges(first, share)]
-        numbers, indices = (np.concatenate(each) for each in zip(*drawn, strict=True))
+        draws = [self.mixture.draw(begin, end - begin) for begin, end in self._ranges(first, share)]
+        numbers, indices = (np.concatenate(column) for column in zip(*draws, strict=True))
         if len(self.sources) == 1:
             rows, sources = self.sources[0].read(indices), None
         else:
@@ -278,13 +278,13 @@ def val_batches(
         mine = start + rank * micro
         numbers = np.arange(mine, mine + max(0, min(micro, total - mine)))
         rows = source.read(shuffled_indices(numbers, size, VALIDATION_SEED))
-        if missing := micro - len(numbers):
-            rows = _padded(rows, missing)
+        if padding := micro - len(numbers):
+            rows = _padded(rows, padding)
         yield _tensors(rows, slice(None), False, reset_positions)
 
 
-def _padded(rows: SampleRows, missing: int) -> SampleRows:
-    below = ((0, missing), (0, 0))
+def _padded(rows: SampleRows, padding: int) -> SampleRows:
+    below = ((0, padding), (0, 0))
     documents = None if rows.documents is None else np.pad(rows.documents, below)
     targets = np.pad(rows.targets, below, constant_values=IGNORE)
     return SampleRows(np.pad(rows.inputs, below), targets, documents)
@@ -298,8 +298,8 @@ def reading_speed(
     every = [RampStage(0, micro)]
     loader = TrainLoader(sources, mixture, stages=every, rank=0, world=1, micro=micro, prefetch=0)
     next(loader)
-    began, first = time.thread_time(), loader.position
-    while (elapsed := time.thread_time() - began) < seconds:
+    start_time, first = time.thread_time(), loader.position
+    while (elapsed := time.thread_time() - start_time) < seconds:
         next(loader)
     return (loader.position - first) * sources[0].seq_len / elapsed
 

@@ -103,16 +103,16 @@ class Mixture:
         for phase, end in itertools.zip_longest(self.phases, ends):
             start = phase.start
             while end is None or start < end:
-                left = [limit - used for limit, used in zip(limits, base, strict=True)]
+                remaining = [limit - used for limit, used in zip(limits, base, strict=True)]
                 weights = [
-                    w if more > 0 else 0.0 for w, more in zip(phase.weights, left, strict=True)
+                    w if more > 0 else 0.0 for w, more in zip(phase.weights, remaining, strict=True)
                 ]
                 if not any(weights):
                     self.end = start
                     return
                 segment = Segment(start, whole_parts(weights), tuple(base))
                 self.segments.append(segment)
-                stop = min((last for last in _used_up(segment, left)), default=math.inf)
+                stop = min((last for last in _used_up(segment, remaining)), default=math.inf)
                 stop = stop if end is None else min(stop, end)
                 if stop == math.inf:
                     return
@@ -177,8 +177,8 @@ class Mixture:
             (
                 segment.start,
                 {
-                    each.name: share
-                    for each, share in zip(self.ingredients, segment.shares, strict=True)
+                    ingredient.name: share
+                    for ingredient, share in zip(self.ingredients, segment.shares, strict=True)
                     if share
                 },
             )
@@ -187,16 +187,16 @@ class Mixture:
         ]
 
 
-def _used_up(segment: Segment, left: Sequence[float]) -> list[int]:
+def _used_up(segment: Segment, remaining: Sequence[float]) -> list[int]:
     """Return, for each source with a limit, the sample number that would exceed it."""
     order, _ = mixture_pattern(segment.parts)
-    found = []
-    for i, more in enumerate(left):
+    exhausted = []
+    for i, more in enumerate(remaining):
         if segment.parts[i] and more != math.inf:
             turns, rest = divmod(int(more), int(segment.counts[i]))
             place = int(np.flatnonzero(order == i)[rest])
-            found.append(segment.start + turns * len(order) + place)
-    return found
+            exhausted.append(segment.start + turns * len(order) + place)
+    return exhausted
 
 
 def whole_parts(weights: Sequence[float]) -> Parts:
@@ -225,15 +225,15 @@ def mixture_pattern(parts: Parts) -> tuple[Int64, Int64]:
     """
     whole = sum(parts)
     share = np.array(parts, np.int64)
-    used = np.zeros_like(share)
+    counts = np.zeros_like(share)
     order, ranks = (np.empty(min(whole, LONGEST_PATTERN), np.int64) for _ in range(2))
     with np.errstate(divide="ignore"):
         gap: NDArray[np.float64] = 1.0 / share
     due = gap.copy()  # (count + 1) / share
     for place in range(len(order)):
-        may = used * whole < (place + 1) * share
+        may = counts * whole < (place + 1) * share
         i = int(np.where(may, due, np.inf).argmin())
-        order[place], ranks[place] = i, used[i]
-        used[i] += 1
-        due[i] = (used[i] + 1) * gap[i]
+        order[place], ranks[place] = i, counts[i]
+        counts[i] += 1
+        due[i] = (counts[i] + 1) * gap[i]
     return order, ranks

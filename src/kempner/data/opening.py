@@ -73,13 +73,13 @@ def format_of(cfg: SourceConfig, how: Opening) -> DataFormat:
 def _splits(
     sources: Sequence[SourceConfig], split: str, how: Opening
 ) -> tuple[list[Source], list[str]]:
-    found, problems = [], []
+    splits, problems = [], []
     for one in sources:
         try:
-            found.append(open_split(one, split, how))
+            splits.append(open_split(one, split, how))
         except ConfigError as error:
             problems += error.problems
-    return found, problems
+    return splits, problems
 
 
 def open_split(cfg: SourceConfig, split: str, how: Opening) -> Source:
@@ -164,7 +164,7 @@ def _hugging_face_holds_out(cfg: SourceConfig, how: Opening) -> bool:
 def _other_kind(cfg: DataConfig) -> list[str]:
     """List sources whose kind is not data.kind: plain text trains a chat model without an error, to
     another end."""
-    found = [
+    kinds = [
         (one.path, open_sidecar(one.path).kind if has_sidecar(one) else "text")
         for one in cfg.mixed
         if cfg.kind and one.path != FAKE
@@ -173,7 +173,7 @@ def _other_kind(cfg: DataConfig) -> list[str]:
     return [
         f"{path}: holds data of the kind {kind}, and data.kind = {cfg.kind}; prepare them by "
         f"`{how_to_run('prepare_data.py')}` with {how}, or give --data.kind={kind}"
-        for path, kind in found
+        for path, kind in kinds
         if kind != cfg.kind
     ]
 
@@ -190,13 +190,15 @@ def _uncounted(cfg: DataConfig, sources: Sequence[Source]) -> list[str]:
 
 def one_vocabulary(cfg: DataConfig) -> list[str]:
     """List the token shards that were made with another tokenizer than the first."""
-    found = [(one.path, open_sidecar(one.path).tokenizer) for one in cfg.mixed if has_sidecar(one)]
+    tokenizers = [
+        (one.path, open_sidecar(one.path).tokenizer) for one in cfg.mixed if has_sidecar(one)
+    ]
     return [
-        f"{path}: its tokenizer is {tokenizer['name']}, that of {found[0][0]} is "
-        f"{found[0][1]['name']}; a token id must mean the same in all sources: prepare it again "
-        f"with --tokenizer {found[0][0]}/tokenizer.json"
-        for path, tokenizer in found[1:]
-        if tokenizer["hash"] != found[0][1]["hash"]
+        f"{path}: its tokenizer is {tokenizer['name']}, that of {tokenizers[0][0]} is "
+        f"{tokenizers[0][1]['name']}; a token id must mean the same in all sources: prepare it "
+        f"again with --tokenizer {tokenizers[0][0]}/tokenizer.json"
+        for path, tokenizer in tokenizers[1:]
+        if tokenizer["hash"] != tokenizers[0][1]["hash"]
     ]
 
 
@@ -245,7 +247,7 @@ def mixture_of(facts: Mapping[str, Any], starts: Sequence[int], seed: int = 0) -
         return MixturePhase(start, tuple(weight**power if weight else 0.0 for weight in weights))
 
     later = zip(starts, facts["phases"], strict=True)
-    phases = [phase(0, own), *(phase(start, each["weights"] or own) for start, each in later)]
+    phases = [phase(0, own), *(phase(start, entry["weights"] or own) for start, entry in later)]
     if any(b.start <= a.start for a, b in pairwise(phases)):
         raise ConfigError(
             "data.phases: must be in the order in which they begin, but begin at samples "
@@ -263,35 +265,35 @@ def data_changes(
 
     Phases that have not begun and sources that were not used may change. Samples of another length
     are numbered differently: then only the tokens they are cut from are compared."""
-    begun = sum(start < samples for start in starts)
-    old = mixture_of({**there, "phases": there["phases"][:begun]}, starts[:begun])
-    found = [
+    phase_count = sum(start < samples for start in starts)
+    old = mixture_of({**there, "phases": there["phases"][:phase_count]}, starts[:phase_count])
+    problems = [
         f"data.phases[{i}] has begun; "
         + (f"its start is {_start(now[0])} here, {_start(was)} there" if now else "it is missing")
-        for i, was in enumerate(there["phases"][:begun])
+        for i, was in enumerate(there["phases"][:phase_count])
         if not (now := here["phases"][i : i + 1]) or _start(now[0]) != _start(was)
     ]
-    if found:
-        return found
-    new = mixture_of({**here, "phases": here["phases"][:begun]}, starts[:begun])
-    known = {one["name"]: one for one in here["sources"]}
+    if problems:
+        return problems
+    new = mixture_of({**here, "phases": here["phases"][:phase_count]}, starts[:phase_count])
+    here_by_name = {one["name"]: one for one in here["sources"]}
     own = {"path", "weight", "max_epochs"}  # what may differ while the samples are the same
     own |= set() if same_length else {"size", "seq_len"}
     for one in there["sources"]:
-        now = known.get(one["name"], {})
+        now = here_by_name.get(one["name"], {})
         same = all(now.get(key) == value for key, value in one.items() if key not in own)
         if old.uses(one["name"], samples) and not same:
             what = f"{now['path']} holds other tokens than" if now else "is missing; it was"
-            found.append(
+            problems.append(
                 f"data source {one['name']}: {what} {one['path']}, on which it was trained"
             )
-    if same_length and not found and old.past(samples) != new.past(samples):
-        found.append(
+    if same_length and not problems and old.past(samples) != new.past(samples):
+        problems.append(
             f"the mixture of the first {samples} samples is {_told(new, samples)} here, "
             f"{_told(old, samples)} there; what is past stays as it was: append a [[data.phases]] "
             "to change the weights from now on"
         )
-    return found
+    return problems
 
 
 def _start(phase: Mapping[str, Any]) -> str:

@@ -32,26 +32,26 @@ def first_fit_decreasing(lengths: Int64, room: int) -> Packing:
     """
     order = np.argsort(-lengths, kind="stable")
     rows = np.empty_like(order)  # of the items in `order`
-    left = np.empty(0, np.int64)  # room left in each row
+    row_room = np.empty(0, np.int64)  # room left in each row
     live = np.empty(0, np.int64)  # rows that can take the shortest item
     done = 0
     sizes, counts = np.unique(lengths, return_counts=True)
     for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        takes = left[live] // size
+        takes = row_room[live] // size
         before = np.cumsum(takes) - takes  # items of this size in the rows before
         takes = np.clip(count - before, 0, takes)
         placed, per_row = int(takes.sum()), room // size
-        fresh = np.arange(count - placed) // per_row + len(left)
-        rows[done : done + count] = np.concatenate([np.repeat(live, takes), fresh])
-        left[live] -= takes * size
-        first, rest = len(left), count - placed
+        new_rows = np.arange(count - placed) // per_row + len(row_room)
+        rows[done : done + count] = np.concatenate([np.repeat(live, takes), new_rows])
+        row_room[live] -= takes * size
+        first, rest = len(row_room), count - placed
         new = np.full(-(-rest // per_row), room - per_row * size)
         if rest % per_row:
             new[-1] = room - rest % per_row * size
-        left = np.concatenate([left, new])
-        live = np.concatenate([live, np.arange(first, len(left))])
-        live = live[left[live] >= sizes[0]]
+        row_room = np.concatenate([row_room, new])
+        live = np.concatenate([live, np.arange(first, len(row_room))])
+        live = live[row_room[live] >= sizes[0]]
         done += count
     by_row = np.argsort(rows, kind="stable")
-    starts = np.searchsorted(rows[by_row], np.arange(len(left) + 1))
+    starts = np.searchsorted(rows[by_row], np.arange(len(row_room) + 1))
     return Packing(order[by_row], starts)

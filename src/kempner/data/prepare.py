@@ -32,16 +32,16 @@ class Work:
 
 def encode_task_share(work: Work, world: World) -> None:
     """Encode the part of one task of a job."""
-    left = work.items[work.done() :]
-    if not left or (work.out / SIDECAR).is_file():
+    remaining = work.items[work.done() :]
+    if not remaining or (work.out / SIDECAR).is_file():
         return
     bad = documents = 0
-    workers = min(work.workers, len(left))
-    share = units.encode_units(left, work.how, workers, world.rank, world.size)
+    workers = min(work.workers, len(remaining))
+    share = units.encode_units(remaining, work.how, workers, world.rank, world.size)
     if world.rank == 0:
-        there = sum(path.exists() for path, _ in left)
-        print(f"{there} of {len(left)} units of input are encoded already", flush=True)
-    total = _bytes(left) // world.size
+        there = sum(path.exists() for path, _ in remaining)
+        print(f"{there} of {len(remaining)} units of input are encoded already", flush=True)
+    total = _bytes(remaining) // world.size
     with encode.progress_bar(total, start=0, quiet=world.rank > 0) as advance:
         for done in share:
             bad, documents = bad + len(done.bad), documents + done.documents
@@ -54,15 +54,15 @@ def write_shards(work: Work) -> Sidecar:
     """Write all units as shards. Raises ConfigError with the bad lines, unless they are to be left
     out."""
     writer = ShardWriter(work.out, work.sidecar)
-    done, left = work.items[: work.done()], work.items[work.done() :]
+    done, remaining = work.items[: work.done()], work.items[work.done() :]
     if done:
         shards = sum(map(len, work.sidecar.splits.values()))
         of = f"{len(done)} of {len(work.items)} units of input"
         print(f"{work.out}: resuming after {shards} shards ({of})")
     bad, documents = list[BadLine](), 0
-    workers = min(work.workers, max(1, len(left)))
+    workers = min(work.workers, max(1, len(remaining)))
     with encode.progress_bar(_bytes(work.items), start=_bytes(done)) as advance:
-        for encoded in encode.in_workers(units.read_or_encode, left, work.how, workers):
+        for encoded in encode.in_workers(units.read_or_encode, remaining, work.how, workers):
             documents += encoded.documents
             if work.skip_bad_lines or not (bad or encoded.bad):
                 writer.add(encoded)

@@ -56,8 +56,8 @@ class ShardWriter:
         self._pending: dict[str, list[TokenArray]] = {split: [] for split in DATA_SPLITS}
         self._count = dict(sidecar.prepared["progress"])
         self._bad_lines: list[str] = []  # those that were left out
-        if known := self._count["bad_lines"]:  # the file is written before the count
-            self._bad_lines = (directory / BAD_LINES).read_text().splitlines()[:known]
+        if bad_lines := self._count["bad_lines"]:  # the file is written before the count
+            self._bad_lines = (directory / BAD_LINES).read_text().splitlines()[:bad_lines]
 
     @property
     def units_done(self) -> int:
@@ -161,20 +161,22 @@ class ShardWriter:
 
 def skipped_remarks(progress: dict[str, Any]) -> list[str]:
     """Describe what was left out, a phrase each."""
-    names, found = progress.get("skipped_names", []), []
+    names, remarks = progress.get("skipped_names", []), []
     if count := progress["skipped"]:
-        named = f" ({', '.join(names)}{', ...' if count > len(names) else ''})" if names else ""
-        found.append(f"skipped {count} files, or parts of them, that are not UTF-8 text{named}")
+        examples = f" ({', '.join(names)}{', ...' if count > len(names) else ''})" if names else ""
+        remarks.append(
+            f"skipped {count} files, or parts of them, that are not UTF-8 text{examples}"
+        )
     if count := progress.get("left_out"):
         of = ", ".join(progress["left_out_names"])
         more = ", ..." if count > len(progress["left_out_names"]) else ""
         what = "links to directories or special files"
-        found.append(f"left out {count} {what} ({of}{more})")
+        remarks.append(f"left out {count} {what} ({of}{more})")
     if progress.get("bad_lines"):
-        found.append(f"skipped {progress['bad_lines']} bad lines of JSON: see {BAD_LINES}")
+        remarks.append(f"skipped {progress['bad_lines']} bad lines of JSON: see {BAD_LINES}")
     if progress["empty"]:
-        found.append(f"{progress['empty']} empty documents left out")
-    return found
+        remarks.append(f"{progress['empty']} empty documents left out")
+    return remarks
 
 
 def split_documents(tokens: TokenArray, want: int, eod: int) -> tuple[TokenArray, TokenArray]:
@@ -251,11 +253,16 @@ def earlier_preparation(directory: Path, sidecar: Sidecar, overwrite: bool) -> S
             remove_units(directory)
             return sidecar
     else:
-        found, problems = _examine(record, sidecar, finished)
+        sidecar_there, problems = _examine(record, sidecar, finished)
         redo = finished and overwrite
-        if found and not problems and not redo:
-            return found
-        if found and not finished and not any(found.splits.values()) and not _units(directory):
+        if sidecar_there and not problems and not redo:
+            return sidecar_there
+        if (
+            sidecar_there
+            and not finished
+            and not any(sidecar_there.splits.values())
+            and not _units(directory)
+        ):
             problems = []  # nothing was written yet: nothing is lost
     if problems and not overwrite:
         raise ConfigError(problems)
@@ -272,19 +279,19 @@ def begun_preparation(directory: Path, sidecar: Sidecar) -> Sidecar:
     """Return the record of a preparation that has begun, or has finished, with the same settings.
     Changes nothing: the tasks of a job call it together."""
     finished = (directory / SIDECAR).is_file()
-    found = Sidecar.load(directory / (SIDECAR if finished else PROGRESS))
-    if problems := _differences(directory, found, sidecar, finished):
+    sidecar_there = Sidecar.load(directory / (SIDECAR if finished else PROGRESS))
+    if problems := _differences(directory, sidecar_there, sidecar, finished):
         raise ConfigError(problems)
-    return found
+    return sidecar_there
 
 
 def _examine(record: Path, wanted: Sidecar, finished: bool) -> tuple[Sidecar | None, list[str]]:
     try:
-        found = Sidecar.load(record)
+        sidecar_there = Sidecar.load(record)
     except ConfigError as error:
         return None, error.problems
-    differences = _differences(record.parent, found, wanted, finished)
-    return found, differences or _damage(record.parent, found)
+    differences = _differences(record.parent, sidecar_there, wanted, finished)
+    return sidecar_there, differences or _damage(record.parent, sidecar_there)
 
 
 def discard_data(directory: Path) -> None:
@@ -314,13 +321,13 @@ def _not_recorded(directory: Path) -> list[str]:
     """List files in finished data that discard_data() would remove although they do not belong to
     these data; none if the sidecar cannot be read."""
     try:
-        found = Sidecar.load(directory / SIDECAR)
+        sidecar_there = Sidecar.load(directory / SIDECAR)
     except ConfigError:
         return []
-    shards = [directory / shard.file for shard in itertools.chain(*found.splits.values())]
+    shards = [directory / shard.file for shard in itertools.chain(*sidecar_there.splits.values())]
     marks = [path for shard in shards for path in chat_marks.files_of_shard(shard).values()]
     strange = [path.name for path in _shards(directory) if path not in {*shards, *marks}]
-    if found.tokenizer["kind"] == "bytes" and (directory / SIDECAR_TOKENIZER).exists():
+    if sidecar_there.tokenizer["kind"] == "bytes" and (directory / SIDECAR_TOKENIZER).exists():
         strange.append(SIDECAR_TOKENIZER)
     return strange
 

@@ -85,10 +85,10 @@ def find_source_files(
     directories, and what is neither a file nor a directory, go into `left_out`. Raises ConfigError,
     which names dangling links and what cannot be read.
     """
-    found: dict[str, SourceFile] = {}
+    files: dict[str, SourceFile] = {}
     problems: list[str] = []
-    for given in inputs:
-        top = Path(given).expanduser()
+    for path_name in inputs:
+        top = Path(path_name).expanduser()
         if top.is_dir():
             paths = _walk(top, ("__pycache__",), exclude, left_out, problems)
             for path in sorted(paths):
@@ -97,18 +97,18 @@ def find_source_files(
                     path
                 ):
                     problems.append(f"{path}: {why}, or name the inputs without it")
-                found.setdefault(os.path.realpath(path), _source(path, name, named=False))
+                files.setdefault(os.path.realpath(path), _source(path, name, named=False))
         elif not top.exists():
-            problems.append(f"{given}: no such file or directory")
+            problems.append(f"{path_name}: no such file or directory")
         elif not top.is_file():
-            problems.append(f"{given}: not a regular file")
+            problems.append(f"{path_name}: not a regular file")
         elif why := compressed.kind_of_compression(top) and compressed.compression_problem(top):
-            problems.append(f"{given}: {why}")
+            problems.append(f"{path_name}: {why}")
         else:
             # Also in place of the same file of a directory: one that is named must be text.
-            found[os.path.realpath(top)] = _source(top, top.name, named=True)
+            files[os.path.realpath(top)] = _source(top, top.name, named=True)
     _raise(problems)
-    return list(found.values())
+    return list(files.values())
 
 
 def standard_library() -> list[SourceFile]:

@@ -72,7 +72,7 @@ def claim_staging(root: Path) -> None:
 
 def stage_data(path: Path, root: Path) -> str:
     """Copy a data set unless it is there; returns what was done. Raises OSError."""
-    copy, began = _copy_of(path, root), time.monotonic()
+    copy, start_time = _copy_of(path, root), time.monotonic()
     sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
     total = sum(sizes.values())
     whole = (copy / SIDECAR).is_file() and all(_size(copy / n) == sizes[n] for n in sizes)
@@ -92,7 +92,7 @@ def stage_data(path: Path, root: Path) -> str:
     except OSError:
         shutil.rmtree(copy, ignore_errors=True)
         raise
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start_time
     return f"{path}: copied to {copy}, {total / 1e9:.3g} GB in {seconds:.1f} s"
 
 
@@ -120,8 +120,8 @@ def _copy(source: Path, target: Path) -> None:
 def remove_old(disk: Path, jobs: set[str]) -> None:
     """Remove what other jobs of this user have left on the disk; `jobs` are those that live."""
     for path in disk.iterdir() if disk.is_dir() else ():
-        found = OWN_FOLDER.fullmatch(path.name)
-        if found and found[1] not in jobs and path.lstat().st_uid == os.getuid():
+        match = OWN_FOLDER.fullmatch(path.name)
+        if match and match[1] not in jobs and path.lstat().st_uid == os.getuid():
             remove_staging(path)
 
 

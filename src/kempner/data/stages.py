@@ -42,29 +42,29 @@ def ramp_problems(
 ) -> list[str]:
     """List what is wrong with the ramps of [train] for a global batch of `batch` sequences of
     `seq_len` tokens."""
-    found = []
+    problems = []
     if batch_ramp is not None:
         first, increment, _ = batch_ramp
         rises, rest = divmod(batch - first, increment)
         if rises < 1 or rest:
-            found.append(
+            problems.append(
                 f"train.batch_ramp = {list(batch_ramp)}: from {first} by {increment} does not lead "
                 f"to the global batch of {batch} sequences; give an increment that divides the "
                 "difference"
             )
         elif rises > MAX_RISES:
-            found.append(
+            problems.append(
                 f"train.batch_ramp = {list(batch_ramp)}: grows {rises} times; give a larger "
                 f"increment, for at most {MAX_RISES}"
             )
     if seq_len_ramp is not None:
         ratio, rest = divmod(seq_len, seq_len_ramp[0])
         if rest or ratio < 2 or ratio & (ratio - 1):
-            found.append(
+            problems.append(
                 f"train.seq_len_ramp = {list(seq_len_ramp)}: doubling {seq_len_ramp[0]} does not "
                 f"lead to train.seq_len = {seq_len}; give a half, a quarter, an eighth, ... of it"
             )
-    return found
+    return problems
 
 
 def _last(values: Sequence[tuple[int, int]], step: int) -> int:

@@ -127,19 +127,19 @@ def stream_problems(
 ) -> list[str]:
     """List the reasons why a stream of `tokens` tokens, with ids up to `largest`, cannot be
     used."""
-    found = []
+    problems = []
     if largest >= shape.vocab_size:
-        found.append(
+        problems.append(
             f"{path}: token ids go up to {largest} ({about}), but model.vocab_size is "
             f"{shape.vocab_size}; give --model.vocab_size={largest + 1} or more"
         )
     if tokens <= shape.seq_len:
         more = "prepare more text" + (", or a larger --val-fraction" if split == "val" else "")
-        found.append(
+        problems.append(
             f"{path}: {tokens} tokens in split {split}, a sample needs {shape.seq_len + 1}; "
             f"{more}, or give a shorter sequence length"
         )
-    return found
+    return problems
 
 
 def raise_problems(problems: list[str]) -> None:

@@ -82,8 +82,8 @@ class StreamedDocuments:
     def _identity(self) -> dict[str, Any]:
         top = os.path.expanduser(self._path)
         files = f"{top}/state.json" if os.path.isdir(top) else top
-        found = sorted(glob.glob(files, recursive=True))
-        sizes = [f"{os.path.basename(path)}: {os.path.getsize(path)} bytes" for path in found]
+        matches = sorted(glob.glob(files, recursive=True))
+        sizes = [f"{os.path.basename(path)}: {os.path.getsize(path)} bytes" for path in matches]
         return {
             "files": sizes or [self._path],
             "column": self._column,
@@ -123,7 +123,7 @@ class StreamedDocuments:
             self._mark()
         while len(self._left) < length:
             documents = self._documents()
-            first = [np.arange(len(each)) == 0 for each in documents]
+            first = [np.arange(len(document)) == 0 for document in documents]
             self._left = np.concatenate([self._left, *documents])
             self._begins = np.concatenate([self._begins, *first])
 
@@ -134,10 +134,10 @@ class StreamedDocuments:
             self._data = self._make()
             self._rows = iter(self._data)
             rows = list(itertools.islice(self._rows, READ_AHEAD))
-        found = [row[self._column] for row in rows if row[self._column]]
+        texts = [row[self._column] for row in rows if row[self._column]]
         if self._tokenizer is None:
-            return [np.asarray(ids, np.int64) for ids in found]
-        return [ids.astype(np.int64) for ids in self._tokenizer.encode_documents(found)]
+            return [np.asarray(ids, np.int64) for ids in texts]
+        return [ids.astype(np.int64) for ids in self._tokenizer.encode_documents(texts)]
 
     # --- Bookmarks ---
 
@@ -160,8 +160,8 @@ class StreamedDocuments:
         """Return the last bookmark that is not past sample `index`."""
         best = START
         for mark in read_jsonl(self._file):
-            ours = mark.get("of") == self.identity() and mark.get("seq_len") == self.seq_len
-            if ours and best["sample"] < mark["sample"] <= index:
+            same_stream = mark.get("of") == self.identity() and mark.get("seq_len") == self.seq_len
+            if same_stream and best["sample"] < mark["sample"] <= index:
                 best = mark
         return best
 
@@ -179,11 +179,11 @@ class StreamedDocuments:
 
 def pick_column(cfg: SourceConfig, names: list[str]) -> str:
     """Choose the column of token ids or text to read."""
-    wanted = (cfg.column,) if cfg.column else ("input_ids", "text")
-    for name in wanted:
+    columns = (cfg.column,) if cfg.column else ("input_ids", "text")
+    for name in columns:
         if name in names:
             return name
     raise DataError(
-        f"{cfg.path}: has no column {' or '.join(wanted)} (has: {', '.join(names)}); name it by "
+        f"{cfg.path}: has no column {' or '.join(columns)} (has: {', '.join(names)}); name it by "
         "`column` in data.sources"
     )

@@ -163,8 +163,8 @@ class FileTokenizer:
         return text
 
     def piece(self, token: int) -> TokenPiece:
-        if (added := self._added.get(token)) is not None:
-            return TokenPiece(added.content.encode(), added.special)
+        if (added_token := self._added.get(token)) is not None:
+            return TokenPiece(added_token.content.encode(), added_token.special)
         name = self._tokenizer.id_to_token(token)
         if name is None:  # ids may have gaps
             return TokenPiece(b"", False)
@@ -178,8 +178,8 @@ class FileTokenizer:
 
     @functools.cached_property
     def _added(self) -> dict[int, Any]:
-        added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
-        return added
+        added_tokens: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
+        return added_tokens
 
     @functools.cached_property
     def _is_byte_level(self) -> bool:
@@ -280,14 +280,14 @@ def _find_eod(path: Path, tokenizer: Any, vocabulary: dict[str, int], eod: str |
     an HTML tag, which would end a document in the middle. Else take the model's own."""
     if isinstance(eod, int):
         return eod
-    added = tokenizer.get_added_tokens_decoder()
-    special = {token.content: i for i, token in added.items() if token.special}
+    added_tokens = tokenizer.get_added_tokens_decoder()
+    special = {token.content: i for i, token in added_tokens.items() if token.special}
     own = _eos_of_model(path.parent)
     names = (*EOD_NAMES, *own) if eod is None else (eod,)
     for name in names:
-        known = special if eod is None and name not in own else vocabulary
-        if name in known:
-            return known[name]
+        candidates = special if eod is None and name not in own else vocabulary
+        if name in candidates:
+            return candidates[name]
     raise DataError(
         f"tokenizer {path}: has no {'special ' if eod is None else ''}token {' or '.join(names)}; "
         "name the one that ends a document by --eod TOKEN"

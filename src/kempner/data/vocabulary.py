@@ -19,8 +19,8 @@ def read_vocabulary(file: Path) -> dict[int, str]:
             texts = {int(i): str(text) for text, i in tokens.items()}
         else:  # Unigram: pairs of a text and its score
             texts = {i: str(text) for i, (text, _) in enumerate(tokens)}
-        added = content.get("added_tokens") or []
-        return texts | {int(token["id"]): str(token["content"]) for token in added}
+        added_tokens = content.get("added_tokens") or []
+        return texts | {int(token["id"]): str(token["content"]) for token in added_tokens}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{file}: not a tokenizer.json ({type(error).__name__}: {error})"

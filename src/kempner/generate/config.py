@@ -31,7 +31,7 @@ class Sampling:
 
     def problem(self) -> tuple[str, str] | None:
         """Return the first field with a forbidden value, and the allowed values."""
-        allowed = {
+        ranges = {
             # logits divided by less overflow
             "temperature": (
                 self.temperature == 0 or COLDEST <= self.temperature < float("inf"),
@@ -43,4 +43,4 @@ class Sampling:
             "max_tokens": (self.max_tokens >= 1, "must be at least 1"),
             "stop": ("" not in self.stop, "must not be empty"),
         }
-        return next(((name, text) for name, (fine, text) in allowed.items() if not fine), None)
+        return next(((name, text) for name, (fine, text) in ranges.items() if not fine), None)

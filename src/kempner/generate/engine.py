@@ -30,8 +30,8 @@ class GenerationRequest:
         """Return the tokens that the model reads when the request joins: all, or, if they would
         leave no room in the window for new ones, the last ones."""
         tokens = (*self.prompt, *self.new)
-        left = self.sampling.max_tokens - len(self.new) - 1  # the last one is never read
-        return tokens if len(tokens) < window else tokens[min(left, window // 2) - window :]
+        tokens_left = self.sampling.max_tokens - len(self.new) - 1  # the last one is never read
+        return tokens if len(tokens) < window else tokens[min(tokens_left, window // 2) - window :]
 
     @property
     def last(self) -> int:
@@ -77,30 +77,30 @@ class Engine(Generic[_R]):
         A prompt that another row holds is copied, so that it is read once for all samples of it.
         Its last token is left out: the request takes part in the next step with it.
         """
-        fresh: dict[tuple[int, ...], _R] = {}
+        groups: dict[tuple[int, ...], _R] = {}
         again: list[tuple[_R, tuple[int, ...]]] = []
         for request in requests:
             context = request.context(self.cache.length)
-            if context in fresh:
+            if context in groups:
                 again.append((request, context))
             elif context in self._held:
                 self._copy(request, context)
             else:
-                fresh[context] = request
+                groups[context] = request
         if self.cache.fixed:
-            for context, request in fresh.items():
+            for context, request in groups.items():
                 self._read(request, context)
-        elif fresh:
-            first, counts = len(self.requests), [len(context) for context in fresh]
+        elif groups:
+            first, counts = len(self.requests), [len(context) for context in groups]
             width = whole_blocks(max(counts), self.cache.length)
-            padded = [[*context] + [0] * (width - len(context)) for context in fresh]
-            self._held[first : first + len(fresh)] = fresh
-            self.requests += fresh.values()
+            padded = [[*context] + [0] * (width - len(context)) for context in groups]
+            self._held[first : first + len(groups)] = groups
+            self.requests += groups.values()
             self.prefilled += sum(counts)
-            self._draw([*fresh.values()], torch.tensor(padded), self.cache.join(counts))
+            self._draw([*groups.values()], torch.tensor(padded), self.cache.join(counts))
         for request, context in again:
             self._copy(request, context)
-        return [] if self.cache.fixed else [*fresh.values()]
+        return [] if self.cache.fixed else [*groups.values()]
 
     @torch.inference_mode()
     def _read(self, request: _R, context: tuple[int, ...]) -> None:
@@ -159,9 +159,9 @@ class Engine(Generic[_R]):
         logits = self.model(tokens.to(device), cache=rows)[: len(requests), 0]  # [B, V]
         uniform = torch.tensor([request.uniforms[len(request.new)] for request in requests])
         samplings = [request.sampling for request in requests]
-        drawn, logprobs = draw_rows(logits, samplings, uniform.to(device), self.vocab_size)
+        new_tokens, logprobs = draw_rows(logits, samplings, uniform.to(device), self.vocab_size)
         for request, token, logprob in zip(
-            requests, drawn.tolist(), logprobs.tolist(), strict=True
+            requests, new_tokens.tolist(), logprobs.tolist(), strict=True
         ):
             request.new.append(token)
             request.logprobs.append(logprob)

@@ -74,13 +74,13 @@ def sample_tokens(
     # choosing a token past the last one with a probability over 0.
     total = chances.cumsum(-1)  # [B, V or k]
     at = uniform.to(total).unsqueeze(1) * total[:, -1:] * (1 - 1e-6)
-    drawn = torch.searchsorted(total, at, right=True)  # [B, 1]
+    index = torch.searchsorted(total, at, right=True)  # [B, 1]
     # Logits that are NaN give an index past the end, and a log-probability that is NaN.
-    drawn = drawn.clamp(max=chances.shape[1] - 1)
-    logprobs = chances.gather(1, drawn).squeeze(1).log()
+    index = index.clamp(max=chances.shape[1] - 1)
+    logprobs = chances.gather(1, index).squeeze(1).log()
     if sampling.cuts:
         logprobs = logprobs - chances.sum(-1).log()
-    return (drawn if ids is None else ids.gather(1, drawn)).squeeze(1), logprobs
+    return (index if ids is None else ids.gather(1, index)).squeeze(1), logprobs
 
 
 def filter_probabilities(

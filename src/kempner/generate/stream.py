@@ -43,10 +43,10 @@ class TextStream:
         before = self._tokenizer.decode(self._ids[self._begin : self._read])
         self._begin, self._read = self._read, len(self._ids)
         text = self._held + text[len(before) :]
-        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
-        if found:
+        positions = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        if positions:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(positions)]
         # An end that may begin a stop string is held back.
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]

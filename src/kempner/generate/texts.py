@@ -86,10 +86,10 @@ class Texts:
             return len(contexts) == 1 or len(contexts) * max(contexts.values()) <= PREFILL
 
         first = list(self.waiting)[: self.engine.free]
-        chosen = list(takewhile(fits, first))
-        for _ in chosen:
+        batch = list(takewhile(fits, first))
+        for _ in batch:
             self.waiting.popleft()
-        return chosen
+        return batch
 
     def drop(self, text: Text) -> None:
         """Remove a text that nobody wants any more."""

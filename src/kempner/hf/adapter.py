@@ -87,9 +87,9 @@ def merged_adapter(checkpoint: Path, manifest: dict[str, Any]) -> Iterator[Calla
 
     lora, cfg = manifest["fixed"]["lora"], ModelConfig(**manifest["fixed"]["model"])
     adapters, shapes = set(adapter_names(cfg, lora)), tensor_shapes(cfg)
-    with base_of(manifest) as source, contextlib.ExitStack() as opened:
+    with base_of(manifest) as source, contextlib.ExitStack() as files:
         if not source.is_checkpoint:
-            stored = opened.enter_context(Stored(source.path, "pt"))
+            stored = files.enter_context(Stored(source.path, "pt"))
             names = tensor_names(cfg, read_hf_config(source.path)["model_type"])
 
         def read(name: str) -> Any:
@@ -136,11 +136,11 @@ def export_adapter(checkpoint: Path, out: Path) -> Path:
     names = tensor_names(cfg, config_json(cfg, config, "float32", None)["model_type"])
     tensors, modules = {}, set()
     for prefix in adapter_names(cfg, lora):
-        theirs = names[f"{prefix}weight"].removesuffix(".weight")
-        modules.add(theirs.rpartition(".")[2])
+        hf_name = names[f"{prefix}weight"].removesuffix(".weight")
+        modules.add(hf_name.rpartition(".")[2])
         keys = [f"model.{prefix}lora_{x}" for x in "ab"]
         for x, tensor in zip("AB", read_tensors(checkpoint, keys).values(), strict=True):
-            tensors[f"base_model.model.{theirs}.lora_{x}.weight"] = tensor
+            tensors[f"base_model.model.{hf_name}.lora_{x}.weight"] = tensor
     about = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

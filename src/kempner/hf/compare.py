@@ -14,7 +14,7 @@ from kempner.hf.families import model_values
 from kempner.hf.source import CONFIG_FILE
 
 
-def compare_with_transformers(directory: Path, ours: dict[str, Any]) -> str:
+def compare_with_transformers(directory: Path, own_config: dict[str, Any]) -> str:
     """Compare `ours`, the [model] section from a config.json, with transformers' reading of the
     same file. Returns a line about it; raises ConfigError with the differences."""
     try:
@@ -24,14 +24,14 @@ def compare_with_transformers(directory: Path, ours: dict[str, Any]) -> str:
     file = directory / CONFIG_FILE
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # it warns of keys that it does not know
-            theirs = transformers.AutoConfig.from_pretrained(directory).to_dict()
+            hf_config = transformers.AutoConfig.from_pretrained(directory).to_dict()
     except Exception as error:  # whatever its versions raise
         text = " ".join(str(error).split())
         raise ConfigError(f"{file}: transformers cannot read it: {text}") from None
-    values = model_values(theirs, f"{file}, as transformers {transformers.__version__} reads it")
-    if differ := [key for key in ours if ours[key] != values.get(key)]:
+    values = model_values(hf_config, f"{file}, as transformers {transformers.__version__} reads it")
+    if differ := [key for key in own_config if own_config[key] != values.get(key)]:
         problems = [
-            f"{file}: model.{key} is {format_value(ours[key])} here, and "
+            f"{file}: model.{key} is {format_value(own_config[key])} here, and "
             f"{format_value(values.get(key))} for transformers {transformers.__version__}; give "
             "the key that says so explicitly"
             for key in differ

@@ -109,8 +109,8 @@ def _clear(unfinished: Path, out: Path) -> None:
 
 
 def _dtype(carried: Config | None) -> str:
-    named = (carried or {}).get("dtype") or (carried or {}).get("torch_dtype")
-    return {"bfloat16": "bf16", "float16": "fp16"}.get(str(named), "fp32")
+    dtype_name = (carried or {}).get("dtype") or (carried or {}).get("torch_dtype")
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(str(dtype_name), "fp32")
 
 
 def write_beside(out: Path, run: Path, cfg: ModelConfig, carried: Config | None, dtype: str) -> str:
@@ -166,8 +166,8 @@ def _write_end_of_turn(out: Path, sidecar: Sidecar, carried: Config) -> None:
 
 def _tokenizer_config(tokenizer: Path, eos: int) -> Config:
     """Make the config that tells transformers, besides a tokenizer.json, the end of a document."""
-    added = json.loads(tokenizer.read_bytes()).get("added_tokens") or []
-    names = {token["id"]: token["content"] for token in added}
+    added_tokens = json.loads(tokenizer.read_bytes()).get("added_tokens") or []
+    names = {token["id"]: token["content"] for token in added_tokens}
     return {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": names.get(eos)}
 
 
@@ -180,17 +180,17 @@ def _write_tensors(out: Path, reader: _Reader, names: dict[str, str], shard_byte
     shards = list(_groups(reader.sizes, shard_bytes))
     files: dict[str, str] = {}
     with ThreadPoolExecutor(1) as writer:
-        written: Future[object] = writer.submit(bool)
+        pending: Future[object] = writer.submit(bool)
         for number, shard in enumerate(shards, 1):
             file = SINGLE
             if len(shards) > 1:
                 file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            for ours in shard:
-                files |= dict.fromkeys(stored_parts(names[ours], reader.shapes[ours]), file)
+            for own_name in shard:
+                files |= dict.fromkeys(stored_parts(names[own_name], reader.shapes[own_name]), file)
             for act in _acts(out / file, reader, names, shard):
-                written.result()  # one part is written while the next one is read
-                written = writer.submit(act)
-        written.result()
+                pending.result()  # one part is written while the next one is read
+                pending = writer.submit(act)
+        pending.result()
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(reader.sizes.values())}, "weight_map": files}
         write_json(out / INDEX_FILE, index)
@@ -217,9 +217,9 @@ def header_of(
     README). `shapes`: of the tensors in it, in order; `names`: ours -> theirs."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for ours, whole in shapes.items():
-        for name, shape in stored_parts(names[ours], whole).items():
-            own = published_dtype(ours, dtype)
+    for own_name, whole in shapes.items():
+        for name, shape in stored_parts(names[own_name], whole).items():
+            own = published_dtype(own_name, dtype)
             header[name] = {
                 "dtype": HEADER_DTYPES[own],
                 "shape": shape,
@@ -238,9 +238,9 @@ def published_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def write_all(file: RawIOBase, data: bytes | memoryview) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) or 0 :]
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[file.write(remaining) or 0 :]
 
 
 class _Reader:
@@ -275,9 +275,9 @@ class _Reader:
 
     def _fill(self, targets: dict[str, Tensor]) -> None:
         if "lora" in self.manifest["fixed"]:
-            with merged_adapter(self.checkpoint, self.manifest) as read:
+            with merged_adapter(self.checkpoint, self.manifest) as read_tensor:
                 for name, target in targets.items():
-                    target.copy_(read(name))
+                    target.copy_(read_tensor(name))
             return
         wants = [
             Want(key := f"model.{name}", key, target, self.table[key].whole)

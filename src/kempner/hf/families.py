@@ -128,7 +128,7 @@ def model_values(config: Config, where: str) -> dict[str, Any]:
     if problems := _refusals(config, family):
         raise ConfigError([f"{where}: {problem}" for problem in problems])
     keys = _keys(family).items()
-    values: dict[str, Any] = PLAIN | {ours: config[theirs] for ours, theirs in keys}
+    values: dict[str, Any] = PLAIN | {own_key: config[hf_key] for own_key, hf_key in keys}
     heads = values["n_heads"]
     return values | {
         "norm_eps": float(values["norm_eps"]),
@@ -173,43 +173,45 @@ def _keys(family: Family) -> dict[str, str]:
 
 
 def _refusals(config: Config, family: Family) -> list[str]:
-    if found := _wrong_types(config, family):
-        return found
+    if type_problems := _wrong_types(config, family):
+        return type_problems
     glm = family is FAMILIES["glm4_moe"]
-    found = [
+    type_problems = [
         f"{key} = {format_value(config[key])}: only {format_value(value)} is supported"
         for key, value in FIXED.items()
         if config.get(key, value) not in (value, None)
         and not (glm and key == "attention_bias")  # of queries, keys and values alone
     ]
-    found += [
+    type_problems += [
         f"{key} = {format_value(config.get(key, default))}: only {value} is supported"
         for key, (value, default) in GLM_FIXED.items()
         if glm and config.get(key, default) != value
     ]
-    found += [f"has no {key}" for key in _keys(family).values() if config.get(key) is None]
+    type_problems += [f"has no {key}" for key in _keys(family).values() if config.get(key) is None]
     if family.architecture != "LlamaForCausalLM" and "num_key_value_heads" not in config:
-        found.append("has no num_key_value_heads")
+        type_problems.append("has no num_key_value_heads")
     if (architecture := (config.get("architectures") or [family.architecture])[0]) != (
         family.architecture
     ):
-        found.append(f"architecture {architecture}: only {family.architecture} is supported")
-    return found + _rope_refusals(config) + _window_refusals(config)
+        type_problems.append(
+            f"architecture {architecture}: only {family.architecture} is supported"
+        )
+    return type_problems + _rope_refusals(config) + _window_refusals(config)
 
 
 def _wrong_types(config: Config, family: Family) -> list[str]:
     """List values that are not the number, list or object that they must be."""
     sizes = {*_keys(family).values(), *SIZES} - {"rms_norm_eps"}
-    given = {key: value for key, value in config.items() if value is not None}
-    found = [
+    values = {key: value for key, value in config.items() if value is not None}
+    problems = [
         f"{key} = {format_value(value)}: must be a whole number, at least 1"
-        for key, value in given.items()
+        for key, value in values.items()
         if key in sizes and (type(value) is not int or value < 1)
     ]
-    return found + [
-        f"{key} = {format_value(given[key])}: must be {name}"
+    return problems + [
+        f"{key} = {format_value(values[key])}: must be {name}"
         for key, (name, kinds) in FIELD_KINDS.items()
-        if key in given and type(given[key]) not in kinds
+        if key in values and type(values[key]) not in kinds
     ]
 
 
@@ -219,19 +221,19 @@ def _rope_refusals(config: Config) -> list[str]:
     sections = [config[key] for key in ROPE_SECTIONS if config.get(key)]
     if any(isinstance(value, dict) for section in sections for value in section.values()):
         return [f"{' and '.join(ROPE_SECTIONS)} by kind of layer are not supported"]
-    found = []
+    problems = []
     for key in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor"):
         places = [place[key] for place in (config, *sections) if place.get(key) is not None]
         if len({*places}) > 1:
-            found.append(f"{key} is {' and '.join(map(format_value, places))}: give one value")
+            problems.append(f"{key} is {' and '.join(map(format_value, places))}: give one value")
     scaling = _rope_section(config)
     kind, about = scaling["rope_type"], {_scaling(section) for section in sections}
     if len(about) > 1:
-        found.append(f"{' and '.join(ROPE_SECTIONS)} differ: remove the one that is not meant")
+        problems.append(f"{' and '.join(ROPE_SECTIONS)} differ: remove the one that is not meant")
     elif kind not in ("default", "llama3"):
-        found.append(f"rope_type {format_value(kind)}: only default and llama3 are supported")
+        problems.append(f"rope_type {format_value(kind)}: only default and llama3 are supported")
     elif kind == "llama3":
-        found += [
+        problems += [
             f"rope_type {format_value(kind)} needs {key}, a number"
             for key in LLAMA3_ROPE.values()
             if type(scaling.get(key)) not in (int, float)
@@ -239,8 +241,8 @@ def _rope_refusals(config: Config) -> list[str]:
     part = [place.get("partial_rotary_factor") for place in (config, *sections)]
     part = [value for value in part if value is not None] or [FAMILIES[config["model_type"]].rotary]
     if part[0] != 1.0 and len({*part}) == 1:
-        found.append(f"partial_rotary_factor = {part[0]}: only 1.0 is supported")
-    return found
+        problems.append(f"partial_rotary_factor = {part[0]}: only 1.0 is supported")
+    return problems
 
 
 def _scaling(section: Config) -> tuple[Any, ...]:
@@ -280,8 +282,8 @@ def _window(config: Config) -> int | None:
         return config.get("sliding_window")
     if config["model_type"] == "qwen3_moe":
         return config.get("sliding_window") if config.get("use_sliding_window") else None
-    used = config["model_type"] not in NO_WINDOW and config.get("use_sliding_window", False)
-    everywhere = used and "full_attention" not in _layer_types(config)
+    has_window = config["model_type"] not in NO_WINDOW and config.get("use_sliding_window", False)
+    everywhere = has_window and "full_attention" not in _layer_types(config)
     return config["sliding_window"] if everywhere else None
 
 
@@ -294,8 +296,8 @@ def _layer_types(config: Config) -> set[str]:
     full = min(config.get("max_window_layers", 28), layers)
     if not config.get("use_sliding_window", False) or config.get("sliding_window") is None:
         full = layers
-    found = {"full_attention": full > 0, "sliding_attention": full < layers}
-    return {kind for kind, there in found.items() if there}
+    types_there = {"full_attention": full > 0, "sliding_attention": full < layers}
+    return {kind for kind, there in types_there.items() if there}
 
 
 def _rope_section(config: Config) -> Config:
@@ -314,7 +316,7 @@ def _rope(config: Config) -> dict[str, Any]:
     section = _rope_section(config)
     values = {"rope_theta": section["rope_theta"]}
     if section["rope_type"] == "llama3":
-        values |= {ours: float(section[theirs]) for ours, theirs in LLAMA3_ROPE.items()}
+        values |= {own_key: float(section[hf_key]) for own_key, hf_key in LLAMA3_ROPE.items()}
         values["rope_original_len"] = int(values["rope_original_len"])
     return values
 
@@ -382,14 +384,14 @@ def _glm_of(cfg: ModelConfig) -> str:
         "sliding_window": (cfg.sliding_window is None, "none"),
         "moe_frequency": (cfg.moe_frequency == 1, "1"),
     }
-    found = [
+    matches = [
         f"model.{name} = {format_value(getattr(cfg, name))}: the one model of transformers with "
         f"such a router, Glm4Moe, is otherwise; it must be {value} for an export"
         for name, (has, value) in needs.items()
         if not has
     ]
-    if found:
-        raise ConfigError(found)
+    if matches:
+        raise ConfigError(matches)
     return "glm4_moe"
 
 
@@ -408,10 +410,10 @@ def config_json(cfg: ModelConfig, carried: Config | None, dtype: str, eos: int |
         return config | {key: carried[key] for key in TOKEN_FIELDS if key in carried}
     # Mostly a longer context. All other keys stay as they were, above all the end of a text.
     places = ("layer_types", "original_max_position_embeddings", *ROPE_SECTIONS)
-    kept = {key: value for key, value in carried.items() if key not in places}
-    if "dtype" in kept:
-        kept["dtype"] = config.pop("torch_dtype")
-    return kept | {
+    carried_keys = {key: value for key, value in carried.items() if key not in places}
+    if "dtype" in carried_keys:
+        carried_keys["dtype"] = config.pop("torch_dtype")
+    return carried_keys | {
         key: config[key] for key in config if key not in (*TOKEN_FIELDS, "initializer_range")
     }
 
@@ -419,11 +421,11 @@ def config_json(cfg: ModelConfig, carried: Config | None, dtype: str, eos: int |
 def _new_config(cfg: ModelConfig, kind: str) -> Config:
     """Make a config.json from the shape alone, in a form that transformers 4 and 5 both read."""
     family = FAMILIES[kind]
-    scaling = {ours: getattr(cfg, ours) for ours in LLAMA3_ROPE}
+    scaling = {own_key: getattr(cfg, own_key) for own_key in LLAMA3_ROPE}
     config = {
         "architectures": [family.architecture],
         "model_type": kind,
-        **{theirs: getattr(cfg, ours) for ours, theirs in _keys(family).items()},
+        **{hf_key: getattr(cfg, own_key) for own_key, hf_key in _keys(family).items()},
         "num_key_value_heads": cfg.kv_heads,
         "head_dim": cfg.resolved_head_dim,
         "hidden_act": "silu",
@@ -431,7 +433,7 @@ def _new_config(cfg: ModelConfig, kind: str) -> Config:
         "tie_word_embeddings": cfg.tie_embeddings,
         "rope_theta": cfg.rope_theta,
         "rope_scaling": {"rope_type": "llama3"}
-        | {theirs: scaling[ours] for ours, theirs in LLAMA3_ROPE.items()}
+        | {hf_key: scaling[own_key] for own_key, hf_key in LLAMA3_ROPE.items()}
         if cfg.rope_factor > 1
         else None,
         **dict.fromkeys(TOKEN_FIELDS),

@@ -44,10 +44,10 @@ def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str,
     size = sum(torch.Size(shape).numel() * 4 for shape in shapes.values())
     files = -(-size // TENSOR_FILE_BYTES)
     table = {
-        f"model.{ours}": StoredTensor(
+        f"model.{own_name}": StoredTensor(
             torch.Size(shape), torch.float32, CheckpointLayout((files,), (0,)), 0
         )
-        for ours, shape in shapes.items()
+        for own_name, shape in shapes.items()
     }
     names = tensor_names(cfg, read_hf_config(directory)["model_type"])
     if directory_kind(run) is Kind.IMPORT:
@@ -95,7 +95,7 @@ def _write_rank(path: Path, table: Table, rank: int, stored: Stored, names: dict
     plan = plan_file(table, rank)
     image = Image(plan, None, print)
     slots = [slot for slot in plan if slot.size]
-    theirs = [names[slot.key.removeprefix("model.")] for slot in slots]
-    boxes = zip(slots, theirs, strict=True)
+    hf_names = [names[slot.key.removeprefix("model.")] for slot in slots]
+    boxes = zip(slots, hf_names, strict=True)
     fill_tensors(stored, [ReadJob(image.targets[slot.key], name, slot.box) for slot, name in boxes])
     write_file(path, image.bytes, {"step": 0, "rank": rank, "tensors": image.entries})

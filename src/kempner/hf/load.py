@@ -77,8 +77,10 @@ def load_weights(
     Raises ConfigError if a tensor is missing, superfluous or of another shape, Damaged if a
     checkpoint is damaged.
     """
-    named = parameter_names(model).items()
-    parameters: dict[str, Tensor] = {name: p for name, p in named if not is_adapter(name)}
+    named_parameters = parameter_names(model).items()
+    parameters: dict[str, Tensor] = {
+        name: p for name, p in named_parameters if not is_adapter(name)
+    }
     parameters |= buffer_names(model)
     here = make_table(parameters, {}, world)
     boxes = {name: own_box(here[name], rank) for name in parameters}
@@ -109,8 +111,8 @@ def not_finite(source: WeightsSource) -> str:
     if source.is_checkpoint:
         table = stored_tensors(source.path)
         names = [name for name in table if name.startswith("model.") and table[name].layout]
-        read = ((name, read_tensors(source.path, [name])[name]) for name in names)
-        return next((name for name, tensor in read if not is_finite(tensor)), "")
+        tensors = ((name, read_tensors(source.path, [name])[name]) for name in names)
+        return next((name for name, tensor in tensors if not is_finite(tensor)), "")
     with Stored(source.path, "pt") as directory, _Files(directory) as files:
         for name in directory.places:
             box = tuple((0, length) for length in directory.shape(name))
@@ -188,12 +190,12 @@ class _Files(contextlib.ExitStack):
         file.seek(start)
         for at in range(0, count, most):
             view = memoryview(buffer)[: min(most, count - at) * row]
-            done = 0
-            while done < len(view):
-                read = file.readinto(view[done:])
-                if not read:
+            bytes_read = 0
+            while bytes_read < len(view):
+                byte_count = file.readinto(view[bytes_read:])
+                if not byte_count:
                     raise ConfigError(f"{file.name}: has become shorter; {DOWNLOAD_AGAIN}")
-                done += read
+                bytes_read += byte_count
             yield torch.frombuffer(view, dtype=dtype).view(-1, *columns)
 
     def _find(self, job: ReadJob) -> tuple[FileIO, int, tuple[int, int], int, torch.dtype]:

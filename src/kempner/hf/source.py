@@ -73,14 +73,14 @@ def find_weights(name: str, download: bool = False, pinned: bool = False) -> Wei
     if directory.is_dir():
         if not any((directory / file).exists() for file in named.CHECKPOINT_SIGNS):
             raise ConfigError(f"{name}: is neither a model, with a {CONFIG_FILE}, nor a run")
-        found = WeightsSource(name, named.find_checkpoint(name), True)
-        if pinned and step is None and path.resolve() != found.path:
-            step = step_of_name(found.path.name)
+        source = WeightsSource(name, named.find_checkpoint(name), True)
+        if pinned and step is None and path.resolve() != source.path:
+            step = step_of_name(source.path.name)
             raise ConfigError(
                 f"{name}: every start reads these weights, and they must stay the same; name a "
                 f"step, such as {name}@{step}"
             )
-        return found
+        return source
     return WeightsSource(name, hub.hub_snapshot(name, download), False)
 
 
@@ -109,9 +109,9 @@ def run_of(checkpoint: Path) -> Path:
     """Return the run directory of a checkpoint: around it, unless checkpoint.dir was set."""
     around = checkpoint.parent.parent
     with contextlib.suppress(OSError, ValueError, KeyError):
-        named = Path(toml.loads((checkpoint / "config.toml").read_text())["run"]["dir"])
-        if named.is_dir() and not (around / "config.toml").is_file():
-            return named
+        run_dir = Path(toml.loads((checkpoint / "config.toml").read_text())["run"]["dir"])
+        if run_dir.is_dir() and not (around / "config.toml").is_file():
+            return run_dir
     return around
 
 

@@ -45,21 +45,21 @@ class Stored:
         self._open = contextlib.ExitStack()
         self._files: dict[str, Any] = {}  # by tensor
         self.places: dict[str, TensorPlace] = {}
-        listed = self._listed()
-        with contextlib.ExitStack() as opened:
-            for file in sorted(set(listed.values())) if listed else [SINGLE]:
-                handle = opened.enter_context(_open(directory / file, framework))
+        index = self._listed()
+        with contextlib.ExitStack() as files:
+            for file in sorted(set(index.values())) if index else [SINGLE]:
+                handle = files.enter_context(_open(directory / file, framework))
                 for name in handle.keys():  # noqa: SIM118  # no dict
-                    if listed and listed.get(name) != file:
+                    if index and index.get(name) != file:
                         raise ConfigError(
                             f"{directory / file}: {name} is not of this file in {INDEX_FILE}; "
                             f"{DOWNLOAD_AGAIN}"
                         )
                     self._files[name] = handle
                 self.places |= _places(directory / file)
-            if lost := sorted(set(listed) - set(self._files)):
-                raise ConfigError(f"{directory / INDEX_FILE}: {_some(lost)} in none of its files")
-            self._open = opened.pop_all()
+            if absent := sorted(set(index) - set(self._files)):
+                raise ConfigError(f"{directory / INDEX_FILE}: {_some(absent)} in none of its files")
+            self._open = files.pop_all()
 
     def __enter__(self) -> Stored:
         return self
@@ -102,24 +102,28 @@ class Stored:
         there, in its shape, and no other."""
         shapes = tensor_shapes(cfg)
         names = tensor_names(cfg, kind)
-        expected: dict[str, tuple[int, ...]] = {}
-        for ours, theirs in names.items():
-            expected |= stored_parts(theirs, shapes[ours])
-        found = []
-        if missing := [name for name in expected if name not in self._files]:
-            found.append(f"{_some(missing)} missing, which the model needs")
-        extra = [name for name in self._files if name not in expected]
+        expected_shapes: dict[str, tuple[int, ...]] = {}
+        for own_name, hf_name in names.items():
+            expected_shapes |= stored_parts(hf_name, shapes[own_name])
+        problems = []
+        if missing := [name for name in expected_shapes if name not in self._files]:
+            problems.append(f"{_some(missing)} missing, which the model needs")
+        extra = [name for name in self._files if name not in expected_shapes]
         extra = [name for name in extra if not COMPUTED.fullmatch(name)]
         if cfg.tie_embeddings and "lm_head.weight" in extra and self._tied_is_equal():
             extra.remove("lm_head.weight")
         if extra:
-            found.append(f"{_some(extra)} not part of the model; nothing is left out silently")
-        for name in expected.keys() & self._files.keys():
-            if (shape := self.shape(name)) != expected[name]:
-                found.append(f"{name} has shape {[*shape]}, the model needs {[*expected[name]]}")
+            problems.append(f"{_some(extra)} not part of the model; nothing is left out silently")
+        for name in expected_shapes.keys() & self._files.keys():
+            if (shape := self.shape(name)) != expected_shapes[name]:
+                problems.append(
+                    f"{name} has shape {[*shape]}, the model needs {[*expected_shapes[name]]}"
+                )
             if (dtype := self.dtype(name)) not in KNOWN_DTYPES:
-                found.append(f"{name} is {dtype}; only {', '.join(sorted(KNOWN_DTYPES))} are read")
-        return [f"{self.directory}: {line}" for line in found]
+                problems.append(
+                    f"{name} is {dtype}; only {', '.join(sorted(KNOWN_DTYPES))} are read"
+                )
+        return [f"{self.directory}: {line}" for line in problems]
 
     def _tied_is_equal(self) -> bool:
         """Return whether the output layer, which a tied model lacks, equals the embedding."""

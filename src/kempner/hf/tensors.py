@@ -68,18 +68,18 @@ def tensor_names(cfg: ModelConfig, kind: str) -> dict[str, str]:
     names with a `*` left."""
     table = TABLES[kind]
     names = {}
-    for ours in tensor_shapes(cfg):
-        if ours.startswith("blocks."):
-            _, layer, rest = ours.split(".", 2)
-            names[ours] = table[f"blocks.*.{rest}"].replace("*", layer, 1)
+    for own_name in tensor_shapes(cfg):
+        if own_name.startswith("blocks."):
+            _, layer, rest = own_name.split(".", 2)
+            names[own_name] = table[f"blocks.*.{rest}"].replace("*", layer, 1)
         else:
-            names[ours] = table[ours]
+            names[own_name] = table[own_name]
     return names
 
 
-def stored_parts(theirs: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+def stored_parts(hf_name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """Map the tensors that a family stores for one of ours to their shapes: the one, or one for
     each expert; ours has them one after another."""
-    if "*" not in theirs:
-        return {theirs: shape}
-    return {theirs.replace("*", str(expert)): shape[1:] for expert in range(shape[0])}
+    if "*" not in hf_name:
+        return {hf_name: shape}
+    return {hf_name.replace("*", str(expert)): shape[1:] for expert in range(shape[0])}

@@ -98,34 +98,34 @@ def attention_pattern(
             return Visible(window, softcap, blocks=blocks)
     at = torch.arange(length, device=device)
     behind = at[:, None] - at  # [T, T]: how far a key lies behind its query
-    seen = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
-    mask = seen[None, None]
+    is_visible = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+    mask = is_visible[None, None]
     if documents is not None:
         index = documents.index
         mask = mask & (index[:, None, :, None] == index[:, None, None, :])
     return Visible(window, softcap, mask=mask)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, seen: Visible) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
     """Attention of q [B, H, T, E] over k and v [B, K, T, E]: [B, H, T, E]."""
     grouped = q.shape[1] != k.shape[1]
-    if seen.blocks is not None:
-        change = None if seen.softcap is None else score_change(seen.softcap)
+    if visible.blocks is not None:
+        change = None if visible.softcap is None else score_change(visible.softcap)
         flex = compiled_flex()[0]
-        y: Tensor = flex(q, k, v, score_mod=change, block_mask=seen.blocks, enable_gqa=grouped)
+        y: Tensor = flex(q, k, v, score_mod=change, block_mask=visible.blocks, enable_gqa=grouped)
         return y
-    if seen.softcap is not None:
+    if visible.softcap is not None:
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        return capped_attention(q, k, v, seen.mask, seen.softcap)
-    if seen.starts is None:
+        return capped_attention(q, k, v, visible.mask, visible.softcap)
+    if visible.starts is None:
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen.mask, is_causal=seen.mask is None, enable_gqa=grouped
+            q, k, v, attn_mask=visible.mask, is_causal=visible.mask is None, enable_gqa=grouped
         )
     rows, _, length, _ = q.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B * T, heads, E]
-    left = -1 if seen.window is None else seen.window - 1
-    flash, starts = varlen_kernel(), seen.starts
+    left = -1 if visible.window is None else visible.window - 1
+    flash, starts = varlen_kernel(), visible.starts
     assert flash is not None
     # A document never leaves its row, so that T is a bound for its length that the host knows.
     y = flash(q, k, v, starts, starts, length, length, window_size=(left, 0), enable_gqa=grouped)
@@ -140,8 +140,8 @@ def varlen_kernel() -> Callable[..., Any] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    known = {"window_size", "enable_gqa"} <= varlen_attn.__annotations__.keys()
-    return varlen_attn if known else None
+    has_arguments = {"window_size", "enable_gqa"} <= varlen_attn.__annotations__.keys()
+    return varlen_attn if has_arguments else None
 
 
 # --- Capped scores (Gemma 2, arXiv:2408.00118, section 2) ---
@@ -232,11 +232,11 @@ def choose_kernel(
     documents = Documents.of(tokens.cpu(), False) if packed else None
     if documents is not None:
         documents = documents.map(lambda x: x.to(tokens.device))
-    seen = attention_pattern(
+    visible = attention_pattern(
         tokens, cfg.sliding_window, documents, dtype, cfg.attention_softcap, kernel
     )
     for field, name in (("starts", "flash, by length"), ("blocks", "flex"), ("softcap", "math")):
-        if getattr(seen, field) is not None:
+        if getattr(visible, field) is not None:
             return name
     q, k = (
         torch.empty(
@@ -247,19 +247,22 @@ def choose_kernel(
         )
         for heads in (cfg.n_heads, cfg.kv_heads)
     )
-    causal, grouped = seen.mask is None, cfg.n_heads != cfg.kv_heads
+    causal, grouped = visible.mask is None, cfg.n_heads != cfg.kv_heads
     try:
         choice = torch._fused_sdp_choice(
-            q, k, k, seen.mask, 0.0, is_causal=causal, enable_gqa=grouped
+            q, k, k, visible.mask, 0.0, is_causal=causal, enable_gqa=grouped
         )
     except RuntimeError:  # raised on a CPU where a GPU returns -1
         choice = -1
-    names = {int(getattr(torch._C._SDPBackend, theirs)): ours for ours, theirs in KERNELS.items()}
+    names = {
+        int(getattr(torch._C._SDPBackend, backend)): kernel_name
+        for kernel_name, backend in KERNELS.items()
+    }
     if choice not in names:
-        what = "with a mask of documents or a window" if seen.mask is not None else "causal"
+        what = "with a mask of documents or a window" if visible.mask is not None else "causal"
         raise ConfigError(
             f"train.attention = {kernel}: torch {torch.__version__} has no such kernel on this "
             f"{tokens.device.type} device for {dtype} {what}, {cfg.n_heads} heads over "
             f"{cfg.kv_heads} of width {cfg.resolved_head_dim}; leave it at auto"
         )
-    return names[choice] + (", dense mask" if seen.mask is not None else "")
+    return names[choice] + (", dense mask" if visible.mask is not None else "")

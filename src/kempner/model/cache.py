@@ -79,13 +79,13 @@ class KVCache:
 
     def leave(self, row: int) -> None:
         """Free a row; the last one moves into its place."""
-        used = self.lengths.pop()
+        length = self.lengths.pop()
         last = len(self.lengths)
         if row == last:
             return
-        self.lengths[row] = used
+        self.lengths[row] = length
         for part in (self.keys, self.values):
-            part[:, row, :, :used] = part[:, last, :, :used]
+            part[:, row, :, :length] = part[:, last, :, :length]
 
 
 class CacheRows:

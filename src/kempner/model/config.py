@@ -160,49 +160,49 @@ class ModelConfig:
         return self.ffn_dim if self.dense_ffn_dim is None else self.dense_ffn_dim
 
     def problems(self) -> list[str]:
-        found = []
+        problems = []
         if self.n_heads % self.kv_heads:
-            found.append(
+            problems.append(
                 f"model.n_kv_heads = {self.kv_heads}: must divide n_heads = {self.n_heads}"
             )
         if self.head_dim is None and self.dim % self.n_heads:
-            found.append(
+            problems.append(
                 f"model.dim = {self.dim}: must be a multiple of "
                 f"n_heads = {self.n_heads}, or set model.head_dim"
             )
         elif self.resolved_head_dim % 2:
-            found.append(
+            problems.append(
                 f"model.head_dim = {self.resolved_head_dim}: must be even (RoPE turns pairs)"
             )
         if self.rope_factor > 1 and self.rope_high_freq_factor <= self.rope_low_freq_factor:
-            found.append("model.rope_high_freq_factor: must be over rope_low_freq_factor")
-        return found + self._expert_problems()
+            problems.append("model.rope_high_freq_factor: must be over rope_low_freq_factor")
+        return problems + self._expert_problems()
 
     def _expert_problems(self) -> list[str]:
         if self.n_experts:
-            found = []
+            problems = []
             if self.experts_per_token > self.n_experts:
-                found.append(
+                problems.append(
                     f"model.experts_per_token = {self.experts_per_token}: at most n_experts = "
                     f"{self.n_experts}"
                 )
             if self.router_is_blind and self.init_from is None:
-                found.append(
+                problems.append(
                     "model.experts_per_token = 1 with router_normalize: the weight of the one "
                     "expert is always 1, so that the loss has no gradient for the router; give "
                     "--no-model.router_normalize, or at least 2 experts_per_token"
                 )
             if self.moe_frequency > self.n_layers:
-                found.append(
+                problems.append(
                     f"model.moe_frequency = {self.moe_frequency}: no block would have experts; "
                     f"give at most n_layers = {self.n_layers}"
                 )
             if self.moe_frequency == 1 and self.dense_ffn_dim is not None:
-                found.append(
+                problems.append(
                     f"model.dense_ffn_dim = {self.dense_ffn_dim}: has no effect where all blocks "
                     "have experts; give model.moe_frequency, or leave it out"
                 )
-            return found
+            return problems
         defaults = ModelConfig()
         return [
             f"model.{name} = {format_value(value)}: has no effect without experts; set "

@@ -77,14 +77,14 @@ class Attention(nn.Module):
         self.attend: Callable[[Tensor, Tensor, Tensor, Visible], Tensor] = attend
 
     def forward(
-        self, x: Tensor, rope: Tensor, seen: Visible, cache: LayerCache | None = None
+        self, x: Tensor, rope: Tensor, visible: Visible, cache: LayerCache | None = None
     ) -> Tensor:
         heads = (*x.shape[:2], -1, self.resolved_head_dim)
         q = self.q_norm(self.wq(x).view(heads)).transpose(1, 2)  # [B, H, T, E]
         k = self.k_norm(self.wk(x).view(heads)).transpose(1, 2)  # [B, K, T, E]
         v = self.wv(x).view(heads).transpose(1, 2)  # [B, K, T, E]
         q, k = apply_rope(q, rope), apply_rope(k, rope)
-        y = self.attend(q, k, v, seen) if cache is None else cache.attend(q, k, v, seen)
+        y = self.attend(q, k, v, visible) if cache is None else cache.attend(q, k, v, visible)
         return self.wo(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -103,12 +103,12 @@ class Block(nn.Module):
         return nn.RMSNorm(cfg.dim, cfg.norm_eps) if cfg.post_norms else nn.Identity()
 
     def forward(
-        self, x: Tensor, rope: Tensor, seen: Visible, cache: LayerCache | None = None
+        self, x: Tensor, rope: Tensor, visible: Visible, cache: LayerCache | None = None
     ) -> Tensor | tuple[Tensor, Routing]:
         """Return x [B, T, D] for the next block, and the Routing if this one has experts. The
         Routing is returned, not stored: recomputing the block in the backward pass must not count
         it twice."""
-        y = self.attention(self.attention_norm(x), rope, seen, cache)
+        y = self.attention(self.attention_norm(x), rope, visible, cache)
         x = x + self.attention_post_norm(y)
         y = self.ffn(self.ffn_norm(x))
         if isinstance(y, tuple):
@@ -139,13 +139,13 @@ def apply_blocks(
     blocks: Iterable[nn.Module],
     x: Tensor,
     rope: Tensor,
-    seen: Visible,
+    visible: Visible,
     cache: CacheRows | None = None,
 ) -> tuple[Tensor, list[Routing]]:
     """Run x [B, T, D] through these blocks; return it with the Routings of those with experts."""
     routings: list[Routing] = []
     for i, block in enumerate(blocks):
-        x = block(x, rope, seen) if cache is None else block(x, rope, seen, cache.layer(i))
+        x = block(x, rope, visible) if cache is None else block(x, rope, visible, cache.layer(i))
         if isinstance(x, tuple):
             x, routing = x
             routings.append(routing)
@@ -190,8 +190,8 @@ class Decoder(nn.Module):
         `documents`: what is packed into each row. `cache`: the rows that the tokens continue; the
         logits are those of each row's last token alone, [B, 1, V]."""
         x = self.embed(tokens)  # [B, T, D]
-        rope, seen = self.place(tokens, documents, cache, x.dtype)
-        x, routings = apply_blocks(self.blocks, x, rope, seen, cache)
+        rope, visible = self.place(tokens, documents, cache, x.dtype)
+        x, routings = apply_blocks(self.blocks, x, rope, visible, cache)
         if cache is not None:
             x = cache.last_tokens(x)
         result = self.predict(x, targets)

@@ -52,15 +52,15 @@ class MixtureOfExperts(nn.Module):
         self.shared = FeedForward(cfg.dim, width) if width else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
-        scores, chosen, weights, squares = self.route(x)
-        load, order, place = sort_by_expert(chosen, self.cfg.n_experts)
+        scores, expert_ids, weights, squares = self.route(x)
+        load, order, place = sort_by_expert(expert_ids, self.cfg.n_experts)
         copies = self.cfg.experts_per_token
         y = self.experts(take_rows(x.flatten(0, 1), order, place, copies), load)  # [N K, D]
-        y = take_rows(y, place, order).view(*chosen.shape, -1)  # [B, T, K, D]
+        y = take_rows(y, place, order).view(*expert_ids.shape, -1)  # [B, T, K, D]
         y = (y * weights.unsqueeze(-1).to(y.dtype)).sum(2)
         if self.shared is not None:
             y = y + self.shared(x)
-        balance = balance_loss(scores, chosen) if self.cfg.aux_loss else None
+        balance = balance_loss(scores, expert_ids) if self.cfg.aux_loss else None
         return y, Routing(load, balance, squares)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -70,12 +70,12 @@ class MixtureOfExperts(nn.Module):
         cfg, logits = self.cfg, self.router(x)
         scores = logits.softmax(-1) if cfg.router == "softmax" else logits.sigmoid()
         ranked = scores if self.router_bias is None else scores.detach() + self.router_bias
-        chosen = ranked.topk(cfg.experts_per_token, dim=-1).indices
-        weights = scores.gather(-1, chosen)
+        expert_ids = ranked.topk(cfg.experts_per_token, dim=-1).indices
+        weights = scores.gather(-1, expert_ids)
         if cfg.router_normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         squares = logits.logsumexp(-1).square() if cfg.router_z_loss else None
-        return scores, chosen, weights * cfg.router_scale, squares
+        return scores, expert_ids, weights * cfg.router_scale, squares
 
 
 class ExpertRouter(nn.Linear):
@@ -198,10 +198,10 @@ def one_by_one(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> T
     )
 
 
-def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_by_expert(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the load [E], the order [N K] that sorts chosen [B, T, K] by expert, and its inverse.
     Deterministic: no atomic addition."""
-    flat = chosen.flatten()
+    flat = expert_ids.flatten()
     ranked, order = flat.sort(stable=True)
     edges = torch.arange(experts + 1, device=flat.device)
     return torch.searchsorted(ranked, edges).diff(), order, order.argsort()
@@ -233,7 +233,7 @@ class _TakeRows(torch.autograd.Function):
         return grad, None, None, None
 
 
-def balance_loss(scores: Tensor, chosen: Tensor) -> Tensor:
+def balance_loss(scores: Tensor, expert_ids: Tensor) -> Tensor:
     """The auxiliary loss of each row, [B]: 1 when all experts are used alike, more when not.
 
     sum over e of f_e P_e, f_e = E / (K T) times the tokens that chose e, P_e the mean share of e in
@@ -242,10 +242,10 @@ def balance_loss(scores: Tensor, chosen: Tensor) -> Tensor:
     """
     rows, _, experts = scores.shape
     shares = (scores / scores.sum(-1, keepdim=True)).mean(1)  # [B, E]
-    flat = chosen.flatten(1)  # [B, T K]
-    used = torch.zeros(rows, experts, device=flat.device)
-    used.scatter_add_(1, flat, torch.ones_like(flat, dtype=used.dtype))  # whole numbers: exact
-    return (used * shares).sum(1) * experts / flat.shape[1]
+    flat = expert_ids.flatten(1)  # [B, T K]
+    counts = torch.zeros(rows, experts, device=flat.device)
+    counts.scatter_add_(1, flat, torch.ones_like(flat, dtype=counts.dtype))  # whole numbers: exact
+    return (counts * shares).sum(1) * experts / flat.shape[1]
 
 
 class Routings:
@@ -273,13 +273,13 @@ class Routings:
         # of the rows, however they are spread over micro-batches and ranks.
         counts = targets >= 0
         change: Tensor | float = 0.0
-        each: dict[str, list[Tensor]] = {
+        tensors: dict[str, list[Tensor]] = {
             "aux_loss": [layer.balance for layer in layers if layer.balance is not None],
             "router_z_loss": [
                 layer.log_z_squares for layer in layers if layer.log_z_squares is not None
             ],
         }
-        for name, values in each.items():
+        for name, values in tensors.items():
             if not values:
                 continue
             total = (torch.stack(values).sum(0).view(len(counts), -1) * counts).sum()

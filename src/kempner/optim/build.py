@@ -33,9 +33,9 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> Optimizer:
 
     Raises ConfigError if an entry of optimizer.groups is the first match of no parameter.
     """
-    named = {name: p for name, p in parameter_names(model).items() if p.requires_grad}
+    parameters = {name: p for name, p in parameter_names(model).items() if p.requires_grad}
     groups: dict[tuple[str, bool, int | None], ParameterGroup] = {}
-    for name, p in named.items():
+    for name, p in parameters.items():
         matrix = p.ndim >= 2 and "embed" not in name
         rule = "adamw" if cfg.name == "muon" and (not matrix or "output" in name) else cfg.name
         number = first_match(cfg.groups, name)
@@ -57,7 +57,7 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> Optimizer:
             },
         )
         group["params"].append(p)
-    _check_used(cfg.groups, [*named, *getattr(model, "elsewhere", ())])
+    _check_used(cfg.groups, [*parameters, *getattr(model, "elsewhere", ())])
     ordered = [groups[key] for key in sorted(groups, key=lambda key: not key[1])]
     averages = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.moments]
     optimizer = Optimizer(ordered, averages, cfg.cpu_offload)
@@ -76,13 +76,13 @@ def first_match(groups: tuple[GroupConfig, ...], name: str) -> int | None:
     return None
 
 
-def _check_used(groups: tuple[GroupConfig, ...], named: Sequence[str]) -> None:
-    used = {first_match(groups, name) for name in named}
+def _check_used(groups: tuple[GroupConfig, ...], names: Sequence[str]) -> None:
+    used_groups = {first_match(groups, name) for name in names}
     unused = [
         f"optimizer.groups[{i}].names = {list(group.names)}: no trained parameter is the first to "
-        f"match; the names are such as {', '.join(named[:3])}, and * stands for any text"
+        f"match; the names are such as {', '.join(names[:3])}, and * stands for any text"
         for i, group in enumerate(groups)
-        if i not in used
+        if i not in used_groups
     ]
     if unused:
         raise ConfigError(unused)

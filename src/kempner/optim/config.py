@@ -74,17 +74,17 @@ class OptimizerConfig:
     )
 
     def problems(self) -> list[str]:
-        found = []
+        problems = []
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            found.append(
+            problems.append(
                 f"optimizer.betas = {list(self.betas)}: each must be at least 0 and under 1"
             )
         if self.name == "schedule_free" and self.betas[0] == 0.0:
-            found.append(
+            problems.append(
                 f"optimizer.betas = {list(self.betas)}: schedule_free interpolates by the first, "
                 "which must be over 0"
             )
-        return found
+        return problems
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class FreezeStage:
         """Return whether a pattern matches the parameter's name or that of a module it is in."""
         words = name.split(".")
         wholes = [".".join(words[:n]) for n in range(1, len(words) + 1)]
-        return any(fnmatchcase(whole, each) for whole in wholes for each in self.patterns)
+        return any(fnmatchcase(whole, pattern) for whole in wholes for pattern in self.patterns)
 
 
 @dataclass(frozen=True)

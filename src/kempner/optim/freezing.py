@@ -20,9 +20,10 @@ class Freezer:
     """Freezes the parameters of a model, or of a pipeline stage, by step."""
 
     def __init__(self, model: nn.Module, cfg: FreezeConfig) -> None:
-        self._model, stages, named = model, cfg.stages, parameter_names(model)
+        self._model, stages, parameters = model, cfg.stages, parameter_names(model)
         self._stages = [
-            (stage, [p for name, p in named.items() if stage.matches(name)]) for stage in stages
+            (stage, [p for name, p in parameters.items() if stage.matches(name)])
+            for stage in stages
         ]
         borders = {stage.from_step for stage in stages} | {stage.until_step for stage in stages}
         self._borders = borders - {None}

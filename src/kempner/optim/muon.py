@@ -52,34 +52,34 @@ def orthogonal_parts(
     rank, world = dist.get_rank(group) if dist.is_initialized() else 0, ranks_in(group)
     if world == 1:
         return [orthogonalise(part) for part in parts]
-    written = dict(chunks_of({str(i): whole for i, whole in enumerate(wholes)}, rank))
+    chunks = dict(chunks_of({str(i): whole for i, whole in enumerate(wholes)}, rank))
     mine = wholes[rank] if rank < len(wholes) else None
 
     # Each part reaches its owner from exactly one of the ranks that hold it.
     outgoing = [
         part.flatten()
-        if str(i) in written and (i == rank or not whole.everywhere)
+        if str(i) in chunks and (i == rank or not whole.everywhere)
         else part.new_empty(0)
         for i, (part, whole) in enumerate(zip(parts, wholes, strict=True))
     ]
     outgoing += [parts[0].new_empty(0)] * (world - len(parts))
     boxes: dict[int, Box] = {}
     if mine is not None:
-        boxes = {each: own_box(mine, each) for each in ranks_with(mine, mine.whole, near=rank)}
-    wanted = [_size(boxes[r]) if r in boxes else 0 for r in range(world)]
-    incoming = _all_to_all(outgoing, wanted, group)
+        boxes = {other: own_box(mine, other) for other in ranks_with(mine, mine.whole, near=rank)}
+    receive_sizes = [_size(boxes[r]) if r in boxes else 0 for r in range(world)]
+    incoming = _all_to_all(outgoing, receive_sizes, group)
 
     # The result goes to every rank that holds a part, copies included.
     outgoing = [parts[0].new_empty(0)] * world
     if mine is not None:
         matrix = parts[0].new_empty(mine.shape)
-        for each, box in boxes.items():
-            matrix[box_slices(box)] = incoming[each].view([length for _, length in box])
+        for other, box in boxes.items():
+            matrix[box_slices(box)] = incoming[other].view([length for _, length in box])
         matrix = orthogonalise(matrix)
-        outgoing = [matrix[box_slices(own_box(mine, each))].flatten() for each in range(world)]
+        outgoing = [matrix[box_slices(own_box(mine, other))].flatten() for other in range(world)]
     sizes = [part.numel() for part in parts] + [0] * (world - len(parts))
     incoming = _all_to_all(outgoing, sizes, group)
-    return [found.view(part.shape) for found, part in zip(incoming, parts, strict=False)]
+    return [chunk.view(part.shape) for chunk, part in zip(incoming, parts, strict=False)]
 
 
 def ranks_in(group: dist.ProcessGroup | None) -> int:
@@ -91,10 +91,10 @@ def _all_to_all(
 ) -> list[Tensor]:
     """Send outgoing[r] to rank r; return what each rank sent, sizes[r] elements from rank r."""
     packed = torch.cat(list(outgoing))
-    received = packed.new_empty(sum(sizes))
+    output = packed.new_empty(sum(sizes))
     lengths = [len(part) for part in outgoing]
-    dist.all_to_all_single(received, packed, list(sizes), lengths, group)
-    return list(torch.split(received, list(sizes)))
+    dist.all_to_all_single(output, packed, list(sizes), lengths, group)
+    return list(torch.split(output, list(sizes)))
 
 
 def _size(box: Box) -> int:
@@ -128,9 +128,9 @@ class Muon(Rule):
         # On a CPU products in bf16 are no faster.
         dtype = torch.bfloat16 if changes[0].is_cuda else torch.float32
         wholes = [part.whole for part in parts]
-        found = orthogonal_parts([x.to(dtype) for x in changes], wholes, self.ranks)
+        orthogonal = orthogonal_parts([x.to(dtype) for x in changes], wholes, self.ranks)
         rate = group["lr"] * keep
-        for part, change in zip(parts, found, strict=True):
+        for part, change in zip(parts, orthogonal, strict=True):
             scale = SCALES[group["scale"]](*part.whole.shape[-2:])
             part.weight.mul_(1 - rate * group["weight_decay"]).sub_(change * (rate * scale))
 

@@ -129,11 +129,11 @@ class Optimizer(torch.optim.Optimizer):
         """Return a parameter's state as the rule wants it. A checkpoint may hold the state of
         another optimizer, or another dtype: what fits is kept, the rest starts anew."""
         state: ParameterState = self.state[p]
-        wanted = dict.fromkeys(rule.averages, self._averages)
-        wanted |= dict.fromkeys(rule.copies, torch.float32)
-        for key in state.keys() - wanted.keys() - set(rule.scalars):
+        dtypes = dict.fromkeys(rule.averages, self._averages)
+        dtypes |= dict.fromkeys(rule.copies, torch.float32)
+        for key in state.keys() - dtypes.keys() - set(rule.scalars):
             del state[key]
-        for key, dtype in wanted.items():
+        for key, dtype in dtypes.items():
             old = state.get(key)
             if old is not None and old.dtype is dtype:
                 continue
@@ -191,8 +191,8 @@ class Optimizer(torch.optim.Optimizer):
             pairs = [(p, part.weight)]  # a load makes the state in another order
             pairs += [(self.state[p][key], part.state[key]) for key in sorted(part.state)]
             bits = self._noise(p, part)
-            for kept, new in pairs:
-                home = to_local(kept)
+            for backup, new in pairs:
+                home = to_local(backup)
                 # The rule has already changed an fp32 tensor in place.
                 if home.data_ptr() == new.data_ptr():
                     continue

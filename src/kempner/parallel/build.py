@@ -150,9 +150,9 @@ def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
     from a checkpoint (hf/load.py, checkpoint/checkpointer.py). Buffers start as zeros."""
     for buffer in buffer_names(model).values():
         buffer.zero_()
-    named = parameter_names(model)
-    held = make_table(named, {}, math.prod(layout.sizes))
-    for name, param in named.items():
+    parameters = parameter_names(model)
+    table = make_table(parameters, {}, math.prod(layout.sizes))
+    for name, param in parameters.items():
         adapter = is_adapter(name)
         if model.cfg.init_from is not None and not adapter:
             continue
@@ -164,7 +164,7 @@ def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
         generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(name.encode()))
         whole = torch.empty(param.shape, device=device)  # rounded only by copy_
         whole.normal_(std=std, generator=generator)
-        local_part(param).copy_(whole[box_slices(own_box(held[name], layout.rank))])
+        local_part(param).copy_(whole[box_slices(own_box(table[name], layout.rank))])
 
 
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -175,8 +175,8 @@ def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
 def buffer_names(model: nn.Module) -> dict[str, Tensor]:
     """Map names to the buffers that checkpoints hold, the biases of routers. They are equal on all
     ranks."""
-    stored = model.state_dict().keys()
-    return {_plain(name): b for name, b in model.named_buffers() if _plain(name) in stored}
+    state_keys = model.state_dict().keys()
+    return {_plain(name): b for name, b in model.named_buffers() if _plain(name) in state_keys}
 
 
 def _plain(name: str) -> str:

@@ -51,17 +51,21 @@ def expect_changes(model: Decoder, rows: bool, length: bool, documents: bool) ->
     """
 
     def mark(_: nn.Module, args: tuple[Any, ...]) -> None:
-        x, rope, seen = args[:3]
+        x, rope, visible = args[:3]
         vary = torch._dynamo.maybe_mark_dynamic
-        for tensor, row, *lengths in ((x, 0, 1), (rope, rope.ndim - 4, -2), (seen.mask, 0, 2, 3)):
+        for tensor, row, *lengths in (
+            (x, 0, 1),
+            (rope, rope.ndim - 4, -2),
+            (visible.mask, 0, 2, 3),
+        ):
             if tensor is None:
                 continue
             if length:
                 vary(tensor, [at % tensor.ndim for at in lengths])
             if rows and row >= 0 and tensor.shape[row] > 1:
                 vary(tensor, row)
-        if seen.starts is not None:
-            vary(seen.starts, 0)
+        if visible.starts is not None:
+            vary(visible.starts, 0)
 
     for block in model.blocks:
         if (rows or length or documents) and block._compiled_call_impl is not None:
@@ -84,9 +88,9 @@ def keep_compiled(run_dir: Path, world: World) -> None:
     usable = True
     if world.local_rank == 0:
         usable = _prepare(own)
-    failed = torch.tensor(float(not usable))
-    dist.all_reduce(failed)  # also a barrier: no rank compiles into the directory before it exists
-    if not failed:
+    failure = torch.tensor(float(not usable))
+    dist.all_reduce(failure)  # also a barrier: no rank compiles into the directory before it exists
+    if not failure:
         os.environ[CACHE] = str(own)
     keep_private()
 
@@ -96,13 +100,13 @@ def _prepare(own: Path) -> bool:
         if not own.is_dir():
             others = sorted(own.parent.glob(f"{own.name.split('-')[0]}-*"), key=os.path.getmtime)
             # Made under another name, then renamed: a killed start leaves no half cache.
-            fresh = own.with_name(f".{own.name}.new")
-            shutil.rmtree(fresh, ignore_errors=True)
+            new_folder = own.with_name(f".{own.name}.new")
+            shutil.rmtree(new_folder, ignore_errors=True)
             if others:
-                shutil.copytree(others[-1], fresh)
+                shutil.copytree(others[-1], new_folder)
             else:
-                fresh.mkdir(parents=True)
-            fresh.rename(own)
+                new_folder.mkdir(parents=True)
+            new_folder.rename(own)
         own.chmod(0o700)  # who can open a lock can hold it, and there are torch's own in it, too
         lock = os.open(own / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with open(lock, "w") as file:  # some parallel file systems are mounted without

@@ -93,56 +93,56 @@ class DistributedConfig:
     )
 
     def problems(self) -> list[str]:
-        found = self._contradictions()
+        problems = self._contradictions()
         if self.pp_stages_per_rank > 1 and self.pp == 1:
-            found.append(
+            problems.append(
                 f"distributed.pp_stages_per_rank = {self.pp_stages_per_rank}: has no effect "
                 "without a pipeline; give --distributed.pp, or leave it out"
             )
         for axis in ("dp_shard", "dp_replicate"):
             size = getattr(self, axis)
             if size == 0 or size < -1:
-                found.append(
+                problems.append(
                     f"distributed.{axis} = {size}: give a size from 1, or -1 for all ranks that "
                     "are left"
                 )
         if self.dp_shard == -1 and self.dp_replicate == -1:
-            found.append(
+            problems.append(
                 "distributed.dp_shard and distributed.dp_replicate are both -1: only one of them "
                 "can take the ranks that are left; give the size of the other"
             )
         if self.nodes_per_fsdp_group is not None and (self.dp_shard, self.dp_replicate) != (-1, 1):
-            found.append(
+            problems.append(
                 f"distributed.nodes_per_fsdp_group = {self.nodes_per_fsdp_group}: it sets dp_shard "
                 "and dp_replicate itself; leave both out"
             )
-        return found
+        return problems
 
     def _contradictions(self) -> list[str]:
         """List contradictions between options for what FSDP keeps and when it communicates."""
-        found = []
+        problems = []
         if self.reshard_island is not None and (self.sync_once or not self.reshard_after_forward):
-            found.append(
+            problems.append(
                 f"distributed.reshard_island = {self.reshard_island}: each rank keeps whole "
                 "weights after a forward, with sync_once or reshard_after_forward = false; leave "
                 "reshard_island out"
             )
         if self.reshard_island is not None and (self.tp > 1 or self.pp > 1):
-            found.append(
+            problems.append(
                 f"distributed.reshard_island = {self.reshard_island}: not built for tp or pp over "
                 "1; leave reshard_island out"
             )
         if self.sync_once and self.fsdp_cpu_offload:
-            found.append(
+            problems.append(
                 "distributed.fsdp_cpu_offload with sync_once: all weights and gradients would stay "
                 "on the GPU through the step; choose one of the two"
             )
         if self.sync_once and self.reduce_dtype == "bf16":
-            found.append(
+            problems.append(
                 "distributed.reduce_dtype = bf16 with sync_once: the gradients of the "
                 "micro-batches would be summed in bf16, too; leave reduce_dtype at fp32"
             )
-        return found
+        return problems
 
     def island_problems(self, shard: int) -> list[str]:
         """List problems of reshard_island. `shard`: ranks that share one copy of the weights."""

@@ -59,8 +59,8 @@ def split_context(model: Decoder, mesh: DeviceMesh, method: str, dtype: torch.dt
     attention = _attend_ring if method == "ring" else ulysses_attention
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # messages in a graph of torch.compile
-    def attend(q: Tensor, k: Tensor, v: Tensor, seen: Visible) -> Tensor:
-        return attention(q, k, v, seen, group)
+    def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
+        return attention(q, k, v, visible, group)
 
     for block in model.blocks:
         assert isinstance(block, Block)
@@ -92,18 +92,18 @@ def _place(
     """Run Decoder.place for a part of the tokens: angles of the part, attention pattern of whole
     rows."""
     rows, length = tokens.shape[0], tokens.shape[1] * group.size()
-    rope, seen = of_whole(tokens.new_empty(rows, length), documents, cache, dtype)
+    rope, visible = of_whole(tokens.new_empty(rows, length), documents, cache, dtype)
     mine = rank_columns(length, group.rank(), group.size(), method, tokens.device)
-    return rope.index_select(-2, mine), seen
+    return rope.index_select(-2, mine), visible
 
 
 # --- Ring -----------------------------------------------------------------------------------------
 
 
 def _attend_ring(
-    q: Tensor, k: Tensor, v: Tensor, seen: Visible, group: dist.ProcessGroup
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible, group: dist.ProcessGroup
 ) -> Tensor:
-    assert seen == Visible(None), "the ring is causal; other patterns are refused at start"
+    assert visible == Visible(None), "the ring is causal; other patterns are refused at start"
     return ring_attention(q, k, v, group)
 
 
@@ -245,7 +245,7 @@ def kernel_backward(
 
 
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, seen: Visible, group: dist.ProcessGroup
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible, group: dist.ProcessGroup
 ) -> Tensor:
     """Compute attention of q [B, H, t, E] over k and v [B, K, t, E], contiguous parts each, with
     the pattern `seen` of whole rows: [B, H, t, E]. n divides H; if it does not divide K, several
@@ -260,10 +260,10 @@ def ulysses_attention(
     whole = whole.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [B, (H + 2 K) / n, T, E]
     heads, shared = q.shape[1] // n, k.shape[1] // n
     whole_q, whole_k, whole_v = whole.split((heads, shared, shared), dim=1)
-    out = attend(whole_q, whole_k, whole_v, seen)  # [B, H / n, T, E]
+    out = attend(whole_q, whole_k, whole_v, visible)  # [B, H / n, T, E]
     parts = torch.stack(torch.split(out, tokens, dim=2))  # [n, B, H / n, t, E]
-    ours = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
-    return ours.transpose(0, 1).flatten(1, 2)  # type: ignore[no-any-return]
+    exchanged = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
+    return exchanged.transpose(0, 1).flatten(1, 2)  # type: ignore[no-any-return]
 
 
 class _Exchange(torch.autograd.Function):
@@ -273,9 +273,9 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        received = torch.empty_like(x)
-        dist.all_to_all_single(received, x, group=group)
-        return received
+        output = torch.empty_like(x)
+        dist.all_to_all_single(output, x, group=group)
+        return output
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:

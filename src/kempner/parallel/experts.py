@@ -41,12 +41,12 @@ class ParallelExperts(nn.Module):
     def forward(self, x: Tensor, load: Tensor) -> Tensor:
         """Apply the experts to x [M, D], sorted by expert, with load [E], as Experts does."""
         ranks, group = self.mesh.size(), self.mesh.get_group()
-        sent = load.view(ranks, -1)  # [ep, L]: by the rank that has the expert
-        arrived = all_to_all_single(sent, None, None, group)  # [ep, L]: by the rank it is from
-        there, here = torch.stack((sent.sum(1), arrived.sum(1))).tolist()  # the host must know
+        send_load = load.view(ranks, -1)  # [ep, L]: by the rank that has the expert
+        arrived = all_to_all_single(send_load, None, None, group)  # [ep, L]: by the rank it is from
+        there, here = torch.stack((send_load.sum(1), arrived.sum(1))).tolist()  # the host must know
         x = all_to_all_single_autograd(x, here, there, group)
         # Tokens arrive rank by rank, each rank's sorted by expert: merge them into one order.
-        expert = torch.arange(load.numel(), device=x.device) % sent.shape[1]
+        expert = torch.arange(load.numel(), device=x.device) % send_load.shape[1]
         order = expert.repeat_interleave(arrived.flatten(), output_size=len(x)).argsort(stable=True)
         place = order.argsort()
         weights = [_local(w) for w in (self.w1, self.w2, self.w3)]

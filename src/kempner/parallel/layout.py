@@ -63,33 +63,33 @@ def axis_sizes(cfg: DistributedConfig, world_size: int, per_node: int) -> Axes:
                 f"{cfg.tp} = {inner}; choose cp and tp that divide {ranks}"
             )
         shard = ranks // inner
-    asked = Axes(cfg.pp, replicate, shard, cfg.cp, cfg.tp)
+    requested = Axes(cfg.pp, replicate, shard, cfg.cp, cfg.tp)
     if shard == -1:
         shard = max(1, world_size // (cfg.pp * inner * replicate))
     elif replicate == -1:
         replicate = max(1, world_size // (cfg.pp * inner * shard))
-    found = asked._replace(replicate=replicate, shard=shard)
-    if (product := math.prod(found)) != world_size:
+    axes = requested._replace(replicate=replicate, shard=shard)
+    if (product := math.prod(axes)) != world_size:
         names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-        shown = [
-            (name, "rest" if size == -1 else str(size), str(made))
-            for name, size, made in zip(names, asked, found, strict=True)
-            if made > 1 or name.startswith("dp_")
+        axis_list = [
+            (name, "rest" if size == -1 else str(size), str(size_there))
+            for name, size, size_there in zip(names, requested, axes, strict=True)
+            if size_there > 1 or name.startswith("dp_")
         ]
-        given = " x ".join(f"{name} {size}" for name, size, _ in shown)
-        others = " x ".join(name for name, *_ in shown if name != "dp_shard")
+        request_text = " x ".join(f"{name} {size}" for name, size, _ in axis_list)
+        others = " x ".join(name for name, *_ in axis_list if name != "dp_shard")
         raise ConfigError(
-            f"distributed: {given}{group} does not make the world of {world_size} ranks "
-            f"({' x '.join(made for *_, made in shown)} = {product}); choose sizes whose "
-            f"product is {world_size}, or dp_shard=-1 with a {others} that divides {world_size}, "
-            f"or start {product} tasks"
+            f"distributed: {request_text}{group} does not make the world of {world_size} ranks "
+            f"({' x '.join(size_there for *_, size_there in axis_list)} = {product}); choose "
+            f"sizes whose product is {world_size}, or dp_shard=-1 with a {others} that divides "
+            f"{world_size}, or start {product} tasks"
         )
     if shard * cfg.cp % cfg.ep:
         raise ConfigError(
             f"distributed.ep = {cfg.ep}: must divide dp_shard {shard} x cp {cfg.cp} = "
             f"{shard * cfg.cp}, whose ranks share the experts"
         )
-    return found
+    return axes
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,11 @@ class Layout:
     @property
     def at(self) -> Axes:
         """Index of this rank along each axis."""
-        rank, found = self.rank, []
+        rank, indices = self.rank, []
         for size in reversed(self.sizes):
             rank, index = divmod(rank, size)
-            found.append(index)
-        return Axes(*reversed(found))
+            indices.append(index)
+        return Axes(*reversed(indices))
 
     # --- Data ---
 
@@ -267,18 +267,20 @@ def build_layout(
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    found = axis_sizes(cfg, world_size, per_node)
-    pp, replicate, shard, cp, tp = found
+    axes = axis_sizes(cfg, world_size, per_node)
+    pp, replicate, shard, cp, tp = axes
     outer = {PP: pp, REPLICATE: replicate}
 
     def mesh(axes: dict[str, int]) -> DeviceMesh:
         # fully_shard needs its axis even at size 1; the others would only add groups.
-        kept = {name: size for name, size in axes.items() if size > 1 or name == FSDP}
-        return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+        real_axes = {name: size for name, size in axes.items() if size > 1 or name == FSDP}
+        return init_device_mesh(
+            device_type, tuple(real_axes.values()), mesh_dim_names=tuple(real_axes)
+        )
 
     weights = mesh({**outer, FSDP: shard * cp, TP: tp})
     sequences = mesh({"data": pp * replicate * shard, CP: cp, TP: tp}) if cp > 1 else None
     experts = (
         mesh({**outer, FSDP: shard * cp // cfg.ep, EP: cfg.ep, TP: tp}) if cfg.ep > 1 else None
     )
-    return Layout(found, dist.get_rank(), weights, sequences, experts, *replica)
+    return Layout(axes, dist.get_rank(), weights, sequences, experts, *replica)

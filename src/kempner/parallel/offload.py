@@ -97,8 +97,8 @@ class Offload:
         if group.copied is not None:
             torch.cuda.current_stream().wait_event(group.copied)
         for ref in group.kept:
-            if (kept := ref()) is not None:
-                kept.storage = None
+            if (entry := ref()) is not None:
+                entry.storage = None
 
     def _pack(self, x: Tensor) -> Any:
         """Replace a tensor that autograd saves by its storage and its shape in it."""
@@ -108,56 +108,56 @@ class Offload:
         if storage.nbytes() < SMALLEST_OFFLOAD or storage.data_ptr() in self._stays:
             return x
         # Autograd saves views of one memory one by one: copy it once.
-        kept = self._here.get(storage.data_ptr())
-        if kept is None:
-            kept = self._here[storage.data_ptr()] = self._send(storage)
-        return kept, x.dtype, x.storage_offset(), x.shape, x.stride()
+        entry = self._here.get(storage.data_ptr())
+        if entry is None:
+            entry = self._here[storage.data_ptr()] = self._send(storage)
+        return entry, x.dtype, x.storage_offset(), x.shape, x.stride()
 
     def _send(self, storage: torch.UntypedStorage) -> Kept:
         assert self._group is not None
-        kept = Kept(storage, self._group)
-        self._group.kept.append(weakref.ref(kept))
-        kept.host = allocate_host_memory(kept.size, pin=self._stream is not None)
+        entry = Kept(storage, self._group)
+        self._group.kept.append(weakref.ref(entry))
+        entry.host = allocate_host_memory(entry.size, pin=self._stream is not None)
         if self._stream is None:
-            kept.host.copy_(flat_bytes(storage))
+            entry.host.copy_(flat_bytes(storage))
         else:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                kept.host.copy_(flat_bytes(storage), non_blocking=True)
-        return kept
+                entry.host.copy_(flat_bytes(storage), non_blocking=True)
+        return entry
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        kept, dtype, *place = packed
-        ahead: OffloadedBlock | None = kept.group
+        entry, dtype, *place = packed
+        ahead: OffloadedBlock | None = entry.group
         # The backward pass needs this group now, and those before it next.
         for _ in range(1 + self._in_flight):
             if ahead is not None:
                 self._fetch(ahead)
                 ahead = ahead.previous
-        if kept.fetched is not None:
-            torch.cuda.current_stream().wait_event(kept.fetched)
-        return torch.empty(0, dtype=dtype, device=kept.device).set_(kept.storage, *place)
+        if entry.fetched is not None:
+            torch.cuda.current_stream().wait_event(entry.fetched)
+        return torch.empty(0, dtype=dtype, device=entry.device).set_(entry.storage, *place)
 
     def _fetch(self, group: OffloadedBlock) -> None:
         """Start copying back what is not on the device."""
         for ref in group.kept:
-            if (kept := ref()) is None or kept.storage is not None:
+            if (entry := ref()) is None or entry.storage is not None:
                 continue
-            there = torch.empty(kept.size, dtype=torch.uint8, device=kept.device)
-            assert kept.host is not None
+            there = torch.empty(entry.size, dtype=torch.uint8, device=entry.device)
+            assert entry.host is not None
             if self._stream is None:
-                there.copy_(kept.host)
+                there.copy_(entry.host)
             else:
                 # The memory comes from the compute stream, which may still use it, and returns to
                 # it, even if autograd drops this tensor unread: both streams must know.
                 self._stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(self._stream):
-                    there.copy_(kept.host, non_blocking=True)
-                    kept.fetched = self._stream.record_event()
+                    there.copy_(entry.host, non_blocking=True)
+                    entry.fetched = self._stream.record_event()
                 there.record_stream(self._stream)
-            kept.storage = there.untyped_storage()
+            entry.storage = there.untyped_storage()
 
 
 def data_address(x: Tensor) -> int:

@@ -41,12 +41,12 @@ def split_blocks(cfg: ModelConfig, stages: int) -> list[range]:
     share = cfg.n_layers * (1 + output) / stages
     last = round(share - cfg.n_layers * output)
     last = min(max(1, last), cfg.n_layers - (stages - 1)) if stages > 1 else cfg.n_layers
-    found, at = [], 0
+    parts, at = [], 0
     for stage in range(stages - 1):
         count = (cfg.n_layers - last - at) // (stages - 1 - stage)
-        found.append(range(at, at + count))
+        parts.append(range(at, at + count))
         at += count
-    return [*found, range(at, cfg.n_layers)]
+    return [*parts, range(at, cfg.n_layers)]
 
 
 class Blocks(nn.ModuleList):
@@ -80,8 +80,8 @@ def keep_own_stages(
         for i in range(rank, count, layout.sizes.pp)
     ]
     everything = [name for name, p in model.named_parameters() if p.requires_grad]
-    kept = [i for stage in stages for i in stage.blocks]
-    model.blocks = Blocks(model.blocks, kept)
+    own_blocks = [i for stage in stages for i in stage.blocks]
+    model.blocks = Blocks(model.blocks, own_blocks)
     if not stages[0].first:
         model.embed = nn.Identity()  # type: ignore[assignment]
     if not stages[-1].last:
@@ -95,7 +95,7 @@ def keep_own_stages(
 def _forward(
     model: Decoder,
     stage: StageBlocks,
-    received: Tensor | None,
+    activations: Tensor | None,
     tokens: Tensor,
     targets: Tensor,
     documents: Documents | None = None,
@@ -104,10 +104,10 @@ def _forward(
     """Run Decoder.forward for one of its stages on the previous stage's output, [B, t, D]; all but
     the last stage return x for the next. `tokens`, `targets`, `documents`: as for the whole model.
     """
-    x: Tensor = model.embed(tokens) if received is None else received
-    rope, seen = model.place(tokens, documents, None, x.dtype)
+    x: Tensor = model.embed(tokens) if activations is None else activations
+    rope, visible = model.place(tokens, documents, None, x.dtype)
     blocks = [model.blocks.get_submodule(str(i)) for i in stage.blocks]
-    x, routings = apply_blocks(blocks, x, rope, seen)
+    x, routings = apply_blocks(blocks, x, rope, visible)
     change: Tensor | float = 0.0
     if routings and torch.is_grad_enabled():
         change = model.routings.add(routings, targets, stage.blocks.start)
@@ -161,25 +161,25 @@ class Pipeline:
         """Pass activations from rank to rank; each starts the next micro-batch after sending."""
         for batch in micro_batches:
             for stage in self._stages:
-                received = None
+                activations = None
                 if not stage.first:
-                    received = self._activations(batch)
+                    activations = self._activations(batch)
                     of = (stage.number - 1) % self.ranks
-                    dist.recv(received, group=self._group, group_src=of)
-                x = self._run(stage, received, batch, loss_of)
+                    dist.recv(activations, group=self._group, group_src=of)
+                x = self._run(stage, activations, batch, loss_of)
                 if not stage.last:
                     to = (stage.number + 1) % self.ranks
                     dist.send(x.contiguous(), group=self._group, group_dst=to)
 
     def _run(
-        self, stage: StageBlocks, received: Tensor | None, batch: MicroBatch, loss_of: LossOf
+        self, stage: StageBlocks, activations: Tensor | None, batch: MicroBatch, loss_of: LossOf
     ) -> Tensor:
         """Return the stage's output for the next stage; from the last one, the loss."""
         if stage.last:
-            return loss_of(partial(self._model, stage, received), batch)
+            return loss_of(partial(self._model, stage, activations), batch)
         if self._own_tokens is not None:
             batch = self._own_tokens(batch)
-        x: Tensor = self._model(stage, received, batch.inputs, batch.targets, batch.documents)
+        x: Tensor = self._model(stage, activations, batch.inputs, batch.targets, batch.documents)
         return x
 
     def _schedule(self, micro_batches: list[MicroBatch]) -> Schedule1F1B | ScheduleInterleaved1F1B:
@@ -219,11 +219,11 @@ class _Runs(nn.Module):
         super().__init__()
         self._pipeline, self._stage = pipeline, stage
 
-    def forward(self, received: Tensor | None = None, *, number: Tensor) -> Tensor:
+    def forward(self, activations: Tensor | None = None, *, number: Tensor) -> Tensor:
         """Run micro-batch `number` [1], which is on the CPU."""
         pipeline = self._pipeline
         batch = pipeline._micro_batches[int(number)]
-        return pipeline._run(self._stage, received, batch, pipeline._loss_of)
+        return pipeline._run(self._stage, activations, batch, pipeline._loss_of)
 
 
 class _TorchStage(PipelineStage):

@@ -72,10 +72,10 @@ def add_recompute(model: Decoder, cfg: RecomputeSettings) -> None:
 
 def kept_operators() -> list[Any]:
     """List the operators whose outputs `selective` keeps, as far as this torch has them."""
-    found = []
+    operators = []
     for name in (*PRODUCT_OPERATORS, *ATTENTION_OPERATORS):
         library, _, operator = name.partition(".")
         packet = getattr(getattr(torch.ops, library), operator, None)
         if packet is not None:
-            found += [getattr(packet, overload) for overload in packet.overloads()]
-    return found
+            operators += [getattr(packet, overload) for overload in packet.overloads()]
+    return operators

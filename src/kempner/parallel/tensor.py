@@ -160,11 +160,11 @@ class VocabularyLoss:
         part = VocabularyPart(first, self._over_all_ranks)
         return self._loss(x, weight.to_local(), targets, part=part)
 
-    def _over_all_ranks(self, total: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    def _over_all_ranks(self, total: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
         """Combine over the ranks in one small all-gather: the logarithm of the sum, and the
         target's logit, which is 0 on all ranks but one; [N, 1] each."""
-        ours = torch.cat((total, known), dim=1)
-        parts = [torch.empty_like(ours) for _ in range(self._size)]
-        dist.all_gather(parts, ours, group=self._group)
+        own_part = torch.cat((total, target_logit), dim=1)
+        parts = [torch.empty_like(own_part) for _ in range(self._size)]
+        dist.all_gather(parts, own_part, group=self._group)
         totals, knowns = torch.stack(parts).unsqueeze(3).unbind(2)  # [n, N, 1]
         return totals.logsumexp(0), knowns.sum(0)

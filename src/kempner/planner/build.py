@@ -37,10 +37,13 @@ def build_without_memory(cfg: RunConfig, world_size: int, per_node: int) -> str:
         raise ConfigError(f"the model cannot be built for {world_size} ranks: {what}") from error
     finally:
         dist.destroy_process_group()
-    held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+    parameters = sum(
+        (p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters()
+    )
     needs = estimate_memory(cfg, world_size, per_node)
     axes = " x ".join(f"{name} {n}" for name, n in layout.sizes._asdict().items() if n > 1)
     return (
-        f"built as rank 0 of {world_size:,}: {axes}; {held:,} of {cfg.model.count_parameters():,} "
-        f"parameters; the planner estimates {needs.peak / GIB:.1f} GiB"
+        f"built as rank 0 of {world_size:,}: {axes}; {parameters:,} of "
+        f"{cfg.model.count_parameters():,} parameters; the planner estimates "
+        f"{needs.peak / GIB:.1f} GiB"
     )

@@ -41,7 +41,7 @@ def compute_seconds(
     tokens = cfg.train.sequences * cfg.train.seq_len / world_size
     casts = 0.0 if cfg.train.fp8 == "none" else fp8_casts(cfg, axes, tokens)
     passes = cfg.train.sequences / (forward_rows(cfg, axes.data_ranks) * axes.data_ranks)
-    found = {
+    by_part = {
         "products": product_flops(cfg, axes, tokens) / peak,
         "attention": attention_flops(cfg, tokens) / peak,
         "other kernels": pointwise_bytes(cfg, axes, tokens) / (MEMORY_EFFICIENCY * rate),
@@ -52,22 +52,28 @@ def compute_seconds(
         "gaps": GAP * cfg.model.n_layers / axes.pp * passes,
     }
     shared = COMMUNICATION_SLOWDOWN if world_size > 1 else 1.0
-    return {name: seconds * shared for name, seconds in found.items()}
+    return {name: seconds * shared for name, seconds in by_part.items()}
 
 
 def product_flops(cfg: RunConfig, axes: Axes, tokens: float) -> float:
     """Operations for `tokens`, as if all ran at the peak of bf16."""
     model, frozen = cfg.model, cfg.lora.rank > 0
-    each = model.flops_per_token(cfg.train.seq_len, frozen, keys=0.0)
+    flops_per_token = model.flops_per_token(cfg.train.seq_len, frozen, keys=0.0)
     output = (4.0 if frozen else 6.0) * model.vocab_size * model.dim
-    again = (each - output) / (2 if frozen else 3) * recomputed_share(cfg, "products")
+    again = (flops_per_token - output) / (2 if frozen else 3) * recomputed_share(cfg, "products")
     pass_tokens = forward_rows(cfg, axes.data_ranks) * cfg.train.seq_len / axes.cp
     side = min(model.dim / math.sqrt(axes.tp), pass_tokens)
-    in_fp8 = 6.0 * sum(n * k * often for n, k, often in fp8_matrices(cfg, axes)) / (each - output)
-    eight = in_fp8 * (each - output + again)
+    in_fp8 = (
+        6.0
+        * sum(n * k * often for n, k, often in fp8_matrices(cfg, axes))
+        / (flops_per_token - output)
+    )
+    eight = in_fp8 * (flops_per_token - output + again)
     most, half = PRODUCT_EFFICIENCY
     fast = FP8_PEAK * rising_efficiency(most, FP8_PEAK * half, side)
-    return tokens * ((each + again - eight) / rising_efficiency(most, half, side) + eight / fast)
+    return tokens * (
+        (flops_per_token + again - eight) / rising_efficiency(most, half, side) + eight / fast
+    )
 
 
 def fp8_matrices(cfg: RunConfig, axes: Axes) -> list[tuple[int, int, int]]:
@@ -78,14 +84,14 @@ def fp8_matrices(cfg: RunConfig, axes: Axes) -> list[tuple[int, int, int]]:
         return []
     model, mixtures = cfg.model, len(cfg.model.mixtures)
     head, dense = model.resolved_head_dim, model.n_layers - mixtures
-    found = [
+    shapes = [
         (model.dim, model.n_heads * head, 2 * model.n_layers),
         (model.dim, model.kv_heads * head, 2 * model.n_layers),
         (model.dim, model.dense_width, 3 * dense),
         (model.dim, model.ffn_dim * model.shared_experts, 3 * mixtures),
     ]
     tile = FP8_TILE
-    return [each for each in found if each[0] % tile == 0 and each[1] // axes.tp % tile == 0]
+    return [shape for shape in shapes if shape[0] % tile == 0 and shape[1] // axes.tp % tile == 0]
 
 
 def fp8_casts(cfg: RunConfig, axes: Axes, tokens: float) -> float:
@@ -100,14 +106,14 @@ def attention_flops(cfg: RunConfig, tokens: float) -> float:
     counts as twice the forward pass in the usual formula, but takes 2.5 times its operations at a
     lower rate."""
     model, length = cfg.model, cfg.train.seq_len
-    each = model.flops_per_token(length) - model.flops_per_token(length, keys=0.0)
+    flops_per_token = model.flops_per_token(length) - model.flops_per_token(length, keys=0.0)
     most, half, limit = ATTENTION_EFFICIENCY
     share = min(rising_efficiency(most, half, length), limit) * math.sqrt(
         model.resolved_head_dim / 128
     )
     if cfg.data.document_mask or model.sliding_window is not None:
         share *= BY_LENGTH
-    return tokens * each * (1 + recomputed_share(cfg, "attention") / 4) / share
+    return tokens * flops_per_token * (1 + recomputed_share(cfg, "attention") / 4) / share
 
 
 def rising_efficiency(most: float, half: float, size: float) -> float:
@@ -137,11 +143,11 @@ def pointwise_bytes(cfg: RunConfig, axes: Axes, tokens: float) -> float:
     D for the residuals, queries and keys for the rotation, and three times F for SwiGLU; an expert
     has its input and output in another order."""
     model = cfg.model
-    chosen = model.experts_per_token if model.n_experts else 0
-    inner = model.ffn_dim * (chosen + model.shared_experts if chosen else 1)
+    experts = model.experts_per_token if model.n_experts else 0
+    inner = model.ffn_dim * (experts + model.shared_experts if experts else 1)
     norms = 4 if model.post_norms else 2
     rotated = (model.n_heads + model.kv_heads) * model.resolved_head_dim
-    width = (2 * norms + 6 + 4 * chosen) * model.dim + 2 * rotated + 3 * inner
+    width = (2 * norms + 6 + 4 * experts) * model.dim + 2 * rotated + 3 * inner
     moved = 2.0 * tokens * model.n_layers * width * (3 + recomputed_share(cfg, "other kernels"))
     return moved if cfg.train.compile else EAGER * moved
 
@@ -164,16 +170,16 @@ def fsdp_copy_bytes(cfg: RunConfig, axes: Axes, passes: float) -> float:
     how, n = cfg.distributed, axes.shard * axes.cp
     gather, reduce = 4 + 6 / n, 6 + 20 / n
     often = 1.0 if how.sync_once or not how.reshard_after_forward else 2.0
-    each = passes * often * gather
+    gathers = passes * often * gather
     if how.sync_once:
-        each, reduce = gather, 10 * passes + reduce  # added where they are, and reduced once
+        gathers, reduce = gather, 10 * passes + reduce  # added where they are, and reduced once
     else:
         reduce *= passes
-    return (each + (0 if cfg.lora.rank else reduce)) * whole_model(cfg, axes)
+    return (gathers + (0 if cfg.lora.rank else reduce)) * whole_model(cfg, axes)
 
 
 def update_bytes(cfg: RunConfig, axes: Axes) -> float:
     """Bytes moved by the update: weights and state are read and written, gradients read for the
     norm and the update."""
-    held = weight_bytes(cfg, axes, gpu=True)
-    return 2 * (2 * held["gradients"] + held["optimizer"])
+    weights = weight_bytes(cfg, axes, gpu=True)
+    return 2 * (2 * weights["gradients"] + weights["optimizer"])

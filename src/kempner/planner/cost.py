@@ -82,14 +82,14 @@ class Traffic:
 def network_bytes(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
     """List the traffic within a replica, and between replicas if there are several (lowcomm/)."""
     own, ranks, near = one_replica(cfg, world_size, per_node)
-    found = of_one_replica(own, ranks, near)
+    traffic = of_one_replica(own, ranks, near)
     if (replicas := world_size // ranks) > 1:
         axes = axis_sizes(cfg.distributed, ranks, near)
         numbers = trained_parameters(cfg) / math.prod(axes)  # copies share what they send
         size = of_a_round(cfg, replicas, numbers) / cfg.of(LowcommConfig).interval
         within, hidden = world_size <= per_node, cfg.of(LowcommConfig).tau > 0
-        found.append(Traffic("lowcomm: changes of the weights", size, within, hidden))
-    return found
+        traffic.append(Traffic("lowcomm: changes of the weights", size, within, hidden))
+    return traffic
 
 
 def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
@@ -102,33 +102,35 @@ def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traff
     model, ep, cuts = cfg.model, cfg.distributed.ep, axes.pp * axes.tp
     experts = len(model.mixtures) * 3 * model.n_experts * model.dim * model.ffn_dim / cuts
     others = model.count_parameters() / cuts - experts
-    n, found = axes.shard * axes.cp, []
+    n, traffic = axes.shard * axes.cp, []
     # FSDP shards an expert over the ranks that have the same experts.
-    sent = others * (n - 1) / n + experts / ep * (1 - ep / n)
+    volume = others * (n - 1) / n + experts / ep * (1 - ep / n)
     frozen, within = cfg.lora.rank > 0, n * axes.tp <= per_node
     how = cfg.distributed
     if n > 1:
-        once, kept = how.sync_once, how.sync_once or not how.reshard_after_forward
-        gathers = (1 if once else passes) * compute * sent
-        found.append(Traffic("FSDP: weights, gathered for the forward pass", gathers, within, True))
+        once, keeps_weights = how.sync_once, how.sync_once or not how.reshard_after_forward
+        gathers = (1 if once else passes) * compute * volume
+        traffic.append(
+            Traffic("FSDP: weights, gathered for the forward pass", gathers, within, True)
+        )
         if (island := how.reshard_island) is not None:
             gathers = passes * compute * others * (island - 1) / island
             within_island = island * axes.tp <= per_node
-            found.append(
+            traffic.append(
                 Traffic("FSDP: weights, gathered in an island", gathers, within_island, True)
             )
-        elif not kept:
-            found.append(Traffic("FSDP: weights, gathered again", gathers, within, True))
+        elif not keeps_weights:
+            traffic.append(Traffic("FSDP: weights, gathered again", gathers, within, True))
     reduced = 2 if how.reduce_dtype == "bf16" else FP32
     if n > 1 and not frozen:
-        size = (1 if how.sync_once else passes) * reduced * sent
-        found.append(Traffic("FSDP: gradients, scattered", size, within, True))
+        size = (1 if how.sync_once else passes) * reduced * volume
+        traffic.append(Traffic("FSDP: gradients, scattered", size, within, True))
     if (copies := axes.replicate) > 1 and not frozen:
         often = passes if how.reduce_dtype == "bf16" else 1  # see begin_micro_batch
         size = often * 2 * reduced * (others + experts) / n * (copies - 1) / copies
-        found.append(Traffic("replicas: gradients", size, world_size <= per_node, True))
-    found += offload_bytes(cfg, axes, passes, compute)
-    return found + activation_bytes(
+        traffic.append(Traffic("replicas: gradients", size, world_size <= per_node, True))
+    traffic += offload_bytes(cfg, axes, passes, compute)
+    return traffic + activation_bytes(
         cfg, axes, passes * micro * cfg.train.seq_len, compute, per_node
     )
 
@@ -145,20 +147,20 @@ def of_a_round(cfg: RunConfig, replicas: int, numbers: float) -> float:
 
 def offload_bytes(cfg: RunConfig, axes: Axes, passes: int, compute: int) -> list[Traffic]:
     """Copies to the host and back."""
-    held, found = weight_bytes(cfg, axes, gpu=False), []
+    weights, traffic = weight_bytes(cfg, axes, gpu=False), []
     if cfg.distributed.fsdp_cpu_offload:
         # Weights for the forward and the backward pass, and gradients back; the update waits.
-        size = passes * (2 * held["weights"] + held["gradients"])
-        found.append(Traffic("host: weights and gradients", size, True, True, bus=True))
+        size = passes * (2 * weights["weights"] + weights["gradients"])
+        traffic.append(Traffic("host: weights and gradients", size, True, True, bus=True))
     if cfg.distributed.fsdp_cpu_offload or cfg.optimizer.cpu_offload:
         # The update of the host reads and writes its memory not much faster than the bus.
-        found.append(
-            Traffic("host: state, in the update", 2 * held["optimizer"], True, False, bus=True)
+        traffic.append(
+            Traffic("host: state, in the update", 2 * weights["optimizer"], True, False, bus=True)
         )
     if cfg.train.offload_activations:
         size = 2 * passes * offloaded_activations(cfg, axes, passes, compute)
-        found.append(Traffic("host: activations", size, True, True, bus=True))
-    return found
+        traffic.append(Traffic("host: activations", size, True, True, bus=True))
+    return traffic
 
 
 def offloaded_activations(cfg: RunConfig, axes: Axes, passes: int, compute: int) -> float:
@@ -172,11 +174,11 @@ def host_offload_bytes(cfg: RunConfig, world_size: int, per_node: int) -> float:
     """Bytes of host memory that the ranks of a node offload to at once."""
     cfg, world_size, near = one_replica(cfg, world_size, per_node)
     axes = axis_sizes(cfg.distributed, world_size, near)
-    held, size = weight_bytes(cfg, axes, gpu=False), 0.0
+    weights, size = weight_bytes(cfg, axes, gpu=False), 0.0
     if cfg.distributed.fsdp_cpu_offload:
-        size += sum(held.values())
+        size += sum(weights.values())
     elif cfg.optimizer.cpu_offload:
-        size += held["optimizer"]
+        size += weights["optimizer"]
     if cfg.train.offload_activations:
         passes = cfg.train.sequences // (forward_rows(cfg, axes.data_ranks) * axes.data_ranks)
         size += offloaded_activations(cfg, axes, passes, compute_bytes(cfg, gpu=True))
@@ -188,7 +190,7 @@ def activation_bytes(
 ) -> list[Traffic]:
     """Activations between the ranks of a sequence, a product or a pipeline, for `tokens` of a step:
     those of one data rank."""
-    model, found = cfg.model, []
+    model, traffic = cfg.model, []
     stream = tokens / axes.cp * compute * model.dim
     layers = model.n_layers / axes.pp
     again = cfg.train.recompute != "none" and not cfg.train.recompute_modules
@@ -196,20 +198,20 @@ def activation_bytes(
     if (n := axes.tp) > 1:
         # Gathered before attention and SwiGLU, scattered after them.
         size = 4 * often * layers * stream * (n - 1) / n
-        found.append(Traffic("tensor parallel: activations", size, n <= per_node, False))
+        traffic.append(Traffic("tensor parallel: activations", size, n <= per_node, False))
     if (n := axes.cp) > 1:
         keys = 2 * model.kv_heads * model.resolved_head_dim * tokens / axes.cp * compute / axes.tp
         size = (often + 1) * layers * keys * (n - 1)  # backward sends keys and their gradients
-        found.append(Traffic("context parallel: keys", size, n * axes.tp <= per_node, True))
+        traffic.append(Traffic("context parallel: keys", size, n * axes.tp <= per_node, True))
     if (n := cfg.distributed.ep) > 1:
         # To the experts and back, in the forward and in the backward pass.
         mixtures = len(model.mixtures) / axes.pp
         size = 2 * often * mixtures * stream * model.experts_per_token * (n - 1) / n
-        found.append(Traffic("expert parallel: tokens", size, n * axes.tp <= per_node, False))
+        traffic.append(Traffic("expert parallel: tokens", size, n * axes.tp <= per_node, False))
     if axes.pp > 1:
         size = 2 * cfg.distributed.pp_stages_per_rank * stream / axes.tp
-        found.append(Traffic("pipeline: activations", size, False, True))
-    return found
+        traffic.append(Traffic("pipeline: activations", size, False, True))
+    return traffic
 
 
 class Time(NamedTuple):
@@ -233,19 +235,19 @@ class Time(NamedTuple):
 
 
 def step_seconds(cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec) -> Time:
-    spent = {True: 0.0, False: 0.0}
-    sent = network_bytes(cfg, world_size, per_node)
+    seconds = {True: 0.0, False: 0.0}
+    traffic = network_bytes(cfg, world_size, per_node)
     cfg, world_size, per_node = one_replica(cfg, world_size, per_node)
-    for each in sent:
-        near = gpu.bus if each.bus else gpu.link
-        spent[each.hidden] += each.size / (near if each.within else gpu.network)
+    for link in traffic:
+        near = gpu.bus if link.bus else gpu.link
+        seconds[link.hidden] += link.size / (near if link.within else gpu.network)
     axes = axis_sizes(cfg.distributed, world_size, per_node)
     parts = compute_seconds(cfg, axes, world_size, gpu.flops, gpu.memory)
     if axes.pp > 1:  # ranks that wait for the first activations, and the last gradients
         passes = cfg.train.sequences / (forward_rows(cfg, axes.data_ranks) * axes.data_ranks)
         waiting = (axes.pp - 1) / (passes * cfg.distributed.pp_stages_per_rank)
         parts["waiting"] = waiting * sum(parts.values())
-    return Time(parts, spent[True], spent[False])
+    return Time(parts, seconds[True], seconds[False])
 
 
 def model_flops_utilisation(cfg: RunConfig, world_size: int, step: float, gpu: GpuSpec) -> float:

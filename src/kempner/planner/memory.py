@@ -35,7 +35,7 @@ def estimate_memory(cfg: RunConfig, world_size: int, per_node: int, gpu: bool = 
     """Estimate the memory of the rank that needs most. `gpu`: on a GPU, where auto means bf16.
     Raises ConfigError if axes or batch do not fit the world."""
     cfg, world_size, per_node = one_replica(cfg, world_size, per_node)
-    return max(memory_peaks(cfg, world_size, per_node, gpu), key=lambda each: each.peak)
+    return max(memory_peaks(cfg, world_size, per_node, gpu), key=lambda moment: moment.peak)
 
 
 def one_replica(cfg: RunConfig, world_size: int, per_node: int) -> tuple[RunConfig, int, int]:
@@ -64,12 +64,12 @@ def memory_peaks(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> l
     micro = forward_rows(cfg, axes.data_ranks)
     tokens = micro * cfg.train.seq_len // axes.cp
     often = cfg.train.sequences > micro * axes.data_ranks  # gradients of earlier forward passes
-    held = weight_bytes(cfg, axes, gpu)
+    weights = weight_bytes(cfg, axes, gpu)
     compute = compute_bytes(cfg, gpu)
     gathered = Gathered.of(cfg, axes, compute)
-    kept, working = block_activation_bytes(cfg, axes, tokens, compute, gpu)
+    saved, working = block_activation_bytes(cfg, axes, tokens, compute, gpu)
     loss = loss_memory(cfg, axes, tokens, compute)
-    gradients = held.pop("gradients")
+    gradients = weights.pop("gradients")
     so_far = gradients if often else 0.0
     if often and cfg.train.weights == "bf16":  # summed in fp32
         so_far *= FP32 / 2
@@ -79,20 +79,20 @@ def memory_peaks(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> l
     ends = 2 * stream  # the input of the last norm, and its output
     return [
         Memory("loss", {
-            **held, "gradients": so_far, "gathered weights": gathered.root + gathered.stays,
-            "activations": kept + ends, "loss": loss,
+            **weights, "gradients": so_far, "gathered weights": gathered.root + gathered.stays,
+            "activations": saved + ends, "loss": loss,
         }),
         Memory("backward pass of the last block", {
-            **held, "gradients": so_far or gathered.head_gradient,
+            **weights, "gradients": so_far or gathered.head_gradient,
             "gathered weights": gathered.tied + max(gathered.blocks, gathered.stays),
-            "activations": kept + 2 * stream, "backward pass": working + gathered.reduced,
+            "activations": saved + 2 * stream, "backward pass": working + gathered.reduced,
         }),
         Memory("end of the backward pass", {
-            **held, "gradients": gradients + gathered.root_gradients,
+            **weights, "gradients": gradients + gathered.root_gradients,
             "gathered weights": gathered.tied, "backward pass": stream,
         }),
-        Memory("update", {**held, "gradients": gradients}),
-        Memory("outer step", {**held, "changes on their way": changes_on_their_way(cfg, axes)}),
+        Memory("update", {**weights, "gradients": gradients}),
+        Memory("outer step", {**weights, "changes on their way": changes_on_their_way(cfg, axes)}),
     ]  # fmt: skip
 
 
@@ -137,8 +137,8 @@ def optimizer_state(cfg: RunConfig) -> float:
 
 def state_bytes(cfg: RunConfig, rule: str) -> int:
     """Bytes of state for each element that this rule trains."""
-    kept, average = STATE[rule], 2 if cfg.optimizer.moments == "bf16" else FP32
-    return average * len(kept.averages) + FP32 * len(kept.copies)
+    state, average = STATE[rule], 2 if cfg.optimizer.moments == "bf16" else FP32
+    return average * len(state.averages) + FP32 * len(state.copies)
 
 
 def outer_state(cfg: RunConfig) -> float:
@@ -258,15 +258,15 @@ def block_activation_bytes(
     model, width = cfg.model, cfg.model.resolved_head_dim
     heads = 2 * (model.n_heads + model.kv_heads) * width
     share = len(model.mixtures) / model.n_layers  # the mean of blocks with and without experts
-    chosen = share * model.experts_per_token
-    inner = model.ffn_dim * (chosen + share * model.shared_experts)
+    experts = share * model.experts_per_token
+    inner = model.ffn_dim * (experts + share * model.shared_experts)
     inner += (1 - share) * model.dense_width
-    moved = 2 * chosen * model.dim
+    moved = 2 * experts * model.dim
     norms = 4 if model.post_norms else 2
     eager = (2 + norms * (1 if gpu else 2)) * model.dim + heads + 4 * inner + moved
     block = norms * model.dim + heads + 2 * inner + moved if cfg.train.compile else eager
     whole = (2 * model.dim + moved) * (1 - 1 / axes.tp)
-    each = tokens * compute * (block / axes.tp + whole)
+    per_block = tokens * compute * (block / axes.tp + whole)
     most = 2 * inner + moved
     if share:
         width = model.ffn_dim * (model.experts_per_token + model.shared_experts)
@@ -286,19 +286,19 @@ def block_activation_bytes(
         dropped *= tokens * compute
     elif train.recompute != "none":
         products = 2 * model.dim + heads + 2 * inner if train.recompute == "selective" else 0
-        dropped = each - tokens * compute * (model.dim + products) / axes.tp
-    kept = each * blocks - dropped * again
-    return on_device(cfg, kept, blocks, gpu), working + dropped
+        dropped = per_block - tokens * compute * (model.dim + products) / axes.tp
+    saved = per_block * blocks - dropped * again
+    return on_device(cfg, saved, blocks, gpu), working + dropped
 
 
-def on_device(cfg: RunConfig, kept: float, blocks: float, gpu: bool) -> float:
+def on_device(cfg: RunConfig, saved: float, blocks: float, gpu: bool) -> float:
     """Return the part of the activations kept by `blocks` that stays on the device while the others
     wait on the host: the block at work, and those whose copies are under way. On a CPU both are
     counted."""
     if not cfg.train.offload_activations:
-        return kept
-    here = kept * min(1.0, (1 + cfg.train.offload_activations) / blocks)
-    return here if gpu else kept + here
+        return saved
+    here = saved * min(1.0, (1 + cfg.train.offload_activations) / blocks)
+    return here if gpu else saved + here
 
 
 def loss_memory(cfg: RunConfig, axes: Axes, tokens: int, compute: int) -> float:

@@ -18,8 +18,8 @@ def explain_memory(cfg: RunConfig, world: World, check: Check) -> str:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = Path(cfg.run.dir, "profile", f"out-of-memory-rank-{world.rank}.pickle")
-    written = f"{path} has what filled it; " if memory_snapshot(device, path) else ""
-    return written + memory_advice(cfg, world.size * world.replicas, world.per_node, check)
+    snapshot_note = f"{path} has what filled it; " if memory_snapshot(device, path) else ""
+    return snapshot_note + memory_advice(cfg, world.size * world.replicas, world.per_node, check)
 
 
 def memory_advice(cfg: RunConfig, world_size: int, per_node: int, check: Check) -> str:
@@ -28,9 +28,11 @@ def memory_advice(cfg: RunConfig, world_size: int, per_node: int, check: Check) 
     needs = estimate_memory(cfg, world_size, per_node)
     gpu = GPUS["H100"]._replace(gib=0.9 * needs.peak / GIB + RESERVE_GIB)
     parts = sorted(needs.parts.items(), key=lambda part: -part[1])[:3]
-    told = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
-    found = best_candidates(cfg, world_size, per_node, gpu, check, 1)
+    breakdown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
+    candidates = best_candidates(cfg, world_size, per_node, gpu, check, 1)
     fix = (
-        f"try {found[0].words} ({found[0].memory.peak / GIB:.1f} GiB)" if found else "use more GPUs"
+        f"try {candidates[0].words} ({candidates[0].memory.peak / GIB:.1f} GiB)"
+        if candidates
+        else "use more GPUs"
     )
-    return f"the planner estimates {needs.peak / GIB:.1f} GiB a GPU ({told}); {fix}"
+    return f"the planner estimates {needs.peak / GIB:.1f} GiB a GPU ({breakdown}); {fix}"

@@ -41,7 +41,7 @@ def place_processes(
     ConfigError."""
     own, tp = not inference.urls, inference.tp
     both = deployment.num_infer_nodes == 0
-    asked = deployment.num_train_nodes + deployment.num_infer_nodes
+    total = deployment.num_train_nodes + deployment.num_infer_nodes
     if not own and not both:
         raise ConfigError([
             f"rl.deployment.num_infer_nodes = {deployment.num_infer_nodes}: with "
@@ -52,18 +52,18 @@ def place_processes(
             f"rl.deployment.num_train_nodes = {deployment.num_train_nodes} with num_infer_nodes = "
             "0: no node is left for engines; set num_infer_nodes"
         ])  # fmt: skip
-    if nodes != asked:
+    if nodes != total:
         raise ConfigError([
-            f"the job has {nodes} node(s), and [rl.deployment] asks for {asked} (num_train_nodes = "
+            f"the job has {nodes} node(s), and [rl.deployment] asks for {total} (num_train_nodes = "
             f"{deployment.num_train_nodes}, num_infer_nodes = {deployment.num_infer_nodes}): "
-            f"submit with sbatch --nodes={asked}, or change [rl.deployment]"
+            f"submit with sbatch --nodes={total}, or change [rl.deployment]"
         ])  # fmt: skip
     per_node = deployment.gpus_per_node or tasks
     if gpus and per_node > gpus:
         raise ConfigError([
             f"rl.deployment.gpus_per_node = {per_node}: a node of the job has {gpus} GPU(s)"
         ])  # fmt: skip
-    if asked > 1:
+    if total > 1:
         _check_tp(per_node if own else tp, tp, "tasks of a node")
         on_node = per_node // tp if own else 0
         return Placement(
@@ -76,14 +76,14 @@ def place_processes(
         )
     infer = deployment.num_infer_gpus if own else 0
     _check_tp(infer if own else tp, tp, "rl.deployment.num_infer_gpus")
-    needed = deployment.num_train_gpus + infer
-    if gpus and needed > per_node:
+    gpu_sum = deployment.num_train_gpus + infer
+    if gpus and gpu_sum > per_node:
         raise ConfigError([
             f"rl.deployment: num_infer_gpus = {infer} + num_train_gpus = "
             f"{deployment.num_train_gpus} are more than the {per_node} GPU(s) of the node; use "
             "fewer of each, or several nodes (num_infer_nodes)"
         ])  # fmt: skip
-    return Placement(1, deployment.num_train_gpus, infer // tp, infer // tp, 0, needed)
+    return Placement(1, deployment.num_train_gpus, infer // tp, infer // tp, 0, gpu_sum)
 
 
 def engine_words(
@@ -125,7 +125,7 @@ def describe_placement(
     placement: Placement, inference: InferenceConfig, gpus: int, names: Sequence[str]
 ) -> list[str]:
     """Describe each kind of process in a line; `names`: of all nodes."""
-    first, each = placement.first_node, placement.on_node
+    first, per_node = placement.first_node, placement.on_node
     lines = [
         f"trainer: {placement.train_tasks} task(s) on {', '.join(names[: placement.train_nodes])}"
         + (" each" if placement.train_nodes > 1 else ""),
@@ -133,10 +133,10 @@ def describe_placement(
     ]
     kind = f"{inference.engine}, {inference.resolved_slots} slots"
     kind += f", {inference.tp} GPU(s) each" if gpus else ""
-    for number in range(0, placement.engines, max(each, 1)):
-        node = names[first + number // each]
-        last = number + each - 1
-        which = f"engine {number}" if each == 1 else f"engines {number} to {last}"
+    for number in range(0, placement.engines, max(per_node, 1)):
+        node = names[first + number // per_node]
+        last = number + per_node - 1
+        which = f"engine {number}" if per_node == 1 else f"engines {number} to {last}"
         lines.append(f"{which} ({kind}): on {node}")
     if inference.urls:
         lines.append(f"no engines of its own: {', '.join(inference.urls)}")

@@ -64,32 +64,40 @@ def best_candidates(
 ) -> list[Candidate]:
     """Return the fastest combinations by the estimate that fit; among equals, those with fewer
     changes. `host`: bytes of a node that may be offloaded to."""
-    found, known = [], problems_of(cfg)
+    candidates, problems = [], problems_of(cfg)
     _, ranks, near = one_replica(cfg, world_size, per_node)
     for levers in lever_candidates(cfg, ranks):
-        changed = lever_changes(cfg, levers, ranks, near)
-        other = changed_by(cfg, changed)
-        if problems_of(other) - known or check(other, world_size, per_node):
+        overrides = lever_changes(cfg, levers, ranks, near)
+        other = changed_by(cfg, overrides)
+        if problems_of(other) - problems or check(other, world_size, per_node):
             continue
-        used = estimate_memory(other, world_size, per_node)
-        if used.peak <= gpu.usable and host_offload_bytes(other, world_size, per_node) <= host:
-            spent = step_seconds(other, world_size, per_node, gpu)
-            found.append(Candidate(changed, used, spent))
-    found.sort(key=lambda each: (round(each.time.step, 3), len(each.overrides), each.memory.peak))
+        memory = estimate_memory(other, world_size, per_node)
+        if memory.peak <= gpu.usable and host_offload_bytes(other, world_size, per_node) <= host:
+            time = step_seconds(other, world_size, per_node, gpu)
+            candidates.append(Candidate(overrides, memory, time))
+    candidates.sort(
+        key=lambda candidate: (
+            round(candidate.time.step, 3),
+            len(candidate.overrides),
+            candidate.memory.peak,
+        )
+    )
     different: dict[tuple[float, int], Candidate] = {}  # the same numbers are no choice
-    for each in found:
-        different.setdefault((round(each.time.step, 2), round(each.memory.peak / GIB)), each)
+    for candidate in candidates:
+        different.setdefault(
+            (round(candidate.time.step, 2), round(candidate.memory.peak / GIB)), candidate
+        )
     return list(different.values())[:count]
 
 
 def why_none(cfg: RunConfig, world_size: int, per_node: int, check: Check) -> str:
     """Return what to do if best_candidates() finds nothing: memory is the reason if any combination
     passes the checks."""
-    known = problems_of(cfg)
+    problems = problems_of(cfg)
     _, ranks, near = one_replica(cfg, world_size, per_node)
     for levers in lever_candidates(cfg, ranks):
         other = changed_by(cfg, lever_changes(cfg, levers, ranks, near))
-        if not (problems_of(other) - known or check(other, world_size, per_node)):
+        if not (problems_of(other) - problems or check(other, world_size, per_node)):
             return "use more GPUs, or a smaller model"
     smallest = check(changed_by(cfg, {"train.micro_batch": 1}), world_size, per_node)
     return "; ".join(smallest or check(cfg, world_size, per_node)) or "no combination is allowed"
@@ -100,13 +108,13 @@ def lever_changes(
 ) -> dict[str, Any]:
     """Return the levers that differ from the configuration; axes of equal sizes are equal, however
     they are written."""
-    changed = {key: value for key, value in levers.items() if value != value_of(cfg, key)}
-    axes = changed.keys() & {f"distributed.{name}" for name in MESH}
+    changes = {key: value for key, value in levers.items() if value != value_of(cfg, key)}
+    axes = changes.keys() & {f"distributed.{name}" for name in MESH}
     with contextlib.suppress(ConfigError):
         there = axis_sizes(cfg.distributed, world_size, per_node)
         if axis_sizes(changed_by(cfg, levers).distributed, world_size, per_node) == there:
-            changed = {key: value for key, value in changed.items() if key not in axes}
-    return changed
+            changes = {key: value for key, value in changes.items() if key not in axes}
+    return changes
 
 
 def lever_candidates(cfg: RunConfig, world_size: int) -> Iterator[dict[str, Any]]:
@@ -130,7 +138,7 @@ def lever_candidates(cfg: RunConfig, world_size: int) -> Iterator[dict[str, Any]
 
 
 def problems_of(cfg: RunConfig) -> set[str]:
-    sections = (getattr(cfg, each.name) for each in fields(cfg))
+    sections = (getattr(cfg, section.name) for section in fields(cfg))
     own = [text for one in sections if hasattr(one, "problems") for text in one.problems()]
     return {*own, *combinations.combination_problems(cfg)}
 
@@ -145,5 +153,5 @@ def changed_by(cfg: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     for key, value in values.items():
         section, _, name = key.partition(".")
         by_section.setdefault(section, {})[name] = value
-    made = {name: replace(getattr(cfg, name), **given) for name, given in by_section.items()}
-    return replace(cfg, **made)
+    sections = {name: replace(getattr(cfg, name), **values) for name, values in by_section.items()}
+    return replace(cfg, **sections)

@@ -24,18 +24,18 @@ def score_alternatives(
 ) -> Looked:
     """Compute the model's log-probabilities at this temperature, without filters. `vocab_size`: of
     the tokenizer; other tokens have their share, but are not listed as alternatives."""
-    found = Looked([], [])
+    scores = Looked([], [])
     if len(ids) < 2:
-        return found
+        return scores
     tokens = torch.tensor([ids], device=model.embed.weight.device)
     logits = model(tokens[:, :-1])[0]  # [T - 1, V]
     for start in range(0, len(ids) - 1, LOGPROB_CHUNK):
         logprobs = (logits[start : start + LOGPROB_CHUNK].float() / temperature).log_softmax(-1)
         target = tokens[0, 1:][start : start + LOGPROB_CHUNK]
-        found.values.extend(logprobs.gather(1, target.unsqueeze(1)).squeeze(1).tolist())
+        scores.values.extend(logprobs.gather(1, target.unsqueeze(1)).squeeze(1).tolist())
         values, names = logprobs[:, :vocab_size].topk(min(top, vocab_size))
-        found.tops.extend(
-            dict(zip(each, value, strict=True))
-            for each, value in zip(names.tolist(), values.tolist(), strict=True)
+        scores.tops.extend(
+            dict(zip(top_tokens, value, strict=True))
+            for top_tokens, value in zip(names.tolist(), values.tolist(), strict=True)
         )
-    return found
+    return scores

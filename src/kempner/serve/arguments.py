@@ -75,13 +75,13 @@ def parse_serve_arguments(argv: Sequence[str], doc: str | None = None) -> argpar
 def problem_of(words: Sequence[str], least: int, most: int) -> str:
     """Return what is wrong with more words for an engine of a run, whose texts grow up to `least`
     tokens, and whose model sees `most`; empty if nothing."""
-    given = ["--weights=.", f"--window={least}"]
+    arguments = ["--weights=.", f"--window={least}"]
     try:
         if {"-h", "--help"} & {*words}:
             return "--help: cannot be given to an engine of a run; leave it out"
         plain, options = (
-            vars(parse_serve_arguments(given)),
-            vars(parse_serve_arguments([*given, *words])),
+            vars(parse_serve_arguments(arguments)),
+            vars(parse_serve_arguments([*arguments, *words])),
         )
     except ConfigError as error:
         return "; ".join(error.problems)
@@ -99,8 +99,8 @@ def problem_of(words: Sequence[str], least: int, most: int) -> str:
     return ""
 
 
-def check_window(asked: int | None, most: int) -> int:
+def check_window(window: int | None, most: int) -> int:
     """Return the most tokens of a text; the model sees `most`. Raises ConfigError."""
-    if asked is not None and asked > most:
-        raise ConfigError(f"--window {asked}: the model sees {most} tokens at most")
-    return asked or most
+    if window is not None and window > most:
+        raise ConfigError(f"--window {window}: the model sees {most} tokens at most")
+    return window or most

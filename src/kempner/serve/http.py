@@ -98,7 +98,7 @@ class Server(ThreadingHTTPServer):
         }
         if len(strangers) > MOST_STRANGERS:
             with contextlib.suppress(OSError):
-                min(strangers, key=lambda each: strangers[each]).connection.shutdown(
+                min(strangers, key=lambda handler: strangers[handler]).connection.shutdown(
                     socket.SHUT_RDWR
                 )
 
@@ -174,20 +174,20 @@ class Handler(BaseHTTPRequestHandler):
             except (ClientGone, OSError):
                 self.close_connection = True
 
-    def _no_route(self, path: str, known: bool) -> None:
+    def _no_route(self, path: str, is_route: bool) -> None:
         """Answer an unknown path. `known`: some routes have the method."""
-        allowed = "GET, HEAD" if path in GET or path.startswith(MODEL) else "POST"
-        if known or (path not in GET | POST and not path.startswith(MODEL)):
+        methods = "GET, HEAD" if path in GET or path.startswith(MODEL) else "POST"
+        if is_route or (path not in GET | POST and not path.startswith(MODEL)):
             message = f"{self.command} {path[:80]}: the routes are {', '.join(GET | POST)}"
             self._say(404, error_body(404, message))
         else:
-            message = f"{self.command} {path[:80]}: this route takes {allowed}"
-            self._say(405, error_body(405, message), {"Allow": allowed})
+            message = f"{self.command} {path[:80]}: this route takes {methods}"
+            self._say(405, error_body(405, message), {"Allow": methods})
 
     def _allowed(self) -> None:
-        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
-        allowed = hmac.compare_digest(given.strip().encode(), self.server.token.encode())
-        if self.server.token and not (allowed and scheme.lower() == "bearer"):
+        scheme, _, token = self.headers.get("Authorization", "").partition(" ")
+        is_right = hmac.compare_digest(token.strip().encode(), self.server.token.encode())
+        if self.server.token and not (is_right and scheme.lower() == "bearer"):
             self.close_connection = True  # what it has sent is not read
             self._say(
                 401, error_body(401, "give the token of this engine: Authorization: Bearer TOKEN")
@@ -203,12 +203,12 @@ class Handler(BaseHTTPRequestHandler):
     def _is_direct(self) -> bool:
         """Return whether the request is not from a foreign web page in a browser of this machine:
         that has a foreign Origin or, if its name resolves to here, a foreign Host."""
-        given = [
+        headers = [
             f"//{self.headers.get('Host', 'localhost')}",
             self.headers.get("Origin", "//localhost"),
         ]
         with contextlib.suppress(ValueError):
-            return all(urlsplit(url).hostname in self.server.names for url in given)
+            return all(urlsplit(url).hostname in self.server.names for url in headers)
         return False
 
     def _body(self) -> bytes:
@@ -362,34 +362,34 @@ class Handler(BaseHTTPRequestHandler):
         def encode(function: Callable[[Any], list[int]], argument: Any) -> list[int]:
             return worker.call(lambda: function(argument))  # a tokenizer is not for two threads
 
-        asked = read_request(body, chat, model, worker.window, worker.words, encode)
-        job = CompletionJob(asked.stream)
-        worker.take(asked, job)
+        request = read_request(body, chat, model, worker.window, worker.words, encode)
+        job = CompletionJob(request.stream)
+        worker.take(request, job)
         try:
-            (self._stream if asked.stream else self._whole)(
-                asked, job, CompletionResponse(asked, model, worker.pieces)
+            (self._stream if request.stream else self._whole)(
+                request, job, CompletionResponse(request, model, worker.pieces)
             )
         except (ClientGone, OSError):
             with contextlib.suppress(Unavailable):
                 worker.drop(job)
             raise
 
-    def _whole(self, asked: Asked, job: CompletionJob, answer: CompletionResponse) -> None:
-        ended = {news.text: news for news in self._news(job)}
+    def _whole(self, request: Asked, job: CompletionJob, answer: CompletionResponse) -> None:
+        last_news = {news.text: news for news in self._news(job)}
         choices = []
         for text in job.texts:
-            news, looked, before = ended[text], None, ""
-            if asked.top or (asked.echo and asked.logprobs):
-                looked = self.server.worker.look(text, asked.top)
-            if asked.echo:
+            news, looked, before = last_news[text], None, ""
+            if request.top or (request.echo and request.logprobs):
+                looked = self.server.worker.look(text, request.top)
+            if request.echo:
                 before = self.server.worker.decode(text.prompt)
             choices.append(
                 answer.choice(text, before + news.grown, 0, news.length, news.finish, looked)
             )
-        said = answer.whole | {"choices": choices, "usage": answer.usage(job.texts)}
-        self._say(200, said | self._run())
+        body = answer.whole | {"choices": choices, "usage": answer.usage(job.texts)}
+        self._say(200, body | self._run())
 
-    def _stream(self, asked: Asked, job: CompletionJob, answer: CompletionResponse) -> None:
+    def _stream(self, request: Asked, job: CompletionJob, answer: CompletionResponse) -> None:
         """Send server-sent events, one for each token; closing the connection ends them."""
         self.close_connection = True
         self.send_response(200)
@@ -402,7 +402,7 @@ class Handler(BaseHTTPRequestHandler):
                 first = max(0, news.length - 1)
                 choice = answer.choice(news.text, news.grown, first, news.length, news.finish)
                 self._event(json.dumps(answer.part | {"choices": [choice]}))
-            if asked.usage:
+            if request.usage:
                 usage = {"choices": [], "usage": answer.usage(job.texts)}
                 self._event(json.dumps(answer.part | usage))
             self._event("[DONE]")
@@ -414,8 +414,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _news(self, job: CompletionJob) -> Iterator[News]:
         """Yield the news until all texts have ended. Raises ClientGone, Unavailable."""
-        left, looked = len(job.texts), time.monotonic()
-        while left:
+        unfinished, looked = len(job.texts), time.monotonic()
+        while unfinished:
             if (
                 time.monotonic() > looked + CLIENT_POLL_S
             ):  # also while there is always news of some text
@@ -427,7 +427,7 @@ class Handler(BaseHTTPRequestHandler):
                 continue
             if isinstance(news, Unavailable):
                 raise news
-            left -= bool(news.finish)
+            unfinished -= bool(news.finish)
             yield news
 
     def _look(self) -> None:

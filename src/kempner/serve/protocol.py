@@ -120,10 +120,10 @@ class Fields:
     def end(self) -> None:
         for name in FIELD_LABELS:
             self.take(name)
-        for name, allowed in NEUTRAL.items():
+        for name, neutral in NEUTRAL.items():
             value = self.take(name)
-            if value is not None and not any(value == each for each in allowed):
-                values = " or ".join(json.dumps(each) for each in allowed)
+            if value is not None and not any(value == neutral_value for neutral_value in neutral):
+                values = " or ".join(json.dumps(neutral_value) for neutral_value in neutral)
                 raise BadRequest(
                     f"{name} = {shorten_value(value)}: is not supported here but for {values}"
                 )
@@ -143,9 +143,9 @@ def read_request(
     """Parse a request to /v1/completions, or with `chat` to /v1/chat/completions. `encode(function,
     argument)` calls the function where the tokenizer may be used. Raises BadRequest."""
     fields = Fields(body)
-    asked = fields.take("model", model)
-    if asked != model:
-        raise BadRequest(f"model = {shorten_value(asked)}: the model here is {model}")
+    model_name = fields.take("model", model)
+    if model_name != model:
+        raise BadRequest(f"model = {shorten_value(model_name)}: the model here is {model}")
     try:
         if chat:
             prompts = [encode(words.chat, parse_messages(fields.take("messages")))]
@@ -165,7 +165,7 @@ def read_request(
             f"{longest} tokens of the prompt and max_tokens = {most} are more than {window}, the "
             "most that the model sees"
         )
-    found = Asked(
+    request = Asked(
         prompts,
         read_sampling(fields, most),
         fields.number("n", 1, 1, MOST_SAMPLES),
@@ -177,12 +177,12 @@ def read_request(
         fields.switch("return_tokens_as_token_ids"),
     )
     fields.end()
-    if stream and (found.echo or found.top):
+    if stream and (request.echo or request.top):
         raise BadRequest(
             "stream: with echo, or with alternatives to each token, the answer is made when the "
             "text has ended; leave stream out"
         )
-    return found
+    return request
 
 
 def read_stream_options(fields: Fields, stream: bool) -> bool:
@@ -237,9 +237,9 @@ def read_sampling(fields: Fields, most: int) -> Sampling:
     return sampling
 
 
-def parse_prompts(given: Any, words: Words, encode: Callable[..., Any]) -> list[list[int]]:
+def parse_prompts(prompt: Any, words: Words, encode: Callable[..., Any]) -> list[list[int]]:
     """Read the prompts: a text, token ids, or a list of either."""
-    many = given if isinstance(given, list) and given and not is_ids(given) else [given]
+    many = prompt if isinstance(prompt, list) and prompt and not is_ids(prompt) else [prompt]
     prompts = []
     for one in many:
         if isinstance(one, str):
@@ -349,9 +349,9 @@ class CompletionResponse:
             else:
                 tops = tops[len(text.prompt) - 1 :]
         new = text.new[first:count]
-        found: Json = {"index": text.number, "token_ids": new, "finish_reason": finish or None}
+        choice: Json = {"index": text.number, "token_ids": new, "finish_reason": finish or None}
         if finish:
-            found |= {"prompt_token_ids": text.prompt, "weight_versions": text.versions}
+            choice |= {"prompt_token_ids": text.prompt, "weight_versions": text.versions}
         logprobs: Json | None = None
         if self.asked.logprobs:
             logprobs = (
@@ -360,11 +360,11 @@ class CompletionResponse:
                 else self._columns(text, grown, ids, values, tops)
             )
         if not self.asked.chat:
-            return found | {"text": grown, "logprobs": logprobs}
+            return choice | {"text": grown, "logprobs": logprobs}
         key = "delta" if self.asked.stream else "message"
         role = {} if self.asked.stream and first else {"role": "assistant"}
-        found[key] = role | {"content": grown}
-        return found | {"logprobs": logprobs}
+        choice[key] = role | {"content": grown}
+        return choice | {"logprobs": logprobs}
 
     @staticmethod
     def _tops(text: Text, looked: Looked) -> list[dict[int, float] | None]:
@@ -417,20 +417,22 @@ class CompletionResponse:
         if (offsets := self._offsets.get(text)) is None:
             # The first word of a whole text may be without the space that its token has.
             first = next((piece.data for piece in pieces if not piece.special), b"")
-            lost = self.asked.echo and first.startswith(b" ") and not grown.startswith(" ")
-            offsets = self._offsets[text] = Offsets(-int(lost))
+            space_lost = self.asked.echo and first.startswith(b" ") and not grown.startswith(" ")
+            offsets = self._offsets[text] = Offsets(-int(space_lost))
         begins = [offsets.add(piece) for piece in pieces]
         if not self.asked.stream:  # tokens after a stop string begin at its end
             begins = [min(begin, len(grown)) for begin in begins]
-        named = [self._names([*(top or {}), token]) for token, top in zip(ids, tops, strict=True)]
-        shown: list[dict[str, float] | None] = [
+        token_names = [
+            self._names([*(top or {}), token]) for token, top in zip(ids, tops, strict=True)
+        ]
+        top_logprobs: list[dict[str, float] | None] = [
             None if top is None else {names[token]: value for token, value in top.items()}
-            for names, top in zip(named, tops, strict=True)
+            for names, top in zip(token_names, tops, strict=True)
         ]
         return {
-            "tokens": [names[token] for names, token in zip(named, ids, strict=True)],
+            "tokens": [names[token] for names, token in zip(token_names, ids, strict=True)],
             "token_logprobs": values,
-            "top_logprobs": shown if self.asked.top else None,
+            "top_logprobs": top_logprobs if self.asked.top else None,
             "text_offset": begins,
         }
 
@@ -451,8 +453,12 @@ class CompletionResponse:
         return names
 
     def usage(self, texts: list[Text]) -> Json:
-        read, new = sum(map(len, self.asked.prompts)), sum(len(text.new) for text in texts)
-        return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
+        prompt_tokens, new = sum(map(len, self.asked.prompts)), sum(len(text.new) for text in texts)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": new,
+            "total_tokens": prompt_tokens + new,
+        }
 
 
 def error_body(code: int, message: str) -> Json:

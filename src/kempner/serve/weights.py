@@ -61,11 +61,11 @@ def check_served_weights(model: Decoder, source: WeightsSource) -> None:
     """Raise ConfigError or Damaged if these are not weights of this model."""
     if any(is_adapter(name) for name, _ in model.named_parameters()):
         raise ConfigError("the model has adapters; serve one that they are merged into")
-    found, own = ModelConfig(**source.model()).shape, model.cfg.shape
+    shape, own = ModelConfig(**source.model()).shape, model.cfg.shape
     for key, value in own.items():
-        if found[key] != value:
+        if shape[key] != value:
             raise ConfigError(
-                f"{source.path}: model.{key} is {format_value(found[key])}, here it is "
+                f"{source.path}: model.{key} is {format_value(shape[key])}, here it is "
                 f"{format_value(value)}"
             )
     check_source(source, model.cfg)
@@ -88,19 +88,19 @@ def first_version(
     """Load the newest version, once there is one; returns the model and its version, None if `end`
     came first. `load` is kempner.load's, and this raises what it raises."""
     while not end.is_set():
-        if (found := newest_manifest(weights)) is None:
+        if (manifest := newest_manifest(weights)) is None:
             end.wait(WEIGHTS_POLL_S)
             continue
         try:
-            facts = json.loads(found.read_text())
-            fill = partial(receive_version, manifest=str(found), token=token)
+            facts = json.loads(manifest.read_text())
+            fill = partial(receive_version, manifest=str(manifest), token=token)
             by_files = facts["transport"] == "directory"
-            loaded = load(str(found.parent), fill=None if by_files else fill)
+            loaded = load(str(manifest.parent), fill=None if by_files else fill)
             return loaded, int(facts["version"])
         except LeaseRefused:  # the trainer is about to offer another one
             end.wait(WEIGHTS_POLL_S)
         except (ConfigError, OSError):
             # A version is removed when a newer one is in use everywhere: while we read this one.
-            if newest_manifest(weights) in (found, None):
+            if newest_manifest(weights) in (manifest, None):
                 raise
     return None

@@ -98,9 +98,9 @@ class Worker:
             self._inbox.put((action, answer))
         return answer.result()
 
-    def take(self, asked: Asked, job: CompletionJob) -> None:
+    def take(self, request: Asked, job: CompletionJob) -> None:
         """Queue the texts of a request. Raises Unavailable."""
-        self.call(lambda: self._take(asked, job))
+        self.call(lambda: self._take(request, job))
 
     def look(self, text: Text, top: int) -> Looked:
         """Compute log-probabilities of a text and its prompt, in one more pass."""
@@ -189,11 +189,11 @@ class Worker:
         """Draw a token for each text. Texts that fail are refused, and the others continue; after
         MOST_FAILURES failures in which no text ends, as with NaN weights, the engine is broken for
         good."""
-        failed: list[Text] = []
+        failures: list[Text] = []
         try:
             for text, grown in self.texts.turn():
                 if math.isnan(text.logprobs[-1]):
-                    failed.append(text)
+                    failures.append(text)
                 else:
                     self._tell(text, grown)
             why = cause = "the model's output for this text is not a number"
@@ -202,12 +202,12 @@ class Worker:
             cause = repr(error)
             # A failed pass leaves the cache in an unknown state.
             self.texts.engine.clear()
-            failed = [text for text in self._jobs if text not in self.texts.waiting]
+            failures = [text for text in self._jobs if text not in self.texts.waiting]
             why = "the engine has failed; see its log"
-        for job in {self._jobs[text] for text in failed if text in self._jobs}:
+        for job in {self._jobs[text] for text in failures if text in self._jobs}:
             self._drop(job)
             job.news.put(Unavailable(why))
-        self._failures += bool(failed)
+        self._failures += bool(failures)
         if self._failures >= MOST_FAILURES:
             print(
                 f"serve: ends after {self._failures} failures between which no text has ended: "
@@ -235,18 +235,18 @@ class Worker:
                 answer.set_exception(error)
             idle = False
 
-    def _take(self, asked: Asked, job: CompletionJob) -> None:
+    def _take(self, request: Asked, job: CompletionJob) -> None:
         if self.broken:
             raise Unavailable(self.broken)
-        count, waiting = len(asked.prompts) * asked.n, len(self.texts.waiting)
+        count, waiting = len(request.prompts) * request.n, len(self.texts.waiting)
         if waiting + count > self.queue:
             raise Unavailable(f"the queue is full: {waiting} of {self.queue} texts wait; try later")
         tokenizer, ends = self.words.tokenizer, self.words.ends
-        for prompt in asked.prompts:
-            for _ in range(asked.n):
-                text = Text(len(job.texts), prompt, asked.sampling, tokenizer, ends)
+        for prompt in request.prompts:
+            for _ in range(request.n):
+                text = Text(len(job.texts), prompt, request.sampling, tokenizer, ends)
                 job.texts.append(text)
-        if asked.sampling.max_tokens == 0:
+        if request.sampling.max_tokens == 0:
             for text in job.texts:
                 text.finish = "length"
                 job.news.put(News(text, "", 0, text.finish))
@@ -270,13 +270,13 @@ class Worker:
             self._failures = 0
             del self._jobs[text], self._parts[text]
         if job.stream or text.finish:
-            told = grown if job.stream else "".join(parts)
-            job.news.put(News(text, told, len(text.new), text.finish))
+            text_so_far = grown if job.stream else "".join(parts)
+            job.news.put(News(text, text_so_far, len(text.new), text.finish))
 
-    def _update(self, read: Callable[[Decoder], int], source: str) -> int:
+    def _update(self, read_weights: Callable[[Decoder], int], source: str) -> int:
         engine = self.texts.engine
         try:
-            version = read(engine.model)
+            version = read_weights(engine.model)
         except LeaseRefused:
             raise
         except Exception as error:

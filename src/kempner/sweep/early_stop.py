@@ -37,12 +37,12 @@ def stop_reason(run: Path, after: int, least: int) -> str:
     if not own:
         return ""
     paths = (path.parent for path in run.parent.glob("*/metrics.jsonl"))
-    found = [read_validations(path) for path in paths if path != run]
-    shared = [step for step in own if sum(step in each for each in found) >= least]
+    neighbours = [read_validations(path) for path in paths if path != run]
+    shared = [step for step in own if sum(step in neighbour for neighbour in neighbours) >= least]
     if not shared:
         return ""
     step = max(shared)
-    others = [each[step] for each in found if step in each]
+    others = [neighbour[step] for neighbour in neighbours if step in neighbour]
     if own[step] <= (middle := statistics.median(others)):
         return ""
     return (
@@ -63,12 +63,12 @@ def main(run: Path) -> int:
     after, least = map(int, os.environ["KEMPNER_EARLY_STOP"].split(":"))
     parent = os.getppid()
     while os.getppid() == parent:
-        began = time.monotonic()
+        start_time = time.monotonic()
         if why := stop_reason(run, after, least):
             print(f"kempner: early stop of {run.name}: {why}", flush=True)
             (run / "STOP").touch()
             return 0
-        time.sleep(max(VALIDATION_POLL_S, (time.monotonic() - began) / READ_SHARE))
+        time.sleep(max(VALIDATION_POLL_S, (time.monotonic() - start_time) / READ_SHARE))
     return 0
 
 

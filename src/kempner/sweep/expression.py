@@ -74,14 +74,14 @@ class Expression:
             near = did_you_mean(unknown[0], [*values, *EXPRESSION_FUNCTIONS])
             raise ExpressionError(f"{format_value(self.text)}: unknown name {unknown[0]}{near}")
         try:
-            found = _value(self._tree, values)
+            result = _value(self._tree, values)
         except (ArithmeticError, ValueError, TypeError) as error:
             unset = [name for name in sorted(self.names) if values[name] is None]
             why = f"{unset[0]} is none" if unset else str(error)
             raise ExpressionError(f"{format_value(self.text)} has no value: {why}") from None
-        if isinstance(found, float) and not math.isfinite(found):
+        if isinstance(result, float) and not math.isfinite(result):
             raise ExpressionError(f"{format_value(self.text)} has no finite value")
-        return found
+        return result
 
     def _check(self, node: ast.AST) -> None:
         if (name := _name(node)) is not None:
@@ -92,8 +92,8 @@ class Expression:
         if isinstance(node, ast.Constant):
             allowed = isinstance(node.value, bool | int | float | str)
         elif isinstance(node, ast.Call):
-            known = isinstance(node.func, ast.Name) and node.func.id in EXPRESSION_FUNCTIONS
-            allowed, parts = known and not node.keywords and bool(node.args), [*node.args]
+            is_function = isinstance(node.func, ast.Name) and node.func.id in EXPRESSION_FUNCTIONS
+            allowed, parts = is_function and not node.keywords and bool(node.args), [*node.args]
         elif isinstance(node, ast.BoolOp):
             allowed, parts = True, [*node.values]
         elif isinstance(node, ast.UnaryOp):

@@ -54,13 +54,13 @@ class Sweep:
         return (["base"] if len(self.bases) > 1 else []) + own
 
     def combinations(self) -> list[PointValues]:
-        found: list[PointValues] = []
+        combinations: list[PointValues] = []
         for base in self.bases:
             for values in itertools.product(*self.groups):
-                found.append({"base": base})
+                combinations.append({"base": base})
                 for each in values:
-                    found[-1] |= each
-        return found
+                    combinations[-1] |= each
+        return combinations
 
 
 def read_sweep(file: Path) -> Sweep:
@@ -179,32 +179,32 @@ class _Reader:
 
     def bases(self) -> dict[str, list[str]]:
         """The configuration files, found from the directory of the sweep's file."""
-        given = self.table.get("base", [])
-        named = given if isinstance(given, dict) else {"": given}
-        found = {}
-        for name, files in named.items():
+        base = self.table.get("base", [])
+        files_by_name = base if isinstance(base, dict) else {"": base}
+        bases = {}
+        for name, files in files_by_name.items():
             files = [files] if isinstance(files, str) else files
             if not isinstance(files, list) or not all(isinstance(each, str) for each in files):
                 self.wrong(
-                    f"base = {format_value(given)}: must be a file, a list, or a table of these"
+                    f"base = {format_value(base)}: must be a file, a list, or a table of these"
                 )
                 continue
-            found[name] = [str(self.file.parent / each) for each in files]
-        if not any(found.values()):
+            bases[name] = [str(self.file.parent / each) for each in files]
+        if not any(bases.values()):
             self.wrong('base: name a configuration; write base = "../train/quickstart.toml"')
-        return found
+        return bases
 
     def flat(self, where: str, table: dict[str, Any]) -> PointValues:
         """{"optimizer": {"lr": x}}, as TOML reads `optimizer.lr = x`, as {"optimizer.lr": x}."""
-        found: PointValues = {}
+        values: PointValues = {}
         for key, value in table.items():
             if key in SWEEP_SECTIONS and isinstance(value, dict):
-                found |= {f"{key}.{inner}": each for inner, each in value.items()}
+                values |= {f"{key}.{inner}": each for inner, each in value.items()}
             else:
-                found[key] = value
-        for name in found:
+                values[key] = value
+        for name in values:
             self.check_target(where, name)
-        return found
+        return values
 
     def check_target(self, where: str, name: str) -> None:
         if name in DERIVED:
@@ -220,8 +220,8 @@ class _Reader:
 
     def values(self, where: str, table: dict[str, Any]) -> PointValues:
         """Fixed values."""
-        found = self.flat(where, table)
-        return {name: self.convert(where, name, value) for name, value in found.items()}
+        values = self.flat(where, table)
+        return {name: self.convert(where, name, value) for name, value in values.items()}
 
     def convert(self, where: str, name: str, value: Any) -> Any:
         if name not in RUN_OPTIONS:
@@ -237,14 +237,16 @@ class _Reader:
     def groups(self) -> list[list[PointValues]]:
         """List the groups that are combined with each other: each axis, each zip, the random
         draws."""
-        found: list[list[PointValues]] = []
+        groups: list[list[PointValues]] = []
         for name, spec in self.flat("axes", self.table.get("axes", {})).items():
-            found.append([{name: value} for value in self.axis("axes", name, spec)])
-        given = self.table.get("zip", [])
-        tables: list[Any] = given if isinstance(given, list) else [given]
+            groups.append([{name: value} for value in self.axis("axes", name, spec)])
+        zip_tables = self.table.get("zip", [])
+        tables: list[Any] = zip_tables if isinstance(zip_tables, list) else [zip_tables]
         for table in tables:
             if not isinstance(table, dict):
-                self.wrong(f"zip = {format_value(given)}: must be a table, or several, [[zip]]")
+                self.wrong(
+                    f"zip = {format_value(zip_tables)}: must be a table, or several, [[zip]]"
+                )
                 continue
             columns: dict[str, list[Any]] = {
                 n: self.axis("zip", n, spec) for n, spec in self.flat("zip", table).items()
@@ -254,13 +256,13 @@ class _Reader:
                 self.wrong(f"zip: the lists must be equally long: {sizes}")
                 continue
             rows = zip(*columns.values(), strict=True)
-            found.append([dict(zip(columns, values, strict=True)) for values in rows])
+            groups.append([dict(zip(columns, values, strict=True)) for values in rows])
         if "random" in self.table:
-            found.append(self.draws(dict(self.table["random"])))
-        for group in found:
+            groups.append(self.draws(dict(self.table["random"])))
+        for group in groups:
             for row in group:
                 row |= {name: self.convert("axes", name, value) for name, value in row.items()}
-        return [group for group in found if group]
+        return [group for group in groups if group]
 
     def axis(self, where: str, name: str, spec: Any) -> list[Any]:
         try:
@@ -278,7 +280,7 @@ class _Reader:
             return []
 
     def expressions(self, where: str, table: Mapping[str, Any]) -> dict[str, Expression]:
-        found = {}
+        expressions = {}
         for name, text in table.items():
             if not isinstance(text, str | int | float) or isinstance(text, bool):
                 self.wrong(
@@ -286,22 +288,26 @@ class _Reader:
                 )
                 continue
             try:
-                found[name] = Expression(str(text))
+                expressions[name] = Expression(str(text))
             except ExpressionError as error:
                 self.wrong(f"{where}: {error}")
-        return found
+        return expressions
 
     def check_names(self, sweep: Sweep) -> None:
         """Check the names: a variable that nothing reads has no effect; one that nothing sets has
         no value."""
-        known = {*RUN_OPTIONS, *self.given, "base", "parameters"}
-        read = {name for each in (*sweep.rules.values(), *sweep.where) for name in each.names}
+        names = {*RUN_OPTIONS, *self.given, "base", "parameters"}
+        names_read = {
+            name
+            for expression in (*sweep.rules.values(), *sweep.where)
+            for name in expression.names
+        }
         for expression in (*sweep.rules.values(), *sweep.where):
-            for name in sorted(expression.names - known):
-                near = did_you_mean(name, [*known, *EXPRESSION_FUNCTIONS])
+            for name in sorted(expression.names - names):
+                near = did_you_mean(name, [*names, *EXPRESSION_FUNCTIONS])
                 self.wrong(f"{format_value(expression.text)}: unknown name {name}{near}")
         for name, where in self.given.items():
-            if "." not in name and name not in read:
+            if "." not in name and name not in names_read:
                 near = did_you_mean(name, [key.partition(".")[2] for key in RUN_OPTIONS])
                 self.wrong(
                     f"{where}: {name}: has no effect, no rule or condition names it; an option "

@@ -18,7 +18,7 @@ def run_here(own: Path, points: Sequence[SweepPoint], more: Mapping[str, str]) -
     """Run the points one after another, with the same script; returns the exit code, 130 after
     Ctrl-C, which reaches the script too: its run saves and stops."""
     configs = write_points(own, points)
-    failed, interrupts = [], []
+    failures, interrupts = [], []
     before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
     try:
         for number, point in enumerate(points, 1):
@@ -28,9 +28,9 @@ def run_here(own: Path, points: Sequence[SweepPoint], more: Mapping[str, str]) -
             code = subprocess.run(["bash", script, configs[point.name]], env=env).returncode
             if interrupts or code == 130 or code < 0:
                 return 130
-            failed += [point.name] if code else []
+            failures += [point.name] if code else []
     finally:
         signal.signal(signal.SIGINT, before)
-    for name in failed:
+    for name in failures:
         print(f"sweep: error: {name} has failed", file=sys.stderr)
-    return 1 if failed else 0
+    return 1 if failures else 0

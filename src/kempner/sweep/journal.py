@@ -48,22 +48,26 @@ class Journal:
     @property
     def open(self) -> list[Submission]:
         """Submissions of which it is not known whether sbatch took them."""
-        return [each for each in self.submissions.values() if not each.job]
+        return [submission for submission in self.submissions.values() if not submission.job]
 
     def of(self, point: str) -> list[Submission]:
         """Return the submissions of one point, in order."""
-        return [each for each in self.submissions.values() if point in each.points]
+        return [
+            submission for submission in self.submissions.values() if point in submission.points
+        ]
 
     def task(self, point: str) -> str | None:
         """Return the newest job of a point, as users name it: 12_3."""
-        found = [each for each in self.of(point) if each.job]
-        if not found:
+        submissions = [submission for submission in self.of(point) if submission.job]
+        if not submissions:
             return None
-        return f"{found[-1].job}_{found[-1].points.index(point) // found[-1].pack}"
+        return (
+            f"{submissions[-1].job}_{submissions[-1].points.index(point) // submissions[-1].pack}"
+        )
 
     def was_cancelled(self, point: str) -> bool:
         """Return whether a point was cancelled after its newest submission."""
-        times = [each.time for each in self.of(point)]
+        times = [submission.time for submission in self.of(point)]
         return self.cancelled.get(point, 0.0) > max(times, default=0.0)
 
     def intend(self, sweep: str, points: Sequence[str], pack: int = 1) -> Submission:

@@ -42,14 +42,16 @@ def look_at_points(
 ) -> list[PointStatus]:
     """Look at the points. `whole`: with all lines of metrics.jsonl."""
     jobs = slurm.my_jobs()
-    found = [_look(point, journal, jobs, None if whole else METRICS_TAIL_BYTES) for point in points]
-    lost = [
-        each
-        for each in found
-        if each.failed and each.task and not (each.run.attempts or each.run.refusals)
+    statuses = [
+        _look(point, journal, jobs, None if whole else METRICS_TAIL_BYTES) for point in points
     ]
-    told = slurm.accounted_states([each.task for each in lost if each.task])
-    return [_accounted(each, told) if each in lost else each for each in found]
+    unknown = [
+        status
+        for status in statuses
+        if status.failed and status.task and not (status.run.attempts or status.run.refusals)
+    ]
+    states = slurm.accounted_states([status.task for status in unknown if status.task])
+    return [_accounted(status, states) if status in unknown else status for status in statuses]
 
 
 def _look(
@@ -59,37 +61,39 @@ def _look(
     run = load_history(point.run_dir, jobs, tail)
     state = run.state
     job = None if task is None or jobs is None else jobs.get(task, slurm.SlurmJob(task, "GONE"))
-    refused = any(refusal.job == task for refusal in run.refusals)
-    begun = refused or any(attempt.job == task for attempt in run.attempts)
+    is_refused = any(refusal.job == task for refusal in run.refusals)
+    has_begun = is_refused or any(attempt.job == task for attempt in run.attempts)
     # The job may go on, for other points.
-    over = refused or (begun and run.attempts[-1].decision == "end")
+    over = is_refused or (has_begun and run.attempts[-1].decision == "end")
     if task is None and not is_run(point.run_dir):
         state = RunState("planned")
     elif task is None or state.word in ("done", "stopped"):
         pass
-    elif job is None and not begun:
+    elif job is None and not has_begun:
         state = RunState("unknown", f"job {task}: Slurm does not answer")
     elif job is not None and job.state == "PENDING" and not over:
         state = RunState("waiting", f"job {task}: {job.why}")
-    elif job is not None and job.state != "GONE" and not begun:
+    elif job is not None and job.state != "GONE" and not has_begun:
         state = RunState("starting")
     elif job is not None and job.state == "GONE" and journal.was_cancelled(point.name):
         state = CANCELLED_STATE
-    elif not run.attempts and not refused:
+    elif not run.attempts and not is_refused:
         state = RunState("killed", f"job {task} ended before the run began", attention=True)
     if any(point.name in each.points for each in journal.open):
         state = RunState("unknown", "Slurm has not said whether it took the job")
-    told = journal.of(point.name)
-    return PointStatus(point, state, len(told), run, task, told[-1].pack if told else 1)
+    submissions = journal.of(point.name)
+    return PointStatus(
+        point, state, len(submissions), run, task, submissions[-1].pack if submissions else 1
+    )
 
 
-def _accounted(each: PointStatus, told: dict[str, str]) -> PointStatus:
+def _accounted(status: PointStatus, states: dict[str, str]) -> PointStatus:
     """Complete a run that never began with what the accounting knows of its job."""
-    word = told.get(each.task or "", "")
+    word = states.get(status.task or "", "")
     if not word:
-        return each
+        return status
     if word in ("PENDING", "RUNNING", "REQUEUED", "PREEMPTED", "SUSPENDED"):
-        state = RunState("unknown", f"job {each.task}: {word}")  # not an end
+        state = RunState("unknown", f"job {status.task}: {word}")  # not an end
     else:
         state = CANCELLED_STATE if word == "CANCELLED" else RunState("killed", word, attention=True)
-    return replace(each, state=state)
+    return replace(status, state=state)

@@ -96,48 +96,48 @@ def describe_point(sweep: Sweep, point: SweepPoint) -> str:
 
 
 def _raise(problems: Mapping[str, list[str]]) -> None:
-    found = []
+    lines = []
     for text, points in problems.items():
         more = f" and {len(points) - 3} more" if len(points) > 3 else ""
         whose = f"point {', '.join(points[:3])}{more}: " if points else ""
-        found.append(whose + text)
-    if found:
-        raise ConfigError(found)
+        lines.append(whose + text)
+    if lines:
+        raise ConfigError(lines)
 
 
 def make_point(sweep: Sweep, base: RunConfig, combination: PointValues) -> SweepPoint | None:
     """Make a point; None if a condition excludes it. Raises ConfigError."""
-    known: PointValues = {
+    variables: PointValues = {
         f"{section}.{key}": value
         for section, keys in as_dict(base).items()
         for key, value in keys.items()
     }
-    known |= {f"resources.{key}": value for key, value in asdict(Resources()).items()}
-    given: PointValues = {**sweep.fixed, **combination}
-    known |= given | {"parameters": _parameters(known | given)}
+    variables |= {f"resources.{key}": value for key, value in asdict(Resources()).items()}
+    point_values: PointValues = {**sweep.fixed, **combination}
+    variables |= point_values | {"parameters": _parameters(variables | point_values)}
     try:
         for name, rule in sweep.rules.items():
-            given[name] = known[name] = _converted(name, rule.value(known))
+            point_values[name] = variables[name] = _converted(name, rule.value(variables))
             if name.startswith("model."):
-                known["parameters"] = _parameters(known)
-        if not all(condition.value(known) for condition in sweep.where):
+                variables["parameters"] = _parameters(variables)
+        if not all(condition.value(variables) for condition in sweep.where):
             return None
     except ExpressionError as error:
         raise ConfigError(f"{sweep.file}: {error}") from None
     own = {
         name.partition(".")[2]: value
-        for name, value in given.items()
+        for name, value in point_values.items()
         if name.startswith("resources.")
     }
     resources = Resources(**own)
     words = [
         f"--{name}={to_text(value)}"
-        for name, value in given.items()
+        for name, value in point_values.items()
         if name in RUN_OPTIONS and not name.startswith("resources.")
     ]
     problems = [f"{sweep.file}: {text}" for text in resources.problems()]
     for key, table in (("early_stop", sweep.early_stop), ("propose", sweep.propose)):
-        if table and not known["eval.interval"]:
+        if table and not variables["eval.interval"]:
             problems.append(
                 f"{sweep.file}: {key}: judges validations; set eval.interval, or leave it out"
             )
@@ -152,7 +152,7 @@ def make_point(sweep: Sweep, base: RunConfig, combination: PointValues) -> Sweep
         raise ConfigError(error.problems, problems) from None
     if problems:
         raise ConfigError(problems)
-    values = {name: known[name] for name in sweep.varied}
+    values = {name: variables[name] for name in sweep.varied}
     name = f"{_slug(values)}-{run_identity(cfg)}"
     cfg = replace(cfg, run=replace(cfg.run, dir=str(sweep.dir / name)))
     return SweepPoint(values, cfg, resources)
@@ -171,10 +171,10 @@ def _converted(name: str, value: Any) -> Any:
         raise ExpressionError(f"rules: {name} = {format_value(value)}: {error}") from None
 
 
-def _parameters(known: Mapping[str, Any]) -> int | None:
+def _parameters(variables: Mapping[str, Any]) -> int | None:
     """Count the parameters of the model that the values so far describe; None if they do not make
     one yet."""
-    keys = {k.partition(".")[2]: v for k, v in known.items() if k.startswith("model.")}
+    keys = {k.partition(".")[2]: v for k, v in variables.items() if k.startswith("model.")}
     try:
         return ModelConfig(**keys).count_parameters()
     except (ArithmeticError, TypeError):
@@ -186,13 +186,13 @@ def run_identity(cfg: RunConfig) -> str:
     that a new option of a later version renames no run."""
     plain, defaults = as_dict(cfg), _defaults()
     del plain["run"]["dir"]
-    told = {
+    options = {
         f"{section}.{key}": value
         for section, keys in plain.items()
         for key, value in keys.items()
         if value != defaults[section][key]
     }
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:HASH]
+    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:HASH]
 
 
 @functools.cache

@@ -30,7 +30,7 @@ def proposed_points(sweep: Sweep, journal: Journal) -> list[SweepPoint]:
     """Return the points proposed so far, in order; after an edit of the file, those that are
     unchanged."""
     (base,) = load_bases(sweep).items()
-    found = []
+    points = []
     for name, values in journal.proposed.items():
         if values.keys() != sweep.space.keys():
             continue
@@ -38,8 +38,8 @@ def proposed_points(sweep: Sweep, journal: Journal) -> list[SweepPoint]:
             point = _point(sweep, *base, values)
         except (ConfigError, ValueError):  # it was sound when it was proposed
             continue
-        found += [point] if point is not None and point.name == name else []
-    return found
+        points += [point] if point is not None and point.name == name else []
+    return points
 
 
 def _point(sweep: Sweep, name: str, base: Any, values: PointValues) -> SweepPoint | None:
@@ -51,11 +51,11 @@ def _point(sweep: Sweep, name: str, base: Any, values: PointValues) -> SweepPoin
 def proposal_room(sweep: Sweep, looks: Sequence[PointStatus]) -> tuple[int, str]:
     """Return how many more points may be proposed now, and why none may for the time being."""
     assert sweep.propose is not None
-    ended = [each.state.word for each in looks if each.state.word in ENDED]
+    end_states = [each.state.word for each in looks if each.state.word in ENDED]
     limit = max(PROPOSAL_FAILURES, sweep.max_running)
-    if ended[-limit:] == ["failed"] * limit:
+    if end_states[-limit:] == ["failed"] * limit:
         return 0, f"the last {limit} points have failed: mend what is wrong, then resubmit"
-    free = sweep.max_running - (len(looks) - len(ended))
+    free = sweep.max_running - (len(looks) - len(end_states))
     return max(0, min(sweep.propose.points - len(looks), free)), ""
 
 
@@ -75,13 +75,13 @@ def propose_values(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     space = {name: _distribution(optuna, spec) for name, spec in sweep.space.items()}
     study = optuna.create_study(direction="minimize")
-    for each in looks:
-        if params := _params(sweep, journal.proposed[each.point.name]):
-            told = _result(state, each)
-            study.add_trial(optuna.trial.create_trial(params=params, distributions=space, **told))
+    for status in looks:
+        if params := _params(sweep, journal.proposed[status.point.name]):
+            result = _result(state, status)
+            study.add_trial(optuna.trial.create_trial(params=params, distributions=space, **result))
 
-    tried = [journal.proposed[each.point.name] for each in looks]
-    taken, found = {_hash(each.point) for each in looks}, {}
+    tried_values = [journal.proposed[status.point.name] for status in looks]
+    known_hashes, proposals = {_hash(status.point) for status in looks}, {}
     for number in range(len(looks), len(looks) + count):
         for draw in range(POINT_DRAWS):
             seed = random.Random(f"{rule.seed} {number} {draw}").getrandbits(32)
@@ -92,22 +92,22 @@ def propose_values(
             )
             trial = study.ask(space)
             values = {name: _value(spec, trial.params[name]) for name, spec in sweep.space.items()}
-            point = None if values in tried else _point(sweep, *base, values)
-            tried.append(values)
-            if point is not None and _hash(point) not in taken:
-                taken.add(_hash(point))
-                found[point.name] = values
+            point = None if values in tried_values else _point(sweep, *base, values)
+            tried_values.append(values)
+            if point is not None and _hash(point) not in known_hashes:
+                known_hashes.add(_hash(point))
+                proposals[point.name] = values
                 break
             # Else it would count as one that runs.
             study.tell(trial, state=state.FAIL)
         else:
             break
-    if not found and not looks:
+    if not proposals and not looks:
         raise ConfigError(
             f"{sweep.file}: propose: none of {POINT_DRAWS} draws fulfils all conditions of where; "
             "widen the ranges"
         )
-    return found
+    return proposals
 
 
 def _hash(point: SweepPoint) -> str:
@@ -141,20 +141,20 @@ def _value(spec: Any, param: Any) -> Any:
 def _params(sweep: Sweep, values: PointValues) -> dict[str, Any]:
     """Convert a point's values to optuna's parameters; none if they are outside the current
     ranges."""
-    found: dict[str, Any] = {}
+    params: dict[str, Any] = {}
     for name, spec in sweep.space.items():
         value = values[name]
         if isinstance(spec, list):
             if value not in spec:
                 return {}
-            found[name] = spec.index(value)
+            params[name] = spec.index(value)
         else:
             low, high, whole = _range(spec)
             sound = isinstance(value, int if whole else (int, float)) and low <= value <= high
             if not sound:
                 return {}
-            found[name] = value
-    return found
+            params[name] = value
+    return params
 
 
 def _result(state: Any, look: PointStatus) -> dict[str, Any]:
@@ -165,6 +165,6 @@ def _result(state: Any, look: PointStatus) -> dict[str, Any]:
         value = float("inf") if look.state.word == "failed" else loss
         return {"state": state.COMPLETE, "value": value}
     if look.state.word == "stopped":
-        known = {} if step is None else {step: loss}
-        return {"state": state.PRUNED, "intermediate_values": known}
+        losses = {} if step is None else {step: loss}
+        return {"state": state.PRUNED, "intermediate_values": losses}
     return {"state": state.RUNNING}

@@ -50,63 +50,65 @@ class Resources:
         return SLURM_SCRIPTS / ("singlenode.sh" if self.nodes == 1 else "multinode.sh")
 
     def problems(self) -> list[str]:
-        found = []
+        problems = []
         if self.gpus_per_node and self.tasks_per_node > 1:
-            found.append(
+            problems.append(
                 f"resources.tasks_per_node = {self.tasks_per_node}: one process drives one GPU; "
                 "leave it out beside gpus_per_node"
             )
         if self.share and not (self.mem and self.cpus_per_task):
-            found.append(
+            problems.append(
                 "resources.share: Slurm must know how much of a node a run takes; give "
                 "resources.cpus_per_task and resources.mem"
             )
         if self.pack > 1 and self.nodes > 1:
-            found.append(
+            problems.append(
                 f"resources.pack = {self.pack}: a run on {self.nodes} nodes does not fit on a part "
                 "of one; leave it out"
             )
         if self.pack > 1 and self.share:
-            found.append(
+            problems.append(
                 f"resources.pack = {self.pack}: with resources.share = true Slurm itself puts "
                 "several runs on a node; leave one of them out"
             )
         if self.mem and not self.share:
-            found.append("resources.mem: has no effect on whole nodes; set resources.share = true")
-        return found
+            problems.append(
+                "resources.mem: has no effect on whole nodes; set resources.share = true"
+            )
+        return problems
 
     def words(self) -> list[str]:
         """Return the options of sbatch: also the signature that the points of one array share."""
-        found = [f"--nodes={self.nodes}"]
+        words = [f"--nodes={self.nodes}"]
         tasks = self.pack * self.per_node
-        found.append(f"--{'gpus' if self.gpus_per_node else 'ntasks'}-per-node={tasks}")
+        words.append(f"--{'gpus' if self.gpus_per_node else 'ntasks'}-per-node={tasks}")
         if self.cpus_per_task:
-            found.append(f"--cpus-per-task={self.cpus_per_task}")
+            words.append(f"--cpus-per-task={self.cpus_per_task}")
         if self.share:  # beside the header's --exclusive, newer Slurm takes no --oversubscribe
-            found += ["--exclusive=oversubscribe", f"--mem={self.mem}"]
+            words += ["--exclusive=oversubscribe", f"--mem={self.mem}"]
         for name in ("time", "partition", "account", "qos"):
             if value := getattr(self, name):
-                found.append(f"--{name}={value}")
-        return [*found, *self.options]
+                words.append(f"--{name}={value}")
+        return [*words, *self.options]
 
 
 def profile_environment(profile: str) -> dict[str, str]:
     """Return the environment for sbatch with a profile, site.d/PROFILE.env, read by the batch
     script's own function; this process's variables win. Raises ConfigError."""
-    given = os.environ.get("KEMPNER_SITE", "")
-    if profile and given and given != profile:
+    site = os.environ.get("KEMPNER_SITE", "")
+    if profile and site and site != profile:
         raise ConfigError(
-            f"profile = {profile!r}: KEMPNER_SITE={given} is set too; unset one of them"
+            f"profile = {profile!r}: KEMPNER_SITE={site} is set too; unset one of them"
         )
     env = {**os.environ, **({"KEMPNER_SITE": profile} if profile else {})}
     if not env.get("KEMPNER_SITE"):
         return env
-    read = 'source "$1/lib/all.sh"; KP_ROOT=$2; kp_read_site >&2; env -0'
+    script = 'source "$1/lib/all.sh"; KP_ROOT=$2; kp_read_site >&2; env -0'
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", read, "bash", SLURM_SCRIPTS, SWEEP_REPOSITORY],
+        ["bash", "-euo", "pipefail", "-c", script, "bash", SLURM_SCRIPTS, SWEEP_REPOSITORY],
         env=env, capture_output=True, text=True,
     )  # fmt: skip
     if done.returncode:
         raise ConfigError(done.stderr.strip().removeprefix("kempner: error: "))
-    found = dict(entry.split("=", 1) for entry in done.stdout.split("\0") if "=" in entry)
-    return env | {name: text for name, text in found.items() if name.startswith("SBATCH_")}
+    variables = dict(entry.split("=", 1) for entry in done.stdout.split("\0") if "=" in entry)
+    return env | {name: text for name, text in variables.items() if name.startswith("SBATCH_")}

@@ -67,15 +67,15 @@ def write_results(
         print("sweep: nothing is submitted yet: the table is not written", file=sys.stderr)
         return 0
     write_atomic(table.resolve(), as_csv(sweep, kind, rows))
-    made = [str(table)]
+    files = [str(table)]
     if x is not None and any(row.loss is not None for row in rows):
         try:
             plot_results(sweep, rows, x, kind, picture)
-            made.append(str(picture))
+            files.append(str(picture))
         except ModuleNotFoundError:
             fix = ".venv/bin/pip install -c constraints.txt -e '.[plot]'"
             print(f"sweep: no picture: matplotlib is not installed; run {fix}", file=sys.stderr)
-    print(f"written: {', '.join(made)}")
+    print(f"written: {', '.join(files)}")
     return 0
 
 
@@ -157,9 +157,9 @@ def plot_results(sweep: Sweep, rows: Sequence[Row], x: str, kind: str, out: Path
         color = line.get_color()
         for at, loss, done in group:
             axes.plot(at, loss, "o", color=color, markerfacecolor=color if done else "white")
-    finished = [(loss, at) for group in lines.values() for at, loss, done in group if done]
-    if finished:
-        loss, at = min(finished)
+    best_runs = [(loss, at) for group in lines.values() for at, loss, done in group if done]
+    if best_runs:
+        loss, at = min(best_runs)
         axes.plot(at, loss, "*", color="black", markersize=14, zorder=3)
         where: dict[str, Any] = {"xytext": (0, -16), "textcoords": "offset points", "ha": "center"}
         axes.annotate(f"{short_value(at)}: {loss:.4f}", (at, loss), **where)

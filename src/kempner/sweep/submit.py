@@ -101,8 +101,8 @@ def arrays_of(
         for (pack, script, words), group in requests.items()
         for i in range(0, len(group), most * pack)
     ]
-    found = [*held, *parts]
-    least = sum(array.pack for array in found)
+    arrays = [*held, *parts]
+    least = sum(array.pack for array in arrays)
     if sweep.max_running and sweep.max_running < least:
         still = f", beside {len(held)} that Slurm has already" if held else ""
         raise ConfigError(
@@ -110,7 +110,7 @@ def arrays_of(
             f"(requests that differ, or parts of MaxArraySize = {most}){still}, and each runs one "
             f"point, or resources.pack of them, at least; give at least {least}"
         )
-    return _limited(found, sweep.max_running) if sweep.max_running else found
+    return _limited(arrays, sweep.max_running) if sweep.max_running else arrays
 
 
 def _limited(arrays: Sequence[Array], limit: int) -> list[Array]:
@@ -121,10 +121,10 @@ def _limited(arrays: Sequence[Array], limit: int) -> list[Array]:
     tasks = [
         min(array.tasks, 1 + spare * len(array.points) // total // array.pack) for array in arrays
     ]
-    left = limit - sum(n * array.pack for n, array in zip(tasks, arrays, strict=True))
+    room = limit - sum(n * array.pack for n, array in zip(tasks, arrays, strict=True))
     for i in sorted(range(len(arrays)), key=lambda i: -len(arrays[i].points)):
-        more = min(arrays[i].tasks - tasks[i], left // arrays[i].pack)
-        tasks[i], left = tasks[i] + more, left - more * arrays[i].pack
+        more = min(arrays[i].tasks - tasks[i], room // arrays[i].pack)
+        tasks[i], room = tasks[i] + more, room - more * arrays[i].pack
     return [
         replace(array, running=0 if n == array.tasks else n)
         for array, n in zip(arrays, tasks, strict=True)
@@ -133,13 +133,13 @@ def _limited(arrays: Sequence[Array], limit: int) -> list[Array]:
 
 def held_arrays(looks: Sequence[PointStatus]) -> list[Array]:
     """List the arrays that Slurm still holds for points of the sweep."""
-    found: dict[str, list[PointStatus]] = {}
-    for each in looks:
-        if each.task and each.state.word in HOLDS:
-            found.setdefault(each.task.partition("_")[0], []).append(each)
+    statuses: dict[str, list[PointStatus]] = {}
+    for status in looks:
+        if status.task and status.state.word in HOLDS:
+            statuses.setdefault(status.task.partition("_")[0], []).append(status)
     return [
-        Array([], Path(), [each.point for each in group], group[0].pack, job)
-        for job, group in found.items()
+        Array([], Path(), [status.point for status in group], group[0].pack, job)
+        for job, group in statuses.items()
     ]
 
 
@@ -156,12 +156,12 @@ def write_points(folder: Path, points: Sequence[SweepPoint]) -> dict[str, Path]:
     """Write the whole configuration of each point: later edits of its source files must not change
     it."""
     (folder / "points").mkdir(parents=True, exist_ok=True)
-    found = {point.name: folder / "points" / f"{point.name}.toml" for point in points}
+    files = {point.name: folder / "points" / f"{point.name}.toml" for point in points}
     for point in points:
         text = to_toml(point.cfg)
-        if not found[point.name].exists() or found[point.name].read_text() != text:
-            write_atomic(found[point.name], text)
-    return found
+        if not files[point.name].exists() or files[point.name].read_text() != text:
+            write_atomic(files[point.name], text)
+    return files
 
 
 def submit_array(
@@ -170,13 +170,13 @@ def submit_array(
 ) -> list[Array]:  # fmt: skip
     """Submit one array by sbatch, retrying temporary failures. Returns what Slurm has taken: the
     array, or the parts of it that fit the limit of jobs in the queue; the rest stays planned."""
-    taken: list[Array] = []
+    submitted_arrays: list[Array] = []
     points, tasks, full = array.points, array.tasks, False
     while points and tasks:
         part = replace(array, points=points[: tasks * array.pack])
         job, full = _send(sweep, part, journal, env, say)
         if job:
-            taken.append(replace(part, job=job))
+            submitted_arrays.append(replace(part, job=job))
             points = points[len(part.points) :]
             if array.running and points:  # each part would run so many at once
                 break
@@ -185,12 +185,12 @@ def submit_array(
             tasks = part.tasks // 2
         else:
             break
-    if full or (taken and points):
+    if full or (submitted_arrays and points):
         say(
             f"{len(points)} of {len(array.points)} point(s) stay planned: Slurm takes no more jobs "
             "of yours at a time (MaxSubmitJobs); submit again when some have ended"
         )
-    return taken
+    return submitted_arrays
 
 
 def _send(
@@ -213,10 +213,10 @@ def _send(
     ]  # fmt: skip
     job: str | None = ""
     maybe = full = False  # maybe: the answer may be lost, and not the job: Slurm is asked first
-    waited = 0
+    wait_s = 0
     for delay in (0, *DELAYS_S):
         time.sleep(delay)
-        waited += delay
+        wait_s += delay
         job = find_job(journal, submission) if maybe else ""
         if job:
             break
@@ -224,7 +224,7 @@ def _send(
             say("Slurm does not answer")
             continue
         # Slurm may register it late: sent again, it would be there twice.
-        if maybe and waited < REGISTER_S:
+        if maybe and wait_s < REGISTER_S:
             continue
         done = subprocess.run(command, env=dict(env), capture_output=True, text=True)
         if job := job_in(done.stdout) if done.returncode == 0 else "":
@@ -233,7 +233,7 @@ def _send(
         if full:
             break
         say(f"sbatch failed: {done.stderr.strip() or done.returncode}")
-        maybe, waited = not any(word in done.stderr for word in NOT_SENT), 0
+        maybe, wait_s = not any(word in done.stderr for word in NOT_SENT), 0
         if any(word in done.stderr for word in FINAL):
             break
     else:
@@ -245,8 +245,8 @@ def _send(
 def job_in(text: str) -> str:
     """Parse the job in the output of `sbatch --parsable`, JOB or JOB;CLUSTER, "" if there is none:
     a site's sbatch may print more."""
-    found = re.findall(r"^(\d+)(?:;.*)?$", text, re.M)
-    return found[-1] if found else ""
+    jobs = re.findall(r"^(\d+)(?:;.*)?$", text, re.M)
+    return jobs[-1] if jobs else ""
 
 
 def find_job(journal: Journal, submission: Submission) -> str | None:
@@ -256,8 +256,8 @@ def find_job(journal: Journal, submission: Submission) -> str | None:
     if jobs is None:
         return None
     runs = [journal.folder.parent / point for point in submission.points]
-    told = [event for run in runs for event in events.read_events(run / "attempts.jsonl")]
-    since = [e.job.partition("_")[0] for e in told if e.job and e.time > submission.time]
+    run_events = [event for run in runs for event in events.read_events(run / "attempts.jsonl")]
+    since = [e.job.partition("_")[0] for e in run_events if e.job and e.time > submission.time]
     return next(iter([*jobs, *since]), "")
 
 
@@ -272,9 +272,9 @@ def record_job(journal: Journal, submission: Submission, job: str | None) -> Non
 def withdraw_late(journal: Journal) -> list[str]:
     """Cancel waiting arrays that Slurm has registered late: after sbatch was called again, or was
     given up. Their running tasks go on; their points are no longer planned. Returns the arrays."""
-    known = {submission.job for submission in journal.submissions.values()}
+    known_jobs = {submission.job for submission in journal.submissions.values()}
     waiting = slurm.waiting_arrays().items()
-    late = [job for job, name in waiting if name in journal.names and job not in known]
+    late = [job for job, name in waiting if name in journal.names and job not in known_jobs]
     for job in late:
         command = ["scancel", "--state=PENDING", job]
         subprocess.run(command, capture_output=True, env=slurm.plain_environment())
