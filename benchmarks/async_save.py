@@ -45,15 +45,15 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.checkpoint.config import CheckpointConfig
+from kempner.checkpoint.format.writer import allocate_pages, local_part
 from kempner.checkpoint.state import run_state
-from kempner.checkpoint.writer import allocate_pages, local_part
 from kempner.model.config import ModelConfig
 from kempner.optim.build import build_optimizer
 from kempner.optim.config import OptimizerConfig
 from kempner.parallel.build import build_model
 from kempner.parallel.config import DistributedConfig
 from kempner.parallel.layout import build_layout
-from kempner.run import TrainConfig
+from kempner.train.sections import TrainConfig
 
 QUIET = 4  # steps before each save
 

@@ -79,8 +79,8 @@ def measured(act: Callable[..., None], path: Path, out: Path, results: Any) -> N
     """In a process of its own."""
     import torch
 
-    import kempner.hf.exporting
-    import kempner.hf.importing  # noqa: F401
+    import kempner.extensions.hf.exporting
+    import kempner.extensions.hf.importing  # noqa: F401
 
     torch.set_num_threads(1)
     if act is init_from:
@@ -103,24 +103,24 @@ def measured(act: Callable[..., None], path: Path, out: Path, results: Any) -> N
 
 
 def import_(path: Path, out: Path) -> None:
-    from kempner.hf.importing import import_model
-    from kempner.hf.source import find_weights
+    from kempner.extensions.hf.importing import import_model
+    from kempner.extensions.hf.source import find_weights
     from kempner.model.config import ModelConfig
 
     import_model(path, ModelConfig(**find_weights(str(path)).model()), out, "", str(path))
 
 
 def export(path: Path, out: Path) -> None:
-    from kempner.hf.exporting import export_checkpoint
-    from kempner.hf.source import find_weights
+    from kempner.extensions.hf.exporting import export_checkpoint
+    from kempner.extensions.hf.source import find_weights
 
     export_checkpoint(find_weights(str(path)).path, out, "auto", SHARD)
 
 
 def init_from(path: Path, out: Path) -> None:
     """As one of four ranks that shard the model, and have the memory for it."""
-    from kempner.hf.load import ReadJob, fill_tensors
-    from kempner.hf.stored import Stored
+    from kempner.extensions.hf.load import ReadJob, fill_tensors
+    from kempner.extensions.hf.stored import Stored
 
     with Stored(path, "pt") as stored:
         fill_tensors(
@@ -133,9 +133,9 @@ def quarter(path: Path) -> dict[str, Any]:
     """By name what one of four ranks holds: a box and its tensor."""
     import torch
 
-    from kempner.checkpoint.layout import CheckpointLayout, StoredTensor, own_box
-    from kempner.hf.source import find_weights
-    from kempner.hf.tensors import tensor_names
+    from kempner.checkpoint.format.plan import CheckpointLayout, StoredTensor, own_box
+    from kempner.extensions.hf.source import find_weights
+    from kempner.extensions.hf.tensors import tensor_names
     from kempner.model.config import ModelConfig
     from kempner.model.shapes import tensor_shapes
 
@@ -163,8 +163,8 @@ def make_model(path: Path, layers: int) -> int:
     import torch
     from safetensors.torch import save_file
 
-    from kempner.hf.families import config_json
-    from kempner.hf.tensors import tensor_names
+    from kempner.extensions.hf.families import config_json
+    from kempner.extensions.hf.tensors import tensor_names
     from kempner.model.config import ModelConfig
     from kempner.model.shapes import tensor_shapes
 

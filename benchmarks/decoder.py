@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.trainer import machine, spread
-from kempner.loss import cross_entropy
 from kempner.model.attention import Documents
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, rope_table
+from kempner.model.loss import cross_entropy
 
 WARM_UP = 3  # turns that do not count
 QUICKSTART = ModelConfig(

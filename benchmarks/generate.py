@@ -22,8 +22,8 @@ import torch
 import transformers
 
 from benchmarks.async_save import processor
-from kempner.generate.config import Sampling
-from kempner.generate.engine import Engine, GenerationRequest
+from kempner.extensions.generate.config import Sampling
+from kempner.extensions.generate.engine import Engine, GenerationRequest
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from tests.unit.test_model import copy_to_reference

@@ -43,7 +43,7 @@ from benchmarks.gpu_parts import (
     ring,
     update,
 )
-from kempner import peers
+from kempner.jobs.ranks import peers
 
 WARM_UP, LONG_S = 3, 2.0  # steps of a benchmark that do not count; of so long steps only the first
 OVER = 1.15  # of the planner's estimate that a benchmark may need
@@ -158,7 +158,7 @@ def compiled(job: Job) -> Figures:
 
 def distributed(job: Job) -> Figures:
     """All GPUs train together; a single one still starts NCCL and sends its all-reduces there."""
-    from kempner.nccl_transport import LOG_SETTINGS, transport_of
+    from kempner.jobs.ranks.nccl_transport import LOG_SETTINGS, transport_of
 
     steps = ["--train.max_steps=20", "--checkpoint.interval=0"]
     log = job.work / "nccl.log"
@@ -174,13 +174,13 @@ def distributed(job: Job) -> Figures:
 
 
 def preflight(job: Job) -> Figures:
-    """kempner.preflight and its tasks as lib.sh starts them, on this one host."""
+    """kempner.jobs.preflight and its tasks as lib.sh starts them, on this one host."""
     meet, report = job.work / "meet", job.work / "preflight.json"
     meet.mkdir()
     gpus = job.ranks if job.device == "cuda" else 0
     env = os.environ | {peers.PEER_KEY_VARIABLE: peers.new_key()}
     driver = subprocess.Popen([
-        sys.executable, "-m", "kempner.preflight", f"--nodes={socket.gethostname()}",
+        sys.executable, "-m", "kempner.jobs.preflight", f"--nodes={socket.gethostname()}",
         f"--tasks={job.ranks}", f"--gpus={gpus}", f"--device={job.device}",
         f"--dir={job.work}", f"--json={report}", f"--meet={meet}",
     ], env=env)  # fmt: skip
@@ -191,7 +191,7 @@ def preflight(job: Job) -> Figures:
     tasks = []
     for rank in range(job.ranks):
         world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.ranks)}
-        command = [sys.executable, "-m", "kempner.preflight.task"]
+        command = [sys.executable, "-m", "kempner.jobs.preflight.task"]
         tasks.append(subprocess.Popen(command, env=env | world))
     code = driver.wait()
     for task in tasks:
@@ -215,10 +215,10 @@ def gpu_faults(job: Job) -> Figures:
     """What a sampler sees of this machine's GPUs, through each way there is; and a whole one."""
     import shutil
 
-    from kempner.gpu.findings import ReadingComparison
-    from kempner.gpu.kernel_log import KernelLog
-    from kempner.gpu.reading import NoAnswer, NvidiaSmi, open_reader
-    from kempner.gpu.watch import start_watch
+    from kempner.jobs.gpu.findings import ReadingComparison
+    from kempner.jobs.gpu.kernel_log import KernelLog
+    from kempner.jobs.gpu.reading import NoAnswer, NvidiaSmi, open_reader
+    from kempner.jobs.gpu.watch import start_watch
 
     program = shutil.which("nvidia-smi")
     ways = [way for way in (open_reader(), NvidiaSmi(program) if program else None) if way]
@@ -263,7 +263,7 @@ def one_rank_allreduce(job: Job) -> Figures:
     """With one GPU preflight measures nothing: this shows that its forked process starts NCCL."""
     import torch.distributed as dist
 
-    from kempner.preflight.allreduce import measure_allreduce, run_in_child
+    from kempner.jobs.preflight.allreduce import measure_allreduce, run_in_child
 
     def run(connected: Callable[[], None]) -> Figures:
         log = job.work / "preflight-nccl.log"
@@ -279,9 +279,9 @@ def synchronization(job: Job) -> Figures:
     """The real training loop with torch.cuda.set_sync_debug_mode around some of its steps."""
     import torch
 
-    from kempner.configure import configure
     from kempner.data.loader import TrainLoader
-    from kempner.resilience import requests
+    from kempner.train.configure import configure
+    from kempner.train.resilience import requests
     from scripts import train as program
 
     first, last = 5, 10
@@ -404,8 +404,8 @@ def fp8(job: Job) -> Figures:
 def bench(job: Job, shape: str, accumulate: int) -> Figures:
     """Tokens/s of a shipped configuration, compiled as it is shipped, on all GPUs: 7b on one node
     of eight as configs/scale has it, and on one GPU with one sequence a pass."""
-    from kempner.configure import load_config
-    from kempner.planner.memory import GIB, estimate_memory
+    from kempner.extensions.planner.memory import GIB, estimate_memory
+    from kempner.train.configure import load_config
 
     file = f"configs/scale/{shape}-1node.toml" if (shape, job.ranks) == ("7b", 8) else ""
     run_dir = job.work / f"bench-{shape}"

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kempner import process_group
+from kempner.jobs.ranks import process_group
 from kempner.parallel.config import DistributedConfig
 from kempner.parallel.layout import build_layout
-from kempner.resilience.requests import end_process
+from kempner.train.resilience.requests import end_process
 
 AXES = ("tp", "pp", "ep", "dp_replicate")
 

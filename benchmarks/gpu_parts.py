@@ -259,9 +259,9 @@ def update(job: Job) -> Figures:
 
 def generation(job: Job) -> Figures:
     """32 tokens of the run that check `save` has left, and the time of each."""
-    from kempner.generate.config import Sampling
-    from kempner.generate.engine import Engine, GenerationRequest
-    from kempner.load import load_model_and_tokenizer
+    from kempner.extensions.generate.config import Sampling
+    from kempner.extensions.generate.engine import Engine, GenerationRequest
+    from kempner.extensions.generate.load import load_model_and_tokenizer
 
     loaded = load_model_and_tokenizer(str(job.work / "unbroken"), job.device)
     engine = Engine[GenerationRequest](

@@ -22,7 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kempner.files import read_jsonl
+from kempner.jobs.system.files import read_jsonl
 from tests.cluster import make_data
 from tests.conftest import clean_env
 from tests.distributed.test_steps import judging
@@ -79,7 +79,7 @@ def waited(tau: int, data: Path, folder: Path) -> list[float]:
         *("--lowcomm.mode=steps", "--lowcomm.replicas=2", "--lowcomm.interval=8"),
         f"--lowcomm.tau={tau}",
     ]
-    faults = "slow ms=300\nhold at=kempner.lowcomm.membership:ReplicaGroup.mean:before s=0.5 nth=0"
+    faults = "slow ms=300\nhold at=kempner.extensions.lowcomm.membership:ReplicaGroup.mean:before s=0.5 nth=0"
     with judging(folder / "run") as door:
         env = clean_env(
             FAULTS=faults, GLOO_SOCKET_IFNAME="lo", KEMPNER_DOOR=str(door), KEMPNER_REPLICAS="2"

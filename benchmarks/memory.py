@@ -28,12 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.trainer import machine
-from kempner import loss
+from kempner.model import loss
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.parallel import offload
 from kempner.parallel.recompute import add_recompute
-from kempner.run import TrainConfig
+from kempner.train.sections import TrainConfig
 
 LEVERS: dict[str, dict[str, Any]] = {
     "none": {},

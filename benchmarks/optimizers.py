@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from kempner.history.tables import align_table
+from kempner.jobs.report.tables import align_table
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.optim.build import build_optimizer

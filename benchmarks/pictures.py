@@ -83,10 +83,10 @@ def of_runs(wanted: set[str]) -> None:
         if "status" in wanted:
             submit(cluster, home, "baseline", 40)
             submit(cluster, home, "lr-0.1", 40, faults="nan from=0 to=9999")
-            kill = "kill at=kempner.step:guard_update:before nth=15"
+            kill = "kill at=kempner.train.step:guard_update:before nth=15"
             submit(cluster, home, "long-context", 200, faults=kill, KEMPNER_MAX_CRASHES="2")
         once = f"{home}/once"
-        faults = f"kill at=kempner.step:guard_update:before nth=90 rank=3 once={once}\n"
+        faults = f"kill at=kempner.train.step:guard_update:before nth=90 rank=3 once={once}\n"
         faults += "slow ms=150 rank=3"
         job = submit(cluster, home, "two-nodes", 1500, faults=faults, wait=False, nodes=2)
         run = home / "runs/two-nodes"

@@ -17,9 +17,9 @@ import subprocess
 import sys
 
 from kempner.config.command_line import argument_parser
-from kempner.configure import load_config
-from kempner.planner.memory import estimate_memory
-from kempner.run import RunConfig
+from kempner.extensions.planner.memory import estimate_memory
+from kempner.train.configure import load_config
+from kempner.train.sections import RunConfig
 
 MIB = 2.0**20
 SHAPE = (
@@ -55,13 +55,13 @@ def measured(cfg: RunConfig) -> float:
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
 
-    from kempner.objective import NextToken
     from kempner.optim.build import build_optimizer
     from kempner.parallel.build import build_model
     from kempner.parallel.layout import build_layout
-    from kempner.parts import open_loader
-    from kempner.progress import Progress
-    from kempner.step import StepSums, forward_backward, reduce_step, update_weights
+    from kempner.train.objective import NextToken
+    from kempner.train.parts import open_loader
+    from kempner.train.progress import Progress
+    from kempner.train.step import StepSums, forward_backward, reduce_step, update_weights
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -30,8 +30,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kempner.data import sources
-from kempner.data.tokenizer import train_bpe
+from kempner.data.prepare import sources
+from kempner.data.text.tokenizer import train_bpe
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = 3000  # characters

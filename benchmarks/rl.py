@@ -77,14 +77,14 @@ def overhead(place: Path, rounds: int, quick: bool) -> None:
 def update(place: Path, rounds: int, size: int) -> None:
     import torch
 
-    from kempner.configure import load_config
-    from kempner.load import load_model_and_tokenizer
+    from kempner.extensions.generate.load import load_model_and_tokenizer
+    from kempner.extensions.rl.exchange import RolloutExchange
+    from kempner.extensions.rl.trainer.publish import DirectoryPublisher
+    from kempner.extensions.serve.weights import replace_weights
+    from kempner.jobs.ranks.process_group import discover_world, start_process_group
     from kempner.parallel.build import build_model
-    from kempner.parts import open_layout
-    from kempner.process_group import discover_world, start_process_group
-    from kempner.rl.exchange import RolloutExchange
-    from kempner.rl.publish import DirectoryPublisher
-    from kempner.serve.weights import replace_weights
+    from kempner.train.configure import load_config
+    from kempner.train.parts import open_layout
 
     dim, layers, vocab = SIZES[size]
     words = [f"--model.dim={dim}", f"--model.n_layers={layers}", f"--model.vocab_size={vocab}",

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from kempner.config.loading import load_config_files
-from kempner.rl import feed
-from kempner.rl.environments.protocol import Environment, Task
-from kempner.rl.exchange import ExchangeStart
-from kempner.rl.opening import open_parts
-from kempner.run import RunConfig
+from kempner.extensions.rl.environments.protocol import Environment, Task
+from kempner.extensions.rl.exchange import ExchangeStart
+from kempner.extensions.rl.opening import open_parts
+from kempner.extensions.rl.trainer import feed
+from kempner.train.sections import RunConfig
 from tests.fake_engine import FakeEngine
 from tests.rl_loop import RANKS, Loop
 

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kempner.history.tables import align_table
-from kempner.rl.batches import Groups, batches_ahead
-from kempner.rl.config import RlConfig
-from kempner.rl.groups import Rollout, SampleGroup, TaskPlace
+from kempner.extensions.rl.config import RlConfig
+from kempner.extensions.rl.orchestrate.batches import Groups, batches_ahead
+from kempner.extensions.rl.orchestrate.groups import Rollout, SampleGroup, TaskPlace
+from kempner.jobs.report.tables import align_table
 
 RATE, TRAIN_S = 40.0, 60.0  # tokens/s of a text; seconds of a step
 MEDIAN, MOST, TASK, SAMPLE = 1500, 32768, 0.8, 0.6  # tokens; deviations of the log of lengths

@@ -22,10 +22,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.rl_weights import CPU, configuration
+from kempner.extensions.rl.exchange import RolloutExchange
+from kempner.extensions.rl.trainer import publish
 from kempner.parallel.build import build_model
 from kempner.parallel.layout import build_layout
-from kempner.rl import publish
-from kempner.rl.exchange import RolloutExchange
 
 
 def rank(number: int, ranks: int, megabytes: int, rate: float, folder: str) -> None:

@@ -12,9 +12,9 @@ import threading
 import time
 from typing import Any
 
-from kempner.history.tables import align_table
-from kempner.rl.members import Member, Waiter
-from kempner.rl.router import BEAT_EVERY_S, Router
+from kempner.extensions.rl.engines.members import Member, Waiter
+from kempner.extensions.rl.engines.router import BEAT_EVERY_S, Router
+from kempner.jobs.report.tables import align_table
 
 
 def full(engines: int, groups: int) -> Router:

@@ -29,15 +29,15 @@ import torch.distributed as dist
 
 from benchmarks.async_save import processor
 from kempner.config.loading import load_config_files
+from kempner.extensions.rl.exchange import RolloutExchange
+from kempner.extensions.rl.trainer.publish import DirectoryPublisher, full_tensor
+from kempner.extensions.rl.trainer.transfer import DirectPublisher
+from kempner.extensions.serve import weights
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.parallel.build import build_model, parameter_names
 from kempner.parallel.layout import build_layout
-from kempner.rl.exchange import RolloutExchange
-from kempner.rl.publish import DirectoryPublisher, full_tensor
-from kempner.rl.transfer import DirectPublisher
-from kempner.run import RunConfig
-from kempner.serve import weights
+from kempner.train.sections import RunConfig
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")

@@ -39,22 +39,22 @@ from torch.distributed.tensor import Shard as Cut
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.scale_table import RANKS, Row, plot, read, row, table
-from kempner import rendezvous
-from kempner.checkpoint import layout as checkpoint_layout
-from kempner.checkpoint.writer import plan_file
+from kempner.checkpoint.format import plan as checkpoint_layout
+from kempner.checkpoint.format.writer import plan_file
 from kempner.config import toml
 from kempner.config.command_line import argument_parser
-from kempner.data.dataset import TokenDataset
+from kempner.data.formats.dataset import TokenDataset
 from kempner.data.sidecar import SIDECAR, Shard, Sidecar
+from kempner.jobs.ranks import rendezvous
+from kempner.jobs.ranks.process_group import World
+from kempner.jobs.records.run_log import log_path
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.parallel.config import DistributedConfig
 from kempner.parallel.layout import build_layout
-from kempner.process_group import World
-from kempner.resilience import watchdog
-from kempner.resilience.requests import REQUEST_FLAGS
-from kempner.run_log import log_path
-from kempner.step import reduce_step
+from kempner.train.resilience import watchdog
+from kempner.train.resilience.requests import REQUEST_FLAGS
+from kempner.train.step import reduce_step
 
 ROOT = Path(__file__).resolve().parent.parent
 PER_HOST = 8

@@ -39,11 +39,11 @@ import transformers
 
 from benchmarks.async_save import processor
 from benchmarks.generate import LENGTH, SIZES, VOCAB, models
-from kempner.data.tokenizer import ByteTokenizer
-from kempner.load import Loaded, Words
+from kempner.data.text.tokenizer import ByteTokenizer
+from kempner.extensions.generate.load import Loaded, Words
+from kempner.extensions.serve.http import Server
+from kempner.extensions.serve.worker import Worker
 from kempner.model.decoder import Decoder
-from kempner.serve.http import Server
-from kempner.serve.worker import Worker
 
 Lengths = list[int]
 

@@ -30,8 +30,8 @@ import transformers
 from benchmarks.async_save import processor
 from benchmarks.generate import LENGTH, models
 from benchmarks.serve import complete, make_prompts, serving
-from kempner.generate.config import Sampling
-from kempner.rl.engines import VllmEngine
+from kempner.extensions.generate.config import Sampling
+from kempner.extensions.rl.engines.client import VllmEngine
 
 START_S = 300.0
 TICK = os.sysconf("SC_CLK_TCK")
@@ -44,7 +44,7 @@ def start(place: Path, model: transformers.LlamaForCausalLM, slots: int) -> subp
     (version / "manifest.json").write_text(json.dumps({"version": 1, "transport": "directory"}))
     words = ["--weights", place / "weights", "--publish", place, "--slots", slots]
     words += ["--max-model-len", LENGTH, "--no-enable-prefix-caching"]
-    command = [sys.executable, "-m", "kempner.rl.vllm_engine", *map(str, words)]
+    command = [sys.executable, "-m", "kempner.extensions.rl.engines.vllm_engine", *map(str, words)]
     with open(place / "log", "w") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)

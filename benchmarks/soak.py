@@ -24,7 +24,7 @@ costs naive.sh with a large one is not in these figures.
 Columns per fault: the step it struck at; steps done again because of it; seconds from it until the
 save that followed was durable; seconds from the start of rank 0's next process to its first step;
 seconds from it until the run was past the step that it had reached. Parts of the wall time are
-`kempner.history.wall_time`'s; the effective training time ratio is the share that the steps would
+`kempner.jobs.report.wall_time`'s; the effective training time ratio is the share that the steps would
 have taken at their median time.
 """
 
@@ -46,9 +46,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kempner.files import read_jsonl
-from kempner.history.events import read_records
-from kempner.history.run_history import load_history
+from kempner.jobs.records.events import read_records
+from kempner.jobs.records.run_history import load_history
+from kempner.jobs.system.files import read_jsonl
 from tests.cluster import ENDED, ROOT, TESTBED, Cluster, make_data
 from tests.conftest import clean_env, losses, status
 from tests.fault.broken_run import BrokenRun, words
@@ -62,7 +62,7 @@ SAVER, COMMIT = "kempner.checkpoint.checkpointer", "kempner.checkpoint.commit"
 POINTS = {  # inside a save: the function, and the rank that dies there
     "before it": f"{SAVER}:Checkpointer._stage:before rank=0",
     "staged": f"{SAVER}:Checkpointer._stage:after rank=1",
-    "in the file": "kempner.checkpoint.writer:_trailer:before rank=0",
+    "in the file": "kempner.checkpoint.format.writer:_trailer:before rank=0",
     "written": f"{SAVER}:write_file:after rank=1",
     "before the manifest": f"{SAVER}:Checkpointer._commit:before rank=0",
     "renamed": f"{COMMIT}:point_latest:before rank=0",

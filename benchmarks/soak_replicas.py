@@ -53,14 +53,14 @@ from benchmarks.soak import (
     say,
     table,
 )
-from kempner.files import read_jsonl
+from kempner.jobs.system.files import read_jsonl
 from tests.cluster import Cluster
 from tests.conftest import status
 
 REPLICAS, H, BATCH = 3, 6, 12
 GAP = (4, 16)  # rounds between faults; one that is killed needs about 8 to come back
 LONGEST_REPLICA_START_S = 60.0
-MEMBERSHIP = "kempner.lowcomm.membership"
+MEMBERSHIP = "kempner.extensions.lowcomm.membership"
 POINTS = {  # of a round
     "kill before the exchange": f"{MEMBERSHIP}:Membership.round:before",
     "kill in the exchange": f"{MEMBERSHIP}:Group.mean:before",

@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.soak import Broken, Fault, Kinds, Soak, cluster_of, draw, live, revived, say
-from kempner.files import read_jsonl
-from kempner.history.run_history import load_history
+from kempner.jobs.records.run_history import load_history
+from kempner.jobs.system.files import read_jsonl
 from tests.conftest import status
 from tests.fault.rl_run import ROLES, RlRun
 from tests.fault.test_rl_kills import FAULTY, words
 
 GAP = (4, 12)  # steps between faults
 SLOW, STEP_S = (
-    "kempner.rl.feed:Feed.next",
+    "kempner.extensions.rl.trainer.feed:Feed.next",
     1.0,
 )  # a step: the run must not end before the last fault
 ENGINES = tuple(f"engine {number}" for number in range(4))

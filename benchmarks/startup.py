@@ -24,8 +24,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from kempner.history import events
-from kempner.history.events import FirstStep, StartEvent
+from kempner.jobs.records import events
+from kempner.jobs.records.events import FirstStep, StartEvent
 
 ROOT = Path(__file__).parents[1]
 MODEL = ["--model.dim=64", "--model.n_layers=2", "--model.ffn_dim=96", "--train.seq_len=32"]

@@ -93,7 +93,7 @@ def tracker_of(run: Path) -> int:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = path.read_bytes().decode().split("\0")
-            if "kempner.trackers" in words and str(run) in words:
+            if "kempner.jobs.trackers" in words and str(run) in words:
                 return int(path.parent.name)
     sys.exit("no tracker runs beside the training")
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kempner.history.run_history import load_history
+from kempner.jobs.records.run_history import load_history
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = str(ROOT / "scripts/train.py")
@@ -148,13 +148,13 @@ def by_turns(repeats: int, argv: list[str]) -> None:
     import torch
     import torch.distributed as dist
 
-    from kempner.configure import configure
     from kempner.data.batch import MicroBatch
     from kempner.data.loader import TrainLoader
     from kempner.optim.build import build_optimizer
     from kempner.parallel.build import build_model
     from kempner.parallel.layout import build_layout
-    from kempner.resilience import requests
+    from kempner.train.configure import configure
+    from kempner.train.resilience import requests
     from scripts import train
 
     stop = requests.StopRequests()
@@ -263,13 +263,13 @@ def data(options: argparse.Namespace, work: Path) -> None:
     import numpy as np
     import torch
 
-    from kempner.data import chat_marks
-    from kempner.data.chat_dataset import ChatDataset
-    from kempner.data.dataset import TokenDataset
+    from kempner.data.formats.chat_dataset import ChatDataset
+    from kempner.data.formats.dataset import TokenDataset
+    from kempner.data.formats.stream import Shape
     from kempner.data.loader import reading_speed
     from kempner.data.mixture import Ingredient, Mixture, MixturePhase
     from kempner.data.sidecar import DATA_SPLITS, SIDECAR, Shard, Sidecar
-    from kempner.data.stream import Shape
+    from kempner.data.text import chat_marks
 
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

@@ -24,7 +24,13 @@ import argparse
 import re
 from pathlib import Path
 
-from kempner.activations import (
+from kempner.checkpoint import commit, named
+from kempner.config import toml
+from kempner.config.command_line import argument_parser
+from kempner.config.option import ConfigError
+from kempner.data.config import FAKE
+from kempner.data.formats.dataset import TokenDataset
+from kempner.extensions.activations import (
     ACTIVATION_PARTS,
     SHARD_BYTES,
     ShardRecord,
@@ -33,16 +39,10 @@ from kempner.activations import (
     identity_of,
     start_output,
 )
-from kempner.checkpoint import commit, named
-from kempner.config import toml
-from kempner.config.command_line import argument_parser
-from kempner.config.option import ConfigError
-from kempner.data.config import FAKE
-from kempner.data.dataset import TokenDataset
-from kempner.files import step_of_name
-from kempner.front_door import run_program
-from kempner.hf.source import CONFIG_FILE, WeightsSource, held_weights
-from kempner.load import Loaded, load_model_and_tokenizer
+from kempner.extensions.generate.load import Loaded, load_model_and_tokenizer
+from kempner.extensions.hf.source import CONFIG_FILE, WeightsSource, held_weights
+from kempner.jobs.system.files import step_of_name
+from kempner.jobs.system.front_door import run_program
 
 
 def main(argv: list[str]) -> None:

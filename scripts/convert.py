@@ -23,22 +23,22 @@ import argparse
 import re
 from pathlib import Path
 
-from kempner import hub
 from kempner.checkpoint import commit
-from kempner.combinations import combination_problems as problems_across
 from kempner.config.command_line import argument_parser
 from kempner.config.loading import SectionValues, load_config_files, to_toml
 from kempner.config.option import ConfigError
-from kempner.front_door import interruptible, run_program
-from kempner.hf.checks import complete_model
-from kempner.hf.compare import compare_with_transformers
-from kempner.hf.families import FAMILIES, family_of
-from kempner.hf.source import TOKENIZER_FILE, find_weights, held_weights, vocabulary_size
-from kempner.hf.stored import check_source
-from kempner.hf.tensors import stored_parts, tensor_names
+from kempner.extensions.hf.checks import complete_model
+from kempner.extensions.hf.compare import compare_with_transformers
+from kempner.extensions.hf.families import FAMILIES, family_of
+from kempner.extensions.hf.source import TOKENIZER_FILE, find_weights, held_weights, vocabulary_size
+from kempner.extensions.hf.stored import check_source
+from kempner.extensions.hf.tensors import stored_parts, tensor_names
+from kempner.jobs.system import hub
+from kempner.jobs.system.front_door import interruptible, run_program
 from kempner.model.config import ModelConfig
 from kempner.model.shapes import tensor_shapes
-from kempner.run import RunConfig, RunSection, TrainConfig
+from kempner.train.checks import combination_problems as problems_across
+from kempner.train.sections import RunConfig, RunSection, TrainConfig
 
 SIZE_UNITS = {"MB": 10**6, "GB": 10**9}
 
@@ -125,7 +125,9 @@ def import_(options: argparse.Namespace) -> None:
         run=RunSection(dir=str(options.run)),
         train=TrainConfig(seq_len=min(TrainConfig.seq_len, cfg.max_seq_len)),
     )
-    from kempner.hf.importing import import_model  # torch: what is wrong is said without it
+    from kempner.extensions.hf.importing import (
+        import_model,  # torch: what is wrong is said without it
+    )
 
     interruptible()  # what is half written is removed
     path = import_model(source.path, cfg, options.run, to_toml(config), options.source)
@@ -134,8 +136,8 @@ def import_(options: argparse.Namespace) -> None:
 
 
 def run_export(options: argparse.Namespace) -> None:
-    from kempner.hf.adapter import export_adapter
-    from kempner.hf.exporting import export_checkpoint
+    from kempner.extensions.hf.adapter import export_adapter
+    from kempner.extensions.hf.exporting import export_checkpoint
 
     with held_weights(options.run) as source:
         if not source.is_checkpoint:

@@ -27,18 +27,18 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from kempner import slurm
 from kempner.checkpoint import named
 from kempner.checkpoint.commit import latest_checkpoint
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
-from kempner.directories import Kind, directory_kind
-from kempner.files import step_of_name, write_atomic
-from kempner.front_door import run_program
-from kempner.hf.source import held_weights, run_of
-from kempner.history import results
-from kempner.history.run_history import is_run, load_history
-from kempner.history.state import LIVE_STATES
+from kempner.extensions.hf.source import held_weights, run_of
+from kempner.jobs import slurm
+from kempner.jobs.records import results
+from kempner.jobs.records.run_history import is_run, load_history
+from kempner.jobs.records.state import LIVE_STATES
+from kempner.jobs.system.directories import Kind, directory_kind
+from kempner.jobs.system.files import step_of_name, write_atomic
+from kempner.jobs.system.front_door import run_program
 
 NEW_CHECKPOINT_POLL_S = 10.0
 
@@ -90,13 +90,13 @@ def evaluate_once(options: argparse.Namespace, name: str) -> None:
     ):  # the packages below take ten seconds, and a wrong name is told at once
         pass
     try:
-        from kempner.harness import HarnessModel, run_harness
+        from kempner.extensions.generate.harness import HarnessModel, run_harness
     except ModuleNotFoundError as error:
         if error.name != "lm_eval":
             raise
         fix = ".venv/bin/pip install -c constraints.txt -e '.[eval]'"
         raise ConfigError(f"the package lm-eval is not installed; run {fix}") from None
-    from kempner.load import load_model_and_tokenizer
+    from kempner.extensions.generate.load import load_model_and_tokenizer
 
     with held_weights(name) as source:
         loaded = load_model_and_tokenizer(

@@ -16,7 +16,7 @@ def start_program():
     sys.excepthook = import_hook
     if sys.version_info < (3, 10):  # noqa: UP036
         refuse_start(f"it is Python {sys.version.split()[0]}, and 3.10 is needed", in_environment())
-    from kempner import front_door
+    from kempner.jobs.system import front_door
 
     front_door.begin_program()
 

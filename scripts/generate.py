@@ -27,9 +27,9 @@ from pathlib import Path
 
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
-from kempner.front_door import read_text, run_program
-from kempner.generate.config import Sampling
-from kempner.load import Loaded, load_model_and_tokenizer
+from kempner.extensions.generate.config import Sampling
+from kempner.extensions.generate.load import Loaded, load_model_and_tokenizer
+from kempner.jobs.system.front_door import read_text, run_program
 
 
 def main(argv: list[str]) -> int:
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     ids = prompt_ids(loaded, prompts, options.chat)
     print_note(f"{loaded.about}, {loaded.model.cfg.count_parameters():,} parameters")
     if options.chat and prompts == [""] and sys.stdin.isatty():
-        from kempner.generate.dialogue import run_dialogue
+        from kempner.extensions.generate.dialogue import run_dialogue
 
         print_note("type a message; Ctrl-D or Ctrl-C ends the dialogue")
         run_dialogue(loaded, sampling_options(options))
@@ -155,8 +155,8 @@ def print_texts(
 ) -> int:
     """Generate the continuations of `ids`, and print them after the prompts; a single text as it
     comes, several in the order of the prompts. Returns the number of new tokens."""
-    from kempner.generate.engine import Engine
-    from kempner.generate.texts import Text, generate_texts
+    from kempner.extensions.generate.engine import Engine
+    from kempner.extensions.generate.texts import Text, generate_texts
 
     tokenizer, ends = loaded.words.tokenizer, loaded.words.ends
     longest = max(map(len, ids))

@@ -29,23 +29,23 @@ import time
 from kempner.config.command_line import parse_command
 from kempner.config.loading import to_toml
 from kempner.config.option import ConfigError
-from kempner.configure import check_directories, help_of, load_config
-from kempner.front_door import run_program
-from kempner.load import Words
-from kempner.rl.batches import Failed
-from kempner.rl.config import RlConfig
-from kempner.rl.conversation import DialogueWriter
-from kempner.rl.engines import Closed, Lost, NoEngines, Rejected
-from kempner.rl.environments.opening import Tasks
-from kempner.rl.environments.scorer import NoRewards, Scorer
-from kempner.rl.exchange import RolloutExchange
-from kempner.rl.extension import RlExtension
-from kempner.rl.measure import Bench
-from kempner.rl.opening import check_isolation, open_curriculum, open_parts, open_router
-from kempner.rl.orchestrator import Orchestrator
-from kempner.rl.rollout import RolloutSampler
-from kempner.run import RunConfig
-from kempner.signals import leave_event
+from kempner.extensions.generate.load import Words
+from kempner.extensions.rl.config import RlConfig
+from kempner.extensions.rl.engines.client import Closed, Lost, NoEngines, Rejected
+from kempner.extensions.rl.environments.opening import Tasks
+from kempner.extensions.rl.environments.sandbox.scorer import NoRewards, Scorer
+from kempner.extensions.rl.exchange import RolloutExchange
+from kempner.extensions.rl.extension import RlExtension
+from kempner.extensions.rl.opening import check_isolation, open_curriculum, open_parts, open_router
+from kempner.extensions.rl.orchestrate.batches import Failed
+from kempner.extensions.rl.orchestrate.conversation import DialogueWriter
+from kempner.extensions.rl.orchestrate.measure import Bench
+from kempner.extensions.rl.orchestrate.orchestrator import Orchestrator
+from kempner.extensions.rl.orchestrate.rollout import RolloutSampler
+from kempner.jobs.system.front_door import run_program
+from kempner.jobs.system.signals import leave_event
+from kempner.train.configure import check_directories, help_of, load_config
+from kempner.train.sections import RunConfig
 
 ORCHESTRATE_FLAGS = {"help": bool, "check": bool, "bench": bool}
 

@@ -22,11 +22,8 @@ if __name__ == "__main__":
 
 from kempner.config.command_line import parse_command
 from kempner.config.option import ConfigError
-from kempner.configure import check_world, load_config
-from kempner.front_door import run_program
-from kempner.history.tables import align_table
-from kempner.lowcomm.config import LowcommConfig
-from kempner.planner.cost import (
+from kempner.extensions.lowcomm.config import LowcommConfig
+from kempner.extensions.planner.cost import (
     ESTIMATE_SLACK,
     GPUS,
     HOST_BYTES,
@@ -37,11 +34,14 @@ from kempner.planner.cost import (
     network_bytes,
     step_seconds,
 )
-from kempner.planner.engine import engine_memory
-from kempner.planner.memory import GIB, estimate_memory
-from kempner.planner.search import best_candidates, why_none
-from kempner.rl.config import InferenceConfig, RlConfig
-from kempner.run import RunConfig
+from kempner.extensions.planner.engine import engine_memory
+from kempner.extensions.planner.memory import GIB, estimate_memory
+from kempner.extensions.planner.search import best_candidates, why_none
+from kempner.extensions.rl.config import InferenceConfig, RlConfig
+from kempner.jobs.report.tables import align_table
+from kempner.jobs.system.front_door import run_program
+from kempner.train.configure import check_world, load_config
+from kempner.train.sections import RunConfig
 
 PLAN_FLAGS = {"help": bool, "nodes": int, "gpus-per-node": int, "gpu": str, "host-memory": int}
 DEFAULT = "H100"

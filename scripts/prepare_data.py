@@ -32,12 +32,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kempner import hub
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
-from kempner.data import chat, chat_dataset, encode, sources
-from kempner.data.prepare import Work, encode_task_share, write_shards
-from kempner.data.shards import (
+from kempner.data.formats import chat_dataset
+from kempner.data.formats.shards import (
     SHOWN_SKIPPED,
     begun_preparation,
     earlier_preparation,
@@ -45,6 +43,9 @@ from kempner.data.shards import (
     shard_lock,
     skipped_remarks,
 )
+from kempner.data.prepare import sources
+from kempner.data.prepare.shares import Work, encode_task_share, write_shards
+from kempner.data.prepare.units import number_units, remove_units
 from kempner.data.sidecar import (
     BAD_LINES,
     DATA_SPLITS,
@@ -56,7 +57,8 @@ from kempner.data.sidecar import (
     Shard,
     Sidecar,
 )
-from kempner.data.tokenizer import (
+from kempner.data.text import chat, encode
+from kempner.data.text.tokenizer import (
     BPE_EOD,
     BPE_MINIMUM,
     ByteTokenizer,
@@ -65,11 +67,11 @@ from kempner.data.tokenizer import (
     tokenizer_of,
     train_bpe,
 )
-from kempner.data.units import number_units, remove_units
-from kempner.directories import Kind, mark_directory, refuse_others
-from kempner.files import write_atomic
-from kempner.front_door import explain_os_error, interruptible, run_program
-from kempner.process_group import discover_world
+from kempner.jobs.ranks.process_group import discover_world
+from kempner.jobs.system import hub
+from kempner.jobs.system.directories import Kind, mark_directory, refuse_others
+from kempner.jobs.system.files import write_atomic
+from kempner.jobs.system.front_door import explain_os_error, interruptible, run_program
 
 UNIT_BYTES = 4 << 20  # of input to one task of a worker
 BPE_SAMPLE = 256 << 20  # bytes of text that a vocabulary is trained on; more hardly changes it
@@ -77,7 +79,7 @@ BPE_SAMPLE = 256 << 20  # bytes of text that a vocabulary is trained on; more ha
 
 def main(argv: list[str]) -> int:
     if argv[:1] == ["inspect"]:
-        from kempner.inspection import inspect_data
+        from kempner.extensions.inspection import inspect_data
 
         inspect_data(argv[1:])
         return 0

@@ -20,12 +20,12 @@ if __name__ == "__main__":
 
 from dataclasses import replace
 
-from kempner.front_door import ANSWER, run_program
-from kempner.program.book import hash_of, is_done
-from kempner.program.copy import CodeCopy, check_code
-from kempner.program.launchers import check_launcher, uses_torchrun
-from kempner.program.options import check_command, check_run_dir, parse_options
-from kempner.program.start import start_supervisor, supervise_here
+from kempner.jobs.program.book import hash_of, is_done
+from kempner.jobs.program.copy import CodeCopy, check_code
+from kempner.jobs.program.launchers import check_launcher, uses_torchrun
+from kempner.jobs.program.options import check_command, check_run_dir, parse_options
+from kempner.jobs.program.start import start_supervisor, supervise_here
+from kempner.jobs.system.front_door import ANSWER, run_program
 
 
 def main(words: list[str]) -> int:

@@ -30,18 +30,18 @@ import ray
 
 from kempner.config.command_line import parse_command
 from kempner.config.option import ConfigError
-from kempner.configure import check_directories, help_of, load_config
-from kempner.front_door import run_program
-from kempner.planner.placement import Placement, engine_words, place_processes
-from kempner.ray.programs import place_programs, rank_variables_of
-from kempner.rl.config import DeploymentConfig, InferenceConfig, RlConfig
-from kempner.rl.exchange import EXCHANGE_SILENCE_S, Listener, RolloutExchange
-from kempner.rl.extension import RlExtension
-from kempner.run import RunConfig
+from kempner.extensions.planner.placement import Placement, engine_words, place_processes
+from kempner.extensions.rl.config import DeploymentConfig, InferenceConfig, RlConfig
+from kempner.extensions.rl.exchange import EXCHANGE_SILENCE_S, Listener, RolloutExchange
+from kempner.extensions.rl.extension import RlExtension
+from kempner.jobs.ray.programs import place_programs, rank_variables_of
+from kempner.jobs.system.front_door import run_program
+from kempner.train.configure import check_directories, help_of, load_config
+from kempner.train.sections import RunConfig
 
 PROGRAM_FOLDER = Path(__file__).resolve().parent
 PROGRAM_POLL_S = 5.0
-ENGINE = ["-m", "kempner.rl.vllm_engine"]
+ENGINE = ["-m", "kempner.extensions.rl.engines.vllm_engine"]
 
 
 def main(argv: list[str]) -> int:

@@ -21,8 +21,8 @@ from pathlib import Path
 import ray
 
 from kempner.config.command_line import argument_parser
-from kempner.front_door import run_program
-from kempner.ray.programs import place_programs, rank_variables_of
+from kempner.jobs.ray.programs import place_programs, rank_variables_of
+from kempner.jobs.system.front_door import run_program
 
 TRAIN = Path(__file__).resolve().parent / "train.py"
 

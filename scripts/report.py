@@ -24,22 +24,22 @@ import argparse
 import time
 from pathlib import Path
 
-from kempner import slurm
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
-from kempner.directories import describe_directory, refuse_other_file
-from kempner.front_door import run_program
-from kempner.history.page.write import PAGE_SIGN, write_page
-from kempner.history.replicas import replicas_of
-from kempner.history.run_history import History, file_size, is_run, load_history, runs_in
-from kempner.history.summary import (
+from kempner.jobs import slurm
+from kempner.jobs.records.run_history import History, file_size, is_run, load_history, runs_in
+from kempner.jobs.report.page.write import PAGE_SIGN, write_page
+from kempner.jobs.report.replicas import replicas_of
+from kempner.jobs.report.summary import (
     attempt_table,
     refused_starts,
     replica_table,
     start_times,
     summary_table,
 )
-from kempner.picture import refuse_other_picture
+from kempner.jobs.system.directories import describe_directory, refuse_other_file
+from kempner.jobs.system.front_door import run_program
+from kempner.jobs.system.picture import refuse_other_picture
 
 FORMATS = (".png", ".pdf", ".svg")
 SHOWN_RUNS = 5  # runs that a message names
@@ -64,7 +64,7 @@ def print_summary(options: argparse.Namespace) -> int:
         replicas = replicas_of(run.path)
         if replicas:
             print(f"\nreplicas of {run.path}\n{replica_table(replicas)}")
-    from kempner.history import plots, timeline  # they need numpy, and the page does not
+    from kempner.jobs.report import plots, timeline  # they need numpy, and the page does not
 
     try:
         drawn = [run for run in runs if run.losses]

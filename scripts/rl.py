@@ -4,7 +4,7 @@
     python scripts/rl.py configs/rl/arithmetic.toml         one process of it, by hand
 
 It is scripts/train.py, step for step; its batches come from the orchestrator and its weights go to
-the engines (kempner/rl/feed.py): step n waits for the batch that the orchestrator has made of
+the engines (kempner/extensions/rl/trainer/feed.py): step n waits for the batch that the orchestrator has made of
 samples of version n - 1 or, with rl.max_async, of earlier ones, trains on it, and publishes version
 n. Exit code 0 after any orderly end, 2 on bad input; status.json says more.
 """
@@ -18,10 +18,10 @@ if __name__ == "__main__":
 
     first.start_program()  # before anything that may be missing or slow
 
-    from kempner.configure import configure
-    from kempner.resilience import requests
-    from kempner.resilience.requests import StopRequests
-    from kempner.rl.extension import RlExtension
+    from kempner.extensions.rl.extension import RlExtension
+    from kempner.train.configure import configure
+    from kempner.train.resilience import requests
+    from kempner.train.resilience.requests import StopRequests
 
     STOP = StopRequests()  # first of all: a signal during the imports must not kill us
     CFG = configure(sys.argv[1:], STOP, RlExtension)  # --help, --check and bad input end here

@@ -26,16 +26,16 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from kempner import slurm
 from kempner.config.option import ConfigError
-from kempner.directories import refuse_other_file
-from kempner.files import write_atomic
-from kempner.front_door import explain_os_error, read_text, run_program
-from kempner.hf.source import held_weights
-from kempner.hf.stored import check_source
-from kempner.planner.engine import check_room, no_room
-from kempner.serve.arguments import TOKEN_VARIABLE, check_window, parse_serve_arguments
-from kempner.signals import TO_LEAVE, leave_event
+from kempner.extensions.hf.source import held_weights
+from kempner.extensions.hf.stored import check_source
+from kempner.extensions.planner.engine import check_room, no_room
+from kempner.extensions.serve.arguments import TOKEN_VARIABLE, check_window, parse_serve_arguments
+from kempner.jobs import slurm
+from kempner.jobs.system.directories import refuse_other_file
+from kempner.jobs.system.files import write_atomic
+from kempner.jobs.system.front_door import explain_os_error, read_text, run_program
+from kempner.jobs.system.signals import TO_LEAVE, leave_event
 
 OPEN_TO_ALL = ("0.0.0.0", "::")
 
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
 def check_start(options: argparse.Namespace) -> None:
     """Raise ConfigError for what a start would find when it has read the model, or later. The nodes
     of a job may have what this host lacks: they look themselves."""
-    from kempner.load import (  # imports NumPy, which --help does without
+    from kempner.extensions.generate.load import (  # imports NumPy, which --help does without
         inference_device,
         model_shape,
     )
@@ -118,12 +118,12 @@ def check_place(folder: Path, make: bool) -> None:
 
 def run_server(options: argparse.Namespace, token: str, end: threading.Event) -> int:
     """Serve until `end` is set."""
-    from kempner.load import load_model_and_tokenizer
-    from kempner.port_range import BadPortRange, NoFreePort
-    from kempner.process_group import allow_open_files
-    from kempner.serve.http import Server
-    from kempner.serve.weights import first_version
-    from kempner.serve.worker import Worker
+    from kempner.extensions.generate.load import load_model_and_tokenizer
+    from kempner.extensions.serve.http import Server
+    from kempner.extensions.serve.weights import first_version
+    from kempner.extensions.serve.worker import Worker
+    from kempner.jobs.ranks.port_range import BadPortRange, NoFreePort
+    from kempner.jobs.ranks.process_group import allow_open_files
 
     allow_open_files()  # a connection for each client
     try:

@@ -28,17 +28,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kempner import slurm
 from kempner.config.command_line import argument_parser
-from kempner.front_door import run_program
-from kempner.history import notify
-from kempner.history.attempts import Record
-from kempner.history.facts import newest_step, run_facts, run_trouble
-from kempner.history.nodes import NodeHistory, nodes_of
-from kempner.history.replicas import replicas_of
-from kempner.history.run_history import History, load_history, runs_in, unreadable_in
-from kempner.history.state import LIVE_STATES
-from kempner.history.tables import align_table, format_duration
+from kempner.jobs import slurm
+from kempner.jobs.records.attempts import Record
+from kempner.jobs.records.facts import newest_step, run_facts, run_trouble
+from kempner.jobs.records.nodes import NodeHistory, nodes_of
+from kempner.jobs.records.run_history import History, load_history, runs_in, unreadable_in
+from kempner.jobs.records.state import LIVE_STATES
+from kempner.jobs.report import notify
+from kempner.jobs.report.replicas import replicas_of
+from kempner.jobs.report.tables import align_table, format_duration
+from kempner.jobs.system.front_door import run_program
 
 STATUS_TAIL_BYTES = 1 << 16  # bytes at the end of metrics.jsonl that are read
 STATUS_COLUMNS = ("run", "state", "step", "loss", "tokens/s", "attempts", "left", "")

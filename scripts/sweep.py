@@ -34,29 +34,29 @@ from pathlib import Path
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.config.values import did_you_mean
-from kempner.directories import Kind, describe_directory, directory_kind, refuse_others
-from kempner.front_door import interruptible, run_program
-from kempner.history.run_history import is_run
-from kempner.history.tables import align_table
-from kempner.planner.cost import GPUS
-from kempner.slurm import plain_environment
-from kempner.sweep import results
-from kempner.sweep.cost import Hours, gpu_hours
-from kempner.sweep.file import Sweep, read_sweep
-from kempner.sweep.here import run_here
-from kempner.sweep.journal import Journal, locked_journal
-from kempner.sweep.keys import PointValues
-from kempner.sweep.look import PointStatus, look_at_points
-from kempner.sweep.points import SweepPoint, expand_points
-from kempner.sweep.propose import proposal_room, propose_values, proposed_points
-from kempner.sweep.resources import profile_environment
-from kempner.sweep.submit import (
+from kempner.extensions.planner.cost import GPUS
+from kempner.extensions.sweep import results
+from kempner.extensions.sweep.cost import Hours, gpu_hours
+from kempner.extensions.sweep.file import Sweep, read_sweep
+from kempner.extensions.sweep.here import run_here
+from kempner.extensions.sweep.journal import Journal, locked_journal
+from kempner.extensions.sweep.keys import PointValues
+from kempner.extensions.sweep.look import PointStatus, look_at_points
+from kempner.extensions.sweep.points import SweepPoint, expand_points
+from kempner.extensions.sweep.propose import proposal_room, propose_values, proposed_points
+from kempner.extensions.sweep.resources import profile_environment
+from kempner.extensions.sweep.submit import (
     held_arrays,
     plan_arrays,
     settle_journal,
     submit_array,
     throttle_array,
 )
+from kempner.jobs.records.run_history import is_run
+from kempner.jobs.report.tables import align_table
+from kempner.jobs.slurm import plain_environment
+from kempner.jobs.system.directories import Kind, describe_directory, directory_kind, refuse_others
+from kempner.jobs.system.front_door import interruptible, run_program
 
 JOURNAL_PATIENCE_S = 120  # with [propose]: jobs that end at the same time submit, too
 COMMANDS = ("plan", "submit", "status", "resubmit", "cancel", "table")

@@ -18,11 +18,12 @@ if __name__ == "__main__":
 
 import sys
 
-from kempner import extensions, process_group
-from kempner.configure import configure, reject_input
-from kempner.resilience import requests
-from kempner.resilience.requests import GO_ON, StopRequests, Verdict
-from kempner.run import RunConfig
+from kempner.jobs.ranks import process_group
+from kempner.train import extensions
+from kempner.train.configure import configure, reject_input
+from kempner.train.resilience import requests
+from kempner.train.resilience.requests import GO_ON, StopRequests, Verdict
+from kempner.train.sections import RunConfig
 
 if __name__ == "__main__":
     STOP = StopRequests()  # first of all: a signal during the imports must not kill us
@@ -31,10 +32,10 @@ if __name__ == "__main__":
 import torch
 
 from kempner.config.option import ConfigError
-from kempner.parts import prepare_torch
-from kempner.port_range import BadPortRange, NoFreePort
-from kempner.run_directory import Run
-from kempner.step import (
+from kempner.jobs.ranks.port_range import BadPortRange, NoFreePort
+from kempner.train.parts import prepare_torch
+from kempner.train.recording.run_directory import Run
+from kempner.train.step import (
     PendingStep,
     StepSums,
     collect_garbage,
@@ -42,7 +43,7 @@ from kempner.step import (
     reduce_step,
     update_weights,
 )
-from kempner.training import join_ranks, open_training
+from kempner.train.training import join_ranks, open_training
 
 
 def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) -> Verdict:

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import kempner
-from kempner.front_door import exit_code
+from kempner.jobs.system.front_door import exit_code
 from tests import zygote
 from tests.cluster import AS_USER, ROOT, cluster, files_of_user
 
@@ -137,7 +137,7 @@ def files_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 def cannot_train(python: str) -> str:
     """Why the trainer need not, or cannot, be tested by this Python; empty when it can."""
-    ask = [python, "-c", "import sys, torch, kempner.run; print(sys.version)"]
+    ask = [python, "-c", "import sys, torch, kempner.train.sections; print(sys.version)"]
     try:
         found = subprocess.run(ask, env=packages(), capture_output=True, text=True, timeout=120)
     except FileNotFoundError:

@@ -60,10 +60,10 @@ def serve() -> None:
     import torch
 
     import kempner.checkpoint.checkpointer
-    import kempner.configure
-    import kempner.hf.exporting
+    import kempner.extensions.hf.exporting
     import kempner.parallel.build
-    import kempner.recorder  # noqa: F401
+    import kempner.train.configure
+    import kempner.train.recording.recorder  # noqa: F401
 
     torch.set_num_threads(1)  # a fork has none of its threads
     for line in sys.stdin:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from kempner.hf.load import load_weights
-from kempner.hf.source import find_weights
+from kempner.extensions.hf.load import load_weights
+from kempner.extensions.hf.source import find_weights
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from tests.conftest import load_program

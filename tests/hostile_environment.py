@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from kempner.rl.environments.protocol import Environment, Message, Reply, Task
+from kempner.extensions.rl.environments.protocol import Environment, Message, Reply, Task
 
 
 class Answer:

@@ -1,6 +1,6 @@
 """The environment of docs/extensions/rl.md."""
 
-from kempner.rl.environments.protocol import Environment, Task
+from kempner.extensions.rl.environments.protocol import Environment, Task
 
 
 class Vowels(Environment):

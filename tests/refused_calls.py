@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 
 from kempner.config.option import ConfigError
-from kempner.rl.config import EnvConfig
-from kempner.rl.environments import landlock, limits, system_calls
-from kempner.rl.environments.opening import Tasks
-from kempner.rl.environments.scorer import Scorer
+from kempner.extensions.rl.config import EnvConfig
+from kempner.extensions.rl.environments.opening import Tasks
+from kempner.extensions.rl.environments.sandbox import landlock, limits, system_calls
+from kempner.extensions.rl.environments.sandbox.scorer import Scorer
 from tests.conftest import ROOT
 from tests.rewards import score
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kempner.rl.environments.opening import Tasks
-from kempner.rl.environments.protocol import Message, Score, Task
-from kempner.rl.environments.scorer import Scorer
+from kempner.extensions.rl.environments.opening import Tasks
+from kempner.extensions.rl.environments.protocol import Message, Score, Task
+from kempner.extensions.rl.environments.sandbox.scorer import Scorer
 
 
 def talk(task: Task, text: str) -> list[Message]:

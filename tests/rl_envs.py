@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kempner.rl.environments.protocol import Environment, Message, Reply, Task
+from kempner.extensions.rl.environments.protocol import Environment, Message, Reply, Task
 
 
 class Digits(Environment):

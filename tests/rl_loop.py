@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from kempner.config.loading import load_config_files
-from kempner.load import Words
-from kempner.rl.conversation import DialogueWriter
-from kempner.rl.environments.opening import Tasks
-from kempner.rl.environments.protocol import Message, Reply, Score, Task
-from kempner.rl.exchange import Batch, ExchangeStart, ExchangeState, RolloutExchange
-from kempner.rl.opening import open_curriculum, open_parts, open_router
-from kempner.rl.orchestrator import Orchestrator
-from kempner.rl.rollout import RolloutSampler
-from kempner.run import RunConfig
+from kempner.extensions.generate.load import Words
+from kempner.extensions.rl.environments.opening import Tasks
+from kempner.extensions.rl.environments.protocol import Message, Reply, Score, Task
+from kempner.extensions.rl.exchange import Batch, ExchangeStart, ExchangeState, RolloutExchange
+from kempner.extensions.rl.opening import open_curriculum, open_parts, open_router
+from kempner.extensions.rl.orchestrate.conversation import DialogueWriter
+from kempner.extensions.rl.orchestrate.orchestrator import Orchestrator
+from kempner.extensions.rl.orchestrate.rollout import RolloutSampler
+from kempner.train.sections import RunConfig
 from tests.fake_engine import TOKEN, FakeEngine
 
 RANKS = 2

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from kempner.rl.exchange import Batch, RolloutExchange
+from kempner.extensions.rl.exchange import Batch, RolloutExchange
 
 VOCAB = 257
 Sample = tuple[list[int], list[float], float]  # tokens, log-probabilities of the answer, advantage

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from kempner.data.tokenizer import train_bpe
-from kempner.hf.tensors import tensor_names
+from kempner.data.text.tokenizer import train_bpe
+from kempner.extensions.hf.tensors import tensor_names
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 

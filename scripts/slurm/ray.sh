@@ -40,7 +40,7 @@ ray_names      # under the names of the other launch scripts
 kp_enter       # secrets, container, the job as Slurm sees it
 ray_resources  # CPUs, GPUs, memory of a node
 ray_find_nodes # names and addresses
-ray_ports      # defaults and checks: kempner.ray.ports
+ray_ports      # defaults and checks: kempner.jobs.ray.ports
 trap ray_finish EXIT
 ray_prepare # log directory, token
 ray_start   # srun

@@ -9,7 +9,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # `import kempner` must stay cheap: no torch before it is needed
     from os import PathLike
 
-    from kempner.data.tokenizer import Tokenizer
+    from kempner.data.text.tokenizer import Tokenizer
     from kempner.model.decoder import Decoder
 
 
@@ -22,7 +22,7 @@ def load_model(source: str | PathLike[str], device: str = "auto") -> tuple[Decod
 
     The model is in evaluation mode, bf16 on a GPU and fp32 on a CPU; `device`: auto, cpu or cuda.
     """
-    from kempner.load import load_model_and_tokenizer
+    from kempner.extensions.generate.load import load_model_and_tokenizer
 
     loaded = load_model_and_tokenizer(str(source), device)
     return loaded.model, loaded.words.tokenizer

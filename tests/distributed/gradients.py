@@ -32,9 +32,9 @@ from kempner.optim.build import build_optimizer
 from kempner.parallel import fp8, offload
 from kempner.parallel.build import build_model, parameter_names
 from kempner.parallel.layout import build_layout
-from kempner.parts import open_objective
-from kempner.run import RunConfig
-from kempner.step import StepSums, forward_backward, reduce_step, update_weights
+from kempner.train.parts import open_objective
+from kempner.train.sections import RunConfig
+from kempner.train.step import StepSums, forward_backward, reduce_step, update_weights
 
 ROWS, LENGTH, CPU = 16, 24, torch.device("cpu")
 SHAPE = [

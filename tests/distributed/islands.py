@@ -31,11 +31,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kempner.files import write_atomic
-from kempner.lowcomm.config import REPLICA_SILENCE_S
-from kempner.lowcomm.door import HERE_KEY, Door
-from kempner.lowcomm.judge import JudgeServer
-from kempner.lowcomm.membership import Epoch, Membership, ReplicaGroup, TooFew
+from kempner.extensions.lowcomm.config import REPLICA_SILENCE_S
+from kempner.extensions.lowcomm.door import HERE_KEY, Door
+from kempner.extensions.lowcomm.judge import JudgeServer
+from kempner.extensions.lowcomm.membership import Epoch, Membership, ReplicaGroup, TooFew
+from kempner.jobs.system.files import write_atomic
 
 ROUNDS = 6
 TOO_FEW, DONE = 75, 0

@@ -22,17 +22,22 @@ from torch.distributed.tensor import DTensor
 
 from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.checkpoint.config import CheckpointConfig
-from kempner.checkpoint.layout import box_slices, make_table, own_box
-from kempner.checkpoint.reader import read_tensors
+from kempner.checkpoint.format.plan import box_slices, make_table, own_box
+from kempner.checkpoint.format.reader import read_tensors
+from kempner.checkpoint.format.writer import local_part
 from kempner.checkpoint.state import collect_state, run_state
-from kempner.checkpoint.writer import local_part
 from kempner.config.loading import load_config_files
+from kempner.extensions.rl.trainer import transfer
+from kempner.extensions.rl.trainer.transfer import (
+    buckets_of,
+    pack_buckets,
+    pieces_of_rank,
+    unpack_bucket,
+)
 from kempner.optim.build import build_optimizer, set_learning_rate
 from kempner.parallel.build import build_model, parameter_names
 from kempner.parallel.layout import build_layout
-from kempner.rl import transfer
-from kempner.rl.transfer import buckets_of, pack_buckets, pieces_of_rank, unpack_bucket
-from kempner.run import RunConfig
+from kempner.train.sections import RunConfig
 
 SHAPE = [
     "--model.vocab_size=61",  # the ranks' parts differ

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kempner.checkpoint.reader import read_tensors
+from kempner.checkpoint.format.reader import read_tensors
 
 
 def state(run: Path, step: int) -> dict[str, Tensor]:

@@ -21,11 +21,11 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from kempner.config.loading import load_config_files
+from kempner.extensions.rl.exchange import RolloutExchange
+from kempner.extensions.rl.trainer import transfer
 from kempner.parallel.build import build_model, parameter_names
 from kempner.parallel.layout import build_layout
-from kempner.rl import transfer
-from kempner.rl.exchange import RolloutExchange
-from kempner.run import RunConfig
+from kempner.train.sections import RunConfig
 
 SHAPE = [
     "--model.vocab_size=61",

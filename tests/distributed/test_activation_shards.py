@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kempner.data.dataset import TokenDataset
-from kempner.load import load_model_and_tokenizer
+from kempner.data.formats.dataset import TokenDataset
+from kempner.extensions.generate.load import load_model_and_tokenizer
 from kempner.model.attention import Documents
 from tests import hf_models
 from tests.conftest import ROOT, TINY, clean_env, load_program, start_train
@@ -108,7 +108,7 @@ def test_they_are_those_that_hooks_see_and_lead_back_to_the_text(
 
 
 def test_documents_are_numbered_across_samples_and_shards() -> None:
-    from kempner.activations import DocumentNumbers
+    from kempner.extensions.activations import DocumentNumbers
 
     rng = np.random.default_rng(0)
     stream = rng.integers(0, 4, 240)  # 3 ends a document, also twice in a row
@@ -124,8 +124,8 @@ def test_documents_are_numbered_across_samples_and_shards() -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-import kempner.activations
-kempner.activations.SHARD_BYTES = 1 << 15  # one sample
+import kempner.extensions.activations
+kempner.extensions.activations.SHARD_BYTES = 1 << 15  # one sample
 whole = Path.replace
 def replace(path, target):
     if str(target).endswith("00002.safetensors"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from kempner.checkpoint.reader import read_tensors
+from kempner.checkpoint.format.reader import read_tensors
 from tests.conftest import TINY, losses, start_train, status
 from tests.distributed.test_tensor import begun
 

@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     """What the page takes as given: some text, and files of Megatron's."""
     for name in ("scripts", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    for name, files in (("corpus", "src/kempner/ray"), ("code", "src/kempner/optim")):
+    for name, files in (("corpus", "src/kempner/jobs/ray"), ("code", "src/kempner/optim")):
         (tmp_path / name).symlink_to(ROOT / files)
     (tmp_path / "megatron").mkdir()
     documents = [[np.arange(40 + n).tolist()] for n in range(100)]

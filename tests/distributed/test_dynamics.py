@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kempner.files import step_of_name
+from kempner.jobs.system.files import step_of_name
 from tests.conftest import TINY, Train, losses, start_train
 from tests.distributed.runs import begun, numbers, state
 from tests.distributed.test_train import same_tensors

@@ -16,15 +16,15 @@ import torch
 
 from kempner import load_model
 from kempner.config.option import ConfigError
-from kempner.history import results
-from kempner.history.run_history import load_history
+from kempner.jobs.records import results
+from kempner.jobs.records.run_history import load_history
 from tests import zygote
 from tests.conftest import ROOT, TINY, clean_env, start_train
 
 pytest.importorskip("lm_eval")
 import lm_eval.tasks
 
-from kempner import harness
+from kempner.extensions.generate import harness
 
 QUESTIONS = [
     {"question": "def f(", "choices": ["self", "\u2014\u2014"], "answer": 0},

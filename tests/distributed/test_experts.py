@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kempner.checkpoint.reader import read_tensors
+from kempner.checkpoint.format.reader import read_tensors
 from tests.conftest import ROOT, TINY, losses, start_train
 from tests.distributed.test_tensor import begun
 from tests.distributed.test_train import same_tensors

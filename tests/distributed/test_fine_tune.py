@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kempner.load import load_model_and_tokenizer, words_of_directory
-from kempner.rl.conversation import DialogueWriter, open_words
-from kempner.rl.environments.protocol import Task
-from kempner.rl.exchange import RolloutExchange
+from kempner.extensions.generate.load import load_model_and_tokenizer, words_of_directory
+from kempner.extensions.rl.environments.protocol import Task
+from kempner.extensions.rl.exchange import RolloutExchange
+from kempner.extensions.rl.orchestrate.conversation import DialogueWriter, open_words
 from tests import hf_models
 from tests.conftest import ROOT, clean_env, load_program, losses, start_train
 from tests.distributed.test_bad_input import rejected

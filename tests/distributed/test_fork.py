@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from kempner.checkpoint.reader import read_tensors
+from kempner.checkpoint.format.reader import read_tensors
 from tests.conftest import ROOT, TINY, Train, losses, start_train
 
 # A learning rate that depends on no step.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kempner.hf.source import find_weights
+from kempner.extensions.hf.source import find_weights
 from tests.conftest import start_train
 from tests.distributed.test_bad_input import rejected
 from tests.hf_models import convert, load_quietly, make, ours, theirs

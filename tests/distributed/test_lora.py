@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from kempner import load_model
-from kempner.checkpoint.reader import read_tensors, stored_tensors
-from kempner.data.tokenizer import train_bpe
-from kempner.hf.adapter import weights_fingerprint
-from kempner.hf.source import find_weights
-from kempner.loss import cross_entropy
+from kempner.checkpoint.format.reader import read_tensors, stored_tensors
+from kempner.data.text.tokenizer import train_bpe
+from kempner.extensions.hf.adapter import weights_fingerprint
+from kempner.extensions.hf.source import find_weights
 from kempner.model.decoder import Decoder
+from kempner.model.loss import cross_entropy
 from kempner.parallel.config import LoraConfig
 from kempner.parallel.lora import add_adapters, is_adapter
 from tests.conftest import ROOT, clean_env, losses, start_train

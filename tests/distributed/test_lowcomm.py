@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from kempner.checkpoint.reader import read_tensors
-from kempner.history.run_history import load_history
-from kempner.history.summary import summary_facts
+from kempner.checkpoint.format.reader import read_tensors
+from kempner.jobs.records.run_history import load_history
+from kempner.jobs.report.summary import summary_facts
 from tests.conftest import TINY, Train, losses, start_train, status
 
 ROUNDS = ("--train.max_steps=9", "--lowcomm.interval=3", "--checkpoint.interval=3")
@@ -193,7 +193,7 @@ def test_a_stop_waits_for_the_round(data_dir: Path, stream: Path, tmp_path: Path
     """One replica is asked when its round has agreed. Both stop after the next, and go on as if
     nothing had happened."""
     run, faulty = tmp_path / "run", "tests/fault/faulty_train.py"
-    at = "at=kempner.step:collect_garbage:after nth=2 rank=1"
+    at = "at=kempner.train.step:collect_garbage:after nth=2 rank=1"
     faults = f"hold {at} s=0.5\nkill {at} signal=SIGINT"
     finished(run, data_dir, *STREAM, nproc=2, program=faulty, FAULTS=faults)
     assert [(status(x)["state"], status(x)["step"]) for x in (run, second(run))] == [

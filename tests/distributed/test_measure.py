@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kempner.bench import _table, _why
-from kempner.configure import load_config
-from kempner.data.fake import FakeDataset
-from kempner.data.stream import Shape
-from kempner.history import events
+from kempner.data.formats.fake import FakeDataset
+from kempner.data.formats.stream import Shape
+from kempner.extensions.bench.measure import _table, _why
+from kempner.jobs.records import events
+from kempner.train.configure import load_config
 from tests.conftest import TINY, Train, start_train, status
 
 BENCH = ("--bench", "--bench.warmup=1", "--bench.steps=3", "--metrics.peak_tflops=0.001")

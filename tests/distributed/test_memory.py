@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kempner.checkpoint.reader import read_tensors
+from kempner.checkpoint.format.reader import read_tensors
 from tests import zygote
 from tests.conftest import ROOT, TINY, Train, clean_env, losses, start_train
 

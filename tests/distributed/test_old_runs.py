@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from kempner.lowcomm import judge
-from kempner.process import pid_namespace
-from kempner.slurm import host_name
+from kempner.extensions.lowcomm import judge
+from kempner.jobs.slurm import host_name
+from kempner.jobs.system.process import pid_namespace
 from tests.conftest import ROOT, clean_env
 from tests.distributed.runs import begun
 from tests.fixtures.begin_runs import (

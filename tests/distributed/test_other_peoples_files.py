@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 
 from kempner.config.option import whole_schema
-from kempner.program.options import OPTION_NAMES
-from kempner.run import RunConfig
+from kempner.jobs.program.options import OPTION_NAMES
+from kempner.train.sections import RunConfig
 from tests.conftest import ROOT, clean_env
 from tests.forks import Done, Forks
 
@@ -193,7 +193,7 @@ DOORS = {
     ),
     "KEMPNER_STAGE": Door(
         lambda place, _, shared: [
-            "-m", "kempner.data.stage", "--jobs=17", str(place), f"{shared}/data"
+            "-m", "kempner.data.prepare.stage", "--jobs=17", str(place), f"{shared}/data"
         ],
         at="kempner-17",
     ),
@@ -427,16 +427,16 @@ ARGUMENTS = {
     "stage.py --jobs": "numbers", "stage.py root": "KEMPNER_STAGE", "stage.py datasets": "read",
     "judge.py note": "a name of this job in its run", "judge.py --log": "a name in its run",
     "judge.py address": "not a path",
-    "preflight/__main__.py --nodes": "names",
-    "preflight/__main__.py --dir": "holds a temporary file without a name",
-    "preflight/__main__.py --json": "preflight.sh gives it, with the job's number",
-    "preflight/__main__.py --meet": "check_nodes.sh gives it, with the job's number",
+    "jobs/preflight/__main__.py --nodes": "names",
+    "jobs/preflight/__main__.py --dir": "holds a temporary file without a name",
+    "jobs/preflight/__main__.py --json": "preflight.sh gives it, with the job's number",
+    "jobs/preflight/__main__.py --meet": "check_nodes.sh gives it, with the job's number",
     "node.py --job": "a number", "node.py --nodes": "names", "node.py --ports": "numbers",
     "node.py --logs": "ray.sh gives it, with the job's number",
     "ports.py nodes": "names", "ready.py nodes": "names", "placement.py --names": "names",
     "vllm_engine.py --weights": "read", "vllm_engine.py --publish": "as serve.py --publish",
     "vllm_engine.py --token-file": "read", "vllm_engine.py --host": "not a path",
-    "trackers/__main__.py run": "its own names in a run", "trackers/__main__.py names": "names",
+    "jobs/trackers/__main__.py run": "its own names in a run", "jobs/trackers/__main__.py names": "names",
 }  # fmt: skip
 RUN_SH = {
     "run-dir": "program.py --run-dir (run.sh)", "code": "read", "checkpoints": "read",

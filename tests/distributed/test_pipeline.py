@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from kempner.combinations import combination_problems
 from kempner.config.option import ConfigError
 from kempner.data.config import DataConfig
-from kempner.lowcomm.config import LowcommConfig
+from kempner.extensions.lowcomm.config import LowcommConfig
+from kempner.extensions.preference.config import PreferenceConfig
 from kempner.model.config import ModelConfig
 from kempner.parallel.config import DistributedConfig
 from kempner.parallel.pipeline import split_blocks
-from kempner.preference.config import PreferenceConfig
-from kempner.run import RunConfig, TrainConfig, check_pipeline
+from kempner.train.checks import combination_problems
+from kempner.train.sections import RunConfig, TrainConfig, check_pipeline
 from tests import zygote
 from tests.conftest import ROOT, TINY, clean_env, losses, start_train, status
 from tests.distributed.runs import begun, numbers, state

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kempner.rl.exchange import RolloutExchange
+from kempner.extensions.rl.exchange import RolloutExchange
 from tests.conftest import ROOT, clean_env, start_train, status
 from tests.distributed.runs import state
 from tests.scripted import arrays, lines, orchestrator, samples, wait_for
@@ -99,7 +99,7 @@ def test_samples_of_older_weights_are_no_mismatch(place: Path) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_trainer_says_what_it_computes_for_the_first_row(place: Path, mesh: str) -> None:
     """Of the batches that ask for it, with the weights before the step."""
-    from kempner.load import load_model_and_tokenizer
+    from kempner.extensions.generate.load import load_model_and_tokenizer
 
     exchange = RolloutExchange(place / mesh)
     for step in (3, 6):
@@ -121,7 +121,7 @@ def test_the_trainer_says_what_it_computes_for_the_first_row(place: Path, mesh: 
 @pytest.mark.parametrize("mesh", ["one", "fsdp", "tp"])
 def test_published_is_what_is_saved(place: Path, mesh: str) -> None:
     """The last version in transformers' names, whoever wrote its files; an engine loads it."""
-    from kempner.load import load_model_and_tokenizer
+    from kempner.extensions.generate.load import load_model_and_tokenizer
 
     version = RolloutExchange(place / mesh).version(STEPS)
     manifest = json.loads((version / "manifest.json").read_text())

@@ -123,7 +123,7 @@ def test_out_of_memory_is_recorded_whatever_the_planner_does(
     planner: str, tmp_path: Path, data_dir: Path
 ) -> None:
     run, step = tmp_path / "run", "kempner.data.loader:TrainLoader.__next__:before nth=2"
-    at = "at=kempner.planner.out_of_memory:estimate_memory:before"
+    at = "at=kempner.extensions.planner.out_of_memory:estimate_memory:before"
     faults = {"works": "", "fails": f"fail {at}", "hangs": f"hold {at} s=600"}[planner]
     process = start_train(
         *TINY, f"--data.dataset_path={data_dir}", f"--run.dir={run}", "--train.max_steps=9",

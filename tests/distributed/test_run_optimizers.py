@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kempner.checkpoint.reader import read_tensors
+from kempner.checkpoint.format.reader import read_tensors
 from tests.conftest import TINY, Train, losses, start_train
 
 ALL = ("--train.max_steps=6", "--checkpoint.interval=3", "--eval.samples=4")

@@ -46,7 +46,7 @@ def processes(run: Path) -> dict[str, int]:
             words = path.read_bytes().decode().split("\0")
         except OSError:
             continue
-        if "kempner.trackers" in words and str(run) in words:
+        if "kempner.jobs.trackers" in words and str(run) in words:
             found[words[words.index(str(run)) + 1]] = int(path.parent.name)
     return found
 

@@ -37,7 +37,7 @@ def start(run: Path, rank: int, fault: str, *words: str) -> subprocess.Popen[str
 @pytest.mark.parametrize(
     "place",
     [
-        "kempner.parts:open_layout:before",
+        "kempner.train.parts:open_layout:before",
         pytest.param(
             "kempner.checkpoint.checkpointer:Checkpointer.__init__:before", marks=pytest.mark.soak
         ),
@@ -73,7 +73,7 @@ def test_a_rank_that_stops_in_the_start(tmp_path: Path, place: str, rank: int) -
 @pytest.mark.soak
 def test_a_start_that_reads_on_goes_on(tmp_path: Path) -> None:
     """Here one rank alone, longer than the limit; the other one waits for it."""
-    fault = f"read at=kempner.checkpoint.reader:read_wanted:before s={LIMIT_S + 10} rank=1"
+    fault = f"read at=kempner.checkpoint.format.reader:read_wanted:before s={LIMIT_S + 10} rank=1"
     run = tmp_path / "run"
     for steps in (1, 2):
         ranks = [start(run, number, fault, f"--train.max_steps={steps}") for number in (0, 1)]

@@ -23,7 +23,7 @@ NETWORK = {"GLOO_SOCKET_IFNAME": "lo"}
 def judging(run: Path) -> Iterator[Path]:
     """The judge of docs/extensions/lowcomm.md; yields its address."""
     run.mkdir()
-    words = ["-m", "kempner.lowcomm.judge", run / ".door", "127.0.0.1", "--log"]
+    words = ["-m", "kempner.extensions.lowcomm.judge", run / ".door", "127.0.0.1", "--log"]
     program = [sys.executable, *words, run / "replicas.jsonl"]
     process = subprocess.Popen(program, cwd=ROOT, env=clean_env(**NETWORK))
     try:

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kempner.combinations import combination_problems
 from kempner.data.config import DataConfig
-from kempner.loss import VocabularyPart, cross_entropy
+from kempner.extensions.preference.config import PreferenceConfig
 from kempner.model.config import ModelConfig
+from kempner.model.loss import VocabularyPart, cross_entropy
 from kempner.parallel.config import DistributedConfig
-from kempner.preference.config import PreferenceConfig
-from kempner.run import RunConfig, TrainConfig
+from kempner.train.checks import combination_problems
+from kempner.train.sections import RunConfig, TrainConfig
 from tests.conftest import TINY, losses, start_train
 from tests.distributed.runs import begun, numbers, state
 

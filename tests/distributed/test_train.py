@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kempner.checkpoint.reader import read_tensors
+from kempner.checkpoint.format.reader import read_tensors
 from tests.conftest import (
     ROOT,
     TINY,

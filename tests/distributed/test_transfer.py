@@ -19,11 +19,11 @@ import torch
 from safetensors.torch import load_file
 
 from kempner.config.loading import load_config_files
+from kempner.extensions.rl.exchange import RolloutExchange
+from kempner.extensions.rl.trainer import transfer
 from kempner.model.decoder import Decoder
 from kempner.parallel.build import parameter_names
-from kempner.rl import transfer
-from kempner.rl.exchange import RolloutExchange
-from kempner.run import RunConfig
+from kempner.train.sections import RunConfig
 from tests.conftest import ROOT, clean_env
 from tests.distributed import sender
 
@@ -31,7 +31,7 @@ from tests.distributed import sender
 LOST = """
 import json, os, signal, sys, time
 from tests.distributed import sender, test_transfer
-from kempner.rl import transfer
+from kempner.extensions.rl.trainer import transfer
 sender.limit()
 buckets = transfer.buckets_of
 def some(*words):

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from kempner.checkpoint import commit
-from kempner.files import read_jsonl
-from kempner.history import events
-from kempner.resilience.lock import LOST_LOCK_EXIT
+from kempner.jobs.lock import LOST_LOCK_EXIT
+from kempner.jobs.records import events
+from kempner.jobs.system.files import read_jsonl
 from tests.conftest import TINY, start_train, status
 
 BEAT_S = 0.5

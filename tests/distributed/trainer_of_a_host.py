@@ -1,7 +1,7 @@
 """scripts/train.py as on a host of its own: its kernel knows no process of another one's, and what
 it sees of a lock may be old, or nothing. For test_two_trainers.py, by the environment:
 
-    LOCK="BEAT_S=0.5 ..."    other times of kempner.resilience.lock
+    LOCK="BEAT_S=0.5 ..."    other times of kempner.jobs.lock
     KERNEL=NAME              the kernel that it runs under
     SEES=cached, nothing     the first looks at the lock: stat() from a cache; EIO
 """
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kempner.resilience import lock
+from kempner.jobs import lock
 
 BLIND = 4  # looks
 FAULTY = Path(__file__).parents[1] / "fault/faulty_train.py"

@@ -4,7 +4,7 @@ import os
 import random
 import time
 
-from kempner.rl.environments.protocol import Environment, Task
+from kempner.extensions.rl.environments.protocol import Environment, Task
 
 
 class Ascii(Environment):

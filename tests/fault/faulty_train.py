@@ -133,8 +133,8 @@ def change_labels(fault: dict[str, str], label: int) -> None:
 
 
 def change_loss(fault: dict[str, str]) -> None:
+    from kempner.extensions.preference.losses import Preference
     from kempner.parallel import build
-    from kempner.preference.losses import Preference
 
     real, of_pairs = build.cross_entropy, Preference.__call__
     factor = float(fault.get("by", "nan"))
@@ -179,7 +179,7 @@ def bad_gradient(fault: dict[str, str]) -> None:
     """After all sums over ranks: no other rank can see it in its own gradients."""
 
     def act(_: Any, samples: int, parameters: list[Any]) -> None:
-        from kempner.checkpoint.writer import local_part
+        from kempner.checkpoint.format.writer import local_part
 
         if int(fault["from"]) < samples <= int(fault["to"]) and strikes(fault):
             next(g for p in parameters if (g := local_part(p.grad)).numel()).view(-1)[0] = float(
@@ -190,7 +190,7 @@ def bad_gradient(fault: dict[str, str]) -> None:
 
 
 def spoil(fault: dict[str, str]) -> None:
-    from kempner.lowcomm.outer import OuterOptimizer
+    from kempner.extensions.lowcomm.outer import OuterOptimizer
     from kempner.optim.optimizer import to_local
 
     real = OuterOptimizer.after_step
@@ -208,8 +208,8 @@ def digest(fault: dict[str, str]) -> None:
     what it is a part of."""
 
     def act(layout: Any, samples: int, parameters: list[Any]) -> None:
-        from kempner.checkpoint.layout import make_table, own_box
-        from kempner.checkpoint.writer import local_part
+        from kempner.checkpoint.format.plan import make_table, own_box
+        from kempner.checkpoint.format.writer import local_part
 
         named = {str(i): p.detach() for i, p in enumerate(parameters)}
         table = make_table(named, {}, math.prod(layout.sizes))
@@ -267,7 +267,7 @@ def slow_products(fault: dict[str, str]) -> None:
 
 
 def slow_validation(fault: dict[str, str]) -> None:
-    from kempner import evaluate
+    from kempner.train import evaluate
 
     real = evaluate.validate
 

@@ -33,7 +33,7 @@ def watched(run: BrokenRun, host: str) -> bool:
         except OSError:
             continue
         here = f"SLURMD_NODENAME={host}".encode() in said.split(b"\0")
-        if here and b"kempner.gpu.sampler" in command and str(run.dir).encode() in command:
+        if here and b"kempner.jobs.gpu.sampler" in command and str(run.dir).encode() in command:
             return True
     return False
 

@@ -24,7 +24,7 @@ LOWCOMM = [
     f"--checkpoint.interval={H}",
 ]
 # twice a round: of a few numbers, of the changes
-MEAN = "kempner.lowcomm.membership:ReplicaGroup.mean"
+MEAN = "kempner.extensions.lowcomm.membership:ReplicaGroup.mean"
 
 
 class Islands(BrokenRun):
@@ -92,7 +92,7 @@ def islands(three: Cluster, tmp_path: Path) -> Iterator[Islands]:
     ("at", "counts"),
     [
         pytest.param(f"{MEAN}:before", False, id="in"),
-        pytest.param("kempner.lowcomm.membership:Membership.round:before", False, id="before",
+        pytest.param("kempner.extensions.lowcomm.membership:Membership.round:before", False, id="before",
                      marks=pytest.mark.soak),
         pytest.param(f"{MEAN}:after", False, id="after", marks=pytest.mark.soak),
     ],
@@ -117,7 +117,9 @@ def test_kill_of_a_replica(islands: Islands, at: str, counts: bool) -> None:
 @pytest.mark.soak
 def test_a_replica_that_is_stopped(islands: Islands) -> None:
     """It falls silent; its step is ended, and it is started again."""
-    islands.strike("kill", 1, "kempner.lowcomm.membership:Membership.round:before", 2, "SIGSTOP")
+    islands.strike(
+        "kill", 1, "kempner.extensions.lowcomm.membership:Membership.round:before", 2, "SIGSTOP"
+    )
     assert islands.wait() == 0
     assert status(islands.dir)["state"] == "done", islands.log
     islands.assert_one_model()

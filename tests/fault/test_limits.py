@@ -50,7 +50,8 @@ def test_bad_data_path_after_a_requeue(broken_run: Submit, tmp_path: Path) -> No
 def test_starts_without_progress(broken_run: Submit) -> None:
     """It crashes again and again before the next save is done: the step stays the same."""
     run = broken_run(
-        "--checkpoint.interval=0", faults="kill at=kempner.step:reduce_step:before nth=5 rank=0"
+        "--checkpoint.interval=0",
+        faults="kill at=kempner.train.step:reduce_step:before nth=5 rank=0",
     )
     assert run.wait() != 0
     assert run.decisions() == ["restart", "requeue", "end"]

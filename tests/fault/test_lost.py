@@ -37,7 +37,7 @@ def test_kill_in_the_step_after_a_save(broken_run: Submit, tmp_path: Path) -> No
     """The numbers of a step are read a step late, those of a saved one before the save."""
     run = broken_run(
         "--checkpoint.interval=10",
-        faults=f"kill at=kempner.step:guard_update:before nth=11 rank=0 once={tmp_path}/once",
+        faults=f"kill at=kempner.train.step:guard_update:before nth=11 rank=0 once={tmp_path}/once",
     )
     assert run.wait() == 0
     run.assert_complete(attempts=2, recomputed=0)

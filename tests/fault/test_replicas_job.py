@@ -82,7 +82,7 @@ def test_the_time_limit(pair: BrokenRun, unbroken_pair: Path) -> None:
 @pytest.mark.soak
 def test_a_kill_in_the_middle_of_a_round(pair: BrokenRun, unbroken_pair: Path) -> None:
     """Of a rank of the second replica: both go back to the last round that both have saved."""
-    fault = f"kill at=kempner.step:collect_garbage:after nth={2 * H + 2} rank=3"
+    fault = f"kill at=kempner.train.step:collect_garbage:after nth={2 * H + 2} rank=3"
     pair.submit(*OVER_NODES, options=["--nodes=4"], faults=f"{fault} once={pair.folder}/once")
     assert pair.wait() == 0
     for place in BOTH:

@@ -17,7 +17,7 @@ from tests.fault.broken_run import BrokenRun, until
 Submit = Callable[..., BrokenRun]
 # Steps are saved every 10; those since then are done again, and what was in flight with them.
 LOST = 12
-STEP_14 = "at=kempner.step:reduce_step:before nth=14 rank=1"
+STEP_14 = "at=kempner.train.step:reduce_step:before nth=14 rank=1"
 HANGS = f"kill signal=SIGSTOP {STEP_14}"
 SPARE = {"KEMPNER_SPARES": "1", "SBATCH_NO_KILL": "set"}
 
@@ -134,7 +134,7 @@ def test_the_host_of_the_batch_script_is_lost(
 
 def test_a_host_that_fails_twice_is_replaced(pair: Submit, tmp_path: Path) -> None:
     """Until then the spare has had other work to do, at a low priority."""
-    twice = "at=kempner.step:reduce_step:before rank=1 nth"
+    twice = "at=kempner.train.step:reduce_step:before rank=1 nth"
     work = f"echo $(uname -n) $(nice) $$ >>{tmp_path}/work; exec sleep 1000"
     run = pair(
         options=["--nodes=3"],

@@ -184,7 +184,9 @@ def test_bad_requests(three: Cluster, tmp_path: Path) -> None:
         "bash", SCRIPTS / "rl.sh", *words, *more, "--rl.inference.engine=vllm", env=env
     )
     assert "(vllm, 128 slots, 1 GPU(s) each): on node3\n" in done.stdout, done.stderr
-    assert "kempner.rl.vllm_engine" in done.stdout and "--slots 128" in done.stdout
+    assert (
+        "kempner.extensions.rl.engines.vllm_engine" in done.stdout and "--slots 128" in done.stdout
+    )
 
 
 def test_without_slurm(three: Cluster, tmp_path: Path) -> None:

@@ -38,11 +38,14 @@ eval_interval = 4
 eval_samples = 4
 sampling = {max_tokens = 4}
 """
-LEARNER, ASKER = "kempner.rl.feed:Feed", "kempner.rl.orchestrator:Orchestrator"
-PUBLISH = "kempner.rl.publish:DirectoryPublisher.publish"
+LEARNER, ASKER = (
+    "kempner.extensions.rl.trainer.feed:Feed",
+    "kempner.extensions.rl.orchestrate.orchestrator:Orchestrator",
+)
+PUBLISH = "kempner.extensions.rl.trainer.publish:DirectoryPublisher.publish"
 SAVE = "kempner.checkpoint.checkpointer:Checkpointer"
 KILLS = {
-    "the trainer before it begins": ("rl", "kempner.rl.exchange:RolloutExchange.begin:before", 1),
+    "the trainer before it begins": ("rl", "kempner.extensions.rl.exchange:RolloutExchange.begin:before", 1),
     "the trainer while it waits": ("rl", f"{LEARNER}.next:before", 3),
     "the trainer with a batch": ("rl", f"{LEARNER}.next:after", 5),
     "the trainer before it publishes": ("rl", f"{PUBLISH}:before", 4),
@@ -52,15 +55,15 @@ KILLS = {
     "the orchestrator at its start": ("orchestrate", f"{ASKER}._begin:before", 1),
     "the orchestrator before a batch": ("orchestrate", f"{ASKER}._hand_over:before", 5),
     "the orchestrator within a batch": (
-        "orchestrate", "kempner.rl.exchange:RolloutExchange.hand_over:before", 6),
+        "orchestrate", "kempner.extensions.rl.exchange:RolloutExchange.hand_over:before", 6),
     "the orchestrator after a batch": (
-        "orchestrate", "kempner.rl.exchange:RolloutExchange.hand_over:after", 2),
+        "orchestrate", "kempner.extensions.rl.exchange:RolloutExchange.hand_over:after", 2),
     "the orchestrator in an evaluation": ("orchestrate", f"{ASKER}._evaluate:before", 2),
-    "an engine at its start": ("serve", "kempner.serve.weights:first_version:before", 1),
-    "an engine with its weights": ("serve", "kempner.serve.weights:first_version:after", 1),
-    "an engine before new weights": ("serve", "kempner.serve.weights:replace_weights:before", 3),
-    "an engine after new weights": ("serve", "kempner.serve.weights:replace_weights:after", 4),
-    "an engine at work": ("serve", "kempner.serve.worker:Worker._take:after", 20),
+    "an engine at its start": ("serve", "kempner.extensions.serve.weights:first_version:before", 1),
+    "an engine with its weights": ("serve", "kempner.extensions.serve.weights:first_version:after", 1),
+    "an engine before new weights": ("serve", "kempner.extensions.serve.weights:replace_weights:before", 3),
+    "an engine after new weights": ("serve", "kempner.extensions.serve.weights:replace_weights:after", 4),
+    "an engine at work": ("serve", "kempner.extensions.serve.worker:Worker._take:after", 20),
 }  # fmt: skip
 EVERY_DAY = {"the trainer when it has published"}
 
@@ -153,7 +156,7 @@ def test_a_run_that_is_stopped_equals_the_unbroken_one(
         ("--nodes=1",) if what == "warning" else ("--nodes=1", "--time=2", "--signal=B:SIGTERM@20")
     )
     held = 8 if what == "warning" else 16  # the first attempt has no time for all steps
-    at = "kempner.rl.feed:Feed.next:before"
+    at = "kempner.extensions.rl.trainer.feed:Feed.next:before"
     start(run, options=more, FAULTS=f"hold program=rl at={at} nth=0 s={held}")
     if what == "warning":
         run.wait_for_step(4)
@@ -232,7 +235,10 @@ def test_an_orchestrator_that_hangs(
     run: RlRun, unbroken: dict[int, tuple[float, float, float]]
 ) -> None:
     """It is ended; the trainer saves, and the job goes on."""
-    start(run, FAULTS="hold program=rl at=kempner.rl.feed:Feed.next:before nth=0 s=2")
+    start(
+        run,
+        FAULTS="hold program=rl at=kempner.extensions.rl.trainer.feed:Feed.next:before nth=0 s=2",
+    )
     run.wait_for_step(2)
     run.strike("orchestrator", number=signal.SIGSTOP)
     run.wait_for("the orchestrator does nothing for 120 s: ending it", 180)
@@ -243,13 +249,13 @@ def test_an_orchestrator_that_hangs(
 
 def left_in(run: RlRun) -> list[str]:
     """Processes for rewards on the hosts of the cluster, which know no job."""
-    return [each for each in processes(run.cluster) if "kempner.rl.environments" in each]
+    return [each for each in processes(run.cluster) if "kempner.extensions.rl.environments" in each]
 
 
 @pytest.mark.soak
 def test_a_cut_cable_and_an_engine_that_is_stopped(run: RlRun) -> None:
     start(run, "--rl.max_async=1", options=THREE, FAULTS="hold program=rl "
-          "at=kempner.rl.feed:Feed.next:before nth=0 s=2")  # fmt: skip
+          "at=kempner.extensions.rl.trainer.feed:Feed.next:before nth=0 s=2")  # fmt: skip
     run.wait_for("engine 3 at http://", 240)
     run.wait_for_step(2)
     (stopped,) = run.strike("engine", 1, signal.SIGSTOP)

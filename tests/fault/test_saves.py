@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kempner.checkpoint import commit
-from kempner.checkpoint.reader import verify_checkpoint
+from kempner.checkpoint.format.reader import verify_checkpoint
 from tests.cluster import Cluster
 from tests.conftest import status
 from tests.fault.broken_run import BrokenRun
@@ -25,7 +25,7 @@ POINTS = {
     "before-staging": (f"{SAVER}:Checkpointer._stage:before nth=2 rank=0", 10),
     "staged": (f"{SAVER}:Checkpointer._stage:after nth=2 rank=1", 10),
     "before-writing": (f"{SAVER}:write_file:before nth=2 rank=1", 10),
-    "in-the-file": ("kempner.checkpoint.writer:_trailer:before nth=2 rank=0", 10),
+    "in-the-file": ("kempner.checkpoint.format.writer:_trailer:before nth=2 rank=0", 10),
     "written": (f"{SAVER}:write_file:after nth=2 rank=1", 10),
     "before-the-manifest": (f"{SAVER}:Checkpointer._commit:before nth=2 rank=0", 10),
     "manifest-there": (f"{COMMIT}:Path.rename:before nth=2 rank=0", 10),
@@ -51,7 +51,7 @@ def test_crash_in_a_save(broken_run: Submit, tmp_path: Path, point: str) -> None
 def test_a_save_that_is_slower_than_the_steps(broken_run: Submit, tmp_path: Path) -> None:
     """It ends steps later; what it holds is of the step at which it was begun."""
     hold = f"hold at={SAVER}:write_file:before s=1 rank=1 once={tmp_path / 'held'}"
-    where = "kempner.step:reduce_step:before nth=39 rank=1"
+    where = "kempner.train.step:reduce_step:before nth=39 rank=1"
     run = broken_run("--checkpoint.interval=20", faults=f"{hold}\nkill at={where}\nslow ms=10")
     assert run.wait() == 0
     log = run.log

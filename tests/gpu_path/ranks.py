@@ -25,16 +25,16 @@ import torch
 import torch.distributed as dist
 
 import kempner.optim.build
-import kempner.run_directory  # noqa: F401  # before the forks
-from kempner import process_group
+import kempner.train.recording.run_directory  # noqa: F401  # before the forks
 from kempner.config.loading import load_config_files
+from kempner.jobs.ranks import process_group
 from kempner.parallel.build import build_model
 from kempner.parallel.config import DistributedConfig
 from kempner.parallel.layout import Layout, build_layout
-from kempner.parts import open_layout, open_replicas
-from kempner.run import RunConfig
-from kempner.run_directory import Run
-from kempner.training import open_checkpointer
+from kempner.train.parts import open_layout, open_replicas
+from kempner.train.recording.run_directory import Run
+from kempner.train.sections import RunConfig
+from kempner.train.training import open_checkpointer
 from tests.gpu_path.kernels import CPU, GPU, replaced
 
 WORLDS = (2, 3, 4, 6, 8)

@@ -12,22 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from kempner.lowcomm.config import LowcommConfig
-from kempner.lowcomm.outer import Alone
-from kempner.lowcomm.replicas import LowcommReplicas
+from kempner.extensions.lowcomm.config import LowcommConfig
+from kempner.extensions.lowcomm.outer import Alone
+from kempner.extensions.lowcomm.replicas import LowcommReplicas
+from kempner.extensions.rl.trainer.publish import whole_tensors
 from kempner.model.decoder import Decoder
 from kempner.model.moe import Experts
-from kempner.objective import NextToken
 from kempner.parallel import experts
 from kempner.parallel.build import parameter_names
 from kempner.parallel.config import LoraConfig
 from kempner.parallel.experts import ParallelExperts
 from kempner.parallel.lora import add_adapters
 from kempner.parallel.shard import GradientSums, begin_micro_batch
-from kempner.progress import Progress
-from kempner.resilience.requests import REQUEST_FLAGS
-from kempner.rl.publish import whole_tensors
-from kempner.run import RunConfig
+from kempner.train.objective import NextToken
+from kempner.train.progress import Progress
+from kempner.train.resilience.requests import REQUEST_FLAGS
+from kempner.train.sections import RunConfig
 from tests.gpu_path import pretend
 from tests.gpu_path.kernels import GPU
 from tests.gpu_path.pretend import Gpu, on_gpu

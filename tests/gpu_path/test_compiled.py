@@ -17,9 +17,9 @@ from kempner.model.attention import Documents
 from kempner.model.config import ModelConfig
 from kempner.parallel.build import build_model
 from kempner.parallel.layout import build_layout
-from kempner.parts import expect_batches, open_loader
-from kempner.progress import Progress
-from kempner.run import RunConfig
+from kempner.train.parts import expect_batches, open_loader
+from kempner.train.progress import Progress
+from kempner.train.sections import RunConfig
 from tests.gpu_path import kernels
 from tests.gpu_path.kernels import registered
 from tests.gpu_path.test_kernels import visible_on_a_gpu

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kempner.generate.config import Sampling
-from kempner.generate.engine import Engine, GenerationRequest
+from kempner.extensions.generate.config import Sampling
+from kempner.extensions.generate.engine import Engine, GenerationRequest
 from kempner.model.decoder import Decoder
 from tests.gpu_path.test_step import SHAPE, T
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from kempner.config.option import ConfigError
-from kempner.configure import ALLOCATOR, load_config, set_allocator
-from kempner.rl import vllm_engine
+from kempner.extensions.rl.engines import vllm_engine
+from kempner.train.configure import ALLOCATOR, load_config, set_allocator
 from tests.conftest import ROOT, clean_env
 
 DATA = "--data.dataset_path=fake:"
@@ -86,10 +86,10 @@ def test_no_script_sets_the_allocator() -> None:
 
 # What forks, and why it may: a process that has asked for CUDA has no child that can use it.
 FORKS = {
-    "preflight/allreduce.py": "asks for CUDA in the child alone, see below",
-    "program/start.py": "imports no torch",
-    "rl/environments/worker.py": "imports no torch",
-    "history/page/write.py": "imports no torch",
+    "jobs/preflight/allreduce.py": "asks for CUDA in the child alone, see below",
+    "jobs/program/start.py": "imports no torch",
+    "extensions/rl/environments/sandbox/worker.py": "imports no torch",
+    "jobs/report/page/write.py": "imports no torch",
 }
 
 
@@ -118,7 +118,10 @@ def test_what_forks_without_torch() -> None:
         if why == "imports no torch"
     ]
     # The orchestrator starts the workers of rewards.
-    names += ["kempner.rl.orchestrator", "kempner.rl.environments.scorer"]
+    names += [
+        "kempner.extensions.rl.orchestrate.orchestrator",
+        "kempner.extensions.rl.environments.sandbox.scorer",
+    ]
     python(f"import sys, {', '.join(names)}\nassert 'torch' not in sys.modules")
 
 
@@ -126,7 +129,7 @@ def test_preflight_does_not_ask_for_cuda_before_it_forks() -> None:
     """torch then refuses CUDA in every measurement, and each node is called faulty."""
     python("""if True:
         import os, torch
-        from kempner.preflight import allreduce, task
+        from kempner.jobs.preflight import allreduce, task
         asked = []
         def count():
             asked.append(os.getpid())

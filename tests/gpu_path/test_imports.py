@@ -13,7 +13,7 @@ from tests.gpu_path.test_host import python
 
 OURS = ("PYTORCH_", "CUDA_", "NCCL_", "TORCH_", "KEMPNER_", "OMP_")  # libraries may set theirs
 # What sets variables for itself alone: programs, which nobody else imports.
-SETS = {"kempner.preflight.task": ["TORCH_CPP_LOG_LEVEL"]}
+SETS = {"kempner.jobs.preflight.task": ["TORCH_CPP_LOG_LEVEL"]}
 
 
 def modules() -> list[str]:

@@ -10,7 +10,7 @@ import torch
 
 from kempner.model import decoder
 from kempner.parallel.recompute import add_recompute, kept_operators
-from kempner.run import TrainConfig
+from kempner.train.sections import TrainConfig
 from tests.gpu_path import kernels, pretend
 from tests.gpu_path.kernels import registered
 from tests.gpu_path.test_kernels import DOCUMENTS, SHAPE, T, visible_on_a_gpu

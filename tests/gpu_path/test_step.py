@@ -15,25 +15,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kempner.data.batch import MicroBatch
-from kempner.generate.config import Sampling
-from kempner.generate.engine import Engine, GenerationRequest
+from kempner.extensions.generate.config import Sampling
+from kempner.extensions.generate.engine import Engine, GenerationRequest
+from kempner.extensions.preference.losses import DPO, Reward, token_losses, token_scores
+from kempner.extensions.rl.config import LossConfig
+from kempner.extensions.rl.trainer.batch import Rollouts
+from kempner.extensions.rl.trainer.loss import Policy
 from kempner.model.attention import Documents
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
-from kempner.objective import NextToken, WithExperts
 from kempner.optim.build import build_optimizer
 from kempner.optim.config import OptimizerConfig
+from kempner.optim.spikes import Spikes
 from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.parallel.layout import build_layout
 from kempner.parallel.lora import add_adapters
 from kempner.parallel.recompute import add_recompute
-from kempner.preference.losses import DPO, Reward, token_losses, token_scores
-from kempner.resilience.spikes import Spikes
-from kempner.rl.batch import Rollouts
-from kempner.rl.config import LossConfig
-from kempner.rl.loss import Policy
-from kempner.run import RunConfig, TrainConfig
-from kempner.step import PendingStep, StepSums, forward_backward, reduce_step, update_weights
+from kempner.train.objective import NextToken, WithExperts
+from kempner.train.sections import RunConfig, TrainConfig
+from kempner.train.step import PendingStep, StepSums, forward_backward, reduce_step, update_weights
 from tests.gpu_path import kernels, pretend
 from tests.gpu_path.kernels import GPU, registered
 from tests.gpu_path.pretend import Gpu, OnGpu, on_gpu

@@ -1,4 +1,4 @@
-"""The parts of kempner.ray that need no cluster: ports, paths, sizes, missing nodes."""
+"""The parts of kempner.jobs.ray that need no cluster: ports, paths, sizes, missing nodes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kempner.ray import logs, node, ports
-from kempner.ray.ready import missing_nodes
+from kempner.jobs.ray import logs, node, ports
+from kempner.jobs.ray.ready import missing_nodes
 
 HOSTS = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
 SHARED = {"a": "10.0.0.1", "b": "10.0.0.1", "c": "10.0.0.2"}
@@ -123,7 +123,7 @@ def test_a_port_that_nothing_reads_is_named(
 def test_the_batch_host_needs_only_the_standard_library() -> None:
     """Its Python may be any python3, without Ray and without this project's packages."""
     source = Path(ports.__file__).parents[2]
-    modules = "kempner.ray.node, kempner.ray.ready, kempner.ray.ports"
+    modules = "kempner.jobs.ray.node, kempner.jobs.ray.ready, kempner.jobs.ray.ports"
     code = f"import sys; sys.path.insert(0, {str(source)!r}); import {modules}"
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)
 

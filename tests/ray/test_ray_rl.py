@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kempner.rl import exchange
-from kempner.rl.exchange import RolloutExchange
+from kempner.extensions.rl import exchange
+from kempner.extensions.rl.exchange import RolloutExchange
 from tests.conftest import load_program
 
 LOOKS = 60  # that the last evaluation takes, 5 s each

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.data.tokenizer import train_bpe
+from kempner.data.text.tokenizer import train_bpe
 from tests.cluster import ROOT, SCRIPTS
 from tests.conftest import clean_env
 from tests.hf_models import make

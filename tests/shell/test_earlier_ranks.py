@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.process import birth_ticks
+from kempner.jobs.system.process import birth_ticks
 
 TASK = Path(__file__).parents[2] / "scripts/slurm/lib/task.sh"
 LEFT = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}

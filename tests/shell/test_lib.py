@@ -1279,7 +1279,7 @@ def test_the_judge_is_asked_outside_of_the_container(tmp_path: Path) -> None:
 
 
 def test_crashes_are_counted_without_the_judge(tmp_path: Path) -> None:
-    """As kempner.history.judge counts them: null is one more, a number is the number."""
+    """As kempner.jobs.records.judge counts them: null is one more, a number is the number."""
     kinds = [(12, "2"), (12, "0"), (13, "9"), (12, "null"), (12, "null")]
     lines = [
         f'{{"event": "decision", "job": "{job}", "restart": 0, "no_progress": {count}}}\n'

@@ -33,7 +33,7 @@ def node(tmp_path: Path, version: str, metadata: bool = False, **env: str) -> st
     words = ["bash", NODE, tmp_path, "", "--no-such-option"]
     done = subprocess.run(words, env=fixed | env, capture_output=True, text=True, timeout=60)
     log = (tmp_path / "ray-head.log").read_text()
-    started = "kempner.ray.node" in log or "Traceback" in log
+    started = "kempner.jobs.ray.node" in log or "Traceback" in log
     assert started == (not done.stdout), done.stdout + log
     return done.stdout
 

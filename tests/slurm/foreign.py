@@ -9,7 +9,7 @@ after it:
     exit=N, kill    ends with this code, or by SIGKILL
     wait            prints steps until it is killed
     leave           the same, but leaves with exit code 0 when it gets SIGTERM
-    ask             the same, but looks for kempner.slurm.stop_requested()
+    ask             the same, but looks for kempner.jobs.slurm.stop_requested()
     usr1            the same, on SIGUSR1
     save            deaf to signals; saves out/ckpt-N, N ten more than the newest one, at step 5
     beat            touches its heartbeat in every step
@@ -23,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 
-from kempner import slurm
+from kempner.jobs import slurm
 
 rank = int(os.environ["RANK"])
 plan = sys.argv[1].split(",")

@@ -1,5 +1,5 @@
 """Stands in for scripts/train.py where a test is about ranks that find each other: they meet
-through kempner.process_group, and each says whom it has met."""
+through kempner.jobs.ranks.process_group, and each says whom it has met."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ if "--check" in sys.argv:
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from kempner.process_group import discover_world, start_process_group  # noqa: E402
+from kempner.jobs.ranks.process_group import discover_world, start_process_group  # noqa: E402
 
 world = discover_world()
 start_process_group(world, torch.device("cpu"), run_dir, 60.0)

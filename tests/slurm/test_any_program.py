@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.history.events import DecisionEvent, FaultEvent, StartEvent, of_kind, read_events
+from kempner.jobs.records.events import DecisionEvent, FaultEvent, StartEvent, of_kind, read_events
 from tests.cluster import ROOT, Cluster, boot
 from tests.slurm.test_run import wait_until
 

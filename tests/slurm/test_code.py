@@ -13,12 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from kempner.code import ORIGIN
+from kempner.jobs.code import ORIGIN
 from tests.cluster import FAKE_TRAINER, Cluster
 from tests.conftest import ROOT, status
 
 PARTS = ("scripts", "src", "configs", "constraints.txt", "pyproject.toml", ".gitignore")
-BROKEN = ("scripts/train.py", "src/kempner/run.py", "scripts/slurm/lib/launch.sh", "configs/a.toml")
+BROKEN = (
+    "scripts/train.py",
+    "src/kempner/train/sections.py",
+    "scripts/slurm/lib/launch.sh",
+    "configs/a.toml",
+)
 COPY = {"KEMPNER_CODE": "1"}
 WORDS = ["--train.max_steps=100000", "--checkpoint.interval=20"]
 REQUEST = ["--nodes=1", "--gpus-per-node=1"]
@@ -185,10 +190,10 @@ def test_what_was_edited_while_the_job_waited_is_named(
     options = [*REQUEST, "--begin=now+2"]
     job = cluster.sbatch(script, *arguments, options=options, cwd=checkout, env=COPY)
     subprocess.run(["sleep", "1.1"], check=True)
-    (checkout / "src/kempner/loss.py").touch()
+    (checkout / "src/kempner/model/loss.py").touch()
     log = checkout / f"kempner-{job}.out"
     assert cluster.wait(job) == 0, log.read_text()
-    assert "note: 1 file(s) changed since sbatch (src/kempner/loss.py): " in log.read_text()
+    assert "note: 1 file(s) changed since sbatch (src/kempner/model/loss.py): " in log.read_text()
     (name,) = copies(tmp_path / "run")
     copy = tmp_path / "run/code" / name
     assert not (copy / "data").exists() and not list(copy.rglob(".env"))

@@ -357,7 +357,7 @@ def test_a_batch_log_in_a_full_home(site: Site) -> None:
 def test_the_end_of_the_job_is_known(site: Site) -> None:
     folder = site.folder("end")
     ask = """import time
-from kempner.slurm import seconds_left
+from kempner.jobs.slurm import seconds_left
 end = time.monotonic() + 20
 while seconds_left() is None and time.monotonic() < end:
     time.sleep(0.2)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.history.events import (
+from kempner.jobs.records.events import (
     DecisionEvent,
     Event,
     FaultEvent,
@@ -464,7 +464,7 @@ def test_the_callback_for_lightning(tmp_path: Path) -> None:
     assert callback
     program = (ROOT / "tests/slurm/programs/lightning_module.py").read_text()
     main = 'if __name__ == "__main__":'
-    own = f"from kempner import slurm\n\n{callback[1]}\n\n{main}"
+    own = f"from kempner.jobs import slurm\n\n{callback[1]}\n\n{main}"
     program = program.replace(main, own).replace("callbacks=[saver]", "callbacks=[saver, Leave()]")
     script = tmp_path / "program.py"
     script.write_text(program)

@@ -79,7 +79,7 @@ def test_a_secret_is_in_no_file(cluster: Cluster, tmp_path: Path) -> None:
     assert cluster.wait(job) == 0
     crash = cluster.debug_run(work / "crash", "--train.max_steps=3", "--eval.interval=1")
     bad = {**env, "KEMPNER_TRAIN": str(Path(__file__).parents[1] / "fault/faulty_train.py")}
-    bad |= {"FAULTS": "fail at=kempner.evaluate:validate:before", "KEMPNER_RESTARTS": "0"}
+    bad |= {"FAULTS": "fail at=kempner.train.evaluate:validate:before", "KEMPNER_RESTARTS": "0"}
     job = cluster.sbatch("multinode.sh", *crash, options=options, cwd=work, env=bad)
     assert cluster.wait(job) == 1
     dry = cluster.run("bash", SCRIPTS / "multinode.sh", *arguments, "--dry-run", cwd=work, env=env)

@@ -105,7 +105,7 @@ else:
         sys.exit(1)  # all ranks of the chain's first job
     (run / f"rank-{os.environ['SLURM_PROCID']}").write_text(only_here.__file__)
     if "DATA" in os.environ:
-        from kempner.data.stage import staged_dir
+        from kempner.data.prepare.stage import staged_dir
         (run / f"data-{os.environ['SLURM_PROCID']}").write_text(str(staged_dir(os.environ["DATA"])))
     if os.environ["SLURM_PROCID"] == "0":
         done = {"state": "done", "attempt_id": os.environ["KEMPNER_ATTEMPT_ID"]}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.directories import Kind, mark_directory
+from kempner.jobs.system.directories import Kind, mark_directory
 from tests.cluster import ROOT, TESTBED, Cluster, program
 
 SWEEP = """

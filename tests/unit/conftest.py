@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kempner import process_group
+from kempner.jobs.ranks import process_group
 
 
 @pytest.fixture(scope="module")

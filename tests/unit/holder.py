@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from kempner.resilience import lock
+from kempner.jobs import lock
 
 if __name__ == "__main__":
     given = dict(word.split("=") for word in sys.argv[2:])

@@ -15,7 +15,7 @@ from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.parallel import offload, recompute
 from kempner.parallel.config import DistributedConfig
-from kempner.run import TrainConfig
+from kempner.train.sections import TrainConfig
 
 CFG = ModelConfig(31, 32, 4, 4, 2, ffn_dim=48, max_seq_len=16)
 TOKENS = torch.arange(32).view(2, 16) % 31

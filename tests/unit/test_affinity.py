@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kempner import process_group
-from kempner.gpu import affinity
-from kempner.gpu.affinity import choose_cpus, parse_cpu_list
-from kempner.process_group import World
+from kempner.jobs.gpu import affinity
+from kempner.jobs.gpu.affinity import choose_cpus, parse_cpu_list
+from kempner.jobs.ranks import process_group
+from kempner.jobs.ranks.process_group import World
 
 ALL = set(range(64))
 FIRST, SECOND = parse_cpu_list("0-15,32-47"), parse_cpu_list("16-31,48-63")
@@ -101,7 +101,7 @@ def test_hosts_without_an_answer(tmp_path: Path) -> None:
 PROCESS = """
 import os, sys, threading
 from pathlib import Path
-from kempner.gpu import affinity
+from kempner.jobs.gpu import affinity
 before = threading.Event()
 threading.Thread(target=before.wait, daemon=True).start()  # as those of torch
 one = min(os.sched_getaffinity(0))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kempner import background
-from kempner.background import Background
+from kempner.jobs.system import background
+from kempner.jobs.system.background import Background
 
 PATH = Path("runs/x/metrics.jsonl")
 

@@ -11,12 +11,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kempner.data.tokenizer import ByteTokenizer
-from kempner.generate.config import Sampling
-from kempner.generate.engine import Engine, GenerationRequest
-from kempner.generate.sampling import filter_probabilities, sample_tokens
-from kempner.generate.stream import TextStream
-from kempner.generate.texts import Text, Texts, generate_texts
+from kempner.data.text.tokenizer import ByteTokenizer
+from kempner.extensions.generate.config import Sampling
+from kempner.extensions.generate.engine import Engine, GenerationRequest
+from kempner.extensions.generate.sampling import filter_probabilities, sample_tokens
+from kempner.extensions.generate.stream import TextStream
+from kempner.extensions.generate.texts import Text, Texts, generate_texts
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 

@@ -15,9 +15,9 @@ import torch
 
 from kempner.config.option import ConfigError
 from kempner.data.batch import MicroBatch
-from kempner.data.chat_dataset import ChatDataset
+from kempner.data.formats.chat_dataset import ChatDataset
+from kempner.data.formats.stream import Shape
 from kempner.data.source import IGNORE
-from kempner.data.stream import Shape
 from kempner.model.attention import Documents
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
@@ -109,8 +109,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sums(model: Decoder, batches: list[MicroBatch]) -> tuple[float, float, list[torch.Tensor]]:
     """The trainer's: loss, tokens that count, gradients."""
-    from kempner.objective import NextToken
-    from kempner.step import StepSums, forward_backward
+    from kempner.train.objective import NextToken
+    from kempner.train.step import StepSums, forward_backward
 
     model.zero_grad()
     start = StepSums([], torch.device("cpu"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kempner.config.option import ConfigError
-from kempner.data.chat_template import ChatTemplate, read_tokenizer_config
+from kempner.data.text.chat_template import ChatTemplate, read_tokenizer_config
 from tests.unit.templates import (
     CHATML,
     GENERATION,

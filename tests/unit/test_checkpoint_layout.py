@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 
-from kempner.checkpoint.layout import (
+from kempner.checkpoint.format.plan import (
     SPREAD,
     CheckpointLayout,
     StoredTensor,

@@ -21,10 +21,10 @@ from torch import nn
 from kempner.checkpoint import commit
 from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.checkpoint.config import CheckpointConfig
-from kempner.checkpoint.reader import DataFile
+from kempner.checkpoint.format.reader import DataFile
 from kempner.checkpoint.state import ModelState, run_state
 from kempner.config.option import ConfigError
-from kempner.resilience.lock import RunLock
+from kempner.jobs.lock import RunLock
 
 DATA = "ranks-000/__0_0.distcp"
 DOCS = Path(__file__).parents[2] / "docs/reference/checkpoints.md"

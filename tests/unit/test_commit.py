@@ -20,8 +20,8 @@ import pytest
 from kempner.checkpoint import commit, ownership
 from kempner.checkpoint.ownership import claim_directory
 from kempner.config.option import ConfigError
-from kempner.directories import Kind, mark_directory, read_mark
-from kempner.files import step_of_name
+from kempner.jobs.system.directories import Kind, mark_directory, read_mark
+from kempner.jobs.system.files import step_of_name
 
 # --- A disk that crashes ------------------------------------------------------------------------
 

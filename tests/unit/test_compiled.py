@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kempner.compiler import CACHE, HEADERS, keep_private
+from kempner.jobs.ranks.process_group import World
+from kempner.jobs.system.compiler import CACHE, HEADERS, keep_private
 from kempner.parallel import compiled
 from kempner.parallel.compiled import keep_compiled
-from kempner.process_group import World
 
 ALONE = World(0, 0, 1, "single")
 

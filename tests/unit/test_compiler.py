@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kempner import compiler, process_group
 from kempner.config.option import ConfigError
-from kempner.process_group import World
+from kempner.jobs.ranks import process_group
+from kempner.jobs.ranks.process_group import World
+from kempner.jobs.system import compiler
 from tests.conftest import ROOT, clean_env, load_program
 
 

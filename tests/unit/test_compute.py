@@ -16,20 +16,20 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from kempner.combinations import combination_problems
 from kempner.config.option import ConfigError
-from kempner.loss import cross_entropy
+from kempner.extensions.preference.config import PreferenceConfig
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
+from kempner.model.loss import cross_entropy
 from kempner.optim.build import build_optimizer
 from kempner.optim.config import OptimizerConfig
 from kempner.parallel import fp8
 from kempner.parallel.build import build_model
 from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.parallel.layout import build_layout
-from kempner.preference.config import PreferenceConfig
-from kempner.resilience.straggler import BlockClock
-from kempner.run import RunConfig, TrainConfig
+from kempner.train.checks import combination_problems
+from kempner.train.resilience.straggler import BlockClock
+from kempner.train.sections import RunConfig, TrainConfig
 
 pytestmark = pytest.mark.usefixtures("one_process")
 SHAPE = ModelConfig(vocab_size=64, dim=32, n_layers=3, n_heads=4, ffn_dim=48)
@@ -240,7 +240,7 @@ def test_a_chunk_may_be_larger_than_all_tokens() -> None:
 
 
 def test_fp32_on_a_gpu_is_said() -> None:
-    from kempner.parts import slow_products
+    from kempner.train.parts import slow_products
 
     assert "without TF32" in str(slow_products("cuda", str(torch.float32)))
     assert (

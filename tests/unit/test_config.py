@@ -25,8 +25,8 @@ from kempner.config.option import (
     option,
     whole_schema,
 )
-from kempner.configure import load_config
-from kempner.run import RunConfig
+from kempner.train.configure import load_config
+from kempner.train.sections import RunConfig
 
 REPO = Path(__file__).resolve().parents[2]
 

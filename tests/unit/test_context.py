@@ -19,13 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kempner.config.option import ConfigError
-from kempner.configure import check_world, load_config
 from kempner.data.batch import MicroBatch
 from kempner.data.source import IGNORE
 from kempner.model.attention import Documents, attend, attention_pattern
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
-from kempner.objective import NextToken
 from kempner.parallel import context
 from kempner.parallel.context import (
     own_tokens,
@@ -34,6 +32,8 @@ from kempner.parallel.context import (
     split_context,
     ulysses_attention,
 )
+from kempner.train.configure import check_world, load_config
+from kempner.train.objective import NextToken
 from tests.ranks import told_by_ranks
 
 ROOT = Path(__file__).parents[2]

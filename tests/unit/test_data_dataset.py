@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kempner.combinations import combination_problems
 from kempner.config.loading import load_config_files
 from kempner.config.option import ConfigError
 from kempner.data.config import DataConfig
-from kempner.data.dataset import TokenDataset
+from kempner.data.formats.dataset import TokenDataset
 from kempner.data.sidecar import SIDECAR, Shard, Sidecar
-from kempner.parts import open_data
-from kempner.run import RunConfig
+from kempner.train.checks import combination_problems
+from kempner.train.parts import open_data
+from kempner.train.sections import RunConfig
 
 
 def write_data(
@@ -191,7 +191,7 @@ def test_more_shards_than_the_limit_of_open_files(tmp_path: Path) -> None:
     program = """
         import resource, sys, numpy
         resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
-        from kempner.data.dataset import TokenDataset
+        from kempner.data.formats.dataset import TokenDataset
         data = TokenDataset.open(sys.argv[1], "train", 4, 7)
         rows = [data.read(numpy.arange(99)) for _ in range(2)][1]
         print(rows.inputs[[0, 98]].tolist(), "torch" in sys.modules)

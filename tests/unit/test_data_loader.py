@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kempner.config.option import ConfigError
 from kempner.data.batch import MicroBatch
-from kempner.data.dataset import TokenDataset
+from kempner.data.formats.dataset import TokenDataset
 from kempner.data.loader import (
     TrainLoader,
     reading_speed,

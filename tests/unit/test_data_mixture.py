@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from kempner.config.loading import load_config_files
 from kempner.config.option import ConfigError
-from kempner.configure import check_inputs
 from kempner.data.mixture import Ingredient, Mixture, MixturePhase
 from kempner.data.opening import mixture_of
 from kempner.data.permute import shuffled_indices
 from kempner.data.sidecar import DataError
-from kempner.parts import open_data
-from kempner.progress import Progress
-from kempner.run import RunConfig
+from kempner.train.configure import check_inputs
+from kempner.train.parts import open_data
+from kempner.train.progress import Progress
+from kempner.train.sections import RunConfig
 from tests.unit.test_data_dataset import write_data
 
 WEIGHTS = st.lists(st.floats(1, 1e3), min_size=1, max_size=8)  # no share under 1 in 16,384

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from kempner.config.option import ConfigError
 from kempner.data.config import DataConfig, SourceConfig
+from kempner.data.formats.stream import Shape
 from kempner.data.mixture import Mixture
 from kempner.data.opening import Opening, open_held_out, open_sources
 from kempner.data.source import IGNORE, Source
-from kempner.data.stream import Shape
-from kempner.data.tokenizer import FileTokenizer, train_bpe
+from kempner.data.text.tokenizer import FileTokenizer, train_bpe
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=9), min_size=8, max_size=30)
 TEXTS = [f"document {n} says {'word ' * (n % 7)}{n * n}" for n in range(300)]
@@ -193,8 +193,8 @@ def test_a_stream_resumes_at_a_bookmark(
     """At any sample, over epochs and in any order, also after a torn line; and it does not begin at
     the start."""
     pytest.importorskip("datasets")
-    monkeypatch.setattr("kempner.data.streamed.BOOKMARK", 10)
-    monkeypatch.setattr("kempner.data.streamed.READ_AHEAD", 7)
+    monkeypatch.setattr("kempner.data.formats.streamed.BOOKMARK", 10)
+    monkeypatch.setattr("kempner.data.formats.streamed.READ_AHEAD", 7)
     lines = [json.dumps({"text": text, "n": n}) for n, text in enumerate(TEXTS)]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     given: dict[str, Any] = {"vocab": 400, "tokenizer": str(tokenizer), "seq_len": 16}

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kempner import slurm
-from kempner.history import decision, judge
-from kempner.history.decision import (
+from kempner.jobs import slurm
+from kempner.jobs.records import decision, judge
+from kempner.jobs.records.decision import (
     DECISION_RULES,
     StepEnd,
     decide_next,
@@ -204,7 +204,7 @@ def test_a_node_that_is_left_out_begins_the_count_anew() -> None:
 
 
 def test_the_table_of_the_page() -> None:
-    """Write it there when a rule changes: python -c 'from kempner.history import decision;
+    """Write it there when a rule changes: python -c 'from kempner.jobs.records import decision;
     print(decision.decision_table())'."""
     assert decision_table() in (ROOT / "docs/reference/slurm.md").read_text()
 

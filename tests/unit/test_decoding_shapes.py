@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kempner.generate.config import Sampling
-from kempner.generate.engine import Engine
-from kempner.generate.texts import Text, generate_texts
-from kempner.load import Loaded, load_model_and_tokenizer
+from kempner.extensions.generate.config import Sampling
+from kempner.extensions.generate.engine import Engine
+from kempner.extensions.generate.load import Loaded, load_model_and_tokenizer
+from kempner.extensions.generate.texts import Text, generate_texts
+from kempner.extensions.serve.http import Server
+from kempner.extensions.serve.worker import Worker
 from kempner.model.cache import CACHE_BLOCK
-from kempner.serve.http import Server
-from kempner.serve.worker import Worker
 from tests.served import Client, make_model
 
 SLOTS, WINDOW = 4, 3 * CACHE_BLOCK
@@ -101,7 +101,7 @@ def test_few_shapes(
 
 
 def test_few_shapes_where_texts_are_scored(loaded: Loaded, shapes: set[Any]) -> None:
-    harness = pytest.importorskip("kempner.harness")
+    harness = pytest.importorskip("kempner.extensions.generate.harness")
     model = harness.HarnessModel(loaded, SLOTS)
     texts = ["".join(map(chr, prompt)) for prompt in prompts()]
     model.loglikelihood([SimpleNamespace(args=(text[: len(text) // 2], text)) for text in texts])
@@ -115,7 +115,7 @@ def test_cudnn_has_no_part(loaded: Loaded) -> None:
 
 def test_scores_are_shares_of_all_rows_of_the_model(tmp_path: Path) -> None:
     """Also of those beyond the tokenizer, as lm-eval's own models have it."""
-    harness = pytest.importorskip("kempner.harness")
+    harness = pytest.importorskip("kempner.extensions.generate.harness")
     model = harness.HarnessModel(
         load_model_and_tokenizer(str(make_model(tmp_path, vocab_size=320)), "cpu"), 1
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kempner.config.option import ConfigError
-from kempner.directories import (
+from kempner.jobs.system.directories import (
     MARK_FILE,
     NOTHING_THERE,
     Kind,

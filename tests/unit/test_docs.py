@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kempner.config.option import whole_schema
-from kempner.run import RunConfig
+from kempner.train.sections import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

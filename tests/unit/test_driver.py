@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kempner import process_group
 from kempner.config.option import ConfigError
-from kempner.gpu import driver
-from kempner.preflight import task
-from kempner.preflight.verdict import NodeResult, Report
+from kempner.jobs.gpu import driver
+from kempner.jobs.preflight import task
+from kempner.jobs.preflight.verdict import NodeResult, Report
+from kempner.jobs.ranks import process_group
 from tests.conftest import ROOT, clean_env
 
 KERNELS = {
@@ -44,9 +44,7 @@ def test_the_version_of_the_driver(proc: Path, version: str) -> None:
 
 def test_the_installed_torch_is_read_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
     assert driver.cuda_of_torch() == torch.version.cuda
-    code = (
-        "import sys, kempner.gpu.driver as d; d.cuda_of_torch(); assert 'torch' not in sys.modules"
-    )
+    code = "import sys, kempner.jobs.gpu.driver as d; d.cuda_of_torch(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env=clean_env())
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from kempner.config.option import ConfigError
-from kempner.rl.config import EnvConfig
-from kempner.rl.environments.opening import Tasks, make_environment
-from kempner.rl.environments.protocol import Score
-from kempner.rl.environments.scorer import Scorer
+from kempner.extensions.rl.config import EnvConfig
+from kempner.extensions.rl.environments.opening import Tasks, make_environment
+from kempner.extensions.rl.environments.protocol import Score
+from kempner.extensions.rl.environments.sandbox.scorer import Scorer
 from tests.rewards import score
 
 TASKSET = """

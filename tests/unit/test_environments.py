@@ -13,9 +13,14 @@ from typing import Any
 import pytest
 
 from kempner.config.option import ConfigError
-from kempner.rl.config import EnvConfig, RlConfig
-from kempner.rl.environments.opening import BUILT_IN, Tasks, make_environment, open_environments
-from kempner.rl.environments.protocol import Environment, Message, Task
+from kempner.extensions.rl.config import EnvConfig, RlConfig
+from kempner.extensions.rl.environments.opening import (
+    BUILT_IN,
+    Tasks,
+    make_environment,
+    open_environments,
+)
+from kempner.extensions.rl.environments.protocol import Environment, Message, Task
 from tests.conftest import ROOT
 
 OURS = [name for name in BUILT_IN if name not in ("reasoning_gym", "verifiers")]

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kempner.background import Background
-from kempner.files import read_jsonl
-from kempner.history import events
-from kempner.history.events import (
+from kempner.jobs.records import events
+from kempner.jobs.records.events import (
     DecisionEvent,
     End,
     Event,
@@ -22,7 +20,9 @@ from kempner.history.events import (
     GoBack,
     StartEvent,
 )
-from kempner.run_records import RunRecords
+from kempner.jobs.records.run_records import RunRecords
+from kempner.jobs.system.background import Background
+from kempner.jobs.system.files import read_jsonl
 from tests.cluster import SCRIPTS
 
 HEAD = {"time": 1.5, "job": "12_3", "restart": 2, "attempt_id": "12.2", "attempt": 4, "step": 7}

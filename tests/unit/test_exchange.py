@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from kempner.lowcomm.membership import Epoch, TooFew
-from kempner.lowcomm.steps import StepsExchange, _Started
+from kempner.extensions.lowcomm.membership import Epoch, TooFew
+from kempner.extensions.lowcomm.steps import StepsExchange, _Started
 
 
 class Alone:

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from kempner import extensions
 from kempner.config.loading import as_dict, load_config_files, to_toml
 from kempner.config.option import ConfigError
-from kempner.configure import load_config
-from kempner.lowcomm.config import LowcommConfig
-from kempner.progress import Progress
-from kempner.resilience.requests import Verdict
-from kempner.resuming import go_back
-from kempner.rl.config import RlConfig, SamplingConfig
-from kempner.run import RunConfig, what_changed
-from kempner.training import Training
+from kempner.extensions.lowcomm.config import LowcommConfig
+from kempner.extensions.rl.config import RlConfig, SamplingConfig
+from kempner.train import extensions
+from kempner.train.configure import load_config
+from kempner.train.progress import Progress
+from kempner.train.resilience.requests import Verdict
+from kempner.train.resuming import go_back
+from kempner.train.sections import RunConfig, what_changed
+from kempner.train.training import Training
 from tests.unit.test_layers import LAYERS, MODULES, level
 
 ROOT = Path(__file__).parents[2]
@@ -39,8 +39,8 @@ def train(*words: str) -> subprocess.CompletedProcess[str]:
 
 def extensions_in(text: str) -> set[str]:
     loaded = set(re.findall(r"\| +(kempner[\w.]*)$", text, re.MULTILINE)) & MODULES.keys()
-    assert "kempner.run" in loaded
-    index = {"kempner.extensions_index"}  # data alone
+    assert "kempner.train.sections" in loaded
+    index = {"kempner.extensions.index"}  # data alone
     return {name for name in loaded if level(name) == len(LAYERS) - 1} - index
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kempner.history.faulty_host import (
+from kempner.jobs.records.faulty_host import (
     ENDING,
     blamed_before,
     decisions_without_progress,

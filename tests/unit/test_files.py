@@ -11,7 +11,13 @@ from typing import BinaryIO
 
 import pytest
 
-from kempner.files import end_torn_line, read_jsonl, step_of_name, swap_link, write_atomic
+from kempner.jobs.system.files import (
+    end_torn_line,
+    read_jsonl,
+    step_of_name,
+    swap_link,
+    write_atomic,
+)
 
 
 def test_text_bytes_and_a_writer(tmp_path: Path) -> None:

@@ -23,18 +23,18 @@ from tests.unit.test_writer import small_disk
 
 PROGRAMS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "first")
 MODULES = (
-    "kempner.check",
-    "kempner.checkpoint.metadata",
-    "kempner.data.stage",
-    "kempner.lowcomm.judge",
-    "kempner.preflight",
-    "kempner.rl.vllm_engine",
-    "kempner.trackers",
-    "kempner.history.judge",
-    "kempner.history.loop_bench",
-    "kempner.history.notify",
-    "kempner.history.watch",
-    "kempner.sweep.early_stop",
+    "kempner.jobs.check",
+    "kempner.checkpoint.format.metadata",
+    "kempner.data.prepare.stage",
+    "kempner.extensions.lowcomm.judge",
+    "kempner.jobs.preflight",
+    "kempner.extensions.rl.engines.vllm_engine",
+    "kempner.jobs.trackers",
+    "kempner.jobs.records.judge",
+    "kempner.jobs.report.loop_bench",
+    "kempner.jobs.report.notify",
+    "kempner.jobs.records.watch",
+    "kempner.extensions.sweep.early_stop",
 )
 DEBUG = str(ROOT / "configs/train/debug.toml")
 SWEEP = f'base = "{DEBUG}"\n[axes]\ntrain.seed = [1, 2]\n'
@@ -296,10 +296,16 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "orchestrate: none either": (("orchestrate", DEBUG, OWN), ("rl.env",)),
     "program: no command": (("program", "--"), ("no command given",)),
     "program: not there": (("program", "--run-dir=runs/new", "--", "gone.sh"), ("gone.sh",)),
-    "metadata: nothing": (("-m", "kempner.checkpoint.metadata", "runs/gone"), ("is not there",)),
-    "metadata: a run": (("-m", "kempner.checkpoint.metadata", "runs/debug"), ("is a run, not",)),
-    "metadata: no word": (("-m", "kempner.checkpoint.metadata"), ("CHECKPOINT",)),
-    "trackers: data": (("-m", "kempner.trackers", "data/own"), ("no config.toml in it",)),
+    "metadata: nothing": (
+        ("-m", "kempner.checkpoint.format.metadata", "runs/gone"),
+        ("is not there",),
+    ),
+    "metadata: a run": (
+        ("-m", "kempner.checkpoint.format.metadata", "runs/debug"),
+        ("is a run, not",),
+    ),
+    "metadata: no word": (("-m", "kempner.checkpoint.format.metadata"), ("CHECKPOINT",)),
+    "trackers: data": (("-m", "kempner.jobs.trackers", "data/own"), ("no config.toml in it",)),
 }
 
 
@@ -425,7 +431,7 @@ def test_a_python_without_the_environment(program: str) -> None:
 
 def test_preflight_in_an_image_without_torch() -> None:
     done = subprocess.run(
-        [sys.executable, "-S", "-m", "kempner.preflight"],
+        [sys.executable, "-S", "-m", "kempner.jobs.preflight"],
         cwd=ROOT / "src", capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done

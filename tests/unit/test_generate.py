@@ -19,19 +19,19 @@ from typing import Any
 import pytest
 import torch
 
-import kempner.load
+import kempner.extensions.generate.load
 from kempner import load_model
 from kempner.checkpoint import commit
 from kempner.config.loading import load_config_files
 from kempner.config.option import ConfigError
-from kempner.data.dataset import TokenDataset
+from kempner.data.formats.dataset import TokenDataset
 from kempner.data.loader import val_batches
 from kempner.data.sidecar import SIDECAR
-from kempner.data.tokenizer import train_bpe
-from kempner.generate.config import Sampling
-from kempner.generate.dialogue import run_dialogue
-from kempner.parts import open_data
-from kempner.run import RunConfig
+from kempner.data.text.tokenizer import train_bpe
+from kempner.extensions.generate.config import Sampling
+from kempner.extensions.generate.dialogue import run_dialogue
+from kempner.train.parts import open_data
+from kempner.train.sections import RunConfig
 from tests import hf_models
 from tests.conftest import ROOT, TINY, clean_env, load_program, start_train
 from tests.hf_models import make
@@ -170,7 +170,9 @@ def test_the_model_sees_the_end_of_a_long_prompt(text: Any, run: Path) -> None:
 
 def test_it_ends_with_the_document(text: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = text(run, "--prompt=A", "--temperature=0", "--max-tokens=1")[1]
-    monkeypatch.setattr("kempner.load.end_tokens", lambda directory: [ord(first)])
+    monkeypatch.setattr(
+        "kempner.extensions.generate.load.end_tokens", lambda directory: [ord(first)]
+    )
     assert text(run, "--prompt=A", "--temperature=0", "--max-tokens=9") == "A\n"
 
 
@@ -186,13 +188,13 @@ def test_retention_leaves_what_is_being_read(
     text: Any, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = []
-    read_base = kempner.load.read_base
+    read_base = kempner.extensions.generate.load.read_base
 
     def read(source: Any, *args: Any) -> Any:
         held.append(commit.is_read(source.path))
         return read_base(source, *args)
 
-    monkeypatch.setattr(kempner.load, "read_base", read)
+    monkeypatch.setattr(kempner.extensions.generate.load, "read_base", read)
     text(run, "--max-tokens=1")
     assert held == [True]
 
@@ -304,7 +306,7 @@ def test_a_dialogue(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) 
         return lines.pop()
 
     monkeypatch.setattr("builtins.input", type_line)
-    loaded = kempner.load.load_model_and_tokenizer(str(tmp_path / "m"), "cpu")
+    loaded = kempner.extensions.generate.load.load_model_and_tokenizer(str(tmp_path / "m"), "cpu")
     chat = type(loaded.words).chat
 
     def record(words: Any, messages: Any) -> list[int]:

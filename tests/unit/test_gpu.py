@@ -14,10 +14,17 @@ from typing import Any
 
 import pytest
 
-from kempner.gpu import reading
-from kempner.gpu.findings import THROTTLED, Finding, ReadingComparison, at_rest, of_xid
-from kempner.gpu.reading import GpuReading, NoAnswer, NvidiaSmi, Nvml, of_this_job, short_bus_id
-from kempner.history.events import read_records
+from kempner.jobs.gpu import reading
+from kempner.jobs.gpu.findings import THROTTLED, Finding, ReadingComparison, at_rest, of_xid
+from kempner.jobs.gpu.reading import (
+    GpuReading,
+    NoAnswer,
+    NvidiaSmi,
+    Nvml,
+    of_this_job,
+    short_bus_id,
+)
+from kempner.jobs.records.events import read_records
 from tests.gpus import Shim, gpu
 
 
@@ -188,7 +195,7 @@ def test_errors_of_the_hardware_and_of_programs(xid: int, answer: str) -> None:
 PARENT = """
 import sys, time
 from pathlib import Path
-from kempner.gpu.watch import start_watch
+from kempner.jobs.gpu.watch import start_watch
 watch = start_watch(Path(sys.argv[1]), 3, 0.2)
 print(watch is not None, flush=True)
 what = sys.stdin.readline().strip()

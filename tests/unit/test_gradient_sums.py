@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from kempner.config.loading import load_config_files
 from kempner.data.batch import MicroBatch
-from kempner.objective import NextToken
 from kempner.parallel.build import build_model, parameter_names
 from kempner.parallel.layout import build_layout
-from kempner.run import RunConfig
-from kempner.step import StepSums, forward_backward
+from kempner.train.objective import NextToken
+from kempner.train.sections import RunConfig
+from kempner.train.step import StepSums, forward_backward
 from tests.ranks import told_by_ranks
 
 WORLD, PASSES, LENGTH, CPU = 2, 64, 16, torch.device("cpu")

@@ -15,15 +15,15 @@ from safetensors.torch import load_file, save_file
 
 from kempner.checkpoint import commit
 from kempner.checkpoint.fits import check_compatible
-from kempner.checkpoint.layout import CheckpointLayout, StoredTensor, own_box
-from kempner.checkpoint.reader import read_tensors, verify_checkpoint
+from kempner.checkpoint.format.plan import CheckpointLayout, StoredTensor, own_box
+from kempner.checkpoint.format.reader import read_tensors, verify_checkpoint
 from kempner.config.option import ConfigError
-from kempner.directories import Kind, mark_directory
-from kempner.hf import exporting, families, importing, load
-from kempner.hf.load import ReadJob, fill_tensors, load_weights
-from kempner.hf.source import find_weights
-from kempner.hf.stored import Stored
-from kempner.hf.tensors import tensor_names
+from kempner.extensions.hf import exporting, families, importing, load
+from kempner.extensions.hf.load import ReadJob, fill_tensors, load_weights
+from kempner.extensions.hf.source import find_weights
+from kempner.extensions.hf.stored import Stored
+from kempner.extensions.hf.tensors import tensor_names
+from kempner.jobs.system.directories import Kind, mark_directory
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from tests.hf_models import FAMILIES, convert, load_quietly, make, ours, theirs

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from kempner.config.option import ConfigError
-from kempner.hf.families import config_json, family_of, model_values
-from kempner.hf.tensors import stored_parts, tensor_names
+from kempner.extensions.hf.families import config_json, family_of, model_values
+from kempner.extensions.hf.tensors import stored_parts, tensor_names
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.model.shapes import tensor_shapes

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from kempner.data.tokenizer import train_bpe
-from kempner.hf.source import find_weights
+from kempner.data.text.tokenizer import train_bpe
+from kempner.extensions.hf.source import find_weights
 from tests.conftest import ROOT, Train, clean_env
 from tests.hf_models import load_quietly, make, ours, theirs
 

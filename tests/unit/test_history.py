@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kempner.history.run_history import History, load_history
-from kempner.history.wall_time import TIME_PARTS
-from kempner.slurm import SlurmJob
+from kempner.jobs.records.run_history import History, load_history
+from kempner.jobs.report.wall_time import TIME_PARTS
+from kempner.jobs.slurm import SlurmJob
 
 BEGAN = 1_700_000_000.0
 PACE, FIRST = 2.0, 12.0  # seconds of a step, and of the first one

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kempner.rl.config import EnvConfig
-from kempner.rl.environments.opening import Tasks
-from kempner.rl.environments.protocol import Task
-from kempner.rl.environments.scorer import Scorer
+from kempner.extensions.rl.config import EnvConfig
+from kempner.extensions.rl.environments.opening import Tasks
+from kempner.extensions.rl.environments.protocol import Task
+from kempner.extensions.rl.environments.sandbox.scorer import Scorer
 from tests.rewards import talk
 
 TESTS = "assert f(2) == 3\nassert f(5) == 6"

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from kempner.rl.config import EnvConfig
-from kempner.rl.environments import landlock, limits
-from kempner.rl.environments.opening import Tasks
-from kempner.rl.environments.protocol import Score
-from kempner.rl.environments.scorer import Scorer
+from kempner.extensions.rl.config import EnvConfig
+from kempner.extensions.rl.environments.opening import Tasks
+from kempner.extensions.rl.environments.protocol import Score
+from kempner.extensions.rl.environments.sandbox import landlock, limits
+from kempner.extensions.rl.environments.sandbox.scorer import Scorer
 from tests.conftest import ROOT, clean_env
 from tests.rewards import score
 

@@ -12,33 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from kempner.extensions import Extension, extension
-from kempner.lookup import INDEX, extension_index
+from kempner.train.extensions import Extension
+from kempner.train.lookup import INDEX, extension, extension_index
+from tests.layers import LAYERS, LEVEL, ROOT, SOURCE, docstring, drawn, folders
 
-ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src" / "kempner"
-
-# From the bottom up: options; the kit, for any program under Slurm; the parts of a trainer; the
-# trainer; what is built on it. A module imports its own layer and those below, also in functions
-# and for annotations. A name is a module, a package, or a module of a package that is elsewhere.
-LAYERS = {
-    "config": "config",
-    "jobs": """
-        background check code compiler directories files front_door gpu history hosts hub
-        nccl_transport peers picture port_range preflight private process process_group program ray
-        rendezvous resilience.lock run_log run_records signals slurm startup trackers
-    """,
-    "parts": "checkpoint data loss model optim parallel resilience.spikes",
-    "train": """
-        combinations configure contents evaluate extensions lookup metrics objective parts profiling
-        progress recorder replicas resilience resuming run run_directory step training
-    """,
-    "extensions": """
-        activations bench bench_config extensions_index generate harness hf inspection load lowcomm
-        planner preference rl serve sweep
-    """,
-}
-LEVEL = {name: i for i, names in enumerate(LAYERS.values()) for name in names.split()}
+MOST_MODULES = 15  # of a folder: what a reader keeps in mind
+MOST_DOORS = 10
 MODULES = {
     ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): path
     for path in sorted(SOURCE.rglob("*.py"))
@@ -46,9 +25,8 @@ MODULES = {
 }
 
 
-def imports(tree: ast.AST, types: bool = False) -> Iterator[str]:
-    """Names that the code imports, also within functions; with `types` those for annotations
-    alone, too."""
+def imports(tree: ast.AST, types: bool = True) -> Iterator[str]:
+    """Names that the code imports, also within functions and, with `types`, for annotations."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -59,7 +37,7 @@ def imports(tree: ast.AST, types: bool = False) -> Iterator[str]:
             yield from imports(node, types)
 
 
-def own_imports(path: Path, types: bool = False) -> set[str]:
+def own_imports(path: Path, types: bool = True) -> set[str]:
     """The kempner modules that a file imports."""
     found = set()
     for name in imports(ast.parse(path.read_text()), types):
@@ -71,49 +49,55 @@ def own_imports(path: Path, types: bool = False) -> set[str]:
 
 
 def level(module: str) -> int:
-    names = module.split(".")[1:3]
-    name = ".".join(names) if ".".join(names) in LEVEL else names[0]
+    name = module.split(".")[1]
     assert name in LEVEL, f"{module} is in no layer: give it a place in LAYERS"
     return LEVEL[name]
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_point_down(module: str) -> None:
-    names = own_imports(MODULES[module], types=True)
-    upward = {other for other in names if level(other) > level(module)}
+    upward = {other for other in own_imports(MODULES[module]) if level(other) > level(module)}
     assert not upward, f"{module} imports {upward} from a layer above"
 
 
 def test_the_trainer_finds_its_extensions_by_the_index_alone() -> None:
     """No string below the extensions names one of their modules, but that of the index."""
     for name, path in MODULES.items():
-        texts = (
-            x.value for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Constant)
-        )
-        named = {text for text in texts if isinstance(text, str) and text in MODULES}
-        above = {text for text in named if level(text) > level(name)}
-        assert above == ({INDEX} if name == "kempner.lookup" else set()), name
-    targets = {
-        *extension_index().SECTIONS.values(),
-        *extension_index().KEYS.values(),
-        *extension_index().FLAGS.values(),
-    }
+        nodes = ast.walk(ast.parse(path.read_text()))
+        texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
+        above = {text for text in texts & {*MODULES} if level(text) > level(name)}
+        assert above == ({INDEX} if name == "kempner.train.lookup" else set()), name
+    targets = {*extension_index().SECTIONS.values(), *extension_index().KEYS.values(), *extension_index().FLAGS.values()}
     for target in {*targets, extension_index().ADVICE}:
         assert isinstance(extension(target), Extension)
         assert level(target.partition(":")[0]) == len(LAYERS) - 1
 
 
 def test_no_module_imports_itself_around_a_corner() -> None:
-    """Not for annotations either: what a class is told of another one is a Protocol beside it."""
-    order = TopologicalSorter({n: own_imports(path, types=True) for n, path in MODULES.items()})
+    order = TopologicalSorter({name: own_imports(path, False) for name, path in MODULES.items()})
     assert len(list(order.static_order())) == len(MODULES)  # CycleError names the circle
+
+
+def test_the_page_lists_the_folders() -> None:
+    """`python -m tests.layers` prints the list."""
+    assert drawn() in (ROOT / "ARCHITECTURE.md").read_text()
+
+
+def test_folders_are_small_and_say_what_lives_there() -> None:
+    doors = [path for depth, path in folders() if not depth]
+    assert len(doors) <= MOST_DOORS and not [
+        path.name for path in SOURCE.glob("*.py") if path.name != "__init__.py"
+    ]
+    for _, folder in folders():
+        modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert docstring(folder) and len(modules) <= MOST_MODULES, folder
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("kempner.model.")])
 def test_the_model_knows_neither_meshes_nor_files(module: str) -> None:
-    allowed = ("torch", "torch.nn", "kempner.model", "kempner.loss", "kempner.config",
-               "kempner.compiler", "functools", "math", "collections", "dataclasses", "typing",
-               "__future__")  # fmt: skip
+    standard = ("functools", "math", "collections", "dataclasses", "typing", "__future__")
+    own = ("kempner.model", "kempner.config", "kempner.jobs.system.compiler", "kempner.data.source")
+    allowed = ("torch", "torch.nn", *own, *standard)
     for name in imports(ast.parse(MODULES[module].read_text())):
         assert name.startswith(tuple(f"{package}." for package in allowed)) or name in allowed
         assert not name.startswith(("torch.distributed", "torch.utils", "torch.cuda")), name
@@ -131,18 +115,37 @@ def test_modules_without_torch_stay_without_it() -> None:
     """What runs before a GPU is asked for, on a login node, or in workers that only prepare
     data."""
     light = [
-        "kempner.run", "kempner.configure", "kempner.process_group", "kempner.parts",
-        "kempner.progress",
-        "kempner.config.command_line", "kempner.resilience.requests",
-        "kempner.metrics", "kempner.history.state", "kempner.resilience.lock", "kempner.slurm",
-        "kempner.ray.node", "kempner.ray.ready", "kempner.gpu.sampler", "kempner.gpu.watch",
-        "kempner.program.start",
-        "kempner.trackers.follow", "kempner.trackers.start",
-        "kempner.checkpoint.commit", "kempner.data.shards", "kempner.data.dataset",
-        "kempner", "kempner.load", "kempner.bench", "kempner.planner.search",
-        "kempner.sweep.submit", "kempner.sweep.look", "kempner.sweep.cost", "kempner.sweep.results",
+        "kempner.train.sections",
+        "kempner.train.configure",
+        "kempner.jobs.ranks.process_group",
+        "kempner.train.parts",
+        "kempner.train.progress",
+        "kempner.config.command_line",
+        "kempner.train.resilience.requests",
+        "kempner.train.recording.metrics",
+        "kempner.jobs.records.state",
+        "kempner.jobs.lock",
+        "kempner.jobs.slurm",
+        "kempner.jobs.ray.node",
+        "kempner.jobs.ray.ready",
+        "kempner.jobs.gpu.sampler",
+        "kempner.jobs.gpu.watch",
+        "kempner.jobs.program.start",
+        "kempner.jobs.trackers.follow",
+        "kempner.jobs.trackers.start",
+        "kempner.checkpoint.commit",
+        "kempner.data.formats.shards",
+        "kempner.data.formats.dataset",
+        "kempner",
+        "kempner.extensions.generate.load",
+        "kempner.extensions.bench.measure",
+        "kempner.extensions.planner.search",
+        "kempner.extensions.sweep.submit",
+        "kempner.extensions.sweep.look",
+        "kempner.extensions.sweep.cost",
+        "kempner.extensions.sweep.results",
         *(name for name in MODULES if name.endswith(".config")),
-    ]  # fmt: skip
+    ]
     code = f"import sys, {', '.join(light)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
@@ -150,5 +153,5 @@ def test_modules_without_torch_stay_without_it() -> None:
 def test_help_and_check_do_not_import_torch() -> None:
     command = [sys.executable, "-X", "importtime", "scripts/train.py", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "kempner.run" in done.stderr
+    assert done.returncode == 0 and "kempner.train.sections" in done.stderr
     assert not [text for text in done.stderr.splitlines() if text.endswith("| torch")]

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from kempner.config.option import ConfigError
-from kempner.process import pid_namespace
-from kempner.resilience import lock
-from kempner.resilience.lock import LOST_LOCK_EXIT, RunLock
+from kempner.jobs import lock
+from kempner.jobs.lock import LOST_LOCK_EXIT, RunLock
+from kempner.jobs.system.process import pid_namespace
 
 BEAT_S, LIMIT_S = 0.2, 120.0
 SLURM = {"SLURM_CLUSTER_NAME": "a", "SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "0"}

@@ -14,15 +14,21 @@ from typing import Any
 import pytest
 import torch
 
-from kempner.metrics import Clock, MetricsConfig, console_line, peak_flops, short_number
-from kempner.objective import NextToken
-from kempner.process_group import World
-from kempner.progress import Progress
-from kempner.recorder import Recorder
-from kempner.replicas import Replicas
-from kempner.resilience.spikes import Spikes
-from kempner.run import RunConfig, TrainConfig
-from kempner.step import StepResult
+from kempner.jobs.ranks.process_group import World
+from kempner.optim.spikes import Spikes
+from kempner.train.objective import NextToken
+from kempner.train.progress import Progress
+from kempner.train.recording.metrics import (
+    Clock,
+    MetricsConfig,
+    console_line,
+    peak_flops,
+    short_number,
+)
+from kempner.train.recording.recorder import Recorder
+from kempner.train.replicas import Replicas
+from kempner.train.sections import RunConfig, TrainConfig
+from kempner.train.step import StepResult
 
 
 @pytest.mark.parametrize(
@@ -114,7 +120,7 @@ LOADER: Any = SimpleNamespace(
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock that stands still until it is told."""
     now = SimpleNamespace(value=100.0)
-    monkeypatch.setattr("kempner.metrics.time.perf_counter", lambda: now.value)
+    monkeypatch.setattr("kempner.train.recording.metrics.time.perf_counter", lambda: now.value)
     return now
 
 

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from kempner.config.loading import load_config_files
 from kempner.config.toml import loads
 from kempner.data.source import IGNORE
-from kempner.hf.families import family_of
-from kempner.loss import cross_entropy
+from kempner.extensions.hf.families import family_of
 from kempner.model.attention import Documents, Visible, attend, attention_pattern
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
+from kempner.model.loss import cross_entropy
 from kempner.model.shapes import tensor_shapes
-from kempner.run import RunConfig
+from kempner.train.sections import RunConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "train"
 # Parameters as published or counted by hand: V*D embedding, V*D output unless tied, blocks, norm.
@@ -248,8 +248,8 @@ def test_chunked_loss_equals_the_plain_sum(monkeypatch: pytest.MonkeyPatch, igno
     expected = plain_loss(x, weight, targets)
     expected_grads = torch.autograd.grad(expected, (x, weight), allow_unused=True)
     for tile, chunk_logits in ((256, 1 << 27), (7, 11 * 7)):  # one chunk; 7 rows, the last short
-        monkeypatch.setattr("kempner.loss.CHUNK_LOGITS", chunk_logits)
-        monkeypatch.setattr("kempner.loss.LOSS_TILE", tile)
+        monkeypatch.setattr("kempner.model.loss.CHUNK_LOGITS", chunk_logits)
+        monkeypatch.setattr("kempner.model.loss.LOSS_TILE", tile)
         loss, terms = cross_entropy(x, weight, targets)
         assert not terms.requires_grad and (terms[targets == IGNORE] == 0).all()
         torch.testing.assert_close(terms.sum(), loss.detach())
@@ -270,8 +270,8 @@ def test_the_z_loss_is_that_of_the_plain_formula(monkeypatch: pytest.MonkeyPatch
     squares = (plain[0] @ plain[1].T).logsumexp(1)[targets != IGNORE].square().sum()
     total = plain_loss(*plain, targets) + 0.3 * squares
     expected = torch.autograd.grad(7 * total, plain)
-    monkeypatch.setattr("kempner.loss.CHUNK_LOGITS", 11 * 7)
-    monkeypatch.setattr("kempner.loss.LOSS_TILE", 7)
+    monkeypatch.setattr("kempner.model.loss.CHUNK_LOGITS", 11 * 7)
+    monkeypatch.setattr("kempner.model.loss.LOSS_TILE", 7)
     loss, terms, found = cross_entropy(x, weight, targets, z_loss=0.3)
     assert not found.requires_grad
     torch.testing.assert_close(found.double(), squares, rtol=1e-6, atol=0)
@@ -289,10 +289,10 @@ def test_the_weights_gradient_is_summed_over_chunks_in_fp32(
     targets = torch.randint(128, (1024,))
     exact = weight.double().requires_grad_()
     plain_loss(x.double(), exact, targets).backward()
-    monkeypatch.setattr("kempner.loss.LOSS_TILE", 32)
+    monkeypatch.setattr("kempner.model.loss.LOSS_TILE", 32)
     errors = {}
     for chunk_logits in (1 << 27, 32 * 128):
-        monkeypatch.setattr("kempner.loss.CHUNK_LOGITS", chunk_logits)
+        monkeypatch.setattr("kempner.model.loss.CHUNK_LOGITS", chunk_logits)
         ours = weight.bfloat16().requires_grad_()
         cross_entropy(x.bfloat16(), ours, targets)[0].backward()
         errors[chunk_logits] = ((ours.grad.double() - exact.grad).norm() / exact.grad.norm()).item()

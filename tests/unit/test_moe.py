@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kempner.combinations import combination_problems
-from kempner.configure import print_warnings
 from kempner.data.config import DataConfig
+from kempner.extensions.preference.config import PreferenceConfig
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.model.moe import (
@@ -27,8 +26,9 @@ from kempner.model.moe import (
 )
 from kempner.optim.build import build_optimizer
 from kempner.optim.config import OptimizerConfig
-from kempner.preference.config import PreferenceConfig
-from kempner.run import RunConfig
+from kempner.train.checks import combination_problems
+from kempner.train.configure import print_warnings
+from kempner.train.sections import RunConfig
 
 SHAPE = ModelConfig(
     vocab_size=61, dim=32, n_layers=2, n_heads=4, ffn_dim=16, max_seq_len=32, n_experts=6

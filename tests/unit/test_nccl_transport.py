@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kempner.nccl_transport import chosen_by_user, expected_transports, transport_of
+from kempner.jobs.ranks.nccl_transport import chosen_by_user, expected_transports, transport_of
 
 INFINIBAND = """\
 n1:179:179 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kempner.history import notify
-from kempner.history.run_history import load_history
+from kempner.jobs.records.run_history import load_history
+from kempner.jobs.report import notify
 from tests.unit.test_report import write_run
 from tests.unit.test_state import STATUS
 

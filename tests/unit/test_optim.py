@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kempner.combinations import combination_problems
 from kempner.data.config import DataConfig
-from kempner.metrics import Clock
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.optim.build import build_optimizer, set_learning_rate
 from kempner.optim.config import OptimizerConfig, ScheduleConfig, learning_rate
 from kempner.parallel.layout import Axes, Layout
-from kempner.progress import Progress
-from kempner.run import RunConfig
-from kempner.step import PendingStep, StepNumbers, guard_update, reduce_step
+from kempner.train.checks import combination_problems
+from kempner.train.progress import Progress
+from kempner.train.recording.metrics import Clock
+from kempner.train.sections import RunConfig
+from kempner.train.step import PendingStep, StepNumbers, guard_update, reduce_step
 
 # --- The schedule -------------------------------------------------------------------------------
 

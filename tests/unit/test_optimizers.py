@@ -15,7 +15,7 @@ import schedulefree
 import torch
 from torch import Tensor, nn
 
-from kempner.checkpoint.layout import CheckpointLayout, StoredTensor, own_box
+from kempner.checkpoint.format.plan import CheckpointLayout, StoredTensor, own_box
 from kempner.checkpoint.state import run_state
 from kempner.config.option import ConfigError
 from kempner.model.config import ModelConfig

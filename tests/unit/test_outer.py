@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kempner.config.option import ConfigError
-from kempner.configure import check_world, load_config
-from kempner.lowcomm.compress import Raw, codec_of, is_raw, pack_bits, unpack_bits
-from kempner.lowcomm.config import LowcommConfig
-from kempner.lowcomm.copies import Copies
-from kempner.lowcomm.outer import (
+from kempner.extensions.lowcomm.compress import Raw, codec_of, is_raw, pack_bits, unpack_bits
+from kempner.extensions.lowcomm.config import LowcommConfig
+from kempner.extensions.lowcomm.copies import Copies
+from kempner.extensions.lowcomm.outer import (
     Alone,
     Arrived,
     Decode,
@@ -27,6 +26,7 @@ from kempner.lowcomm.outer import (
     OuterOptimizer,
     OuterState,
 )
+from kempner.train.configure import check_world, load_config
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(ROOT.glob("configs/train/lowcomm/*.toml"))

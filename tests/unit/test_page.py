@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kempner.history.page.charts import curve_envelope, curve_points
-from kempner.history.page.write import write_page
-from kempner.history.run_history import load_history
+from kempner.jobs.records.run_history import load_history
+from kempner.jobs.report.page.charts import curve_envelope, curve_points
+from kempner.jobs.report.page.write import write_page
 from tests.browser import Browser, browser
 from tests.unit.test_report import ROOT, event, hold_lock, start, step_line, write_run
 

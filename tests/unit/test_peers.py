@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from kempner import peers
 from kempner.config.option import ConfigError
-from kempner.lowcomm import judge as judging
-from kempner.lowcomm.judge import JudgeServer
-from kempner.peers import Entrance, new_key
-from kempner.port_range import listen_in_range
-from kempner.preflight import channel, task
+from kempner.extensions.lowcomm import judge as judging
+from kempner.extensions.lowcomm.judge import JudgeServer
+from kempner.jobs.preflight import channel, task
+from kempner.jobs.ranks import peers
+from kempner.jobs.ranks.peers import Entrance, new_key
+from kempner.jobs.ranks.port_range import listen_in_range
 
 KEY = new_key()
 NONSENSE = (
@@ -222,7 +222,14 @@ def test_nothing_but_the_end_of_its_parent_ends_the_judge(tmp_path: Path) -> Non
     place, moved = tmp_path / "run", tmp_path / "away"
     place.mkdir()
     note = place / "door"
-    words = [sys.executable, "-m", "kempner.lowcomm.judge", str(note), "--log", "/dev/full"]
+    words = [
+        sys.executable,
+        "-m",
+        "kempner.extensions.lowcomm.judge",
+        str(note),
+        "--log",
+        "/dev/full",
+    ]
     with open("/dev/full", "w") as full:
         judge = subprocess.Popen(words, stdout=full)
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, TokenPiece, train_bpe
+from kempner.data.text.tokenizer import ByteTokenizer, FileTokenizer, TokenPiece, train_bpe
 
 tokenizers = pytest.importorskip("tokenizers")
 TEXT = "a few wörds ☃, and 🦊\n  no more"

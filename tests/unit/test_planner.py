@@ -12,21 +12,21 @@ import pytest
 import torch
 
 from benchmarks.planner import measured
-from kempner.configure import check_world, load_config
-from kempner.model.decoder import Decoder
-from kempner.optim.build import build_optimizer
-from kempner.optim.config import STATE
-from kempner.planner.cost import (
+from kempner.extensions.planner.cost import (
     GPUS,
     host_offload_bytes,
     model_flops_utilisation,
     network_bytes,
     step_seconds,
 )
-from kempner.planner.memory import GIB, estimate_memory, optimizer_state
-from kempner.planner.out_of_memory import memory_advice
-from kempner.planner.search import best_candidates, changed_by, lever_changes
-from kempner.run import RunConfig
+from kempner.extensions.planner.memory import GIB, estimate_memory, optimizer_state
+from kempner.extensions.planner.out_of_memory import memory_advice
+from kempner.extensions.planner.search import best_candidates, changed_by, lever_changes
+from kempner.model.decoder import Decoder
+from kempner.optim.build import build_optimizer
+from kempner.optim.config import STATE
+from kempner.train.configure import check_world, load_config
+from kempner.train.sections import RunConfig
 from tests.conftest import ROOT
 
 SMALL = (
@@ -323,8 +323,8 @@ def test_70b_is_built_as_one_of_1024_ranks() -> None:
 
 def test_a_model_that_cannot_be_built_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from kempner.config.option import ConfigError
+    from kempner.extensions.planner.build import build_without_memory
     from kempner.parallel import build as plans
-    from kempner.planner.build import build_without_memory
 
     def fails(*given: object, **named: object) -> None:
         raise ValueError("4 heads do not divide by 3")

@@ -16,19 +16,19 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from kempner import peers, port_range, rendezvous
-from kempner.lowcomm.judge import JudgeServer
-from kempner.port_range import (
+from kempner.extensions.lowcomm.judge import JudgeServer
+from kempner.extensions.serve.http import Server
+from kempner.jobs.preflight.channel import Driver
+from kempner.jobs.ranks import peers, port_range, rendezvous
+from kempner.jobs.ranks.port_range import (
     BadPortRange,
     NoFreePort,
     ReservedPort,
     allowed_ports,
     listen_in_range,
 )
-from kempner.preflight.channel import Driver
-from kempner.process_group import World
-from kempner.ray import ports as ray_ports
-from kempner.serve.http import Server
+from kempner.jobs.ranks.process_group import World
+from kempner.jobs.ray import ports as ray_ports
 from tests.conftest import ROOT, TINY, clean_env
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kempner.data.batch import MicroBatch
 from kempner.data.source import IGNORE
+from kempner.extensions.preference import losses
+from kempner.extensions.preference.losses import DPO, Preference, Reward, token_losses, token_scores
 from kempner.model.attention import Documents
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
-from kempner.preference import losses
-from kempner.preference.losses import DPO, Preference, Reward, token_losses, token_scores
 
 END, DEVICE = 9, torch.device("cpu")
 LENGTHS = [[(5, 7), (6, 4)], [(9, 3)]]  # of the answers in two rows, with their prompts

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from kempner import peers
-from kempner.preflight import __main__ as program
-from kempner.preflight.channel import Driver, TaskChannel
+from kempner.jobs.preflight import __main__ as program
+from kempner.jobs.preflight.channel import Driver, TaskChannel
+from kempner.jobs.ranks import peers
 from tests.unit.test_preflight_verdict import node
 
 ROOT = Path(__file__).parents[2]
 DRIVER = """
 import os, sys, time
-from kempner.preflight.channel import Driver
+from kempner.jobs.preflight.channel import Driver
 driver = Driver()
 keys = driver.ask([0], {"what": "time"})
 print(driver.port, flush=True)
@@ -39,7 +39,7 @@ def task_of(driver: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     if driver.args[-1] == "leave":  # type: ignore[index]
         driver.wait()
     return subprocess.run(
-        [sys.executable, "-m", "kempner.preflight.task"],
+        [sys.executable, "-m", "kempner.jobs.preflight.task"],
         env=env, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from kempner.gpu.findings import ECC
-from kempner.preflight import task
-from kempner.preflight.__main__ import await_tasks, pair_rounds, take_transport
-from kempner.preflight.allreduce import connect_limit, run_in_child
-from kempner.preflight.verdict import NodeResult, Report, blame_late, compare_nodes, slow_nodes
+from kempner.jobs.gpu.findings import ECC
+from kempner.jobs.preflight import task
+from kempner.jobs.preflight.__main__ import await_tasks, pair_rounds, take_transport
+from kempner.jobs.preflight.allreduce import connect_limit, run_in_child
+from kempner.jobs.preflight.verdict import NodeResult, Report, blame_late, compare_nodes, slow_nodes
 from tests.gpus import Shim, gpu
 
 
@@ -183,7 +183,7 @@ class SlowDriver:
 
     def __init__(self, times: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
         self.times, self.now = times, 0.0
-        monkeypatch.setattr("kempner.preflight.__main__.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("kempner.jobs.preflight.__main__.time.monotonic", lambda: self.now)
 
     def ask(self, ranks: Any, question: object) -> dict[int, str]:
         return {rank: str(rank) for rank in ranks}

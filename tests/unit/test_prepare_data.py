@@ -26,12 +26,13 @@ import numpy as np
 import pytest
 
 from kempner.config.option import ConfigError
-from kempner.data import compressed, sources
-from kempner.data.dataset import TokenDataset
-from kempner.data.encode import Encoding, in_workers
+from kempner.data.formats import compressed
+from kempner.data.formats.dataset import TokenDataset
+from kempner.data.prepare import sources
 from kempner.data.sidecar import copy_tokenizer
-from kempner.data.tokenizer import Tokenizer, load_tokenizer
-from kempner.load import words_of_run
+from kempner.data.text.encode import Encoding, in_workers
+from kempner.data.text.tokenizer import Tokenizer, load_tokenizer
+from kempner.extensions.generate.load import words_of_run
 from tests.conftest import load_program
 from tests.distributed.test_bad_input import without_privileges
 
@@ -441,7 +442,7 @@ def test_a_wide_vocabulary_takes_32_bits(tmp_path: Path) -> None:
 
 
 def test_bytes_that_are_no_text_are_shown_as_such() -> None:
-    from kempner.data.tokenizer import ByteTokenizer
+    from kempner.data.text.tokenizer import ByteTokenizer
 
     assert ByteTokenizer().decode([104, 105, 0xFF, EOD, 33]) == "hi\ufffd!"
     assert ByteTokenizer().encode("hü") == [104, 0xC3, 0xBC]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kempner import private
-from kempner.data.stage import stage_data, staged_dir
+from kempner.data.prepare.stage import stage_data, staged_dir
+from kempner.jobs.system import private
 from tests.conftest import ROOT
 
 LIB = ROOT / "scripts/slurm/lib"

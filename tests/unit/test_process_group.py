@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from kempner import configure, process_group, rendezvous
 from kempner.config.option import ConfigError
-from kempner.process_group import World, discover_world, pick_device
-from kempner.program.child import RankPlace
-from kempner.slurm import job_name
+from kempner.jobs.program.child import RankPlace
+from kempner.jobs.ranks import process_group, rendezvous
+from kempner.jobs.ranks.process_group import World, discover_world, pick_device
+from kempner.jobs.slurm import job_name
+from kempner.train import configure
 
 # What a batch shell has; a salloc shell has the counts alone. SLURM_STEP_ID is -5 in newer ones.
 BATCH = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -236,7 +237,7 @@ def test_nccls_log_is_asked_for_at_the_start_alone(
 # --- The rendezvous -----------------------------------------------------------------------------
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "kempner.process_group"])
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "kempner.jobs.ranks.process_group"])
 
 
 def join(rank: int, run_dir: Path, env: dict[str, str], timeout: float, said: Any) -> None:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from kempner.config.option import ConfigError
-from kempner.configure import check_world, load_config
-from kempner.planner.out_of_memory import explain_memory
-from kempner.planner.search import Check
-from kempner.process_group import World
-from kempner.profiling import ProfileConfig, Profiler
+from kempner.extensions.planner.out_of_memory import explain_memory
+from kempner.extensions.planner.search import Check
+from kempner.jobs.ranks.process_group import World
+from kempner.train.configure import check_world, load_config
+from kempner.train.recording.profiling import ProfileConfig, Profiler
 
 GPU = torch.device("cuda")
 

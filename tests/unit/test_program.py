@@ -20,8 +20,20 @@ from typing import Any
 import pytest
 
 from kempner.config.option import ConfigError
-from kempner.history import summary
-from kempner.history.events import (
+from kempner.jobs.program.book import Book
+from kempner.jobs.program.channel import Channel
+from kempner.jobs.program.child import RankPlace, rank_variables
+from kempner.jobs.program.coordinator import Coordinator
+from kempner.jobs.program.copy import CodeCopy, check_code
+from kempner.jobs.program.launchers import check_launcher, uses_torchrun
+from kempner.jobs.program.options import Options, check_command, parse_options
+from kempner.jobs.program.output import ROOT_CAUSE, OutputReader, steps_after
+from kempner.jobs.program.verdict import Ending, crash_faults, judge_endings
+from kempner.jobs.program.watch import CheckpointWatch, SeenCheckpoint, number_in
+from kempner.jobs.ranks.peers import PEER_KEY_VARIABLE, Entrance, new_key
+from kempner.jobs.ranks.port_range import listen_in_range
+from kempner.jobs.ranks.process_group import World
+from kempner.jobs.records.events import (
     DecisionEvent,
     FaultEvent,
     FirstStep,
@@ -29,21 +41,9 @@ from kempner.history.events import (
     of_kind,
     read_events,
 )
-from kempner.history.facts import run_facts
-from kempner.history.run_history import load_history
-from kempner.peers import PEER_KEY_VARIABLE, Entrance, new_key
-from kempner.port_range import listen_in_range
-from kempner.process_group import World
-from kempner.program.book import Book
-from kempner.program.channel import Channel
-from kempner.program.child import RankPlace, rank_variables
-from kempner.program.coordinator import Coordinator
-from kempner.program.copy import CodeCopy, check_code
-from kempner.program.launchers import check_launcher, uses_torchrun
-from kempner.program.options import Options, check_command, parse_options
-from kempner.program.output import ROOT_CAUSE, OutputReader, steps_after
-from kempner.program.verdict import Ending, crash_faults, judge_endings
-from kempner.program.watch import CheckpointWatch, SeenCheckpoint, number_in
+from kempner.jobs.records.facts import run_facts
+from kempner.jobs.records.run_history import load_history
+from kempner.jobs.report import summary
 from tests.conftest import ROOT, clean_env
 
 Meet = Callable[..., Coordinator]
@@ -249,7 +249,7 @@ def test_the_command_names_the_copies_of_its_files(
 
 
 def test_a_copy_that_is_gone(meet: Meet, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    monkeypatch.setattr("kempner.program.coordinator.RANKS_START_S", 1.0)  # for the other rank
+    monkeypatch.setattr("kempner.jobs.program.coordinator.RANKS_START_S", 1.0)  # for the other rank
     monkeypatch.setenv("KEMPNER_COPY", "/nowhere/code/0123456789ab")
     assert meet(lambda rank: None).code == 2
     assert "the copy of the program's code is gone: " in capfd.readouterr().err
@@ -411,7 +411,7 @@ def test_a_look_at_a_complete_checkpoint_does_not_open_its_files(
     fresh._look()
     fresh._look()
     assert fresh.completed == 1
-    monkeypatch.setattr("kempner.program.watch.stat_checkpoint", pytest.fail)
+    monkeypatch.setattr("kempner.jobs.program.watch.stat_checkpoint", pytest.fail)
     old._look()
     fresh._look()
 
@@ -717,7 +717,7 @@ def test_the_batch_log_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     """The rank's own log has all."""
-    monkeypatch.setattr("kempner.program.output.BATCH_LOG", 1 << 20)
+    monkeypatch.setattr("kempner.jobs.program.output.BATCH_LOG", 1 << 20)
     source, target = os.pipe()
     output = OutputReader(source, 0, tmp_path / "log", parse_options(["--", "true"]))
     output.start()

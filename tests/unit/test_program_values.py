@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kempner.rl.environments.programs import Checks, ModelProgram, NotPlain
+from kempner.extensions.rl.environments.programs import Checks, ModelProgram, NotPlain
 
 SECONDS = 60.0
 PROGRAM = """

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kempner.rl.config import EnvConfig
-from kempner.rl.environments.opening import Tasks
-from kempner.rl.environments.protocol import Score
-from kempner.rl.environments.scorer import Scorer
+from kempner.extensions.rl.config import EnvConfig
+from kempner.extensions.rl.environments.opening import Tasks
+from kempner.extensions.rl.environments.protocol import Score
+from kempner.extensions.rl.environments.sandbox.scorer import Scorer
 from tests.rewards import score
 
 # Nobody can guess it, so that a program that has it has read it.

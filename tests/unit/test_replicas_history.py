@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kempner.history.replicas import replicas_of
-from kempner.history.summary import replica_table
+from kempner.jobs.report.replicas import replicas_of
+from kempner.jobs.report.summary import replica_table
 
 
 def write(run: Path) -> None:

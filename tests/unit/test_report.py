@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from kempner import slurm
-from kempner.history import judge, summary
-from kempner.history.facts import run_facts
-from kempner.history.nodes import nodes_of
-from kempner.history.run_history import load_history, runs_in
-from kempner.process import birth_ticks
-from kempner.slurm import host_name
+from kempner.jobs import slurm
+from kempner.jobs.records import judge
+from kempner.jobs.records.facts import run_facts
+from kempner.jobs.records.nodes import nodes_of
+from kempner.jobs.records.run_history import load_history, runs_in
+from kempner.jobs.report import summary
+from kempner.jobs.slurm import host_name
+from kempner.jobs.system.process import birth_ticks
 from tests.unit.test_state import STATUS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -341,7 +342,7 @@ def test_a_picture_that_cannot_be_written(
 
 def test_the_history_needs_no_torch(resumed: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from kempner.history import run_history;"
+        "import sys; from pathlib import Path; from kempner.jobs.records import run_history;"
         f"run_history.load_history(Path({str(resumed)!r})); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kempner.resilience.requests import (
+from kempner.train.resilience.requests import (
     REQUEST_FLAGS,
     REQUESTS,
     Meanwhile,
@@ -33,7 +33,7 @@ def test_a_file_system_that_fails_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """EIO and ESTALE of a shared file system must not end a training."""
-    monkeypatch.setattr("kempner.resilience.requests.FILE_POLL_S", 0.01)
+    monkeypatch.setattr("kempner.train.resilience.requests.FILE_POLL_S", 0.01)
     real, failures = Path.unlink, [errno.EIO, errno.ESTALE]
 
     def unlink(path: Path, *args: Any) -> None:
@@ -62,10 +62,10 @@ def test_the_end_that_slurm_told_before_counts_while_it_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ends = [time.time() + 1000.0, None, None]
-    monkeypatch.setattr("kempner.resilience.requests.JOB_END_POLL_S", 0.0)
-    monkeypatch.setattr("kempner.resilience.requests.time.sleep", lambda seconds: None)
-    monkeypatch.setattr("kempner.slurm.job_fields", lambda job: {})
-    monkeypatch.setattr("kempner.slurm.end_of", lambda fields: ends.pop(0) if ends else None)
+    monkeypatch.setattr("kempner.train.resilience.requests.JOB_END_POLL_S", 0.0)
+    monkeypatch.setattr("kempner.train.resilience.requests.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("kempner.jobs.slurm.job_fields", lambda job: {})
+    monkeypatch.setattr("kempner.jobs.slurm.end_of", lambda fields: ends.pop(0) if ends else None)
     stop = requests()
     stop._watch_end("12", lambda: 0.0 if ends else 2000.0)
     assert stop.flags[1] == 1.0 and not ends

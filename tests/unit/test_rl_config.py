@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kempner.config.option import ConfigError
-from kempner.configure import check_config, load_config
-from kempner.planner.memory import estimate_memory, forward_rows
-from kempner.rl.extension import OTHER_PROGRAM, RlExtension
+from kempner.extensions.planner.memory import estimate_memory, forward_rows
+from kempner.extensions.rl.extension import OTHER_PROGRAM, RlExtension
+from kempner.train.configure import check_config, load_config
 from tests.served import make_model
 
 GOOD = ["--model.vocab_size=257", "--rl.tokenizer=bytes", "--rl.env=[{id='arithmetic'}]",

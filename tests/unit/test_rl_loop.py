@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 from benchmarks import rl_lengths
-from kempner.rl import engines, mismatch, orchestrator, router
-from kempner.rl.batches import Failed
-from kempner.rl.config import RlConfig
-from kempner.rl.engines import NoEngines, Rejected
-from kempner.rl.environments.opening import Tasks
-from kempner.rl.environments.protocol import Task
-from kempner.rl.orchestrator import Orchestrator
+from kempner.extensions.rl.config import RlConfig
+from kempner.extensions.rl.engines import client as engines
+from kempner.extensions.rl.engines import router
+from kempner.extensions.rl.engines.client import NoEngines, Rejected
+from kempner.extensions.rl.environments.opening import Tasks
+from kempner.extensions.rl.environments.protocol import Task
+from kempner.extensions.rl.orchestrate import mismatch, orchestrator
+from kempner.extensions.rl.orchestrate.batches import Failed
+from kempner.extensions.rl.orchestrate.orchestrator import Orchestrator
 from tests.fake_engine import END, LOST, SCORE, TOKEN, FakeEngine, Fault
 from tests.rl_loop import OWN, Handed, Loop, config
 

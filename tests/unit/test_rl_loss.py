@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kempner.generate.config import Sampling
-from kempner.generate.engine import Engine, GenerationRequest
-from kempner.loss import VocabularyPart
+from kempner.extensions.generate.config import Sampling
+from kempner.extensions.generate.engine import Engine, GenerationRequest
+from kempner.extensions.rl.config import LossConfig, SamplingConfig
+from kempner.extensions.rl.trainer.batch import micro_batches
+from kempner.extensions.rl.trainer.loss import Policy, policy_losses
+from kempner.extensions.rl.trainer.publish import whole_tensors
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
+from kempner.model.loss import VocabularyPart
 from kempner.parallel.config import LoraConfig
 from kempner.parallel.lora import add_adapters
-from kempner.rl.batch import micro_batches
-from kempner.rl.config import LossConfig, SamplingConfig
-from kempner.rl.loss import Policy, policy_losses
-from kempner.rl.publish import whole_tensors
-from kempner.run import RunConfig, TrainConfig
+from kempner.train.sections import RunConfig, TrainConfig
 from tests.scripted import Sample, arrays, samples
 
 SHAPE = ModelConfig(

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from kempner.config.option import ConfigError
-from kempner.rl.config import InferenceConfig
-from kempner.rl.exchange import ExchangeStart, RolloutExchange
-from kempner.rl.opening import open_parts
+from kempner.extensions.rl.config import InferenceConfig
+from kempner.extensions.rl.exchange import ExchangeStart, RolloutExchange
+from kempner.extensions.rl.opening import open_parts
 from tests import fake_engine, rl_loop
 from tests.conftest import ROOT
 from tests.fake_engine import TOKEN, FakeEngine

@@ -9,17 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kempner.load import words_of_directory
-from kempner.rl.config import LossConfig
-from kempner.rl.conversation import Dialogue, DialogueWriter, open_words
-from kempner.rl.curriculum import Curriculum
-from kempner.rl.engines import Completion
-from kempner.rl.environments.protocol import Reply, Task
-from kempner.rl.exchange import RolloutExchange
-from kempner.rl.groups import Rollout, SampleGroup, TaskPlace, seed_of
-from kempner.rl.packing import Sample, pack_batch, tokens_that_count
-from kempner.rl.publish import writers_of
-from kempner.rl.transfer import Offer, _token
+from kempner.extensions.generate.load import words_of_directory
+from kempner.extensions.rl.config import LossConfig
+from kempner.extensions.rl.engines.client import Completion
+from kempner.extensions.rl.environments.protocol import Reply, Task
+from kempner.extensions.rl.exchange import RolloutExchange
+from kempner.extensions.rl.orchestrate.conversation import Dialogue, DialogueWriter, open_words
+from kempner.extensions.rl.orchestrate.curriculum import Curriculum
+from kempner.extensions.rl.orchestrate.groups import Rollout, SampleGroup, TaskPlace, seed_of
+from kempner.extensions.rl.orchestrate.packing import Sample, pack_batch, tokens_that_count
+from kempner.extensions.rl.trainer.publish import writers_of
+from kempner.extensions.rl.trainer.transfer import Offer, _token
 from tests.served import make_model
 
 KEY = "the same prompt"
@@ -229,7 +229,7 @@ def test_plain_text_goes_on_as_it_is() -> None:
 
 
 def test_weights_go_over_the_network_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kempner.slurm.own_address", lambda: "management")
+    monkeypatch.setattr("kempner.jobs.slurm.own_address", lambda: "management")
     for interface, expected in (
         ("lo", "127.0.0.1"),
         ("none-such", "management"),

@@ -12,19 +12,19 @@ import pytest
 
 from kempner.config.option import ConfigError
 from kempner.config.toml import loads
-from kempner.hf.families import model_values
-from kempner.history import loop_bench
-from kempner.model.config import ModelConfig
-from kempner.planner.cost import GPUS
-from kempner.planner.engine import engine_memory
-from kempner.planner.placement import (
+from kempner.extensions.hf.families import model_values
+from kempner.extensions.planner.cost import GPUS
+from kempner.extensions.planner.engine import engine_memory
+from kempner.extensions.planner.placement import (
     Placement,
     describe_placement,
     engine_words,
     main,
     place_processes,
 )
-from kempner.rl.config import DeploymentConfig, InferenceConfig
+from kempner.extensions.rl.config import DeploymentConfig, InferenceConfig
+from kempner.jobs.report import loop_bench
+from kempner.model.config import ModelConfig
 from tests.conftest import ROOT
 from tests.unit.test_report import report, rows, step_line, write_run
 
@@ -156,7 +156,7 @@ def test_7b_toml_fits_the_usual_models(
         "rl": {"deployment": deployment, "inference": config["rl"]["inference"]},
         "train": config["train"] | {"deterministic": False}, "model": asdict(model),
     }  # fmt: skip
-    monkeypatch.setattr("kempner.planner.placement.loads", lambda text: values)
+    monkeypatch.setattr("kempner.extensions.planner.placement.loads", lambda text: values)
     words = ["--nodes=4", "--tasks=8", "--gpus=8", "--names=a,b,c,d"]
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert main(words) == 0

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks import rl_router
-from kempner.generate.config import Sampling
-from kempner.rl.engines import Completion, Flight
-from kempner.rl.members import Member, Waiter
-from kempner.rl.router import Router
+from kempner.extensions.generate.config import Sampling
+from kempner.extensions.rl.engines.client import Completion, Flight
+from kempner.extensions.rl.engines.members import Member, Waiter
+from kempner.extensions.rl.engines.router import Router
 
 SLOTS = 8
 

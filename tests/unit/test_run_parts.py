@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from kempner import run_directory
-from kempner.extensions import advise
-from kempner.history import events
-from kempner.history.events import FaultEvent
-from kempner.hosts import all_hosts
-from kempner.process_group import World
-from kempner.run import RunConfig, RunSection
-from kempner.run_directory import Run
-from kempner.run_log import log_path
-from kempner.run_records import count_attempts
-from kempner.step import GC_STEPS, collect_garbage
+from kempner.jobs.ranks.hosts import all_hosts
+from kempner.jobs.ranks.process_group import World
+from kempner.jobs.records import events
+from kempner.jobs.records.events import FaultEvent
+from kempner.jobs.records.run_log import log_path
+from kempner.jobs.records.run_records import count_attempts
+from kempner.train.extensions import advise
+from kempner.train.recording import run_directory
+from kempner.train.recording.run_directory import Run
+from kempner.train.sections import RunConfig, RunSection
+from kempner.train.step import GC_STEPS, collect_garbage
 
 
 def test_garbage_is_collected_at_the_same_steps_on_all_ranks() -> None:

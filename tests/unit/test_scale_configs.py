@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kempner.configure import check_world, load_config
+from kempner.extensions.planner.cost import GPUS, network_bytes
+from kempner.extensions.planner.memory import GIB, estimate_memory
 from kempner.parallel.layout import axis_sizes
-from kempner.planner.cost import GPUS, network_bytes
-from kempner.planner.memory import GIB, estimate_memory
+from kempner.train.configure import check_world, load_config
 
 FOLDER = Path(__file__).parents[2] / "configs/scale"
 FILES = sorted(FOLDER.glob("*.toml"))

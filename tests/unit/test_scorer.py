@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from kempner.process import birth_ticks
-from kempner.rl.config import EnvConfig
-from kempner.rl.environments.limits import list_descendants
-from kempner.rl.environments.opening import Tasks
-from kempner.rl.environments.protocol import Reply, Score
-from kempner.rl.environments.scorer import Scorer
+from kempner.extensions.rl.config import EnvConfig
+from kempner.extensions.rl.environments.opening import Tasks
+from kempner.extensions.rl.environments.protocol import Reply, Score
+from kempner.extensions.rl.environments.sandbox.limits import list_descendants
+from kempner.extensions.rl.environments.sandbox.scorer import Scorer
+from kempner.jobs.system.process import birth_ticks
 from tests.conftest import ROOT, clean_env
 from tests.rewards import score, talk
 
@@ -251,8 +251,8 @@ def test_nothing_is_left_when_the_parent_is_killed(namespaces: bool) -> None:
     mark = f"{MARK}-{namespaces}"
     hang = f"{SLEEP.replace(MARK, mark)}\nimport time; time.sleep(60)"
     code = (
-        "from kempner.rl.environments.scorer import *\n"
-        "from kempner.rl.config import EnvConfig\n"
+        "from kempner.extensions.rl.environments.sandbox.scorer import *\n"
+        "from kempner.extensions.rl.config import EnvConfig\n"
         f"env = Tasks(EnvConfig({HOSTILE.id!r}, timeout=60.0, unsafe=True), 0)\n"
         f"Scorer(1, namespaces={namespaces}).score(env, env.task(0), [[{{'content': {hang!r}}}]])"
     )

@@ -25,28 +25,28 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kempner import load as loading
-from kempner import slurm
 from kempner.config.option import ConfigError
-from kempner.configure import load_config
-from kempner.data.tokenizer import ByteTokenizer, TokenPiece
-from kempner.generate import sampling
-from kempner.generate.config import Sampling
-from kempner.generate.engine import Engine
-from kempner.generate.texts import Text, Texts
-from kempner.hf.load import not_finite
-from kempner.hf.source import find_weights
-from kempner.load import Words, load_model_and_tokenizer
-from kempner.rl.engines import Busy, EngineLeased, KitEngine, Lost
-from kempner.rl.opening import open_parts
-from kempner.rl.transfer import Gone
-from kempner.serve import http
-from kempner.serve.alternatives import score_alternatives
-from kempner.serve.http import Server
-from kempner.serve.lease import Lease
-from kempner.serve.protocol import CompletionResponse, read_request
-from kempner.serve.weights import first_version
-from kempner.serve.worker import CompletionJob, News, Worker
+from kempner.data.text.tokenizer import ByteTokenizer, TokenPiece
+from kempner.extensions.generate import load as loading
+from kempner.extensions.generate import sampling
+from kempner.extensions.generate.config import Sampling
+from kempner.extensions.generate.engine import Engine
+from kempner.extensions.generate.load import Words, load_model_and_tokenizer
+from kempner.extensions.generate.texts import Text, Texts
+from kempner.extensions.hf.load import not_finite
+from kempner.extensions.hf.source import find_weights
+from kempner.extensions.rl.engines.client import Busy, EngineLeased, KitEngine, Lost
+from kempner.extensions.rl.opening import open_parts
+from kempner.extensions.rl.trainer.transfer import Gone
+from kempner.extensions.serve import http
+from kempner.extensions.serve.alternatives import score_alternatives
+from kempner.extensions.serve.http import Server
+from kempner.extensions.serve.lease import Lease
+from kempner.extensions.serve.protocol import CompletionResponse, read_request
+from kempner.extensions.serve.weights import first_version
+from kempner.extensions.serve.worker import CompletionJob, News, Worker
+from kempner.jobs import slurm
+from kempner.train.configure import load_config
 from tests.conftest import ROOT, load_program
 from tests.pages import blocks
 from tests.served import Client, make_model
@@ -675,7 +675,7 @@ def test_half_of_the_weights_serve_nobody(
         raise OSError("read error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kempner.serve.weights.load_weights", fail)
+        patch.setattr("kempner.extensions.serve.weights.load_weights", fail)
         refused = engine.ask("/update_weights", {"path": str(other)}, code=503)
     assert "no weights are loaded" in refused["error"]["message"]
     assert engine.ask("/health", code=503) == engine.ask(
@@ -700,7 +700,9 @@ def test_weights_from_the_ranks_of_a_trainer(
         model.embed.weight.data.mul_(value)
 
     def update(problem: Exception | None, code: int) -> Any:
-        monkeypatch.setattr("kempner.rl.transfer.receive_weights", partial(receive, problem))
+        monkeypatch.setattr(
+            "kempner.extensions.rl.trainer.transfer.receive_weights", partial(receive, problem)
+        )
         return engine.ask("/update_weights", {"manifest": str(manifest)}, code=code)
 
     assert "nobody" in update(Gone("nobody offers it"), 400)["error"]["message"]
@@ -767,11 +769,11 @@ def test_logits_that_are_no_numbers_end_their_text_alone(
             for p in (40, 50)
         ]
         until(lambda: engine.figures()["requests_waiting"] == 2)
-        monkeypatch.setattr("kempner.generate.sampling.sample_tokens", spoilt)
+        monkeypatch.setattr("kempner.extensions.generate.sampling.sample_tokens", spoilt)
         right = worker.texts.engine.leave
 
         def leave(text: Text) -> None:
-            monkeypatch.setattr("kempner.generate.sampling.sample_tokens", draw)
+            monkeypatch.setattr("kempner.extensions.generate.sampling.sample_tokens", draw)
             right(text)
 
         monkeypatch.setattr(worker.texts.engine, "leave", leave)
@@ -967,7 +969,7 @@ def test_the_versions_of_a_trainer(
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setenv("KEMPNER_ENGINE", "7")
-    monkeypatch.setattr("kempner.load.load_model_and_tokenizer", load_later)
+    monkeypatch.setattr("kempner.extensions.generate.load.load_model_and_tokenizer", load_later)
     driver = threading.Thread(target=drive)
     driver.start()
     words = ["--weights", str(weights), "--publish", str(engines), "--port=0", "--device=cpu"]
@@ -982,7 +984,7 @@ def test_the_versions_of_a_trainer(
             raise problem
         model.load_state_dict(load_model_and_tokenizer(str(folder), "cpu").model.state_dict())
 
-    monkeypatch.setattr("kempner.rl.transfer.receive_weights", fill)
+    monkeypatch.setattr("kempner.extensions.rl.trainer.transfer.receive_weights", fill)
     loaded = first_version(
         weights, partial(load_model_and_tokenizer, device="cpu"), "", threading.Event()
     )

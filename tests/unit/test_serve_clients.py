@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from kempner.load import load_model_and_tokenizer
-from kempner.serve.protocol import NEUTRAL
+from kempner.extensions.generate.load import load_model_and_tokenizer
+from kempner.extensions.serve.protocol import NEUTRAL
 from tests.conftest import ROOT, clean_env
 from tests.served import TEMPLATE, Client, make_model
 

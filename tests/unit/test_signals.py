@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from kempner.signals import TO_LEAVE
+from kempner.jobs.system.signals import TO_LEAVE
 from tests.conftest import ROOT
 
 PROGRAM = """
 import signal, sys
-from kempner.signals import leave_event
+from kempner.jobs.system.signals import leave_event
 event = leave_event()
 with event._cond:  # as in the middle of event.wait()
     for _ in range(3):

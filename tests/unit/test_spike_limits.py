@@ -7,15 +7,15 @@ import statistics
 import pytest
 import torch
 
-from kempner.combinations import combination_problems
 from kempner.config.loading import load_config_files
 from kempner.config.option import ConfigError
-from kempner.progress import Progress
-from kempner.resilience.config import ResilienceConfig
-from kempner.resilience.nonfinite import NonFinite
-from kempner.resilience.spikes import Spikes
-from kempner.run import RunConfig
-from kempner.step import StepResult
+from kempner.optim.spikes import Spikes
+from kempner.train.checks import combination_problems
+from kempner.train.progress import Progress
+from kempner.train.resilience.config import ResilienceConfig
+from kempner.train.resilience.nonfinite import NonFinite
+from kempner.train.sections import RunConfig
+from kempner.train.step import StepResult
 
 WINDOW, SIGMA = 8, 4.0
 

@@ -1,4 +1,4 @@
-"""kempner.data.stage: copies that are whole, or not there."""
+"""kempner.data.prepare.stage: copies that are whole, or not there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.data.stage import stage_data, staged_dir
+from kempner.data.prepare.stage import stage_data, staged_dir
 from tests.conftest import ROOT
 
 
@@ -21,7 +21,7 @@ def run(*words: object, most: int = -1) -> subprocess.CompletedProcess[str]:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
-    command = [sys.executable, "-m", "kempner.data.stage", *map(str, words)]
+    command = [sys.executable, "-m", "kempner.data.prepare.stage", *map(str, words)]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     return subprocess.run(command, capture_output=True, text=True, env=env, preexec_fn=limit)
 
@@ -67,7 +67,7 @@ def test_a_disk_that_gives_back_other_bytes_is_not_used(
         with open(path, "rb+") as file:
             file.write(b"?")
 
-    monkeypatch.setattr("kempner.data.stage.fsync", spoil)
+    monkeypatch.setattr("kempner.data.prepare.stage.fsync", spoil)
     with pytest.raises(OSError, match="is not what was written"):
         stage_data(data_dir, tmp_path / "kempner-1")
     assert os.listdir(tmp_path / "kempner-1") == [".kempner"]

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kempner import resuming
 from kempner.config.option import ConfigError
 from kempner.data.config import DataConfig, PhaseConfig
 from kempner.data.stages import RampStage, ramp_stages, samples_between, stage_at, step_of_sample
-from kempner.progress import Progress
-from kempner.resilience.requests import Verdict
-from kempner.resuming import go_back
-from kempner.run import RunConfig, TrainConfig, check_batch, micro_batch
+from kempner.train import resuming
+from kempner.train.progress import Progress
+from kempner.train.resilience.requests import Verdict
+from kempner.train.resuming import go_back
+from kempner.train.sections import RunConfig, TrainConfig, check_batch, micro_batch
 
 
 def test_a_ramp_has_the_global_batch_from_its_last_step_on() -> None:

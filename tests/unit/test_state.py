@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from kempner.history import events, summary
-from kempner.history.attempts import ENDS
-from kempner.history.events import DecisionEvent, End, Event, FaultEvent, FirstStep, StartEvent
-from kempner.history.run_history import load_history
-from kempner.process import birth_ticks
-from kempner.slurm import SlurmJob, cluster_name, host_name
+from kempner.jobs.records import events
+from kempner.jobs.records.attempts import ENDS
+from kempner.jobs.records.events import DecisionEvent, End, Event, FaultEvent, FirstStep, StartEvent
+from kempner.jobs.records.run_history import load_history
+from kempner.jobs.report import summary
+from kempner.jobs.slurm import SlurmJob, cluster_name, host_name
+from kempner.jobs.system.process import birth_ticks
 from tests.cluster import SCRIPTS
 from tests.conftest import load_program
 

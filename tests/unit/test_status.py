@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kempner.history.facts import run_facts
-from kempner.history.page.write import write_page
-from kempner.history.run_history import load_history
+from kempner.jobs.records.facts import run_facts
+from kempner.jobs.records.run_history import load_history
+from kempner.jobs.report.page.write import write_page
 from tests.unit.test_state import STATUS
 
 

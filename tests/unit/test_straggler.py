@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kempner.resilience.straggler import WINDOW, BlockClock, StragglerReport, Stragglers
+from kempner.train.resilience.straggler import WINDOW, BlockClock, StragglerReport, Stragglers
 
 
 def test_a_slow_rank_is_reported_with_back_off_and_when_it_recovers() -> None:

@@ -16,24 +16,24 @@ from pathlib import Path
 
 import pytest
 
-from kempner import slurm
 from kempner.config.option import ConfigError
-from kempner.directories import Kind, mark_directory
-from kempner.history.run_history import is_run
-from kempner.lowcomm.config import LowcommConfig
-from kempner.sweep import look as looking
-from kempner.sweep import submit as submitting
-from kempner.sweep.early_stop import stop_reason
-from kempner.sweep.expression import Expression, ExpressionError
-from kempner.sweep.file import read_sweep
-from kempner.sweep.here import run_here
-from kempner.sweep.journal import Journal, locked_journal
-from kempner.sweep.keys import SWEEP_KEYS
-from kempner.sweep.look import look_at_points
-from kempner.sweep.points import SweepPoint, expand_points, run_identity
-from kempner.sweep.propose import propose_values, proposed_points
-from kempner.sweep.resources import profile_environment
-from kempner.sweep.submit import arrays_of
+from kempner.extensions.lowcomm.config import LowcommConfig
+from kempner.extensions.sweep import look as looking
+from kempner.extensions.sweep import submit as submitting
+from kempner.extensions.sweep.early_stop import stop_reason
+from kempner.extensions.sweep.expression import Expression, ExpressionError
+from kempner.extensions.sweep.file import read_sweep
+from kempner.extensions.sweep.here import run_here
+from kempner.extensions.sweep.journal import Journal, locked_journal
+from kempner.extensions.sweep.keys import SWEEP_KEYS
+from kempner.extensions.sweep.look import look_at_points
+from kempner.extensions.sweep.points import SweepPoint, expand_points, run_identity
+from kempner.extensions.sweep.propose import propose_values, proposed_points
+from kempner.extensions.sweep.resources import profile_environment
+from kempner.extensions.sweep.submit import arrays_of
+from kempner.jobs import slurm
+from kempner.jobs.records.run_history import is_run
+from kempner.jobs.system.directories import Kind, mark_directory
 from tests.conftest import load_program
 
 ROOT = Path(__file__).parents[2]
@@ -722,7 +722,7 @@ def test_a_full_disk(
     monkeypatch.setattr(submitting.slurm, "max_array_size", lambda: None)
     monkeypatch.setattr(submitting, "check_points", lambda points: None)
     monkeypatch.setattr("shutil.which", lambda name: name)
-    monkeypatch.setattr("kempner.sweep.journal.os.fsync", sync)
+    monkeypatch.setattr("kempner.extensions.sweep.journal.os.fsync", sync)
     assert SWEEP.main(["s.toml", "submit"]) == 1
     error = capsys.readouterr().err
     assert "sweep: error: runs/s/sweep" in error and "No space left on device; mend that" in error
@@ -774,7 +774,7 @@ def test_early_stop(tmp_path: Path) -> None:
     )  # ahead
     bad = write("d", s10=None)
     env = {**os.environ, "KEMPNER_EARLY_STOP": "10:3"}
-    command = [sys.executable, "-m", "kempner.sweep.early_stop", str(bad)]
+    command = [sys.executable, "-m", "kempner.extensions.sweep.early_stop", str(bad)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert "early stop of d: validation loss inf" in done.stdout and (bad / "STOP").exists()
     assert not (last / "STOP").exists()
@@ -858,7 +858,7 @@ def test_here(tmp_path: Path, data_dir: Path) -> None:
 def test_ctrl_c_here(swept: list[SweepPoint], monkeypatch: pytest.MonkeyPatch) -> None:
     """The run saves and stops by itself; no other point starts."""
     Path("script").write_text("echo $1 >>ran; kill -INT $PPID; sleep 0.5; echo saved >>ran")
-    monkeypatch.setattr("kempner.sweep.resources.Resources.script", Path("script"))
+    monkeypatch.setattr("kempner.extensions.sweep.resources.Resources.script", Path("script"))
     assert run_here(Path("runs/s/sweep"), swept, {}) == 130
     assert Path("ran").read_text().count("\n") == 2 and Path("ran").read_text().endswith("saved\n")
 
@@ -878,7 +878,7 @@ def test_the_commands_of_the_page() -> None:
 def test_the_program_does_without_torch() -> None:
     command = [sys.executable, "-X", "importtime", "scripts/sweep.py", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "kempner.sweep.points" in done.stderr
+    assert done.returncode == 0 and "kempner.extensions.sweep.points" in done.stderr
     assert not [text for text in done.stderr.splitlines() if text.endswith("| torch")]
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import optuna
 import pytest
 
-from kempner import slurm
 from kempner.config.option import ConfigError
-from kempner.sweep import submit as submitting
-from kempner.sweep.file import read_sweep
-from kempner.sweep.journal import Journal, locked_journal
-from kempner.sweep.look import PointStatus, look_at_points
-from kempner.sweep.propose import proposal_room, propose_values, proposed_points
+from kempner.extensions.sweep import submit as submitting
+from kempner.extensions.sweep.file import read_sweep
+from kempner.extensions.sweep.journal import Journal, locked_journal
+from kempner.extensions.sweep.look import PointStatus, look_at_points
+from kempner.extensions.sweep.propose import proposal_room, propose_values, proposed_points
+from kempner.jobs import slurm
 from tests.unit.test_sweep_points import BASE, ROOT, SWEEP, TRAINER, Capture
 
 TEXT = """

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from kempner.trackers.config import TrackersConfig
-from kempner.trackers.points import MetricsReader
+from kempner.jobs.trackers.config import TrackersConfig
+from kempner.jobs.trackers.points import MetricsReader
 from tests.trackers import FAKE, rows, shown
 from tests.wandb_server import wandb_server
 
@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> Path:
 def command(run: Path, *words: str, **env: str) -> dict[str, Any]:
     path = os.pathsep.join([str(FAKE), str(ROOT / "src")] if env else [str(ROOT / "src")])
     return {
-        "args": [sys.executable, "-m", "kempner.trackers", str(run), *words],
+        "args": [sys.executable, "-m", "kempner.jobs.trackers", str(run), *words],
         "env": {**os.environ, "PYTHONPATH": path, **env},
     }
 
@@ -187,9 +187,7 @@ def test_wandb_fails_until_it_does_not(run: Path, server: Path) -> None:
     (server / "broken").touch()
     assert "RuntimeError: no way to the server" in by_hand(run, FAKE_WANDB=str(server), code=1)
     (run / "status.json").write_text('{"state": "failed"}')
-    often = (
-        "import sys; from kempner.trackers import follow, __main__ as it; follow.RETRY_S = 0.1; "
-    )
+    often = "import sys; from kempner.jobs.trackers import follow, __main__ as it; follow.RETRY_S = 0.1; "
     options = command(run, "wandb", "--follow", FAKE_WANDB=str(server))
     options["args"][1:3] = ["-c", often + "sys.exit(it.main(sys.argv[1:]))"]
     process = subprocess.Popen(**options, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -281,7 +279,7 @@ def values(record: Any) -> dict[str, Any]:
 def test_the_commands_of_the_document(run: Path, server: Path) -> None:
     pytest.importorskip("tensorboard")
     text = (ROOT / "docs/guide/trackers.md").read_text()
-    commands = re.findall(r"python -m kempner.trackers runs/debug([^#\n]*)", text)
+    commands = re.findall(r"python -m kempner.jobs.trackers runs/debug([^#\n]*)", text)
     assert len(commands) == 3
     for words in commands:
         by_hand(run, *words.split(), FAKE_WANDB=str(server))

@@ -18,15 +18,24 @@ from typing import Any
 
 import pytest
 
-from kempner.combinations import combination_problems as problems_across
-from kempner.compiler import CACHE, HEADERS
 from kempner.config.loading import load_config_files
 from kempner.config.option import ConfigError
-from kempner.generate.config import Sampling
-from kempner.rl import engines, router, vllm_engine
-from kempner.rl.engines import ROUTES, Busy, EngineLeased, Flight, Lost, Rejected, VllmEngine
-from kempner.rl.router import Router
-from kempner.run import RunConfig
+from kempner.extensions.generate.config import Sampling
+from kempner.extensions.rl.engines import client as engines
+from kempner.extensions.rl.engines import router, vllm_engine
+from kempner.extensions.rl.engines.client import (
+    ROUTES,
+    Busy,
+    EngineLeased,
+    Flight,
+    Lost,
+    Rejected,
+    VllmEngine,
+)
+from kempner.extensions.rl.engines.router import Router
+from kempner.jobs.system.compiler import CACHE, HEADERS
+from kempner.train.checks import combination_problems as problems_across
+from kempner.train.sections import RunConfig
 
 
 class Server(ThreadingHTTPServer):
@@ -227,7 +236,10 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Pat
     options, more = vllm_engine.parse_engine_arguments([*given, "--max-model-len", "64"])
     command = vllm_engine.vllm_arguments(Path("w/v00000003"), options, 80)
     assert more == ["--max-model-len", "64"] and "float32" in command
-    assert command[command.index("--middleware") + 1] == "kempner.rl.vllm_engine.Allowed"
+    assert (
+        command[command.index("--middleware") + 1]
+        == "kempner.extensions.rl.engines.vllm_engine.Allowed"
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     command = vllm_engine.vllm_arguments(Path("w/v00000003"), options, 80)
     assert command[-2:] == ["--tensor-parallel-size", "2"]
@@ -273,7 +285,12 @@ def test_its_port_is_of_the_range_that_a_firewall_opens(tmp_path: Path) -> None:
     (tmp_path / "v00000003/manifest.json").write_text("{}")
     other = socket.create_server(("", 0))  # has the other port of the range
     port = other.getsockname()[1] - 1
-    command = [sys.executable, "-m", "kempner.rl.vllm_engine", f"--weights={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "kempner.extensions.rl.engines.vllm_engine",
+        f"--weights={tmp_path}",
+    ]
     command += [f"--publish={tmp_path}", f"--token-file={token}"]
     env = {**os.environ, "KEMPNER_VLLM": str(python), "KEMPNER_PORTS": f"{port}-{port + 1}"}
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:

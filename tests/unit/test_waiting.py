@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from kempner.lowcomm.steps import StepsExchange
-from kempner.resilience.watchdog import HANG_PATIENCE_S, Watchdog
+from kempner.extensions.lowcomm.steps import StepsExchange
+from kempner.train.resilience.watchdog import HANG_PATIENCE_S, Watchdog
 
 
 def test_the_watchdog_is_patient_while_a_replica_waits_for_others() -> None:

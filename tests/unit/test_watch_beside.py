@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kempner.history import notify, watch
+from kempner.jobs.records import watch
+from kempner.jobs.report import notify
 from tests.unit.test_report import hold_lock, write_run
 
 PARENT = 4321

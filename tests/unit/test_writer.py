@@ -29,15 +29,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from kempner.checkpoint import checkpointer as checkpoints
-from kempner.checkpoint import commit, writer
+from kempner.checkpoint import commit
 from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.checkpoint.config import CheckpointConfig
-from kempner.checkpoint.crc import FAR, NEAR, crc32
-from kempner.checkpoint.layout import make_table
-from kempner.checkpoint.metadata import write_metadata
-from kempner.checkpoint.reader import DataFile, read_tensors, verify_checkpoint
-from kempner.checkpoint.state import run_state
-from kempner.checkpoint.writer import (
+from kempner.checkpoint.format import writer
+from kempner.checkpoint.format.crc import FAR, NEAR, crc32
+from kempner.checkpoint.format.metadata import write_metadata
+from kempner.checkpoint.format.plan import make_table
+from kempner.checkpoint.format.reader import DataFile, read_tensors, verify_checkpoint
+from kempner.checkpoint.format.writer import (
     CRC_BLOCK_BYTES,
     FILE_MAGIC,
     PAGE,
@@ -46,6 +46,7 @@ from kempner.checkpoint.writer import (
     torch_save_frame,
     write_file,
 )
+from kempner.checkpoint.state import run_state
 from kempner.parallel.build import parameter_names
 
 pytestmark = pytest.mark.usefixtures("one_process")

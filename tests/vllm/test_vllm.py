@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kempner.generate.config import Sampling
-from kempner.load import load_model_and_tokenizer
-from kempner.rl.engines import Completion, Lost, VllmEngine
+from kempner.extensions.generate.config import Sampling
+from kempner.extensions.generate.load import load_model_and_tokenizer
+from kempner.extensions.rl.engines.client import Completion, Lost, VllmEngine
 from tests import hf_models
 from tests.conftest import ROOT, clean_env
 from tests.served import make_model
@@ -56,7 +56,7 @@ def engine(place: Path) -> Iterator[VllmEngine]:
     words += ["--slots", "8", "--max-model-len", "128"]
     with open(place / "log", "w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kempner.rl.vllm_engine", *map(str, words)],
+            [sys.executable, "-m", "kempner.extensions.rl.engines.vllm_engine", *map(str, words)],
             env=clean_env(**vllm()), stdout=log, stderr=log,
         )  # fmt: skip
     end = time.monotonic() + START_S

@@ -37,7 +37,7 @@ kp_drop_bad_spares() { # takes those in KP_BAD out of KP_SPARES and KP_BAD; fail
     [[ -n $KP_BAD ]]
 }
 
-kp_prove_nodes() { # <JSON file> <options of kempner.preflight>...: sets KP_CODE, 0 when all pass,
+kp_prove_nodes() { # <JSON file> <options of kempner.jobs.preflight>...: sets KP_CODE, 0 when all pass,
     # and KP_BAD
     local json=$1 meet=${1%.json}.meet name=$KP_SRUN_NAME driver step='' tries
     local driver_port directory
@@ -45,7 +45,7 @@ kp_prove_nodes() { # <JSON file> <options of kempner.preflight>...: sets KP_CODE
     local KP_NODES=$((KP_NODES + ${#KP_SPARES[@]})) KP_PLACES=("${KP_PLACES[@]}" "${KP_SPARES[@]}")
     KP_SRUN_NAME=preflight-$KEMPNER_ATTEMPT_ID
     # When one ends, the others still have to say what they see.
-    kp_srun_command --kill-on-bad-exit=0 -- "$KP_MODULE" kempner.preflight.task
+    kp_srun_command --kill-on-bad-exit=0 -- "$KP_MODULE" kempner.jobs.preflight.task
     KP_SRUN_NAME=$name KP_CODE=0
 
     mkdir -p -- "$meet" || {
@@ -53,7 +53,7 @@ kp_prove_nodes() { # <JSON file> <options of kempner.preflight>...: sets KP_CODE
         KP_CODE=3
         return
     }
-    kp_python "$KP_MODULE" kempner.preflight --meet "$meet" --json "$json" \
+    kp_python "$KP_MODULE" kempner.jobs.preflight --meet "$meet" --json "$json" \
         --nodes "$(scontrol show hostnames "$(kp_field NodeList)" | paste -sd,)" --tasks "$KP_TASKS" --gpus "$KP_GPUS" \
         ${KEMPNER_PREFLIGHT_LEAST:+--least "$KEMPNER_PREFLIGHT_LEAST"} "${@:2}" &
     driver=$!

@@ -259,13 +259,13 @@ kp_checked() { # <module that is needed> <arguments>...: sets KP_VALUES to what 
     fi
 }
 
-kp_check_run() { # <arguments of kempner.check>...: kp_checked; again, where the host has said no,
+kp_check_run() { # <arguments of kempner.jobs.check>...: kp_checked; again, where the host has said no,
     # with the run mounted
     KP_DOUBT=''
-    kp_checked numpy "$KP_MODULE" kempner.check "$@" || return
+    kp_checked numpy "$KP_MODULE" kempner.jobs.check "$@" || return
     [[ -n $KP_DOUBT && -e ${KP_VALUES[2]:-${KP_VALUES[1]:-}/checkpoints}/latest ]] || return 0
     kp_mount "${KP_VALUES[1]}" ${KP_VALUES[2]:+"${KP_VALUES[2]}"}
-    kp_values kp_python "$KP_MODULE" kempner.check "$@"
+    kp_values kp_python "$KP_MODULE" kempner.jobs.check "$@"
 }
 
 kp_values() { # <command>...: sets KP_VALUES to what it answers, split at NULs; its exit code

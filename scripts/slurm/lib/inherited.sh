@@ -3,7 +3,7 @@
 # sourced first.
 
 # Slurm's commands read these as options that nobody sees: with SQUEUE_STATES=PENDING a job that
-# runs is not there, and with SLURM_TIME_FORMAT=relative it has no end. src/kempner/slurm.py does
+# runs is not there, and with SLURM_TIME_FORMAT=relative it has no end. src/kempner/jobs/slurm.py does
 # the same.
 unset "${!SQUEUE_@}" "${!SINFO_@}" "${!SACCT_@}" "${!SCONTROL_@}" "${!SCANCEL_@}" SLURM_TIME_FORMAT SLURM_BITSTR_LEN
 

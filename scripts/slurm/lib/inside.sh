@@ -33,7 +33,7 @@ if [ "${1:-}" = --task ]; then
     blocked=--block-signal=TERM,INT,USR1,USR2
     ! env "$blocked" true 2>/dev/null || set -- env "$blocked" KEMPNER_SIGNALS_WAIT=1 "$@"
 fi
-if [ -n "${KEMPNER_STARTUP+set}" ]; then # see src/kempner/startup.py
+if [ -n "${KEMPNER_STARTUP+set}" ]; then # see src/kempner/jobs/ranks/startup.py
     now=$(date +%s.%N)
     case $now in *[!0-9.]*) now=$(date +%s) ;; esac # busybox has no %N
     export KEMPNER_STARTUP="$KEMPNER_STARTUP container=$now"

@@ -74,7 +74,7 @@ kp_check() { # <train.py arguments>...: checks them in one process before any GP
 }
 
 kp_take_values() { # sets what kp_check sets, and KP_INPUTS (configuration files), from the answer
-    # of kempner.check
+    # of kempner.jobs.check
     local i
     [[ -n ${KP_VALUES[1]:-} ]] || return 1
     KP_RUN_DIR=$(realpath -m -- "${KP_VALUES[1]}")
@@ -221,7 +221,7 @@ kp_early_stop() { # with KEMPNER_EARLY_STOP, of a sweep: stops a run that falls 
     # sets KP_EARLY_STOP
     KP_EARLY_STOP=''
     [[ -n ${KEMPNER_EARLY_STOP:-} ]] || return 0
-    "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_MODULE" kempner.sweep.early_stop "$KP_RUN_DIR" </dev/null &
+    "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_MODULE" kempner.extensions.sweep.early_stop "$KP_RUN_DIR" </dev/null &
     KP_EARLY_STOP=$!
 }
 

@@ -25,11 +25,11 @@ kp_is_told() { # true when somebody is to be told of this run
     [[ -n ${KEMPNER_MAIL:-}${KEMPNER_NOTIFY:-}${KEMPNER_WEBHOOK:-} ]]
 }
 
-kp_history() { # sets KP_HISTORY, the words that start a module of kempner.history: outside the
+kp_history() { # sets KP_HISTORY, the words that start a module of kempner.jobs.records: outside the
     # container, where the commands of the host are; its python3 is enough, as these need no
     # packages
     KP_HISTORY=("${KP_INSIDE[@]}" "${KP_PYTHON:=python3}")
-    ((${#KP_INSIDE[@]} == 0)) && type -P -- "$KP_PYTHON" >/dev/null || ! kp_host_can kempner.history ||
+    ((${#KP_INSIDE[@]} == 0)) && type -P -- "$KP_PYTHON" >/dev/null || ! kp_host_can kempner.jobs.records ||
         KP_HISTORY=("$KP_HOST_PYTHON")
 }
 
@@ -37,7 +37,7 @@ kp_watch() { # with KEMPNER_PAGE, or somebody to tell: starts the process that l
     # while it goes on
     [[ -n ${KEMPNER_PAGE:-} ]] || kp_is_told || return 0
     kp_history
-    setsid nice -n 19 "${KP_HISTORY[@]}" "$KP_MODULE" kempner.history.watch "$KP_RUN_DIR" \
+    setsid nice -n 19 "${KP_HISTORY[@]}" "$KP_MODULE" kempner.jobs.records.watch "$KP_RUN_DIR" \
         ${KEMPNER_PAGE:+"$KEMPNER_PAGE"} </dev/null &
     KP_WATCH=$!
 }
@@ -61,9 +61,9 @@ kp_notify_early() { # <exit code>: tells of a job that has ended before it becam
     local KP_DEADLINE=$((SECONDS + 45)) KP_ANSWER='' line
     (($1 != 0 && $1 != 130)) && kp_is_told || return 0
     kp_history
-    kp_ask "${KP_HISTORY[@]}" "$KP_MODULE" kempner.history.notify "job $(kp_job_id) ($(kp_job_name))" ended \
+    kp_ask "${KP_HISTORY[@]}" "$KP_MODULE" kempner.jobs.report.notify "job $(kp_job_id) ($(kp_job_name))" ended \
         "exit code $1 before the run began: the reason is the first 'error:' in $(kp_field StdOut)" ||
-        KP_ANSWER="nobody was told that the job has ended: kempner.history.notify has failed"
+        KP_ANSWER="nobody was told that the job has ended: kempner.jobs.report.notify has failed"
     [[ -z $KP_ANSWER ]] || while read -r line; do kp_log "$line"; done <<<"$KP_ANSWER"
 }
 
@@ -80,7 +80,7 @@ kp_notify() { # <decision> <why>: the last page of this attempt; and after an en
     elif ((${KP_NO_PROGRESS:-0} >= ${KEMPNER_MAX_CRASHES:-3})); then
         event=crash_loop
     fi
-    kp_ask "${KP_HISTORY[@]}" "$KP_MODULE" kempner.history.notify "$KP_RUN_DIR" "$event" "$2" ||
-        KP_ANSWER="nobody was told that the run has ended: kempner.history.notify has failed"
+    kp_ask "${KP_HISTORY[@]}" "$KP_MODULE" kempner.jobs.report.notify "$KP_RUN_DIR" "$event" "$2" ||
+        KP_ANSWER="nobody was told that the run has ended: kempner.jobs.report.notify has failed"
     [[ -z $KP_ANSWER ]] || while read -r event; do kp_log "$event"; done <<<"$KP_ANSWER"
 }

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # A directory in a place that others can write, such as /tmp or a node's /local: whoever makes its
-# name first, or may rename it, says what is in it. The same in Python: src/kempner/private.py.
+# name first, or may rename it, says what is in it. The same in Python: src/kempner/jobs/system/private.py.
 
 kp_private() { # <absolute path> [make]: prints why nothing may be run or read from there, and
     # fails; make: makes it

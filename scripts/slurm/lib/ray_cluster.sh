@@ -3,7 +3,7 @@
 
 readonly NOT_UP=75 DIED=70 # exit codes
 
-RAY_PIDS=()                       # of each node's kempner.ray.node, on its own host
+RAY_PIDS=()                       # of each node's kempner.jobs.ray.node, on its own host
 RAY_READY=''                      # not empty: the cluster is complete; what it has
 RAY_SIGNAL=''                     # the signal that ends the job
 RAY_SIGNALED=()                   # the nodes that a signal has reached

@@ -3,7 +3,7 @@
 #
 #   srun ... ray_enter.sh PID JOB DIRECTORY [WORDS_INTO_THE_CONTAINER...] -- [COMMAND...]
 #
-# PID: that of kempner.ray.node on this host. SLURM_* are those of this step: a single task, not a rank of the job.
+# PID: that of kempner.jobs.ray.node on this host. SLURM_* are those of this step: a single task, not a rank of the job.
 set -euo pipefail
 
 pid=$1 job=$2 directory=$3 words=()

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One node of ray.sh's cluster: runs the setup command, finds a Python with Ray, then becomes kempner.ray.node.
+# One node of ray.sh's cluster: runs the setup command, finds a Python with Ray, then becomes kempner.jobs.ray.node.
 #
 #   srun ... ray_node.sh LOG_DIR SETUP_COMMAND OPTIONS_OF_KEMPNER.RAY.NODE...
 #
@@ -13,7 +13,7 @@ set -- # conda's `source activate` would take the arguments for its own
 kp_name=${SLURMD_NODENAME:-$(uname -n)}
 kp_log=$kp_logs/ray-worker-$SLURM_NODEID.log
 ((SLURM_NODEID > 0)) || kp_log=$kp_logs/ray-head.log
-exec 3>&1 >>"$kp_log" 2>&1 # srun's output carries the reports to ray.sh: see kempner.ray.node
+exec 3>&1 >>"$kp_log" 2>&1 # srun's output carries the reports to ray.sh: see kempner.jobs.ray.node
 
 fault() { # <what is wrong; what to do>: reports to ray.sh that this node cannot come up, and ends
     trap - EXIT
@@ -102,4 +102,4 @@ need_authentication
 [[ $(command -v "${kp_python##*/}") == "$kp_python" ]] || PATH=${kp_python%/*}:$PATH
 [[ :${PYTHONPATH:-}: == *:"$kp_root/src":* ]] || export PYTHONPATH=$kp_root/src${PYTHONPATH:+:$PYTHONPATH}
 strip_variables
-exec "$kp_python" "$kp_root/src/kempner_module.py" kempner.ray.node "${kp_options[@]}"
+exec "$kp_python" "$kp_root/src/kempner_module.py" kempner.jobs.ray.node "${kp_options[@]}"

@@ -4,7 +4,7 @@
 
 RAY_NODES=() RAY_ADDRESSES=()          # of each node
 RAY_PLACES=()                          # NAME=ADDRESS of each node, for Python
-RAY_PORTS=''                           # NAME=value of each port, in one line: see kempner.ray.ports
+RAY_PORTS=''                           # NAME=value of each port, in one line: see kempner.jobs.ray.ports
 RAY_LOGS='' RAY_ATTACH='' RAY_TOKEN='' # paths
 
 ray_defaults() { # sets the variables that the user has not set; none of them reaches Ray's workers
@@ -101,7 +101,7 @@ ray_find_nodes() { # sets RAY_NODES, RAY_ADDRESSES and RAY_PLACES, in Slurm's or
     done
 }
 
-ray_choose_python() { # sets RAY_PYTHON: a Python on this host for kempner.ray.ports, without Ray or
+ray_choose_python() { # sets RAY_PYTHON: a Python on this host for kempner.jobs.ray.ports, without Ray or
     # any package
     local python
     # With pyxis the image's Python would cost a step that imports the whole image once more.
@@ -119,7 +119,7 @@ ray_ports() { # sets RAY_PORTS and a variable for each port; stops when the user
     local word
     ray_choose_python
     # it says why
-    RAY_PORTS=$("${RAY_PYTHON[@]}" "$KP_MODULE" kempner.ray.ports "$CPUS_PER_WORKER" "${RAY_PLACES[@]}") || exit
+    RAY_PORTS=$("${RAY_PYTHON[@]}" "$KP_MODULE" kempner.jobs.ray.ports "$CPUS_PER_WORKER" "${RAY_PLACES[@]}") || exit
     # Unexported: a web server in a worker would take PORT for its own.
     for word in $RAY_PORTS; do export -n "${word?}"; done
 }

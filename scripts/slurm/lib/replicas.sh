@@ -41,9 +41,9 @@ kp_run_replicas() { # <train.py arguments>...: trains until every replica has le
 kp_count_replicas() { # sets KP_REPLICAS, KP_SILENCE, and the nodes and tasks per node of each:
     # KP_NODES, KP_TASKS, KP_GPUS
     local world=$((KP_NODES * KP_TASKS)) ranks KP_VALUES=("${KP_VALUES[@]}")
-    kp_values kp_python_of kempner.lowcomm.config -c "$KP_NOT_HERE"'
+    kp_values kp_python_of kempner.extensions.lowcomm.config -c "$KP_NOT_HERE"'
 from kempner.config.toml import loads
-from kempner.lowcomm.config import LowcommConfig
+from kempner.extensions.lowcomm.config import LowcommConfig
 told = loads(sys.stdin.read()).get("lowcomm", {}).items()
 section = LowcommConfig(**{k: v for k, v in told if k != "raw" and v != "none"}) # "none" is unset
 count = section.count(int(sys.argv[1]), int(sys.argv[2])) if section.on and section.mode == "steps" else 0
@@ -59,10 +59,10 @@ print("kempner-answer", count, section.silence, sep="\0", end="\0")' "$world" "$
     kp_log "$KP_REPLICAS replicas of $KP_NODES node(s) x $KP_TASKS task(s)"
 }
 
-kp_open_door() { # starts the judge of who lives (kempner/lowcomm/judge.py); it becomes KP_CHILD
+kp_open_door() { # starts the judge of who lives (kempner/extensions/lowcomm/judge.py); it becomes KP_CHILD
     local tries
     rm -f -- "${KEMPNER_DOOR%.*.*}".* # a start of this job whose host was lost has left them
-    kp_start bash "$KP_LIB/task.sh" "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_MODULE" kempner.lowcomm.judge \
+    kp_start bash "$KP_LIB/task.sh" "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_MODULE" kempner.extensions.lowcomm.judge \
         "$KEMPNER_DOOR" "${KEMPNER_PEERS%% *}" --silence "$KP_SILENCE" --log "$KP_RUN_DIR/replicas.jsonl"
     for ((tries = 0; tries < 600; tries++)); do
         [[ ! -s $KEMPNER_DOOR ]] || return 0

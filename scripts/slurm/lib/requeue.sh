@@ -61,7 +61,7 @@ kp_record() { # <restart, requeue, chain, end or leave> <why>: a line in the log
 
 kp_count_crashes() { # prints how many attempts of the job in a row, before this one, made no
     # progress, by the decisions
-    # As kempner.history.judge counts: a decision says null where nobody had the time to count.
+    # As kempner.jobs.records.judge counts: a decision says null where nobody had the time to count.
     # Where no Python starts, nothing is recorded either, and no crash loop goes on without a bound:
     # all starts of the job count.
     local count=0 number KP_VALUES=() code=0
@@ -86,7 +86,7 @@ kp_was_cut_short() { # true when this attempt was asked to leave before its trai
     ((${#KP_VALUES[@]} == 0))
 }
 
-kp_judge() { # <what happened>: asks what follows, once (kempner.history.judge); sets KP_ANSWERED,
+kp_judge() { # <what happened>: asks what follows, once (kempner.jobs.records.judge); sets KP_ANSWERED,
     # KP_WHY, KP_KIND,
     # KP_NO_PROGRESS, KP_BLAMED, KP_EXCLUDED, KP_REPLACED, KP_FAULT, KP_PAUSE (minutes) and KP_NOTES
     local KP_DEADLINE=$((SECONDS + KP_JUDGE_S)) KP_ANSWER='' facts start=''
@@ -96,7 +96,7 @@ kp_judge() { # <what happened>: asks what follows, once (kempner.history.judge);
         kp_judge_alone "$1"
         return
     fi
-    if kp_ask "${KP_HISTORY[@]}" "$KP_MODULE" kempner.history.judge "$KP_RUN_DIR" "${KP_SRUN_LOG:-none}" "${facts[@]}"; then
+    if kp_ask "${KP_HISTORY[@]}" "$KP_MODULE" kempner.jobs.records.judge "$KP_RUN_DIR" "${KP_SRUN_LOG:-none}" "${facts[@]}"; then
         # Behind this word: a TaskProlog, or a module that Python loads, may have said something
         # before.
         { read -r KP_ANSWERED && read -r KP_WHY && read -r KP_KIND && read -r KP_NO_PROGRESS && read -r KP_BLAMED &&

@@ -22,7 +22,7 @@ kp_rl_bench() { # with --bench in KP_ARGUMENTS: a short run of its own in its pl
 }
 
 kp_rl_bench_tell() {
-    [[ -z $KP_BENCH ]] || kp_python "$KP_MODULE" kempner.history.loop_bench "$KP_RUN_DIR" || true
+    [[ -z $KP_BENCH ]] || kp_python "$KP_MODULE" kempner.jobs.report.loop_bench "$KP_RUN_DIR" || true
 }
 
 kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODES, KP_TASKS, KP_GPUS
@@ -37,12 +37,12 @@ kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODE
     KP_ORCHESTRATE=$(kp_of_copy "${KEMPNER_ORCHESTRATE:-$KP_ROOT/scripts/orchestrate.py}")
     KP_SERVE=$(kp_of_copy "${KEMPNER_SERVE:-$KP_ROOT/scripts/serve.py}")
     kp_need_packages
-    kp_checked numpy "$KP_MODULE" kempner.check "$KP_TRAIN" "$@" || code=$?
+    kp_checked numpy "$KP_MODULE" kempner.jobs.check "$KP_TRAIN" "$@" || code=$?
     KP_TOML=${KP_VALUES[0]:-}
     if ((code == 0)); then
         [[ $KP_TOML != *$'\ndevice = "cpu"'* ]] || kp_in_job || KP_GPUS=0
         names=$(kp_rl_names)
-        line=$(kp_python_of kempner.planner.placement "$KP_MODULE" kempner.planner.placement --nodes "$KP_NODES" --tasks "$KP_TASKS" --gpus "$KP_GPUS" \
+        line=$(kp_python_of kempner.extensions.planner.placement "$KP_MODULE" kempner.extensions.planner.placement --nodes "$KP_NODES" --tasks "$KP_TASKS" --gpus "$KP_GPUS" \
             --names "$names" <<<"$KP_TOML") || code=$?
     fi
     if ((code != 0)); then
@@ -55,7 +55,7 @@ kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODE
     line=${line#*kempner-answer$'\n'} line=${line%$'\n'kempner-answer*} line=${line%$'\n'}
     mapfile -t values <<<"${line%%$'\n--'*}"
     [[ ${values[0]} =~ ^[0-9]+(\ -?[0-9]+){5}$ && ${values[1]:-} =~ ^[0-9]+(\ [0-9]+){3}$ ]] ||
-        kp_die "kempner.planner.placement has answered '${values[0]}': see what $KP_PYTHON prints"
+        kp_die "kempner.extensions.planner.placement has answered '${values[0]}': see what $KP_PYTHON prints"
     read -r KP_NODES KP_TASKS KP_ENGINES KP_ON_NODE KP_ENGINE_NODE tasks <<<"${values[0]}"
     read -r KP_TP KP_SLOTS KP_ENGINE_RESTARTS KP_MAX_STEPS <<<"${values[1]}"
     KP_ENGINE_KIND=${values[2]} KP_PLACEMENT=("${values[@]:3}")
@@ -134,7 +134,7 @@ kp_engine_words() { # sets KP_ENGINE_WORDS, those of an engine after "python"
     local host=0.0.0.0
     kp_in_job || [[ -n $KP_DRY ]] || host=127.0.0.1
     KP_ENGINE_WORDS=("$KP_SERVE")
-    [[ $KP_ENGINE_KIND == kit ]] || KP_ENGINE_WORDS=("$KP_MODULE" kempner.rl.vllm_engine)
+    [[ $KP_ENGINE_KIND == kit ]] || KP_ENGINE_WORDS=("$KP_MODULE" kempner.extensions.rl.engines.vllm_engine)
     KP_ENGINE_WORDS+=(--weights "$KP_EXCHANGE/weights" --host "$host" --port 0 --token-file "$KP_EXCHANGE/token"
         --publish "$KP_EXCHANGE/engines" --slots "$KP_SLOTS")
     [[ $KP_DEVICE == auto || $KP_ENGINE_KIND != kit ]] || KP_ENGINE_WORDS+=(--device "$KP_DEVICE")

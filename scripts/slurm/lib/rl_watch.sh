@@ -61,7 +61,7 @@ kp_look_at_orchestrator() { # without it nothing is left to train on
 }
 
 kp_hear_orchestrator() { # every 5 s: does it live, and who waits for room on a full disk? See Beat
-    # in rl/exchange.py
+    # in extensions/rl/exchange.py
     local beat full
     ((SECONDS >= KP_LISTENED + 5)) || return 0
     KP_LISTENED=$SECONDS

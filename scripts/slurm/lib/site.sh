@@ -14,7 +14,7 @@ kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads si
 }
 
 kp_startup() { # exports KEMPNER_STARTUP, the times of the parts of this start:
-    # src/kempner/startup.py
+    # src/kempner/jobs/ranks/startup.py
     local submitted
     submitted=$(date -d "$(kp_field SubmitTime)" +%s 2>/dev/null) || submitted=$KEMPNER_BATCH_BEGAN
     export KEMPNER_STARTUP="submitted=$submitted queue=$KEMPNER_BATCH_BEGAN"
@@ -36,7 +36,7 @@ kp_begin() { # sets KP_ROOT, KP_ORIGIN (see code.sh) and the names of this attem
     KEMPNER_ATTEMPT_ID=${SLURM_JOB_ID:-$(uname -n)}.${SLURM_RESTART_COUNT:-0}.$$
     export KEMPNER_BATCH_BEGAN KEMPNER_ATTEMPT_ID
     KP_SRUN_NAME=kempner-$KEMPNER_ATTEMPT_ID
-    # By it the processes of this start know each other (src/kempner/peers.py): never on a command
+    # By it the processes of this start know each other (src/kempner/jobs/ranks/peers.py): never on a command
     # line.
     KEMPNER_PEER_KEY=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
     export KEMPNER_PEER_KEY

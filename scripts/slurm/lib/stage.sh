@@ -25,7 +25,7 @@ kp_stage() { # copies data sets (KP_DATA) and environment to DIR/kempner-JOB on 
     }
     ! kp_ask squeue --me -h -o %A || jobs=$(paste -sd, <<<"$KP_ANSWER")
     # Also without data: it removes what jobs that were killed have left.
-    kp_on_each_node stage "$KP_MODULE" kempner.data.stage --jobs "$jobs" "$KEMPNER_STAGED" "${KP_DATA[@]}" ||
+    kp_on_each_node stage "$KP_MODULE" kempner.data.prepare.stage --jobs "$jobs" "$KEMPNER_STAGED" "${KP_DATA[@]}" ||
         kp_log "staging has failed (exit code $?): what was not copied is read from where it is"
     ((KEMPNER_STAGE_ENVIRONMENT == 0)) || kp_stage_environment
     kp_mark stage

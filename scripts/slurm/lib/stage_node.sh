@@ -51,7 +51,7 @@ fetch() { # makes DIR/sent the file, unless it is that already
 
 why=$(kp_private "$DIR" make) || not_used "$why"
 [[ -n $FILE ]] || exit 0
-# not of kempner.data.stage
+# not of kempner.data.prepare.stage
 [[ -e $DIR/.kempner || -z $(ls -A -- "$DIR") ]] || not_used "it has other files"
 if [[ -z $SUM ]]; then
     [[ ! -e $DIR/image.sif || $(stat -c '%s %Y' -- "$DIR/image.sif") != $(stat -L -c '%s %Y' -- "$FILE") ]] ||

@@ -1,2 +1,1 @@
-"""Checkpoints. commit.py is the protocol on the file system, layout.py computes which rank writes
-what, writer.py and reader.py are the data files, and checkpointer.py combines them for a run."""
+"""Saves, commits, chooses and loads the state of a run. For the trainer and whoever reads a run."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kempner.checkpoint import commit, fork, layout
+from kempner.checkpoint import commit, fork
 from kempner.checkpoint.choose import (
     Choice,
     choose_checkpoint,
@@ -27,15 +27,16 @@ from kempner.checkpoint.choose import (
 )
 from kempner.checkpoint.commit import Damaged
 from kempner.checkpoint.config import CheckpointConfig
-from kempner.checkpoint.layout import Table
-from kempner.checkpoint.metadata import dcp_metadata
+from kempner.checkpoint.format import plan as layout
+from kempner.checkpoint.format.metadata import dcp_metadata
+from kempner.checkpoint.format.plan import Table
+from kempner.checkpoint.format.reader import TENSORS, read_wanted
+from kempner.checkpoint.format.writer import Image, local_part, plan_file, write_file
 from kempner.checkpoint.ownership import claim_directory, is_own, remove_directory
 from kempner.checkpoint.ranks import Ranks
-from kempner.checkpoint.reader import TENSORS, read_wanted
 from kempner.checkpoint.state import StateProvider, collect_state, read_targets
-from kempner.checkpoint.writer import Image, local_part, plan_file, write_file
-from kempner.resilience.lock import RunLock
-from kempner.slurm import attempt_name, short_window
+from kempner.jobs.lock import RunLock
+from kempner.jobs.slurm import attempt_name, short_window
 
 LAST_PRUNE_S = 10.0
 

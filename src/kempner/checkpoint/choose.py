@@ -12,10 +12,10 @@ from typing import Any
 from kempner.checkpoint import commit, fork
 from kempner.checkpoint.commit import Damaged
 from kempner.checkpoint.fits import check_compatible, check_fork
-from kempner.checkpoint.layout import Table
+from kempner.checkpoint.format.plan import Table
+from kempner.checkpoint.format.reader import read_table
 from kempner.checkpoint.ownership import is_own
-from kempner.checkpoint.reader import read_table
-from kempner.files import write_atomic
+from kempner.jobs.system.files import write_atomic
 
 SKIP = "skip.json"  # beside `latest`: samples that the run leaves out since it went back
 

@@ -28,8 +28,8 @@ from kempner.checkpoint.config import is_power_of_two
 from kempner.checkpoint.ownership import is_own, remove_directory
 from kempner.config import toml
 from kempner.config.option import ConfigError
-from kempner.directories import Kind, mark_directory, read_mark
-from kempner.files import fsync, step_of_name, swap_link, write_atomic
+from kempner.jobs.system.directories import Kind, mark_directory, read_mark
+from kempner.jobs.system.files import fsync, step_of_name, swap_link, write_atomic
 
 CHECKPOINT_FORMAT = 2
 MANIFEST = "manifest.json"

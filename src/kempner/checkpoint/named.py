@@ -8,7 +8,7 @@ from pathlib import Path
 from kempner.checkpoint import commit
 from kempner.config import toml
 from kempner.config.option import ConfigError
-from kempner.files import step_of_name
+from kempner.jobs.system.files import step_of_name
 
 CHECKPOINT_SIGNS = (
     "config.toml",

@@ -1,7 +1,7 @@
 """Ownership of a directory of checkpoints and the names in it: a run renames and deletes only its
 own. No torch.
 
-The directory and each checkpoint have a mark (kempner.directories) with the id of the run, which is
+The directory and each checkpoint have a mark (kempner.jobs.system.directories) with the id of the run, which is
 written before anything else. Versions before the mark are known by their manifests, and what they
 left unfinished by the names in it.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kempner.config import toml
 from kempner.config.option import ConfigError
-from kempner.directories import (
+from kempner.jobs.system.directories import (
     MARK_FILE,
     NOTHING_THERE,
     Kind,
@@ -26,7 +26,7 @@ from kempner.directories import (
     read_mark,
     read_run_id,
 )
-from kempner.files import step_of_name
+from kempner.jobs.system.files import step_of_name
 
 IN_A_CHECKPOINT = re.compile(
     r"ranks-\d+|config\.toml|tensors\.json|manifest\.json|\.metadata|\..*\.new"

@@ -1,1 +1,1 @@
-"""Configuration: option.py declares, loading.py merges, command_line.py sorts argv."""
+"""Options, TOML files, overrides and --help. Knows no section; everybody imports it."""

@@ -1,1 +1,1 @@
-"""Token shards: prepared (prepare), read (dataset) and ordered (permute, loader)."""
+"""Numbered samples, their mixture and order, and the batches of a rank."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kempner.data.batch import MicroBatch
-from kempner.data.joined import read_mixed
+from kempner.data.formats.joined import read_mixed
 from kempner.data.mixture import Mixture
 from kempner.data.permute import shuffled_indices
 from kempner.data.source import IGNORE, Int64, SampleRows, Source
@@ -31,7 +31,7 @@ VALIDATION_SEED = 0  # validation samples are the same ones in every run
 
 
 class Said(Protocol):
-    """The part of kempner.step.StepResult that a loader reads."""
+    """The part of kempner.train.step.StepResult that a loader reads."""
 
     @property
     def values(self) -> Mapping[str, float]: ...
@@ -105,7 +105,7 @@ class TrainLoader:
         keys = 1 + at - np.maximum.accumulate(begins, axis=1)  # [N, T]
         return float(np.minimum(keys, window or keys.shape[1]).mean())
 
-    # --- what the loop and the recorder ask of any loader (kempner.extensions.Loader) ---
+    # --- what the loop and the recorder ask of any loader (kempner.train.extensions.Loader) ---
 
     waits_for_all = at_once = False
     state: dict[str, Any] | None = None

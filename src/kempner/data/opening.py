@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from kempner.config.option import ConfigError
 from kempner.data.config import FAKE, DataConfig, SourceConfig
+from kempner.data.formats.stream import Shape
 from kempner.data.mixture import Ingredient, Mixture, MixturePhase
 from kempner.data.sidecar import SIDECAR, open_sidecar
 from kempner.data.source import Source
-from kempner.data.stream import Shape
-from kempner.front_door import how_to_run
+from kempner.jobs.system.front_door import how_to_run
 
 DataFacts = dict[str, Any]  # JSON
 
@@ -51,7 +51,7 @@ def open_held_out(cfg: DataConfig, sets: Sequence[SourceConfig], how: Opening) -
     if sets or len(sources) == 1:
         return list(sources)
 
-    from kempner.data.joined import Joined
+    from kempner.data.formats.joined import Joined
 
     return [Joined(sources)]
 
@@ -89,7 +89,7 @@ def open_split(cfg: SourceConfig, split: str, how: Opening) -> Source:
 
 def _open_fake(cfg: SourceConfig, split: str, how: Opening) -> Source:
 
-    from kempner.data.fake import FakeDataset
+    from kempner.data.formats.fake import FakeDataset
 
     return FakeDataset(cfg.label, how.shape)
 
@@ -106,15 +106,15 @@ def _open_prepared(cfg: SourceConfig, split: str, how: Opening) -> Source:
             )
         )
 
-    from kempner.data.stage import staged_dir
+    from kempner.data.prepare.stage import staged_dir
 
     copy = staged_dir(cfg.path)
     if kind != "text":
-        from kempner.data.chat_dataset import ChatDataset
+        from kempner.data.formats.chat_dataset import ChatDataset
 
         return ChatDataset.open(copy, split, shape, how.check, name=cfg.label)
 
-    from kempner.data.dataset import TokenDataset
+    from kempner.data.formats.dataset import TokenDataset
 
     return TokenDataset.open(
         copy,
@@ -132,13 +132,13 @@ def _prepared_hold_out(cfg: SourceConfig, how: Opening) -> bool:
 
 
 def _is_megatron(cfg: SourceConfig) -> bool:
-    from kempner.data.megatron import is_megatron
+    from kempner.data.formats.megatron import is_megatron
 
     return is_megatron(cfg.path)
 
 
 def _open_megatron(cfg: SourceConfig, split: str, how: Opening) -> Source:
-    from kempner.data.megatron import MegatronDataset
+    from kempner.data.formats.megatron import MegatronDataset
 
     if split != "train":
         raise ConfigError(f"{cfg.path}: Megatron's files have no validation split")
@@ -146,13 +146,13 @@ def _open_megatron(cfg: SourceConfig, split: str, how: Opening) -> Source:
 
 
 def _is_hugging_face(cfg: SourceConfig) -> bool:
-    from kempner.data.hf_dataset import is_hugging_face
+    from kempner.data.formats.hf_dataset import is_hugging_face
 
     return is_hugging_face(cfg.path)
 
 
 def _open_hugging_face(cfg: SourceConfig, split: str, how: Opening) -> Source:
-    from kempner.data.hf_dataset import open_hugging_face
+    from kempner.data.formats.hf_dataset import open_hugging_face
 
     return open_hugging_face(cfg, split, how.shape, how.check, how.bookmarks)
 

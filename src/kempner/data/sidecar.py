@@ -13,9 +13,9 @@ from typing import Any
 
 from kempner.config import toml
 from kempner.config.option import ConfigError
-from kempner.directories import Kind, describe_directory, directory_kind, read_run_id
-from kempner.files import write_atomic
-from kempner.front_door import how_to_run
+from kempner.jobs.system.directories import Kind, describe_directory, directory_kind, read_run_id
+from kempner.jobs.system.files import write_atomic
+from kempner.jobs.system.front_door import how_to_run
 
 SIDECAR = "dataset.json"
 PROGRESS = "dataset.partial.json"  # the record of a preparation that has not finished

@@ -1,1 +1,1 @@
-"""The decoder. It knows neither meshes nor files."""
+"""The decoder and its loss, in plain torch. Knows neither meshes nor files."""

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kempner.compiler import keep_private
 from kempner.config.option import ConfigError
+from kempner.jobs.system.compiler import keep_private
 from kempner.model.config import ModelConfig
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kempner.loss import cross_entropy
 from kempner.model.attention import Documents, Visible, attend, attention_pattern
 from kempner.model.config import ModelConfig
 from kempner.model.feed_forward import FeedForward
+from kempner.model.loss import cross_entropy
 from kempner.model.moe import MixtureOfExperts, Routing, Routings
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kempner.checkpoint.layout import Box, StoredTensor, own_box
-from kempner.compiler import keep_private
+from kempner.checkpoint.format.plan import Box, StoredTensor, own_box
+from kempner.jobs.system.compiler import keep_private
 from kempner.optim.rounding import as_int32, hashed_at, to_bf16
 from kempner.optim.rule import Guard, ParameterGroup, ParameterPart, ParameterState, Rule, to_local
 

@@ -14,7 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kempner.checkpoint.layout import Box, StoredTensor, box_slices, chunks_of, own_box, ranks_with
+from kempner.checkpoint.format.plan import (
+    Box,
+    StoredTensor,
+    box_slices,
+    chunks_of,
+    own_box,
+    ranks_with,
+)
 from kempner.optim.config import STATE
 from kempner.optim.rule import Guard, ParameterGroup, ParameterPart, Rule
 

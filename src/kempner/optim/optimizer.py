@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kempner import compiler
-from kempner.checkpoint.layout import StoredTensor, Table, make_table, own_box, ranks_of
+from kempner.checkpoint.format.plan import StoredTensor, Table, make_table, own_box, ranks_of
+from kempner.jobs.system import compiler
 from kempner.optim.rounding import hashed_int32, to_bf16
 from kempner.optim.rule import Guard, ParameterGroup, ParameterPart, ParameterState, Rule, to_local
-from kempner.resilience.spikes import Spikes
+from kempner.optim.spikes import Spikes
 
 if TYPE_CHECKING:
     from kempner.optim.kernels import Kernels

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kempner.checkpoint.layout import Box
+from kempner.checkpoint.format.plan import Box
 
 
 def to_bf16(value: Tensor, noise: Tensor) -> Tensor:

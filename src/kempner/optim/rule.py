@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kempner.checkpoint.layout import StoredTensor
+from kempner.checkpoint.format.plan import StoredTensor
 
 ParameterGroup = dict[str, Any]
 ParameterState = dict[str, Tensor]

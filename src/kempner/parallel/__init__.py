@@ -1,2 +1,1 @@
-"""Plans applied to the plain model from outside: recompute, compile, shard, materialise. Their
-order is fixed: build.py."""
+"""Changes to the plain model from outside, in one fixed order: build.py."""

@@ -12,11 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from kempner.checkpoint.layout import box_slices, make_table, own_box
-from kempner.checkpoint.writer import local_part
-from kempner.loss import cross_entropy
+from kempner.checkpoint.format.plan import box_slices, make_table, own_box
+from kempner.checkpoint.format.writer import local_part
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, rope_table
+from kempner.model.loss import cross_entropy
 from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.parallel.experts import split_experts
 from kempner.parallel.layout import Layout
@@ -147,7 +147,7 @@ def compute_dtype(name: str, device_type: str) -> torch.dtype:
 def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
     """Set initial values. Each parameter is drawn whole, from a generator of its own, then cut: the
     same on every mesh. With init_from only adapters are drawn: the rest is loaded from there or
-    from a checkpoint (hf/load.py, checkpoint/checkpointer.py). Buffers start as zeros."""
+    from a checkpoint (extensions/hf/load.py, checkpoint/checkpointer.py). Buffers start as zeros."""
     for buffer in buffer_names(model).values():
         buffer.zero_()
     parameters = parameter_names(model)

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kempner.compiler import CACHE, keep_private
+from kempner.jobs.ranks.process_group import World
+from kempner.jobs.slurm import host_name
+from kempner.jobs.system.compiler import CACHE, keep_private
 from kempner.model.decoder import Decoder
-from kempner.process_group import World
-from kempner.slurm import host_name
 
 
 def compile_model(model: Decoder, scope: str) -> None:

@@ -40,8 +40,8 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
-from kempner.loss import VocabularyPart
 from kempner.model.decoder import Block, Decoder
+from kempner.model.loss import VocabularyPart
 from kempner.model.moe import Experts
 from kempner.parallel.experts import ParallelExperts
 

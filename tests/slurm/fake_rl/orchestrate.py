@@ -11,8 +11,8 @@ import time
 import urllib.request
 from pathlib import Path
 
-from kempner.configure import load_config
-from kempner.rl.exchange import Batch, RolloutExchange
+from kempner.extensions.rl.exchange import Batch, RolloutExchange
+from kempner.train.configure import load_config
 
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

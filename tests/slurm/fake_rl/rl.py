@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 from kempner.config.loading import to_toml
-from kempner.configure import load_config
-from kempner.files import swap_link, write_atomic
-from kempner.rl.exchange import ExchangeStart, RolloutExchange
+from kempner.extensions.rl.exchange import ExchangeStart, RolloutExchange
+from kempner.jobs.system.files import swap_link, write_atomic
+from kempner.train.configure import load_config
 
 signals: list[int] = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):

@@ -8,8 +8,8 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from kempner import slurm
-from kempner.files import write_atomic
+from kempner.jobs import slurm
+from kempner.jobs.system.files import write_atomic
 
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

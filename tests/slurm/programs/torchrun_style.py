@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from kempner import slurm  # 1
+from kempner.jobs import slurm  # 1
 
 STEPS, OUT = int(sys.argv[1]), Path("out")
 

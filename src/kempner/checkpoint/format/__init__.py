@@ -1,0 +1,1 @@
+"""The files of a checkpoint: which rank writes what; writing, reading, checksums."""

@@ -1,0 +1,266 @@
+"""Write checkpoints with little disturbance of the training: one copy into reused memory, then few
+large writes.
+
+The memory of a rank is the image of the file that it writes: each tensor between the bytes that
+torch.save puts before and after it, so that any reader of torch's distributed checkpoints (DCP) can
+read it. The training waits for that copy alone. docs/reference/benchmarks.md has the measurements.
+
+Behind the image, the file ends with its own index as JSON, and a footer with the index's offset:
+
+    image, whole pages | index | zeros | footer
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import io
+import json
+import math
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from kempner.checkpoint.format.crc import crc32
+from kempner.checkpoint.format.plan import Box, Table, chunks_of
+
+PAGE = 4096  # what O_DIRECT asks of addresses, offsets and lengths, at most, on known file systems
+ALIGN = 64  # torch.save's alignment of the data
+WRITE = 1 << 26  # bytes of a write: large for the device, and summed while they are in the cache
+CRC_BLOCK_BYTES = (
+    1 << 23
+)  # bytes that share a CRC-32: a reader of a part verifies no more than it needs
+FOOTER = struct.Struct("<8sQQI4x")  # FILE_MAGIC, offset and length of the index, its CRC-32
+FILE_MAGIC = b"kempner2"
+
+
+# --- The image of a file ---
+
+
+class _Gap(io.RawIOBase):
+    """A stream for torch.save under skip_data: keeps what is written before and after the gap."""
+
+    def __init__(self) -> None:
+        self.before, self.after, self.gap = bytearray(), bytearray(), 0
+
+    def write(self, data: Any) -> int:
+        part = self.after if self.gap else self.before
+        part += data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        assert whence == os.SEEK_CUR and not self.gap
+        self.gap = offset
+        return len(self.before) + offset
+
+
+@functools.cache
+def torch_save_frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """Return the bytes that torch.save writes before and after the data of a contiguous tensor."""
+    stream, size = _Gap(), math.prod(shape) * dtype.itemsize
+    strides = torch.empty(shape, device="meta").stride()
+    # Reserved, never touched: torch.empty would fill it under deterministic algorithms.
+    storage = torch.UntypedStorage(size)  # type: ignore[no-untyped-call]
+    with torch.serialization.skip_data():
+        tensor = torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+        torch.save(tensor, stream)  # type: ignore[arg-type]
+    assert stream.gap == size
+    return bytes(stream.before), bytes(stream.after)
+
+
+class Slot(NamedTuple):
+    """Place of a tensor's part in the file: [offset] before [data] data [.. + size] after."""
+
+    key: str  # in the table
+    name: str  # on disk
+    dtype: torch.dtype
+    shape: torch.Size  # of the whole tensor
+    box: Box  # the part of it that is here
+    offset: int
+    data: int
+    size: int
+    length: int
+
+    @property
+    def local_shape(self) -> torch.Size:
+        return torch.Size(length for _, length in self.box)
+
+    def entry(self) -> dict[str, Any]:
+        """Return the slot's entry in the file's index."""
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "shape": self.shape,
+            "start": [start for start, _ in self.box],
+            "size": self.local_shape,
+            "at": self.data,
+            "bytes": self.size,
+            "framed": [self.offset, self.length],  # as torch.save has it, for readers of DCP
+        }
+
+
+FilePlan = list[Slot]
+
+
+def plan_file(table: Table, rank: int) -> FilePlan:
+    """Plan a rank's file: contents and offsets, from the table alone, without communication."""
+    plan, at = [], 0
+    for key, box in chunks_of(table, rank):
+        stored = table[key]
+        shape = torch.Size(length for _, length in box)
+        before, after = torch_save_frame(shape, stored.dtype)
+        size = math.prod(shape) * stored.dtype.itemsize
+        length = len(before) + size + len(after)
+        name = key.replace("*", str(rank)) if stored.layout is None else key
+        data = at + len(before)
+        plan.append(Slot(key, name, stored.dtype, stored.shape, box, at, data, size, length))
+        at += -(-length // ALIGN) * ALIGN
+    return plan
+
+
+class Image:
+    """This rank's file in memory. The caller never stages into it while it is being written."""
+
+    def __init__(
+        self, plan: FilePlan, device: torch.device | None, warn: Callable[[str], None]
+    ) -> None:
+        """`device`: the GPU that copies into the memory, None on a CPU. May run in a thread.
+
+        Pinning can fail where the rest of a save does not (a limit on locked memory, a virtual
+        machine). Then the memory stays pageable, with a warning: the copies are slower.
+        """
+        end = plan[-1].offset + plan[-1].length if plan else 0
+        memory = torch.frombuffer(allocate_pages(end), dtype=torch.uint8)
+        memory[::PAGE] = 0  # fault the pages in now, so that the first save does not
+        self.bytes = memory.numpy().data[: -(-end // PAGE) * PAGE]
+        self.entries = {slot.name: slot.entry() for slot in plan}
+        self.targets: dict[str, Tensor] = {}
+        for slot in plan:
+            before, after = torch_save_frame(slot.local_shape, slot.dtype)
+            self.bytes[slot.offset : slot.data] = before
+            self.bytes[slot.data + slot.size : slot.offset + slot.length] = after
+            if slot.size:
+                data = memory[slot.data : slot.data + slot.size]
+                self.targets[slot.key] = data.view(slot.dtype).view(slot.local_shape)
+        self._pinned = memory if device is not None and pin_memory(memory, device, warn) else None
+
+    def close(self) -> None:
+        """Unpin the memory; it is freed with the object."""
+        if self._pinned is not None:
+            cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            cuda.cudaHostUnregister(self._pinned.data_ptr())
+            self._pinned = None
+
+    @torch.no_grad()
+    def stage(self, state: dict[str, Tensor]) -> None:
+        """Copy the tensors as they are now; when it returns, the training may change them."""
+        sources = [local_part(state[key]) for key in self.targets]
+        asynchronous = self._pinned is not None
+        if sources:
+            torch._foreach_copy_(list(self.targets.values()), sources, non_blocking=asynchronous)
+        if asynchronous:
+            # When this returns, the training overwrites the sources.
+            torch.cuda.current_stream().synchronize()
+
+
+def pin_memory(memory: Tensor, device: torch.device, warn: Callable[[str], None]) -> bool:
+    """Lock memory in place for a GPU; False, after a warning, when the driver refuses."""
+    torch.cuda.set_device(device)  # this thread's: the default would open a context on GPU 0
+    cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if code:
+        warn(
+            f"WARNING: the memory for checkpoints cannot be pinned (CUDA error {code} for "
+            f"{memory.nbytes / 1e9:.1f} GB): saves copy more slowly; see `ulimit -l`"
+        )
+    return code == 0
+
+
+def allocate_pages(size: int) -> mmap.mmap:
+    """Allocate zeroed memory for at least `size` bytes, in whole pages."""
+    size = max(-(-size // PAGE) * PAGE, PAGE)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # a kernel without it
+        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer faults at the first save
+        memory.madvise(mmap.MADV_DONTFORK)  # a fork must not copy these pages
+    return memory
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, without a gradient."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+# --- The file ---
+
+
+def write_file(path: Path, data: memoryview, index: dict[str, Any]) -> None:
+    """Write the image, whole pages, and the index with its sums to a new file; make it durable.
+
+    It bypasses the page cache where the file system allows it: the cache would cost another copy,
+    and memory that the training's files are in. Raises OSError with the path, also when the disk
+    is full.
+    """
+    try:
+        # O_EXCL: never into a file that somebody else has begun.
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            set_direct(fd, True)
+            sums: list[int] = []
+            for start in range(0, len(data), WRITE):
+                part = data[start : start + WRITE]
+                _write(fd, part, start)
+                # Summed right after the write, while the part is in the processor's cache.
+                sums += [
+                    crc32(part[k : k + CRC_BLOCK_BYTES])
+                    for k in range(0, len(part), CRC_BLOCK_BYTES)
+                ]
+            index = {**index, "bytes": len(data), "block": CRC_BLOCK_BYTES, "crc32": sums}
+            _write(fd, _trailer(index, len(data)), len(data))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _trailer(index: dict[str, Any], at: int) -> memoryview:
+    """Return the index and the footer, which ends a page."""
+    text = json.dumps(index, separators=(",", ":")).encode()
+    length = -(-(len(text) + FOOTER.size) // PAGE) * PAGE
+    memory = memoryview(allocate_pages(length))
+    memory[: len(text)] = text
+    memory[length - FOOTER.size : length] = FOOTER.pack(FILE_MAGIC, at, len(text), zlib.crc32(text))
+    return memory[:length]
+
+
+def _write(fd: int, data: memoryview, at: int) -> None:
+    bytes_written = 0
+    while bytes_written < len(data):
+        try:
+            bytes_written += os.pwrite(fd, data[bytes_written:], at + bytes_written)
+        except OSError as error:
+            # Some file systems accept O_DIRECT and then refuse the write: go on through the page
+            # cache.
+            if error.errno != errno.EINVAL or not set_direct(fd, False):
+                raise
+
+
+def set_direct(fd: int, on: bool) -> bool:
+    """Turn O_DIRECT on or off; returns whether that changed anything."""
+    before = fcntl.fcntl(fd, fcntl.F_GETFL)
+    after = before | os.O_DIRECT if on else before & ~os.O_DIRECT
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, after)
+    except OSError:  # EINVAL: this file system does not support it
+        return False
+    return before != after

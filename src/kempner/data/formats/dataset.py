@@ -1,0 +1,174 @@
+"""Token shards as numbered samples: the shards of a split are one stream of tokens (stream.py)."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import resource
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kempner.data.formats.stream import (
+    Shape,
+    StreamTokens,
+    TokenStream,
+    raise_problems,
+    stream_problems,
+)
+from kempner.data.sidecar import DataError, Shard, Sidecar, open_sidecar
+from kempner.data.source import Int64
+
+HEADER = re.compile(
+    rb"\{'descr': '([^']+)', 'fortran_order': (?:False|True), 'shape': \(([\d, ]*)\), *\}\s*"
+)
+MOST_MAPS = 32_768  # Linux allows a process 65,530 mappings (vm.max_map_count)
+PREPARE_AGAIN = "prepare the data again"
+CHECKERS = 16  # threads: a parallel file system answers an open in milliseconds, but many at once
+
+
+class TokenDataset(TokenStream):
+    """The samples of one split. Shards are memory-mapped when first read, and unmapped when so many
+    are open that the process would run out of file descriptors. Reading is safe in any thread and
+    after a fork."""
+
+    def __init__(self, path: Path, sidecar: Sidecar, split: str, shape: Shape, name: str) -> None:
+        """Use open(), which checks what is assumed here."""
+        self.path = path
+        self.sidecar = sidecar
+        self._shards = sidecar.splits[split]
+        super().__init__(name, [shard.tokens for shard in self._shards], shape)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        split: str,
+        seq_len: int,
+        vocab_size: int,
+        check_shards: bool = True,
+        *,
+        separate: bool = False,
+        name: str = "",
+    ) -> TokenDataset:
+        """Open the split (train, val) of a data directory for a model of `vocab_size`. `separate`:
+        documents do not see each other.
+
+        Raises ConfigError with all problems: the directory, the sidecar, a shard that differs from
+        the sidecar, too few tokens, ids outside the model's vocabulary. Without `check_shards` no
+        shard is opened: each is checked when it is first read.
+        """
+        directory = Path(path).expanduser()
+        sidecar = open_sidecar(path)
+        shape = Shape(seq_len, vocab_size, separate)
+        problems = []
+        if check_shards:
+            check = functools.partial(_problems, directory, dtype=sidecar.dtype)
+            with ThreadPoolExecutor(CHECKERS) as pool:
+                problems = [
+                    line for lines in pool.map(check, sidecar.splits[split]) for line in lines
+                ]
+        largest = max((shard.max_id for shard in sidecar.splits[split]), default=0)
+        largest = max(sidecar.vocab_size - 1, largest)
+        about = f"tokenizer {sidecar.tokenizer['name']}"
+        raise_problems(
+            problems
+            + stream_problems(str(path), split, sidecar.tokens(split), largest, shape, about)
+        )
+        return cls(directory, sidecar, split, shape, name or directory.name)
+
+    def identity(self) -> dict[str, Any]:
+        """The shards, as in the sidecar: their tokens are the samples."""
+        shards = json.dumps([asdict(shard) for shard in self._shards])
+        return {"tokens": hashlib.sha256(shards.encode()).hexdigest()[:16]}
+
+    def part(self, number: int) -> StreamTokens:
+        return self._map(number)
+
+    def part_name(self, number: int) -> str:
+        return str(self.path / self._shards[number].file)
+
+    def begins(self, positions: Int64, rows: Int64) -> NDArray[np.bool_]:
+        result = np.empty(rows.shape, np.bool_)
+        np.equal(rows[:, :-1], self.sidecar.eod, out=result[:, 1:])
+        return result
+
+    @functools.cached_property
+    def _map(self) -> Callable[[int], StreamTokens]:
+        """Map shard number -> tokens. The shuffle reads all shards in turn, so half the limit of
+        open files stay mapped: each mmap keeps a descriptor."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # at the first read: start() raises it
+        most = MOST_MAPS if soft == resource.RLIM_INFINITY else min(MOST_MAPS, soft // 2)
+
+        def map_shard(number: int) -> StreamTokens:
+            return _map_shard(self.path, self._shards[number], self.sidecar.dtype)
+
+        return functools.lru_cache(most)(map_shard)
+
+
+def _problems(directory: Path, shard: Shard, dtype: str) -> list[str]:
+    try:
+        _map_shard(directory, shard, dtype)
+    except DataError as error:
+        return error.problems
+    return []
+
+
+def _map_shard(directory: Path, shard: Shard, dtype: str) -> StreamTokens:
+    """Map a shard's tokens. Opens the file once and reads only the header. Raises DataError if file
+    and sidecar differ."""
+    path = directory / shard.file
+    if dtype not in ("uint16", "uint32"):
+        raise DataError(
+            f"{path}: dtype {dtype} in the sidecar, must be uint16 or uint32; {PREPARE_AGAIN}"
+        )
+    return map_array(path, shard.tokens, dtype)
+
+
+def map_array(path: Path, length: int, dtype: str) -> NDArray[Any]:
+    """Map a .npy file of `length` numbers. Raises DataError if it has another length or dtype."""
+    try:
+        with path.open("rb") as file:
+            header_dtype, shape = _read_header(file)
+            size = os.fstat(file.fileno()).st_size - file.tell()
+            if header_dtype != np.dtype(dtype):
+                raise DataError(
+                    f"{path}: holds {header_dtype}, the sidecar says {dtype}; {PREPARE_AGAIN}"
+                )
+            if shape == (length,) and size < (whole := length * header_dtype.itemsize):
+                begin = file.tell()
+                raise DataError(
+                    f"{path}: is cut off: {begin + size:,} of {begin + whole:,} bytes; "
+                    f"{PREPARE_AGAIN}"
+                )
+            if shape != (length,) or size != length * header_dtype.itemsize:
+                raise DataError(
+                    f"{path}: {size} bytes of shape {shape}, the sidecar says "
+                    f"{length} tokens of {dtype}; {PREPARE_AGAIN}"
+                )
+            # A plain array: slicing a numpy.memmap costs several times as much.
+            return np.asarray(np.memmap(file, header_dtype, "r", file.tell(), shape))
+    except OSError as error:
+        fix = PREPARE_AGAIN if isinstance(error, FileNotFoundError) else "check the file system"
+        raise DataError(f"{path}: {error.strerror}; {fix}") from None
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{path}: not a .npy file ({error}); {PREPARE_AGAIN}") from None
+
+
+def _read_header(file: BinaryIO) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Read dtype and shape of a .npy file. NumPy's own reader evaluates the header by `ast`, which
+    fails now and then in Python 3.11 when two threads do so at once."""
+    version, _ = np.lib.format.read_magic(file)
+    size = int.from_bytes(file.read(2 if version == 1 else 4), "little")
+    header = HEADER.fullmatch(file.read(size))
+    if header is None:
+        raise ValueError("its header does not describe an array of numbers")
+    return np.dtype(header[1].decode()), tuple(map(int, re.findall(rb"\d+", header[2])))

@@ -1,0 +1,1 @@
+"""`train.py --bench`: measures a configuration with fake data."""

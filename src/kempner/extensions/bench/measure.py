@@ -1,0 +1,290 @@
+"""`train.py CONFIG --bench`: the trainer itself, timed; rl.py's, too, without engines. No torch,
+until the table is printed.
+
+Each variant is a run of the same program in a process of its own, beside every rank of this one: it
+has the launcher's environment, reads fake data and leaves no checkpoint. Its figures are the lines
+of its metrics.jsonl. A variant that runs out of memory, or crashes, ends alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kempner import __version__
+from kempner.config.loading import as_dict
+from kempner.data.config import FAKE
+from kempner.extensions.bench.config import BenchConfig
+from kempner.extensions.lowcomm.config import LowcommConfig
+from kempner.extensions.planner.memory import GIB, estimate_memory
+from kempner.jobs.ranks.process_group import World
+from kempner.jobs.records import events
+from kempner.jobs.report.tables import align_table
+from kempner.jobs.system.files import read_jsonl, write_atomic
+from kempner.train.extensions import Variant
+from kempner.train.recording.metrics import peak_flops, short_number
+from kempner.train.sections import RunConfig
+
+SHUTDOWN_S = 10.0  # for the other ranks of a variant, once one has failed
+BENCH_FIGURES = {
+    "step, s": ".3f",
+    "tokens/s": ",.0f",
+    "tokens/s per GPU": ",.0f",
+    "MFU": ".1%",
+    "MFU, full attention": ".1%",
+    "peak memory, GiB": ".2f",
+    "publish, s": ".3f",  # of rl.py
+}
+FREED = re.compile(r"Tried to allocate ([\d.]+) (\w+).*? of which ([\d.]+) (\w+) is free", re.S)
+BYTE_UNITS = {"bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
+
+
+def bench_overrides(cfg: RunConfig, run_dir: str) -> list[str]:
+    """Return the words that make a run of `cfg` a measurement: this many steps, and nothing besides
+    them; for replicas whole rounds, with their outer steps."""
+    bench, rounds = (
+        cfg.of(BenchConfig),
+        cfg.of(LowcommConfig).interval if cfg.of(LowcommConfig).on else 1,
+    )
+    warmup, steps = (-(-number // rounds) * rounds for number in (bench.warmup, bench.steps))
+    words = [
+        f"--run.dir={run_dir}",
+        f"--bench.warmup={warmup}",
+        f"--bench.steps={steps}",
+        f"--train.max_steps={warmup + steps}",
+        "--schedule.warmup_steps=0",  # it may be longer than the measurement
+        "--train.batch_ramp=none",
+        "--train.seq_len_ramp=none",
+        "--checkpoint.save=false",
+        "--eval.interval=0",
+        "--metrics.log_interval=1",
+        "--trackers.tensorboard=false",
+        "--trackers.wandb=off",
+    ]
+    if bench.data == "fake":
+        masked = str(bench.length == "variable").lower()
+        words += ["--data.sources=[]", "--data.phases=[]", f"--data.dataset_path={FAKE}"]
+        words += [f"--data.document_mask={masked}"]
+    return words
+
+
+def run_bench(
+    run_dir: Path, variants: Sequence[Variant], world: World, leaves: Callable[[], float]
+) -> int:
+    """Run the variants one after the other; rank 0 prints the tables. Returns the exit code: 1 when
+    none of them came to its end. `leaves()`: whether this process was asked to end."""
+    codes: list[int] = []
+    for number, variant in enumerate(variants):
+        if leaves():
+            return 1
+        codes.append(_run(variant, number, leaves))
+    if world.rank:
+        return 0
+    machine = _machine()
+    results = [
+        _result(each, code, machine, world) for each, code in zip(variants, codes, strict=True)
+    ]
+    _report(run_dir, variants[0].cfg, results, machine)
+    state = "done" if any(result["summary"] for result in results) else "failed"
+    status = {"state": state, "reason": "a benchmark", "time": time.time(), "step": 0}
+    status |= {"attempt": 0, "attempt_id": os.environ.get("KEMPNER_ATTEMPT_ID"), "max_steps": 0}
+    write_atomic(run_dir / "status.json", json.dumps(status) + "\n")  # for the batch script
+    return 0 if state == "done" else 1
+
+
+def _run(variant: Variant, number: int, leaves: Callable[[], float]) -> int:
+    """Run this rank's process of a variant to its end. It is ended when another rank has failed: it
+    may wait for that one in a collective."""
+    env = dict(os.environ)
+    if "TORCHELASTIC_RESTART_COUNT" in env:  # the variants share the store of torchrun
+        env["TORCHELASTIC_RESTART_COUNT"] += f".{number}"
+    status, began = Path(variant.cfg.run.dir, "status.json"), time.time()
+    process = subprocess.Popen([sys.executable, sys.argv[0], *variant.words], env=env)
+    while True:
+        try:
+            return process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            if leaves():
+                process.terminate()
+            elif _failed(status, began):
+                try:
+                    return process.wait(SHUTDOWN_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+
+def _failed(status: Path, since: float) -> bool:
+    try:
+        return (
+            status.stat().st_mtime > since and json.loads(status.read_text())["state"] == "failed"
+        )
+    except (OSError, ValueError):
+        return False
+
+
+# --- What came out ---
+
+
+Result = dict[str, Any]
+BENCH_SIGN = '"tokens_per_step"'  # that a file holds such figures
+
+
+def _result(variant: Variant, code: int, machine: dict[str, Any], world: World) -> Result:
+    """One variant as JSON: its steps that count, their summary, or why there is none."""
+    cfg, run_dir = variant.cfg, Path(variant.cfg.run.dir)
+    lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if "loss" in line]
+    newest = max((line["attempt"] for line in lines), default=0)
+    mine = [line for line in lines if line["attempt"] == newest]
+    counted = (
+        [line for line in mine if line["step"] > cfg.of(BenchConfig).warmup] if code == 0 else []
+    )
+    ranks, gpu = world.size, machine["device"] != "CPU"
+    tokens = cfg.train.sequences * cfg.train.seq_len
+    peak = peak_flops(cfg.metrics, machine["device"])
+    length = cfg.train.seq_len
+    full = cfg.model.flops_per_token(length, cfg.lora.rank > 0, length)
+    steps = [_figures(line, tokens, ranks, peak and full / peak) for line in counted]
+    names = steps[0] if steps else {}
+    summary = {name: _summary([step[name] for step in steps]) for name in names}
+    found = {
+        "variant": variant.name,
+        "ranks": ranks,
+        "tokens_per_step": tokens,
+        "summary": summary,
+        "steps": steps,
+        "peak_tflops": peak and peak / 1e12,
+        "flops_per_token_full_attention": full,
+        "planned_gib": estimate_memory(cfg, ranks, world.per_node, gpu).peak / GIB,
+        "config": as_dict(cfg.with_section("bench", cfg.of(BenchConfig))),
+    }
+    return found if code == 0 else {**found, "failed": _why(run_dir, code)}
+
+
+def _summary(values: list[float | None]) -> dict[str, float | None]:
+    known = [value for value in values if value is not None]
+    if not known:  # MFU, where no peak is known
+        return dict.fromkeys(("mean", "sd", "min", "max"))
+    return {
+        "mean": statistics.mean(known),
+        "sd": statistics.stdev(known) if len(known) > 1 else 0.0,
+        "min": min(known),
+        "max": max(known),
+    }
+
+
+def _figures(
+    line: dict[str, Any], tokens: int, ranks: int, full: float | None
+) -> dict[str, float | None]:
+    """Return a step's figures. `full`: seconds of one GPU at its peak for a token, with full
+    attention."""
+    speed = tokens / line["step_time"]
+    each = speed / ranks
+    values = (line["step_time"], speed, each, line["mfu"], full and each * full, line["memory_gib"])
+    published = [line["publish_seconds"]] if "publish_seconds" in line else []
+    return dict(zip(BENCH_FIGURES, (*values, *published), strict=False))
+
+
+def _why(run_dir: Path, code: int) -> str:
+    """Return why a variant has no figures; for one out of memory, by how much at least."""
+    faults = events.of_kind(events.read_events(run_dir / "attempts.jsonl"), events.FaultEvent)
+    fault = faults[-1] if faults else None
+    if fault is None or fault.kind != "oom":
+        return fault.reason if fault else f"exit code {code}"
+    if (found := FREED.search(fault.reason)) is None:
+        return "out of memory"
+    size, unit, free, free_unit = found.groups()
+    over = float(size) * BYTE_UNITS[unit] - float(free) * BYTE_UNITS[free_unit]
+    return f"out of memory, by {max(over, 0.0) / GIB:.2f} GiB or more"
+
+
+def _report(
+    run_dir: Path, cfg: RunConfig, results: Sequence[Result], machine: dict[str, Any]
+) -> None:
+    text = [f"\n{machine['device']}, world size {results[0]['ranks']}, torch {machine['torch']}"]
+    for result in results:
+        bench = result["config"]["bench"]
+        text += [
+            "",
+            f"{result['variant'] or 'as configured'}: {result['tokens_per_step']:,} tokens",
+        ]
+        text[-1] += f" a step, {bench['steps']} steps after {bench['warmup']} of warm-up"
+        text.append(_table(result))
+    if len(results) > 1:
+        text += ["", _comparison(results)]
+    text.append(
+        "\nMFU = tokens/s x FLOPs per token / (ranks x peak); the run's log has its numbers."
+    )
+    text.append(
+        "FLOPs per token = 6 x (weights that multiply) + 12 x layers x heads x head width x keys: "
+        "those\nthat a query sees on average (causal, window, documents), or all seq_len "
+        "(full attention)."
+    )
+    print("\n".join(text), flush=True)
+    path = Path(cfg.of(BenchConfig).output_json or run_dir / "bench.json")
+    record = {"time": time.time(), "command": shlex.join(sys.argv), **machine, "results": results}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"written to {path}", flush=True)
+
+
+def _table(result: Result) -> str:
+    if not result["summary"]:
+        return f"  {result['failed']}; the planner's estimate is {result['planned_gib']:.2f} GiB"
+    rows = [["", "mean", "sd", "min", "max", ""]]
+    for name, values in result["summary"].items():
+        cells = ["-" if x is None else format(x, BENCH_FIGURES[name]) for x in values.values()]
+        # On a CPU the peak includes the process's libraries.
+        planned = f"tensors, as planned: {result['planned_gib']:.2f}" if "memory" in name else ""
+        rows.append([name, *cells, planned])
+    return align_table(rows, 2, range(1, 5))
+
+
+def _comparison(results: Sequence[Result]) -> str:
+    """Sort the results, the fastest first; failures last."""
+
+    def speed(result: Result) -> float:
+        return float(result["summary"]["tokens/s"]["mean"]) if result["summary"] else 0.0
+
+    ranked = sorted(results, key=speed, reverse=True)
+    best = speed(ranked[0])
+    rows = [["tokens/s", "of the best", "GiB", "variant"]]
+    for result in ranked:
+        name = result["variant"] or "as configured"
+        if not result["summary"]:
+            rows.append(["-", "-", "-", f"{name}: {result['failed']}"])
+            continue
+        gib = result["summary"]["peak memory, GiB"]["max"]
+        rows.append(
+            [short_number(speed(result)), f"{speed(result) / best:.3f}", f"{gib:.2f}", name]
+        )
+    return align_table(rows, 2, range(3))
+
+
+def _machine() -> dict[str, Any]:
+    """Describe device, versions and commit, once nobody uses the device."""
+    import torch
+
+    gpu = torch.cuda.is_available()
+    commit = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
+        capture_output=True,
+        text=True,
+    )
+    return {
+        "device": torch.cuda.get_device_name(0) if gpu else "CPU",
+        "memory_gib": torch.cuda.get_device_properties(0).total_memory / GIB if gpu else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": sys.version.split()[0],
+        "kempner": __version__,
+        "commit": commit.stdout.strip() or None,
+    }

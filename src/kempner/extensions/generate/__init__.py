@@ -1,0 +1,1 @@
+"""Text from a model: prompts in, tokens drawn one by one, text out."""

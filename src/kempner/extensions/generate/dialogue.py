@@ -1,0 +1,44 @@
+"""A dialogue with a model, in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kempner.data.text.chat_template import ChatMessage
+from kempner.extensions.generate.config import Sampling
+from kempner.extensions.generate.engine import Engine
+from kempner.extensions.generate.load import Loaded
+from kempner.extensions.generate.texts import Text, generate_texts
+
+
+def run_dialogue(loaded: Loaded, sampling: Sampling) -> None:
+    """Answer what the user types, until Ctrl-D or Ctrl-C. The model reads the dialogue so far,
+    without its oldest turns where they leave no room for an answer."""
+    messages: list[ChatMessage] = []
+    try:
+        while True:
+            if not (text := input("> ")).strip():
+                continue
+            messages.append({"role": "user", "content": text})
+            answer = ""
+            for piece in generate_reply(loaded, messages, sampling):
+                print(piece, end="", flush=True)
+                answer += piece
+            print()
+            messages.append({"role": "assistant", "content": answer})
+    except (EOFError, KeyboardInterrupt):
+        print()
+
+
+def generate_reply(
+    loaded: Loaded, messages: list[ChatMessage], sampling: Sampling
+) -> Iterator[str]:
+    """Yield the model's answer to the last message, piece by piece; removes turns without room from
+    `messages`."""
+    words, room = loaded.words, max(1, loaded.window - sampling.max_tokens)
+    while len(ids := words.chat(messages)) > room and len(messages) > 1:
+        del messages[:2]
+    window = min(loaded.window, len(ids) + sampling.max_tokens)
+    engine = Engine[Text](loaded.model, words.tokenizer.vocab_size, window, 1)
+    for piece in generate_texts(engine, words.tokenizer, words.ends, [ids], sampling):
+        yield piece.text

@@ -1,0 +1,169 @@
+"""Batched generation: requests share one key-value cache, join it while there is room, and leave
+when done; each forward pass draws a token for each. B requests, T tokens, V vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from kempner.extensions.generate.config import Sampling
+from kempner.extensions.generate.sampling import Uniforms, draw_rows
+from kempner.model.cache import CacheRows, KVCache, whole_blocks
+from kempner.model.decoder import Decoder
+
+
+class GenerationRequest:
+    """A prompt, and the tokens that continue it."""
+
+    def __init__(self, number: int, prompt: Sequence[int], sampling: Sampling) -> None:
+        """`number`: distinguishes requests of one seed; each draws other tokens."""
+        self.number, self.prompt, self.sampling = number, prompt, sampling
+        self.new: list[int] = []
+        self.logprobs: list[float] = []  # of each new token: see draw()
+        self.versions: list[int] = []  # of the weights that have drawn them, each once, in order
+        self.uniforms = Uniforms(sampling, number)
+
+    def context(self, window: int) -> tuple[int, ...]:
+        """Return the tokens that the model reads when the request joins: all, or, if they would
+        leave no room in the window for new ones, the last ones."""
+        tokens = (*self.prompt, *self.new)
+        tokens_left = self.sampling.max_tokens - len(self.new) - 1  # the last one is never read
+        return tokens if len(tokens) < window else tokens[min(tokens_left, window // 2) - window :]
+
+    @property
+    def last(self) -> int:
+        return self.new[-1] if self.new else self.prompt[-1]
+
+
+_R = TypeVar("_R", bound=GenerationRequest)
+
+
+class Engine(Generic[_R]):
+    """Draws one token at a time for each of its requests.
+
+    A text that outgrows the window is read again from its last tokens on, at least half a window:
+    rotary positions beyond those of the training are noise to the model.
+    """
+
+    def __init__(
+        self, model: Decoder, vocab_size: int, window: int, slots: int, fixed: bool = False
+    ) -> None:
+        """`vocab_size`: of the tokenizer; no other token is drawn. `window`: the most tokens that
+        the model sees. `slots`: the most requests at a time. `fixed`: see KVCache."""
+        weight = model.embed.weight
+        self.model, self.vocab_size = model, vocab_size
+        self.cache = KVCache(model.cfg, slots, window, weight.device, weight.dtype, fixed)
+        self.requests: list[_R] = []  # number i has row i of the cache
+        self.version = 0  # of the weights
+        self.prefilled = 0  # tokens that were read when requests joined
+        # Tokens whose keys and values each row of the cache holds, also after its request has left.
+        self._held: list[tuple[int, ...]] = [()] * slots
+
+    @property
+    def free(self) -> int:
+        return self.cache.slots - len(self.requests)
+
+    def holds(self, request: _R) -> bool:
+        """Return whether a row holds the beginning of this request: then joining costs nothing."""
+        return request.context(self.cache.length) in self._held
+
+    def join(self, requests: Sequence[_R]) -> list[_R]:
+        """Read the prompts, and draw the first token of each; returns these requests. With fixed
+        shapes no token is drawn yet.
+
+        A prompt that another row holds is copied, so that it is read once for all samples of it.
+        Its last token is left out: the request takes part in the next step with it.
+        """
+        groups: dict[tuple[int, ...], _R] = {}
+        again: list[tuple[_R, tuple[int, ...]]] = []
+        for request in requests:
+            context = request.context(self.cache.length)
+            if context in groups:
+                again.append((request, context))
+            elif context in self._held:
+                self._copy(request, context)
+            else:
+                groups[context] = request
+        if self.cache.fixed:
+            for context, request in groups.items():
+                self._read(request, context)
+        elif groups:
+            first, counts = len(self.requests), [len(context) for context in groups]
+            width = whole_blocks(max(counts), self.cache.length)
+            padded = [[*context] + [0] * (width - len(context)) for context in groups]
+            self._held[first : first + len(groups)] = groups
+            self.requests += groups.values()
+            self.prefilled += sum(counts)
+            self._draw([*groups.values()], torch.tensor(padded), self.cache.join(counts))
+        for request, context in again:
+            self._copy(request, context)
+        return [] if self.cache.fixed else [*groups.values()]
+
+    @torch.inference_mode()
+    def _read(self, request: _R, context: tuple[int, ...]) -> None:
+        """Read a prompt alone, padded to the window, and without its last token, which the next
+        step reads: so the first token is drawn in the same shape as all the others."""
+        row, length = len(self.requests), self.cache.length
+        self._held[row] = context
+        self.requests.append(request)
+        self.prefilled += len(context)
+        padded = torch.tensor([[*context] + [0] * (length - len(context))])
+        self.model(padded.to(self.cache.keys.device), cache=self.cache.join([length]))
+        self.cache.lengths[row] = len(context) - 1
+
+    def _copy(self, request: _R, context: tuple[int, ...]) -> None:
+        self.cache.copy(self._held.index(context), len(context) - 1)
+        self._held[len(self.requests)] = context
+        self.requests.append(request)
+
+    def step(self) -> list[_R]:
+        """Draw the next token of every request; returns those that have one."""
+        sizes = zip(self.requests, self.cache.lengths, strict=True)
+        full = [request for request, size in sizes if size == self.cache.length]
+        # They outgrow the window: join() reads them again from their last tokens on.
+        for request in full:
+            self.leave(request)
+        grown = list(self.requests)
+        if grown:
+            free = [[0]] * (self.free if self.cache.fixed else 0)
+            tokens = torch.tensor([[request.last] for request in grown] + free)
+            self._draw(grown, tokens, self.cache.step())
+        return grown + self.join(full)
+
+    def leave(self, request: _R) -> None:
+        row = self.requests.index(request)
+        self.cache.leave(row)
+        last = self.requests.pop()
+        if last is not request:
+            self.requests[row] = last
+            self._held[row] = self._held[len(self.requests)]
+
+    def clear(self) -> None:
+        """Drop all requests after a failed step: the contents of the rows are undefined."""
+        self.requests.clear()
+        self.cache.lengths.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the cached texts, because the weights have changed."""
+        assert not self.requests
+        self._held = [()] * self.cache.slots
+
+    @torch.inference_mode()
+    def _draw(self, requests: Sequence[_R], tokens: Tensor, rows: CacheRows) -> None:
+        """Draw one token for each request, after tokens [B, T]."""
+        device = self.cache.keys.device
+        logits = self.model(tokens.to(device), cache=rows)[: len(requests), 0]  # [B, V]
+        uniform = torch.tensor([request.uniforms[len(request.new)] for request in requests])
+        samplings = [request.sampling for request in requests]
+        new_tokens, logprobs = draw_rows(logits, samplings, uniform.to(device), self.vocab_size)
+        for request, token, logprob in zip(
+            requests, new_tokens.tolist(), logprobs.tolist(), strict=True
+        ):
+            request.new.append(token)
+            request.logprobs.append(logprob)
+            if request.versions[-1:] != [self.version]:
+                request.versions.append(self.version)

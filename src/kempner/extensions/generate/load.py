@@ -1,0 +1,241 @@
+"""Load a model and its tokenizer into this process: from a run, a checkpoint, or a directory in
+Hugging Face's form."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kempner.checkpoint import commit
+from kempner.checkpoint.commit import Damaged
+from kempner.config import toml
+from kempner.config.option import ConfigError
+from kempner.data.sidecar import BYTES_TOKENIZER, SIDECAR, TOKENIZER_CONFIG, Sidecar
+from kempner.data.text.chat_template import (
+    TEMPLATE,
+    ChatMessage,
+    ChatTemplate,
+    read_tokenizer_config,
+)
+from kempner.data.text.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+    Tokenizer,
+    import_data_package,
+    load_tokenizer,
+)
+from kempner.data.text.vocabulary import read_vocabulary, vocabulary_fingerprint
+from kempner.extensions.hf.source import (
+    HF_FOLDER,
+    TOKENIZER_FILE,
+    WeightsSource,
+    end_tokens,
+    held_weights,
+    is_of_bytes,
+    run_of,
+)
+from kempner.model.config import ModelConfig
+from kempner.parallel.config import LoraConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from kempner.model.decoder import Decoder
+
+
+class Words(NamedTuple):
+    """Tokenizer and special tokens of a model."""
+
+    tokenizer: Tokenizer
+    begin: list[int]  # tokens before each text
+    ends: set[int]  # tokens that end one
+    folder: Path  # with the tokenizer's files
+
+    def prompt(self, text: str) -> list[int]:
+        """Encode a text that the model continues."""
+        # A model without a first token has at least one that ends a text.
+        return [*self.begin, *self.tokenizer.encode(text)] or [self.tokenizer.eod]
+
+    def fingerprint(self) -> str:
+        """Return a fingerprint of the meaning of the token ids. Raises ConfigError."""
+        if isinstance(self.tokenizer, FileTokenizer):
+            return vocabulary_fingerprint(read_vocabulary(self.folder / TOKENIZER_FILE))
+        return BYTES_TOKENIZER["kind"]
+
+    @property
+    def has_template(self) -> bool:
+        """False for the tokenizer of a model that only continues texts."""
+        with contextlib.suppress(OSError, ValueError):
+            config = json.loads((self.folder / TOKENIZER_CONFIG).read_bytes())
+            return bool(config.get("chat_template")) or (self.folder / TEMPLATE).is_file()
+        return False
+
+    def chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Encode a conversation up to where the next answer comes, by the tokenizer's own template.
+        Raises ConfigError without one, ValueError if it refuses."""
+        if not self.has_template:
+            raise ConfigError(
+                f"{self.folder}: has no chat template, so the model was not trained on "
+                "conversations: let it continue a text instead (generate.py without --chat, or "
+                "/v1/completions)"
+            )
+        template = ChatTemplate(read_tokenizer_config(self.folder), date.today())
+        assert isinstance(self.tokenizer, FileTokenizer)  # bytes have no tokenizer_config.json
+        ((ids, _),) = self.tokenizer.encode_rendered([template.render(messages, None, True)])
+        return ids
+
+
+class Loaded(NamedTuple):
+    model: Decoder
+    words: Words
+    window: int  # tokens that the model has been trained to see
+    about: str  # for messages
+
+
+def model_shape(source: WeightsSource) -> tuple[ModelConfig, int]:
+    """Return the shape of a model, and the number of tokens it has been trained to see. Raises
+    ConfigError."""
+    cfg = ModelConfig(**source.model())
+    if not source.is_checkpoint:
+        return cfg, cfg.max_seq_len
+    fixed = commit.read_manifest(source.path)["fixed"]
+    return cfg, min(fixed["train"]["seq_len"], cfg.max_seq_len)
+
+
+def load_model_and_tokenizer(
+    name: str, device: str, fill: Callable[[Decoder], object] | None = None
+) -> Loaded:
+    """Load a model. `name`: RUN[@STEP], a checkpoint, a directory in Hugging Face's form, or an id
+    of the hub. `device`: auto, cpu or cuda. `fill`: gives the weights of a directory that has none.
+
+    The weights are bf16 on a GPU and fp32 on a CPU. Retention leaves a checkpoint alone while it is
+    read. From now on attention in this process uses no kernel of cuDNN: it compiles a plan for each
+    new shape, up to half a second for every length of a text. Raises ConfigError, Damaged or
+    OSError; each says what to do.
+    """
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    with held_weights(name) as source:
+        place = inference_device(device)
+        if not source.is_checkpoint:
+            cfg, window = model_shape(source)
+            words = words_of_directory(source.path)
+            model = read_base(source, cfg, place, fill=fill)
+            return Loaded(model, words, window, str(source.path))
+        manifest = commit.read_manifest(source.path)
+        words = words_of_run(Path(name), source.path)
+        model = read_checkpoint(source, manifest, place)
+        window = model_shape(source)[1]
+    return Loaded(model, words, window, f"step {manifest['step']:,} of {source.path}")
+
+
+# --- The tokenizer ---
+
+
+def words_of_run(source: Path, checkpoint: Path) -> Words:
+    """Return the words of the run, or of the data that it was made from. A document begins where
+    one has ended, or with its BOS; a conversation, which follows no other one, as its tokenizer
+    begins a text, as in an export."""
+    config = toml.loads((checkpoint / "config.toml").read_text())
+    named = (config["run"]["dir"], config["data"]["dataset_path"])
+    tried = dict.fromkeys(
+        (source, checkpoint.parent.parent, *(Path(path).expanduser() for path in named if path))
+    )
+    carried = run_of(checkpoint) / HF_FOLDER
+    for directory in tried:
+        if (directory / SIDECAR).is_file():
+            tokenizer, kind = load_tokenizer(directory), Sidecar.load(directory / SIDECAR).kind
+            ends = [*end_tokens(carried), tokenizer.eod]
+            if kind == "text":
+                begin = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+                return Words(tokenizer, [begin], set(ends), directory)
+            tokenizer = FileTokenizer(directory / TOKENIZER_FILE, eod=ends[0])
+            return Words(tokenizer, own_beginning(directory), set(ends), directory)
+    if (carried / TOKENIZER_FILE).is_file():
+        return words_of_directory(carried)
+    raise ConfigError(
+        f"{checkpoint}: its tokenizer is in none of {', '.join(map(str, tried))}; "
+        f"copy {SIDECAR} (and tokenizer.json) from the data into the first of them"
+    )
+
+
+def words_of_directory(directory: Path) -> Words:
+    """Return the words of a directory in Hugging Face's form: texts begin as its tokenizer has
+    it."""
+    ends = end_tokens(directory)
+    if is_of_bytes(directory):
+        return Words(ByteTokenizer(), [ByteTokenizer.eod], set(ends), directory)
+    tokenizer = FileTokenizer(directory / TOKENIZER_FILE, eod=ends[0] if ends else None)
+    return Words(tokenizer, own_beginning(directory), {tokenizer.eod, *ends}, directory)
+
+
+def own_beginning(directory: Path) -> list[int]:
+    """Return the tokens that a tokenizer itself puts before each text, such as a BOS."""
+    file = str(directory / TOKENIZER_FILE)
+    return list(import_data_package("tokenizers").Tokenizer.from_file(file).encode("").ids)
+
+
+# --- The weights ---
+
+
+def inference_device(kind: str) -> torch.device:
+    import torch
+
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: no GPU is visible; give --device cpu")
+    return torch.device("cuda" if kind != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def read_checkpoint(
+    source: WeightsSource, manifest: dict[str, Any], device: torch.device
+) -> Decoder:
+    """Read the model of a checkpoint; one with adapters gets its base with these. Raises
+    ConfigError."""
+    from kempner.checkpoint.format.reader import read_into
+    from kempner.extensions.hf.adapter import base_of
+    from kempner.parallel.lora import is_adapter
+
+    cfg = ModelConfig(**manifest["fixed"]["model"])
+    if (lora := manifest["fixed"].get("lora")) is None:
+        return read_base(source, cfg, device)
+    options = LoraConfig(lora["rank"], lora["alpha"], tuple(lora["targets"]))
+    with base_of(manifest) as base:
+        model = read_base(base, cfg, device, options)
+    named = model.named_parameters()
+    read_into(source.path, {f"model.{name}": p for name, p in named if is_adapter(name)})
+    return model
+
+
+def read_base(
+    source: WeightsSource,
+    cfg: ModelConfig,
+    device: torch.device,
+    lora: LoraConfig | None = None,
+    fill: Callable[[Decoder], object] | None = None,
+) -> Decoder:
+    """Read the model of a source, for inference; with `lora` its adapters have no values yet.
+    `fill`: see load_model_and_tokenizer(). Raises ConfigError."""
+    import torch
+
+    from kempner.extensions.hf.load import load_weights
+    from kempner.model.decoder import Decoder, rope_table
+    from kempner.parallel.build import compute_dtype
+    from kempner.parallel.lora import add_adapters
+
+    dtype = compute_dtype("auto", device.type)
+    with torch.device("meta"):
+        model = Decoder(cfg).cast(dtype)
+    if lora is not None:  # rounds the base, as in the training
+        add_adapters(model, lora)
+    model = model.to_empty(device=device).eval().requires_grad_(False)
+    try:
+        fill(model) if fill else load_weights(model, cfg, source)
+    except Damaged as error:
+        raise ConfigError(f"{error}; name an older checkpoint") from None
+    model.rope = rope_table(cfg).to(device)
+    return model.cast(dtype)

@@ -1,0 +1,299 @@
+"""Export a checkpoint, whatever number of ranks wrote it, to a directory in Hugging Face's form."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from fnmatch import fnmatch
+from functools import partial
+from io import RawIOBase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kempner.checkpoint import commit
+from kempner.checkpoint.format.reader import Want, read_table, read_wanted
+from kempner.checkpoint.format.writer import allocate_pages
+from kempner.config.option import ConfigError
+from kempner.data.sidecar import SIDECAR, TOKENIZER_CONFIG, Sidecar
+from kempner.data.text.vocabulary import read_vocabulary
+from kempner.extensions.hf.adapter import merged_adapter
+from kempner.extensions.hf.families import Config, config_json
+from kempner.extensions.hf.source import (
+    CONFIG_FILE,
+    GENERATION,
+    HF_FOLDER,
+    TOKENIZER_FILE,
+    copy_model_files,
+    read_hf_config,
+    run_of,
+)
+from kempner.extensions.hf.stored import INDEX_FILE, SINGLE
+from kempner.extensions.hf.tensors import stored_parts, tensor_names
+from kempner.jobs.system.directories import MARK_FILE, Kind, mark_directory, refuse_others
+from kempner.jobs.system.files import fsync, write_atomic
+from kempner.jobs.system.front_door import explain_os_error
+from kempner.jobs.system.hub import CARRIED, TOKENIZER_FILES
+from kempner.model.config import ModelConfig
+from kempner.model.shapes import ROUTER_BIAS, tensor_shapes
+
+EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HEADER_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+READ_BYTES = 1 << 28  # read at once, and there are two such buffers; a larger tensor is one part
+
+
+def export_checkpoint(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> Path:
+    """Write the model of a checkpoint, which the caller protects from retention, to a new or empty
+    directory; returns it.
+
+    `dtype`: fp32, bf16, fp16, or auto: that of the model from which the run started, else fp32.
+    Memory: two buffers of READ_BYTES, or of the largest tensor. Raises ConfigError, Damaged,
+    OSError; then nothing is left at `out`.
+    """
+    refuse_others(out, "DIR", (), "give another directory, or remove it")
+    manifest = commit.read_manifest(checkpoint)
+    cfg = ModelConfig(**manifest["fixed"]["model"])
+    beside = run_of(checkpoint)
+    carried = (
+        read_hf_config(beside / HF_FOLDER) if (beside / HF_FOLDER / CONFIG_FILE).is_file() else None
+    )
+    torch_dtype = EXPORT_DTYPES[_dtype(carried) if dtype == "auto" else dtype]
+    # An existing directory may be a link or a mount point, so it is filled, not replaced.
+    unfinished = out if out.is_dir() else out.with_name(f"{out.name}.partial")
+    refuse_others(unfinished, "DIR.partial", (Kind.EXPORT,), "remove it, or give another DIR")
+    if unfinished != out:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        mark_directory(unfinished, Kind.EXPORT)
+        kind = write_beside(
+            unfinished, beside, cfg, carried, str(torch_dtype).removeprefix("torch.")
+        )
+        names = tensor_names(cfg, kind)
+        _write_tensors(unfinished, _Reader(checkpoint, names, torch_dtype), names, shard_bytes)
+        (unfinished / MARK_FILE).unlink()
+        fsync(unfinished)
+        if unfinished != out:
+            unfinished.rename(out)
+            fsync(out.parent)
+    except BaseException as error:
+        _clear(unfinished, out)
+        if isinstance(error, OSError):
+            bytes_ = cfg.count_parameters() * torch_dtype.itemsize
+            # The user knows the directory by its final name.
+            error.filename = str(error.filename or out).replace(str(unfinished), str(out))
+            raise ConfigError(
+                f"{explain_os_error(error)}; the weights take {bytes_:,} bytes"
+            ) from None
+        raise
+    return out
+
+
+def _clear(unfinished: Path, out: Path) -> None:
+    """Remove what this export has begun, and the directory itself if the export made it."""
+    if unfinished != out:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        return
+    for path in out.iterdir():
+        if any(
+            fnmatch(path.name, pattern) for pattern in (*CARRIED, "model*.safetensors*", MARK_FILE)
+        ):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _dtype(carried: Config | None) -> str:
+    dtype_name = (carried or {}).get("dtype") or (carried or {}).get("torch_dtype")
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(str(dtype_name), "fp32")
+
+
+def write_beside(out: Path, run: Path, cfg: ModelConfig, carried: Config | None, dtype: str) -> str:
+    """Write config.json and the tokenizer: of the model from which the run started, unless its data
+    have another one. Returns the model_type."""
+    eos = None
+    sidecar = Sidecar.load(run / SIDECAR) if (run / SIDECAR).is_file() else None
+    if carried is not None:
+        copy_model_files(run / HF_FOLDER, out)
+        if sidecar is not None:
+            _write_tokenizer(out, run, sidecar)
+            _write_end_of_turn(out, sidecar, carried)
+    elif sidecar is not None:
+        eos = sidecar.eod
+        _write_tokenizer(out, run, sidecar)
+    config = config_json(cfg, carried, dtype, eos)
+    write_json(out / CONFIG_FILE, config)
+    return str(config["model_type"])
+
+
+def _write_tokenizer(out: Path, run: Path, sidecar: Sidecar) -> None:
+    """Write the data's tokenizer, with the chat template that a run on chat data was trained with,
+    in place of the model's, unless the model's knows all ids of a text."""
+    file, texts = out / TOKENIZER_FILE, sidecar.kind == "text"
+    if sidecar.tokenizer["kind"] == "bytes":
+        return
+    own = read_vocabulary(file) if texts and file.is_file() else {}
+    if own and read_vocabulary(run / TOKENIZER_FILE).items() <= own.items():
+        return
+    same = file.is_file() and file.read_bytes() == (run / TOKENIZER_FILE).read_bytes()
+    for pattern in ("chat_template*",) if same else TOKENIZER_FILES:
+        for stale in out.glob(pattern):
+            stale.unlink()
+    shutil.copyfile(run / TOKENIZER_FILE, file)
+    if texts:
+        write_json(out / TOKENIZER_CONFIG, _tokenizer_config(file, sidecar.eod))
+    else:
+        shutil.copyfile(run / TOKENIZER_CONFIG, out / TOKENIZER_CONFIG)
+
+
+def _write_end_of_turn(out: Path, sidecar: Sidecar, carried: Config) -> None:
+    """Add the token that ends a turn of chat data: a base model's generation would run on past
+    it."""
+    if sidecar.kind == "text":
+        return
+    file = out / GENERATION
+    config: Config = json.loads(file.read_bytes()) if file.is_file() else {}
+    ends = config.get("eos_token_id", carried.get("eos_token_id"))
+    ends = [ends] if isinstance(ends, int) else ends or []
+    if sidecar.eod not in ends:
+        write_json(file, {**config, "eos_token_id": [*ends, sidecar.eod]})
+
+
+def _tokenizer_config(tokenizer: Path, eos: int) -> Config:
+    """Make the config that tells transformers, besides a tokenizer.json, the end of a document."""
+    added_tokens = json.loads(tokenizer.read_bytes()).get("added_tokens") or []
+    names = {token["id"]: token["content"] for token in added_tokens}
+    return {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": names.get(eos)}
+
+
+def write_json(path: Path, content: Config) -> None:
+    write_atomic(path, json.dumps(content, indent=2) + "\n")
+
+
+def _write_tensors(out: Path, reader: _Reader, names: dict[str, str], shard_bytes: int) -> None:
+    """Write the tensors in shards. `names`: ours -> theirs."""
+    shards = list(_groups(reader.sizes, shard_bytes))
+    files: dict[str, str] = {}
+    with ThreadPoolExecutor(1) as writer:
+        pending: Future[object] = writer.submit(bool)
+        for number, shard in enumerate(shards, 1):
+            file = SINGLE
+            if len(shards) > 1:
+                file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            for own_name in shard:
+                files |= dict.fromkeys(stored_parts(names[own_name], reader.shapes[own_name]), file)
+            for act in _acts(out / file, reader, names, shard):
+                pending.result()  # one part is written while the next one is read
+                pending = writer.submit(act)
+        pending.result()
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(reader.sizes.values())}, "weight_map": files}
+        write_json(out / INDEX_FILE, index)
+
+
+def _acts(
+    path: Path, reader: _Reader, names: dict[str, str], shard: list[str]
+) -> Iterator[Callable[[], object]]:
+    """Yield the writes of a safetensors file: the header, then the tensors. The library can only
+    write tensors that are all in memory."""
+    shapes = {name: reader.shapes[name] for name in shard}
+    with open(path, "wb", buffering=0) as file:
+        yield partial(write_all, file, header_of(shapes, names, reader.dtype))
+        for part in reader.parts(shard):
+            yield partial(write_all, file, part.numpy().data)
+        yield partial(os.fsync, file.fileno())
+        yield bool  # the file is closed when its fsync is done
+
+
+def header_of(
+    shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str], dtype: torch.dtype
+) -> bytes:
+    """Make the head of a safetensors file: the header's length and the header (the format's
+    README). `shapes`: of the tensors in it, in order; `names`: ours -> theirs."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for own_name, whole in shapes.items():
+        for name, shape in stored_parts(names[own_name], whole).items():
+            own = published_dtype(own_name, dtype)
+            header[name] = {
+                "dtype": HEADER_DTYPES[own],
+                "shape": shape,
+                "data_offsets": [at, at := at + math.prod(shape) * own.itemsize],
+            }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def published_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return a tensor's dtype in a model of `dtype`: fp32 for a router's bias, which rounded to 8
+    bits would choose other experts. These tensors come first in a file, so that the data are
+    aligned."""
+    return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
+
+
+def write_all(file: RawIOBase, data: bytes | memoryview) -> None:
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[file.write(remaining) or 0 :]
+
+
+class _Reader:
+    """The model's tensors in a checkpoint, as bytes of a dtype."""
+
+    def __init__(self, checkpoint: Path, names: Iterable[str], dtype: torch.dtype) -> None:
+        self.checkpoint, self.dtype = checkpoint, dtype
+        self.manifest = commit.read_manifest(checkpoint)
+        self.table = read_table(checkpoint, self.manifest)
+        shapes = tensor_shapes(ModelConfig(**self.manifest["fixed"]["model"]))
+        self.shapes = {name: torch.Size(shapes[name]) for name in names}
+        self.sizes = {
+            name: shape.numel() * published_dtype(name, dtype).itemsize
+            for name, shape in self.shapes.items()
+        }
+        size = min(sum(self.sizes.values()), max(READ_BYTES, *self.sizes.values()))
+        self.buffers = [torch.frombuffer(allocate_pages(size), dtype=torch.uint8) for _ in range(2)]
+
+    def parts(self, names: list[str]) -> Iterator[Tensor]:
+        """Yield the tensors of these names, one after the other, in pieces of uint8 [N]. A piece is
+        valid until the next but one is requested."""
+        for group in _groups({name: self.sizes[name] for name in names}, READ_BYTES):
+            buffer, at, targets = self.buffers[0], 0, {}
+            # In turn: one is filled while the other one is written.
+            self.buffers.reverse()
+            for name in group:
+                part = buffer[at : at + self.sizes[name]].view(published_dtype(name, self.dtype))
+                targets[name] = part.view(self.shapes[name])
+                at += self.sizes[name]
+            self._fill(targets)
+            yield buffer[:at]
+
+    def _fill(self, targets: dict[str, Tensor]) -> None:
+        if "lora" in self.manifest["fixed"]:
+            with merged_adapter(self.checkpoint, self.manifest) as read_tensor:
+                for name, target in targets.items():
+                    target.copy_(read_tensor(name))
+            return
+        wants = [
+            Want(key := f"model.{name}", key, target, self.table[key].whole)
+            for name, target in targets.items()
+        ]
+        read_wanted(self.checkpoint, self.manifest, self.table, wants, near=0)
+
+
+def _groups(sizes: dict[str, int], most: int) -> Iterator[list[str]]:
+    """Group names in order, with at most `most` bytes a group; a larger tensor is alone."""
+    group: list[str] = []
+    size = 0
+    for name, nbytes in sizes.items():
+        if group and size + nbytes > most:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += nbytes
+    yield group

@@ -1,0 +1,212 @@
+"""Load weights from a source into a model, sharded or not: each rank reads only its own part."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterable, Iterator
+from io import FileIO
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kempner.checkpoint import commit
+from kempner.checkpoint.commit import Damaged
+from kempner.checkpoint.format.plan import Box, make_table, own_box
+from kempner.checkpoint.format.reader import (
+    Want,
+    read_table,
+    read_tensors,
+    read_wanted,
+    stored_tensors,
+)
+from kempner.checkpoint.format.writer import local_part
+from kempner.checkpoint.ranks import Ranks
+from kempner.config.option import ConfigError
+from kempner.extensions.hf.source import (
+    HF_FOLDER,
+    WeightsSource,
+    copy_model_files,
+    held_weights,
+    read_hf_config,
+)
+from kempner.extensions.hf.stored import DOWNLOAD_AGAIN, Stored, check_hf_directory
+from kempner.extensions.hf.tensors import tensor_names
+from kempner.model.config import ModelConfig
+from kempner.parallel.build import buffer_names, parameter_names
+from kempner.parallel.lora import is_adapter
+
+STORED_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+PIECE = 1 << 24  # bytes read at once
+
+
+def start_from(model: nn.Module, cfg: ModelConfig, run_dir: Path | None) -> str:
+    """Fill the model, on all ranks, with the weights of cfg.init_from; in a new run, also keep the
+    files beside them (`run_dir`). Returns one line for the log.
+
+    Raises ConfigError on all ranks if they are not the weights of this model.
+    """
+    ranks = Ranks(dist.new_group(backend="gloo"))
+    with contextlib.ExitStack() as reading:
+
+        def choose() -> WeightsSource:  # another run's newest may change within a minute
+            source = reading.enter_context(held_weights(cfg.init_from or ""))
+            if run_dir is not None and source.carried.is_dir():
+                copy_model_files(source.carried, run_dir / HF_FOLDER)
+            return source
+
+        source = ranks.on_first(choose)
+        try:
+            ranks.on_all(lambda: load_weights(model, cfg, source, ranks.rank, ranks.size))
+        except Damaged as error:
+            raise ConfigError(f"{error}; name an older checkpoint") from None
+    return f"starts from the weights of {source.name} ({source.path})"
+
+
+@torch.no_grad()
+def load_weights(
+    model: nn.Module, cfg: ModelConfig, source: WeightsSource, rank: int = 0, world: int = 1
+) -> None:
+    """Fill this rank's part of every parameter but adapters, cast to its dtype, and the biases of
+    routers.
+
+    Raises ConfigError if a tensor is missing, superfluous or of another shape, Damaged if a
+    checkpoint is damaged.
+    """
+    named_parameters = parameter_names(model).items()
+    parameters: dict[str, Tensor] = {
+        name: p for name, p in named_parameters if not is_adapter(name)
+    }
+    parameters |= buffer_names(model)
+    here = make_table(parameters, {}, world)
+    boxes = {name: own_box(here[name], rank) for name in parameters}
+    if source.is_checkpoint:
+        manifest = commit.read_manifest(source.path)
+        table = read_table(source.path, manifest)
+        wants = []
+        for name, parameter in parameters.items():
+            key = f"model.{name}"
+            if key not in table or table[key].shape != parameter.shape:
+                raise ConfigError(f"{source.path}: has no {key} of shape {[*parameter.shape]}")
+            wants.append(Want(key, key, local_part(parameter), boxes[name]))
+        read_wanted(source.path, manifest, table, wants, near=rank % manifest["world_size"])
+        return
+    if rank == 0:
+        check_hf_directory(source.path, cfg)
+    names = tensor_names(cfg, read_hf_config(source.path)["model_type"])
+    with Stored(source.path, "pt") as stored:
+        fill_tensors(
+            stored,
+            [ReadJob(local_part(p), names[name], boxes[name]) for name, p in parameters.items()],
+        )
+
+
+def not_finite(source: WeightsSource) -> str:
+    """Return the name of a tensor with an infinity or NaN in it; empty if all are finite. Reads all
+    weights, so that the kernel has them in memory for load_weights()."""
+    if source.is_checkpoint:
+        table = stored_tensors(source.path)
+        names = [name for name in table if name.startswith("model.") and table[name].layout]
+        tensors = ((name, read_tensors(source.path, [name])[name]) for name in names)
+        return next((name for name, tensor in tensors if not is_finite(tensor)), "")
+    with Stored(source.path, "pt") as directory, _Files(directory) as files:
+        for name in directory.places:
+            box = tuple((0, length) for length in directory.shape(name))
+            if not all(map(is_finite, files.rows(ReadJob(torch.empty(0), name, box)))):
+                return name
+    return ""
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all elements are finite. Runs at the speed of memory, which isfinite().all()
+    does not: NaN propagates into both extremes."""
+    # aminmax() refuses an empty tensor.
+    return not tensor.numel() or all(map(math.isfinite, map(float, tensor.aminmax())))
+
+
+class ReadJob(NamedTuple):
+    """Fill `target`, of any dtype, with a box of the stored tensor `name`."""
+
+    target: Tensor
+    name: str
+    box: Box
+
+    def by_expert(self) -> Iterator[ReadJob]:
+        """Split into one job per expert: Hugging Face stores them as separate tensors; a `*` in the
+        name stands for their number."""
+        if "*" not in self.name:
+            yield self
+            return
+        (first, count), *rest = self.box
+        for i in range(count):
+            name = self.name.replace("*", str(first + i))
+            yield ReadJob(self.target[i], name, tuple(rest))
+
+
+@torch.no_grad()
+def fill_tensors(stored: Stored, jobs: Iterable[ReadJob]) -> None:
+    """Read the rows of the boxes and no others, and copy them.
+
+    Not from the mapped file: the kernel reads that page by page, at a third of the speed.
+    """
+    jobs = [one for job in jobs if job.target.numel() for one in job.by_expert()]
+    with _Files(stored) as files:
+        for job, after in zip_longest(jobs, jobs[1:]):
+            if after is not None:
+                # The kernel reads the next tensor while this one is copied.
+                files.announce(after)
+            columns = [slice(start, start + length) for start, length in job.box[1:]]
+            at = 0
+            for rows in files.rows(job):
+                job.target[at : at + len(rows)].copy_(rows[(slice(None), *columns)])
+                at += len(rows)
+
+
+class _Files(contextlib.ExitStack):
+    """The files of a model, opened to read whole rows of its tensors."""
+
+    def __init__(self, stored: Stored) -> None:
+        super().__init__()
+        self._stored = stored
+        paths = {place.path for place in stored.places.values()}
+        self._files = {path: self.enter_context(path.open("rb", buffering=0)) for path in paths}
+
+    def announce(self, job: ReadJob) -> None:
+        """Let the kernel read in the background what rows() will ask for."""
+        file, start, (_, count), row, _ = self._find(job)
+        os.posix_fadvise(file.fileno(), start, count * row, os.POSIX_FADV_WILLNEED)
+
+    def rows(self, job: ReadJob) -> Iterator[Tensor]:
+        """Yield the rows of a box, in all columns, in pieces. A piece is valid until the next
+        one."""
+        file, start, (_, count), row, dtype = self._find(job)
+        columns = self._stored.shape(job.name)[1:]
+        most = max(1, PIECE // row)
+        buffer = bytearray(min(most, count) * row)
+        file.seek(start)
+        for at in range(0, count, most):
+            view = memoryview(buffer)[: min(most, count - at) * row]
+            bytes_read = 0
+            while bytes_read < len(view):
+                byte_count = file.readinto(view[bytes_read:])
+                if not byte_count:
+                    raise ConfigError(f"{file.name}: has become shorter; {DOWNLOAD_AGAIN}")
+                bytes_read += byte_count
+            yield torch.frombuffer(view, dtype=dtype).view(-1, *columns)
+
+    def _find(self, job: ReadJob) -> tuple[FileIO, int, tuple[int, int], int, torch.dtype]:
+        """Return the file, the byte in it, the first row and their number, a row's bytes, the
+        dtype."""
+        place, dtype = self._stored.places[job.name], STORED_DTYPES[self._stored.dtype(job.name)]
+        row = math.prod(self._stored.shape(job.name)[1:]) * dtype.itemsize
+        return self._files[place.path], place.at + job.box[0][0] * row, job.box[0], row, dtype

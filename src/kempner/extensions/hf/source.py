@@ -1,0 +1,177 @@
+"""Sources of weights: a directory in Hugging Face's form, a model of the hub, or a run.
+
+No torch: a configuration is checked against its source before a GPU is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kempner.checkpoint import commit, named
+from kempner.config import toml
+from kempner.config.option import ConfigError
+from kempner.data.sidecar import BYTES_EOD, BYTES_TOKENIZER, SIDECAR, Sidecar
+from kempner.data.text.vocabulary import read_vocabulary
+from kempner.extensions.hf.families import Config, model_values
+from kempner.jobs.system import hub
+from kempner.jobs.system.files import step_of_name, write_atomic
+from kempner.model.config import ModelConfig
+
+HF_FOLDER = "hf"  # in a run: what an imported model had beside its weights
+CONFIG_FILE = "config.json"
+GENERATION = "generation_config.json"  # which tokens end a text, among others
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class WeightsSource(NamedTuple):
+    """Weights on this machine: a directory in Hugging Face's form, or a checkpoint of a run."""
+
+    name: str  # as the user gave it
+    path: Path
+    is_checkpoint: bool
+
+    @property
+    def carried(self) -> Path:
+        """The directory with the model's config.json and tokenizer, which a checkpoint may lack."""
+        return run_of(self.path) / HF_FOLDER if self.is_checkpoint else self.path
+
+    def model(self) -> dict[str, Any]:
+        """Return the source's [model] section: values by key. Raises ConfigError."""
+        if not self.is_checkpoint:
+            return model_values(read_hf_config(self.path), str(self.path / CONFIG_FILE))
+        try:
+            fixed = commit.read_manifest(self.path)["fixed"]
+        except commit.Damaged as error:
+            raise ConfigError(f"{error}; name an older checkpoint") from None
+        model = ModelConfig(**fixed["model"])
+        heads = {"n_kv_heads": model.kv_heads, "head_dim": model.resolved_head_dim}
+        values = asdict(model) | heads
+        del values["init_from"]
+        return values
+
+
+def find_weights(name: str, download: bool = False, pinned: bool = False) -> WeightsSource:
+    """Resolve `name`: PATH, OWNER/NAME[@REVISION] of the hub, or RUN[@STEP]. Raises ConfigError.
+
+    With `pinned`, a run without a step is refused: its newest checkpoint will be another one
+    tomorrow. A model of the hub is looked up in the local cache only, unless `download` is set: the
+    nodes of a cluster have no network, and a thousand ranks must not ask one server.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir() and (path / CONFIG_FILE).is_file():
+        return WeightsSource(name, path, False)
+    directory, step = named.split_name(name)
+    if directory.is_dir():
+        if not any((directory / file).exists() for file in named.CHECKPOINT_SIGNS):
+            raise ConfigError(f"{name}: is neither a model, with a {CONFIG_FILE}, nor a run")
+        source = WeightsSource(name, named.find_checkpoint(name), True)
+        if pinned and step is None and path.resolve() != source.path:
+            step = step_of_name(source.path.name)
+            raise ConfigError(
+                f"{name}: every start reads these weights, and they must stay the same; name a "
+                f"step, such as {name}@{step}"
+            )
+        return source
+    return WeightsSource(name, hub.hub_snapshot(name, download), False)
+
+
+@contextlib.contextmanager
+def held_weights(name: str, download: bool = False) -> Iterator[WeightsSource]:
+    """Run find_weights() and protect a checkpoint from its run's retention while it is read. A
+    damaged one is bad input: ConfigError."""
+    source = find_weights(name, download)
+    if not source.is_checkpoint:
+        yield source
+        return
+    with commit.reading_lock(source.path):
+        if (source.path / commit.MANIFEST).exists():
+            try:
+                yield source
+            except commit.Damaged as error:
+                run = named.split_name(name)[0]
+                fix = f"name an older one, {run}@STEP"
+                raise ConfigError(f"{source.path} is damaged: {error}; {fix}") from None
+            return
+    with held_weights(name) as source:  # it was removed between the two: now there is a newer one
+        yield source
+
+
+def run_of(checkpoint: Path) -> Path:
+    """Return the run directory of a checkpoint: around it, unless checkpoint.dir was set."""
+    around = checkpoint.parent.parent
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        run_dir = Path(toml.loads((checkpoint / "config.toml").read_text())["run"]["dir"])
+        if run_dir.is_dir() and not (around / "config.toml").is_file():
+            return run_dir
+    return around
+
+
+def read_hf_config(directory: Path) -> Config:
+    """Read the config.json of a directory. Raises ConfigError."""
+    try:
+        content = json.loads((directory / CONFIG_FILE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{directory / CONFIG_FILE}: cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{directory / CONFIG_FILE}: not an object of keys")
+    return content
+
+
+def copy_model_files(source: Path, target: Path) -> None:
+    """Copy config.json, generation_config.json, and the tokenizer's files."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in sorted(source.iterdir()):
+        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in hub.CARRIED):
+            with file.open("rb") as reader:
+                write_atomic(target / file.name, partial(shutil.copyfileobj, reader))
+
+
+def source_tokenizer(source: WeightsSource) -> dict[str, str] | None:
+    """Return name, kind and hash of the tokenizer that the weights were trained with, as a sidecar
+    has them, and its file, if it has one; None if it is not with them. Raises ConfigError."""
+    run = run_of(source.path)
+    if source.is_checkpoint and (run / SIDECAR).is_file():
+        return {**Sidecar.load(run / SIDECAR).tokenizer, "file": str(run / TOKENIZER_FILE)}
+    file = source.carried / TOKENIZER_FILE
+    if is_of_bytes(source.carried):
+        return dict(BYTES_TOKENIZER)
+    return tokenizer_of_file(file) if file.is_file() else None
+
+
+def tokenizer_of_file(file: Path) -> dict[str, str]:
+    """Describe a tokenizer.json in the same way."""
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    name = "/".join(file.parts[-2:])
+    return {"name": name, "kind": TOKENIZER_FILE, "hash": f"sha256:{digest}", "file": str(file)}
+
+
+def is_of_bytes(directory: Path) -> bool:
+    """Return whether a directory is of a model of bytes, as export() writes it: its texts end with
+    token 256, and it has no tokenizer."""
+    return end_tokens(directory) == [BYTES_EOD] and not (directory / TOKENIZER_FILE).is_file()
+
+
+def end_tokens(directory: Path) -> list[int]:
+    """Return the ids that generation_config.json or config.json name, none without either. A chat
+    model ends its turn with another token than a document."""
+    for name in (GENERATION, CONFIG_FILE):
+        with contextlib.suppress(FileNotFoundError):
+            ids = json.loads((directory / name).read_text()).get("eos_token_id")
+            if ids is not None:
+                return [ids] if isinstance(ids, int) else list(ids)
+    return []
+
+
+def vocabulary_size(directory: Path) -> int:
+    """Return one more than the largest id of tokenizer.json; 0 without one. Raises ConfigError."""
+    file = directory / TOKENIZER_FILE
+    return max(read_vocabulary(file), default=-1) + 1 if file.is_file() else 0

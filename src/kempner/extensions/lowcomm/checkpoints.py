@@ -1,0 +1,105 @@
+"""Checkpoints of replicas: each saves its own, and all resume at the same step."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kempner.checkpoint import commit
+from kempner.checkpoint.checkpointer import Checkpointer
+from kempner.checkpoint.choose import Choice
+from kempner.checkpoint.commit import Damaged
+from kempner.checkpoint.format.reader import read_table
+from kempner.jobs.system.files import step_of_name
+
+if TYPE_CHECKING:
+    from kempner.jobs.ranks.process_group import World
+    from kempner.train.replicas import Replicas
+
+_Steps = dict[int, int]  # of the checkpoints of a replica, with how many replicas there were
+
+
+class ReplicaCheckpointer(Checkpointer):
+    """A checkpointer that lets a replica without a checkpoint, because there are more replicas than
+    before, start from another one's: anchor, outer momentum and position are the same for all."""
+
+    def __init__(self, *parts: Any, world: World, replicas: Replicas) -> None:
+        super().__init__(*parts)
+        self._world, self._replicas = world, replicas
+
+    def load(self, only: int | None = None) -> dict[str, Any] | None:
+        self.wait()
+        # Again whenever a replica has found its checkpoint damaged: all must load the same step.
+        for attempt in itertools.count():
+            all_steps = self._ranks.on_first(partial(self._all_steps, attempt))
+            step = agreed_step(all_steps)
+            if step is None:
+                return super().load()  # which says when all have been set aside
+            holders = [number for number, steps in enumerate(all_steps) if step in steps]
+            number = self._world.replica
+            if number in holders:
+                manifest = super().load(step)
+            else:
+                manifest = self._join(holders[number % len(holders)], step)
+            told = self._ranks.on_first(partial(self._meet, f"{attempt} loaded", bool(manifest)))
+            if all(told):
+                return manifest
+        raise AssertionError
+
+    def _all_steps(self, attempt: int) -> list[_Steps]:
+        ours = {}
+        for path in commit.complete_checkpoints(self.root):
+            with contextlib.suppress(Damaged):
+                ours[step_of_name(path.name)] = commit.read_manifest(path).get("replicas", 1)
+        told = self._meet(f"{attempt} steps", ours)
+        return [{int(step): count for step, count in steps.items()} for steps in told]
+
+    def _meet(self, name: str, ours: Any) -> list[Any]:
+        """Exchange a value between the first ranks of all replicas; returns all values."""
+        store, world = self._world.store, self._world
+        store.set(f"resume {name} {world.replica}", json.dumps(ours))
+        keys = [f"resume {name} {number}" for number in range(world.replicas)]
+        return [json.loads(each) for each in store.multi_get(keys)]
+
+    def _join(self, sibling: int, step: int) -> dict[str, Any] | None:
+        """Start from the checkpoint of another replica, without the errors of its compression,
+        which are its own."""
+        path = self._root_of(sibling) / commit.checkpoint_name(step)
+        providers = {name: self.providers[name] for name in ("model", "outer", "optim")}
+
+        def choose() -> Choice:
+            manifest = commit.read_manifest(path)
+            return path, manifest, read_table(path, manifest)
+
+        try:
+            with commit.reading_lock(path) if self.rank == 0 else contextlib.nullcontext():
+                choice = self._ranks.on_first(choose)
+                self._ranks.on_all(partial(self._read, choice, providers))
+        except Damaged:
+            return None  # its owner finds that, too, and sets it aside
+        self._replicas.forget_errors()
+        self.log(f"joins at step {step}, with the state of replica {sibling}")
+        return choice[1]
+
+    def _root_of(self, number: int) -> Path:
+        own = ("replicas", str(self._world.replica)) if self._world.replica else ()
+        inner = () if self.cfg.dir else ("checkpoints",)
+        base = self.root
+        for _ in (*own, *inner):
+            base = base.parent
+        return base.joinpath(*(("replicas", str(number)) if number else ()), *inner)
+
+
+def agreed_step(all_steps: list[_Steps]) -> int | None:
+    """Return the newest step that every replica existing at its save has; if there is none, the
+    newest of all: a replica without it starts from another's. None: nothing is saved."""
+    found = sorted({step for steps in all_steps for step in steps}, reverse=True)
+    for step in found:
+        before = max(steps.get(step, 0) for steps in all_steps)
+        if all(step in steps for steps in all_steps[:before]):
+            return step
+    return found[0] if found else None

@@ -1,0 +1,191 @@
+"""Compression of pseudo-gradients, which replicas send each other, to few bits.
+
+A codec turns a matrix [R, C] into bytes, whose number follows from the shape alone, and back. The
+range of the codes is that of each row, or of the whole matrix; of a matrix that FSDP has cut, of
+this rank's rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kempner.extensions.lowcomm.config import LowcommConfig
+
+SIGMAS = 6.0  # width of the range of the statistical codes
+
+
+class Codec(Protocol):
+    def encode(self, x: Tensor) -> Tensor:
+        """Encode fp32 [R, C] as uint8 [size(R, C)]."""
+
+    def decode(self, data: Tensor, rows: int, columns: int) -> Tensor:
+        """Decode to fp32 [rows, columns]; the same on every replica, bit for bit."""
+
+    def size(self, rows: int, columns: int) -> int:
+        """Number of bytes."""
+
+
+class Raw:
+    """No compression: fp32."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return as_bytes(x)
+
+    def decode(self, data: Tensor, rows: int, columns: int) -> Tensor:
+        return fp32_rows(data, rows, columns)
+
+    def size(self, rows: int, columns: int) -> int:
+        return 4 * rows * columns
+
+
+class Linear:
+    """Uniform quantization: 2^bits values at equal distances from the least to the greatest. Two
+    fp32 for each range."""
+
+    def __init__(self, bits: int, per_row: bool) -> None:
+        self.bits, self.per_row = bits, per_row
+
+    def _shape(self, rows: int, columns: int) -> tuple[int, int]:
+        return (rows, columns) if self.per_row else (1, rows * columns)
+
+    def _head(self) -> int:
+        """fp32 numbers before the codes of a range."""
+        return 2
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = x.reshape(self._shape(*x.shape))
+        if not x.numel():
+            return x.new_empty(0, dtype=torch.uint8)
+        low = x.amin(1, keepdim=True)
+        step = (x.amax(1, keepdim=True) - low) / (2**self.bits - 1)
+        # A constant row has step 0: all its codes are 0.
+        codes = ((x - low) / torch.where(step > 0, step, 1.0)).round()
+        return torch.cat(
+            (as_bytes(torch.cat((low, step), 1)), pack_bits(codes, self.bits).flatten())
+        )
+
+    def _split(self, data: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """The heads [r, head], and the codes [r, c], int64."""
+        r, c = self._shape(rows, columns)
+        head = 4 * r * self._head()
+        codes = data[head:].view(r, -(-c * self.bits // 8))
+        return fp32_rows(data[:head], r, self._head()), unpack_bits(codes, self.bits)[:, :c].long()
+
+    def decode(self, data: Tensor, rows: int, columns: int) -> Tensor:
+        if not len(data):
+            return torch.empty(rows, columns, device=data.device)
+        head, codes = self._split(data, rows, columns)
+        low, step = head.unsqueeze(2).unbind(1)
+        return (low + step * codes).reshape(rows, columns)
+
+    def size(self, rows: int, columns: int) -> int:
+        r, c = self._shape(rows, columns)
+        return r * (4 * self._head() + -(-c * self.bits // 8)) if rows * columns else 0
+
+
+class Statistical(Linear):
+    """Quantization into 2^bits bins of equal width, centred on the mean, over 6 standard
+    deviations; outliers go into the outermost bins. A bin stands for the mean of its members, and
+    the means are sent: 2^bits fp32 for each range.
+
+    The centre is an edge between two bins. With a bin around it, as rounding makes one, 2 bits
+    leave two bins on one side and one on the other: relative error .42, here .40 (normal numbers).
+    """
+
+    def _head(self) -> int:
+        return int(2**self.bits)
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = x.reshape(self._shape(*x.shape))
+        if not x.numel():
+            return x.new_empty(0, dtype=torch.uint8)
+        bins = 2**self.bits
+        mean = x.mean(1, keepdim=True)
+        width = (x - mean).square().mean(1, keepdim=True).sqrt() * (SIGMAS / bins)
+        place = (x - mean) / torch.where(width > 0, width, 1.0)
+        codes = (place.floor() + bins // 2).clamp(0, bins - 1)
+        # One bin after another: on a GPU a scatter adds in another order every time.
+        means = []
+        for number in range(bins):
+            here = codes == number
+            count = here.sum(1).clamp(min=1)
+            means.append(torch.where(here, x, 0.0).sum(1) / count)
+        return torch.cat((as_bytes(torch.stack(means, 1)), pack_bits(codes, self.bits).flatten()))
+
+    def decode(self, data: Tensor, rows: int, columns: int) -> Tensor:
+        if not len(data):
+            return torch.empty(rows, columns, device=data.device)
+        means, codes = self._split(data, rows, columns)
+        return means.gather(1, codes).reshape(rows, columns)
+
+
+class TopK:
+    """The numbers of greatest magnitude of a matrix, in fp32, and their places, in int32."""
+
+    def __init__(self, fraction: float) -> None:
+        self.fraction = fraction
+
+    def _count(self, rows: int, columns: int) -> int:
+        return max(1, round(self.fraction * rows * columns)) if rows * columns else 0
+
+    def encode(self, x: Tensor) -> Tensor:
+        flat = x.flatten()
+        places = flat.abs().topk(self._count(*x.shape)).indices
+        return torch.cat((as_bytes(flat[places]), as_bytes(places.int())))
+
+    def decode(self, data: Tensor, rows: int, columns: int) -> Tensor:
+        values, places = data.clone().view(torch.float32), data.clone().view(torch.int32)
+        count = self._count(rows, columns)
+        found = torch.zeros(rows * columns, device=data.device)
+        return found.index_copy_(0, places[count:].long(), values[:count]).view(rows, columns)
+
+    def size(self, rows: int, columns: int) -> int:
+        return 8 * self._count(rows, columns)
+
+
+def codec_of(cfg: LowcommConfig) -> Codec:
+    if cfg.compress == "top-k":
+        return TopK(cfg.top_k)
+    if cfg.compress == "none":
+        return Raw()
+    return {"linear": Linear, "statistical": Statistical}[cfg.compress](
+        cfg.bits, cfg.scale == "row"
+    )
+
+
+def is_raw(name: str, ndim: int, cfg: LowcommConfig) -> bool:
+    """Return whether a parameter is sent in fp32; norms are the parameters of one dimension."""
+    kind = "norms" if ndim < 2 else "embeddings" if "embed" in name else ""
+    return cfg.compress == "none" or (kind or ("output" if "output" in name else "")) in cfg.raw
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes under 2^bits [R, C] into uint8 [R, ceil(C * bits / 8)]; the first code in a byte
+    has its lowest bits."""
+    each = 8 // bits
+    codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, -codes.shape[1] % each))
+    parts = codes.view(len(codes), -1, each)
+    found: Tensor = parts[..., 0].clone()
+    for i in range(1, each):
+        found |= parts[..., i] << (i * bits)
+    return found
+
+
+def unpack_bits(data: Tensor, bits: int) -> Tensor:
+    """Unpack to uint8 [R, C], C a multiple of the codes in a byte."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)
+    codes: Tensor = (data.unsqueeze(2) >> shifts) & (2**bits - 1)
+    return codes.flatten(1)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def fp32_rows(data: Tensor, rows: int, columns: int) -> Tensor:
+    """View bytes as fp32; by a copy, because a view needs an offset that is a multiple of four."""
+    return data.clone().view(torch.float32).view(rows, columns)

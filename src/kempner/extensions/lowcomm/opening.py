@@ -1,0 +1,38 @@
+"""Open the replicas from the [lowcomm] section."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from kempner.extensions.lowcomm.config import LowcommConfig
+from kempner.extensions.lowcomm.mesh import MeshExchange
+from kempner.extensions.lowcomm.outer import Alone, ReplicaExchange
+from kempner.extensions.lowcomm.replicas import LowcommReplicas
+from kempner.extensions.lowcomm.steps import open_steps
+from kempner.optim.optimizer import Optimizer
+from kempner.parallel.build import parameter_names
+from kempner.train.replicas import Waiting
+
+if TYPE_CHECKING:
+    from kempner.jobs.ranks.process_group import World
+    from kempner.train.sections import RunConfig
+
+
+def open_lowcomm(
+    cfg: RunConfig, world: World, model: nn.Module, optimizer: Optimizer, waiting: Waiting
+) -> LowcommReplicas:
+    """The replicas of a run, of which this is one. `waiting`: the watchdog's patient()."""
+    named = {name: p for name, p in parameter_names(model).items() if p.requires_grad}
+    if cfg.of(LowcommConfig).mode == "steps":
+        replicas: LowcommReplicas = open_steps(cfg, world, named)
+    else:
+        exchange: ReplicaExchange = Alone()
+        if world.store is not None:
+            exchange = MeshExchange(world, next(iter(named.values())).device)
+        replicas = LowcommReplicas(cfg, world, named, exchange)
+    replicas.waiting = waiting
+    if replicas.outer.apart:
+        optimizer.published = replicas.outer.published()
+    return replicas

@@ -1,0 +1,280 @@
+"""The outer optimizer: combines the weights that each replica has trained alone.
+
+DiLoCo (arXiv:2311.08105): every replica starts a round at the same anchor and takes H steps of its
+own. d = anchor - weights, its mean over the replicas is the gradient of a step of SGD with Nesterov
+momentum on the anchor, and the replicas go on from there. Streaming DiLoCo (arXiv:2501.18512): the
+same for one fragment of the layers after another, each once in H steps; what is sent arrives tau
+steps later, while the replicas train on, and a replica keeps alpha of its own weights.
+
+Everything here works on the part of each parameter that this rank has, so anchors and momentum are
+cut as FSDP cuts the parameters, and rank i of a replica talks to rank i of the others alone. Where
+a replica has copies of the weights (HSDP), each sends some rows, and gets the others from its like,
+over the fast network. How replicas talk is not known here: see Exchange.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kempner.checkpoint.format.plan import StoredTensor
+from kempner.extensions.lowcomm.compress import Raw, codec_of, is_raw
+from kempner.extensions.lowcomm.config import LowcommConfig
+from kempner.extensions.lowcomm.copies import Copies, copies_of, pieces_of, rows_of
+from kempner.optim.optimizer import as_part_of
+from kempner.optim.rule import to_local
+
+Decode = Callable[[Tensor], Tensor]
+
+
+class Handle(Protocol):
+    """An exchange on its way."""
+
+    def wait(self) -> Tensor:
+        """Return the mean over the replicas that contributed, fp32 [n], equal on all of them bit
+        for bit."""
+
+
+class ReplicaExchange(Protocol):
+    """Communication of this rank with the same rank of the other replicas."""
+
+    sent: int
+    """Bytes so far, without the headers of the network."""
+
+    def start(self, ours: Tensor, name: str, decode: Decode | None = None) -> Handle:
+        """Send, and return at once. All replicas start the same names in the same order; a name is
+        used once, and tells a replica that comes late which exchange it has missed. The exchange
+        owns `ours` from now on, and may send it again when a replica is lost.
+
+        Without `decode` ours is fp32 [n], and may be summed on the way. With it ours is uint8 [b]:
+        the bytes of all contributors are gathered, and decode() makes fp32 [n] of each, which are
+        summed in the order of the replicas.
+        """
+        ...
+
+
+class Alone:
+    """The exchange of a single replica."""
+
+    sent = 0
+
+    def start(self, ours: Tensor, name: str, decode: Decode | None = None) -> Handle:
+        return Arrived(ours if decode is None else decode(ours))
+
+
+class Arrived:
+    def __init__(self, mean: Tensor) -> None:
+        self._mean = mean
+
+    def wait(self) -> Tensor:
+        return self._mean
+
+
+class Fragment:
+    """Parameters that are averaged at once, with their anchors and momenta. Lists are parallel;
+    all tensors are this rank's part, fp32."""
+
+    def __init__(
+        self, named: Mapping[str, Tensor], cfg: LowcommConfig, copies: Copies | None = None
+    ) -> None:
+        self.cfg, self.names, self.parameters = cfg, list(named), list(named.values())
+        self.anchors = [self._copy(p) for p in self.parameters]
+        self.momenta = [torch.zeros_like(x) for x in self.anchors] if cfg.momentum else []
+        codec, raw = codec_of(cfg), Raw()
+        self._codecs = [raw if is_raw(n, p.ndim, cfg) else codec for n, p in named.items()]
+        self.errors = {  # of the compression, by the parameter's place in the lists
+            i: torch.zeros(anchor.shape, device=anchor.device)
+            for i, anchor in enumerate(self.anchors)
+            if cfg.feedback and self._codecs[i] is not raw
+        }
+        self._copies = copies or copies_of(self.parameters[0])
+        count = self._copies.count
+        self._pieces = [pieces_of(self.anchors, copy, count) for copy in range(count)]
+        self._own = self._pieces[self._copies.index]
+        self._sizes = [self._codecs[piece.i].size(*piece.shape) for piece in self._own]
+        self._handle: Handle | None = None
+        self.spoilt = torch.zeros((), dtype=torch.bool, device=self.anchors[0].device)
+
+    @staticmethod
+    def _copy(p: Tensor) -> Tensor:
+        return to_local(p.detach()).to(torch.float32, copy=True)
+
+    def begin(self) -> None:
+        """Set the anchors to the weights: at a start, and after a checkpoint has been loaded."""
+        for anchor, p in zip(self.anchors, self.parameters, strict=True):
+            anchor.copy_(to_local(p.detach()))
+
+    def send(self, exchange: ReplicaExchange, name: str) -> None:
+        """Start to exchange the changes of the weights. A number that is not finite counts as
+        unchanged, since one replica would spoil the weights of all; `spoilt` records it."""
+        changes = []
+        for i, (anchor, p) in enumerate(zip(self.anchors, self.parameters, strict=True)):
+            d = anchor - to_local(p.detach())
+            finite = torch.isfinite(d)
+            self.spoilt |= ~finite.all()
+            d = torch.where(finite, d, 0.0)
+            if i in self.errors:
+                # In place: the error that remains after encoding is subtracted from this very
+                # tensor below.
+                d = self.errors[i].mul_(self.cfg.feedback).add_(d)
+            changes.append(d.contiguous())
+        if self.cfg.compress == "none":
+            ours = torch.cat([rows_of(changes, piece).flatten() for piece in self._own])
+            self._handle = exchange.start(ours, name)
+            return
+        codes = []
+        for pieces in self._pieces:
+            own = pieces is self._own
+            for piece in pieces:
+                feedback = piece.i in self.errors
+                if not own and not feedback:
+                    continue
+                codec, d = self._codecs[piece.i], rows_of(changes, piece)
+                code = codec.encode(d)
+                if own:
+                    codes.append(code)
+                if feedback:  # all copies have the same errors; `changes` holds these very tensors
+                    d.sub_(codec.decode(code, *piece.shape))
+        self._handle = exchange.start(torch.cat(codes), name, self._decode)
+
+    def _decode(self, data: Tensor) -> Tensor:
+        parts = zip(self._own, torch.split(data, self._sizes), strict=True)
+        return torch.cat(
+            [self._codecs[piece.i].decode(code, *piece.shape).flatten() for piece, code in parts]
+        )
+
+    def _whole(self, mean: Tensor) -> list[Tensor]:
+        """Assemble each parameter's mean from the means of the pieces that the copies have sent."""
+        counts = [[math.prod(piece.shape) for piece in pieces] for pieces in self._pieces]
+        parts = self._copies.gather(mean, [sum(each) for each in counts])
+        if len(parts) == 1:
+            split = zip(self.anchors, torch.split(mean, counts[0]), strict=True)
+            return [part.view_as(anchor) for anchor, part in split]
+        found = [mean.new_empty(anchor.shape) for anchor in self.anchors]
+        for pieces, part, each in zip(self._pieces, parts, counts, strict=True):
+            for piece, numbers in zip(pieces, torch.split(part, each), strict=True):
+                rows_of(found, piece).copy_(numbers.view(piece.shape))
+        return found
+
+    def receive(self) -> None:
+        """Wait for the mean, move the anchors, and let the weights follow.
+
+        u = mu u + d; anchor -= lr (d + mu u): the learning rate outside of the momentum, so that it
+        may change from round to round.
+        """
+        assert self._handle is not None, "nothing was sent"
+        mean, self._handle = self._handle.wait(), None
+        lr, mu, alpha = self.cfg.lr, self.cfg.momentum, self.cfg.alpha
+        for i, d in enumerate(self._whole(mean)):
+            anchor, weights = self.anchors[i], to_local(self.parameters[i].detach())
+            if mu:
+                u = self.momenta[i].mul_(mu).add_(d)
+                d = d + mu * u
+            anchor.sub_(d, alpha=lr)
+            if alpha:
+                mixed = anchor + alpha * (weights - anchor)
+                # Weights that are not finite are replaced by the anchor: here the replica recovers.
+                weights.copy_(torch.where(torch.isfinite(mixed), mixed, anchor))
+            else:
+                weights.copy_(anchor)
+
+
+class OuterOptimizer:
+    """The fragments of a model, and the times when each leaves and arrives."""
+
+    def __init__(
+        self, cfg: LowcommConfig, named: Mapping[str, Tensor], exchange: ReplicaExchange
+    ) -> None:
+        """`named`: the trained parameters."""
+        self.cfg, self.exchange = cfg, exchange
+        parts: list[dict[str, Tensor]] = [{} for _ in range(cfg.fragments)]
+        for name, p in named.items():
+            parts[fragment_of(name, cfg.fragments)][name] = p
+        self.fragments = [Fragment(part, cfg) for part in parts]
+        self.turn_steps = cfg.interval // cfg.fragments
+
+    @property
+    def apart(self) -> bool:
+        """True if a replica's weights differ from the anchors even at the end of a round."""
+        return self.cfg.fragments > 1 or self.cfg.alpha > 0
+
+    def begin(self) -> None:
+        for fragment in self.fragments:
+            fragment.begin()
+
+    def take_spoilt(self) -> Tensor:
+        """Return whether this rank has had numbers that were not finite since the last call, bool
+        []."""
+        found = torch.stack([fragment.spoilt for fragment in self.fragments]).any()
+        for fragment in self.fragments:
+            fragment.spoilt.zero_()
+        return found
+
+    def published(self) -> dict[Tensor, Callable[[], Tensor]]:
+        """Map each parameter to a function that returns its anchor, which is evaluated, saved and
+        continued from."""
+        return {
+            p: partial(as_part_of, p, anchor)
+            for fragment in self.fragments
+            for p, anchor in zip(fragment.parameters, fragment.anchors, strict=True)
+        }
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        """Send and receive the fragments due after `step` steps: turn t is that of fragment t mod
+        P; it ends with step (t + 1) H / P, and its exchange has started tau steps before. At the
+        end of a round nothing is in flight."""
+        turn, rest = divmod(step + self.cfg.tau, self.turn_steps)
+        # Send first: with tau = 0 the fragment that leaves arrives in the same call.
+        if rest == 0 and turn:
+            fragment = self.fragments[(turn - 1) % len(self.fragments)]
+            fragment.send(self.exchange, f"turn {turn - 1}")
+        turn, rest = divmod(step, self.turn_steps)
+        if rest == 0:
+            self.fragments[(turn - 1) % len(self.fragments)].receive()
+
+
+def fragment_of(name: str, fragments: int) -> int:
+    """Return a parameter's fragment: every P-th block; the embedding with the first, the final norm
+    and the output with the last."""
+    if found := re.match(r"blocks\.(\d+)\.", name):
+        return int(found[1]) % fragments
+    return 0 if "embed" in name else fragments - 1
+
+
+class OuterState:
+    """The outer state in checkpoints: momentum, which all replicas have alike, and this replica's
+    errors of the compression. The anchors are the weights that the model's own provider saves."""
+
+    per_rank = False
+
+    def __init__(self, outer: OuterOptimizer) -> None:
+        self.outer = outer
+        self.loaded = False
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = {}
+        for fragment in self.outer.fragments:
+            for i, name in enumerate(fragment.names):
+                for key, values in (("momentum", dict(enumerate(fragment.momenta))),
+                                    ("error", fragment.errors)):  # fmt: skip
+                    if i in values:
+                        found[f"{name}.{key}"] = as_part_of(fragment.parameters[i], values[i])
+        return found
+
+    def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+        """Return the stored tensors; others start at 0: the checkpoint may be that of a run without
+        replicas, or with another outer optimizer."""
+        return {name: tensor for name, tensor in self.tensors().items() if name in stored}
+
+    def restored(self) -> None:
+        """Set the anchors. Runs after the model's provider, which loads them, and before the
+        optimizer's, which may replace the weights."""
+        self.loaded = True
+        self.outer.begin()

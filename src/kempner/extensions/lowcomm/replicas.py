@@ -1,0 +1,165 @@
+"""The trainer's interface to the replicas: one call after each step.
+
+A replica is a world of its own: its ranks have a default process group, a layout, a run directory
+and checkpoints as those of any run. What replicas say to each other is here: the outer steps, and
+once a round what has been asked of any of them, so that all of them save or stop at the same step.
+In between none waits for another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kempner.checkpoint.checkpointer import Checkpointer
+from kempner.checkpoint.state import StateProvider
+from kempner.extensions.lowcomm.config import LowcommConfig
+from kempner.extensions.lowcomm.outer import Handle, OuterOptimizer, OuterState, ReplicaExchange
+from kempner.train.replicas import ReplicaNumbers, Replicas, Waiting
+from kempner.train.resilience.requests import REQUEST_FLAGS
+
+if TYPE_CHECKING:
+    from kempner.jobs.ranks.process_group import World
+    from kempner.train.progress import Progress
+    from kempner.train.sections import RunConfig
+    from kempner.train.step import StepResult
+
+SHARED_NUMBERS = (
+    *REQUEST_FLAGS,
+    "loss_sum",
+    "tokens",
+)  # of a step's numbers, what all replicas want to know
+
+
+class LowcommReplicas(Replicas):
+    """A replica of several. Requests to it wait for the agreement of all, an exchange that starts
+    two steps before the end of a round, or before the last fragment leaves, so that its result has
+    arrived, without a wait, one step before the round ends. The host reads it at the end of the
+    round."""
+
+    waiting: Waiting = nullcontext
+    """The watchdog's patient(), for waits for replicas that somebody else judges."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        world: World,
+        named: Mapping[str, nn.Parameter],
+        exchange: ReplicaExchange,
+    ) -> None:
+        self.cfg, self.world, self.exchange = cfg.of(LowcommConfig), world, exchange
+        self.outer = OuterOptimizer(cfg.of(LowcommConfig), named, exchange)
+        # time_to_leave() counts three steps.
+        self.patience = 1 + (cfg.of(LowcommConfig).interval + cfg.of(LowcommConfig).tau) / 3
+        self._state = OuterState(self.outer)
+        self._asked: Handle | None = None
+        self._sums: Tensor | None = None
+        self._waited = 0.0
+        self._sent = 0
+        self._loss: Tensor
+        self._spoilt: Tensor  # [replicas], over 0: has had numbers that were not finite
+        ring = 2 * (world.replicas - 1) / world.replicas * 4  # bytes for each number, fp32
+        self._data_parallel = ring * sum(p.numel() for p in named.values())  # bytes a step
+
+    def with_outer(self, state: dict[str, StateProvider]) -> dict[str, StateProvider]:
+        """Insert the outer state between the model, which has the anchors, and the optimizer, which
+        may replace the weights."""
+        return {"model": state["model"], "outer": self._state, **state}
+
+    def checkpointer(self, *parts: Any) -> Checkpointer:
+        """Resume: replicas that meet in a store start at the same step."""
+        if self.world.store is None:
+            return super().checkpointer(*parts)
+        from kempner.extensions.lowcomm.checkpoints import ReplicaCheckpointer
+
+        return ReplicaCheckpointer(*parts, world=self.world, replicas=self)
+
+    def begin(self, progress: Progress) -> Progress:
+        if not self._state.loaded:
+            self.outer.begin()
+        return progress
+
+    def may_go_back(self, progress: Progress) -> bool:
+        """Return False: the others would wait for a replica that goes back alone."""
+        return self.world.replicas == 1 and super().may_go_back(progress)
+
+    def forget_errors(self) -> None:
+        for fragment in self.outer.fragments:
+            for error in fragment.errors.values():
+                error.zero_()
+
+    def after_step(self, progress: Progress, numbers: ReplicaNumbers) -> ReplicaNumbers:
+        began, step = time.monotonic(), progress.step
+        self.outer.after_step(step)
+        rounds, left = self.cfg.interval, -step % self.cfg.interval  # steps of this round
+        shared = torch.stack([numbers[name] for name in SHARED_NUMBERS])
+        self._sums = shared if self._sums is None else self._sums + shared
+        # Sent before the last fragment: behind it the numbers would wait.
+        if left == min(max(2 if rounds > 2 else 1, self.cfg.tau + 1), rounds - 1):
+            ours = torch.cat([self._sums.float(), self._own_spoilt()])
+            self._asked = self.exchange.start(ours, f"numbers {step}")
+            self._sums = None
+        zero = torch.zeros_like(shared[0])
+        # A step is never abandoned midway: the other replicas would wait for this one.
+        told = {**numbers, **dict.fromkeys(REQUEST_FLAGS, zero), "step_time": zero}
+        if left == min(1, rounds - 1) and self._asked is not None:
+            mean, self._asked = self._asked.wait().double(), None
+            sums, self._spoilt = mean.tensor_split([len(SHARED_NUMBERS)])
+            found = dict(zip(SHARED_NUMBERS, sums.unbind(), strict=True))
+            self._loss = found.pop("loss_sum") / found.pop("tokens")
+            told |= found
+        self._waited += time.monotonic() - began
+        return told if left else {**told, **self._facts(step)}
+
+    def record(self, result: StepResult) -> tuple[dict[str, Any], list[str]]:
+        """Return the numbers that all replicas share, at the end of a round."""
+        values = result.values
+        if "round_loss" not in values:
+            return {}, []
+        whole = ("round", "replicas", "bytes_sent", "bytes_data_parallel")
+        spoilt = [i for i in range(int(values["replicas"])) if values[f"spoilt {i}"]]
+        line = {
+            "step": result.step,
+            **{name: int(values[name]) for name in whole},
+            **{name: values[name] for name in ("round_loss", "outer_time")},
+            "not_finite": spoilt,
+        }
+        return line, [
+            f"replica {replica}: had weights that were not finite when it sent what they "
+            f"have changed, before step {result.step}: these counted as unchanged"
+            for replica in spoilt
+        ]
+
+    def _own_spoilt(self) -> Tensor:
+        """Return this replica's share of `_spoilt`, from the changes sent since the last report:
+        those of the round before, as the numbers leave before the last fragment. fp32."""
+        spoilt = self.outer.take_spoilt().float()
+        if self.world.size > 1:
+            dist.all_reduce(spoilt, dist.ReduceOp.MAX)
+        found = spoilt.new_zeros(self.world.replicas)
+        found[self.world.replica] = spoilt
+        return found
+
+    def _facts(self, step: int) -> ReplicaNumbers:
+        """Return the numbers of a round, at its end. The loss is the mean over all replicas, in the
+        steps between two agreements."""
+        facts = {
+            "round": step // self.cfg.interval,
+            "replicas": self.world.replicas,
+            "bytes_sent": (self.exchange.sent - self._sent) * self.world.size,
+            "bytes_data_parallel": self._data_parallel * self.cfg.interval,
+            "outer_time": self._waited,
+        }
+        self._sent, self._waited = self.exchange.sent, 0.0
+        place = self._loss
+        return {
+            "round_loss": place,
+            **{f"spoilt {i}": spoilt for i, spoilt in enumerate(self._spoilt.unbind())},
+            **{k: torch.full_like(place, v) for k, v in facts.items()},
+        }

@@ -1,0 +1,1 @@
+"""Memory, traffic and time of a configuration before it runs, and combinations that fit."""

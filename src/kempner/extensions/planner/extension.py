@@ -1,0 +1,64 @@
+"""The planner as an extension of the trainer: --build, --bench with [bench], and advice to a run
+that is out of memory."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from kempner.config.command_line import Command, parse_command
+from kempner.config.option import ConfigError
+from kempner.extensions.bench.config import BenchConfig
+from kempner.train.extensions import Extension, Variant
+
+if TYPE_CHECKING:
+    from kempner.jobs.ranks.process_group import World
+    from kempner.train.sections import RunConfig
+
+
+class PlannerExtension(Extension):
+    sections: ClassVar = {"bench": BenchConfig}
+
+    def variants(self, command: Command, cfg: RunConfig) -> list[Variant]:
+        from kempner.extensions.bench import measure as bench
+        from kempner.jobs.system.directories import Kind, refuse_other_file, refuse_others
+        from kempner.train.configure import OWN_DIRECTORY, load_config
+
+        refuse_others(cfg.run.dir, "run.dir", (Kind.STARTED,), OWN_DIRECTORY)
+        if file := cfg.of(BenchConfig).output_json:
+            refuse_other_file(file, "bench.output_json", (bench.BENCH_SIGN,))
+        found, problems = [], []
+        for number, name in enumerate(cfg.of(BenchConfig).compare or ("",), 1):
+            more = parse_command(shlex.split(name), {})
+            files, given = [*command.files, *more.files], [*command.overrides, *more.overrides]
+            try:
+                own = load_config(files, given, more.problems)  # its [bench] says which data
+                given += bench.bench_overrides(own, f"{cfg.run.dir}/{number}")
+                own = load_config(files, given)
+                found.append(Variant(name, [*files, *given], own))
+            except ConfigError as error:
+                problems += [f"bench.compare, {name}: {text}" for text in error.problems]
+        if problems:
+            raise ConfigError(problems)
+        return found
+
+    def measure(
+        self, cfg: RunConfig, variants: Sequence[Variant], leaves: Callable[[], float]
+    ) -> int:
+        from kempner.extensions.bench import measure as bench
+        from kempner.jobs.ranks.process_group import discover_world
+
+        return bench.run_bench(Path(cfg.run.dir), variants, discover_world(), leaves)
+
+    def build(self, cfg: RunConfig, world_size: int, per_node: int) -> str:
+        from kempner.extensions.planner.build import build_without_memory
+
+        return build_without_memory(cfg, world_size, per_node)
+
+    def advise(self, cfg: RunConfig, world: World) -> str:
+        from kempner.extensions.planner.out_of_memory import explain_memory
+        from kempner.train.configure import check_world
+
+        return explain_memory(cfg, world, check_world)

@@ -1,0 +1,320 @@
+"""Memory of one GPU by part, from the configuration alone. No torch.
+
+A count of what the trainer holds at the moments when it holds most; benchmarks/planner.py compares
+it with measured peaks. D width, F SwiGLU width, V vocabulary, tokens: of one forward pass of a
+rank. Axes are in bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kempner.extensions.lowcomm.config import LowcommConfig
+from kempner.optim.config import STATE
+from kempner.parallel.layout import Axes, axis_sizes
+from kempner.train import extensions
+from kempner.train.sections import RunConfig, micro_batch
+
+GIB = 2.0**30
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by part, at the moment when their sum is largest."""
+
+    moment: str
+    parts: dict[str, float]
+
+    @property
+    def peak(self) -> float:
+        return sum(self.parts.values())
+
+
+def estimate_memory(cfg: RunConfig, world_size: int, per_node: int, gpu: bool = True) -> Memory:
+    """Estimate the memory of the rank that needs most. `gpu`: on a GPU, where auto means bf16.
+    Raises ConfigError if axes or batch do not fit the world."""
+    cfg, world_size, per_node = one_replica(cfg, world_size, per_node)
+    return max(memory_peaks(cfg, world_size, per_node, gpu), key=lambda moment: moment.peak)
+
+
+def one_replica(cfg: RunConfig, world_size: int, per_node: int) -> tuple[RunConfig, int, int]:
+    """Return the configuration, ranks and ranks per node of one replica (lowcomm/): its share of
+    the batch and of the ranks. Raises ConfigError if they cannot be shared equally."""
+    replicas = cfg.of(LowcommConfig).count(world_size, per_node)
+    if replicas == 1:
+        return cfg, world_size, per_node
+    share, ranks = cfg.train.sequences // replicas, world_size // replicas
+    train = replace(cfg.train, global_batch=share, global_batch_tokens=None)
+    return replace(cfg, train=train), ranks, min(per_node, ranks)
+
+
+def forward_rows(cfg: RunConfig, data_ranks: int) -> int:
+    """Sequences of one forward pass of a rank; where an extension brings the batches, at most.
+    Raises ConfigError: see micro_batch."""
+    if extensions.bringer(cfg):
+        return cfg.train.micro_batch or -(-cfg.train.sequences // data_ranks)
+    return micro_batch(cfg.train, data_ranks, cfg.train.sequences)
+
+
+def memory_peaks(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> list[Memory]:
+    """The loss (all activations are there, no gradient of this forward pass yet), the backward pass
+    of the last block, that of the first parameters, the update, and the outer step of replicas."""
+    axes = axis_sizes(cfg.distributed, world_size, per_node)
+    micro = forward_rows(cfg, axes.data_ranks)
+    tokens = micro * cfg.train.seq_len // axes.cp
+    often = cfg.train.sequences > micro * axes.data_ranks  # gradients of earlier forward passes
+    weights = weight_bytes(cfg, axes, gpu)
+    compute = compute_bytes(cfg, gpu)
+    gathered = Gathered.of(cfg, axes, compute)
+    saved, working = block_activation_bytes(cfg, axes, tokens, compute, gpu)
+    loss = loss_memory(cfg, axes, tokens, compute)
+    gradients = weights.pop("gradients")
+    so_far = gradients if often else 0.0
+    if often and cfg.train.weights == "bf16":  # summed in fp32
+        so_far *= FP32 / 2
+    if often and cfg.distributed.sync_once and not cfg.lora.rank:
+        so_far = FP32 * whole_model(cfg, axes)
+    stream = cfg.model.dim * tokens * compute / axes.tp
+    ends = 2 * stream  # the input of the last norm, and its output
+    return [
+        Memory("loss", {
+            **weights, "gradients": so_far, "gathered weights": gathered.root + gathered.stays,
+            "activations": saved + ends, "loss": loss,
+        }),
+        Memory("backward pass of the last block", {
+            **weights, "gradients": so_far or gathered.head_gradient,
+            "gathered weights": gathered.tied + max(gathered.blocks, gathered.stays),
+            "activations": saved + 2 * stream, "backward pass": working + gathered.reduced,
+        }),
+        Memory("end of the backward pass", {
+            **weights, "gradients": gradients + gathered.root_gradients,
+            "gathered weights": gathered.tied, "backward pass": stream,
+        }),
+        Memory("update", {**weights, "gradients": gradients}),
+        Memory("outer step", {**weights, "changes on their way": changes_on_their_way(cfg, axes)}),
+    ]  # fmt: skip
+
+
+def compute_bytes(cfg: RunConfig, gpu: bool) -> int:
+    return 2 if cfg.train.dtype == "bf16" or (cfg.train.dtype == "auto" and gpu) else FP32
+
+
+def weight_bytes(cfg: RunConfig, axes: Axes, gpu: bool) -> dict[str, float]:
+    """Bytes of the model that a rank keeps between steps. What is offloaded from a GPU is not
+    counted; on a CPU it stays in the same memory."""
+    count = float(cfg.model.count_parameters())
+    size = 2 if cfg.train.weights == "bf16" else FP32
+    if cfg.lora.rank:
+        adapters = FP32 * trained_parameters(cfg)
+        state = {"weights": 2 * count + adapters, "gradients": adapters}
+    else:
+        state = {"weights": size * count, "gradients": size * count}
+    state["optimizer"] = optimizer_state(cfg)
+    if cfg.of(LowcommConfig).on:
+        state["anchors, outer momentum"] = outer_state(cfg)
+    if gpu and cfg.distributed.fsdp_cpu_offload:
+        return dict.fromkeys(state, 0.0)
+    if gpu and cfg.optimizer.cpu_offload:
+        state["optimizer"] = 0.0
+    cuts = axes.pp * axes.shard * axes.cp * axes.tp
+    return {name: size / cuts for name, size in state.items()}
+
+
+def trained_parameters(cfg: RunConfig) -> float:
+    """Number of trained elements of the whole model."""
+    return lora_parameters(cfg) if cfg.lora.rank else float(cfg.model.count_parameters())
+
+
+def optimizer_state(cfg: RunConfig) -> float:
+    """Bytes of the rule's state for all trained elements: with Muon, embedding and output have
+    AdamW's."""
+    tables = cfg.model.vocab_size * cfg.model.dim * (2 - cfg.model.tie_embeddings)
+    by_adamw = tables if cfg.optimizer.name == "muon" and not cfg.lora.rank else 0
+    others = trained_parameters(cfg) - by_adamw
+    return others * state_bytes(cfg, cfg.optimizer.name) + by_adamw * state_bytes(cfg, "adamw")
+
+
+def state_bytes(cfg: RunConfig, rule: str) -> int:
+    """Bytes of state for each element that this rule trains."""
+    state, average = STATE[rule], 2 if cfg.optimizer.moments == "bf16" else FP32
+    return average * len(state.averages) + FP32 * len(state.copies)
+
+
+def outer_state(cfg: RunConfig) -> float:
+    """fp32 copies of what is trained: the anchors, the momentum, the errors of what is in codes."""
+    how = cfg.of(LowcommConfig)
+    coded = trained_parameters(cfg) - raw_numbers(cfg) if how.feedback else 0.0
+    return FP32 * ((2 if how.momentum else 1) * trained_parameters(cfg) + coded)
+
+
+def changes_on_their_way(cfg: RunConfig, axes: Axes) -> float:
+    """Bytes of a fragment in exchange: what is sent, and what it is made from or becomes."""
+    if not cfg.of(LowcommConfig).on:
+        return 0.0
+    return (
+        2
+        * FP32
+        * trained_parameters(cfg)
+        / (axes.shard * axes.cp * axes.tp)
+        / cfg.of(LowcommConfig).fragments
+    )
+
+
+def raw_numbers(cfg: RunConfig) -> float:
+    """Number of elements exchanged between replicas in fp32, whatever the codec of the others;
+    norms are few."""
+    table, raw = cfg.model.vocab_size * cfg.model.dim, cfg.of(LowcommConfig).raw
+    output = "output" in raw and not cfg.model.tie_embeddings
+    return 0.0 if cfg.lora.rank else float(table * (("embeddings" in raw) + output))
+
+
+def lora_parameters(cfg: RunConfig) -> float:
+    model = cfg.model
+    q, kv = (heads * model.resolved_head_dim for heads in (model.n_heads, model.kv_heads))
+    shapes = {
+        "wq": (model.dim, q), "wk": (model.dim, kv), "wv": (model.dim, kv), "wo": (q, model.dim),
+        "w1": (model.dim, model.ffn_dim), "w3": (model.dim, model.ffn_dim),
+        "w2": (model.ffn_dim, model.dim),
+    }  # fmt: skip
+    return float(model.n_layers * cfg.lora.rank * sum(sum(shapes[t]) for t in cfg.lora.targets))
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Memory that fully_shard adds: whole weights in the compute dtype, and gradients in
+    reduction."""
+
+    root: float  # last norm and output layer; with a tied one whole from the first block on
+    tied: float  # of these, what stays through the backward pass: a tied embedding
+    blocks: float  # the block at work and the next one
+    stays: float  # of all blocks, between the forward and the backward pass
+    head_gradient: float  # of the output layer, which is reduced first
+    root_gradients: float
+    reduced: float  # gradients of a block, and the fp32 buffers that they are summed in
+
+    @classmethod
+    def of(cls, cfg: RunConfig, axes: Axes, compute: int) -> Gathered:
+        model, how = cfg.model, cfg.distributed
+        table = model.vocab_size * model.dim / axes.tp
+        root = table  # an embedding of its own is freed before the output layer is gathered
+        block = max(kept_of_blocks(cfg, axes))
+        reduce = 0 if cfg.lora.rank else compute + FP32
+        blocks = block * (1 if axes.shard * axes.cp == 1 else 2)
+        stays = 0.0
+        if how.sync_once or not how.reshard_after_forward:
+            stays = whole_model(cfg, axes) - table  # the embedding, too, where it is not tied
+        elif how.reshard_island is not None:
+            stays = whole_model(cfg, axes) / how.reshard_island
+        return cls(
+            root=compute * root,
+            tied=compute * root * model.tie_embeddings,
+            blocks=compute * blocks,
+            stays=compute * stays,
+            head_gradient=0.0 if cfg.lora.rank else compute * table,
+            root_gradients=reduce * root,
+            # One block's gradients are reduced over the ranks while the next block's are computed.
+            reduced=reduce * block * (1 if axes.shard * axes.cp * axes.replicate == 1 else 2),
+        )
+
+
+def whole_model(cfg: RunConfig, axes: Axes) -> float:
+    """Parameters of a stage that FSDP would make whole on a rank, with embedding and output."""
+    model = cfg.model
+    tables = model.vocab_size * model.dim / axes.tp * (2 - model.tie_embeddings)
+    with_experts, without = kept_of_blocks(cfg, axes)
+    mixtures = len(model.mixtures)
+    blocks = mixtures * with_experts + (model.n_layers - mixtures) * without
+    return tables + blocks / axes.pp
+
+
+def kept_of_blocks(cfg: RunConfig, axes: Axes) -> tuple[float, float]:
+    """Parameters of a block that FSDP makes whole on a rank, with experts (of these its own alone)
+    and without; 0 where the model has no such block."""
+    model, mixtures = cfg.model, len(cfg.model.mixtures)
+    experts = model.n_experts * 3 * model.dim * model.ffn_dim
+    with_experts = model.count_block(True) - experts * (1 - 1 / cfg.distributed.ep)
+    without = model.count_block(False) / axes.tp
+    return (
+        with_experts / axes.tp if mixtures else 0.0,
+        without if mixtures < model.n_layers else 0.0,
+    )
+
+
+def block_activation_bytes(
+    cfg: RunConfig, axes: Axes, tokens: int, compute: int, gpu: bool
+) -> tuple[float, float]:
+    """Return the bytes that the backward pass of all blocks needs, and the extra bytes of one block
+    while its backward runs.
+
+    Kept of a block, eager: the stream before attention and SwiGLU, and after each norm (4 D), q, k,
+    v and the output of attention, and four of SwiGLU's inner width (both products, the gate, and
+    their product); compiled, pointwise functions of the others are recomputed. A CPU has no fused
+    RMSNorm, and keeps its input. With post_norms the outputs of attention and SwiGLU are kept, too.
+    Tensor parallelism divides all of it, but for the whole inputs of attention, SwiGLU and experts.
+    A pipeline stage has its layers alone, for as many passes as there are stages. A token's experts
+    have what SwiGLU has, each, and its input and output once more, in their order.
+    """
+    model, width = cfg.model, cfg.model.resolved_head_dim
+    heads = 2 * (model.n_heads + model.kv_heads) * width
+    share = len(model.mixtures) / model.n_layers  # the mean of blocks with and without experts
+    experts = share * model.experts_per_token
+    inner = model.ffn_dim * (experts + share * model.shared_experts)
+    inner += (1 - share) * model.dense_width
+    moved = 2 * experts * model.dim
+    norms = 4 if model.post_norms else 2
+    eager = (2 + norms * (1 if gpu else 2)) * model.dim + heads + 4 * inner + moved
+    block = norms * model.dim + heads + 2 * inner + moved if cfg.train.compile else eager
+    whole = (2 * model.dim + moved) * (1 - 1 / axes.tp)
+    per_block = tokens * compute * (block / axes.tp + whole)
+    most = 2 * inner + moved
+    if share:
+        width = model.ffn_dim * (model.experts_per_token + model.shared_experts)
+        most = 2 * max(width + model.experts_per_token * model.dim, (share < 1) * model.dense_width)
+    working = tokens * compute * (most + 2 * model.dim) / axes.tp
+    passes = float(min(axes.pp, cfg.train.sequences // axes.data_ranks))  # on the first stage
+    if (stages := cfg.distributed.pp_stages_per_rank) > 1:  # arXiv:2205.05198, section 4.3
+        passes *= 1 + (axes.pp - 1) / (axes.pp * stages)
+    blocks = model.n_layers / axes.pp * passes
+    train, again = cfg.train, blocks / cfg.train.recompute_every
+    dropped = 0.0  # of a block that is recomputed
+    if train.recompute_modules:  # what is within these; their inputs are outputs of others
+        within = {"attention": heads, "ffn": (2 if train.compile else 4) * inner + moved}
+        if train.recompute == "selective":
+            within = {"ffn": (0 if train.compile else 2) * inner}
+        dropped = sum(within.get(name, 0) for name in train.recompute_modules) / axes.tp
+        dropped *= tokens * compute
+    elif train.recompute != "none":
+        products = 2 * model.dim + heads + 2 * inner if train.recompute == "selective" else 0
+        dropped = per_block - tokens * compute * (model.dim + products) / axes.tp
+    saved = per_block * blocks - dropped * again
+    return on_device(cfg, saved, blocks, gpu), working + dropped
+
+
+def on_device(cfg: RunConfig, saved: float, blocks: float, gpu: bool) -> float:
+    """Return the part of the activations kept by `blocks` that stays on the device while the others
+    wait on the host: the block at work, and those whose copies are under way. On a CPU both are
+    counted."""
+    if not cfg.train.offload_activations:
+        return saved
+    here = saved * min(1.0, (1 + cfg.train.offload_activations) / blocks)
+    return here if gpu else saved + here
+
+
+def loss_memory(cfg: RunConfig, axes: Axes, tokens: int, compute: int) -> float:
+    """Logits of a chunk in fp32, which become their gradient in place, and a copy in the compute
+    dtype; the gradient of the output's weight in fp32, and a chunk's part of it; the gradient of
+    its input."""
+    model = cfg.model
+    rows = min(tokens, loss_rows(cfg))
+    logits = rows * model.vocab_size * (FP32 + (compute if compute < FP32 else 0))
+    weight = 0 if cfg.lora.rank else (FP32 + compute) * model.vocab_size * model.dim
+    return (logits + weight) / axes.tp + tokens * model.dim * compute
+
+
+def loss_rows(cfg: RunConfig) -> int:
+    """Tokens whose logits exist at once, at most."""
+    from kempner.model.loss import CHUNK_LOGITS, LOSS_TILE
+
+    fits = CHUNK_LOGITS // cfg.model.vocab_size // LOSS_TILE * LOSS_TILE
+    return cfg.train.loss_chunk or max(LOSS_TILE, fits)

@@ -1,0 +1,38 @@
+"""Report of a run that needs more memory than its GPU has: a snapshot, and a way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kempner.extensions.planner.cost import GPUS, RESERVE_GIB
+from kempner.extensions.planner.memory import GIB, estimate_memory
+from kempner.extensions.planner.search import Check, best_candidates
+from kempner.jobs.ranks.process_group import World
+from kempner.train.recording.profiling import memory_snapshot
+from kempner.train.sections import RunConfig
+
+
+def explain_memory(cfg: RunConfig, world: World, check: Check) -> str:
+    """Write a snapshot of this rank's GPU memory; returns advice on what would need less."""
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    path = Path(cfg.run.dir, "profile", f"out-of-memory-rank-{world.rank}.pickle")
+    snapshot_note = f"{path} has what filled it; " if memory_snapshot(device, path) else ""
+    return snapshot_note + memory_advice(cfg, world.size * world.replicas, world.per_node, check)
+
+
+def memory_advice(cfg: RunConfig, world_size: int, per_node: int, check: Check) -> str:
+    """Advise a run that is out of memory: the largest parts, and the fastest combination that needs
+    a tenth less."""
+    needs = estimate_memory(cfg, world_size, per_node)
+    gpu = GPUS["H100"]._replace(gib=0.9 * needs.peak / GIB + RESERVE_GIB)
+    parts = sorted(needs.parts.items(), key=lambda part: -part[1])[:3]
+    breakdown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
+    candidates = best_candidates(cfg, world_size, per_node, gpu, check, 1)
+    fix = (
+        f"try {candidates[0].words} ({candidates[0].memory.peak / GIB:.1f} GiB)"
+        if candidates
+        else "use more GPUs"
+    )
+    return f"the planner estimates {needs.peak / GIB:.1f} GiB a GPU ({breakdown}); {fix}"

@@ -1,0 +1,163 @@
+"""Search for combinations of levers that fit a GPU, ranked by estimated time. No torch.
+
+What may be combined is not known here: every candidate passes through the checks of a run's own
+configuration, and those that these refuse are left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from kempner.config.option import ConfigError
+from kempner.config.values import to_text
+from kempner.extensions.planner.cost import (
+    HOST_BYTES,
+    GpuSpec,
+    Time,
+    host_offload_bytes,
+    step_seconds,
+)
+from kempner.extensions.planner.memory import GIB, Memory, estimate_memory, one_replica
+from kempner.parallel.layout import axis_sizes
+from kempner.train import checks as combinations
+from kempner.train.sections import RunConfig
+
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+RECOMPUTE = ("none", "selective", "full")
+WITHIN = (1, 2, 4, 8)  # ranks of a node that share a product or a sequence
+MESH = ("dp_shard", "dp_replicate", "nodes_per_fsdp_group", "tp", "cp", "pp")
+UNUSED: dict[str, Any] = {  # where a search begins, whatever the configuration has
+    "distributed.sync_once": False,
+    "distributed.reshard_after_forward": True,
+    "train.offload_activations": 0,
+}
+LEVERS: tuple[dict[str, Any], ...] = (  # memory for communication, and time for memory
+    {},
+    {"distributed.sync_once": True},
+    {"distributed.reshard_after_forward": False},
+    {"train.offload_activations": 2, "train.recompute": "full"},
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    overrides: dict[str, Any]  # by section.key; what is as the configuration has it is left out
+    memory: Memory
+    time: Time
+
+    @property
+    def words(self) -> str:
+        return " ".join(f"--{key}={to_text(value)}" for key, value in self.overrides.items())
+
+
+Check = Callable[[RunConfig, int, int], list[str]]
+"""Why a configuration does not fit so many ranks, so many on each node: configure.check_world."""
+
+
+def best_candidates(
+    cfg: RunConfig,
+    world_size: int,
+    per_node: int,
+    gpu: GpuSpec,
+    check: Check,
+    count: int = 3,
+    host: float = HOST_BYTES,
+) -> list[Candidate]:
+    """Return the fastest combinations by the estimate that fit; among equals, those with fewer
+    changes. `host`: bytes of a node that may be offloaded to."""
+    candidates, problems = [], problems_of(cfg)
+    _, ranks, near = one_replica(cfg, world_size, per_node)
+    for levers in lever_candidates(cfg, ranks):
+        overrides = lever_changes(cfg, levers, ranks, near)
+        other = changed_by(cfg, overrides)
+        if problems_of(other) - problems or check(other, world_size, per_node):
+            continue
+        memory = estimate_memory(other, world_size, per_node)
+        if memory.peak <= gpu.usable and host_offload_bytes(other, world_size, per_node) <= host:
+            time = step_seconds(other, world_size, per_node, gpu)
+            candidates.append(Candidate(overrides, memory, time))
+    candidates.sort(
+        key=lambda candidate: (
+            round(candidate.time.step, 3),
+            len(candidate.overrides),
+            candidate.memory.peak,
+        )
+    )
+    different: dict[tuple[float, int], Candidate] = {}  # the same numbers are no choice
+    for candidate in candidates:
+        different.setdefault(
+            (round(candidate.time.step, 2), round(candidate.memory.peak / GIB)), candidate
+        )
+    return list(different.values())[:count]
+
+
+def why_none(cfg: RunConfig, world_size: int, per_node: int, check: Check) -> str:
+    """Return what to do if best_candidates() finds nothing: memory is the reason if any combination
+    passes the checks."""
+    problems = problems_of(cfg)
+    _, ranks, near = one_replica(cfg, world_size, per_node)
+    for levers in lever_candidates(cfg, ranks):
+        other = changed_by(cfg, lever_changes(cfg, levers, ranks, near))
+        if not (problems_of(other) - problems or check(other, world_size, per_node)):
+            return "use more GPUs, or a smaller model"
+    smallest = check(changed_by(cfg, {"train.micro_batch": 1}), world_size, per_node)
+    return "; ".join(smallest or check(cfg, world_size, per_node)) or "no combination is allowed"
+
+
+def lever_changes(
+    cfg: RunConfig, levers: Mapping[str, Any], world_size: int, per_node: int
+) -> dict[str, Any]:
+    """Return the levers that differ from the configuration; axes of equal sizes are equal, however
+    they are written."""
+    changes = {key: value for key, value in levers.items() if value != value_of(cfg, key)}
+    axes = changes.keys() & {f"distributed.{name}" for name in MESH}
+    with contextlib.suppress(ConfigError):
+        there = axis_sizes(cfg.distributed, world_size, per_node)
+        if axis_sizes(changed_by(cfg, levers).distributed, world_size, per_node) == there:
+            changes = {key: value for key, value in changes.items() if key not in axes}
+    return changes
+
+
+def lever_candidates(cfg: RunConfig, world_size: int) -> Iterator[dict[str, Any]]:
+    """Yield values for every lever that costs or saves memory, by section.key. The ranks of a
+    replica that the axes leave are copies."""
+    small = [n for n in range(1, math.isqrt(world_size) + 1) if world_size % n == 0]
+    shards = sorted({*small, *(world_size // n for n in small)})
+    meshes = [
+        {"distributed.dp_shard": shard, "distributed.tp": tp, "distributed.cp": cp,
+         "distributed.pp": pp, "distributed.dp_replicate": -1,
+         "distributed.nodes_per_fsdp_group": None}
+        for shard, tp, cp, pp in itertools.product(shards, WITHIN, WITHIN, (1, 2, 4))
+        if world_size % (shard * tp * cp * pp) == 0
+    ]  # fmt: skip
+    experts = (1, 2, 4, 8) if cfg.model.n_experts else (1,)
+    values = itertools.product(meshes, experts, MICRO_BATCHES, RECOMPUTE, LEVERS)
+    for mesh, ep, micro, recompute, lever in values:
+        if lever.get("train.recompute", recompute) == recompute:
+            choice = {"train.micro_batch": micro, "train.recompute": recompute}
+            yield {**UNUSED, **choice, **mesh, "distributed.ep": ep, **lever}
+
+
+def problems_of(cfg: RunConfig) -> set[str]:
+    sections = (getattr(cfg, section.name) for section in fields(cfg))
+    own = [text for one in sections if hasattr(one, "problems") for text in one.problems()]
+    return {*own, *combinations.combination_problems(cfg)}
+
+
+def value_of(cfg: RunConfig, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(cfg, section), name)
+
+
+def changed_by(cfg: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    by_section: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        by_section.setdefault(section, {})[name] = value
+    sections = {name: replace(getattr(cfg, name), **values) for name, values in by_section.items()}
+    return replace(cfg, **sections)

@@ -1,0 +1,1 @@
+"""Training on preferences: DPO and reward models."""

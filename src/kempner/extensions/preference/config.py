@@ -1,0 +1,69 @@
+"""The [preference] section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kempner.config.option import option
+
+if TYPE_CHECKING:
+    from kempner.train.sections import RunConfig
+
+
+@dataclass(frozen=True)
+class PreferenceConfig:
+    loss: str = option(
+        "none",
+        "loss on preference data: dpo trains a model against its reference, model.init_from; "
+        "reward trains a reward model; none: next tokens",
+        choices=("none", "dpo", "reward"),
+    )
+    beta: float = option(
+        0.1, "of dpo: how much a step away from the reference costs", minimum=1e-6, maximum=1e3
+    )
+
+
+def preference_problems(cfg: RunConfig) -> list[str]:
+    """List what a loss on preferences is not built for, one message each, with the way out."""
+    loss, axes, found = cfg.of(PreferenceConfig).loss, cfg.distributed, []
+    if loss == "none":
+        return []
+    if loss == "dpo" and cfg.model.init_from is None:
+        found.append(
+            "preference.loss = dpo: needs the model to start from, which is also its "
+            "reference; give model.init_from"
+        )
+    if cfg.lora.rank:
+        found.append(
+            f"lora.rank = {cfg.lora.rank}: adapters are not built for preference.loss = "
+            f"{loss}; train all weights, --lora.rank=0"
+        )
+    if cfg.train.loss_chunk is not None:
+        found.append(
+            f"train.loss_chunk = {cfg.train.loss_chunk}: has no effect on preference.loss = "
+            f"{loss}; leave it out"
+        )
+    if cfg.train.z_loss:
+        found.append(
+            f"train.z_loss = {cfg.train.z_loss}: is not built for preference.loss = {loss}; "
+            "leave it out"
+        )
+    found += [
+        f"distributed.{axis} = {size}: not built for preference.loss = {loss}; leave that out, or "
+        f"give --distributed.{axis}=1"
+        for axis in ("tp", "pp")
+        if (size := getattr(axes, axis)) > 1
+    ]
+    found += [
+        f"model.{name} = {value}: is not built for preference.loss = {loss}; "
+        "leave it at 0, the experts stay balanced as they are"
+        for name in ("aux_loss", "router_z_loss")
+        if (value := getattr(cfg.model, name))
+    ]
+    if axes.cp > 1:
+        found.append(
+            f"preference.loss = {loss}: not with distributed.cp = {axes.cp}: an "
+            "answer would be on several ranks; give --distributed.cp=1"
+        )
+    return found

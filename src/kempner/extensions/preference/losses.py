@@ -1,0 +1,140 @@
+"""Losses on preferences, whose two answers are neighbours in a row: the chosen one is an even
+document of it, the rejected one the odd one after it.
+
+Both say how much more value the model gives to the chosen answer, v, and the loss of a pair is
+-log sigmoid(v) (Bradley and Terry, Biometrika 39, 1952). Shapes: B rows, T tokens, N documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from kempner.data.batch import MicroBatch
+from kempner.data.source import IGNORE
+from kempner.model.attention import Documents
+from kempner.model.loss import CHUNK_LOGITS
+
+
+class Preference:
+    """An objective (kempner.train.objective) on pairs of answers. It also counts how often the chosen
+    answer has the higher value, and sums the margins."""
+
+    counted = "pairs"
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(2, device=device)  # pairs that are ordered right, and margins
+
+    def values(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        """Compute the value of each document, fp32 [N]."""
+        raise NotImplementedError
+
+    def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
+        """Return the sum of the losses of the pairs, fp32 []; the loss of each, [B, T], where its
+        second document ends; and the batch with targets only there, so that pairs are counted as
+        tokens are elsewhere."""
+        assert batch.documents is not None
+        values, second = self.values(model, batch), second_of_pair(batch.documents)
+        margins = F.pad(values[:-1] - values[1:], (1, 0))  # [N]: of each and the one before it
+        losses = torch.where(second, F.softplus(-margins), 0.0)  # -log sigmoid
+        if torch.is_grad_enabled():  # not in a validation
+            right = (second & (margins > 0)).sum()
+            margin = torch.where(second, margins, 0.0).sum().detach()
+            self._sums += torch.stack((right.float(), margin))
+        ends = batch.documents.starts[1:].long() - 1
+        places = losses.new_zeros(batch.targets.numel()).scatter(0, ends, losses.detach())
+        counts = places.new_zeros(places.shape, dtype=torch.bool).scatter(0, ends, second)
+        targets = torch.where(counts, 0, IGNORE).view(batch.targets.shape)
+        return losses.sum(), places.view(targets.shape), replace(batch, targets=targets)
+
+    def numbers(self) -> dict[str, Tensor]:
+        """Return the numbers since the last call, and reset them."""
+        right, margin = self._sums.clone().unbind()
+        self._sums.zero_()
+        return {"ordered_right": right, "margin_sum": margin}
+
+    def record(self, values: Mapping[str, float]) -> dict[str, Any]:
+        pairs = values["tokens"]
+        return {
+            "accuracy": values["ordered_right"] / pairs if pairs else None,
+            "margin": values["margin_sum"] / pairs if pairs else None,
+        }
+
+
+class DPO(Preference):
+    """Direct preference optimization (arXiv:2305.18290): the value of an answer is beta times the
+    logarithm of how much likelier it is to the model than to the reference."""
+
+    def __init__(self, reference: nn.Module, beta: float, device: torch.device) -> None:
+        super().__init__(device)
+        self._reference, self._beta = reference, beta
+
+    def values(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        words = (batch.inputs, batch.targets, batch.documents)
+        with torch.no_grad():
+            _, expected = self._reference(*words, token_losses=True)  # [B, T]: -log p
+        _, losses = model(*words, token_losses=True)
+        assert batch.documents is not None
+        return self._beta * sum_by_document(expected - losses, batch.documents)
+
+
+class Reward(Preference):
+    """A reward model: the value of an answer is a product of the activations at its last place and
+    one row of the output layer, that of the end-of-turn token."""
+
+    def __init__(self, token: int, device: torch.device) -> None:
+        super().__init__(device)
+        self._token = token
+
+    def values(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        assert batch.documents is not None
+        ends = batch.documents.starts[1:].long() - 1
+        targets = torch.full_like(batch.targets, IGNORE).flatten()
+        targets = targets.index_fill(0, ends, self._token).view(batch.targets.shape)
+        _, scores = model(batch.inputs, targets, batch.documents, token_losses=True)
+        return scores.flatten()[ends]  # type: ignore[no-any-return]
+
+
+def token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the same as loss.cross_entropy, but with a gradient for its terms, too: logits are
+    recomputed in the backward pass, a chunk at a time."""
+    rows = max(1, CHUNK_LOGITS // weight.shape[0])
+    parts = [
+        checkpoint(_token_losses, part, weight, labels, use_reentrant=False)
+        for part, labels in zip(torch.split(x, rows), torch.split(targets, rows), strict=True)
+    ]
+    losses = torch.cat(parts)
+    return losses.sum(), losses
+
+
+def _token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = F.linear(x, weight).float()
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+
+
+def token_scores(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of the scores, and the scores, fp32 [N]: the logit, not normalized, of each
+    target; 0 where it is -100."""
+    counts = targets != IGNORE
+    rows = weight[torch.where(counts, targets, 0)]
+    scores = torch.where(counts, (x.float() * rows.float()).sum(1), 0.0)
+    return scores.sum(), scores
+
+
+def second_of_pair(documents: Documents) -> Tensor:
+    """Mark the documents that are the rejected answer to the one before, bool [N]."""
+    return documents.index.flatten()[documents.starts[:-1].long()] % 2 == 1
+
+
+def sum_by_document(terms: Tensor, documents: Documents) -> Tensor:
+    """Sum terms [B, T] by document, [N]."""
+    lengths = documents.starts.diff().long()
+    number = torch.arange(len(lengths), device=terms.device)
+    number = number.repeat_interleave(lengths, output_size=terms.numel())
+    return terms.new_zeros(len(lengths)).index_add(0, number, terms.flatten())

@@ -1,0 +1,1 @@
+"""Reinforcement learning: what trainer, engines and orchestrator hand each other."""

@@ -1,0 +1,1 @@
+"""Engines that sample, and the router over them. No torch."""

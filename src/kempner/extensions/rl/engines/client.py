@@ -1,0 +1,521 @@
+"""The client of one engine. No torch.
+
+All methods may be called from any thread; abort() ends those that wait for an answer. A completion
+has no timeout: the caller watches progress(), and calls abort() when there is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import socket
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+from kempner.extensions.generate.config import Sampling
+from kempner.extensions.serve.lease import RUN
+
+SLOTS = {"kit": 16, "vllm": 128}  # where the configuration gives none
+ENGINE_HEARTBEAT_S = 3.0  # the longest that an engine may take to say that it is alive
+ENGINE_CONNECT_S = 10.0
+VERSION_S = 60.0  # vLLM answers what its weights are between two steps of the model
+SCORE_S = 600.0  # the longest that an engine may take to score one text
+UPDATE_S = 3600.0  # the longest that an engine may read new weights
+
+
+class Completion(NamedTuple):
+    token_ids: list[int]  # all that were sampled, also the one that has ended it
+    logprobs: list[float]  # of each, of the distribution that it was drawn from
+    versions: list[int]  # of the weights that have drawn them, each once
+    finish: str  # stop or length
+
+
+class Scores(NamedTuple):
+    logprobs: list[float]  # of each token after the first one
+    version: int  # of the weights that have computed them
+
+
+class About(NamedTuple):
+    """The model of an engine."""
+
+    vocab_size: int  # of its tokenizer
+    ends: set[int]  # tokens that end a text
+    tokenizer: str  # see Words.fingerprint
+    shape: dict[str, Any]  # see ModelConfig.shape
+
+
+class Lost(Exception):
+    """The engine does not answer, or not as an engine of this job; the message says why."""
+
+
+class Silent(Lost):
+    """Nothing answers, or not in time."""
+
+
+class Busy(Exception):
+    """The engine takes no request now."""
+
+
+class Cancelled(Exception):
+    """Nobody wants the answer any more."""
+
+
+class GivenUp(Exception):
+    """The request has failed too often."""
+
+
+class EngineLeased(Busy):
+    """Another run uses the engine."""
+
+
+class Rejected(Exception):
+    """The engine has understood the request, and refuses it: so would all others."""
+
+
+class Closed(Exception):
+    """The run ends."""
+
+
+class NoEngines(Exception):
+    """None can take work, and none will come."""
+
+
+class Flight:
+    """Requests of one group, so that they can be cancelled from any thread."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None  # of the engine that has begun with it; None: none has
+        self.cancelled = False
+        self._sockets: set[socket.socket] = set()
+        self._lock = threading.Lock()
+
+    def begin(self, version: int) -> None:
+        """Note that an engine with these weights gets a request. Raises Cancelled."""
+        if self.cancelled:
+            raise Cancelled
+        self.version = version if self.version is None else min(self.version, version)
+
+    def cancel(self) -> None:
+        """Close the connections: the engine sees that its client has gone, and frees the slots."""
+        with self._lock:
+            self.cancelled = True
+            for each in self._sockets:
+                shut_socket(each)
+
+    def add(self, opened: socket.socket) -> None:
+        with self._lock:
+            self._sockets.add(opened)
+            if self.cancelled:
+                shut_socket(opened)
+
+    def remove(self, opened: socket.socket) -> None:
+        with self._lock:
+            self._sockets.discard(opened)
+
+
+def shut_socket(opened: socket.socket) -> None:
+    """Shut a connection down; a thread that waits for it wakes up."""
+    with contextlib.suppress(OSError):
+        opened.shutdown(socket.SHUT_RDWR)
+
+
+class RouterEngine(Protocol):
+    """An engine as the router needs it."""
+
+    url: str
+
+    def complete(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: Sampling,
+        flight: Flight | None = None,
+    ) -> list[list[Completion]]:
+        """Return `n` samples of each prompt; they follow from sampling.seed, their numbers and the
+        weights."""
+        ...
+
+    def alive(self) -> None:
+        """Raise Lost if it is not alive; works also while it reads new weights."""
+        ...
+
+    def version(self) -> int | None:
+        """Return the version of the weights it serves, once it accepts requests. None: it is alive,
+        and too busy to say."""
+        ...
+
+    def progress(self) -> int | None:
+        """Return the tokens that it has read and generated so far; None: it does not count them."""
+        ...
+
+    def update(self, body: dict[str, Any]) -> int:
+        """Load new weights; returns their version when they are in use."""
+        ...
+
+    def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
+        """Return log-probabilities of a text that was sampled before; None: it cannot."""
+        ...
+
+    def tokens_read(self) -> int | None:
+        """Return the prompt tokens read since its start; None: it does not count them."""
+        ...
+
+    def release(self) -> None:
+        """Free the engine for other runs: this one has ended."""
+        ...
+
+    def abort(self) -> None: ...
+
+
+class KitEngine:
+    """An engine of scripts/serve.py."""
+
+    living: tuple[int, ...] = (200, 503)  # codes of /health; 503: it has no weights
+    counters: tuple[str, ...] = ("kempner_prefill_tokens_total", "kempner_generated_tokens_total")
+
+    def __init__(self, url: str, token: str, run: str | None = "") -> None:
+        """`run`: see Exchange.run; an engine with weights of another attempt must first be given
+        those of this one. None: it may have any weights, unless another run uses it."""
+        self.url, self._token, self._run = url, token, run
+        parts = urlsplit(url)
+        self._host, self._port = parts.hostname or "", parts.port or 80
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+
+    def complete(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: Sampling,
+        flight: Flight | None = None,
+    ) -> list[list[Completion]]:
+        body = {
+            "prompt": [list(prompt) for prompt in prompts],
+            "n": n,
+            "logprobs": 0,
+            "seed": sampling.seed,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "stop": list(sampling.stop),
+        }
+        answer = self._ask("/v1/completions", body, None, flight)
+        # Afterwards: another run may have given it weights meanwhile.
+        self._own(answer.get("run", ""))
+        try:
+            choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+            found = [
+                Completion(
+                    choice["token_ids"],
+                    choice["logprobs"]["token_logprobs"],
+                    choice["weight_versions"],
+                    choice["finish_reason"],
+                )
+                for choice in choices
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise Lost(f"its answer is not an engine's: {error!r}") from None
+        if len(found) != len(prompts) * n:
+            raise Lost(f"it was asked for {len(prompts) * n} texts, and has given {len(found)}")
+        return [found[i : i + n] for i in range(0, len(found), n)]
+
+    def alive(self) -> None:
+        code, _ = self._exchange("/health", None, ENGINE_HEARTBEAT_S)
+        if code not in self.living:
+            raise Lost(f"/health: {code}")
+
+    def version(self) -> int | None:
+        answer = self._ask("/health", None, ENGINE_HEARTBEAT_S)
+        self._ours(answer.get("run", ""), lambda: bool(answer.get("leased")))
+        return self._version_in(answer)
+
+    def _own(self, run: str) -> None:
+        """Raise Lost if the weights are those of another run, where that matters."""
+        if self._run is not None and run not in ("", self._run):
+            raise Lost(f"it has weights of another run, {run}")
+
+    def _ours(self, run: str, leased: Callable[[], bool]) -> None:
+        """Check the weights before a request. Raises Busy; Leased if that run uses the engine."""
+        if run not in ("", self._run) and leased():
+            raise EngineLeased(f"it has weights of another run, {run}, which uses it")
+        try:
+            self._own(run)
+        except Lost as other:
+            raise Busy(str(other)) from None
+
+    def update(self, body: dict[str, Any]) -> int:
+        named = {"run": self._run} if self._run and "path" in body else {}
+        return self._version_in(self._ask("/update_weights", body | named, UPDATE_S))
+
+    def release(self) -> None:
+        if self._run:
+            self._ask("/release", {"run": self._run}, ENGINE_HEARTBEAT_S)
+
+    def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
+        answer = self._ask("/score", {"tokens": list(tokens), "temperature": temperature}, SCORE_S)
+        self._own(answer.get("run", ""))
+        try:
+            return Scores(list(map(float, answer["logprobs"])), self._version_in(answer))
+        except (KeyError, TypeError, ValueError) as error:
+            raise Lost(f"its answer is not an engine's: {error!r}") from None
+
+    def about(self) -> About:
+        try:
+            (told,) = self._ask("/v1/models", None, ENGINE_HEARTBEAT_S)["data"]
+            tokenizer = int(told["vocab_size"]), set(told["ends"]), str(told["tokenizer"])
+            return About(*tokenizer, dict(told["shape"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise Lost(f"its answer is not an engine's: {error!r}") from None
+
+    def tokens_read(self) -> int | None:
+        return self._count(KitEngine.counters[0])
+
+    def progress(self) -> int | None:
+        found = [self._count(name) for name in self.counters]
+        return None if None in found else sum(each or 0 for each in found)
+
+    def _count(self, name: str) -> int | None:
+        """Return the sum of a counter over its labels."""
+        _, text = self._exchange("/metrics", None, ENGINE_HEARTBEAT_S)
+        line = rf"^{re.escape(name)}(?:{{.*}})? ([0-9.e+]+)$".encode()
+        found = re.findall(line, text, re.MULTILINE)
+        return int(sum(map(float, found))) if found else None
+
+    def _version_in(self, answer: dict[str, Any]) -> int:
+        version = answer.get("weight_version")
+        if not isinstance(version, int):
+            raise Lost("its answer is not an engine's: it names no weight_version")
+        return version
+
+    def abort(self) -> None:
+        with self._lock:
+            for each in self._open:
+                shut_socket(each)
+
+    def _ask(
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        timeout: float | None,
+        flight: Flight | None = None,
+    ) -> dict[str, Any]:
+        """Return the answer's JSON. Raises Lost, Busy, Rejected."""
+        return _read(path, *self._exchange(path, body, timeout, flight))
+
+    def _exchange(
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        timeout: float | None,
+        flight: Flight | None = None,
+    ) -> tuple[int, bytes]:
+        """Return code and text of the answer. `timeout`: seconds; None: no limit. Raises Lost."""
+        connection = http.client.HTTPConnection(
+            self._host, self._port, timeout=min(ENGINE_CONNECT_S, timeout or ENGINE_CONNECT_S)
+        )
+        opened: socket.socket | None = None
+        try:
+            connection.connect()
+            opened = connection.sock
+            # Connecting has a limit of its own: an answer may take much longer.
+            opened.settimeout(timeout)
+            with self._lock:
+                self._open.add(opened)
+            if flight:
+                flight.add(opened)
+            headers = {"Content-Type": "application/json"}
+            headers |= {"Authorization": f"Bearer {self._token}"} if self._token else {}
+            headers |= {RUN: self._run} if self._run else {}
+            data = None if body is None else json.dumps(body)
+            connection.request("GET" if body is None else "POST", path, data, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except OSError as error:
+            raise Silent(f"{path}: {str(error) or type(error).__name__}") from None
+        except http.client.HTTPException as error:
+            raise Lost(f"{path}: {str(error) or type(error).__name__}") from None
+        finally:
+            if opened:
+                with self._lock:
+                    self._open.discard(opened)
+                if flight:
+                    flight.remove(opened)
+            connection.close()
+
+
+# --- vLLM ---
+
+CHANGES = {  # what it computes with; vllm_engine.py lets one run at a time have them
+    "/pause",
+    "/resume",
+    "/collective_rpc",
+    "/reset_prefix_cache",
+    "/update_weight_version",
+}
+ROUTES = CHANGES | {"/inference/v1/generate", "/weight_info"}  # they change between its versions
+LEASE = "/lease"  # of vllm_engine.py: which run uses it
+NO_WEIGHTS = "none"  # its version while they are read
+
+
+class VllmEngine(KitEngine):
+    """An engine of vLLM, as vllm_engine.py starts it. The version of its weights is a text: it
+    names the run, too, as 4@RUN; those that it was started with are 4."""
+
+    living = (200,)  # 503: its core is dead
+    counters = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+
+    def __init__(
+        self, url: str, token: str, ends: Collection[int], seeded: bool = True, run: str | None = ""
+    ) -> None:
+        """`ends`: tokens that end a text; it has no tokenizer. `seeded`: samples follow from their
+        seeds, for which vLLM leaves its fast sampler and draws row by row."""
+        super().__init__(url, token, run)
+        self._seeded = seeded
+        self._ends, self._probed = sorted(ends), False
+
+    def complete(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: Sampling,
+        flight: Flight | None = None,
+    ) -> list[list[Completion]]:
+        words = {
+            "n": n,
+            "logprobs": 0,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k or 0,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "stop_token_ids": self._ends,
+            "detokenize": False,
+        }
+        if self._seeded:
+            words["seed"] = sampling.seed
+
+        def one(prompt: Sequence[int]) -> list[Completion]:
+            body = {"token_ids": list(prompt), "sampling_params": words}
+            answer = self._ask("/inference/v1/generate", body, None, flight)
+            try:
+                choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+                found = [
+                    Completion(
+                        choice["token_ids"],
+                        [entry["logprob"] for entry in choice["logprobs"]["content"]],
+                        self._versions(choice["weight_versions"]),
+                        choice["finish_reason"],
+                    )
+                    for choice in choices
+                ]
+            except (KeyError, TypeError, ValueError) as error:
+                raise Lost(f"its answer is not vLLM's: {error!r}") from None
+            if len(found) != n or any(each.finish not in ("stop", "length") for each in found):
+                raise Lost("it has not finished all texts")
+            return found
+
+        # The route takes one prompt a request; vLLM batches them.
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(one, prompts))
+
+    def version(self) -> int | None:
+        self.alive()
+        if not self._probed:
+            missing = ROUTES - set(self._ask("/openapi.json", None, VERSION_S).get("paths", ()))
+            if missing:
+                raise Lost(f"this vLLM has no {', '.join(sorted(missing))}")
+            self._probed = True
+        try:  # its core answers this, which does one thing after another
+            told = self._ask("/weight_info", None, VERSION_S).get("weight_version")
+        except Silent:
+            return None
+        if told == NO_WEIGHTS:
+            raise Busy("its weights could not be read")
+        number, _, run = told.partition("@") if isinstance(told, str) else ("", "", "")
+        if not number.isdecimal():
+            raise Lost("its answer is not vLLM's: it names no weight_version")
+        self._ours(run, self._leased)
+        return int(number)
+
+    def _leased(self) -> bool:
+        with contextlib.suppress(Lost):  # a vLLM that was started by hand does not know
+            return bool(self._ask(LEASE, None, ENGINE_HEARTBEAT_S).get("leased"))
+        return False
+
+    def _versions(self, spans: Sequence[dict[str, Any]]) -> list[int]:
+        """Return the versions of this run's weights, each once. Raises Lost, KeyError,
+        ValueError."""
+        found = set()
+        for span in spans:
+            number, _, run = str(span["version"]).partition("@")
+            self._own(run)
+            found.add(int(number))
+        return sorted(found)
+
+    def update(self, body: dict[str, Any]) -> int:
+        """Load new weights. Texts in work are kept; keys and values from the old weights are
+        not."""
+        if "path" not in body:
+            raise Rejected("vLLM takes weights from files alone")
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": body["path"]}}
+        self._do("/pause?mode=keep", {})
+        try:
+            # If the next call fails the weights are neither the old ones nor the new ones.
+            self._do("/update_weight_version", {"new_version": NO_WEIGHTS})
+            self._do("/collective_rpc", reload)
+            self._do("/reset_prefix_cache?reset_running_requests=true", {})
+            new = f"{body['version']}@{self._run}" if self._run else f"{body['version']}"
+            self._do("/update_weight_version", {"new_version": new})
+        finally:
+            self._do("/resume", {})
+        return int(body["version"])
+
+    def release(self) -> None:
+        with contextlib.suppress(Lost):  # a vLLM that was started by hand has no lease
+            self._ask(LEASE, {}, ENGINE_HEARTBEAT_S)
+
+    def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
+        """Return the log-probabilities at temperature 1, else None: vLLM gives a prompt's at no
+        other."""
+        if temperature != 1.0:
+            return None
+        words = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+        body = {"token_ids": list(tokens), "sampling_params": words}
+        answer = self._ask("/inference/v1/generate", body, SCORE_S)
+        try:
+            (version,) = self._versions(answer["choices"][0]["weight_versions"])  # of its token
+            entries = zip(tokens[1:], answer["prompt_logprobs"][1:], strict=True)
+            found = [float(entry[str(token)]["logprob"]) for token, entry in entries]
+            return Scores(found, version)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise Lost(f"its answer is not vLLM's: {error!r}") from None
+
+    def _do(self, path: str, body: dict[str, Any]) -> None:
+        self._ask(path, body, UPDATE_S)
+
+
+def _read(path: str, code: int, text: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError:
+        content = None
+    if code == 200 and isinstance(content, dict):
+        return content
+    try:
+        why = str(content["error"]["message"])
+    except (KeyError, TypeError):
+        why = text[:200].decode(errors="replace")
+    if code == 503:
+        raise Busy(why)
+    if code == 409:
+        raise EngineLeased(why)
+    if code in (400, 422):
+        raise Rejected(f"{path}: {why}")
+    raise Lost(f"{path}: {code} {why}")

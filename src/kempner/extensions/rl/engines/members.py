@@ -1,0 +1,87 @@
+"""The router's records of engines and of requests that wait for one. No torch.
+
+Both change under the router's lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kempner.extensions.rl.engines.client import RouterEngine
+
+
+@dataclass
+class Member:
+    """One engine."""
+
+    name: str
+    engine: RouterEngine
+    version: int = -1  # -1: not known
+    alive: bool = False
+    trusted: bool = True  # that its version is one of this run
+    load: int = 0  # samples that it was asked for
+    life: int = 0  # times that it was lost
+    misses: int = 0
+    updating: bool = False
+    refused: int = 0  # updates in a row
+    progress: int | None = None  # tokens, when it was last asked
+    progressed: float = field(default_factory=time.monotonic)  # when it last did something
+    why: str = ""  # it is not alive
+    seconds: dict[str, float] = field(default_factory=lambda: {"idle": 0.0, "busy": 0.0})
+    since: float = field(default_factory=time.monotonic)
+
+    def account(self) -> None:
+        """Book the time since the last call as idle or busy, as it is now."""
+        now = time.monotonic()
+        if self.alive:
+            self.seconds["busy" if self.load else "idle"] += now - self.since
+        self.since = now
+
+    def silent(self, progress: int | None) -> float:
+        """Return the seconds for which it has had work, and done none. An engine that does not
+        count its tokens makes progress with each request that ends."""
+        now = time.monotonic()
+        if progress != self.progress or not self.load or self.updating:
+            self.progress, self.progressed = progress, now
+        return now - self.progressed
+
+
+@dataclass
+class Waiter:
+    """One request."""
+
+    size: int  # samples
+    least: int  # version of the weights
+    given: threading.Condition  # of the router's lock
+    member: Member | None = None
+    life: int = 0  # of the member when it was given
+
+    @property
+    def engine(self) -> RouterEngine:
+        assert self.member is not None
+        return self.member.engine
+
+    def asks_more(self, other: Waiter) -> bool:
+        """Return whether it asks at least as much as the other."""
+        return self.size >= other.size and self.least >= other.least
+
+    def choose(self, members: Iterable[Member], capacity: float) -> Member | None:
+        """Take the member with the least work that has room, and wake the request."""
+        free = [
+            each
+            for each in members
+            if each.version >= self.least and (each.load == 0 or each.load + self.size <= capacity)
+        ]
+        if not free:
+            return None
+        self.member = min(free, key=lambda each: each.load)
+        self.life = self.member.life
+        self.member.account()
+        if not self.member.load:
+            self.member.progressed = self.member.since
+        self.member.load += self.size
+        self.given.notify()
+        return self.member

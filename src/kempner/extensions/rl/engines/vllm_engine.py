@@ -1,0 +1,227 @@
+"""vLLM as an engine of a run, with the words of scripts/serve.py.
+
+    python -m kempner.extensions.rl.engines.vllm_engine --weights DIR --publish DIR --token-file FILE [words for vLLM]
+
+It waits for the first version of the weights, starts `vllm serve` with it, and publishes the URL
+when requests are taken. vLLM is found in the Python that KEMPNER_VLLM names, else in this one. The
+client of its routes is VllmEngine in engines.py. Exit code: vLLM's, 0 after SIGTERM, 2 on bad
+input.
+
+In vLLM's process this module is the middleware that asks each request for the token, and lets one
+run at a time change weights: vLLM's own --api-key leaves those routes open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import http.client
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from kempner.config.command_line import argument_parser
+from kempner.config.option import ConfigError
+from kempner.extensions.rl.engines.client import CHANGES, LEASE, SLOTS
+from kempner.extensions.serve.arguments import TOKEN_VARIABLE
+from kempner.extensions.serve.lease import RUN, Lease, LeaseHeld
+from kempner.jobs import slurm
+from kempner.jobs.ranks.port_range import NoFreePort, ReservedPort
+from kempner.jobs.system.compiler import keep_private
+from kempner.jobs.system.directories import refuse_other_file
+from kempner.jobs.system.files import write_atomic
+from kempner.jobs.system.front_door import run_program
+from kempner.jobs.system.signals import leave_event
+
+BEARER = "Authorization: Bearer TOKEN"
+VLLM_POLL_S = 0.5
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the routes for weights
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+ON_A_CPU = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines side by side must not take the same cores
+}
+
+
+class Allowed:
+    """The ASGI middleware, a class over all kinds of connections: a function would not see
+    websockets."""
+
+    def __init__(self, app: Any) -> None:
+        self.app, self.wanted = app, os.environ.get(TOKEN_VARIABLE, "").encode()
+        self.lease = Lease()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = dict(scope.get("headers", ()))
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        allowed = scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self.wanted)
+        run = headers.get(RUN.lower().encode(), b"").decode("latin-1")
+        # The server's own scope, lifespan, is nobody's request.
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+        elif not allowed:
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            else:
+                await refuse_request(send, 401, "give the token of this engine: " + BEARER)
+        elif scope["path"] == LEASE:
+            if scope.get("method") == "POST":  # the run has ended
+                self.lease.release(run)
+            await send_answer(send, 200, {"run": self.lease.run, "leased": self.lease.held(run)})
+        else:
+            try:
+                if scope["path"] in CHANGES:
+                    self.lease.take(run)
+                self.lease.renew(run)
+            except LeaseHeld as error:
+                await refuse_request(send, 409, str(error))
+            else:
+                await self.app(scope, receive, send)
+
+
+async def refuse_request(send: Any, code: int, message: str) -> None:
+    await send_answer(send, code, {"error": {"message": message, "code": code}})
+
+
+async def send_answer(send: Any, code: int, content: dict[str, Any]) -> None:
+    """Send the whole answer to a request."""
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    headers += [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": code, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def main(argv: list[str]) -> int:
+    end = leave_event()
+    options, more = parse_engine_arguments(argv)
+    python = os.environ.get("KEMPNER_VLLM") or sys.executable
+    if "KEMPNER_VLLM" not in os.environ and importlib.util.find_spec("vllm") is None:
+        return fail_start(
+            "no vLLM in this Python; set KEMPNER_VLLM to one that has it: docs/extensions/rl.md"
+        )
+    try:
+        token = options.token_file.read_text().strip()
+    except OSError as error:
+        return fail_start(f"--token-file {options.token_file}: {error.strerror}")
+    if not token or options.token_file.stat().st_mode & 0o077:
+        return fail_start(f"--token-file {options.token_file}: must have a token, and mode 600")
+    while (found := newest_version(options.weights)) is None:
+        if end.wait(VLLM_POLL_S):
+            return 0
+    place = (options.publish / f"engine-{engine_number()}").resolve()
+    try:
+        refuse_other_file(place, "--publish", ("http://",))
+    except ConfigError as error:
+        return fail_start(str(error))
+    try:  # held up to the end of this process: vLLM binds it, too, and no other of ours does
+        reserved = None if options.port else ReservedPort()
+    except OSError as error:
+        return fail_start(error.strerror or str(error), 1 if isinstance(error, NoFreePort) else 2)
+    port = reserved.port if reserved else options.port
+    command = [
+        python,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        *vllm_arguments(found, options, port),
+        *more,
+    ]
+    # In a group of its own, so that stop_process() ends all that vLLM starts.
+    process = subprocess.Popen(command, env=vllm_environment(token), start_new_session=True)
+    try:
+        while process.poll() is None and not end.is_set():
+            if not place.exists() and await_ready(port, token, found):
+                host = slurm.own_address() if options.host in ("0.0.0.0", "::") else options.host
+                place.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(place, f"http://{host}:{port}\n")
+            end.wait(VLLM_POLL_S)
+        return 0 if end.is_set() else process.returncode or 1
+    finally:
+        place.unlink(missing_ok=True)
+        stop_process(process)
+
+
+def fail_start(message: str, code: int = 2) -> int:
+    print(f"vllm_engine: error: {message}", file=sys.stderr)
+    return code
+
+
+def parse_engine_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the options; unknown words are passed to vLLM."""
+    parser = argument_parser("python -m kempner.extensions.rl.engines.vllm_engine", __doc__)
+    parser.allow_abbrev = False
+    parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--publish", type=Path, required=True)
+    parser.add_argument("--token-file", type=Path, required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--slots", type=int, default=SLOTS["vllm"])
+    return parser.parse_known_args(argv)
+
+
+def newest_version(weights: Path) -> Path | None:
+    found = max(weights.glob("v*/manifest.json"), default=None)
+    return found.parent if found else None
+
+
+def vllm_arguments(model: Path, options: argparse.Namespace, port: int) -> list[str]:
+    """Return the command line of vLLM. Token ids go in and out, and their log-probabilities are
+    those of the distribution that they were drawn from."""
+    gpus = [x for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
+    found = ["serve", str(model), "--host", options.host, "--port", str(port)]
+    found += ["--skip-tokenizer-init", "--enable-scale-out", "--max-num-seqs", str(options.slots)]
+    found += ["--logprobs-mode", "processed_logprobs", "--middleware", f"{__spec__.name}.Allowed"]
+    if not gpus:  # bf16 where the trainer computes in fp32 would be another policy
+        return [*found, "--dtype", "float32", "--enforce-eager"]
+    return [*found, "--tensor-parallel-size", str(len(gpus))]
+
+
+def vllm_environment(token: str) -> dict[str, str]:
+    source = str(Path(__file__).parents[4])  # for the middleware
+    path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+    keep_private()  # vLLM has a place of its own for the model, and torch's for all else
+    own = ENVIRONMENT | ({} if os.environ.get("CUDA_VISIBLE_DEVICES") else ON_A_CPU)
+    return {**own, **os.environ, "PYTHONPATH": path, TOKEN_VARIABLE: token}
+
+
+def engine_number() -> str:
+    return os.environ.get("KEMPNER_ENGINE") or os.environ.get("SLURM_PROCID", "0")
+
+
+def await_ready(port: int, token: str, model: Path) -> bool:
+    """Return whether it answers; it is then told the version that it has."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    body = json.dumps({"new_version": str(int(model.name[1:]))})
+    try:
+        connection.request("POST", "/update_weight_version", body, headers)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def stop_process(process: subprocess.Popen[bytes]) -> None:
+    """Stop vLLM and the processes that it has started."""
+    for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(patience)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,1 @@
+"""Sources of prompts and rewards: protocol.py is what an environment is."""

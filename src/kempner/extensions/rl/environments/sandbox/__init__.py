@@ -1,0 +1,1 @@
+"""Limited processes for rewards and for programs that models write."""

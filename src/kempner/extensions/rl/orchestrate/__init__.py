@@ -1,0 +1,1 @@
+"""The orchestrator: from tasks to batches of scored samples. No torch."""

@@ -1,0 +1,144 @@
+"""Choice of the groups of a batch from those that have come. No torch, no threads.
+
+A group without variance has no gradient. It is replaced before the batch is cut, so that a batch is
+never smaller than requested, and the weight of a token in it is the same in all steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from kempner.extensions.rl.config import RlConfig
+from kempner.extensions.rl.orchestrate.groups import SampleGroup, TaskPlace
+
+SOON = 2  # batches that are filled at a time: one is trained meanwhile
+
+
+class Failed(Exception):
+    """The run cannot go on; the message says why."""
+
+
+def batches_ahead(rl: RlConfig, newest: int, step: int, last: int) -> int:
+    """Return the number of batches after that of `step` that may be worked on, with weights
+    `newest` there: what is requested now can be trained in each of them, up to step `last`."""
+    return max(0, min(newest + 1 + rl.max_async, last) - step) if newest >= 0 else 0
+
+
+class Groups:
+    """Groups that have come, and are not trained yet. `ahead`: batches that may be worked on now;
+    `flying`: groups that were requested and have not come."""
+
+    def __init__(self, rl: RlConfig, max_tokens: int, say: Callable[[str], None]) -> None:
+        self._rl, self._max_tokens, self._say = rl, max_tokens, say
+        self._ready: list[SampleGroup] = []  # may be trained
+        self._since: list[SampleGroup] = []  # all that have come since the last batch
+        self._flat: list[SampleGroup] = []  # of these, without variance
+        self._nothing = 0  # groups since the last batch that do not count toward the next one
+        self._stale = 0  # since the last batch, too old
+        self.again: list[TaskPlace] = []  # of the latter, to be asked again
+        self._target = 0  # groups of the next batch
+        self.tokens_of_group = 0.0  # sampled, on average; a part of the state
+
+    @property
+    def carried(self) -> list[TaskPlace]:
+        """Places of the groups that wait for a later batch."""
+        return [group.at for group in self._ready]
+
+    def new_target(self) -> None:
+        """Set the number of groups of the next batch; with rl.batch_tokens as many as it probably
+        takes."""
+        rl = self._rl
+        if rl.batch_tokens is None:
+            assert rl.batch_samples is not None
+            self._target = rl.batch_samples // rl.group_size
+        else:
+            tokens = self.tokens_of_group or rl.group_size * self._max_tokens
+            self._target = math.ceil(rl.batch_tokens / tokens)
+
+    def wanted(self, ahead: int, flying: int, late: int = 0) -> int:
+        """Return the number of groups to request. `late`: of those in flight, begun with older
+        weights than the newest. Another one is requested in place of each: a batch does not wait
+        for long answers, and groups of an ordinary length do not grow old in a queue, however large
+        rl.max_async."""
+        there = len(self._ready) + flying
+        new = min(ahead, SOON) * self._target - (there - late)
+        return max(0, min(new, ahead * self._target - there, self._left(ahead, there)))
+
+    def _left(self, ahead: int, there: int) -> int:
+        """Return the number of groups that rl.refill still allows."""
+        spare = math.ceil((self._rl.refill - 1) * self._target)
+        return ahead * self._target + spare - there - self._nothing
+
+    def least(self, step: int) -> int:
+        """Return the oldest version whose samples step `step` may train."""
+        return step - 1 - self._rl.max_async
+
+    def add(self, group: SampleGroup) -> None:
+        self._since.append(group)
+        if group.failed or group.flat:
+            self._nothing += 1
+            self._flat += [] if group.failed else [group]
+        else:
+            self._ready.append(group)
+
+    def chosen(self, step: int, ahead: int, flying: int) -> list[SampleGroup] | None:
+        """Return the groups of the batch of `step`; None: not yet. Raises Failed."""
+        least = self.least(step)
+        fresh = [group for group in self._ready if group.oldest >= least]
+        old = [group.at for group in self._ready if group.oldest < least]
+        self._stale += len(old)
+        self.again += old
+        # In synchronous training all versions are equal: this is the order of the tasks.
+        self._ready = sorted(fresh, key=lambda group: (group.oldest, group.at.place))
+        if ahead == 0:
+            return None
+        if (enough := self._enough()) is not None:
+            return enough
+        if flying or self._left(ahead, len(self._ready)) > 0:
+            return None
+        return self._filled(step, [group for group in self._flat if group.oldest >= least])
+
+    def _enough(self) -> list[SampleGroup] | None:
+        if len(self._ready) < self._target:
+            return None
+        least = self._rl.batch_tokens
+        if least is None:
+            return self._ready[: self._target]
+        tokens = 0
+        for number, group in enumerate(self._ready, 1):
+            tokens += group.tokens
+            if tokens >= least:
+                return self._ready[:number]
+        count = len(self._ready)
+        # Too few tokens: ask for as many more groups as these suggest.
+        self._target = count + math.ceil((least - tokens) / (tokens / count))
+        return None
+
+    def _filled(self, step: int, flat: list[SampleGroup]) -> list[SampleGroup]:
+        """Fill the batch when rl.refill is used up. Groups without variance fill it: they have no
+        part in the gradient, but their tokens count, so that the others do not weigh more than
+        elsewhere."""
+        flat.sort(key=lambda group: group.at.place)
+        chosen = (self._ready + flat)[: self._target]
+        if not chosen:
+            raise Failed(f"none of {len(self._since)} groups has two rewards; see why above")
+        self._say(
+            f"warning: step {step}: {len(self._ready)} of {self._target} groups have different "
+            f"rewards after {len(self._since)} prompts (rl.refill); "
+            f"{len(chosen) - len(self._ready)} without fill the batch"
+        )
+        return chosen
+
+    def next_batch(self, chosen: list[SampleGroup]) -> tuple[list[SampleGroup], int]:
+        """Hand over these groups. Returns the groups that have come since the batch before, in the
+        order of the tasks, and how many of them were too old."""
+        used = {group.at.place for group in chosen}
+        self._ready = [group for group in self._ready if group.at.place not in used]
+        come, stale = sorted(self._since, key=lambda group: group.at.place), self._stale
+        tokens = [group.tokens for group in come if not group.failed]
+        if tokens:
+            self.tokens_of_group = sum(tokens) / len(tokens)
+        self._since, self._flat, self._nothing, self._stale = [], [], 0, 0
+        self.new_target()
+        return come, stale

@@ -1,0 +1,146 @@
+"""Conversations as tokens, as the model reads them. Its own turns stay as they were sampled:
+decoding and encoding again may give other tokens, which it never sampled. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+
+from kempner.config.option import ConfigError
+from kempner.data.sidecar import SIDECAR, DataError
+from kempner.data.text.chat_template import ChatTemplate, read_tokenizer_config
+from kempner.data.text.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
+from kempner.extensions.generate.load import Words, words_of_directory, words_of_run
+from kempner.extensions.hf.source import TOKENIZER_FILE, find_weights, run_of
+from kempner.extensions.rl.engines.client import Completion
+from kempner.extensions.rl.environments.protocol import Message, Reply, Task
+from kempner.extensions.rl.orchestrate.packing import Sample
+
+CONVERSATION_BYTES = "bytes"
+REPLY_PLACEHOLDER = "\ufdd2"  # stands for what the model has said; Unicode keeps it out of text
+
+
+def open_words(tokenizer: str, init_from: str | None) -> Words:
+    """Open the tokenizer of the run: rl.tokenizer, or that of the weights; for a run's weights,
+    that of its data. Raises ConfigError."""
+    if tokenizer == CONVERSATION_BYTES:
+        own = ByteTokenizer()
+        return Words(own, [own.eod], {own.eod}, Path())
+    if not tokenizer and init_from is None:
+        raise ConfigError(
+            'rl.tokenizer: is required (a directory or "bytes") without a model.init_from '
+            "to take it from"
+        )
+    folder = Path(tokenizer).expanduser()
+    if not tokenizer:
+        source = find_weights(init_from or "")
+        if source.is_checkpoint:
+            return words_of_run(run_of(source.path), source.path)
+        folder = source.path
+    if (folder / TOKENIZER_FILE).is_file():
+        return words_of_directory(folder)
+    if (folder / SIDECAR).is_file():
+        found = load_tokenizer(folder)
+        return Words(found, [found.eod], {found.eod}, folder)
+    raise ConfigError(f"rl.tokenizer = {folder}: has neither {TOKENIZER_FILE} nor {SIDECAR}")
+
+
+class DialogueWriter:
+    """Prompts and the turns of environments as tokens: plain text, or by a chat template."""
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+        self._template: ChatTemplate | None = None
+        if isinstance(words.tokenizer, FileTokenizer):
+            try:
+                self._template = ChatTemplate(read_tokenizer_config(words.folder), date.today())
+            except DataError:  # a tokenizer without one is for plain text
+                self._template = None
+
+    def prompt(self, task: Task) -> list[int]:
+        """Return the prompt's tokens. Raises ValueError if the template refuses it."""
+        if isinstance(task.prompt, str):
+            return self._words.prompt(task.prompt)
+        if self._template is None:
+            raise ValueError(
+                "its prompts are conversations, and the tokenizer has no chat template; give "
+                "rl.tokenizer one that has"
+            )
+        return self._encode(self._template.render(task.prompt, None, True))
+
+    def reply(self, task: Task, reply: Reply, last: int) -> list[int]:
+        """Return the tokens between the model's turn and its next one. `last`: the token that the
+        turn has ended with.
+
+        The template writes the turn with a mark in its place, and what follows the mark is the rest
+        of that turn and the reply. The token that ends a turn is left out if the model has sampled
+        it.
+        """
+        if isinstance(task.prompt, str) or self._template is None:
+            return self._words.tokenizer.encode(reply.content)
+        messages: list[Message] = [
+            *task.prompt,
+            {"role": "assistant", "content": REPLY_PLACEHOLDER},
+        ]
+        messages.append({"role": reply.role, "content": reply.content})
+        text = self._template.render(messages, None, True)
+        _, mark, after = text.partition(REPLY_PLACEHOLDER)
+        if not mark:
+            raise ValueError("the chat template does not write what the assistant has said")
+        ids = self._encode(after)
+        return ids[1:] if ids[:1] == [last] and last in self._words.ends else ids
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Decode a turn, without the token that ends it."""
+        kept = ids[:-1] if ids and ids[-1] in self._words.ends else ids
+        return self._words.tokenizer.decode(kept)
+
+    def _encode(self, text: str) -> list[int]:
+        assert isinstance(self._words.tokenizer, FileTokenizer)
+        ((ids, _),) = self._words.tokenizer.encode_rendered([text])
+        return ids
+
+
+class Dialogue:
+    """One sample as it grows."""
+
+    def __init__(self, messages: Sequence[Message], prompt: Sequence[int]) -> None:
+        self.messages = list(messages)
+        self.tokens = list(prompt)
+        self._sampled = [False] * len(prompt)
+        self._logprobs = [0.0] * len(prompt)
+        self.oldest = -1  # version; -1: nothing was sampled yet
+        self.truncated = False
+        self.text = ""  # the model's last turn
+        self.open = True  # the model may have another turn
+
+    def say(self, completion: Completion, text: str) -> None:
+        """Add the model's turn. One that has no room to end is the last."""
+        self.tokens += completion.token_ids
+        self._sampled += [True] * len(completion.token_ids)
+        self._logprobs += completion.logprobs
+        if completion.versions:
+            oldest = min(completion.versions)
+            self.oldest = oldest if self.oldest < 0 else min(self.oldest, oldest)
+        self.text = text
+        self.messages.append({"role": "assistant", "content": text})
+        self.truncated = completion.finish == "length"
+        self.open = not self.truncated
+
+    def hear(self, reply: Reply, tokens: Sequence[int]) -> None:
+        """Add the environment's turn, which does not count in the loss."""
+        self.tokens += tokens
+        self._sampled += [False] * len(tokens)
+        self._logprobs += [0.0] * len(tokens)
+        self.messages.append({"role": reply.role, "content": reply.content})
+
+    @property
+    def sample(self) -> Sample:
+        return Sample(
+            np.array(self.tokens, np.int32),
+            np.array(self._sampled),
+            np.array(self._logprobs, np.float32),
+        )

@@ -1,0 +1,322 @@
+"""The loop of a run: versions of the weights out to the engines, groups in, batches over to the
+trainer. No torch.
+
+Synchronous (max_async = 0), a batch follows from the state and the weights alone: its tasks are a
+beginning of the order, which grows by one task for each group that comes to nothing, each request
+has its own seed, and nothing is counted in the order in which it arrives.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from queue import Empty, Queue
+from typing import TYPE_CHECKING, Any
+
+from kempner.extensions.rl.config import LossConfig, RlConfig, SamplingConfig
+from kempner.extensions.rl.engines.client import Closed, Flight
+from kempner.extensions.rl.engines.router import Router
+from kempner.extensions.rl.environments.opening import Tasks
+from kempner.extensions.rl.exchange import (
+    AGAIN_S,
+    DISK_S,
+    Batch,
+    Beat,
+    ExchangeStart,
+    ExchangeState,
+    RolloutExchange,
+)
+from kempner.extensions.rl.orchestrate import packing
+from kempner.extensions.rl.orchestrate.batches import Failed, Groups, batches_ahead
+from kempner.extensions.rl.orchestrate.curriculum import Curriculum
+from kempner.extensions.rl.orchestrate.groups import SampleGroup, TaskPlace
+from kempner.extensions.rl.orchestrate.mismatch import Mismatch
+from kempner.extensions.rl.orchestrate.rollout import RolloutSampler
+from kempner.extensions.rl.samples import SampleLog, mean_or_zero, reward_figures
+from kempner.jobs.records import results
+
+if TYPE_CHECKING:
+    from kempner.train.sections import RunConfig
+
+VERSION_POLL_S = 0.02  # between two looks for a new version
+TIDY_S = 1.0
+
+
+class Orchestrator:
+    def __init__(
+        self,
+        cfg: RunConfig,
+        exchange: RolloutExchange,
+        envs: Mapping[str, Tasks],
+        curriculum: Curriculum,
+        sampler: RolloutSampler,
+        router: Router,
+        say: Callable[[str], None],
+        stop: threading.Event,
+    ) -> None:
+        self._cfg, self._exchange, self._envs = cfg, exchange, envs
+        self._sampler, self._router, self._say, self._stop = sampler, router, say, stop
+        self._curriculum, self._beat = curriculum, Beat(exchange, "orchestrator")
+        self._come: Queue[tuple[Flight, SampleGroup | Exception]] = Queue()
+        self._again: deque[TaskPlace] = deque()  # asked before, and not trained
+        self._flying: dict[Flight, TaskPlace] = {}  # asked, and not here
+        self._cancelled = 0  # groups since the last batch
+        self._mismatch = Mismatch(exchange, router, cfg.of(SamplingConfig).temperature)
+        self._groups = Groups(cfg.of(RlConfig), cfg.of(SamplingConfig).max_tokens, say)
+        self._step = 0  # whose batch was handed over last
+        self._newest = -1  # version
+        self._evaluated = -1  # version
+        self._tidied = 0.0
+
+    def run(self) -> None:
+        """Run until the last version is evaluated, or until stopped. Raises Closed, Failed,
+        NoEngines, Rejected."""
+        while (start := self._exchange.started()) is None:
+            self._pause()
+        self._begin(start)
+        while self._step < self._cfg.train.max_steps:
+            self._look()
+            self._mismatch.look()
+            self._take()
+            chosen = self._groups.chosen(self._step + 1, self._ahead(), len(self._flying))
+            self._ask_again(self._groups.again)
+            self._groups.again = []
+            if chosen is not None:
+                self._hand_over(chosen)
+        while self._newest < self._cfg.train.max_steps:
+            self._look()
+            self._pause()
+
+    def _begin(self, start: ExchangeStart) -> None:
+        self._data_ranks, self._step = start.data_ranks, start.step
+        self._log = SampleLog(Path(self._cfg.run.dir), start.step, self._say)
+        if self._cfg.of(RlConfig).eval_interval:
+            done = results.evaluated_steps(Path(self._cfg.run.dir))
+            self._evaluated = max((each for each in done if each <= start.step), default=-1)
+        if start.state is not None:
+            self._curriculum.load(start.state["curriculum"])
+            self._groups.tokens_of_group = start.state["tokens_of_group"]
+            pending = [TaskPlace(*each) for each in start.state["pending"]]
+            self._again.extend(each for each in pending if each.env in self._envs)
+        self._groups.new_target()
+        self._say(f"step {start.step} is loaded; {start.data_ranks} data rank(s)")
+
+    def _state(self) -> ExchangeState:
+        """Return the state after the batch. Groups that wait for a later one are requested again
+        after a resume, by newer weights, as those in flight: samples have no place in a
+        checkpoint."""
+        waiting = [*self._flying.values(), *self._groups.carried, *self._again]
+        return {
+            "curriculum": self._curriculum.state(),
+            "pending": sorted(list(each) for each in waiting),
+            "tokens_of_group": self._groups.tokens_of_group,
+        }
+
+    def _pause(self) -> None:
+        self._beat.alive()
+        if self._stop.wait(VERSION_POLL_S):
+            raise Closed
+
+    # --- versions ---
+
+    def _look(self) -> None:
+        """Look for a new version, and act on it."""
+        self._beat.alive()
+        if self._stop.is_set():
+            raise Closed
+        newest = self._exchange.newest()
+        if newest is None or newest <= self._newest:
+            self._tidy()
+            return
+        self._newest = newest
+        self._router.offer(newest, self._exchange.update(newest))
+        # These weights have learned from them: no rank reads these batches again.
+        for step in range(newest, 0, -1):
+            if not (folder := self._exchange.rollouts(step)).exists():
+                break
+            shutil.rmtree(folder, ignore_errors=True)
+        if self._evaluation_due():
+            self._evaluate(newest)
+
+    def _evaluation_due(self) -> bool:
+        """Return whether to evaluate: before the first step, when another interval has begun, and
+        at the end."""
+        interval, newest = self._cfg.of(RlConfig).eval_interval, self._newest
+        if not interval or newest == self._evaluated:
+            return False
+        last = newest == self._cfg.train.max_steps
+        return last or newest // interval > self._evaluated // interval
+
+    def _tidy(self) -> None:
+        """Remove versions that no engine uses or will use: a starting engine reads the newest
+        directory."""
+        oldest = self._router.oldest()
+        if oldest is None or time.monotonic() < self._tidied + TIDY_S:
+            return
+        self._tidied = time.monotonic()
+        there = {
+            int(manifest.parent.name[1:]): json.loads(manifest.read_text())
+            for manifest in self._exchange.weights.glob("v*/manifest.json")
+        }
+        directories = [n for n, facts in there.items() if facts["transport"] == "directory"]
+        for number in there:
+            if number < min(oldest, self._newest) and number != max(directories, default=-1):
+                folder = self._exchange.version(number)
+                (folder / "manifest.json").unlink()  # first, so that nobody begins to read it
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _evaluate(self, version: int) -> None:
+        """Evaluate, greedily, on tasks that training never sees. Newer weights wait until it is
+        done. A sample without a reward counts as 0: failures of the judge must not raise the
+        score."""
+        answers: Queue[tuple[str, float | None] | Exception] = Queue()
+
+        def work(env: Tasks, number: int) -> None:
+            try:
+                reward = self._sampler.evaluate(env, tasks[env.label][number], version)
+                answers.put((env.label, reward))
+            except Exception as error:
+                answers.put(error)
+
+        envs = [env for env in self._envs.values() if env.cfg.use != "train"]
+        tasks = {env.label: env.evaluation(self._cfg.of(RlConfig).eval_samples) for env in envs}
+        for env in envs:
+            for number in range(len(tasks[env.label])):
+                threading.Thread(target=work, args=(env, number), daemon=True).start()
+        rewards: dict[str, list[float | None]] = {}
+        for _ in range(sum(map(len, tasks.values()))):
+            label, reward = self._next_of(answers)
+            rewards.setdefault(label, []).append(reward)
+        found = {
+            label: mean_or_zero([each or 0.0 for each in all_]) for label, all_ in rewards.items()
+        }
+        found |= {f"{label}/failed": float(all_.count(None)) for label, all_ in rewards.items()}
+        folder = Path(self._cfg.run.dir)
+        self._write(
+            f"evaluation of step {version}", lambda: results.record_result(folder, version, found)
+        )
+        text = ", ".join(f"{label} {value:.3f}" for label, value in found.items())
+        self._say(f"step {version}: evaluation: {text or 'no rewards'}")
+        self._evaluated = version
+
+    def _next_of(self, queue: Queue[Any]) -> Any:
+        """Wait for the next item; raises what a thread has raised."""
+        while True:
+            self._beat.alive()
+            if self._stop.is_set():
+                raise Closed
+            try:
+                found = queue.get(timeout=VERSION_POLL_S)
+            except Empty:
+                continue
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+    # --- groups and batches ---
+
+    def _ahead(self) -> int:
+        return batches_ahead(
+            self._cfg.of(RlConfig), self._newest, self._step, self._cfg.train.max_steps
+        )
+
+    def _ask_again(self, places: Sequence[TaskPlace]) -> None:
+        """Put dropped tasks first in line: they are not lost, nor is a slow one replaced by
+        others."""
+        self._again.extendleft(reversed(places))
+
+    def _cancel(self) -> None:
+        """Cancel generation of groups too old for any batch to train."""
+        least = self._groups.least(self._step + 1)
+        old = [each for each in self._flying if each.version is not None and each.version < least]
+        self._ask_again([self._flying.pop(each) for each in old])
+        self._cancelled += len(old)
+        for each in old:
+            each.cancel()
+
+    def _take(self) -> None:
+        """Ask for what may be asked, and take what has come."""
+        # In asynchronous training an engine works on while another one takes new weights.
+        least = max(0, self._newest - (self._cfg.of(RlConfig).max_async > 0))
+        begun = [each.version for each in self._flying if each.version is not None]
+        late = sum(version < self._newest for version in begun)
+        for _ in range(self._groups.wanted(self._ahead(), len(self._flying), late)):
+            at = self._again.popleft() if self._again else self._curriculum.next()
+            flight = Flight()
+            self._flying[flight] = at
+            threading.Thread(target=self._work, args=(flight, at, least), daemon=True).start()
+        try:
+            flight, found = self._come.get(timeout=VERSION_POLL_S)
+            while True:
+                if not flight.cancelled:
+                    if isinstance(found, Exception):
+                        raise found
+                    del self._flying[flight]
+                    self._groups.add(found)
+                flight, found = self._come.get_nowait()
+        except Empty:
+            pass
+
+    def _work(self, flight: Flight, at: TaskPlace, least: int) -> None:
+        found: SampleGroup | Exception
+        try:
+            found = self._sampler.group(at, self._cfg.of(RlConfig).group_size, least, flight)
+        except Exception as error:
+            found = error
+        self._come.put((flight, found))
+
+    def _hand_over(self, chosen: list[SampleGroup]) -> None:
+        loss, most = self._cfg.of(LossConfig), self._cfg.of(SamplingConfig).max_tokens
+        self._step += 1
+        come, stale = self._groups.next_batch(chosen)
+        self._curriculum.learn(come)
+        metrics = reward_figures(come, chosen, self._step, stale, self._cancelled)
+        metrics |= self._router.figures() | self._mismatch.take()
+        self._cancelled = 0
+        self._cancel()
+        arrays = packing.pack_batch(
+            [each.sample for group in chosen for each in group.scored],
+            [each for group in chosen for each in group.advantages(loss, most)],
+            [each.oldest for group in chosen for each in group.scored],
+            self._cfg.train.seq_len,
+            self._data_ranks,
+            self._cfg.train.micro_batch or 1,
+        )
+        tokens = packing.tokens_that_count(arrays)
+        newest = max(each.oldest for group in chosen for each in group.scored)
+        batch = Batch(self._step, tokens, metrics, self._state(), scored=newest < self._step - 1)
+
+        def write() -> None:
+            packing.write_rank_files(self._exchange.rollouts(batch.step), arrays)
+            self._exchange.hand_over(batch)
+
+        self._write(f"batch of step {self._step}", write)
+        if batch.scored:
+            self._mismatch.add(batch.step, arrays[0])
+        self._log.add(self._step, chosen)
+
+    def _write(self, what: str, write: Callable[[], None]) -> None:
+        """Write, and retry on a full disk, which may be cleared: samples are not thrown away at
+        once."""
+        until, waits = time.monotonic() + DISK_S, False
+        while True:
+            try:
+                write()
+                break
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise Failed(f"the {what}: {error}") from None
+                if not waits:
+                    self._beat.full()
+                    self._say(f"the {what} cannot be written: {error}; waits for room")
+                waits = True
+            if self._stop.wait(AGAIN_S):
+                raise Closed
+        if waits:
+            self._beat.room()
+            self._say(f"the {what} is written")

@@ -1,0 +1,137 @@
+"""Packing of samples into the rows of a batch, the same number on every rank. No torch. R rows, T
+tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save
+
+from kempner.data.packing import first_fit_decreasing
+from kempner.data.source import IGNORE
+from kempner.jobs.system.files import write_atomic
+
+Arrays = dict[str, NDArray[np.generic]]
+
+
+class Sample(NamedTuple):
+    """A conversation as tokens: those given to the model, and those it has sampled. All [n]."""
+
+    tokens: NDArray[np.int32]
+    sampled: NDArray[np.bool_]  # by the model: what counts in the loss
+    logprobs: NDArray[np.float32]  # of the sampled tokens; 0 elsewhere
+
+    @property
+    def places(self) -> int:
+        """Places that it takes in a row: its last token is a target only."""
+        return len(self.tokens) - 1
+
+
+def pack_batch(
+    samples: Sequence[Sample],
+    advantages: Sequence[float],
+    versions: Sequence[int],
+    seq_len: int,
+    ranks: int,
+    micro_batch: int,
+) -> list[Arrays]:
+    """Make the rank files of a batch, as exchange.Batch defines them. Each sample takes at most
+    `seq_len` places. `versions`: the oldest weights that have drawn tokens of each.
+
+    Every row costs the same outside of attention, also an empty one. In attention a document costs
+    the square of its length: the rows are as few as first-fit decreasing needs, and those that
+    there must be anyway (each rank has as many, and whole micro-batches) take their part.
+    """
+    lengths = np.array([sample.places for sample in samples])
+    assert lengths.max() <= seq_len
+    packing = first_fit_decreasing(lengths, seq_len)
+    unit = ranks * micro_batch
+    count = -(-len(packing) // unit) * unit
+    # Balanced rows may fail to fit; first-fit decreasing never does.
+    rows = spread_samples(lengths, seq_len, count)
+    if rows is None:
+        order, starts = packing.order.tolist(), packing.starts.tolist()
+        rows = [order[a:b] for a, b in itertools.pairwise(starts)]
+        rows += [[] for _ in range(count - len(rows))]
+    made = []
+    for numbers in deal_rows(rows, lengths, ranks):
+        arrays = empty_rows(len(numbers), seq_len)
+        for row, number in enumerate(numbers):
+            chosen = [(samples[item], advantages[item], versions[item]) for item in rows[number]]
+            fill_row({name: array[row] for name, array in arrays.items()}, chosen)
+        made.append(arrays)
+    return made
+
+
+def spread_samples(lengths: NDArray[np.int64], room: int, count: int) -> list[list[int]] | None:
+    """Spread the samples, longest first, each into the row of least cost that has room; None if one
+    finds no room."""
+    rows: list[list[int]] = [[] for _ in range(count)]
+    left, cost = np.full(count, room), np.zeros(count)
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        row = int(np.where(left >= lengths[item], cost, np.inf).argmin())
+        if left[row] < lengths[item]:
+            return None
+        rows[row].append(item)
+        left[row] -= lengths[item]
+        cost[row] += float(lengths[item]) ** 2
+    return rows
+
+
+def deal_rows(
+    rows: Sequence[Sequence[int]], lengths: NDArray[np.int64], ranks: int
+) -> list[list[int]]:  # fmt: skip
+    """Deal the rows to the ranks, as many to each: the most expensive first, each to the rank that
+    has the least so far."""
+    costs = [float((lengths[list(row)] ** 2).sum()) if row else 0.0 for row in rows]
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    for row in sorted(range(len(rows)), key=lambda row: -costs[row]):
+        open_ranks = [rank for rank in range(ranks) if len(dealt[rank]) < len(rows) // ranks]
+        rank = min(open_ranks, key=lambda rank: sum(costs[each] for each in dealt[rank]))
+        dealt[rank].append(row)
+    return dealt
+
+
+def empty_rows(count: int, seq_len: int) -> Arrays:
+    """Make rows without a sample: one document, none of which counts."""
+    shape = (count, seq_len)
+    return {
+        "inputs": np.zeros(shape, np.int32),
+        "targets": np.full(shape, IGNORE, np.int32),
+        "documents": np.zeros(shape, np.int32),
+        "logprobs": np.zeros(shape, np.float32),
+        "advantages": np.zeros(shape, np.float32),
+        "versions": np.zeros(shape, np.int32),
+    }
+
+
+def fill_row(row: Arrays, chosen: Sequence[tuple[Sample, float, int]]) -> None:
+    """Fill one row, each array of it [T]. The rest at its end is one more document."""
+    at = 0
+    for number, (sample, advantage, version) in enumerate(chosen):
+        there = slice(at, at + sample.places)
+        counts = sample.sampled[1:]
+        row["inputs"][there] = sample.tokens[:-1]
+        row["targets"][there] = np.where(counts, sample.tokens[1:], IGNORE)
+        row["documents"][there] = number
+        row["logprobs"][there] = np.where(counts, sample.logprobs[1:], 0.0)
+        row["advantages"][there] = np.where(counts, np.float32(advantage), np.float32(0.0))
+        row["versions"][there] = version
+        at += sample.places
+    row["documents"][at:] = len(chosen)
+
+
+def tokens_that_count(ranks: Sequence[Arrays]) -> int:
+    return int(sum((arrays["targets"] != IGNORE).sum() for arrays in ranks))
+
+
+def write_rank_files(folder: Path, ranks: Sequence[Arrays]) -> None:
+    """Write rank_0.safetensors ... Raises OSError, on a full disk for example."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank, arrays in enumerate(ranks):
+        write_atomic(folder / f"rank_{rank}.safetensors", save(arrays))

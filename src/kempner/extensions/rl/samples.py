@@ -1,0 +1,90 @@
+"""The log of samples, RUN/rl-samples.jsonl: a few of each step; and figures of all of them. No
+torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kempner.extensions.rl.orchestrate.groups import SampleGroup
+from kempner.jobs.system.files import LineFile, read_jsonl, write_atomic
+
+SAMPLES_FILE = "rl-samples.jsonl"
+RECORDED_GROUPS = 2  # of a step, of which the best and the worst sample are recorded
+LONGEST_TEXT = 4000  # characters of each text
+
+
+class SampleLog:
+    def __init__(self, run_dir: Path, step: int, say: Callable[[str], None]) -> None:
+        """Open the log. Lines of steps after `step` belong to lost training: they are removed."""
+        self._path, self._say, self._failed = run_dir / SAMPLES_FILE, say, False
+        lines = read_jsonl(self._path)
+        kept = [line for line in lines if line.get("step", 0) <= step]
+        if len(kept) < len(lines):
+            text = "".join(f"{json.dumps(line)}\n" for line in kept)
+            with contextlib.suppress(OSError):
+                write_atomic(self._path, text)
+
+    def add(self, step: int, groups: Sequence[SampleGroup]) -> None:
+        """Add samples of a step. Training does not depend on it: a full disk is reported once."""
+        try:
+            file = LineFile(self._path)
+            for group in groups[:RECORDED_GROUPS]:
+                scored = sorted(group.scored, key=lambda each: each.reward or 0.0)
+                for each in (scored[-1], scored[0]):
+                    line = {
+                        "step": step,
+                        "env": group.at.env,
+                        "task": group.at.number,
+                        "reward": each.reward,
+                        "prompt": group.prompt[:LONGEST_TEXT],
+                        "completion": each.text[:LONGEST_TEXT],
+                    }
+                    file.write(json.dumps(line))
+        except OSError as error:
+            if not self._failed:
+                self._say(f"{self._path}: {error.strerror}; samples are not recorded")
+            self._failed = True
+
+
+def reward_figures(
+    groups: Sequence[SampleGroup],
+    batch: Sequence[SampleGroup],
+    step: int,
+    stale: int,
+    cancelled: int,
+) -> dict[str, float]:
+    """Compute the metrics. `groups`: all that have come since the last batch: rewards of the
+    trained groups alone would say nothing of prompts that are always solved, or never. `batch`:
+    trained by step `step`; `cancelled`: groups that became too old before they came."""
+    scored = [each for group in groups for each in group.scored]
+    rewards = [reward for group in groups for reward in group.rewards]
+    trained = [each for group in batch for each in group.scored]
+    found = {
+        "reward": mean_or_zero(rewards),
+        "reward_std": float(np.std(rewards)) if rewards else 0.0,
+        "length": mean_or_zero([each.length for each in scored]),
+        "length_trained": mean_or_zero([each.length for each in trained]),
+        "truncated": mean_or_zero([each.truncated for each in scored]),
+        "zero_variance": float(sum(not group.failed and group.flat for group in groups)),
+        "dropped_stale": float(stale),
+        "cancelled": float(cancelled),
+        "given_up": float(sum(group.given_up for group in groups)),
+        "broken_tasks": float(sum(group.broken for group in groups)),
+        "failed_rewards": float(sum(len(group.rollouts) - len(group.rewards) for group in groups)),
+        "staleness": mean_or_zero([step - 1 - each.oldest for each in trained]),
+        "samples": float(len(trained)),
+    }
+    for label in sorted({group.at.env for group in groups}):
+        of = [r for group in groups if group.at.env == label for r in group.rewards]
+        if of:
+            found[f"reward/{label}"] = mean_or_zero(of)
+    return found
+
+
+def mean_or_zero(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else 0.0

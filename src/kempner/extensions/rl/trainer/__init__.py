@@ -1,0 +1,1 @@
+"""The trainer's side: batches in, loss, weights out."""

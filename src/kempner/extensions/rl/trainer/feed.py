@@ -1,0 +1,276 @@
+"""The batches of an RL trainer, in place of a data loader: all ranks wait for the
+orchestrator's."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from kempner.checkpoint.ranks import PeerFailed, Ranks
+from kempner.data.config import FAKE
+from kempner.data.formats.fake import FakeDataset
+from kempner.data.formats.stream import Shape
+from kempner.extensions.bench.config import BenchConfig
+from kempner.extensions.rl.config import RlConfig
+from kempner.extensions.rl.exchange import (
+    AGAIN_S,
+    DISK_S,
+    Batch,
+    Beat,
+    ExchangeStart,
+    RolloutExchange,
+)
+from kempner.extensions.rl.trainer.batch import Rollouts, micro_batches, read_batch
+from kempner.extensions.rl.trainer.publish import Publisher, open_publisher
+from kempner.jobs.system.files import FULL
+from kempner.model.decoder import Decoder
+from kempner.parallel.layout import Layout
+from kempner.train.progress import Progress
+from kempner.train.recording.metrics import Clock
+from kempner.train.replicas import Waiting
+from kempner.train.resilience.requests import (
+    INTERRUPT_REQUEST,
+    REQUEST_FLAGS,
+    StopRequests,
+    Verdict,
+    requested_verdict,
+)
+from kempner.train.step import StepResult
+
+if TYPE_CHECKING:
+    from kempner.train.recording.run_directory import Run
+    from kempner.train.sections import RunConfig
+
+BATCH_POLL_S = 0.01, 0.1  # between two looks for a batch, and for requests to leave: from, to
+WAIT_SHARE = 0.02  # of the wait so far, in between: a wait is not prolonged by more
+
+
+class Feed:
+    """A loader (kempner.train.extensions.Loader) that waits for the batch of each step, and publishes the
+    weights after it."""
+
+    names: tuple[str, ...] = ()  # of sources of data
+    sources: tuple[Any, ...] = ()
+    phase = 0
+    waits_for_all = at_once = True
+    waiting: Waiting = nullcontext
+    """The watchdog's patient(), for each look: the wait for the orchestrator has no end as long as
+    all ranks look."""
+    _clock: Clock
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        exchange: RolloutExchange,
+        layout: Layout,
+        stop: StopRequests,
+        publisher: Publisher,
+        samples: int,
+        say: Callable[[str], None],
+    ) -> None:
+        """`samples`: trained on so far."""
+        self._exchange, self._layout = exchange, layout
+        self._stop, self._publisher, self._say = stop, publisher, say
+        self._seq_len, self._micro = cfg.train.seq_len, cfg.train.micro_batch
+        self._pin = layout.mesh.device_type == "cuda"
+        self._ranks = Ranks(dist.new_group(backend="gloo"))
+        self._beat = Beat(exchange, "trainer") if self._ranks.rank == 0 else None
+        self._tries = 0  # of the newest version, for which the disk had no room
+        self._again = 0.0  # when the next one is due; on rank 0
+        self.position = samples
+        self.tokens = 0  # of the newest batch: targets that count, of all ranks
+        self._places = 0  # and all that are in its rows
+        self.state: dict[str, Any] | None = None  # of the orchestrator after it; on rank 0
+        self._metrics: dict[str, float] = {}
+        self._step = 0  # of the newest batch
+        self._own: list[torch.Tensor] | None = None  # see Rollouts; asked for on rank 0
+
+    def begin(self, progress: Progress, clock: Clock, waiting: Waiting) -> None:
+        """Publish the weights that the run begins with; then the orchestrator may begin."""
+        self._clock, self.waiting, self._step = clock, waiting, progress.step
+        with waiting():
+            self.publish(progress.step)
+        if self._ranks.rank == 0:
+            start = ExchangeStart(progress.step, self._layout.data_ranks, progress.orchestrator)
+            self._exchange.begin(start)
+
+    def __next__(self) -> list[Rollouts] | Verdict:
+        return self.next(self._step + 1)
+
+    def next(self, step: int) -> list[Rollouts] | Verdict:
+        """Return this rank's micro-batches of a step; or, if any rank was asked to leave meanwhile,
+        the verdict of all."""
+        found: Batch | Verdict | None = None
+        began, pause = time.monotonic(), 0.0
+        while found is None:
+            with self.waiting(0.0):
+                found = self._look(step, pause)
+            pause = pause_after(time.monotonic() - began)
+        if isinstance(found, Verdict):
+            return found
+        self.tokens, self._metrics = found.tokens, found.metrics
+        self.position += int(found.metrics.get("samples", 0))
+        self.state = found.state
+        self._step = step
+        self._own = [] if found.scored and self._ranks.rank == 0 else None
+        path = self._exchange.rollouts(step) / f"rank_{self._layout.data_rank}.safetensors"
+        arrays = self._ranks.on_all(lambda: read_batch(path, self._seq_len, step - 1))
+        self._places = arrays["inputs"].numel() * self._layout.data_ranks
+        return list(micro_batches(arrays, self._micro, self._pin, self._own))
+
+    def _look(self, step: int, pause: float) -> Batch | Verdict | None:
+        """Look for the batch once, on all ranks, after `pause` seconds. Rank 0 alone looks into the
+        directory."""
+        batch, wanted = None, False
+        if self._ranks.rank == 0:
+            time.sleep(pause)
+            batch, wanted = self._exchange.batch(step), self._exchange.wanted.exists()
+            wanted = wanted or (self._tries > 0 and time.monotonic() > self._again)
+        flags = torch.tensor([batch is not None, wanted, *self._stop.flags[INTERRUPT_REQUEST:]])
+        dist.all_reduce(flags, dist.ReduceOp.MAX, self._ranks.group)
+        ready, wants, *leaving = flags.tolist()
+        verdict = requested_verdict(dict(zip(REQUEST_FLAGS, (0.0, *leaving), strict=True)))
+        if verdict.state:
+            return verdict
+        if wants:
+            if self._ranks.rank == 0:
+                with contextlib.suppress(FileNotFoundError):
+                    self._exchange.wanted.unlink()
+            self.publish(step - 1)
+        if not ready:
+            return None
+        told = [batch._replace(state={}) if batch else None]  # the state may be long
+        dist.broadcast_object_list(told, 0, self._ranks.group)
+        return batch or told[0]
+
+    def after_update(self) -> None:
+        """The engines wait for the weights, which go through the host anyway."""
+        with self._clock.part("publish"), self.waiting():
+            self.publish(self._step)
+
+    def publish(self, version: int) -> None:
+        """Publish the weights to the engines, on all ranks. If the disk is full, next() tries again
+        until there is room: nobody needs the step's weights before. Raises all other errors."""
+        try:
+            self._publisher.publish(version)
+        except (OSError, PeerFailed) as error:
+            # All ranks are here: publish() raises on each when it has failed on one.
+            full = torch.tensor(isinstance(error, OSError) and error.errno in FULL)
+            dist.all_reduce(full, dist.ReduceOp.MAX, self._ranks.group)
+            self._tries += 1
+            if not full or self._tries > DISK_S / AGAIN_S:
+                raise
+            self._again = time.monotonic() + AGAIN_S
+            if self._tries == 1:
+                self._say(f"{error}; waits for room")
+                if self._beat:
+                    self._beat.full()
+            return
+        if self._tries and self._beat:
+            self._beat.room()
+            self._say(f"version {version} of the weights is published")
+        self._tries = 0
+
+    # --- For the recorder ---
+
+    def seek(self, *_: object) -> None:
+        """Go back with the orchestrator, which is ahead, too: in a new attempt."""
+        raise RuntimeError("the orchestrator is ahead: a new attempt goes back")
+
+    def keys_per_query(self, window: int | None) -> None:
+        """Return None: the length of samples is not known beforehand."""
+
+    def sample_numbers(self, position: int, count: int) -> list[int]:
+        return []
+
+    def places(self, tokens: int) -> int:
+        """Return the places of the newest batch: its rows have places without a target."""
+        return self._places
+
+    def record(self, result: StepResult, lap: Mapping[str, float], counted: str) -> dict[str, Any]:
+        """Return the metrics of the newest batch's step: the orchestrator's, and the trainer's."""
+        if self._own:
+            self._exchange.hand_back(self._step, self._own[0].cpu().numpy())
+        said = {name: value for name, value in self._metrics.items() if name != "samples"}
+        return {
+            **said,
+            "wait": lap.get("data", 0.0) / max(lap["total"], 1e-9),
+            "publish_seconds": lap.get("publish", 0.0),
+        }
+
+    def close(self) -> None:
+        pass
+
+
+def pause_after(waited: float) -> float:
+    """Return the seconds until the next look."""
+    least, most = BATCH_POLL_S
+    return min(most, max(least, WAIT_SHARE * waited))
+
+
+class FakeFeed(Feed):
+    """Random samples, for measurements: each of rl.batch_samples is as long as a row, or rows have
+    several of variable length (see [bench]). It removes what engines would remove."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        exchange: RolloutExchange,
+        layout: Layout,
+        stop: StopRequests,
+        publisher: Publisher,
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(cfg, exchange, layout, stop, publisher, 0, say)
+        separate = cfg.of(BenchConfig).length == "variable"
+        shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, separate, False, False)
+        self._source, self._guess = FakeDataset("fake", shape), -math.log(cfg.model.vocab_size)
+        self._rows = (cfg.of(RlConfig).batch_samples or 64) // layout.data_ranks
+
+    def next(self, step: int) -> list[Rollouts] | Verdict:
+        if self._ranks.rank == 0 and step > 1:
+            shutil.rmtree(self._exchange.version(step - 2), ignore_errors=True)
+        self._step = step
+        first = self.position + self._layout.data_rank * self._rows
+        rows = self._source.read(np.arange(first, first + self._rows))
+        shape = rows.inputs.shape
+        documents = np.zeros(shape, np.int32) if rows.documents is None else rows.documents
+        sign = np.where(np.arange(len(rows.inputs)) % 2 == 0, 1.0, -1.0).astype(np.float32)
+        arrays = {
+            "inputs": rows.inputs,
+            "targets": rows.targets,
+            "documents": documents,
+            "logprobs": np.full(shape, self._guess, np.float32),
+            "advantages": np.broadcast_to(sign[:, None], shape).copy(),
+            "fresh": np.ones(shape, bool),
+        }
+        self.position += self._rows * self._layout.data_ranks
+        self._places = self._rows * self._layout.data_ranks * self._seq_len
+        self.tokens = self._places
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return list(micro_batches(tensors, self._micro, self._pin))
+
+
+def open_feed(
+    cfg: RunConfig,
+    run: Run,
+    layout: Layout,
+    model: Decoder,
+    progress: Progress,
+    stop: StopRequests,
+) -> Feed:
+    """The batches of a run, and where its weights go."""
+    exchange, device = RolloutExchange(run.dir), torch.device(layout.mesh.device_type)
+    publisher = open_publisher(cfg, model, exchange, device)
+    if cfg.data.dataset_path == FAKE:
+        return FakeFeed(cfg, exchange, layout, stop, publisher, run.announce)
+    return Feed(cfg, exchange, layout, stop, publisher, progress.samples, run.announce)

@@ -1,0 +1,152 @@
+"""The policy-gradient loss on sampled tokens: makes each more likely by its advantage.
+
+The ratio r of a token is its probability under the model that is trained, at the temperature of the
+sampler, over the one that the sampler has handed over. That is the distribution it was drawn from:
+where top_p, top_k or min_p left tokens out, the others have their share there and not here, and r
+is as much below 1. It is the weight of importance sampling all the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kempner.data.batch import MicroBatch
+from kempner.data.source import IGNORE
+from kempner.extensions.rl.config import LossConfig, SamplingConfig
+from kempner.extensions.rl.trainer.batch import Rollouts
+from kempner.model.decoder import Decoder
+from kempner.model.loss import VocabularyPart, cross_entropy
+from kempner.parallel.layout import Layout
+
+if TYPE_CHECKING:
+    from kempner.train.sections import RunConfig
+
+BOUND = 20.0  # of log ratios: exp of it, times any advantage and squared, is finite in bf16, too
+LOWEST = -1e4  # log-probabilities: the difference of two infinite ones is not a number
+SUMS = ("mismatch_sum", "fresh_sum", "fresh_tokens", "held_back", "kl_sum")
+
+
+def policy_losses(
+    cfg: LossConfig, new: Tensor, old: Tensor, advantages: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the losses of tokens with these log-probabilities, `new` of the model, `old` of the
+    sampler; the log ratios; and a mask of the tokens that a bound holds back, so that they do not
+    push the model. All [...], fp32.
+
+    grpo (arXiv:2402.03300) and dapo (arXiv:2503.14476) clip the ratio, with two bounds, and differ
+    in their advantages alone; for negative advantages `dual_clip` bounds it from above
+    (arXiv:1912.09729). tis weighs the gradient of the log-probability by the ratio, truncated at
+    `is_cap`, as arXiv:2506.13585 does. masked also leaves out those tokens whose probability has
+    moved by more than `mask` to where the advantage pushes it.
+    """
+    log_ratio = (new.clamp(min=LOWEST) - old.clamp(min=LOWEST)).clamp(-BOUND, BOUND)
+    if cfg.name in ("tis", "masked"):
+        gain = truncated_ratio(log_ratio, cfg.is_cap) * advantages
+        held = log_ratio > math.log(cfg.is_cap)
+        if cfg.name == "masked":
+            held = (new.exp() - old.exp()) * advantages.sign() > cfg.mask
+            gain = torch.where(held, 0.0, gain)  # no product: 0 times infinity is NaN
+    else:
+        ratio = log_ratio.exp()
+        gain = ratio * advantages
+        clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * advantages
+        bounded = (advantages < 0) & (ratio > cfg.dual_clip)
+        held = (clipped < gain) | bounded
+        gain = torch.where(bounded, cfg.dual_clip * advantages, torch.minimum(gain, clipped))
+    return cfg.kl * log_ratio.square() - gain, log_ratio, held
+
+
+def truncated_ratio(log_ratio: Tensor, cap: float) -> Tensor:
+    """Return exp(log_ratio) up to `cap`, and a straight line of that slope above: its derivative is
+    min(ratio, cap), which weighs the gradient of the log-probability."""
+    most = math.log(cap)
+    return log_ratio.clamp(max=most).exp() + cap * (log_ratio - most).clamp(min=0)
+
+
+class Policy:
+    """The objective (kempner.train.objective) of tokens with advantages."""
+
+    counted = "loss_tokens"
+
+    def __init__(self, cfg: RunConfig, device: torch.device) -> None:
+        self._cfg, self._temperature = cfg.of(LossConfig), cfg.of(SamplingConfig).temperature
+        self._chunk = cfg.train.loss_chunk
+        self._batch: Rollouts | None = None
+        self._sums = torch.zeros(len(SUMS), device=device)
+
+    def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
+        assert isinstance(batch, Rollouts)
+        self._batch = batch  # what the model does not hand on to its loss
+        loss, terms = model(batch.inputs, batch.targets, batch.documents, token_losses=True)
+        return loss, terms, batch
+
+    def numbers(self) -> dict[str, Tensor]:
+        """Return the numbers since the last call, over the tokens that count: sums of |log ratio|,
+        and of those that the newest weights have sampled, and their number; tokens that a bound has
+        held back; and the divergence of model and sampler."""
+        sums = self._sums.clone()
+        self._sums.zero_()
+        return dict(zip(SUMS, sums.unbind(), strict=True))
+
+    def record(self, values: Mapping[str, float]) -> dict[str, Any]:
+        """Means over the tokens that count."""
+        tokens, fresh = max(1.0, values["tokens"]), values["fresh_tokens"]
+        distance = {  # nobody has the weights any more that the others were sampled with
+            "mismatch": (values["fresh_sum"], fresh),
+            "drift": (values["mismatch_sum"] - values["fresh_sum"], values["tokens"] - fresh),
+        }
+        return {
+            **{name: total / count for name, (total, count) in distance.items() if count},
+            "ratio_clipped": values["held_back"] / tokens,
+            "kl": values["kl_sum"] / tokens,
+        }
+
+    def loss(
+        self, x: Tensor, weight: Tensor, targets: Tensor, part: VocabularyPart | None = None
+    ) -> tuple[Tensor, ...]:
+        """Compute the loss in place of loss.cross_entropy."""
+        judge = self._judge(targets)
+        return cross_entropy(x, weight, targets, self._chunk, part, self._temperature, judge)
+
+    def _judge(self, targets: Tensor) -> Callable[[Tensor, slice], tuple[Tensor, Tensor]]:
+        assert self._batch is not None
+        flat = (self._batch.logprobs, self._batch.advantages, self._batch.fresh, targets != IGNORE)
+        given = [tensor.flatten().unsqueeze(1) for tensor in flat]
+        first = None
+        if self._batch.own is not None:
+            first = torch.zeros(self._batch.targets.shape[1], device=targets.device)
+            self._batch.own.append(first)
+
+        def judge(losses: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+            old, advantages, fresh, counts = (tensor[rows] for tensor in given)
+            with torch.enable_grad():
+                losses = losses.detach().requires_grad_()
+                ours, log_ratio, held = policy_losses(self._cfg, -losses, old, advantages)
+                (slopes,) = torch.autograd.grad(ours.sum(), losses)
+            if first is not None:
+                there = first[rows.start : rows.stop]  # nothing of rows after the first one
+                there.copy_(-losses.detach()[: len(there), 0])
+            distance = log_ratio.detach().abs()
+            # Over the sampler's samples its mean is KL(sampler, model), and it is never negative.
+            kl = log_ratio.detach().expm1() - log_ratio.detach()
+            mine = (distance, distance * fresh, fresh.float(), held.float(), kl)
+            for i, values in enumerate(mine):
+                self._sums[i] += torch.where(counts, values, 0.0).sum()
+            return ours.detach(), slopes
+
+        return judge
+
+
+def open_policy(cfg: RunConfig, layout: Layout, model: Decoder, device: torch.device) -> Policy:
+    policy = Policy(cfg, device)
+    model.loss = policy.loss
+    if layout.tp is not None:
+        from kempner.parallel.tensor import VocabularyLoss
+
+        model.loss = VocabularyLoss(policy.loss, layout.tp)
+    return policy

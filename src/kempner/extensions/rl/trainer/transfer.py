@@ -1,0 +1,313 @@
+"""Transfer of the weights straight from the ranks of the trainer into an engine.
+
+Each rank copies the part that it would write into a checkpoint to the host's memory, and offers it
+in the background while the training goes on. An engine reads the parts of all ranks, each over a
+connection of its own: a process that dies breaks its own connections and no others. No rank ever
+holds more than its part, and an engine nothing but its model and a few buckets.
+
+Sockets, not a process group: torch's gloo takes the process down when the other side dies while the
+two of them connect, and a broken NCCL communicator can; a trainer must outlive its engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import select
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kempner.checkpoint.format.plan import (
+    Box,
+    Table,
+    box_slices,
+    chunks_of,
+    dtype_of,
+    from_json,
+    make_table,
+    to_json,
+)
+from kempner.checkpoint.format.writer import local_part
+from kempner.checkpoint.ranks import Ranks
+from kempner.extensions.rl.exchange import RolloutExchange
+from kempner.jobs import slurm
+from kempner.jobs.ranks import peers
+from kempner.jobs.ranks.port_range import listen_in_range
+from kempner.jobs.system.files import write_atomic
+from kempner.model.decoder import Decoder
+from kempner.parallel.build import parameter_names
+
+BUCKET = 1 << 24  # bytes that are sent at once
+TIMEOUT_S = 20.0  # in which the other side must send or take something
+SENDERS = 4  # ranks that one engine reads from at a time
+MOST_ASKED = 4096  # bytes of what an engine asks
+
+
+class Gone(Exception):
+    """The version is not offered, or not any more; the model is as it was."""
+
+
+# --- What goes over the wire, in which order: both sides compute it ---
+
+
+class TransferPiece(NamedTuple):
+    name: str
+    box: Box
+
+    @property
+    def elements(self) -> int:
+        return math.prod(length for _, length in self.box)
+
+
+def pieces_of_rank(table: Table, rank: int) -> list[TransferPiece]:
+    """List the pieces that a rank sends: what it would write, but small tensors, which each rank
+    has, are sent by one."""
+    chunks = (TransferPiece(*chunk) for chunk in chunks_of(table, rank))
+    first = {name for name, stored in table.items() if stored.everywhere and rank > 0}
+    return [piece for piece in chunks if piece.elements and piece.name not in first]
+
+
+def buckets_of(pieces: Iterable[TransferPiece], itemsize: int) -> Iterator[list[TransferPiece]]:
+    """Yield the pieces in order, in buckets of at most BUCKET bytes; a larger piece is cut into
+    rows."""
+    bucket: list[TransferPiece] = []
+    left = most = BUCKET // itemsize
+    for piece in pieces:
+        for one in _rows(piece, most):
+            if bucket and one.elements > left:
+                yield bucket
+                bucket, left = [], most
+            bucket.append(one)
+            left -= one.elements
+    if bucket:
+        yield bucket
+
+
+def _rows(piece: TransferPiece, most: int) -> Iterator[TransferPiece]:
+    (start, count), *rest = piece.box
+    step = max(1, most * count // piece.elements)
+    for at in range(0, count, step):
+        yield TransferPiece(piece.name, ((start + at, min(step, count - at)), *rest))
+
+
+# --- A connection of one rank and one engine ---
+
+YES = b"1"
+
+
+def send_part(link: socket.socket, part: Tensor) -> None:
+    link.sendall(part.view(torch.uint8).numpy().data)
+
+
+def receive_into(link: socket.socket, part: Tensor) -> None:
+    left = part.view(torch.uint8).numpy().data
+    while left:
+        left = left[_some(link.recv_into(left)) :]
+
+
+def _some(count: int) -> int:
+    if not count:
+        raise ConnectionResetError("the other side has closed the connection")
+    return count
+
+
+# --- The engine ---
+
+
+def receive_weights(model: Decoder, manifest: Mapping[str, Any], token: str) -> None:
+    """Fill the model. Raises Gone before anything has changed; after any other error the model is
+    unusable."""
+    table, dtype = from_json(manifest["table"]), dtype_of(manifest["dtype"])
+    targets = parameter_names(model)
+    found = {name: stored.shape for name, stored in table.items()}
+    if found != {name: p.shape for name, p in targets.items()}:
+        raise Gone("its tensors are not those of the model here")
+    begun = threading.Event()
+    asked = json.dumps({"version": manifest["version"]}).encode()
+
+    def read_from(rank: int) -> None:
+        pieces = pieces_of_rank(table, rank)
+        host, _, port = manifest["senders"][rank].rpartition(":")
+        with peers.connect_peer(host, int(port), token, TIMEOUT_S) as link:
+            link.sendall(asked + b"\n")
+            if link.recv(1) != YES:
+                raise ConnectionRefusedError("it is not offered")
+            buffer = torch.empty(BUCKET // dtype.itemsize, dtype=dtype)
+            for bucket in buckets_of(pieces, dtype.itemsize):
+                begun.set()
+                receive_into(link, buffer[: sum(piece.elements for piece in bucket)])
+                unpack_bucket(buffer, bucket, targets)
+            link.sendall(YES)  # all of it is here
+
+    senders = range(len(manifest["senders"]))
+    try:
+        with ThreadPoolExecutor(min(SENDERS, len(senders))) as pool:
+            list(pool.map(read_from, senders))
+    except OSError as error:
+        # Some weights may be overwritten: the model is neither the old one nor the new one.
+        if begun.is_set():
+            raise OSError(f"the transfer has broken off ({error})") from None
+        raise Gone(str(error)) from None
+
+
+def unpack_bucket(
+    flat: Tensor, bucket: Iterable[TransferPiece], targets: Mapping[str, Tensor]
+) -> None:
+    at = 0
+    for piece in bucket:
+        part = flat[at : at + piece.elements].view([length for _, length in piece.box])
+        targets[piece.name].data[box_slices(piece.box)].copy_(part)
+        at += piece.elements
+
+
+# --- A rank of the trainer ---
+
+
+class DirectPublisher:
+    """A publisher whose versions engines read from the ranks' memory. The first version of an
+    attempt and the last one of the run are files: engines start from the one, and the other one is
+    still there when the trainer has ended."""
+
+    def __init__(
+        self,
+        by_files: Callable[[int], None],
+        model: Decoder,
+        exchange: RolloutExchange,
+        dtype: torch.dtype,
+        last: int,
+    ) -> None:
+        """`by_files`: publishes a version as files; `dtype`: of what is sent. All ranks of the
+        trainer make one."""
+        self._by_files, self._exchange, self._dtype = by_files, exchange, dtype
+        self._ranks, self._last = Ranks(dist.new_group(backend="gloo")), last
+        self._model, self._first = model, True
+        token = self._ranks.on_first(lambda: _token(exchange))
+        self._offer = Offer(token)
+        self._senders: list[Any] = [""] * self._ranks.size
+        dist.all_gather_object(self._senders, self._offer.address, self._ranks.group)
+
+    def publish(self, version: int) -> None:
+        """Offer a version. All ranks must call it. Returns when the training may change the
+        weights; one that is offered already stays."""
+        if version == self._offer.version:
+            return
+        self._offer.withdraw()
+        if self._first or version == self._last:
+            self._first = False
+            return self._by_files(version)
+        began = time.monotonic()
+        parameters = parameter_names(self._model)
+        table = make_table(parameters, {}, self._ranks.size)
+        parts = pack_buckets(parameters, table, self._ranks.rank, self._dtype)
+        self._ranks.on_all(lambda: self._offer.make(version, parts))
+        count = sum(math.prod(stored.shape) for stored in table.values())
+        facts = {
+            "version": version,
+            "transport": "direct",
+            "senders": self._senders,
+            "bytes": count * self._dtype.itemsize,
+            "seconds": round(time.monotonic() - began, 3),
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "table": to_json(table),
+        }
+        self._ranks.on_first(lambda: self._tell(version, facts))
+
+    def _tell(self, version: int, facts: dict[str, Any]) -> None:
+        folder, beside = self._exchange.version(version), self._exchange.root / "beside"
+        folder.mkdir(parents=True, exist_ok=True)
+        if beside.is_dir():  # an engine that starts needs more than the tensors
+            shutil.copytree(beside, folder, dirs_exist_ok=True)
+        self._exchange.publish(version, facts)
+
+
+def _token(exchange: RolloutExchange) -> str:
+    """Return the token of the attempt; if rl.sh has made none, make a new one."""
+    if not (exchange.token.exists() and exchange.token.read_text().strip()):
+        exchange.root.mkdir(parents=True, exist_ok=True)
+        write_atomic(exchange.token, peers.new_key() + "\n", 0o600)
+    return exchange.token.read_text().strip()
+
+
+def pack_buckets(
+    parameters: Mapping[str, Tensor], table: Table, rank: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """Copy what this rank sends to the host, a bucket each, so that the training can go on."""
+    pieces, parts = pieces_of_rank(table, rank), []
+    starts = {name: [start for start, _ in box] for name, box in pieces}
+    for bucket in buckets_of(pieces, dtype.itemsize):
+        flat = torch.empty(sum(piece.elements for piece in bucket), dtype=dtype)
+        at = 0
+        for name, box in bucket:
+            here = [(a - first, n) for (a, n), first in zip(box, starts[name], strict=True)]
+            source = local_part(parameters[name])[box_slices(tuple(here))]
+            flat[at : at + source.numel()].view(source.shape).copy_(source)
+            at += source.numel()
+        parts.append(flat)
+    return parts
+
+
+class Offer:
+    """One rank's part of one version, sent to every client until it is withdrawn."""
+
+    def __init__(self, token: str) -> None:
+        self._entrance = peers.Entrance(listen_in_range(), token)
+        self.address = f"{slurm.fast_address() or slurm.own_address()}:{self._entrance.port}"
+        self.version: int | None = None
+        self._parts = list[Tensor]()
+        self._sending, self._changed = 0, threading.Condition()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def make(self, version: int, parts: list[Tensor]) -> None:
+        with self._changed:
+            self.version, self._parts = version, parts
+
+    def withdraw(self) -> None:
+        """Withdraw the version. Clients that are reading may finish, as long as a bucket may
+        take."""
+        with self._changed:
+            self.version = None
+            self._changed.wait_for(lambda: self._sending == 0, TIMEOUT_S)
+            self._parts = []
+
+    def _listen(self) -> None:
+        arrivals = select.poll()
+        arrivals.register(self._entrance, select.POLLIN)
+        while True:
+            arrivals.poll()
+            for link in self._entrance.take():
+                link.settimeout(TIMEOUT_S)
+                threading.Thread(target=self._answer, args=(link,), daemon=True).start()
+
+    def _answer(self, link: socket.socket) -> None:
+        with link, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            asked = json.loads(link.makefile("rb").readline(MOST_ASKED))
+            with self._changed:
+                if self.version is None or asked["version"] != self.version:
+                    return
+                self._sending += 1
+                parts = self._parts
+            try:
+                self._send(link, asked["version"], parts)
+            finally:
+                with self._changed:
+                    self._sending -= 1
+                    self._changed.notify_all()
+
+    def _send(self, link: socket.socket, version: int, parts: list[Tensor]) -> None:
+        try:
+            link.sendall(YES)
+            for part in parts:
+                send_part(link, part)
+            _some(len(link.recv(1)))
+        except OSError as error:  # the engine says so, too, and is told again
+            print(f"weights: an engine has not taken version {version} ({error})", flush=True)

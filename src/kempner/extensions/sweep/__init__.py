@@ -1,0 +1,1 @@
+"""Many runs from one file: sweep.py plans, submits and compares them."""

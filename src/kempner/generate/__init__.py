@@ -1,1 +1,0 @@
-"""Text generation: prompts in, tokens drawn one by one, text out."""

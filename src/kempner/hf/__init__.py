@@ -1,1 +1,0 @@
-"""Import and export of models in Hugging Face's form."""

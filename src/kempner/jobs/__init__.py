@@ -1,0 +1,1 @@
+"""The kit: any program under Slurm. Imports no torch at the start, and nothing of the trainer."""

@@ -1,0 +1,1 @@
+"""Checks the nodes of a job before they train: preflight.sh. Nobody imports it."""

@@ -1,0 +1,167 @@
+"""Questions from the driver to the tasks, a JSON object a line, over connections whose two sides
+have proved who they are (kempner.jobs.ranks.peers).
+
+They go over the network that srun itself uses, so that a node without the fast network or without
+the shared directory can still say what it lacks. The all-reduces meet in a TCPStore, which cannot
+ask who is there: nothing that comes from it is written, run or believed but as a figure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import select
+import socket
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from kempner.jobs.ranks import peers
+from kempner.jobs.ranks.port_range import listen_in_range, store_server
+
+NodeAnswer = dict[str, Any]
+TOKEN_FILE = ".preflight"  # in the directory that must be shared
+PREFLIGHT_POLL_S = 0.2
+PREFLIGHT_SEND_S = 10.0
+PREFLIGHT_LEAVE_S = 10.0  # for the tasks to say that they leave
+LONGEST_ANSWER = 1 << 24  # bytes of an answer: a node may have thousands of packages
+
+
+def new_token() -> str:
+    """Return the token that the first node writes for the others to see. It does not travel."""
+    return hashlib.sha256(f"preflight {peers.job_key()}".encode()).hexdigest()[:16]
+
+
+class Driver:
+    """The driver's side: asks questions."""
+
+    def __init__(self) -> None:
+        port, server = store_server()
+        limit = timedelta(seconds=60)
+        self.store = dist.TCPStore(
+            "localhost", port, None, True, limit, wait_for_workers=False, master_listen_fd=server
+        )
+        self._entrance = peers.Entrance(listen_in_range(), peers.job_key())
+        self.port = self._entrance.port
+        self._poll = select.poll()
+        self._poll.register(self._entrance, select.POLLIN)
+        self._links: dict[int, _Lines] = {}  # by file descriptor
+        self._tasks: dict[int, _Lines] = {}  # by rank
+        self._questions: dict[int, list[bytes]] = {}  # all that a rank was asked
+        self._answers: dict[str, NodeAnswer] = {}
+
+    def ask(self, ranks: Iterable[int], question: dict[str, Any]) -> dict[int, str]:
+        """Put a question to some ranks; returns the key under which each will answer."""
+        keys = {}
+        for rank in ranks:
+            asked = self._questions.setdefault(rank, [])
+            asked.append(json.dumps(question).encode() + b"\n")
+            keys[rank] = f"answer/{rank}/{len(asked) - 1}"
+            if rank in self._tasks:
+                self._tasks[rank].send(asked[-1])
+        return keys
+
+    def answers(self, keys: dict[int, str], deadline: float) -> dict[int, NodeAnswer]:
+        """The answers that come before the deadline (time.monotonic)."""
+        while not self._answers.keys() >= set(keys.values()):
+            left = deadline - time.monotonic()
+            self._listen(max(0.0, min(left, PREFLIGHT_POLL_S)))
+            if left <= 0:
+                break
+        return {rank: self._answers[key] for rank, key in keys.items() if key in self._answers}
+
+    def end(self, ranks: Iterable[int]) -> None:
+        """Tell these ranks to leave, and wait until they do."""
+        self.answers(self.ask(ranks, {"what": "end"}), time.monotonic() + PREFLIGHT_LEAVE_S)
+
+    def _listen(self, seconds: float) -> None:
+        for fd, _ in self._poll.poll(seconds * 1000):
+            if fd == self._entrance.fileno():
+                for peer in self._entrance.take():
+                    link = _Lines(peer)
+                    self._links[peer.fileno()] = link
+                    self._poll.register(peer, select.POLLIN)
+            else:
+                self._hear(self._links[fd])
+
+    def _hear(self, link: _Lines) -> None:
+        for said in link.receive():
+            if link.rank is None:
+                rank = said.get("rank")
+                if type(rank) is not int or rank in self._tasks:
+                    link.open = False
+                    break
+                link.rank, self._tasks[rank] = rank, link
+                for question in self._questions.get(rank, []):
+                    link.send(question)
+            elif isinstance(said.get("answer"), dict):
+                self._answers[f"answer/{link.rank}/{link.count}"] = said["answer"]
+                link.count += 1
+        if not link.open:
+            self._poll.unregister(link.socket)
+            del self._links[link.socket.fileno()]
+            link.socket.close()
+
+
+class _Lines:
+    """The connection to a task."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket, self.open = connection, True
+        self.rank: int | None = None
+        self.count = 0  # of its answers
+        self._text = b""
+        connection.settimeout(PREFLIGHT_SEND_S)
+
+    def send(self, line: bytes) -> None:
+        with contextlib.suppress(OSError):  # it has gone
+            self.socket.sendall(line)
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Return the messages that have come. A peer that sends anything else is not heard any
+        more."""
+        data = b""
+        with contextlib.suppress(OSError):
+            data = self.socket.recv(1 << 16)
+        *lines, self._text = (self._text + data).split(b"\n")
+        self.open = bool(data) and len(self._text) < LONGEST_ANSWER
+        found = []
+        for line in lines:
+            said = None
+            with contextlib.suppress(ValueError, RecursionError):
+                said = json.loads(line)
+            if isinstance(said, dict):
+                found.append(said)
+            else:
+                self.open = False
+        return found
+
+
+class TaskChannel:
+    """A task's side: answers them."""
+
+    def __init__(self, address: str, port: int, rank: int) -> None:
+        """Raises OSError, ConfigError."""
+        self._link = peers.connect_peer(address, port, peers.job_key(), 120.0)
+        self._link.settimeout(None)
+        self._lines = self._link.makefile("rb")
+        self._say({"rank": rank})
+
+    def question(self) -> dict[str, Any]:
+        """Wait for the next question; "end" if the driver is gone."""
+        line = b""
+        with contextlib.suppress(OSError):
+            line = self._lines.readline()
+        found: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {"what": "end"}
+        return found
+
+    def answer(self, answer: NodeAnswer) -> None:
+        self._say({"answer": answer})
+
+    def _say(self, what: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the driver no longer waits
+            self._link.sendall(json.dumps(what).encode() + b"\n")

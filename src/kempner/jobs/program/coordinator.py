@@ -1,0 +1,377 @@
+"""The coordinator in rank 0's supervisor: the run directory and its records, the order of start and
+end, and the verdict on how the attempt has ended. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import time
+from typing import Any
+
+from kempner.config.option import ConfigError
+from kempner.jobs import slurm
+from kempner.jobs.lock import LOST_LOCK_EXIT
+from kempner.jobs.program.book import Book
+from kempner.jobs.program.channel import Channel, ChannelMessage
+from kempner.jobs.program.deadline import Deadline, last_warning
+from kempner.jobs.program.options import Options
+from kempner.jobs.program.output import OutputSteps
+from kempner.jobs.program.verdict import (
+    SLOW_S,
+    USAGE_ERROR_EXIT,
+    Ending,
+    Outcome,
+    crash_faults,
+    first_failure,
+    hang_fault,
+    judge_endings,
+)
+from kempner.jobs.program.watch import CHECKPOINT_POLL_S, CheckpointWatch
+from kempner.jobs.ranks.peers import Entrance
+from kempner.jobs.ranks.port_range import BadPortRange, NoFreePort, ReservedPort
+from kempner.jobs.ranks.rendezvous import forget_rendezvous
+
+RANKS_START_S = 600.0  # for all ranks to come
+REQUEST_SIGNALS = {
+    "TERM": "interrupt",
+    "USR1": "interrupt",
+    "INT": "stop",
+    "STOP file": "stop",
+    "USR2": "save",
+}
+COORDINATOR_LEAVE_S = 3.0  # for all ranks to hear that they may leave
+RANK_ANSWER_S = 5.0  # for what the ranks have to say of a hang
+ENDED_S = 15.0  # for the other ranks to end once one has crashed
+CROWD_S = 0.3  # after a crash: the ranks that crash at the same moment
+RANK_POLL_S = 2.0  # for the ranks to say whether they have failed, too
+DEAF_S = 2.0  # for a program that has not come to its signal handler yet
+
+
+def log_line(text: str) -> None:
+    with contextlib.suppress(OSError):  # whoever reads it has left: the program goes on
+        os.write(1, f"[{time.strftime('%F %T')}] kempner: {text}\n".encode())
+
+
+class Coordinator:
+    """A thread of rank 0's process. `code` is the exit code of every rank."""
+
+    def __init__(self, options: Options, size: int, entrance: Entrance, address: str) -> None:
+        self.options, self.size, self.entrance, self.address = options, size, entrance, address
+        self.code = 1
+        self._peers: dict[int, Channel] = {}
+        self._new: list[Channel] = []
+        self._hosts: dict[int, str] = {}
+        self._endings: dict[int, Ending] = {}
+        self._ending: set[int] = set()  # the ranks that end their program because they were told to
+        self._hung: dict[int, ChannelMessage] = {}  # what the ranks say of a hang
+        self._failing: dict[int, bool] = {}  # the ranks that are there after a crash: failed, too?
+        self._asked, self._completed_before = "", 0
+        self._deadline: Deadline | None = None
+        self._deaf: set[int] = set()  # the ranks whose program listens to no request
+        self._asked_at = 0.0
+        self._began, self._finishing, self._hang_at = time.monotonic(), 0.0, 0.0
+        self._bad_at = 0.0  # the first crash
+        self._started = self._over = False
+        self._sent_end = ""  # why the ranks were told to end their programs
+        self._alive = False
+        self._told_end: float | None = None  # of the job
+
+    def run(self) -> None:
+        """Run an attempt, from the lock to the last record."""
+        try:
+            self._port = ReservedPort()  # of the program
+            self._book = Book(self.options, self._lose)
+        except ConfigError as error:
+            self._refuse(str(error))
+        except (BadPortRange, NoFreePort) as error:
+            self._refuse(error.strerror, USAGE_ERROR_EXIT if isinstance(error, BadPortRange) else 1)
+        except OSError as error:
+            self._refuse(
+                f"--run-dir={self.options.run_dir}: cannot be written: {error.strerror} "
+                f"({error.filename}); make room, or give another one"
+            )
+        else:
+            self._watch = CheckpointWatch(self.options.run_dir, self.options.checkpoints)
+            try:
+                while not self._over:
+                    self._turn()
+            finally:
+                self._book.close()
+        finally:
+            self._dismiss()
+
+    def _refuse(self, problem: str, code: int = USAGE_ERROR_EXIT) -> None:
+        """End before the start: no rank starts, and the records stay as they were."""
+        print(f"kempner: error: {problem}", file=sys.stderr, flush=True)
+        self.code = code
+        end = time.monotonic() + RANKS_START_S
+        while not self._started and len(self._peers) < self.size and time.monotonic() < end:
+            self._receive(0.2)
+
+    def _lose(self, why: str) -> None:
+        """End the programs of all ranks, and record nothing more. Runs in the thread of the lock,
+        which ends this process afterwards."""
+        print(f"kempner: error: {why}", file=sys.stderr, flush=True)
+        self.code = LOST_LOCK_EXIT
+        for channel in list(self._peers.values()):
+            channel.send(do="leave", code=LOST_LOCK_EXIT)
+        time.sleep(COORDINATOR_LEAVE_S)
+
+    def _dismiss(self) -> None:
+        for channel in self._peers.values():
+            channel.send(do="leave", code=self.code)
+        end = time.monotonic() + COORDINATOR_LEAVE_S
+        while any(c.open for c in self._peers.values()) and time.monotonic() < end:
+            self._receive(0.1)
+
+    # --- the ranks ---
+
+    def _turn(self) -> None:
+        self._receive(0.2)
+        if not self._started:
+            self._await_ranks()
+            return
+        self._look()
+        if self._hang_at:
+            self._end_hang()
+        elif bad := [e for e in self._endings.values() if e.code != 0]:
+            self._after_bad(bad)
+        self._end_in_time()
+        late = self._finishing and time.monotonic() > self._finishing + ENDED_S
+        if len(self._endings) == self.size or late:
+            self._finish()
+
+    def _receive(self, seconds: float) -> None:
+        channels = [c for c in (*self._peers.values(), *self._new) if c.open]
+        ready = select.poll()
+        of = {c.socket.fileno(): c for c in channels}
+        for fd in (*of, self.entrance.fileno()):
+            ready.register(fd, select.POLLIN)
+        for fd, _ in ready.poll(seconds * 1000):
+            if fd == self.entrance.fileno():
+                self._new += map(Channel, self.entrance.take())
+            else:
+                self._hear(of[fd])
+
+    def _hear(self, channel: Channel) -> None:
+        rank = next((r for r, c in self._peers.items() if c is channel), None)
+        for message in channel.receive():
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # not understood
+                if rank is None:
+                    rank = self._meet(channel, message)
+                else:
+                    self._answer(rank, message)
+        if not channel.open and rank is None:
+            self._new = [c for c in self._new if c is not channel]
+            channel.close()  # who is refused is told at once
+        elif not channel.open and rank is not None and rank not in self._endings:
+            self._endings[rank] = Ending(rank, self._hosts[rank], 1, "", gone=True)
+
+    def _meet(self, channel: Channel, message: ChannelMessage) -> int | None:
+        rank, name = int(message.get("rank", -1)), message.get("attempt_id")
+        ours = name == os.environ.get("KEMPNER_ATTEMPT_ID")
+        if not ours or rank not in range(self.size) or rank in self._peers:
+            channel.open = False  # of another attempt
+            return None
+        self._new = [c for c in self._new if c is not channel]
+        self._peers[rank], self._hosts[rank] = channel, str(message.get("host"))
+        return rank
+
+    def _answer(self, rank: int, message: ChannelMessage) -> None:
+        match message.get("say"):
+            case "asked":
+                self._ask(message["kind"], message["why"])
+            case "told":
+                (self._deaf.discard if message["heard"] else self._deaf.add)(rank)
+            case "alive":
+                self._alive = True
+                if message["steps"] is not None:
+                    self._book.at_steps(OutputSteps(*message["steps"]))
+            case "hung":
+                self._hung[rank] = message
+                self._hang_at = self._hang_at or time.monotonic()
+            case "condition":
+                self._hung.setdefault(rank, message)
+            case "looked":
+                self._failing[rank] = message["failing"]
+            case "ending":
+                self._ending.add(rank)
+            case "ended":
+                self._endings[rank] = Ending(
+                    rank,
+                    self._hosts[rank],
+                    message["code"],
+                    message["words"],
+                    lost_peer=message["lost_peer"],
+                    torn=message["torn"],
+                    failed_at=time.monotonic() - message["ago"],
+                )
+
+    def _tell(self, **message: Any) -> None:
+        for rank, channel in self._peers.items():
+            if rank not in self._endings:
+                channel.send(**message)
+
+    def _await_ranks(self) -> None:
+        if self._asked:
+            self._close(judge_endings((), self._asked, unheard=False, hung=False, progressed=False))
+        elif self._endings:
+            self._give_up(f"ranks {[*self._endings][:32]} of {self.size} left before the start")
+        elif len(self._peers) == self.size:
+            self._start()
+        elif time.monotonic() > self._began + RANKS_START_S:
+            missing = [rank for rank in range(self.size) if rank not in self._peers][:32]
+            self._give_up(
+                f"ranks {missing} of {self.size} did not come within {RANKS_START_S:.0f} s"
+            )
+
+    def _give_up(self, why: str) -> None:
+        print(f"kempner: error: {why}: see srun's messages", file=sys.stderr, flush=True)
+        self._over = True
+
+    def _start(self) -> None:
+        self._started = True
+        hosts = [self._hosts[rank] for rank in range(self.size)]
+        # All ranks have met: the address is of no more use, and a later start must not find it.
+        forget_rendezvous(self.options.run_dir)
+        changed = self._book.start(hosts, self._watch.number)
+        log_line(
+            f"attempt {self._book.attempt} in {self.options.run_dir}: "
+            f"{' '.join(self.options.command)}: {self.size} process(es) on "
+            f"{', '.join(dict.fromkeys(hosts))}"
+        )
+        for text in changed:
+            log_line(f"changed since the last attempt: {text}")
+        # Before the ranks start, so that their first checkpoint counts.
+        self._watch.start()
+        port = self._port.port
+        self._tell(do="start", attempt=self._book.attempt, address=self.address, port=port)
+
+    # --- requests to leave ---
+
+    def _ask(self, kind: str, why: str) -> None:
+        """Ask the ranks to save or leave. `kind`: save (and go on), interrupt (leave, to be
+        continued), or stop (for good), which wins."""
+        if kind == "save":
+            log_line(f"{why}: the program is asked to save")
+            self._tell(do="save")
+            return
+        # The same request again, or one that a stop has overruled.
+        if self._asked in (kind, "stop"):
+            return
+        self._asked, self._asked_at = kind, time.monotonic()
+        self._completed_before = self._watch.completed
+        if kind == "interrupt":
+            self._book.at_warning()
+        log_line(f"{why}: the program is asked to leave")
+        self._tell(do="ask", kind=kind)
+        self._deadline = Deadline()
+
+    def _end_in_time(self) -> None:
+        if self._deadline is None or self._sent_end:
+            return
+        now = time.monotonic()
+        if now > (self._deadline.of_deaf if self._deaf else self._deadline.of_listening):
+            self._end("the time is up")
+        elif self._deaf and now > self._asked_at + DEAF_S and not self._may_go_on():
+            self._end("it listens to no signal")
+        elif self._deaf and self._saved_since():
+            self._end(f"its next checkpoint is complete: {self._watch.complete.path}")
+
+    def _saved_since(self) -> bool:
+        """Return whether a checkpoint was completed after the request: an older one may be far
+        behind by the end."""
+        saved = self._watch.completed > self._completed_before
+        return saved and self._watch.written > self._asked_at + CHECKPOINT_POLL_S
+
+    def _may_go_on(self) -> bool:
+        """Return whether a program that ignores the request may train on until it has saved: only
+        in a job, whose end Slurm knows."""
+        return self._asked == "interrupt" and slurm.job_name() is not None
+
+    def _end(self, why: str) -> None:
+        self._sent_end = why
+        # From now on the ranks have ENDED_S.
+        self._finishing = time.monotonic()
+        log_line(f"the program is ended: {why}")
+        self._tell(do="end")
+
+    # --- faults ---
+
+    def _after_bad(self, bad: list[Ending]) -> None:
+        """End the others after a failure, unless a request to leave gives each rank its time. But a
+        rank that has failed by itself may take longer to exit than those that have lost it: wait
+        for it."""
+        if self._asked or self._sent_end:
+            return
+        now = time.monotonic()
+        if not self._bad_at:
+            self._bad_at = now
+            self._tell(do="look")
+        there = [failing for rank, failing in self._failing.items() if rank not in self._endings]
+        wait = CROWD_S if len(self._endings) + len(there) == self.size else RANK_POLL_S
+        if any(there) or (there and first_failure(bad).lost):
+            wait = SLOW_S
+        if now > self._bad_at + wait:
+            self._sent_end, self._finishing = "crash", now
+            self._tell(do="end")
+
+    def _end_hang(self) -> None:
+        if not self._hung.get(-1):
+            # A mark that all ranks have been asked; it is not a rank.
+            self._hung[-1] = {}
+            self._tell(do="report")
+        answered = len(self._hung) - 1 + len(self._endings) >= self.size
+        if not self._sent_end and (answered or time.monotonic() > self._hang_at + RANK_ANSWER_S):
+            self._hung.pop(-1)
+            fault = hang_fault(self._hung, self._hosts, self._endings, self._book.head())
+            self._book.event(fault)
+            self._sent_end, self._finishing = "hang", time.monotonic()
+            log_line(fault.reason)
+            self._tell(do="end", stacks=True)
+            self._hung[-1] = {"done": True}
+
+    # --- what the watching thread has found ---
+
+    def _look(self) -> None:
+        watch = self._watch
+        while watch.asked:
+            why = watch.asked.pop(0)
+            self._ask(REQUEST_SIGNALS.get(why, "interrupt"), why if " " in why else f"SIG{why}")
+        end = watch.end
+        if end is not None:
+            if time.time() > end - last_warning() and not self._asked:
+                self._ask("interrupt", f"the job ends in {end - time.time():.0f} s")
+            if end != self._told_end:
+                self._told_end = end
+                self._tell(do="job_end", time=end)
+        self._book.at_checkpoint(watch)
+        if self._book.write_line(self._alive):
+            self._alive = False
+
+    # --- the end ---
+
+    def _finish(self) -> None:
+        for rank in range(self.size):
+            if rank not in self._endings and rank not in self._ending:  # its host does not answer
+                self._endings[rank] = Ending(rank, self._hosts[rank], 1, "", gone=True)
+        ended = list(self._endings.values())  # in the order of their ends
+        # Only a program that left in order has surely completed its last checkpoint.
+        by_itself = not self._sent_end and (self._asked or all(e.code == 0 for e in ended))
+        over = self._bad_at or self._finishing or time.monotonic()
+        self._watch.look_at_last(bool(by_itself), over)
+        self._book.at_checkpoint(self._watch)
+        hung = self._sent_end == "hang"
+        # A rank that was ended did not end by itself, even if it left in order, with exit code 0.
+        unheard = bool(self._deaf) and not self._sent_end
+        outcome = judge_endings(ended, self._asked, unheard, hung, self._book.progressed)
+        for fault in crash_faults(ended, outcome, self._asked, self._book.head()):
+            self._book.event(fault)
+        self._close(outcome)
+
+    def _close(self, outcome: Outcome) -> None:
+        self._over, self.code = True, outcome.code
+        log_line(f"{outcome.state or 'the attempt has ended'}: {outcome.reason}")
+        self._book.end(outcome.state, outcome.reason)

@@ -1,0 +1,43 @@
+"""Deadline of a program that is asked to leave. No torch."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+from kempner.jobs import slurm
+
+RECORD_MARGIN_S = 5.0  # for the records
+NO_WARNING_S = 60.0  # before the end of the job: a warning without a signal, at the latest
+
+
+def last_warning() -> float:
+    """Return the seconds before the end of the job at which to warn if no signal has come: half of
+    the time the signal would give."""
+    try:
+        return min(float(os.environ["KEMPNER_SIGNAL_LEAD"]) / 2, NO_WARNING_S)
+    except (KeyError, ValueError):
+        return NO_WARNING_S / 2
+
+
+class Deadline:
+    """A deadline in time.monotonic(), known once Slurm has answered: a thread asks. A program that
+    listens has until Slurm's SIGKILL. One that does not is ended before the time limit, so that the
+    batch script learns in time how it has ended."""
+
+    def __init__(self) -> None:
+        self.of_listening = self.of_deaf = float("inf")
+        threading.Thread(target=self._ask, daemon=True, name="deadline").start()
+
+    def _ask(self) -> None:
+        now, job = time.monotonic(), slurm.job_name()
+        fields = slurm.job_fields(job) if job else {}
+        if not fields:
+            return
+        wait, end = slurm.kill_wait(), slurm.end_of(fields)
+        left = 0.0  # Slurm is ending the job
+        if fields.get("JobState") == "RUNNING":  # without a limit: somebody wants the nodes
+            left = end - time.time() if end is not None else 2 * last_warning()
+        self.of_listening = now + left + wait - min(RECORD_MARGIN_S, wait / 2)
+        self.of_deaf = now + max(left - RECORD_MARGIN_S, wait / 2)

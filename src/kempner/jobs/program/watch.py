@@ -1,0 +1,214 @@
+"""The coordinator's watch over what is not a rank: the file STOP, the program's checkpoints, the
+end of the job. In a thread, because a file system or a controller may not answer. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import itertools
+import os
+import re
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kempner.jobs import slurm
+
+CHECKPOINT_POLL_S = 1.0  # a checkpoint that has not changed between two looks is complete
+WATCH_SHARE = 0.05  # of the time, at most, goes into looking at the files of a checkpoint
+CHECKPOINT_END_POLL_S = 60.0
+SAME_SIZE = 0.99  # of a complete checkpoint: steps and losses in it take a few bytes more or less
+GLANCED = 32  # files of a complete checkpoint
+COMPARED = 16  # names of checkpoints, to find out which of their numbers grows
+GROWING = 4  # names that show that it grows
+
+# Names under which programs write before they rename: orbax, Hugging Face, tempfile and others.
+TEMPORARY = re.compile(r"tmp|(?<![a-z])(temp|partial|part|incomplete|new|deleted)(?![a-z])", re.I)
+# Not 0.35 in val_loss=0.35, nor 7 in 7b or in a hash.
+PATH_NUMBER = re.compile(r"(?<![\d.])\d+(?![a-z]|\.?\d)", re.I)
+STEP_WORD = re.compile(r"(step|iter|iteration|batch|ba)s?[^a-z\d]?$", re.I)  # what stands before it
+CHECKPOINT = re.compile(r"(ckpt|checkpoint|model|state|save|weights)s?[^a-z\d]?$", re.I)
+EPOCH = re.compile(r"ep(och)?s?[^a-z\d]?$", re.I)
+DATE = re.compile(r"20\d{6}(\d{4}(\d\d)?)?|1\d{9,}")  # 20261123, or a Unix time
+
+
+class SeenCheckpoint(NamedTuple):
+    """A checkpoint at one look: its path, its bytes, its time of change, and its inode."""
+
+    path: str = ""
+    size: int = 0
+    changed: float = 0.0
+    inode: int = 0
+
+
+def open_part(path: str, pattern: str) -> str:
+    """Return the part of a path that the pattern leaves open: `ckpt-*` and ckpt-400 give 400."""
+    wild = [place for place, letter in enumerate(pattern) if letter in "*?["]
+    if not wild:
+        return ""
+    after = len(pattern.rpartition("]" if pattern.rfind("]") > wild[-1] else pattern[wild[-1]])[2])
+    return path[wild[0] : len(path) - after]
+
+
+def list_checkpoints(pattern: str) -> list[tuple[float, str]]:
+    """List the time and path of each checkpoint, the newest last; a directory by its entries alone.
+    Links are left out if there is anything else, and so is what is being written."""
+    paths = [path for path in glob.glob(pattern) if not TEMPORARY.search(open_part(path, pattern))]
+    paths = [path for path in paths if not os.path.islink(path)] or paths  # latest -> another one
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError):  # one that is being pruned
+            found.append((os.path.getmtime(path), path))
+    return sorted(found)
+
+
+def stat_checkpoint(path: str) -> SeenCheckpoint:
+    """Look at a checkpoint; a directory counts with all its contents. Raises OSError."""
+    files = [Path(path), *(Path(path).rglob("*") if os.path.isdir(path) else ())]
+    stats = [file.stat() for file in files]
+    size, changed = sum(s.st_size for s in stats), max(s.st_mtime for s in stats)
+    return SeenCheckpoint(path, size, changed, stats[0].st_ino)
+
+
+def newest_seen(pattern: str) -> SeenCheckpoint:
+    """Return the checkpoint that was changed last. Raises OSError if it is pruned meanwhile."""
+    found = list_checkpoints(pattern)
+    return stat_checkpoint(found[-1][1]) if found else SeenCheckpoint()
+
+
+def number_in(paths: Sequence[str], pattern: str) -> int | None:
+    """Return the step in the name of the newest of these checkpoints that has a number, the last
+    one. It is the number after the word step or the like, else after the word checkpoint or the
+    like, else one that grows from name to name. None if there is no such number: in `ckpt.pt`, in
+    names with a date or an epoch alone, and where files are made in any order."""
+    paths = [path for path in paths[-COMPARED:] if PATH_NUMBER.search(open_part(path, pattern))]
+    if not paths:
+        return None
+    texts, fixed = [open_part(path, pattern) for path in paths], re.split(r"[*?[]", pattern)[0]
+    shape = PATH_NUMBER.sub("0", texts[-1])
+    rows = [PATH_NUMBER.findall(text) for text in texts if PATH_NUMBER.sub("0", text) == shape]
+    dated = any(map(DATE.fullmatch, rows[-1]))
+    found: dict[int, int] = {}  # by how sure it is
+    for place, column in zip(PATH_NUMBER.finditer(texts[-1]), zip(*rows, strict=True), strict=True):
+        word, numbers = fixed + texts[-1][: place.start()], [int(number) for number in column]
+        drops = sum(b < a for a, b in itertools.pairwise(numbers))  # one: it was started over
+        if STEP_WORD.search(word) and drops <= 1:
+            found.setdefault(0, numbers[-1])
+        elif dated or EPOCH.search(word) or (len(numbers) > 1 and len({*numbers}) == 1):
+            continue
+        elif CHECKPOINT.search(word) and drops <= 1:
+            found.setdefault(1, numbers[-1])
+        elif len(numbers) >= GROWING and not drops:
+            found.setdefault(2, numbers[-1])
+    return found[min(found)] if found else None
+
+
+class CheckpointWatch(threading.Thread):
+    """A thread to start once the ranks are there. Its findings are in its attributes."""
+
+    def __init__(self, run_dir: Path, pattern: str) -> None:
+        super().__init__(daemon=True, name="watch")
+        self.asked: list[str] = []  # requests by file: STOP, or a signal of the batch script
+        self.end: float | None = None  # of the job, unix seconds
+        self.count = 0  # of new checkpoints in this attempt
+        self.number: int | None = None  # the step in the name of the newest one, also of an old one
+        self.complete = (
+            SeenCheckpoint()
+        )  # the newest one that is whole, so that a program may be ended
+        self.completed = 0  # how many of these there were in this attempt
+        self.written = 0.0  # when the last one of them was first seen as it is, monotonic
+        self._files = (run_dir / "STOP", run_dir / f".ask-{os.environ.get('KEMPNER_ATTEMPT_ID')}")
+        self._pattern = pattern
+        self._first = self._last = self._counted = SeenCheckpoint()
+        self._since = self._pause_until = 0.0
+        self._paths: list[str] = []  # of complete ones, the newest one last
+        if pattern:
+            with contextlib.suppress(OSError):
+                self._paths = [path for _, path in list_checkpoints(pattern)][-COMPARED:]
+                self._first = self._last = self._counted = self.complete = newest_seen(pattern)
+            self.number = number_in(self._paths, pattern) if self._paths else None
+
+    def run(self) -> None:
+        end = 0.0
+        while True:
+            now = time.monotonic()
+            for file in self._files:
+                with contextlib.suppress(OSError):
+                    text = "STOP file" if file.name == "STOP" else file.read_text().strip()
+                    if file.exists() and text:  # else it is being written
+                        file.unlink()
+                        self.asked.append(text)
+            if self._pattern and now >= self._pause_until:
+                with contextlib.suppress(OSError):  # one that is being pruned
+                    self._look()
+                # Large checkpoints are looked at less often, so that looking stays a small share of
+                # the time.
+                self._pause_until = now + (time.monotonic() - now) / WATCH_SHARE
+            if (job := slurm.job_name()) is not None and now > end:
+                end = now + CHECKPOINT_END_POLL_S
+                self.end = slurm.end_of(slurm.job_fields(job)) or self.end
+            time.sleep(CHECKPOINT_POLL_S)
+
+    def _look(self) -> None:
+        """Look for progress. A checkpoint that has not changed since the last look is complete, and
+        so is one with a successor: a program may save more often than this looks. A file that is
+        rewritten all the time is progress, too: the one before was whole, or this one has its size
+        again; with both it is complete."""
+        found = list_checkpoints(self._pattern)
+        path = found[-1][1] if found else ""
+        if path and path == self.complete.path == self._last.path and not self._is_new(path):
+            return
+        before, self._last = self._last, stat_checkpoint(path) if path else SeenCheckpoint()
+        if self._last != before:
+            self._since = time.monotonic()
+        if self._last == before or self._last.path != before.path:
+            self._take(before, complete=True)
+            return
+        # A new inode: written beside and renamed. The same size again: written in place to its end.
+        replaced, whole = self._last.inode != before.inode, self._last.size == before.size
+        if replaced or whole:
+            self._take(before, complete=replaced and whole)
+
+    def _is_new(self, path: str) -> bool:
+        """Return whether a complete checkpoint is being rewritten, judged by a few of its files: a
+        directory may have many."""
+        with contextlib.suppress(OSError), os.scandir(path) as entries:
+            times = [entry.stat().st_mtime for entry in itertools.islice(entries, GLANCED)]
+            return max([os.path.getmtime(path), *times]) > self.complete.changed
+        return stat_checkpoint(path) != self.complete  # a file
+
+    def look_at_last(self, in_order: bool, ended: float) -> None:
+        """Look once more after the program has ended: its last save is complete if it left in order
+        or, after a crash at the monotonic time `ended`, if it was whole before."""
+        if not self._pattern:
+            return
+        with contextlib.suppress(OSError):
+            for _, path in list_checkpoints(self._pattern)[-2:]:
+                seen = stat_checkpoint(path)
+                stayed = seen == self._last and self._since < ended - CHECKPOINT_POLL_S
+                newer = seen.changed >= self._counted.changed
+                if newer and (in_order or stayed or self._is_whole(seen)):
+                    self._take(seen, complete=True)
+
+    def _is_whole(self, seen: SeenCheckpoint) -> bool:
+        """Return whether a checkpoint saved just before a crash has the size of a complete one. A
+        file that is rewritten in its place has exactly that size: a log only grows."""
+        one = self.complete
+        if (seen.path, seen.inode) == (one.path, one.inode):
+            return seen.size == one.size
+        return one.size > 0 and seen.size >= SAME_SIZE * one.size
+
+    def _take(self, seen: SeenCheckpoint, complete: bool) -> None:
+        """Take a checkpoint. `complete`: surely, so that a program may be ended now."""
+        if seen == SeenCheckpoint() or seen == self._first:
+            return
+        if seen != self._counted:
+            self._counted = seen
+            self.count += 1
+            self._paths = [*(p for p in self._paths if p != seen.path), seen.path][-COMPARED:]
+            self.number = number_in(self._paths, self._pattern)
+        if complete and seen != self.complete:
+            self.complete, self.completed = seen, self.completed + 1
+            self.written = self._since

@@ -1,0 +1,2 @@
+"""The meeting of a job's ranks:
+rendezvous, process group, ports, keys. For whoever starts ranks."""

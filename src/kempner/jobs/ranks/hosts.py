@@ -1,0 +1,33 @@
+"""Hosts of the ranks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from kempner.jobs.ranks.process_group import World
+from kempner.jobs.slurm import host_name
+
+
+def all_hosts(world: World) -> list[str]:
+    """Return the host of each rank; on other ranks than 0 that of rank 0 alone.
+
+    Each rank puts one small key into the rendezvous store, while a gather would send the whole list
+    to everybody.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"host/{world.rank}", host_name())
+    ranks = range(1 if world.rank else world.size)
+    return [name.decode() for name in store.multi_get([f"host/{rank}" for rank in ranks])]
+
+
+def ask_hosts(ranks: list[int], seconds: float) -> list[str]:
+    """Return the hosts of these ranks, in a hang; raises RuntimeError without an answer in time.
+
+    It asks on a connection of its own, because the default one may be busy in the very call that
+    hangs. Rank 0, which serves the store, must be alive.
+    """
+    store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=seconds))
+    return [name.decode() for name in store.multi_get([f"host/{rank}" for rank in ranks])]

@@ -1,0 +1,1 @@
+"""One node of a Ray cluster in a Slurm job: ray.sh. Nobody imports it."""

@@ -1,0 +1,79 @@
+"""Programs of this kit as Ray actors: each runs in a process of its own, on the node and the GPUs
+that Ray has assigned."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from kempner.jobs.ranks.port_range import ReservedPort
+
+PLACEMENT_START_S = 60.0  # until Ray has room for all of them
+PROGRAM_END_S = 130.0  # for a program to save and leave after SIGTERM
+
+
+class RayProgram:
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port: ReservedPort | None = None
+
+    def where(self, meets_here: bool) -> tuple[str, int]:
+        """Return its node's address and, if it is rank 0, a port that is reserved for the
+        rendezvous there; else 0."""
+        self._port = ReservedPort() if meets_here else None
+        return ray.util.get_node_ip_address(), self._port.port if self._port else 0
+
+    def run(self, words: Sequence[str], variables: Mapping[str, str]) -> int:
+        """Run Python with these words of a command line; returns its exit code."""
+        self._process = subprocess.Popen([sys.executable, *words], env={**os.environ, **variables})
+        return self._process.wait()
+
+    def end(self) -> None:
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(PROGRAM_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+_Actor: Any = ray.remote(max_concurrency=2)(RayProgram)  # so that end() is heard while run() waits
+
+
+def place_programs(count: int, gpus: int) -> list[ray.actor.ActorHandle]:
+    """Start `count` programs with `gpus` GPUs each: nodes are filled one after another, or without
+    GPUs evenly."""
+    bundle = {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}
+    group = placement_group([bundle] * count, strategy="PACK" if gpus else "SPREAD")
+    ray.get(group.ready(), timeout=PLACEMENT_START_S)
+    return [
+        _Actor.options(
+            num_cpus=1,
+            num_gpus=gpus,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, k),
+        ).remote()
+        for k in range(count)
+    ]
+
+
+def rank_variables_of(actors: Sequence[ray.actor.ActorHandle]) -> list[dict[str, str]]:
+    """Return the variables of each rank, as from torchrun: its rank, and where to meet."""
+    places = ray.get([actor.where.remote(k == 0) for k, actor in enumerate(actors)])
+    master, port = places[0]
+    on_node: Counter[str] = Counter()
+    found = []
+    for rank, (node, _) in enumerate(places):
+        variables = {"RANK": rank, "LOCAL_RANK": on_node[node], "WORLD_SIZE": len(actors)}
+        variables |= {"MASTER_ADDR": master, "MASTER_PORT": port}
+        on_node[node] += 1
+        found.append({name: str(value) for name, value in variables.items()})
+    return found

@@ -1,0 +1,82 @@
+"""Waits until every node of a Ray cluster is alive with all of its CPUs and GPUs; exits with 75
+at the deadline.
+
+    python -m kempner.jobs.ray.ready NAME=ADDRESS:PORT ... --cpus 8 --gpus 4 --began T --deadline T
+
+The ports are those of the node managers, the head comes first, and --cpus and --gpus are those of
+each node. Reports to ray.sh through file descriptor 3 (see kempner.jobs.ray.node).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+from kempner.jobs.ray.node import NODE_TICK_S, NOT_UP_EXIT, emit_line
+
+Census = dict[str, tuple[float, float]]  # CPUs and GPUs of each live node, by address:port
+
+
+def alive_nodes(address: str) -> Census:
+    """Ask the GCS which nodes are alive. `ray status` prints text, late, without a node's CPUs."""
+    # Unlike ray.init() this works before any raylet is up, and registers no driver.
+    from ray._raylet import GcsClient
+
+    client = GcsClient(address=address)
+    alive = [node for node in client.get_all_node_info(timeout=5).values() if node.state == 0]
+    return {
+        f"{node.node_manager_address}:{node.node_manager_port}": (
+            node.resources_total.get("CPU", 0.0),
+            node.resources_total.get("GPU", 0.0),
+        )
+        for node in alive
+    }
+
+
+def missing_nodes(nodes: dict[str, str], wanted: Census, found: Census) -> Iterator[str]:
+    """Yield what a cluster lacks: nodes, and CPUs and GPUs of a node."""
+    for name, place in nodes.items():
+        if place not in found:
+            yield name
+            continue
+        for kind, have, want in zip(("CPUs", "GPUs"), found[place], wanted[place], strict=True):
+            if have < want:
+                yield f"{kind} of {name} ({have:.0f} of {want:.0f})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="kempner.jobs.ray.ready")
+    parser.add_argument("nodes", nargs="+")
+    for name in ("cpus", "gpus", "began", "deadline"):
+        parser.add_argument(f"--{name}", type=float, required=True)
+    parser.add_argument("--dedicated-head", action="store_true")
+    given = parser.parse_args()
+    nodes = dict(word.split("=", 1) for word in given.nodes)
+    wanted: Census = dict.fromkeys(nodes.values(), (given.cpus, given.gpus))
+    if given.dedicated_head:
+        wanted[next(iter(wanted))] = (0.0, 0.0)
+    error, lacks = "", list(nodes)
+    while time.time() < given.deadline:
+        try:
+            lacks = list(missing_nodes(nodes, wanted, alive_nodes(os.environ["RAY_ADDRESS"])))
+            error = ""
+        except Exception as problem:  # Ray raises many types, and most only mean "not yet"
+            error = f"; Ray says {str(problem) or repr(problem)}"[:300].replace("\n", " ")
+        if not lacks:
+            cpus, gpus = (sum(column) for column in zip(*wanted.values(), strict=True))
+            took = time.time() - given.began
+            text = f"{len(nodes)} node(s), {cpus:.0f} CPUs, {gpus:.0f} GPUs, after {took:.1f} s"
+            emit_line("READY", text)
+            return 0
+        time.sleep(NODE_TICK_S)
+    took = given.deadline - int(given.began)
+    text = f"not complete after {took:.0f} s (START_TIMEOUT); missing: {', '.join(lacks)}{error}"
+    emit_line("FAULT", NOT_UP_EXIT, text)
+    return NOT_UP_EXIT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

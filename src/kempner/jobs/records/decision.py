@@ -1,0 +1,358 @@
+"""The decision at the end of a step: the one place where it is made. No I/O, no torch.
+
+judge.py collects the facts and asks decide_next() once; the batch script (requeue.sh) obeys.
+DECISION_RULES in their order are the table of docs/reference/slurm.md, which
+tests/unit/test_decision.py compares.
+
+Every fact has a default for the case that it is unknown, and with the defaults the run goes on:
+only known facts end it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from kempner.jobs.records.attempts import BAD_INPUT_REASON, CANCELLED_REASON
+
+BatchAction = Literal["restart", "requeue", "chain", "end", "leave"]
+Class = Literal["", "bad input", "program", "host", "site"]
+
+LARGEST_SHARE = 0.05  # of the job's nodes, that may be excluded beside KEMPNER_EXCLUDE
+SHORTEST_PAUSE, LONGEST_PAUSE = 1, 60  # minutes before the next start: see pause_of()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEnd:
+    """Facts about a step, or a start before its step, that has ended."""
+
+    # The run.
+    run: str = ""  # status.json of this attempt: done, stopped, failed, interrupted, running
+    what: str = "the step has ended"  # in words
+    refused: str = ""  # exit code 2, with what the program has said
+    trained: bool = False  # a start of this run with this command has done a step before
+    final: str = ""  # a fault that would come again, such as out of memory
+    site: str = ""  # what is wrong with the site, as a file system that is away
+    away: bool = False  # it was the controller, and the step has not begun
+    waited: float = 0.0  # hours since the site's first fault after which nothing has progressed
+    no_progress: int = 0  # attempts in a row, with this one, without a new checkpoint
+
+    # The job.
+    job: Literal["running", "ending", "cancelled"] = "running"
+    slurm: str = ""  # its state, in Slurm's words
+    batch: bool = True  # a batch job: another one cannot be requeued
+    interrupt: bool = False  # SIGINT between two attempts
+    may_requeue: bool = True
+    chain: Literal["", "next", "last"] = ""  # with KEMPNER_CHAIN: another job may follow, or not
+    successor: str = ""  # the job that waits to continue it, unless somebody has cancelled this one
+
+    # The nodes.
+    faulty: tuple[str, ...] = ()  # the next attempt should do without them
+    fault: str = ""  # what is wrong with them, in words
+    lost: bool = False  # they do not answer: Slurm itself takes them out
+    broken: bool = False  # their hardware is, or they do not see the program: no limit keeps them
+    preflight: bool = False  # the preflight has failed
+    spent: tuple[
+        str, ...
+    ] = ()  # nodes with a fault that spares have replaced: Slurm has them still
+    spares: int = 0  # idle nodes of the job
+    nodes: int = 1  # of the job, without its spares
+    needed: int = 1  # of the job, with them
+    others: int | None = None  # nodes that could take this job, without those above; None: unknown
+    excluded: int = 0  # nodes that the job has excluded lately
+    in_vain: int = 0  # nodes that it has excluded since the last new checkpoint
+
+    # Restarts in place.
+    room: bool = False  # the job allows another step, and nobody has asked it to leave
+    created: bool = True  # Slurm could create the step
+    early: bool = False  # a start after the first one has ended before its step
+    left: float | None = None  # seconds until the warning of the time limit; None: unknown
+    start: float = 0.0  # seconds that a start takes until its first step
+
+    # The settings.
+    max_crashes: int = 3
+    max_excluded: int = 2
+    max_wait: float = 24.0  # hours
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchDecision:
+    """Decision for the batch script. `pause`: minutes before the next start; `notes`: for the
+    log."""
+
+    answer: BatchAction
+    why: str
+    kind: Class = ""
+    excluded: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    pause: int = 0
+    notes: tuple[str, ...] = ()
+    no_progress: int = 0  # attempts in a row that the next one counts on from
+
+
+@dataclass(frozen=True)
+class DecisionRule:
+    """One row of the table. `why` gets the facts and the nodes that are left out."""
+
+    case: str  # for the docs
+    holds: Callable[[StepEnd, Nodes], bool]
+    answer: BatchAction
+    why: Callable[[StepEnd, Nodes], str]
+    kind: Class = ""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Nodes that the next attempt does without: those that spares replace, or that the job
+    excludes; `note` says why a node with a fault stays."""
+
+    replaced: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+    note: str = ""
+    too_few: bool = False  # there are no others to take
+    anew: bool = False  # the count of attempts without progress begins again, on the other nodes
+
+
+def most_excluded(ended: StepEnd) -> int:
+    """Return how many nodes the job may exclude in a day: KEMPNER_EXCLUDE or 5 % of its nodes."""
+    if ended.max_excluded == 0:
+        return 0
+    return max(ended.max_excluded, int(LARGEST_SHARE * ended.nodes))
+
+
+def leave_out(ended: StepEnd) -> Nodes:
+    """Choose the nodes that the next attempt leaves out."""
+    hosts, names = ended.faulty, ", ".join(ended.faulty)
+    if hosts and len(hosts) <= ended.spares and ended.room:
+        return Nodes(replaced=hosts)
+    if ended.lost:
+        hosts = ()  # Slurm keeps the next start off them
+    hosts = (*hosts, *(host for host in ended.spent if host not in hosts))
+    if not hosts or ended.max_excluded == 0:
+        return Nodes()
+    if not (ended.may_requeue or ended.chain or ended.broken):
+        return Nodes()  # there is no next start to keep off them
+    names, most = ", ".join(hosts), most_excluded(ended)
+    stays = f"{names}: {ended.fault}, not excluded: "
+    if not ended.broken and ended.excluded + len(hosts) > most:
+        before = f"{ended.excluded} were in the last day, " if ended.excluded else ""
+        return Nodes(note=f"{stays}{before}the limit is {most} (KEMPNER_EXCLUDE)")
+    if ended.others is None:
+        return Nodes(note=f"{stays}Slurm did not say whether there are enough other nodes")
+    if ended.others < ended.needed:
+        why = f"the other nodes that could take this job, {ended.others}, are too few"
+        return Nodes(note=f"{stays}{why}", too_few=True)
+    # The node has failed, and not the program: but a program that fails wherever it runs would
+    # lead the job from node to node.
+    certain = ended.trained or ended.broken
+    return Nodes(excluded=hosts, anew=certain and ended.in_vain + len(hosts) <= most)
+
+
+def may_restart(ended: StepEnd, nodes: Nodes) -> bool:
+    """Return whether the next attempt begins at once, as another step of the same job."""
+    if not ended.room or ended.run in OVER or ended.refused or (ended.site and not ended.away):
+        return False
+    # A node that is lost or to be left out must be replaced.
+    if (ended.lost or ended.preflight or nodes.excluded) and not nodes.replaced:
+        return False
+    if ended.left is not None and ended.left < 2 * ended.start:
+        return False
+    # A run that fails at once would use up all attempts in seconds: a requeue waits, and may
+    # bring other nodes.
+    requeue = ended.may_requeue or bool(ended.chain)
+    if nodes.replaced or ended.away or not requeue:
+        return True
+    return ended.no_progress < 2 and ended.created
+
+
+OVER = ("done", "stopped", "failed")
+
+DECISION_RULES = (
+    DecisionRule(
+        "`status.json` of this attempt says done, stopped or failed",
+        lambda e, n: e.run in OVER,
+        "end",
+        lambda e, n: f"the run is {e.run}",
+    ),
+    DecisionRule(
+        "exit code 2, and no start with this command has done a step: bad input",
+        lambda e, n: bool(e.refused) and not e.trained and not e.site,
+        "end",
+        lambda e, n: BAD_INPUT_REASON + (f": {e.refused}" if e.refused.strip() else ""),
+        "bad input",
+    ),
+    DecisionRule(
+        "Slurm is ending the job, nobody has cancelled it, and the next job of its chain waits",
+        lambda e, n: e.job != "running" and bool(e.successor),
+        "chain",
+        lambda e, n: f"Slurm is ending the job ({e.slurm}); job {e.successor} continues it",
+    ),
+    DecisionRule(
+        "the job was cancelled",
+        lambda e, n: e.job == "cancelled",
+        "leave",
+        lambda e, n: f"{CANCELLED_REASON} (Slurm: {e.slurm})",
+    ),
+    DecisionRule(
+        "Slurm is ending the job (requeued, preempted, a lost node)",
+        lambda e, n: e.job == "ending",
+        "leave",
+        lambda e, n: f"Slurm is ending the job ({e.slurm}), and decides whether it starts again",
+    ),
+    DecisionRule(
+        "not a batch job (salloc, interactive.sh)",
+        lambda e, n: not e.batch,
+        "end",
+        lambda e, n: f"{e.what}; only a batch job is requeued",
+    ),
+    DecisionRule(
+        "SIGINT between two attempts",
+        lambda e, n: e.interrupt,
+        "end",
+        lambda e, n: f"{e.what}; SIGINT between two attempts",
+    ),
+    DecisionRule(
+        "a fault that would come again, such as out of memory",
+        lambda e, n: bool(e.final) and e.run != "interrupted",
+        "end",
+        lambda e, n: f"{e.final}; another attempt would end in the same way",
+        "program",
+    ),
+    DecisionRule(
+        "a fault of the site for `KEMPNER_MAX_WAIT` hours without a new checkpoint",
+        lambda e, n: bool(e.site) and e.waited >= e.max_wait,
+        "end",
+        lambda e, n: (
+            f"{e.site} for {e.waited:.0f} h without a new checkpoint"
+            f" (KEMPNER_MAX_WAIT={e.max_wait:g})"
+        ),
+        "site",
+    ),
+    DecisionRule(
+        "`KEMPNER_MAX_CRASHES` attempts in a row without a new checkpoint, not by the site, and"
+        " not by a node that is now excluded",
+        lambda e, n: not e.site and not n.anew and e.no_progress >= e.max_crashes,
+        "end",
+        lambda e, n: (
+            f"{e.what}; {e.no_progress} attempts in a row without progress"
+            f" (KEMPNER_MAX_CRASHES={e.max_crashes})"
+        ),
+        "program",
+    ),
+    DecisionRule(
+        "srun could not create the step, as the controller did not answer, and now it does",
+        lambda e, n: e.away and may_restart(e, n),
+        "restart",
+        lambda e, n: f"{e.what}; {e.site}",
+        "site",
+    ),
+    DecisionRule(
+        "a crash, a hang, or a faulty or lost node that a spare replaces, with time left and"
+        " nobody asking to leave",
+        may_restart,
+        "restart",
+        lambda e, n: e.what,
+        "host",
+    ),
+    DecisionRule(
+        "`--no-requeue`, without a chain",
+        lambda e, n: not e.may_requeue and not e.chain,
+        "end",
+        lambda e, n: f"{e.what}; the job was submitted with --no-requeue",
+    ),
+    DecisionRule(
+        "the last job of its chain",
+        lambda e, n: e.chain == "last",
+        "end",
+        lambda e, n: f"{e.what}; it was the last job of its chain: submit it again to go on",
+    ),
+    DecisionRule(
+        "the [preflight](../guide/preflight.md) found faulty nodes, and too few others could "
+        "take the job",
+        lambda e, n: e.preflight and n.too_few,
+        "end",
+        lambda e, n: f"{e.what}; there are no other nodes to take",
+        "host",
+    ),
+    DecisionRule(
+        "a fault of the site, such as a file system that is away",
+        lambda e, n: bool(e.site) and not e.chain,
+        "requeue",
+        lambda e, n: f"{e.site}: the next start waits {pause_of(e)} min",
+        "site",
+    ),
+    DecisionRule(
+        "anything else, with [`KEMPNER_CHAIN`](#where-requeue-is-forbidden)",
+        lambda e, n: bool(e.chain),
+        "chain",
+        lambda e, n: e.what,
+    ),
+    DecisionRule(
+        "anything else: interrupted, the time limit, a lost node, faulty nodes that are now"
+        " excluded, a crash or a hang after `KEMPNER_RESTARTS` restarts, exit code 2 after a step"
+        " was done",
+        lambda e, n: True,
+        "requeue",
+        lambda e, n: e.what + exclude_list(e, n),
+    ),
+)
+
+
+def exclude_list(ended: StepEnd, nodes: Nodes) -> str:
+    return f"; without {','.join(nodes.excluded)}: {ended.fault}" if nodes.excluded else ""
+
+
+def pause_of(ended: StepEnd) -> int:
+    """Return the minutes until the next start: after a fault of the site, a quarter of the time
+    waited; after a start that has ended before its step, 1, 5, 25, ...: what it lacks may come
+    back."""
+    minutes = 0.0
+    if ended.site:
+        minutes = 60 * ended.waited / 4
+    elif ended.early:
+        minutes = 5.0 ** (ended.no_progress - 1)
+    else:
+        return 0
+    return round(min(max(minutes, SHORTEST_PAUSE), LONGEST_PAUSE))
+
+
+def rule_of(ended: StepEnd, nodes: Nodes) -> DecisionRule:
+    """Return the first rule that holds; the last one always does."""
+    return next(rule for rule in DECISION_RULES if rule.holds(ended, nodes))
+
+
+def decide_next(ended: StepEnd) -> BatchDecision:
+    """Decide by the first rule that holds."""
+    nodes = leave_out(ended)
+    rule = rule_of(ended, nodes)
+    goes_on = rule.answer in ("requeue", "chain") and ended.job == "running"
+    notes = [nodes.note] if nodes.note else []
+    if ended.room and ended.left is not None and ended.left < 2 * ended.start:
+        notes.append(
+            f"no restart in place: the warning before the time limit is due in"
+            f" {max(0, ended.left):.0f} s, the last start took {ended.start:.0f} s"
+        )
+    return BatchDecision(
+        answer=rule.answer,
+        why=rule.why(ended, nodes),
+        kind=rule.kind or end_class(ended),
+        excluded=nodes.excluded if goes_on else nodes.replaced if rule.answer == "restart" else (),
+        replaced=nodes.replaced if rule.answer == "restart" else (),
+        pause=pause_of(ended) if goes_on else 0,
+        notes=tuple(notes),
+        no_progress=0 if nodes.anew and goes_on else ended.no_progress,
+    )
+
+
+def end_class(ended: StepEnd) -> Class:
+    """Return whose fault the end was, if the rule does not say."""
+    if ended.site:
+        return "site"
+    return "host" if ended.faulty or ended.refused else ""
+
+
+def decision_table() -> str:
+    """Format DECISION_RULES as in docs/reference/slurm.md."""
+    rows = [f"| {rule.case} | {rule.answer} | {rule.kind or '-'} |" for rule in DECISION_RULES]
+    return "\n".join(["| Case | Decision | Whose fault |", "|---|---|---|", *rows])

@@ -1,0 +1,260 @@
+"""The schema of attempts.jsonl: one JSON object a line, one class for each kind of event. No torch.
+
+The trainer appends all kinds but Decision, which the batch script writes (kp_record in
+scripts/slurm). Rank 0 and, between two attempts, the batch script write attempts.jsonl; all others
+write attempts/HOST.jsonl: no file has writers on two hosts at once, which NFS would mix up.
+docs/start/monitoring.md has the same as a table. A reader ignores kinds and fields that
+it does not know; a field that is missing, or of another type, has its default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeGuard, TypeVar
+
+from kempner.jobs.slurm import host_name
+from kempner.jobs.system.files import end_torn_line, read_jsonl
+
+E = TypeVar("E", bound="Event")
+
+LATEST_TIME = 1e11  # Unix seconds, the year 5138; no count is larger either
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Fields of all events. `attempt_id` is the batch script's name of the attempt, which a
+    decision has in common with the trainer's events."""
+
+    kind_of_event: ClassVar[str] = ""
+    time: float  # unix seconds
+    job: str | None = None  # Slurm's, as users name it: 12 or 12_3
+    restart: int = 0  # Slurm's restart count
+    attempt_id: str | None = None
+    attempt: int | None = None  # number of the attempt; a decision has none
+    step: int | None = None  # steps done; of a decision: that of the newest checkpoint, -1: none
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartEvent(Event):
+    """The state is loaded; training begins after `step`, None where only the program knows."""
+
+    kind_of_event = "start"
+    nodes: tuple[str, ...] = ()
+    world_size: int = 0
+    process_began: float | None = None  # unix seconds
+    batch_began: float | None = None  # of the batch script; None without one
+    lineage: tuple[str, ...] = ()  # RUN@STEP that the run is a fork of, and those before that
+    spares: tuple[str, ...] = ()  # idle nodes of the job, for a node that is lost
+    code: str = ""  # RUN/code/CODE is what it runs; "": the repository itself
+    commit: str = ""
+    versions: tuple[str, ...] = ()  # of packages, "NAME VERSION"
+    command: str = ""  # a hash of the command that run.sh started, or of the configuration
+    changed: tuple[str, ...] = ()  # since the last attempt, in words
+    parts: dict[str, float] = field(default_factory=dict)  # of the start-up, seconds: startup.py
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstStep(Event):
+    """The first step of the attempt is done: the start-up ends here. For a program under run.sh
+    that prints its steps: the first one that it has printed, and the one that it continued from."""
+
+    kind_of_event = "first_step"
+    printed: int | None = None
+    began: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoBack(Event):
+    """Return to the checkpoint of `to` after too many skipped steps in a row; the samples numbered
+    skip[0] to skip[1] - 1 are left out from there."""
+
+    kind_of_event = "go_back"
+    to: int = 0
+    skip: tuple[int, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultEvent(Event):
+    """A rank raised an error (crash), ran out of memory (oom), or the watchdog ended it (hang)."""
+
+    kind_of_event = "fault"
+    kind: Literal["crash", "oom", "hang"] = "crash"
+    reason: str = ""
+    ranks: tuple[int, ...] = ()  # that raised the error, or did not answer
+    hosts: tuple[str, ...] = ()  # of these ranks
+    lost_peer: bool = False  # the error only says that another rank is gone
+    final: bool = False  # another start would end in the same way: it is not restarted
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuFault(Event):
+    """A finding of a node's sampler about a GPU (jobs/gpu/findings.py), once an attempt."""
+
+    kind_of_event = "gpu"
+    kind: Literal["xid", "lost", "ecc", "memory", "throttled", "link", "silent"] = "xid"
+    answer: Literal["end", "exclude", "warn", "note"] = "note"
+    reason: str = ""  # with the GPU
+    host: str = ""
+    gpu: int = -1  # its number in the node, -1: not known
+    uuid: str = ""
+    pci: str = ""  # of its bus, as 0000:3b:00
+    serial: str = ""
+    xid: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class End(Event):
+    """An orderly end; `state` as in status.json."""
+
+    kind_of_event = "end"
+    state: Literal["done", "interrupted", "stopped", "failed"] = "failed"
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecisionEvent(Event):
+    """The batch script's decision after the attempt, and the reason."""
+
+    kind_of_event = "decision"
+    # restart: at once, in the same job; leave: to Slurm
+    decision: Literal["restart", "requeue", "chain", "end", "leave"] = "end"
+    why: str = ""
+    # Attempts of this job in a row, with this one, without a new checkpoint; None: not counted.
+    no_progress: int | None = None
+    blamed: str = ""  # the host that the attempt failed on
+    excluded: str = ""  # the same, where the next attempt does without it
+    # Whose fault it was: the program's input, the program, a host, the site; "": nobody's.
+    kind: str = ""
+    batch_began: float | None = None
+
+
+EVENT_KINDS: dict[str, type[Event]] = {
+    cls.kind_of_event: cls
+    for cls in (StartEvent, FirstStep, GoBack, FaultEvent, GpuFault, End, DecisionEvent)
+}
+
+HINTS = {name: typing.get_type_hints(cls) for name, cls in EVENT_KINDS.items()}
+
+
+def own_file(path: Path) -> Path:
+    """Return the file to which a process appends that is neither rank 0 nor the batch script, in
+    place of this attempts.jsonl."""
+    return path.with_suffix("") / f"{host_name()}.jsonl"
+
+
+def append_event(path: Path, event: Event) -> None:
+    """Add a line to attempts.jsonl, or to own_file(). Raises OSError."""
+    path.parent.mkdir(exist_ok=True)
+    end_torn_line(path)
+    values = dataclasses.asdict(event)
+    with open(path, "a") as file:
+        file.write(json.dumps({"event": event.kind_of_event, **values}) + "\n")
+
+
+def read_events(path: Path) -> list[Event]:
+    """Read the events of attempts.jsonl and of the hosts in order; lines that are torn, of unknown
+    kind or without a time are left out."""
+    return known_events(read_records(path))
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Read the objects of attempts.jsonl in order; those of attempts/HOST.jsonl are each placed
+    among those of their attempt by time, and before the decision, whatever the clock of their
+    host."""
+    records = read_jsonl(path)
+    others = [each for file in path.with_suffix("").glob("*.jsonl") for each in read_jsonl(file)]
+    if not others:
+        return records
+    of_attempt: dict[Any, list[int]] = {}
+    for place, record in enumerate(records):
+        of_attempt.setdefault(_attempt(record), []).append(place)
+    before: dict[int, list[dict[str, Any]]] = {}
+    for other in sorted(others, key=_time):
+        own = of_attempt.get(_attempt(other), [])
+        places = own or range(len(records))
+        after = places[-1] + 1 if places else 0
+        later = (
+            place
+            for place in places
+            if (own and records[place].get("event") == "decision")
+            or _time(records[place]) > _time(other)
+        )
+        before.setdefault(next(later, after), []).append(other)
+    found = []
+    for place in range(len(records) + 1):
+        found += before.get(place, []) + records[place : place + 1]
+    return found
+
+
+def _attempt(record: dict[str, Any]) -> Any:
+    return record.get("attempt_id") or ("without a batch script", record.get("attempt"))
+
+
+def _time(record: dict[str, Any]) -> float:
+    return time if is_time(time := record.get("time")) else 0.0
+
+
+def known_events(records: Sequence[dict[str, Any]]) -> list[Event]:
+    """Return the events among the objects of attempts.jsonl."""
+    found = (parse_event(record) for record in records)
+    return [event for event in found if event is not None]
+
+
+def parse_event(record: dict[str, Any]) -> Event | None:
+    """Parse an event from its JSON object, None if it is not one."""
+    name = record.get("event")
+    cls = EVENT_KINDS.get(name) if isinstance(name, str) else None
+    if cls is None or not is_time(record.get("time")):
+        return None
+    hints = HINTS[cls.kind_of_event]
+    values: dict[str, Any] = {
+        field.name: tuple(value) if isinstance(value, list) else value
+        for field in dataclasses.fields(cls)
+        if fits_type(hints[field.name], value := record.get(field.name))
+    }
+    return cls(**values)
+
+
+def is_event(record: dict[str, Any]) -> bool:
+    """Return whether an object has the fields of all events, also of a kind that is unknown
+    here."""
+    named = isinstance(record.get("event"), str) and fits_type(str | None, record.get("attempt_id"))
+    return named and is_time(record.get("time"))
+
+
+def is_time(value: Any) -> TypeGuard[float]:
+    """Return whether a value can be a Unix time: a damaged or hostile file may have NaN, or
+    1e300."""
+    return fits_type(float, value) and 0 <= value < LATEST_TIME
+
+
+def of_kind(events: Sequence[Event], kind: type[E]) -> list[E]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def fits_type(hint: Any, value: Any) -> bool:
+    """Return whether a value from JSON may stand in a field of this type."""
+    if hint is object:
+        return True
+    if isinstance(hint, types.UnionType):
+        return any(fits_type(kind, value) for kind in hint.__args__)
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return value in typing.get_args(hint)
+    if origin is tuple:
+        item = typing.get_args(hint)[0]
+        return isinstance(value, list) and all(fits_type(item, each) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits_type(float, each) for each in value.values())
+    if isinstance(value, int | float) and not abs(value) < LATEST_TIME:  # NaN, too
+        return False
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))

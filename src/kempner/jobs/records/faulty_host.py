@@ -1,0 +1,167 @@
+"""Diagnosis of an attempt's end from its records and srun's log: which host it failed on, and why.
+No torch.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kempner.jobs.records.events import is_time
+
+_Record = dict[str, Any]
+
+# "srun: error: node2: tasks 2-3: Killed". Terminated is what srun itself does to the ranks that are
+# left, an exit code says less than the rank's own record, and a rank that aborts has waited for
+# somebody else: NCCL's watchdog calls abort() when a collective times out.
+DEATH = re.compile(
+    r"^srun: error: (\S+): tasks? [\d,-]+: (?!Terminated|Exited|Aborted)", re.MULTILINE
+)
+
+# "srun: error: task 0 launch failed: Unspecified error": srun then kills the tasks of other nodes.
+NOT_LAUNCHED = re.compile(r"^srun: error: task (\d+) launch failed", re.MULTILINE)
+
+ENDING = "kempner: ending the other ranks"  # restart.sh kills those that are left
+
+# From here on srun, or restart.sh, ends the remaining ranks: later deaths are not the cause.
+ENDED_BY_US = re.compile(rf"^{ENDING}|Terminating StepId=|Job step aborted", re.MULTILINE)
+
+# A rank's exit code, except those of an orderly leave: interrupted, for a new attempt, without its
+# lock.
+LEFT_OUT_REASON = re.compile(
+    r"^srun: error: (\S+): tasks? [\d,-]+: Exited with exit code (?!7[567]$)\d+$", re.MULTILINE
+)
+
+# The shell of a task could not read its script: the host does not see the shared directory.
+NO_SCRIPT = re.compile(r"(/\S*/lib/task\.sh): (?!line )")
+
+# No rank has begun: the controller did not answer srun. Slurm's other reasons are of the request.
+AWAY = re.compile(
+    r"^srun: error: Unable to create step for job \S+: "
+    r"(.*(?:timed out|contact|onnection|ommunication|try again|Zero Bytes).*)$",
+    re.MULTILINE,
+)
+
+# Errors of a rank when a file system, and not this rank, has failed.
+FILE_SYSTEM = re.compile(
+    r"\[Errno (5|108|112|116|121)\]|Input/output error|Stale file handle|Remote I/O error"
+    r"|Transport endpoint"
+)
+
+
+def host_of(faults: Sequence[_Record], srun_log: str) -> str:
+    """Return the host that an attempt failed on, "" if nothing points at one.
+
+    A rank that does not answer hangs alone; all that follows is srun's doing. A rank that a signal
+    killed (kernel, out of memory, broken hardware) leaves no record, but srun reports it; the
+    others only lose their peer. Otherwise it is the first rank with an error of its own; and if no
+    rank has recorded one, the host where the program ended before it could.
+    """
+    for fault in faults:
+        if fault.get("kind") == "hang":
+            hosts = fault.get("hosts", [])
+            return str(hosts[0]) if len(hosts) == 1 else ""
+    before = ENDED_BY_US.split(srun_log, maxsplit=1)[0]
+    killed = DEATH.findall(before)
+    if not faults and len(set(killed)) > 1:  # all at once: the cause is not on one host
+        return ""
+    if killed:
+        return str(killed[0])
+    own = (fault for fault in faults if fault.get("kind") == "crash" and not fault.get("lost_peer"))
+    found = next((fault["hosts"][0] for fault in own if fault.get("hosts")), "")
+    left = set(LEFT_OUT_REASON.findall(before))
+    if not faults and len(left) == 1:
+        found = left.pop()
+    return str(found)
+
+
+def sees_no_program(faults: Sequence[_Record], srun_log: str) -> str:
+    """Return the script that a shell has not found, if a host has not even begun: no rank has
+    recorded anything. "" otherwise."""
+    found = None if faults else NO_SCRIPT.search(srun_log)
+    return found[1] if found else ""
+
+
+def site_fault(faults: Sequence[_Record], nodes: int) -> str:
+    """Describe a file system that fails on several hosts at once; "" without one. On one host of
+    several it is a fault of that host."""
+    failed = [f for f in faults if FILE_SYSTEM.search(str(f.get("reason", "")))]
+    named = [fault.get("hosts") for fault in failed]
+    hosts = {str(host) for each in named if isinstance(each, list) for host in each}
+    if len(hosts) < min(2, nodes) or len(hosts) < 2:
+        return ""
+    reason = " ".join(str(failed[0].get("reason", "")).split())
+    return f"a file system fails on {len(hosts)} hosts: {reason}"
+
+
+def controller_away(srun_log: str) -> str:
+    """Return why srun could not even create the step, if that was the controller; "" otherwise."""
+    found = AWAY.search(srun_log)
+    return f"srun could not create the step: {found[1]}" if found else ""
+
+
+def launch_failed_on(srun_log: str, per_node: int, nodes: Sequence[str]) -> str:
+    """Return the first host on which a task could not be started at all, "" without one. Tasks are
+    distributed in blocks."""
+    found = NOT_LAUNCHED.search(srun_log)
+    place = int(found[1]) // per_node if found else len(nodes)
+    return nodes[place] if place < len(nodes) else ""
+
+
+def decisions_without_progress(decisions: Sequence[_Record]) -> int:
+    """Count the attempts in a row, up to the last decision, that made no new checkpoint. A decision
+    has null if the batch script had no time to count."""
+    count = 0
+    for decision in decisions:
+        known = decision.get("no_progress")
+        count = known if isinstance(known, int) else count + 1
+    return count
+
+
+def excluded_by(decision: _Record) -> list[str]:
+    """Return the nodes that the job does without since this decision."""
+    if decision.get("decision") == "restart":  # a spare has replaced them
+        return []
+    return str(decision.get("excluded", "")).replace(",", " ").split()
+
+
+def excluded_in_vain(decisions: Sequence[_Record]) -> int:
+    """Count the nodes excluded since the last new checkpoint. One may be excluded twice, if Slurm
+    did not take the first order."""
+    found: set[str] = set()
+    for decision in decisions:
+        if names := excluded_by(decision):
+            found.update(names)
+        elif decision.get("no_progress") == 0:
+            found.clear()
+    return len(found)
+
+
+def blamed_before(decisions: Sequence[_Record]) -> str:
+    """Return the host that the last decision blamed."""
+    return str(decisions[-1].get("blamed", "")) if decisions else ""
+
+
+def final_reason(faults: Sequence[_Record]) -> str:
+    """Return why no other attempt can succeed: a fault that would come again, such as out of
+    memory."""
+    found = next((str(f.get("reason", "")) for f in faults if f.get("final") is True), "")
+    return " ".join(found.split())
+
+
+def start_up(events: Sequence[_Record], batch_began: float) -> int:
+    """Return the seconds of an attempt until its first step was done, or until now."""
+    stepped = (e.get("time") for e in events if e.get("event") == "first_step")
+    ended = next((float(t) for t in stepped if is_time(t)), time.time())
+    return max(0, round(ended - batch_began))
+
+
+def broken_gpu(faults: Sequence[_Record]) -> tuple[str, str]:
+    """Return the host with the first GPU that was found broken, and the finding; two empty strings
+    without one."""
+    for fault in faults:
+        if fault.get("event") == "gpu" and fault.get("answer") in ("end", "exclude"):
+            return str(fault.get("host", "")), " ".join(str(fault.get("reason", "")).split())
+    return "", ""

@@ -1,0 +1,278 @@
+"""The judge that the batch script asks at the end of a step. No torch.
+
+    python -m kempner.jobs.records.judge RUN_DIR SRUN_LOG [NAME=VALUE ...]
+
+reads the records of the run, asks Slurm about other nodes where one is to be left out, and prints
+front_door.ANSWER and eleven lines, as DECISION_FIELDS names them. NAME=VALUE are the facts that
+only the batch script has (kp_facts of requeue.sh); a missing one is unknown.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kempner.jobs import slurm
+from kempner.jobs.records.decision import BatchDecision, StepEnd, decide_next
+from kempner.jobs.records.events import is_time, read_records
+from kempner.jobs.records.faulty_host import (
+    blamed_before,
+    broken_gpu,
+    controller_away,
+    decisions_without_progress,
+    excluded_by,
+    excluded_in_vain,
+    final_reason,
+    host_of,
+    launch_failed_on,
+    sees_no_program,
+    site_fault,
+    start_up,
+)
+from kempner.jobs.report.tables import visible_text
+from kempner.jobs.system.front_door import ANSWER, run_module
+
+_Record = dict[str, Any]
+
+DECISION_FIELDS = (
+    "decision",
+    "why",
+    "kind",
+    "no_progress",
+    "blamed",
+    "excluded",
+    "replaced",
+    "fault",
+    "pause",
+    "start",
+    "notes",
+)
+BROKEN_HOST = "has a broken"
+BLIND = "did not see the program twice in a row"
+IN_USE = "is in use by"  # jobs/lock.py: another job trains in this directory
+DAY_S = 86400.0  # exclusions of an earlier day no longer count
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """Facts from NAME=VALUE on the command line."""
+
+    given: Mapping[str, str]
+
+    def text(self, name: str) -> str:
+        return self.given.get(name, "")
+
+    def words(self, name: str) -> tuple[str, ...]:
+        return tuple(self.text(name).replace(",", " ").split())
+
+    def number(self, name: str, default: float) -> float:
+        try:
+            return float(self.text(name))
+        except ValueError:
+            return default
+
+    def count(self, name: str, default: int) -> int:
+        return int(self.number(name, default))
+
+    def flag(self, name: str) -> bool:
+        return self.text(name) not in ("", "0")
+
+
+def records_of(run_dir: Path) -> tuple[list[_Record], str]:
+    """Read the records of the run, and what is wrong with the file system if they cannot be
+    read."""
+    try:
+        with open(run_dir / "attempts.jsonl", "rb") as file:
+            file.read(1)
+    except FileNotFoundError:
+        if not run_dir.is_dir():
+            return [], f"the run directory {run_dir} is not there"
+    except OSError as error:
+        return [], f"the records of the run cannot be read: {error.strerror}"
+    return read_records(run_dir / "attempts.jsonl"), ""
+
+
+def jobs_have_trained(records: Sequence[_Record], jobs: Sequence[str], command: str) -> bool:
+    """Return whether a start of these jobs, or another one with this command by its hash, has done
+    a step or come further."""
+    own = {
+        record.get("attempt_id")
+        for record in records
+        if record.get("event") == "start" and command and record.get("command") == command
+    }
+    for record in records:
+        if record.get("job") in jobs or record.get("attempt_id") in own:
+            if record.get("event") == "first_step":
+                return True
+            # After an exclusion the count begins again, with no step done.
+            came_further = record.get("no_progress") == 0 and not excluded_by(record)
+            if record.get("event") == "decision" and came_further:
+                return True
+    return False
+
+
+def hours_waited(made: Sequence[_Record], now: float) -> float:
+    """Return the hours since the first decision in a row about a fault of the site."""
+    began = now
+    for decision in reversed(made):
+        if decision.get("kind") != "site" or not is_time(decision.get("time")):
+            break
+        began = float(decision["time"])
+    return max(0.0, now - began) / 3600
+
+
+def collect_facts(
+    run_dir: Path, srun_log: Path, facts: JobFacts, now: float
+) -> tuple[StepEnd, str]:
+    """Collect the known facts, and the host that is blamed."""
+    jobs, attempt_id = facts.words("jobs"), facts.text("attempt")
+    records, unread = records_of(run_dir)
+    made = [r for r in records if r.get("event") == "decision" and r.get("job") in jobs]
+    ours = [r for r in records if r.get("attempt_id") == attempt_id]
+    faults = [record for record in ours if record.get("event") == "fault"]
+    for path in sorted(run_dir.glob("replicas/*")):
+        found_there = read_records(path / "attempts.jsonl")
+        ours += [r for r in found_there if r.get("attempt_id") == attempt_id]
+    said = srun_log.read_text(errors="replace") if srun_log.is_file() else ""
+
+    broken, gpu = broken_gpu(ours)
+    nodes = facts.words("places")
+    found = (
+        broken
+        or launch_failed_on(said, facts.count("tasks", 1), nodes)
+        or host_of(faults, said)
+        or facts.text("early")
+    )
+    script = sees_no_program(faults, said)
+    if script and not os.path.exists(script):  # nor does this host: it is gone
+        found = ""
+    again = bool(broken) or (bool(found) and found == blamed_before(made))
+    bad, lost = facts.words("bad"), facts.words("lost")
+    blind = again and bool(script)
+    fault = BLIND if blind else "failed twice in a row"
+    if facts.flag("preflight"):
+        fault = "failed the preflight"
+    elif broken:
+        fault = f"{BROKEN_HOST} {gpu}"
+    faulty = lost or (bad if facts.flag("preflight") else (found,) if again else ())
+    blamed = ",".join(lost or (bad if facts.flag("preflight") else (found,)))
+    orderly = facts.text("run") == "interrupted"
+    if orderly:
+        faulty, blamed = (), ""
+    spent = facts.words("spent")
+    if spent and not faulty:
+        fault = "was replaced by a spare node"
+
+    away = controller_away(said)
+    trained = bool(unread) or jobs_have_trained(records, jobs, facts.text("command"))
+    site = "" if orderly else unread or away or site_fault(faults, len(nodes))
+    # A check that has ended otherwise than by bad input: an unreadable file, a lack of memory, a
+    # missing package.
+    if facts.text("early") and trained and facts.count("code", 0) != 2:
+        site = site or facts.text("what")
+    before, in_vain = decisions_without_progress(made), excluded_in_vain(made)
+    if unread:
+        before = facts.count("before", -1)
+    elif made and facts.count("committed_before", -1) > _step(made[-1]):
+        before = in_vain = 0  # an attempt that could not record its end has come further
+    count = before + (0 if site or facts.flag("cut_short") else 1)
+    if facts.count("committed", -1) > facts.count("committed_before", -1):
+        count = 0
+    # Nodes with broken hardware do not count against KEMPNER_EXCLUDE.
+    certain = re.compile(f"{BROKEN_HOST}|{BLIND}")
+    out = [d for d in made if not certain.search(str(d.get("why")))]
+    ended = StepEnd(
+        run=facts.text("run"),
+        what=facts.text("what") or "the step has ended",
+        refused=(facts.text("refusal") or " ") if facts.count("code", 0) == 2 else "",
+        trained=bool(unread) or (trained and IN_USE not in facts.text("refusal")),
+        final=final_reason(faults),
+        site=site,
+        away=bool(site) and site == away,
+        waited=hours_waited(made, now),
+        no_progress=count,
+        job=facts.text("job") or "running",  # type: ignore[arg-type]
+        slurm=facts.text("slurm"),
+        batch=facts.flag("batch"),
+        interrupt=facts.flag("interrupt"),
+        may_requeue=facts.text("requeue") != "0",
+        chain=facts.text("chain"),  # type: ignore[arg-type]
+        successor=facts.text("successor"),
+        faulty=faulty,
+        fault=fault,
+        lost=bool(lost),
+        broken=bool(broken) or blind,
+        preflight=facts.flag("preflight"),
+        spent=spent,
+        spares=facts.count("spares", 0),
+        nodes=facts.count("nodes", 1),
+        needed=facts.count("nodes", 1) + facts.count("wanted_spares", 0),
+        excluded=len({h for d in out if _age(d, now) < DAY_S for h in excluded_by(d)}),
+        in_vain=in_vain,
+        room=facts.flag("room"),
+        created=not facts.flag("not_created"),
+        early=bool(facts.text("early")),
+        left=facts.number("left", 0.0) if facts.text("left") else None,
+        start=start_up(ours, facts.number("began", now)),
+        max_crashes=facts.count("max_crashes", 3),
+        max_excluded=facts.count("max_excluded", 2),
+        max_wait=facts.number("max_wait", 24.0),
+    )
+    return ended, blamed
+
+
+def _step(decision: _Record) -> float:
+    """Return the newest checkpoint's step at a decision; infinity if it is not recorded."""
+    step = decision.get("step")
+    return step if isinstance(step, int) else math.inf
+
+
+def _age(decision: _Record, now: float) -> float:
+    began = decision.get("time")
+    return now - began if is_time(began) else 0.0
+
+
+def with_others(ended: StepEnd, request: str) -> StepEnd:
+    """Add the number of other nodes, if it is needed."""
+    if not (ended.faulty and not ended.lost) and not ended.spent:
+        return ended
+    return replace(ended, others=slurm.other_nodes(request, (*ended.faulty, *ended.spent)))
+
+
+def decision_fields(decision: BatchDecision, ended: StepEnd, blamed: str) -> dict[str, object]:
+    """Return the answer for the batch script."""
+    return {
+        "decision": decision.answer,
+        "why": decision.why,
+        "kind": decision.kind,
+        "no_progress": decision.no_progress,
+        "blamed": blamed,
+        "excluded": ",".join(decision.excluded),
+        "replaced": ",".join(decision.replaced),
+        "fault": ended.fault,
+        "pause": decision.pause,
+        "start": round(ended.start),
+        "notes": "; ".join(decision.notes),
+    }
+
+
+def main(run_dir: str, srun_log: str, *facts: str) -> None:
+    given = JobFacts(dict(fact.split("=", 1) for fact in facts))
+    ended, blamed = collect_facts(Path(run_dir), Path(srun_log), given, time.time())
+    ended = with_others(ended, given.text("request"))
+    told = decision_fields(decide_next(ended), ended, blamed)
+    print(ANSWER)
+    for name in DECISION_FIELDS:  # one line each, whatever the records hold
+        print(visible_text(" ".join(str(told[name]).split())))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("LC_ALL", "C.UTF-8")
+    run_module(main, __doc__, 2, sys.maxsize)

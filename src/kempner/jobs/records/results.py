@@ -1,0 +1,52 @@
+"""Results of evaluations, from the job that evaluates to metrics.jsonl. No torch.
+
+metrics.jsonl has one writer: the trainer while it runs. Two processes that append to one file over
+NFS may overwrite each other's lines. So a result is a file of its own, RUN/eval/step_X.json, and
+the writer of metrics.jsonl adds what it finds there and moves the file to RUN/eval/added.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from kempner.jobs.system.files import LineFile, write_atomic
+
+PREFIX = "eval/"  # of the figures in a line of metrics.jsonl
+
+
+def record_result(run_dir: Path, step: int, figures: Mapping[str, float]) -> None:
+    """Record the figures of a checkpoint. Without a trainer this process is the writer."""
+    line = {"step": step, "time": round(time.time(), 3)}
+    line |= {f"{PREFIX}{name}": value for name, value in figures.items()}
+    folder = run_dir / "eval"
+    folder.mkdir(exist_ok=True)
+    write_atomic(folder / f"step_{step:08d}.json", json.dumps(line))
+    add_without_trainer(run_dir)
+
+
+def add_without_trainer(run_dir: Path) -> None:
+    from kempner.jobs.records.state import read_lock  # which the trainer does without
+
+    if read_lock(run_dir, time.time()).holder is False:  # None: that is not known
+        add_results(run_dir, LineFile(run_dir / "metrics.jsonl").write)
+
+
+def add_results(run_dir: Path, write: Callable[[str], object]) -> None:
+    """Hand each new result to `write`. After a crash in between it is there twice, which does not
+    matter: the later line counts."""
+    for path in sorted((run_dir / "eval").glob("step_*.json")):
+        write(path.read_text())
+        (path.parent / "added").mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(path.parent / "added" / path.name)
+
+
+def evaluated_steps(run_dir: Path) -> set[int]:
+    """Return the steps that have a result."""
+    folder = run_dir / "eval"
+    paths = [*folder.glob("step_*.json"), *folder.glob("added/step_*.json")]
+    return {int(path.stem.removeprefix("step_")) for path in paths}

@@ -1,0 +1,297 @@
+"""Reads a run directory: its steps, its attempts, its state, and where its wall time went. No
+torch.
+
+A run that still trains, was killed in the middle of a line, or never came to its first step has a
+history too: what is missing is None, and nothing here raises because of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from kempner.jobs.records import events
+from kempner.jobs.records.attempts import Attempt, Record, Refusal, attempts_of
+from kempner.jobs.records.results import PREFIX
+from kempner.jobs.records.state import RunState, judge_state, read_lock, slurm_job_of_run
+from kempner.jobs.report.wall_time import WallTime, wall_time_of
+from kempner.jobs.slurm import SlurmJob
+from kempner.jobs.system.directories import NOBODYS
+from kempner.jobs.system.files import read_jsonl, step_of_name
+
+# Types of a record's fields, where present: files may be damaged, or written by somebody else.
+STATUS = {"step": int, "max_steps": int, "attempt": int, "state": str, "reason": str}
+NONE = (
+    "loss",
+    "val_loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "tokens_per_s",
+    "step_time",
+    "reward",
+    "mfu",
+)
+COUNTED_FIGURES = dict.fromkeys(NONE) | {"checkpoint_time": 0.0, "eval_time": 0.0}
+ROUND = ("round", "replicas", "bytes_sent", "bytes_data_parallel", "outer_time")
+LARGEST_NUMBER = 1e300  # a larger number is damage; the sum of many smaller ones is still finite
+SAMPLE_BLOCKS, SAMPLE_BLOCK_BYTES, SAMPLE_TAIL_BYTES = (
+    64,
+    1 << 12,
+    1 << 15,
+)  # blocks, bytes of one, bytes at the end
+RECORDS = ("status.json", "attempts.jsonl", "metrics.jsonl", "lock")
+
+
+@dataclass(frozen=True)
+class History:
+    """`losses` and `validations` are the lines of metrics.jsonl that count, by step; `lines` also
+    has those of steps that a later attempt has done again."""
+
+    path: Path
+    status: Record
+    lines: list[Record] = field(repr=False)
+    results: list[Record] = field(repr=False)  # of eval.py, one a step, in order
+    attempts: list[Attempt]
+    state: RunState
+    job: SlurmJob | None  # as Slurm shows it; None where that is not known
+    successor: SlurmJob | None = None  # waits for its end, to continue the run
+    records: list[Record] = field(default_factory=list, repr=False)  # attempts.jsonl as it is
+    share: float = 1.0  # of metrics.jsonl that was read
+    refusals: list[Refusal] = field(default_factory=list)  # starts that never became attempts
+    refusal: Refusal | None = None  # the last one, if no attempt has come after it
+
+    @cached_property
+    def losses(self) -> list[Record]:
+        return counting_lines([line for line in self.lines if "loss" in line], self.attempts)
+
+    @cached_property
+    def validations(self) -> list[Record]:
+        return counting_lines([line for line in self.lines if "val_loss" in line], self.attempts)
+
+    @cached_property
+    def rounds(self) -> list[Record]:
+        """Lines of the rounds of a run whose replicas meet once a round (lowcomm/)."""
+        found = [line for line in self.lines if "round_loss" in line]
+        whole = [line for line in found if all(is_number(line.get(key)) for key in ROUND)]
+        return counting_lines(whole, self.attempts)
+
+    @cached_property
+    def wall_time(self) -> WallTime:
+        newest = newest_checkpoint_step(self.path / "checkpoints")
+        return wall_time_of(self.attempts, self.lines, newest)
+
+    @property
+    def lineage(self) -> tuple[str, ...]:
+        """RUN@STEP that the run is a fork of, then the origin of that one, and so on."""
+        return next((a.lineage for a in reversed(self.attempts) if a.began), ())
+
+    @property
+    def step(self) -> int | None:
+        """Steps done, as far as is known: status.json of a running attempt is older. None for a
+        program whose steps are not known. A program has not gone back before it prints a step."""
+        begun = [attempt for attempt in self.attempts if attempt.began is not None]
+        counted = [attempt for attempt in begun if attempt.counted]
+        newest = max((a.last_step for a in (*begun[-1:], *counted[-1:])), default=0)
+        last = self.losses[-1]["step"] if self.losses else 0
+        return max(newest, last) or (None if begun and not counted else 0)
+
+    @property
+    def warning(self) -> str:
+        """Warning about the last attempt, in one line; "" if there is none."""
+        last = self.attempts[-1:]
+        told = [text for a in last for text in (a.gpu_warning, a.smaller(self.attempts)) if text]
+        return "; ".join(told)
+
+    @property
+    def step_text(self) -> str:
+        return "-" if self.step is None else f"{self.step:,}"
+
+
+def is_run(path: Path) -> bool:
+    """Return whether it is a run; False for a directory that this user may not read, too."""
+    return any(os.path.isfile(path / name) for name in RECORDS)
+
+
+def runs_in(path: Path) -> list[Path]:
+    """Return the run itself, or the runs in a directory."""
+    if is_run(path):
+        return [path]
+    with contextlib.suppress(OSError):
+        return sorted(run for run in path.iterdir() if is_run(run))
+    return []
+
+
+def unreadable_in(path: Path) -> list[Path]:
+    """List what runs_in() cannot look into, or load_history() cannot read: directories, records of
+    runs, and dangling links."""
+    found = []
+    with contextlib.suppress(OSError):
+        entries = [path] if is_run(path) else sorted(path.iterdir())
+        for entry in entries:
+            if NOBODYS.fullmatch(entry.name):  # such as lost+found
+                continue
+            if entry.is_symlink() and not os.path.exists(entry):
+                found.append(entry)
+            elif os.path.isdir(entry):
+                records = [entry / name for name in RECORDS if os.path.isfile(entry / name)]
+                if not os.access(entry, os.R_OK | os.X_OK):
+                    found.append(entry)
+                found += [record for record in records if not os.access(record, os.R_OK)]
+    return found
+
+
+def load_history(
+    path: Path,
+    jobs: dict[str, SlurmJob] | None = None,
+    tail: int | None = None,
+    *,
+    sample: bool = False,
+) -> History:
+    """Read a run directory; files that are not there count as empty. `jobs`: slurm.my_jobs();
+    `tail`: read only so many bytes at the end of metrics.jsonl; `sample`: of a long one, lines here
+    and there, and the last ones."""
+    status: Record = {}
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        file = path / "status.json"
+        status = {"time": file.stat().st_mtime, **json.loads(file.read_text())}
+        status = {k: v for k, v in status.items() if events.fits_type(STATUS.get(k, object), v)}
+    metrics = path / "metrics.jsonl"
+    share = (
+        min(1.0, SAMPLE_BLOCKS * SAMPLE_BLOCK_BYTES / max(1, file_size(metrics))) if sample else 1.0
+    )
+    found = sample_lines(metrics) if share < 1 else read_jsonl(metrics, tail)
+    known = [*filter(is_sound, found)]
+    lines = [line for line in known if not is_result(line)]
+    records = [*filter(events.is_event, events.read_records(path / "attempts.jsonl"))]
+    attempts, refusals = attempts_of(events.known_events(records), lines, status)
+    later = next((r for r in refusals[-1:] if not attempts or r.time > attempts[-1].ended), None)
+    of_starts = [start.job for start in attempts] or [start.job for start in refusals]
+    name = next(filter(None, reversed(of_starts)), None) or status.get("job")
+    after = successor_of(path, jobs or {})
+    if after and after.why != "Dependency":  # it is its turn; it may not have written a word yet
+        name, after = after.number, None
+    lock = read_lock(path, time.time())
+    job = slurm_job_of_run(path, name, jobs, lock)
+    state = judge_state(attempts, lines, lock, job, later)
+    if state.word in ("running", "silent") and attempts:
+        attempts[-1] = replace(attempts[-1], state="running")
+    run = History(
+        path, status, lines, results_of(known), attempts, state, job, after, records, share,
+        refusals, later,
+    )  # fmt: skip
+    if "max_steps" in status:  # a later start may have asked for fewer than are done
+        status["max_steps"] = max(status["max_steps"], run.step)
+    return run
+
+
+def successor_of(path: Path, jobs: dict[str, SlurmJob]) -> SlurmJob | None:
+    """Return the job in the queue that continues the last one or will (KEMPNER_CHAIN), by its
+    journal."""
+    last: Record = next(reversed(read_jsonl(path / "chain.jsonl")), {})
+    return jobs.get(str(last.get("job"))) if last.get("event") == "submitted" else None
+
+
+def file_size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
+def sample_lines(path: Path) -> list[Record]:
+    """Read sample lines of a long file: those in SAMPLE_BLOCKS blocks, equally far apart, and the
+    last ones. The time that this takes does not grow with the file."""
+    text = b""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        for k in range(SAMPLE_BLOCKS):
+            file.seek(k * size // SAMPLE_BLOCKS)
+            # A line that the block cuts is not JSON, and left out below.
+            text += file.read(SAMPLE_BLOCK_BYTES) + b"\n"
+        file.seek(max(0, size - SAMPLE_TAIL_BYTES))
+        text += file.read()
+    found: dict[bytes, Record] = {}
+    for line in text.split(b"\n"):
+        with contextlib.suppress(ValueError):
+            if isinstance(record := json.loads(line), dict):
+                # By its text: the blocks may overlap.
+                found[line] = record
+    return list(found.values())
+
+
+def is_sound(line: Record) -> bool:
+    """Return whether a line has a step and a time; fields that should be numbers and are not become
+    None."""
+    step, attempt = line.get("step"), line.get("attempt", 0)
+    if type(step) is not int or type(attempt) is not int or not 0 <= step < events.LATEST_TIME:
+        return False
+    if not events.is_time(line.get("time")):
+        return False
+    for name in COUNTED_FIGURES:
+        value = line.get(name, 0)  # is_number in one line: there may be 100,000 of them
+        if type(value) not in (int, float) or not -LARGEST_NUMBER < value < LARGEST_NUMBER:
+            line[name] = COUNTED_FIGURES[name]
+    return True
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether it is a finite number: null stands for one that is not, and a damaged file may
+    have anything."""
+    return type(value) in (int, float) and -LARGEST_NUMBER < value < LARGEST_NUMBER
+
+
+def is_result(line: Record) -> bool:
+    """Return whether a line is a result. Results come from another process, at any time: they are
+    not signs of life of an attempt."""
+    return "loss" not in line and any(key.startswith(PREFIX) for key in line)
+
+
+def results_of(lines: Sequence[Record]) -> list[Record]:
+    """Return the newest figures of each step."""
+    found: dict[int, Record] = {}
+    for line in filter(is_result, lines):
+        found[line["step"]] = found.get(line["step"], {}) | line
+    return [found[step] for step in sorted(found)]
+
+
+def main_figures(line: Record) -> dict[str, float]:
+    """Return the figures of a result that lie from 0 to 1, such as accuracies, by task: without
+    their errors."""
+    return {
+        name.removeprefix(PREFIX): value
+        for name, value in line.items()
+        if name.startswith(PREFIX) and "stderr" not in name and is_number(value) and 0 <= value <= 1
+    }
+
+
+def newest_checkpoint_step(checkpoints: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        return step_of_name((checkpoints / "latest").readlink().name)
+    return None
+
+
+def counting_lines(lines: Sequence[Record], attempts: Sequence[Attempt]) -> list[Record]:
+    """Return the lines that count, by step. A line undoes those of its step and of later ones
+    before it: the run has gone back. The start of an attempt does so before it has a line."""
+    limits: dict[int, float] = {}
+    limit = float("inf")
+    # From the last one back: its start limits the lines of all before it.
+    for attempt in sorted(attempts, key=lambda attempt: -attempt.number):
+        limits[attempt.number] = limit
+        if attempt.began and attempt.counted:
+            limit = min(limit, attempt.first_step)
+    count: list[Record] = []
+    for line in lines:
+        if line["step"] > limits.get(line.get("attempt", -1), float("inf")):
+            continue
+        while count and count[-1]["step"] >= line["step"]:
+            count.pop()
+        count.append(line)
+    return count

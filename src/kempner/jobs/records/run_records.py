@@ -1,0 +1,100 @@
+"""Records of a run by rank 0, and of its end by any rank: status.json and attempts.jsonl."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kempner.jobs.code import REPOSITORY, CodeVersion, code_differences
+from kempner.jobs.records import events
+from kempner.jobs.records.events import Event, StartEvent
+from kempner.jobs.slurm import job_name
+from kempner.jobs.system.background import Background
+from kempner.jobs.system.files import FULL, write_atomic
+
+RESERVE = 1 << 16  # bytes; status.json and a few events need far less
+
+
+class RunRecords:
+    """Records of a run, written through `background`. On a full disk the reserve, a file that was
+    written at the start, makes room: without the record of its end a run that has failed would be
+    requeued."""
+
+    def __init__(
+        self, run_dir: Path, attempt: int, background: Background, first: bool = True
+    ) -> None:
+        """`first`: these are rank 0's."""
+        self.attempt, self._background = attempt, background
+        self._status, self._all = run_dir / "status.json", run_dir / "attempts.jsonl"
+        self._events = self._all if first else events.own_file(self._all)
+        self._reserve = run_dir / ".reserve"
+
+    def hold_reserve(self) -> None:
+        """Write the reserve. Raises OSError."""
+        write_atomic(self._reserve, os.urandom(RESERVE))
+
+    def release_reserve(self) -> None:
+        self._background.put(lambda: self._reserve.unlink(missing_ok=True), self._reserve)
+
+    def head(self, step: int | None) -> dict[str, Any]:
+        """Return the fields that all events have."""
+        return {
+            "attempt": self.attempt,
+            "time": round(time.time(), 3),
+            "job": job_name(),
+            "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+            "attempt_id": os.environ.get("KEMPNER_ATTEMPT_ID"),
+            "step": step,
+        }
+
+    def other_code(self, now: CodeVersion, root: Path = REPOSITORY) -> list[str]:
+        """Describe what differs from the code of the last start, if anything. `root`: what runs
+        now."""
+        for last in events.of_kind(events.read_events(self._all), StartEvent)[-1:]:
+            before = CodeVersion(last.code, last.commit, last.versions)
+            return [text] if (text := code_differences(before, now, root)) else []
+        return []
+
+    def event(self, event: Event) -> None:
+        self._put(lambda: events.append_event(self._events, event), self._events)
+
+    def last_event(self, event: Event) -> None:
+        """Append the event of a process that has lost the run: ahead of pending writes, and where
+        another rank 0 does not write. Raises OSError."""
+        events.append_event(events.own_file(self._all), event)
+
+    def status(self, state: str, reason: str, step: int | None, max_steps: int | None) -> None:
+        """Write status.json, which the batch script and the history package read. `step`,
+        `max_steps`: None if unknown."""
+        head = self.head(step)
+        del head["restart"]
+        known = {} if max_steps is None else {"max_steps": max_steps}
+        record = {"state": state, **known, "reason": reason, **head}
+        self._put(lambda: write_atomic(self._status, json.dumps(record) + "\n"), self._status)
+
+    def _put(self, write: Callable[[], None], path: Path) -> None:
+        def with_reserve() -> None:
+            try:
+                write()
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                self._reserve.unlink(missing_ok=True)
+                write()
+
+        self._background.put(with_reserve, path)
+
+
+def count_attempts(run_dir: Path) -> int:
+    """Count the attempts of this run so far, from its logs: one that died before its first step
+    counts too."""
+    numbers = []
+    with contextlib.suppress(FileNotFoundError):
+        names = os.listdir(run_dir / "logs")
+        numbers = [int(n[8:]) for n in names if n.startswith("attempt-") and n[8:].isdigit()]
+    return max(numbers, default=-1) + 1

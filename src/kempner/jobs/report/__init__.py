@@ -1,0 +1,1 @@
+"""Records for people: tables, pictures, notifications. For report.py and status.py."""

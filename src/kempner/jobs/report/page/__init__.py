@@ -1,0 +1,1 @@
+"""`report.py --html`: runs as one self-contained page."""

@@ -1,0 +1,68 @@
+"""History of the replicas of a run with lowcomm.mode = steps: replicas.jsonl, which their judge
+writes (extensions/lowcomm/judge.py). No torch."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kempner.jobs.records.attempts import Record
+from kempner.jobs.system.files import read_jsonl
+
+
+@dataclass
+class Replica:
+    """All starts of the replica with one number. `lost`: when, and why."""
+
+    starts: int = 0
+    rounds: int = 0  # to which it has contributed
+    here: bool = False
+    lost: list[tuple[float, str]] = field(default_factory=list)
+
+    @property
+    def losses(self) -> str:
+        """Losses of the replica, for a table."""
+        told = [f"{time.strftime('%H:%M:%S', time.localtime(at))} {why}" for at, why in self.lost]
+        return "; ".join(told) or "-"
+
+
+@dataclass(frozen=True)
+class ReplicaHistory:
+    """`rounds`: the newest record of each, by number; `sent`: bytes of all replicas, in all
+    rounds."""
+
+    by_number: dict[int, Replica]
+    rounds: dict[int, Record]
+    sent: int
+
+    @property
+    def here(self) -> int:
+        """Number of replicas that take part now."""
+        return sum(replica.here for replica in self.by_number.values())
+
+
+def replicas_of(run_dir: Path) -> ReplicaHistory | None:
+    """Read the replicas; None if the run has none that can be lost alone."""
+    lines = [line for line in read_jsonl(run_dir / "replicas.jsonl") if "event" in line]
+    if not lines:
+        return None
+    found: dict[int, Replica] = {}
+    rounds: dict[int, Record] = {}
+    sent, total = dict[str, int](), 0  # so far, by the start that counts it
+    for line in lines:
+        number = int(line["name"].partition(".")[0])
+        replica = found.setdefault(number, Replica())
+        if line["event"] == "here":
+            replica.starts, replica.here = replica.starts + 1, True
+            sent[line["name"]] = 0  # an earlier start of the job had a replica of this name
+        elif line["event"] == "gone":
+            replica.here = False
+            if line["reason"] != "left":
+                replica.lost.append((line["time"], line["reason"]))
+        elif line["event"] == "round":
+            rounds[line["round"]] = line
+            replica.rounds += line["name"] in line["members"] and not line["entry"]
+            total += line["bytes"] - sent.get(line["name"], 0)
+            sent[line["name"]] = line["bytes"]
+    return ReplicaHistory(dict(sorted(found.items())), rounds, total)

@@ -1,0 +1,1 @@
+"""One machine: files, processes, signals, a program's way in and out. For everybody."""

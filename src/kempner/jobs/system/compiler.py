@@ -1,0 +1,96 @@
+"""Requirements of compilation on a host: torch.compile writes C++ for a CPU, and for a GPU Triton
+makes a module of C at its first kernel; and the place of compiled kernels. No torch.
+
+As torch/_inductor/cpp_builder.py of torch 2.13 looks for it, the compiler is CXX or g++; as
+triton/runtime/build.py of Triton 3.7 does, CC, gcc or clang. Both include Python.h.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import shutil
+import socket
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from kempner.config.option import ConfigError
+from kempner.jobs.system import private
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"  # Triton's is inside it
+HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
+
+OFF = "or set train.compile=false"
+COMPILERS = {
+    "cpu": ("a C++ compiler", "CXX", ("g++",)),
+    "cuda": ("a C compiler", "CC", ("gcc", "clang")),
+}
+
+
+def missing_compiler(device: str, env: Mapping[str, str] = os.environ) -> str | None:
+    """Return what this host lacks to compile for `device`, cpu or cuda, and the fix; None if it has
+    all."""
+    host = socket.gethostname()
+    compiler, variable, names = COMPILERS[device]
+    needs = f"train.compile on a {'GPU' if device == 'cuda' else 'CPU'} needs"
+    given, path = env.get(variable), env.get("PATH")
+    if given is not None and not shutil.which(given, path=path):
+        return (
+            f"{needs} {compiler}, and {variable}={given} is not a program on {host}: "
+            f"unset {variable}, or set it to one that is there, {OFF}"
+        )
+    if given is None and not any(shutil.which(name, path=path) for name in names):
+        return (
+            f"{needs} {compiler}, and {host} has no {' or '.join(names)}: load one "
+            "before the job is submitted (module load gcc), take a container with one "
+            f"(KEMPNER_CONTAINER), {OFF}"
+        )
+    header = Path(_include(), "Python.h")
+    if not header.is_file():
+        return (
+            f"{needs} the headers of Python, and {host} has no {header}: "
+            "install python3-dev (python3-devel), take a Python that has them, such as uv's or "
+            f"conda's (KEMPNER_PYTHON), {OFF}"
+        )
+    return None
+
+
+def _include() -> str:
+    scheme = sysconfig.get_default_scheme()
+    if scheme == "posix_local":  # Debian's own, under which it installs no headers
+        scheme = "posix_prefix"
+    return sysconfig.get_path("include", scheme)
+
+
+def require_compiler(compiles: bool, device: str) -> None:
+    """Raise ConfigError if this process would fail in its first step, on every node."""
+    if compiles and (text := missing_compiler(device)):
+        raise ConfigError(text)
+
+
+def keep_private() -> None:
+    """Set a private cache of compiled code. Call it before torch.compile: torch's own place,
+    /tmp/torchinductor_USER, belongs to whoever makes it first, and torch runs what it finds there.
+    A place that the user has named stays.
+    """
+    # Precompiled headers ignore the cache's place and would still be in /tmp.
+    os.environ[HEADERS] = "0"
+    torch = sys.modules.get("torch")
+    # torch 2.9 does not read that variable, torch 2.13 does; those between have not been tried.
+    if torch and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        importlib.import_module("torch._inductor.config")
+    if config := sys.modules.get("torch._inductor.config"):  # it has read its environment
+        config.cpp_cache_precompile_headers = False  # type: ignore[attr-defined]
+    if CACHE in os.environ:
+        return
+    place = Path(tempfile.gettempdir(), f"kempner-compiled-{os.getuid()}")
+    try:
+        private.make_private(place)
+    except OSError:  # somebody else was here first
+        place = Path(tempfile.mkdtemp(prefix="kempner-compiled-"))
+        atexit.register(shutil.rmtree, place, ignore_errors=True)
+    os.environ[CACHE] = str(place)

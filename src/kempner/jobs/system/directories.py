@@ -1,0 +1,237 @@
+"""Kinds of paths, known by the marks that this kit's programs and others leave: a program writes,
+renames and deletes only in a directory of its own kind, and a message can name what is there. No
+torch.
+
+A run has `id`, a data set dataset.json, a model in Hugging Face's form config.json. Directories
+that have no such file are given one, `.kempner`, before anything else is written to them: a killed
+program's leavings are known by it, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hashlib
+import json
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from kempner.config.option import ConfigError
+from kempner.jobs.system.files import read_jsonl, step_of_name, write_atomic
+
+MARK_FILE = ".kempner"  # one JSON object: {"is": the name of a Kind, "run": the id of a run, or ""}
+RUN_ID = re.compile(r"[0-9a-f]{32}\n?")
+SEAL = "0" * 64  # see seal_text()
+SHOWN_FILES = 3  # names of other files that a message has
+
+# Files that a job leaves in a run directory before the run has its id, and files that its user may
+# have put there: sbatch's output, and configurations (config.toml is the run's own).
+BEFORE_THE_RUN = re.compile(
+    r"(attempts|chain|gpu|metrics|replicas)\.jsonl|(status|bench)\.json|lock|report\.html"
+    r"|STOP|SAVE|PROFILE|README(\.\w+)?|attempts|logs|code|eval|rl|replicas|notified|\d+"
+    r"|\.(reserve|lock\.|rendezvous-|ask-|door-|environment-|size-).*"
+    r"|\..*\.new|.*\.(out|err|log)|(?!config\.toml$).*\.toml"
+)
+# Other files that its user may have put there: no program of this kit writes such a name in a run.
+# More of them are somebody's texts.
+NOTE = re.compile(r".*\.(md|txt|ya?ml|sh|sbatch)")
+LISTED_FILES = 8
+# Entries of file systems, desktops and git, which do not make a directory somebody's.
+NOBODYS = re.compile(
+    r"\.nfs\w+|\.fuse_hidden\w+|\.snapshots?|lost\+found|\.git(keep|ignore)|\.DS_Store"
+)
+IN_A_SWEEP = {"journal.jsonl", "points", "arrays", "logs", ".lock", "table.csv", "table.png"}
+OBJECTS = ("status.json", "bench.json", "lock")  # of these files, each holds one
+LINES = ("attempts.jsonl", "metrics.jsonl", "gpu.jsonl")  # empty where attempts.jsonl has no event
+
+
+class Kind(enum.Enum):
+    """Kind of a path; the value completes "PATH is ..."."""
+
+    MISSING = "not there"
+    DANGLING = "a link to something that is not there"
+    UNREADABLE = "not readable"
+    FILE = "a file"
+    EMPTY = "an empty directory"
+    STARTED = "a run that has not begun"  # a job was there, but no step
+    NOTES = "a directory of notes"  # and perhaps of a run that has not begun
+    RUN = "a run"
+    PROGRAM = "a run of run.sh"
+    SWEEP = "a sweep"
+    CHECKPOINTS = "a directory of checkpoints"
+    CHECKPOINT = "a checkpoint"
+    DATA = "a data set"
+    MODEL = "a model"
+    EXPORT = "an unfinished export of a model"
+    IMPORT = "an unfinished import of a model"
+    ACTIVATIONS = "activations of a model"
+    STAGE = "a job's copies on a disk of its node"
+    OTHER = "a directory of other files"
+
+
+NOTHING_THERE = (Kind.MISSING, Kind.EMPTY)
+
+
+def directory_kind(path: str | Path) -> Kind:
+    """Return the kind of a path; links are followed. Raises nothing."""
+    path = Path(path).expanduser()
+    try:
+        if not path.exists():
+            return Kind.DANGLING if path.is_symlink() else Kind.MISSING
+        if not path.is_dir():
+            return Kind.FILE
+        names = {name for name in os.listdir(path) if not NOBODYS.fullmatch(name)}
+        return _kind_of_directory(path, names) if names else Kind.EMPTY
+    except OSError:
+        return Kind.UNREADABLE
+
+
+def describe_directory(path: str | Path) -> str:
+    """Describe the path in words that complete "PATH is ..."."""
+    path, kind = Path(path).expanduser(), directory_kind(path)
+    if kind is Kind.DANGLING:
+        return f"a link to {os.readlink(path)}, which is not there"
+    if kind in (Kind.OTHER, Kind.NOTES):
+        names = sorted(os.listdir(path), key=lambda name: (name.startswith("."), name))
+        more = ", ..." if len(names) > SHOWN_FILES else ""
+        return f"{Kind.OTHER.value} ({', '.join(names[:SHOWN_FILES])}{more})"
+    return str(kind.value)
+
+
+def refuse_others(path: str | Path, option: str, kinds: Collection[Kind], fix: str) -> None:
+    """Raise ConfigError, which names the option, what is there and the fix, unless `path` is one of
+    these kinds, or nothing yet."""
+    if directory_kind(path) not in (*NOTHING_THERE, *kinds):
+        raise ConfigError(f"{option} = {path} is {describe_directory(path)}; {fix}")
+
+
+def refuse_other_file(path: str | Path, option: str, signs: Collection[str]) -> None:
+    """Raise ConfigError unless the file that an option names does not exist yet, or was made by an
+    earlier run of the same program: it then holds one of these texts and, if it has a seal_text(),
+    is as that program left it. Links are followed, as the caller writes through them."""
+    path, what = Path(path).expanduser(), "is there, and was not made by this program"
+    if path.is_dir():
+        what = f"is {describe_directory(path)}"
+    elif path.is_file():
+        with contextlib.suppress(OSError):
+            content = path.read_bytes()
+            if any(sign.encode() in content for sign in signs):
+                if is_as_sealed(content):
+                    return
+                what = "was changed since this program wrote it"
+    elif not path.is_symlink() or path.exists():  # nothing, or a device
+        return
+    raise ConfigError(f"{option} = {path} {what}; remove it, or name another file")
+
+
+def seal_text(content: str) -> str:
+    """Put the text's digest in place of SEAL; it reveals a later edit."""
+    return content.replace(SEAL, hashlib.sha256(content.encode()).hexdigest(), 1)
+
+
+def is_as_sealed(content: bytes) -> bool:
+    """Return whether a file with a seal is as it was written; one without may be of an older
+    version."""
+    found = re.search(rb'(?<=content="kempner )[0-9a-f]{64}(?=")', content)
+    plain = content.replace(found[0], SEAL.encode(), 1) if found else b""
+    return found is None or hashlib.sha256(plain).hexdigest().encode() == found[0]
+
+
+def mark_directory(directory: Path, kind: Kind, run: str = "") -> None:
+    """Make the directory, and mark it with its kind and run."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomic(directory / MARK_FILE, json.dumps({"is": kind.name, "run": run}) + "\n")
+
+
+def read_mark(directory: Path) -> tuple[Kind | None, str]:
+    """Return the kind that mark_directory() has noted, and the id of the run; (None, "") if it has
+    not."""
+    found = _object(directory / MARK_FILE)
+    name, run = found.get("is"), found.get("run")
+    return Kind.__members__.get(str(name)), run if isinstance(run, str) else ""
+
+
+def read_run_id(directory: Path) -> str:
+    """Return the identity of the run in this directory; "" if there is none."""
+    text = _text(directory / "id")
+    return text.strip() if RUN_ID.fullmatch(text) else ""
+
+
+def read_manifest_of(checkpoint: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint of ours; {} if there is none."""
+    found = _object(checkpoint / "manifest.json")
+    return found if {"format", "step", "files"} <= found.keys() else {}
+
+
+def _kind_of_directory(path: Path, names: set[str]) -> Kind:
+    if read_run_id(path):
+        return Kind.RUN
+    if (marked := read_mark(path)[0]) is not None:
+        return marked
+    events = [line["event"] for line in read_jsonl(path / "attempts.jsonl") if _is_event(line)]
+    if events and "config.toml" in names:  # a copy that has lost its id
+        return Kind.RUN
+    if "start" in events:  # the trainer writes its id before, run.sh wrote no mark once
+        return Kind.PROGRAM
+    if _is_sweep(path, names) or directory_kind(path / "sweep") is Kind.SWEEP:
+        return Kind.SWEEP
+    if read_manifest_of(path):
+        return Kind.CHECKPOINT
+    if _has_checkpoints(path, names):
+        return Kind.CHECKPOINTS
+    if _is_model(path, names):
+        return Kind.MODEL
+    if any(_is_sidecar(_object(path / f"dataset.{end}")) for end in ("json", "partial.json")):
+        return Kind.DATA
+    ours = all(_object(path / name) for name in names.intersection(OBJECTS))
+    sizes = [(path / name).stat().st_size for name in names.intersection(LINES)]
+    ours = ours and bool(events or not any(sizes))
+    rest = [name for name in names if not BEFORE_THE_RUN.fullmatch(name)]
+    if ours and not rest:
+        return Kind.STARTED
+    if ours and len(rest) <= LISTED_FILES and all(NOTE.fullmatch(name) for name in rest):
+        return Kind.NOTES
+    return Kind.OTHER
+
+
+def _is_event(line: dict[str, Any]) -> bool:
+    return isinstance(line.get("event"), str) and "attempt_id" in line
+
+
+def _has_checkpoints(path: Path, names: set[str]) -> bool:
+    return any(read_manifest_of(path / name) for name in names if step_of_name(name) is not None)
+
+
+def _is_sweep(path: Path, names: set[str]) -> bool:
+    submitted = (path / "journal.jsonl").is_file() or (path / "points").is_dir()
+    return names <= IN_A_SWEEP and (submitted or "table.csv" in names)
+
+
+def _is_model(path: Path, names: set[str]) -> bool:
+    weights = any(name.endswith(".safetensors") for name in names)
+    return (
+        weights or {"model_type", "architectures"} & _object(path / "config.json").keys() != set()
+    )
+
+
+def _is_sidecar(found: dict[str, Any]) -> bool:
+    return {"format", "tokenizer", "dtype", "splits", "prepared"} <= found.keys()
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, {} if it holds none."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(_text(path) or "{}")
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _text(path: Path) -> str:
+    """Return a file's text; "" if it cannot be read or is not text."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if path.is_file():
+            return path.read_text()
+    return ""

@@ -1,0 +1,43 @@
+"""Birth and kernel of a process, from /proc. No torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+
+def module_command(name: str) -> list[str]:
+    """Return the words that start a module of ours as a program: see src/kempner_module.py."""
+    return [sys.executable, str(Path(__file__).resolve().parents[3] / "kempner_module.py"), name]
+
+
+def birth_ticks(pid: int) -> str | None:
+    """Return when a process of this host began, in ticks since boot; None if there is none of that
+    id, or only a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]
+    except (OSError, IndexError):
+        return None
+
+
+def pid_namespace() -> str | None:
+    """Return the scope of process ids: this boot of this machine and, in a container, its
+    namespace; None if /proc does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return None
+
+
+def start_time() -> float | None:
+    """Return the Unix time when this process began, to some 10 ms; None if /proc does not tell."""
+    try:
+        ticks = int(birth_ticks(os.getpid()) or "")
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    return round(time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK"), 3)

@@ -1,0 +1,124 @@
+"""One tracker of one run, in a process of its own: reads metrics.jsonl and passes the points on. No
+torch.
+
+Nothing that happens here reaches the training: a server that does not answer is tried again, and
+what was missed is in the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+from kempner.jobs.trackers.points import MetricsPoint, MetricsReader
+
+METRICS_POLL_S = 2.0
+BATCH = 1000  # points
+RETRY_S = 30.0  # between tries
+LAST_S = 60.0  # for the last points, when nobody waits for them
+
+
+class Sink(Protocol):
+    position: int
+    """Points that it does not want again when it is opened, from the first one on."""
+
+    def write(self, points: list[MetricsPoint]) -> None: ...
+
+    def close(self, failed: bool) -> None: ...
+
+
+def open_sink(name: str, run_dir: Path) -> Sink:
+    if name == "tensorboard":
+        from kempner.jobs.trackers.to_tensorboard import TensorBoard
+
+        return TensorBoard(run_dir)
+    from kempner.jobs.trackers.to_wandb import WeightsAndBiases
+
+    return WeightsAndBiases(run_dir)
+
+
+def follow_run(name: str, run_dir: Path, forever: bool) -> int:
+    """Bring a tracker up to date and, if `forever`, keep it so until standard input ends: it is a
+    pipe that the trainer holds, and that ends with it. Returns the exit code."""
+    environment = dict(os.environ)  # W&B leaves the address of its helper in there
+    over = threading.Event()
+    if forever:
+        threading.Thread(target=watch_stdin, args=(over,), daemon=True).start()
+    else:
+        over.set()
+    ended = over.wait  # within so many seconds
+    with contextlib.ExitStack() as held:
+        file = held.enter_context(open(run_dir / f".{name}.lock", "w"))
+        while not _lock(file.fileno()):
+            if ended(METRICS_POLL_S):
+                print_message(f"{name}: another process keeps {run_dir} up to date")
+                return 1
+        try:
+            deliver_points(open_sink(name, run_dir), run_dir, ended)
+            return 0
+        except Exception as error:
+            print_message(f"{name}: {type(error).__name__}: {error}")
+        if ended(RETRY_S):
+            return 1
+    # Executed anew: a library's leftovers of a failed start are in the way of the next.
+    print_message(f"{name}: once more")
+    os.execve(sys.executable, sys.orig_argv, environment)
+
+
+def deliver_points(sink: Sink, run_dir: Path, ended: Callable[[float], bool]) -> None:
+    """Pass on all points that the sink lacks, and those that come until the end."""
+    points = MetricsReader(run_dir / "metrics.jsonl")
+    skip, over = sink.position, False
+    while not over:
+        over = ended(METRICS_POLL_S)  # asked before the file is read: it is whole then
+        new = points.more()
+        skip -= sum(1 for _ in islice(new, skip))
+        for batch in batch_points(new):
+            sink.write(batch)
+    sink.close(failed=_state(run_dir) == "failed")
+    print_message("all points are passed on")
+
+
+def batch_points(points: Iterator[MetricsPoint]) -> Iterator[list[MetricsPoint]]:
+    while batch := list(islice(points, BATCH)):
+        yield batch
+
+
+def watch_stdin(over: threading.Event) -> None:
+    """Set `over` when standard input ends, and end this process soon after, whatever it waits
+    for."""
+    while os.read(0, 4096):
+        pass
+    over.set()
+    time.sleep(LAST_S)
+    os._exit(1)
+
+
+def print_message(text: str) -> None:
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def _lock(fd: int) -> bool:
+    """Lock the state: two writers would send each point twice."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
+
+
+def _state(run_dir: Path) -> str:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads((run_dir / "status.json").read_text())["state"])
+    return ""

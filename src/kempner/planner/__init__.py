@@ -1,1 +1,0 @@
-"""Requirements of a configuration before it runs: memory, traffic, and combinations that fit."""

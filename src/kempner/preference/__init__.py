@@ -1,1 +1,0 @@
-"""Training on preferences: of two answers to a prompt, one is the better."""

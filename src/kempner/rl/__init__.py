@@ -1,1 +1,0 @@
-"""Reinforcement learning: a trainer, engines that sample from its model, and an orchestrator."""

@@ -1,1 +1,0 @@
-"""A server for one model: OpenAI's requests over HTTP."""

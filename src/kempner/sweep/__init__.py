@@ -1,1 +1,0 @@
-"""Sweeps: many runs from one file, which scripts/sweep.py plans, submits and compares."""

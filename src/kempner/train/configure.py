@@ -1,0 +1,400 @@
+"""The path from the command line to a configuration that is checked against its files and its
+world."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from kempner.checkpoint import commit, ownership
+from kempner.checkpoint.commit import has_checkpoint
+from kempner.config.command_line import help_text, parse_command
+from kempner.config.loading import SectionValues, load_config_files, to_toml
+from kempner.config.option import ConfigError, config_schema, whole_schema
+from kempner.jobs.ranks.process_group import discover_world, gpu_on_the_bus
+from kempner.jobs.system.directories import Kind, read_run_id, refuse_others
+from kempner.jobs.system.front_door import how_to_run, list_problems, print_problems, run_program
+from kempner.train import checks as combinations
+from kempner.train import extensions
+from kempner.train.extensions import Extension, Variant
+from kempner.train.parts import fixed_facts, open_data, open_mixture
+from kempner.train.progress import Progress
+from kempner.train.resilience.requests import StopRequests
+from kempner.train.sections import RunConfig, check_batch, check_pipeline
+
+if TYPE_CHECKING:
+    from kempner.jobs.ranks.port_range import BadPortRange, NoFreePort
+    from kempner.parallel.layout import Axes
+
+CONFIGURE_USAGE = """\
+{command} CONFIG.toml [MORE.toml ...] [--section.key=value ...]
+
+  --help [SECTION ...] [--all]    these options; those of a section; those of all extensions, too
+  --check                         print the resolved configuration as TOML and exit
+  --nodes N --gpus-per-node G     with --check: whether it fits N hosts of G processes each
+  --build                         with these: build the model as one of their ranks, without memory
+  --bench                         measure the configuration, with fake data: [bench]
+"""
+RANK_0_SPEAKS_S = 5.0
+OWN_DIRECTORY = "give one of its own: --run.dir=runs/NAME"
+CONFIGURE_FLAGS = {
+    "help": bool,
+    "all": bool,
+    "check": bool,
+    "build": bool,
+    "bench": bool,
+    "nodes": int,
+    "gpus-per-node": int,
+}
+# Not the second, newer name: torch 2.9 ignores it for CUDA (pytorch/pytorch#183387), and 2.9 to
+# 2.13 all read the first.
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def configure(
+    argv: Sequence[str], stop: StopRequests, program: type[Extension] | None = None
+) -> RunConfig:
+    """Return the configuration of a command line, checked against the files that it names.
+    `program`: the extension whose own program this is.
+
+    Exits here for --help and --check (0), and for bad input (2, every problem on a line of its
+    own).
+    """
+    command = parse_command(argv, CONFIGURE_FLAGS)
+    flags = command.flags
+    usage = CONFIGURE_USAGE.format(command=how_to_run(program.script if program else "train.py"))
+    if flags["help"]:
+        run_program(lambda _: print(help_of(argv, program, usage)))
+    if not argv:
+        print(f"usage: {usage}", file=sys.stderr)
+        sys.exit(2)
+    try:
+        cfg = load_config(
+            command.files, command.overrides, command.problems, "bench-" if flags["bench"] else ""
+        )
+        variants = [Variant("", [], cfg)]
+        if flags["bench"]:
+            variants = extensions.of_flag("bench").variants(command, cfg)
+        problems = [text for each in variants for text in check_config(each.cfg, flags, program)]
+        if problems:
+            raise ConfigError(dict.fromkeys(problems))
+        if flags["build"]:
+            builder = extensions.of_flag("build")
+            for each in variants:
+                print(builder.build(each.cfg, *world_of_flags(flags)), file=sys.stderr)
+    except ConfigError as error:
+        reject_input(error, stop)
+    only = flags["check"] or flags["build"]
+    if flags["check"] or not (only or "KEMPNER_ATTEMPT_ID" in os.environ or discover_world().rank):
+        print_warnings(cfg)  # once: the scripts have called --check
+    if flags["check"]:
+        warn_of_compiler(cfg)
+        compare_driver(cfg)
+    if only:
+        run_program(lambda _: print(to_toml(cfg), end=""))
+    set_allocator()
+    if flags["bench"]:
+        sys.exit(extensions.of_flag("bench").measure(cfg, variants, stop.wants_to_leave))
+    return cfg
+
+
+def help_of(argv: Sequence[str], program: type[Extension] | None, usage: str) -> str:
+    """--help: the trainer's sections, then those of extensions that are asked for: by name, by
+    --all, or because it is their program."""
+    own, whole = config_schema(RunConfig), whole_schema(RunConfig)
+    words = [word.strip("[]") for word in argv if not word.startswith("-")]
+    asked = {name for name in whole if name.split(".")[0] in words}
+    if not asked:
+        asked = {*own, *(program.sections if program else ())}
+    if "--all" in argv:
+        asked = {*whole}
+    shown = {name: options for name, options in whole.items() if name in asked}
+    heads = dict.fromkeys(name.split(".")[0] for name in whole if name not in {*shown, *own})
+    more = f"\nExtensions: {', '.join(heads)}; see --help SECTION, or --help --all\n"
+    return help_text(shown, usage) + (more if heads else "")
+
+
+def set_allocator() -> None:
+    """Set PyTorch's allocator of GPU memory in this process, unless the user has set it; before
+    torch is imported. Not in the environment of the whole job: memory in such segments cannot be
+    shared by cudaIpcGetMemHandle, as vLLM does with tensor parallelism
+    (vllm-project/vllm#42609)."""
+    if not any(os.environ.get(name) for name in ALLOCATOR):
+        # Segments that grow fragment less: a run near its memory limit then still fits.
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+
+
+def check_config(
+    cfg: RunConfig, flags: Mapping[str, Any], program: type[Extension] | None = None
+) -> list[str]:
+    """List the problems of a configuration: with its program, with its files, and in its world."""
+    only = flags["check"] or flags["build"]
+    used = extensions.used(cfg)
+    if program and not any(type(each) is program for each in used):
+        used.append(program())
+    if wrong := [t for each in used if (t := each.program_problem(cfg, type(each) is program))]:
+        return wrong
+    problems = check_inputs(cfg, 0 if only else discover_world().rank, only)
+    if only and (device := compiles_for(cfg)):
+        from kempner.jobs.system import compiler
+
+        text = compiler.missing_compiler(device)
+        problems += [text] if text else []  # in the batch script, on the first of the nodes
+    if flags["nodes"] is not None or flags["gpus-per-node"] is not None:
+        problems += check_world(cfg, *world_of_flags(flags))
+    elif not only:
+        world = discover_world()
+        problems += check_world(cfg, world.size * world.replicas, world.per_node)
+    return problems
+
+
+def compiles_for(cfg: RunConfig) -> str | None:
+    """Return the device that this host will compile for, cpu or cuda. None: nothing is compiled, or
+    this host is not one of the job's nodes."""
+    kind = cfg.distributed.device
+    if not cfg.train.compile:
+        return None
+    if kind != "cpu" and gpu_on_the_bus():
+        return "cuda"
+    # Not SLURM_JOB_ID: salloc's shell may run on a login node.
+    return "cpu" if kind != "cuda" and "SLURMD_NODENAME" in os.environ else None
+
+
+def warn_of_compiler(cfg: RunConfig) -> None:
+    """Warn of what the job's nodes may lack; check_config() has looked if this is one of them."""
+    if not cfg.train.compile or compiles_for(cfg):
+        return
+    from kempner.jobs.system import compiler
+
+    if text := compiler.missing_compiler("cpu" if cfg.distributed.device == "cpu" else "cuda"):
+        print(f"warning: {text}; the nodes of a job may have what this host lacks", file=sys.stderr)
+
+
+def compare_driver(cfg: RunConfig) -> None:
+    """Print driver and CUDA side by side; warn if they do not fit: the job's nodes may, and a newer
+    libcuda (NVIDIA's cuda-compat) makes up for it."""
+    if cfg.distributed.device == "cpu":
+        return
+    from kempner.jobs.gpu import driver
+
+    if text := driver.driver_and_cuda():
+        print(text, file=sys.stderr)
+    if text := driver.driver_problem(driver.driver_version(), driver.cuda_of_torch()):
+        print(f"warning: {text}", file=sys.stderr)
+
+
+def world_of_flags(flags: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the number of ranks in all, and on each node, that the command line names."""
+    nodes, per_node = flags["nodes"] or 1, flags["gpus-per-node"] or 1
+    return nodes * per_node, per_node
+
+
+def reject_input(
+    error: ConfigError | BadPortRange | NoFreePort,
+    stop: StopRequests,
+    leave: Callable[[int], NoReturn] = sys.exit,
+) -> NoReturn:
+    """Report bad input: every problem on standard error, exit code 2; NoFreePort: 1. `leave` ends
+    the process: once the ranks have met, without finalisers, as those of torch's threads may abort
+    it.
+
+    Rank 0 speaks for all; the others leave later. srun or torchrun terminates them as soon as rank
+    0 has left, and a rank that is not terminated reports its own problem.
+    """
+    with contextlib.suppress(ConfigError):
+        if discover_world().rank:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(RANK_0_SPEAKS_S)
+            if stop.wants_to_leave():  # terminated before that
+                leave(2)
+    with contextlib.suppress(OSError):  # a closed pipe
+        sys.stdout.flush()
+    name = Path(sys.argv[0]).stem
+    from kempner.jobs.ranks.port_range import NoFreePort
+
+    if isinstance(error, NoFreePort):  # others may leave one to the next start
+        print_problems(name, [error.strerror])
+        leave(1)
+    problems = error.problems if isinstance(error, ConfigError) else [error.strerror]
+    # Always a list: the batch script takes its first line as the reason of a refused start.
+    leave(print_problems(name, [list_problems(problems)]))
+
+
+def load_config(
+    files: Sequence[str], overrides: Sequence[str], problems: Sequence[str] = (), prefix: str = ""
+) -> RunConfig:
+    """Run load_config_files() and add what follows from other values: a run without run.dir is
+    named after its first configuration file, after `prefix`, and extensions add theirs."""
+    run_dir = f"runs/{prefix}{Path(files[0]).stem if files else 'default'}"
+
+    def complete(given: SectionValues) -> list[str]:
+        return [
+            text
+            for one in extensions.used_by(given)
+            for text in one.complete_values(given, run_dir)
+        ]
+
+    cfg = load_config_files(
+        RunConfig, files, overrides, problems, complete, combinations.combination_problems
+    )
+    for one in extensions.used(cfg):
+        cfg = one.complete(cfg)
+    return replace(cfg, run=replace(cfg.run, dir=cfg.run.dir or run_dir))
+
+
+def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
+    """List problems of axes and batch with this many ranks, `per_node` on each host."""
+    from kempner.parallel.layout import axis_sizes
+
+    found: list[str] = []
+    data_ranks = world_size  # the batch is checked all the same when the axes do not fit
+    try:
+        replicas = count_replicas(cfg, world_size, per_node)
+        inner = world_size // replicas
+        axes = axis_sizes(cfg.distributed, inner, min(per_node, inner))
+        data_ranks = axes.data_ranks * replicas
+        found += cfg.distributed.island_problems(axes.shard * axes.cp)
+        found += check_experts(cfg, axes)
+    except ConfigError as error:
+        found += error.problems
+    try:
+        if not extensions.bringer(cfg):
+            check_batch(cfg.train, data_ranks)
+            check_pipeline(cfg.train, cfg.distributed, data_ranks)
+    except ConfigError as error:
+        found += error.problems
+    return found
+
+
+def print_warnings(cfg: RunConfig) -> None:
+    """Warn of settings that suit a trial of a few steps, or an existing model, but are seldom meant
+    in a whole run."""
+    for one in extensions.used(cfg):
+        for text in one.warnings(cfg):
+            print(f"warning: {text}", file=sys.stderr)
+    warmup, last = cfg.schedule.warmup_steps, cfg.train.max_steps
+    if warmup > last:
+        print(
+            f"warning: schedule.warmup_steps = {warmup} is more than train.max_steps = {last}: the "
+            f"learning rate never reaches its peak; consider --schedule.warmup_steps={last // 10}",
+            file=sys.stderr,
+        )
+
+
+def count_replicas(cfg: RunConfig, world_size: int, per_node: int) -> int:
+    """Replicas that a world is shared out to. Raises ConfigError when it cannot be."""
+    return math.prod(one.count_replicas(cfg, world_size, per_node) for one in extensions.used(cfg))
+
+
+def check_experts(cfg: RunConfig, axes: Axes) -> list[str]:
+    """List problems of sharding the experts: FSDP cuts them along their width, after tensor
+    parallelism, and takes no uneven parts."""
+    ranks = axes.shard * axes.cp // cfg.distributed.ep
+    if cfg.distributed.ep == 1 or not cfg.model.n_experts:
+        return []
+    parts = {"dim": ranks, "ffn_dim": ranks * axes.tp}
+    tp = f" x tp {axes.tp}" if axes.tp > 1 else ""
+    return [
+        f"model.{name} = {size}: with distributed.ep = {cfg.distributed.ep} it must divide by the "
+        f"{n} ranks that share one expert, dp_shard {axes.shard} x cp {axes.cp} / ep{tp}; choose "
+        "another ep or dp_shard"
+        for name, n in parts.items()
+        if (size := getattr(cfg.model, name)) % n
+    ]
+
+
+def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:
+    """List problems of the files: token shards readable and of this vocabulary, the weights to
+    start from, the run to be forked, the run directory writable; and with `servers` the engines
+    that run already. Creates nothing."""
+    begun = has_checkpoint(cfg.checkpoint_dir)
+    found = [
+        text for one in extensions.used(cfg) for text in one.check_files(cfg, rank, begun, servers)
+    ]
+    try:
+        sources, held_out = open_data(cfg, rank == 0)
+        if sources:
+            open_mixture(cfg, sources, Progress().plan(cfg))
+        if cfg.distributed.cp > 1 and cfg.distributed.cp_method == "ring":
+            found += [
+                f"{source.name}: several conversations share a row, and the ring has no mask of "
+                "documents; give --distributed.cp_method=ulysses, or --distributed.cp=1"
+                for source in (*sources, *held_out)
+                if source.packing
+            ]
+    except ConfigError as error:
+        found += error.problems
+    others = check_directories(cfg, rank)
+    if cfg.run.fork and rank == 0:
+        from kempner.checkpoint import fork
+
+        others += fork.fork_problems(cfg.run.fork, Path(cfg.run.dir), cfg.checkpoint_dir)
+    if not (found or others) and rank == 0 and cfg.checkpoint.save:
+        others = check_checkpoint(cfg)
+    return found + others
+
+
+def check_checkpoint(cfg: RunConfig) -> list[str]:
+    """List reasons why the run cannot continue from its newest checkpoint or, before it has one,
+    start from that of run.fork: otherwise each rank would find them by itself, when the start has
+    left its traces."""
+    from kempner.checkpoint import fits  # imports NumPy, which --help does without
+
+    about = {"fixed": fixed_facts(cfg, True)}
+    try:
+        if newest := checkpoint_to_load(cfg.checkpoint_dir):
+            path, manifest = newest  # whose it is, check_directories() knows
+            fits.check_compatible(path, manifest, {**about, "run": manifest.get("run")})
+            if not extensions.bringer(cfg):
+                open_mixture(cfg, open_data(cfg, True)[0], Progress.of(manifest).plan(cfg))
+        elif cfg.run.fork:
+            from kempner.checkpoint import fork
+
+            path = fork.find_fork(cfg.run.fork)
+            fits.check_fork(cfg.run.fork, path, commit.read_manifest(path), about)
+            return [text for one in extensions.used(cfg) for text in one.check_fork(cfg, path)]
+    except commit.Damaged:  # the load sees to it
+        pass
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def checkpoint_to_load(root: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return the checkpoint that a start would load, as far as its manifest tells, and that. Raises
+    ConfigError if it is of another version."""
+    for path in commit.complete_checkpoints(root):
+        with contextlib.suppress(commit.Damaged):
+            return path, commit.read_manifest(path)
+    return None
+
+
+def check_directories(cfg: RunConfig, rank: int) -> list[str]:
+    """List problems of run.dir and checkpoint.dir: they must be writable, and hold nothing but this
+    run."""
+    found = []
+    for key, path in (("run.dir", cfg.run.dir), ("checkpoint.dir", cfg.checkpoint.dir)):
+        if not path:
+            continue  # in the run directory
+        # os.path.exists: a directory that may not be entered hides what is in it, without an error
+        there = next(p for p in (Path(path), *Path(path).absolute().parents) if os.path.exists(p))
+        # Where a container has not mounted it yet (container.sh) this is a directory of the image.
+        closed = not os.access(there, os.W_OK | os.X_OK) and "KP_UNMOUNTED" not in os.environ
+        if not there.is_dir() or closed:
+            what = "not writable" if there.is_dir() else "not a directory"
+            found.append(f"{key} = {path}: {there} is {what}; give another --{key}")
+    if found or rank:
+        return found
+    try:
+        refuse_others(cfg.run.dir, "run.dir", (Kind.RUN, Kind.STARTED, Kind.NOTES), OWN_DIRECTORY)
+    except ConfigError as error:
+        return error.problems
+    return ownership.ownership_problems(cfg.checkpoint_dir, read_run_id(Path(cfg.run.dir)))

@@ -1,0 +1,53 @@
+"""Validation: the mean loss over the held-out tokens of each set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from kempner.data.batch import MicroBatch
+from kempner.model.decoder import Decoder
+from kempner.parallel.layout import Layout
+from kempner.parallel.passes import at_once, forward_passes
+from kempner.train.objective import Objective
+from kempner.train.resilience.requests import StopRequests
+from kempner.train.step import StepSums, reduce_step
+
+
+@torch.no_grad()
+def validate(
+    model: Decoder,
+    objective: Objective,
+    sets: Mapping[str, Iterable[MicroBatch]],
+    layout: Layout,
+    device: torch.device,
+    stop: StopRequests,
+) -> dict[str, tuple[float, int]]:
+    """Return for each set, by its name, the mean loss over the held-out tokens of all ranks, and
+    their number; if a request to leave comes in between, of those until then."""
+    found = {}
+    for name, batches in sets.items():
+        totals = torch.zeros(3, dtype=torch.float64)
+        left = iter(batches)
+        while some := [*islice(left, at_once(model))]:
+            ours = StepSums((), device)
+            forward_passes(model, partial(_loss, objective, ours), some, device)
+            flag = {"leave": stop.wants_to_leave()}
+            sums = reduce_step({**layout.once(ours.numbers()), **flag}, layout)
+            totals += torch.stack([*sums.values()]).cpu()
+            if totals[2] > 0:
+                break
+        found[name] = ((totals[0] / totals[1]).item(), int(totals[1].item()))
+        if totals[2] > 0:
+            break
+    return found
+
+
+def _loss(objective: Objective, sums: StepSums, model: nn.Module, batch: MicroBatch) -> Tensor:
+    loss, terms, batch = objective(model, batch)
+    sums.add(batch, loss, terms)
+    return loss

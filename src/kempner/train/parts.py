@@ -1,0 +1,264 @@
+"""The parts of a training, made from its configuration."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kempner.config.option import ConfigError
+from kempner.data.stages import samples_between, stage_at
+from kempner.jobs.ranks import process_group, startup
+from kempner.train import extensions
+from kempner.train.sections import RunConfig, check_batch, micro_batch
+
+if TYPE_CHECKING:
+    import torch
+
+    from kempner.data.batch import MicroBatch
+    from kempner.data.loader import TrainLoader
+    from kempner.data.mixture import Mixture
+    from kempner.data.source import Source
+    from kempner.jobs.ranks.process_group import World
+    from kempner.model.decoder import Decoder
+    from kempner.optim.optimizer import Optimizer
+    from kempner.parallel.layout import Layout
+    from kempner.train.objective import Objective
+    from kempner.train.progress import Progress
+    from kempner.train.recording.run_directory import Run
+    from kempner.train.replicas import Replicas, Waiting
+
+
+def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
+    """Set what holds for the whole process: the seed, deterministic kernels, and the kernel of the
+    attention, which is announced. Raises ConfigError if this device does not have it."""
+    import torch
+
+    startup.mark_start("process group")
+    from kempner.model.attention import choose_kernel
+    from kempner.model.moe import choose_products
+    from kempner.parallel.build import compute_dtype
+    from kempner.parallel.compiled import keep_compiled, leave_compiler_out
+
+    if cfg.train.compile:
+        keep_compiled(run.dir, run.world)
+    else:
+        leave_compiler_out()
+    torch.manual_seed(cfg.train.seed)
+    if cfg.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if cfg.train.compile or device.type == "cuda":
+            torch.use_deterministic_algorithms(True)  # imports the compiler, to tell it, too
+        else:
+            torch.set_deterministic_debug_mode("error")
+    packed = _packs(cfg, run.world.rank == 0)
+    tokens = torch.zeros(1, cfg.train.seq_len, dtype=torch.int64, device=device)
+    dtype = compute_dtype(cfg.train.dtype, device.type)
+    ring = cfg.distributed.cp > 1 and cfg.distributed.cp_method == "ring"
+    kernel = (
+        "flash, in a ring"
+        if ring
+        else choose_kernel(cfg.train.attention, cfg.model, tokens, packed, dtype)
+    )
+    run.announce(f"attention: {kernel}, of {cfg.train.attention}")
+    if cfg.model.n_experts:
+        run.announce(f"experts: {choose_products(dtype, device)}")
+    if text := slow_products(device.type, str(dtype)):
+        run.announce(text)
+
+
+def slow_products(device: str, dtype: str) -> str | None:
+    """Return a log line if products run far below a GPU's speed: torch leaves TF32 off."""
+    if device != "cuda" or dtype != "torch.float32":
+        return None
+    return "products: fp32, without TF32: several times slower than train.dtype=bf16 on this GPU"
+
+
+def open_layout(cfg: RunConfig, world: World, device: torch.device) -> Layout:
+    """Build the meshes over the ranks of this replica, and its place among the others."""
+    from kempner.parallel.layout import build_layout
+    from kempner.train.resilience.watchdog import HANG_PATIENCE_S
+
+    replica = world.replica, world.replicas
+    layout = build_layout(cfg.distributed, world.size, world.per_node, device.type, replica)
+    # Until the watchdog knows these groups: NCCL's initial limit, ten minutes, would otherwise end
+    # a start that stands still, and leave no record.
+    process_group.set_timeout(max(cfg.distributed.start_timeout, HANG_PATIENCE_S), layout.groups)
+    return layout
+
+
+def open_replicas(
+    cfg: RunConfig, world: World, model: Decoder, waiting: Waiting = nullcontext
+) -> tuple[Optimizer, Replicas]:
+    """The optimizer of this replica, and what it has to do with others. `waiting`: the watchdog's
+    patient()."""
+    from kempner.optim.build import build_optimizer
+    from kempner.optim.spikes import Spikes
+    from kempner.train.replicas import Replicas
+
+    optimizer = build_optimizer(model, cfg.optimizer)
+    if cfg.resilience.spike_sigma is not None:
+        optimizer.spikes = Spikes(cfg.resilience.spike_sigma, cfg.resilience.spike_window)
+    for each in extensions.used(cfg):
+        if (replicas := each.replicas(cfg, world, model, optimizer, waiting)) is not None:
+            return optimizer, replicas
+    return optimizer, Replicas()
+
+
+def open_objective(
+    cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device
+) -> Objective:
+    """Return the objective of the run, which also counts what is recorded besides."""
+    from kempner.train.objective import WithExperts, WithZLoss
+
+    objective = _objective(cfg, layout, model, run, device)
+    if cfg.model.n_experts:
+        objective = WithExperts(objective, model, layout, device)
+    return WithZLoss(objective, model, device) if cfg.train.z_loss else objective
+
+
+def _objective(
+    cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device
+) -> Objective:
+    from kempner.train.objective import NextToken
+
+    for each in extensions.used(cfg):
+        if (found := each.objective(cfg, layout, model, run, device)) is not None:
+            return found
+    if layout.cp is None:
+        return NextToken()
+    from kempner.parallel.context import own_tokens
+
+    return NextToken(own_tokens(layout.cp, cfg.distributed.cp_method))
+
+
+@functools.cache  # for the check of the input, the manifest, and the loaders
+def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], list[Source]]:
+    """Open the sources of the training and, if the run validates, the held-out data; none if an
+    extension brings the batches. `check` all shards, which rank 0 does; otherwise none is opened
+    before it is read. Raises ConfigError."""
+    if extensions.bringer(cfg):
+        return [], []
+    from kempner.data.formats.stream import Shape
+    from kempner.data.opening import Opening, open_held_out, open_sources
+
+    data, cut = cfg.data, cfg.data.too_long == "cut"
+    shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, data.document_mask, cut)
+    for each in extensions.used(cfg):
+        shape = each.sample_shape(cfg, shape)
+    how = Opening(shape, check, Path(cfg.run.dir, "bookmarks"))
+    sources = open_sources(data, how)
+    if cfg.train.seq_len_ramp and any(source.packing for source in sources):
+        raise ConfigError(
+            f"train.seq_len_ramp = {list(cfg.train.seq_len_ramp)}: would cut conversations in two; "
+            "it is for text: leave it out"
+        )
+    return sources, open_held_out(data, cfg.eval.sources, how) if cfg.eval.interval else []
+
+
+def fixed_facts(cfg: RunConfig, first: bool) -> dict[str, Any]:
+    """Return the facts that define the meaning of a run's weights and position, by section: a later
+    start must have the same (checkpoint/fits.py). `first`: on rank 0, whose facts count. Raises
+    ConfigError."""
+    from kempner.data.opening import facts_of
+
+    sources, _ = open_data(cfg, first)
+    data: dict[str, Any] = {}  # none where the batches are an extension's
+    if sources:  # of a mixture its past: see fits.fact_differences
+        data = {"seed": cfg.data.seed, "mixture": facts_of(cfg.data, sources)}
+    others: dict[str, Any] = {}
+    for each in extensions.used(cfg) if first else ():
+        others |= each.fixed_facts(cfg)
+    return {
+        "model": asdict(cfg.model),
+        "train": {"seq_len": cfg.train.seq_len},
+        "data": data,
+        **others,
+    }
+
+
+def _packs(cfg: RunConfig, check: bool) -> bool:
+    """Return whether rows have several documents each; `check`: see open_data()."""
+    sources, _ = open_data(cfg, check)
+    apart = cfg.data.document_mask or any(source.packing is not None for source in sources)
+    return apart or extensions.bringer(cfg) is not None
+
+
+def expect_batches(cfg: RunConfig, layout: Layout, model: Decoder, step: int) -> None:
+    """Tell the compiler which sizes of the batches change after `step`."""
+    if not cfg.train.compile:
+        return
+    from kempner.parallel.compiled import expect_changes
+
+    if extensions.bringer(cfg):
+        expect_changes(model, cfg.train.micro_batch is None, False, documents=True)
+        return
+    now = stage_at(cfg.train.stages, step)
+    left = [now, *(stage for stage in cfg.train.stages if stage.start > step)]
+    micro = micro_batch(cfg.train, layout.shares, cfg.train.sequences)
+    rows = {min(micro, stage.batch // layout.shares) * stage.pieces for stage in left}
+    lengths = {stage.pieces for stage in left}
+    packed = _packs(cfg, layout.data_rank == 0)
+    expect_changes(model, len(rows) > 1, len(lengths) > 1, documents=packed)
+
+
+def open_mixture(cfg: RunConfig, sources: Sequence[Source], progress: Progress) -> Mixture:
+    """Return the order of all samples. Raises ConfigError if they do not last for all steps."""
+    from kempner.data.opening import facts_of, mixture_of
+
+    mixture = mixture_of(facts_of(cfg.data, sources), progress.phases, cfg.data.seed)
+    left = samples_between(cfg.train.stages, progress.step, cfg.train.max_steps)
+    if mixture.end is not None and mixture.end < progress.samples + left:
+        raise ConfigError(mixture.too_short(progress.samples + left))
+    return mixture
+
+
+def open_loader(cfg: RunConfig, layout: Layout, pin: bool, progress: Progress) -> TrainLoader:
+    """Open this rank's share of the training data, at its position."""
+    from kempner.data.loader import TrainLoader
+
+    sources, _ = open_data(cfg, layout.data_rank == 0)
+    check_batch(cfg.train, layout.shares)
+    return TrainLoader(
+        sources,
+        open_mixture(cfg, sources, progress),
+        stages=cfg.train.stages,
+        rank=layout.share,
+        world=layout.shares,
+        micro=micro_batch(cfg.train, layout.shares, cfg.train.sequences),
+        position=progress.samples,
+        step=progress.step,
+        prefetch=cfg.data.prefetch,
+        pin=pin,
+        reset_positions=cfg.data.reset_positions,
+        skip=progress.skip,
+    )
+
+
+def open_held_out_batches(
+    cfg: RunConfig, layout: Layout
+) -> Callable[[], dict[str, Iterator[MicroBatch]]]:
+    """This rank's share of the held-out data: what makes iterators over its batches, by name of the
+    set."""
+    from kempner.data.loader import val_batches
+
+    _, held_out = open_data(cfg, layout.data_rank == 0)
+
+    def batches() -> dict[str, Iterator[MicroBatch]]:
+        return {
+            source.name: val_batches(
+                source,
+                samples=cfg.eval.samples or None,
+                micro=micro_batch(cfg.train, layout.shares, cfg.train.sequences),
+                rank=layout.data_rank,
+                world=layout.data_ranks,
+                reset_positions=cfg.data.reset_positions,
+            )
+            for source in held_out
+        }
+
+    return batches

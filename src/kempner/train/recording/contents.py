@@ -1,0 +1,42 @@
+"""Contents of a run's checkpoint besides tensors: its configuration, and the facts that tell a
+later start whether it may continue from there."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+from kempner.config.loading import config_hash, to_toml
+from kempner.jobs.code import current_code
+from kempner.jobs.ranks.process_group import World
+from kempner.jobs.system.files import write_atomic
+from kempner.train.parts import fixed_facts
+from kempner.train.sections import RunConfig
+
+
+def checkpoint_contents(
+    cfg: RunConfig, world: World, run_dir: Path
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return files by name, and facts for the manifest. Those under "fixed" define the meaning of
+    its weights and its position: a checkpoint with others is refused."""
+    first = world.rank == 0
+    return (
+        {"config.toml": to_toml(cfg)},
+        {
+            "code": current_code()._asdict() if first else {},
+            "run": run_id(run_dir) if first else "",
+            "config_hash": config_hash(cfg),
+            "replicas": world.replicas,
+            "fixed": fixed_facts(cfg, first),
+        },
+    )
+
+
+def run_id(run_dir: Path) -> str:
+    """Return the identity of a run, made at its first start: checkpoints carry it, so that no run
+    continues another's."""
+    path = run_dir / "id"
+    if not path.exists():
+        write_atomic(path, f"{uuid.uuid4().hex}\n")
+    return path.read_text().strip()

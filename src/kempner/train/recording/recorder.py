@@ -1,0 +1,170 @@
+"""Recorder of a run: metrics.jsonl, and the console's lines from it."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import time
+from typing import Any
+
+import torch
+
+from kempner.jobs.records import results
+from kempner.jobs.system.files import LineFile
+from kempner.optim.spikes import Spikes
+from kempner.train.extensions import Loader
+from kempner.train.objective import Objective
+from kempner.train.progress import Progress
+from kempner.train.recording.metrics import Clock, console_line, peak_flops
+from kempner.train.recording.profiling import Profiler
+from kempner.train.recording.run_directory import Run
+from kempner.train.replicas import Replicas
+from kempner.train.resilience.requests import ASKS_PROFILE
+from kempner.train.step import StepResult
+
+
+class Recorder:
+    """The recorder. Rank 0 writes metrics.jsonl and the console's lines from it; the other ranks
+    only keep the clock.
+
+    The file is appended to and never rewritten: after a resume the later line of a step counts.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        device: torch.device,
+        progress: Progress,
+        loader: Loader,
+        objective: Objective,
+        replicas: Replicas,
+        spikes: Spikes | None = None,
+    ) -> None:
+        """`loader`, `objective`, `replicas`, `spikes`: say how their numbers are recorded."""
+        cfg, world_size = run.cfg.metrics, run.world.size * run.world.replicas
+        self.run, self.device, self.clock = run, device, Clock()
+        self._loader, self._objective = loader, objective
+        self._replicas, self._spikes = replicas, spikes
+        self._profiler = Profiler(run.cfg.profile, run.dir, run.world.rank, device, run.announce)
+        self.skipped = 0
+        # The previous line's step, tokens, and the time spent until then.
+        self._last: tuple[int, int, dict[str, float]]
+        self.begin(progress)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        peak = peak_flops(cfg, name)
+        self._peak = peak and peak * world_size
+        window = run.cfg.model.sliding_window
+        self._keys = None if run.world.rank else loader.keys_per_query(window)  # it opens files
+        flops = self._flops_per_token(run.cfg.train.max_steps)
+        about = f"{name}; MFU = tokens/s x {flops:.3g} flops/token / " + (
+            f"({world_size} x {peak:.3g} flops/s)" if peak else "peak, which is not known for it"
+        )
+        run.announce(about)
+        self._file: LineFile | None = None
+        if run.world.rank == 0:
+            self._path = run.dir / "metrics.jsonl"
+            self._file = LineFile(self._path)
+
+    def _flops_per_token(self, step: int) -> float:
+        cfg = self.run.cfg
+        frozen = cfg.lora.rank > 0  # the adapters themselves hardly count
+        pieces = cfg.train.stage(step).pieces
+        keys = self._keys if pieces == 1 else None
+        return cfg.model.flops_per_token(cfg.train.seq_len // pieces, frozen, keys)
+
+    def begin(self, progress: Progress) -> None:
+        """Start the rates: at a start, and when the run has gone back."""
+        self._last = (progress.step, progress.tokens, self.clock.spent())
+
+    def step(self, result: StepResult) -> None:
+        """Record a step, if its line is due; one that was skipped always, with its samples."""
+        self._profiler.step(result.step, result.values[ASKS_PROFILE] > 0)
+        self.run.progress(result.step)
+        if result.bad:
+            self.skipped += 1
+            batch = self.run.cfg.train.stage(result.step - 1).batch
+            samples = self._loader.sample_numbers(result.after.samples - batch, batch)
+            what, why = {"not_finite": True}, "was not finite"
+            if result.spike and self._spikes is not None:
+                what, why = self._spikes.record(result.values)
+            self.write({"step": result.step, **what, "sample_numbers": samples})
+            self.run.announce(f"step {result.step} {why}: its update is skipped")
+        line, texts = self._replicas.record(result)
+        if line:
+            self.write(line)
+        for text in texts:
+            self.run.announce(text)
+        last = result.step == self.run.cfg.train.max_steps
+        due = result.step % self.run.cfg.metrics.log_interval == 0 or last
+        if due or self._loader.at_once:
+            self._line(result)
+
+    def _line(self, result: StepResult) -> None:
+        step, tokens, before = self._last
+        lap = {key: value - before.get(key, 0.0) for key, value in result.spent.items()}
+        count = max(1, result.step - step)
+        trained = result.after.tokens - tokens
+        rate, done = (n / lap["total"] for n in (trained, self._loader.places(trained)))
+        self._last = (result.step, result.after.tokens, result.spent)
+        parts = {f"{k}_time": lap.get(k, 0.0) / count for k in ("data", "checkpoint", "eval")}
+        record: dict[str, Any] = {
+            "step": result.step,
+            "loss": result.values["loss"],
+            "lr": result.lr,
+            "grad_norm": result.values["grad_norm"],
+            "tokens": result.after.tokens,
+            "samples": result.after.samples,
+            "tokens_per_s": rate,
+            "step_time": lap["total"] / count,
+            **parts,
+            "compute_time": (2 * lap["total"] - sum(lap.values())) / count,  # lap has the total
+            "mfu": self._peak and done * self._flops_per_token(result.step - 1) / self._peak,
+            "memory_gib": memory_gib(self.device),
+            "skipped": self.skipped,
+        }
+        record |= self._loader.record(result, lap, self._objective.counted)
+        record |= self._objective.record(result.values)
+        self.write(record)
+        self._add_results()
+        self.run.announce(console_line(record, self.run.cfg.train.max_steps))
+
+    def validation(self, step: int, sets: dict[str, tuple[float, int]]) -> None:
+        """Record a validation. `sets`: loss and tokens of each; val_loss is that of the first."""
+        loss, tokens = next(iter(sets.values()))
+        record: dict[str, Any] = {"step": step, "val_loss": loss, "val_tokens": tokens}
+        if len(sets) > 1:
+            record["val_sets"] = {
+                name: {"loss": loss if math.isfinite(loss) else None, "tokens": tokens}
+                for name, (loss, tokens) in sets.items()
+            }
+        self.write(record)
+        for name, (loss, tokens) in sets.items():
+            of = f" of {name}" if len(sets) > 1 else ""
+            self.run.announce(f"step {step}  validation loss{of} {loss:.4f} over {tokens:,} tokens")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Write one line; numbers that JSON does not know (a non-finite loss) become null."""
+        if self._file is None:
+            return
+        head = {"step": record["step"], "time": round(time.time(), 3), "attempt": self.run.attempt}
+        known = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        text, file = json.dumps({**head, **known}), self._file
+        self.run.background.put(lambda: file.write(text), self._path)
+
+    def _add_results(self) -> None:
+        """Add the results of scripts/eval.py: this process is the only writer of the file."""
+        if (file := self._file) is not None:
+            run_dir = self.run.dir
+            self.run.background.put(lambda: results.add_results(run_dir, file.write), self._path)
+
+
+def memory_gib(device: torch.device) -> float:
+    """Return the peak memory so far, in GiB: of the device's tensors, or of the process on a
+    CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

@@ -1,0 +1,1 @@
+"""Requests to stop, the watchdog, slow ranks, steps that are not finite, spikes."""

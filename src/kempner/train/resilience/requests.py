@@ -1,0 +1,234 @@
+"""Stop requests: signals and files become one verdict that all ranks act on at the same step.
+
+A request sets a flag on the rank that it reached. The flag travels in the all-reduce that the step
+does anyway and is read one step later, so no rank enters a save that the others do not, and the
+host does not wait for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+
+from kempner.jobs import slurm
+from kempner.jobs.system.signals import on_signals
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from kempner.checkpoint.checkpointer import Checkpointer
+    from kempner.jobs.ranks.process_group import World
+    from kempner.train.progress import Progress
+
+
+class RunView(Protocol):
+    """The part of a run_directory.Run that requests need."""
+
+    @property
+    def dir(self) -> Path: ...
+    @property
+    def world(self) -> World: ...
+    def announce(self, text: str) -> None: ...
+
+
+class Verdict(NamedTuple):
+    """Decision on what the run does next, and why. `state`: final state of a run that leaves now
+    ("": it stays)."""
+
+    save: bool = False
+    state: str = ""
+    reason: str = ""
+    go_back: bool = False  # to the last checkpoint
+
+    @property
+    def final(self) -> bool:
+        """True if no later step can change it."""
+        return self.go_back or self.state == "failed"
+
+
+GO_ON = Verdict()
+DONE = Verdict(state="done", reason="the last step is done")
+# The order is that of the flags in the step's all-reduce; the last one that is set wins.
+REQUESTS = (
+    Verdict(save=True, reason="a save was requested"),
+    Verdict(save=True, state="interrupted", reason="asked to make room"),
+    Verdict(save=True, state="stopped", reason="stopped by the user"),
+)
+SAVE_REQUEST, INTERRUPT_REQUEST, STOP_REQUEST = range(len(REQUESTS))
+REQUEST_FLAGS = ("asks_save", "asks_interrupt", "asks_stop")  # their names in the step's all-reduce
+ASKS_PROFILE = "asks_profile"  # no verdict: the run goes on, and profiling.py does the rest
+
+OF_SIGNAL = {
+    signal.SIGUSR2: SAVE_REQUEST,
+    signal.SIGTERM: INTERRUPT_REQUEST,
+    signal.SIGUSR1: INTERRUPT_REQUEST,
+    signal.SIGINT: STOP_REQUEST,
+}
+FILE_POLL_S = 1.0
+LEAVE_MARGIN_S = 2.0  # of the time left after a request, to leave in order
+JOB_END_POLL_S = 60.0
+# A longer step is abandoned between two micro-batches: see Meanwhile.
+LONG_STEP_S = 5.0
+
+
+class StopRequests:
+    """Collects this process's requests. Make it first of all: a signal during the imports must not
+    kill Python.
+
+    A thread sets the flags; more signals of a kind change nothing.
+    """
+
+    def __init__(self) -> None:
+        self.flags = [0.0] * len(REQUESTS)
+        self._unsaid: list[str] = []  # what came before there was a log
+        self._say: Callable[[str], None] = self._unsaid.append
+        self._job_end: float | None = None
+        self._profile = 0.0
+        on_signals(OF_SIGNAL, lambda number: self.request(OF_SIGNAL[number], number.name))
+
+    @staticmethod
+    def _start_thread(name: str, target: Callable[..., None], *args: Any) -> None:
+        threading.Thread(target=target, args=args, daemon=True, name=name).start()
+
+    def begin(self, run: RunView, reserve: Callable[[], float]) -> None:
+        """Log requests from now on. On rank 0 two more kinds count: the files STOP, SAVE and
+        PROFILE in the run directory, and the end of the SLURM job, `reserve()` seconds before it
+        comes. A thread asks for each, because a file system or a controller that does not answer
+        must not hold up the steps."""
+        self._say = run.announce
+        for text in self._unsaid:
+            run.announce(text)
+        if run.world.rank:
+            return
+        first = run.dir.parents[1] if run.world.replica else run.dir
+        self._start_thread("stop files", self._watch_files, run.dir, first)
+        if (job := slurm.job_name()) is not None:
+            self._start_thread("job end", self._watch_end, job, reserve)
+
+    def _watch_end(self, job: str, reserve: Callable[[], float]) -> None:
+        ask_again = 0.0
+        while not self.flags[INTERRUPT_REQUEST]:
+            if time.monotonic() >= ask_again:
+                # The end can move. If SLURM does not answer, its last answer counts.
+                self._job_end = slurm.end_of(slurm.job_fields(job)) or self._job_end
+                ask_again = time.monotonic() + JOB_END_POLL_S
+            if self._job_end is not None and time.time() + reserve() > self._job_end:
+                self.request(
+                    INTERRUPT_REQUEST, f"the job ends in {self._job_end - time.time():.0f} s"
+                )
+            time.sleep(1.0)
+
+    def _watch_files(self, run_dir: Path, first: Path) -> None:
+        """Watch the files. A file is one request: it is removed; one that cannot be removed counts
+        once. Every replica looks into the directory of the first one, too, which may be away."""
+        paths = [path / name for path in {run_dir, first} for name in ("STOP", "SAVE")]
+        while True:
+            time.sleep(FILE_POLL_S)
+            for path in paths:
+                with contextlib.suppress(OSError):  # also EIO and ESTALE of a shared file system
+                    path.unlink()
+                    self.request(
+                        STOP_REQUEST if path.name == "STOP" else SAVE_REQUEST, f"{path.name} file"
+                    )
+            with contextlib.suppress(OSError):
+                (run_dir / "PROFILE").unlink()
+                self._profile = 1.0
+                self._say("PROFILE file: a profile was requested")
+
+    def request(self, kind: int, name: str) -> None:
+        self.flags[kind] = 1.0
+        self._say(f"{name}: {REQUESTS[kind].reason}")
+
+    def take_flags(self) -> dict[str, float]:
+        """Return the flags for this step's all-reduce. A request to save or to profile is handed
+        over once, one to leave stays."""
+        flags = {**dict(zip(REQUEST_FLAGS, self.flags, strict=True)), ASKS_PROFILE: self._profile}
+        self.flags[SAVE_REQUEST] = self._profile = 0.0
+        return flags
+
+    def wants_to_leave(self) -> float:
+        """Return 1 if this rank has been asked to leave, else 0."""
+        return max(self.flags[INTERRUPT_REQUEST:])
+
+    def seconds_left(self, rank: int) -> float | None:
+        """Return the seconds that the last save may take. Rank 0 asks SLURM; None: unknown."""
+        if rank or not self.flags[INTERRUPT_REQUEST] or (job := slurm.job_name()) is None:
+            return None
+        seconds = slurm.seconds_to_live(job)
+        return seconds and max(seconds - LEAVE_MARGIN_S, 0.0)
+
+
+def requested_verdict(values: Mapping[str, float], before: Verdict = GO_ON) -> Verdict:
+    """Decide from the sums of a step what the ranks have asked for; equal on all ranks. `before`:
+    the verdict so far; a request to leave is in every step after it."""
+    found = [
+        request for name, request in zip(REQUEST_FLAGS, REQUESTS, strict=True) if values[name] > 0
+    ]
+    return found[-1] if found else before
+
+
+class Meanwhile:
+    """A check between two micro-batches of a long step: has any rank been asked to leave? Then all
+    ranks abandon this step, and it is repeated: the rest of a step of a minute may be all the time
+    that there is. A GPU answers one micro-batch later, by pinned memory, so that the host never
+    waits for the one at work."""
+
+    def __init__(self, stop: StopRequests, device: torch.device, late: bool | None = None) -> None:
+        """`late`: answer at the next call; None: on a GPU."""
+        self._stop, self._device = stop, device
+        self._late = device.type == "cuda" if late is None else late
+        self._coming: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    def __call__(self) -> Verdict | None:
+        """Return a verdict, or None. All ranks must call it equally often."""
+        import torch
+        import torch.distributed as dist
+
+        gpu = self._device.type == "cuda"
+        ours = torch.tensor(self._stop.flags[INTERRUPT_REQUEST:], pin_memory=gpu)
+        flags = ours.to(self._device, non_blocking=True)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        there = torch.empty_like(ours, pin_memory=gpu).copy_(flags, non_blocking=True)
+        event = torch.cuda.Event() if gpu else None  # type: ignore[no-untyped-call]
+        if event is not None:
+            event.record()
+        before, self._coming = self._coming, (there, event)
+        answer = before if self._late else self._coming
+        if answer is None:
+            return None
+        values, arrived = answer
+        if arrived is not None:
+            arrived.synchronize()  # of the micro-batch before: it has passed
+        leaving = dict(zip(REQUEST_FLAGS[INTERRUPT_REQUEST:], values.tolist(), strict=True))
+        verdict = requested_verdict({REQUEST_FLAGS[SAVE_REQUEST]: 0.0, **leaving})
+        return verdict if verdict.state else None
+
+
+def final_verdict(
+    verdict: Verdict, progress: Progress, checkpointer: Checkpointer, seconds: float | None
+) -> Verdict:
+    """Save, wait and return how the run ends, at most `seconds` from now (None: no limit): an end
+    is orderly only when its last step is durable."""
+    if verdict.save:  # nothing new, unless a step was left undone: then the one before it
+        checkpointer.save(progress.step, progress.record())
+    # An interrupted job has no time to delete old checkpoints; its next start does that.
+    checkpointer.close(seconds, prune=verdict.state != "interrupted")
+    step = progress.step
+    if verdict.state == "failed" or checkpointer.saved_step == step:
+        return verdict if verdict.state else DONE
+    if checkpointer.failed_saves:
+        return Verdict(state="failed", reason="the last checkpoint was not written")
+    raise TimeoutError(f"the checkpoint of step {step} was not durable in time")
+
+
+def end_process(code: int) -> NoReturn:
+    """Exit without finalisers: daemon threads and NCCL at exit have hung more jobs than they have
+    helped."""
+    os._exit(code)

@@ -1,0 +1,104 @@
+"""The way back to an earlier state of a run, of another run, or of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kempner.train import extensions
+from kempner.train.parts import expect_batches, open_mixture
+from kempner.train.progress import Progress
+from kempner.train.resilience.requests import GO_ON, Verdict
+from kempner.train.sections import RunConfig
+
+if TYPE_CHECKING:
+    from kempner.checkpoint.checkpointer import Checkpointer
+    from kempner.model.decoder import Decoder
+    from kempner.parallel.layout import Layout
+    from kempner.train.extensions import Loader
+    from kempner.train.recording.run_directory import Run
+    from kempner.train.replicas import Replicas
+
+
+def resume_progress(
+    cfg: RunConfig,
+    run: Run,
+    layout: Layout,
+    model: Decoder,
+    checkpointer: Checkpointer,
+    replicas: Replicas,
+) -> Progress:
+    """Load the newest checkpoint; without one, that of the run to be forked, or the weights that
+    an extension has. With checkpoint.powers_of_two a
+    new run saves what it begins with, as a fork always does. The compiler hears which batches are
+    to come."""
+    manifest = checkpointer.load()
+    forks = manifest is None and bool(cfg.run.fork)
+    for each in extensions.used(cfg):
+        each.start(cfg, run, model, begun=manifest is not None or forks)
+    progress = (
+        begin_fork(cfg, run, checkpointer, replicas) if forks else Progress.of(manifest).plan(cfg)
+    )
+    if manifest is None and not forks and cfg.checkpoint.powers_of_two:
+        checkpointer.save(progress.step, progress.record())
+    expect_batches(cfg, layout, model, progress.step)
+    return replicas.begin(progress)
+
+
+def begin_fork(
+    cfg: RunConfig, run: Run, checkpointer: Checkpointer, replicas: Replicas
+) -> Progress:
+    """Load the checkpoint that run.fork names, and save it as the first one of this run. All
+    replicas begin with it."""
+    from kempner.checkpoint.fits import fact_differences
+    from kempner.checkpoint.fork import fork_generation
+
+    names = tuple(name for name in checkpointer.providers if name not in ("rng", "spikes"))
+    names = names if cfg.run.fork_optimizer == "keep" else ("model",)
+    path, manifest, table = checkpointer.load_from(cfg.run.fork, names)
+    if run.world.rank == 0:
+        for each in extensions.used(cfg):
+            each.forked(path, run)
+    kept = "optim" in names and any(name.startswith("optim.") for name in table)
+    lineage = fork_generation(cfg.run.fork, manifest, "keep" if kept else "fresh")
+    # With the same samples in the same order the fork goes on where the other run was.
+    changed = list(fact_differences(manifest, checkpointer.about, ("model.*",)))
+    if not manifest["fixed"].get("data", {}).get("mixture"):  # imported, or of an older version
+        changed.append("data.sources")
+    progress = replace(Progress() if changed else Progress.of(manifest), step=0, tokens=0)
+    progress = replace(progress, lineage=lineage).plan(cfg)
+    run.announce(
+        f"a fork of {lineage[0]['from']}: the weights, "
+        + ("the optimizer's state, " if kept else "a fresh optimizer, ")
+        + (f"{', '.join(changed)} of its own: " if changed else "the same data: ")
+        + f"from sample {progress.samples} on"
+    )
+    if run.world.replica:
+        replicas.forget_errors()  # the first one sends them
+    checkpointer.save(0, progress.record())  # from then on the fork does not need the other run
+    return progress
+
+
+def go_back(
+    progress: Progress,
+    since: Progress,
+    verdict: Verdict,
+    checkpointer: Checkpointer,
+    loader: Loader,
+    run: Run,
+) -> tuple[Progress, Verdict]:
+    """Go back to the last checkpoint, leaving out the samples of the bad steps from there; returns
+    the new progress and verdict. `since`: the progress after the first of these steps."""
+    if loader.at_once:  # what feeds the run is ahead, and goes back with it in a new attempt
+        raise RuntimeError(verdict.reason)
+    bad = [since.samples - run.cfg.train.stage(since.step - 1).batch, loader.position]
+    manifest = checkpointer.load()
+    if manifest is None:
+        reason = f"{verdict.reason}; no checkpoint to go back to"
+        return progress, Verdict(state="failed", reason=reason)
+    progress = replace(Progress.of(manifest), skip=[bad]).plan(run.cfg)
+    checkpointer.remember_skip(progress.skip)  # a restart leaves them out, too
+    mixture = open_mixture(run.cfg, loader.sources, progress)
+    loader.seek(progress.samples, progress.step, progress.skip, mixture)
+    run.went_back(progress.step, bad, verdict.reason)
+    return progress, GO_ON

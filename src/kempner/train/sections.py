@@ -1,0 +1,355 @@
+"""One run's configuration: all sections, and the checks across them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kempner.checkpoint.config import CheckpointConfig
+from kempner.config.loading import as_dict, load_config_files
+from kempner.config.option import REQUIRED_OPTION, ConfigError, Sections, option
+from kempner.config.values import to_text
+from kempner.data.config import DataConfig, SourceConfig
+from kempner.data.stages import RampStage, ramp_problems, ramp_stages, stage_at
+from kempner.jobs.trackers.config import TrackersConfig
+from kempner.model.config import ModelConfig
+from kempner.optim.config import FreezeConfig, OptimizerConfig, ScheduleConfig, learning_rate
+from kempner.parallel.config import DistributedConfig, LoraConfig
+from kempner.train import lookup
+from kempner.train.recording.metrics import MetricsConfig
+from kempner.train.recording.profiling import ProfileConfig
+from kempner.train.resilience.config import ResilienceConfig
+
+# One rank may read the tokens of a whole step at once, 8 bytes each, and max_steps of them must fit
+# 64 bits; published runs stay below 2**27. A forward pass of 2**24 tokens exceeds any memory.
+MAX_STEP_TOKENS = 2**30
+MAX_FORWARD_TOKENS = 2**24
+BLOCK_PARTS = ("attention_norm", "attention", "ffn_norm", "ffn")  # the modules of a block
+
+
+@dataclass(frozen=True)
+class RunSection:
+    dir: str = option(
+        "", "run directory, which identifies the run; unset: runs/<name of the first file>"
+    )
+    fork: str = option(
+        "",
+        "begin from a checkpoint of another run: RUN, its directory, or RUN@STEP; "
+        "see docs/guide/fork.md",
+    )
+    fork_optimizer: str = option(
+        "keep",
+        "the optimizer's state of run.fork; fresh: begin with none",
+        choices=("keep", "fresh"),
+    )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    max_steps: int = option(1000, "total number of optimizer steps", minimum=1, maximum=10**9)
+    seq_len: int = option(1024, "sequence length in tokens", minimum=1, maximum=MAX_FORWARD_TOKENS)
+    global_batch: int = option(32, "sequences per step, over all ranks", minimum=1)
+    global_batch_tokens: int | None = option(
+        None,
+        "global batch in tokens; replaces global_batch",
+        minimum=1,
+        maximum=MAX_STEP_TOKENS,
+    )
+    micro_batch: int | None = option(
+        None, "sequences per forward pass of a rank; unset: its whole share", minimum=1
+    )
+    batch_ramp: tuple[int, int, int] | None = option(
+        None,
+        "[B, I, N]: the first steps have B sequences, and I more at a time, until step N has the "
+        "global batch; unset: all have",
+        minimum=1,
+    )
+    seq_len_ramp: tuple[int, int] | None = option(
+        None,
+        "[L, N]: sequences are cut into shorter ones of L tokens, which doubles at equal intervals "
+        "until they are whole at step N; unset: never cut",
+        minimum=1,
+    )
+    grad_clip: float = option(1.0, "maximum gradient norm; 0: no clipping", minimum=0.0)
+    dtype: str = option(
+        "auto",
+        "dtype of the products; auto: bf16 on a GPU, else fp32",
+        choices=("auto", "bf16", "fp32"),
+    )
+    weights: str = option(
+        "fp32",
+        "dtype of the weights and their gradients; bf16: half the memory, and updates are rounded "
+        "stochastically; see optimizer.moments, too",
+        choices=("fp32", "bf16"),
+    )
+    fp8: str = option(
+        "none",
+        "matrix products of the blocks in 8-bit floats, by torchao, with one scale a tensor or a "
+        "row; needs an Ada, Hopper or later GPU",
+        choices=("none", "tensorwise", "rowwise"),
+    )
+    attention: str = option(
+        "auto",
+        "kernel of the attention; auto: the fastest that torch has for the shape",
+        choices=("auto", "cudnn", "flash", "efficient", "math"),
+    )
+    loss_chunk: int | None = option(
+        None,
+        "tokens whose logits exist at once; unset: as many as make 2^27 logits",
+        minimum=1,
+        maximum=MAX_FORWARD_TOKENS,
+    )
+    z_loss: float = option(
+        0.0, "coefficient of the z-loss of the output, which keeps its logits small", minimum=0.0
+    )
+    compile: bool = option(False, "apply torch.compile")
+    compile_scope: str = option(
+        "block",
+        "what train.compile compiles: each block and the loss, or the whole model",
+        choices=("block", "model"),
+    )
+    recompute: str = option(
+        "none",
+        "activation checkpointing: what the backward pass computes again; selective: all but "
+        "matrix products and attention",
+        choices=("none", "selective", "full"),
+    )
+    recompute_every: int = option(
+        1, "of the blocks every n-th one is recomputed", minimum=1, maximum=4096
+    )
+    recompute_modules: tuple[str, ...] = option(
+        (),
+        "modules of a block that are recomputed, each by itself; unset: the block",
+        choices=BLOCK_PARTS,
+    )
+    offload_activations: int = option(
+        0,
+        "blocks whose activations may be on the way to the host's memory, where they wait for the "
+        "backward pass; 0: activations stay on the device",
+        minimum=0,
+        maximum=4096,
+    )
+    seed: int = option(0, "seed for weight initialization", minimum=0)
+    deterministic: bool = option(False, "use deterministic kernels only, on GPUs too")
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of one global step."""
+        if self.global_batch_tokens is None:
+            return self.global_batch
+        return self.global_batch_tokens // self.seq_len
+
+    @functools.cached_property
+    def stages(self) -> list[RampStage]:
+        """Sizes of all steps."""
+        first, over = self.seq_len_ramp or (self.seq_len, 0)
+        doublings = (self.seq_len // first).bit_length() - 1
+        return ramp_stages(
+            self.sequences, self.batch_ramp, [2**i for i in range(doublings, 0, -1)], over
+        )
+
+    def stage(self, step: int) -> RampStage:
+        """Return the sizes of a step."""
+        return stage_at(self.stages, step)
+
+    def problems(self) -> list[str]:
+        found = ramp_problems(self.sequences, self.batch_ramp, self.seq_len, self.seq_len_ramp)
+        if self.recompute == "none" and (self.recompute_every > 1 or self.recompute_modules):
+            found.append(
+                "train.recompute_every, train.recompute_modules: nothing is recomputed; set "
+                "train.recompute to selective or full, or leave them out"
+            )
+        most = MAX_STEP_TOKENS // self.seq_len
+        if self.sequences > most:
+            found.append(
+                f"train.global_batch = {self.global_batch}: these sequences of train.seq_len = "
+                f"{self.seq_len} are over {MAX_STEP_TOKENS} tokens a step; give at most {most}"
+            )
+        elif self.global_batch_tokens is not None and self.global_batch_tokens % self.seq_len:
+            down = self.global_batch_tokens // self.seq_len * self.seq_len
+            found.append(
+                f"train.global_batch_tokens = {self.global_batch_tokens}: must be a multiple of "
+                f"train.seq_len = {self.seq_len}, such as {down or self.seq_len}"
+            )
+        if self.weights == "bf16" and self.dtype != "bf16":
+            found.append(
+                f"train.weights = bf16: with train.dtype = {self.dtype} the products would be no "
+                "more exact than the weights; add --train.dtype=bf16"
+            )
+        if self.compile_scope == "model" and not self.compile:
+            found.append(
+                "train.compile_scope = model: nothing is compiled; add --train.compile, or leave "
+                "train.compile_scope out"
+            )
+        if self.compile_scope == "model" and self.offload_activations:
+            found.append(
+                "train.offload_activations with train.compile_scope = model: activations leave "
+                "block by block; leave one of the two out"
+            )
+        if self.fp8 != "none" and importlib.util.find_spec("torchao") is None:
+            found.append(
+                f"train.fp8 = {self.fp8}: the package torchao is not installed; run "
+                ".venv/bin/pip install -c constraints.txt -e '.[fp8]', or leave train.fp8 = none"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class EvalSetConfig:
+    path: str = option(
+        REQUIRED_OPTION, "directory of token shards, of which the validation split is used"
+    )
+    name: str = option("", "its name in metrics and messages; unset: the last part of path")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    interval: int = option(0, "steps between validations; 0: never validate", minimum=0)
+    samples: int = option(256, "validation sequences of each set; 0: the whole split", minimum=0)
+    sets: tuple[EvalSetConfig, ...] = option(
+        (),
+        "data sets to validate on, in place of the run's own; [[eval.sets]] in a file; val_loss is "
+        "that of the first",
+    )
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        return tuple(SourceConfig(each.path, each.name) for each in self.sets)
+
+    def problems(self) -> list[str]:
+        names = Counter(source.label for source in self.sources)
+        return [
+            f"eval.sets: {count} have the name {name}; give each a name of its own"
+            for name, count in names.items()
+            if count > 1
+        ]
+
+
+@dataclass(frozen=True)
+class RunConfig(Sections):
+    """The trainer's sections are fields; those of extensions are found by name: cfg.of(CLASS)."""
+
+    run: RunSection = field(default_factory=RunSection)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    freeze: FreezeConfig = field(default_factory=FreezeConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    trackers: TrackersConfig = field(default_factory=TrackersConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    @classmethod
+    def find_sections(cls, name: str) -> Mapping[str, type]:
+        return lookup.sections_with(name)
+
+    @classmethod
+    def all_sections(cls) -> Mapping[str, type]:
+        return lookup.every_section()
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return Path(self.checkpoint.dir or f"{self.run.dir}/checkpoints")
+
+
+def check_batch(cfg: TrainConfig, world_size: int) -> None:
+    """Raise ConfigError with the arithmetic if the global batch of some step does not divide into
+    the micro-batches of `world_size` ranks."""
+    for batch in sorted({stage.batch for stage in cfg.stages}, reverse=True):
+        micro_batch(cfg, world_size, batch)
+
+
+def check_pipeline(cfg: TrainConfig, axes: DistributedConfig, data_ranks: int) -> None:
+    """Raise ConfigError with the arithmetic if some step has too few micro-batches to keep the
+    stages busy, or a number of them that the interleaved schedule cannot order."""
+    if axes.pp == 1:
+        return
+    for batch in sorted({stage.batch for stage in cfg.stages}):
+        micro = micro_batch(cfg, data_ranks, batch)
+        passes = batch // (micro * data_ranks)
+        if passes >= axes.pp and (axes.pp_stages_per_rank == 1 or passes % axes.pp == 0):
+            continue
+        needs = "at least as many" if axes.pp_stages_per_rank == 1 else "a multiple of them"
+        raise ConfigError(
+            f"distributed.pp = {axes.pp}: {batch} sequences / ({data_ranks} data ranks x "
+            f"micro_batch {micro}) = {passes} micro-batches a step, and the {axes.pp} ranks of a "
+            f"pipeline need {needs}; give a smaller --train.micro_batch, or a larger batch"
+        )
+
+
+def micro_batch(cfg: TrainConfig, world_size: int, batch: int) -> int:
+    """Return the sequences of one forward on one rank, in a step of `batch`: train.micro_batch, or
+    all if a rank has fewer."""
+    share, rest = divmod(batch, world_size)
+    ramp = batch != cfg.sequences
+    micro = cfg.micro_batch or share
+    micro = min(micro, share) if ramp else micro
+    if rest or not micro or share % micro:
+        unit = world_size * (cfg.micro_batch or 1)
+        near, key = max(unit, batch // unit * unit), "train.global_batch"
+        if cfg.global_batch_tokens is not None:
+            near, key = near * cfg.seq_len, "train.global_batch_tokens"
+        what = f"{world_size:,} ranks" + (
+            f" x micro_batch {cfg.micro_batch}" if cfg.micro_batch else ""
+        )
+        if ramp:
+            raise ConfigError(
+                f"train.batch_ramp: {batch} sequences do not divide by {what} = {unit}; start and "
+                f"increase by multiples of {unit} sequences"
+            )
+        if batch < unit:
+            raise ConfigError(
+                f"{key}: {batch:,} sequences cannot be shared by {what}, which need at least "
+                f"{unit:,}; give --{key}={near}, or fewer ranks"
+            )
+        raise ConfigError(
+            f"{key}: {batch} sequences do not divide by {what} = {unit}; "
+            f"give a multiple of {unit} sequences, such as --{key}={near}"
+        )
+    if micro * cfg.seq_len > MAX_FORWARD_TOKENS:
+        raise ConfigError(
+            f"train.micro_batch = {cfg.micro_batch or 'none'}: a forward pass of {micro} sequences "
+            f"of {cfg.seq_len} tokens on one rank is too large; give --train.micro_batch at most "
+            f"{MAX_FORWARD_TOKENS // cfg.seq_len}"
+        )
+    return micro
+
+
+def what_changed(file: Path, cfg: RunConfig, step: int) -> list[str]:
+    """List what a resumed run changes: each changed key, from the config.toml that the last attempt
+    has left, and the effect on the learning rate of its next step."""
+    try:
+        before = load_config_files(RunConfig, [file])
+    except ConfigError:  # not there, or of a version with other options
+        return []
+    now = cfg
+    for name, section in before.more:  # sections that are not in use have their defaults
+        now = now if name in dict(cfg.more) else now.with_section(name, type(section)())
+    for name, section in cfg.more:
+        before = before if name in dict(before.more) else before.with_section(name, type(section)())
+    was = as_dict(before)
+    found = [
+        f"{section}.{key}: {to_text(old)} -> {to_text(new)}"
+        for section, values in as_dict(now).items()
+        for key, new in values.items()
+        if (old := was[section][key]) != new
+    ]
+    rates = [
+        learning_rate(c.schedule, c.optimizer.lr, step, c.train.max_steps) for c in (before, cfg)
+    ]
+    if before.train.max_steps != cfg.train.max_steps and rates[0] != rates[1]:
+        found.append(
+            f"learning rate after step {step}: {rates[0]:.2e} -> {rates[1]:.2e}; "
+            f"schedule.name = {cfg.schedule.name} is stretched to train.max_steps"
+        )
+    return found

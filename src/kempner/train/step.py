@@ -1,0 +1,205 @@
+"""The parts of a step: gradients; one small all-reduce, which is judged on the device and read by
+the host one step later; and the update."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from kempner.data.batch import MicroBatch
+from kempner.data.source import IGNORE
+from kempner.model.decoder import Decoder
+from kempner.optim.build import set_learning_rate
+from kempner.parallel.layout import Layout
+from kempner.parallel.passes import backward_passes
+from kempner.train.objective import Objective
+from kempner.train.progress import Progress
+from kempner.train.recording.metrics import Clock
+from kempner.train.resilience.requests import Meanwhile, StopRequests, Verdict
+
+GC_STEPS = 100
+
+StepNumbers = dict[str, Tensor]  # fp64 [] each, on the device
+
+
+def reduce_step(parts: Mapping[str, Tensor | float], layout: Layout) -> StepNumbers:
+    """Return the sums over all ranks, by name: one all-reduce, whatever it carries and however many
+    ranks there are.
+
+    A float of the host costs one copy for all of them, from pinned memory: a pageable one would
+    make the host wait for the device.
+    """
+    device = next(part.device for part in parts.values() if isinstance(part, Tensor))
+    ours = [part for part in parts.values() if not isinstance(part, Tensor)]
+    host = torch.tensor(ours, dtype=torch.float64, pin_memory=device.type == "cuda")
+    floats = iter(host.to(device, non_blocking=True).unbind())
+    values = [  # with fsdp_cpu_offload the gradients, and so their norm, are on the host
+        part.to(device, torch.float64) if isinstance(part, Tensor) else next(floats)
+        for part in parts.values()
+    ]
+    return dict(zip(parts, layout.sum(torch.stack(values)).unbind(), strict=True))
+
+
+class StepSums:
+    """Sums of loss and tokens over the micro-batches of a step, on the device: in all, and for each
+    of several data sources."""
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        """`names`: of the sources."""
+        self.device = device
+        self._loss, self._tokens = torch.zeros((), device=device), torch.zeros((), device=device)
+        self._names = names if len(names) > 1 else ()
+        self._numbers = torch.arange(len(self._names), device=device)  # [S]
+        self._sums = torch.zeros(2, len(self._names), device=device)  # loss and tokens, [2, S]
+
+    def add(self, batch: MicroBatch, loss: Tensor, terms: Tensor) -> None:
+        """Add a micro-batch. `loss` []: the sum of `terms` [B, T], 0 where the target does not
+        count."""
+        counts = batch.targets != IGNORE
+        self._loss += loss.detach()
+        self._tokens += counts.sum()
+        if batch.sources is None:
+            return
+        rows = torch.stack((terms.sum(1), counts.sum(1)))  # [2, B]
+        # Not index_add: on a GPU the order of its additions, and so the sum, varies.
+        mine = batch.sources == self._numbers  # [B, S]
+        self._sums += torch.where(mine, rows.unsqueeze(2), 0.0).sum(1)
+
+    def numbers(self) -> dict[str, Tensor]:
+        """Return the sums, fp32 [] each."""
+        losses, tokens = self._sums.unbind()
+        named = zip(self._names, losses, tokens, strict=True)
+        return {"loss_sum": self._loss, "tokens": self._tokens} | {
+            f"{what} of {name}": part
+            for name, *parts in named
+            for what, part in zip(("loss_sum", "tokens"), parts, strict=True)
+        }
+
+
+def forward_backward(
+    model: Decoder,
+    objective: Objective,
+    micro_batches: list[MicroBatch],
+    sums: StepSums,
+    step_tokens: int,
+    leave: StopRequests | None,
+) -> dict[str, Tensor | float] | Verdict:
+    """Accumulate this rank's gradients of (sum of losses) / step_tokens; returns the sums by name,
+    fp32 [] each. With `leave`, the requests of this rank, all ranks may abandon the step: then it
+    returns their verdict."""
+
+    def micro_batch_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
+        loss, terms, batch = objective(model, batch)
+        sums.add(batch, loss, terms)
+        return loss / step_tokens
+
+    asked: Callable[[], Verdict | None] = lambda: None  # noqa: E731
+    if leave is not None:
+        asked = Meanwhile(leave, sums.device)
+    model.routings.scale = 1 / step_tokens
+    verdict = backward_passes(model, micro_batch_loss, micro_batches, sums.device, asked)
+    return verdict or {**sums.numbers(), **objective.numbers()}
+
+
+def guard_update(
+    optimizer: torch.optim.Optimizer,
+    sums: StepNumbers,
+    step_tokens: int,
+    clip: float,
+    phase: int = 0,
+) -> StepNumbers:
+    """Hand the optimizer clipping and the verdict on this step, as tensors; returns `sums` with
+    loss (the mean over the real tokens), grad_norm and bad in place of their parts; and whether it
+    is bad as a spike, if spikes are looked for.
+
+    The gradients are those of (sum of losses) / step_tokens. Dividing them by `grad_scale` makes
+    them those of the mean over the real tokens, clipped to norm `clip`. A loss or norm that is not
+    finite, no real token at all, or a spike sets `found_inf`: weights, moments and step count stay,
+    on all ranks alike. The fused kernels of torch.optim read both attributes, as they do for
+    torch.amp.GradScaler (torch/amp/grad_scaler.py, _maybe_opt_step).
+    """
+    loss_sum, tokens = sums["loss_sum"], sums["tokens"]
+    grad_norm = sums["grad_norm_sq"].sqrt() * step_tokens / tokens
+    bad = ~(torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & (tokens > 0))
+    shrink = (grad_norm / clip).clamp(min=1.0) if clip else torch.ones_like(grad_norm)
+    told = {**sums, "loss": loss_sum / tokens, "grad_norm": grad_norm}
+    if (spikes := getattr(optimizer, "spikes", None)) is not None:
+        told |= spikes.judge(told["loss"], grad_norm, bad, (step_tokens, phase))
+        bad = bad | (told["spike"] > 0)
+    optimizer.grad_scale = (shrink * tokens / step_tokens).float()  # type: ignore[attr-defined]
+    optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+    return {**told, "bad": bad.double()}
+
+
+def update_weights(
+    optimizer: torch.optim.Optimizer,
+    sums: StepNumbers,
+    step_tokens: int,
+    lr: float,
+    grad_clip: float,
+    phase: int = 0,
+) -> StepNumbers:
+    """Update the weights, unless this step was not finite on some rank, or a spike; returns the
+    numbers of the step for the host. `phase`: of the data, and of freezing."""
+    numbers = guard_update(optimizer, sums, step_tokens, grad_clip, phase)
+    set_learning_rate(optimizer, lr)
+    optimizer.step()
+    optimizer.zero_grad()
+    return numbers
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Numbers of a step on the host, one step later. `after`: the progress after it."""
+
+    after: Progress
+    lr: float
+    values: dict[str, float] = field(repr=False)  # what guard_update returned, by name
+    spent: dict[str, float]  # seconds of this rank until the step was done: Clock.spent
+
+    @property
+    def step(self) -> int:
+        return self.after.step
+
+    @property
+    def bad(self) -> bool:
+        """True if its update is skipped."""
+        return self.values["bad"] > 0
+
+    @property
+    def spike(self) -> bool:
+        return self.values.get("spike", 0.0) > 0
+
+
+class PendingStep:
+    """Numbers of a step on their way to the host; read() waits only for the step that made them."""
+
+    def __init__(self, after: Progress, lr: float, numbers: StepNumbers, clock: Clock) -> None:
+        self._after, self._lr, self._names = after, lr, list(numbers)
+        self._clock, self._spent = clock, clock.spent()
+        values = torch.stack(list(numbers.values()))
+        self._event = torch.Event(values.device.type) if values.is_cuda else None
+        # Pinned, or the copy would wait for the device.
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+        self._host.copy_(values, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def read(self) -> StepResult:
+        if self._event is not None:
+            self._event.synchronize()
+            self._spent = self._clock.spent()  # the device is done now, not when the host was
+        values = dict(zip(self._names, self._host.tolist(), strict=True))
+        return StepResult(self._after, self._lr, values, self._spent)
+
+
+def collect_garbage(step: int) -> None:
+    """Collect Python's garbage at the same steps on all ranks. By default each rank collects at
+    another step, and every other rank waits for it there."""
+    gc.disable()
+    if step % GC_STEPS == 0:
+        gc.collect(1)

@@ -1,0 +1,228 @@
+"""The parts that the loop of scripts/train.py steps with, opened from the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from kempner.checkpoint.checkpointer import Checkpointer
+from kempner.data.batch import MicroBatch
+from kempner.jobs.ranks import process_group, startup
+from kempner.jobs.ranks.process_group import World
+from kempner.jobs.slurm import time_to_leave
+from kempner.jobs.system import compiler
+from kempner.model.decoder import Decoder
+from kempner.optim.build import published_weights
+from kempner.optim.config import learning_rate
+from kempner.optim.freezing import Freezer
+from kempner.optim.optimizer import Optimizer
+from kempner.parallel.build import build_model
+from kempner.parallel.layout import Layout
+from kempner.train import extensions
+from kempner.train.evaluate import validate
+from kempner.train.extensions import Loader
+from kempner.train.objective import Objective
+from kempner.train.parts import (
+    open_held_out_batches,
+    open_layout,
+    open_loader,
+    open_objective,
+    open_replicas,
+)
+from kempner.train.progress import Progress
+from kempner.train.recording.contents import checkpoint_contents
+from kempner.train.recording.metrics import Clock
+from kempner.train.recording.recorder import Recorder
+from kempner.train.recording.run_directory import Run
+from kempner.train.replicas import Replicas
+from kempner.train.resilience import requests
+from kempner.train.resilience.nonfinite import NonFinite
+from kempner.train.resilience.requests import StopRequests, Verdict
+from kempner.train.resilience.straggler import BlockClock, Stragglers
+from kempner.train.resilience.watchdog import Watchdog, start_watchdog
+from kempner.train.resuming import go_back, resume_progress
+from kempner.train.sections import RunConfig
+from kempner.train.step import StepResult
+
+
+def join_ranks(cfg: RunConfig) -> tuple[RunConfig, World, torch.device]:
+    """Meet the other ranks; returns the configuration of this rank's replica. Raises ConfigError,
+    BadPortRange, NoFreePort."""
+    world = process_group.discover_world()
+    device = process_group.pick_device(cfg.distributed.device, world.local_rank)
+    process_group.bind_to_socket(device, world)
+    compiler.require_compiler(cfg.train.compile, device.type)
+    used = extensions.used(cfg)
+    counts = [each.replicas_in_step(cfg, world.size, world.per_node) for each in used]
+    run_dir = extensions.of_replica(cfg, world.replica).run.dir
+    limit = cfg.distributed.start_timeout
+    world = process_group.start_process_group(world, device, run_dir, limit, max(counts, default=1))
+    return extensions.of_replica(cfg, world.replica), world, device
+
+
+@dataclass
+class Training:
+    """A run that is ready to step. `progress`: where it is."""
+
+    cfg: RunConfig
+    run: Run
+    device: torch.device
+    stop: StopRequests
+    watchdog: Watchdog
+    layout: Layout
+    model: Decoder
+    optimizer: Optimizer
+    replicas: Replicas
+    checkpointer: Checkpointer
+    progress: Progress
+    loader: Loader
+    val_batches: Callable[[], dict[str, Iterator[MicroBatch]]]
+    objective: Objective
+    recorder: Recorder
+    clock: Clock
+    nonfinite: NonFinite
+    work: BlockClock
+    freezer: Freezer
+    stragglers: Stragglers
+
+    def learning_rate(self) -> float:
+        """The rate of the next update: the schedule's, times that of the data's phase."""
+        cfg = self.cfg
+        rate = learning_rate(
+            cfg.schedule, cfg.optimizer.lr, self.progress.step, cfg.train.max_steps
+        )
+        return cfg.data.lr_scales[self.loader.phase] * rate
+
+    def phase(self) -> int:
+        """A number that grows where the losses may have another level than before: of the data, and
+        of what is frozen."""
+        return self.loader.phase + self.freezer.phase(self.progress.step)
+
+    def own_work(self) -> float:
+        """Seconds of this rank's own work in a step. A wait for what all ranks wait for is none."""
+        waited = 0.0 if self.loader.waits_for_all else self.clock.last["data"]
+        return self.work.take() + waited
+
+    def judge(self, result: StepResult) -> Verdict | None:
+        """Record a step; returns what follows from it, None when nothing does."""
+        self.recorder.step(result)
+        self.stragglers.update(result.step, result.values["work"])
+        return self.nonfinite.judge(result, self.replicas.may_go_back(self.progress))
+
+    def go_back(self, verdict: Verdict) -> Verdict:
+        """Return to the last checkpoint, without the samples of the bad steps; returns what is
+        next."""
+        with self.watchdog.patient():
+            self.progress, verdict = go_back(
+                self.progress,
+                self.nonfinite.since,
+                verdict,
+                self.checkpointer,
+                self.loader,
+                self.run,
+            )
+        self.recorder.begin(self.progress)
+        return verdict
+
+    def save(self) -> None:
+        with self.clock.part("checkpoint"), self.watchdog.patient():
+            self.checkpointer.save(self.progress.step, self.progress.record())
+
+    def validate(self) -> None:
+        """Measure the loss of the held-out data with the weights that a user would get."""
+        weights = published_weights(self.model, self.optimizer)
+        with self.clock.part("eval"), self.watchdog.patient(), weights:
+            sets = validate(
+                self.model,
+                self.objective,
+                self.val_batches(),
+                self.layout,
+                self.device,
+                self.stop,
+            )
+            self.recorder.validation(self.progress.step, sets)
+
+    def end(self, verdict: Verdict) -> Verdict:
+        """Make the last step durable; returns how the run ends."""
+        self.loader.close()
+        with self.watchdog.patient():
+            seconds = self.stop.seconds_left(self.run.world.rank)
+            verdict = requests.final_verdict(verdict, self.progress, self.checkpointer, seconds)
+        self.watchdog.stop()
+        return verdict
+
+
+def open_checkpointer(
+    cfg: RunConfig,
+    run: Run,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    replicas: Replicas,
+) -> Checkpointer:
+    """Saves and loads the weights, the optimizer's state, and each rank's random state."""
+    from kempner.checkpoint.state import run_state
+    from kempner.checkpoint.unsaved import Unsaved
+
+    startup.mark_start("model")
+    if not cfg.checkpoint.save:
+        return Unsaved()
+    state = replicas.with_outer(run_state(model, optimizer))
+    parts = (
+        cfg.checkpoint,
+        cfg.checkpoint_dir,
+        state,
+        checkpoint_contents(cfg, run.world, run.dir),
+    )
+    return replicas.checkpointer(*parts, run.announce, run.lock)
+
+
+def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) -> Training:
+    """Make the parts, load the newest checkpoint, and start the watchers."""
+    watchdog, layout = start_watchdog(cfg, run), open_layout(cfg, run.world, device)
+    model = build_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)
+    optimizer, replicas = open_replicas(cfg, run.world, model, watchdog.patient)
+    checkpointer = open_checkpointer(cfg, run, model, optimizer, replicas)
+    progress = resume_progress(cfg, run, layout, model, checkpointer, replicas)
+    bringer = extensions.bringer(cfg)
+    if bringer is None:
+        loader: Loader = open_loader(cfg, layout, device.type == "cuda", progress)
+    else:
+        loader = bringer.loader(cfg, run, layout, model, progress, stop)
+    objective = open_objective(cfg, layout, model, run, device)
+    run.begin(progress)
+    recorder = Recorder(run, device, progress, loader, objective, replicas, optimizer.spikes)
+    nonfinite, work = NonFinite(cfg.resilience), BlockClock(model, device, layout.blocks_apart)
+    freezer, stragglers = Freezer(model, cfg.freeze), Stragglers(run.hosts, device, run.announce)
+    watchdog.begin(progress.step, layout.groups)
+
+    def seconds_to_leave() -> float:
+        step = watchdog.step_time * replicas.patience
+        return time_to_leave(checkpointer.seconds or 10.0, step) + 10.0
+
+    stop.begin(run, seconds_to_leave)
+    loader.begin(progress, recorder.clock, watchdog.patient)
+    return Training(
+        cfg,
+        run,
+        device,
+        stop,
+        watchdog,
+        layout,
+        model,
+        optimizer,
+        replicas,
+        checkpointer,
+        progress,
+        loader,
+        open_held_out_batches(cfg, layout),
+        objective,
+        recorder,
+        recorder.clock,
+        nonfinite,
+        work,
+        freezer,
+        stragglers,
+    )
