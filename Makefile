@@ -91,7 +91,7 @@ test-vllm: .venv/dev .venv-vllm/ready
 	touch $@
 
 gpu-path: .venv-gpu-path/ready
-	@PYTHONPATH=src .venv-gpu-path/bin/python -m pytest -n 0 tests/gpu_path $(ARGS)
+	@PYTHONPATH=src .venv-gpu-path/bin/python -m pytest -n 0 tests/trainer/gpu_path $(ARGS)
 
 # "===": where pip also finds a build for CPUs, which calls itself 2.13.0+cpu, "==" would take that.
 .venv-gpu-path/ready: pyproject.toml constraints.txt
@@ -105,7 +105,7 @@ gpu-path: .venv-gpu-path/ready
 test-versions: $(VERSIONS:%=.venv-py%/ready)
 	@failed=
 	for version in $(VERSIONS); do
-	    PYTHONPATH=src .venv-py$$version/bin/python -m pytest -n 2 --dist loadfile tests/unit tests/distributed $(ARGS) ||
+	    PYTHONPATH=src .venv-py$$version/bin/python -m pytest -n 2 --dist loadfile tests/*/unit tests/*/distributed $(ARGS) ||
 	        failed+=" .venv-py$$version"
 	done
 	[[ -z $$failed ]] || { echo "make test-versions: tests failed in$$failed" >&2; exit 1; }

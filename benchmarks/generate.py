@@ -26,7 +26,7 @@ from kempner.extensions.generate.config import Sampling
 from kempner.extensions.generate.engine import Engine, GenerationRequest
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
-from tests.unit.test_model import copy_to_reference
+from tests.trainer.unit.test_model import copy_to_reference
 
 VOCAB, LENGTH = 8192, 512
 SIZES = {  # width, blocks, SwiGLU width

@@ -95,12 +95,12 @@ def layers(source: Path) -> dict[str, int]:
     """Map module or package -> number of its layer: those that the checkout's own test has, or of
     an older one those of this file's."""
     for root in (source.parents[1], HERE):
-        for node in ast.parse((root / "tests/unit/test_layers.py").read_text()).body:
+        for node in ast.parse((root / "tests/house/test_layers.py").read_text()).body:
             named = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS"
             if named and isinstance(node.value, ast.Dict):
                 each = ast.literal_eval(node.value).values()
                 return {name: i for i, names in enumerate(each) for name in names.split()}
-    sys.exit("tests/unit/test_layers.py has no LAYERS")
+    sys.exit("tests/house/test_layers.py has no LAYERS")
 
 
 def arrows_up(source: Path, trees: dict[Path, ast.Module]) -> Iterator[tuple[str, str]]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from kempner.jobs.system.files import read_jsonl
 from tests.cluster import make_data
 from tests.conftest import clean_env
-from tests.distributed.test_steps import judging
+from tests.extensions.distributed.test_steps import judging
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ("kill before", "kill in", "kill after", "stop in")
@@ -37,7 +37,7 @@ def play(fault: str, size: int, folder: Path) -> None:
     program = [
         sys.executable,
         "-m",
-        "tests.distributed.islands",
+        "tests.extensions.distributed.islands",
         folder,
         json.dumps({"x": scenario}),
     ]
@@ -69,7 +69,7 @@ def waited(tau: int, data: Path, folder: Path) -> list[float]:
     """Of each round but the first."""
     program = [
         sys.executable,
-        "tests/fault/faulty_train.py",
+        "tests/trainer/fault/faulty_train.py",
         "configs/train/debug.toml",
         f"--data.dataset_path={data}",
         f"--run.dir={folder / 'run'}",

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-TRAINER = ROOT / "tests/fault/faulty_train.py"
+TRAINER = ROOT / "tests/trainer/fault/faulty_train.py"
 RATE, DELAY_S = 100e6 / 8, 0.020  # bytes/s, one way
 PACKET = 16_000  # bytes: few, because each costs the carrier some 50 us of a shared core
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000

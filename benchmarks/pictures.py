@@ -24,10 +24,10 @@ from benchmarks.lowcomm import draw
 from benchmarks.scale_table import plot, read
 from benchmarks.soak import cluster_of, say
 from tests.cluster import ROOT, SCRIPTS, Cluster
-from tests.fault.broken_run import until
+from tests.trainer.fault.broken_run import until
 
 PICTURES = ROOT / "docs/pictures"
-FAULTY = {"KEMPNER_TRAIN": str(ROOT / "tests/fault/faulty_train.py")}
+FAULTY = {"KEMPNER_TRAIN": str(ROOT / "tests/trainer/fault/faulty_train.py")}
 COLUMNS, ROWS = 140, 50
 DARK, LIGHT = "#1c1e26", "#e6e6e6"
 COLORS = ["#1c1e26", "#e06c75", "#98c379", "#e5c07b", "#61afef", "#c678dd", "#56b6c2", "#e6e6e6"]

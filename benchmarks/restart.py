@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.soak import cluster_of, say, table
 from tests.cluster import ENDED, Cluster
-from tests.fault.broken_run import BrokenRun, until
+from tests.trainer.fault.broken_run import BrokenRun, until
 
 SPARE = {"KEMPNER_SPARES": "1", "SBATCH_NO_KILL": "set"}
 WAYS: dict[str, dict[str, str]] = {

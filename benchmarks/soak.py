@@ -51,7 +51,7 @@ from kempner.jobs.records.run_history import load_history
 from kempner.jobs.system.files import read_jsonl
 from tests.cluster import ENDED, ROOT, TESTBED, Cluster, make_data
 from tests.conftest import clean_env, losses, status
-from tests.fault.broken_run import BrokenRun, words
+from tests.trainer.fault.broken_run import BrokenRun, words
 
 INTERVAL = 10  # steps between saves
 GAP = (25, 75)  # steps between faults: at least one save, so that every attempt gets on

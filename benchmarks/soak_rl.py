@@ -26,8 +26,8 @@ from benchmarks.soak import Broken, Fault, Kinds, Soak, cluster_of, draw, live, 
 from kempner.jobs.records.run_history import load_history
 from kempner.jobs.system.files import read_jsonl
 from tests.conftest import status
-from tests.fault.rl_run import ROLES, RlRun
-from tests.fault.test_rl_kills import FAULTY, words
+from tests.extensions.fault.rl_run import ROLES, RlRun
+from tests.extensions.fault.test_rl_kills import FAULTY, words
 
 GAP = (4, 12)  # steps between faults
 SLOW, STEP_S = (

@@ -38,8 +38,8 @@ from benchmarks.soak import (
     summary,
 )
 from tests.cluster import ENDED
-from tests.fault.broken_run import words
 from tests.site import Site
+from tests.trainer.fault.broken_run import words
 
 NODES = 8  # of them the last three are broken, where the site has such
 MOST_HANDS = 60

@@ -68,7 +68,7 @@ def files(folder: Path) -> None:
 def containers(folder: Path, unpack: float) -> None:
     from benchmarks.soak import cluster_of, table
     from tests.containers import RUNTIMES, container, entered, image
-    from tests.fault.broken_run import BrokenRun
+    from tests.trainer.fault.broken_run import BrokenRun
 
     found: dict[str, list[dict[str, float]]] = {}
     made: dict[str, int] = {}

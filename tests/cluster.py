@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "scripts/slurm"
 TESTBED = SCRIPTS / "testbed.sh"
-FAKE_TRAINER = ROOT / "tests/slurm/fake_trainer.py"
+FAKE_TRAINER = ROOT / "tests/jobs/slurm/fake_trainer.py"
 if os.environ.get(
     "SLURM_BIN"
 ):  # another Slurm than that in PATH; a directory without one is an error
@@ -48,7 +48,7 @@ class Cluster:
             "KEMPNER_TESTBED": str(number),
             "KEMPNER_PYTHON": sys.executable,
             "KEMPNER_SITE": os.devnull,  # what this machine's user has set is not under test
-            "KEMPNER_CODE": "0",  # tests/slurm/test_code.py is about the copies
+            "KEMPNER_CODE": "0",  # tests/jobs/slurm/test_code.py is about the copies
             "OMP_NUM_THREADS": "1",
         }
         if user != "root":

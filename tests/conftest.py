@@ -25,6 +25,8 @@ from kempner.jobs.system.front_door import exit_code
 from tests import zygote
 from tests.cluster import AS_USER, ROOT, cluster, files_of_user
 
+pytest_plugins = ("tests.one_process", "tests.trainer.fault.fixtures")
+
 __all__ = ["cluster"]  # a fixture
 
 # A shell that starts us in the background ignores SIGINT, and so would all that the tests start.

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from tests import hf_models
-from tests.unit.templates import GENERATION, write_tokenizer
+from tests.templates import GENERATION, write_tokenizer
 
 if __name__ == "__main__":
     hf_models.COMMON.update(vocab_size=265, max_position_embeddings=4096)

@@ -26,8 +26,8 @@ class Site:
         self.state = Path(cluster.env["SLURM_CONF"]).parent
         self.kit, self.project = self.state / KIT, self.state / "project"
         self.parts = (self.state / "site").read_text().split()
-        self.trainer = self.kit / "tests/slurm/fake_trainer.py"
-        self.faulty_trainer = self.kit / "tests/fault/faulty_train.py"
+        self.trainer = self.kit / "tests/jobs/slurm/fake_trainer.py"
+        self.faulty_trainer = self.kit / "tests/trainer/fault/faulty_train.py"
         shutil.copytree(cluster.data, self.project / "data")
 
     def need(self, part: str) -> None:

@@ -19,12 +19,20 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = (sys.executable, "-m", "pytest")
 WORKERS = ("-n", "2", "--dist", "loadfile")  # half of the time they wait for Slurm
+
+
+def find_tests(*kinds: str) -> list[str]:
+    """Return the directories of these kinds in all three parts."""
+    found = [path for kind in kinds for path in sorted(ROOT.glob(f"tests/*/{kind}"))]
+    return [str(path.relative_to(ROOT)) for path in found]
+
+
 FAULTS = (sys.executable, "-m", "benchmarks.soak")
 PARTS: dict[str, tuple[str, ...]] = {
     "tests": (*PYTEST, "-m", "soak", *WORKERS),
     "vllm": ("make", "test-vllm"),
-    "as-user": (*PYTEST, "tests/slurm", "tests/fault", "tests/ray", "--as-user", *WORKERS),
-    "other-python": (*PYTEST, "tests/distributed", "--trainer-python=/usr/bin/python3", *WORKERS),
+    "as-user": (*PYTEST, *find_tests("slurm", "fault", "ray"), "--as-user", *WORKERS),
+    "other-python": (*PYTEST, *find_tests("distributed"), "--trainer-python=/usr/bin/python3", *WORKERS),
     "faults": (*FAULTS, "--faults", "30", "--seed", "1", "--pattern", "kit", "spares"),
     "site": (*FAULTS, "--site", "hostile", "--faults", "40", "--seed", "1"),
     "replicas": (*FAULTS[:2], "benchmarks.soak_replicas", "--faults", "30", "--seed", "1"),

@@ -2,7 +2,7 @@
 
 judge.py collects the facts and asks decide_next() once; the batch script (requeue.sh) obeys.
 DECISION_RULES in their order are the table of docs/reference/slurm.md, which
-tests/unit/test_decision.py compares.
+tests/jobs/unit/test_decision.py compares.
 
 Every fact has a default for the case that it is unknown, and with the defaults the run goes on:
 only known facts end it.

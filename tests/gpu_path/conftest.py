@@ -1,7 +1,0 @@
-"""What several of these tests need."""
-
-from __future__ import annotations
-
-from tests.unit.conftest import one_process
-
-__all__ = ["one_process"]  # a fixture

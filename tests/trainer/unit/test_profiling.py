@@ -1,0 +1,62 @@
+"""Memory snapshots of a GPU, whose functions are stood in for; traces: tests/trainer/distributed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kempner.config.option import ConfigError
+from kempner.extensions.planner.out_of_memory import explain_memory
+from kempner.extensions.planner.search import Check
+from kempner.jobs.ranks.process_group import World
+from kempner.train.configure import check_world, load_config
+from kempner.train.recording.profiling import ProfileConfig, Profiler
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the allocator was told, in order."""
+    found: list[str] = []
+    memory = torch.cuda.memory
+    monkeypatch.setattr(
+        memory, "_record_memory_history", lambda on, **_: found.append(f"record {on}")
+    )
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: found.append(Path(path).name))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize("always", [False, True])
+def test_a_profile_of_a_gpu_has_a_snapshot(tmp_path: Path, calls: list[str], always: bool) -> None:
+    said: list[str] = []
+    cfg = ProfileConfig(steps=2, allocations=always)
+    profiler = Profiler(cfg, tmp_path, 0, GPU, said.append)
+    assert calls == ["record all"] * always
+    for step in range(1, 6):
+        profiler.step(step, asked=step == 2)
+    name = "steps-3-4-rank-0"
+    expected = ["record all", f"{name}.pickle", *([] if always else ["record None"])]
+    assert calls[always:] == expected
+    assert (tmp_path / f"profile/{name}.json.gz").is_file() and len(said) == 2
+
+
+def test_out_of_memory_leaves_a_snapshot_and_a_word(
+    tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    words = ["--data.dataset_path=fake:", f"--run.dir={tmp_path}"]
+
+    def told(check: Check) -> str:
+        return explain_memory(load_config([], words), World(3, 3, 4, "slurm", 4), check)
+
+    text = told(check_world)
+    assert calls == ["out-of-memory-rank-3.pickle"]
+    assert f"{tmp_path}/profile/out-of-memory-rank-3.pickle has what filled it" in text
+    assert "; try --train." in text
+    assert told(lambda *_: ["refused"]).endswith("use more GPUs")  # what a run refuses is no help
+    with pytest.raises(ConfigError):
+        load_config([], [*words, "--profile.steps=0"])
