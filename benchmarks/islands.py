@@ -79,7 +79,8 @@ def waited(tau: int, data: Path, folder: Path) -> list[float]:
         *("--lowcomm.mode=steps", "--lowcomm.replicas=2", "--lowcomm.interval=8"),
         f"--lowcomm.tau={tau}",
     ]
-    faults = "slow ms=300\nhold at=kempner.extensions.lowcomm.membership:ReplicaGroup.mean:before s=0.5 nth=0"
+    mean = "kempner.extensions.lowcomm.membership:ReplicaGroup.mean"
+    faults = f"slow ms=300\nhold at={mean}:before s=0.5 nth=0"
     with judging(folder / "run") as door:
         env = clean_env(
             FAULTS=faults, GLOO_SOCKET_IFNAME="lo", KEMPNER_DOOR=str(door), KEMPNER_REPLICAS="2"

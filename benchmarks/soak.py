@@ -24,8 +24,8 @@ costs naive.sh with a large one is not in these figures.
 Columns per fault: the step it struck at; steps done again because of it; seconds from it until the
 save that followed was durable; seconds from the start of rank 0's next process to its first step;
 seconds from it until the run was past the step that it had reached. Parts of the wall time are
-`kempner.jobs.report.wall_time`'s; the effective training time ratio is the share that the steps would
-have taken at their median time.
+`kempner.jobs.report.wall_time`'s; the effective training time ratio is the share that the steps
+would have taken at their median time.
 """
 
 from __future__ import annotations

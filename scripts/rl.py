@@ -4,10 +4,10 @@
     python scripts/rl.py configs/rl/arithmetic.toml         one process of it, by hand
 
 It is scripts/train.py, step for step; its batches come from the orchestrator and its weights go to
-the engines (kempner/extensions/rl/trainer/feed.py): step n waits for the batch that the orchestrator has made of
-samples of version n - 1 or, with rl.max_async, of earlier ones, trains on it, and publishes version
-n. Exit code 0 after any orderly end, 2 on bad input; status.json says more.
-"""
+the engines (kempner/extensions/rl/trainer/feed.py): step n waits for the batch that the
+orchestrator has made of samples of version n - 1 or, with rl.max_async, of earlier ones, trains on
+it, and publishes version n. Exit code 0 after any orderly end, 2 on bad input; status.json says
+more."""
 
 if __name__ == "__main__":
     import os

@@ -1,10 +1,9 @@
 """Ownership of a directory of checkpoints and the names in it: a run renames and deletes only its
 own. No torch.
 
-The directory and each checkpoint have a mark (kempner.jobs.system.directories) with the id of the run, which is
-written before anything else. Versions before the mark are known by their manifests, and what they
-left unfinished by the names in it.
-"""
+The directory and each checkpoint have a mark (kempner.jobs.system.directories) with the id of the
+run, which is written before anything else. Versions before the mark are known by their manifests,
+and what they left unfinished by the names in it."""
 
 from __future__ import annotations
 

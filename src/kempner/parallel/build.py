@@ -147,7 +147,7 @@ def compute_dtype(name: str, device_type: str) -> torch.dtype:
 def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
     """Set initial values. Each parameter is drawn whole, from a generator of its own, then cut: the
     same on every mesh. With init_from only adapters are drawn: the rest is loaded from there or
-    from a checkpoint (extensions/hf/load.py, checkpoint/checkpointer.py). Buffers start as zeros."""
+    from a checkpoint. Buffers start as zeros."""
     for buffer in buffer_names(model).values():
         buffer.zero_()
     parameters = parameter_names(model)

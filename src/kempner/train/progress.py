@@ -15,7 +15,7 @@ class Progress:
     """Position of a run: totals so far, the ranges of sample numbers that it leaves out, because
     their steps were not finite, the sample numbers at which the data's phases begin, the
     checkpoints of other runs that it comes from, nearest first (see fork.fork_generation), and, on
-    rank 0 of a run that learns from rewards, the state of its orchestrator (see extensions/rl/exchange.py)."""
+    rank 0, the state of what brings its batches, if that has one."""
 
     step: int = 0
     samples: int = 0

@@ -1,4 +1,5 @@
-"""One run of rl.sh on the test bed, with its programs or with those of tests/extensions/slurm/fake_rl."""
+"""One run of rl.sh on the test bed, with its programs or with those of
+tests/extensions/slurm/fake_rl."""
 
 from __future__ import annotations
 

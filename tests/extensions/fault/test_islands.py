@@ -24,6 +24,7 @@ LOWCOMM = [
     f"--checkpoint.interval={H}",
 ]
 # twice a round: of a few numbers, of the changes
+MEMBERSHIP = "kempner.extensions.lowcomm.membership:Membership.round"
 MEAN = "kempner.extensions.lowcomm.membership:ReplicaGroup.mean"
 
 
@@ -92,8 +93,7 @@ def islands(three: Cluster, tmp_path: Path) -> Iterator[Islands]:
     ("at", "counts"),
     [
         pytest.param(f"{MEAN}:before", False, id="in"),
-        pytest.param("kempner.extensions.lowcomm.membership:Membership.round:before", False, id="before",
-                     marks=pytest.mark.soak),
+        pytest.param(f"{MEMBERSHIP}:before", False, id="before", marks=pytest.mark.soak),
         pytest.param(f"{MEAN}:after", False, id="after", marks=pytest.mark.soak),
     ],
 )  # fmt: skip

@@ -44,8 +44,10 @@ LEARNER, ASKER = (
 )
 PUBLISH = "kempner.extensions.rl.trainer.publish:DirectoryPublisher.publish"
 SAVE = "kempner.checkpoint.checkpointer:Checkpointer"
+EXCHANGE = "kempner.extensions.rl.exchange:RolloutExchange"
+WEIGHTS = "kempner.extensions.serve.weights"
 KILLS = {
-    "the trainer before it begins": ("rl", "kempner.extensions.rl.exchange:RolloutExchange.begin:before", 1),
+    "the trainer before it begins": ("rl", f"{EXCHANGE}.begin:before", 1),
     "the trainer while it waits": ("rl", f"{LEARNER}.next:before", 3),
     "the trainer with a batch": ("rl", f"{LEARNER}.next:after", 5),
     "the trainer before it publishes": ("rl", f"{PUBLISH}:before", 4),
@@ -59,10 +61,10 @@ KILLS = {
     "the orchestrator after a batch": (
         "orchestrate", "kempner.extensions.rl.exchange:RolloutExchange.hand_over:after", 2),
     "the orchestrator in an evaluation": ("orchestrate", f"{ASKER}._evaluate:before", 2),
-    "an engine at its start": ("serve", "kempner.extensions.serve.weights:first_version:before", 1),
-    "an engine with its weights": ("serve", "kempner.extensions.serve.weights:first_version:after", 1),
-    "an engine before new weights": ("serve", "kempner.extensions.serve.weights:replace_weights:before", 3),
-    "an engine after new weights": ("serve", "kempner.extensions.serve.weights:replace_weights:after", 4),
+    "an engine at its start": ("serve", f"{WEIGHTS}:first_version:before", 1),
+    "an engine with its weights": ("serve", f"{WEIGHTS}:first_version:after", 1),
+    "an engine before new weights": ("serve", f"{WEIGHTS}:replace_weights:before", 3),
+    "an engine after new weights": ("serve", f"{WEIGHTS}:replace_weights:after", 4),
     "an engine at work": ("serve", "kempner.extensions.serve.worker:Worker._take:after", 20),
 }  # fmt: skip
 EVERY_DAY = {"the trainer when it has published"}

@@ -340,8 +340,8 @@ PROGRAMS = {
 
 
 def survive(cluster: Cluster, folder: Path, name: str, steps: int, timed: bool) -> str:
-    """One of tests/jobs/slurm/programs on two hosts: a rank is killed; the next attempt is warned, by
-    the real time limit or as it does; then it ends. Returns the batch log."""
+    """One of tests/jobs/slurm/programs on two hosts: a rank is killed; the next attempt is warned,
+    by the real time limit or as it does; then it ends. Returns the batch log."""
     before, own, begins = PROGRAMS[name]
     script = ROOT / f"tests/jobs/slurm/programs/{name}.py"
     words = [*own, "--", sys.executable, script, *before, steps]

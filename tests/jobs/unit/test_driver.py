@@ -44,7 +44,9 @@ def test_the_version_of_the_driver(proc: Path, version: str) -> None:
 
 def test_the_installed_torch_is_read_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
     assert driver.cuda_of_torch() == torch.version.cuda
-    code = "import sys, kempner.jobs.gpu.driver as d; d.cuda_of_torch(); assert 'torch' not in sys.modules"
+    code = """import sys, kempner.jobs.gpu.driver as d
+d.cuda_of_torch()
+assert 'torch' not in sys.modules"""
     subprocess.run([sys.executable, "-c", code], check=True, env=clean_env())
 
 

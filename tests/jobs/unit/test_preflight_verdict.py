@@ -1,4 +1,5 @@
-"""The preflight's judgement, on made-up answers; tests/jobs/slurm/test_preflight.py has real ones."""
+"""The preflight's judgement, on made-up answers; tests/jobs/slurm/test_preflight.py has real
+ones."""
 
 from __future__ import annotations
 

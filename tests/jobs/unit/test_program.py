@@ -1,5 +1,5 @@
-"""What the tests of whole programs under run.sh (tests/jobs/slurm/test_run.py) do not come by: requests
-before all ranks are there, and signals without a name."""
+"""What the tests of whole programs under run.sh (tests/jobs/slurm/test_run.py) do not come by:
+requests before all ranks are there, and signals without a name."""
 
 from __future__ import annotations
 

@@ -187,7 +187,8 @@ def test_wandb_fails_until_it_does_not(run: Path, server: Path) -> None:
     (server / "broken").touch()
     assert "RuntimeError: no way to the server" in by_hand(run, FAKE_WANDB=str(server), code=1)
     (run / "status.json").write_text('{"state": "failed"}')
-    often = "import sys; from kempner.jobs.trackers import follow, __main__ as it; follow.RETRY_S = 0.1; "
+    often = "import sys; from kempner.jobs.trackers import follow, __main__ as it; "
+    often += "follow.RETRY_S = 0.1; "
     options = command(run, "wandb", "--follow", FAKE_WANDB=str(server))
     options["args"][1:3] = ["-c", often + "sys.exit(it.main(sys.argv[1:]))"]
     process = subprocess.Popen(**options, stdin=subprocess.PIPE, stderr=subprocess.PIPE)

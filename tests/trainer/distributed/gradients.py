@@ -1,7 +1,7 @@
 """A program for torchrun: a step's loss and gradients of the sharded model in several
 configurations, beside those of the plain model in one process.
 
-    torchrun ... tests/trainer/distributed/gradients.py '{"name": ["--section.key=value", ...], ...}'
+    torchrun ... tests/trainer/distributed/gradients.py '{"name": ["--section.key=value"], ...}'
 
 Rank 0 prints a JSON object: for each name the relative errors of the loss and of the worst
 gradient, how often each collective was called, and how many before the embedding. With a number of

@@ -436,7 +436,8 @@ ARGUMENTS = {
     "ports.py nodes": "names", "ready.py nodes": "names", "placement.py --names": "names",
     "vllm_engine.py --weights": "read", "vllm_engine.py --publish": "as serve.py --publish",
     "vllm_engine.py --token-file": "read", "vllm_engine.py --host": "not a path",
-    "jobs/trackers/__main__.py run": "its own names in a run", "jobs/trackers/__main__.py names": "names",
+    "jobs/trackers/__main__.py run": "its own names in a run",
+    "jobs/trackers/__main__.py names": "names",
 }  # fmt: skip
 RUN_SH = {
     "run-dir": "program.py --run-dir (run.sh)", "code": "read", "checkpoints": "read",

@@ -1,7 +1,8 @@
 """A run that is asked to leave, by whomever: it saves, leaves, comes back and loses no step.
 
 Every day the real trainer does it once in each way; the batch script's part of the others is in
-tests/jobs/slurm/test_requeue.py, with a fake trainer, and the trainer's part in tests/trainer/distributed."""
+tests/jobs/slurm/test_requeue.py, with a fake trainer, and the trainer's part in
+tests/trainer/distributed."""
 
 from __future__ import annotations
 

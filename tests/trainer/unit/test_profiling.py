@@ -1,4 +1,5 @@
-"""Memory snapshots of a GPU, whose functions are stood in for; traces: tests/trainer/distributed."""
+"""Memory snapshots of a GPU, whose functions are stood in for; traces:
+tests/trainer/distributed."""
 
 from __future__ import annotations
 

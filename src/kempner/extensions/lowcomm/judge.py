@@ -9,9 +9,9 @@ seconds without a beat: it was stopped, or its host or cable failed. A rank that
 neither. There is one judge, because replicas that judge each other can disagree; it runs where the
 job's script runs, whose end is the job's end in any case.
 
-Its note has mode 600 and a key: peers without the key are dropped (kempner.jobs.ranks.peers). torch's store
-beside it cannot authenticate. All replicas need the judge, so nothing ends it but the end
-of its parent: no peer, no full disk under the batch log or the run directory, no lack of
+Its note has mode 600 and a key: peers without the key are dropped (kempner.jobs.ranks.peers).
+torch's store beside it cannot authenticate. All replicas need the judge, so nothing ends it but the
+end of its parent: no peer, no full disk under the batch log or the run directory, no lack of
 descriptors.
 
 The judge never takes its word back. A replica that wakes up finds its connection closed, and

@@ -1,6 +1,6 @@
 """Placement: the nodes and GPUs of a job that train, and those that have engines. No torch.
 
-python -m kempner.extensions.planner.placement --nodes N --tasks T --gpus G --names A,B < CONFIG.toml
+python -m kempner.extensions.planner.placement --nodes N --tasks T --gpus G --names A,B <CONFIG
 
 prints, for the batch script, the numbers of a Placement, other values that it needs, and a text for
 its log. Exit code 2 if the job does not fit.

@@ -23,8 +23,8 @@ from kempner.model.loss import CHUNK_LOGITS
 
 
 class Preference:
-    """An objective (kempner.train.objective) on pairs of answers. It also counts how often the chosen
-    answer has the higher value, and sums the margins."""
+    """An objective (kempner.train.objective) on pairs of answers. It also counts how often the
+    chosen answer has the higher value, and sums the margins."""
 
     counted = "pairs"
 

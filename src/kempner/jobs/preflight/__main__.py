@@ -3,11 +3,11 @@
     python -m kempner.jobs.preflight --nodes node1,node2 --tasks 4 --gpus 4 --device auto \\
         --dir RUN --json FILE --meet DIR
 
-Writes its port and the directory to DIR/port, for the tasks (kempner.jobs.preflight.task) that srun then
-starts; DIR/ended appears when srun has ended. Queries the tasks (kempner.jobs.preflight.channel), prints
-a table and writes the same as JSON. Exit code 0: no faults; 1: faults, with the faulty nodes in
-"bad" of the JSON; 2: bad input; 3: preflight itself has failed.
-"""
+Writes its port and the directory to DIR/port, for the tasks (kempner.jobs.preflight.task) that srun
+then starts; DIR/ended appears when srun has ended. Queries the tasks
+(kempner.jobs.preflight.channel), prints a table and writes the same as JSON. Exit code 0: no
+faults; 1: faults, with the faulty nodes in "bad" of the JSON; 2: bad input; 3: preflight itself has
+failed. """
 
 from __future__ import annotations
 

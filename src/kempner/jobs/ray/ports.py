@@ -5,9 +5,9 @@ scripts/slurm/ray.sh runs this once, on the batch host, before any step starts:
     python -m kempner.jobs.ray.ports CPUS_PER_NODE NAME=ADDRESS...
 
 It reads the user's variables (docs/guide/ray.md) from the environment and prints every port as
-NAME=value, all on one line, which kempner.jobs.ray.node takes as --ports. Ports that cannot work end
-it with exit code 2. kempner.jobs.ray imports only the standard library (and Ray, where ready.py asks
-it): the batch host's Python may have nothing else.
+NAME=value, all on one line, which kempner.jobs.ray.node takes as --ports. Ports that cannot work
+end it with exit code 2. kempner.jobs.ray imports only the standard library (and Ray, where ready.py
+asks it): the batch host's Python may have nothing else.
 """
 
 from __future__ import annotations

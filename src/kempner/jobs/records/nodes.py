@@ -3,8 +3,8 @@
 An event counts against the hosts that it names: a fault, unless it only says that a peer is gone;
 the batch script's blame, where no rank of that host recorded an error itself (it was killed, or the
 host was lost); and every other kind of event that names a host, by its own name, unless it is only
-noted: Xid 13, 31 and the like are mostly of the program itself (jobs/gpu/findings.py). A GPU for which
-the sampler has ended the attempt counts once, and the crash that follows from it does not.
+noted: Xid 13, 31 and the like are mostly of the program itself (jobs/gpu/findings.py). A GPU for
+which the sampler has ended the attempt counts once, and the crash that follows from it does not.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """The watcher beside the ranks, started by the batch script: rewrites the page of the run regularly
 (KEMPNER_PAGE), and tells of a stall. No torch, and no query to Slurm.
 
-    python -m kempner.jobs.records.watch RUN_DIR [SECONDS]     SECONDS: between two pages; none: no page
+    python -m kempner.jobs.records.watch RUN_DIR [SECONDS]
+
+SECONDS: between two pages; none: no page
 
 A hang is the watchdog's; what it cannot see (it is off, or waits for a file system) is seen here:
-the run has had no line for ten times the usual interval (jobs/records/state.py). The process ends with
-the batch script.
+the run has had no line for ten times the usual interval (jobs/records/state.py). The process
+ends with the batch script.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Notifications of a run's end, each sent once: by mail, by a command, by a webhook. No torch.
 
-    python -m kempner.jobs.report.notify RUN_DIR EVENT WHY      the batch script, when the run has ended
-    status.py --notify                                      cron, and what no batch script can tell
+    python -m kempner.jobs.report.notify RUN_DIR EVENT WHY   the batch script, at the run's end
+    status.py --notify                                       cron, and what no batch script can tell
 
 KEMPNER_MAIL is an address; KEMPNER_NOTIFY a command, which gets the facts as JSON on its standard
 input and as variables; KEMPNER_WEBHOOK a URL, which gets them by POST. Who creates the file

@@ -1,8 +1,8 @@
 """The run directory as one rank sees it: its lock, log, console, and records.
 
 config.toml      the configuration of the last start
-status.json      state and step; attempts.jsonl: one line an event (jobs/records/events.py), those of
-                 other ranks in attempts/HOST.jsonl
+status.json      state and step; attempts.jsonl: one line an event (jobs/records/events.py), those
+                 of other ranks in attempts/HOST.jsonl
 metrics.jsonl    one line a logged step (recorder.py)
 logs/            attempt-K/rank-R.log; `latest` names the newest attempt
 lock             held by the run while it lives

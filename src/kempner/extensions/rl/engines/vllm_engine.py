@@ -1,6 +1,7 @@
 """vLLM as an engine of a run, with the words of scripts/serve.py.
 
-    python -m kempner.extensions.rl.engines.vllm_engine --weights DIR --publish DIR --token-file FILE [words for vLLM]
+    python -m kempner.extensions.rl.engines.vllm_engine --weights DIR --publish DIR \\
+        --token-file FILE [words for vLLM]
 
 It waits for the first version of the weights, starts `vllm serve` with it, and publishes the URL
 when requests are taken. vLLM is found in the Python that KEMPNER_VLLM names, else in this one. The

@@ -55,8 +55,8 @@ WAIT_SHARE = 0.02  # of the wait so far, in between: a wait is not prolonged by 
 
 
 class Feed:
-    """A loader (kempner.train.extensions.Loader) that waits for the batch of each step, and publishes the
-    weights after it."""
+    """A loader (kempner.train.extensions.Loader) that waits for the batch of each step, and
+    publishes the weights after it."""
 
     names: tuple[str, ...] = ()  # of sources of data
     sources: tuple[Any, ...] = ()
