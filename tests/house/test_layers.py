@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kempner.train.extensions import Extension
-from kempner.train.lookup import INDEX, extension, extension_index
+from kempner.train.lookup import INDEX, extension_index, load_extension
 from tests.layers import LAYERS, LEVEL, ROOT, SOURCE, docstring, drawn, folders
 
 MOST_MODULES = 15  # of a folder: what a reader keeps in mind
@@ -73,7 +73,7 @@ def test_the_trainer_finds_its_extensions_by_the_index_alone() -> None:
         *extension_index().FLAGS.values(),
     }
     for target in {*targets, extension_index().ADVICE}:
-        assert isinstance(extension(target), Extension)
+        assert isinstance(load_extension(target), Extension)
         assert level(target.partition(":")[0]) == len(LAYERS) - 1
 
 
