@@ -158,7 +158,7 @@ WORDS: list[tuple[str, list[object], str, dict[str, str]]] = [
     ("submit.sh", ["--nodes=2", DEBUG], "names no launch script: give one of the kit's", {}),
     ("submit.sh", [SCRIPTS / "multinode.sh"], "no configuration given: name one after", {}),
     ("submit.sh", [SCRIPTS / "status.sh"], "status.sh is not a job: give a launch script", {}),
-    ("submit.sh", [SCRIPTS / "eval.sh"], "without a copy: sbatch scripts/slurm/eval.sh", {}),
+    ("submit.sh", [SCRIPTS / "eval.sh"], f"without a copy: sbatch {SCRIPTS / 'eval.sh'}", {}),
     ("submit.sh", ["--dryrun", SCRIPTS / "multinode.sh", DEBUG], "mean --dry-run?", {}),
     ("submit.sh", [SCRIPTS / "multinode.sh", *FAKE], "no sbatch here", {"SLURM": ""}),
     ("submit.sh", [SCRIPTS / "run.sh", "--", "true"], "give --code=DIR", {}),

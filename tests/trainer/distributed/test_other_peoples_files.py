@@ -444,7 +444,7 @@ RUN_SH = {
     "steps": "a pattern", "heartbeat": "a number", "signal": "a name",
 }  # fmt: skip
 VARIABLES = {
-    "SITE": "read", "PYTHON": "run", "TRAIN": "run", "MAX_CRASHES": "a number",
+    "ROOT": "read", "SITE": "read", "PYTHON": "run", "TRAIN": "run", "MAX_CRASHES": "a number",
     "RESTARTS": "a number", "SPARES": "a number", "SPARE_COMMAND": "run", "EXCLUDE": "a number",
     "CHAIN": "a number", "SIGNAL_LEAD": "a number", "PREFLIGHT": "0 or 1",
     "PREFLIGHT_LEAST": "numbers", "CODE": "0 or 1", "STAGE": "KEMPNER_STAGE",

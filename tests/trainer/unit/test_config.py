@@ -324,7 +324,7 @@ def test_a_missing_file_names_the_path_and_its_neighbours(folder: Path) -> None:
     assert str(folder / "configs/debgu.toml") in message
     assert message.endswith("did you mean configs/debug.toml?")
     assert problem("configs/zzz.toml").endswith("configs/ has 7b.toml, debug.toml")
-    assert f"no directory {folder}/config;" in problem("config/debug.toml")
+    assert f"the directory {folder}/config does not exist;" in problem("config/debug.toml")
     assert "did you mean configs/debug.toml?" in problem("configs/debug")
     Path("run.toml").mkdir()
     assert "run.toml: is a directory" in problem("run.toml")
