@@ -355,7 +355,7 @@ check(total)
 """  # each a case, after an empty line
 EVIL = """
 import builtins, json, os, struct, sys, types
-from __main__ import Program
+from __main__ import ProgramPeer as Program
 class E:
     def __init__(self, *a): pass
     def __getattr__(self, name):
