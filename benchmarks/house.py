@@ -1,7 +1,7 @@
 """What a reader of this repository has to carry: a table of counts, of any checkout.
 
-    python benchmarks/house.py                 this checkout
-    python benchmarks/house.py ../other        another one, such as a worktree of an older commit
+    python -m benchmarks.house                 this checkout
+    python -m benchmarks.house ../other        another one, such as a worktree of an older commit
 
 Lines and modules are those that a program really loads (python -X importtime): a training of two
 steps of fake data, its check, and a look at a run. Nothing is timed.
@@ -19,6 +19,8 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests.layers import LEVEL
 
 HERE = Path(__file__).resolve().parents[1]
 CONFIG = ["configs/train/debug.toml", "--data.dataset_path=fake:", "--distributed.device=cpu"]
@@ -45,10 +47,12 @@ def main(root: Path) -> None:
     docs = [text for tree in trees.values() for text in docstrings(tree)]
     bad = sum(1 for text in docs if text.split(maxsplit=1)[0].rstrip(",:") in FRAGMENTS)
     comments, code = (sum(each) for each in zip(*map(comment_lines, files), strict=True))
+    # An older checkout has other layers.
+    arrows = f"{len(list(arrows_up(source, trees)))}" if (source / "jobs").is_dir() else "-"
     rows |= {
         "modules and packages at the top": f"{len(doors(source))}",
         "options in train.py --help": f"{options(root)}",
-        "imports of a layer above": f"{len(list(arrows_up(source, trees)))}",
+        "imports of a layer above": arrows,
         "public names in two modules": f"{twice} of {len(count)} ({twice / len(count):.1%})",
         "docstrings that begin with a fragment": f"{bad} of {len(docs)} ({bad / len(docs):.1%})",
         "full-line comments, of code lines": f"{comments / code:.1%}",
@@ -91,30 +95,9 @@ def doors(source: Path) -> list[Path]:
     return packages + [path for path in source.glob("*.py") if path.name != "__init__.py"]
 
 
-def layers(source: Path) -> dict[str, int]:
-    """Map module or package -> number of its layer: those that the checkout's own test has, or of
-    an older one those of this file's."""
-    for root in (source.parents[1], HERE):
-        for node in ast.parse((root / "tests/house/test_layers.py").read_text()).body:
-            named = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS"
-            if named and isinstance(node.value, ast.Dict):
-                each = ast.literal_eval(node.value).values()
-                return {name: i for i, names in enumerate(each) for name in names.split()}
-    sys.exit("tests/house/test_layers.py has no LAYERS")
-
-
 def arrows_up(source: Path, trees: dict[Path, ast.Module]) -> Iterator[tuple[str, str]]:
     """Pairs of modules, the second in a layer above, also in functions and for annotations."""
-    levels = layers(source)
     names = {".".join(path.relative_to(source).with_suffix("").parts): path for path in trees}
-
-    def level(module: str) -> int:
-        parts = module.split(".")
-        return next(
-            levels[".".join(parts[:n])]
-            for n in range(len(parts), 0, -1)
-            if ".".join(parts[:n]) in levels
-        )
 
     for name, path in names.items():
         targets = set()
@@ -124,7 +107,10 @@ def arrows_up(source: Path, trees: dict[Path, ast.Module]) -> Iterator[tuple[str
                 within = [f"{inner}.{alias.name}".lstrip(".") for alias in node.names]
                 targets |= {each if each in names else inner for each in within}
         for other in sorted(targets - {""}):
-            if not name.endswith("__init__") and level(other) > level(name):
+            if (
+                not name.endswith("__init__")
+                and LEVEL[other.split(".")[0]] > LEVEL[name.split(".")[0]]
+            ):
                 yield name, other
 
 
