@@ -122,7 +122,7 @@ class Muon(Rule):
 
     def update(self, group: ParameterGroup, parts: Sequence[ParameterPart], guard: Guard) -> None:
         guard.prepare(parts)
-        keep, beta = guard.keep, group["momentum"]
+        keep, beta = guard.keep(), group["momentum"]
         for part in parts:
             part.state["momentum"].lerp_(part.grad, (1 - beta) * keep)
             part.state["step"].add_(keep)

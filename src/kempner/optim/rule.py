@@ -32,7 +32,6 @@ class Guard(NamedTuple):
     grad_scale: Tensor  # fp32 []
     found_inf: Tensor  # fp32 [], 0 or 1
 
-    @property
     def keep(self) -> Tensor:
         """Factor for everything that an update adds: 0 leaves the old value exactly."""
         return 1.0 - self.found_inf

@@ -45,7 +45,7 @@ class AdamW(Rule):
     @staticmethod
     def _plainly(group: ParameterGroup, parts: Sequence[ParameterPart], guard: Guard) -> None:
         guard.prepare(parts)
-        keep, (beta1, beta2) = guard.keep, group["betas"]
+        keep, (beta1, beta2) = guard.keep(), group["betas"]
         rate = group["lr"] * keep
         for weight, grad, state, _ in parts:
             mean, square, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
@@ -67,7 +67,7 @@ class Lion(Rule):
 
     def update(self, group: ParameterGroup, parts: Sequence[ParameterPart], guard: Guard) -> None:
         guard.prepare(parts)
-        keep, (beta1, beta2) = guard.keep, group["betas"]
+        keep, (beta1, beta2) = guard.keep(), group["betas"]
         rate = group["lr"] * keep
         for part in parts:
             average = part.state["exp_avg"]
@@ -89,7 +89,7 @@ class ScheduleFree(Rule):
 
     def update(self, group: ParameterGroup, parts: Sequence[ParameterPart], guard: Guard) -> None:
         guard.prepare(parts)
-        keep, (beta1, beta2) = guard.keep, group["betas"]
+        keep, (beta1, beta2) = guard.keep(), group["betas"]
         rate = group["lr"] * keep
         for scalar, news in self._counted(parts[0].state, rate, keep).items():
             torch._foreach_copy_([part.state[scalar] for part in parts], [news] * len(parts))
