@@ -358,8 +358,13 @@ kp_finish() { # ends the script: requeues where that is right; exits 0, 75 (inte
     else
         kp_verdict
     fi
-    # A script of the user's own must not go on to its next command: Slurm is about to end it.
-    [[ $KP_DECIDED != requeue ]] || kp_is_whole_script || { trap - TERM && sleep 60; } || true
+    # A script of the user's own must not go on to its next command: Slurm is about to end it, and
+    # signals one process after the other. So this one lets it be signalled first.
+    if [[ $KP_DECIDED == requeue ]] && ! kp_is_whole_script; then
+        trap 'sleep 2; exit 143' TERM
+        sleep 60 &
+        wait "$!" || true
+    fi
     case $KP_DECIDED,$KP_STATE in
         requeue,* | chain,* | *,done | *,stopped) exit 0 ;;
         *,interrupted) exit $((KP_CODE == 2 ? 2 : 75)) ;; # 2: of another part of the job
