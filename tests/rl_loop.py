@@ -21,6 +21,7 @@ from kempner.extensions.rl.opening import open_curriculum, open_parts, open_rout
 from kempner.extensions.rl.orchestrate.conversation import DialogueWriter
 from kempner.extensions.rl.orchestrate.orchestrator import Orchestrator
 from kempner.extensions.rl.orchestrate.rollout import RolloutSampler
+from kempner.train.checks import combination_problems
 from kempner.train.sections import RunConfig
 from tests.fake_engine import TOKEN, FakeEngine
 
@@ -80,7 +81,7 @@ def config(folder: Path, env: str = "Digits", steps: int = 3, **rl: Any) -> RunC
     words += ["--model.vocab_size=257", "--rl.sampling.max_tokens=8", "--train.micro_batch=2"]
     file = folder / "rl.toml"
     file.write_text(f'[[rl.env]]\nid = "{ENVIRONMENTS}:{env}"\nname = "{env}"\nuse = "both"\n')
-    return load_config_files(RunConfig, [file], words)
+    return load_config_files(RunConfig, [file], words, check=combination_problems)
 
 
 class Loop:

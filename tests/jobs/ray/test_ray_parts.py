@@ -122,7 +122,7 @@ def test_a_port_that_nothing_reads_is_named(
 
 def test_the_batch_host_needs_only_the_standard_library() -> None:
     """Its Python may be any python3, without Ray and without this project's packages."""
-    source = Path(ports.__file__).parents[2]
+    source = Path(ports.__file__).parents[3]
     modules = "kempner.jobs.ray.node, kempner.jobs.ray.ready, kempner.jobs.ray.ports"
     code = f"import sys; sys.path.insert(0, {str(source)!r}); import {modules}"
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)

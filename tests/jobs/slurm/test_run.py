@@ -230,6 +230,7 @@ def test_a_warning_in_a_script_of_the_users_own(cluster: Cluster, tmp_path: Path
     cluster.wait_for("[0] step 2", tmp_path / "log")
     cluster.ask("scancel", "--signal=URG", job)
     cluster.wait_for("requeue: ", tmp_path / "log")
+    wait_until(cluster, job, lambda: cluster.field(job, "Restarts") == "1")  # the order has come
     cluster.ask("scancel", job)
     cluster.wait(job)
     log = (tmp_path / "log").read_text()

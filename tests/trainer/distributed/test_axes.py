@@ -41,9 +41,7 @@ FAULTS = "slow_products ms=1 rank=1\n" + "\n".join(
     f"bad_gradient from={start} to={end} rank=1" for start, end in BAD
 )
 FAULTS += f"\nloud from={SPIKE[0]} to={SPIKE[1]} by=100 rank=1"
-LEAVE = (
-    "kill at=kempner.parallel.layout:CheckpointLayout.norm_sq:before nth=34 rank=1 signal=SIGTERM"
-)
+LEAVE = "kill at=kempner.parallel.layout:Layout.norm_sq:before nth=34 rank=1 signal=SIGTERM"
 
 
 class World:

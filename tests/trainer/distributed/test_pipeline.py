@@ -204,14 +204,18 @@ SMALL = ModelConfig(n_layers=4)
 REFUSED: dict[str, tuple[ModelConfig, dict[str, Any], str]] = {
     "layers": (replace(SMALL, n_layers=3), {}, "4 x pp_stages_per_rank 1 = 4 stages"),
     "tied": (replace(SMALL, tie_embeddings=True), {}, "would be on two stages"),
-    "preferences": (SMALL, {"preference": PreferenceConfig(loss="reward")}, "loss = reward"),
+    "preferences": (
+        SMALL,
+        {"more": (("preference", PreferenceConfig(loss="reward")),)},
+        "loss = reward",
+    ),
     "compilation": (
         SMALL,
         {"train": TrainConfig(compile=True, compile_scope="model")},
         "a stage is not the whole model",
     ),
     "fp8": (SMALL, {"train": TrainConfig(fp8="rowwise")}, "train.fp8 = rowwise"),
-    "replicas": (SMALL, {"lowcomm": LowcommConfig(replicas=2)}, "replicas of lowcomm"),
+    "replicas": (SMALL, {"more": (("lowcomm", LowcommConfig(replicas=2)),)}, "replicas of lowcomm"),
 }
 
 

@@ -54,7 +54,7 @@ def test_a_plain_configuration_loads_no_extension(tmp_path: Path, word: str) -> 
 def test_a_section_loads_its_extension_and_no_other() -> None:
     done = train(*PLAIN, "--lowcomm.replicas=2", "--lowcomm.interval=10", "--check")
     assert done.returncode == 0 and "\n[lowcomm]\n" in done.stdout and "[rl" not in done.stdout
-    assert {name.split(".")[1] for name in extensions_in(done.stderr)} == {"lowcomm"}
+    assert {name.split(".")[2] for name in extensions_in(done.stderr)} == {"lowcomm"}
 
 
 def test_help_lists_an_extension_that_is_asked_for() -> None:
