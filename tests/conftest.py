@@ -123,6 +123,16 @@ def pytest_runtest_teardown() -> Iterator[None]:
     zygote.end_all()
 
 
+@pytest.fixture(autouse=True)
+def own_variables() -> Iterator[None]:
+    """What the program sets in this process, such as a cache's place, is not the next test's."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def files_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """With --as-user: what the tests write is the user's, as if it had been written by hand."""

@@ -51,6 +51,7 @@ PRELOADED = (
     "torch.distributed.nn.functional",
 )  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
+FIRST_ENVIRON = dict(os.environ)  # before any test changed it
 OWNER = "STARTED_BY_TEST"  # a variable of all that this process has started, however far down
 
 
@@ -168,12 +169,8 @@ ZYGOTE: list[Zygote] = []  # that of this process, or, in a fork, the one that i
 def zygote() -> Zygote:
     """The one of this process, started when need be."""
     if not ZYGOTE:
-        from tests.conftest import clean_env
-
-        env, servers = (
-            clean_env(),
-            [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in "12"],
-        )
+        env = {**FIRST_ENVIRON, "OMP_NUM_THREADS": "1"}
+        servers = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in "12"]
         for server in servers:
             server.bind("")  # a name of the kernel's choice, in no directory
             server.listen(64)

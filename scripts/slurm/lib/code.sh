@@ -255,9 +255,10 @@ kp_code_name() { # <copy> <directory>: gives it the name of its content; beside 
     KP_COPY=$2/${hash:0:12}
     if [[ ! -d $KP_COPY ]]; then
         commit=$(git -C "$KP_ROOT" rev-parse HEAD 2>/dev/null) || commit=''
-        kp_records write "$1.json" hash="${hash:0:12}" commit="$commit" origin="$KP_ROOT" || return 1
+        kp_records write "$1.json" hash="${hash:0:12}" commit="$commit" origin="$KP_ROOT" ||
+            rm -f -- "$1.json" # no Python on this host: a copy without its commit is better than none
         [[ -z $commit ]] || git -C "$KP_ROOT" diff HEAD -- . ':(exclude,glob)**/'{.env*,.netrc,site.env,site.d/*.env} >"$1.patch"
-        mv -f -- "$1.json" "$KP_COPY.json"
+        [[ ! -e $1.json ]] || mv -f -- "$1.json" "$KP_COPY.json"
         [[ ! -e $1.patch ]] || mv -f -- "$1.patch" "$KP_COPY.patch"
         mv -T -- "$1" "$KP_COPY" 2>/dev/null || [[ -d $KP_COPY ]] || return 1
     fi

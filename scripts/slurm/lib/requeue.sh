@@ -45,14 +45,22 @@ kp_verdict() { # sets KP_STATE to what status.json says of this attempt, or to n
 
 kp_record() { # <restart, requeue, chain, end or leave> <why>: a line in the log and in
     # attempts.jsonl (events.py)
-    local file=$KP_RUN_DIR/attempts.jsonl
+    local file=$KP_RUN_DIR/attempts.jsonl line
     KP_DECIDED=$1
     kp_log "$1: $2"
-    kp_records append "$file" event=decision decision="$1" why="$2" job="$(kp_job_id)" \
-        restart:="${SLURM_RESTART_COUNT:-0}" attempt_id="$KEMPNER_ATTEMPT_ID" step:="$(kp_step)" \
-        no_progress:="${KP_NO_PROGRESS:-null}" blamed="${KP_BLAMED:-}" excluded="${KP_EXCLUDED:-}" \
-        kind="${KP_KIND:-}" batch_began:="${KEMPNER_BATCH_BEGAN:-0}" ||
+    line=(
+        append "$file" event=decision decision="$1" why="$2" job="$(kp_job_id)"
+        restart:="${SLURM_RESTART_COUNT:-0}" attempt_id="$KEMPNER_ATTEMPT_ID" step:="$(kp_step)"
+        no_progress:="${KP_NO_PROGRESS:-null}" blamed="${KP_BLAMED:-}" excluded="${KP_EXCLUDED:-}"
+        kind="${KP_KIND:-}" batch_began:="${KEMPNER_BATCH_BEGAN:-0}"
+    )
+    KP_UNRECORDED=''
+    # A container may take longer to start than the job has time.
+    kp_records "${line[@]}" || { ((${#KP_INSIDE[@]} > 0)) && kp_history &&
+        KP_DEADLINE=$((SECONDS + KP_JUDGE_S)) kp_ask "${KP_HISTORY[@]}" "$KP_LIB/records.py" "${line[@]}"; } || {
         kp_log "the decision cannot be recorded in $file"
+        KP_UNRECORDED=${KP_NO_PROGRESS:-0}
+    }
     [[ ! $1 =~ ^(end|leave)$ ]] || kp_chain_cancel "$1: $2"
     [[ $1 == requeue ]] || kp_notify "$@" # that takes seconds, and the job may be near its limit
 }
@@ -62,11 +70,11 @@ kp_record() { # <restart, requeue, chain, end or leave> <why>: a line in the log
 kp_count_crashes() { # prints how many attempts of the job in a row, before this one, made no
     # progress, by the decisions
     # As kempner.jobs.records.judge counts: a decision says null where nobody had the time to count.
-    # Where no Python starts, nothing is recorded either, and no crash loop goes on without a bound:
-    # all starts of the job count.
+    # Where no Python starts, this script counts its restarts in place, and all starts of the job
+    # count: no crash loop goes on without a bound.
     local count=0 number KP_VALUES=() code=0
     kp_find_records "$KP_RUN_DIR/attempts.jsonl" event=decision "job=$(kp_chain_jobs)" -- no_progress || code=$?
-    [[ $code == 0 || $code == 3 ]] || count=$(kp_field Restarts)
+    [[ $code == 0 || $code == 3 ]] || count=${KP_UNRECORDED:-$(kp_field Restarts)}
     for number in "${KP_VALUES[@]}"; do
         if [[ -n $number ]]; then count=$number; else count=$((count + 1)); fi
     done

@@ -29,7 +29,7 @@ class RayJob:
         # would wait for its test, and that one for a job that waits for those hosts.
         options = [f"--nodes={nodes}", "--time=10", *env.pop("options", "").split()]
         given = {**SMALL, "COMMAND": command, "HOME": str(folder), **env}
-        self.before = set(files("0"))
+        self.before = set(files(r"\d+"))
         self.job = cluster.sbatch("ray.sh", options=options, cwd=folder, env=given)
         self.log, self.logs = folder / f"ray-{self.job}.out", folder / f"{self.job}-logs"
         self.attach = folder / f"{self.job}-attach.sh"
@@ -50,7 +50,7 @@ class RayJob:
         end = time.monotonic() + 5  # the job's state is known before its last process has gone
         while (left := self.traces() - self.before) and time.monotonic() < end:
             time.sleep(0.2)
-        assert not left, f"left behind: {left}\n{self.text()}"
+        assert not left, f"left behind: {left}\n{self.all()}"
         assert not self.attach.exists()
         assert not list(self.folder.rglob("*token*")), list(self.folder.rglob("*token*"))
 
@@ -122,7 +122,8 @@ def processes(cluster: Cluster, job: str = "") -> Iterator[str]:
 
 
 def files(job: str) -> Iterator[str]:
-    """Files that a Ray job may leave on this machine, but not those of other jobs."""
+    """Files that a Ray job may leave on this machine, but not those of other jobs; `job` is a
+    regular expression."""
     for place in {Path("/tmp"), Path(tempfile.gettempdir())}:
         for file in place.glob("ray*"):
             if re.match(rf"ray($|_|-{job}\.)", file.name):

@@ -118,8 +118,8 @@ REFUSED = {
     ),
     "preferences": (
         SMALL,
-        {"preference": PreferenceConfig(loss="reward")},
-        "not built for preference",
+        {"more": (("preference", PreferenceConfig(loss="reward")),)},
+        "loss = reward",
     ),
 }
 
