@@ -15,7 +15,7 @@ from kempner.checkpoint.fits import check_compatible, check_fork
 from kempner.checkpoint.format.plan import Table
 from kempner.checkpoint.format.reader import read_table
 from kempner.checkpoint.ownership import is_own
-from kempner.jobs.system.files import write_atomic
+from kempner.jobs.system.files import name_of_step, write_atomic
 
 SKIP = "skip.json"  # beside `latest`: samples that the run leaves out since it went back
 
@@ -32,7 +32,7 @@ def choose_checkpoint(
     version, RuntimeError if all have been set aside.
     """
     for path in commit.complete_checkpoints(root):
-        if only is not None and path.name != commit.checkpoint_name(only):
+        if only is not None and path.name != name_of_step(only):
             continue
         try:
             manifest = commit.read_manifest(path)
@@ -86,5 +86,5 @@ def set_damaged_aside(path: Path, error: Damaged, log: Callable[[str], None]) ->
 def remember_skip(root: Path, step: int, skip: list[list[int]]) -> None:
     """Store `skip` for every later load of the checkpoint of this step: it goes into its
     manifest."""
-    record = {"checkpoint": commit.checkpoint_name(step), "skip": skip}
+    record = {"checkpoint": name_of_step(step), "skip": skip}
     write_atomic(root / SKIP, json.dumps(record))

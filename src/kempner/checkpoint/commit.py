@@ -29,7 +29,7 @@ from kempner.checkpoint.ownership import is_own, remove_directory
 from kempner.config import toml
 from kempner.config.option import ConfigError
 from kempner.jobs.system.directories import Kind, mark_directory, read_mark
-from kempner.jobs.system.files import fsync, step_of_name, swap_link, write_atomic
+from kempner.jobs.system.files import fsync, name_of_step, step_of_name, swap_link, write_atomic
 
 CHECKPOINT_FORMAT = 2
 MANIFEST = "manifest.json"
@@ -44,14 +44,10 @@ class Damaged(ValueError):
     """Proof that a checkpoint is damaged: a file is missing or short, or its sum is wrong."""
 
 
-def checkpoint_name(step: int) -> str:
-    return f"step_{step:08d}"
-
-
 def partial_of(root: Path, step: int, attempt: str = "") -> Path:
     """Return the path where an attempt writes the checkpoint. The attempt's name in it keeps
     another attempt, which believes that the run is its own, from saving into the same files."""
-    return root / ".".join(filter(None, (checkpoint_name(step), attempt, "partial")))
+    return root / ".".join(filter(None, (name_of_step(step), attempt, "partial")))
 
 
 # --- Writing ---
@@ -83,7 +79,7 @@ def commit_save(
     another process by now. A crash at any instant leaves the old `latest` or the new one, each of
     them complete. Rank 0 calls it when all ranks have written.
     """
-    partial, final = partial_of(root, step, attempt), root / checkpoint_name(step)
+    partial, final = partial_of(root, step, attempt), root / name_of_step(step)
     for name, content in texts.items():
         write_atomic(partial / name, content)
     # The data files are durable; their names are only when their folder is.

@@ -8,7 +8,7 @@ from pathlib import Path
 from kempner.checkpoint import commit
 from kempner.config import toml
 from kempner.config.option import ConfigError
-from kempner.jobs.system.files import step_of_name
+from kempner.jobs.system.files import name_of_step, step_of_name
 
 CHECKPOINT_SIGNS = (
     "config.toml",
@@ -46,7 +46,7 @@ def find_checkpoint(name: str) -> Path:
         )
     if step is None:
         return there[0].resolve()
-    path = root / commit.checkpoint_name(step)
+    path = root / name_of_step(step)
     if path not in there:
         steps = ", ".join(str(step_of_name(path.name)) for path in sorted(there))
         raise ConfigError(

@@ -30,6 +30,7 @@ from kempner.data.sidecar import SIDECAR
 from kempner.data.text.tokenizer import train_bpe
 from kempner.extensions.generate.config import Sampling
 from kempner.extensions.generate.dialogue import run_dialogue
+from kempner.jobs.system.files import name_of_step
 from kempner.train.parts import open_data
 from kempner.train.sections import RunConfig
 from tests import hf_models
@@ -111,7 +112,7 @@ def test_the_model_is_that_of_the_run(run: Path, data_dir: Path, other_data: Pat
     found = {line["step"]: line for line in lines if "val_loss" in line}
     assert list(found) == [15, 30]
     for step, line in found.items():
-        model, _ = load_model(run / "checkpoints" / commit.checkpoint_name(step))
+        model, _ = load_model(run / "checkpoints" / name_of_step(step))
         sets = line["val_sets"]
         assert list(sets) == ["code", "docs"] and line["val_loss"] == sets["code"]["loss"]
         for name, path in (("code", data_dir), ("docs", other_data)):

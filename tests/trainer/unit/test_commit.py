@@ -21,7 +21,7 @@ from kempner.checkpoint import commit, ownership
 from kempner.checkpoint.ownership import claim_directory
 from kempner.config.option import ConfigError
 from kempner.jobs.system.directories import Kind, mark_directory, read_mark
-from kempner.jobs.system.files import step_of_name
+from kempner.jobs.system.files import name_of_step, step_of_name
 
 # --- A disk that crashes ------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ def sound(path: Path) -> bool:
     for name in manifest["files"]:
         commit.read_listed(path, manifest, name)
     data = (path / "ranks-000" / "__0_0.distcp").read_bytes()
-    return data.endswith(str(manifest["step"]).encode()) and path.name == commit.checkpoint_name(
+    return data.endswith(str(manifest["step"]).encode()) and path.name == name_of_step(
         manifest["step"]
     )
 
@@ -472,9 +472,7 @@ def test_a_branch_that_was_left_is_used_last_and_removed(ten: Path, saved_at: in
     order = [step_of_name(path.name) for path in commit.complete_checkpoints(ten)]
     left = [step for step in (10, 9, 8, 7, 6) if step != saved_at]
     assert order == [saved_at, 5, 4, 3, 2, 1, *left]
-    commit.set_checkpoint_aside(
-        ten / commit.checkpoint_name(saved_at)
-    )  # it is damaged: not the younger ones
+    commit.set_checkpoint_aside(ten / name_of_step(saved_at))  # it is damaged: not the younger ones
     assert commit.complete_checkpoints(ten)[0] == ten / "step_00000005"
     commit.point_latest(ten, "step_00000005")
     save(ten, saved_at + 1, parent=5)

@@ -47,6 +47,7 @@ from kempner.checkpoint.format.writer import (
     write_file,
 )
 from kempner.checkpoint.state import run_state
+from kempner.jobs.system.files import name_of_step
 from kempner.parallel.build import parameter_names
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -201,7 +202,7 @@ def test_what_is_written_late_is_the_state_of_the_save(
     second.join()
     saver.close()
     for step in (1, 2):
-        weight = read_plainly(tmp_path / commit.checkpoint_name(step))["model.weight"]
+        weight = read_plainly(tmp_path / name_of_step(step))["model.weight"]
         assert weight.unique().tolist() == [float(step)]
 
 
@@ -342,9 +343,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
         saver.wait()
         assert "No space left on device" in log[-1] and "step 2 failed" in log[-1]
         assert saver.failed_saves == 1 and saver.saved_step == 1
-        assert commit.latest_checkpoint(
-            tmp_path / "disk"
-        ) == tmp_path / "disk" / commit.checkpoint_name(1)
+        assert commit.latest_checkpoint(tmp_path / "disk") == tmp_path / "disk" / name_of_step(1)
         assert read_plainly(tmp_path / "disk" / "latest")["model.weight"].eq(1.0).all()
         (tmp_path / "disk" / "other").unlink()
         saver.save(3, {})  # the memory and the plan are still good
@@ -381,9 +380,7 @@ def of_three(rank: int, root: Path) -> None:
     saver.wait()
     assert saver.saved_step == 1 and saver.failed_saves == 1, log
     assert "failed: rank 1: TypeError" in log[-1], log
-    assert commit.latest_checkpoint(
-        root / "checkpoints"
-    ) == root / "checkpoints" / commit.checkpoint_name(1)
+    assert commit.latest_checkpoint(root / "checkpoints") == root / "checkpoints" / name_of_step(1)
     if rank == 1:
         os.pwrite = real
     saver.save(3, {})

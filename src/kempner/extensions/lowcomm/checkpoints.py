@@ -14,7 +14,7 @@ from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.checkpoint.choose import Choice
 from kempner.checkpoint.commit import Damaged
 from kempner.checkpoint.format.reader import read_table
-from kempner.jobs.system.files import step_of_name
+from kempner.jobs.system.files import name_of_step, step_of_name
 
 if TYPE_CHECKING:
     from kempner.jobs.ranks.process_group import World
@@ -68,7 +68,7 @@ class ReplicaCheckpointer(Checkpointer):
     def _join(self, sibling: int, step: int) -> dict[str, Any] | None:
         """Start from the checkpoint of another replica, without the errors of its compression,
         which are its own."""
-        path = self._root_of(sibling) / commit.checkpoint_name(step)
+        path = self._root_of(sibling) / name_of_step(step)
         providers = {name: self.providers[name] for name in ("model", "outer", "optim")}
 
         def choose() -> Choice:

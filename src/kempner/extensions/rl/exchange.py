@@ -28,7 +28,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from kempner.jobs.system.files import write_atomic
+from kempner.jobs.system.files import name_of_step, write_atomic
 
 EXCHANGE_HEARTBEAT_S = 2.0  # between two signs of life
 LISTEN_S = 10.0  # between two looks for one, at most
@@ -99,13 +99,13 @@ class RolloutExchange:
         left out."""
         with contextlib.suppress(OSError):
             self.scores.mkdir(exist_ok=True)
-            write_atomic(self.scores / f"step_{step:08d}", logprobs.tobytes())
+            write_atomic(self.scores / name_of_step(step), logprobs.tobytes())
 
     # --- the orchestrator ---
 
     def handed_back(self, step: int) -> NDArray[np.float32] | None:
         """Take what was handed back, once; None until it is there."""
-        path = self.scores / f"step_{step:08d}"
+        path = self.scores / name_of_step(step)
         try:
             found = np.frombuffer(path.read_bytes(), np.float32)
             path.unlink()
@@ -134,7 +134,7 @@ class RolloutExchange:
         return {"path": str(path), "version": number}
 
     def rollouts(self, step: int) -> Path:
-        return self.root / "rollouts" / f"step_{step:08d}"
+        return self.root / "rollouts" / name_of_step(step)
 
     def hand_over(self, batch: Batch) -> None:
         """Publish a batch, all of whose rank files are there."""

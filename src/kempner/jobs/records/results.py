@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kempner.jobs.system.files import LineFile, write_atomic
+from kempner.jobs.system.files import LineFile, name_of_step, write_atomic
 
 PREFIX = "eval/"  # of the figures in a line of metrics.jsonl
 
@@ -24,7 +24,7 @@ def record_result(run_dir: Path, step: int, figures: Mapping[str, float]) -> Non
     line |= {f"{PREFIX}{name}": value for name, value in figures.items()}
     folder = run_dir / "eval"
     folder.mkdir(exist_ok=True)
-    write_atomic(folder / f"step_{step:08d}.json", json.dumps(line))
+    write_atomic(folder / f"{name_of_step(step)}.json", json.dumps(line))
     add_without_trainer(run_dir)
 
 

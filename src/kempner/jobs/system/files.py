@@ -72,6 +72,11 @@ def swap_link(link: Path, target: str) -> None:
     fsync(link.parent)
 
 
+def name_of_step(step: int) -> str:
+    """Return the name of what belongs to a step, such as its checkpoint: 100 -> step_00000100."""
+    return f"step_{step:08d}"
+
+
 def step_of_name(name: str) -> int | None:
     """Parse the step in the name of a complete checkpoint: step_00000100 -> 100; None for any other
     name."""
