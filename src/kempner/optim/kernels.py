@@ -58,7 +58,7 @@ class Kernels:
             rows = line_places(whole.shape, own_box(whole, self._rank))
             integers = torch.tensor([SALTS * self._numbers[p], *rows], dtype=torch.int32)
             integers = self._integers[p] = integers.to(weight.device)
-        values = group["lr"], group["weight_decay"], group["eps"], *group["betas"]
+        values = [*(group[key] for key in rule.numbers), *group["betas"]]
         # Tensors, not Python floats: a float that changes with the schedule would recompile the
         # kernel.
         floats = [torch.full((), value, device=weight.device) for value in values]
@@ -95,11 +95,9 @@ def compile_rule(rule: Rule) -> Callable[..., None]:
         grad_scale: Tensor, found_inf: Tensor,
     ) -> None:  # fmt: skip
         """weight, grad and what is as large in `state`: [N]."""
-        lr, weight_decay, eps, *betas = floats
         salt, length, gap, first = integers.unbind()
-        group: dict[str, Any] = {
-            "lr": lr, "weight_decay": weight_decay, "eps": eps, "betas": betas,
-        }  # fmt: skip
+        group: dict[str, Any] = dict(zip(rule.numbers, floats, strict=False))
+        group["betas"] = floats[len(rule.numbers) :]
         copies = {key: x.float() for key, x in state.items()}
         part = ParameterPart(weight.float(), grad.float().clone(), copies, None)  # type: ignore[arg-type]
         rule.update(group, [part], Guard(grad_scale, found_inf))

@@ -52,6 +52,8 @@ class Rule:
     averages: tuple[str, ...] = ()  # of gradients, which start as 0
     copies: tuple[str, ...] = ()  # of the weights, which start as these
     scalars: tuple[str, ...] = ("step",)  # fp32 []; "step" counts the updates
+    # What a pointwise update() may read of its group, besides betas: a compiled one has no more.
+    numbers: tuple[str, ...] = ("lr", "weight_decay", "eps")
     pointwise = False  # each element changes by itself, so that an update can be one kernel
     publishes_average = False  # other weights than those that are trained
     ranks: dist.ProcessGroup | None = None  # that hold the parameters between them; None: all

@@ -127,6 +127,23 @@ def test_a_part_is_not_overwritten_while_it_is_written(
     assert first != second
 
 
+def test_a_tensor_that_no_table_names_is_not_left_out(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a new option of the decoder adds it, before the tables know of it."""
+    plain = exporting.read_table
+
+    def with_bias(path: Path, manifest: dict[str, Any]) -> Any:
+        table = plain(path, manifest)
+        return {**table, "model.norm.bias": table["model.norm.weight"]}
+
+    monkeypatch.setattr(exporting, "read_table", with_bias)
+    checkpoint = find_weights(str(run)).path
+    with pytest.raises(ConfigError, match=r"has model\.norm\.bias, which an export would leave"):
+        exporting.export_checkpoint(checkpoint, tmp_path / "out", "auto", 1 << 30)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_what_is_beside_the_weights_goes_along(model: Path, run: Path, tmp_path: Path) -> None:
     convert("export", run, tmp_path / "out", "--dtype=fp32")
     names = {file.name for file in (tmp_path / "out").iterdir()}

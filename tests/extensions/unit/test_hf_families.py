@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from kempner.config.option import ConfigError
 from kempner.extensions.hf.families import config_json, family_of, model_values
 from kempner.extensions.hf.tensors import stored_parts, tensor_names
-from kempner.model.config import ModelConfig
+from kempner.model.config import OF_TRAINING, ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.model.shapes import tensor_shapes
 
@@ -240,6 +240,10 @@ def test_every_reason_is_named_at_once() -> None:
     ]
 
 
+SMALL: dict[str, Any] = {
+    "vocab_size": 99, "dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 80,
+    "max_seq_len": 64, "rope_theta": 5000.0, "norm_eps": 1e-4,
+}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama3": {"rope_factor": 8.0, "rope_original_len": 32, "head_dim": 16},
@@ -267,11 +271,7 @@ def test_our_own_model_is_one_of_transformers(case: str, tmp_path: Path) -> None
     """A run that began from nothing: its config.json, its names, and the logits."""
     import transformers
 
-    shape: dict[str, Any] = {
-        "vocab_size": 99, "dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 80,
-        "max_seq_len": 64, "rope_theta": 5000.0, "norm_eps": 1e-4,
-    }  # fmt: skip
-    cfg = ModelConfig(**shape | SHAPES[case])
+    cfg = ModelConfig(**SMALL | SHAPES[case])
     model = Decoder(cfg)
     biases = {name: b for name, b in model.named_buffers() if name in model.state_dict()}
     tensors = biases | dict(model.named_parameters())
@@ -301,6 +301,20 @@ def test_our_own_model_is_one_of_transformers(case: str, tmp_path: Path) -> None
         tokens = torch.randint(99, (2, 40))
         theirs_say = reference.eval()(tokens).logits
         torch.testing.assert_close(model(tokens), theirs_say, atol=1e-5, rtol=0)
+
+
+REFUSED_OPTIONS = {"post_norms": True, "attention_softcap": 50.0}
+
+
+def test_no_option_of_a_model_is_lost_in_an_export() -> None:
+    """A new one is in config.json, or family_of() refuses it, or it is one of OF_TRAINING."""
+    configs = [config_json(ModelConfig(**SMALL | case), None, "", 7) for case in SHAPES.values()]
+    told = {key for config in configs for key in model_values(config, "")}
+    apart = {"init_from", *OF_TRAINING, *REFUSED_OPTIONS}
+    assert {field.name for field in fields(ModelConfig)} == told | apart
+    for name, value in REFUSED_OPTIONS.items():
+        with pytest.raises(ConfigError, match=f"model.{name}"):
+            family_of(replace(ModelConfig(), **{name: value}))
 
 
 def test_a_model_that_transformers_does_not_have_is_refused() -> None:

@@ -3,6 +3,7 @@ passes them on. None of it needs the trainer."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from kempner.jobs.trackers.config import TrackersConfig
+from kempner.jobs.trackers.config import TRACKER_NAMES, TrackersConfig
 from kempner.jobs.trackers.points import MetricsReader
 from tests.trackers import FAKE, rows, shown
 from tests.wandb_server import wandb_server
@@ -295,6 +296,12 @@ def test_bad_input(run: Path, tmp_path: Path) -> None:
     assert "give tensorboard or wandb" in by_hand(run, "tensorbord", code=2)
     (run / "config.toml").write_text("")
     assert "has no tracker; name one" in by_hand(run, code=2)
+
+
+def test_no_tracker_is_asked_for_in_vain() -> None:
+    """An option that TRACKER_NAMES lacks would start nothing."""
+    options = [field.name for field in dataclasses.fields(TrackersConfig)]
+    assert [name for name in options if "_" not in name] == list(TRACKER_NAMES)
 
 
 def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

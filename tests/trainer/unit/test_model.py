@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from kempner.model.attention import Documents, Visible, attend, attention_patter
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.model.loss import cross_entropy
-from kempner.model.shapes import tensor_shapes
+from kempner.model.shapes import ROUTER_BIAS, tensor_shapes
 from kempner.train.sections import RunConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "train"
@@ -216,6 +217,27 @@ def test_post_norms_are_on_what_the_layers_return() -> None:
                 p.mul_(0.0 if "post_norm" in name else 1.0)
         alone = model.predict(model.embed(tokens), None)
         torch.testing.assert_close(model(tokens), alone)
+
+
+SWITCHES = [
+    (field.name, value)
+    for field in fields(ModelConfig)
+    for value in (True, False, *(field.metadata["choices"] or ()))
+    if type(value) is type(field.default) and value != field.default
+]
+
+
+@pytest.mark.parametrize(("name", "value"), SWITCHES)
+def test_each_switch_is_in_the_tables(name: str, value: bool | str) -> None:
+    """The tensors by name, in their order, and the number of their elements."""
+    experts = int(name.startswith("router"))
+    options: dict[str, Any] = {"n_experts": 4 * experts, "post_norms": True, name: value}
+    cfg = replace(SHAPE, **options)
+    model = Decoder(cfg)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    buffers = {f"blocks.{i}.{ROUTER_BIAS}": (4,) for i in cfg.mixtures if cfg.router_bias}
+    assert list((buffers | shapes).items()) == list(tensor_shapes(cfg).items())
+    assert sum(p.numel() for p in model.parameters()) == cfg.count_parameters()
 
 
 def test_flops_follow_from_the_shapes() -> None:

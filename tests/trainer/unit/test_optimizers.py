@@ -21,14 +21,19 @@ from kempner.config.option import ConfigError
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.optim import muon
-from kempner.optim.build import build_optimizer, published_weights, set_learning_rate
-from kempner.optim.config import GroupConfig, OptimizerConfig
+from kempner.optim.build import (
+    UPDATE_RULES,
+    build_optimizer,
+    published_weights,
+    set_learning_rate,
+)
+from kempner.optim.config import STATE, GroupConfig, OptimizerConfig
 from kempner.optim.muon import orthogonal_parts, orthogonalise
 from kempner.optim.optimizer import Optimizer
 from kempner.optim.rounding import hashed_int32, to_bf16
 
 pytestmark = pytest.mark.usefixtures("one_process")
-RULES = ("adamw", "muon", "lion", "schedule_free")
+RULES = tuple(UPDATE_RULES)
 
 
 class Net(nn.Module):
@@ -328,8 +333,9 @@ def test_bf16_halves_the_averages_and_nothing_else(name: str) -> None:
     dtypes = {
         key: value.dtype for p in model.parameters() for key, value in optimizer.state[p].items()
     }
+    averages = {key for state in STATE.values() for key in state.averages}
     for key, dtype in dtypes.items():
-        half = key in ("exp_avg", "exp_avg_sq", "momentum")
+        half = key in averages
         assert dtype is (torch.bfloat16 if half else torch.float32), key
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-from kempner.optim.build import build_optimizer
+from kempner.optim.build import UPDATE_RULES, build_optimizer
 from kempner.optim.config import STATE, OptimizerConfig
 from kempner.optim.kernels import in_lines, line_places
 from kempner.optim.optimizer import Optimizer
 from kempner.optim.rounding import hashed_at, hashed_int32
 
 pytestmark = pytest.mark.usefixtures("one_process")
-RULES = ("adamw", "lion", "schedule_free")
+RULES = tuple(name for name, rule in UPDATE_RULES.items() if rule.pointwise)
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ from typing import Any
 
 from kempner import __version__
 from kempner.config.loading import as_dict
+from kempner.config.values import to_text
 from kempner.data.config import FAKE
 from kempner.extensions.bench.config import BenchConfig
 from kempner.extensions.lowcomm.config import LowcommConfig
@@ -30,6 +31,7 @@ from kempner.jobs.ranks.process_group import World
 from kempner.jobs.records import events
 from kempner.jobs.report.tables import align_table
 from kempner.jobs.system.files import read_jsonl, write_atomic
+from kempner.jobs.trackers.config import TRACKER_NAMES, TrackersConfig
 from kempner.train.extensions import Variant
 from kempner.train.recording.metrics import peak_flops, short_number
 from kempner.train.sections import RunConfig
@@ -56,6 +58,7 @@ def bench_overrides(cfg: RunConfig, run_dir: str) -> list[str]:
         cfg.of(LowcommConfig).interval if cfg.of(LowcommConfig).on else 1,
     )
     warmup, steps = (-(-number // rounds) * rounds for number in (bench.warmup, bench.steps))
+    no_tracker = TrackersConfig()
     words = [
         f"--run.dir={run_dir}",
         f"--bench.warmup={warmup}",
@@ -67,8 +70,7 @@ def bench_overrides(cfg: RunConfig, run_dir: str) -> list[str]:
         "--checkpoint.save=false",
         "--eval.interval=0",
         "--metrics.log_interval=1",
-        "--trackers.tensorboard=false",
-        "--trackers.wandb=off",
+        *(f"--trackers.{name}={to_text(getattr(no_tracker, name))}" for name in TRACKER_NAMES),
     ]
     if bench.data == "fake":
         masked = str(bench.length == "variable").lower()

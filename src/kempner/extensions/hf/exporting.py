@@ -251,6 +251,15 @@ class _Reader:
         self.manifest = commit.read_manifest(checkpoint)
         self.table = read_table(checkpoint, self.manifest)
         shapes = tensor_shapes(ModelConfig(**self.manifest["fixed"]["model"]))
+        # Without this a new kind of tensor would be left out, and the model be another one.
+        known = {f"model.{name}" for name in shapes}
+        extra = [key for key in self.table if key.startswith("model.") and key not in known]
+        if extra and "lora" not in self.manifest["fixed"]:
+            raise ConfigError(
+                f"{checkpoint}: has {extra[0]}, which an export would leave out; "
+                "name it in model/shapes.py, and its option in family_of(), "
+                "extensions/hf/families.py"
+            )
         self.shapes = {name: torch.Size(shapes[name]) for name in names}
         self.sizes = {
             name: shape.numel() * published_dtype(name, dtype).itemsize

@@ -21,10 +21,8 @@ from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.jobs.system.front_door import run_program
 from kempner.jobs.system.process import module_command
-from kempner.jobs.trackers.config import missing_package
+from kempner.jobs.trackers.config import TRACKER_NAMES, missing_package
 from kempner.jobs.trackers.follow import follow_run
-
-TRACKER_NAMES = ("tensorboard", "wandb")
 
 
 def main(argv: list[str]) -> int:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from kempner.config.option import option
 
+# Each is the option that turns it on, and the package that it needs.
+TRACKER_NAMES = ("tensorboard", "wandb")
+
 
 @dataclass(frozen=True)
 class TrackersConfig:
@@ -20,9 +23,7 @@ class TrackersConfig:
 
     @property
     def names(self) -> list[str]:
-        return [
-            name for name in ("tensorboard", "wandb") if getattr(self, name) not in (False, "off")
-        ]
+        return [name for name in TRACKER_NAMES if getattr(self, name) not in (False, "off")]
 
     def problems(self) -> list[str]:
         return [text for name in self.names if (text := missing_package(name))]
