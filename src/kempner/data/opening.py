@@ -46,8 +46,8 @@ def open_held_out(cfg: DataConfig, sets: Sequence[SourceConfig], how: Opening) -
     if sets and not problems:
         problems += one_vocabulary(replace(cfg, sources=(*cfg.mixed, *sets)))
     if problems or not sources:
-        problems = problems or ["data.sources: none of them has a validation split"]
-        raise ConfigError(problems, "or do not validate: give --eval.interval=0")
+        *others, last = problems or ["data.sources: none of them has a validation split"]
+        raise ConfigError(others, f"{last}; or do not validate: give --eval.interval=0")
     if sets or len(sources) == 1:
         return list(sources)
 
@@ -284,8 +284,9 @@ def data_changes(
         same = all(now.get(key) == value for key, value in one.items() if key not in own)
         if old.uses(one["name"], samples) and not same:
             what = f"{now['path']} holds other tokens than" if now else "is missing; it was"
+            moved = "" if now else "; if it has moved, name it so in [[data.sources]]"
             problems.append(
-                f"data source {one['name']}: {what} {one['path']}, on which it was trained"
+                f"data source {one['name']}: {what} {one['path']}, on which it was trained{moved}"
             )
     if same_length and not problems and old.past(samples) != new.past(samples):
         problems.append(

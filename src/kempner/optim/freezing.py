@@ -8,8 +8,6 @@ next, and a resumed run follows from the number of its step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import nn
 
 from kempner.optim.config import FreezeConfig
@@ -28,14 +26,14 @@ class Freezer:
         borders = {stage.from_step for stage in stages} | {stage.until_step for stage in stages}
         self._borders = borders - {None}
 
-    def trained(self, step: int) -> Iterator[nn.Parameter]:
+    def trained(self, step: int) -> list[nn.Parameter]:
         """Return all parameters after a backward pass; those frozen in the update after `step`
         others have lost their gradient."""
         for stage, parameters in self._stages:
             if stage.covers(step):
                 for parameter in parameters:
                     parameter.grad = None
-        return self._model.parameters()
+        return list(self._model.parameters())
 
     def phase(self, step: int) -> int:
         """Return a number that grows whenever the set of trained parameters changes, and the

@@ -58,7 +58,10 @@ def test_other_data_are_named() -> None:
     other = source("web", path="/new", tokens="x")
     said = refused(facts(WEB), facts(other))
     assert "data source web: /new holds other tokens than /data/web, on which it was" in said
-    assert "source code: is missing; it was /data/code" in refused(facts(WEB, CODE), facts(WEB))
+    assert (
+        "source code: is missing; it was /data/code, on which it was trained; if it has moved"
+        in refused(facts(WEB, CODE), facts(WEB))
+    )
     assert "data.seed is 0 there, 1 here" in refused(facts(WEB), facts(WEB, seed=1))
 
 

@@ -116,7 +116,7 @@ def test_bad_megatron_files_are_named(tmp_path: Path) -> None:
         (tmp_path / "corpus.idx").write_bytes(content)
         assert said in refused(prefix, vocab=400), said
     cfg = DataConfig(str(prefix))
-    with pytest.raises(ConfigError, match=r"no validation split\nor do not validate: give --eval"):
+    with pytest.raises(ConfigError, match=r"no validation split; or do not validate: give --eval"):
         open_held_out(cfg, (), Opening(Shape(4, 400), True, tmp_path))
 
 

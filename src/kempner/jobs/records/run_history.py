@@ -28,6 +28,7 @@ from kempner.jobs.system.files import read_jsonl, step_of_name
 
 # Types of a record's fields, where present: files may be damaged, or written by somebody else.
 STATUS = {"step": int, "max_steps": int, "attempt": int, "state": str, "reason": str}
+# Numbers of a step that reports draw or average; in a damaged line, None stands for what is none.
 NONE = (
     "loss",
     "val_loss",
