@@ -3,6 +3,8 @@ whom."""
 
 from __future__ import annotations
 
+from kempner import moved as moved  # the names of modules before version 0.2.0
+
 __version__ = "0.2.0"  # pyproject.toml reads it; CHANGELOG.md, CITATION.cff and the tag repeat it
 
 TYPE_CHECKING = False

@@ -21,7 +21,7 @@ MOST_DOORS = 10
 MODULES = {
     ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): path
     for path in sorted(SOURCE.rglob("*.py"))
-    if path.name != "__init__.py"
+    if path.name not in ("__init__.py", "moved.py")  # the latter names modules of all layers
 }
 
 
@@ -90,7 +90,7 @@ def test_the_page_lists_the_folders() -> None:
 def test_folders_are_small_and_say_what_lives_there() -> None:
     doors = [path for depth, path in folders() if not depth]
     assert len(doors) <= MOST_DOORS and not [
-        path.name for path in SOURCE.glob("*.py") if path.name != "__init__.py"
+        path.name for path in SOURCE.glob("*.py") if path.name not in ("__init__.py", "moved.py")
     ]
     for _, folder in folders():
         modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]

@@ -34,6 +34,7 @@ from kempner.config.option import (
 from kempner.config.values import format_value, to_text
 
 OTHER_KITS = "; those of other kits are in docs/start/coming-from.md"
+LISTS = "lists all"  # the end of a hint that knows no better one
 NO_SLURM = (  # as in files of prime-rl
     "the request is made to sbatch; give its options, SBATCH_* variables or site.env, and leave "
     "this out (docs/reference/slurm.md)"
@@ -126,7 +127,7 @@ class _Loader:
             problem = f"unknown {what}{self._nearest(name)}"
             if name == "slurm":
                 problem = NO_SLURM
-            elif what == "section" and problem.endswith("lists all"):
+            elif what == "section" and problem.endswith(LISTS):
                 problem += OTHER_KITS
             self._wrong(name, f"{where}: {section}: {problem}")
             return
@@ -164,7 +165,7 @@ class _Loader:
             self._wrong(section, f"{where}: {fix}")
         elif option is None:
             problem = f"unknown option{self._nearest(name, '--')}"
-            if problem.endswith("lists all"):
+            if problem.endswith(LISTS):
                 problem = NO_SLURM if section == "slurm" else problem + OTHER_KITS
             self._wrong(section, f"{where}: {problem}")
         elif equals and negated:
@@ -215,7 +216,9 @@ class _Loader:
             guesses = difflib.get_close_matches(name, elsewhere, n=1, cutoff=0)
             names += () if dashes else sections  # which are no options
             guesses = guesses or difflib.get_close_matches(name, names, n=1)
-        return f"; did you mean {dashes}{guesses[0]}?" if guesses else "; --help lists all"
+        if guesses:
+            return f"; did you mean {dashes}{guesses[0]}?"
+        return f"; --help {section} {LISTS}" if section in self.sections else f"; --help --all {LISTS}"
 
     def build(
         self,

@@ -4,6 +4,7 @@ world."""
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -73,6 +75,8 @@ def configure(
     usage = CONFIGURE_USAGE.format(command=how_to_run(program.script if program else "train.py"))
     if flags["help"]:
         run_program(lambda _: print(help_of(argv, program, usage)))
+    if flags["all"]:
+        command.problems.append("--all: goes with --help")
     if not argv:
         print(f"usage: {usage}", file=sys.stderr)
         sys.exit(2)
@@ -108,9 +112,14 @@ def configure(
 
 def help_of(argv: Sequence[str], program: type[Extension] | None, usage: str) -> str:
     """--help: the trainer's sections, then those of extensions that are asked for: by name, by
-    --all, or because it is their program."""
+    --all, or because it is their program. Raises ConfigError for a name of no section."""
     own, whole = config_schema(RunConfig), whole_schema(RunConfig)
-    words = [word.strip("[]") for word in argv if not word.startswith("-")]
+    words = [word.strip("[]").split(".")[0] for word in argv if not word.startswith("-")]
+    tops = list(dict.fromkeys(name.split(".")[0] for name in whole))
+    for word in takewhile(lambda word: not word.startswith("-"), words_after_help(argv)):
+        if word.strip("[]").split(".")[0] not in tops and not word.endswith(".toml"):
+            near = difflib.get_close_matches(word, tops, n=1) or ["--all"]
+            raise ConfigError([f"--help {word}: there is no such section; see --help {near[0]}"])
     asked = {name for name in whole if name.split(".")[0] in words}
     if not asked:
         asked = {*own, *(program.sections if program else ())}
@@ -120,6 +129,10 @@ def help_of(argv: Sequence[str], program: type[Extension] | None, usage: str) ->
     heads = dict.fromkeys(name.split(".")[0] for name in whole if name not in {*shown, *own})
     more = f"\nExtensions: {', '.join(heads)}; see --help SECTION, or --help --all\n"
     return help_text(shown, usage) + (more if heads else "")
+
+
+def words_after_help(argv: Sequence[str]) -> Sequence[str]:
+    return next((argv[i + 1 :] for i, word in enumerate(argv) if word in ("--help", "-h")), ())
 
 
 def set_allocator() -> None:

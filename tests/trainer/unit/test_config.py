@@ -228,7 +228,7 @@ def test_the_command_line_is_sorted(folder: Path) -> None:
         ("note = 'none of\\n'\nmax_step = 5", "unknown key; did you mean train.max_steps?"),
         ("lr = 5", "unknown key; did you mean optimizer.lr?"),
         ('"a\\nb" = 5', "a\\nb = 5: unknown key"),
-        ("xyzzy = 5", "unknown key; --help lists all"),
+        ("xyzzy = 5", "unknown key; --help train lists all"),
         ("max_steps = 1\nmax-steps = 1", "is max_steps again"),
     ],
 )
@@ -711,8 +711,8 @@ def test_sections_at_their_defaults_are_as_none_at_all(folder: Path) -> None:
     ("word", "hint"),
     [
         ("--slurm.nodes=2", "the request is made to sbatch; give its options"),
-        ("--output_dir=x", "--help lists all; those of other kits are in docs/start/"),
-        ("--vlm.freeze=1", "--help lists all; those of other kits are in docs/start/"),
+        ("--output_dir=x", "--help --all lists all; those of other kits are in docs/start/"),
+        ("--vlm.freeze=1", "--help --all lists all; those of other kits are in docs/start/"),
         ("--train.max_step=3", "did you mean --train.max_steps?"),
     ],
 )
