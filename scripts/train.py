@@ -50,6 +50,8 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     """Train until the last step or a request to leave; returns the state to leave the run in."""
     at = open_training(cfg, stop, run, device)
     verdict, pending, long_steps = GO_ON, [], False
+    if at.has_missed_validation():
+        at.validate()
 
     while at.progress.step < cfg.train.max_steps and not verdict.state:
         # One step. Nothing here makes the host wait for the device.
@@ -102,7 +104,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         save_due = save_due and (last or not at.nonfinite.in_a_row)
         if (save_due or verdict.save) and verdict.state != "failed":
             at.save()
-        if cfg.eval.interval and (last or step % cfg.eval.interval == 0) and not verdict.state:
+        if at.is_validation_due() and not verdict.state:
             at.validate()
 
     for late in pending:

@@ -218,7 +218,7 @@ class _Loader:
             guesses = guesses or difflib.get_close_matches(name, names, n=1)
         if guesses:
             return f"; did you mean {dashes}{guesses[0]}?"
-        return f"; --help {section} {LISTS}" if section in self.sections else f"; --help --all {LISTS}"
+        return f"; --help {section if section in self.sections else '--all'} {LISTS}"
 
     def build(
         self,

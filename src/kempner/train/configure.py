@@ -75,11 +75,10 @@ def configure(
     usage = CONFIGURE_USAGE.format(command=how_to_run(program.script if program else "train.py"))
     if flags["help"]:
         run_program(lambda _: print(help_of(argv, program, usage)))
-    if flags["all"]:
-        command.problems.append("--all: goes with --help")
     if not argv:
         print(f"usage: {usage}", file=sys.stderr)
         sys.exit(2)
+    command.problems.extend(["--all: goes with --help"] * flags["all"])
     try:
         cfg = load_config(
             command.files, command.overrides, command.problems, "bench-" if flags["bench"] else ""

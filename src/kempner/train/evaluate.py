@@ -28,7 +28,8 @@ def validate(
     stop: StopRequests,
 ) -> dict[str, tuple[float, int]]:
     """Return for each set, by its name, the mean loss over the held-out tokens of all ranks, and
-    their number; if a request to leave comes in between, of those until then."""
+    their number; nothing if a request to leave comes in between: a mean over a part of the tokens
+    is not comparable with the others, and the next attempt measures the whole."""
     found = {}
     for name, batches in sets.items():
         totals = torch.zeros(3, dtype=torch.float64)
@@ -40,10 +41,8 @@ def validate(
             sums = reduce_step({**layout.once(ours.numbers()), **flag}, layout)
             totals += torch.stack([*sums.values()]).cpu()
             if totals[2] > 0:
-                break
+                return {}
         found[name] = ((totals[0] / totals[1]).item(), int(totals[1].item()))
-        if totals[2] > 0:
-            break
     return found
 
 

@@ -35,7 +35,7 @@ from kempner.train.parts import (
 from kempner.train.progress import Progress
 from kempner.train.recording.contents import checkpoint_contents
 from kempner.train.recording.metrics import Clock
-from kempner.train.recording.recorder import Recorder
+from kempner.train.recording.recorder import Recorder, has_validation
 from kempner.train.recording.run_directory import Run
 from kempner.train.replicas import Replicas
 from kempner.train.resilience import requests
@@ -45,7 +45,7 @@ from kempner.train.resilience.straggler import BlockClock, Stragglers
 from kempner.train.resilience.watchdog import Watchdog, start_watchdog
 from kempner.train.resuming import go_back, resume_progress
 from kempner.train.sections import RunConfig
-from kempner.train.step import StepResult
+from kempner.train.step import StepResult, reduce_step
 
 
 def join_ranks(cfg: RunConfig) -> tuple[RunConfig, World, torch.device]:
@@ -143,7 +143,22 @@ class Training:
                 self.device,
                 self.stop,
             )
-            self.recorder.validation(self.progress.step, sets)
+            if sets:
+                self.recorder.validation(self.progress.step, sets)
+
+    def is_validation_due(self) -> bool:
+        """Return whether the last step is to be validated."""
+        interval, step = self.cfg.eval.interval, self.progress.step
+        return bool(interval) and (step == self.cfg.train.max_steps or step % interval == 0)
+
+    def has_missed_validation(self) -> bool:
+        """Return whether an earlier attempt was to validate the step that the run goes on from, and
+        was ended before it could. All ranks must call it."""
+        if not self.progress.step or not self.is_validation_due():
+            return False
+        missing = not self.run.world.rank and not has_validation(self.run.dir, self.progress.step)
+        flag = {"missing": torch.tensor(float(missing), device=self.device)}
+        return bool(reduce_step(flag, self.layout)["missing"] > 0)
 
     def end(self, verdict: Verdict) -> Verdict:
         """Make the last step durable; returns how the run ends."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -67,6 +68,26 @@ def test_a_complete_run_says_so(train: Train, tmp_path: Path) -> None:
     again = train(tmp_path / "run")
     assert "the run is complete: 8 of 8 steps" in again.stdout
     assert len(losses(tmp_path / "run")) == 8
+
+
+def test_a_validation_that_was_missed_is_made_up_for(train: Train, tmp_path: Path) -> None:
+    """Once, and with the weights of that step."""
+
+    def validations() -> list[tuple[int, float]]:
+        lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+        found = [record for record in map(json.loads, lines) if "val_loss" in record]
+        return [(record["step"], record["val_loss"]) for record in found]
+
+    words = ("--schedule.name=constant", "--eval.interval=4")
+    train(tmp_path / "run", *words, nproc=2)
+    unbroken = validations()
+    assert [step for step, _ in unbroken] == [4, 8]
+    shutil.rmtree(tmp_path / "run")
+    train(tmp_path / "run", words[0], "--train.max_steps=4", nproc=2)
+    assert not validations()
+    for _ in range(2):
+        train(tmp_path / "run", *words, nproc=2)
+        assert validations() == unbroken
 
 
 @pytest.mark.parametrize("saving", ["async", "sync"])

@@ -167,8 +167,10 @@ def test_during_validation(broken_run: Submit, tmp_path: Path) -> None:
     warn(run)
     until(lambda: run.decisions() == ["requeue"], 60)
     assert time.monotonic() - began < 15
+    assert "step 10  validation" not in run.log  # a part of the tokens is no validation
     assert run.wait() == 0
     run.assert_complete(attempts=2)
+    assert run.log.count("step 10  validation") == 1
 
 
 @pytest.mark.soak

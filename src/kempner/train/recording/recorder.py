@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import resource
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,14 @@ from kempner.train.recording.run_directory import Run
 from kempner.train.replicas import Replicas
 from kempner.train.resilience.requests import ASKS_PROFILE
 from kempner.train.step import StepResult
+
+
+def has_validation(run_dir: Path, step: int) -> bool:
+    """Return whether metrics.jsonl has a validation of this step."""
+    with contextlib.suppress(OSError), open(run_dir / "metrics.jsonl") as file:
+        # Not each of 100,000 lines is parsed; write() makes them.
+        return any(line.startswith(f'{{"step": {step},') and '"val_loss":' in line for line in file)
+    return False
 
 
 class Recorder:
