@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # Follow the logs of a run: the batch log and every rank's, each line behind the name of its source.
 #
-#   bash scripts/slurm/logs.sh RUN                the last 20 lines of each, and what comes; Ctrl-C ends it
+#   bash scripts/slurm/logs.sh RUN                the last 20 lines of each, and what comes; Ctrl-C
+#                                                 ends it
 #   bash scripts/slurm/logs.sh JOBID              the same, of the run of this job
 #   bash scripts/slurm/logs.sh RUN --rank 3       this rank alone
-#   bash scripts/slurm/logs.sh RUN --part engine-1    of rl.sh: this part alone; engine-K, orchestrator, or trainer-0
-#   bash scripts/slurm/logs.sh RUN --warnings     only lines about errors, stragglers, faults, requeues and the like
+#   bash scripts/slurm/logs.sh RUN --part engine-1    of rl.sh: this part alone; engine-K,
+#                                                     orchestrator, or trainer-0
+#   bash scripts/slurm/logs.sh RUN --warnings     only lines about errors, stragglers, faults,
+#                                                 requeues and the like
 #   bash scripts/slurm/logs.sh RUN --no-follow    what is there, and no more
 #
 # When the run starts again, the logs of the new attempt are followed by themselves.
@@ -16,11 +19,13 @@ source "${0%"${0##*/}"}lib/all.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/find_run.sh
 source "$KP_LIB/find_run.sh"
 
-readonly USAGE="usage: bash scripts/slurm/logs.sh RUN|JOBID [--rank R | --part NAME] [--warnings] [--no-follow]"
-WARNINGS='error|warning|traceback|straggler|watchdog|not finite|non-finite|is a spike|killed|cancelled|failed|timed out'
-WARNINGS+='|out of memory|corrupt|no step for|kempner: (requeue|end|leave):'
+USAGE="usage: bash scripts/slurm/logs.sh RUN|JOBID"
+USAGE+=" [--rank R | --part NAME] [--warnings] [--no-follow]"
+WARNINGS='error|warning|traceback|straggler|watchdog|not finite|non-finite|is a spike'
+WARNINGS+='|killed|cancelled|failed|timed out|out of memory|corrupt|no step for'
+WARNINGS+='|kempner: (requeue|end|leave):'
 WARNINGS+='|(^|[^a-z])(faults?|hangs?|hung|oom)([^a-z]|$)'
-readonly WARNINGS
+readonly USAGE WARNINGS
 KP_RANK='' KP_PART='' KP_WARN='' KP_FOLLOW=1 KP_LINES=20
 KP_FRESH=() KP_ATTEMPT_LOGS=''
 # Files that are followed; pid -> its attempt, or "keep"; pid -> rounds that are left.
@@ -90,7 +95,8 @@ kp_look_for_files() { # sets KP_FRESH, those that are not followed yet, and KP_A
         elif [[ -n $KP_RANK ]]; then
             files+=("$KP_ATTEMPT_LOGS/rank-$KP_RANK.log" "$KP_ATTEMPT_LOGS"/*/"rank-$KP_RANK.log")
         else
-            files+=("$KP_ATTEMPT_LOGS"/rank-?.log "$KP_ATTEMPT_LOGS"/rank-??.log "$KP_ATTEMPT_LOGS"/rank-???*.log)
+            files+=("$KP_ATTEMPT_LOGS"/rank-?.log "$KP_ATTEMPT_LOGS"/rank-??.log
+                "$KP_ATTEMPT_LOGS"/rank-???*.log)
             files+=("$KP_ATTEMPT_LOGS"/*/rank-*.log) # a large world: in a directory for each host
             files+=("$KP_ATTEMPT_LOGS"/orchestrator.log "$KP_ATTEMPT_LOGS"/engine-*.log)
         fi
@@ -192,7 +198,8 @@ kp_follow() { # shows what is there, then what comes, until Ctrl-C
     while kill -0 "$KP_LAST" 2>/dev/null; do # nobody reads it any more: | head
         kp_look_for_files
         ((${#KP_FRESH[@]} == 0)) || kp_start_tail "$lines"
-        [[ $lines == +1 || ${#KP_FOLLOWED[@]} -gt 0 ]] || echo "logs: no log yet, waiting for the first" >&2
+        [[ $lines == +1 || ${#KP_FOLLOWED[@]} -gt 0 ]] ||
+            echo "logs: no log yet, waiting for the first" >&2
         lines=+1 # a file that comes later is new
         kp_end_tails
         sleep 1

@@ -14,7 +14,8 @@ kp_run_replicas() { # <train.py arguments>...: trains until every replica has le
     mapfile -t KP_HOSTS < <(kp_hostnames "$(kp_field NodeList)")
     kp_count_replicas # from here on nodes, tasks and GPUs are those of one replica
     KP_COMMITTED_BEFORE=$(kp_committed_step)
-    KP_PIDS=() KP_TRIES=() KP_REPLICA_STEPS=() KP_NOT_BEFORE=() KP_KILL_AT=() KP_ALL_LEAVE='' KP_CODE=0
+    KP_PIDS=() KP_TRIES=() KP_REPLICA_STEPS=() KP_NOT_BEFORE=() KP_KILL_AT=()
+    KP_ALL_LEAVE='' KP_CODE=0
     kp_open_srun_log
     export KEMPNER_REPLICAS=$KP_REPLICAS KEMPNER_DOOR=$KP_RUN_DIR/.door-$KEMPNER_ATTEMPT_ID
     kp_open_door
@@ -46,12 +47,16 @@ from kempner.config.toml import loads
 from kempner.extensions.lowcomm.config import LowcommConfig
 told = loads(sys.stdin.read()).get("lowcomm", {}).items()
 section = LowcommConfig(**{k: v for k, v in told if k != "raw" and v != "none"}) # "none" is unset
-count = section.count(int(sys.argv[1]), int(sys.argv[2])) if section.on and section.mode == "steps" else 0
-print("kempner-answer", count, section.silence, sep="\0", end="\0")' "$world" "$KP_TASKS" <<<"${KP_VALUES[0]}" || exit
+steps = section.on and section.mode == "steps"
+count = section.count(int(sys.argv[1]), int(sys.argv[2])) if steps else 0
+print("kempner-answer", count, section.silence, sep="\0", end="\0")' "$world" "$KP_TASKS" \
+        <<<"${KP_VALUES[0]}" || exit
     KP_REPLICAS=${KP_VALUES[0]:-}
     KP_SILENCE=${KP_VALUES[1]:-}
-    [[ $KP_REPLICAS =~ ^[0-9]+$ ]] || kp_die "'$KP_PYTHON' does not say how many replicas there are: see above"
-    ((KP_REPLICAS > 0)) || kp_die "replicas.sh is for lowcomm.mode = steps: submit multinode.sh for this configuration"
+    [[ $KP_REPLICAS =~ ^[0-9]+$ ]] ||
+        kp_die "'$KP_PYTHON' does not say how many replicas there are: see above"
+    ((KP_REPLICAS > 0)) ||
+        kp_die "replicas.sh is for lowcomm.mode = steps: submit multinode.sh for this configuration"
     ranks=$((world / KP_REPLICAS))
     ((ranks >= KP_TASKS)) || KP_TASKS=$ranks
     KP_NODES=$((ranks / KP_TASKS))
@@ -59,11 +64,13 @@ print("kempner-answer", count, section.silence, sep="\0", end="\0")' "$world" "$
     kp_log "$KP_REPLICAS replicas of $KP_NODES node(s) x $KP_TASKS task(s)"
 }
 
-kp_open_door() { # starts the judge of who lives (kempner/extensions/lowcomm/judge.py); it becomes KP_CHILD
+kp_open_door() { # starts the judge of who lives (kempner/extensions/lowcomm/judge.py); it becomes
+    # KP_CHILD
     local tries
     rm -f -- "${KEMPNER_DOOR%.*.*}".* # a start of this job whose host was lost has left them
-    kp_start bash "$KP_LIB/task.sh" "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_MODULE" kempner.extensions.lowcomm.judge \
-        "$KEMPNER_DOOR" "${KEMPNER_PEERS%% *}" --silence "$KP_SILENCE" --log "$KP_RUN_DIR/replicas.jsonl"
+    kp_start bash "$KP_LIB/task.sh" "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_MODULE" \
+        kempner.extensions.lowcomm.judge "$KEMPNER_DOOR" "${KEMPNER_PEERS%% *}" \
+        --silence "$KP_SILENCE" --log "$KP_RUN_DIR/replicas.jsonl"
     for ((tries = 0; tries < 600; tries++)); do
         [[ ! -s $KEMPNER_DOOR ]] || return 0
         kill -0 "$KP_CHILD" 2>/dev/null || break
@@ -75,13 +82,15 @@ kp_open_door() { # starts the judge of who lives (kempner/extensions/lowcomm/jud
 kp_start_replica() { # <replica> <train.py arguments>...
     local slot=$1
     kp_place "$slot" || return 0
-    ((KP_TRIES[slot] == 0)) || kp_log "replica $slot is started again: it joins at the end of a round"
+    ((KP_TRIES[slot] == 0)) ||
+        kp_log "replica $slot is started again: it joins at the end of a round"
     export KEMPNER_REPLICA=$slot
     rm -f -- "$KEMPNER_DOOR.here.$slot"
     # Without --mem=0 the first step on a node would take all of its memory.
     kp_srun_command "${KP_PLACE[@]}" --no-kill --mem=0 -- "$KP_TRAIN" "${@:2}"
     KP_REPLICA_STEPS[slot]=$(kp_replica_step "$slot")
-    setsid "${KP_SRUN[@]}" </dev/null 2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2) &
+    setsid "${KP_SRUN[@]}" </dev/null \
+        2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2) &
     KP_PIDS[slot]=$!
 }
 
@@ -101,7 +110,8 @@ kp_place() { # <replica>: sets KP_PLACE, srun's words for where it runs; fails w
 
     # Once a job has lost a host, Slurm 22.05 lets exclusive steps wait for ever, although their
     # cores are free. Replicas that share a host stay exclusive: they could be given the same GPU.
-    [[ $(wc -w <<<"$left") == "${#KP_HOSTS[@]}" ]] || ((KP_TASKS < KP_PER_NODE)) || KP_PLACE[0]=--overlap
+    [[ $(wc -w <<<"$left") == "${#KP_HOSTS[@]}" ]] || ((KP_TASKS < KP_PER_NODE)) ||
+        KP_PLACE[0]=--overlap
 }
 
 kp_look_after() { # <train.py arguments>...: one look at all replicas
@@ -119,7 +129,8 @@ kp_look_after() { # <train.py arguments>...: one look at all replicas
             # back.
             kp_end_step "$slot" "replica $slot has not come, and is not needed any more"
         fi
-        ((SECONDS < ${KP_KILL_AT[slot]:-SECONDS + 1})) || kill -KILL "${KP_PIDS[slot]}" 2>/dev/null || true
+        ((SECONDS < ${KP_KILL_AT[slot]:-SECONDS + 1})) ||
+            kill -KILL "${KP_PIDS[slot]}" 2>/dev/null || true
         ! kill -0 "${KP_PIDS[slot]}" 2>/dev/null || continue
         code=0
         wait "${KP_PIDS[slot]}" || code=$?
@@ -155,14 +166,16 @@ kp_replica_ended() { # <replica> <exit code of its srun>: starts it again, unles
     kp_log "replica $1 has ended with exit code $2${KP_STATE:+: $KP_STATE}"
     ((KP_CODE != 0 && $2 != 2)) || KP_CODE=$2
     # Not by exit code 0 alone: that is srun's, too, when its node has failed.
-    if [[ $2 == 2 || $KP_STATE =~ ^(done|stopped|interrupted|failed)$ || -e $KEMPNER_DOOR.over ]]; then
+    if [[ $2 == 2 ||
+        $KP_STATE =~ ^(done|stopped|interrupted|failed)$ || -e $KEMPNER_DOOR.over ]]; then
         KP_ALL_LEAVE=1 # of the others, too: they have agreed on it, or are too few
     fi
     ! kp_is_ending || return 0
     (($(kp_replica_step "$1") <= KP_REPLICA_STEPS[$1])) || KP_TRIES[$1]=0
     KP_TRIES[$1]=$((KP_TRIES[$1] + 1))
     if ((KP_TRIES[$1] > most)); then
-        kp_log "replica $1 is not started again: $most starts in a row without a checkpoint (KEMPNER_MAX_CRASHES)"
+        kp_log "replica $1 is not started again: $most starts in a row without a checkpoint" \
+            "(KEMPNER_MAX_CRASHES)"
         return 0
     fi
     KP_NOT_BEFORE[$1]=$((SECONDS + (KP_TRIES[$1] - 1) * KP_REPLICA_PAUSE_S))
@@ -183,7 +196,8 @@ kp_replica_step() { # <replica>: the step of its newest checkpoint
     local directory=$KP_CHECKPOINTS
     if (($1 > 0)); then
         directory=$KP_CHECKPOINTS/replicas/$1 # of checkpoint.dir
-        [[ $KP_CHECKPOINTS != "$KP_RUN_DIR/checkpoints" ]] || directory=$KP_RUN_DIR/replicas/$1/checkpoints
+        [[ $KP_CHECKPOINTS != "$KP_RUN_DIR/checkpoints" ]] ||
+            directory=$KP_RUN_DIR/replicas/$1/checkpoints
     fi
     kp_newest_step "$directory"
 }

@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# The parts of rl.sh from the start on: what is lost, and what is done about it: docs/extensions/rl.md.
+# The parts of rl.sh from the start on: what is lost, and what is done about it:
+# docs/extensions/rl.md.
 
 # an engine that is lost again and again waits so much longer each time
 readonly KP_ENGINE_PAUSE_S=5
@@ -29,7 +30,8 @@ kp_look_at_run() { # once the trainer has the run: links to the logs of all part
         ln -sfn -- "../${KP_RL_LOGS##*/}/$name.log" "$KP_RUN_DIR/logs/$latest/$name.log"
     done
     for name in "$KP_RUN_DIR"/rl/*; do
-        [[ $name == "$KP_EXCHANGE" || ! -d $name/weights || ! -d $name/engines ]] || rm -rf -- "$name"
+        [[ $name == "$KP_EXCHANGE" || ! -d $name/weights || ! -d $name/engines ]] ||
+            rm -rf -- "$name"
     done
 }
 
@@ -40,7 +42,9 @@ kp_see_absence() { # a job that was suspended (scontrol suspend, gang scheduling
     ((gap >= 10)) || return 0
     kp_log "this script stood still for $gap s: the silence of that time does not count"
     KP_ORCHESTRATOR_SEEN_AT=$((KP_ORCHESTRATOR_SEEN_AT + gap))
-    for engine in "${!KP_ENGINE_SEEN[@]}"; do KP_ENGINE_SEEN[engine]=$((KP_ENGINE_SEEN[engine] + gap)); done
+    for engine in "${!KP_ENGINE_SEEN[@]}"; do
+        KP_ENGINE_SEEN[engine]=$((KP_ENGINE_SEEN[engine] + gap))
+    done
 }
 
 kp_look_at_orchestrator() { # without it nothing is left to train on
@@ -53,7 +57,8 @@ kp_look_at_orchestrator() { # without it nothing is left to train on
     wait "$KP_ORCHESTRATOR" || code=$?
     KP_ORCHESTRATOR=''
     # Its end is orderly once the last version is there: the trainer still saves.
-    if ((code == 0)) && [[ -e $(printf '%s/weights/v%08d/manifest.json' "$KP_EXCHANGE" "$KP_MAX_STEPS") ]]; then
+    if ((code == 0)) &&
+        [[ -e $(printf '%s/weights/v%08d/manifest.json' "$KP_EXCHANGE" "$KP_MAX_STEPS") ]]; then
         return 0
     fi
     kp_log "the orchestrator has ended with exit code $code: see $KP_RL_LOGS/orchestrator.log"
@@ -71,7 +76,8 @@ kp_hear_orchestrator() { # every 5 s: does it live, and who waits for room on a 
         if [[ -z $full ]]; then
             kp_log "the disk of $KP_RUN_DIR has room again"
         else
-            kp_log "the disk of $KP_RUN_DIR has no room: waits for it, for 10 minutes: ${full//$'\n'/, }"
+            kp_log "the disk of $KP_RUN_DIR has no room: waits for it, for 10 minutes:" \
+                "${full//$'\n'/, }"
         fi
     fi
     beat=$(stat -c '%n %y' -- "$KP_EXCHANGE"/orchestrator{,.full} 2>/dev/null) || true
@@ -92,7 +98,8 @@ kp_leave_because() { # <exit code>: the trainer saves and leaves; that code is b
 }
 
 kp_run_leaves() { # true once nothing is worth a new engine
-    [[ -n $KP_LEAVING || $KP_SIGNAL =~ ^(TERM|INT|USR1|HUP)$ || -n $KP_DECIDED || -z $KP_ORCHESTRATOR ]]
+    [[ -n $KP_LEAVING ||
+        $KP_SIGNAL =~ ^(TERM|INT|USR1|HUP)$ || -n $KP_DECIDED || -z $KP_ORCHESTRATOR ]]
 }
 
 kp_look_at_engines() { # starts again those that are lost
@@ -151,14 +158,19 @@ kp_probe() { # <URL>: does a server answer anything there?
     local place=${1#*://} line=''
     place=${place%%/*}
     # shellcheck disable=SC2016 # expanded in there
-    line=$(trap '' TERM INT HUP USR1 USR2 && exec timeout -s KILL 10 bash -c 'exec 3<>"/dev/tcp/$0/$1" &&
+    line=$(trap '' TERM INT HUP USR1 USR2 &&
+        exec timeout -s KILL 10 bash -c 'exec 3<>"/dev/tcp/$0/$1" &&
         printf "GET /health HTTP/1.0\r\n\r\n" >&3 && head -n 1 <&3' \
-        "$(sed 's/^\[//; s/\]$//' <<<"${place%:*}")" "${place##*:}" 2>/dev/null) || true
+            "$(sed 's/^\[//; s/\]$//' <<<"${place%:*}")" "${place##*:}" 2>/dev/null) || true
     [[ $line == HTTP/* ]]
 }
 
 kp_kill_process() { # <pid>: at once; srun, which kills its tasks then, or the process itself
-    if kp_in_job; then kill -TERM "$1" 2>/dev/null || true; else kill -KILL "$1" 2>/dev/null || true; fi
+    if kp_in_job; then
+        kill -TERM "$1" 2>/dev/null || true
+    else
+        kill -KILL "$1" 2>/dev/null || true
+    fi
 }
 
 kp_engine_ended() { # <engine> <exit code>
@@ -168,13 +180,14 @@ kp_engine_ended() { # <engine> <exit code>
         kp_leave_because 2
         return
     fi
-    [[ -z ${KP_ENGINE_THERE[engine]:-} ]] || ((SECONDS - KP_ENGINE_THERE[engine] < KP_ENGINE_SERVED_S)) ||
+    [[ -z ${KP_ENGINE_THERE[engine]:-} ]] ||
+        ((SECONDS - KP_ENGINE_THERE[engine] < KP_ENGINE_SERVED_S)) ||
         KP_ENGINE_TRIES[engine]=0
     KP_ENGINE_TRIES[engine]=$((KP_ENGINE_TRIES[engine] + 1))
     kp_log "engine $engine has ended with exit code $2"
     if ((KP_ENGINE_TRIES[engine] > KP_ENGINE_RESTARTS)); then
-        kp_log "engine $engine is not started again: lost $KP_ENGINE_RESTARTS times in a row before" \
-            "(rl.inference.restarts)"
+        kp_log "engine $engine is not started again: lost $KP_ENGINE_RESTARTS times in a row" \
+            "before (rl.inference.restarts)"
         return
     fi
     KP_ENGINE_NEXT[engine]=$((SECONDS + (KP_ENGINE_TRIES[engine] - 1) * KP_ENGINE_PAUSE_S))
