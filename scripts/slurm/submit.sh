@@ -60,8 +60,8 @@ kp_copy_now() { # prints RUN/code/HASH, which it makes; in a subshell: sbatch mu
     fi
     kp_need_packages
     kp_code_find "${KEMPNER_TRAIN:-$KP_ROOT/scripts/$KP_PROGRAM}" "${KP_ARGUMENTS[@]}" || exit 2
-    kp_code_copy "$KP_CODE_DIR" "$KP_ELSEWHERE" "${KP_CODE_INPUTS[@]}" >&2 ||
-        kp_die "the code could not be copied to $KP_CODE_DIR"
+    kp_code_copy "$KP_RUN_DIR/code" "$KP_ELSEWHERE" "${KP_INPUTS[@]}" >&2 ||
+        kp_die "the code could not be copied to $KP_RUN_DIR/code"
     echo "$KP_COPY"
 }
 

@@ -19,6 +19,7 @@ kp_preflight() { # with KEMPNER_PREFLIGHT=1: checks the nodes; when some are fau
     kp_decide "preflight: ${KP_BAD:-the network} failed" || true
     [[ $KP_DECIDED == restart ]] || kp_finish
     kp_next_attempt
+    KP_PREFLIGHT='' KP_BAD=''
 }
 
 kp_drop_bad_spares() { # takes those in KP_BAD out of KP_SPARES and KP_BAD; fails when no other node

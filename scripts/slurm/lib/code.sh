@@ -4,8 +4,6 @@
 # otherwise the batch script does, at its first start, and notes it in the job's Comment, where its
 # next start finds it.
 
-# bytes of a file, and of all of them, that are copied
-readonly KP_LARGEST=20000000 KP_MOST=200000000
 # Files that git does not know and whose names say that they are secrets: no code, whatever
 # .gitignore lacks.
 KP_UNTRACKED_SECRETS=('*credential*.'{json,yaml,yml,toml,ini,cfg,txt,csv}
@@ -38,7 +36,7 @@ kp_code() { # [program in scripts/]: the repository becomes the copy, by exec of
             read -ra sizes < <(kp_code_sizes) || return 0
         # kp_check says what is wrong
         kp_code_find "$program" "${KP_ARGUMENTS[@]}" "${sizes[@]}" 2>/dev/null || return 0
-        kp_code_keep "$KP_CODE_DIR" "$script" "${KP_CODE_INPUTS[@]}" || return 0
+        kp_code_keep "$KP_RUN_DIR/code" "$script" "${KP_INPUTS[@]}" || return 0
         copy=$KP_COPY
         # Each start of a container may take minutes: this was kp_check's question, too.
         ((${#sizes[@]} == 0)) || printf -v KP_CHECKED ' %q' "${KP_VALUES[@]}"
@@ -153,11 +151,10 @@ kp_code_note() { # <copy> <job>: notes it in the job's Comment, beside what the 
     return 1
 }
 
-kp_code_find() { # <program> <its arguments>...: sets KP_CODE_DIR, RUN/code, and KP_CODE_INPUTS, the
-    # files with --base
+kp_code_find() { # <program> <its arguments>...: sets KP_RUN_DIR, and KP_INPUTS, the files with
+    # --base
     kp_check_run "$@" || return
-    kp_take_values || return
-    KP_CODE_DIR=$KP_RUN_DIR/code KP_CODE_INPUTS=("${KP_INPUTS[@]}")
+    kp_take_values
 }
 
 kp_code_untracked() { # [patterns to leave out]...: the files that git neither knows nor ignores,
@@ -204,6 +201,7 @@ kp_code_copy() { # <directory> <launch script, where it lies elsewhere> <input f
 
 kp_code_copy_files() { # <directory> <launch script, where it lies elsewhere> <input files>...
     local fresh kind size name total=0 out='' file root run
+    local largest=20000000 most=200000000 # bytes of a file, and of all of them, that are copied
     root=$(realpath -- "$KP_ROOT") run=$(dirname -- "$(realpath -m -- "$1")")
     [[ $run != "$root" ]] || run=$run/code # a run directory is no code, wherever it is
     fresh=$1/.new.$(uname -n).$$
@@ -217,20 +215,20 @@ kp_code_copy_files() { # <directory> <launch script, where it lies elsewhere> <i
         esac
         [[ $root/$name != "$run"/* ]] || continue
         [[ -z ${KEMPNER_SECRETS:-} || ! $KP_ROOT/$name -ef $KEMPNER_SECRETS ]] || continue
-        if ((size > KP_LARGEST)); then
+        if ((size > largest)); then
             out+=", $name" && continue
         fi
         total=$((total + size))
         printf '%s\0' "$name"
     done < <(kp_code_list) >"$fresh.list"
-    if ((total > KP_MOST || total == 0)); then
+    if ((total > most || total == 0)); then
         kp_log "the files of $KP_ROOT have $((total / 1000000)) MB; a copy may have" \
-            "$((KP_MOST / 1000000)): add what is not code to .gitignore"
+            "$((most / 1000000)): add what is not code to .gitignore"
         rm -rf -- "$fresh" "$fresh.list"
         return 1
     fi
     kp_code_secrets
-    [[ -z $out ]] || kp_log "not in the copy of the code, over $((KP_LARGEST / 1000000)) MB or no" \
+    [[ -z $out ]] || kp_log "not in the copy of the code, over $((largest / 1000000)) MB or no" \
         "file: ${out#, }"
 
     # Fresh times (-m): what is purged by its age must not be purged from under a run.

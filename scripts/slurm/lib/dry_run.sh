@@ -112,10 +112,10 @@ kp_dry_strange() { # stops at options that sbatch does not know
     kp_die "$word: sbatch has no such option; ${near:+did you mean $near? }sbatch --help lists them"
 }
 
-kp_dry_node() { # sets KP_DRY_NODE, a sentence about a node, and KP_DRY_PARTITION, _CPUS and _GRES,
-    # or KP_DRY_AWAY sinfo may try for a minute.
-    local KP_DEADLINE=$((SECONDS + 10)) partitions partition=${KP_ASKED[partition]:-}
-    KP_DRY_PARTITION=$partition KP_DRY_CPUS='' KP_DRY_GRES='' KP_DRY_AWAY=''
+kp_dry_node() { # sets KP_DRY_NODE, a sentence about a node, and partition, cpus and all, of the
+    # caller; or KP_DRY_AWAY. sinfo may try for a minute.
+    local KP_DEADLINE=$((SECONDS + 10)) partitions
+    partition=${KP_ASKED[partition]:-} cpus='' all='' KP_DRY_AWAY=''
     if ! kp_ask sinfo -h -o %P; then
         KP_DRY_AWAY=1
         KP_DRY_NODE="no Slurm controller answers here: what the nodes have is unknown. One CPU"
@@ -128,20 +128,21 @@ kp_dry_node() { # sets KP_DRY_NODE, a sentence about a node, and KP_DRY_PARTITIO
         kp_die "--partition=$partition: there is no such partition; choose from" \
             "$(paste -sd' ' <<<"${partitions//\*/}")"
     kp_ask sinfo -h -p "$partition" -o '%c %G' || true
-    KP_DRY_PARTITION=$partition KP_DRY_CPUS=${KP_ANSWER%%[ +]*}
-    KP_DRY_GRES=${KP_ANSWER%%$'\n'*} KP_DRY_GRES=${KP_DRY_GRES#* }
-    KP_DRY_NODE="a node of partition $partition: $KP_DRY_CPUS CPUs, $KP_DRY_GRES"
+    cpus=${KP_ANSWER%%[ +]*}
+    all=${KP_ANSWER%%$'\n'*} all=${all#* }
+    KP_DRY_NODE="a node of partition $partition: $cpus CPUs, $all"
 }
 
 kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this request, so far as it can
     # be known before
     local nodes gpus gres tasks names=''
+    local partition cpus all # of a node: its CPUs and all of its GRES
     kp_dry_request
     kp_dry_node
     kp_dry_strange
     nodes=${KP_ASKED[nodes]:-1} nodes=${nodes%%-*}
     [[ -n $KP_DRY_AWAY ]] ||
-        names=$(sinfo -h -N -p "$KP_DRY_PARTITION" -o %N 2>/dev/null | sort -u | head -n "$nodes" |
+        names=$(sinfo -h -N -p "$partition" -o %N 2>/dev/null | sort -u | head -n "$nodes" |
             paste -sd,) || true
 
     gpus=${KP_ASKED[gpus_per_node]:-}
@@ -149,11 +150,11 @@ kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this reque
         gpus=$((${KP_ASKED[gpus_per_socket]##*:} * ${KP_ASKED[sockets_per_node]:-1}))
     gres=${gpus:+gres:gpu:${gpus##*:}}
     gres=${gres:-${KP_ASKED[gres]:-}}
-    kp_count_gpus "${gres:-$KP_DRY_GRES}"
+    kp_count_gpus "${gres:-$all}"
     tasks=${KP_ASKED[ntasks_per_node]:-$KP_COUNT}
-    KP_DRY_CPUS=${KP_DRY_CPUS:-$(((tasks > 0 ? tasks : 1) * ${KP_ASKED[cpus_per_task]:-1}))}
+    cpus=${cpus:-$(((tasks > 0 ? tasks : 1) * ${KP_ASKED[cpus_per_task]:-1}))}
     KP_JOB="JobId=JOBID NodeList=$names JobName=${KP_ASKED[job_name]:-kempner} NumNodes=$nodes"
-    KP_JOB+=" NumCPUs=$((KP_DRY_CPUS * nodes)) Requeue=1 BatchFlag=0"
+    KP_JOB+=" NumCPUs=$((cpus * nodes)) Requeue=1 BatchFlag=0"
     KP_JOB+="${gres:+ TresPerNode=$gres}"
     KP_JOB+="${KP_ASKED[gpus]:+ TresPerJob=gres:gpu:${KP_ASKED[gpus]##*:}}"
     KP_JOB+="${KP_ASKED[gpus_per_task]:+ TresPerTask=gres:gpu:${KP_ASKED[gpus_per_task]##*:}}"
@@ -161,9 +162,9 @@ kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this reque
 
     # Without a request the GPUs come with the whole node.
     if [[ -z $gres && -n ${KP_ASKED[gpus]:-} ]]; then
-        KP_DRY_GRES=gpu:$((${KP_ASKED[gpus]##*:} / nodes))
+        all=gpu:$((${KP_ASKED[gpus]##*:} / nodes))
     fi
-    gres=${gres:-$KP_DRY_GRES}
+    gres=${gres:-$all}
     [[ $gres != *gpu* ]] || KP_JOB+=$'\n'"  Nodes=node GRES=$gres"
 
     SLURM_JOB_ID=JOBID

@@ -198,7 +198,7 @@ kp_run() { # <train.py arguments>...: trains, again after a crash, until kp_deci
 
 kp_attempt() { # <train.py arguments>...: trains until every rank has left; sets KP_CODE, that of
     # srun or torchrun
-    local blocked
+    local blocked early_stop=''
     read -ra blocked < <(kp_blocked) || true
     if kp_in_job; then
         kp_srun "$KP_TRAIN" "$@"
@@ -215,7 +215,7 @@ kp_attempt() { # <train.py arguments>...: trains until every rank has left; sets
     # In a job that survives a lost node a srun may wait for that node until the time limit.
     if ((KP_RESTARTS > 0 || ${#KP_PLACES[@]} > 0)); then kp_await; else kp_wait; fi
     kp_watch_end
-    [[ -z $KP_EARLY_STOP ]] || kill "$KP_EARLY_STOP" 2>/dev/null || true
+    [[ -z $early_stop ]] || kill "$early_stop" 2>/dev/null || true
 }
 
 kp_blocked() { # prints the words that start a program with its signals blocked: it unblocks them
@@ -225,12 +225,11 @@ kp_blocked() { # prints the words that start a program with its signals blocked:
 }
 
 kp_early_stop() { # with KEMPNER_EARLY_STOP, of a sweep: stops a run that falls behind the others;
-    # sets KP_EARLY_STOP
-    KP_EARLY_STOP=''
+    # sets early_stop, of the caller
     [[ -n ${KEMPNER_EARLY_STOP:-} ]] || return 0
     "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_MODULE" kempner.extensions.sweep.early_stop \
         "$KP_RUN_DIR" </dev/null &
-    KP_EARLY_STOP=$!
+    early_stop=$!
 }
 
 kp_propose() { # with KEMPNER_PROPOSE, of a sweep: submits the points that follow from this result,

@@ -5,15 +5,6 @@
 declare -A KP_OVERRULED=()
 KP_PROFILE='' # the profile that was read, site.d/NAME.env
 
-# Those that sbatch reads (its manual, INPUT ENVIRONMENT VARIABLES): it ignores others without a
-# word.
-KP_SBATCH='ACCOUNT|ACCTG_FREQ|BATCH|BURST_BUFFER|CLUSTERS|COMMENT|CONSTRAINT|CONTAINER'
-KP_SBATCH+='|CORE_SPEC|CPUS_PER_GPU|DELAY_BOOT|DISTRIBUTION|EXCLUSIVE|EXPORT|GPU_BIND|GPU_FREQ'
-KP_SBATCH+='|GPUS|GPUS_PER_NODE|GPUS_PER_TASK|GRES|HINT|JOB_NAME|MEM_BIND|MEM_PER_NODE|NETWORK'
-KP_SBATCH+='|NO_KILL|NO_REQUEUE|OPEN_MODE|OVERCOMMIT|PARTITION|POWER|PREFER|PROFILE|QOS|REQUEUE'
-KP_SBATCH+='|RESERVATION|REQ_SWITCH|SIGNAL|SPREAD_JOB|THREAD_SPEC'
-KP_SBATCH+='|THREADS_PER_CORE|TIMELIMIT|USE_MIN_NODES|WAIT4SWITCH|WCKEY'
-
 kp_profile_file() { # the profile that KEMPNER_SITE names, or nothing: a file of that name goes
     # first
     [[ -z ${KEMPNER_SITE:-} || $KEMPNER_SITE == */* || -r $KEMPNER_SITE ]] ||
@@ -24,6 +15,14 @@ kp_read_profile() { # <site.d/NAME.env>: reads it; sets KP_PROFILE and KP_OVERRU
     local name assigned=()
     local pattern='s/^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)=.*/\2/p'
     local -A kept=()
+    # Those that sbatch reads (its manual, INPUT ENVIRONMENT VARIABLES): it ignores others without a
+    # word.
+    local known='ACCOUNT|ACCTG_FREQ|BATCH|BURST_BUFFER|CLUSTERS|COMMENT|CONSTRAINT|CONTAINER'
+    known+='|CORE_SPEC|CPUS_PER_GPU|DELAY_BOOT|DISTRIBUTION|EXCLUSIVE|EXPORT|GPU_BIND|GPU_FREQ'
+    known+='|GPUS|GPUS_PER_NODE|GPUS_PER_TASK|GRES|HINT|JOB_NAME|MEM_BIND|MEM_PER_NODE|NETWORK'
+    known+='|NO_KILL|NO_REQUEUE|OPEN_MODE|OVERCOMMIT|PARTITION|POWER|PREFER|PROFILE|QOS|REQUEUE'
+    known+='|RESERVATION|REQ_SWITCH|SIGNAL|SPREAD_JOB|THREAD_SPEC'
+    known+='|THREADS_PER_CORE|TIMELIMIT|USE_MIN_NODES|WAIT4SWITCH|WCKEY'
     # As site.env: it may have secrets, so that no copy of the code has it.
     local file=${KP_ORIGIN:-$KP_ROOT}/$1
     # the run has trained with it: it goes on
@@ -41,7 +40,7 @@ kp_read_profile() { # <site.d/NAME.env>: reads it; sets KP_PROFILE and KP_OVERRU
         [[ ! $name =~ ^SBATCH_MEM_PER_[CG]PU$ ]] ||
             kp_die "$1: beside the --mem=0 of the scripts sbatch drops $name" \
                 "without a word: give the memory of a node, SBATCH_MEM_PER_NODE=64G"
-        [[ ! $name =~ ^SBATCH_ || $name =~ ^SBATCH_($KP_SBATCH)$ ]] ||
+        [[ ! $name =~ ^SBATCH_ || $name =~ ^SBATCH_($known)$ ]] ||
             kp_die "$1: sbatch reads no $name: correct it, or give the option on its command line"
         # paths are added to, not replaced
         [[ ! -v $name || $name == *PATH ]] || kept[$name]=${!name}

@@ -6,6 +6,7 @@ KP_DECIDED=''                # the decision
 KP_JUDGE_S=${KP_JUDGE_S:-20} # seconds that the question what follows may take; tests shorten it
 KP_AWAY_S=10                 # seconds between two questions to a controller that is away
 KP_EARLY_HOST=''             # the host on which a start has ended before its step
+KP_REPLACED=''               # nodes whose places spares take (by commas)
 KP_ENDING=''                 # not empty: Slurm is ending the job, or somebody has cancelled it
 
 kp_newest_step() { # <directory of checkpoints>: the step of the newest complete one, -1 when there
@@ -101,9 +102,10 @@ kp_was_cut_short() { # true when this attempt was asked to leave before its trai
 }
 
 kp_judge() { # <what happened>: asks what follows, once (kempner.jobs.records.judge); sets
-    # KP_ANSWERED, KP_WHY, KP_KIND, KP_NO_PROGRESS, KP_BLAMED, KP_EXCLUDED, KP_REPLACED, KP_FAULT,
-    # KP_PAUSE (minutes) and KP_NOTES
+    # answered, why and notes, of kp_decide, and KP_KIND, KP_NO_PROGRESS, KP_BLAMED, KP_EXCLUDED,
+    # KP_REPLACED, KP_FAULT and KP_PAUSE (minutes)
     local KP_DEADLINE=$((SECONDS + KP_JUDGE_S)) KP_ANSWER='' facts start=''
+    answered='' why='' notes=''
     kp_history # a container may take longer to start than there is time
     kp_facts "$1"
     if ! kp_is_batch; then # nothing follows but an end: no container is started for that
@@ -115,12 +117,12 @@ kp_judge() { # <what happened>: asks what follows, once (kempner.jobs.records.ju
         # Behind this word: a TaskProlog, or a module that Python loads, may have said something
         # before.
         {
-            read -r KP_ANSWERED && read -r KP_WHY && read -r KP_KIND && read -r KP_NO_PROGRESS &&
+            read -r answered && read -r why && read -r KP_KIND && read -r KP_NO_PROGRESS &&
                 read -r KP_BLAMED && read -r KP_EXCLUDED && read -r KP_REPLACED &&
-                read -r KP_FAULT && read -r KP_PAUSE && read -r start && read -r KP_NOTES
+                read -r KP_FAULT && read -r KP_PAUSE && read -r start && read -r notes
         } <<<"${KP_ANSWER##*kempner-answer$'\n'}" || true
     fi
-    if [[ ! $KP_ANSWERED =~ ^(restart|requeue|chain|end|leave)$ ||
+    if [[ ! $answered =~ ^(restart|requeue|chain|end|leave)$ ||
         ! $KP_NO_PROGRESS$KP_PAUSE$start =~ ^[0-9]+$ ]]; then
         kp_log "the records of earlier attempts could not be read: only a preflight can" \
             "exclude a host"
@@ -196,33 +198,33 @@ kp_in_words() { # the state of the job
 
 kp_judge_alone() { # <what happened>: as kp_judge where Python does not answer; no crash loop goes
     # on without a bound
-    KP_ANSWERED=requeue KP_WHY=$1 KP_KIND='' KP_BLAMED='' KP_EXCLUDED='' KP_REPLACED=''
-    KP_PAUSE=0 KP_NOTES=''
+    answered=requeue why=$1 KP_KIND='' KP_BLAMED='' KP_EXCLUDED='' KP_REPLACED=''
+    KP_PAUSE=0 notes=''
     KP_NO_PROGRESS=$(kp_count_crashes)
     kp_was_cut_short || KP_NO_PROGRESS=$((KP_NO_PROGRESS + 1))
     ((KP_COMMITTED <= KP_COMMITTED_BEFORE)) || KP_NO_PROGRESS=0
     if [[ $KP_STATE =~ ^(done|stopped|failed)$ ]]; then
-        KP_ANSWERED=end KP_WHY="the run is $KP_STATE"
+        answered=end why="the run is $KP_STATE"
     elif [[ -n $KP_ENDING ]]; then
-        KP_ANSWERED=leave
-        KP_WHY="Slurm is ending the job ($(kp_in_words)), and decides whether it starts again"
-        ! kp_chain_survives || KP_ANSWERED=chain KP_WHY="Slurm is ending the job ($(kp_in_words))"
+        answered=leave
+        why="Slurm is ending the job ($(kp_in_words)), and decides whether it starts again"
+        ! kp_chain_survives || answered=chain why="Slurm is ending the job ($(kp_in_words))"
     elif ! kp_is_batch; then
-        KP_ANSWERED=end KP_WHY="$1; only a batch job is requeued"
-        [[ ${KP_CODE:-} != 2 ]] || KP_WHY="bad input: $(kp_refusal)" KP_WHY=${KP_WHY%: }
+        answered=end why="$1; only a batch job is requeued"
+        [[ ${KP_CODE:-} != 2 ]] || why="bad input: $(kp_refusal)" why=${why%: }
     elif ((KP_NO_PROGRESS >= ${KEMPNER_MAX_CRASHES:-3})); then
-        KP_ANSWERED=end
-        KP_WHY="$1; $KP_NO_PROGRESS attempts in a row without progress"
-        KP_WHY+=" (KEMPNER_MAX_CRASHES=${KEMPNER_MAX_CRASHES:-3})"
+        answered=end
+        why="$1; $KP_NO_PROGRESS attempts in a row without progress"
+        why+=" (KEMPNER_MAX_CRASHES=${KEMPNER_MAX_CRASHES:-3})"
     elif kp_could_restart && [[ -z $KP_LOST$KP_PREFLIGHT && ${KP_CODE:-} != 2 ]] &&
         ((KP_NO_PROGRESS < 2)); then
-        KP_ANSWERED=restart
+        answered=restart
     elif [[ -n $KP_CHAIN ]]; then
-        KP_ANSWERED=chain
+        answered=chain
     elif [[ $(kp_field Requeue) == 0 ]]; then
-        KP_ANSWERED=end KP_WHY="$1; the job was submitted with --no-requeue"
+        answered=end why="$1; the job was submitted with --no-requeue"
     elif [[ -n $KP_PREFLIGHT && -n $KP_BAD ]]; then
-        KP_EXCLUDED=$KP_BAD KP_FAULT="failed the preflight" KP_WHY="$1; without $KP_BAD: $KP_FAULT"
+        KP_EXCLUDED=$KP_BAD KP_FAULT="failed the preflight" why="$1; without $KP_BAD: $KP_FAULT"
     fi
 }
 
@@ -252,6 +254,7 @@ kp_exclude() { # <job>: keeps it off KP_EXCLUDED. Of a requeued job, Slurm takes
 
 kp_decide() { # <what happened, for when the run itself does not say>: requeues the job, or does not
     local what=$1 pending=$KP_PENDING
+    local answered why notes # what kp_judge has said
     # Between two attempts a signal must not be lost: kp_on_signal keeps it.
     [[ $KP_RESTARTS -gt 0 && -z $KP_CHILD ]] || kp_ignore_signals
     [[ -z $KP_DECIDED ]] || return 0 # a second signal has come while the first one was handled
@@ -265,26 +268,26 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
         kp_read_state
         kp_judge "$what"
     fi
-    [[ -z $KP_NOTES ]] || kp_log "$KP_NOTES"
-    if [[ $KP_ANSWERED == restart ]]; then
-        kp_record restart "$KP_WHY"
+    [[ -z $notes ]] || kp_log "$notes"
+    if [[ $answered == restart ]]; then
+        kp_record restart "$why"
         return
     fi
 
     kp_ignore_signals
-    if [[ $KP_ANSWERED == chain && $KP_JOB_STATE == RUNNING ]]; then
-        kp_chain_on "$KP_WHY"
-    elif [[ $KP_ANSWERED != requeue ]]; then
-        kp_record "$KP_ANSWERED" "$KP_WHY"
+    if [[ $answered == chain && $KP_JOB_STATE == RUNNING ]]; then
+        kp_chain_on "$why"
+    elif [[ $answered != requeue ]]; then
+        kp_record "$answered" "$why"
     else
         # before the order, after which Slurm may end this script at any time
-        kp_record requeue "$KP_WHY"
+        kp_record requeue "$why"
         if kp_requeue; then
-            kp_notify requeue "$KP_WHY"
+            kp_notify requeue "$why"
             return
         fi
         KP_EXCLUDED=''
-        kp_record end "$KP_WHY; scontrol requeue was refused${KP_REFUSED:+: $KP_REFUSED}"
+        kp_record end "$why; scontrol requeue was refused${KP_REFUSED:+: $KP_REFUSED}"
     fi
 }
 
@@ -294,9 +297,8 @@ kp_ignore_signals() { # a requeue signals this shell, and its subshells would di
 
 kp_read_state() { # at the run and the job: sets KP_STATE, KP_COMMITTED, KP_JOB, KP_JOB_STATE;
     # forgets what kp_judge has said
-    KP_ANSWERED='' KP_WHY='' KP_KIND='' KP_BLAMED='' KP_EXCLUDED='' KP_REPLACED=''
-    KP_NO_PROGRESS='' KP_PAUSE=0
-    KP_NOTES='' KP_JOB_STATE='' KP_FAULT=''
+    KP_KIND='' KP_BLAMED='' KP_EXCLUDED='' KP_REPLACED='' KP_NO_PROGRESS='' KP_PAUSE=0
+    KP_JOB_STATE='' KP_FAULT=''
     kp_verdict
     KP_COMMITTED=$(kp_committed_step)
     ((KP_COMMITTED <= KP_COMMITTED_BEFORE)) || KP_NO_PROGRESS=0

@@ -3,20 +3,13 @@
 # Where a node is lost or to blame, a spare takes its place (KEMPNER_SPARES). kp_decide says when
 # this is right (requeue.sh).
 
-# once a rank has failed, the others have so long to record what they have seen
-readonly KP_LAST_S=5
-# after an orderly end: a srun that misses it, as after a host came back, must not keep the job
-readonly KP_OVER_S=60
-readonly KP_PROBE_S=3 # for the slurmd of a host to take a connection
-
 # once one of those that were asked to leave has been killed; tests shorten it
 KP_LEAVING_S=${KP_LEAVING_S:-120}
 
-KP_ATTEMPT=0  # restarts so far
 KP_RESTARTS=0 # restarts in place that are left
 # where Slurm lets the job survive a lost node: those that train, and those that wait
 KP_PLACES=() KP_SPARES=()
-KP_LOST='' KP_REPLACED='' # nodes that do not answer; nodes whose places spares take (by commas)
+KP_LOST='' # nodes that do not answer
 # of those, the ones that were to blame: no later start of the job takes them
 KP_SPENT=()
 KP_STUCK=''             # not empty: a task could not be killed
@@ -75,7 +68,8 @@ kp_comma() { # <word>...: joined by commas
 
 kp_await() { # waits for the step; once a rank has failed, the others end soon. Sets KP_CODE,
     # KP_LOST, KP_STUCK
-    local line fd failed='' over='' ended='' next=0 due patience=$KP_LAST_S
+    # LAST: once a rank has failed, the others have so long to record what they have seen.
+    local line fd failed='' over='' ended='' next=0 due last=5 patience=5
     KP_LOST='' KP_STUCK=''
     # its file system may fail at any time
     { exec {fd}<"$KP_SRUN_LOG"; } 2>/dev/null || exec {fd}</dev/null
@@ -102,7 +96,9 @@ kp_await() { # waits for the step; once a rank has failed, the others end soon. 
         fi
 
         due=''
-        [[ -z $over ]] || due=$((over + KP_OVER_S))
+        # After an orderly end: a srun that misses it, as after a host came back, must not keep the
+        # job.
+        [[ -z $over ]] || due=$((over + 60))
         [[ -z $failed ]] || due=$((failed + patience))
         if [[ -n $ended ]]; then
             if ((SECONDS >= ended + patience)); then
@@ -114,7 +110,7 @@ kp_await() { # waits for the step; once a rank has failed, the others end soon. 
             fi
         elif [[ -n $due ]] && ((SECONDS >= due)); then
             ended=$SECONDS
-            ((patience < KP_LAST_S)) || patience=$KP_LAST_S
+            ((patience < last)) || patience=$last
             # faulty_host.py blames none that die after this line; srun kills its tasks.
             { echo "kempner: ending the other ranks" >>"$KP_SRUN_LOG"; } 2>/dev/null || true
             kill -TERM "$KP_CHILD" 2>/dev/null || true
@@ -187,7 +183,7 @@ kp_find_silent() { # <host>...: adds those where no slurmd takes a connection to
         [[ -n ${address[$host]:-} ]] || continue
         at_port=${ports[$host]:-${default:-6818}}
         # shellcheck disable=SC2016 # the inner shell's
-        kp_shielded timeout "$KP_PROBE_S" bash -c ': <"/dev/tcp/$0/$1"' "${address[$host]}" \
+        kp_shielded timeout 3 bash -c ': <"/dev/tcp/$0/$1"' "${address[$host]}" \
             "$at_port" 2>/dev/null &
         pids[$host]=$!
     done
@@ -212,7 +208,7 @@ kp_could_restart() { # true when the job itself allows another step, whatever ha
 
 kp_next_attempt() { # after the decision to restart: the next attempt has a name of its own, and its
     # nodes
-    local host places=()
+    local host places=() id=$KEMPNER_ATTEMPT_ID number=0 # of this restart
     if [[ -n $KP_REPLACED ]]; then
         kp_end_spare_command
         for host in "${KP_PLACES[@]}"; do
@@ -226,11 +222,11 @@ kp_next_attempt() { # after the decision to restart: the next attempt has a name
         KP_PLACES=("${places[@]}")
         [[ -z $KP_LOST ]] || kp_end_guard # it may have been there
     fi
-    KP_RESTARTS=$((KP_RESTARTS - 1)) KP_ATTEMPT=$((KP_ATTEMPT + 1))
+    KP_RESTARTS=$((KP_RESTARTS - 1))
     KP_COMMITTED_BEFORE=$KP_COMMITTED
-    KP_DECIDED='' KP_PREFLIGHT='' KP_BAD='' KP_LOST='' KP_REPLACED='' KP_SIGNAL=''
-    [[ $KEMPNER_ATTEMPT_ID == *.*.*.* ]] || KP_FIRST_ID=$KEMPNER_ATTEMPT_ID
-    KEMPNER_ATTEMPT_ID=$KP_FIRST_ID.$KP_ATTEMPT KP_SRUN_NAME=kempner-$KEMPNER_ATTEMPT_ID
+    KP_DECIDED='' KP_LOST='' KP_SIGNAL=''
+    [[ $id != *.*.*.* ]] || number=${id##*.} id=${id%.*}
+    KEMPNER_ATTEMPT_ID=$id.$((number + 1)) KP_SRUN_NAME=kempner-$KEMPNER_ATTEMPT_ID
     printf -v KEMPNER_BATCH_BEGAN '%(%s)T' -1
 }
 

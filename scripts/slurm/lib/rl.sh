@@ -4,7 +4,7 @@
 # reach it as everywhere. rl_watch.sh looks after them.
 
 KP_OWN_STEPS=rl.sh
-KP_ENGINE_PIDS=() KP_ENGINE_TRIES=() KP_ENGINE_THERE=() KP_PROBES=()
+KP_ENGINE_PIDS=() KP_ENGINE_TRIES=()
 KP_ORCHESTRATOR=''
 
 # --- what runs where ------------------------------------------------------------------------------
@@ -28,7 +28,7 @@ kp_rl_bench_tell() {
 
 kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODES, KP_TASKS, KP_GPUS
     # of the trainer
-    local code=0 line names='' values=() tasks
+    local code=0 line names='' values=() tasks toml
     KP_JOB_NODES=$KP_NODES KP_JOB_TASKS=$KP_TASKS KP_JOB_GPUS=$KP_GPUS
     [[ -z ${SLURM_HET_SIZE:-} ]] ||
         kp_die "rl.sh in a heterogeneous job: start the engines by serve.sh in the other" \
@@ -39,13 +39,13 @@ kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODE
     KP_SERVE=$(kp_of_copy "${KEMPNER_SERVE:-$KP_ROOT/scripts/serve.py}")
     kp_need_packages
     kp_checked numpy "$KP_MODULE" kempner.jobs.check "$KP_TRAIN" "$@" || code=$?
-    KP_TOML=${KP_VALUES[0]:-}
+    toml=${KP_VALUES[0]:-}
     if ((code == 0)); then
-        [[ $KP_TOML != *$'\ndevice = "cpu"'* ]] || kp_in_job || KP_GPUS=0
+        [[ $toml != *$'\ndevice = "cpu"'* ]] || kp_in_job || KP_GPUS=0
         names=$(kp_rl_names)
         line=$(kp_python_of kempner.extensions.planner.placement "$KP_MODULE" \
             kempner.extensions.planner.placement --nodes "$KP_NODES" --tasks "$KP_TASKS" \
-            --gpus "$KP_GPUS" --names "$names" <<<"$KP_TOML") || code=$?
+            --gpus "$KP_GPUS" --names "$names" <<<"$toml") || code=$?
     fi
     if ((code != 0)); then
         kp_log "not started: the check of the configuration ended with exit code $code"
@@ -160,9 +160,12 @@ kp_names() { # <first> <how many>: names of nodes of the job, with commas
 # --- starts ---------------------------------------------------------------------------------------
 
 kp_run_rl() { # <rl.py arguments>...: until all parts have ended; sets KP_CODE
-    local engine
+    # The logs of the attempt before, until those of this one are there. Of the orchestrator: when
+    # its sign of life was last looked at, that sign, and what waits for room. Whether a part has
+    # refused its input.
+    local engine before listened=0 last_beat='' waits='' bad_input=''
     for engine in "${KP_PLACEMENT[@]}"; do kp_log "$engine"; done
-    KP_LATEST=$(readlink -- "$KP_RUN_DIR/logs/latest") || true
+    before=$(readlink -- "$KP_RUN_DIR/logs/latest") || before=none
     kp_open_srun_log
     kp_make_exchange ||
         kp_die "$KP_EXCHANGE cannot be written: make room, or give another --run.dir"

@@ -45,7 +45,7 @@ kp_stage_mount() { # with a container: makes the directory on each node, and mou
 
 kp_stage_environment() { # the container's image, or the virtual environment as one file, to each
     # node: see task.sh
-    local file sum='' KP_PACKED=''
+    local file sum='' packed=''
     if [[ ${KEMPNER_CONTAINER:-none} != none ]]; then
         file=$KEMPNER_CONTAINER
         if [[ ! -f $file ]]; then
@@ -59,7 +59,7 @@ kp_stage_environment() { # the container's image, or the virtual environment as 
                 "environment, or there is no room for its archive in $KP_RUN_DIR"
             return
         }
-        file=$KP_PACKED sum=$(<"$KP_PACKED.sum")
+        file=$packed sum=$(<"$packed.sum")
         export KEMPNER_STAGED_PYTHON=$KP_PYTHON KEMPNER_STAGED_SUM=$sum
     fi
     kp_on_each_host bash "$KP_LIB/stage_node.sh" "$KEMPNER_STAGED" || true
@@ -86,8 +86,8 @@ kp_on_each_host() { # <command>...: on each node, outside of the container
     kp_on_each_node stage "${@:2}"
 }
 
-kp_pack_environment() { # sets KP_PACKED, the virtual environment as a file, made once for each
-    # state of its packages
+kp_pack_environment() { # sets packed, of the caller: the virtual environment as a file, made once
+    # for each state of its packages
     local prefix state fresh KP_VALUES=()
     kp_values "$KP_PYTHON" -c '
 import sys
@@ -96,15 +96,15 @@ print("kempner-answer", sys.prefix * (sys.prefix != sys.base_prefix), sep="\0", 
     prefix=${KP_VALUES[0]:-}
     [[ -n $prefix ]] || return 1
     state=$(stat -c '%n %Y' -- "$prefix"/lib/python*/site-packages/* | sha256sum)
-    KP_PACKED=$KP_RUN_DIR/.environment-${state:0:12}.tar fresh=$KP_RUN_DIR/.environment-new.$$
-    [[ ! -e $KP_PACKED ]] || return 0
+    packed=$KP_RUN_DIR/.environment-${state:0:12}.tar fresh=$KP_RUN_DIR/.environment-new.$$
+    [[ ! -e $packed ]] || return 0
     rm -f -- "$KP_RUN_DIR"/.environment-*
     if ! { tar -C "$prefix" -cf - . | tee -- "$fresh" | sha256sum |
-        cut -d' ' -f1 >"$KP_PACKED.sum"; }; then
+        cut -d' ' -f1 >"$packed.sum"; }; then
         rm -f -- "$KP_RUN_DIR"/.environment-*
         return 1
     fi
-    mv -- "$fresh" "$KP_PACKED"
+    mv -- "$fresh" "$packed"
 }
 
 kp_unstage() { # removes these copies: the job has ended for good
