@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Evaluate a run beside its training: each checkpoint that becomes the newest one, until the run has ended.
+# Evaluate a run beside its training: each checkpoint that becomes the newest one, until the run has
+# ended.
 #
 #   sbatch scripts/slurm/eval.sh runs/7b --tasks hellaswag,arc_easy --limit 500
-#   sbatch --gpus-per-node=0 scripts/slurm/eval.sh runs/debug --tasks mine --include-path tasks --device cpu
+#   sbatch --gpus-per-node=0 scripts/slurm/eval.sh runs/debug --tasks mine \
+#       --include-path tasks --device cpu
 #
-# The options are those of scripts/eval.py; the figures appear in the run's metrics.jsonl and in the picture of
-# scripts/report.py. The job is requeued at its time limit, and goes on with the next checkpoint.
+# The options are those of scripts/eval.py; the figures appear in the run's metrics.jsonl and in the
+# picture of scripts/report.py. The job is requeued at its time limit, and goes on with the next
+# checkpoint.
 #SBATCH --job-name=eval
 #SBATCH --nodes=1
 #SBATCH --ntasks=1
@@ -29,10 +32,12 @@ kp_committed_step() { # in place of requeue.sh's: checkpoints that are evaluated
 }
 
 kp_setup # the repository, its Python, site.env
-kp_in_job || kp_die "eval.sh runs in a job: sbatch scripts/slurm/eval.sh RUN --tasks ...; here it is scripts/eval.py"
-[[ -n ${1:-} ]] || kp_die "no run is given: give its directory first, then the options of scripts/eval.py"
-[[ -d $1 ]] || kp_die "no run '$1' yet: submit eval.sh when it has begun, or with --dependency=after:JOB+5, 5 minutes" \
-    "after the start of the training's job"
+kp_in_job || kp_die "eval.sh runs in a job: sbatch scripts/slurm/eval.sh RUN --tasks ...;" \
+    "here it is scripts/eval.py"
+[[ -n ${1:-} ]] ||
+    kp_die "no run is given: give its directory first, then the options of scripts/eval.py"
+[[ -d $1 ]] || kp_die "no run '$1' yet: submit eval.sh when it has begun, or with" \
+    "--dependency=after:JOB+5, 5 minutes after the start of the training's job"
 kp_python "$KP_ROOT/scripts/eval.py" "$@" --follow --check || exit # before anything is made in it
 mkdir -p -- "$1/eval" || kp_die "$1/eval cannot be written"
 KP_RUN_DIR=$(realpath -- "$1/eval") KP_NODES=1 KP_TASKS=1 KP_MEASURE="checkpoints evaluated:"
@@ -70,8 +75,8 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         done
     fi
     if [[ -z $kit && $named == */code/* ]]; then
-        echo "kempner: error: the copy of the code that this job runs is gone: $named: put it back," \
-            "or submit the run again: it goes on from its last checkpoint" >&2
+        echo "kempner: error: the copy of the code that this job runs is gone: $named:" \
+            "put it back, or submit the run again: it goes on from its last checkpoint" >&2
         exit 2
     fi
     kit=${kit:-${KEMPNER_ROOT:-${SLURM_SUBMIT_DIR:-}}}

@@ -3,7 +3,8 @@
 #
 #   bash scripts/slurm/interactive.sh JOBID configs/train/debug.toml --train.max_steps=50
 #
-# Ctrl-C asks the ranks to save and stop; a second one ends them at once. The job itself is left alone.
+# Ctrl-C asks the ranks to save and stop; a second one ends them at once. The job itself is left
+# alone.
 set -euo pipefail
 
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh

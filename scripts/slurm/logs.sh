@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # Follow the logs of a run: the batch log and every rank's, each line behind the name of its source.
 #
-#   bash scripts/slurm/logs.sh RUN                the last 20 lines of each, and what comes; Ctrl-C ends it
+#   bash scripts/slurm/logs.sh RUN                the last 20 lines of each, and what comes; Ctrl-C
+#                                                 ends it
 #   bash scripts/slurm/logs.sh JOBID              the same, of the run of this job
 #   bash scripts/slurm/logs.sh RUN --rank 3       this rank alone
-#   bash scripts/slurm/logs.sh RUN --part engine-1    of rl.sh: this part alone; engine-K, orchestrator, or trainer-0
-#   bash scripts/slurm/logs.sh RUN --warnings     only lines about errors, stragglers, faults, requeues and the like
+#   bash scripts/slurm/logs.sh RUN --part engine-1    of rl.sh: this part alone; engine-K,
+#                                                     orchestrator, or trainer-0
+#   bash scripts/slurm/logs.sh RUN --warnings     only lines about errors, stragglers, faults,
+#                                                 requeues and the like
 #   bash scripts/slurm/logs.sh RUN --no-follow    what is there, and no more
 #
 # When the run starts again, the logs of the new attempt are followed by themselves.
@@ -16,15 +19,16 @@ source "${0%"${0##*/}"}lib/all.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/find_run.sh
 source "$KP_LIB/find_run.sh"
 
-readonly USAGE="usage: bash scripts/slurm/logs.sh RUN|JOBID [--rank R | --part NAME] [--warnings] [--no-follow]"
-WARNINGS='error|warning|traceback|straggler|watchdog|not finite|non-finite|is a spike|killed|cancelled|failed|timed out'
-WARNINGS+='|out of memory|corrupt|no step for|kempner: (requeue|end|leave):'
+USAGE="usage: bash scripts/slurm/logs.sh RUN|JOBID"
+USAGE+=" [--rank R | --part NAME] [--warnings] [--no-follow]"
+WARNINGS='error|warning|traceback|straggler|watchdog|not finite|non-finite|is a spike'
+WARNINGS+='|killed|cancelled|failed|timed out|out of memory|corrupt|no step for'
+WARNINGS+='|kempner: (requeue|end|leave):'
 WARNINGS+='|(^|[^a-z])(faults?|hangs?|hung|oom)([^a-z]|$)'
-readonly WARNINGS
+readonly USAGE WARNINGS
 KP_RANK='' KP_PART='' KP_WARN='' KP_FOLLOW=1 KP_LINES=20
 KP_FRESH=() KP_ATTEMPT_LOGS=''
-# Files that are followed; pid -> its attempt, or "keep"; pid -> rounds that are left.
-declare -A KP_FOLLOWED=() KP_TAILS=() KP_GRACE=()
+declare -A KP_FOLLOWED=() # files
 
 kp_options() { # <arguments>...: sets KP_RANK, KP_PART, KP_WARN, KP_FOLLOW, KP_LINES, and by what is
     # left the run
@@ -90,7 +94,8 @@ kp_look_for_files() { # sets KP_FRESH, those that are not followed yet, and KP_A
         elif [[ -n $KP_RANK ]]; then
             files+=("$KP_ATTEMPT_LOGS/rank-$KP_RANK.log" "$KP_ATTEMPT_LOGS"/*/"rank-$KP_RANK.log")
         else
-            files+=("$KP_ATTEMPT_LOGS"/rank-?.log "$KP_ATTEMPT_LOGS"/rank-??.log "$KP_ATTEMPT_LOGS"/rank-???*.log)
+            files+=("$KP_ATTEMPT_LOGS"/rank-?.log "$KP_ATTEMPT_LOGS"/rank-??.log
+                "$KP_ATTEMPT_LOGS"/rank-???*.log)
             files+=("$KP_ATTEMPT_LOGS"/*/rank-*.log) # a large world: in a directory for each host
             files+=("$KP_ATTEMPT_LOGS"/orchestrator.log "$KP_ATTEMPT_LOGS"/engine-*.log)
         fi
@@ -154,18 +159,18 @@ kp_start_tail() { # <lines>: follows KP_FRESH from there on; its lines go to KP_
     done
     # --pid: it ends with this shell even when that is killed
     tail -v -n "$1" -F --pid=$$ -- "${KP_FRESH[@]}" 2>/dev/null > >(kp_name_lines >&"$KP_OUT") &
-    KP_TAILS[$!]=$label
+    tails[$!]=$label
 }
 
 kp_end_tails() { # ends those of earlier attempts, 5 rounds after the new one: their last lines have
     # come by then
     local pid
-    for pid in "${!KP_TAILS[@]}"; do
-        [[ ${KP_TAILS[$pid]} != keep && ${KP_TAILS[$pid]} != "$KP_ATTEMPT_LOGS" ]] || continue
-        KP_GRACE[$pid]=$((${KP_GRACE[$pid]:-5} - 1))
-        if ((KP_GRACE[$pid] == 0)); then
+    for pid in "${!tails[@]}"; do
+        [[ ${tails[$pid]} != keep && ${tails[$pid]} != "$KP_ATTEMPT_LOGS" ]] || continue
+        grace[$pid]=$((${grace[$pid]:-5} - 1))
+        if ((grace[$pid] == 0)); then
             kill "$pid" 2>/dev/null || true
-            unset "KP_TAILS[$pid]" "KP_GRACE[$pid]"
+            unset "tails[$pid]" "grace[$pid]"
         fi
     done
 }
@@ -173,39 +178,40 @@ kp_end_tails() { # ends those of earlier attempts, 5 rounds after the new one: t
 kp_leave() { # leaves no process behind
     local tries
     trap '' INT TERM HUP
-    kill "${!KP_TAILS[@]}" 2>/dev/null || true
+    kill "${!tails[@]}" 2>/dev/null || true
     exec {KP_OUT}>&-
     for ((tries = 0; tries < 50; tries++)); do
-        kill -0 "$KP_LAST" 2>/dev/null || return 0
+        kill -0 "$last" 2>/dev/null || return 0
         sleep 0.02
     done
 }
 
-kp_follow() { # shows what is there, then what comes, until Ctrl-C
-    local lines=$KP_LINES
+kp_follow() { # shows what is there, then what comes, until Ctrl-C; ends the script
+    local lines=$KP_LINES last
+    # pid -> its attempt, or "keep"; pid -> rounds that are left
+    local -A tails=() grace=()
     exec {KP_OUT}> >(kp_once)
-    KP_LAST=$!
+    last=$!
     trap kp_leave EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM HUP
     trap - USR1 USR2
-    while kill -0 "$KP_LAST" 2>/dev/null; do # nobody reads it any more: | head
+    while kill -0 "$last" 2>/dev/null; do # nobody reads it any more: | head
         kp_look_for_files
         ((${#KP_FRESH[@]} == 0)) || kp_start_tail "$lines"
-        [[ $lines == +1 || ${#KP_FOLLOWED[@]} -gt 0 ]] || echo "logs: no log yet, waiting for the first" >&2
+        [[ $lines == +1 || ${#KP_FOLLOWED[@]} -gt 0 ]] ||
+            echo "logs: no log yet, waiting for the first" >&2
         lines=+1 # a file that comes later is new
         kp_end_tails
         sleep 1
     done
+    exit
 }
 
 kp_begin
 kp_options "$@"
 ulimit -S -n hard 2>/dev/null || true # one open file per rank
-if [[ -n $KP_FOLLOW ]]; then
-    kp_follow
-    exit
-fi
+[[ -z $KP_FOLLOW ]] || kp_follow
 kp_look_for_files
 if ((${#KP_FRESH[@]} == 0)); then
     echo "logs: no log yet" >&2

@@ -4,7 +4,8 @@
 #   sbatch scripts/slurm/multinode.sh configs/train/7b.toml --train.max_steps=50000
 #   sbatch --nodes=16 --time=24:00:00 --partition=gpu scripts/slurm/multinode.sh CONFIG [OVERRIDES]
 #   bash scripts/slurm/multinode.sh CONFIG [OVERRIDES]    outside Slurm: the same on this machine
-#   bash scripts/slurm/multinode.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]    shows what sbatch would do
+#   bash scripts/slurm/multinode.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]
+#       shows what sbatch would do
 #
 # sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/reference/slurm.md.
 # OVERRIDES are the options of the trainer, which scripts/train.py --help lists.
@@ -65,8 +66,8 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         done
     fi
     if [[ -z $kit && $named == */code/* ]]; then
-        echo "kempner: error: the copy of the code that this job runs is gone: $named: put it back," \
-            "or submit the run again: it goes on from its last checkpoint" >&2
+        echo "kempner: error: the copy of the code that this job runs is gone: $named:" \
+            "put it back, or submit the run again: it goes on from its last checkpoint" >&2
         exit 2
     fi
     kit=${kit:-${KEMPNER_ROOT:-${SLURM_SUBMIT_DIR:-}}}

@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
-# Train several runs side by side on one whole node, each with an equal part of it: for sites that share no nodes.
+# Train several runs side by side on one whole node, each with an equal part of it: for sites that
+# share no nodes.
 #
-#   sbatch --gpus-per-node=8 scripts/slurm/pack.sh 4 A.toml B.toml C.toml D.toml    four runs of two GPUs each
-#   sbatch --gpus-per-node=8 --array=0-9 scripts/slurm/pack.sh 4 @FILE    four lines of FILE in each job
-#   bash scripts/slurm/pack.sh 2 A.toml B.toml --dry-run [SBATCH OPTIONS]    shows what sbatch would do
+#   sbatch --gpus-per-node=8 scripts/slurm/pack.sh 4 A.toml B.toml C.toml D.toml
+#       four runs of two GPUs each
+#   sbatch --gpus-per-node=8 --array=0-9 scripts/slurm/pack.sh 4 @FILE    four lines of FILE in each
+#                                                                         job
+#   bash scripts/slurm/pack.sh 2 A.toml B.toml --dry-run [SBATCH OPTIONS]
+#       shows what sbatch would do
 #
-# Each is a run as singlenode.sh makes it, and has its batch log in its own logs/. Sweeps use it: docs/extensions/sweeps.md.
+# Each is a run as singlenode.sh makes it, and has its batch log in its own logs/. Sweeps use it:
+# docs/extensions/sweeps.md.
 # sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/reference/slurm.md.
 #SBATCH --job-name=kempner
 #SBATCH --nodes=1
@@ -61,8 +66,8 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         done
     fi
     if [[ -z $kit && $named == */code/* ]]; then
-        echo "kempner: error: the copy of the code that this job runs is gone: $named: put it back," \
-            "or submit the run again: it goes on from its last checkpoint" >&2
+        echo "kempner: error: the copy of the code that this job runs is gone: $named:" \
+            "put it back, or submit the run again: it goes on from its last checkpoint" >&2
         exit 2
     fi
     kit=${kit:-${KEMPNER_ROOT:-${SLURM_SUBMIT_DIR:-}}}

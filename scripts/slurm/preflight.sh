@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Check nodes before they train: GPUs, memory, clock, shared directory, versions, network. A table, and a JSON file.
+# Check nodes before they train: GPUs, memory, clock, shared directory, versions, network. A table,
+# and a JSON file.
 #
 #   sbatch --nodes=4 scripts/slurm/preflight.sh                 the shared directory is runs/
 #   sbatch --nodes=4 scripts/slurm/preflight.sh --dir /scratch/me --device cpu
 #   bash scripts/slurm/preflight.sh                             in a shell of salloc
 #
-# Exit code 0: all nodes pass; 1: some do not, and the last lines name them. KEMPNER_PREFLIGHT=1 does the same at the
-# start of each training job: docs/guide/preflight.md.
+# Exit code 0: all nodes pass; 1: some do not, and the last lines name them. KEMPNER_PREFLIGHT=1
+# does the same at the start of each training job: docs/guide/preflight.md.
 #SBATCH --job-name=preflight
 #SBATCH --nodes=2
 #SBATCH --exclusive
@@ -22,7 +23,8 @@ kit=${0%"${0##*/}"}../.. # the kit; the last lines find it where this file is a 
 source "$kit/scripts/slurm/lib/all.sh"
 
 kp_setup
-kp_in_job || kp_die "preflight.sh looks at the nodes of a job: sbatch --nodes=N scripts/slurm/preflight.sh"
+kp_in_job ||
+    kp_die "preflight.sh looks at the nodes of a job: sbatch --nodes=N scripts/slurm/preflight.sh"
 kp_need_packages
 KP_OWN_STEPS=preflight.sh
 kp_tasks
@@ -61,8 +63,8 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         done
     fi
     if [[ -z $kit && $named == */code/* ]]; then
-        echo "kempner: error: the copy of the code that this job runs is gone: $named: put it back," \
-            "or submit the run again: it goes on from its last checkpoint" >&2
+        echo "kempner: error: the copy of the code that this job runs is gone: $named:" \
+            "put it back, or submit the run again: it goes on from its last checkpoint" >&2
         exit 2
     fi
     kit=${kit:-${KEMPNER_ROOT:-${SLURM_SUBMIT_DIR:-}}}

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Prepare data on several nodes: prepare_data.py with the same arguments, one task per node with all of its CPUs.
+# Prepare data on several nodes: prepare_data.py with the same arguments, one task per node with all
+# of its CPUs.
 #
-#   sbatch --nodes=8 --time=4:00:00 scripts/slurm/prepare.sh corpus/ --out data/corpus --train-bpe 32000
+#   sbatch --nodes=8 --time=4:00:00 scripts/slurm/prepare.sh corpus/ --out data/corpus \
+#       --train-bpe 32000
 #
-# The output is byte for byte that of one machine. The job is requeued like a run, and goes on where it was; so does
-# the same command submitted again.
+# The output is byte for byte that of one machine. The job is requeued like a run, and goes on where
+# it was; so does the same command submitted again.
 #SBATCH --job-name=prepare
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -64,8 +66,8 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         done
     fi
     if [[ -z $kit && $named == */code/* ]]; then
-        echo "kempner: error: the copy of the code that this job runs is gone: $named: put it back," \
-            "or submit the run again: it goes on from its last checkpoint" >&2
+        echo "kempner: error: the copy of the code that this job runs is gone: $named:" \
+            "put it back, or submit the run again: it goes on from its last checkpoint" >&2
         exit 2
     fi
     kit=${kit:-${KEMPNER_ROOT:-${SLURM_SUBMIT_DIR:-}}}

@@ -1,9 +1,14 @@
 #!/usr/bin/env bash
-# A Ray cluster on the nodes of a job: runs a command on it, or waits for you, and leaves nothing behind.
+# A Ray cluster on the nodes of a job: runs a command on it, or waits for you, and leaves nothing
+# behind.
 #
-#   COMMAND="python driver.py" sbatch --nodes=4 scripts/slurm/ray.sh   batch: its exit code is the job's
-#   sbatch --nodes=4 scripts/slurm/ray.sh                              interactive, until touch JOBID-logs/ENDED
-#   bash JOBID-attach.sh [N|HOSTNAME] [-- COMMAND...]                  both: a shell or a command on a node; 0: the head
+#   COMMAND="python driver.py" sbatch --nodes=4 scripts/slurm/ray.sh   batch: its exit code is the
+#                                                                      job's
+#   sbatch --nodes=4 scripts/slurm/ray.sh                              interactive, until touch
+#                                                                      JOBID-logs/ENDED
+#   bash JOBID-attach.sh [N|HOSTNAME] [-- COMMAND...]                  both: a shell or a command on
+#                                                                      a node;
+#                                                                      0: the head
 #
 # Variables, logs, exit codes: docs/guide/ray.md.
 #SBATCH --job-name=ray
@@ -26,8 +31,9 @@ source "$KP_LIB/ray_cluster.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/ray_driver.sh
 source "$KP_LIB/ray_driver.sh"
 
-(($# == 0)) || kp_die "'$1': ray.sh takes its command from a variable: COMMAND=\"python driver.py\" sbatch" \
-    "scripts/slurm/ray.sh"
+(($# == 0)) ||
+    kp_die "'$1': ray.sh takes its command from a variable: COMMAND=\"python driver.py\" sbatch" \
+        "scripts/slurm/ray.sh"
 for name in TERM INT HUP USR1 USR2; do
     # shellcheck disable=SC2064 # expand the name now
     trap "RAY_SIGNAL=$name" "$name"
@@ -78,8 +84,8 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         done
     fi
     if [[ -z $kit && $named == */code/* ]]; then
-        echo "kempner: error: the copy of the code that this job runs is gone: $named: put it back," \
-            "or submit the run again: it goes on from its last checkpoint" >&2
+        echo "kempner: error: the copy of the code that this job runs is gone: $named:" \
+            "put it back, or submit the run again: it goes on from its last checkpoint" >&2
         exit 2
     fi
     kit=${kit:-${KEMPNER_ROOT:-${SLURM_SUBMIT_DIR:-}}}

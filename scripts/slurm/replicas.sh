@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Train replicas that may be lost (lowcomm.mode = steps), each in a srun step of its own: docs/extensions/lowcomm.md.
+# Train replicas that may be lost (lowcomm.mode = steps), each in a srun step of its own:
+# docs/extensions/lowcomm.md.
 #
 #   sbatch scripts/slurm/replicas.sh configs/train/lowcomm/steps.toml
 #   sbatch --nodes=16 --time=24:00:00 --partition=gpu scripts/slurm/replicas.sh CONFIG [OVERRIDES]
-#   bash scripts/slurm/replicas.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]    shows what sbatch would do
+#   bash scripts/slurm/replicas.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]
+#       shows what sbatch would do
 #
 # sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/reference/slurm.md.
 # OVERRIDES are the options of the trainer, which scripts/train.py --help lists.
@@ -71,8 +73,8 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         done
     fi
     if [[ -z $kit && $named == */code/* ]]; then
-        echo "kempner: error: the copy of the code that this job runs is gone: $named: put it back," \
-            "or submit the run again: it goes on from its last checkpoint" >&2
+        echo "kempner: error: the copy of the code that this job runs is gone: $named:" \
+            "put it back, or submit the run again: it goes on from its last checkpoint" >&2
         exit 2
     fi
     kit=${kit:-${KEMPNER_ROOT:-${SLURM_SUBMIT_DIR:-}}}

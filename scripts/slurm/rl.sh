@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
-# Reinforcement learning: a trainer, engines that sample, and an orchestrator between them, in one job: docs/extensions/rl.md.
+# Reinforcement learning: a trainer, engines that sample, and an orchestrator between them, in one
+# job: docs/extensions/rl.md.
 #
-#   sbatch --nodes=3 scripts/slurm/rl.sh configs/rl/arithmetic.toml --rl.deployment.num_infer_nodes=2
+#   sbatch --nodes=3 scripts/slurm/rl.sh configs/rl/arithmetic.toml \
+#       --rl.deployment.num_infer_nodes=2
 #   bash scripts/slurm/rl.sh CONFIG [OVERRIDES]    outside Slurm: the same on this machine
-#   bash scripts/slurm/rl.sh CONFIG [OVERRIDES] --check    the configuration, and what would run where
-#   bash scripts/slurm/rl.sh CONFIG [OVERRIDES] --bench    the same for 20 steps, and where the time of each part went
-#   bash scripts/slurm/rl.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]    shows what sbatch would do
+#   bash scripts/slurm/rl.sh CONFIG [OVERRIDES] --check    the configuration, and what would run
+#                                                          where
+#   bash scripts/slurm/rl.sh CONFIG [OVERRIDES] --bench
+#       the same for 20 steps, and where the time of each part went
+#   bash scripts/slurm/rl.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]
+#       shows what sbatch would do
 #
 # sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/reference/slurm.md.
 # OVERRIDES are the options that scripts/rl.py --help lists.
@@ -75,8 +80,8 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         done
     fi
     if [[ -z $kit && $named == */code/* ]]; then
-        echo "kempner: error: the copy of the code that this job runs is gone: $named: put it back," \
-            "or submit the run again: it goes on from its last checkpoint" >&2
+        echo "kempner: error: the copy of the code that this job runs is gone: $named:" \
+            "put it back, or submit the run again: it goes on from its last checkpoint" >&2
         exit 2
     fi
     kit=${kit:-${KEMPNER_ROOT:-${SLURM_SUBMIT_DIR:-}}}

@@ -1,17 +1,24 @@
 #!/usr/bin/env bash
-# Run any program on whole nodes, one process per GPU (or per node: --ntasks-per-node=1, torchrun), with the care that the trainer gets: docs/start/any-program.md.
+# Run any program on whole nodes, one process per GPU (or per node: --ntasks-per-node=1, torchrun),
+# with the care that the trainer gets: docs/start/any-program.md.
 #
 #   sbatch scripts/slurm/run.sh -- python my_train.py --lr 3e-4
-#   sbatch --nodes=16 --time=24:00:00 scripts/slurm/run.sh --checkpoints='out/ckpt-*' -- python my_train.py
+#   sbatch --nodes=16 --time=24:00:00 scripts/slurm/run.sh --checkpoints='out/ckpt-*' \
+#       -- python my_train.py
 #   bash scripts/slurm/run.sh [OPTIONS] -- COMMAND    outside Slurm: the same on this machine
-#   bash scripts/slurm/run.sh [OPTIONS] --dry-run [SBATCH OPTIONS] -- COMMAND    shows what sbatch would do
+#   bash scripts/slurm/run.sh [OPTIONS] --dry-run [SBATCH OPTIONS] -- COMMAND
+#       shows what sbatch would do
 #
-#   --run-dir=DIR          logs and records; the same directory is the same run (runs/NAME of the program)
-#   --code=DIR             the program's repository: what runs is a copy of it as it is now, whatever becomes of it
+#   --run-dir=DIR          logs and records; the same directory is the same run (runs/NAME of the
+#                          program)
+#   --code=DIR             the program's repository: what runs is a copy of it as it is now,
+#                          whatever becomes of it
 #   --checkpoints=GLOB     the program's checkpoints: a new one is progress
-#   --steps=REGEX          what the program prints about a step, with one group for its number: 'step (\d+)'
+#   --steps=REGEX          what the program prints about a step, with one group for its number:
+#                          'step (\d+)'
 #   --heartbeat=SECONDS    a rank that does not touch $KEMPNER_HEARTBEAT for so long hangs
-#   --signal=NAME          what asks the program to save and leave (the one it handles: TERM, else USR1)
+#   --signal=NAME          what asks the program to save and leave (the one it handles: TERM, else
+#                          USR1)
 #
 # sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/reference/slurm.md.
 #SBATCH --job-name=kempner
@@ -72,8 +79,8 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         done
     fi
     if [[ -z $kit && $named == */code/* ]]; then
-        echo "kempner: error: the copy of the code that this job runs is gone: $named: put it back," \
-            "or submit the run again: it goes on from its last checkpoint" >&2
+        echo "kempner: error: the copy of the code that this job runs is gone: $named:" \
+            "put it back, or submit the run again: it goes on from its last checkpoint" >&2
         exit 2
     fi
     kit=${kit:-${KEMPNER_ROOT:-${SLURM_SUBMIT_DIR:-}}}

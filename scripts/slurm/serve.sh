@@ -5,8 +5,8 @@
 #   sbatch --nodes=2 --ntasks-per-node=1 scripts/slurm/serve.sh models/llama --device cpu
 #   bash scripts/slurm/serve.sh runs/7b --dry-run --nodes=2    shows what sbatch would do
 #
-# The options are those of scripts/serve.py. In runs/serve-JOBID: engines.txt, the URLs, one a line; token, which
-# requests must have; logs. docs/extensions/serve.md
+# The options are those of scripts/serve.py. In runs/serve-JOBID: engines.txt, the URLs, one a line;
+# token, which requests must have; logs. docs/extensions/serve.md
 #SBATCH --job-name=serve
 #SBATCH --nodes=1
 #SBATCH --exclusive
@@ -30,7 +30,8 @@ KP_PROGRAM_OPTIONS='slots|queue|window|device' # serve.py's, for --dry-run: the 
 kp_take "$@"
 kp_setup # the repository, its Python, site.env
 [[ -n $KP_DRY ]] || kp_in_job ||
-    kp_die "serve.sh runs in a job: sbatch scripts/slurm/serve.sh MODEL; here it is scripts/serve.py"
+    kp_die "serve.sh runs in a job: sbatch scripts/slurm/serve.sh MODEL; here it is" \
+        "scripts/serve.py"
 kp_tasks                              # nodes, GPUs, one engine per GPU
 kp_engines_check "${KP_ARGUMENTS[@]}" # the command line, once
 kp_engines_start                      # srun
@@ -65,8 +66,8 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         done
     fi
     if [[ -z $kit && $named == */code/* ]]; then
-        echo "kempner: error: the copy of the code that this job runs is gone: $named: put it back," \
-            "or submit the run again: it goes on from its last checkpoint" >&2
+        echo "kempner: error: the copy of the code that this job runs is gone: $named:" \
+            "put it back, or submit the run again: it goes on from its last checkpoint" >&2
         exit 2
     fi
     kit=${kit:-${KEMPNER_ROOT:-${SLURM_SUBMIT_DIR:-}}}

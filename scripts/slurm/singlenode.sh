@@ -2,9 +2,11 @@
 # Train on one whole node, one process per GPU.
 #
 #   sbatch scripts/slurm/singlenode.sh configs/train/1b.toml --train.max_steps=50000
-#   sbatch --exclusive=oversubscribe --gpus-per-node=2 --cpus-per-gpu=8 --mem=64G scripts/slurm/singlenode.sh CONFIG
+#   sbatch --exclusive=oversubscribe --gpus-per-node=2 --cpus-per-gpu=8 --mem=64G \
+#       scripts/slurm/singlenode.sh CONFIG
 #   bash scripts/slurm/singlenode.sh CONFIG [OVERRIDES]    outside Slurm: the same on this machine
-#   bash scripts/slurm/singlenode.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]    shows what sbatch would do
+#   bash scripts/slurm/singlenode.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]
+#       shows what sbatch would do
 #
 # sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/reference/slurm.md.
 # OVERRIDES are the options of the trainer, which scripts/train.py --help lists.
@@ -66,8 +68,8 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         done
     fi
     if [[ -z $kit && $named == */code/* ]]; then
-        echo "kempner: error: the copy of the code that this job runs is gone: $named: put it back," \
-            "or submit the run again: it goes on from its last checkpoint" >&2
+        echo "kempner: error: the copy of the code that this job runs is gone: $named:" \
+            "put it back, or submit the run again: it goes on from its last checkpoint" >&2
         exit 2
     fi
     kit=${kit:-${KEMPNER_ROOT:-${SLURM_SUBMIT_DIR:-}}}

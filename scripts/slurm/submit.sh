@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
-# Submit a run with the code as it is now, whatever becomes of the repository until the job starts, or starts again.
+# Submit a run with the code as it is now, whatever becomes of the repository until the job starts,
+# or starts again.
 #
 #   bash scripts/slurm/submit.sh [SBATCH OPTIONS] scripts/slurm/multinode.sh CONFIG [OVERRIDES]
-#   bash scripts/slurm/submit.sh [SBATCH OPTIONS] scripts/slurm/run.sh --code=DIR [OPTIONS] -- COMMAND
+#   bash scripts/slurm/submit.sh [SBATCH OPTIONS] scripts/slurm/run.sh --code=DIR [OPTIONS] \
+#       -- COMMAND
 #   bash scripts/slurm/submit.sh [SBATCH OPTIONS] /path/to/a/changed/copy.sh CONFIG [OVERRIDES]
-#   bash scripts/slurm/submit.sh --refresh JOB    the job has the code as it is now from its next start on
+#   bash scripts/slurm/submit.sh --refresh JOB    the job has the code as it is now from its next
+#                                                 start on
 #
-# It is sbatch, but for the code: that of RUN/code/HASH, a copy of the repository, or of the program's: docs/guide/startup.md
+# It is sbatch, but for the code: that of RUN/code/HASH, a copy of the repository, or of the
+# program's: docs/guide/startup.md
 set -euo pipefail
 
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
@@ -25,8 +29,10 @@ kp_options() { # <words>...: sets KP_REQUEST, sbatch's, KP_NAME, the launch scri
         KP_REQUEST+=("$1")
         shift
     done
-    [[ -n $KP_NAME ]] || kp_die "${KP_REQUEST[*]:-no word} names no launch script: give one of the kit's after" \
-        "sbatch's options: bash scripts/slurm/submit.sh [SBATCH OPTIONS] scripts/slurm/multinode.sh CONFIG"
+    [[ -n $KP_NAME ]] ||
+        kp_die "${KP_REQUEST[*]:-no word} names no launch script: give one of the kit's after" \
+            "sbatch's options: bash scripts/slurm/submit.sh [SBATCH OPTIONS]" \
+            "scripts/slurm/multinode.sh CONFIG"
     if grep -q '^kp_take_program ' "$KP_NAME"; then
         KP_PROGRAM=program.py
         return
@@ -54,7 +60,8 @@ kp_copy_now() { # prints RUN/code/HASH, which it makes; in a subshell: sbatch mu
     fi
     kp_need_packages
     kp_code_find "${KEMPNER_TRAIN:-$KP_ROOT/scripts/$KP_PROGRAM}" "${KP_ARGUMENTS[@]}" || exit 2
-    kp_code_copy "$KP_CODE_DIR" "$KP_ELSEWHERE" "${KP_CODE_INPUTS[@]}" >&2 || kp_die "the code could not be copied to $KP_CODE_DIR"
+    kp_code_copy "$KP_RUN_DIR/code" "$KP_ELSEWHERE" "${KP_INPUTS[@]}" >&2 ||
+        kp_die "the code could not be copied to $KP_RUN_DIR/code"
     echo "$KP_COPY"
 }
 
@@ -63,9 +70,11 @@ kp_copy_program() { # as kp_copy_now, of the directory of run.sh's --code
     # shellcheck source-path=SCRIPTDIR source=lib/program.sh
     source "$KP_LIB/program.sh"
     directory=$(kp_program_directory)
-    [[ -n $directory ]] || kp_die "run.sh: nothing to copy; give --code=DIR, the program's repository, or use sbatch"
+    [[ -n $directory ]] ||
+        kp_die "run.sh: nothing to copy; give --code=DIR, the program's repository, or use sbatch"
     # The job checks it again, for its nodes.
-    kp_checked kempner.config.toml "$KP_ROOT/scripts/$KP_PROGRAM" --check 1 "${KP_ARGUMENTS[@]}" || exit 2
+    kp_checked kempner.config.toml "$KP_ROOT/scripts/$KP_PROGRAM" --check 1 "${KP_ARGUMENTS[@]}" ||
+        exit 2
     run=${KP_VALUES[0]}
     KP_ROOT=$directory
     kp_code_copy "$run/code" '' >&2 || kp_die "the code could not be copied to $run/code"
@@ -86,20 +95,24 @@ kp_comment() { # <copy>: adds a comment to KP_REQUEST that names the copy, after
 
 kp_refresh() { # <job>: gives it a copy of the code as it is now
     local old words script
-    [[ $1 =~ ^[0-9]+(_[0-9]+)?$ ]] || kp_die "'$1' is not the number of a job: squeue --me lists yours"
+    [[ $1 =~ ^[0-9]+(_[0-9]+)?$ ]] ||
+        kp_die "'$1' is not the number of a job: squeue --me lists yours"
     kp_need_slurm
     SLURM_JOB_ID=$1
     kp_show_job || kp_die "no job '$1': squeue --me lists yours"
     old=$(kp_code_of_job)
-    [[ -n $old || ! $KP_JOB =~ Command=([^$'\n']*/code/[0-9a-f]{12})/scripts/slurm/ ]] || old=${BASH_REMATCH[1]}
-    [[ -n $old ]] || kp_die "job $1 has no copy of the code: it is not of this kit, or has not started yet"
+    [[ -n $old || ! $KP_JOB =~ Command=([^$'\n']*/code/[0-9a-f]{12})/scripts/slurm/ ]] ||
+        old=${BASH_REMATCH[1]}
+    [[ -n $old ]] ||
+        kp_die "job $1 has no copy of the code: it is not of this kit, or has not started yet"
     mapfile -t words < <(cd "$old/.inputs" 2>/dev/null && find . -type f -printf '/%P\n')
     kp_begin
     # a program's, not the kit's
     [[ -e $old/scripts/slurm/submit.sh ]] || KP_ROOT=$(<"$old/.kempner-origin")
     script=$old/scripts/slurm/own.sh
     [[ -e $script ]] || script=''
-    kp_code_copy "$(dirname "$old")" "$script" "${words[@]}" || kp_die "the code could not be copied"
+    kp_code_copy "$(dirname "$old")" "$script" "${words[@]}" ||
+        kp_die "the code could not be copied"
     kp_code_note "$KP_COPY" "$1" || kp_die "scontrol does not set the Comment of job $1"
     kp_log "job $1: its next start has the code $KP_COPY (before: $old)"
 }

@@ -2,29 +2,36 @@
 # A real Slurm cluster of virtual hosts on this one machine, to try the kit and to test it.
 #
 #   testbed.sh install              install the packages it needs (Debian, Ubuntu; root)
-#   testbed.sh up [NODES] [GPUS]    boot it (default: 2 hosts of 4 GPUs each); prints the line for your shell:
+#   testbed.sh up [NODES] [GPUS]    boot it (default: 2 hosts of 4 GPUs each); prints the line for
+#                                   your shell:
 #                                   eval "$(scripts/slurm/testbed.sh up 2 4)"; sinfo; sbatch ...
 #   testbed.sh down                 stop it and remove every trace
 #   testbed.sh status               what is up, and Slurm's own view of it
-#   testbed.sh crash NODE           a host dies: every process on it, at once; head: the controller's
+#   testbed.sh crash NODE           a host dies: every process on it, at once; head: the
+#                                   controller's
 #   testbed.sh revive NODE          boot that host again
 #   testbed.sh away SECONDS         take the controller away for so long; returns when it is back
 #   testbed.sh cut NODE             unplug the host's fast network (ib0)
 #   testbed.sh join NODE            plug it in again
-#   testbed.sh bytes NODE IFACE     bytes that the host has received over em4 or ib0: which network was used
+#   testbed.sh bytes NODE IFACE     bytes that the host has received over em4 or ib0: which network
+#                                   was used
 #   testbed.sh exec NODE COMMAND    run a command on that host
 #   testbed.sh as USER COMMAND      run a command as a user of a site: alice, or mallory beside her
-#   testbed.sh break NODE FAULT     of a site with nodes: unmounted, eio or python, until the host is booted again
-#   testbed.sh path                 with SLURM_BIN=DIR: the PATH that has the programs of that Slurm first
+#   testbed.sh break NODE FAULT     of a site with nodes: unmounted, eio or python, until the host
+#                                   is booted again
+#   testbed.sh path                 with SLURM_BIN=DIR: the PATH that has the programs of that Slurm
+#                                   first
 #
-# Each host has its own processes, hostname, /etc/hosts, /sys/class/net, management NIC (em4, 10.77.ID.k) and
-# fast NIC (ib0, 10.78.ID.k); the file system is this machine's own. Several clusters live side by side, each
-# with its number: KEMPNER_TESTBED=3 testbed.sh up. With KEMPNER_TESTBED_OWNER=PID the cluster goes down by itself
-# when that process is gone. KEMPNER_TESTBED_CONF="JobRequeue=0 KillWait=2" changes lines of slurm.conf;
-# KEMPNER_TESTBED_GPU=h100 gives the GPUs a type. KEMPNER_TESTBED_SITE=hostile makes it a site as sites are (or some of
-# its parts, with commas between: slow,noise,accounting,home,nodes,twin,clock,memory), and KEMPNER_TESTBED_SEED draws
-# which calls fail there. SLURM_BIN=DIR takes the Slurm whose programs are in DIR, or in DIR/bin and DIR/sbin, in place
-# of the one in PATH.
+# Each host has its own processes, hostname, /etc/hosts, /sys/class/net, management NIC (em4,
+# 10.77.ID.k) and fast NIC (ib0, 10.78.ID.k); the file system is this machine's own. Several
+# clusters live side by side, each with its number: KEMPNER_TESTBED=3 testbed.sh up. With
+# KEMPNER_TESTBED_OWNER=PID the cluster goes down by itself when that process is gone.
+# KEMPNER_TESTBED_CONF="JobRequeue=0 KillWait=2" changes lines of slurm.conf;
+# KEMPNER_TESTBED_GPU=h100 gives the GPUs a type. KEMPNER_TESTBED_SITE=hostile makes it a site as
+# sites are (or some of its parts, with commas between:
+# slow,noise,accounting,home,nodes,twin,clock,memory), and KEMPNER_TESTBED_SEED draws which calls
+# fail there. SLURM_BIN=DIR takes the Slurm whose programs are in DIR, or in DIR/bin and DIR/sbin,
+# in place of the one in PATH.
 set -euo pipefail
 
 die() { # <what is wrong; what to do>
@@ -33,7 +40,8 @@ die() { # <what is wrong; what to do>
 }
 
 readonly ID=${KEMPNER_TESTBED:-1}
-[[ $ID =~ ^[1-9][0-9]{0,2}$ && $ID -le 250 ]] || die "KEMPNER_TESTBED=$ID: must be a number from 1 to 250"
+[[ $ID =~ ^[1-9][0-9]{0,2}$ && $ID -le 250 ]] ||
+    die "KEMPNER_TESTBED=$ID: must be a number from 1 to 250"
 readonly STATE=/run/kempner-testbed-$ID
 readonly PORT=$((20000 + 10 * ID))
 SELF=$(realpath "${BASH_SOURCE[0]}")
@@ -77,16 +85,20 @@ take_slurm() { # with SLURM_BIN=DIR: puts its programs in front of PATH; stops w
             missing+=("$program")
             continue
         }
-        version=$(SLURM_CONF=$conf "$program" -V 2>/dev/null) || die "SLURM_BIN=$SLURM_BIN: '$program -V' does not run"
+        version=$(SLURM_CONF=$conf "$program" -V 2>/dev/null) ||
+            die "SLURM_BIN=$SLURM_BIN: '$program -V' does not run"
         version=${version##* }
         [[ " $versions " == *" $version "* ]] || versions+="${versions:+ }$version"
     done
     rm -f "$conf"
-    ((${#missing[@]} == 0)) || die "SLURM_BIN=$SLURM_BIN has no ${missing[*]}: name the directory that holds Slurm's" \
-        "programs, or its bin and sbin"
-    [[ $versions != *' '* ]] || die "SLURM_BIN=$SLURM_BIN: its programs are of several versions: $versions"
+    ((${#missing[@]} == 0)) ||
+        die "SLURM_BIN=$SLURM_BIN has no ${missing[*]}: name the directory that holds Slurm's" \
+            "programs, or its bin and sbin"
+    [[ $versions != *' '* ]] ||
+        die "SLURM_BIN=$SLURM_BIN: its programs are of several versions: $versions"
     version=${versions%.*}
-    ((10#${version/./} >= 2205)) || die "SLURM_BIN=$SLURM_BIN: Slurm $versions is too old: 22.05 is needed"
+    ((10#${version/./} >= 2205)) ||
+        die "SLURM_BIN=$SLURM_BIN: Slurm $versions is too old: 22.05 is needed"
 }
 
 namespace() { # <host>: the name of its network namespace
@@ -135,9 +147,11 @@ PreemptMode=REQUEUE
 CONF
     # Just enough CPUs for one task per GPU: these hosts share the cores of one machine.
     for ((k = 1; k <= nodes; k++)); do
-        echo "NodeName=node$k NodeAddr=10.77.$ID.$k CPUs=$((gpus > 4 ? gpus : 4)) RealMemory=16000 $gres State=UNKNOWN"
+        echo "NodeName=node$k NodeAddr=10.77.$ID.$k CPUs=$((gpus > 4 ? gpus : 4))" \
+            "RealMemory=16000 $gres State=UNKNOWN"
     done
-    echo "PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20"
+    echo "PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP" \
+        "PriorityTier=1 GraceTime=20"
     echo "PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10"
 }
 
@@ -146,7 +160,8 @@ write_files() { # <nodes> <gpus per node>
     write_slurm_conf "$nodes" "$gpus" >"$SLURM_CONF"
     for ((k = 0; k < gpus; k++)); do
         mknod "$STATE/dev/gpu$k" c 1 3 # /dev/null once more: slurmd counts a GPU by its device file
-        echo "NodeName=node[1-$nodes] Name=gpu ${KEMPNER_TESTBED_GPU:+Type=$KEMPNER_TESTBED_GPU }File=$STATE/dev/gpu$k"
+        echo "NodeName=node[1-$nodes] Name=gpu" \
+            "${KEMPNER_TESTBED_GPU:+Type=$KEMPNER_TESTBED_GPU }File=$STATE/dev/gpu$k"
     done >"$STATE/gres.conf"
     {
         echo "127.0.0.1 localhost"
@@ -202,7 +217,8 @@ start_munged() { # <host>: one of its own, as on a real host, because a munged t
     fi
     rm -f "$STATE/munge/socket"
     munged --foreground --force --key-file="$STATE/munge/key" --socket="$STATE/munge/socket" \
-        --pid-file="$STATE/munge/pid" --log-file="$STATE/munge/log" --seed-file="$STATE/munge/seed" &
+        --pid-file="$STATE/munge/pid" --log-file="$STATE/munge/log" \
+        --seed-file="$STATE/munge/seed" &
     until [[ -S $STATE/munge/socket ]]; do sleep 0.01; done
 }
 
@@ -247,7 +263,8 @@ boot() { # <host>
 }
 
 need_node() { # <host>: stops when there is no such host
-    [[ -e $SLURM_CONF ]] || die "cluster $ID is not up: testbed.sh up, or KEMPNER_TESTBED=NUMBER of one that is"
+    [[ -e $SLURM_CONF ]] ||
+        die "cluster $ID is not up: testbed.sh up, or KEMPNER_TESTBED=NUMBER of one that is"
     [[ ${1:-} == node* && -e /run/netns/$(namespace "$1") ]] ||
         die "no host '${1:-}' in cluster $ID; there is: $(list_nodes | paste -sd' ')"
 }
@@ -283,7 +300,8 @@ away() { # <seconds>: a clean end, so that the controller keeps its state, as th
 }
 
 list_nodes() {
-    ip netns list | awk -v prefix="kp$ID-" 'index($1, prefix) == 1 { print substr($1, length(prefix) + 1) }'
+    ip netns list |
+        awk -v prefix="kp$ID-" 'index($1, prefix) == 1 { print substr($1, length(prefix) + 1) }'
 }
 
 # --- commands -------------------------------------------------------------------------------------
@@ -301,17 +319,20 @@ check_machine() {
     mapfile -t missing < <(missing_commands)
     ((${#missing[@]} == 0)) || die "not installed: ${missing[*]}; run: $SELF install"
     unshare --net --mount --pid --fork true 2>/dev/null ||
-        die "namespaces are not allowed here (a container?): run it in a VM, or start the container with --privileged"
+        die "namespaces are not allowed here (a container?): run it in a VM, or start the" \
+            "container with --privileged"
 }
 
 up() { # [nodes] [gpus per node]
     local nodes=${1:-2} gpus=${2:-4} k chosen
-    [[ $nodes =~ ^[1-9][0-9]?$ && $gpus =~ ^[0-9]{1,2}$ ]] || die "up [NODES 1..99] [GPUS PER NODE 0..99], not: up $*"
+    [[ $nodes =~ ^[1-9][0-9]?$ && $gpus =~ ^[0-9]{1,2}$ ]] ||
+        die "up [NODES 1..99] [GPUS PER NODE 0..99], not: up $*"
     choose_site "$nodes"
     chosen=("${SITE[@]}")
     check_machine "up $nodes $gpus"
     if [[ -s $STATE/pid/head ]] && kill -0 "$(<"$STATE/pid/head")" 2>/dev/null; then
-        die "cluster $ID is up: export SLURM_CONF=$SLURM_CONF; or take it down; or KEMPNER_TESTBED=$((ID % 250 + 1))"
+        die "cluster $ID is up: export SLURM_CONF=$SLURM_CONF; or take it down;" \
+            "or KEMPNER_TESTBED=$((ID % 250 + 1))"
     fi
     down # remove what a crash may have left
     [[ -z $(ip -o route show "10.77.$ID.0/24") ]] ||
@@ -333,9 +354,11 @@ up() { # [nodes] [gpus per node]
     site up
     [[ -z ${KEMPNER_TESTBED_OWNER:-} ]] || down_with "$KEMPNER_TESTBED_OWNER"
     trap - EXIT
-    echo "testbed: cluster $ID is up: $nodes host(s), $gpus GPU(s) each; down again: KEMPNER_TESTBED=$ID $SELF down" >&2
+    echo "testbed: cluster $ID is up: $nodes host(s), $gpus GPU(s) each; down again:" \
+        "KEMPNER_TESTBED=$ID $SELF down" >&2
     [[ -z ${SLURM_BIN:-} ]] || printf 'export PATH=%q\n' "$PATH"
-    [[ ! -t 1 ]] || echo "testbed: type this line in your shell, and sinfo, sbatch and the others speak to it:" >&2
+    [[ ! -t 1 ]] || echo "testbed: type this line in your shell, and sinfo, sbatch and the others" \
+        "speak to it:" >&2
     echo "export SLURM_CONF=$SLURM_CONF"
 }
 
@@ -385,11 +408,13 @@ down() {
 
 on_host() { # <host> <command>...
     need_node "$1"
-    nsenter --target "$(first_process "$(<"$STATE/pid/$1")")" --net --uts --mount --pid -- env -C "$PWD" "${@:2}"
+    nsenter --target "$(first_process "$(<"$STATE/pid/$1")")" --net --uts --mount --pid -- \
+        env -C "$PWD" "${@:2}"
 }
 
 status() {
-    [[ -e $SLURM_CONF ]] || die "cluster $ID is not up: testbed.sh up, or KEMPNER_TESTBED=NUMBER of one that is"
+    [[ -e $SLURM_CONF ]] ||
+        die "cluster $ID is not up: testbed.sh up, or KEMPNER_TESTBED=NUMBER of one that is"
     echo "export SLURM_CONF=$SLURM_CONF"
     sinfo -N -p gpu -o '%N %T %G %E'
     squeue
@@ -402,11 +427,13 @@ install() {
     if [[ -n $(missing_commands) ]]; then
         [[ $EUID == 0 ]] || die "needs root: sudo $SELF install"
         command -v apt-get >/dev/null ||
-            die "no apt-get here: install slurmctld, slurmd, the Slurm clients, munge and iproute2 by hand"
+            die "no apt-get here: install slurmctld, slurmd, the Slurm clients," \
+                "munge and iproute2 by hand"
         packages+=(slurmctld slurmd slurm-client munge iproute2 util-linux)
     elif [[ $EUID != 0 ]] || ! command -v apt-get >/dev/null; then
         return 0
-    elif command -v tmux >/dev/null && command -v chromium >/dev/null && command -v ch-run >/dev/null &&
+    elif command -v tmux >/dev/null && command -v chromium >/dev/null &&
+        command -v ch-run >/dev/null &&
         [[ -z $(accounting_lacks) ]]; then
         return 0
     fi
@@ -417,7 +444,8 @@ install() {
         echo "testbed: a site has no accounting here: ${of_a_site[*]} cannot be installed" >&2
 }
 
-readonly COMMANDS="install, up, down, status, crash, revive, away, cut, join, bytes, exec, as, break, path"
+COMMANDS="install, up, down, status, crash, revive, away, cut, join"
+readonly COMMANDS+=", bytes, exec, as, break, path"
 case ${1:-} in
     -h | --help)
         kp_header
@@ -441,7 +469,11 @@ case $1 in
     join) need_node "${2:-}" && ip link set "i$ID-${2#node}" up ;;
     bytes)
         need_node "${2:-}"
-        case ${3:-} in em4) end=m ;; ib0) end=i ;; *) die "bytes $2 IFACE: em4 or ib0, not '${3:-}'" ;; esac
+        case ${3:-} in
+            em4) end=m ;;
+            ib0) end=i ;;
+            *) die "bytes $2 IFACE: em4 or ib0, not '${3:-}'" ;;
+        esac
         # sent by this end = received by the host
         cat "/sys/class/net/$end$ID-${2#node}/statistics/tx_bytes"
         ;;
@@ -450,13 +482,15 @@ case $1 in
         on_host "${@:2}"
         ;;
     as)
-        [[ -e $SLURM_CONF ]] || die "cluster $ID is not up: testbed.sh up, or KEMPNER_TESTBED=NUMBER of one that is"
+        [[ -e $SLURM_CONF ]] ||
+            die "cluster $ID is not up: testbed.sh up, or KEMPNER_TESTBED=NUMBER of one that is"
         (($# > 2)) || die "as USER COMMAND: no command is given"
         as "${@:2}"
         ;;
     break)
         need_node "${2:-}"
-        [[ " ${FAULTS[*]} " == *" ${3:-} "* ]] || die "break NODE FAULT: one of ${FAULTS[*]}, not '${3:-}'"
+        [[ " ${FAULTS[*]} " == *" ${3:-} "* ]] ||
+            die "break NODE FAULT: one of ${FAULTS[*]}, not '${3:-}'"
         on_host "$2" bash "$SELF" break_host "$3"
         ;;
     path) echo "$PATH" ;;

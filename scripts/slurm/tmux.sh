@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # A tmux session for a run: live figures, rank 0's log, the warnings of all ranks, and a shell.
 #
-#   bash scripts/slurm/tmux.sh RUN                opens it, or goes back to it; of rl.sh also orchestrator and engine 0
+#   bash scripts/slurm/tmux.sh RUN                opens it, or goes back to it; of rl.sh also
+#                                                 orchestrator and engine 0
 #   bash scripts/slurm/tmux.sh JOBID              the same, of the run of this job
-#   bash scripts/slurm/tmux.sh RUN --detached     only makes it (also without a terminal), and says how to attach
-#   bash scripts/slurm/tmux.sh RUN --figures      the live figures alone, in this terminal, without tmux
+#   bash scripts/slurm/tmux.sh RUN --detached     only makes it (also without a terminal), and says
+#                                                 how to attach
+#   bash scripts/slurm/tmux.sh RUN --figures      the live figures alone, in this terminal, without
+#                                                 tmux
 set -euo pipefail
 
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
@@ -25,7 +28,8 @@ kp_options() { # <arguments>...: sets KP_ASKED_RUN, as the user names it, and KP
             --detached | --figures) KP_MODE=${word#--} ;;
             -* | '') kp_die "no option '$word'; $USAGE" ;;
             *)
-                [[ -z $KP_ASKED_RUN ]] || kp_die "give one run, not both '$KP_ASKED_RUN' and '$word'; $USAGE"
+                [[ -z $KP_ASKED_RUN ]] ||
+                    kp_die "give one run, not both '$KP_ASKED_RUN' and '$word'; $USAGE"
                 KP_ASKED_RUN=$word
                 ;;
         esac
@@ -40,7 +44,8 @@ kp_figures() { # status.sh of the run every few seconds, until Ctrl-C
         [[ -n ${KP_RUN_DIR:-} ]] || kp_find_run "$KP_ASKED_RUN"
         size=$(stty size 2>/dev/null) || size='0 160'
         text="job $KP_ASKED_RUN has no run directory yet"
-        [[ -z $KP_RUN_DIR ]] || text=$(COLUMNS=${size#* } bash "$HERE/status.sh" "$KP_RUN_DIR" 2>&1) || true
+        [[ -z $KP_RUN_DIR ]] ||
+            text=$(COLUMNS=${size#* } bash "$HERE/status.sh" "$KP_RUN_DIR" 2>&1) || true
         printf '\033[H\033[2J%s' "$text"
         sleep "$FIGURES_S"
     done
@@ -76,7 +81,8 @@ kp_pane_command() { # <command>...: sets KP_PANE_COMMAND, the command for tmux, 
     local name number
     KP_PANE_COMMAND=(env "PATH=$PATH") # a server that is running already has its own
     for name in "${!KEMPNER_@}" SLURM_CONF; do
-        [[ -z ${!name+set} || $name =~ ^KEMPNER_(NOTIFY|MAIL)$ ]] || kp_is_secret "$name" || KP_PANE_COMMAND+=("$name=${!name}")
+        [[ -z ${!name+set} || $name =~ ^KEMPNER_(NOTIFY|MAIL)$ ]] || kp_is_secret "$name" ||
+            KP_PANE_COMMAND+=("$name=${!name}")
     done
     KP_PANE_COMMAND+=("$@")
     for ((number = 0; number < ${#KP_PANE_COMMAND[@]}; number++)); do
@@ -102,7 +108,8 @@ kp_make_session() { # <identity>: panes from top to bottom: figures, rank 0, war
     # less tmux's own line
     rows=$((rows < 24 ? 23 : rows - 1)) columns=$((columns < 80 ? 80 : columns))
     kp_pane_command "${SHELL:-bash}"
-    shell=$(tmux new-session -d -x "$columns" -y "$rows" -s "$KP_SESSION" -P -F '#{pane_id}' "${KP_PANE_COMMAND[@]}")
+    shell=$(tmux new-session -d -x "$columns" -y "$rows" -s "$KP_SESSION" -P -F '#{pane_id}' \
+        "${KP_PANE_COMMAND[@]}")
     tmux set-option -t "=$KP_SESSION:" @kempner_run "$(kp_word "$1")"
     tmux set-option -q -t "=$KP_SESSION:" status-left-length 40
     tmux set-option -q -w -t "$shell" pane-border-status top
@@ -110,18 +117,20 @@ kp_make_session() { # <identity>: panes from top to bottom: figures, rank 0, war
     tmux select-pane -t "$shell" -T shell
     kp_add figures 4 "$shell" bash "$HERE/tmux.sh" --figures "$KP_ASKED_RUN"
     [[ ! -L $1/logs/latest/orchestrator.log ]] || parts="orchestrator engine-0"
-    kp_add "rank 0" $((rows * 2 / (${#parts} > 0 ? 9 : 5))) "$shell" bash "$HERE/logs.sh" --rank 0 "$KP_ASKED_RUN"
+    kp_add "rank 0" $((rows * 2 / (${#parts} > 0 ? 9 : 5))) "$shell" bash "$HERE/logs.sh" --rank 0 \
+        "$KP_ASKED_RUN"
     for part in $parts; do
         kp_add "$part" $((rows / 6)) "$shell" bash "$HERE/logs.sh" --part "$part" "$KP_ASKED_RUN"
     done
-    kp_add "warnings of all ranks" $((rows / (${#parts} > 0 ? 6 : 4))) "$shell" bash "$HERE/logs.sh" \
-        --warnings "$KP_ASKED_RUN"
+    kp_add "warnings of all ranks" $((rows / (${#parts} > 0 ? 6 : 4))) "$shell" \
+        bash "$HERE/logs.sh" --warnings "$KP_ASKED_RUN"
 }
 
 kp_options "$@"
 [[ $KP_MODE != figures ]] || kp_figures
 command -v tmux >/dev/null ||
-    kp_die "no tmux here: install it or load its module; without it: bash scripts/slurm/logs.sh $KP_ASKED_RUN"
+    kp_die "no tmux here: install it or load its module; without it: bash" \
+        "scripts/slurm/logs.sh $KP_ASKED_RUN"
 # In a shell of its own: the tmux server keeps the environment that it is started in.
 identity=$(kp_identity)
 if kp_choose_session "$identity"; then

@@ -6,7 +6,8 @@
 # site.
 unset -f cd echo exec export kill printf pwd read source trap wait declare type unset mapfile
 while read -r _ _ KP_FUNCTION; do
-    [[ $KP_FUNCTION =~ ^(module|ml|scl|spack|conda|mamba|micromamba|_.*)$ ]] || ! type -P "$KP_FUNCTION" >/dev/null ||
+    [[ $KP_FUNCTION =~ ^(module|ml|scl|spack|conda|mamba|micromamba|_.*)$ ]] ||
+        ! type -P "$KP_FUNCTION" >/dev/null ||
         unset -f "$KP_FUNCTION"
 done <<<"$(declare -Fx)"
 
@@ -39,7 +40,8 @@ kp_move_log() { # the batch log takes no line, as in a full home directory: it g
         return
     fi
     [[ $KP_NO_ROOM == */logs/* || -z ${KP_RUN_DIR:-} ]] ||
-        ! { mkdir -p -- "$KP_RUN_DIR/logs" && : >>"$KP_RUN_DIR/logs/batch-no-room.log"; } 2>/dev/null ||
+        ! { mkdir -p -- "$KP_RUN_DIR/logs" &&
+            : >>"$KP_RUN_DIR/logs/batch-no-room.log"; } 2>/dev/null ||
         file=$KP_RUN_DIR/logs/batch-no-room.log
     KP_NO_ROOM=$file
     exec >>"$file" 2>&1
@@ -50,7 +52,8 @@ kp_die() { # <what is wrong; what to do>: ends with 2, the exit code of bad inpu
     exit 2
 }
 
-((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) || kp_die "bash $BASH_VERSION is too old: 4.4 is needed"
+((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) ||
+    kp_die "bash $BASH_VERSION is too old: 4.4 is needed"
 
 # shellcheck source-path=SCRIPTDIR source=lib/inherited.sh
 source "$KP_LIB/inherited.sh"

@@ -15,17 +15,21 @@ KP_SUCCESSOR=''     # the job that continues it
 KP_CHAIN_OPTIONS=() # sbatch's options
 
 # What a successor has in common with this job; NumNodes is compared apart.
-KP_CHAIN_SAME=(Partition Account QOS TimeLimit Features Reservation Licenses Network CoreSpec Contiguous ReqNodeList
-    ExcNodeList Nice MinTmpDiskNode MinMemoryNode MinMemoryCPU CPUs/Task NtasksPerN:B:S:C OverSubscribe TresPerNode
-    TresPerJob TresPerTask TresPerSocket TresBind TresFreq CpusPerTres MemPerTres BurstBuffer)
+KP_CHAIN_SAME=(Partition Account QOS TimeLimit Features Reservation Licenses Network CoreSpec
+    Contiguous ReqNodeList ExcNodeList Nice MinTmpDiskNode MinMemoryNode MinMemoryCPU CPUs/Task
+    NtasksPerN:B:S:C OverSubscribe TresPerNode TresPerJob TresPerTask TresPerSocket TresBind
+    TresFreq CpusPerTres MemPerTres BurstBuffer)
 
 kp_chain_check() { # stops at a KEMPNER_CHAIN that makes no sense
     local most=${KEMPNER_CHAIN:=0}
     [[ $most =~ ^(0|[1-9][0-9]{0,2})$ ]] ||
-        kp_die "KEMPNER_CHAIN=$most: must be the number of jobs that may follow this one, 1 to 999, or 0 for none"
+        kp_die "KEMPNER_CHAIN=$most: must be the number of jobs that may follow this one," \
+            "1 to 999, or 0 for none"
     ((most > 0)) && kp_in_job || return 0
-    [[ -z $(kp_field ArrayTaskThrottle) ]] || kp_die "KEMPNER_CHAIN: the jobs that follow the tasks of this array" \
-        "would not keep its limit of $(kp_field ArrayTaskThrottle) at once: leave %$(kp_field ArrayTaskThrottle) out"
+    [[ -z $(kp_field ArrayTaskThrottle) ]] ||
+        kp_die "KEMPNER_CHAIN: the jobs that follow the tasks of this array" \
+            "would not keep its limit of $(kp_field ArrayTaskThrottle) at once: leave" \
+            "%$(kp_field ArrayTaskThrottle) out"
 }
 
 kp_chain() { # with KEMPNER_CHAIN=K: ends when the user has ended the chain; submits the successor,
@@ -44,7 +48,8 @@ kp_chain() { # with KEMPNER_CHAIN=K: ends when the user has ended the chain; sub
         kp_log "the last job of its chain: $KP_LINK were before it (KEMPNER_CHAIN=$KEMPNER_CHAIN)"
     elif kp_chain_submit; then
         kp_chain_compare
-        kp_log "job $KP_SUCCESSOR continues this one: $((KP_LINK + 1)) of at most $KEMPNER_CHAIN (KEMPNER_CHAIN)"
+        kp_log "job $KP_SUCCESSOR continues this one: $((KP_LINK + 1)) of at most $KEMPNER_CHAIN" \
+            "(KEMPNER_CHAIN)"
     else
         kp_log "no job continues this one yet: sbatch is tried again at the end"
     fi
@@ -53,24 +58,28 @@ kp_chain() { # with KEMPNER_CHAIN=K: ends when the user has ended the chain; sub
 kp_chain_note() { # says what a job that has no chain must expect
     local name='PreemptMode=([A-Z]+)' mode
     if [[ $(kp_field Requeue) == 0 ]]; then
-        kp_log "note: this job cannot be requeued (--no-requeue, or JobRequeue=0): it ends at its time limit;" \
-            "KEMPNER_CHAIN=K lets up to K jobs continue it"
+        kp_log "note: this job cannot be requeued (--no-requeue, or JobRequeue=0):" \
+            "it ends at its time limit; KEMPNER_CHAIN=K lets up to K jobs continue it"
     elif kp_ask scontrol show partition "$(kp_field Partition)" && [[ $KP_ANSWER =~ $name ]]; then
         mode=${BASH_REMATCH[1]}
-        [[ $mode != CANCEL ]] || kp_log "note: partition $(kp_field Partition) cancels the jobs that it preempts" \
-            "(PreemptMode=CANCEL): this one may not come back; KEMPNER_CHAIN=K lets up to K jobs continue it"
+        [[ $mode != CANCEL ]] ||
+            kp_log "note: partition $(kp_field Partition) cancels the jobs that it preempts" \
+                "(PreemptMode=CANCEL): this one may not come back; KEMPNER_CHAIN=K lets up to K" \
+                "jobs continue it"
     fi
 }
 
 kp_chain_tell() { # for --dry-run
-    ((${KEMPNER_CHAIN:-0} == 0)) || echo "chain: up to $KEMPNER_CHAIN job(s) continue this one, each submitted while" \
-        "the one before it runs (KEMPNER_CHAIN=$KEMPNER_CHAIN)"
+    ((${KEMPNER_CHAIN:-0} == 0)) ||
+        echo "chain: up to $KEMPNER_CHAIN job(s) continue this one, each submitted while" \
+            "the one before it runs (KEMPNER_CHAIN=$KEMPNER_CHAIN)"
 }
 
 # --- the journal ----------------------------------------------------------------------------------
 
 kp_chain_write() { # <event> <job> <link> [why]: a line that is on the disk before this returns
-    kp_records append "$KP_JOURNAL" event="$1" chain="$KP_CHAIN" link:="$3" job="$2" why="${4:-}" || true
+    kp_records append "$KP_JOURNAL" event="$1" chain="$KP_CHAIN" link:="$3" job="$2" why="${4:-}" ||
+        true
 }
 
 kp_chain_jobs() { # the jobs of the chain, with commas; without one this job
@@ -89,7 +98,8 @@ kp_chain_place() { # sets KP_CHAIN and KP_LINK; ends when the predecessor was ca
     # job goes on
     local chain link after KP_VALUES=()
     read -r chain link after <<<"${KEMPNER_CHAIN_LINK:-}" || true
-    [[ -z $after ]] || kp_find_records "$KP_JOURNAL" "chain=$chain" "link=$link" -- event job || true
+    [[ -z $after ]] ||
+        kp_find_records "$KP_JOURNAL" "chain=$chain" "link=$link" -- event job || true
     if ((${#KP_VALUES[@]} > 0)); then
         KP_CHAIN=$chain KP_LINK=$link
         # Whoever killed our predecessor between sbatch and this line, it is there now.
@@ -104,7 +114,8 @@ kp_chain_place() { # sets KP_CHAIN and KP_LINK; ends when the predecessor was ca
     ((${#KP_VALUES[@]} > 0)) || return 0
     set -- "${KP_VALUES[@]: -3}" # of the last line
     [[ $1 != submitted || $3 == "$(kp_job_id)" ]] || ! kp_chain_queued "$3" ||
-        kp_die "job $3 goes on with $KP_RUN_DIR already (KEMPNER_CHAIN of job $2): scancel $3, or wait for it"
+        kp_die "job $3 goes on with $KP_RUN_DIR already (KEMPNER_CHAIN of job $2): scancel $3," \
+            "or wait for it"
 }
 
 kp_chain_look_back() { # <predecessor>: ends this job when the user has cancelled that one, or it
@@ -156,7 +167,25 @@ kp_chain_script() { # sets KP_CHAIN_SCRIPT to the script to submit: that of the 
     # where it has it
     KP_CHAIN_SCRIPT=$(kp_script_in "$KP_ROOT")
     KP_CHAIN_SCRIPT=${KP_CHAIN_SCRIPT:-$(kp_script)}
-    [[ -f $KP_CHAIN_SCRIPT ]] || kp_die "KEMPNER_CHAIN: this job's script, $KP_CHAIN_SCRIPT, is gone: put it back"
+    [[ -f $KP_CHAIN_SCRIPT ]] ||
+        kp_die "KEMPNER_CHAIN: this job's script, $KP_CHAIN_SCRIPT, is gone: put it back"
+}
+
+kp_chain_variables() { # adds what the variables of the job's own request say
+    local name value
+    while IFS='=' read -r -d '' name value; do
+        [[ -n $value ]] || continue
+        case $name in
+            SLURM_NTASKS | SLURM_NTASKS_PER_* | SLURM_GPUS | SLURM_GPUS_PER_* | \
+                SLURM_CPUS_PER_TASK | SLURM_CPUS_PER_GPU | SLURM_MEM_PER_GPU | \
+                SLURM_TRES_PER_TASK | SLURM_GPU_BIND | SLURM_HINT | SLURM_THREADS_PER_CORE)
+                name=${name#SLURM_} name=${name,,}
+                KP_CHAIN_OPTIONS+=("--${name//_/-}=$value")
+                ;;
+            # given where --signal was
+            KEMPNER_SIGNAL_LEAD) KP_CHAIN_OPTIONS+=("--signal=B:SIGTERM@$value") ;;
+        esac
+    done <"/proc/$$/environ"
 }
 
 kp_chain_request() { # sets KP_CHAIN_OPTIONS, the options of sbatch that make the request of this
@@ -164,18 +193,21 @@ kp_chain_request() { # sets KP_CHAIN_OPTIONS, the options of sbatch that make th
     # The command line of sbatch is gone. What it asked for is in Slurm's record of the job and, in
     # the same words, in the variables SLURM_*; the header and the variables SBATCH_* are read
     # again.
-    local pair name value task="${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}"
-    KP_CHAIN_OPTIONS=(--export=ALL --job-name="$(kp_job_name)" --nodes="$(kp_field NumNodes)" --chdir="$(kp_rest WorkDir)")
+    local pair value task="${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}"
+    KP_CHAIN_OPTIONS=(--export=ALL --job-name="$(kp_job_name)" --nodes="$(kp_field NumNodes)"
+    --chdir="$(kp_rest WorkDir)")
     for pair in mem=MinMemoryNode mem-per-cpu=MinMemoryCPU; do
         value=$(kp_field "${pair#*=}")
         [[ -z $value || -n ${SLURM_MEM_PER_GPU:-} ]] || KP_CHAIN_OPTIONS+=("--${pair%%=*}=$value")
     done
     for pair in partition=Partition account=Account qos=QOS reservation=Reservation \
-        constraint=Features licenses=Licenses time=TimeLimit nodelist=ReqNodeList exclude=ExcNodeList nice=Nice \
-        core-spec=CoreSpec network=Network tmp=MinTmpDiskNode mail-user=MailUser mail-type=MailType gpu-freq=TresFreq \
-        sockets-per-node=Socks/Node bb=BurstBuffer; do
+        constraint=Features licenses=Licenses time=TimeLimit nodelist=ReqNodeList \
+        exclude=ExcNodeList nice=Nice core-spec=CoreSpec network=Network tmp=MinTmpDiskNode \
+        mail-user=MailUser mail-type=MailType gpu-freq=TresFreq sockets-per-node=Socks/Node \
+        bb=BurstBuffer; do
         value=$(kp_field "${pair#*=}")
-        [[ -z $value || $value =~ ^(\(null\)|N/A|\*|0)$ ]] || KP_CHAIN_OPTIONS+=("--${pair%%=*}=$value")
+        [[ -z $value || $value =~ ^(\(null\)|N/A|\*|0)$ ]] ||
+            KP_CHAIN_OPTIONS+=("--${pair%%=*}=$value")
     done
     value=$(kp_field OverSubscribe)
     case $value in
@@ -185,19 +217,7 @@ kp_chain_request() { # sets KP_CHAIN_OPTIONS, the options of sbatch that make th
     esac
     [[ $(kp_field Contiguous) != 1 ]] || KP_CHAIN_OPTIONS+=(--contiguous)
 
-    while IFS='=' read -r -d '' name value; do
-        [[ -n $value ]] || continue
-        case $name in
-            SLURM_NTASKS | SLURM_NTASKS_PER_* | SLURM_GPUS | SLURM_GPUS_PER_* | SLURM_CPUS_PER_TASK | \
-                SLURM_CPUS_PER_GPU | SLURM_MEM_PER_GPU | SLURM_TRES_PER_TASK | SLURM_GPU_BIND | \
-                SLURM_HINT | SLURM_THREADS_PER_CORE)
-                name=${name#SLURM_} name=${name,,}
-                KP_CHAIN_OPTIONS+=("--${name//_/-}=$value")
-                ;;
-            # given where --signal was
-            KEMPNER_SIGNAL_LEAD) KP_CHAIN_OPTIONS+=("--signal=B:SIGTERM@$value") ;;
-        esac
-    done <"/proc/$$/environ"
+    kp_chain_variables
 
     value=$(kp_field TresPerNode) value=${value//gres[:\/]/}
     [[ -z $value || " ${KP_CHAIN_OPTIONS[*]}" == *" --gpus-per-node="* ]] ||
@@ -214,7 +234,8 @@ kp_chain_request() { # sets KP_CHAIN_OPTIONS, the options of sbatch that make th
         KP_CHAIN_OPTIONS+=("--${pair%%=*}=$value")
     done
     value=kempner-chain=$KP_CHAIN.$((KP_LINK + 1))${KEMPNER_COPY:+ kempner-code=$KEMPNER_COPY}
-    KP_CHAIN_OPTIONS+=("--comment=$(kp_comment_with "$(kp_comment_of_user "$(kp_rest Comment)")" "$value")")
+    KP_CHAIN_OPTIONS+=(
+        "--comment=$(kp_comment_with "$(kp_comment_of_user "$(kp_rest Comment)")" "$value")")
 }
 
 kp_chain_submit() { # submits the successor; sets KP_SUCCESSOR; fails when sbatch does
@@ -225,7 +246,8 @@ kp_chain_submit() { # submits the successor; sets KP_SUCCESSOR; fails when sbatc
     kp_chain_write intent "" "$link"
     said=$(cd -- "${SLURM_SUBMIT_DIR:-.}" && kp_as_submitted env \
         "KEMPNER_CHAIN_LINK=$KP_CHAIN $link $(kp_job_id)" sbatch --parsable \
-        --dependency="afterany:$(kp_job_id)" "${KP_CHAIN_OPTIONS[@]}" "$KP_CHAIN_SCRIPT" "${KP_CHAIN_ARGUMENTS[@]}" 2>&1) || code=$?
+        --dependency="afterany:$(kp_job_id)" "${KP_CHAIN_OPTIONS[@]}" "$KP_CHAIN_SCRIPT" \
+        "${KP_CHAIN_ARGUMENTS[@]}" 2>&1) || code=$?
     if ((code == 0)); then
         said=${said##*$'\n'} # warnings come first
         KP_SUCCESSOR=${said%%;*}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
@@ -245,19 +267,22 @@ kp_chain_compare() { # stops a first job when Slurm's record of its successor as
     for name in NumNodes "${KP_CHAIN_SAME[@]}"; do
         local KP_JOB=$here mine yours
         mine=$(kp_field "$name") KP_JOB=$there yours=$(kp_field "$name")
-        [[ ${yours/#(null)/} == "${mine/#(null)/}" || ($name == NumNodes && ${yours%%-*} == "$mine") ]] ||
+        [[ ${yours/#(null)/} == "${mine/#(null)/}" ||
+            ($name == NumNodes && ${yours%%-*} == "$mine") ]] ||
             wrong+="${wrong:+, }$name=$mine here and ${yours:-nothing} there"
     done
     KP_JOB=$here
     [[ -n $wrong ]] || return 0
     # the site has changed it, or a plugin at each sbatch: the chain has come this far with it
     if ((KP_LINK > 0)); then
-        kp_log "warning: job $KP_SUCCESSOR, which is to continue this one, has another request: $wrong"
+        kp_log "warning: job $KP_SUCCESSOR, which is to continue this one, has another" \
+            "request: $wrong"
         return 0
     fi
     kp_chain_cancel "it would not have the request of this job"
-    kp_die "KEMPNER_CHAIN: the next job would not have the request of this one ($wrong): give what is missing to" \
-        "sbatch as an SBATCH_ variable, which the job can see, not on its command line; or unset KEMPNER_CHAIN"
+    kp_die "KEMPNER_CHAIN: the next job would not have the request of this one ($wrong):" \
+        "give what is missing to sbatch as an SBATCH_ variable, which the job can see," \
+        "not on its command line; or unset KEMPNER_CHAIN"
 }
 
 # --- the end --------------------------------------------------------------------------------------
@@ -266,20 +291,24 @@ kp_chain_cancel() { # <why>: takes the successor out of the queue
     [[ -n $KP_SUCCESSOR ]] || return 0
     kp_chain_write cancelled "$KP_SUCCESSOR" $((KP_LINK + 1)) "$1"
     kp_ask scancel "$KP_SUCCESSOR" ||
-        kp_log "job $KP_SUCCESSOR, which was to continue this one, could not be cancelled: it will end by itself"
+        kp_log "job $KP_SUCCESSOR, which was to continue this one, could not be cancelled:" \
+            "it will end by itself"
     kp_log "job $KP_SUCCESSOR, which was to continue this one, is cancelled"
     KP_SUCCESSOR=''
 }
 
 kp_chain_survives() { # true when Slurm is ending this job, and not because somebody has cancelled
     # it
-    [[ -n $KP_SUCCESSOR ]] && [[ ! $(kp_field PreemptTime) =~ ^(None)?$ || ! $(kp_field Reason) =~ ^(None)?$ ]]
+    [[ -n $KP_SUCCESSOR ]] &&
+        [[ ! $(kp_field PreemptTime) =~ ^(None)?$ || ! $(kp_field Reason) =~ ^(None)?$ ]]
 }
 
 kp_chain_on() { # <what happened>: records whether the successor goes on
+    local last
     [[ -n $KP_SUCCESSOR ]] || ((KP_LINK >= KEMPNER_CHAIN)) || kp_chain_submit || true
     if ((KP_LINK >= KEMPNER_CHAIN)); then
-        kp_record end "$1; it was the last job of its chain (KEMPNER_CHAIN=$KEMPNER_CHAIN): submit it again to go on"
+        last="it was the last job of its chain (KEMPNER_CHAIN=$KEMPNER_CHAIN)"
+        kp_record end "$1; $last: submit it again to go on"
     elif [[ -z $KP_SUCCESSOR ]]; then
         kp_record end "$1; sbatch has refused the job that was to continue it"
     elif ! kp_chain_queued "$KP_SUCCESSOR"; then

@@ -6,7 +6,8 @@ KP_PREFLIGHT='' KP_BAD='' # "failed", and the nodes that failed
 kp_preflight() { # with KEMPNER_PREFLIGHT=1: checks the nodes; when some are faulty, requeues
     # without them, or ends
     [[ ${KEMPNER_PREFLIGHT:-0} != 0 ]] && kp_in_job || return 0
-    kp_prove_nodes "$KP_RUN_DIR/logs/preflight-$KEMPNER_ATTEMPT_ID.json" --dir "$KP_RUN_DIR" --device "$KP_DEVICE"
+    kp_prove_nodes "$KP_RUN_DIR/logs/preflight-$KEMPNER_ATTEMPT_ID.json" --dir "$KP_RUN_DIR" \
+        --device "$KP_DEVICE"
     kp_mark preflight
     ((KP_CODE != 0)) || return 0
     if ((KP_CODE != 1)); then
@@ -18,6 +19,7 @@ kp_preflight() { # with KEMPNER_PREFLIGHT=1: checks the nodes; when some are fau
     kp_decide "preflight: ${KP_BAD:-the network} failed" || true
     [[ $KP_DECIDED == restart ]] || kp_finish
     kp_next_attempt
+    KP_PREFLIGHT='' KP_BAD=''
 }
 
 kp_drop_bad_spares() { # takes those in KP_BAD out of KP_SPARES and KP_BAD; fails when no other node
@@ -37,8 +39,8 @@ kp_drop_bad_spares() { # takes those in KP_BAD out of KP_SPARES and KP_BAD; fail
     [[ -n $KP_BAD ]]
 }
 
-kp_prove_nodes() { # <JSON file> <options of kempner.jobs.preflight>...: sets KP_CODE, 0 when all pass,
-    # and KP_BAD
+kp_prove_nodes() { # <JSON file> <options of kempner.jobs.preflight>...: sets KP_CODE, 0 when all
+    # pass, and KP_BAD
     local json=$1 meet=${1%.json}.meet name=$KP_SRUN_NAME driver step='' tries
     local driver_port directory
     # a spare, too
@@ -49,12 +51,14 @@ kp_prove_nodes() { # <JSON file> <options of kempner.jobs.preflight>...: sets KP
     KP_SRUN_NAME=$name KP_CODE=0
 
     mkdir -p -- "$meet" || {
-        kp_log "$meet cannot be made: submit from a directory that can be written, or make room there"
+        kp_log "$meet cannot be made: submit from a directory that can be written," \
+            "or make room there"
         KP_CODE=3
         return
     }
     kp_python "$KP_MODULE" kempner.jobs.preflight --meet "$meet" --json "$json" \
-        --nodes "$(scontrol show hostnames "$(kp_field NodeList)" | paste -sd,)" --tasks "$KP_TASKS" --gpus "$KP_GPUS" \
+        --nodes "$(scontrol show hostnames "$(kp_field NodeList)" | paste -sd,)" \
+        --tasks "$KP_TASKS" --gpus "$KP_GPUS" \
         ${KEMPNER_PREFLIGHT_LEAST:+--least "$KEMPNER_PREFLIGHT_LEAST"} "${@:2}" &
     driver=$!
 
@@ -63,7 +67,8 @@ kp_prove_nodes() { # <JSON file> <options of kempner.jobs.preflight>...: sets KP
     while kill -0 "$driver" 2>/dev/null; do
         if [[ -z $step && -s $meet/port ]]; then
             IFS=' ' read -r driver_port directory <"$meet/port"
-            KEMPNER_PREFLIGHT_PORT=$driver_port KEMPNER_PREFLIGHT_DIR=$directory "${KP_SRUN[@]}" </dev/null &
+            KEMPNER_PREFLIGHT_PORT=$driver_port KEMPNER_PREFLIGHT_DIR=$directory \
+                "${KP_SRUN[@]}" </dev/null &
             step=$!
         elif [[ -n $step ]] && ! kill -0 "$step" 2>/dev/null; then
             : >"$meet/ended"

@@ -4,13 +4,12 @@
 # otherwise the batch script does, at its first start, and notes it in the job's Comment, where its
 # next start finds it.
 
-# bytes of a file, and of all of them, that are copied
-readonly KP_LARGEST=20000000 KP_MOST=200000000
 # Files that git does not know and whose names say that they are secrets: no code, whatever
 # .gitignore lacks.
-KP_UNTRACKED_SECRETS=('*credential*.'{json,yaml,yml,toml,ini,cfg,txt,csv} '*secret*.'{json,yaml,yml,toml,ini,cfg,txt,csv}
-    credentials .git-credentials .pypirc .envrc kaggle.json '*.pem' '*.key' '*.p12' 'id_rsa*' 'id_ed25519*' '*.token'
-    token '*_token.txt' '.*_token' .aws .ssh)
+KP_UNTRACKED_SECRETS=('*credential*.'{json,yaml,yml,toml,ini,cfg,txt,csv}
+    '*secret*.'{json,yaml,yml,toml,ini,cfg,txt,csv} credentials .git-credentials .pypirc .envrc
+    kaggle.json '*.pem' '*.key' '*.p12' 'id_rsa*' 'id_ed25519*' '*.token' token '*_token.txt'
+    '.*_token' .aws .ssh)
 readonly KP_UNTRACKED_SECRETS
 
 kp_code() { # [program in scripts/]: the repository becomes the copy, by exec of the launch script
@@ -24,7 +23,8 @@ kp_code() { # [program in scripts/]: the repository becomes the copy, by exec of
         kp_mark code
         return
     fi
-    [[ ${KEMPNER_CODE:-1} == 1 && -z $KP_BESIDE && " ${KP_WORDS[*]} " != *" --bench "* ]] || return 0
+    [[ ${KEMPNER_CODE:-1} == 1 && -z $KP_BESIDE && " ${KP_WORDS[*]} " != *" --bench "* ]] ||
+        return 0
     KP_CODE_NOTE="the code would be a copy of $KP_ROOT, RUN/code/HASH (KEMPNER_CODE=0: itself)"
     [[ -z $KP_DRY ]] && kp_is_batch || return 0
 
@@ -32,17 +32,19 @@ kp_code() { # [program in scripts/]: the repository becomes the copy, by exec of
     kp_code_is_there "$copy"
     if [[ -z $copy || -z $(kp_script_in "$copy") ]]; then
         [[ -n $(kp_script_in "$KP_ROOT") ]] || script=$0
-        ((${#KP_INSIDE[@]} == 0)) || [[ -n ${1:-} ]] || read -ra sizes < <(kp_code_sizes) || return 0
+        ((${#KP_INSIDE[@]} == 0)) || [[ -n ${1:-} ]] ||
+            read -ra sizes < <(kp_code_sizes) || return 0
         # kp_check says what is wrong
         kp_code_find "$program" "${KP_ARGUMENTS[@]}" "${sizes[@]}" 2>/dev/null || return 0
-        kp_code_keep "$KP_CODE_DIR" "$script" "${KP_CODE_INPUTS[@]}" || return 0
+        kp_code_keep "$KP_RUN_DIR/code" "$script" "${KP_INPUTS[@]}" || return 0
         copy=$KP_COPY
         # Each start of a container may take minutes: this was kp_check's question, too.
         ((${#sizes[@]} == 0)) || printf -v KP_CHECKED ' %q' "${KP_VALUES[@]}"
         export KP_CHECKED
     fi
-    [[ -n $(kp_script_in "$copy") ]] || kp_die "the copy of the code has not this launch script, which .gitignore" \
-        "excludes: give it another name, or run the repository itself with KEMPNER_CODE=0"
+    [[ -n $(kp_script_in "$copy") ]] ||
+        kp_die "the copy of the code has not this launch script, which .gitignore" \
+            "excludes: give it another name, or run the repository itself with KEMPNER_CODE=0"
     kp_code_go_on "$copy"
 }
 
@@ -75,7 +77,8 @@ kp_script_in() { # <repository, or copy of it>: the file in it that is this scri
     local name root path
     path=$(kp_script) name=own.sh # in a copy: a script that lies elsewhere
     for root in "$KP_ROOT" "$KP_ORIGIN"; do
-        [[ $path != "$root"/scripts/slurm/* ]] || name=${path#"$root"/scripts/slurm/} name=${name%%[[:space:]]*}
+        [[ $path != "$root"/scripts/slurm/* ]] ||
+            name=${path#"$root"/scripts/slurm/} name=${name%%[[:space:]]*}
     done
     [[ ! $path -ef $KP_ROOT/scripts/slurm/${path##*/} ]] || name=${path##*/}
     [[ ! -e $1/scripts/slurm/$name ]] || echo "$1/scripts/slurm/$name"
@@ -131,7 +134,8 @@ kp_code_is_there() { # <copy that the job has named, or nothing>: stops where it
     # would be another run
     [[ -z $1 || -d $1 ]] && return
     [[ -e ${1%/code/*} ]] || kp_without_this_host "${1%/code/*}"
-    kp_end_early "${1%/code/*}" "the copy of the code that this job runs is gone: $1: put it back, or submit the run" \
+    kp_end_early "${1%/code/*}" \
+        "the copy of the code that this job runs is gone: $1: put it back, or submit the run" \
         "again: it goes on from its last checkpoint"
 }
 
@@ -147,25 +151,25 @@ kp_code_note() { # <copy> <job>: notes it in the job's Comment, beside what the 
     return 1
 }
 
-kp_code_find() { # <program> <its arguments>...: sets KP_CODE_DIR, RUN/code, and KP_CODE_INPUTS, the
-    # files with --base
+kp_code_find() { # <program> <its arguments>...: sets KP_RUN_DIR, and KP_INPUTS, the files with
+    # --base
     kp_check_run "$@" || return
-    kp_take_values || return
-    KP_CODE_DIR=$KP_RUN_DIR/code KP_CODE_INPUTS=("${KP_INPUTS[@]}")
+    kp_take_values
 }
 
 kp_code_untracked() { # [patterns to leave out]...: the files that git neither knows nor ignores,
-    # each with a NUL
-    git -C "$KP_ROOT" ls-files -z --others --exclude-standard -x /runs/ -x /logs/ -x __pycache__/ -x '*.out' \
-        -x '/[0-9]*-logs*/' -x '/[0-9]*-attach.sh' "${@/#/--exclude=}" 2>/dev/null # the last two are of ray.sh
+    # each with a NUL; the last two that are excluded are of ray.sh
+    git -C "$KP_ROOT" ls-files -z --others --exclude-standard -x /runs/ -x /logs/ -x __pycache__/ \
+        -x '*.out' -x '/[0-9]*-logs*/' -x '/[0-9]*-attach.sh' "${@/#/--exclude=}" 2>/dev/null
 }
 
 kp_code_secrets() { # says which files are left out because of their names
     local withheld
     mapfile -d '' -t withheld < <(comm -z -23 <(kp_code_untracked | sort -z) \
         <(kp_code_untracked "${KP_UNTRACKED_SECRETS[@]}" | sort -z)) 2>/dev/null || return 0
-    ((${#withheld[@]} == 0)) || kp_log "not in the copy of the code, as their names say that they are secrets, and git" \
-        "does not know them: ${withheld[*]:0:5}"
+    ((${#withheld[@]} == 0)) ||
+        kp_log "not in the copy of the code, as their names say that they are secrets, and git" \
+            "does not know them: ${withheld[*]:0:5}"
 }
 
 kp_code_list() { # the files of the code in KP_ROOT, each as "kind TAB bytes TAB name NUL"
@@ -176,10 +180,12 @@ kp_code_list() { # the files of the code in KP_ROOT, each as "kind TAB bytes TAB
             git -C "$KP_ROOT" ls-files -z --cached --recurse-submodules
             kp_code_untracked "${KP_UNTRACKED_SECRETS[@]}"
         } 2>/dev/null | grep -z . || (cd "$KP_ROOT" && find . -name '.?*' -prune -o \
-            \( -path ./runs -o -path ./data -o -path ./logs -o -name __pycache__ -o -name '*.out' -o \
-            -path './[0-9]*-logs*' -o -path './[0-9]*-attach.sh' "${secrets[@]}" \) -prune -o \
+            \( -path ./runs -o -path ./data -o -path ./logs -o -name __pycache__ -o \
+            -name '*.out' -o -path './[0-9]*-logs*' -o -path './[0-9]*-attach.sh' \
+            "${secrets[@]}" \) -prune -o \
             ! -type d -printf '%P\0')
-    } | sort -zu | (cd "$KP_ROOT" && xargs -0 -r stat --printf '%F\t%s\t%n\0' -- 2>/dev/null) || true
+    } | sort -zu |
+        (cd "$KP_ROOT" && xargs -0 -r stat --printf '%F\t%s\t%n\0' -- 2>/dev/null) || true
 }
 
 kp_code_copy() { # <directory> <launch script, where it lies elsewhere> <input files>...: makes
@@ -195,6 +201,7 @@ kp_code_copy() { # <directory> <launch script, where it lies elsewhere> <input f
 
 kp_code_copy_files() { # <directory> <launch script, where it lies elsewhere> <input files>...
     local fresh kind size name total=0 out='' file root run
+    local largest=20000000 most=200000000 # bytes of a file, and of all of them, that are copied
     root=$(realpath -- "$KP_ROOT") run=$(dirname -- "$(realpath -m -- "$1")")
     [[ $run != "$root" ]] || run=$run/code # a run directory is no code, wherever it is
     fresh=$1/.new.$(uname -n).$$
@@ -208,24 +215,26 @@ kp_code_copy_files() { # <directory> <launch script, where it lies elsewhere> <i
         esac
         [[ $root/$name != "$run"/* ]] || continue
         [[ -z ${KEMPNER_SECRETS:-} || ! $KP_ROOT/$name -ef $KEMPNER_SECRETS ]] || continue
-        if ((size > KP_LARGEST)); then
+        if ((size > largest)); then
             out+=", $name" && continue
         fi
         total=$((total + size))
         printf '%s\0' "$name"
     done < <(kp_code_list) >"$fresh.list"
-    if ((total > KP_MOST || total == 0)); then
-        kp_log "the files of $KP_ROOT have $((total / 1000000)) MB; a copy may have $((KP_MOST / 1000000)): add what" \
-            "is not code to .gitignore"
+    if ((total > most || total == 0)); then
+        kp_log "the files of $KP_ROOT have $((total / 1000000)) MB; a copy may have" \
+            "$((most / 1000000)): add what is not code to .gitignore"
         rm -rf -- "$fresh" "$fresh.list"
         return 1
     fi
     kp_code_secrets
-    [[ -z $out ]] || kp_log "not in the copy of the code, over $((KP_LARGEST / 1000000)) MB or no file: ${out#, }"
+    [[ -z $out ]] || kp_log "not in the copy of the code, over $((largest / 1000000)) MB or no" \
+        "file: ${out#, }"
 
     # Fresh times (-m): what is purged by its age must not be purged from under a run.
     if ! { tar -C "$KP_ROOT" --null --no-recursion --verbatim-files-from -T "$fresh.list" -cf - |
-        tar -C "$fresh" --no-same-owner -m -xf - && printf '%s\n' "$KP_ROOT" >"$fresh/.kempner-origin"; }; then
+        tar -C "$fresh" --no-same-owner -m -xf - &&
+        printf '%s\n' "$KP_ROOT" >"$fresh/.kempner-origin"; }; then
         rm -rf -- "$fresh" "$fresh.list"
         return 1
     fi
@@ -251,13 +260,17 @@ kp_code_inputs_to() { # <directory> <files>...: configurations of which one is n
 kp_code_name() { # <copy> <directory>: gives it the name of its content; beside it, commit and
     # difference; sets KP_COPY
     local hash commit
-    hash=$(tar -C "$1" --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -cf - . | sha256sum) || return 1
+    hash=$(tar -C "$1" --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -cf - . |
+        sha256sum) || return 1
     KP_COPY=$2/${hash:0:12}
     if [[ ! -d $KP_COPY ]]; then
         commit=$(git -C "$KP_ROOT" rev-parse HEAD 2>/dev/null) || commit=''
+        # No Python on this host: a copy without its commit is better than none.
         kp_records write "$1.json" hash="${hash:0:12}" commit="$commit" origin="$KP_ROOT" ||
-            rm -f -- "$1.json" # no Python on this host: a copy without its commit is better than none
-        [[ -z $commit ]] || git -C "$KP_ROOT" diff HEAD -- . ':(exclude,glob)**/'{.env*,.netrc,site.env,site.d/*.env} >"$1.patch"
+            rm -f -- "$1.json"
+        [[ -z $commit ]] ||
+            git -C "$KP_ROOT" diff HEAD -- . \
+                ':(exclude,glob)**/'{.env*,.netrc,site.env,site.d/*.env} >"$1.patch"
         [[ ! -e $1.json ]] || mv -f -- "$1.json" "$KP_COPY.json"
         [[ ! -e $1.patch ]] || mv -f -- "$1.patch" "$KP_COPY.patch"
         mv -T -- "$1" "$KP_COPY" 2>/dev/null || [[ -d $KP_COPY ]] || return 1
@@ -270,13 +283,16 @@ kp_code_later() { # <copy>: says what has changed between sbatch and now
     since=$(date -d "$(kp_field SubmitTime)" +%s) || return 0
     # The files that were copied; the copy has times of its own.
     # shellcheck disable=SC2016 # the inner shell's
-    mapfile -d '' -t late < <(cd "$KP_ROOT" && find "$1" -type f ! -name .kempner-origin -printf './%P\0' |
-        sed -z 's,^\./\.inputs/,/,' |
-        xargs -0 -r sh -c 'find "$@" -maxdepth 0 -newermt "$0" -print0' "@$since.999999" 2>/dev/null)
+    mapfile -d '' -t late \
+        < <(cd "$KP_ROOT" && find "$1" -type f ! -name .kempner-origin -printf './%P\0' |
+            sed -z 's,^\./\.inputs/,/,' |
+            xargs -0 -r sh -c 'find "$@" -maxdepth 0 -newermt "$0" -print0' \
+                "@$since.999999" 2>/dev/null)
     late=("${late[@]#./}")
     ((${#late[@]} == 0)) ||
-        kp_log "note: ${#late[@]} file(s) changed since sbatch (${late[*]:0:5}): the run has them as they are now;" \
-            "scripts/slurm/submit.sh keeps them as they are when you submit"
+        kp_log "note: ${#late[@]} file(s) changed since sbatch (${late[*]:0:5}):" \
+            "the run has them as they are now; scripts/slurm/submit.sh keeps them as they are" \
+            "when you submit"
 }
 
 kp_of_copy() { # <file>: its path in the copy, where KP_ROOT is one that has it, whatever became of

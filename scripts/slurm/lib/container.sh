@@ -30,12 +30,14 @@ kp_unwrap_python() { # KEMPNER_PYTHON="uv run python": sets KP_PYTHON to the int
     ((${#words[@]} > 1)) && ! command -v "$KP_PYTHON" >/dev/null || return 0
     [[ ${KP_INSIDE[0]:-} != kp_outside ]] || return 0
     command -v "${words[0]}" >/dev/null || [[ ${KEMPNER_CONTAINER:-none} != none ]] ||
-        kp_die "KEMPNER_PYTHON=$KP_PYTHON: there is no '${words[0]}' on $(uname -n): load its module in site.env"
+        kp_die "KEMPNER_PYTHON=$KP_PYTHON: there is no '${words[0]}' on $(uname -n):" \
+            "load its module in site.env"
     KP_PYTHON=${words[0]} kp_values kp_python "${words[@]:1}" -c '
 import sys
 print("kempner-answer", sys.executable, sep="\0", end="\0")' || KP_VALUES=()
     [[ -n ${KP_VALUES[0]:-} ]] ||
-        kp_die "KEMPNER_PYTHON=$KP_PYTHON does not start Python: try it in a shell, or give the path of a Python"
+        kp_die "KEMPNER_PYTHON=$KP_PYTHON does not start Python: try it in a shell," \
+            "or give the path of a Python"
     KP_PYTHON=${KP_VALUES[0]}
 }
 
@@ -52,7 +54,8 @@ print("kempner-answer", " ".join(missing), sep="\0", end="\0")' || KP_VALUES=()
         kp_die "'$KP_PYTHON' does not work: run make .venv/train, or set KEMPNER_PYTHON"
     missing=${KP_VALUES[0]}
     [[ -z $missing ]] ||
-        kp_die "'$KP_PYTHON' lacks ${missing// /, }: run make .venv/train in ${KP_ORIGIN:-$KP_ROOT}, or set" \
+        kp_die "'$KP_PYTHON' lacks ${missing// /, }: run make .venv/train in" \
+            "${KP_ORIGIN:-$KP_ROOT}, or set" \
             KEMPNER_PYTHON
 }
 
@@ -66,11 +69,13 @@ kp_choose_container() { # sets KP_RUNTIME, KP_MOUNTS, KP_INSIDE and, for pyxis, 
         apptainer | singularity | charliecloud)
             program=${KP_RUNTIME/charliecloud/ch-run}
             command -v "$program" >/dev/null ||
-                kp_die "KEMPNER_CONTAINER=$KEMPNER_CONTAINER: no $program here; load its module in site.env"
+                kp_die "KEMPNER_CONTAINER=$KEMPNER_CONTAINER: no $program here;" \
+                    "load its module in site.env"
             ;;
         pyxis) ;;
         *)
-            kp_die "KEMPNER_CONTAINER_RUNTIME=$KP_RUNTIME: must be apptainer, singularity, charliecloud or pyxis"
+            kp_die "KEMPNER_CONTAINER_RUNTIME=$KP_RUNTIME: must be apptainer, singularity," \
+                "charliecloud or pyxis"
             ;;
     esac
     # The image's own value would hide that of the job: see inside.sh.
@@ -86,7 +91,8 @@ kp_container_runtime() { # KEMPNER_CONTAINER_RUNTIME, else pyxis where srun has 
     # that is installed
     if [[ -n ${KEMPNER_CONTAINER_RUNTIME:-} ]]; then
         echo "$KEMPNER_CONTAINER_RUNTIME"
-    elif [[ $KEMPNER_CONTAINER != *.sif && $(srun --help 2>/dev/null) == *--container-image* ]]; then
+    elif [[ $KEMPNER_CONTAINER != *.sif &&
+        $(srun --help 2>/dev/null) == *--container-image* ]]; then
         echo pyxis
     elif command -v apptainer >/dev/null; then
         echo apptainer
@@ -131,12 +137,14 @@ kp_mount_as() { # <directory> <path in the container>: adds it to KP_MOUNTS; sto
         charliecloud) wrong=':' what="colons" ;;
     esac
     [[ ! $1$2 =~ $wrong ]] ||
-        kp_die "$2 cannot be mounted into the container, and what is written there would be lost with it: $KP_RUNTIME" \
-            "takes no $what in a path; give a directory without them"
-    if [[ $KP_RUNTIME == charliecloud && -d $KEMPNER_CONTAINER && ! -d $KEMPNER_CONTAINER$2 && $2/ != /tmp/* ]] &&
+        kp_die "$2 cannot be mounted into the container, and what is written there would be lost" \
+            "with it: $KP_RUNTIME takes no $what in a path; give a directory without them"
+    if [[ $KP_RUNTIME == charliecloud &&
+        -d $KEMPNER_CONTAINER && ! -d $KEMPNER_CONTAINER$2 && $2/ != /tmp/* ]] &&
         ! kp_in_a_mount "$2"; then
-        kp_die "the image $KEMPNER_CONTAINER has no directory $2, and ch-run mounts only on directories that are there:" \
-            "mkdir -p $KEMPNER_CONTAINER$2, or mount a directory above it (KEMPNER_MOUNTS)"
+        kp_die "the image $KEMPNER_CONTAINER has no directory $2, and ch-run mounts only on" \
+            "directories that are there: mkdir -p $KEMPNER_CONTAINER$2, or mount a directory" \
+            "above it (KEMPNER_MOUNTS)"
     fi
     KP_MOUNTS+=("$1:$2")
 }
@@ -156,7 +164,8 @@ kp_mount_run() { # <directory>...: makes those of the run, on the host, and moun
     [[ ${KEMPNER_CONTAINER:-none} != none ]] || return 0
     for path; do
         kp_mount "$path"
-        [[ -n $KP_DRY ]] || mkdir -p -- "$path" || kp_die "$path cannot be written: give another directory"
+        [[ -n $KP_DRY ]] || mkdir -p -- "$path" ||
+            kp_die "$path cannot be written: give another directory"
     done
 }
 
@@ -165,7 +174,8 @@ kp_container_words() { # sets KP_INSIDE and, for pyxis, KP_CONTAINER_FLAGS
     KP_CONTAINER_FLAGS=()
     # What kp_forget_request removes, and a request for memory beside --mem=0: srun would read them,
     # too.
-    for name in "${!SLURM_GPUS@}" SLURM_GPU_BIND "${!SLURM_NTASKS@}" "${!SLURM_TRES_PER_TASK@}" "${!SLURM_MEM_PER@}"; do
+    for name in "${!SLURM_GPUS@}" SLURM_GPU_BIND "${!SLURM_NTASKS@}" "${!SLURM_TRES_PER_TASK@}" \
+        "${!SLURM_MEM_PER@}"; do
         forget+=(-u "$name")
     done
     case $KP_RUNTIME in
@@ -176,8 +186,10 @@ kp_container_words() { # sets KP_INSIDE and, for pyxis, KP_CONTAINER_FLAGS
             # Outside of a job srun would make one. The job is named for interactive.sh, which is
             # not in it; --export is as for the tasks.
             KP_INSIDE=(kp_outside)
-            [[ ! ${SLURM_JOB_ID:-} =~ ^[0-9]+$ ]] || KP_INSIDE=("${forget[@]}" srun --jobid="$SLURM_JOB_ID"
-                --job-name=kempner-ask --nodes=1 --ntasks=1 --overlap --mem=0 --export=ALL "${KP_CONTAINER_FLAGS[@]}")
+            [[ ! ${SLURM_JOB_ID:-} =~ ^[0-9]+$ ]] ||
+                KP_INSIDE=("${forget[@]}" srun --jobid="$SLURM_JOB_ID"
+                    --job-name=kempner-ask --nodes=1 --ntasks=1 --overlap --mem=0 --export=ALL
+                    "${KP_CONTAINER_FLAGS[@]}")
             ;;
         charliecloud)
             export USER=${USER:-$(id -un)} # ch-run wants it
@@ -202,7 +214,8 @@ kp_keep() { # exports KP_KEPT, the job's values of what an image must not hide
 }
 
 kp_outside() { # <anything>: in the place of the words that start a container of pyxis
-    kp_die "pyxis starts containers only in jobs: use sbatch, or salloc; or set KEMPNER_CONTAINER=none"
+    kp_die "pyxis starts containers only in jobs: use sbatch, or salloc; or set" \
+        "KEMPNER_CONTAINER=none"
 }
 
 # --- questions to Python --------------------------------------------------------------------------
@@ -225,7 +238,8 @@ kp_host_can() { # <module>: true when a Python of this host, KP_HOST_PYTHON, imp
     ((${#KP_INSIDE[@]} > 0)) || ! type -P -- "$KP_PYTHON" >/dev/null || return 1
     for python in "${KP_ORIGIN:-$KP_ROOT}/.venv/bin/python" python3; do
         [[ -z $KP_HOST_PYTHON ]] || break
-        ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || KP_HOST_PYTHON=$python
+        ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
+            KP_HOST_PYTHON=$python
     done
     KP_HOST_PYTHON=${KP_HOST_PYTHON:-none}
     "$KP_HOST_PYTHON" -c "$KP_NOT_HERE; import $1" 2>/dev/null
@@ -259,8 +273,8 @@ kp_checked() { # <module that is needed> <arguments>...: sets KP_VALUES to what 
     fi
 }
 
-kp_check_run() { # <arguments of kempner.jobs.check>...: kp_checked; again, where the host has said no,
-    # with the run mounted
+kp_check_run() { # <arguments of kempner.jobs.check>...: kp_checked; again, where the host has said
+    # no, with the run mounted
     KP_DOUBT=''
     kp_checked numpy "$KP_MODULE" kempner.jobs.check "$@" || return
     [[ -n $KP_DOUBT && -e ${KP_VALUES[2]:-${KP_VALUES[1]:-}/checkpoints}/latest ]] || return 0

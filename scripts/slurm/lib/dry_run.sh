@@ -21,12 +21,15 @@ kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS, KP_REQUEST, t
             --script) [[ $word == *=* ]] && KP_SCRIPT=${word#*=} || KP_SCRIPT=next ;;
             # a name of train.py's has a dot: --train.max_steps=20
             --*.* | [^-]* | '') KP_ARGUMENTS+=("$word") ;;
-            *) [[ ${word%%=*} =~ ^--($own)$ ]] && KP_ARGUMENTS+=("$word") || KP_REQUEST+=("$word") ;;
+            *) [[ ${word%%=*} =~ ^--($own)$ ]] && KP_ARGUMENTS+=("$word") ||
+                KP_REQUEST+=("$word") ;;
         esac
     done
     [[ $KP_SCRIPT != next ]] || kp_die "--script: a file is missing; write --script=FILE"
-    [[ -z $KP_SCRIPT ]] || ! kp_in_job || kp_die "--script: render it outside the job, where the request is known"
-    [[ -z $KP_SCRIPT || $KP_DRY != submit ]] || kp_die "--script: goes with --dry-run, which renders the script"
+    [[ -z $KP_SCRIPT ]] || ! kp_in_job ||
+        kp_die "--script: render it outside the job, where the request is known"
+    [[ -z $KP_SCRIPT || $KP_DRY != submit ]] ||
+        kp_die "--script: goes with --dry-run, which renders the script"
     [[ -z $KP_SCRIPT ]] || kp_render_check "$KP_SCRIPT"
     while IFS= read -r -d '' word; do KP_BEFORE[${word%%=*}]=${word#*=}; done < <(env -0)
 }
@@ -34,17 +37,19 @@ kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS, KP_REQUEST, t
 kp_dry_ask() { # <where from> <option>: notes one option of sbatch's; a later one of the same name
     # counts
     local name=${2%%=*} value=''
+    local full='^(nodes|ntasks|partition|time|gpus|ntasks-per-node|gpus-per-.*|cpus-per-task)$'
     [[ $2 != *=* ]] || value=${2#*=}
     case $name in # the short ones, with their value in the same word
         -[NnpAqtcGJowx]?*) value=${2:2} name=${2:0:2} ;;
     esac
     name=${name#-} name=${name#-}
     case $name in
-        N) name=nodes ;; n) name=ntasks ;; p) name=partition ;; A) name=account ;; q) name=qos ;; t) name='time' ;;
+        N) name=nodes ;; n) name=ntasks ;; p) name=partition ;;
+        A) name=account ;; q) name=qos ;; t) name='time' ;;
         c) name='cpus-per-task' ;; G) name=gpus ;; J) name='job-name' ;; o) name=output ;;
         w) name=nodelist ;; x) name=exclude ;;
     esac
-    [[ -n $value || ! $name =~ ^(nodes|ntasks|partition|time|gpus|ntasks-per-node|gpus-per-.*|cpus-per-task)$ ]] ||
+    [[ -n $value || ! $name =~ $full ]] ||
         kp_die "--dry-run: write --$name=VALUE as one word"
     kp_is_sbatch_option "$2" || [[ $1 != "the command line" ]] || KP_STRANGE+=("$2")
     kp_dry_check "$name" "$value"
@@ -61,7 +66,8 @@ kp_dry_check() { # <option> <value>: stops at a number that is none; what else s
     # says itself
     local number='[1-9][0-9]{0,5}'
     case $1 in
-        nodes) [[ $2 =~ ^$number(-$number)?$ ]] || kp_die "--nodes=$2: must be a number of nodes, such as 4 or 2-4" ;;
+        nodes) [[ $2 =~ ^$number(-$number)?$ ]] ||
+            kp_die "--nodes=$2: must be a number of nodes, such as 4 or 2-4" ;;
         ntasks | ntasks-per-node | sockets-per-node | cpus-per-task)
             [[ $2 =~ ^$number$ ]] || kp_die "--$1=$2: must be a whole number from 1"
             ;;
@@ -84,7 +90,11 @@ kp_dry_request() { # sets KP_ASKED from the script's header, the SBATCH_* variab
     done <"$0"
     for name in "${!SBATCH_@}"; do
         line=${name#SBATCH_} line=${line,,} line=${line//_/-}
-        case $line in timelimit) line='time' ;; array-inx) line=array ;; mem-per-node) line=mem ;; esac
+        case $line in
+            timelimit) line='time' ;;
+            array-inx) line=array ;;
+            mem-per-node) line=mem ;;
+        esac
         kp_dry_ask "$(kp_profile_from "$name")" "--$line=${!name}"
     done
     for line in "${KP_REQUEST[@]}"; do kp_dry_ask "the command line" "$line"; done
@@ -102,58 +112,63 @@ kp_dry_strange() { # stops at options that sbatch does not know
     kp_die "$word: sbatch has no such option; ${near:+did you mean $near? }sbatch --help lists them"
 }
 
-kp_dry_node() { # sets KP_DRY_NODE, a sentence about a node, and KP_DRY_PARTITION, _CPUS and _GRES,
-    # or KP_DRY_AWAY sinfo may try for a minute.
-    local KP_DEADLINE=$((SECONDS + 10)) partitions partition=${KP_ASKED[partition]:-}
-    KP_DRY_PARTITION=$partition KP_DRY_CPUS='' KP_DRY_GRES='' KP_DRY_AWAY=''
+kp_dry_node() { # sets KP_DRY_NODE, a sentence about a node, and partition, cpus and all, of the
+    # caller; or KP_DRY_AWAY. sinfo may try for a minute.
+    local KP_DEADLINE=$((SECONDS + 10)) partitions
+    partition=${KP_ASKED[partition]:-} cpus='' all='' KP_DRY_AWAY=''
     if ! kp_ask sinfo -h -o %P; then
         KP_DRY_AWAY=1
-        KP_DRY_NODE="no Slurm controller answers here: what the nodes have is unknown. One CPU per task is assumed, and"
-        KP_DRY_NODE+=" only the GPUs that you request (--gpus-per-node=N)."
+        KP_DRY_NODE="no Slurm controller answers here: what the nodes have is unknown. One CPU"
+        KP_DRY_NODE+=" per task is assumed, and only the GPUs that you request (--gpus-per-node=N)."
         return
     fi
     partitions=$KP_ANSWER
     [[ -n $partition ]] || partition=$(sed -n 's/\*$//p' <<<"$partitions" | head -n 1)
     [[ $partition == *,* || $'\n'${partitions//\*/}$'\n' == *$'\n'"$partition"$'\n'* ]] ||
-        kp_die "--partition=$partition: there is no such partition; choose from $(paste -sd' ' <<<"${partitions//\*/}")"
+        kp_die "--partition=$partition: there is no such partition; choose from" \
+            "$(paste -sd' ' <<<"${partitions//\*/}")"
     kp_ask sinfo -h -p "$partition" -o '%c %G' || true
-    KP_DRY_PARTITION=$partition KP_DRY_CPUS=${KP_ANSWER%%[ +]*}
-    KP_DRY_GRES=${KP_ANSWER%%$'\n'*} KP_DRY_GRES=${KP_DRY_GRES#* }
-    KP_DRY_NODE="a node of partition $partition: $KP_DRY_CPUS CPUs, $KP_DRY_GRES"
+    cpus=${KP_ANSWER%%[ +]*}
+    all=${KP_ANSWER%%$'\n'*} all=${all#* }
+    KP_DRY_NODE="a node of partition $partition: $cpus CPUs, $all"
 }
 
 kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this request, so far as it can
     # be known before
     local nodes gpus gres tasks names=''
+    local partition cpus all # of a node: its CPUs and all of its GRES
     kp_dry_request
     kp_dry_node
     kp_dry_strange
     nodes=${KP_ASKED[nodes]:-1} nodes=${nodes%%-*}
     [[ -n $KP_DRY_AWAY ]] ||
-        names=$(sinfo -h -N -p "$KP_DRY_PARTITION" -o %N 2>/dev/null | sort -u | head -n "$nodes" | paste -sd,) || true
+        names=$(sinfo -h -N -p "$partition" -o %N 2>/dev/null | sort -u | head -n "$nodes" |
+            paste -sd,) || true
 
     gpus=${KP_ASKED[gpus_per_node]:-}
     [[ -z ${KP_ASKED[gpus_per_socket]:-} ]] ||
         gpus=$((${KP_ASKED[gpus_per_socket]##*:} * ${KP_ASKED[sockets_per_node]:-1}))
     gres=${gpus:+gres:gpu:${gpus##*:}}
     gres=${gres:-${KP_ASKED[gres]:-}}
-    kp_count_gpus "${gres:-$KP_DRY_GRES}"
+    kp_count_gpus "${gres:-$all}"
     tasks=${KP_ASKED[ntasks_per_node]:-$KP_COUNT}
-    KP_DRY_CPUS=${KP_DRY_CPUS:-$(((tasks > 0 ? tasks : 1) * ${KP_ASKED[cpus_per_task]:-1}))}
+    cpus=${cpus:-$(((tasks > 0 ? tasks : 1) * ${KP_ASKED[cpus_per_task]:-1}))}
     KP_JOB="JobId=JOBID NodeList=$names JobName=${KP_ASKED[job_name]:-kempner} NumNodes=$nodes"
-    KP_JOB+=" NumCPUs=$((KP_DRY_CPUS * nodes)) Requeue=1 BatchFlag=0"
-    KP_JOB+="${gres:+ TresPerNode=$gres}${KP_ASKED[gpus]:+ TresPerJob=gres:gpu:${KP_ASKED[gpus]##*:}}"
+    KP_JOB+=" NumCPUs=$((cpus * nodes)) Requeue=1 BatchFlag=0"
+    KP_JOB+="${gres:+ TresPerNode=$gres}"
+    KP_JOB+="${KP_ASKED[gpus]:+ TresPerJob=gres:gpu:${KP_ASKED[gpus]##*:}}"
     KP_JOB+="${KP_ASKED[gpus_per_task]:+ TresPerTask=gres:gpu:${KP_ASKED[gpus_per_task]##*:}}"
     KP_JOB+="${KP_ASKED[ntasks_per_node]:+ NtasksPerN:B:S:C=${KP_ASKED[ntasks_per_node]}:0:*:*}"
 
     # Without a request the GPUs come with the whole node.
     if [[ -z $gres && -n ${KP_ASKED[gpus]:-} ]]; then
-        KP_DRY_GRES=gpu:$((${KP_ASKED[gpus]##*:} / nodes))
+        all=gpu:$((${KP_ASKED[gpus]##*:} / nodes))
     fi
-    gres=${gres:-$KP_DRY_GRES}
+    gres=${gres:-$all}
     [[ $gres != *gpu* ]] || KP_JOB+=$'\n'"  Nodes=node GRES=$gres"
 
-    SLURM_JOB_ID=JOBID SLURM_NTASKS=${KP_ASKED[ntasks]:-$((nodes * ${KP_ASKED[ntasks_per_node]:-1}))}
+    SLURM_JOB_ID=JOBID
+    SLURM_NTASKS=${KP_ASKED[ntasks]:-$((nodes * ${KP_ASKED[ntasks_per_node]:-1}))}
     [[ -n ${KP_ASKED[ntasks]:-}${KP_ASKED[ntasks_per_node]:-} ]] || SLURM_NTASKS=0
     [[ -z ${KP_ASKED[cpus_per_task]:-} ]] || SLURM_CPUS_PER_TASK=${KP_ASKED[cpus_per_task]}
     KP_JOB="NumTasks=$SLURM_NTASKS CPUs/Task=${KP_ASKED[cpus_per_task]:-1} $KP_JOB"
@@ -165,7 +180,11 @@ kp_dry_variables() { # the variables that differ from those before the script
     while IFS= read -r -d '' line; do
         name=${line%%=*}
         [[ ! $name =~ ^(_|SHLVL|KP_.*)$ && ${KP_BEFORE[$name]-$'\1'} != "${line#*=}" ]] || continue
-        if kp_is_secret "$name"; then printf '  %s=***\n' "$name"; else printf '  %s=%q\n' "$name" "${line#*=}"; fi
+        if kp_is_secret "$name"; then
+            printf '  %s=***\n' "$name"
+        else
+            printf '  %s=%q\n' "$name" "${line#*=}"
+        fi
     done < <(env -0 | sort -z)
 }
 
@@ -180,12 +199,31 @@ kp_dry_settings() { # the kit's variables that the user has set, also in site.en
     local name
     while read -r name; do
         kp_is_setting "$name" || continue
-        if kp_is_secret "$name"; then printf '  %s=***\n' "$name"; else printf '  %s=%q\n' "$name" "${!name}"; fi
+        if kp_is_secret "$name"; then
+            printf '  %s=***\n' "$name"
+        else
+            printf '  %s=%q\n' "$name" "${!name}"
+        fi
     done < <(compgen -A export KEMPNER_)
 }
 
+kp_dry_tell_request() { # what the job has asked for, or would
+    local name
+    if ((${#KP_ASKED[@]} > 0)); then
+        echo "what sbatch would be told, and by what:"
+        while read -r name; do
+            printf '  %-40s %s\n' "--${name//_/-}${KP_ASKED[$name]:+=${KP_ASKED[$name]}}" \
+                "${KP_FROM[$name]}"
+        done < <(printf '%s\n' "${!KP_ASKED[@]}" | sort)
+        echo "$KP_DRY_NODE"
+    else
+        echo "inside job $(kp_job_id), as Slurm has it: nodes $(kp_field NodeList)," \
+            "time limit $(kp_field TimeLimit)"
+    fi
+}
+
 kp_dry_tell() { # says it all, and ends the script
-    local name line settings code=0
+    local line settings code=0
     settings=$(kp_dry_settings) # before this function sets some itself
     [[ -n $KP_DRY_AWAY ]] || KEMPNER_PEERS=$(kp_peers 2>/dev/null | paste -sd' ') || true
     KEMPNER_SIGNAL_LEAD=${KEMPNER_SIGNAL_LEAD:-$(kp_signal_lead "$0")}
@@ -194,31 +232,28 @@ kp_dry_tell() { # says it all, and ends the script
 
     echo "dry run: nothing is started, nothing is written"
     echo
-    if ((${#KP_ASKED[@]} > 0)); then
-        echo "what sbatch would be told, and by what:"
-        while read -r name; do
-            printf '  %-40s %s\n' "--${name//_/-}${KP_ASKED[$name]:+=${KP_ASKED[$name]}}" "${KP_FROM[$name]}"
-        done < <(printf '%s\n' "${!KP_ASKED[@]}" | sort)
-        echo "$KP_DRY_NODE"
-    else
-        echo "inside job $(kp_job_id), as Slurm has it: nodes $(kp_field NodeList), time limit $(kp_field TimeLimit)"
-    fi
+    kp_dry_tell_request
 
     echo
-    echo "the configuration fits: $KP_NODES nodes x $KP_TASKS tasks = world size $((KP_NODES * KP_TASKS))," \
-        "$KP_GPUS GPU(s) a node, $KP_CPUS CPU(s) a task; device $KP_DEVICE"
+    echo "the configuration fits: $KP_NODES nodes x $KP_TASKS tasks = world size" \
+        "$((KP_NODES * KP_TASKS)), $KP_GPUS GPU(s) a node, $KP_CPUS CPU(s) a task;" \
+        "device $KP_DEVICE"
     line="a requeue"
     ((${KEMPNER_CHAIN:-0} == 0)) || line="the next job of the chain"
-    echo "after a crash: up to $KP_RESTARTS restart(s) in place, then $line; spare nodes: ${KEMPNER_SPARES:-0}"
+    echo "after a crash: up to $KP_RESTARTS restart(s) in place, then $line; spare nodes:" \
+        "${KEMPNER_SPARES:-0}"
     line=$(kp_committed_step)
     if ((line < 0)); then line="no checkpoint yet"; else line="newest checkpoint: step $line"; fi
     echo "run directory $KP_RUN_DIR ($line)"
     kp_chain_tell
     [[ -z ${KP_CODE_NOTE:-} ]] || echo "$KP_CODE_NOTE"
 
-    [[ -z $settings ]] || printf '\nvariables of the kit that you have set (docs/reference/slurm.md):\n%s\n' "$settings"
+    [[ -z $settings ]] ||
+        printf '\nvariables of the kit that you have set (docs/reference/slurm.md):\n%s\n' \
+            "$settings"
     echo
-    echo "variables that the script would set, in addition to your own, which go to every task (secrets as ***):"
+    echo "variables that the script would set, in addition to your own, which go to every task" \
+        "(secrets as ***):"
     kp_dry_variables
     echo "each node chooses its network by itself; this host would take:"
     if line=$(KEMPNER_SAID='' bash "$KP_LIB/task.sh" env); then

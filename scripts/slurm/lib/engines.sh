@@ -6,14 +6,17 @@ KP_OWN_STEPS=serve.sh
 kp_engines_check() { # <serve.py arguments>...: checks them in one process; sets KP_RUN_DIR and what
     # srun is told
     local place
-    [[ $KP_DRY != submit && -z ${KP_SCRIPT:-} ]] || kp_die "serve.sh takes neither --submit nor --script: use sbatch"
+    [[ $KP_DRY != submit && -z ${KP_SCRIPT:-} ]] ||
+        kp_die "serve.sh takes neither --submit nor --script: use sbatch"
     kp_need_packages
     place=runs/serve-$(kp_job_id)
-    KP_TRAIN=$KP_ROOT/scripts/serve.py KP_RUN_DIR=$PWD/$place KP_CHECKPOINTS=$PWD/$place KP_DEVICE=auto
+    KP_TRAIN=$KP_ROOT/scripts/serve.py KP_RUN_DIR=$PWD/$place
+    KP_CHECKPOINTS=$PWD/$place KP_DEVICE=auto
     KP_ENGINES=$((KP_NODES * KP_TASKS))
     KP_ARGUMENTS+=(--host=0.0.0.0 --port=0 --token-file="$place/token" --publish="$place/urls")
     # One that dies does not end the others.
-    KEMPNER_SRUN="--kill-on-bad-exit=0 --wait=0 --output=$place/logs/engine-%t.log ${KEMPNER_SRUN:-}"
+    KEMPNER_SRUN="--output=$place/logs/engine-%t.log ${KEMPNER_SRUN:-}"
+    KEMPNER_SRUN="--kill-on-bad-exit=0 --wait=0 $KEMPNER_SRUN"
     kp_checked numpy "$KP_TRAIN" "$@" --check || {
         kp_log "not started: serve.py ended with exit code 2"
         exit 2
@@ -37,7 +40,8 @@ kp_on_signal() { # <signal>: in place of signals.sh's: ends the engines
 kp_engines_start() { # starts them as one step
     KEMPNER_PEERS=$(kp_peers | paste -sd' ')
     export KEMPNER_PEERS
-    kp_log "job $(kp_job_id), restart count ${SLURM_RESTART_COUNT:-0}: $KP_ENGINES engine(s) on $(kp_field NodeList)"
+    kp_log "job $(kp_job_id), restart count ${SLURM_RESTART_COUNT:-0}: $KP_ENGINES engine(s) on" \
+        "$(kp_field NodeList)"
     [[ -z $KP_PENDING ]] || exit 0
     kp_srun "$KP_TRAIN" "${KP_ARGUMENTS[@]}"
 }
@@ -53,7 +57,8 @@ kp_engines_follow() { # prints each URL and keeps engines.txt, until all engines
             done <<<"$urls"
             printf '%s\n' "$urls" >"$KP_RUN_DIR/.engines.txt"
             mv -- "$KP_RUN_DIR/.engines.txt" "$KP_RUN_DIR/engines.txt"
-            kp_log "$(grep -c . <<<"$urls") of $KP_ENGINES engine(s) are there: $KP_RUN_DIR/engines.txt"
+            kp_log "$(grep -c . <<<"$urls") of $KP_ENGINES engine(s) are there:" \
+                "$KP_RUN_DIR/engines.txt"
             last=$urls
         fi
         kp_shielded sleep 0.5 &

@@ -9,11 +9,14 @@ kp_find_run() { # <RUN or JOBID>: sets KP_RUN_DIR or, for a job that has none ye
         kp_find_job "$1"
         return
     fi
-    [[ -d $1 || ! -e $1 ]] || kp_die "'$1' is a file: give the directory of a run (ls runs), or the number of a job"
-    [[ -d $1 ]] || kp_die "no run directory '$1': give one (ls runs), or the number of a job (squeue --me)"
+    [[ -d $1 || ! -e $1 ]] ||
+        kp_die "'$1' is a file: give the directory of a run (ls runs), or the number of a job"
+    [[ -d $1 ]] ||
+        kp_die "no run directory '$1': give one (ls runs), or the number of a job (squeue --me)"
     [[ -r $1 && -x $1 ]] || kp_die "'$1' cannot be read: ls -ld '$1' says who may"
     [[ -e $1/status.json || -e $1/attempts.jsonl || -d $1/logs ]] ||
-        kp_die "'$1' is not a run directory, it has no logs/: give one (ls runs), or the number of a job"
+        kp_die "'$1' is not a run directory, it has no logs/: give one (ls runs)," \
+            "or the number of a job"
     KP_RUN_DIR=$1
 }
 
@@ -21,7 +24,8 @@ kp_find_job() { # <JOBID>: the same for a job
     local file told KP_VALUES=()
     for file in runs/*/status.json runs/*/attempts.jsonl; do
         [[ -r $file ]] && kp_find_records "$file" "job=$1" -- job || KP_VALUES=()
-        if ((${#KP_VALUES[@]} > 0)) && [[ -z $KP_RUN_DIR || $file -nt $KP_RUN_DIR/attempts.jsonl ]]; then
+        if ((${#KP_VALUES[@]} > 0)) &&
+            [[ -z $KP_RUN_DIR || $file -nt $KP_RUN_DIR/attempts.jsonl ]]; then
             KP_RUN_DIR=${file%/*}
         fi
     done
@@ -30,7 +34,8 @@ kp_find_job() { # <JOBID>: the same for a job
     done
     [[ -z $KP_RUN_DIR ]] || return 0
     told=$(scontrol show job "$1" 2>/dev/null) ||
-        kp_die "no run of job $1 in $PWD/runs, and Slurm does not know the job: give the run directory"
+        kp_die "no run of job $1 in $PWD/runs, and Slurm does not know the job:" \
+            "give the run directory"
     KP_BATCH_LOG=$(sed -n '/^ *StdOut=/{s///;p;q}' <<<"$told")
     [[ -n $KP_BATCH_LOG ]] ||
         kp_die "no run of job $1 in $PWD/runs, and the job has no batch log: give the run directory"
@@ -38,5 +43,6 @@ kp_find_job() { # <JOBID>: the same for a job
 }
 
 kp_named_run() { # the run directory that the batch log names, or nothing
-    [[ ! -f $KP_BATCH_LOG ]] || sed -n 's/^\[[0-9: -]*\] kempner: run directory //p' -- "$KP_BATCH_LOG" | tail -n 1
+    [[ ! -f $KP_BATCH_LOG ]] ||
+        sed -n 's/^\[[0-9: -]*\] kempner: run directory //p' -- "$KP_BATCH_LOG" | tail -n 1
 }

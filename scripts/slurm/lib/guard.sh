@@ -3,10 +3,10 @@
 #
 #   srun ... guard.sh JOB RESTARTS [JOURNAL CHAIN LINK PYTHON]
 #
-# With --no-kill Slurm takes a lost host out of the job and lets the job go on, even when its batch script ran there:
-# until the time limit nobody would be in it. RESTARTS: a host that was cut off may still run the guard of an earlier
-# start, which must not touch this one. JOURNAL: chain.jsonl, where the next job of the chain learns that no user has
-# cancelled this one.
+# With --no-kill Slurm takes a lost host out of the job and lets the job go on, even when its batch
+# script ran there: until the time limit nobody would be in it. RESTARTS: a host that was cut off
+# may still run the guard of an earlier start, which must not touch this one. JOURNAL: chain.jsonl,
+# where the next job of the chain learns that no user has cancelled this one.
 set -euo pipefail
 
 field() { # <name>: that field of JOB, or nothing

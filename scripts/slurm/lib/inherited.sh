@@ -3,9 +3,10 @@
 # sourced first.
 
 # Slurm's commands read these as options that nobody sees: with SQUEUE_STATES=PENDING a job that
-# runs is not there, and with SLURM_TIME_FORMAT=relative it has no end. src/kempner/jobs/slurm.py does
-# the same.
-unset "${!SQUEUE_@}" "${!SINFO_@}" "${!SACCT_@}" "${!SCONTROL_@}" "${!SCANCEL_@}" SLURM_TIME_FORMAT SLURM_BITSTR_LEN
+# runs is not there, and with SLURM_TIME_FORMAT=relative it has no end. src/kempner/jobs/slurm.py
+# does the same.
+unset "${!SQUEUE_@}" "${!SINFO_@}" "${!SACCT_@}" "${!SCONTROL_@}" "${!SCANCEL_@}" \
+    SLURM_TIME_FORMAT SLURM_BITSTR_LEN
 
 kp_own_array() { # forgets the variables of an array where they are of another job, in a task of
     # which sbatch was typed

@@ -3,9 +3,10 @@
 #
 #   inside.sh [--task] COMMAND...     --task: a task of a step, whose signals wait (see task.sh)
 #
-# Where both have a variable, runtimes let the image win. KP_KEPT has the job's values of those that must be the job's,
-# as lines NAME=VALUE (container.sh); PYTHONPATH keeps the image's entries behind the job's. With KP_MARK, a line with
-# it is printed first: what comes before is not the command's, but a TaskProlog's or an entrypoint's.
+# Where both have a variable, runtimes let the image win. KP_KEPT has the job's values of those that
+# must be the job's, as lines NAME=VALUE (container.sh); PYTHONPATH keeps the image's entries behind
+# the job's. With KP_MARK, a line with it is printed first: what comes before is not the command's,
+# but a TaskProlog's or an entrypoint's.
 set -eu
 
 IFS='

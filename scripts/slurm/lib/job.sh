@@ -11,17 +11,20 @@ KP_DEADLINE=''
 
 kp_need_slurm() { # stops where Slurm's commands are missing
     command -v sbatch >/dev/null ||
-        kp_die "no sbatch here: this needs Slurm's commands: load their module, or go to a login node of the cluster"
+        kp_die "no sbatch here: this needs Slurm's commands: load their module," \
+            "or go to a login node of the cluster"
 }
 
 kp_use_job() { # <job>: makes this shell speak for a running job, whatever job it is in itself
     local name
-    [[ $1 =~ ^[0-9]+(_[0-9]+)?$ ]] || kp_die "'$1' is not the number of a job: squeue --me lists yours"
+    [[ $1 =~ ^[0-9]+(_[0-9]+)?$ ]] ||
+        kp_die "'$1' is not the number of a job: squeue --me lists yours"
     kp_need_slurm
     for name in "${!SLURM_@}"; do [[ $name == SLURM_CONF ]] || unset "$name"; done
     SLURM_JOB_ID=$1 KP_BESIDE=1
     kp_show_job || kp_die "no job '$1': squeue --me lists yours"
-    [[ $(kp_field JobState) == RUNNING ]] || kp_die "job $1 is $(kp_field JobState), not RUNNING: wait until it runs"
+    [[ $(kp_field JobState) == RUNNING ]] ||
+        kp_die "job $1 is $(kp_field JobState), not RUNNING: wait until it runs"
     SLURM_JOB_ID=$(kp_field JobId) # srun wants the number, also for a task of an array
 }
 
@@ -32,12 +35,14 @@ kp_in_job() { # true inside an allocation: a batch script, salloc's shell, or KP
 
 kp_need_job() { # <script>: stops outside a job, but for --dry-run
     [[ -n $KP_DRY ]] || kp_in_job ||
-        kp_die "$1 runs in a job: sbatch scripts/slurm/$1; outside Slurm singlenode.sh trains on this machine"
+        kp_die "$1 runs in a job: sbatch scripts/slurm/$1; outside Slurm singlenode.sh trains" \
+            "on this machine"
 }
 
 kp_is_batch() { # true in the batch script, the one place that may requeue
     # Slurm 24.11 and later count the starts of the script in BatchFlag: 2 after a preemption.
-    kp_in_job && [[ -z $KP_BESIDE && -z ${SLURM_STEP_NUM_TASKS:-} && $(kp_field BatchFlag) == [1-9]* ]]
+    kp_in_job &&
+        [[ -z $KP_BESIDE && -z ${SLURM_STEP_NUM_TASKS:-} && $(kp_field BatchFlag) == [1-9]* ]]
 }
 
 kp_is_whole_script() { # true when this is the job's batch script; false for a command in a script
@@ -66,11 +71,13 @@ kp_as_submitted() { # <command>...: runs it, shielded, with the variables of the
     # What Slurm and these scripts have set would reach the next job, and secrets Slurm's files;
     # with SBATCH_WAIT this job would wait for the next one. No value becomes a word of a command
     # line: everybody on the host can read those.
-    local ours="SLURM_|KP_|SBATCH_WAIT=|KEMPNER_(EARLY_STOP|CHAIN_LINK|PEER_KEY)=${KP_SECRET_NAMES:+|(${KP_SECRET_NAMES// /|})=}"
+    local ours="SLURM_|KP_|SBATCH_WAIT=|KEMPNER_(EARLY_STOP|CHAIN_LINK|PEER_KEY)="
+    ours+="${KP_SECRET_NAMES:+|(${KP_SECRET_NAMES// /|})=}"
     local conf=${SLURM_CONF:-} entry entries
     (
         trap '' TERM INT HUP USR1 USR2
-        mapfile -d '' -t entries < <(grep -zE '^[A-Za-z_][A-Za-z_0-9]*=' "/proc/$$/environ" | grep -zvE "^($ours)")
+        mapfile -d '' -t entries \
+            < <(grep -zE '^[A-Za-z_][A-Za-z_0-9]*=' "/proc/$$/environ" | grep -zvE "^($ours)")
         while IFS= read -r entry; do
             unset -v "$entry" 2>/dev/null || true # SHELLOPTS and some others are read-only
         done < <(compgen -e)
@@ -119,7 +126,8 @@ kp_show_job() { # sets KP_JOB to what scontrol says about the job now; fails, an
             KP_DETAILS=()
             continue
         fi
-        if [[ -n ${SLURM_ARRAY_JOB_ID:-} && -z $KP_JOB ]] && ! { ((code == 0)) && kp_is_this_job; }; then
+        if [[ -n ${SLURM_ARRAY_JOB_ID:-} && -z $KP_JOB ]] &&
+            ! { ((code == 0)) && kp_is_this_job; }; then
             kp_own_array
         elif ((code == 0)) && [[ -n $KP_ANSWER ]]; then
             KP_JOB=$KP_ANSWER

@@ -9,7 +9,7 @@ KP_EARLY=''    # see kp_cap_lead
 
 kp_take() { # <arguments of the script>...: sets KP_WORDS, and KP_ARGUMENTS, those for train.py;
     # --dry-run: dry_run.sh
-    local word
+    local word nothing
     KP_ARGUMENTS=("$@") KP_WORDS=("$@")
     for word; do
         case $word in
@@ -25,11 +25,12 @@ kp_take() { # <arguments of the script>...: sets KP_WORDS, and KP_ARGUMENTS, tho
     else
         for word; do # train.py takes --nodes for its own --check
             ! kp_is_sbatch_option "$word" ||
-                kp_die "'$word' is an option of sbatch: put it before the script: sbatch $word .../multinode.sh CONFIG"
+                kp_die "'$word' is an option of sbatch: put it before the script:" \
+                    "sbatch $word .../multinode.sh CONFIG"
         done
     fi
-    ((${#KP_ARGUMENTS[@]} > 0)) ||
-        kp_die "${KP_NOTHING_GIVEN:-no configuration given: name one after the script, such as configs/train/debug.toml}"
+    nothing="no configuration given: name one after the script, such as configs/train/debug.toml"
+    ((${#KP_ARGUMENTS[@]} > 0)) || kp_die "${KP_NOTHING_GIVEN:-$nothing}"
     [[ ${KP_ARGUMENTS[0]} != @* || $KP_DRY == submit ]] || kp_take_line "${KP_ARGUMENTS[0]#@}"
 }
 
@@ -40,7 +41,8 @@ kp_take_line() { # <file>: puts the line of this task of an array, a configurati
     task=${SLURM_ARRAY_TASK_ID:-0}
     { mapfile -t -s "$task" -n 1 line <"$1"; } 2>/dev/null ||
         kp_die "@$1 cannot be read: name a file with a configuration on each line"
-    [[ -n ${line[0]:-} ]] || kp_die "@$1 has no line for task $task: sbatch --array=0-N, with N+1 lines"
+    [[ -n ${line[0]:-} ]] ||
+        kp_die "@$1 has no line for task $task: sbatch --array=0-N, with N+1 lines"
     KP_ARGUMENTS[0]=${line[0]}
 }
 
@@ -61,12 +63,14 @@ kp_check() { # <train.py arguments>...: checks them in one process before any GP
         kp_log "not started: the check of the configuration ended with exit code $code"
         exit "$code"
     fi
-    kp_take_values || kp_die "the checked configuration has no run.dir: leave --help and --check out"
+    kp_take_values ||
+        kp_die "the checked configuration has no run.dir: leave --help and --check out"
     # As they are given: by way of a link, too.
     kp_mount_run "${KP_VALUES[1]}" ${KP_VALUES[2]:+"${KP_VALUES[2]}"}
     [[ -z $KP_DRY ]] || kp_dry_tell # ends here
 
-    mkdir -p -- "$KP_RUN_DIR/logs" || kp_die "run.dir $KP_RUN_DIR cannot be written: give another --run.dir"
+    mkdir -p -- "$KP_RUN_DIR/logs" ||
+        kp_die "run.dir $KP_RUN_DIR cannot be written: give another --run.dir"
     KP_COMMITTED_BEFORE=$(kp_committed_step)
     KEMPNER_COMMAND=$(sha256sum <<<"${KP_VALUES[0]}") # what the run is; see Start in events.py
     export KEMPNER_COMMAND=${KEMPNER_COMMAND:0:12}
@@ -102,7 +106,8 @@ kp_banner() { # says what is about to run, and where; stops when the network tha
     export KEMPNER_PEERS
     kp_log "job $(kp_job_id) ($(kp_job_name)), restart count ${SLURM_RESTART_COUNT:-0}," \
         "time limit $(kp_field TimeLimit)"
-    kp_log "nodes ${nodes[*]}: $KP_NODES x $KP_TASKS = world size $((KP_NODES * KP_TASKS)), $what, $KP_CPUS CPU(s) each"
+    kp_log "nodes ${nodes[*]}: $KP_NODES x $KP_TASKS = world size $((KP_NODES * KP_TASKS))," \
+        "$what, $KP_CPUS CPU(s) each"
     ((${#KP_SPARES[@]} == 0)) || kp_log "spare nodes: ${KP_SPARES[*]}"
     kp_log "master ${nodes[0]:-unknown} (${KEMPNER_PEERS%% *})"
     kp_profile_note
@@ -138,7 +143,8 @@ kp_peers() { # the addresses of the first two nodes of the job: from any node, o
 }
 
 kp_batch_script() { # prints the script of the job: a script of the user's own may run this one
-    if [[ ${0##*/} == slurm_script ]] || ! kp_shielded scontrol write batch_script "$SLURM_JOB_ID" - 2>/dev/null; then
+    if [[ ${0##*/} == slurm_script ]] ||
+        ! kp_shielded scontrol write batch_script "$SLURM_JOB_ID" - 2>/dev/null; then
         cat -- "$0"
     fi
 }
@@ -159,8 +165,8 @@ kp_cap_lead() { # makes KEMPNER_SIGNAL_LEAD a quarter of a short time limit, at 
     [[ ${KEMPNER_SIGNAL_LEAD:-} =~ ^[0-9]+$ && $(kp_field TimeLimit) =~ $pattern ]] || return 0
     limit=$((60 * BASH_REMATCH[1] + 10#${BASH_REMATCH[2]}))
     ((4 * KEMPNER_SIGNAL_LEAD > limit)) || return 0
-    kp_log "note: a time limit of $(kp_field TimeLimit) is short: the warning is passed on $((limit / 4)) s before its" \
-        "end, not $KEMPNER_SIGNAL_LEAD s"
+    kp_log "note: a time limit of $(kp_field TimeLimit) is short: the warning is passed on" \
+        "$((limit / 4)) s before its end, not $KEMPNER_SIGNAL_LEAD s"
     KP_EARLY=$KEMPNER_SIGNAL_LEAD KEMPNER_SIGNAL_LEAD=$((limit / 4))
 }
 
@@ -168,7 +174,8 @@ kp_keep_log() { # makes the batch log appear in the run directory too, as logs/b
     local file target
     file=$(readlink "/proc/$$/fd/1") && [[ -f $file ]] || return 0
     target=$KP_RUN_DIR/logs/batch-$(kp_job_id).log
-    [[ $file -ef $target ]] || ln -f -- "$file" "$target" 2>/dev/null || ln -sf -- "$file" "$target" 2>/dev/null || true
+    [[ $file -ef $target ]] || ln -f -- "$file" "$target" 2>/dev/null ||
+        ln -sf -- "$file" "$target" 2>/dev/null || true
 }
 
 kp_run() { # <train.py arguments>...: trains, again after a crash, until kp_decide has another
@@ -191,15 +198,15 @@ kp_run() { # <train.py arguments>...: trains, again after a crash, until kp_deci
 
 kp_attempt() { # <train.py arguments>...: trains until every rank has left; sets KP_CODE, that of
     # srun or torchrun
-    local blocked
+    local blocked early_stop=''
     read -ra blocked < <(kp_blocked) || true
     if kp_in_job; then
         kp_srun "$KP_TRAIN" "$@"
     elif ((KP_TASKS == 1)); then
         kp_start "${blocked[@]}" "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_TRAIN" "$@"
     else
-        kp_start "${blocked[@]}" "${KP_INSIDE[@]}" "$KP_PYTHON" -m torch.distributed.run --standalone \
-            --nproc-per-node="$KP_TASKS" "$KP_TRAIN" "$@"
+        kp_start "${blocked[@]}" "${KP_INSIDE[@]}" "$KP_PYTHON" -m torch.distributed.run \
+            --standalone --nproc-per-node="$KP_TASKS" "$KP_TRAIN" "$@"
     fi
     [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
     KP_PENDING=''
@@ -208,7 +215,7 @@ kp_attempt() { # <train.py arguments>...: trains until every rank has left; sets
     # In a job that survives a lost node a srun may wait for that node until the time limit.
     if ((KP_RESTARTS > 0 || ${#KP_PLACES[@]} > 0)); then kp_await; else kp_wait; fi
     kp_watch_end
-    [[ -z $KP_EARLY_STOP ]] || kill "$KP_EARLY_STOP" 2>/dev/null || true
+    [[ -z $early_stop ]] || kill "$early_stop" 2>/dev/null || true
 }
 
 kp_blocked() { # prints the words that start a program with its signals blocked: it unblocks them
@@ -218,11 +225,11 @@ kp_blocked() { # prints the words that start a program with its signals blocked:
 }
 
 kp_early_stop() { # with KEMPNER_EARLY_STOP, of a sweep: stops a run that falls behind the others;
-    # sets KP_EARLY_STOP
-    KP_EARLY_STOP=''
+    # sets early_stop, of the caller
     [[ -n ${KEMPNER_EARLY_STOP:-} ]] || return 0
-    "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_MODULE" kempner.extensions.sweep.early_stop "$KP_RUN_DIR" </dev/null &
-    KP_EARLY_STOP=$!
+    "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_MODULE" kempner.extensions.sweep.early_stop \
+        "$KP_RUN_DIR" </dev/null &
+    early_stop=$!
 }
 
 kp_propose() { # with KEMPNER_PROPOSE, of a sweep: submits the points that follow from this result,
@@ -230,7 +237,8 @@ kp_propose() { # with KEMPNER_PROPOSE, of a sweep: submits the points that follo
     [[ -n ${KEMPNER_PROPOSE:-} ]] && kp_is_batch || return 0
     kp_as_submitted "$KEMPNER_PROPOSE_PYTHON" "$KP_ORIGIN/scripts/sweep.py" \
         "$KEMPNER_PROPOSE" submit --from-job ||
-        kp_log "the sweep's next points were not submitted: see above; 'sweep.py $KEMPNER_PROPOSE submit' does so"
+        kp_log "the sweep's next points were not submitted: see above;" \
+            "'sweep.py $KEMPNER_PROPOSE submit' does so"
 }
 
 kp_srun_command() { # [srun's options]... -- <Python arguments>...: sets KP_SRUN, one task per GPU
@@ -285,7 +293,8 @@ kp_srun() { # <Python arguments>...: starts the step
     kp_mark batch-script
     # What srun says of a task that dies is looked at afterwards. The signals that end a job must
     # not end tee: srun would die of the broken pipe.
-    kp_start "${KP_SRUN[@]}" 2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2)
+    kp_start "${KP_SRUN[@]}" \
+        2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2)
     # another step of this start has not waited in the queue
     [[ -z ${KEMPNER_STARTUP+set} ]] || KEMPNER_STARTUP=''
 }

@@ -7,16 +7,19 @@ KP_WATCH='' # the process beside the ranks
 kp_check_notify() { # stops at a KEMPNER_NOTIFY, KEMPNER_WEBHOOK or KEMPNER_PAGE that cannot work
     local command=${KEMPNER_NOTIFY:-} words=()
     if [[ -n $command ]]; then
-        bash -n -c "$command" 2>/dev/null || kp_die "KEMPNER_NOTIFY=$command: bash cannot read this command: correct it"
+        bash -n -c "$command" 2>/dev/null ||
+            kp_die "KEMPNER_NOTIFY=$command: bash cannot read this command: correct it"
         read -ra words <<<"$command" || true
         # Of a plain word alone: what quotes, variables and brackets stand for, only bash knows.
         [[ ${words[0]:-} == *[!A-Za-z0-9_./+:@%-]* ]] || command -v -- "${words[0]:-}" >/dev/null ||
-            kp_die "KEMPNER_NOTIFY=$command: there is no command '${words[0]:-}' here: give its path"
+            kp_die "KEMPNER_NOTIFY=$command: there is no command '${words[0]:-}'" \
+                "here: give its path"
     fi
 
     # The value is a secret: whoever has it can post.
     [[ -z ${KEMPNER_WEBHOOK:-} || $KEMPNER_WEBHOOK =~ ^https?://[^[:space:]/]+[^[:space:]]*$ ]] ||
-        kp_die "KEMPNER_WEBHOOK must be a URL that begins with https:// or http:// (its value is not shown)"
+        kp_die "KEMPNER_WEBHOOK must be a URL that begins with https:// or http:// (its" \
+            "value is not shown)"
     [[ -z ${KEMPNER_PAGE:-} || $KEMPNER_PAGE =~ ^([5-9]|[1-9][0-9]{1,4})$ ]] ||
         kp_die "KEMPNER_PAGE=$KEMPNER_PAGE: must be the seconds between two pages, from 5 to 99999"
 }
@@ -29,7 +32,8 @@ kp_history() { # sets KP_HISTORY, the words that start a module of kempner.jobs.
     # container, where the commands of the host are; its python3 is enough, as these need no
     # packages
     KP_HISTORY=("${KP_INSIDE[@]}" "${KP_PYTHON:=python3}")
-    ((${#KP_INSIDE[@]} == 0)) && type -P -- "$KP_PYTHON" >/dev/null || ! kp_host_can kempner.jobs.records ||
+    ((${#KP_INSIDE[@]} == 0)) && type -P -- "$KP_PYTHON" >/dev/null ||
+        ! kp_host_can kempner.jobs.records ||
         KP_HISTORY=("$KP_HOST_PYTHON")
 }
 
@@ -52,17 +56,19 @@ kp_watch_end() { # ends that process; outside Slurm nothing follows, so that thi
 
 kp_page() { # with KEMPNER_PAGE: writes the page of the run
     [[ -n ${KEMPNER_PAGE:-} ]] || return 0
-    kp_ask "${KP_HISTORY[@]}" "$KP_ROOT/scripts/report.py" "$KP_RUN_DIR" --html --refresh "$KEMPNER_PAGE" ||
+    kp_ask "${KP_HISTORY[@]}" "$KP_ROOT/scripts/report.py" "$KP_RUN_DIR" --html \
+        --refresh "$KEMPNER_PAGE" ||
         kp_log "the page $KP_RUN_DIR/report.html could not be written"
 }
 
 kp_notify_early() { # <exit code>: tells of a job that has ended before it became a run, in whose
     # directory nothing is written
-    local KP_DEADLINE=$((SECONDS + 45)) KP_ANSWER='' line
+    local KP_DEADLINE=$((SECONDS + 45)) KP_ANSWER='' line why
     (($1 != 0 && $1 != 130)) && kp_is_told || return 0
+    why="exit code $1 before the run began: the reason is the first 'error:' in $(kp_field StdOut)"
     kp_history
-    kp_ask "${KP_HISTORY[@]}" "$KP_MODULE" kempner.jobs.report.notify "job $(kp_job_id) ($(kp_job_name))" ended \
-        "exit code $1 before the run began: the reason is the first 'error:' in $(kp_field StdOut)" ||
+    kp_ask "${KP_HISTORY[@]}" "$KP_MODULE" kempner.jobs.report.notify \
+        "job $(kp_job_id) ($(kp_job_name))" ended "$why" ||
         KP_ANSWER="nobody was told that the job has ended: kempner.jobs.report.notify has failed"
     [[ -z $KP_ANSWER ]] || while read -r line; do kp_log "$line"; done <<<"$KP_ANSWER"
 }

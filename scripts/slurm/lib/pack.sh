@@ -26,10 +26,13 @@ kp_pack_take() { # <K> <CONFIG>... or <K> @FILE: sets KP_PACK, how many runs fit
 
 kp_pack_share() { # makes KP_TASKS and KP_GPUS those of one run; with --dry-run shows the first one,
     # and ends here
-    kp_in_job || kp_die "pack.sh runs in a job: sbatch scripts/slurm/pack.sh; here singlenode.sh starts one run"
-    ((KP_NODES == 1)) || kp_die "pack.sh on $KP_NODES nodes: give --nodes=1, and an array for more runs"
+    kp_in_job || kp_die "pack.sh runs in a job: sbatch scripts/slurm/pack.sh; here singlenode.sh" \
+        "starts one run"
+    ((KP_NODES == 1)) ||
+        kp_die "pack.sh on $KP_NODES nodes: give --nodes=1, and an array for more runs"
     ((KP_TASKS % KP_PACK == 0)) ||
-        kp_die "$KP_TASKS task(s) for $KP_PACK runs: give --gpus-per-node, or --ntasks-per-node, a multiple of $KP_PACK"
+        kp_die "$KP_TASKS task(s) for $KP_PACK runs: give --gpus-per-node, or --ntasks-per-node," \
+            "a multiple of $KP_PACK"
     KP_TASKS=$((KP_TASKS / KP_PACK))
     ((KP_GPUS == 0)) || KP_GPUS=$KP_TASKS
     # Without --mem=0 the first step would take all of the memory, and the others would wait for it.
@@ -99,13 +102,15 @@ kp_pack_finish() { # ends the script: requeues the job when a run has to go on; 
     trap '' TERM INT HUP USR1 USR2
     KP_DECIDED=end KP_FAULT="failed twice in a row"
     # Slurm is ending the job
-    ! kp_wait_for_job || [[ -z $KP_PACK_GOES_ON || $(kp_field JobState) == RUNNING ]] || KP_DECIDED=leave
+    ! kp_wait_for_job || [[ -z $KP_PACK_GOES_ON || $(kp_field JobState) == RUNNING ]] ||
+        KP_DECIDED=leave
     if [[ -n $KP_PACK_GOES_ON && $KP_DECIDED == end ]]; then
         if kp_ask_requeue; then
             [[ -z $KP_EXCLUDED ]] || kp_exclude "$(kp_job_id)"
             KP_DECIDED=requeue
         else
-            kp_log "scontrol requeue was refused: $KP_REFUSED: the runs that have to go on must be submitted again"
+            kp_log "scontrol requeue was refused: $KP_REFUSED: the runs that have to go on must" \
+                "be submitted again"
         fi
     fi
     kp_log "$KP_DECIDED"
@@ -125,7 +130,8 @@ kp_point() { # <configuration>: one attempt; ends the subshell
     trap 'kp_on_signal INT || true' INT
     trap 'kp_on_signal USR2 || true' USR2
     printf -v KEMPNER_BATCH_BEGAN '%(%s)T' -1
-    KEMPNER_ATTEMPT_ID=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$BASHPID KP_SRUN_NAME=kempner-$KEMPNER_ATTEMPT_ID
+    KEMPNER_ATTEMPT_ID=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$BASHPID
+    KP_SRUN_NAME=kempner-$KEMPNER_ATTEMPT_ID
     kp_check "$1"
     kp_log "run directory $KP_RUN_DIR"
     kp_skip_if_ended
@@ -142,7 +148,8 @@ kp_point() { # <configuration>: one attempt; ends the subshell
 kp_skip_if_ended() { # ends the subshell when an earlier start of this job has decided that the run
     # has ended for good
     local KP_VALUES=()
-    kp_find_records "$KP_RUN_DIR/attempts.jsonl" event=decision "job=$(kp_job_id)" -- decision why || true
+    kp_find_records "$KP_RUN_DIR/attempts.jsonl" event=decision "job=$(kp_job_id)" -- \
+        decision why || true
     ((${#KP_VALUES[@]} > 0)) && [[ ${KP_VALUES[-2]} == end ]] || return 0
     kp_log "it has ended in an earlier start of this job"
     [[ ${KP_VALUES[-1]} == 'the run is '@(done|stopped)* ]] || exit 1

@@ -6,14 +6,16 @@ kp_prepare_in() { # <arguments of prepare_data.py>...: sets KP_OUT and what the 
     # library want to know
     local word before='' there
     kp_in_job ||
-        kp_die "prepare.sh runs in a job: sbatch --nodes=N scripts/slurm/prepare.sh; here it is scripts/prepare_data.py"
+        kp_die "prepare.sh runs in a job: sbatch --nodes=N scripts/slurm/prepare.sh;" \
+            "here it is scripts/prepare_data.py"
     KP_OUT=''
     for word; do
         [[ $word != --out=* ]] || KP_OUT=${word#*=}
         [[ $before != --out ]] || KP_OUT=$word
         before=$word
     done
-    [[ -n $KP_OUT ]] || kp_die "no --out DIR given: the arguments are those of scripts/prepare_data.py"
+    [[ -n $KP_OUT ]] ||
+        kp_die "no --out DIR given: the arguments are those of scripts/prepare_data.py"
     KP_OUT=$(realpath -m -- "${KP_OUT/#\~\//$HOME/}")
     there=$KP_OUT
     until [[ -d $there ]]; do there=$(dirname -- "$there"); done
@@ -21,8 +23,8 @@ kp_prepare_in() { # <arguments of prepare_data.py>...: sets KP_OUT and what the 
     KP_RUN_DIR=$KP_OUT/units KP_MEASURE="work done:" KP_COMMITTED_BEFORE=$(kp_committed_step)
     KP_NODES=$(kp_field NumNodes) KP_TASKS=1 KP_GPUS=0
     KP_CPUS=$(($(kp_field NumCPUs) / KP_NODES))
-    kp_log "job $(kp_job_id), restart count ${SLURM_RESTART_COUNT:-0}: prepares $KP_OUT on $(kp_field NodeList)," \
-        "$KP_CPUS CPU(s) each"
+    kp_log "job $(kp_job_id), restart count ${SLURM_RESTART_COUNT:-0}: prepares $KP_OUT on" \
+        "$(kp_field NodeList), $KP_CPUS CPU(s) each"
 }
 
 kp_committed_step() { # in place of requeue.sh's: a point for each unit encoded, and another when it

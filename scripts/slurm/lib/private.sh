@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # A directory in a place that others can write, such as /tmp or a node's /local: whoever makes its
-# name first, or may rename it, says what is in it. The same in Python: src/kempner/jobs/system/private.py.
+# name first, or may rename it, says what is in it. The same in Python:
+# src/kempner/jobs/system/private.py.
 
 kp_private() { # <absolute path> [make]: prints why nothing may be run or read from there, and
     # fails; make: makes it
@@ -40,7 +41,8 @@ kp_is_safe_above() { # <path without links>: nobody but root and this user may r
     local path=$1 mode owner others
     others=" 0 $(id -u) "
     # In a container's user namespace root may have no number of its own.
-    grep -qE '^ +0 +0 +4294967295$' /proc/self/uid_map 2>/dev/null || others+="$(cat /proc/sys/kernel/overflowuid) "
+    grep -qE '^ +0 +0 +4294967295$' /proc/self/uid_map 2>/dev/null ||
+        others+="$(cat /proc/sys/kernel/overflowuid) "
     while :; do
         read -r mode owner < <(stat -c '%a %u' -- "$path" 2>/dev/null) || {
             echo "$path is not there"

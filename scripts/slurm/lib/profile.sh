@@ -5,37 +5,42 @@
 declare -A KP_OVERRULED=()
 KP_PROFILE='' # the profile that was read, site.d/NAME.env
 
-# Those that sbatch reads (its manual, INPUT ENVIRONMENT VARIABLES): it ignores others without a
-# word.
-KP_SBATCH='ACCOUNT|ACCTG_FREQ|BATCH|BURST_BUFFER|CLUSTERS|COMMENT|CONSTRAINT|CONTAINER|CORE_SPEC|CPUS_PER_GPU'
-KP_SBATCH+='|DELAY_BOOT|DISTRIBUTION|EXCLUSIVE|EXPORT|GPU_BIND|GPU_FREQ|GPUS|GPUS_PER_NODE|GPUS_PER_TASK|GRES|HINT'
-KP_SBATCH+='|JOB_NAME|MEM_BIND|MEM_PER_NODE|NETWORK|NO_KILL|NO_REQUEUE|OPEN_MODE|OVERCOMMIT'
-KP_SBATCH+='|PARTITION|POWER|PREFER|PROFILE|QOS|REQUEUE|RESERVATION|REQ_SWITCH|SIGNAL|SPREAD_JOB|THREAD_SPEC'
-KP_SBATCH+='|THREADS_PER_CORE|TIMELIMIT|USE_MIN_NODES|WAIT4SWITCH|WCKEY'
-
 kp_profile_file() { # the profile that KEMPNER_SITE names, or nothing: a file of that name goes
     # first
-    [[ -z ${KEMPNER_SITE:-} || $KEMPNER_SITE == */* || -r $KEMPNER_SITE ]] || echo "site.d/$KEMPNER_SITE.env"
+    [[ -z ${KEMPNER_SITE:-} || $KEMPNER_SITE == */* || -r $KEMPNER_SITE ]] ||
+        echo "site.d/$KEMPNER_SITE.env"
 }
 
 kp_read_profile() { # <site.d/NAME.env>: reads it; sets KP_PROFILE and KP_OVERRULED
-    local name assigned=() pattern='s/^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)=.*/\2/p'
+    local name assigned=()
+    local pattern='s/^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)=.*/\2/p'
     local -A kept=()
+    # Those that sbatch reads (its manual, INPUT ENVIRONMENT VARIABLES): it ignores others without a
+    # word.
+    local known='ACCOUNT|ACCTG_FREQ|BATCH|BURST_BUFFER|CLUSTERS|COMMENT|CONSTRAINT|CONTAINER'
+    known+='|CORE_SPEC|CPUS_PER_GPU|DELAY_BOOT|DISTRIBUTION|EXCLUSIVE|EXPORT|GPU_BIND|GPU_FREQ'
+    known+='|GPUS|GPUS_PER_NODE|GPUS_PER_TASK|GRES|HINT|JOB_NAME|MEM_BIND|MEM_PER_NODE|NETWORK'
+    known+='|NO_KILL|NO_REQUEUE|OPEN_MODE|OVERCOMMIT|PARTITION|POWER|PREFER|PROFILE|QOS|REQUEUE'
+    known+='|RESERVATION|REQ_SWITCH|SIGNAL|SPREAD_JOB|THREAD_SPEC'
+    known+='|THREADS_PER_CORE|TIMELIMIT|USE_MIN_NODES|WAIT4SWITCH|WCKEY'
     # As site.env: it may have secrets, so that no copy of the code has it.
     local file=${KP_ORIGIN:-$KP_ROOT}/$1
     # the run has trained with it: it goes on
     if [[ ! -r $file && ${KP_ORIGIN:-$KP_ROOT} != "$KP_ROOT" ]]; then
-        kp_log "warning: KEMPNER_SITE=$KEMPNER_SITE: $file is gone: what it has set is not set any more"
+        kp_log "warning: KEMPNER_SITE=$KEMPNER_SITE: $file is gone: what it has set is" \
+            "not set any more"
         return 0
     fi
     [[ -r $file ]] ||
-        kp_die "KEMPNER_SITE=$KEMPNER_SITE: there is no $1; there is: $(kp_profiles). Give one of them, or a path"
+        kp_die "KEMPNER_SITE=$KEMPNER_SITE: there is no $1; there is: $(kp_profiles). Give one of" \
+            "them, or a path"
     kp_can_source "$file"
     mapfile -t assigned < <(sed -nE "$pattern" "$file")
     for name in "${assigned[@]}"; do
-        [[ ! $name =~ ^SBATCH_MEM_PER_[CG]PU$ ]] || kp_die "$1: beside the --mem=0 of the scripts sbatch drops $name" \
-            "without a word: give the memory of a node, SBATCH_MEM_PER_NODE=64G"
-        [[ ! $name =~ ^SBATCH_ || $name =~ ^SBATCH_($KP_SBATCH)$ ]] ||
+        [[ ! $name =~ ^SBATCH_MEM_PER_[CG]PU$ ]] ||
+            kp_die "$1: beside the --mem=0 of the scripts sbatch drops $name" \
+                "without a word: give the memory of a node, SBATCH_MEM_PER_NODE=64G"
+        [[ ! $name =~ ^SBATCH_ || $name =~ ^SBATCH_($known)$ ]] ||
             kp_die "$1: sbatch reads no $name: correct it, or give the option on its command line"
         # paths are added to, not replaced
         [[ ! -v $name || $name == *PATH ]] || kept[$name]=${!name}
@@ -70,7 +75,8 @@ kp_profile_note() { # says where the job differs from the profile: sbatch itself
         want=SBATCH_${name^^} have=$(kp_field "$name")
         want=${KP_OVERRULED[$want]:-${!want:-}}
         [[ -z $want || -z $have || ,$want, == *",$have,"* ]] ||
-            kp_log "note: the job has $name=$have, and $KP_PROFILE $want (sbatch reads no profile: see --submit)"
+            kp_log "note: the job has $name=$have, and $KP_PROFILE $want (sbatch reads no" \
+                "profile: see --submit)"
     done
 }
 

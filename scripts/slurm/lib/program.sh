@@ -70,7 +70,8 @@ kp_program_code() { # with --code=DIR: exports KEMPNER_COPY, a copy of DIR, whic
     [[ -n $KP_ROOT ]] || return 0
     KP_CODE_NOTE="the program's code is $KP_ROOT itself"
     [[ ${KEMPNER_CODE:-1} == 1 ]] || return 0
-    KP_CODE_NOTE="the program's code would be a copy of $KP_ROOT, RUN/code/HASH (KEMPNER_CODE=0: itself)"
+    KP_CODE_NOTE="the program's code would be a copy of $KP_ROOT, RUN/code/HASH"
+    KP_CODE_NOTE+=" (KEMPNER_CODE=0: itself)"
     [[ -z $KP_DRY ]] && kp_is_batch || return 0
     if [[ -z ${KEMPNER_COPY:-} ]]; then
         kp_code_keep "$KP_RUN_DIR/code" '' || return 0
@@ -89,7 +90,8 @@ kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN
         # of an earlier start, or of submit.sh: the repository may be gone by now
         copy=$(kp_code_of_job)
         kp_code_is_there "$copy"
-        if [[ -e $copy/.kempner-origin && $(<"$copy/.kempner-origin") == "$(kp_program_directory)" ]]; then
+        if [[ -e $copy/.kempner-origin &&
+            $(<"$copy/.kempner-origin") == "$(kp_program_directory)" ]]; then
             export KEMPNER_COPY=$copy
         fi
     fi
@@ -102,8 +104,8 @@ kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN
     KP_RUN_DIR=${KP_VALUES[0]} KP_LAUNCHER=${KP_VALUES[1]} KP_DEVICE=auto KP_DATA=()
     export KEMPNER_COMMAND=${KP_VALUES[4]} # what the run is; see Start in events.py
     if [[ -n ${KP_VALUES[3]} ]] && kp_is_batch; then
-        kp_log "$KP_RUN_DIR: this command was done at an earlier start of the job: nothing runs; submit it anew to run" \
-            "it again"
+        kp_log "$KP_RUN_DIR: this command was done at an earlier start of the job: nothing runs;" \
+            "submit it anew to run it again"
         exit 0
     fi
     kp_mount_run "$KP_RUN_DIR" ${KP_VALUES[2]:+"${KP_VALUES[2]}"}

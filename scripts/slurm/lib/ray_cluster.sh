@@ -67,9 +67,10 @@ ray_start() { # starts Ray on all nodes
     exec {RAY_EVENTS}<> <(:) {RAY_CLOCK}<> <(:)
     RAY_DEADLINE=$((${RAY_BEGAN%.*} + START_TIMEOUT))
     words=(
-        --job="$SLURM_JOB_ID" --nodes "${RAY_PLACES[@]}" --ports="$RAY_PORTS" --dedicated-head="$DEDICATED_RAY_HEAD"
-        --logs="$RAY_LOGS" --cpus="$CPUS_PER_WORKER" --gpus="$GPUS_PER_NODE" --object-store="${OBJECT_STORE_MEMORY:-0}"
-        --memory="$RAY_MEMORY" --began="$RAY_BEGAN" --deadline="$RAY_DEADLINE" --log-sync="$RAY_LOG_SYNC_FREQUENCY"
+        --job="$SLURM_JOB_ID" --nodes "${RAY_PLACES[@]}" --ports="$RAY_PORTS"
+        --dedicated-head="$DEDICATED_RAY_HEAD" --logs="$RAY_LOGS" --cpus="$CPUS_PER_WORKER"
+        --gpus="$GPUS_PER_NODE" --object-store="${OBJECT_STORE_MEMORY:-0}" --memory="$RAY_MEMORY"
+        --began="$RAY_BEGAN" --deadline="$RAY_DEADLINE" --log-sync="$RAY_LOG_SYNC_FREQUENCY"
     )
     kp_log "job $SLURM_JOB_ID, restart count ${SLURM_RESTART_COUNT:-0}: Ray on ${RAY_NODES[*]}," \
         "$CPUS_PER_WORKER CPU(s) and $GPUS_PER_NODE GPU(s) each"
@@ -81,11 +82,13 @@ ray_start() { # starts Ray on all nodes
 
     ray_srun "$KP_NODES"
     # If one task exits, end the whole step: Slurm signals the others.
-    RAY_SRUN+=(--job-name="ray-$KEMPNER_ATTEMPT_ID" --kill-on-bad-exit=1 --wait=60 "${KP_CONTAINER_FLAGS[@]}")
+    RAY_SRUN+=(--job-name="ray-$KEMPNER_ATTEMPT_ID" --kill-on-bad-exit=1 --wait=60
+        "${KP_CONTAINER_FLAGS[@]}")
     ((${#KP_CONTAINER_FLAGS[@]} == 0)) || RAY_SRUN+=(sh "$KP_LIB/inside.sh")
     RAY_SRUN+=(env KEMPNER_SIGNALS_WAIT=1 bash "$KP_LIB/task.sh")
     ((${#KP_CONTAINER_FLAGS[@]} > 0)) || RAY_SRUN+=("${KP_INSIDE[@]}")
-    ray_launch ray "${RAY_SRUN[@]}" bash "$KP_LIB/ray_node.sh" "$RAY_LOGS" "$SETUP_COMMAND" "${words[@]}"
+    ray_launch ray "${RAY_SRUN[@]}" bash "$KP_LIB/ray_node.sh" "$RAY_LOGS" \
+        "$SETUP_COMMAND" "${words[@]}"
 }
 
 ray_ended() { # true when Ray, a signal or the file ENDED ends the job; sets RAY_FAULT when it is
@@ -93,14 +96,17 @@ ray_ended() { # true when Ray, a signal or the file ENDED ends the job; sets RAY
     local k silent=''
     [[ -z $RAY_SIGNAL && -z $RAY_FAULT ]] || return 0
     if [[ -n ${RAY_CODE[ray]:-} ]]; then
-        [[ -e $RAY_LOGS/ENDED ]] ||
-            RAY_FAULT="Ray's step has ended with exit code ${RAY_CODE[ray]}: see srun's messages above"
+        [[ -e $RAY_LOGS/ENDED ]] || {
+            RAY_FAULT="Ray's step has ended with exit code ${RAY_CODE[ray]}:"
+            RAY_FAULT+=" see srun's messages above"
+        }
         return 0
     fi
     # The head reports a missing node itself; this is for the case that it cannot.
     [[ -z $RAY_READY ]] && printf -v k '%(%s)T' -1 && ((k > RAY_DEADLINE + 5)) || return 1
     for k in "${!RAY_NODES[@]}"; do [[ -n ${RAY_PIDS[k]:-} ]] || silent+=" ${RAY_NODES[k]}"; done
-    RAY_FAULT="not complete after $START_TIMEOUT s (START_TIMEOUT); nothing was heard from:${silent:- (all are there)}"
+    RAY_FAULT="not complete after $START_TIMEOUT s (START_TIMEOUT);"
+    RAY_FAULT+=" nothing was heard from:${silent:- (all are there)}"
 }
 
 ray_exit_if_ended() { # ends the script when the cluster has ended

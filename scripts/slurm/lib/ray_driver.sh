@@ -9,7 +9,8 @@ ray_attach() { # [N or hostname] [--] [command...]: a shell or a command on a no
             [[ $1 != "$k" && $1 != "${RAY_NODES[k]}" ]] || break
         done
         ((k < ${#RAY_NODES[@]})) ||
-            kp_die "no node '$1' in job $RAY_JOB: give 0 to $((${#RAY_NODES[@]} - 1)), or one of ${RAY_NODES[*]}"
+            kp_die "no node '$1' in job $RAY_JOB: give 0 to $((${#RAY_NODES[@]} - 1))," \
+                "or one of ${RAY_NODES[*]}"
         shift
     fi
     [[ ${1:-} != -- ]] || shift
@@ -27,19 +28,23 @@ ray_write_attach() { # writes JOBID-attach.sh; sets RAY_SRUN, RAY_ENTER and RAY_
     RAY_ENTER=(bash "$KP_LIB/ray_enter.sh")
     RAY_INSIDE=("$RAY_JOB" "$PWD" --)
     # By its path: the user who attaches may not have loaded apptainer's module.
-    ((${#KP_INSIDE[@]} == 0)) || RAY_INSIDE=("$RAY_JOB" "$PWD" "$(command -v "${KP_INSIDE[0]}")" "${KP_INSIDE[@]:1}" --)
+    ((${#KP_INSIDE[@]} == 0)) ||
+        RAY_INSIDE=("$RAY_JOB" "$PWD" "$(command -v "${KP_INSIDE[0]}")" "${KP_INSIDE[@]:1}" --)
     # pyxis: into the running container. One with a name could be joined by srun, but would stay on
     # the node.
     ((${#KP_CONTAINER_FLAGS[@]} == 0)) || RAY_INSIDE=("$RAY_JOB" "$PWD" enroot exec --)
     {
         echo "#!/usr/bin/env bash"
-        echo "# Onto the Ray cluster of job $RAY_JOB: bash $RAY_JOB-attach.sh [N|HOSTNAME] [-- COMMAND...]"
-        echo "# A shell or a command on node N (0: the head), in the job's environment. Removed when the job ends."
+        echo "# Onto the Ray cluster of job $RAY_JOB: bash $RAY_JOB-attach.sh [N|HOSTNAME]" \
+            "[-- COMMAND...]"
+        echo "# A shell or a command on node N (0: the head), in the job's environment. Removed" \
+            "when the job ends."
         echo "set -euo pipefail"
         # On a node without a configuration of its own this is slurmd's copy, which exists nowhere
         # else.
         [[ -z ${SLURM_CONF:-} ]] ||
-            echo "[[ -n \${SLURM_CONF:-} || ! -r ${SLURM_CONF@Q} ]] || export SLURM_CONF=${SLURM_CONF@Q}"
+            echo "[[ -n \${SLURM_CONF:-} || ! -r ${SLURM_CONF@Q} ]] ||" \
+                "export SLURM_CONF=${SLURM_CONF@Q}"
         declare -p RAY_JOB RAY_NODES RAY_PIDS RAY_SRUN RAY_ENTER RAY_INSIDE
         declare -f kp_die ray_attach
         echo "ray_attach \"\$@\""
@@ -54,8 +59,8 @@ ray_run_command() { # runs COMMAND on the head, as in an attach shell; ends the 
     kp_log "driver: $RAY_LOGS/ray-driver.log"
     # The command writes its log itself: srun loses the last lines of a task that is killed.
     # shellcheck disable=SC2016 # that shell's own parameters
-    ray_launch driver "${RAY_SRUN[@]}" --job-name="$KP_SRUN_NAME" --input=none --nodelist="${RAY_NODES[0]}" \
-        "${RAY_ENTER[@]}" "${RAY_PIDS[0]}" "${RAY_INSIDE[@]}" \
+    ray_launch driver "${RAY_SRUN[@]}" --job-name="$KP_SRUN_NAME" --input=none \
+        --nodelist="${RAY_NODES[0]}" "${RAY_ENTER[@]}" "${RAY_PIDS[0]}" "${RAY_INSIDE[@]}" \
         bash -c 'exec >>"$1" 2>&1; exec bash -c "$2"' - "$RAY_LOGS/ray-driver.log" "$COMMAND"
     until [[ -n ${RAY_CODE[driver]:-} ]]; do
         ray_poll || true
@@ -72,7 +77,8 @@ ray_run_command() { # runs COMMAND on the head, as in an attach shell; ends the 
 }
 
 ray_wait() { # waits until a user ends the interactive job
-    kp_log "interactive: bash $RAY_ATTACH [N|HOSTNAME] [-- COMMAND...]; to end it: touch $RAY_LOGS/ENDED"
+    kp_log "interactive: bash $RAY_ATTACH [N|HOSTNAME] [-- COMMAND...]; to end it:" \
+        "touch $RAY_LOGS/ENDED"
     while true; do
         ray_poll || true
         ray_exit_if_ended

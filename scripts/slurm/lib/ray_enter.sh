@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Become a command, or a shell, in the environment of a node of ray.sh's cluster, taken from the live process.
+# Become a command, or a shell, in the environment of a node of ray.sh's cluster, taken from the
+# live process.
 #
 #   srun ... ray_enter.sh PID JOB DIRECTORY [WORDS_INTO_THE_CONTAINER...] -- [COMMAND...]
 #
-# PID: that of kempner.jobs.ray.node on this host. SLURM_* are those of this step: a single task, not a rank of the job.
+# PID: that of kempner.jobs.ray.node on this host. SLURM_* are those of this step: a single task,
+# not a rank of the job.
 set -euo pipefail
 
 pid=$1 job=$2 directory=$3 words=()
@@ -22,7 +24,8 @@ if ((${#words[@]} > 0)); then
     # Read outside: inside, another container's environment is unreadable, because its user
     # namespace differs.
     [[ ${words[0]} != enroot ]] || words+=("$pid") # enters the running container of pyxis
-    KEMPNER_ENVIRON=$(base64 -w 0 "/proc/$pid/environ") exec "${words[@]}" bash "$0" "$pid" "$job" "$directory" -- "$@"
+    KEMPNER_ENVIRON=$(base64 -w 0 "/proc/$pid/environ") exec "${words[@]}" bash "$0" "$pid" "$job" \
+        "$directory" -- "$@"
 fi
 if [[ -n ${KEMPNER_ENVIRON:-} ]]; then
     mapfile -d '' -t kp_variables < <(base64 -d <<<"$KEMPNER_ENVIRON")

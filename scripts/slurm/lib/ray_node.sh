@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# One node of ray.sh's cluster: runs the setup command, finds a Python with Ray, then becomes kempner.jobs.ray.node.
+# One node of ray.sh's cluster: runs the setup command, finds a Python with Ray, then becomes
+# kempner.jobs.ray.node.
 #
 #   srun ... ray_node.sh LOG_DIR SETUP_COMMAND OPTIONS_OF_KEMPNER.RAY.NODE...
 #
-# The environment that it leaves is that of Ray, of its workers, of the driver and of the attach shells.
+# The environment that it leaves is that of Ray, of its workers, of the driver and of the attach
+# shells.
 set -euo pipefail
 
 kp_logs=$1 kp_setup=$2 kp_root=${BASH_SOURCE[0]%/scripts/*}
@@ -55,8 +57,9 @@ need_authentication() { # stops at a Ray that would take commands from every use
     found=$(version "$kp_python") major=${found%%.*} minor=${found#*.}
     [[ $found =~ ^[0-9]+\.[0-9]+$ ]] || major=0 minor=0
     ((major * 1000 + minor >= 2052)) ||
-        fault "Ray $found of $kp_python takes commands from every user of the network: tokens came with Ray 2.52." \
-            "Install a newer one, or export RAY_AUTH_MODE=disabled where nobody else can reach these nodes"
+        fault "Ray $found of $kp_python takes commands from every user of the network:" \
+            "tokens came with Ray 2.52. Install a newer one, or export RAY_AUTH_MODE=disabled" \
+            "where nobody else can reach these nodes"
 }
 
 find_python() { # prints the Python to use: KEMPNER_PYTHON's, else that of PATH, else that of the
@@ -94,12 +97,15 @@ if [[ -n $kp_setup ]]; then
     trap - EXIT
     ((kp_code == 0)) || fault "SETUP_COMMAND has failed with exit code $kp_code: see $kp_log"
 fi
-kp_python=$(find_python) || fault "no Python with Ray${KEMPNER_PYTHON:+ (KEMPNER_PYTHON=$KEMPNER_PYTHON)}:" \
-    "in $kp_root run .venv/bin/pip install -c constraints.txt -e '.[ray]', or set KEMPNER_PYTHON to one that has it"
+kp_python=$(find_python) ||
+    fault "no Python with Ray${KEMPNER_PYTHON:+ (KEMPNER_PYTHON=$KEMPNER_PYTHON)}:" \
+        "in $kp_root run .venv/bin/pip install -c constraints.txt -e '.[ray]'," \
+        "or set KEMPNER_PYTHON to one that has it"
 kp_python=${kp_python##*$'\n'} # a wrapper may have said something before
 need_authentication
 # The command's `python`, too, is the one with Ray.
 [[ $(command -v "${kp_python##*/}") == "$kp_python" ]] || PATH=${kp_python%/*}:$PATH
-[[ :${PYTHONPATH:-}: == *:"$kp_root/src":* ]] || export PYTHONPATH=$kp_root/src${PYTHONPATH:+:$PYTHONPATH}
+[[ :${PYTHONPATH:-}: == *:"$kp_root/src":* ]] ||
+    export PYTHONPATH=$kp_root/src${PYTHONPATH:+:$PYTHONPATH}
 strip_variables
 exec "$kp_python" "$kp_root/src/kempner_module.py" kempner.jobs.ray.node "${kp_options[@]}"

@@ -2,22 +2,28 @@
 # What a user of ray.sh asks for: variables, resources, nodes and ports, checked before any step
 # starts.
 
-RAY_NODES=() RAY_ADDRESSES=()          # of each node
-RAY_PLACES=()                          # NAME=ADDRESS of each node, for Python
-RAY_PORTS=''                           # NAME=value of each port, in one line: see kempner.jobs.ray.ports
+RAY_NODES=() RAY_ADDRESSES=() # of each node
+RAY_PLACES=()                 # NAME=ADDRESS of each node, for Python
+# NAME=value of each port, in one line: see kempner.jobs.ray.ports
+RAY_PORTS=''
 RAY_LOGS='' RAY_ATTACH='' RAY_TOKEN='' # paths
 
 ray_defaults() { # sets the variables that the user has not set; none of them reaches Ray's workers
-    : "${COMMAND:=}" "${SETUP_COMMAND:=}" "${CONTAINER:=}" "${MOUNTS:=}" "${CONTAINER_RUNTIME:=}" "${SECRETS_FILE:=}"
-    : "${GPUS_PER_NODE:=}" "${CPUS_PER_WORKER:=}" "${DEDICATED_RAY_HEAD:=0}" "${OBJECT_STORE_MEMORY:=}"
+    : "${COMMAND:=}" "${SETUP_COMMAND:=}" "${CONTAINER:=}" "${MOUNTS:=}" "${CONTAINER_RUNTIME:=}" \
+        "${SECRETS_FILE:=}"
+    : "${GPUS_PER_NODE:=}" "${CPUS_PER_WORKER:=}" "${DEDICATED_RAY_HEAD:=0}" \
+        "${OBJECT_STORE_MEMORY:=}"
     : "${RAY_LOG_SYNC_FREQUENCY:=0}" "${START_TIMEOUT:=600}" "${UV_CACHE_DIR_OVERRIDE:=}"
     : "${BASE_LOG_DIR:=$SLURM_SUBMIT_DIR}"
-    export -n COMMAND SETUP_COMMAND CONTAINER MOUNTS CONTAINER_RUNTIME SECRETS_FILE GPUS_PER_NODE CPUS_PER_WORKER \
-        DEDICATED_RAY_HEAD OBJECT_STORE_MEMORY RAY_LOG_SYNC_FREQUENCY START_TIMEOUT UV_CACHE_DIR_OVERRIDE BASE_LOG_DIR
+    export -n COMMAND SETUP_COMMAND CONTAINER MOUNTS CONTAINER_RUNTIME SECRETS_FILE GPUS_PER_NODE \
+        CPUS_PER_WORKER DEDICATED_RAY_HEAD OBJECT_STORE_MEMORY RAY_LOG_SYNC_FREQUENCY \
+        START_TIMEOUT UV_CACHE_DIR_OVERRIDE BASE_LOG_DIR
 }
 
-ray_names() { # sets the paths, and the KEMPNER_* variables that have other names in docs/guide/ray.md
-    RAY_LOGS=$(realpath -m -- "$BASE_LOG_DIR")/$SLURM_JOB_ID-logs${SLURM_RESTART_COUNT:+-r$SLURM_RESTART_COUNT}
+ray_names() { # sets the paths, and the KEMPNER_* variables that have other names in
+    # docs/guide/ray.md
+    RAY_LOGS=$(realpath -m -- "$BASE_LOG_DIR")/$SLURM_JOB_ID-logs
+    RAY_LOGS+=${SLURM_RESTART_COUNT:+-r$SLURM_RESTART_COUNT}
     RAY_ATTACH=$SLURM_SUBMIT_DIR/$SLURM_JOB_ID-attach.sh
     RAY_TOKEN=$RAY_LOGS/.ray-token
 
@@ -30,7 +36,8 @@ ray_names() { # sets the paths, and the KEMPNER_* variables that have other name
 
     [[ -n $UV_CACHE_DIR_OVERRIDE ]] || return 0
     export UV_CACHE_DIR=$UV_CACHE_DIR_OVERRIDE
-    mkdir -p -- "$UV_CACHE_DIR" || kp_die "UV_CACHE_DIR_OVERRIDE=$UV_CACHE_DIR cannot be created: give another"
+    mkdir -p -- "$UV_CACHE_DIR" ||
+        kp_die "UV_CACHE_DIR_OVERRIDE=$UV_CACHE_DIR cannot be created: give another"
     KEMPNER_MOUNTS+=,$UV_CACHE_DIR:$UV_CACHE_DIR
 }
 
@@ -82,7 +89,8 @@ ray_address() { # <node> <address or name>: prints the IPv4 address at which the
     # choice.
     found=$(getent ahostsv4 "$2" | awk '$1 !~ /^127\./ { print $1; exit }') || true
     [[ -n $found || $1 != "${SLURMD_NODENAME:-}" ]] || found=$(hostname -I | awk '{ print $1 }')
-    [[ -n $found ]] || kp_die "$1: no IPv4 address for '$2' (NodeAddr): Ray needs one; see getent ahostsv4 $2"
+    [[ -n $found ]] ||
+        kp_die "$1: no IPv4 address for '$2' (NodeAddr): Ray needs one; see getent ahostsv4 $2"
     echo "$found"
 }
 
@@ -92,7 +100,8 @@ ray_find_nodes() { # sets RAY_NODES, RAY_ADDRESSES and RAY_PLACES, in Slurm's or
     nodes=$(kp_field NodeList)
     mapfile -t RAY_NODES < <(kp_shielded scontrol show hostnames "$nodes")
     while read -r line; do
-        [[ ! $line =~ NodeName=([^ ]+).*\ NodeAddr=([^ ]+) ]] || address[${BASH_REMATCH[1]}]=${BASH_REMATCH[2]}
+        [[ ! $line =~ NodeName=([^ ]+).*\ NodeAddr=([^ ]+) ]] ||
+            address[${BASH_REMATCH[1]}]=${BASH_REMATCH[2]}
     done < <(kp_shielded scontrol show node -o "$nodes")
     for node in "${RAY_NODES[@]}"; do
         line=$(ray_address "$node" "${address[$node]:-$node}") # ends with 2 when there is none
@@ -101,8 +110,8 @@ ray_find_nodes() { # sets RAY_NODES, RAY_ADDRESSES and RAY_PLACES, in Slurm's or
     done
 }
 
-ray_choose_python() { # sets RAY_PYTHON: a Python on this host for kempner.jobs.ray.ports, without Ray or
-    # any package
+ray_choose_python() { # sets RAY_PYTHON: a Python on this host for kempner.jobs.ray.ports, without
+    # Ray or any package
     local python
     # With pyxis the image's Python would cost a step that imports the whole image once more.
     if ((${#KP_INSIDE[@]} > 0)); then
@@ -119,14 +128,16 @@ ray_ports() { # sets RAY_PORTS and a variable for each port; stops when the user
     local word
     ray_choose_python
     # it says why
-    RAY_PORTS=$("${RAY_PYTHON[@]}" "$KP_MODULE" kempner.jobs.ray.ports "$CPUS_PER_WORKER" "${RAY_PLACES[@]}") || exit
+    RAY_PORTS=$("${RAY_PYTHON[@]}" "$KP_MODULE" kempner.jobs.ray.ports "$CPUS_PER_WORKER" \
+        "${RAY_PLACES[@]}") || exit
     # Unexported: a web server in a worker would take PORT for its own.
     for word in $RAY_PORTS; do export -n "${word?}"; done
 }
 
 ray_prepare() { # makes the log directory and the token
     [[ ${KP_RUNTIME:-} != charliecloud ]] ||
-        kp_die "ray.sh does not enter containers of charliecloud: give CONTAINER_RUNTIME=pyxis, apptainer or singularity"
+        kp_die "ray.sh does not enter containers of charliecloud: give CONTAINER_RUNTIME=pyxis," \
+            "apptainer or singularity"
     mkdir -p -- "$RAY_LOGS" || kp_die "$RAY_LOGS cannot be created: give another BASE_LOG_DIR"
     export KEMPNER_PEERS="${RAY_ADDRESSES[*]:0:2}" RAY_ADDRESS=${RAY_ADDRESSES[0]}:$PORT
     # On SIGTERM Ray drains for 30 s, as long as KillWait: Slurm would kill it before it has ended.
@@ -139,6 +150,7 @@ ray_prepare() { # makes the log directory and the token
 
     # Left over from a dead batch host, or from the same job id on another cluster.
     rm -f -- "${RAY_LOGS%/*}/$SLURM_JOB_ID-logs"*/.ray-token "$RAY_LOGS/ENDED"
-    : >"$RAY_ATTACH" || kp_die "$RAY_ATTACH cannot be written: submit from a directory that you can write to"
+    : >"$RAY_ATTACH" ||
+        kp_die "$RAY_ATTACH cannot be written: submit from a directory that you can write to"
     (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$RAY_TOKEN")
 }

@@ -10,11 +10,12 @@ kp_render_check() { # <file>: stops unless it is not there yet, or is as an earl
     local file
     file=$(realpath -m -- "$1")
     [[ ! -d $file ]] || kp_die "--script=$1: is a directory: name a file"
-    [[ -d ${file%/*} && -w ${file%/*}/ ]] || kp_die "--script=$1 cannot be written: give another name"
+    [[ -d ${file%/*} && -w ${file%/*}/ ]] ||
+        kp_die "--script=$1 cannot be written: give another name"
     [[ -e $file || -L $1 ]] || return 0
     [[ -f $file && $(tail -n 1 -- "$file") == "$KP_SEAL$(kp_render_digest "$file")" ]] ||
-        kp_die "--script=$1: is there already, and was not written by --script, or was changed since: remove it, or" \
-            "give another name"
+        kp_die "--script=$1: is there already, and was not written by --script," \
+            "or was changed since: remove it, or give another name"
 }
 
 kp_render_digest() { # <file>: that of all its lines but the last
@@ -28,7 +29,8 @@ kp_render() { # <file>: the request, the variables, all parts of the kit's scrip
     fresh=$(mktemp -- "$file.XXXXXX") || kp_die "--script=$1 cannot be written: give another name"
     {
         echo '#!/usr/bin/env bash'
-        echo "# $(basename "$0") with its parts, this request and these arguments: sbatch $(basename "$1")"
+        echo "# $(basename "$0") with its parts, this request and these arguments:" \
+            "sbatch $(basename "$1")"
         echo "# It starts the programs of $KP_ROOT"
         kp_render_request
         echo 'set -euo pipefail'
@@ -78,6 +80,7 @@ kp_render_request() { # the #SBATCH lines, of the header, the variables and the 
 kp_render_variables() { # those of the kit that the user has set, but for secrets
     local name
     for name in "${!KP_BEFORE[@]}"; do
-        [[ $name != KEMPNER_* ]] || kp_is_secret "$name" || printf 'export %s=%q\n' "$name" "${KP_BEFORE[$name]}"
+        [[ $name != KEMPNER_* ]] || kp_is_secret "$name" ||
+            printf 'export %s=%q\n' "$name" "${KP_BEFORE[$name]}"
     done
 }

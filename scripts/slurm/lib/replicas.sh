@@ -4,28 +4,28 @@
 # RUN/replicas/I as a run of its own.
 
 KP_OWN_STEPS=replicas.sh
-readonly KP_END_S=10 # for srun to end a step that it was asked to end
-# a replica that is lost again and again waits so much longer each time
-readonly KP_REPLICA_PAUSE_S=5
 
 kp_run_replicas() { # <train.py arguments>...: trains until every replica has left; sets KP_CODE
-    local slot KP_PER_NODE=$KP_TASKS KP_NODES=$KP_NODES KP_GPUS=$KP_GPUS
+    # Of each replica: its starts in a row without a checkpoint, its newest step at the last one,
+    # when it may start again, and when its srun is killed. Whether all are to leave.
+    local tries=() steps=() not_before=() kill_at=() all_leave=''
+    local slot hosts silence per_node=$KP_TASKS KP_NODES=$KP_NODES KP_GPUS=$KP_GPUS
     local KP_TASKS=$KP_TASKS
-    mapfile -t KP_HOSTS < <(kp_hostnames "$(kp_field NodeList)")
+    mapfile -t hosts < <(kp_hostnames "$(kp_field NodeList)")
     kp_count_replicas # from here on nodes, tasks and GPUs are those of one replica
     KP_COMMITTED_BEFORE=$(kp_committed_step)
-    KP_PIDS=() KP_TRIES=() KP_REPLICA_STEPS=() KP_NOT_BEFORE=() KP_KILL_AT=() KP_ALL_LEAVE='' KP_CODE=0
+    KP_PIDS=() KP_CODE=0
     kp_open_srun_log
     export KEMPNER_REPLICAS=$KP_REPLICAS KEMPNER_DOOR=$KP_RUN_DIR/.door-$KEMPNER_ATTEMPT_ID
     kp_open_door
-    kp_start_guard "${KP_HOSTS[@]:1}"
+    kp_start_guard "${hosts[@]:1}"
 
     for ((slot = 0; slot < KP_REPLICAS; slot++)); do
-        KP_TRIES[slot]=0
+        tries[slot]=0
         kp_start_replica "$slot" "$@"
     done
     [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
-    while ((${#KP_PIDS[@]} + ${#KP_NOT_BEFORE[@]} > 0)); do
+    while ((${#KP_PIDS[@]} + ${#not_before[@]} > 0)); do
         kp_look_after "$@"
         sleep 0.2 || true
     done
@@ -38,20 +38,24 @@ kp_run_replicas() { # <train.py arguments>...: trains until every replica has le
     kp_write_status
 }
 
-kp_count_replicas() { # sets KP_REPLICAS, KP_SILENCE, and the nodes and tasks per node of each:
-    # KP_NODES, KP_TASKS, KP_GPUS
+kp_count_replicas() { # sets KP_REPLICAS, silence, of the caller, and the nodes and tasks per node
+    # of each: KP_NODES, KP_TASKS, KP_GPUS
     local world=$((KP_NODES * KP_TASKS)) ranks KP_VALUES=("${KP_VALUES[@]}")
     kp_values kp_python_of kempner.extensions.lowcomm.config -c "$KP_NOT_HERE"'
 from kempner.config.toml import loads
 from kempner.extensions.lowcomm.config import LowcommConfig
 told = loads(sys.stdin.read()).get("lowcomm", {}).items()
 section = LowcommConfig(**{k: v for k, v in told if k != "raw" and v != "none"}) # "none" is unset
-count = section.count(int(sys.argv[1]), int(sys.argv[2])) if section.on and section.mode == "steps" else 0
-print("kempner-answer", count, section.silence, sep="\0", end="\0")' "$world" "$KP_TASKS" <<<"${KP_VALUES[0]}" || exit
+steps = section.on and section.mode == "steps"
+count = section.count(int(sys.argv[1]), int(sys.argv[2])) if steps else 0
+print("kempner-answer", count, section.silence, sep="\0", end="\0")' "$world" "$KP_TASKS" \
+        <<<"${KP_VALUES[0]}" || exit
     KP_REPLICAS=${KP_VALUES[0]:-}
-    KP_SILENCE=${KP_VALUES[1]:-}
-    [[ $KP_REPLICAS =~ ^[0-9]+$ ]] || kp_die "'$KP_PYTHON' does not say how many replicas there are: see above"
-    ((KP_REPLICAS > 0)) || kp_die "replicas.sh is for lowcomm.mode = steps: submit multinode.sh for this configuration"
+    silence=${KP_VALUES[1]:-}
+    [[ $KP_REPLICAS =~ ^[0-9]+$ ]] ||
+        kp_die "'$KP_PYTHON' does not say how many replicas there are: see above"
+    ((KP_REPLICAS > 0)) ||
+        kp_die "replicas.sh is for lowcomm.mode = steps: submit multinode.sh for this configuration"
     ranks=$((world / KP_REPLICAS))
     ((ranks >= KP_TASKS)) || KP_TASKS=$ranks
     KP_NODES=$((ranks / KP_TASKS))
@@ -59,12 +63,14 @@ print("kempner-answer", count, section.silence, sep="\0", end="\0")' "$world" "$
     kp_log "$KP_REPLICAS replicas of $KP_NODES node(s) x $KP_TASKS task(s)"
 }
 
-kp_open_door() { # starts the judge of who lives (kempner/extensions/lowcomm/judge.py); it becomes KP_CHILD
-    local tries
+kp_open_door() { # starts the judge of who lives (kempner/extensions/lowcomm/judge.py); it becomes
+    # KP_CHILD
+    local waited
     rm -f -- "${KEMPNER_DOOR%.*.*}".* # a start of this job whose host was lost has left them
-    kp_start bash "$KP_LIB/task.sh" "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_MODULE" kempner.extensions.lowcomm.judge \
-        "$KEMPNER_DOOR" "${KEMPNER_PEERS%% *}" --silence "$KP_SILENCE" --log "$KP_RUN_DIR/replicas.jsonl"
-    for ((tries = 0; tries < 600; tries++)); do
+    kp_start bash "$KP_LIB/task.sh" "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_MODULE" \
+        kempner.extensions.lowcomm.judge "$KEMPNER_DOOR" "${KEMPNER_PEERS%% *}" \
+        --silence "$silence" --log "$KP_RUN_DIR/replicas.jsonl"
+    for ((waited = 0; waited < 600; waited++)); do
         [[ ! -s $KEMPNER_DOOR ]] || return 0
         kill -0 "$KP_CHILD" 2>/dev/null || break
         sleep 0.1 || true
@@ -73,25 +79,27 @@ kp_open_door() { # starts the judge of who lives (kempner/extensions/lowcomm/jud
 }
 
 kp_start_replica() { # <replica> <train.py arguments>...
-    local slot=$1
+    local slot=$1 place
     kp_place "$slot" || return 0
-    ((KP_TRIES[slot] == 0)) || kp_log "replica $slot is started again: it joins at the end of a round"
+    ((tries[slot] == 0)) ||
+        kp_log "replica $slot is started again: it joins at the end of a round"
     export KEMPNER_REPLICA=$slot
     rm -f -- "$KEMPNER_DOOR.here.$slot"
     # Without --mem=0 the first step on a node would take all of its memory.
-    kp_srun_command "${KP_PLACE[@]}" --no-kill --mem=0 -- "$KP_TRAIN" "${@:2}"
-    KP_REPLICA_STEPS[slot]=$(kp_replica_step "$slot")
-    setsid "${KP_SRUN[@]}" </dev/null 2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2) &
+    kp_srun_command "${place[@]}" --no-kill --mem=0 -- "$KP_TRAIN" "${@:2}"
+    steps[slot]=$(kp_replica_step "$slot")
+    setsid "${KP_SRUN[@]}" </dev/null \
+        2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2) &
     KP_PIDS[slot]=$!
 }
 
-kp_place() { # <replica>: sets KP_PLACE, srun's words for where it runs; fails when one of its hosts
-    # is lost
-    local first=$(($1 * ${#KP_HOSTS[@]} / KP_REPLICAS)) host ours left
+kp_place() { # <replica>: sets place, of the caller, to srun's words for where it runs; fails when
+    # one of its hosts is lost
+    local first=$(($1 * ${#hosts[@]} / KP_REPLICAS)) host ours left
     local KP_ANSWER='' KP_DEADLINE=$((SECONDS + KP_PATIENCE))
-    ours=("${KP_HOSTS[@]:first:KP_NODES}")
-    KP_PLACE=(--exact --nodelist="$(IFS=, && echo "${ours[*]}")")
-    ((KP_TRIES[$1] > 0)) && kp_show_job || return 0
+    ours=("${hosts[@]:first:KP_NODES}")
+    place=(--exact --nodelist="$(IFS=, && echo "${ours[*]}")")
+    ((tries[$1] > 0)) && kp_show_job || return 0
     left=" $(scontrol show hostnames "$(kp_field NodeList)" | paste -sd' ') "
     for host in "${ours[@]}"; do
         [[ $left != *" $host "* ]] || continue
@@ -101,13 +109,14 @@ kp_place() { # <replica>: sets KP_PLACE, srun's words for where it runs; fails w
 
     # Once a job has lost a host, Slurm 22.05 lets exclusive steps wait for ever, although their
     # cores are free. Replicas that share a host stay exclusive: they could be given the same GPU.
-    [[ $(wc -w <<<"$left") == "${#KP_HOSTS[@]}" ]] || ((KP_TASKS < KP_PER_NODE)) || KP_PLACE[0]=--overlap
+    [[ $(wc -w <<<"$left") == "${#hosts[@]}" ]] || ((KP_TASKS < per_node)) ||
+        place[0]=--overlap
 }
 
 kp_look_after() { # <train.py arguments>...: one look at all replicas
     local slot code mark
     if [[ -e $KEMPNER_DOOR.over ]] || ! kill -0 "$KP_CHILD" 2>/dev/null; then
-        KP_ALL_LEAVE=1 # too few are left, or they have no judge: all of them leave
+        all_leave=1 # too few are left, or they have no judge: all of them leave
     fi
     for slot in "${!KP_PIDS[@]}"; do
         mark=$KEMPNER_DOOR.silent.$slot
@@ -119,32 +128,33 @@ kp_look_after() { # <train.py arguments>...: one look at all replicas
             # back.
             kp_end_step "$slot" "replica $slot has not come, and is not needed any more"
         fi
-        ((SECONDS < ${KP_KILL_AT[slot]:-SECONDS + 1})) || kill -KILL "${KP_PIDS[slot]}" 2>/dev/null || true
+        ((SECONDS < ${kill_at[slot]:-SECONDS + 1})) ||
+            kill -KILL "${KP_PIDS[slot]}" 2>/dev/null || true
         ! kill -0 "${KP_PIDS[slot]}" 2>/dev/null || continue
         code=0
         wait "${KP_PIDS[slot]}" || code=$?
-        unset "KP_PIDS[slot]" "KP_KILL_AT[slot]"
+        unset "KP_PIDS[slot]" "kill_at[slot]"
         kp_replica_ended "$slot" "$code"
     done
 
-    for slot in "${!KP_NOT_BEFORE[@]}"; do
+    for slot in "${!not_before[@]}"; do
         if kp_is_ending; then
-            unset "KP_NOT_BEFORE[slot]"
-        elif ((SECONDS >= KP_NOT_BEFORE[slot])); then
-            unset "KP_NOT_BEFORE[slot]"
+            unset "not_before[slot]"
+        elif ((SECONDS >= not_before[slot])); then
+            unset "not_before[slot]"
             kp_start_replica "$slot" "$@"
         fi
     done
 }
 
 kp_is_ending() { # true when no replica is to be started any more; USR2 asks for a save alone
-    [[ -n $KP_ALL_LEAVE || ${KP_SIGNAL:-USR2} != USR2 ]]
+    [[ -n $all_leave || ${KP_SIGNAL:-USR2} != USR2 ]]
 }
 
 kp_end_step() { # <replica> <why>: srun kills its tasks, unless it waits for a host that is lost:
     # then it is killed
-    [[ -z ${KP_KILL_AT[$1]:-} ]] || return 0
-    KP_KILL_AT[$1]=$((SECONDS + KP_END_S))
+    [[ -z ${kill_at[$1]:-} ]] || return 0
+    kill_at[$1]=$((SECONDS + 10)) # for srun to end a step that it was asked to end
     kp_log "$2: ending its step"
     kill -TERM "${KP_PIDS[$1]}" 2>/dev/null || true
 }
@@ -155,17 +165,20 @@ kp_replica_ended() { # <replica> <exit code of its srun>: starts it again, unles
     kp_log "replica $1 has ended with exit code $2${KP_STATE:+: $KP_STATE}"
     ((KP_CODE != 0 && $2 != 2)) || KP_CODE=$2
     # Not by exit code 0 alone: that is srun's, too, when its node has failed.
-    if [[ $2 == 2 || $KP_STATE =~ ^(done|stopped|interrupted|failed)$ || -e $KEMPNER_DOOR.over ]]; then
-        KP_ALL_LEAVE=1 # of the others, too: they have agreed on it, or are too few
+    if [[ $2 == 2 ||
+        $KP_STATE =~ ^(done|stopped|interrupted|failed)$ || -e $KEMPNER_DOOR.over ]]; then
+        all_leave=1 # of the others, too: they have agreed on it, or are too few
     fi
     ! kp_is_ending || return 0
-    (($(kp_replica_step "$1") <= KP_REPLICA_STEPS[$1])) || KP_TRIES[$1]=0
-    KP_TRIES[$1]=$((KP_TRIES[$1] + 1))
-    if ((KP_TRIES[$1] > most)); then
-        kp_log "replica $1 is not started again: $most starts in a row without a checkpoint (KEMPNER_MAX_CRASHES)"
+    (($(kp_replica_step "$1") <= steps[$1])) || tries[$1]=0
+    tries[$1]=$((tries[$1] + 1))
+    if ((tries[$1] > most)); then
+        kp_log "replica $1 is not started again: $most starts in a row without a checkpoint" \
+            "(KEMPNER_MAX_CRASHES)"
         return 0
     fi
-    KP_NOT_BEFORE[$1]=$((SECONDS + (KP_TRIES[$1] - 1) * KP_REPLICA_PAUSE_S))
+    # One that is lost again and again waits so much longer each time.
+    not_before[$1]=$((SECONDS + (tries[$1] - 1) * 5))
 }
 
 kp_replica_dir() { # <replica>: its run directory
@@ -183,7 +196,8 @@ kp_replica_step() { # <replica>: the step of its newest checkpoint
     local directory=$KP_CHECKPOINTS
     if (($1 > 0)); then
         directory=$KP_CHECKPOINTS/replicas/$1 # of checkpoint.dir
-        [[ $KP_CHECKPOINTS != "$KP_RUN_DIR/checkpoints" ]] || directory=$KP_RUN_DIR/replicas/$1/checkpoints
+        [[ $KP_CHECKPOINTS != "$KP_RUN_DIR/checkpoints" ]] ||
+            directory=$KP_RUN_DIR/replicas/$1/checkpoints
     fi
     kp_newest_step "$directory"
 }

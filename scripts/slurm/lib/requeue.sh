@@ -6,6 +6,7 @@ KP_DECIDED=''                # the decision
 KP_JUDGE_S=${KP_JUDGE_S:-20} # seconds that the question what follows may take; tests shorten it
 KP_AWAY_S=10                 # seconds between two questions to a controller that is away
 KP_EARLY_HOST=''             # the host on which a start has ended before its step
+KP_REPLACED=''               # nodes whose places spares take (by commas)
 KP_ENDING=''                 # not empty: Slurm is ending the job, or somebody has cancelled it
 
 kp_newest_step() { # <directory of checkpoints>: the step of the newest complete one, -1 when there
@@ -32,13 +33,15 @@ kp_step() { # the same as the records have it
 }
 
 kp_refusal() { # what a program has said of its bad input: the first problem in srun's log
-    sed -nE 's/^  - (.*)/\1/p; s/^.*rank [0-9]+ on [^ :]+: (.*)/\1/p' "$KP_SRUN_LOG" 2>/dev/null | head -n 1 || true
+    sed -nE 's/^  - (.*)/\1/p; s/^.*rank [0-9]+ on [^ :]+: (.*)/\1/p' "$KP_SRUN_LOG" 2>/dev/null |
+        head -n 1 || true
 }
 
 kp_verdict() { # sets KP_STATE to what status.json says of this attempt, or to nothing
     local text='' pattern='"state": *"([a-z]+)"'
     { read -r -d '' text <"$KP_RUN_DIR/status.json"; } 2>/dev/null || true
-    [[ $text == *"\"$KEMPNER_ATTEMPT_ID\""* && $text =~ $pattern ]] && KP_STATE=${BASH_REMATCH[1]} || KP_STATE=''
+    [[ $text == *"\"$KEMPNER_ATTEMPT_ID\""* && $text =~ $pattern ]] &&
+        KP_STATE=${BASH_REMATCH[1]} || KP_STATE=''
 }
 
 # --- the record -----------------------------------------------------------------------------------
@@ -57,7 +60,8 @@ kp_record() { # <restart, requeue, chain, end or leave> <why>: a line in the log
     KP_UNRECORDED=''
     # A container may take longer to start than the job has time.
     kp_records "${line[@]}" || { ((${#KP_INSIDE[@]} > 0)) && kp_history &&
-        KP_DEADLINE=$((SECONDS + KP_JUDGE_S)) kp_ask "${KP_HISTORY[@]}" "$KP_LIB/records.py" "${line[@]}"; } || {
+        KP_DEADLINE=$((SECONDS + KP_JUDGE_S)) kp_ask "${KP_HISTORY[@]}" "$KP_LIB/records.py" \
+            "${line[@]}"; } || {
         kp_log "the decision cannot be recorded in $file"
         KP_UNRECORDED=${KP_NO_PROGRESS:-0}
     }
@@ -73,7 +77,8 @@ kp_count_crashes() { # prints how many attempts of the job in a row, before this
     # Where no Python starts, this script counts its restarts in place, and all starts of the job
     # count: no crash loop goes on without a bound.
     local count=0 number KP_VALUES=() code=0
-    kp_find_records "$KP_RUN_DIR/attempts.jsonl" event=decision "job=$(kp_chain_jobs)" -- no_progress || code=$?
+    kp_find_records "$KP_RUN_DIR/attempts.jsonl" event=decision "job=$(kp_chain_jobs)" -- \
+        no_progress || code=$?
     [[ $code == 0 || $code == 3 ]] || count=${KP_UNRECORDED:-$(kp_field Restarts)}
     for number in "${KP_VALUES[@]}"; do
         if [[ -n $number ]]; then count=$number; else count=$((count + 1)); fi
@@ -85,34 +90,42 @@ kp_was_cut_short() { # true when this attempt was asked to leave before its trai
     # by its time limit
     local end now KP_VALUES=()
     [[ ${KP_SIGNAL:-USR2} != USR2 ]] || return 1
-    if [[ $(kp_field PreemptTime) =~ ^(None)?$ ]] && end=$(date -d "$(kp_field EndTime)" +%s 2>/dev/null); then
+    if [[ $(kp_field PreemptTime) =~ ^(None)?$ ]] &&
+        end=$(date -d "$(kp_field EndTime)" +%s 2>/dev/null); then
         printf -v now '%(%s)T' -1
         # the next start would have no more time
         ((end - now > ${KEMPNER_SIGNAL_LEAD:-120} + 60)) || return 1
     fi
-    kp_find_records "$KP_RUN_DIR/attempts.jsonl" event=start "attempt_id=$KEMPNER_ATTEMPT_ID" -- time || return 0
+    kp_find_records "$KP_RUN_DIR/attempts.jsonl" event=start "attempt_id=$KEMPNER_ATTEMPT_ID" -- \
+        time || return 0
     ((${#KP_VALUES[@]} == 0))
 }
 
-kp_judge() { # <what happened>: asks what follows, once (kempner.jobs.records.judge); sets KP_ANSWERED,
-    # KP_WHY, KP_KIND,
-    # KP_NO_PROGRESS, KP_BLAMED, KP_EXCLUDED, KP_REPLACED, KP_FAULT, KP_PAUSE (minutes) and KP_NOTES
+kp_judge() { # <what happened>: asks what follows, once (kempner.jobs.records.judge); sets
+    # answered, why and notes, of kp_decide, and KP_KIND, KP_NO_PROGRESS, KP_BLAMED, KP_EXCLUDED,
+    # KP_REPLACED, KP_FAULT and KP_PAUSE (minutes)
     local KP_DEADLINE=$((SECONDS + KP_JUDGE_S)) KP_ANSWER='' facts start=''
+    answered='' why='' notes=''
     kp_history # a container may take longer to start than there is time
     kp_facts "$1"
     if ! kp_is_batch; then # nothing follows but an end: no container is started for that
         kp_judge_alone "$1"
         return
     fi
-    if kp_ask "${KP_HISTORY[@]}" "$KP_MODULE" kempner.jobs.records.judge "$KP_RUN_DIR" "${KP_SRUN_LOG:-none}" "${facts[@]}"; then
+    if kp_ask "${KP_HISTORY[@]}" "$KP_MODULE" kempner.jobs.records.judge "$KP_RUN_DIR" \
+        "${KP_SRUN_LOG:-none}" "${facts[@]}"; then
         # Behind this word: a TaskProlog, or a module that Python loads, may have said something
         # before.
-        { read -r KP_ANSWERED && read -r KP_WHY && read -r KP_KIND && read -r KP_NO_PROGRESS && read -r KP_BLAMED &&
-            read -r KP_EXCLUDED && read -r KP_REPLACED && read -r KP_FAULT && read -r KP_PAUSE && read -r start &&
-            read -r KP_NOTES; } <<<"${KP_ANSWER##*kempner-answer$'\n'}" || true
+        {
+            read -r answered && read -r why && read -r KP_KIND && read -r KP_NO_PROGRESS &&
+                read -r KP_BLAMED && read -r KP_EXCLUDED && read -r KP_REPLACED &&
+                read -r KP_FAULT && read -r KP_PAUSE && read -r start && read -r notes
+        } <<<"${KP_ANSWER##*kempner-answer$'\n'}" || true
     fi
-    if [[ ! $KP_ANSWERED =~ ^(restart|requeue|chain|end|leave)$ || ! $KP_NO_PROGRESS$KP_PAUSE$start =~ ^[0-9]+$ ]]; then
-        kp_log "the records of earlier attempts could not be read: only a preflight can exclude a host"
+    if [[ ! $answered =~ ^(restart|requeue|chain|end|leave)$ ||
+        ! $KP_NO_PROGRESS$KP_PAUSE$start =~ ^[0-9]+$ ]]; then
+        kp_log "the records of earlier attempts could not be read: only a preflight can" \
+            "exclude a host"
         kp_judge_alone "$1"
     fi
 }
@@ -132,13 +145,16 @@ kp_facts() { # <what happened>: sets facts, of the caller, to what only this scr
         left=$((end - ${KEMPNER_SIGNAL_LEAD:-120} - now))
     fi
     facts=(
-        run="$KP_STATE" what="$1" code="${KP_CODE:-}" refusal="$(kp_refusal)" before="$(kp_count_crashes)"
-        committed="$KP_COMMITTED" committed_before="$KP_COMMITTED_BEFORE" command="${KEMPNER_COMMAND:-}"
-        jobs="$(kp_chain_jobs)" request="$(kp_request)" attempt="$KEMPNER_ATTEMPT_ID" began="${KEMPNER_BATCH_BEGAN:-}"
-        job="${KP_ENDING:-running}" slurm="$(kp_in_words)" batch="$batch" requeue="$requeue" chain="$chain"
-        tasks="${KP_TASKS:-1}" nodes="${KP_NODES:-1}" places="${KP_PLACES[*]:-$(kp_hosts)}" spares="${#KP_SPARES[@]}"
+        run="$KP_STATE" what="$1" code="${KP_CODE:-}" refusal="$(kp_refusal)"
+        before="$(kp_count_crashes)" committed="$KP_COMMITTED"
+        committed_before="$KP_COMMITTED_BEFORE" command="${KEMPNER_COMMAND:-}"
+        jobs="$(kp_chain_jobs)" request="$(kp_request)" attempt="$KEMPNER_ATTEMPT_ID"
+        began="${KEMPNER_BATCH_BEGAN:-}" job="${KP_ENDING:-running}" slurm="$(kp_in_words)"
+        batch="$batch" requeue="$requeue" chain="$chain" tasks="${KP_TASKS:-1}"
+        nodes="${KP_NODES:-1}" places="${KP_PLACES[*]:-$(kp_hosts)}" spares="${#KP_SPARES[@]}"
         wanted_spares="${KEMPNER_SPARES:-0}" lost="$KP_LOST" spent="${KP_SPENT[*]}" left="$left"
-        max_crashes="${KEMPNER_MAX_CRASHES:-3}" max_excluded="${KEMPNER_EXCLUDE:-2}" max_wait="${KEMPNER_MAX_WAIT:-24}"
+        max_crashes="${KEMPNER_MAX_CRASHES:-3}" max_excluded="${KEMPNER_EXCLUDE:-2}"
+        max_wait="${KEMPNER_MAX_WAIT:-24}"
     )
     [[ -z $KP_PREFLIGHT ]] || facts+=(preflight=1 bad="$KP_BAD")
     [[ -z $KP_EARLY_HOST ]] || facts+=(early="$KP_EARLY_HOST")
@@ -146,7 +162,8 @@ kp_facts() { # <what happened>: sets facts, of the caller, to what only this scr
     ! kp_chain_survives || facts+=(successor="$KP_SUCCESSOR")
     ! kp_was_cut_short || facts+=(cut_short=1)
     ! kp_could_restart || facts+=(room=1)
-    ! grep -qE '^srun: error: Unable to create step|: ranks of an earlier attempt do not end' "$KP_SRUN_LOG" 2>/dev/null ||
+    ! grep -qE '^srun: error: Unable to create step|: ranks of an earlier attempt do not end' \
+        "$KP_SRUN_LOG" 2>/dev/null ||
         facts+=(not_created=1)
 }
 
@@ -167,7 +184,8 @@ kp_see_end() { # when Slurm itself is ending the job, sets KP_ENDING: ending, or
     [[ $KP_JOB_STATE != RUNNING && $(kp_field Reason) != TimeLimit ]] || return 0
     KP_ENDING=ending
     # A requeue counts at once.
-    [[ ! $KP_JOB_STATE,$(kp_field Reason),$(kp_field Restarts) =~ ^(COMPLETING|CANCELLED),None,$KP_START$ ]] ||
+    local cancelled="^(COMPLETING|CANCELLED),None,$KP_START$"
+    [[ ! $KP_JOB_STATE,$(kp_field Reason),$(kp_field Restarts) =~ $cancelled ]] ||
         KP_ENDING=cancelled
 }
 
@@ -180,29 +198,33 @@ kp_in_words() { # the state of the job
 
 kp_judge_alone() { # <what happened>: as kp_judge where Python does not answer; no crash loop goes
     # on without a bound
-    KP_ANSWERED=requeue KP_WHY=$1 KP_KIND='' KP_BLAMED='' KP_EXCLUDED='' KP_REPLACED='' KP_PAUSE=0 KP_NOTES=''
+    answered=requeue why=$1 KP_KIND='' KP_BLAMED='' KP_EXCLUDED='' KP_REPLACED=''
+    KP_PAUSE=0 notes=''
     KP_NO_PROGRESS=$(kp_count_crashes)
     kp_was_cut_short || KP_NO_PROGRESS=$((KP_NO_PROGRESS + 1))
     ((KP_COMMITTED <= KP_COMMITTED_BEFORE)) || KP_NO_PROGRESS=0
     if [[ $KP_STATE =~ ^(done|stopped|failed)$ ]]; then
-        KP_ANSWERED=end KP_WHY="the run is $KP_STATE"
+        answered=end why="the run is $KP_STATE"
     elif [[ -n $KP_ENDING ]]; then
-        KP_ANSWERED=leave KP_WHY="Slurm is ending the job ($(kp_in_words)), and decides whether it starts again"
-        ! kp_chain_survives || KP_ANSWERED=chain KP_WHY="Slurm is ending the job ($(kp_in_words))"
+        answered=leave
+        why="Slurm is ending the job ($(kp_in_words)), and decides whether it starts again"
+        ! kp_chain_survives || answered=chain why="Slurm is ending the job ($(kp_in_words))"
     elif ! kp_is_batch; then
-        KP_ANSWERED=end KP_WHY="$1; only a batch job is requeued"
-        [[ ${KP_CODE:-} != 2 ]] || KP_WHY="bad input: $(kp_refusal)" KP_WHY=${KP_WHY%: }
+        answered=end why="$1; only a batch job is requeued"
+        [[ ${KP_CODE:-} != 2 ]] || why="bad input: $(kp_refusal)" why=${why%: }
     elif ((KP_NO_PROGRESS >= ${KEMPNER_MAX_CRASHES:-3})); then
-        KP_ANSWERED=end
-        KP_WHY="$1; $KP_NO_PROGRESS attempts in a row without progress (KEMPNER_MAX_CRASHES=${KEMPNER_MAX_CRASHES:-3})"
-    elif kp_could_restart && [[ -z $KP_LOST$KP_PREFLIGHT && ${KP_CODE:-} != 2 ]] && ((KP_NO_PROGRESS < 2)); then
-        KP_ANSWERED=restart
+        answered=end
+        why="$1; $KP_NO_PROGRESS attempts in a row without progress"
+        why+=" (KEMPNER_MAX_CRASHES=${KEMPNER_MAX_CRASHES:-3})"
+    elif kp_could_restart && [[ -z $KP_LOST$KP_PREFLIGHT && ${KP_CODE:-} != 2 ]] &&
+        ((KP_NO_PROGRESS < 2)); then
+        answered=restart
     elif [[ -n $KP_CHAIN ]]; then
-        KP_ANSWERED=chain
+        answered=chain
     elif [[ $(kp_field Requeue) == 0 ]]; then
-        KP_ANSWERED=end KP_WHY="$1; the job was submitted with --no-requeue"
+        answered=end why="$1; the job was submitted with --no-requeue"
     elif [[ -n $KP_PREFLIGHT && -n $KP_BAD ]]; then
-        KP_EXCLUDED=$KP_BAD KP_FAULT="failed the preflight" KP_WHY="$1; without $KP_BAD: $KP_FAULT"
+        KP_EXCLUDED=$KP_BAD KP_FAULT="failed the preflight" why="$1; without $KP_BAD: $KP_FAULT"
     fi
 }
 
@@ -218,7 +240,8 @@ kp_exclude() { # <job>: keeps it off KP_EXCLUDED. Of a requeued job, Slurm takes
     list=$(kp_excluded)
     for ((tries = 0; tries < 30; tries++)); do
         if scontrol update JobId="$1" ExcNodeList="${list:+$list,}$KP_EXCLUDED" 2>/dev/null; then
-            kp_log "$KP_EXCLUDED: $KP_FAULT, excluded from the next starts of this job (KEMPNER_EXCLUDE=0: never)"
+            kp_log "$KP_EXCLUDED: $KP_FAULT, excluded from the next starts of this job" \
+                "(KEMPNER_EXCLUDE=0: never)"
             return 0
         fi
         sleep 0.1
@@ -231,6 +254,7 @@ kp_exclude() { # <job>: keeps it off KP_EXCLUDED. Of a requeued job, Slurm takes
 
 kp_decide() { # <what happened, for when the run itself does not say>: requeues the job, or does not
     local what=$1 pending=$KP_PENDING
+    local answered why notes # what kp_judge has said
     # Between two attempts a signal must not be lost: kp_on_signal keeps it.
     [[ $KP_RESTARTS -gt 0 && -z $KP_CHILD ]] || kp_ignore_signals
     [[ -z $KP_DECIDED ]] || return 0 # a second signal has come while the first one was handled
@@ -244,26 +268,26 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
         kp_read_state
         kp_judge "$what"
     fi
-    [[ -z $KP_NOTES ]] || kp_log "$KP_NOTES"
-    if [[ $KP_ANSWERED == restart ]]; then
-        kp_record restart "$KP_WHY"
+    [[ -z $notes ]] || kp_log "$notes"
+    if [[ $answered == restart ]]; then
+        kp_record restart "$why"
         return
     fi
 
     kp_ignore_signals
-    if [[ $KP_ANSWERED == chain && $KP_JOB_STATE == RUNNING ]]; then
-        kp_chain_on "$KP_WHY"
-    elif [[ $KP_ANSWERED != requeue ]]; then
-        kp_record "$KP_ANSWERED" "$KP_WHY"
+    if [[ $answered == chain && $KP_JOB_STATE == RUNNING ]]; then
+        kp_chain_on "$why"
+    elif [[ $answered != requeue ]]; then
+        kp_record "$answered" "$why"
     else
         # before the order, after which Slurm may end this script at any time
-        kp_record requeue "$KP_WHY"
+        kp_record requeue "$why"
         if kp_requeue; then
-            kp_notify requeue "$KP_WHY"
+            kp_notify requeue "$why"
             return
         fi
         KP_EXCLUDED=''
-        kp_record end "$KP_WHY; scontrol requeue was refused${KP_REFUSED:+: $KP_REFUSED}"
+        kp_record end "$why; scontrol requeue was refused${KP_REFUSED:+: $KP_REFUSED}"
     fi
 }
 
@@ -273,8 +297,8 @@ kp_ignore_signals() { # a requeue signals this shell, and its subshells would di
 
 kp_read_state() { # at the run and the job: sets KP_STATE, KP_COMMITTED, KP_JOB, KP_JOB_STATE;
     # forgets what kp_judge has said
-    KP_ANSWERED='' KP_WHY='' KP_KIND='' KP_BLAMED='' KP_EXCLUDED='' KP_REPLACED='' KP_NO_PROGRESS='' KP_PAUSE=0
-    KP_NOTES='' KP_JOB_STATE='' KP_FAULT=''
+    KP_KIND='' KP_BLAMED='' KP_EXCLUDED='' KP_REPLACED='' KP_NO_PROGRESS='' KP_PAUSE=0
+    KP_JOB_STATE='' KP_FAULT=''
     kp_verdict
     KP_COMMITTED=$(kp_committed_step)
     ((KP_COMMITTED <= KP_COMMITTED_BEFORE)) || KP_NO_PROGRESS=0
@@ -315,7 +339,8 @@ kp_ask_requeue() { # asks until the job is no longer RUNNING; fails when Slurm r
     until said=$(kp_shielded scontrol requeue "$(kp_job_id)" 2>&1); do
         # An answer that was lost is no refusal: the order may have been carried out. A requeue
         # counts at once.
-        ! kp_show_job || [[ $(kp_field Restarts) == "$KP_START" && $(kp_field JobState) != PENDING ]] || return 0
+        ! kp_show_job ||
+            [[ $(kp_field Restarts) == "$KP_START" && $(kp_field JobState) != PENDING ]] || return 0
         said=${said//$'\n'/; } tries=$((tries + 1))
         if [[ $said =~ $refusal ]] && ((tries > 2)) || ((SECONDS >= most)); then
             KP_REFUSED=$said
@@ -330,7 +355,8 @@ kp_put_off() { # <job>: it starts KP_PAUSE minutes later; of a requeued job, Slu
     # it is pending again
     local tries
     for ((tries = 0; tries < 30; tries++)); do
-        kp_shielded scontrol update JobId="$1" StartTime="now+${KP_PAUSE}minutes" 2>/dev/null && return 0
+        kp_shielded scontrol update JobId="$1" StartTime="now+${KP_PAUSE}minutes" 2>/dev/null &&
+            return 0
         kp_shielded sleep 0.1
     done
     kp_log "scontrol refused to put the next start off"
@@ -338,14 +364,18 @@ kp_put_off() { # <job>: it starts KP_PAUSE minutes later; of a requeued job, Slu
 
 kp_has_others() { # true when the partition has a node more than the job needs, beside those that it
     # is kept off
-    [[ $(kp_shielded scontrol show partition "$(kp_field Partition)" 2>/dev/null) =~ TotalNodes=([0-9]+) ]] &&
-        ((BASH_REMATCH[1] - $(scontrol show hostnames "$(kp_excluded)" 2>/dev/null | wc -l) > $(kp_field NumNodes)))
+    local total='TotalNodes=([0-9]+)' left
+    [[ $(kp_shielded scontrol show partition "$(kp_field Partition)" 2>/dev/null) =~ $total ]] ||
+        return 1
+    left=$((BASH_REMATCH[1] - $(scontrol show hostnames "$(kp_excluded)" 2>/dev/null | wc -l)))
+    ((left > $(kp_field NumNodes)))
 }
 
 kp_without_this_host() { # <directory>: where an earlier start has used it, starts the job again on
     # other hosts, and exits
     # There is no record of what followed so far, as it is in that directory: no count, but a pause.
-    [[ -z $KP_DRY && -z $KP_CHAIN && -n ${SLURMD_NODENAME:-} ]] && kp_is_batch && kp_show_job || return 0
+    [[ -z $KP_DRY && -z $KP_CHAIN && -n ${SLURMD_NODENAME:-} ]] && kp_is_batch &&
+        kp_show_job || return 0
     [[ $(kp_field Restarts) != 0 && $(kp_field JobState) == RUNNING ]] || return 0
     KP_EXCLUDED='' KP_FAULT="does not see $1" KP_PAUSE=10 KP_START=$(kp_field Restarts)
     if [[ ${KEMPNER_EXCLUDE:-2} != 0 ]] && kp_has_others; then KP_EXCLUDED=$SLURMD_NODENAME; fi
@@ -384,7 +414,8 @@ kp_finish() { # ends the script: requeues where that is right; exits 0, 75 (inte
 
 kp_stay_ended() { # <exit code>: the EXIT trap, the door of all ends before a step, which makes sure
     # that an end is the end
-    [[ -z $KP_DRY && (-z $KP_DECIDED || $KP_DECIDED == end) ]] && kp_in_job && [[ -z $KP_BESIDE ]] || return 0
+    [[ -z $KP_DRY && (-z $KP_DECIDED || $KP_DECIDED == end) ]] && kp_in_job &&
+        [[ -z $KP_BESIDE ]] || return 0
 
     # Without a decision it is bad input; or Slurm itself ends the script to requeue the job, which
     # must stay possible.
@@ -398,14 +429,16 @@ kp_stay_ended() { # <exit code>: the EXIT trap, the door of all ends before a st
     # requeue the mark is still there: the job would be requeued once more at its next end, even if
     # the run is done.
     kp_chain_cancel "the job has ended before its run began"
-    ! kp_is_batch || ! kp_is_whole_script || kp_shielded scontrol update JobId="$(kp_job_id)" Requeue=0 >/dev/null 2>&1 || true
+    ! kp_is_batch || ! kp_is_whole_script ||
+        kp_shielded scontrol update JobId="$(kp_job_id)" Requeue=0 >/dev/null 2>&1 || true
 }
 
 kp_end_early() { # <run directory> <what is wrong; what to do>: ends a start for good, on record
     # where there is one
     local KP_RUN_DIR=$1 why=${*:2}
     if kp_is_batch && kp_is_whole_script && [[ -e $1/attempts.jsonl ]]; then
-        KP_CHECKPOINTS=$1/checkpoints KP_BLAMED='' KP_EXCLUDED='' KP_STATE='' KP_PYTHON=${KP_PYTHON:-python3}
+        KP_CHECKPOINTS=$1/checkpoints KP_BLAMED='' KP_EXCLUDED='' KP_STATE=''
+        KP_PYTHON=${KP_PYTHON:-python3}
         KP_COMMITTED=$(kp_committed_step)
         kp_record end "$why"
     fi
@@ -417,8 +450,10 @@ kp_ended_early() { # <exit code>: decides after a start that has ended before it
     # is the host, or the site. Only of a first start it is bad input.
     (($1 != 0 && $1 != 130)) || return 0
     [[ -n ${KP_RUN_DIR:-} || $KP_ROOT == "$KP_ORIGIN" ]] || KP_RUN_DIR=${KP_ROOT%/code/*}
-    [[ -n ${KP_RUN_DIR:-} && -e $KP_RUN_DIR/attempts.jsonl && $(kp_field Restarts) != 0 ]] || return 0
-    KP_CODE=$1 KP_RESTARTS=0 KP_PYTHON=${KP_PYTHON:-python3} KP_CHECKPOINTS=${KP_CHECKPOINTS:-$KP_RUN_DIR/checkpoints}
+    [[ -n ${KP_RUN_DIR:-} && -e $KP_RUN_DIR/attempts.jsonl && $(kp_field Restarts) != 0 ]] ||
+        return 0
+    KP_CODE=$1 KP_RESTARTS=0 KP_PYTHON=${KP_PYTHON:-python3}
+    KP_CHECKPOINTS=${KP_CHECKPOINTS:-$KP_RUN_DIR/checkpoints}
     KP_COMMITTED_BEFORE=${KP_COMMITTED_BEFORE:-$(kp_committed_step)}
     KP_EARLY_HOST=${SLURMD_NODENAME:-$(uname -n)}
     kp_decide "this start has ended with exit code $1 before its step" || true

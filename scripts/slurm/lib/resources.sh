@@ -4,7 +4,7 @@
 
 kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a task); one task drives
     # one GPU
-    local asked cpus
+    local asked cpus one="--ntasks-per-node=1 for one process that drives all GPUs of its node"
     kp_chain_check
     if ! kp_in_job; then
         KP_NODES=1 KP_GPUS=$(kp_gpus_here)
@@ -12,14 +12,16 @@ kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a ta
         [[ -z $KP_LAUNCHER ]] || { export PET_NPROC_PER_NODE=$KP_TASKS && KP_TASKS=1; }
         return
     fi
-    [[ -z $(kp_field HetJobId) ]] || kp_die "a heterogeneous job (its parts are separated by ':' on sbatch's command" \
-        "line): a run needs one kind of node: give one request, without ':'"
+    [[ -z $(kp_field HetJobId) ]] ||
+        kp_die "a heterogeneous job (its parts are separated by ':' on sbatch's command" \
+            "line): a run needs one kind of node: give one request, without ':'"
     KP_NODES=$(kp_field NumNodes)
     kp_gpus
     asked=$(kp_tasks_asked)
     if [[ -n $KP_LAUNCHER ]]; then
-        ((${asked:-1} == 1)) || kp_die "$asked task(s) per node, each a torchrun of its own: leave --ntasks-per-node" \
-            "out: torchrun starts a process for each GPU, or as many as --nproc-per-node says"
+        ((${asked:-1} == 1)) ||
+            kp_die "$asked task(s) per node, each a torchrun of its own: leave --ntasks-per-node" \
+                "out: torchrun starts a process for each GPU, or as many as --nproc-per-node says"
         asked=1
     fi
     KP_TASKS=${asked:-$((KP_GPUS > 0 ? KP_GPUS : 1))}
@@ -29,16 +31,19 @@ kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a ta
 
     if ((KP_GPUS > 0 && KP_TASKS != KP_GPUS)) && [[ $KP_TASKS != "${KP_DRIVES_ALL:-none}" ]]; then
         [[ -z $KP_GPUS_ASKED && $KP_TASKS -lt $KP_GPUS ]] ||
-            kp_die "$KP_TASKS task(s) per node, but $KP_GPUS GPU(s)${KP_GPUS_ASKED:+ ($KP_GPUS_ASKED)}: one task" \
-                "drives one GPU; give --ntasks-per-node=$KP_GPUS, or --gpus-per-node=$KP_TASKS${KP_DRIVES_ALL:+, or}" \
-                "${KP_DRIVES_ALL:+--ntasks-per-node=1 for one process that drives all GPUs of its node}"
-        kp_log "note: $KP_TASKS of the $KP_GPUS GPUs of a node are used; without --ntasks-per-node all are"
+            kp_die "$KP_TASKS task(s) per node, but $KP_GPUS" \
+                "GPU(s)${KP_GPUS_ASKED:+ ($KP_GPUS_ASKED)}: one task drives one GPU;" \
+                "give --ntasks-per-node=$KP_GPUS, or" \
+                "--gpus-per-node=$KP_TASKS${KP_DRIVES_ALL:+, or} ${KP_DRIVES_ALL:+$one}"
+        kp_log "note: $KP_TASKS of the $KP_GPUS GPUs of a node are used; without" \
+            "--ntasks-per-node all are"
         KP_GPUS=$KP_TASKS
     fi
 
     cpus=$(($(kp_field NumCPUs) / KP_NODES))
     ((cpus >= KP_TASKS)) ||
-        kp_die "$KP_TASKS task(s) per node, but $cpus CPU(s): give --ntasks-per-node=$KP_TASKS --cpus-per-task=N"
+        kp_die "$KP_TASKS task(s) per node, but $cpus CPU(s): give --ntasks-per-node=$KP_TASKS" \
+            "--cpus-per-task=N"
     KP_CPUS=$((cpus / KP_TASKS))
     # As for the tasks. 1 is also what Slurm writes where nobody has asked.
     asked=$(kp_field CPUs/Task)
@@ -56,7 +61,8 @@ kp_tasks_asked() { # the tasks per node that the user asked for, or nothing
         # Slurm has made the number of sockets that of the tasks.
         return 0
     elif ((tasks > KP_NODES)) || { ((tasks > 0)) && kp_is_batch; }; then # salloc sets it unasked
-        ((tasks % KP_NODES == 0)) || kp_die "--ntasks=$tasks on $KP_NODES nodes: give --ntasks-per-node=N instead"
+        ((tasks % KP_NODES == 0)) ||
+            kp_die "--ntasks=$tasks on $KP_NODES nodes: give --ntasks-per-node=N instead"
         echo $((tasks / KP_NODES))
     fi
 }
@@ -93,7 +99,8 @@ kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (
     if [[ $asked == *gpu* ]]; then
         kp_count_gpus "$asked"
         asked=$KP_COUNT
-        ((asked % KP_NODES == 0)) || kp_die "--gpus=$asked on $KP_NODES nodes: give --gpus-per-node=N instead"
+        ((asked % KP_NODES == 0)) ||
+            kp_die "--gpus=$asked on $KP_NODES nodes: give --gpus-per-node=N instead"
         KP_GPUS_ASKED=--gpus=$asked
     fi
 
@@ -122,12 +129,13 @@ kp_same_size() { # stops a later start of the job with fewer tasks or GPUs on a 
     fi
     # The request allows it: --nodes=1-2, or somebody has changed NumNodes.
     [[ ! $nodes =~ ^[0-9]+$ ]] || ((KP_NODES >= nodes)) ||
-        kp_log "note: restart with $((KP_NODES * KP_TASKS)) of $((nodes * tasks)) tasks: this job's first start had" \
-            "$nodes nodes"
+        kp_log "note: restart with $((KP_NODES * KP_TASKS)) of $((nodes * tasks)) tasks:" \
+            "this job's first start had $nodes nodes"
     ((KP_TASKS < tasks || KP_GPUS < gpus)) || return 0
-    kp_log "error: this start has $KP_TASKS task(s) and $KP_GPUS GPU(s) on each node, the first one of job $(kp_job_id)" \
-        "had $tasks and $gpus: nothing runs. Look at GRES in 'scontrol show job -d $(kp_job_id)' and at the nodes;" \
-        "with --gpus-per-node=$gpus on sbatch's command line Slurm waits for them"
+    kp_log "error: this start has $KP_TASKS task(s) and $KP_GPUS GPU(s) on each node," \
+        "the first one of job $(kp_job_id) had $tasks and $gpus: nothing runs. Look at GRES in" \
+        "'scontrol show job -d $(kp_job_id)' and at the nodes; with --gpus-per-node=$gpus on" \
+        "sbatch's command line Slurm waits for them"
     KP_CODE=1 KP_RESTARTS=0
     kp_decide "fewer GPUs or tasks than at the first start" || true
     kp_finish
@@ -156,5 +164,6 @@ kp_gpus_here() { # the GPUs of this machine that a process may see
 }
 
 kp_need_one_node() { # stops when the job has several
-    ((KP_NODES == 1)) || kp_die "singlenode.sh on $KP_NODES nodes: give --nodes=1, or submit multinode.sh"
+    ((KP_NODES == 1)) ||
+        kp_die "singlenode.sh on $KP_NODES nodes: give --nodes=1, or submit multinode.sh"
 }

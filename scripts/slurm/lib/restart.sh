@@ -3,20 +3,13 @@
 # Where a node is lost or to blame, a spare takes its place (KEMPNER_SPARES). kp_decide says when
 # this is right (requeue.sh).
 
-# once a rank has failed, the others have so long to record what they have seen
-readonly KP_LAST_S=5
-# after an orderly end: a srun that misses it, as after a host came back, must not keep the job
-readonly KP_OVER_S=60
-readonly KP_PROBE_S=3 # for the slurmd of a host to take a connection
-
 # once one of those that were asked to leave has been killed; tests shorten it
 KP_LEAVING_S=${KP_LEAVING_S:-120}
 
-KP_ATTEMPT=0  # restarts so far
 KP_RESTARTS=0 # restarts in place that are left
 # where Slurm lets the job survive a lost node: those that train, and those that wait
 KP_PLACES=() KP_SPARES=()
-KP_LOST='' KP_REPLACED='' # nodes that do not answer; nodes whose places spares take (by commas)
+KP_LOST='' # nodes that do not answer
 # of those, the ones that were to blame: no later start of the job takes them
 KP_SPENT=()
 KP_STUCK=''             # not empty: a task could not be killed
@@ -28,27 +21,33 @@ kp_places() { # sets KP_RESTARTS and, in a job that survives a lost node, KP_PLA
     local most=${KEMPNER_RESTARTS:-10} spares=${KEMPNER_SPARES:-0}
     [[ $most =~ ^(0|[1-9][0-9]{0,5})$ ]] ||
         kp_die "KEMPNER_RESTARTS=$most: must be a number of restarts, such as 10, or 0 for none"
-    [[ $spares =~ ^(0|[1-9][0-9]{0,3})$ ]] || kp_die "KEMPNER_SPARES=$spares: must be a number of nodes, such as 1"
+    [[ $spares =~ ^(0|[1-9][0-9]{0,3})$ ]] ||
+        kp_die "KEMPNER_SPARES=$spares: must be a number of nodes, such as 1"
     ((spares > 0)) || [[ -z ${KEMPNER_SPARE_COMMAND:-} ]] ||
-        kp_die "KEMPNER_SPARE_COMMAND runs on spare nodes, and there are none: give KEMPNER_SPARES, or unset it"
+        kp_die "KEMPNER_SPARE_COMMAND runs on spare nodes, and there are none:" \
+            "give KEMPNER_SPARES, or unset it"
     [[ -n $KP_DRY ]] || kp_is_batch || return 0
     if [[ -n $KP_OWN_STEPS ]]; then
-        ((spares == 0)) || kp_die "KEMPNER_SPARES=$spares: $KP_OWN_STEPS takes no spare nodes: unset it"
+        ((spares == 0)) ||
+            kp_die "KEMPNER_SPARES=$spares: $KP_OWN_STEPS takes no spare nodes: unset it"
         return 0
     fi
     KP_RESTARTS=$most
     if ((spares > 0)); then
-        ((most > 0)) || kp_die "KEMPNER_SPARES=$spares takes restarts in place: KEMPNER_RESTARTS must not be 0"
+        ((most > 0)) ||
+            kp_die "KEMPNER_SPARES=$spares takes restarts in place: KEMPNER_RESTARTS must not be 0"
         ((spares < KP_NODES)) ||
-            kp_die "KEMPNER_SPARES=$spares, but the job has $KP_NODES node(s): give --nodes=N, those that train and" \
-                "the spares together, such as --nodes=$((spares + 2))"
+            kp_die "KEMPNER_SPARES=$spares, but the job has $KP_NODES node(s): give --nodes=N," \
+                "those that train and the spares together, such as --nodes=$((spares + 2))"
         kp_survives ||
-            kp_die "KEMPNER_SPARES=$spares: this job would end with the first node that it loses: export" \
-                "SBATCH_NO_KILL=set before sbatch (of --no-kill on sbatch's command line a job is not told)"
+            kp_die "KEMPNER_SPARES=$spares: this job would end with the first node that it loses:" \
+                "export SBATCH_NO_KILL=set before sbatch (of --no-kill on sbatch's command line a" \
+                "job is not told)"
     fi
     if [[ -z $KP_DRY ]] && kp_survives; then
         mapfile -t KP_PLACES < <(kp_hostnames "$(kp_field NodeList)")
-        KP_SPARES=("${KP_PLACES[@]:KP_NODES-spares}") KP_PLACES=("${KP_PLACES[@]:0:KP_NODES-spares}")
+        KP_SPARES=("${KP_PLACES[@]:KP_NODES-spares}")
+        KP_PLACES=("${KP_PLACES[@]:0:KP_NODES-spares}")
     fi
     KP_NODES=$((KP_NODES - spares))
 }
@@ -56,7 +55,8 @@ kp_places() { # sets KP_RESTARTS and, in a job that survives a lost node, KP_PLA
 kp_survives() { # true when the job was submitted with --no-kill, as far as that can be known: Slurm
     # does not show it
     [[ -z $KP_DRY || -z ${KP_ASKED[no_kill]+set}${KP_ASKED[k]+set} ]] || return 0
-    [[ ${SBATCH_NO_KILL-off} =~ ^(set)?$ ]] || grep -qE '^#SBATCH +(-k|--no-kill)(=set)? *$' "$0" 2>/dev/null
+    [[ ${SBATCH_NO_KILL-off} =~ ^(set)?$ ]] ||
+        grep -qE '^#SBATCH +(-k|--no-kill)(=set)? *$' "$0" 2>/dev/null
 }
 
 kp_comma() { # <word>...: joined by commas
@@ -68,13 +68,15 @@ kp_comma() { # <word>...: joined by commas
 
 kp_await() { # waits for the step; once a rank has failed, the others end soon. Sets KP_CODE,
     # KP_LOST, KP_STUCK
-    local line fd failed='' over='' ended='' next=0 due patience=$KP_LAST_S
+    # LAST: once a rank has failed, the others have so long to record what they have seen.
+    local line fd failed='' over='' ended='' next=0 due last=5 patience=5
     KP_LOST='' KP_STUCK=''
     # its file system may fail at any time
     { exec {fd}<"$KP_SRUN_LOG"; } 2>/dev/null || exec {fd}</dev/null
     while kill -0 "$KP_CHILD" 2>/dev/null; do
         while IFS= read -r line <&"$fd"; do
-            [[ $line == 'srun: error: '*': task'* || $line == 'srun: error: Node failure'* ]] || continue
+            [[ $line == 'srun: error: '*': task'* || $line == 'srun: error: Node failure'* ]] ||
+                continue
             [[ -z $failed ]] || continue
             # Those that have been asked to leave may be in a long save; but one that was killed
             # takes no part in it, another one may be frozen, and srun's order to end them may not
@@ -94,7 +96,9 @@ kp_await() { # waits for the step; once a rank has failed, the others end soon. 
         fi
 
         due=''
-        [[ -z $over ]] || due=$((over + KP_OVER_S))
+        # After an orderly end: a srun that misses it, as after a host came back, must not keep the
+        # job.
+        [[ -z $over ]] || due=$((over + 60))
         [[ -z $failed ]] || due=$((failed + patience))
         if [[ -n $ended ]]; then
             if ((SECONDS >= ended + patience)); then
@@ -106,7 +110,7 @@ kp_await() { # waits for the step; once a rank has failed, the others end soon. 
             fi
         elif [[ -n $due ]] && ((SECONDS >= due)); then
             ended=$SECONDS
-            ((patience < KP_LAST_S)) || patience=$KP_LAST_S
+            ((patience < last)) || patience=$last
             # faulty_host.py blames none that die after this line; srun kills its tasks.
             { echo "kempner: ending the other ranks" >>"$KP_SRUN_LOG"; } 2>/dev/null || true
             kill -TERM "$KP_CHILD" 2>/dev/null || true
@@ -125,11 +129,13 @@ kp_is_over() { # true when the run has recorded an orderly end
 
 kp_find_lost() { # sets KP_LOST, the nodes of this run that can start no task; such spares are
     # dropped
-    local KP_DEADLINE=$((SECONDS + KP_PATIENCE)) KP_ANSWER='' hosts=("${KP_PLACES[@]}" "${KP_SPARES[@]}")
+    local KP_DEADLINE=$((SECONDS + KP_PATIENCE)) KP_ANSWER=''
+    local hosts=("${KP_PLACES[@]}" "${KP_SPARES[@]}")
     local host left gone=() spares=() lost=()
+    local failed='s/^srun: error: Task launch for .* failed on node ([^:]+): .*/\1/p'
     # A host may be back, and still be of no use: Slurm has taken it out of the job, or late orders
     # to end an earlier start of the job have revoked its credentials there.
-    mapfile -t gone < <(sed -nE 's/^srun: error: Task launch for .* failed on node ([^:]+): .*/\1/p' "$KP_SRUN_LOG" 2>/dev/null)
+    mapfile -t gone < <(sed -nE "$failed" "$KP_SRUN_LOG" 2>/dev/null)
     if kp_show_job; then
         mapfile -t left < <(scontrol show hostnames "$(kp_field NodeList)")
         for host in "${hosts[@]}"; do
@@ -151,7 +157,8 @@ kp_find_lost() { # sets KP_LOST, the nodes of this run that can start no task; s
     done
     KP_SPARES=("${spares[@]}")
     for host in "${hosts[@]}"; do
-        [[ " ${gone[*]} " != *" $host "* ]] || [[ ${#KP_PLACES[@]} != 0 && " ${KP_PLACES[*]} " != *" $host "* ]] ||
+        [[ " ${gone[*]} " != *" $host "* ]] ||
+            [[ ${#KP_PLACES[@]} != 0 && " ${KP_PLACES[*]} " != *" $host "* ]] ||
             lost+=("$host")
     done
     KP_LOST=$(kp_comma "${lost[@]}")
@@ -176,7 +183,8 @@ kp_find_silent() { # <host>...: adds those where no slurmd takes a connection to
         [[ -n ${address[$host]:-} ]] || continue
         at_port=${ports[$host]:-${default:-6818}}
         # shellcheck disable=SC2016 # the inner shell's
-        kp_shielded timeout "$KP_PROBE_S" bash -c ': <"/dev/tcp/$0/$1"' "${address[$host]}" "$at_port" 2>/dev/null &
+        kp_shielded timeout 3 bash -c ': <"/dev/tcp/$0/$1"' "${address[$host]}" \
+            "$at_port" 2>/dev/null &
         pids[$host]=$!
     done
     for host in "${!pids[@]}"; do
@@ -200,7 +208,7 @@ kp_could_restart() { # true when the job itself allows another step, whatever ha
 
 kp_next_attempt() { # after the decision to restart: the next attempt has a name of its own, and its
     # nodes
-    local host places=()
+    local host places=() id=$KEMPNER_ATTEMPT_ID number=0 # of this restart
     if [[ -n $KP_REPLACED ]]; then
         kp_end_spare_command
         for host in "${KP_PLACES[@]}"; do
@@ -214,10 +222,11 @@ kp_next_attempt() { # after the decision to restart: the next attempt has a name
         KP_PLACES=("${places[@]}")
         [[ -z $KP_LOST ]] || kp_end_guard # it may have been there
     fi
-    KP_RESTARTS=$((KP_RESTARTS - 1)) KP_ATTEMPT=$((KP_ATTEMPT + 1)) KP_COMMITTED_BEFORE=$KP_COMMITTED
-    KP_DECIDED='' KP_PREFLIGHT='' KP_BAD='' KP_LOST='' KP_REPLACED='' KP_SIGNAL=''
-    [[ $KEMPNER_ATTEMPT_ID == *.*.*.* ]] || KP_FIRST_ID=$KEMPNER_ATTEMPT_ID
-    KEMPNER_ATTEMPT_ID=$KP_FIRST_ID.$KP_ATTEMPT KP_SRUN_NAME=kempner-$KEMPNER_ATTEMPT_ID
+    KP_RESTARTS=$((KP_RESTARTS - 1))
+    KP_COMMITTED_BEFORE=$KP_COMMITTED
+    KP_DECIDED='' KP_LOST='' KP_SIGNAL=''
+    [[ $id != *.*.*.* ]] || number=${id##*.} id=${id%.*}
+    KEMPNER_ATTEMPT_ID=$id.$((number + 1)) KP_SRUN_NAME=kempner-$KEMPNER_ATTEMPT_ID
     printf -v KEMPNER_BATCH_BEGAN '%(%s)T' -1
 }
 
@@ -245,8 +254,9 @@ kp_start_guard() { # <other host>...: watches, on up to two of them, that this o
     KP_GUARD=''
     (($# > 0)) && kp_is_batch || return 0
     mapfile -t on < <(printf '%s\n' "$1" "${!#}" | sort -u)
-    kp_beside guard --no-kill --mem=0 --gres=none --cpus-per-task=1 "${on[@]}" -- bash "$KP_LIB/guard.sh" \
-        "$(kp_job_id)" "$KP_START" ${KP_CHAIN:+"$KP_JOURNAL" "$KP_CHAIN" "$KP_LINK" "$KP_PYTHON"}
+    kp_beside guard --no-kill --mem=0 --gres=none --cpus-per-task=1 "${on[@]}" -- \
+        bash "$KP_LIB/guard.sh" "$(kp_job_id)" "$KP_START" \
+        ${KP_CHAIN:+"$KP_JOURNAL" "$KP_CHAIN" "$KP_LINK" "$KP_PYTHON"}
     KP_GUARD=$!
 }
 
@@ -289,7 +299,7 @@ kp_beside() { # <name> <srun's options>... <host>... -- <command>...: a step wit
         kp_forget_request
         unset KEMPNER_ATTEMPT_ID KEMPNER_BATCH_BEGAN
         exec setsid srun --job-name="$name" --overlap --mpi=none --export=ALL "${options[@]}" \
-            --nodes="${#hosts[@]}" --ntasks="${#hosts[@]}" --ntasks-per-node=1 --nodelist="$(kp_comma "${hosts[@]}")" \
-            "${@:2}"
+            --nodes="${#hosts[@]}" --ntasks="${#hosts[@]}" --ntasks-per-node=1 \
+            --nodelist="$(kp_comma "${hosts[@]}")" "${@:2}"
     ) </dev/null >>"$KP_RUN_DIR/logs/$name.log" 2>&1 &
 }

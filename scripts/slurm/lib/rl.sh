@@ -4,7 +4,7 @@
 # reach it as everywhere. rl_watch.sh looks after them.
 
 KP_OWN_STEPS=rl.sh
-KP_ENGINE_PIDS=() KP_ENGINE_TRIES=() KP_ENGINE_THERE=() KP_PROBES=()
+KP_ENGINE_PIDS=() KP_ENGINE_TRIES=()
 KP_ORCHESTRATOR=''
 
 # --- what runs where ------------------------------------------------------------------------------
@@ -17,33 +17,35 @@ kp_rl_bench() { # with --bench in KP_ARGUMENTS: a short run of its own in its pl
     done
     [[ -n $KP_BENCH ]] || return 0
     printf -v word -- '--run.dir=runs/bench-%s-%(%m%d-%H%M%S)T' "${name%.toml}" -1
-    KP_ARGUMENTS=("${others[0]}" --train.max_steps=20 "$word" --metrics.log_interval=1 --checkpoint.interval=0
-        --rl.eval_interval=0 "${others[@]:1}")
+    KP_ARGUMENTS=("${others[0]}" --train.max_steps=20 "$word" --metrics.log_interval=1
+        --checkpoint.interval=0 --rl.eval_interval=0 "${others[@]:1}")
 }
 
 kp_rl_bench_tell() {
-    [[ -z $KP_BENCH ]] || kp_python "$KP_MODULE" kempner.jobs.report.loop_bench "$KP_RUN_DIR" || true
+    [[ -z $KP_BENCH ]] ||
+        kp_python "$KP_MODULE" kempner.jobs.report.loop_bench "$KP_RUN_DIR" || true
 }
 
 kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODES, KP_TASKS, KP_GPUS
     # of the trainer
-    local code=0 line names='' values=() tasks
+    local code=0 line names='' values=() tasks toml
     KP_JOB_NODES=$KP_NODES KP_JOB_TASKS=$KP_TASKS KP_JOB_GPUS=$KP_GPUS
     [[ -z ${SLURM_HET_SIZE:-} ]] ||
-        kp_die "rl.sh in a heterogeneous job: start the engines by serve.sh in the other partition, and give their" \
-            "addresses as rl.inference.urls"
+        kp_die "rl.sh in a heterogeneous job: start the engines by serve.sh in the other" \
+            "partition, and give their addresses as rl.inference.urls"
     [[ -z ${KP_SCRIPT:-} ]] || kp_die "rl.sh does not take --script: use sbatch"
     [[ -n ${KEMPNER_TRAIN:-} ]] || KP_TRAIN=$KP_ROOT/scripts/rl.py
     KP_ORCHESTRATE=$(kp_of_copy "${KEMPNER_ORCHESTRATE:-$KP_ROOT/scripts/orchestrate.py}")
     KP_SERVE=$(kp_of_copy "${KEMPNER_SERVE:-$KP_ROOT/scripts/serve.py}")
     kp_need_packages
     kp_checked numpy "$KP_MODULE" kempner.jobs.check "$KP_TRAIN" "$@" || code=$?
-    KP_TOML=${KP_VALUES[0]:-}
+    toml=${KP_VALUES[0]:-}
     if ((code == 0)); then
-        [[ $KP_TOML != *$'\ndevice = "cpu"'* ]] || kp_in_job || KP_GPUS=0
+        [[ $toml != *$'\ndevice = "cpu"'* ]] || kp_in_job || KP_GPUS=0
         names=$(kp_rl_names)
-        line=$(kp_python_of kempner.extensions.planner.placement "$KP_MODULE" kempner.extensions.planner.placement --nodes "$KP_NODES" --tasks "$KP_TASKS" --gpus "$KP_GPUS" \
-            --names "$names" <<<"$KP_TOML") || code=$?
+        line=$(kp_python_of kempner.extensions.planner.placement "$KP_MODULE" \
+            kempner.extensions.planner.placement --nodes "$KP_NODES" --tasks "$KP_TASKS" \
+            --gpus "$KP_GPUS" --names "$names" <<<"$toml") || code=$?
     fi
     if ((code != 0)); then
         kp_log "not started: the check of the configuration ended with exit code $code"
@@ -55,7 +57,8 @@ kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODE
     line=${line#*kempner-answer$'\n'} line=${line%$'\n'kempner-answer*} line=${line%$'\n'}
     mapfile -t values <<<"${line%%$'\n--'*}"
     [[ ${values[0]} =~ ^[0-9]+(\ -?[0-9]+){5}$ && ${values[1]:-} =~ ^[0-9]+(\ [0-9]+){3}$ ]] ||
-        kp_die "kempner.extensions.planner.placement has answered '${values[0]}': see what $KP_PYTHON prints"
+        kp_die "kempner.extensions.planner.placement has answered '${values[0]}':" \
+            "see what $KP_PYTHON prints"
     read -r KP_NODES KP_TASKS KP_ENGINES KP_ON_NODE KP_ENGINE_NODE tasks <<<"${values[0]}"
     read -r KP_TP KP_SLOTS KP_ENGINE_RESTARTS KP_MAX_STEPS <<<"${values[1]}"
     KP_ENGINE_KIND=${values[2]} KP_PLACEMENT=("${values[@]:3}")
@@ -64,8 +67,9 @@ kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODE
     IFS=, read -ra KP_NAMES <<<"$names"
     [[ -z ${KP_DRY_AWAY:-} ]] || KP_NODE_CPUS=$tasks # what the nodes have is not known
     if kp_in_job || [[ -n $KP_DRY ]]; then
-        ((KP_NODE_CPUS >= tasks)) || kp_die "[rl.deployment] needs $tasks tasks on a node, which has $KP_NODE_CPUS" \
-            "CPU(s): give --ntasks-per-node=$tasks --cpus-per-task=N"
+        ((KP_NODE_CPUS >= tasks)) ||
+            kp_die "[rl.deployment] needs $tasks tasks on a node, which has $KP_NODE_CPUS" \
+                "CPU(s): give --ntasks-per-node=$tasks --cpus-per-task=N"
         KP_CPUS=$((KP_NODE_CPUS / tasks))
     fi
     ((KP_GPUS == 0)) || KP_GPUS=$KP_TASKS
@@ -73,7 +77,8 @@ kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODE
 
 kp_rl_names() { # the nodes of the job, so far as they are known, with commas
     local names=''
-    ! kp_in_job || names=$(scontrol show hostnames "$(kp_field NodeList)" 2>/dev/null | paste -sd,) || true
+    ! kp_in_job ||
+        names=$(scontrol show hostnames "$(kp_field NodeList)" 2>/dev/null | paste -sd,) || true
     [[ -n $KP_DRY ]] || kp_in_job || names=$(uname -n)
     echo "${names:-$(seq -f 'NODE%.0f' -s, "$KP_NODES")}"
 }
@@ -85,7 +90,8 @@ kp_rl_tell() { # <rl.py arguments>...: with --check, says the placement and ends
         printf '%s\n' "${KP_PLACEMENT[@]}"
         exit 0
     done
-    KP_EXCHANGE=$KP_RUN_DIR/rl/$KEMPNER_ATTEMPT_ID KP_RL_LOGS=$KP_RUN_DIR/logs/rl-$KEMPNER_ATTEMPT_ID
+    KP_EXCHANGE=$KP_RUN_DIR/rl/$KEMPNER_ATTEMPT_ID
+    KP_RL_LOGS=$KP_RUN_DIR/logs/rl-$KEMPNER_ATTEMPT_ID
 }
 
 kp_rl_preflight() { # of all nodes of the job
@@ -96,11 +102,13 @@ kp_rl_preflight() { # of all nodes of the job
 kp_dry_commands() { # in place of dry_run.sh's: the placement, and a command for each kind of
     # process
     local command
-    KP_EXCHANGE=$KP_RUN_DIR/rl/$KEMPNER_ATTEMPT_ID KP_RL_LOGS=$KP_RUN_DIR/logs/rl-$KEMPNER_ATTEMPT_ID
+    KP_EXCHANGE=$KP_RUN_DIR/rl/$KEMPNER_ATTEMPT_ID
+    KP_RL_LOGS=$KP_RUN_DIR/logs/rl-$KEMPNER_ATTEMPT_ID
     ((${#KP_PLACEMENT[@]} == 0)) || printf '  %s\n' "${KP_PLACEMENT[@]}"
     for command in trainer orchestrator engine; do
         [[ $command != engine ]] || ((KP_ENGINES > 0)) || continue
-        echo "the command of $([[ $command == engine ]] && echo "each engine" || echo "the $command"):"
+        echo "the command of" \
+            "$([[ $command == engine ]] && echo "each engine" || echo "the $command"):"
         "kp_${command}_command" "${KP_ENGINE_NODE}" "${KP_ARGUMENTS[@]}"
         printf ' '
         printf ' %q' "${KP_SRUN[@]}"
@@ -117,13 +125,15 @@ kp_trainer_command() { # <anything> <rl.py arguments>...: sets KP_SRUN
 
 kp_orchestrator_command() { # <anything> <rl.py arguments>...: sets KP_SRUN: beside the trainer,
     # without a GPU
-    local KP_SRUN_NAME=$KP_SRUN_NAME-orchestrator KP_NODES=1 KP_TASKS=1 KP_GPUS=0 KP_CPUS=$KP_NODE_CPUS
+    local KP_SRUN_NAME=$KP_SRUN_NAME-orchestrator KP_NODES=1 KP_TASKS=1 KP_GPUS=0
+    local KP_CPUS=$KP_NODE_CPUS
     kp_srun_command --overlap --mem=0 --nodelist="$(kp_names 0 1)" --gres=none --open-mode=append \
         --output="$KP_RL_LOGS/orchestrator.log" -- "$KP_ORCHESTRATE" "${@:2}"
 }
 
 kp_engine_command() { # <number of its node>: sets KP_SRUN
-    local KP_SRUN_NAME=$KP_SRUN_NAME-engine KP_NODES=1 KP_TASKS=1 KP_GPUS=$((KP_GPUS > 0 ? KP_TP : 0))
+    local KP_SRUN_NAME=$KP_SRUN_NAME-engine KP_NODES=1 KP_TASKS=1
+    local KP_GPUS=$((KP_GPUS > 0 ? KP_TP : 0))
     local KP_CPUS=$((KP_CPUS * KP_TP))
     kp_engine_words
     kp_srun_command --exact --mem=0 --nodelist="$(kp_names "$1" 1)" --open-mode=append \
@@ -134,9 +144,10 @@ kp_engine_words() { # sets KP_ENGINE_WORDS, those of an engine after "python"
     local host=0.0.0.0
     kp_in_job || [[ -n $KP_DRY ]] || host=127.0.0.1
     KP_ENGINE_WORDS=("$KP_SERVE")
-    [[ $KP_ENGINE_KIND == kit ]] || KP_ENGINE_WORDS=("$KP_MODULE" kempner.extensions.rl.engines.vllm_engine)
-    KP_ENGINE_WORDS+=(--weights "$KP_EXCHANGE/weights" --host "$host" --port 0 --token-file "$KP_EXCHANGE/token"
-        --publish "$KP_EXCHANGE/engines" --slots "$KP_SLOTS")
+    [[ $KP_ENGINE_KIND == kit ]] ||
+        KP_ENGINE_WORDS=("$KP_MODULE" kempner.extensions.rl.engines.vllm_engine)
+    KP_ENGINE_WORDS+=(--weights "$KP_EXCHANGE/weights" --host "$host" --port 0 --token-file
+        "$KP_EXCHANGE/token" --publish "$KP_EXCHANGE/engines" --slots "$KP_SLOTS")
     [[ $KP_DEVICE == auto || $KP_ENGINE_KIND != kit ]] || KP_ENGINE_WORDS+=(--device "$KP_DEVICE")
     KP_ENGINE_WORDS+=("${KP_ENGINE_ARGS[@]}")
 }
@@ -149,11 +160,15 @@ kp_names() { # <first> <how many>: names of nodes of the job, with commas
 # --- starts ---------------------------------------------------------------------------------------
 
 kp_run_rl() { # <rl.py arguments>...: until all parts have ended; sets KP_CODE
-    local engine
+    # The logs of the attempt before, until those of this one are there. Of the orchestrator: when
+    # its sign of life was last looked at, that sign, and what waits for room. Whether a part has
+    # refused its input.
+    local engine before listened=0 last_beat='' waits='' bad_input=''
     for engine in "${KP_PLACEMENT[@]}"; do kp_log "$engine"; done
-    KP_LATEST=$(readlink -- "$KP_RUN_DIR/logs/latest") || true
+    before=$(readlink -- "$KP_RUN_DIR/logs/latest") || before=none
     kp_open_srun_log
-    kp_make_exchange || kp_die "$KP_EXCHANGE cannot be written: make room, or give another --run.dir"
+    kp_make_exchange ||
+        kp_die "$KP_EXCHANGE cannot be written: make room, or give another --run.dir"
     kp_in_job || kp_share_machine
 
     kp_start_trainer "$@"
@@ -210,7 +225,8 @@ kp_start_trainer() { # <rl.py arguments>...
     if kp_in_job; then
         kp_trainer_command 0 "$@"
         # What srun says of a task that dies is looked at afterwards: see kp_srun.
-        kp_start "${KP_SRUN[@]}" 2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2)
+        kp_start "${KP_SRUN[@]}" \
+            2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2)
         return
     fi
     ((KP_TASKS == 1)) || words+=(-m torch.distributed.run --standalone --nproc-per-node="$KP_TASKS")
@@ -224,10 +240,12 @@ kp_start_orchestrator() { # <rl.py arguments>...
     local tied
     if kp_in_job; then
         kp_orchestrator_command 0 "$@"
-        setsid "${KP_SRUN[@]}" </dev/null 2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2) &
+        setsid "${KP_SRUN[@]}" </dev/null \
+            2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2) &
     else
         read -ra tied < <(kp_dies_with_us TERM) || true
-        setsid "${tied[@]}" env CUDA_VISIBLE_DEVICES= "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_ORCHESTRATE" "$@" \
+        setsid "${tied[@]}" env CUDA_VISIBLE_DEVICES= "${KP_INSIDE[@]}" "$KP_PYTHON" \
+            "$KP_ORCHESTRATE" "$@" \
             </dev/null >>"$KP_RL_LOGS/orchestrator.log" 2>&1 &
     fi
     KP_ORCHESTRATOR=$!

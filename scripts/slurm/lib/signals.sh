@@ -65,14 +65,15 @@ kp_postpone() { # true for the warning of a short time limit, which comes again 
     # one.
     ((left <= KP_EARLY + 65 && left > KEMPNER_SIGNAL_LEAD + 1)) || return 1
     KP_EARLY=''
-    kp_log "SIGTERM, $left s before the end of the job: passed on $KEMPNER_SIGNAL_LEAD s before it," \
-        "a second one at once"
+    kp_log "SIGTERM, $left s before the end of the job: passed on $KEMPNER_SIGNAL_LEAD s before" \
+        "it, a second one at once"
     (kp_ignore_signals && sleep $((left - KEMPNER_SIGNAL_LEAD)) && kill -TERM $$) &
 }
 
 kp_seconds_left() { # until the job's time limit; fails during a preemption, which moves the end
     local begin end limit now
-    begin=$(date -d "$(kp_field StartTime)" +%s 2>/dev/null) && end=$(date -d "$(kp_field EndTime)" +%s 2>/dev/null) &&
+    begin=$(date -d "$(kp_field StartTime)" +%s 2>/dev/null) &&
+        end=$(date -d "$(kp_field EndTime)" +%s 2>/dev/null) &&
         limit=$(date -d "1970-01-01T$(kp_field TimeLimit)Z" +%s 2>/dev/null) || return 1
     ((end - begin == limit)) || return 1
     printf -v now '%(%s)T' -1
@@ -113,7 +114,9 @@ kp_signal() { # <signal>: sends it to this run's ranks alone
     for ((tries = 0; tries < 10; tries++)); do
         if kp_ask squeue -h -s -j "$(kp_job_id)" -o '%i %j'; then
             asked=1 steps=()
-            while read -r id name; do [[ $name != "$KP_SRUN_NAME" ]] || steps+=("$id"); done <<<"$KP_ANSWER"
+            while read -r id name; do
+                [[ $name != "$KP_SRUN_NAME" ]] || steps+=("$id")
+            done <<<"$KP_ANSWER"
         fi
         ((${#steps[@]} == 0)) || ! kp_ask scancel --signal="$1" "${steps[@]}" || return 0
         kill -0 "$KP_CHILD" 2>/dev/null || return 0

@@ -36,8 +36,8 @@ kp_begin() { # sets KP_ROOT, KP_ORIGIN (see code.sh) and the names of this attem
     KEMPNER_ATTEMPT_ID=${SLURM_JOB_ID:-$(uname -n)}.${SLURM_RESTART_COUNT:-0}.$$
     export KEMPNER_BATCH_BEGAN KEMPNER_ATTEMPT_ID
     KP_SRUN_NAME=kempner-$KEMPNER_ATTEMPT_ID
-    # By it the processes of this start know each other (src/kempner/jobs/ranks/peers.py): never on a command
-    # line.
+    # By it the processes of this start know each other (src/kempner/jobs/ranks/peers.py): never on
+    # a command line.
     KEMPNER_PEER_KEY=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
     export KEMPNER_PEER_KEY
     kp_read_site
@@ -67,7 +67,8 @@ kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.en
         return
     fi
     if [[ ! -e $file && ! -L $file ]]; then
-        [[ -z ${KEMPNER_SITE:-} ]] || kp_die "KEMPNER_SITE=$file cannot be read: correct or unset it"
+        [[ -z ${KEMPNER_SITE:-} ]] ||
+            kp_die "KEMPNER_SITE=$file cannot be read: correct or unset it"
         return 0
     fi
     kp_can_source "$file"
@@ -75,15 +76,20 @@ kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.en
 }
 
 kp_is_secret() { # <variable>: true when its value must not be shown
-    [[ $1 =~ (TOKEN|SECRET|WEBHOOK|PASSWORD|PASSWD|CREDENTIAL|_KEY$|^KEY$|_PAT$) || " $KP_SECRET_NAMES " == *" $1 "* ]]
+    [[ $1 =~ (TOKEN|SECRET|WEBHOOK|PASSWORD|PASSWD|CREDENTIAL|_KEY$|^KEY$|_PAT$) ||
+        " $KP_SECRET_NAMES " == *" $1 "* ]]
 }
 
 kp_read_secrets() { # reads KEMPNER_SECRETS, a file of NAME=value lines that nobody else may read
-    local file=${KEMPNER_SECRETS:-} mode pattern='s/^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)=.*/\2/p'
+    local file=${KEMPNER_SECRETS:-} mode
+    local pattern='s/^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)=.*/\2/p'
     [[ -n $file ]] || return 0
-    mode=$(stat -L -c %a -- "$file" 2>/dev/null) || kp_die "KEMPNER_SECRETS=$file cannot be read: correct or unset it"
-    [[ ! -d $file ]] || kp_die "KEMPNER_SECRETS=$file is a directory: give a file of NAME=value lines"
-    [[ $mode =~ ^[0-7]00$ ]] || kp_die "KEMPNER_SECRETS=$file may be read by others (mode $mode): chmod 600 '$file'"
+    mode=$(stat -L -c %a -- "$file" 2>/dev/null) ||
+        kp_die "KEMPNER_SECRETS=$file cannot be read: correct or unset it"
+    [[ ! -d $file ]] ||
+        kp_die "KEMPNER_SECRETS=$file is a directory: give a file of NAME=value lines"
+    [[ $mode =~ ^[0-7]00$ ]] ||
+        kp_die "KEMPNER_SECRETS=$file may be read by others (mode $mode): chmod 600 '$file'"
     kp_can_source "$file" secrets
     kp_source "$file" secrets
     KP_SECRET_NAMES=$(sed -nE "$pattern" "$file" | paste -sd' ')

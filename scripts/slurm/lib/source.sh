@@ -13,16 +13,18 @@ kp_can_source() { # <file> [secrets]: stops when it is not text that bash can pa
     ((0 == $(LC_ALL=C tr -dc '\0' <"$file" | head -c 1 | wc -c))) ||
         kp_die "$file is a binary file: give a text file of NAME=value lines"
     [[ $(head -c 3 -- "$file") != "$mark" ]] ||
-        kp_die "$file, line 1: begins with a byte order mark: remove it by: sed -i '1s/^\\xef\\xbb\\xbf//' '$file'"
-    line=$(grep -nm 1 $'\r$' -- "$file") && kp_die "$file, line ${line%%:*}: ends with a carriage return, as" \
-        "Windows writes lines: remove them by: sed -i 's/\\r\$//' '$file'"
+        kp_die "$file, line 1: begins with a byte order mark: remove it by: sed -i" \
+            "'1s/^\\xef\\xbb\\xbf//' '$file'"
+    line=$(grep -nm 1 $'\r$' -- "$file") &&
+        kp_die "$file, line ${line%%:*}: ends with a carriage return, as" \
+            "Windows writes lines: remove them by: sed -i 's/\\r\$//' '$file'"
     # extglob: a line of the file may switch it on, which the parser alone does not see
     line=$(BASH_ENV='' LC_ALL=C bash -O extglob -n -- "$file" 2>&1) && return
     # "FILE: line 5: syntax error: unexpected end of file"; of secrets it may quote one
     line=${line%%$'\n'*} line=${line#"$file: line "}
     [[ -z ${2:-} ]] || line="${line%%:*}: it is not shown here"
-    kp_die "$file, line ${line%%:*}: bash cannot parse it:${line#*:}; look for a quote, a bracket or an if that is" \
-        "not closed"
+    kp_die "$file, line ${line%%:*}: bash cannot parse it:${line#*:}; look for a quote," \
+        "a bracket or an if that is not closed"
 }
 
 kp_source() { # <file> [secrets]: sources it; what it sets is exported; stops where a line of it
@@ -58,13 +60,15 @@ kp_source_at() { # <line> <command> <file>: before each command
 
 kp_source_failed() { # <exit code> <line> <file>: says which line has failed; stops when it is no
     # command
-    local why="ended with exit code $1" text assignment='^[[:space:]]*(export[[:space:]]+)?[A-Za-z_][A-Za-z0-9_]*='
+    local why="ended with exit code $1" text
+    local assignment='^[[:space:]]*(export[[:space:]]+)?[A-Za-z_][A-Za-z0-9_]*='
     [[ $3 == "$KP_FILE" && $BASH_COMMAND != "$KP_READ" ]] || return 0
     text=$(sed -n "$2p" -- "$KP_FILE")
     # not X=$(command), which may be meant to be empty
     if (($1 == 127)) && [[ ! $text =~ $assignment ]]; then
         why="there is no such command here: correct the line"
-        [[ ! $text =~ ^[[:space:]]*[A-Za-z0-9_]+[[:space:]]+= ]] || why="write NAME=VALUE, without blanks around '='"
+        [[ ! $text =~ ^[[:space:]]*[A-Za-z0-9_]+[[:space:]]+= ]] ||
+            why="write NAME=VALUE, without blanks around '='"
         kp_source_wrong "$2" "$why"
     fi
     # In the copy of the code it would be said twice. Not on standard output, which others may read.
@@ -73,7 +77,8 @@ kp_source_failed() { # <exit code> <line> <file>: says which line has failed; st
 
 kp_source_left() { # <exit code>: the EXIT trap while a file is read; after Ctrl-C it says nothing
     (($1 <= 128)) || exit "$1"
-    kp_source_wrong "$KP_LINE" "ends the script that reads the file: remove it; 'return' leaves the file"
+    kp_source_wrong "$KP_LINE" \
+        "ends the script that reads the file: remove it; 'return' leaves the file"
 }
 
 kp_source_wrong() { # <line> <what is wrong; what to do>: ends the script, as kp_die

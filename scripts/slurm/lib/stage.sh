@@ -25,7 +25,8 @@ kp_stage() { # copies data sets (KP_DATA) and environment to DIR/kempner-JOB on 
     }
     ! kp_ask squeue --me -h -o %A || jobs=$(paste -sd, <<<"$KP_ANSWER")
     # Also without data: it removes what jobs that were killed have left.
-    kp_on_each_node stage "$KP_MODULE" kempner.data.prepare.stage --jobs "$jobs" "$KEMPNER_STAGED" "${KP_DATA[@]}" ||
+    kp_on_each_node stage "$KP_MODULE" kempner.data.prepare.stage --jobs "$jobs" "$KEMPNER_STAGED" \
+        "${KP_DATA[@]}" ||
         kp_log "staging has failed (exit code $?): what was not copied is read from where it is"
     ((KEMPNER_STAGE_ENVIRONMENT == 0)) || kp_stage_environment
     kp_mark stage
@@ -44,7 +45,7 @@ kp_stage_mount() { # with a container: makes the directory on each node, and mou
 
 kp_stage_environment() { # the container's image, or the virtual environment as one file, to each
     # node: see task.sh
-    local file sum='' KP_PACKED=''
+    local file sum='' packed=''
     if [[ ${KEMPNER_CONTAINER:-none} != none ]]; then
         file=$KEMPNER_CONTAINER
         if [[ ! -f $file ]]; then
@@ -54,17 +55,19 @@ kp_stage_environment() { # the container's image, or the virtual environment as 
         ((${#KP_CONTAINER_FLAGS[@]} > 0)) || export KEMPNER_STAGED_IMAGE=$file
     else
         kp_pack_environment || {
-            kp_log "the environment of $KP_PYTHON is not copied to the nodes: it is no virtual environment, or there" \
-                "is no room for its archive in $KP_RUN_DIR"
+            kp_log "the environment of $KP_PYTHON is not copied to the nodes: it is no virtual" \
+                "environment, or there is no room for its archive in $KP_RUN_DIR"
             return
         }
-        file=$KP_PACKED sum=$(<"$KP_PACKED.sum")
+        file=$packed sum=$(<"$packed.sum")
         export KEMPNER_STAGED_PYTHON=$KP_PYTHON KEMPNER_STAGED_SUM=$sum
     fi
     kp_on_each_host bash "$KP_LIB/stage_node.sh" "$KEMPNER_STAGED" || true
     # A tree of the nodes hands the file on. It fails for all when one disk is full; then each reads
     # the file itself.
-    ((KP_NODES == 1)) || sbcast --jobid="$SLURM_JOB_ID" --force --preserve "$file" "$KEMPNER_STAGED/sent" 2>/dev/null ||
+    ((KP_NODES == 1)) ||
+        sbcast --jobid="$SLURM_JOB_ID" --force --preserve "$file" \
+            "$KEMPNER_STAGED/sent" 2>/dev/null ||
         kp_log "sbcast of $file has failed: the nodes read it from where it is"
     kp_on_each_host bash "$KP_LIB/stage_node.sh" "$KEMPNER_STAGED" "$file" ${sum:+"$sum"} ||
         kp_log "staging has failed (exit code $?): what was not copied is used where it is"
@@ -83,23 +86,25 @@ kp_on_each_host() { # <command>...: on each node, outside of the container
     kp_on_each_node stage "${@:2}"
 }
 
-kp_pack_environment() { # sets KP_PACKED, the virtual environment as a file, made once for each
-    # state of its packages
+kp_pack_environment() { # sets packed, of the caller: the virtual environment as a file, made once
+    # for each state of its packages
     local prefix state fresh KP_VALUES=()
     kp_values "$KP_PYTHON" -c '
 import sys
-print("kempner-answer", sys.prefix * (sys.prefix != sys.base_prefix), sep="\0", end="\0")' || return 1
+print("kempner-answer", sys.prefix * (sys.prefix != sys.base_prefix), sep="\0", end="\0")' ||
+        return 1
     prefix=${KP_VALUES[0]:-}
     [[ -n $prefix ]] || return 1
     state=$(stat -c '%n %Y' -- "$prefix"/lib/python*/site-packages/* | sha256sum)
-    KP_PACKED=$KP_RUN_DIR/.environment-${state:0:12}.tar fresh=$KP_RUN_DIR/.environment-new.$$
-    [[ ! -e $KP_PACKED ]] || return 0
+    packed=$KP_RUN_DIR/.environment-${state:0:12}.tar fresh=$KP_RUN_DIR/.environment-new.$$
+    [[ ! -e $packed ]] || return 0
     rm -f -- "$KP_RUN_DIR"/.environment-*
-    if ! { tar -C "$prefix" -cf - . | tee -- "$fresh" | sha256sum | cut -d' ' -f1 >"$KP_PACKED.sum"; }; then
+    if ! { tar -C "$prefix" -cf - . | tee -- "$fresh" | sha256sum |
+        cut -d' ' -f1 >"$packed.sum"; }; then
         rm -f -- "$KP_RUN_DIR"/.environment-*
         return 1
     fi
-    mv -- "$fresh" "$KP_PACKED"
+    mv -- "$fresh" "$packed"
 }
 
 kp_unstage() { # removes these copies: the job has ended for good
@@ -107,5 +112,6 @@ kp_unstage() { # removes these copies: the job has ended for good
     unset KEMPNER_STAGED_PYTHON KEMPNER_STAGED_SUM KEMPNER_STAGED_IMAGE
     [[ -z ${KP_RUN_DIR:-} || $KP_DECIDED == chain ]] || rm -f -- "$KP_RUN_DIR"/.environment-*
     kp_on_each_host bash "$KP_LIB/stage_node.sh" --remove "$KEMPNER_STAGED" ||
-        kp_log "the copies in $KEMPNER_STAGED could not be removed (exit code $?): your next job there removes them"
+        kp_log "the copies in $KEMPNER_STAGED could not be removed (exit code $?):" \
+            "your next job there removes them"
 }

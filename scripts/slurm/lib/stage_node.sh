@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
-# One task on each node: the environment of the tasks, one file, becomes a copy on this node's own disk.
+# One task on each node: the environment of the tasks, one file, becomes a copy on this node's own
+# disk.
 #
-#   stage_node.sh DIR                   makes DIR, which nobody else may write; exit code 1 where it cannot be used
+#   stage_node.sh DIR                   makes DIR, which nobody else may write; exit code 1 where it
+#                                       cannot be used
 #   stage_node.sh DIR IMAGE.sif         DIR/image.sif
 #   stage_node.sh DIR ARCHIVE.tar SUM   DIR/environment, unpacked
-#   stage_node.sh --has DIR NAME        exit code 0 when there is such a file, which nobody else can have put there
+#   stage_node.sh --has DIR NAME        exit code 0 when there is such a file, which nobody else can
+#                                       have put there
 #   stage_node.sh --remove DIR          removes DIR, if this kit has made it
 #
-# sbcast has sent the file to DIR/sent; where it has not, it is read from where it is. A node whose disk is full uses
-# what the others have copied: one warning, exit code 0.
+# sbcast has sent the file to DIR/sent; where it has not, it is read from where it is. A node whose
+# disk is full uses what the others have copied: one warning, exit code 0.
 set -euo pipefail
 
 # shellcheck source-path=SCRIPTDIR source=private.sh
@@ -46,7 +49,8 @@ kept() {
 
 fetch() { # makes DIR/sent the file, unless it is that already
     [[ -f $DIR/sent && $(stat -c %s -- "$DIR/sent") == $(stat -L -c %s -- "$FILE") ]] && return 0
-    cp -fL --preserve=timestamps -- "$FILE" "$DIR/sent" 2>/dev/null || give_up "no room, or not readable"
+    cp -fL --preserve=timestamps -- "$FILE" "$DIR/sent" 2>/dev/null ||
+        give_up "no room, or not readable"
 }
 
 why=$(kp_private "$DIR" make) || not_used "$why"
@@ -54,7 +58,8 @@ why=$(kp_private "$DIR" make) || not_used "$why"
 # not of kempner.data.prepare.stage
 [[ -e $DIR/.kempner || -z $(ls -A -- "$DIR") ]] || not_used "it has other files"
 if [[ -z $SUM ]]; then
-    [[ ! -e $DIR/image.sif || $(stat -c '%s %Y' -- "$DIR/image.sif") != $(stat -L -c '%s %Y' -- "$FILE") ]] ||
+    [[ ! -e $DIR/image.sif ||
+        $(stat -c '%s %Y' -- "$DIR/image.sif") != $(stat -L -c '%s %Y' -- "$FILE") ]] ||
         kept "$FILE"
     fetch
     mv -f -- "$DIR/sent" "$DIR/image.sif"
@@ -63,7 +68,8 @@ else
     fetch
     [[ $(sha256sum <"$DIR/sent") == "$SUM "* ]] || give_up "what is there is not what was sent"
     rm -rf -- "$DIR/environment"
-    { mkdir -- "$DIR/environment" && tar -C "$DIR/environment" --no-same-owner -xf "$DIR/sent"; } 2>/dev/null ||
+    { mkdir -- "$DIR/environment" &&
+        tar -C "$DIR/environment" --no-same-owner -xf "$DIR/sent"; } 2>/dev/null ||
         give_up "no room"
     echo "$SUM" >"$DIR/environment/.complete" || give_up "no room"
     rm -f -- "$DIR/sent"

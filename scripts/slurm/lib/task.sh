@@ -3,8 +3,9 @@
 #
 #   srun ... task.sh COMMAND...     without a command: only say which network this node would use
 #
-# Values that the user has set are kept. Otherwise it takes, in this order: an InfiniBand interface that is up and has
-# an address; RoCE; EFA; Slingshot; the interface that leads to the other nodes (KEMPNER_PEERS: their addresses).
+# Values that the user has set are kept. Otherwise it takes, in this order: an InfiniBand interface
+# that is up and has an address; RoCE; EFA; Slingshot; the interface that leads to the other nodes
+# (KEMPNER_PEERS: their addresses).
 set -euo pipefail
 # The trainer handles these as soon as Python runs; until then they must not end the task. srun
 # started us with them blocked, so that they wait; where env cannot block them (coreutils before
@@ -49,7 +50,8 @@ end_earlier() { # a restart does not begin before the ranks of the attempt befor
     while left=$(list_earlier) && [[ -n $left ]]; do
         left=${left//$'\n'/ }
         if [[ -z $told && ${SLURM_LOCALID:-0} == 0 ]]; then
-            printf '[%(%F %T)T] kempner: %s: ends what an earlier attempt has left: %s\n' -1 "$(uname -n)" "$left"
+            printf '[%(%F %T)T] kempner: %s: ends what an earlier attempt has left: %s\n' -1 \
+                "$(uname -n)" "$left"
         fi
         told=1
         # shellcheck disable=SC2086 # several
@@ -76,7 +78,8 @@ list_addresses() { # a line "interface address" for each global address; "?" whe
             awk '$3 ~ /^inet/ { sub(/@.*/, "", $2); sub(/\/.*/, "", $4); print $2, $4 }'
     else # an interface with a route of its own has an address
         {
-            awk 'NR > 1 { print $1, "?" }' "$PROC/net/route" && awk '$4 == "00" { print $6, "?" }' "$PROC/net/if_inet6"
+            awk 'NR > 1 { print $1, "?" }' "$PROC/net/route" &&
+                awk '$4 == "00" { print $6, "?" }' "$PROC/net/if_inet6"
         } 2>/dev/null
     fi
 }
@@ -98,7 +101,8 @@ find_interfaces() { # sets ALL, this node's interfaces; UP, those that have a li
 find_ports() { # <link layer>: the active RDMA ports of that kind as device:port, the fastest first
     local port device
     for port in "$SYS"/class/infiniband/*/ports/*; do
-        [[ $(read_line "$port/link_layer") == "$1" && $(read_line "$port/state") == 4:* ]] || continue
+        [[ $(read_line "$port/link_layer") == "$1" && $(read_line "$port/state") == 4:* ]] ||
+            continue
         device=${port%/ports/*}
         # a rate reads "400 Gb/sec (4X NDR)"
         echo "$(read_line "$port/rate") ${device##*/}:${port##*/}"
@@ -187,7 +191,8 @@ route_to_peer() { # the interface that leads to the first peer that is another h
 choose() { # sets INTERFACE (empty: none is usable), NETWORK (its kind) and WHY
     local name port
     for name in "${UP[@]}"; do
-        if [[ $name == ib* || $(read_line "$SYS/class/net/$name/type") == 32 ]] && on_fabric "$name"; then
+        if [[ $name == ib* || $(read_line "$SYS/class/net/$name/type") == 32 ]] &&
+            on_fabric "$name"; then
             INTERFACE=$name NETWORK=InfiniBand WHY="InfiniBand, up"
             return
         fi
@@ -201,7 +206,8 @@ choose() { # sets INTERFACE (empty: none is usable), NETWORK (its kind) and WHY
     done < <(find_ports Ethernet)
     INTERFACE=$(route_to_peer) NETWORK=Ethernet
     WHY="no fast network is up; this one leads to the other nodes"
-    [[ -n $INTERFACE ]] || WHY="no fast network is up, and no route to another node is known (KEMPNER_PEERS)"
+    [[ -n $INTERFACE ]] ||
+        WHY="no fast network is up, and no route to another node is known (KEMPNER_PEERS)"
     if has_efa; then
         NETWORK=EFA WHY="EFA is here; sockets take the route to the other nodes"
         return
@@ -340,7 +346,8 @@ set_network
 if [[ ${SLURM_LOCALID:-0} == 0 && ${KEMPNER_SAID:-} != "$(uname -n)" ]]; then # one line per node
     address=${ADDRESS[${INTERFACE:-none}]:-}
     printf '[%(%F %T)T] kempner: network of %s: %s\n' -1 "$(uname -n)" \
-        "${INTERFACE:-left to NCCL and gloo}${address:+ ($address)}: ${WHY}$(passed_over)" 2>/dev/null || true
+        "${INTERFACE:-left to NCCL and gloo}${address:+ ($address)}: ${WHY}$(passed_over)" \
+        2>/dev/null || true
 fi
 may_use() { # <path in KEMPNER_STAGED>: true when it is there and nobody else could have put it
     # there; see stage.sh
@@ -353,7 +360,8 @@ may_use() { # <path in KEMPNER_STAGED>: true when it is there and nobody else co
     return 1
 }
 
-if [[ -n ${KEMPNER_STAGED_PYTHON:-} && ${1:-} == "$KEMPNER_STAGED_PYTHON" ]] && may_use environment/.complete; then
+if [[ -n ${KEMPNER_STAGED_PYTHON:-} && ${1:-} == "$KEMPNER_STAGED_PYTHON" ]] &&
+    may_use environment/.complete; then
     [[ $(<"$KEMPNER_STAGED/environment/.complete") != "${KEMPNER_STAGED_SUM:-}" ]] ||
         set -- "$KEMPNER_STAGED/environment/bin/python" "${@:2}"
 fi

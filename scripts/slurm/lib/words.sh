@@ -3,16 +3,18 @@
 # meant.
 
 # Those of Slurm 22.05 to 26.05, from sbatch's manual. A site's plugins may add more.
-KP_SBATCH_OPTIONS=(account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment
-    consolidate-segments constraint container container-id contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu
-    cpus-per-task deadline delay-boot dependency distribution error exclude exclusive export export-file extra
-    extra-node-info get-user-env gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags
-    hint hold ignore-pbs input job-name kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind
-    mem-per-cpu mem-per-gpu mincpus network nice no-kill no-requeue nodefile nodelist nodes ntasks ntasks-per-core
-    ntasks-per-gpu ntasks-per-node ntasks-per-socket oom-kill-step open-mode output overcommit oversubscribe parsable
-    partition power prefer priority profile propagate qos quiet reboot requeue reservation resv-ports segment share
-    signal sockets-per-node spread-job spread-segments stepmgr switches test-only thread-spec threads-per-core time
-    time-min tmp tres-bind tres-per-task uid umask use-min-nodes verbose wait wait-all-nodes wckey wrap)
+KP_SBATCH_OPTIONS=(account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters
+    comment consolidate-segments constraint container container-id contiguous core-spec
+    cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution
+    error exclude exclusive export export-file extra extra-node-info get-user-env gid gpu-bind
+    gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint hold ignore-pbs
+    input job-name kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind
+    mem-per-cpu mem-per-gpu mincpus network nice no-kill no-requeue nodefile nodelist nodes ntasks
+    ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket oom-kill-step open-mode output
+    overcommit oversubscribe parsable partition power prefer priority profile propagate qos quiet
+    reboot requeue reservation resv-ports segment share signal sockets-per-node spread-job
+    spread-segments stepmgr switches test-only thread-spec threads-per-core time time-min tmp
+    tres-bind tres-per-task uid umask use-min-nodes verbose wait wait-all-nodes wckey wrap)
 
 kp_is_sbatch_option() { # <word>: true when it is one of them, or one of their letters
     local name=${1%%=*}
@@ -39,5 +41,6 @@ kp_nearest() { # <word> <name>...: the name that shares the most letters with th
 
 kp_own_option() { # <word>: stops when it is --dry-run, spelled otherwise
     local letters=${1//[-_]/}
-    [[ $1 != -* || $1 == --dry-run || ${letters,,} != dryrun ]] || kp_die "$1: no such option; did you mean --dry-run?"
+    [[ $1 != -* || $1 == --dry-run || ${letters,,} != dryrun ]] ||
+        kp_die "$1: no such option; did you mean --dry-run?"
 }

@@ -5,7 +5,8 @@
 home_files() {
     local each
     for each in "${USERS[@]}"; do # before the hosts boot: their mount namespaces are copies
-        mount -t tmpfs -o "size=1m,mode=700,uid=${each#*:},gid=${each#*:}" home "$STATE/home/${each%:*}"
+        mount -t tmpfs -o "size=1m,mode=700,uid=${each#*:},gid=${each#*:}" home \
+            "$STATE/home/${each%:*}"
     done
 }
 

@@ -11,7 +11,11 @@ memory_group() { # prints the directory of the memory control group that this pr
 }
 
 memory_limit() { # <group>: prints the file that has its limit
-    if [[ -e $1/memory.limit_in_bytes ]]; then echo "$1/memory.limit_in_bytes"; else echo "$1/memory.max"; fi
+    if [[ -e $1/memory.limit_in_bytes ]]; then
+        echo "$1/memory.limit_in_bytes"
+    else
+        echo "$1/memory.max"
+    fi
 }
 
 memory_lacks() {
@@ -19,7 +23,8 @@ memory_lacks() {
     group=$(memory_group)/kempner-try-$$
     if mkdir "$group" 2>/dev/null; then
         limit=$(memory_limit "$group")
-        [[ -w $limit ]] && echo 2G 2>/dev/null >"$limit" || echo "control groups here do not limit memory"
+        [[ -w $limit ]] && echo 2G 2>/dev/null >"$limit" ||
+            echo "control groups here do not limit memory"
         rmdir "$group"
     else
         echo "no control group can be made here"

@@ -27,11 +27,13 @@ break_host() { # <fault>: on that host; until it boots again
     case $1 in
         unmounted) mount -t tmpfs -o ro,mode=755 none "$STATE/project" ;;
         eio)
-            "$(type -P python3)" "${SELF%/*}/testbed/eio.py" "$STATE/project" </dev/null >"$STATE/log/eio" 2>&1 &
+            "$(type -P python3)" "${SELF%/*}/testbed/eio.py" "$STATE/project" </dev/null \
+                >"$STATE/log/eio" 2>&1 &
             wait_for "directory that fails" fails_with_eio
             ;;
         python)
-            echo 'raise ImportError("libcudart.so.13: cannot open shared object file: No such file or directory")' \
+            echo 'raise ImportError("libcudart.so.13: cannot open shared object file:' \
+                'No such file or directory")' \
                 >"$STATE/broken.py"
             mapfile -t paths <"$STATE/kit.paths"
             # the first one is hidden where it is the repository's

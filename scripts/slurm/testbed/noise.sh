@@ -4,14 +4,16 @@
 # more.
 
 noise_lacks() {
-    compgen -G "$(plugin_dir)/job_submit_lua.so" >/dev/null || echo "this Slurm has no job_submit/lua"
+    compgen -G "$(plugin_dir)/job_submit_lua.so" >/dev/null ||
+        echo "this Slurm has no job_submit/lua"
 }
 
 plugin_dir() { # prints where the plugins of this Slurm are
     local prefix
     prefix=$(realpath "$(type -P slurmctld)")
     prefix=${prefix%/*/*}
-    compgen -G "$prefix/lib*/slurm" || compgen -G "$prefix/lib/*/slurm-wlm" || compgen -G "/usr/lib/*/slurm-wlm"
+    compgen -G "$prefix/lib*/slurm" || compgen -G "$prefix/lib/*/slurm-wlm" ||
+        compgen -G "/usr/lib/*/slurm-wlm"
 }
 
 noise_files() {
@@ -39,6 +41,7 @@ LUA
 }
 
 noise_exports() {
-    printf '%s\n' SLURM_TIME_FORMAT=relative SLURM_BITSTR_LEN=8 SQUEUE_STATES=PENDING SQUEUE_PARTITION=urgent \
-        SQUEUE_FORMAT=%i SINFO_PARTITION=urgent SINFO_FORMAT=%P SINFO_SORT=-N SCONTROL_ALL=1 SBATCH_EXPORT=NONE
+    printf '%s\n' SLURM_TIME_FORMAT=relative SLURM_BITSTR_LEN=8 SQUEUE_STATES=PENDING \
+        SQUEUE_PARTITION=urgent SQUEUE_FORMAT=%i SINFO_PARTITION=urgent SINFO_FORMAT=%P \
+        SINFO_SORT=-N SCONTROL_ALL=1 SBATCH_EXPORT=NONE
 }

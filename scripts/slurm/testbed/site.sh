@@ -5,7 +5,8 @@
 # A part is a file of this directory. Those of these functions that it has are called, for all parts
 # in this order:
 #   PART_lacks <nodes> prints why it cannot run here, or nothing
-#   PART_files         before the first host boots, with NODES and GPUS: slurm.conf and files in $STATE
+#   PART_files         before the first host boots, with NODES and GPUS: slurm.conf and files in
+#                      $STATE
 #   PART_host <host>   on a host, before its daemons: what is mounted there is that host's alone
 #   PART_head          on the head, before its controller
 #   PART_up            when all hosts are up
@@ -29,7 +30,8 @@ choose_site() { # <nodes>: sets SITE by KEMPNER_TESTBED_SITE; a part that cannot
     [[ $KEMPNER_TESTBED_SITE != hostile ]] || given=("${PARTS[@]}")
     for part in "${given[@]}"; do
         [[ " ${PARTS[*]} " == *" $part "* ]] ||
-            die "KEMPNER_TESTBED_SITE=$KEMPNER_TESTBED_SITE: no part '$part': give hostile, or some of $(IFS=, && echo "${PARTS[*]}")"
+            die "KEMPNER_TESTBED_SITE=$KEMPNER_TESTBED_SITE: no part '$part': give hostile," \
+                "or some of $(IFS=, && echo "${PARTS[*]}")"
         why=$(! has_function "${part}_lacks" || "${part}_lacks" "$1")
         if [[ -z $why ]]; then
             SITE+=("$part")

@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# In place of one of Slurm's clients: does what it does, but for one call in ten. By the seed and the number of the call:
+# In place of one of Slurm's clients: does what it does, but for one call in ten. By the seed and
+# the number of the call:
 #
 #   timeout   fails with Slurm's words: Socket timed out on send/recv operation
 #   away      fails with Slurm's words: Unable to contact slurm controller (connect failure)
 #   late      answers after 8 s
-#   lost      is carried out, and fails all the same as if it had timed out; not srun: its step would be ended
+#   lost      is carried out, and fails all the same as if it had timed out; not srun: its step
+#             would be ended
 #
-# slow_client.sh DIR SEED CLIENT [ARGUMENT]...    DIR: real/ has the clients, `calls` gets a line for each call
+# slow_client.sh DIR SEED CLIENT [ARGUMENT]...    DIR: real/ has the clients, `calls` gets a line
+#                                                 for each call
 set -euo pipefail
 
 dir=$1 seed=$2 client=$3

@@ -6,7 +6,8 @@ twin_up() {
     local tries number
     for ((tries = 1; tries <= 5; tries++)); do # a number may be taken by another cluster
         number=$(((ID + 60 * tries) % 250 + 1))
-        if KEMPNER_TESTBED=$number KEMPNER_TESTBED_SITE='' bash "$SELF" up 2 "$GPUS" >/dev/null 2>"$STATE/log/twin"; then
+        if KEMPNER_TESTBED=$number KEMPNER_TESTBED_SITE='' bash "$SELF" up 2 "$GPUS" >/dev/null \
+            2>"$STATE/log/twin"; then
             echo "$number" >"$STATE/twin"
             return
         fi
@@ -15,5 +16,6 @@ twin_up() {
 }
 
 twin_down() {
-    [[ ! -s $STATE/twin ]] || KEMPNER_TESTBED=$(<"$STATE/twin") KEMPNER_TESTBED_SITE='' bash "$SELF" down
+    [[ ! -s $STATE/twin ]] ||
+        KEMPNER_TESTBED=$(<"$STATE/twin") KEMPNER_TESTBED_SITE='' bash "$SELF" down
 }

@@ -3,8 +3,10 @@
 # may read: the repository, its packages and its Python, which may lie under a directory that is
 # closed to them.
 #
-#   $STATE/kit        the repository            $STATE/venv   a Python with its packages, KEMPNER_PYTHON of users
-#   $STATE/project    alice's, on every host    $STATE/home   the homes
+#   $STATE/kit        the repository
+#   $STATE/venv       a Python with its packages, KEMPNER_PYTHON of users
+#   $STATE/project    alice's, on every host
+#   $STATE/home       the homes
 #
 # With KEMPNER_TESTBED_KIT=DIR, another checkout, that is the repository of the users.
 #
@@ -31,13 +33,15 @@ users_files() {
     chmod 755 "$STATE/task_prolog"
     set_conf "TaskProlog=$STATE/task_prolog"
 
-    { read -r base && read -r version && read -r packages; } < <("$(kit_python)" -c 'import sys, sysconfig
+    { read -r base && read -r version && read -r packages; } < <("$(kit_python)" -c '
+import sys, sysconfig
 print(sys.base_prefix, "%d.%d" % sys.version_info[:2], sysconfig.get_path("purelib"), sep="\n")')
     printf '%s\n' "$root" "$base" "$packages" >"$STATE/kit.paths"
     ln -s "$STATE/python/bin/python$version" "$STATE/venv/bin/python"
     echo "home = $STATE/python/bin" >"$STATE/venv/pyvenv.cfg"
     mkdir -p "$STATE/venv/lib/python$version/site-packages"
-    printf '%s\n' "$STATE/packages" "$STATE/kit/src" >"$STATE/venv/lib/python$version/site-packages/kit.pth"
+    printf '%s\n' "$STATE/packages" "$STATE/kit/src" \
+        >"$STATE/venv/lib/python$version/site-packages/kit.pth"
 }
 
 kit_python() { # prints the Python whose packages the users have
@@ -64,14 +68,16 @@ users_host() { # only in this mount namespace: `down` removes $STATE, and must n
 }
 
 users_exports() {
-    printf '%s\n' "SLURM_CONF=$SLURM_CONF" "KEMPNER_PYTHON=$STATE/venv/bin/python" KEMPNER_SITE=/dev/null \
-        OMP_NUM_THREADS=1
+    printf '%s\n' "SLURM_CONF=$SLURM_CONF" "KEMPNER_PYTHON=$STATE/venv/bin/python" \
+        KEMPNER_SITE=/dev/null OMP_NUM_THREADS=1
 }
 
 as() { # <user> <command>...: as on a login node of the site, in the project's directory
     local user=$1 exports
-    ((${#SITE[@]} > 0)) || die "cluster $ID is no site and has no users: KEMPNER_TESTBED_SITE=hostile testbed.sh up"
-    [[ " ${USERS[*]%:*} " == *" $user "* ]] || die "no user '$user' at this site: give one of ${USERS[*]%:*}"
+    ((${#SITE[@]} > 0)) ||
+        die "cluster $ID is no site and has no users: KEMPNER_TESTBED_SITE=hostile testbed.sh up"
+    [[ " ${USERS[*]%:*} " == *" $user "* ]] ||
+        die "no user '$user' at this site: give one of ${USERS[*]%:*}"
     mapfile -t exports < <(site exports)
     exec unshare --mount bash "$SELF" login "$user" "${exports[@]}" -- "${@:2}"
 }
@@ -82,6 +88,7 @@ login() { # <user> NAME=VALUE... -- <command>...: see as, in a mount namespace o
     while [[ $1 != -- ]]; do exports+=("$1") && shift; done
     shift
     users_host
-    exec env -i -C "$STATE/project" HOME="$STATE/home/$user" USER="$user" LOGNAME="$user" SHELL=/bin/bash TERM=dumb \
-        LANG=C.UTF-8 PATH="$PATH" "${exports[@]}" setpriv --reuid "$user" --regid "$user" --init-groups "$@"
+    exec env -i -C "$STATE/project" HOME="$STATE/home/$user" USER="$user" LOGNAME="$user" \
+        SHELL=/bin/bash TERM=dumb LANG=C.UTF-8 PATH="$PATH" "${exports[@]}" setpriv \
+        --reuid "$user" --regid "$user" --init-groups "$@"
 }

@@ -1,5 +1,5 @@
-"""The shell's globals, KP_*, those of them that more than one file writes, and lines over 100
-columns: none of these becomes more. The goal is few, each written in one file, and no such line."""
+"""The shell's globals, KP_*, and those of them that more than one file writes: neither number
+grows. The goal is few, each written in one file. No line has over 100 columns."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ WRITTEN = re.compile(
     r"(?<![\w${])(KP_[A-Z_]+)(?:\[[^\]\n]*\])?\+?=(?![=~])"  # NAME=, NAME+=, NAME[...]=
     r"|\b(?:mapfile|read)\b[^\n|;&]*?\b(?<!\$)(KP_[A-Z_]+)\b"
 )
-GLOBALS = 224
-SHARED = 50  # what several parts set, each for the kind of job that it knows
-LONG_LINES = 540
+GLOBALS = 183
+SHARED = 44  # what several parts set, each for the kind of job that it knows
+LONG_LINES = 0
 
 
 def texts() -> dict[str, str]:

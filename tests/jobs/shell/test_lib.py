@@ -764,6 +764,7 @@ kp_end_guard() { :; }
 kp_end_engines() { :; }
 KP_RUN_DIR=$PWD KP_EXCHANGE=$PWD/rl/7.0
 KP_SIGNAL='' KP_SRUN_NAME=x KP_JOB_NODES=1 KP_ENGINES=0 looks=0
+listened=0 last_beat='' waits='' bad_input='' # of kp_run_rl
 mkdir -p "$KP_EXCHANGE"
 touch "$KP_EXCHANGE/orchestrator"
 command sleep 100 >/dev/null 2>&1 &
