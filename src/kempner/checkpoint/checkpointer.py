@@ -36,7 +36,7 @@ from kempner.checkpoint.ownership import claim_directory, is_own, remove_directo
 from kempner.checkpoint.ranks import Ranks
 from kempner.checkpoint.state import StateProvider, collect_state, read_targets
 from kempner.jobs.lock import RunLock
-from kempner.jobs.slurm import attempt_name, short_window
+from kempner.jobs.this_job import attempt_name, short_window
 
 LAST_PRUNE_S = 10.0
 

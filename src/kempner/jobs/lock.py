@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kempner.config.option import ConfigError
-from kempner.jobs import slurm
-from kempner.jobs.slurm import host_name
+from kempner.jobs import this_job
 from kempner.jobs.system.process import birth_ticks, pid_namespace
+from kempner.jobs.this_job import host_name
 
 LOCK_HEARTBEAT_S = 5.0  # the holder touches its lock, and looks at it, this often
 MISSED_S = 12.0  # two beats, and more: so long a lock of a job that Slurm has ended must be still
@@ -229,8 +229,8 @@ def _self() -> dict[str, Any]:
     return {
         "cluster": os.environ.get("SLURM_CLUSTER_NAME", ""),
         "uid": os.getuid(),
-        "job": slurm.job_name(),
-        "slurm_id": slurm.own_job(),
+        "job": this_job.job_name(),
+        "slurm_id": this_job.own_job(),
         "restart": os.environ.get("SLURM_RESTART_COUNT") or "0",
         "step": os.environ.get("SLURM_STEP_ID"),
         "attempt": os.environ.get("KEMPNER_ATTEMPT_ID"),
@@ -297,6 +297,8 @@ def _has_ended(me: dict[str, Any], holder: dict[str, Any]) -> bool:
     on."""
     if not _is_of_mine(me, holder):
         return False
+    from kempner.jobs import slurm
+
     if holder["slurm_id"] != me["slurm_id"]:
         return slurm.is_running(holder["slurm_id"]) is False
     return slurm.step_runs(holder.get("step")) is False
@@ -310,4 +312,4 @@ def _step(text: Any) -> int | None:
     """Return the number of a step, None for steps with a name, such as batch, which have no
     order."""
     number = _number(text)
-    return number if number is not None and number <= slurm.LAST_STEP else None
+    return number if number is not None and number <= this_job.LAST_STEP else None

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from kempner.jobs.ranks.process_group import World
-from kempner.jobs.slurm import host_name
 from kempner.jobs.system.compiler import CACHE, keep_private
+from kempner.jobs.this_job import host_name
 from kempner.model.decoder import Decoder
 
 

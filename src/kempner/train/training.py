@@ -12,8 +12,8 @@ from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.data.batch import MicroBatch
 from kempner.jobs.ranks import process_group, startup
 from kempner.jobs.ranks.process_group import World
-from kempner.jobs.slurm import time_to_leave
 from kempner.jobs.system import compiler
+from kempner.jobs.this_job import time_to_leave
 from kempner.model.decoder import Decoder
 from kempner.optim.build import published_weights
 from kempner.optim.config import learning_rate

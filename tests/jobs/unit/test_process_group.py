@@ -20,7 +20,7 @@ from kempner.config.option import ConfigError
 from kempner.jobs.program.child import RankPlace
 from kempner.jobs.ranks import process_group, rendezvous
 from kempner.jobs.ranks.process_group import World, discover_world, pick_device
-from kempner.jobs.slurm import job_name
+from kempner.jobs.this_job import job_name
 from kempner.train import configure
 
 # What a batch shell has; a salloc shell has the counts alone. SLURM_STEP_ID is -5 in newer ones.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kempner.config.option import ConfigError
-from kempner.jobs import slurm
+from kempner.jobs import this_job
 from kempner.jobs.ranks import startup
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def discover_world(env: Mapping[str, str] = os.environ) -> World:
         per_node = env.get("LOCAL_WORLD_SIZE")
     elif "SLURM_STEP_NUM_TASKS" in env:
         names, source = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"), "slurm"
-        per_node = str(slurm.tasks_per_node(env) or 1)
+        per_node = str(this_job.tasks_per_node(env) or 1)
     else:
         return _of_step(World(0, 0, 1, "single"), env)
     try:
@@ -180,8 +180,8 @@ def bind_to_socket(device: torch.device, world: World) -> None:
     chosen = affinity.bind_near_gpu(names[device.index], names, world.per_node)
     if chosen and not world.local_rank:
         print(
-            f"kempner: CPUs of {slurm.host_name()}: each rank keeps to those of its GPU's socket, "
-            f"the first one to {len(chosen)} (KEMPNER_NUMA=0: to all that it was given)",
+            f"kempner: CPUs of {this_job.host_name()}: each rank keeps to those of its GPU's "
+            f"socket, the first one to {len(chosen)} (KEMPNER_NUMA=0: to all that it was given)",
             file=sys.stderr,
             flush=True,
         )
@@ -362,7 +362,7 @@ def _check_transport(log: str) -> None:
     from kempner.jobs.ranks import nccl_transport
 
     used, found = nccl_transport.transport_of(log), os.environ.get("KEMPNER_NETWORK", "")
-    host, wanted = slurm.host_name(), nccl_transport.expected_transports(found)
+    host, wanted = this_job.host_name(), nccl_transport.expected_transports(found)
     said = f"NCCL uses NET/{used}" if used else "NCCL did not say which network it uses"
     if wanted and not used:
         said += f": scripts/slurm/preflight.sh measures whether it is {found}"

@@ -13,9 +13,9 @@ from typing import Any
 from kempner.jobs.code import REPOSITORY, CodeVersion, code_differences
 from kempner.jobs.records import events
 from kempner.jobs.records.events import Event, StartEvent
-from kempner.jobs.slurm import job_name
 from kempner.jobs.system.background import Background
 from kempner.jobs.system.files import FULL, write_atomic
+from kempner.jobs.this_job import job_name
 
 RESERVE = 1 << 16  # bytes; status.json and a few events need far less
 

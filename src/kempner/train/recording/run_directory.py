@@ -36,10 +36,10 @@ from kempner.jobs.ranks.rendezvous import forget_rendezvous
 from kempner.jobs.records.events import End, FaultEvent, FirstStep, GoBack, StartEvent
 from kempner.jobs.records.run_log import Console, RankLog
 from kempner.jobs.records.run_records import RunRecords, count_attempts
-from kempner.jobs.slurm import host_name
 from kempner.jobs.system import process
 from kempner.jobs.system.files import write_atomic
 from kempner.jobs.system.front_door import explain_os_error
+from kempner.jobs.this_job import host_name
 from kempner.jobs.trackers.start import Trackers
 from kempner.train.progress import Progress
 from kempner.train.resilience.requests import Verdict
