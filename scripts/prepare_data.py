@@ -67,7 +67,7 @@ from kempner.data.text.tokenizer import (
     tokenizer_of,
     train_bpe,
 )
-from kempner.jobs.ranks.process_group import discover_world
+from kempner.jobs.ranks.placement import discover_world
 from kempner.jobs.system import hub
 from kempner.jobs.system.directories import Kind, mark_directory, refuse_others
 from kempner.jobs.system.files import write_atomic

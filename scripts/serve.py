@@ -122,8 +122,8 @@ def run_server(options: argparse.Namespace, token: str, end: threading.Event) ->
     from kempner.extensions.serve.http import Server
     from kempner.extensions.serve.weights import first_version
     from kempner.extensions.serve.worker import Worker
-    from kempner.jobs.ranks.port_range import BadPortRange, NoFreePort
     from kempner.jobs.ranks.process_group import allow_open_files
+    from kempner.jobs.system.front_door import BadPortRange, NoFreePort
 
     allow_open_files()  # a connection for each client
     try:

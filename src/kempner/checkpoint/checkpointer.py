@@ -25,13 +25,13 @@ from kempner.checkpoint.choose import (
     remember_skip,
     set_damaged_aside,
 )
-from kempner.checkpoint.commit import Damaged
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.format import plan as layout
 from kempner.checkpoint.format.metadata import dcp_metadata
 from kempner.checkpoint.format.plan import Table
 from kempner.checkpoint.format.reader import TENSORS, read_wanted
 from kempner.checkpoint.format.writer import Image, local_part, plan_file, write_file
+from kempner.checkpoint.history import Damaged
 from kempner.checkpoint.ownership import claim_directory, is_own, remove_directory
 from kempner.checkpoint.ranks import Ranks
 from kempner.checkpoint.state import StateProvider, collect_state, read_targets

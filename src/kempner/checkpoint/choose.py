@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kempner.checkpoint import commit, fork
-from kempner.checkpoint.commit import Damaged
+from kempner.checkpoint import commit, fork, history
 from kempner.checkpoint.fits import check_compatible, check_fork
 from kempner.checkpoint.format.plan import Table
 from kempner.checkpoint.format.reader import read_table
+from kempner.checkpoint.history import Damaged
 from kempner.checkpoint.ownership import is_own
 from kempner.jobs.system.files import write_atomic
 
@@ -31,11 +31,11 @@ def choose_checkpoint(
     A damaged one is set aside. Raises ConfigError if the checkpoint does not fit this run or this
     version, RuntimeError if all have been set aside.
     """
-    for path in commit.complete_checkpoints(root):
+    for path in history.complete_checkpoints(root):
         if only is not None and path.name != commit.checkpoint_name(only):
             continue
         try:
-            manifest = commit.read_manifest(path)
+            manifest = history.read_manifest(path)
             check_compatible(path, manifest, about)
             table = read_table(path, manifest)
         except Damaged as error:
@@ -63,7 +63,7 @@ def hold_checkpoint(source: str, about: dict[str, Any], locks: contextlib.ExitSt
     path = fork.find_fork(source)
     locks.enter_context(commit.reading_lock(path))
     # Retention may delete it between the two lines; then the manifest is missing.
-    manifest = commit.read_manifest(path)
+    manifest = history.read_manifest(path)
     check_fork(source, path, manifest, about)
     return path, with_skip(path, manifest), read_table(path, manifest)
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kempner.jobs.ranks.process_group import World
+from kempner.jobs.ranks.placement import World
 from kempner.jobs.system.compiler import CACHE, keep_private
 from kempner.jobs.this_job import host_name
 from kempner.model.decoder import Decoder

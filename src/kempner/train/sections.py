@@ -20,8 +20,7 @@ from kempner.model.config import ModelConfig
 from kempner.optim.config import FreezeConfig, OptimizerConfig, ScheduleConfig, learning_rate
 from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.train import lookup
-from kempner.train.recording.metrics import MetricsConfig
-from kempner.train.recording.profiling import ProfileConfig
+from kempner.train.recording.config import MetricsConfig, ProfileConfig
 from kempner.train.resilience.config import ResilienceConfig
 
 # One rank may read the tokens of a whole step at once, 8 bytes each, and max_steps of them must fit

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kempner.config.option import ConfigError
-from kempner.jobs.ranks import process_group
-from kempner.jobs.ranks.process_group import World
+from kempner.jobs.ranks import own_device, placement
+from kempner.jobs.ranks.placement import World
 from kempner.jobs.system import compiler
 from tests.conftest import ROOT, clean_env, load_program
 
@@ -87,9 +87,9 @@ def test_each_rank_looks_before_it_meets_the_others(monkeypatch: pytest.MonkeyPa
         raise SystemExit(str(error))
 
     monkeypatch.setattr(compiler, "require_compiler", need)
-    monkeypatch.setattr(process_group, "bind_to_socket", near)
-    monkeypatch.setattr(process_group, "discover_world", lambda: world)
-    monkeypatch.setattr(process_group, "pick_device", lambda kind, rank: torch.device(kind, rank))
+    monkeypatch.setattr(own_device, "bind_to_socket", near)
+    monkeypatch.setattr(placement, "discover_world", lambda: world)
+    monkeypatch.setattr(own_device, "pick_device", lambda kind, rank: torch.device(kind, rank))
     monkeypatch.setattr(program, "reject_input", refuse)
     with pytest.raises(SystemExit, match="no compiler"):
         program.main.args[0](cfg, None)

@@ -19,7 +19,8 @@ import torch
 from kempner.config.option import ConfigError
 from kempner.jobs.program.child import RankPlace
 from kempner.jobs.ranks import process_group, rendezvous
-from kempner.jobs.ranks.process_group import World, discover_world, pick_device
+from kempner.jobs.ranks.own_device import pick_device
+from kempner.jobs.ranks.placement import World, discover_world
 from kempner.jobs.this_job import job_name
 from kempner.train import configure
 

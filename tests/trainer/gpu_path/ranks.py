@@ -27,7 +27,7 @@ import torch.distributed as dist
 import kempner.optim.build
 import kempner.train.recording.run_directory  # noqa: F401  # before the forks
 from kempner.config.loading import load_config_files
-from kempner.jobs.ranks import process_group
+from kempner.jobs.ranks import placement, process_group
 from kempner.parallel.build import build_model
 from kempner.parallel.config import DistributedConfig
 from kempner.parallel.layout import Layout, build_layout
@@ -145,9 +145,7 @@ def rank_of(rank: int, size: int, root: Path, asked: list[Any]) -> list[dict[str
     os.environ |= names | {"SLURM_STEP_NUM_TASKS": str(size)}
     made = []
     with as_on_gpus(asked):
-        world = process_group.start_process_group(
-            process_group.discover_world(), GPU, root, LIMIT_S
-        )
+        world = process_group.start_process_group(placement.discover_world(), GPU, root, LIMIT_S)
         for axes in products(size):
             layout = build_layout(DistributedConfig(**axes), size, size, "cuda")
             meet(layout.groups)

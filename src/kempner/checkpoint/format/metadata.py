@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from kempner.checkpoint import commit
+from kempner.checkpoint import commit, history
 from kempner.checkpoint.format.plan import Table, dtype_of, file_of
 from kempner.checkpoint.format.reader import DataFile
 from kempner.checkpoint.format.writer import plan_file
@@ -71,7 +71,7 @@ def _pickled(parts: Iterable[_PartEntry]) -> bytes:
 
 def write_metadata(path: Path) -> None:
     """Add `.metadata` to a checkpoint that lacks it. Raises Damaged, ConfigError, OSError."""
-    manifest = commit.read_manifest(path)
+    manifest = history.read_manifest(path)
 
     def parts() -> Iterator[_PartEntry]:
         for rank in range(manifest["world_size"]):
@@ -89,13 +89,13 @@ def main(words: list[str]) -> None:
         "checkpoint", type=Path, metavar="CHECKPOINT", help="RUN/checkpoints/step_N"
     )
     path = parser.parse_args(words).checkpoint
-    if not (path / commit.MANIFEST).is_file():
+    if not (path / history.MANIFEST).is_file():
         raise ConfigError(
             f"{path} is {describe_directory(path)}, not a checkpoint; name RUN/checkpoints/step_N"
         )
     try:
         write_metadata(path)
-    except commit.Damaged as error:
+    except history.Damaged as error:
         raise ConfigError(f"{path} is damaged: {error}") from None
 
 

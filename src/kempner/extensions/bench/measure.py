@@ -26,7 +26,7 @@ from kempner.data.config import FAKE
 from kempner.extensions.bench.config import BenchConfig
 from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.extensions.planner.memory import GIB, estimate_memory
-from kempner.jobs.ranks.process_group import World
+from kempner.jobs.ranks.placement import World
 from kempner.jobs.records import events
 from kempner.jobs.report.tables import align_table
 from kempner.jobs.system.files import read_jsonl, write_atomic

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kempner.checkpoint import commit
-from kempner.checkpoint.commit import Damaged
+from kempner.checkpoint import history
 from kempner.checkpoint.format.plan import Box, make_table, own_box
 from kempner.checkpoint.format.reader import (
     Want,
@@ -26,6 +25,7 @@ from kempner.checkpoint.format.reader import (
     stored_tensors,
 )
 from kempner.checkpoint.format.writer import local_part
+from kempner.checkpoint.history import Damaged
 from kempner.checkpoint.ranks import Ranks
 from kempner.config.option import ConfigError
 from kempner.extensions.hf.source import (
@@ -91,7 +91,7 @@ def load_weights(
     here = make_table(parameters, {}, world)
     boxes = {name: own_box(here[name], rank) for name in parameters}
     if source.is_checkpoint:
-        manifest = commit.read_manifest(source.path)
+        manifest = history.read_manifest(source.path)
         table = read_table(source.path, manifest)
         wants = []
         for name, parameter in parameters.items():

@@ -14,7 +14,7 @@ from kempner.extensions.bench.config import BenchConfig
 from kempner.train.extensions import Extension, Variant
 
 if TYPE_CHECKING:
-    from kempner.jobs.ranks.process_group import World
+    from kempner.jobs.ranks.placement import World
     from kempner.train.sections import RunConfig
 
 
@@ -48,7 +48,7 @@ class PlannerExtension(Extension):
         self, cfg: RunConfig, variants: Sequence[Variant], leaves: Callable[[], float]
     ) -> int:
         from kempner.extensions.bench import measure as bench
-        from kempner.jobs.ranks.process_group import discover_world
+        from kempner.jobs.ranks.placement import discover_world
 
         return bench.run_bench(Path(cfg.run.dir), variants, discover_world(), leaves)
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from kempner.checkpoint.commit import Damaged
+from kempner.checkpoint.history import Damaged
 from kempner.config.option import ConfigError
 from kempner.config.values import format_value
 from kempner.extensions.hf.load import is_finite, load_weights, not_finite

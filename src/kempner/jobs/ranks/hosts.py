@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from kempner.jobs.ranks.process_group import World
+from kempner.jobs.ranks.placement import World
 from kempner.jobs.this_job import host_name
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kempner.config.option import option
+from kempner.train.recording.config import MetricsConfig
 
 # Dense bf16 operations per second, by the name that the driver gives (NVIDIA's data sheets; where
 # those count sparsity, half of it: HGX B200 and B300 36 PFLOP/s for eight GPUs, GB200 and GB300
@@ -34,16 +34,6 @@ PEAK_BF16 = {
     "V100": 125e12,
 }
 SHARE_SHOWN = 0.05  # of a step
-
-
-@dataclass(frozen=True)
-class MetricsConfig:
-    log_interval: int = option(10, "steps between logged lines", minimum=1)
-    peak_tflops: float | None = option(
-        None,
-        "peak TFLOP/s of one device, for MFU; unset: looked up by its name",
-        minimum=0.0,
-    )
 
 
 def peak_flops(cfg: MetricsConfig, device_name: str) -> float | None:

@@ -6,14 +6,13 @@ import json
 import math
 import resource
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kempner.jobs.records import results
 from kempner.jobs.system.files import LineFile
 from kempner.optim.spikes import Spikes
-from kempner.train.extensions import Loader
 from kempner.train.objective import Objective
 from kempner.train.progress import Progress
 from kempner.train.recording.metrics import Clock, console_line, peak_flops
@@ -22,6 +21,9 @@ from kempner.train.recording.run_directory import Run
 from kempner.train.replicas import Replicas
 from kempner.train.resilience.requests import ASKS_PROFILE
 from kempner.train.step import StepResult
+
+if TYPE_CHECKING:
+    from kempner.train.extensions import Loader
 
 
 class Recorder:

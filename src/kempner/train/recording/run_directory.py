@@ -31,7 +31,7 @@ from kempner.jobs.gpu.watch import GpuWatch, start_watch
 from kempner.jobs.lock import RunLock
 from kempner.jobs.ranks import startup
 from kempner.jobs.ranks.hosts import all_hosts, ask_hosts
-from kempner.jobs.ranks.process_group import World
+from kempner.jobs.ranks.placement import World
 from kempner.jobs.ranks.rendezvous import forget_rendezvous
 from kempner.jobs.records.events import End, FaultEvent, FirstStep, GoBack, StartEvent
 from kempner.jobs.records.run_log import Console, RankLog

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kempner.checkpoint.checkpointer import Checkpointer
-    from kempner.jobs.ranks.process_group import World
+    from kempner.jobs.ranks.placement import World
     from kempner.train.progress import Progress
 
 
