@@ -53,10 +53,10 @@ from kempner.data.sidecar import (
     SIDECAR,
     SIDECAR_TOKENIZER,
     UNITS_FOLDER,
-    DataError,
     Shard,
     Sidecar,
 )
+from kempner.data.source import DataError
 from kempner.data.text import chat, encode
 from kempner.data.text.tokenizer import (
     BPE_EOD,

@@ -32,9 +32,9 @@ from kempner.extensions.hf.stored import check_source
 from kempner.extensions.planner.engine import check_room, no_room
 from kempner.extensions.serve.arguments import TOKEN_VARIABLE, check_window, parse_serve_arguments
 from kempner.jobs import this_job
-from kempner.jobs.system.directories import refuse_other_file
 from kempner.jobs.system.files import write_atomic
 from kempner.jobs.system.front_door import explain_os_error, read_text, run_program
+from kempner.jobs.system.seal import refuse_other_file
 from kempner.jobs.system.signals import TO_LEAVE, leave_event
 
 OPEN_TO_ALL = ("0.0.0.0", "::")

@@ -9,10 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kempner.checkpoint import commit, fork, history
-from kempner.checkpoint.fits import check_compatible, check_fork
+from kempner.checkpoint import commit, history
 from kempner.checkpoint.format.plan import Table
-from kempner.checkpoint.format.reader import read_table
 from kempner.checkpoint.history import Damaged
 from kempner.checkpoint.ownership import is_own
 from kempner.jobs.system.files import write_atomic
@@ -34,6 +32,9 @@ def choose_checkpoint(
     for path in history.complete_checkpoints(root):
         if only is not None and path.name != commit.checkpoint_name(only):
             continue
+        from kempner.checkpoint.fits import check_compatible
+        from kempner.checkpoint.format.reader import read_table
+
         try:
             manifest = history.read_manifest(path)
             check_compatible(path, manifest, about)
@@ -60,7 +61,11 @@ def hold_checkpoint(source: str, about: dict[str, Any], locks: contextlib.ExitSt
 
     Raises ConfigError if there is none or it does not fit, Damaged.
     """
-    path = fork.find_fork(source)
+    from kempner.checkpoint.fits import check_fork
+    from kempner.checkpoint.fork import find_fork
+    from kempner.checkpoint.format.reader import read_table
+
+    path = find_fork(source)
     locks.enter_context(commit.reading_lock(path))
     # Retention may delete it between the two lines; then the manifest is missing.
     manifest = history.read_manifest(path)

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kempner.config.option import ConfigError
+
 Int64 = NDArray[np.int64]
 Int32 = NDArray[np.int32]
 
@@ -57,3 +59,7 @@ class Source(Protocol):
         """Return all that the samples follow from, as JSON: a run resumes only while it stays the
         same."""
         ...
+
+
+class DataError(ConfigError):
+    """Something is wrong with the data, or with the text that they are made from."""

@@ -99,7 +99,7 @@ def configure(
     if flags["check"] or not (only or "KEMPNER_ATTEMPT_ID" in os.environ or discover_world().rank):
         print_warnings(cfg)  # once: the scripts have called --check
     if flags["check"]:
-        warn_of_nodes(cfg)
+        warn_of_job(cfg)
     if only:
         run_program(lambda _: print(to_toml(cfg), end=""))
     set_allocator()
@@ -142,7 +142,7 @@ def check_config(
     return problems
 
 
-def warn_of_nodes(cfg: RunConfig) -> None:
+def warn_of_job(cfg: RunConfig) -> None:
     """Warn of what the nodes of the job may lack, as far as this host tells."""
     if cfg.train.compile:
         from kempner.jobs.system import compiler

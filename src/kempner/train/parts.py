@@ -40,9 +40,9 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
 
     startup.mark_start("process group")
     from kempner.model.attention import choose_kernel
-    from kempner.model.moe import choose_products
     from kempner.parallel.build import compute_dtype
-    from kempner.parallel.compiled import keep_compiled, leave_compiler_out
+    from kempner.parallel.compiled import keep_compiled
+    from kempner.parallel.uncompiled import leave_compiler_out
 
     if cfg.train.compile:
         keep_compiled(run.dir, run.world)
@@ -66,6 +66,8 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
     )
     run.announce(f"attention: {kernel}, of {cfg.train.attention}")
     if cfg.model.n_experts:
+        from kempner.model.moe import choose_products
+
         run.announce(f"experts: {choose_products(dtype, device)}")
     if text := slow_products(device.type, str(dtype)):
         run.announce(text)
@@ -113,9 +115,11 @@ def open_objective(
     cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device
 ) -> Objective:
     """Return the objective of the run, which also counts what is recorded besides."""
-    from kempner.train.objective import WithExperts, WithZLoss
-
     objective = _objective(cfg, layout, model, run, device)
+    if not (cfg.model.n_experts or cfg.train.z_loss):
+        return objective
+    from kempner.train.recording.objectives import WithExperts, WithZLoss
+
     if cfg.model.n_experts:
         objective = WithExperts(objective, model, layout, device)
     return WithZLoss(objective, model, device) if cfg.train.z_loss else objective

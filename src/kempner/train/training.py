@@ -13,7 +13,6 @@ from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.data.batch import MicroBatch
 from kempner.jobs.ranks import own_device, placement, process_group, startup
 from kempner.jobs.ranks.placement import World
-from kempner.jobs.system import compiler
 from kempner.jobs.this_job import time_to_leave
 from kempner.model.decoder import Decoder
 from kempner.optim.build import published_weights
@@ -23,7 +22,6 @@ from kempner.optim.optimizer import Optimizer
 from kempner.parallel.build import build_model
 from kempner.parallel.layout import Layout
 from kempner.train import lookup
-from kempner.train.evaluate import validate
 from kempner.train.objective import Objective
 from kempner.train.parts import (
     open_held_out_batches,
@@ -57,7 +55,10 @@ def join_ranks(cfg: RunConfig) -> tuple[RunConfig, World, torch.device]:
     world = placement.discover_world()
     device = own_device.pick_device(cfg.distributed.device, world.local_rank)
     own_device.bind_to_socket(device, world)
-    compiler.require_compiler(cfg.train.compile, device.type)
+    if cfg.train.compile:
+        from kempner.jobs.system import compiler
+
+        compiler.require_compiler(device.type)
     used = lookup.used(cfg)
     counts = [each.replicas_in_step(cfg, world.size, world.per_node) for each in used]
     run_dir = lookup.of_replica(cfg, world.replica).run.dir
@@ -136,6 +137,8 @@ class Training:
 
     def validate(self) -> None:
         """Measure the loss of the held-out data with the weights that a user would get."""
+        from kempner.train.evaluate import validate
+
         weights = published_weights(self.model, self.optimizer)
         with self.clock.part("eval"), self.watchdog.patient(), weights:
             sets = validate(

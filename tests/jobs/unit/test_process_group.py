@@ -18,7 +18,7 @@ import torch
 
 from kempner.config.option import ConfigError
 from kempner.jobs.program.child import RankPlace
-from kempner.jobs.ranks import process_group, rendezvous
+from kempner.jobs.ranks import process_group, rendezvous, startup
 from kempner.jobs.ranks.own_device import pick_device
 from kempner.jobs.ranks.placement import World, discover_world
 from kempner.jobs.this_job import job_name
@@ -284,7 +284,7 @@ def test_ranks_meet_by_a_file_in_the_run_directory(tmp_path: Path) -> None:
     assert said == {0: 3.0, 1: 3.0, 2: 3.0}
     notes = {".rendezvous-77.0.3", ".rendezvous-77.1.3"}
     assert {path.name for path in run_dir.iterdir()} == notes
-    rendezvous.forget_rendezvous(run_dir)
+    startup.forget_rendezvous(run_dir)
     assert not list(run_dir.iterdir())
 
 

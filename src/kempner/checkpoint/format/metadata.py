@@ -27,11 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from kempner.checkpoint import commit, history
 from kempner.checkpoint.format.plan import Table, dtype_of, file_of
-from kempner.checkpoint.format.reader import DataFile
 from kempner.checkpoint.format.writer import plan_file
-from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
-from kempner.jobs.system.directories import describe_directory
 from kempner.jobs.system.files import write_atomic
 from kempner.jobs.system.front_door import run_program
 
@@ -71,6 +68,8 @@ def _pickled(parts: Iterable[_PartEntry]) -> bytes:
 
 def write_metadata(path: Path) -> None:
     """Add `.metadata` to a checkpoint that lacks it. Raises Damaged, ConfigError, OSError."""
+    from kempner.checkpoint.format.reader import DataFile
+
     manifest = history.read_manifest(path)
 
     def parts() -> Iterator[_PartEntry]:
@@ -84,6 +83,9 @@ def write_metadata(path: Path) -> None:
 
 
 def main(words: list[str]) -> None:
+    from kempner.config.command_line import argument_parser
+    from kempner.jobs.system.directories import describe_directory
+
     parser = argument_parser("python -m kempner.checkpoint.format.metadata", __doc__)
     parser.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="RUN/checkpoints/step_N"

@@ -17,31 +17,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kempner.checkpoint import history
 from kempner.checkpoint.format.crc import crc32
-from kempner.checkpoint.format.plan import Box, StoredTensor, Table, file_of, from_json, ranks_with
+from kempner.checkpoint.format.plan import (
+    TENSORS,
+    StoredTensor,
+    Table,
+    Want,
+    file_of,
+    from_json,
+    ranks_with,
+)
 from kempner.checkpoint.format.writer import FILE_MAGIC, FOOTER
 from kempner.checkpoint.history import Damaged
 
-TENSORS = "tensors.json"  # the table: what each tensor is, and which mesh cuts it
 INDEX_TAIL_BYTES = (
     1 << 16
 )  # bytes read at the end of a file, in the hope that the whole index is in them
-
-
-class Want(NamedTuple):
-    """A box of a tensor to read into `target`; the tensor is `key` in the table and `name` on
-    disk."""
-
-    key: str
-    name: str
-    target: Tensor
-    box: Box
 
 
 class DataFile:

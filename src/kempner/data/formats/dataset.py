@@ -24,8 +24,8 @@ from kempner.data.formats.stream import (
     raise_problems,
     stream_problems,
 )
-from kempner.data.sidecar import DataError, Shard, Sidecar, open_sidecar
-from kempner.data.source import Int64
+from kempner.data.sidecar import Shard, Sidecar, open_sidecar
+from kempner.data.source import DataError, Int64
 
 HEADER = re.compile(
     rb"\{'descr': '([^']+)', 'fortran_order': (?:False|True), 'shape': \(([\d, ]*)\), *\}\s*"

@@ -25,8 +25,7 @@ from kempner.data.formats.stream import (
 )
 from kempner.data.formats.streamed import StreamedDocuments, pick_column
 from kempner.data.prepare.sources import check_readable
-from kempner.data.sidecar import DataError
-from kempner.data.source import Int64
+from kempner.data.source import DataError, Int64
 from kempner.data.text.tokenizer import import_data_package
 from kempner.jobs.system import hub
 

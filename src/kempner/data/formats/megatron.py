@@ -26,8 +26,7 @@ from kempner.data.formats.stream import (
     raise_problems,
     stream_problems,
 )
-from kempner.data.sidecar import DataError
-from kempner.data.source import Int64
+from kempner.data.source import DataError, Int64
 
 INDEX_MAGIC = b"MMIDIDX\0\0"
 INDEX_HEADER = struct.Struct("<9sQBQQ")

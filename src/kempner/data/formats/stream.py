@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kempner.config.option import ConfigError
-from kempner.data.sidecar import DataError
-from kempner.data.source import IGNORE, Int32, Int64, SampleRows
+from kempner.data.source import IGNORE, DataError, Int32, Int64, SampleRows
 
 StreamTokens = NDArray[np.integer[Any]]  # 1-D
 

@@ -22,8 +22,7 @@ import numpy as np
 
 from kempner.data.config import SourceConfig
 from kempner.data.formats.stream import Shape, StreamTokens, separate_documents
-from kempner.data.sidecar import DataError
-from kempner.data.source import Int64, SampleRows
+from kempner.data.source import DataError, Int64, SampleRows
 from kempner.data.text.tokenizer import FileTokenizer
 from kempner.jobs.system.files import LineFile, read_jsonl
 

@@ -198,7 +198,7 @@ def read_checkpoint(
     ConfigError."""
     from kempner.checkpoint.format.reader import read_into
     from kempner.extensions.hf.adapter import base_of
-    from kempner.parallel.lora import is_adapter
+    from kempner.parallel.config import is_adapter
 
     cfg = ModelConfig(**manifest["fixed"]["model"])
     if (lora := manifest["fixed"].get("lora")) is None:

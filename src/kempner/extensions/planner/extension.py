@@ -23,7 +23,8 @@ class PlannerExtension(Extension):
 
     def variants(self, command: Command, cfg: RunConfig) -> list[Variant]:
         from kempner.extensions.bench import measure as bench
-        from kempner.jobs.system.directories import Kind, refuse_other_file, refuse_others
+        from kempner.jobs.system.directories import Kind, refuse_others
+        from kempner.jobs.system.seal import refuse_other_file
         from kempner.train.configure import OWN_DIRECTORY, load_config
 
         refuse_others(cfg.run.dir, "run.dir", (Kind.STARTED,), OWN_DIRECTORY)

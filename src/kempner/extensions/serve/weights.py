@@ -19,7 +19,7 @@ from kempner.extensions.hf.stored import check_source
 from kempner.extensions.serve.lease import LeaseRefused
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
-from kempner.parallel.lora import is_adapter
+from kempner.parallel.config import is_adapter
 
 WEIGHTS_POLL_S = 0.2  # between two looks whether a version is there
 _T = TypeVar("_T")

@@ -31,7 +31,7 @@ from kempner.jobs.program.verdict import (
 from kempner.jobs.program.watch import CHECKPOINT_POLL_S, CheckpointWatch
 from kempner.jobs.ranks.peers import Entrance
 from kempner.jobs.ranks.port_range import ReservedPort
-from kempner.jobs.ranks.rendezvous import forget_rendezvous
+from kempner.jobs.ranks.startup import forget_rendezvous
 from kempner.jobs.system.front_door import BadPortRange, NoFreePort
 
 RANKS_START_S = 600.0  # for all ranks to come

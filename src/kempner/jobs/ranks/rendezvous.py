@@ -202,10 +202,3 @@ def missing_ranks(store: dist.Store, what: str, size: int) -> list[int]:
 def name_ranks(ranks: list[int]) -> str:
     more = f" and {len(ranks) - NAMED_RANKS} more" if len(ranks) > NAMED_RANKS else ""
     return f"{ranks[:NAMED_RANKS]}{more}"
-
-
-def forget_rendezvous(run_dir: Path) -> None:
-    """Remove the published addresses, also those that killed starts have left. Rank 0 calls it,
-    once all have met."""
-    for note in run_dir.glob(".rendezvous-*"):
-        note.unlink(missing_ok=True)

@@ -92,9 +92,9 @@ def _include() -> str:
     return sysconfig.get_path("include", scheme)
 
 
-def require_compiler(compiles: bool, device: str) -> None:
+def require_compiler(device: str) -> None:
     """Raise ConfigError if this process would fail in its first step, on every node."""
-    if compiles and (text := missing_compiler(device)):
+    if text := missing_compiler(device):
         raise ConfigError(text)
 
 

@@ -12,7 +12,6 @@ import torch
 
 from kempner.jobs.records import results
 from kempner.jobs.system.files import LineFile
-from kempner.optim.spikes import Spikes
 from kempner.train.objective import Objective
 from kempner.train.progress import Progress
 from kempner.train.recording.metrics import Clock, console_line, peak_flops
@@ -23,6 +22,7 @@ from kempner.train.resilience.requests import ASKS_PROFILE
 from kempner.train.step import StepResult
 
 if TYPE_CHECKING:
+    from kempner.optim.spikes import Spikes
     from kempner.train.extensions import Loader
 
 

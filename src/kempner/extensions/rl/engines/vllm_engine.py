@@ -34,9 +34,9 @@ from kempner.extensions.serve.lease import RUN, Lease, LeaseHeld
 from kempner.jobs import this_job
 from kempner.jobs.ranks.port_range import ReservedPort
 from kempner.jobs.system.compiler import keep_private
-from kempner.jobs.system.directories import refuse_other_file
 from kempner.jobs.system.files import write_atomic
 from kempner.jobs.system.front_door import NoFreePort, run_program
+from kempner.jobs.system.seal import refuse_other_file
 from kempner.jobs.system.signals import leave_event
 
 BEARER = "Authorization: Bearer TOKEN"
