@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kempner.jobs.ranks import placement, process_group
+from kempner.jobs.ranks import placement, process_group, proof
 from kempner.parallel.config import DistributedConfig
 from kempner.parallel.layout import build_layout
 from kempner.train.resilience.requests import end_process
@@ -25,7 +25,7 @@ AXES = ("tp", "pp", "ep", "dp_replicate")
 
 def main(rank: str, directory: str, axis: str) -> None:
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    init, prove = dist.init_process_group, process_group._prove
+    init, prove = dist.init_process_group, proof.prove
 
     def without_nccl(backend: str, *, device_id: Any, **options: Any) -> None:
         init(backend.replace("nccl", "gloo"), **options)

@@ -27,7 +27,7 @@ from kempner.checkpoint.choose import (
 )
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.format import plan as layout
-from kempner.checkpoint.format.metadata import dcp_metadata
+from kempner.checkpoint.format.dcp import dcp_metadata
 from kempner.checkpoint.format.plan import TENSORS, Table
 from kempner.checkpoint.format.writer import Image, local_part, plan_file, write_file
 from kempner.checkpoint.history import Damaged

@@ -12,7 +12,6 @@ Whatever is not understood is an error, and all errors of one configuration are 
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -97,8 +96,9 @@ class _Loader:
                 raise ValueError("it begins with a byte order mark; save it as UTF-8 without one")
             table = toml.loads(text)
         except (OSError, ValueError, RecursionError) as error:
-            why = _why_not_read(path, error) if isinstance(error, OSError) else _why_not_toml(error)
-            self._unread(f"{where}: {why}")
+            from kempner.config.mistakes import why_not_read
+
+            self._unread(f"{where}: {why_not_read(path, error)}")
             return
         children = (*children, os.path.realpath(path))
         for base in self._bases(table.pop("base", []), where):
@@ -201,21 +201,11 @@ class _Loader:
         self.unsound.add(section)
 
     def _nearest(self, name: str, dashes: str = "") -> str:
-        """Return the hint for a name that is not in the schema: `; did you mean ...?` if there is
-        one."""
-        section, _, key = name.rpartition(".")
+        from kempner.config.mistakes import nearest_option
+
         others = self.finds.all_sections().items()
         sections = self.sections | {each: section_options(each, cls) for each, cls in others}
-        names = [option.name for keys in sections.values() for option in keys.values()]
-        elsewhere = [other for other in names if other.endswith(f".{key}")]
-        if section in self.sections:
-            near = difflib.get_close_matches(key, self.sections[section], n=1)
-            guesses = [f"{section}.{key}" for key in near] or elsewhere
-        else:
-            guesses = difflib.get_close_matches(name, elsewhere, n=1, cutoff=0)
-            names += () if dashes else sections  # which are no options
-            guesses = guesses or difflib.get_close_matches(name, names, n=1)
-        return f"; did you mean {dashes}{guesses[0]}?" if guesses else "; --help lists all"
+        return nearest_option(name, self.sections, sections, dashes)
 
     def build(
         self,
@@ -268,33 +258,6 @@ def _name(pair: tuple[str, Any]) -> str:
 
 def _own_problems(part: Any) -> list[str]:
     return list(part.problems()) if hasattr(part, "problems") else []
-
-
-def _why_not_read(path: Path, error: OSError) -> str:
-    if isinstance(error, IsADirectoryError):
-        return "is a directory; name a file in it"
-    if not isinstance(error, FileNotFoundError):
-        return f"cannot be read: {error.strerror}; change its permissions or name another file"
-    if path.is_symlink():
-        return f"is a link to {os.readlink(path)}, which is not there; name another file"
-    folder = path.parent
-    if not folder.is_dir():
-        return f"no such file: the directory {folder.absolute()} does not exist; correct the path"
-    names = sorted(other.stem for other in folder.glob("*.toml") if other.name != "pyproject.toml")
-    near = difflib.get_close_matches(path.stem, names, n=3)
-    hint = f"did you mean {' or '.join(str(folder / name) + '.toml' for name in near)}?"
-    if not near:
-        hint = (
-            f"{folder}/ has {', '.join(name + '.toml' for name in names[:12]) or 'no .toml file'}"
-        )
-    return f"no such file: looked at {path.absolute()}; {hint}"
-
-
-def _why_not_toml(error: Exception) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        return "not a TOML file: it is not UTF-8 text; save it as UTF-8"
-    fix = "; correct it there" if isinstance(error, toml.TOMLDecodeError | RecursionError) else ""
-    return f"not a TOML file: {error}{fix}"  # the parser says line and column
 
 
 def _one_line(word: str) -> str:

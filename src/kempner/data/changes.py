@@ -1,4 +1,4 @@
-"""What may not change in the data of a run that continues from a checkpoint."""
+"""Changes of the data that a run must not make when it continues from a checkpoint."""
 
 from __future__ import annotations
 

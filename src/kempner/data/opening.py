@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 
 from kempner.config.option import ConfigError
 from kempner.data.config import FAKE, DataConfig, SourceConfig
-from kempner.data.formats.stream import Shape
 from kempner.data.mixture import Ingredient, Mixture, MixturePhase
-from kempner.data.sidecar import SIDECAR, open_sidecar
-from kempner.data.source import Source
+from kempner.data.source import Shape, Source
 from kempner.jobs.system.front_door import how_to_run
 
 DataFacts = dict[str, Any]  # JSON
@@ -95,6 +93,8 @@ def _open_fake(cfg: SourceConfig, split: str, how: Opening) -> Source:
 
 
 def _open_prepared(cfg: SourceConfig, split: str, how: Opening) -> Source:
+    from kempner.data.sidecar import open_sidecar
+
     shape, kind = how.shape, open_sidecar(cfg.path).kind  # which says what is missing
     if (kind == "preference") != shape.preferences:
         raise ConfigError(
@@ -128,6 +128,8 @@ def _open_prepared(cfg: SourceConfig, split: str, how: Opening) -> Source:
 
 
 def _prepared_hold_out(cfg: SourceConfig, how: Opening) -> bool:
+    from kempner.data.sidecar import open_sidecar
+
     return open_sidecar(cfg.path).tokens("val") > how.shape.seq_len
 
 
@@ -164,11 +166,7 @@ def _hugging_face_holds_out(cfg: SourceConfig, how: Opening) -> bool:
 def _other_kind(cfg: DataConfig) -> list[str]:
     """List sources whose kind is not data.kind: plain text trains a chat model without an error, to
     another end."""
-    kinds = [
-        (one.path, open_sidecar(one.path).kind if has_sidecar(one) else "text")
-        for one in cfg.mixed
-        if cfg.kind and one.path != FAKE
-    ]
+    kinds = [(one.path, _kind_of(one)) for one in cfg.mixed if cfg.kind and one.path != FAKE]
     how = "no --kind" if cfg.kind == "text" else f"--kind {cfg.kind} --tokenizer DIR"
     return [
         f"{path}: holds data of the kind {kind}, and data.kind = {cfg.kind}; prepare them by "
@@ -176,6 +174,14 @@ def _other_kind(cfg: DataConfig) -> list[str]:
         for path, kind in kinds
         if kind != cfg.kind
     ]
+
+
+def _kind_of(cfg: SourceConfig) -> str:
+    if not has_sidecar(cfg):
+        return "text"
+    from kempner.data.sidecar import open_sidecar
+
+    return open_sidecar(cfg.path).kind
 
 
 def _uncounted(cfg: DataConfig, sources: Sequence[Source]) -> list[str]:
@@ -190,9 +196,12 @@ def _uncounted(cfg: DataConfig, sources: Sequence[Source]) -> list[str]:
 
 def one_vocabulary(cfg: DataConfig) -> list[str]:
     """List the token shards that were made with another tokenizer than the first."""
-    tokenizers = [
-        (one.path, open_sidecar(one.path).tokenizer) for one in cfg.mixed if has_sidecar(one)
-    ]
+    prepared = [one.path for one in cfg.mixed if has_sidecar(one)]
+    if len(prepared) < 2:
+        return []
+    from kempner.data.sidecar import open_sidecar
+
+    tokenizers = [(path, open_sidecar(path).tokenizer) for path in prepared]
     return [
         f"{path}: its tokenizer is {tokenizer['name']}, that of {tokenizers[0][0]} is "
         f"{tokenizers[0][1]['name']}; a token id must mean the same in all sources: prepare it "
@@ -203,6 +212,10 @@ def one_vocabulary(cfg: DataConfig) -> list[str]:
 
 
 def has_sidecar(cfg: SourceConfig) -> bool:
+    if cfg.path == FAKE:
+        return False
+    from kempner.data.sidecar import SIDECAR
+
     return (Path(cfg.path).expanduser() / SIDECAR).is_file()
 
 

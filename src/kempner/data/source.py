@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,3 +63,13 @@ class Source(Protocol):
 
 class DataError(ConfigError):
     """Something is wrong with the data, or with the text that they are made from."""
+
+
+class Shape(NamedTuple):
+    """Shape of the samples that a run reads from a stream."""
+
+    seq_len: int
+    vocab_size: int  # of the model: token ids are smaller
+    separate: bool = False  # documents do not see each other
+    cut: bool = False  # conversations that are longer than a row, rather than drop them
+    preferences: bool = False  # pairs of answers, rather than text or chats

@@ -5,8 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kempner.config.option import ConfigError
+from kempner.train.sections import micro_batch
+
 if TYPE_CHECKING:
-    from kempner.train.sections import RunConfig
+    from kempner.parallel.config import DistributedConfig
+    from kempner.parallel.layout import Axes
+    from kempner.train.sections import RunConfig, TrainConfig
 
 RING_HEAD = 8  # the ring calls the flash kernel itself; elsewhere torch pads the heads for it
 
@@ -148,3 +153,38 @@ def _ring_problems(cfg: RunConfig) -> list[str]:
     if kernel not in ("auto", "flash"):
         found.append(f"train.attention = {kernel}: the ring's kernel is flash; {instead}")
     return found
+
+
+def check_pipeline(cfg: TrainConfig, axes: DistributedConfig, data_ranks: int) -> None:
+    """Raise ConfigError with the arithmetic if some step has too few micro-batches to keep the
+    stages busy, or a number of them that the interleaved schedule cannot order."""
+    if axes.pp == 1:
+        return
+    for batch in sorted({stage.batch for stage in cfg.stages}):
+        micro = micro_batch(cfg, data_ranks, batch)
+        passes = batch // (micro * data_ranks)
+        if passes >= axes.pp and (axes.pp_stages_per_rank == 1 or passes % axes.pp == 0):
+            continue
+        needs = "at least as many" if axes.pp_stages_per_rank == 1 else "a multiple of them"
+        raise ConfigError(
+            f"distributed.pp = {axes.pp}: {batch} sequences / ({data_ranks} data ranks x "
+            f"micro_batch {micro}) = {passes} micro-batches a step, and the {axes.pp} ranks of a "
+            f"pipeline need {needs}; give a smaller --train.micro_batch, or a larger batch"
+        )
+
+
+def check_experts(cfg: RunConfig, axes: Axes) -> list[str]:
+    """List problems of sharding the experts: FSDP cuts them along their width, after tensor
+    parallelism, and takes no uneven parts."""
+    ranks = axes.shard * axes.cp // cfg.distributed.ep
+    if cfg.distributed.ep == 1 or not cfg.model.n_experts:
+        return []
+    parts = {"dim": ranks, "ffn_dim": ranks * axes.tp}
+    tp = f" x tp {axes.tp}" if axes.tp > 1 else ""
+    return [
+        f"model.{name} = {size}: with distributed.ep = {cfg.distributed.ep} it must divide by the "
+        f"{n} ranks that share one expert, dp_shard {axes.shard} x cp {axes.cp} / ep{tp}; choose "
+        "another ep or dp_shard"
+        for name, n in parts.items()
+        if (size := getattr(cfg.model, name)) % n
+    ]

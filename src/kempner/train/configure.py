@@ -27,17 +27,16 @@ from kempner.train import lookup
 from kempner.train.parts import fixed_facts, open_data, open_mixture
 from kempner.train.progress import Progress
 from kempner.train.resilience.requests import StopRequests
-from kempner.train.sections import RunConfig, check_batch, check_pipeline
+from kempner.train.sections import RunConfig, check_batch
 
 if TYPE_CHECKING:
     from kempner.jobs.system.front_door import BadPortRange, NoFreePort
-    from kempner.parallel.layout import Axes
     from kempner.train.extensions import Extension, Variant
 
 CONFIGURE_USAGE = """\
 {command} CONFIG.toml [MORE.toml ...] [--section.key=value ...]
 
-  --help [SECTION ...] [--all]    these options; those of a section; those of all extensions, too
+  --help [SECTION ...] [--all]    these options; those of a section; those of all sections
   --check                         print the resolved configuration as TOML and exit
   --nodes N --gpus-per-node G     with --check: whether it fits N hosts of G processes each
   --build                         with these: build the model as one of their ranks, without memory
@@ -223,13 +222,19 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
         axes = axis_sizes(cfg.distributed, inner, min(per_node, inner))
         data_ranks = axes.data_ranks * replicas
         found += cfg.distributed.island_problems(axes.shard * axes.cp)
-        found += check_experts(cfg, axes)
+        if cfg.distributed.ep > 1:
+            from kempner.train.axis_checks import check_experts
+
+            found += check_experts(cfg, axes)
     except ConfigError as error:
         found += error.problems
     try:
         if not lookup.bringer(cfg):
             check_batch(cfg.train, data_ranks)
-            check_pipeline(cfg.train, cfg.distributed, data_ranks)
+            if cfg.distributed.pp > 1:
+                from kempner.train.axis_checks import check_pipeline
+
+                check_pipeline(cfg.train, cfg.distributed, data_ranks)
     except ConfigError as error:
         found += error.problems
     return found
@@ -253,23 +258,6 @@ def print_warnings(cfg: RunConfig) -> None:
 def count_replicas(cfg: RunConfig, world_size: int, per_node: int) -> int:
     """Replicas that a world is shared out to. Raises ConfigError when it cannot be."""
     return math.prod(one.count_replicas(cfg, world_size, per_node) for one in lookup.used(cfg))
-
-
-def check_experts(cfg: RunConfig, axes: Axes) -> list[str]:
-    """List problems of sharding the experts: FSDP cuts them along their width, after tensor
-    parallelism, and takes no uneven parts."""
-    ranks = axes.shard * axes.cp // cfg.distributed.ep
-    if cfg.distributed.ep == 1 or not cfg.model.n_experts:
-        return []
-    parts = {"dim": ranks, "ffn_dim": ranks * axes.tp}
-    tp = f" x tp {axes.tp}" if axes.tp > 1 else ""
-    return [
-        f"model.{name} = {size}: with distributed.ep = {cfg.distributed.ep} it must divide by the "
-        f"{n} ranks that share one expert, dp_shard {axes.shard} x cp {axes.cp} / ep{tp}; choose "
-        "another ep or dp_shard"
-        for name, n in parts.items()
-        if (size := getattr(cfg.model, name)) % n
-    ]
 
 
 def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
     from kempner.config.command_line import Command
     from kempner.data.batch import MicroBatch
-    from kempner.data.formats.stream import Shape
     from kempner.data.mixture import Mixture
-    from kempner.data.source import Source
+    from kempner.data.source import Shape, Source
     from kempner.jobs.ranks.placement import World
     from kempner.model.decoder import Decoder
     from kempner.optim.optimizer import Optimizer

@@ -41,12 +41,14 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
     startup.mark_start("process group")
     from kempner.model.attention import choose_kernel
     from kempner.parallel.build import compute_dtype
-    from kempner.parallel.compiled import keep_compiled
-    from kempner.parallel.uncompiled import leave_compiler_out
 
     if cfg.train.compile:
+        from kempner.parallel.compiled import keep_compiled
+
         keep_compiled(run.dir, run.world)
     else:
+        from kempner.parallel.uncompiled import leave_compiler_out
+
         leave_compiler_out()
     torch.manual_seed(cfg.train.seed)
     if cfg.train.deterministic:
@@ -99,11 +101,12 @@ def open_replicas(
     """The optimizer of this replica, and what it has to do with others. `waiting`: the watchdog's
     patient()."""
     from kempner.optim.build import build_optimizer
-    from kempner.optim.spikes import Spikes
     from kempner.train.replicas import Replicas
 
     optimizer = build_optimizer(model, cfg.optimizer)
     if cfg.resilience.spike_sigma is not None:
+        from kempner.optim.spikes import Spikes
+
         optimizer.spikes = Spikes(cfg.resilience.spike_sigma, cfg.resilience.spike_window)
     for each in lookup.used(cfg):
         if (replicas := each.replicas(cfg, world, model, optimizer, waiting)) is not None:
@@ -147,8 +150,8 @@ def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], list[Source]]:
     before it is read. Raises ConfigError."""
     if lookup.bringer(cfg):
         return [], []
-    from kempner.data.formats.stream import Shape
     from kempner.data.opening import Opening, open_held_out, open_sources
+    from kempner.data.source import Shape
 
     data, cut = cfg.data, cfg.data.too_long == "cut"
     shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, data.document_mask, cut)

@@ -266,24 +266,6 @@ def check_batch(cfg: TrainConfig, world_size: int) -> None:
         micro_batch(cfg, world_size, batch)
 
 
-def check_pipeline(cfg: TrainConfig, axes: DistributedConfig, data_ranks: int) -> None:
-    """Raise ConfigError with the arithmetic if some step has too few micro-batches to keep the
-    stages busy, or a number of them that the interleaved schedule cannot order."""
-    if axes.pp == 1:
-        return
-    for batch in sorted({stage.batch for stage in cfg.stages}):
-        micro = micro_batch(cfg, data_ranks, batch)
-        passes = batch // (micro * data_ranks)
-        if passes >= axes.pp and (axes.pp_stages_per_rank == 1 or passes % axes.pp == 0):
-            continue
-        needs = "at least as many" if axes.pp_stages_per_rank == 1 else "a multiple of them"
-        raise ConfigError(
-            f"distributed.pp = {axes.pp}: {batch} sequences / ({data_ranks} data ranks x "
-            f"micro_batch {micro}) = {passes} micro-batches a step, and the {axes.pp} ranks of a "
-            f"pipeline need {needs}; give a smaller --train.micro_batch, or a larger batch"
-        )
-
-
 def micro_batch(cfg: TrainConfig, world_size: int, batch: int) -> int:
     """Return the sequences of one forward on one rank, in a step of `batch`: train.micro_batch, or
     all if a rank has fewer."""

@@ -54,7 +54,10 @@ def join_ranks(cfg: RunConfig) -> tuple[RunConfig, World, torch.device]:
     BadPortRange, NoFreePort."""
     world = placement.discover_world()
     device = own_device.pick_device(cfg.distributed.device, world.local_rank)
-    own_device.bind_to_socket(device, world)
+    if device.type == "cuda":
+        from kempner.jobs.gpu import affinity
+
+        affinity.bind_to_socket(device, world)
     if cfg.train.compile:
         from kempner.jobs.system import compiler
 

@@ -31,7 +31,8 @@ from kempner.jobs.records import events
 from kempner.jobs.report.tables import align_table
 from kempner.jobs.system.files import read_jsonl, write_atomic
 from kempner.train.extensions import Variant
-from kempner.train.recording.metrics import peak_flops, short_number
+from kempner.train.recording.metrics import short_number
+from kempner.train.recording.peak import peak_flops
 from kempner.train.sections import RunConfig
 
 SHUTDOWN_S = 10.0  # for the other ranks of a variant, once one has failed

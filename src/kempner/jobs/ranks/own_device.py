@@ -1,21 +1,17 @@
-"""The device of this process, and the CPUs near it."""
+"""The device of this process."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kempner.config.option import ConfigError
-from kempner.jobs import this_job
 
 if TYPE_CHECKING:
     import torch
-
-    from kempner.jobs.ranks.placement import World
 
 
 PCI_GPUS = {"0x10de": "NVIDIA"}
@@ -84,37 +80,6 @@ def _why_too_few(count: int) -> str:
             "each rank takes one of its own"
         )
     return f"{count} are visible; --ntasks-per-node must be {count}, the GPUs per node"
-
-
-def bind_to_socket(device: torch.device, world: World) -> None:
-    """Keep this process to the CPUs, and so to the memory, of its GPU's socket."""
-    import torch
-
-    if device.type != "cuda":
-        return
-    from kempner.jobs.gpu import affinity
-
-    names = [_on_the_bus(index) for index in range(torch.cuda.device_count())]
-    chosen = affinity.bind_near_gpu(names[device.index], names, world.per_node)
-    if chosen and not world.local_rank:
-        print(
-            f"kempner: CPUs of {this_job.host_name()}: each rank keeps to those of its GPU's "
-            f"socket, the first one to {len(chosen)} (KEMPNER_NUMA=0: to all that it was given)",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def _on_the_bus(index: int) -> str:
-    """Return the name of a GPU on the PCI bus; empty if this torch does not tell it."""
-    import torch
-
-    about: Any = torch.cuda.get_device_properties(index)
-    try:
-        parts = about.pci_domain_id, about.pci_bus_id, about.pci_device_id
-    except AttributeError:
-        return ""
-    return "{:04x}:{:02x}:{:02x}".format(*parts)
 
 
 def gpu_on_the_bus() -> str | None:

@@ -5,18 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import socket
-import sys
-import tempfile
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kempner.config.option import ConfigError
-from kempner.jobs import this_job
 from kempner.jobs.ranks import startup
 
 if TYPE_CHECKING:
@@ -57,14 +51,14 @@ def start_process_group(
     if world.size == 1:
         _init(dist.HashStore(), world, device, start_timeout)
         return world
-    from kempner.jobs.ranks import nccl_transport, rendezvous
+    from kempner.jobs.ranks import nccl_transport, proof, rendezvous
 
     store = rendezvous.open_store(world, Path(run_dir), start_timeout)
     rendezvous.await_ranks(store, world, start_timeout)
     world = replace(world, meeting=store)
     # First over gloo alone, so that a broken network is found before NCCL hangs in it.
     _init(dist.PrefixStore("prove", store), world, None, FIRST_COLLECTIVE_S)
-    _prove(store, world, "cpu", FIRST_COLLECTIVE_S)
+    proof.prove(store, world, "cpu", FIRST_COLLECTIVE_S)
     if replicas > 1:
         world = world.split(replicas, store)
         store = dist.PrefixStore(f"replica/{world.replica}", store)
@@ -75,12 +69,12 @@ def start_process_group(
         if replicas == 1:
             dist.destroy_process_group()
         # NCCL names a network even inside one host, where it does not use it.
-        log = _log_nccl(world) if world.size > world.per_node else None
-        with _or_exit(start_timeout, lambda: "NCCL does not connect the ranks"):
+        log = proof.log_nccl(world) if world.size > world.per_node else None
+        with proof.or_exit(start_timeout, lambda: "NCCL does not connect the ranks"):
             _init(dist.PrefixStore("train", store), world, device, start_timeout)
-        _prove(store, world, "cuda", start_timeout)
+        proof.prove(store, world, "cuda", start_timeout)
         if log is not None:
-            _check_transport(log.read_text(errors="replace"))
+            proof.check_network(log.read_text(errors="replace"))
             log.unlink(missing_ok=True)
             for name in ("NCCL_DEBUG_FILE", *nccl_transport.LOG_SETTINGS):
                 os.environ.pop(name, None)  # programs that this one starts have no such file
@@ -131,70 +125,6 @@ def _init(
         dist.distributed_c10d._get_default_group().bound_device_id = None
 
 
-def _prove(store: dist.Store, world: World, device: str, seconds: float) -> None:
-    """Run one all-reduce, in bounded time. Each rank that completes it says so in the store, by
-    which rank 0 names the others."""
-    import torch
-    import torch.distributed as dist
-
-    from kempner.jobs.ranks import rendezvous
-
-    def message() -> str:
-        missing = (
-            rendezvous.missing_ranks(store, f"proved-{device}", world.size)
-            if world.rank == 0
-            else []
-        )
-        who = f"; ranks still in it: {rendezvous.name_ranks(missing)}" if missing else ""
-        return f"the first all-reduce ({device}) has not ended after {seconds:.0f} s{who}"
-
-    with _or_exit(seconds + 5, message):
-        try:
-            one = torch.ones(1, device=device)
-            dist.all_reduce(one)
-            met = int(one.item())  # waits for the device
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"the first all-reduce ({device}) failed: "
-                f"{error}\n{rendezvous.meeting_failure_causes()}"
-            ) from None
-    assert met == world.size
-    store.set(f"proved-{device}/{world.rank}", "")
-
-
-def _log_nccl(world: World) -> Path | None:
-    """Make NCCL log, on the first rank of each host, which network it uses; returns the file. None
-    on the other ranks, and if the user has settings of his own for its log."""
-    if world.local_rank or any(name in os.environ for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE")):
-        return None
-    from kempner.jobs.ranks import nccl_transport
-
-    fd, name = tempfile.mkstemp(prefix="kempner-nccl-")
-    os.close(fd)
-    os.environ.update(nccl_transport.LOG_SETTINGS, NCCL_DEBUG_FILE=name)
-    return Path(name)
-
-
-def _check_transport(log: str) -> None:
-    """Print the network of this host from NCCL's log. Raises ConfigError if NCCL does not use the
-    fabric that was found here: the run would take ten times as long."""
-    from kempner.jobs.ranks import nccl_transport
-
-    used, found = nccl_transport.transport_of(log), os.environ.get("KEMPNER_NETWORK", "")
-    host, wanted = this_job.host_name(), nccl_transport.expected_transports(found)
-    said = f"NCCL uses NET/{used}" if used else "NCCL did not say which network it uses"
-    if wanted and not used:
-        said += f": scripts/slurm/preflight.sh measures whether it is {found}"
-        said += " (docs/start/debugging.md)"
-    print(f"kempner: network of {host}: {said}", file=sys.stderr, flush=True)
-    if used and wanted and used not in wanted and not nccl_transport.chosen_by_user():
-        raise ConfigError(
-            f"{host} has {found}, but NCCL uses NET/{used}, not NET/{wanted[0]}: run "
-            f"scripts/slurm/preflight.sh, and see docs/start/debugging.md; set NCCL_NET={used} "
-            "to train over it all the same"
-        )
-
-
 def allow_open_files() -> None:
     """Raise this process's limit of open files as far as it may: the usual 1024 are soon used by
     sockets to other ranks and mapped data shards."""
@@ -202,30 +132,6 @@ def allow_open_files() -> None:
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-@contextlib.contextmanager
-def _or_exit(seconds: float, message: Callable[[], str]) -> Iterator[None]:
-    """End the process with the message if the body takes longer: a hung collective cannot raise."""
-
-    from kempner.jobs.ranks import rendezvous
-
-    def give_up() -> None:
-
-        text = f"error: {socket.gethostname()}: {{}}\n{rendezvous.meeting_failure_causes()}"
-        backstop = threading.Timer(10.0, os._exit, (1,))  # the store may hang, too
-        backstop.daemon = True
-        backstop.start()
-        print(text.format(message()), file=sys.stderr, flush=True)
-        os._exit(1)
-
-    timer = threading.Timer(seconds, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def set_timeout(seconds: float, groups: Iterable[dist.ProcessGroup] = ()) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kempner.jobs.code import REPOSITORY, CodeVersion, code_differences
+from kempner.jobs.code import REPOSITORY, CodeVersion
 from kempner.jobs.records import events
 from kempner.jobs.records.events import Event, StartEvent
 from kempner.jobs.system.background import Background
@@ -56,6 +56,8 @@ class RunRecords:
         """Describe what differs from the code of the last start, if anything. `root`: what runs
         now."""
         for last in events.of_kind(events.read_events(self._all), StartEvent)[-1:]:
+            from kempner.jobs.code_changes import code_differences
+
             before = CodeVersion(last.code, last.commit, last.versions)
             return [text] if (text := code_differences(before, now, root)) else []
         return []

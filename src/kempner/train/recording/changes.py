@@ -1,4 +1,4 @@
-"""What a resumed run changes, for its log and its records."""
+"""Changes that a resumed run makes to its configuration, for its log and its records."""
 
 from __future__ import annotations
 

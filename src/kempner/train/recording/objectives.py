@@ -1,4 +1,4 @@
-"""What is recorded besides an objective: the use of experts, and the z-loss."""
+"""Objectives that also record the use of experts, or the z-loss."""
 
 from __future__ import annotations
 
