@@ -32,6 +32,9 @@ from kempner.checkpoint.history import (
     latest_checkpoint,
     run_branches,
 )
+from kempner.checkpoint.history import (
+    read_manifest as read_manifest,  # scripts of users, as docs/reference/checkpoints.md has it
+)
 from kempner.checkpoint.ownership import is_own, remove_directory
 from kempner.config import toml
 from kempner.jobs.system.directories import Kind, mark_directory, read_mark
