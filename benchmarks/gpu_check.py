@@ -27,7 +27,7 @@ from benchmarks.gpu_checks import CHECKS
 from benchmarks.gpu_job import ROOT, Failed, Job, Skipped
 from kempner.config.option import ConfigError
 from kempner.jobs.system.compiler import CACHE
-from kempner.jobs.system.directories import refuse_other_file
+from kempner.jobs.system.seal import refuse_other_file
 
 SECONDS = 900.0  # in all: the limits of the checks add up to more, what they usually take to less
 LEAST_S = 10.0  # no check starts with less than that

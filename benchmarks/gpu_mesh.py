@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kempner.jobs.ranks import process_group
+from kempner.jobs.ranks import placement, process_group, proof
 from kempner.parallel.config import DistributedConfig
 from kempner.parallel.layout import build_layout
 from kempner.train.resilience.requests import end_process
@@ -25,7 +25,7 @@ AXES = ("tp", "pp", "ep", "dp_replicate")
 
 def main(rank: str, directory: str, axis: str) -> None:
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    init, prove = dist.init_process_group, process_group._prove
+    init, prove = dist.init_process_group, proof.prove
 
     def without_nccl(backend: str, *, device_id: Any, **options: Any) -> None:
         init(backend.replace("nccl", "gloo"), **options)
@@ -54,7 +54,7 @@ def main(rank: str, directory: str, axis: str) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):  # they meet in the directory
         os.environ.pop(name, None)
     world = process_group.start_process_group(
-        process_group.discover_world(), torch.device("cuda", 0), Path(directory), 60
+        placement.discover_world(), torch.device("cuda", 0), Path(directory), 60
     )
     layout = build_layout(DistributedConfig(**{axis: 2}), world.size, 2, "cuda")
     some = dist.new_group([0], backend="gloo")  # as the checkpointer's of a pipeline

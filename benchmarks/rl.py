@@ -81,7 +81,8 @@ def update(place: Path, rounds: int, size: int) -> None:
     from kempner.extensions.rl.exchange import RolloutExchange
     from kempner.extensions.rl.trainer.publish import DirectoryPublisher
     from kempner.extensions.serve.weights import replace_weights
-    from kempner.jobs.ranks.process_group import discover_world, start_process_group
+    from kempner.jobs.ranks.placement import discover_world
+    from kempner.jobs.ranks.process_group import start_process_group
     from kempner.parallel.build import build_model
     from kempner.train.configure import load_config
     from kempner.train.parts import open_layout

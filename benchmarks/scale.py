@@ -46,7 +46,7 @@ from kempner.config.command_line import argument_parser
 from kempner.data.formats.dataset import TokenDataset
 from kempner.data.sidecar import SIDECAR, Shard, Sidecar
 from kempner.jobs.ranks import rendezvous
-from kempner.jobs.ranks.process_group import World
+from kempner.jobs.ranks.placement import World
 from kempner.jobs.records.run_log import log_path
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder

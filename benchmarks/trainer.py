@@ -265,10 +265,10 @@ def data(options: argparse.Namespace, work: Path) -> None:
 
     from kempner.data.formats.chat_dataset import ChatDataset
     from kempner.data.formats.dataset import TokenDataset
-    from kempner.data.formats.stream import Shape
     from kempner.data.loader import reading_speed
     from kempner.data.mixture import Ingredient, Mixture, MixturePhase
     from kempner.data.sidecar import DATA_SPLITS, SIDECAR, Shard, Sidecar
+    from kempner.data.source import Shape
     from kempner.data.text import chat_marks
 
     if hasattr(os, "sched_setaffinity"):

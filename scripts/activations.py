@@ -24,7 +24,7 @@ import argparse
 import re
 from pathlib import Path
 
-from kempner.checkpoint import commit, named
+from kempner.checkpoint import history, named
 from kempner.config import toml
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
@@ -99,14 +99,14 @@ def models_to_read(name: str, steps: str | None) -> list[str]:
     if steps is None:
         return [name]
     directory, step = named.split_name(name)
-    if step is not None or any((directory / f).is_file() for f in (commit.MANIFEST, CONFIG_FILE)):
+    if step is not None or any((directory / f).is_file() for f in (history.MANIFEST, CONFIG_FILE)):
         raise ConfigError(
             f"{name} is one model: leave out --steps, or name a run, whose checkpoints it selects"
         )
     if steps != "all":
         numbers = _numbers("--steps", steps)
         return [f"{name}@{number}" for number in numbers]
-    there = commit.complete_checkpoints(named.find_checkpoint(name).parent)
+    there = history.complete_checkpoints(named.find_checkpoint(name).parent)
     return [f"{name}@{step_of_name(path.name)}" for path in sorted(there)]
 
 
@@ -167,7 +167,7 @@ def write_activation_shards(options: argparse.Namespace, name: str) -> None:
         folder, weights = folder_of(source), identity_of(source)
         identity, config = str(source.path), {}
         if source.is_checkpoint:
-            identity = commit.read_manifest(source.path)["run"]
+            identity = history.read_manifest(source.path)["run"]
             config = toml.loads((source.path / "config.toml").read_text()).get("data", {})
         loaded = load_model_and_tokenizer(name, options.device)
     model, cfg = loaded.model, loaded.model.cfg

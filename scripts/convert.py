@@ -23,7 +23,7 @@ import argparse
 import re
 from pathlib import Path
 
-from kempner.checkpoint import commit
+from kempner.checkpoint import history
 from kempner.config.command_line import argument_parser
 from kempner.config.loading import SectionValues, load_config_files, to_toml
 from kempner.config.option import ConfigError
@@ -142,7 +142,7 @@ def run_export(options: argparse.Namespace) -> None:
     with held_weights(options.run) as source:
         if not source.is_checkpoint:
             raise ConfigError(f"{options.run}: is in Hugging Face's form already")
-        step = commit.read_manifest(source.path)["step"]
+        step = history.read_manifest(source.path)["step"]
         interruptible()  # what is half written is removed
         if options.adapter:
             path = export_adapter(source.path, options.out)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kempner.checkpoint import named
-from kempner.checkpoint.commit import latest_checkpoint
+from kempner.checkpoint.history import latest_checkpoint
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.extensions.hf.source import held_weights, run_of

@@ -44,7 +44,8 @@ from kempner.extensions.rl.orchestrate.orchestrator import Orchestrator
 from kempner.extensions.rl.orchestrate.rollout import RolloutSampler
 from kempner.jobs.system.front_door import run_program
 from kempner.jobs.system.signals import leave_event
-from kempner.train.configure import check_directories, help_of, load_config
+from kempner.train.configure import check_directories, load_config
+from kempner.train.help import help_of
 from kempner.train.sections import RunConfig
 
 ORCHESTRATE_FLAGS = {"help": bool, "check": bool, "bench": bool}

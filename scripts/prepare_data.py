@@ -53,10 +53,10 @@ from kempner.data.sidecar import (
     SIDECAR,
     SIDECAR_TOKENIZER,
     UNITS_FOLDER,
-    DataError,
     Shard,
     Sidecar,
 )
+from kempner.data.source import DataError
 from kempner.data.text import chat, encode
 from kempner.data.text.tokenizer import (
     BPE_EOD,
@@ -67,7 +67,7 @@ from kempner.data.text.tokenizer import (
     tokenizer_of,
     train_bpe,
 )
-from kempner.jobs.ranks.process_group import discover_world
+from kempner.jobs.ranks.placement import discover_world
 from kempner.jobs.system import hub
 from kempner.jobs.system.directories import Kind, mark_directory, refuse_others
 from kempner.jobs.system.files import write_atomic

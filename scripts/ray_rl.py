@@ -36,7 +36,8 @@ from kempner.extensions.rl.exchange import EXCHANGE_SILENCE_S, Listener, Rollout
 from kempner.extensions.rl.extension import RlExtension
 from kempner.jobs.ray.programs import place_programs, rank_variables_of
 from kempner.jobs.system.front_door import run_program
-from kempner.train.configure import check_directories, help_of, load_config
+from kempner.train.configure import check_directories, load_config
+from kempner.train.help import help_of
 from kempner.train.sections import RunConfig
 
 PROGRAM_FOLDER = Path(__file__).resolve().parent

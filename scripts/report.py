@@ -37,9 +37,10 @@ from kempner.jobs.report.summary import (
     start_times,
     summary_table,
 )
-from kempner.jobs.system.directories import describe_directory, refuse_other_file
+from kempner.jobs.system.directories import describe_directory
 from kempner.jobs.system.front_door import run_program
 from kempner.jobs.system.picture import refuse_other_picture
+from kempner.jobs.system.seal import refuse_other_file
 
 FORMATS = (".png", ".pdf", ".svg")
 SHOWN_RUNS = 5  # runs that a message names

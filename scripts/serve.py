@@ -31,10 +31,10 @@ from kempner.extensions.hf.source import held_weights
 from kempner.extensions.hf.stored import check_source
 from kempner.extensions.planner.engine import check_room, no_room
 from kempner.extensions.serve.arguments import TOKEN_VARIABLE, check_window, parse_serve_arguments
-from kempner.jobs import slurm
-from kempner.jobs.system.directories import refuse_other_file
+from kempner.jobs import this_job
 from kempner.jobs.system.files import write_atomic
 from kempner.jobs.system.front_door import explain_os_error, read_text, run_program
+from kempner.jobs.system.seal import refuse_other_file
 from kempner.jobs.system.signals import TO_LEAVE, leave_event
 
 OPEN_TO_ALL = ("0.0.0.0", "::")
@@ -57,7 +57,7 @@ def check_start(options: argparse.Namespace) -> None:
         model_shape,
     )
 
-    here = not (options.check and slurm.is_here())
+    here = not (options.check and this_job.is_here())
     if options.device == "cuda" and here:
         inference_device(options.device)
     if options.source:
@@ -122,8 +122,8 @@ def run_server(options: argparse.Namespace, token: str, end: threading.Event) ->
     from kempner.extensions.serve.http import Server
     from kempner.extensions.serve.weights import first_version
     from kempner.extensions.serve.worker import Worker
-    from kempner.jobs.ranks.port_range import BadPortRange, NoFreePort
     from kempner.jobs.ranks.process_group import allow_open_files
+    from kempner.jobs.system.front_door import BadPortRange, NoFreePort
 
     allow_open_files()  # a connection for each client
     try:
@@ -164,7 +164,7 @@ def run_server(options: argparse.Namespace, token: str, end: threading.Event) ->
     for thread in threads:
         thread.daemon = True
         thread.start()
-    host = slurm.own_address() if options.host in OPEN_TO_ALL else options.host
+    host = this_job.own_address() if options.host in OPEN_TO_ALL else options.host
     url = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
     print(f"serve: {loaded.about} at {url}", flush=True)
     place = options.publish and url_file(options)

@@ -18,8 +18,7 @@ if __name__ == "__main__":
 
 import sys
 
-from kempner.jobs.ranks import process_group
-from kempner.train import extensions
+from kempner.train import lookup
 from kempner.train.configure import configure, reject_input
 from kempner.train.resilience import requests
 from kempner.train.resilience.requests import GO_ON, StopRequests, Verdict
@@ -32,7 +31,8 @@ if __name__ == "__main__":
 import torch
 
 from kempner.config.option import ConfigError
-from kempner.jobs.ranks.port_range import BadPortRange, NoFreePort
+from kempner.jobs.ranks import process_group
+from kempner.jobs.system.front_door import BadPortRange, NoFreePort
 from kempner.train.parts import prepare_torch
 from kempner.train.recording.run_directory import Run
 from kempner.train.step import (
@@ -126,7 +126,7 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
         if verdict.state != "failed":
             process_group.leave_process_group(world)
     except BaseException as error:
-        return run.crashed(error, extensions.advise)
+        return run.crashed(error, lookup.advise)
     return 1 if verdict.state == "failed" else 0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kempner.jobs.ranks import process_group
+from kempner.jobs.ranks import placement, process_group
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +15,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    world = process_group.World(0, 0, 1, "single")
+    world = placement.World(0, 0, 1, "single")
     process_group.start_process_group(
         world, torch.device("cpu"), tmp_path_factory.mktemp("start"), 60
     )

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kempner.checkpoint import commit, fork
+from kempner.checkpoint import commit
 from kempner.checkpoint.choose import (
     Choice,
     choose_checkpoint,
@@ -25,18 +25,17 @@ from kempner.checkpoint.choose import (
     remember_skip,
     set_damaged_aside,
 )
-from kempner.checkpoint.commit import Damaged
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.format import plan as layout
-from kempner.checkpoint.format.metadata import dcp_metadata
-from kempner.checkpoint.format.plan import Table
-from kempner.checkpoint.format.reader import TENSORS, read_wanted
+from kempner.checkpoint.format.dcp import dcp_metadata
+from kempner.checkpoint.format.plan import TENSORS, Table
 from kempner.checkpoint.format.writer import Image, local_part, plan_file, write_file
+from kempner.checkpoint.history import Damaged
 from kempner.checkpoint.ownership import claim_directory, is_own, remove_directory
 from kempner.checkpoint.ranks import Ranks
 from kempner.checkpoint.state import StateProvider, collect_state, read_targets
 from kempner.jobs.lock import RunLock
-from kempner.jobs.slurm import attempt_name, short_window
+from kempner.jobs.this_job import attempt_name, short_window
 
 LAST_PRUNE_S = 10.0
 
@@ -327,6 +326,8 @@ class Checkpointer:
                 choice = self._ranks.on_first(lambda: hold_checkpoint(source, self.about, locks))
                 self._ranks.on_all(partial(self._read, choice, providers))
             except Damaged as error:  # it is not ours to set aside
+                from kempner.checkpoint import fork
+
                 raise fork.not_whole(source, error) from None
         return choice
 
@@ -340,6 +341,8 @@ class Checkpointer:
                 self.log(f"WARNING: a restart will not know the samples to leave out: {error}")
 
     def _read(self, choice: Choice, providers: Mapping[str, StateProvider]) -> None:
+        from kempner.checkpoint.format.reader import read_wanted
+
         path, manifest, table = choice
         wants = read_targets(providers, table, manifest["world_size"], self.rank, self.world_size)
         read_wanted(path, manifest, table, wants, near=self.rank % manifest["world_size"])

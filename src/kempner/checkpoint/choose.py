@@ -9,11 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kempner.checkpoint import commit, fork
-from kempner.checkpoint.commit import Damaged
-from kempner.checkpoint.fits import check_compatible, check_fork
+from kempner.checkpoint import commit, history
 from kempner.checkpoint.format.plan import Table
-from kempner.checkpoint.format.reader import read_table
+from kempner.checkpoint.history import Damaged
 from kempner.checkpoint.ownership import is_own
 from kempner.jobs.system.files import name_of_step, write_atomic
 
@@ -31,11 +29,14 @@ def choose_checkpoint(
     A damaged one is set aside. Raises ConfigError if the checkpoint does not fit this run or this
     version, RuntimeError if all have been set aside.
     """
-    for path in commit.complete_checkpoints(root):
+    for path in history.complete_checkpoints(root):
         if only is not None and path.name != name_of_step(only):
             continue
+        from kempner.checkpoint.fits import check_compatible
+        from kempner.checkpoint.format.reader import read_table
+
         try:
-            manifest = commit.read_manifest(path)
+            manifest = history.read_manifest(path)
             check_compatible(path, manifest, about)
             table = read_table(path, manifest)
         except Damaged as error:
@@ -60,10 +61,14 @@ def hold_checkpoint(source: str, about: dict[str, Any], locks: contextlib.ExitSt
 
     Raises ConfigError if there is none or it does not fit, Damaged.
     """
-    path = fork.find_fork(source)
+    from kempner.checkpoint.fits import check_fork
+    from kempner.checkpoint.fork import find_fork
+    from kempner.checkpoint.format.reader import read_table
+
+    path = find_fork(source)
     locks.enter_context(commit.reading_lock(path))
     # Retention may delete it between the two lines; then the manifest is missing.
-    manifest = commit.read_manifest(path)
+    manifest = history.read_manifest(path)
     check_fork(source, path, manifest, about)
     return path, with_skip(path, manifest), read_table(path, manifest)
 

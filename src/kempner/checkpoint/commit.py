@@ -22,26 +22,28 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from kempner.checkpoint.config import is_power_of_two
+from kempner.checkpoint.history import (
+    CHECKPOINT_FORMAT,
+    LATEST_LINK,
+    MANIFEST,
+    latest_checkpoint,
+    run_branches,
+)
+from kempner.checkpoint.history import (
+    read_manifest as read_manifest,  # scripts of users, as docs/reference/checkpoints.md has it
+)
 from kempner.checkpoint.ownership import is_own, remove_directory
 from kempner.config import toml
-from kempner.config.option import ConfigError
 from kempner.jobs.system.directories import Kind, mark_directory, read_mark
 from kempner.jobs.system.files import fsync, name_of_step, step_of_name, swap_link, write_atomic
 
-CHECKPOINT_FORMAT = 2
-MANIFEST = "manifest.json"
-LATEST_LINK = "latest"
 READING = ".reading"
 LEFTOVER_NAME = re.compile(  # by a killed save, deletion, or write of a small file
     r"step_\d{8,}\.(([\w.-]+\.)?partial|deleted(\.\d+)?)|\.(latest|skip\.json|\.kempner)\.\d+\.new"
 )
-
-
-class Damaged(ValueError):
-    """Proof that a checkpoint is damaged: a file is missing or short, or its sum is wrong."""
 
 
 def partial_of(root: Path, step: int, attempt: str = "") -> Path:
@@ -136,118 +138,7 @@ def unused_name(root: Path, name: str) -> Path:
     return next(path for path in tries if not path.exists())
 
 
-# --- Choosing ---
-
-
-def latest_checkpoint(root: Path) -> Path | None:
-    """Return the directory in `root` that `latest` names, None if there is no link or it
-    dangles."""
-    target = root / (root / LATEST_LINK).resolve().name
-    return (
-        target if step_of_name(target.name) is not None and (target / MANIFEST).is_file() else None
-    )
-
-
-class _Commit(NamedTuple):
-    """A manifest's place in the history. Without a readable manifest, time is None."""
-
-    step: int
-    parent: int  # the step that was loaded or saved before this one; -1: none
-    time: float | None
-
-    def may_follow(self, other: _Commit) -> bool:
-        """Return whether `other` can be an ancestor of this one."""
-        older = self.time is None or other.time is None or other.time < self.time
-        return other.step <= self.parent and older
-
-
-def run_branches(root: Path) -> tuple[list[Path], list[Path]]:
-    """Return the checkpoints from which the run has come to where `latest` is, newest first, and
-    those of branches that it has left by going back.
-
-    A younger checkpoint of an abandoned branch holds what the run went back to avoid.
-    """
-    if not root.is_dir():
-        return [], []
-    commits = {
-        path: _read_commit(path, step)
-        for path in root.iterdir()
-        if (step := step_of_name(path.name)) is not None and path.is_dir()
-    }
-    newest_first = sorted(
-        commits, key=lambda p: (commits[p].time or 0.0, commits[p].step), reverse=True
-    )
-    head = latest_checkpoint(root)
-    latest_step = step_of_name((root / LATEST_LINK).resolve().name)
-    if head is None and latest_step is None and newest_first:
-        # Without any `latest`, take the newest.
-        head = newest_first[0]
-    at = commits[head] if head else _Commit(0, latest_step or 0, None)
-    branch = [head] if head else []
-    while ancestors := [
-        path for path in commits if path not in branch and at.may_follow(commits[path])
-    ]:
-        branch.append(max(ancestors, key=lambda path: commits[path].step))
-        at = commits[branch[-1]]
-    return branch, [path for path in newest_first if path not in branch]
-
-
-def complete_checkpoints(root: Path) -> list[Path]:
-    """List the checkpoints in the order in which to try them: `latest`, its ancestors, the
-    others."""
-    branch, other_branches = run_branches(root)
-    return branch + other_branches
-
-
-def has_checkpoint(root: Path) -> bool:
-    """Return whether the run has a checkpoint. An unreadable directory counts as empty here; the
-    check of the input reports it."""
-    with contextlib.suppress(OSError):
-        return bool(complete_checkpoints(root))
-    return False
-
-
-def _read_commit(path: Path, step: int) -> _Commit:
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        return _Commit(step, int(manifest["parent"]), float(manifest["time"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return _Commit(step, step - 1, None)
-
-
-# --- Reading ---
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest. Raises Damaged if it is missing or torn, ConfigError if it has another
-    format."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        version = manifest["format"]
-        if not isinstance(version, int):
-            raise ValueError("its format is not a number")
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{path / MANIFEST}: {type(error).__name__}: {error}") from None
-    if version != CHECKPOINT_FORMAT:
-        other = "an older" if version < CHECKPOINT_FORMAT else "a newer"
-        raise ConfigError(
-            f"{path} was written by {other} version of this program: it has format {version}, this "
-            f"version reads format {CHECKPOINT_FORMAT}. Continue it with that version, or start "
-            "over in another directory: --run.dir=runs/NAME"
-        )
-    return manifest  # type: ignore[no-any-return]
-
-
-def read_listed(path: Path, manifest: dict[str, Any], name: str) -> bytes:
-    """Read one of the small files that the manifest lists. Raises Damaged."""
-    try:
-        content, expected = (path / name).read_bytes(), manifest["files"][name]
-        whole = expected == {"bytes": len(content), "crc32": zlib.crc32(content)}
-    except (FileNotFoundError, NotADirectoryError, KeyError, TypeError) as error:
-        raise Damaged(f"{path / name}: {type(error).__name__}: {error}") from None
-    if not whole:
-        raise Damaged(f"{path / name}: size or CRC-32 differ from those in {MANIFEST}")
-    return content
+# --- Protecting what is read ---
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kempner.config.option import ConfigError
-from kempner.data.opening import data_changes
+from kempner.data.changes import data_changes
 from kempner.model.config import OF_CONTEXT, OF_TRAINING, ModelConfig
 
 # "fixed" in a manifest holds the facts that define the meaning of its weights and position. Only

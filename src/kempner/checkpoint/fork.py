@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kempner.checkpoint import commit, named
-from kempner.checkpoint.commit import Damaged
+from kempner.checkpoint import history, named
+from kempner.checkpoint.history import Damaged
 from kempner.config.option import ConfigError
 
 
@@ -28,7 +28,7 @@ def fork_problems(source: str, run_dir: Path, root: Path) -> list[str]:
             "--run.dir=runs/NAME"
         ]
     try:
-        if own := commit.latest_checkpoint(root):
+        if own := history.latest_checkpoint(root):
             return _not_from(source, own)
         find_fork(source)
     except Damaged:  # the load sees to it
@@ -48,7 +48,7 @@ def not_whole(source: str, error: Damaged) -> ConfigError:
 def _not_from(source: str, own: Path) -> list[str]:
     """Check that a run with a checkpoint, which continues from that, is a fork of `source`."""
     run, step = named.split_name(source)
-    lineage: list[dict[str, Any]] = commit.read_manifest(own).get("lineage") or [{}]
+    lineage: list[dict[str, Any]] = history.read_manifest(own).get("lineage") or [{}]
     origin = lineage[0]
     if origin.get("dir") == str(run.resolve()) and step in (None, origin["step"]):
         return []

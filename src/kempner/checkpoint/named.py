@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kempner.checkpoint import commit
+from kempner.checkpoint import history
 from kempner.config import toml
 from kempner.config.option import ConfigError
 from kempner.jobs.system.files import name_of_step, step_of_name
@@ -14,7 +14,7 @@ CHECKPOINT_SIGNS = (
     "config.toml",
     "checkpoints",
     "latest",
-    commit.MANIFEST,
+    history.MANIFEST,
 )  # one of them is in whatever has one
 STEPPED = re.compile(r"(.+)@(\d+)")
 
@@ -33,11 +33,11 @@ def find_checkpoint(name: str) -> Path:
     directory, step = split_name(name)
     if not directory.is_dir():
         raise ConfigError(f"{name}: no such directory {directory}; name the run.dir of a run")
-    if (directory / commit.MANIFEST).is_file():
+    if (directory / history.MANIFEST).is_file():
         return directory.resolve()
     root = checkpoints_of(directory)
     there = [
-        path for path in commit.complete_checkpoints(root) if (path / commit.MANIFEST).is_file()
+        path for path in history.complete_checkpoints(root) if (path / history.MANIFEST).is_file()
     ]
     if not there:
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from kempner.checkpoint.commit import Damaged
+from kempner.checkpoint.history import Damaged
 from kempner.config.option import ConfigError
 
 _T = TypeVar("_T")

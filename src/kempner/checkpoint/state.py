@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from kempner.checkpoint.format.plan import StoredTensor, Table, make_table, own_box
-from kempner.checkpoint.format.reader import Want
+from kempner.checkpoint.format.plan import StoredTensor, Table, Want, make_table, own_box
 from kempner.config.option import ConfigError
 from kempner.optim.optimizer import Optimizer
 from kempner.parallel.build import buffer_names, parameter_names

@@ -5,21 +5,18 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from kempner.config.option import ConfigError, Option
-from kempner.config.values import format_value, to_text
+from kempner.config.option import ConfigError
+from kempner.config.values import format_value
 
-HELP_WIDTH = 100
 FLAG_MAXIMA = {
     "nodes": 100_000,
     "gpus-per-node": 1024,
     "host-memory": 100_000,
 }  # more is a typing error
-MEANING_COLUMN = 46  # where the meaning begins; an option that is longer has it on the next line
 
 
 @dataclass(frozen=True)
@@ -125,37 +122,3 @@ def argument_parser(program: str, doc: str | None) -> argparse.ArgumentParser:
     """Make a parser for a program without a configuration: its docstring is its help."""
     about, _, more = (doc or "").partition("\n")
     return Parser(program, None, about, more, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-
-def help_text(sections: Mapping[str, Mapping[str, Option]], usage: str) -> str:
-    """Format `usage`, then every option by section: name, type, [default], one line of meaning."""
-    lines = [usage.rstrip()]
-    for section, options in sections.items():
-        lines += ["", f"[{section}]"]
-        for option in options.values():
-            lines += _help(option, f"--{option.name}")
-            for key, inner in (option.keys or {}).items():
-                lines += _help(inner, f"  {key}")
-    return "\n".join(lines) + "\n"
-
-
-def _help(option: Option, name: str) -> list[str]:
-    kind = _type(option)
-    left = f"  {name} {kind} {_default(option)}"
-    limits = f" ({option.limits})" if option.limits and "|" not in kind else ""
-    meaning = textwrap.wrap(option.help + limits, HELP_WIDTH - MEANING_COLUMN)
-    if len(left) < MEANING_COLUMN:
-        left = left.ljust(MEANING_COLUMN) + meaning.pop(0)
-    return [left, *(" " * MEANING_COLUMN + line for line in meaning)]
-
-
-def _type(option: Option) -> str:
-    """The type; of a value with choices, these: adamw|muon."""
-    if option.choices is None or option.size is not None:
-        return option.type_name
-    return "|".join(map(str, [*option.choices, *(["none"] if option.optional else [])]))
-
-
-def _default(option: Option) -> str:
-    text = "none" if option.default is None else to_text(option.default)  # REQUIRED: "required"
-    return text if text.startswith("[") else f"[{text}]"

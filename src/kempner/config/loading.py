@@ -12,7 +12,6 @@ Whatever is not understood is an error, and all errors of one configuration are 
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +33,6 @@ from kempner.config.option import (
 from kempner.config.values import format_value, to_text
 
 OTHER_KITS = "; those of other kits are in docs/start/coming-from.md"
-LISTS = "lists all"  # the end of a hint that knows no better one
 NO_SLURM = (  # as in files of prime-rl
     "the request is made to sbatch; give its options, SBATCH_* variables or site.env, and leave "
     "this out (docs/reference/slurm.md)"
@@ -98,8 +96,9 @@ class _Loader:
                 raise ValueError("it begins with a byte order mark; save it as UTF-8 without one")
             table = toml.loads(text)
         except (OSError, ValueError, RecursionError) as error:
-            why = _why_not_read(path, error) if isinstance(error, OSError) else _why_not_toml(error)
-            self._unread(f"{where}: {why}")
+            from kempner.config.mistakes import why_not_read
+
+            self._unread(f"{where}: {why_not_read(path, error)}")
             return
         children = (*children, os.path.realpath(path))
         for base in self._bases(table.pop("base", []), where):
@@ -127,7 +126,7 @@ class _Loader:
             problem = f"unknown {what}{self._nearest(name)}"
             if name == "slurm":
                 problem = NO_SLURM
-            elif what == "section" and problem.endswith(LISTS):
+            elif what == "section" and problem.endswith("lists all"):
                 problem += OTHER_KITS
             self._wrong(name, f"{where}: {section}: {problem}")
             return
@@ -165,7 +164,7 @@ class _Loader:
             self._wrong(section, f"{where}: {fix}")
         elif option is None:
             problem = f"unknown option{self._nearest(name, '--')}"
-            if problem.endswith(LISTS):
+            if problem.endswith("lists all"):
                 problem = NO_SLURM if section == "slurm" else problem + OTHER_KITS
             self._wrong(section, f"{where}: {problem}")
         elif equals and negated:
@@ -202,23 +201,11 @@ class _Loader:
         self.unsound.add(section)
 
     def _nearest(self, name: str, dashes: str = "") -> str:
-        """Return the hint for a name that is not in the schema: `; did you mean ...?` if there is
-        one."""
-        section, _, key = name.rpartition(".")
+        from kempner.config.mistakes import nearest_option
+
         others = self.finds.all_sections().items()
         sections = self.sections | {each: section_options(each, cls) for each, cls in others}
-        names = [option.name for keys in sections.values() for option in keys.values()]
-        elsewhere = [other for other in names if other.endswith(f".{key}")]
-        if section in self.sections:
-            near = difflib.get_close_matches(key, self.sections[section], n=1)
-            guesses = [f"{section}.{key}" for key in near] or elsewhere
-        else:
-            guesses = difflib.get_close_matches(name, elsewhere, n=1, cutoff=0)
-            names += () if dashes else sections  # which are no options
-            guesses = guesses or difflib.get_close_matches(name, names, n=1)
-        if guesses:
-            return f"; did you mean {dashes}{guesses[0]}?"
-        return f"; --help {section if section in self.sections else '--all'} {LISTS}"
+        return nearest_option(name, self.sections, sections, dashes)
 
     def build(
         self,
@@ -271,33 +258,6 @@ def _name(pair: tuple[str, Any]) -> str:
 
 def _own_problems(part: Any) -> list[str]:
     return list(part.problems()) if hasattr(part, "problems") else []
-
-
-def _why_not_read(path: Path, error: OSError) -> str:
-    if isinstance(error, IsADirectoryError):
-        return "is a directory; name a file in it"
-    if not isinstance(error, FileNotFoundError):
-        return f"cannot be read: {error.strerror}; change its permissions or name another file"
-    if path.is_symlink():
-        return f"is a link to {os.readlink(path)}, which is not there; name another file"
-    folder = path.parent
-    if not folder.is_dir():
-        return f"no such file: the directory {folder.absolute()} does not exist; correct the path"
-    names = sorted(other.stem for other in folder.glob("*.toml") if other.name != "pyproject.toml")
-    near = difflib.get_close_matches(path.stem, names, n=3)
-    hint = f"did you mean {' or '.join(str(folder / name) + '.toml' for name in near)}?"
-    if not near:
-        hint = (
-            f"{folder}/ has {', '.join(name + '.toml' for name in names[:12]) or 'no .toml file'}"
-        )
-    return f"no such file: looked at {path.absolute()}; {hint}"
-
-
-def _why_not_toml(error: Exception) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        return "not a TOML file: it is not UTF-8 text; save it as UTF-8"
-    fix = "; correct it there" if isinstance(error, toml.TOMLDecodeError | RecursionError) else ""
-    return f"not a TOML file: {error}{fix}"  # the parser says line and column
 
 
 def _one_line(word: str) -> str:

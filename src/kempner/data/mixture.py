@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kempner.data.permute import shuffled_indices
-from kempner.data.sidecar import DataError
-from kempner.data.source import Int64, Source
+from kempner.data.source import DataError, Int64, Source
 
 LONGEST_PATTERN = 1 << 14  # with shares that need a longer one, counts drift by 1 in a turn at most
 WEIGHT_PRECISION = 1 << 40

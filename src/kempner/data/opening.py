@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 
 from kempner.config.option import ConfigError
 from kempner.data.config import FAKE, DataConfig, SourceConfig
-from kempner.data.formats.stream import Shape
 from kempner.data.mixture import Ingredient, Mixture, MixturePhase
-from kempner.data.sidecar import SIDECAR, open_sidecar
-from kempner.data.source import Source
+from kempner.data.source import Shape, Source
 from kempner.jobs.system.front_door import how_to_run
 
 DataFacts = dict[str, Any]  # JSON
@@ -95,6 +93,8 @@ def _open_fake(cfg: SourceConfig, split: str, how: Opening) -> Source:
 
 
 def _open_prepared(cfg: SourceConfig, split: str, how: Opening) -> Source:
+    from kempner.data.sidecar import open_sidecar
+
     shape, kind = how.shape, open_sidecar(cfg.path).kind  # which says what is missing
     if (kind == "preference") != shape.preferences:
         raise ConfigError(
@@ -128,6 +128,8 @@ def _open_prepared(cfg: SourceConfig, split: str, how: Opening) -> Source:
 
 
 def _prepared_hold_out(cfg: SourceConfig, how: Opening) -> bool:
+    from kempner.data.sidecar import open_sidecar
+
     return open_sidecar(cfg.path).tokens("val") > how.shape.seq_len
 
 
@@ -164,11 +166,7 @@ def _hugging_face_holds_out(cfg: SourceConfig, how: Opening) -> bool:
 def _other_kind(cfg: DataConfig) -> list[str]:
     """List sources whose kind is not data.kind: plain text trains a chat model without an error, to
     another end."""
-    kinds = [
-        (one.path, open_sidecar(one.path).kind if has_sidecar(one) else "text")
-        for one in cfg.mixed
-        if cfg.kind and one.path != FAKE
-    ]
+    kinds = [(one.path, _kind_of(one)) for one in cfg.mixed if cfg.kind and one.path != FAKE]
     how = "no --kind" if cfg.kind == "text" else f"--kind {cfg.kind} --tokenizer DIR"
     return [
         f"{path}: holds data of the kind {kind}, and data.kind = {cfg.kind}; prepare them by "
@@ -176,6 +174,14 @@ def _other_kind(cfg: DataConfig) -> list[str]:
         for path, kind in kinds
         if kind != cfg.kind
     ]
+
+
+def _kind_of(cfg: SourceConfig) -> str:
+    if not has_sidecar(cfg):
+        return "text"
+    from kempner.data.sidecar import open_sidecar
+
+    return open_sidecar(cfg.path).kind
 
 
 def _uncounted(cfg: DataConfig, sources: Sequence[Source]) -> list[str]:
@@ -190,9 +196,12 @@ def _uncounted(cfg: DataConfig, sources: Sequence[Source]) -> list[str]:
 
 def one_vocabulary(cfg: DataConfig) -> list[str]:
     """List the token shards that were made with another tokenizer than the first."""
-    tokenizers = [
-        (one.path, open_sidecar(one.path).tokenizer) for one in cfg.mixed if has_sidecar(one)
-    ]
+    prepared = [one.path for one in cfg.mixed if has_sidecar(one)]
+    if len(prepared) < 2:
+        return []
+    from kempner.data.sidecar import open_sidecar
+
+    tokenizers = [(path, open_sidecar(path).tokenizer) for path in prepared]
     return [
         f"{path}: its tokenizer is {tokenizer['name']}, that of {tokenizers[0][0]} is "
         f"{tokenizers[0][1]['name']}; a token id must mean the same in all sources: prepare it "
@@ -203,6 +212,10 @@ def one_vocabulary(cfg: DataConfig) -> list[str]:
 
 
 def has_sidecar(cfg: SourceConfig) -> bool:
+    if cfg.path == FAKE:
+        return False
+    from kempner.data.sidecar import SIDECAR
+
     return (Path(cfg.path).expanduser() / SIDECAR).is_file()
 
 
@@ -254,56 +267,3 @@ def mixture_of(facts: Mapping[str, Any], starts: Sequence[int], seed: int = 0) -
             f"{', '.join(str(start) for start in starts)}; correct start_step or start_token"
         )
     return Mixture(parts, phases, seed)
-
-
-def data_changes(
-    there: DataFacts, here: DataFacts, starts: Sequence[int], samples: int, same_length: bool = True
-) -> list[str]:
-    """List the reasons why a run with the facts `here` may not continue from a checkpoint with
-    those `there`, in which the phases begin at `starts`, after `samples` samples: what has been
-    read must stay the same.
-
-    Phases that have not begun and sources that were not used may change. Samples of another length
-    are numbered differently: then only the tokens they are cut from are compared."""
-    phase_count = sum(start < samples for start in starts)
-    old = mixture_of({**there, "phases": there["phases"][:phase_count]}, starts[:phase_count])
-    problems = [
-        f"data.phases[{i}] has begun; "
-        + (f"its start is {_start(now[0])} here, {_start(was)} there" if now else "it is missing")
-        for i, was in enumerate(there["phases"][:phase_count])
-        if not (now := here["phases"][i : i + 1]) or _start(now[0]) != _start(was)
-    ]
-    if problems:
-        return problems
-    new = mixture_of({**here, "phases": here["phases"][:phase_count]}, starts[:phase_count])
-    here_by_name = {one["name"]: one for one in here["sources"]}
-    own = {"path", "weight", "max_epochs"}  # what may differ while the samples are the same
-    own |= set() if same_length else {"size", "seq_len"}
-    for one in there["sources"]:
-        now = here_by_name.get(one["name"], {})
-        same = all(now.get(key) == value for key, value in one.items() if key not in own)
-        if old.uses(one["name"], samples) and not same:
-            what = f"{now['path']} holds other tokens than" if now else "is missing; it was"
-            moved = "" if now else "; if it has moved, name it so in [[data.sources]]"
-            problems.append(
-                f"data source {one['name']}: {what} {one['path']}, on which it was trained{moved}"
-            )
-    if same_length and not problems and old.past(samples) != new.past(samples):
-        problems.append(
-            f"the mixture of the first {samples} samples is {_told(new, samples)} here, "
-            f"{_told(old, samples)} there; what is past stays as it was: append a [[data.phases]] "
-            "to change the weights from now on"
-        )
-    return problems
-
-
-def _start(phase: Mapping[str, Any]) -> str:
-    kind = "start_step" if phase["start_token"] is None else "start_token"
-    return f"{kind} = {phase[kind]}"
-
-
-def _told(mixture: Mixture, samples: int) -> str:
-    return ", then ".join(
-        " : ".join(f"{share:.3g} {name}" for name, share in shares.items())
-        for _, shares in mixture.past(samples)
-    )

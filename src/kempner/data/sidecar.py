@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kempner.config import toml
-from kempner.config.option import ConfigError
+from kempner.data.source import DataError
 from kempner.jobs.system.directories import Kind, describe_directory, directory_kind, read_run_id
 from kempner.jobs.system.files import write_atomic
 from kempner.jobs.system.front_door import how_to_run
@@ -27,10 +27,6 @@ BYTES_TOKENIZER = {"name": "bytes", "kind": "bytes", "hash": ""}  # the tokenize
 BYTES_EOD = 256  # its end of a document
 SIDECAR_FORMAT = 1
 DATA_SPLITS = ("train", "val")
-
-
-class DataError(ConfigError):
-    """Something is wrong with the data, or with the text that they are made from."""
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kempner.config.option import ConfigError
 
 Int64 = NDArray[np.int64]
 Int32 = NDArray[np.int32]
@@ -57,3 +59,17 @@ class Source(Protocol):
         """Return all that the samples follow from, as JSON: a run resumes only while it stays the
         same."""
         ...
+
+
+class DataError(ConfigError):
+    """Something is wrong with the data, or with the text that they are made from."""
+
+
+class Shape(NamedTuple):
+    """Shape of the samples that a run reads from a stream."""
+
+    seq_len: int
+    vocab_size: int  # of the model: token ids are smaller
+    separate: bool = False  # documents do not see each other
+    cut: bool = False  # conversations that are longer than a row, rather than drop them
+    preferences: bool = False  # pairs of answers, rather than text or chats

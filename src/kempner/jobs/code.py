@@ -4,12 +4,11 @@ has made (scripts/slurm/lib/code.sh), or the repository itself. No torch."""
 from __future__ import annotations
 
 import contextlib
-import filecmp
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +18,6 @@ from kempner.config import toml
 REPOSITORY = Path(__file__).parents[3]
 ORIGIN = ".kempner-origin"  # in a copy: the repository that it is of
 CODE_PACKAGES = ("torch", "numpy", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
-MOST_FILES = 3  # names of files that differ
 
 
 class CodeVersion(NamedTuple):
@@ -50,53 +48,6 @@ def commit_of(root: Path, copy: bool) -> str:
         done = subprocess.run(git, capture_output=True, text=True, timeout=5)
         return done.stdout.strip() if done.returncode == 0 else ""
     return ""
-
-
-def code_differences(before: CodeVersion, now: CodeVersion, root: Path = REPOSITORY) -> str:
-    """Describe the differences in code or versions, "" for none."""
-    found = []
-    if before.hash and now.hash and before.hash != now.hash:
-        files = differing_files(root.with_name(before.hash), root)
-        found.append(f"code {before.hash} -> {now.hash}{_shown(files)}")
-    elif before.commit and now.commit and before.commit != now.commit:
-        found.append(f"commit {before.commit[:7]} -> {now.commit[:7]}")
-    had, has = (
-        {name: number for name, _, number in (text.rpartition(" ") for text in each.versions)}
-        for each in (before, now)
-    )
-    for name in dict.fromkeys([*had, *has]) if had and has else ():
-        one, other = had.get(name, "none"), has.get(name, "none")
-        if one != other:
-            found.append(f"{name} {one} -> {other}")
-    return "; ".join(found)
-
-
-def _shown(files: list[str] | None) -> str:
-    if files is None:
-        return ""
-    count = "1 file differs" if len(files) == 1 else f"{len(files)} files differ"
-    return f", {count}: {', '.join(files[:MOST_FILES])}{', ...' if len(files) > MOST_FILES else ''}"
-
-
-def differing_files(one: Path, other: Path) -> list[str] | None:
-    """List the files that two copies do not share, None if one of them is gone."""
-    if not (one.is_dir() and other.is_dir()):
-        return None
-    names = sorted({*files_of(one), *files_of(other)})
-    return [
-        name
-        for name in names
-        if not ((one / name).is_file() and (other / name).is_file())
-        or not filecmp.cmp(one / name, other / name, shallow=False)
-    ]
-
-
-def files_of(root: Path) -> Iterator[str]:
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name != "__pycache__"]
-        for name in names:
-            if name != ORIGIN:
-                yield str((Path(folder) / name).relative_to(root))
 
 
 def input_files(arguments: Sequence[str]) -> list[Path]:

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kempner.config.option import ConfigError
-from kempner.jobs import slurm
-from kempner.jobs.slurm import host_name
+from kempner.jobs import this_job
 from kempner.jobs.system.process import birth_ticks, pid_namespace
+from kempner.jobs.this_job import host_name
 
 LOCK_HEARTBEAT_S = 5.0  # the holder touches its lock, and looks at it, this often
 MISSED_S = 12.0  # two beats, and more: so long a lock of a job that Slurm has ended must be still
@@ -138,16 +138,18 @@ class RunLock:
     def _take(self, directory: Path, option: str) -> None:
         missing = 0
         while not self._create():
+            from kempner.jobs import lock_holder
+
             seen = _look(self.path)
             if seen is None:
                 missing += 1
                 if missing == LOCK_TRIES:
                     raise FileExistsError(errno.EEXIST, "is in the way: remove it", str(self.path))
                 time.sleep(LOCK_POLL_S / 10)
-            elif _follows(self._self, seen.holder):
+            elif lock_holder.follows(self._self, seen.holder):
                 if self._replace(seen, though_it_beats=True) and self._outwait(seen.holder):
                     return
-            elif _is_gone(self._self, seen.holder) or self._is_still(seen):
+            elif lock_holder.is_gone(self._self, seen.holder) or self._is_still(seen):
                 if self._replace(seen):
                     return
             # Refuse only if it is still the same holder; it may have left or been replaced
@@ -176,7 +178,9 @@ class RunLock:
     def _is_still(self, seen: SeenLock) -> bool:
         """Return whether the holder has missed enough beats. By the clock of the file system alone:
         those of two hosts differ."""
-        limit = MISSED_S if _has_ended(self._self, seen.holder) else DEAD_S
+        from kempner.jobs import lock_holder
+
+        limit = MISSED_S if lock_holder.has_ended(self._self, seen.holder) else DEAD_S
         return self._stays(seen, limit)
 
     def _stays(self, seen: SeenLock, seconds: float) -> bool:
@@ -219,8 +223,10 @@ class RunLock:
     def _outwait(self, holder: dict[str, Any]) -> bool:
         """Wait until the earlier start of this job, which has lost its lock to this one, is gone or
         has had time to notice. Returns False if this one has lost the lock, too."""
+        from kempner.jobs import lock_holder
+
         deadline = time.monotonic() + MISSED_S
-        while time.monotonic() < deadline and not _is_gone(self._self, holder):
+        while time.monotonic() < deadline and not lock_holder.is_gone(self._self, holder):
             time.sleep(LOCK_POLL_S / 4)
         return self._is_mine()
 
@@ -229,8 +235,8 @@ def _self() -> dict[str, Any]:
     return {
         "cluster": os.environ.get("SLURM_CLUSTER_NAME", ""),
         "uid": os.getuid(),
-        "job": slurm.job_name(),
-        "slurm_id": slurm.own_job(),
+        "job": this_job.job_name(),
+        "slurm_id": this_job.own_job(),
         "restart": os.environ.get("SLURM_RESTART_COUNT") or "0",
         "step": os.environ.get("SLURM_STEP_ID"),
         "attempt": os.environ.get("KEMPNER_ATTEMPT_ID"),
@@ -259,55 +265,3 @@ def _name(holder: dict[str, Any]) -> str:
         return "another process"
     job, pid = holder.get("job"), holder.get("pid")
     return f"{f'job {job}' if job else f'process {pid}'} on {holder['host']}"
-
-
-def _is_gone(me: dict[str, Any], holder: dict[str, Any]) -> bool:
-    """Return whether the holder is provably gone: under the kernel that this process runs under,
-    too, there is no such process any more."""
-    place = ("cluster", "host", "kernel")
-    if holder.get("kernel") is None or any(holder.get(name) != me[name] for name in place):
-        return False
-    return birth_ticks(holder.get("pid", 0)) != holder.get("born")
-
-
-def _is_of_mine(me: dict[str, Any], holder: dict[str, Any]) -> bool:
-    """Return whether Slurm, as this process may ask it, knows the holder's job: it hides other
-    users' jobs, and another cluster on this file system has numbers of its own."""
-    known = me["slurm_id"] is not None and holder.get("slurm_id") is not None
-    return known and all(holder.get(name) == me[name] for name in ("cluster", "uid"))
-
-
-def _follows(me: dict[str, Any], holder: dict[str, Any]) -> bool:
-    """Return whether the holder is of an earlier start of this job, or of an earlier step of this
-    batch script: it has to make room, even if it lives. Slurm starts a job again when it believes a
-    host to be lost, and the ranks of a step may outlive their srun."""
-    if not _is_of_mine(me, holder) or holder["slurm_id"] != me["slurm_id"]:
-        return False
-    then, now = _number(holder.get("restart")), _number(me["restart"])
-    if then != now:
-        return then is not None and now is not None and then < now
-    script = str(me["attempt"]).split(".")[:3]
-    before, here = _step(holder.get("step")), _step(me["step"])
-    same = me["attempt"] is not None and str(holder.get("attempt")).split(".")[:3] == script
-    return same and before is not None and here is not None and before < here
-
-
-def _has_ended(me: dict[str, Any], holder: dict[str, Any]) -> bool:
-    """Return whether Slurm says that the holder's job or step has ended. Its processes may live
-    on."""
-    if not _is_of_mine(me, holder):
-        return False
-    if holder["slurm_id"] != me["slurm_id"]:
-        return slurm.is_running(holder["slurm_id"]) is False
-    return slurm.step_runs(holder.get("step")) is False
-
-
-def _number(text: Any) -> int | None:
-    return int(text) if isinstance(text, str) and text.isdecimal() else None
-
-
-def _step(text: Any) -> int | None:
-    """Return the number of a step, None for steps with a name, such as batch, which have no
-    order."""
-    number = _number(text)
-    return number if number is not None and number <= slurm.LAST_STEP else None

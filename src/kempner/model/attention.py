@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kempner.config.option import ConfigError
-from kempner.jobs.system.compiler import keep_private
 from kempner.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -179,6 +178,8 @@ def compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return flex_attention, which is a kernel only when compiled, even if its caller is not; and
     create_block_mask, which when compiled never materialises the T x T mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    from kempner.jobs.system.compiler import keep_private
 
     keep_private()
     return torch.compile(flex_attention), torch.compile(create_block_mask)

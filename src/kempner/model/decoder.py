@@ -22,10 +22,10 @@ from kempner.model.attention import Documents, Visible, attend, attention_patter
 from kempner.model.config import ModelConfig
 from kempner.model.feed_forward import FeedForward
 from kempner.model.loss import cross_entropy
-from kempner.model.moe import MixtureOfExperts, Routing, Routings
 
 if TYPE_CHECKING:
     from kempner.model.cache import CacheRows, LayerCache
+    from kempner.model.moe import Routing, Routings
 
 Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
@@ -95,7 +95,13 @@ class Block(nn.Module):
         self.attention = Attention(cfg)
         self.attention_post_norm = self._post_norm(cfg)
         self.ffn_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
-        self.ffn = MixtureOfExperts(cfg) if mixture else FeedForward(cfg.dim, cfg.dense_width)
+        self.ffn: nn.Module
+        if mixture:
+            from kempner.model.moe import MixtureOfExperts
+
+            self.ffn = MixtureOfExperts(cfg)
+        else:
+            self.ffn = FeedForward(cfg.dim, cfg.dense_width)
         self.ffn_post_norm = self._post_norm(cfg)
 
     @staticmethod
@@ -157,6 +163,7 @@ class Decoder(nn.Module):
     the tokens that count."""
 
     rope: Tensor
+    routings: Routings  # of a model with experts
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -169,7 +176,10 @@ class Decoder(nn.Module):
             None if cfg.tie_embeddings else OutputLayer(cfg.dim, cfg.vocab_size, bias=False)
         )
         self.register_buffer("rope", rope_table(cfg), persistent=False)
-        self.routings = Routings(cfg)
+        if cfg.n_experts:
+            from kempner.model.moe import Routings
+
+            self.routings = Routings(cfg)
         self.loss: Loss = cross_entropy
         # With a z-loss: sums of log^2 Z of the micro-batches so far, fp32 [] each.
         self.log_z_squares: list[Tensor] = []
@@ -251,9 +261,9 @@ class Decoder(nn.Module):
         steps = torch.where(unless > 0, 0.0, steps)
         for number, block in self.blocks.named_children():  # of a stage's, the number in the model
             for layer in block.modules():
-                if isinstance(layer, MixtureOfExperts):
-                    assert layer.router_bias is not None
-                    layer.router_bias += steps[self.cfg.mixtures.index(int(number))]
+                bias = getattr(layer, "router_bias", None)
+                if isinstance(bias, Tensor):
+                    bias += steps[self.cfg.mixtures.index(int(number))]
 
     def init_std(self, name: str) -> float:
         """Standard deviation of a parameter's initial values; 0 for norms, which start as ones,

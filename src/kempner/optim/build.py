@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -12,19 +12,28 @@ from torch.distributed.fsdp import FSDPModule
 
 from kempner.config.option import ConfigError
 from kempner.model.decoder import Decoder
+from kempner.optim.adamw import AdamW
 from kempner.optim.config import GroupConfig, OptimizerConfig
-from kempner.optim.muon import Muon
 from kempner.optim.optimizer import Optimizer
 from kempner.optim.rule import ParameterGroup, Rule
-from kempner.optim.rules import AdamW, Lion, ScheduleFree
 from kempner.parallel.build import parameter_names
 
-UPDATE_RULES: Mapping[str, type[Rule]] = {
-    "adamw": AdamW,
-    "lion": Lion,
-    "muon": Muon,
-    "schedule_free": ScheduleFree,
-}
+
+def rule_named(name: str) -> Rule:
+    """Return the rule of optimizer.name."""
+    if name == "muon":
+        from kempner.optim.muon import Muon
+
+        return Muon()
+    if name == "lion":
+        from kempner.optim.lion import Lion
+
+        return Lion()
+    if name == "schedule_free":
+        from kempner.optim.schedule_free import ScheduleFree
+
+        return ScheduleFree()
+    return AdamW()
 
 
 def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> Optimizer:
@@ -45,7 +54,7 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> Optimizer:
             (rule, matrix, number),
             {
                 "params": [],
-                "rule": UPDATE_RULES[rule](),
+                "rule": rule_named(rule),
                 "lr": cfg.lr,
                 "lr_scale": own.lr_scale,
                 "weight_decay": decay if own.weight_decay is None else own.weight_decay,

@@ -21,13 +21,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from kempner.checkpoint.format.plan import StoredTensor, Table, make_table, own_box, ranks_of
-from kempner.jobs.system import compiler
 from kempner.optim.rounding import hashed_int32, to_bf16
 from kempner.optim.rule import Guard, ParameterGroup, ParameterPart, ParameterState, Rule, to_local
-from kempner.optim.spikes import Spikes
 
 if TYPE_CHECKING:
     from kempner.optim.kernels import Kernels
+    from kempner.optim.spikes import Spikes
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -56,7 +55,7 @@ class Optimizer(torch.optim.Optimizer):
         first = self.param_groups[0]["params"][0]
         # Around a rule, bf16 takes 37 to 65 operators in eager mode and moves 228 to 382 bytes a
         # parameter with AdamW; compiled it is one kernel, and 14 to 20 bytes.
-        self.compiled = first.is_cuda and not offload and compiler.missing_compiler("cuda") is None
+        self.compiled = first.is_cuda and not offload and _can_compile()
         self._stream: torch.cuda.Stream | None = None
         if offload and first.is_cuda:
             self._stream = torch.cuda.Stream(first.device)  # type: ignore[no-untyped-call]
@@ -234,6 +233,12 @@ class Optimizer(torch.optim.Optimizer):
     def _average(self, p: Tensor, group: ParameterGroup) -> Tensor:
         state = {key: to_local(value) for key, value in self.state[p].items()}
         return as_part_of(p, group["rule"].average(group, to_local(p), state))
+
+
+def _can_compile() -> bool:
+    from kempner.jobs.system import compiler
+
+    return compiler.missing_compiler("cuda") is None
 
 
 def holder_group(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:

@@ -17,15 +17,12 @@ from kempner.checkpoint.format.writer import local_part
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, rope_table
 from kempner.model.loss import cross_entropy
-from kempner.parallel.config import DistributedConfig, LoraConfig
-from kempner.parallel.experts import split_experts
+from kempner.parallel.config import DistributedConfig, LoraConfig, adapter_std, is_adapter
 from kempner.parallel.layout import Layout
-from kempner.parallel.lora import add_adapters, init_std, is_adapter
-from kempner.parallel.recompute import RecomputeSettings, add_recompute
 from kempner.parallel.shard import GradientSums, shard_model
 
 
-class ModelSettings(RecomputeSettings, Protocol):
+class ModelSettings(Protocol):
     """Fields of the [train] section that shape the model."""
 
     @property
@@ -44,6 +41,12 @@ class ModelSettings(RecomputeSettings, Protocol):
     def fp8(self) -> str: ...
     @property
     def attention(self) -> str: ...
+    @property
+    def recompute(self) -> str: ...
+    @property
+    def recompute_every(self) -> int: ...
+    @property
+    def recompute_modules(self) -> tuple[str, ...]: ...
     @property
     def loss_chunk(self) -> int | None: ...
     @property
@@ -101,6 +104,8 @@ def plan_model(
     if frozen or train.weights == "bf16":
         model.cast(dtype).requires_grad_(not frozen)
     if lora is not None and lora.rank:
+        from kempner.parallel.lora import add_adapters
+
         add_adapters(model, lora)
     if layout.tp is not None:
         from kempner.parallel.tensor import compute_on_parts, split_matrices
@@ -110,7 +115,10 @@ def plan_model(
         from kempner.parallel.fp8 import use_fp8
 
         use_fp8(model, train.fp8, torch.device(device_type))
-    split_experts(model, layout)
+    if layout.ep is not None:
+        from kempner.parallel.experts import split_experts
+
+        split_experts(model, layout)
     if layout.cp is not None:
         from kempner.parallel.context import split_context
 
@@ -120,21 +128,30 @@ def plan_model(
 
         keep_own_stages(model, layout, distributed, dtype)
     # Innermost first: recomputation, then compilation over it, then FSDP's hooks outside of both.
-    add_recompute(model, train)
+    if train.recompute != "none":
+        from kempner.parallel.recompute import add_recompute
+
+        add_recompute(model, train)
     if layout.tp is not None:
         compute_on_parts(model)
     if train.compile:
-        from kempner.parallel.compiled import compile_model
-        from kempner.parallel.experts import keep_from_compiler
-
-        keep_from_compiler(model, dtype)
-        compile_model(model, train.compile_scope)
+        _compile(model, train.compile_scope, dtype)
     if train.offload_activations:
         from kempner.parallel.offload import Offload
 
         Offload(model, train.offload_activations)
     shard_model(model, layout, dtype, distributed, frozen, whole=train.compile_scope == "model")
     return model
+
+
+def _compile(model: Decoder, scope: str, dtype: torch.dtype) -> None:
+    from kempner.parallel.compiled import compile_model
+
+    if model.cfg.n_experts:
+        from kempner.parallel.experts import keep_from_compiler
+
+        keep_from_compiler(model, dtype)
+    compile_model(model, scope)
 
 
 def compute_dtype(name: str, device_type: str) -> torch.dtype:
@@ -156,7 +173,7 @@ def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
         adapter = is_adapter(name)
         if model.cfg.init_from is not None and not adapter:
             continue
-        if (std := init_std(name, param) if adapter else model.init_std(name)) == 0.0:
+        if (std := adapter_std(name, param) if adapter else model.init_std(name)) == 0.0:
             param.fill_(0.0 if name.endswith(("bias", "lora_b")) else 1.0)
             continue
         device = layout.mesh.device_type  # with fsdp_cpu_offload the parameter is on the host

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kempner.config.option import option
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LONGEST_TIMEOUT_S = 30 * 86400.0  # timers overflow far above that
 
@@ -174,3 +178,13 @@ class LoraConfig:
         if self.rank and not self.targets:
             return ["lora.targets = []: nothing is trained; name at least one matrix"]
         return []
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith(("lora_a", "lora_b"))
+
+
+def adapter_std(name: str, adapter: Tensor) -> float:
+    """Standard deviation of an adapter's initial values. B starts as zeros, so that the model
+    starts unchanged; A with peft's variance, 1 / (3 in)."""
+    return 0.0 if name.endswith("lora_b") else (3 * adapter.shape[1]) ** -0.5

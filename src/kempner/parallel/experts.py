@@ -60,8 +60,6 @@ def _local(weight: Tensor) -> Tensor:
 
 def split_experts(model: Decoder, layout: Layout) -> None:
     """Cut the experts of every layer over the ep ranks. Call it before sharding."""
-    if layout.ep is None:
-        return
     for name, module in list(model.named_modules()):
         if isinstance(module, Experts):
             model.set_submodule(name, ParallelExperts(module, layout.expert_mesh))

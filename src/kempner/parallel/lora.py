@@ -41,13 +41,3 @@ def add_adapters(model: Decoder, cfg: LoraConfig) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in cfg.targets:
             model.set_submodule(name, LoraLinear(module, cfg.rank, cfg.alpha / cfg.rank))
-
-
-def is_adapter(name: str) -> bool:
-    return name.endswith(("lora_a", "lora_b"))
-
-
-def init_std(name: str, adapter: Tensor) -> float:
-    """Standard deviation of an adapter's initial values. B starts as zeros, so that the model
-    starts unchanged; A with peft's variance, 1 / (3 in)."""
-    return 0.0 if name.endswith("lora_b") else (3 * adapter.shape[1]) ** -0.5

@@ -112,7 +112,7 @@ def _forward(
     if routings and torch.is_grad_enabled():
         change = model.routings.add(routings, targets, stage.blocks.start)
     if not stage.last:
-        return with_loss(x, change, model.routings.scale)
+        return with_loss(x, change, model.routings.scale) if routings else x
     assert token_losses
     loss, terms = model.predict(x, targets)
     return loss + change, terms

@@ -9,13 +9,16 @@ recomputes only norms, rotations and the activation function.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
 
 from kempner.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from kempner.parallel.build import ModelSettings
 
 # Outputs that `selective` keeps. Not aten.bmm: in attention without a fused kernel its output is
 # the whole matrix of scores, T x T for each head.
@@ -41,22 +44,9 @@ ATTENTION_OPERATORS = (
 )
 
 
-class RecomputeSettings(Protocol):
-    """Fields of the [train] section that control recomputation."""
-
-    @property
-    def recompute(self) -> str: ...
-    @property
-    def recompute_every(self) -> int: ...
-    @property
-    def recompute_modules(self) -> tuple[str, ...]: ...
-
-
-def add_recompute(model: Decoder, cfg: RecomputeSettings) -> None:
+def add_recompute(model: Decoder, cfg: ModelSettings) -> None:
     """Wrap the recomputed modules. Call it before compiling and sharding, so that the recomputation
     is compiled, too, and finds the weights gathered."""
-    if cfg.recompute == "none":
-        return
     # Nothing here is random, so generator states need not be saved and restored.
     settings: dict[str, Any] = {"preserve_rng_state": False}
     if cfg.recompute == "selective":

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import (
 
 from kempner.model.decoder import Decoder
 from kempner.parallel.config import DistributedConfig
-from kempner.parallel.experts import shard_experts
 from kempner.parallel.layout import Layout
 
 
@@ -48,13 +47,16 @@ def shard_model(
 
     cut = partial(fully_shard, mesh=layout.parameter_mesh, mp_policy=policy, offload_policy=offload)
     between = not cfg.sync_once and (cfg.reshard_island or cfg.reshard_after_forward)
-    shard_experts(
-        model,
-        layout,
-        reshard_after_forward=frozen or bool(between),  # an island is one of the blocks' ranks
-        mp_policy=policy,
-        offload_policy=offload,
-    )
+    if layout.ep is not None:
+        from kempner.parallel.experts import shard_experts
+
+        shard_experts(
+            model,
+            layout,
+            reshard_after_forward=frozen or bool(between),  # an island is one of the blocks' ranks
+            mp_policy=policy,
+            offload_policy=offload,
+        )
     if model.output is not None and not whole:
         cut(model.embed, reshard_after_forward=frozen or between)
         assert isinstance(model.embed, FSDPModule)

@@ -64,8 +64,9 @@ def split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
     model.norm.register_forward_hook(partial(_gather, mesh.get_group()))
     if model.output is not None:  # what goes in and out is the loss's matter
         _cut(model.output, mesh, weight=SHARD_ROWS)
-    # Each of these ranks routes all tokens, and the gradients of its losses are summed.
-    model.routings.copies = mesh.size()
+    if model.cfg.n_experts:
+        # Each of these ranks routes all tokens, and the gradients of its losses are summed.
+        model.routings.copies = mesh.size()
     model.loss = VocabularyLoss(model.loss, mesh)
 
 

@@ -6,16 +6,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kempner.jobs.system.front_door import how_to_run
-from kempner.model.shapes import tensor_shapes
 from kempner.optim.config import CONSTANT
-from kempner.train import extensions
+from kempner.train import lookup
 from kempner.train.resilience.config import ResilienceConfig
 
 if TYPE_CHECKING:
     from kempner.train.sections import RunConfig
 
 FP8_TILE = 16  # of every size of a product
-RING_HEAD = 8  # the ring calls the flash kernel itself; elsewhere torch pads the heads for it
 
 
 def combination_problems(cfg: RunConfig) -> list[str]:
@@ -58,16 +56,19 @@ def combination_problems(cfg: RunConfig) -> list[str]:
         )
     found += _fp8_problems(cfg) + _freeze_problems(cfg)
     found += _block_problems(cfg) + _spike_problems(cfg)
-    if cfg.distributed.tp > 1:
-        found += _tensor_problems(cfg)
-    found += _pipeline_problems(cfg) + _expert_problems(cfg) + _context_problems(cfg)
-    for extension in extensions.used(cfg):
+    axes = cfg.distributed
+    if max(axes.tp, axes.pp, axes.ep, axes.cp) > 1:
+        from kempner.train import axis_checks
+
+        found += axis_checks.axis_problems(cfg)
+    found += _adapter_problems(cfg)
+    for extension in lookup.used(cfg):
         found += extension.problems(cfg)
     return found
 
 
 def _data_problems(cfg: RunConfig) -> list[str]:
-    if cfg.data.mixed or extensions.bringer(cfg):
+    if cfg.data.mixed or lookup.bringer(cfg):
         return []
     return [
         'data.dataset_path = "": must name a directory of token shards; make one with '
@@ -90,6 +91,8 @@ def _freeze_problems(cfg: RunConfig) -> list[str]:
         for other, asked in others.items()
         if asked
     ]
+    from kempner.model.shapes import tensor_shapes
+
     return found + cfg.freeze.unused(list(tensor_shapes(cfg.model)))
 
 
@@ -141,71 +144,11 @@ def _block_problems(cfg: RunConfig) -> list[str]:
     ]
 
 
-def _tensor_problems(cfg: RunConfig) -> list[str]:
-    """List problems of distributed.tp: each rank has whole heads, as many as the others, and
-    between the products the same number of tokens."""
-    axes, model, given = cfg.distributed, cfg.model, f"distributed.tp = {cfg.distributed.tp}"
-    sizes = {
-        "model.n_heads": model.n_heads,
-        "model.n_kv_heads": model.kv_heads,
-        "model.ffn_dim": model.ffn_dim,
-        "model.dense_ffn_dim": model.dense_width,
-        "train.seq_len": cfg.train.seq_len,
-        "train.seq_len_ramp[0]": (cfg.train.seq_len_ramp or (0, 0))[0],
-    }
-    found = [
-        f"{given}: must divide {key} = {size}; give another size, or 1"
-        for key, size in sizes.items()
-        if size % axes.tp
-    ]
-    if cfg.train.compile_scope == "model":
-        found.append(
-            f"{given}: each block begins with what is not compiled, and train.compile_scope = "
-            "model leaves no place for it; give --train.compile_scope=block"
-        )
-    return found
-
-
-def _pipeline_problems(cfg: RunConfig) -> list[str]:
-    """List problems of distributed.pp: each stage has whole blocks, and its ranks know nothing
-    else."""
-    axes, model, given = cfg.distributed, cfg.model, f"distributed.pp = {cfg.distributed.pp}"
-    if axes.pp == 1:
-        return []
-    found, stages = [], axes.pp * axes.pp_stages_per_rank
-    if model.n_layers < stages:
-        found.append(
-            f"{given}: {axes.pp} x pp_stages_per_rank {axes.pp_stages_per_rank} = {stages} stages, "
-            f"and model.n_layers = {model.n_layers} blocks; give at most one stage a block"
-        )
-    others = {
-        "model.tie_embeddings: its weight would be on two stages": model.tie_embeddings,
-        "train.compile_scope = model: a stage is not the whole model": (
-            cfg.train.compile_scope == "model"
-        ),
-        f"train.fp8 = {cfg.train.fp8}": cfg.train.fp8 != "none",
-    }
-    return found + [
-        f"{given}: not built for {other}; leave that out, or give --distributed.pp=1"
-        for other, asked in others.items()
-        if asked
-    ]
-
-
-def _expert_problems(cfg: RunConfig) -> list[str]:
-    found, ep = [], cfg.distributed.ep
-    if ep > 1 and (cfg.model.n_experts or 1) % ep:
-        found.append(
-            f"distributed.ep = {ep}: must divide model.n_experts = {cfg.model.n_experts}, "
-            "which it shares out"
-        )
-    if ep > 1 and cfg.train.compile_scope == "model":
-        found.append(
-            f"distributed.ep = {ep}: the exchange of tokens is not compiled, and train."
-            "compile_scope = model leaves no place for it; give --train.compile_scope=block"
-        )
+def _adapter_problems(cfg: RunConfig) -> list[str]:
+    """List problems of lora.rank beside experts."""
     if not cfg.lora.rank or not cfg.model.n_experts:
-        return found
+        return []
+    found = []
     if wrong := [name for name in cfg.lora.targets if name in ("w1", "w2", "w3")]:
         found.append(
             f"lora.targets: adapters of experts are not built, and {', '.join(wrong)} are "
@@ -225,70 +168,3 @@ def _trains_weights(cfg: RunConfig) -> str:
     if cfg.train.weights != "fp32":
         return f"train.weights = {cfg.train.weights}"
     return f"train.fp8 = {cfg.train.fp8}" if cfg.train.fp8 != "none" else ""
-
-
-def _context_problems(cfg: RunConfig) -> list[str]:
-    """List problems of rows whose tokens several ranks share (context.py)."""
-    ranks, method = cfg.distributed.cp, cfg.distributed.cp_method
-    if ranks == 1:
-        return []
-    found = []
-    parts = 2 * ranks if method == "ring" else ranks
-    option, shortest = "train.seq_len", cfg.train.seq_len
-    if cfg.train.seq_len_ramp is not None:
-        option, shortest = "train.seq_len_ramp, at first", cfg.train.seq_len_ramp[0]
-    if shortest % parts:
-        near = max(parts, shortest // parts * parts)
-        found.append(
-            f"{option} = {shortest}: distributed.cp = {ranks} with cp_method = {method} cuts a "
-            f"sequence into {parts} parts; give a multiple, such as {near}"
-        )
-    elif cfg.distributed.tp > 1 and shortest // ranks % cfg.distributed.tp:
-        found.append(
-            f"{option} = {shortest}: distributed.tp = {cfg.distributed.tp} must divide the "
-            f"{shortest // ranks} tokens that each of distributed.cp = {ranks} ranks has; give "
-            "another length, or other sizes"
-        )
-    if cfg.model.aux_loss:
-        found.append(
-            f"model.aux_loss = {cfg.model.aux_loss}: is that of whole sequences, of which a rank "
-            f"has a part with distributed.cp = {ranks}; give --model.aux_loss=0, such as with "
-            "--model.router_bias, or --distributed.cp=1"
-        )
-    if cfg.train.compile_scope == "model":
-        found.append(
-            f"train.compile_scope = model: attention over distributed.cp = {ranks} ranks is not "
-            "compiled, and leaves no whole graph; give --train.compile_scope=block"
-        )
-    return found + (_ring_problems(cfg) if method == "ring" else _ulysses_problems(cfg))
-
-
-def _ulysses_problems(cfg: RunConfig) -> list[str]:
-    ranks, heads = cfg.distributed.cp, cfg.model.n_heads // cfg.distributed.tp
-    if heads % ranks == 0:
-        return []
-    return [
-        f"distributed.cp = {ranks} with cp_method = ulysses: must divide the {heads} query heads "
-        "of a tensor-parallel rank; give another --distributed.cp, or --distributed.cp_method=ring"
-    ]
-
-
-def _ring_problems(cfg: RunConfig) -> list[str]:
-    model, instead = cfg.model, "give --distributed.cp_method=ulysses, or --distributed.cp=1"
-    width = model.resolved_head_dim
-    window, cap, kernel = model.sliding_window, model.attention_softcap, cfg.train.attention
-    found = []
-    if cfg.data.document_mask:
-        found.append(f"data.document_mask: the ring has no mask of documents; {instead}")
-    if window is not None and window < cfg.train.seq_len:
-        found.append(f"model.sliding_window = {window}: the ring has no windows; {instead}")
-    if cap is not None:
-        found.append(f"model.attention_softcap = {cap}: the ring does not cap scores; {instead}")
-    if width % RING_HEAD and cfg.distributed.device != "cpu":
-        found.append(
-            f"model.head_dim = {width}: on a GPU the ring's kernel takes multiples of {RING_HEAD}; "
-            f"{instead}"
-        )
-    if kernel not in ("auto", "flash"):
-        found.append(f"train.attention = {kernel}: the ring's kernel is flash; {instead}")
-    return found

@@ -4,7 +4,6 @@ world."""
 from __future__ import annotations
 
 import contextlib
-import difflib
 import math
 import os
 import signal
@@ -12,34 +11,32 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from kempner.checkpoint import commit, ownership
-from kempner.checkpoint.commit import has_checkpoint
-from kempner.config.command_line import help_text, parse_command
+from kempner.checkpoint import history, ownership
+from kempner.checkpoint.history import has_checkpoint
+from kempner.config.command_line import parse_command
 from kempner.config.loading import SectionValues, load_config_files, to_toml
-from kempner.config.option import ConfigError, config_schema, whole_schema
-from kempner.jobs.ranks.process_group import discover_world, gpu_on_the_bus
+from kempner.config.option import ConfigError
+from kempner.jobs.ranks.placement import discover_world
 from kempner.jobs.system.directories import Kind, read_run_id, refuse_others
 from kempner.jobs.system.front_door import how_to_run, list_problems, print_problems, run_program
 from kempner.train import checks as combinations
-from kempner.train import extensions
-from kempner.train.extensions import Extension, Variant
+from kempner.train import lookup
 from kempner.train.parts import fixed_facts, open_data, open_mixture
 from kempner.train.progress import Progress
 from kempner.train.resilience.requests import StopRequests
-from kempner.train.sections import RunConfig, check_batch, check_pipeline
+from kempner.train.sections import RunConfig, check_batch
 
 if TYPE_CHECKING:
-    from kempner.jobs.ranks.port_range import BadPortRange, NoFreePort
-    from kempner.parallel.layout import Axes
+    from kempner.jobs.system.front_door import BadPortRange, NoFreePort
+    from kempner.train.extensions import Extension, Variant
 
 CONFIGURE_USAGE = """\
 {command} CONFIG.toml [MORE.toml ...] [--section.key=value ...]
 
-  --help [SECTION ...] [--all]    these options; those of a section; those of all extensions, too
+  --help [SECTION ...] [--all]    these options; those of a section; those of all sections
   --check                         print the resolved configuration as TOML and exit
   --nodes N --gpus-per-node G     with --check: whether it fits N hosts of G processes each
   --build                         with these: build the model as one of their ranks, without memory
@@ -74,6 +71,8 @@ def configure(
     flags = command.flags
     usage = CONFIGURE_USAGE.format(command=how_to_run(program.script if program else "train.py"))
     if flags["help"]:
+        from kempner.train.help import help_of
+
         run_program(lambda _: print(help_of(argv, program, usage)))
     if not argv:
         print(f"usage: {usage}", file=sys.stderr)
@@ -83,55 +82,30 @@ def configure(
         cfg = load_config(
             command.files, command.overrides, command.problems, "bench-" if flags["bench"] else ""
         )
-        variants = [Variant("", [], cfg)]
+        variants: list[Variant] = []
         if flags["bench"]:
-            variants = extensions.of_flag("bench").variants(command, cfg)
-        problems = [text for each in variants for text in check_config(each.cfg, flags, program)]
+            variants = lookup.of_flag("bench").variants(command, cfg)
+        configs = [each.cfg for each in variants] or [cfg]
+        problems = [text for each in configs for text in check_config(each, flags, program)]
         if problems:
             raise ConfigError(dict.fromkeys(problems))
         if flags["build"]:
-            builder = extensions.of_flag("build")
-            for each in variants:
-                print(builder.build(each.cfg, *world_of_flags(flags)), file=sys.stderr)
+            builder = lookup.of_flag("build")
+            for each in configs:
+                print(builder.build(each, *world_of_flags(flags)), file=sys.stderr)
     except ConfigError as error:
         reject_input(error, stop)
     only = flags["check"] or flags["build"]
     if flags["check"] or not (only or "KEMPNER_ATTEMPT_ID" in os.environ or discover_world().rank):
         print_warnings(cfg)  # once: the scripts have called --check
     if flags["check"]:
-        warn_of_compiler(cfg)
-        compare_driver(cfg)
+        warn_of_job(cfg)
     if only:
         run_program(lambda _: print(to_toml(cfg), end=""))
     set_allocator()
     if flags["bench"]:
-        sys.exit(extensions.of_flag("bench").measure(cfg, variants, stop.wants_to_leave))
+        sys.exit(lookup.of_flag("bench").measure(cfg, variants, stop.wants_to_leave))
     return cfg
-
-
-def help_of(argv: Sequence[str], program: type[Extension] | None, usage: str) -> str:
-    """--help: the trainer's sections, then those of extensions that are asked for: by name, by
-    --all, or because it is their program. Raises ConfigError for a name of no section."""
-    own, whole = config_schema(RunConfig), whole_schema(RunConfig)
-    words = [word.strip("[]").split(".")[0] for word in argv if not word.startswith("-")]
-    tops = list(dict.fromkeys(name.split(".")[0] for name in whole))
-    for word in takewhile(lambda word: not word.startswith("-"), words_after_help(argv)):
-        if word.strip("[]").split(".")[0] not in tops and not word.endswith(".toml"):
-            near = difflib.get_close_matches(word, tops, n=1) or ["--all"]
-            raise ConfigError([f"--help {word}: there is no such section; see --help {near[0]}"])
-    asked = {name for name in whole if name.split(".")[0] in words}
-    if not asked:
-        asked = {*own, *(program.sections if program else ())}
-    if "--all" in argv:
-        asked = {*whole}
-    shown = {name: options for name, options in whole.items() if name in asked}
-    heads = dict.fromkeys(name.split(".")[0] for name in whole if name not in {*shown, *own})
-    more = f"\nExtensions: {', '.join(heads)}; see --help SECTION, or --help --all\n"
-    return help_text(shown, usage) + (more if heads else "")
-
-
-def words_after_help(argv: Sequence[str]) -> Sequence[str]:
-    return next((argv[i + 1 :] for i, word in enumerate(argv) if word in ("--help", "-h")), ())
 
 
 def set_allocator() -> None:
@@ -149,17 +123,17 @@ def check_config(
 ) -> list[str]:
     """List the problems of a configuration: with its program, with its files, and in its world."""
     only = flags["check"] or flags["build"]
-    used = extensions.used(cfg)
+    used = lookup.used(cfg)
     if program and not any(type(each) is program for each in used):
         used.append(program())
     if wrong := [t for each in used if (t := each.program_problem(cfg, type(each) is program))]:
         return wrong
     problems = check_inputs(cfg, 0 if only else discover_world().rank, only)
-    if only and (device := compiles_for(cfg)):
+    if only and cfg.train.compile:
         from kempner.jobs.system import compiler
 
-        text = compiler.missing_compiler(device)
-        problems += [text] if text else []  # in the batch script, on the first of the nodes
+        # In the batch script, on the first of the nodes.
+        problems += compiler.problems_of_node(cfg.distributed.device)
     if flags["nodes"] is not None or flags["gpus-per-node"] is not None:
         problems += check_world(cfg, *world_of_flags(flags))
     elif not only:
@@ -168,39 +142,16 @@ def check_config(
     return problems
 
 
-def compiles_for(cfg: RunConfig) -> str | None:
-    """Return the device that this host will compile for, cpu or cuda. None: nothing is compiled, or
-    this host is not one of the job's nodes."""
-    kind = cfg.distributed.device
-    if not cfg.train.compile:
-        return None
-    if kind != "cpu" and gpu_on_the_bus():
-        return "cuda"
-    # Not SLURM_JOB_ID: salloc's shell may run on a login node.
-    return "cpu" if kind != "cuda" and "SLURMD_NODENAME" in os.environ else None
+def warn_of_job(cfg: RunConfig) -> None:
+    """Warn of what the nodes of the job may lack, as far as this host tells."""
+    if cfg.train.compile:
+        from kempner.jobs.system import compiler
 
+        compiler.warn_of_nodes(cfg.distributed.device)
+    if cfg.distributed.device != "cpu":
+        from kempner.jobs.gpu import driver
 
-def warn_of_compiler(cfg: RunConfig) -> None:
-    """Warn of what the job's nodes may lack; check_config() has looked if this is one of them."""
-    if not cfg.train.compile or compiles_for(cfg):
-        return
-    from kempner.jobs.system import compiler
-
-    if text := compiler.missing_compiler("cpu" if cfg.distributed.device == "cpu" else "cuda"):
-        print(f"warning: {text}; the nodes of a job may have what this host lacks", file=sys.stderr)
-
-
-def compare_driver(cfg: RunConfig) -> None:
-    """Print driver and CUDA side by side; warn if they do not fit: the job's nodes may, and a newer
-    libcuda (NVIDIA's cuda-compat) makes up for it."""
-    if cfg.distributed.device == "cpu":
-        return
-    from kempner.jobs.gpu import driver
-
-    if text := driver.driver_and_cuda():
-        print(text, file=sys.stderr)
-    if text := driver.driver_problem(driver.driver_version(), driver.cuda_of_torch()):
-        print(f"warning: {text}", file=sys.stderr)
+        driver.compare_with_torch()
 
 
 def world_of_flags(flags: Mapping[str, Any]) -> tuple[int, int]:
@@ -230,7 +181,7 @@ def reject_input(
     with contextlib.suppress(OSError):  # a closed pipe
         sys.stdout.flush()
     name = Path(sys.argv[0]).stem
-    from kempner.jobs.ranks.port_range import NoFreePort
+    from kempner.jobs.system.front_door import NoFreePort
 
     if isinstance(error, NoFreePort):  # others may leave one to the next start
         print_problems(name, [error.strerror])
@@ -249,15 +200,13 @@ def load_config(
 
     def complete(given: SectionValues) -> list[str]:
         return [
-            text
-            for one in extensions.used_by(given)
-            for text in one.complete_values(given, run_dir)
+            text for one in lookup.used_by(given) for text in one.complete_values(given, run_dir)
         ]
 
     cfg = load_config_files(
         RunConfig, files, overrides, problems, complete, combinations.combination_problems
     )
-    for one in extensions.used(cfg):
+    for one in lookup.used(cfg):
         cfg = one.complete(cfg)
     return replace(cfg, run=replace(cfg.run, dir=cfg.run.dir or run_dir))
 
@@ -274,13 +223,19 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
         axes = axis_sizes(cfg.distributed, inner, min(per_node, inner))
         data_ranks = axes.data_ranks * replicas
         found += cfg.distributed.island_problems(axes.shard * axes.cp)
-        found += check_experts(cfg, axes)
+        if cfg.distributed.ep > 1:
+            from kempner.train.axis_checks import check_experts
+
+            found += check_experts(cfg, axes)
     except ConfigError as error:
         found += error.problems
     try:
-        if not extensions.bringer(cfg):
+        if not lookup.bringer(cfg):
             check_batch(cfg.train, data_ranks)
-            check_pipeline(cfg.train, cfg.distributed, data_ranks)
+            if cfg.distributed.pp > 1:
+                from kempner.train.axis_checks import check_pipeline
+
+                check_pipeline(cfg.train, cfg.distributed, data_ranks)
     except ConfigError as error:
         found += error.problems
     return found
@@ -289,7 +244,7 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
 def print_warnings(cfg: RunConfig) -> None:
     """Warn of settings that suit a trial of a few steps, or an existing model, but are seldom meant
     in a whole run."""
-    for one in extensions.used(cfg):
+    for one in lookup.used(cfg):
         for text in one.warnings(cfg):
             print(f"warning: {text}", file=sys.stderr)
     warmup, last = cfg.schedule.warmup_steps, cfg.train.max_steps
@@ -303,24 +258,7 @@ def print_warnings(cfg: RunConfig) -> None:
 
 def count_replicas(cfg: RunConfig, world_size: int, per_node: int) -> int:
     """Replicas that a world is shared out to. Raises ConfigError when it cannot be."""
-    return math.prod(one.count_replicas(cfg, world_size, per_node) for one in extensions.used(cfg))
-
-
-def check_experts(cfg: RunConfig, axes: Axes) -> list[str]:
-    """List problems of sharding the experts: FSDP cuts them along their width, after tensor
-    parallelism, and takes no uneven parts."""
-    ranks = axes.shard * axes.cp // cfg.distributed.ep
-    if cfg.distributed.ep == 1 or not cfg.model.n_experts:
-        return []
-    parts = {"dim": ranks, "ffn_dim": ranks * axes.tp}
-    tp = f" x tp {axes.tp}" if axes.tp > 1 else ""
-    return [
-        f"model.{name} = {size}: with distributed.ep = {cfg.distributed.ep} it must divide by the "
-        f"{n} ranks that share one expert, dp_shard {axes.shard} x cp {axes.cp} / ep{tp}; choose "
-        "another ep or dp_shard"
-        for name, n in parts.items()
-        if (size := getattr(cfg.model, name)) % n
-    ]
+    return math.prod(one.count_replicas(cfg, world_size, per_node) for one in lookup.used(cfg))
 
 
 def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:
@@ -329,7 +267,7 @@ def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:
     that run already. Creates nothing."""
     begun = has_checkpoint(cfg.checkpoint_dir)
     found = [
-        text for one in extensions.used(cfg) for text in one.check_files(cfg, rank, begun, servers)
+        text for one in lookup.used(cfg) for text in one.check_files(cfg, rank, begun, servers)
     ]
     try:
         sources, held_out = open_data(cfg, rank == 0)
@@ -358,22 +296,22 @@ def check_checkpoint(cfg: RunConfig) -> list[str]:
     """List reasons why the run cannot continue from its newest checkpoint or, before it has one,
     start from that of run.fork: otherwise each rank would find them by itself, when the start has
     left its traces."""
-    from kempner.checkpoint import fits  # imports NumPy, which --help does without
-
     about = {"fixed": fixed_facts(cfg, True)}
     try:
         if newest := checkpoint_to_load(cfg.checkpoint_dir):
+            from kempner.checkpoint import fits
+
             path, manifest = newest  # whose it is, check_directories() knows
             fits.check_compatible(path, manifest, {**about, "run": manifest.get("run")})
-            if not extensions.bringer(cfg):
+            if not lookup.bringer(cfg):
                 open_mixture(cfg, open_data(cfg, True)[0], Progress.of(manifest).plan(cfg))
         elif cfg.run.fork:
-            from kempner.checkpoint import fork
+            from kempner.checkpoint import fits, fork
 
             path = fork.find_fork(cfg.run.fork)
-            fits.check_fork(cfg.run.fork, path, commit.read_manifest(path), about)
-            return [text for one in extensions.used(cfg) for text in one.check_fork(cfg, path)]
-    except commit.Damaged:  # the load sees to it
+            fits.check_fork(cfg.run.fork, path, history.read_manifest(path), about)
+            return [text for one in lookup.used(cfg) for text in one.check_fork(cfg, path)]
+    except history.Damaged:  # the load sees to it
         pass
     except ConfigError as error:
         return error.problems
@@ -383,9 +321,9 @@ def check_checkpoint(cfg: RunConfig) -> list[str]:
 def checkpoint_to_load(root: Path) -> tuple[Path, dict[str, Any]] | None:
     """Return the checkpoint that a start would load, as far as its manifest tells, and that. Raises
     ConfigError if it is of another version."""
-    for path in commit.complete_checkpoints(root):
-        with contextlib.suppress(commit.Damaged):
-            return path, commit.read_manifest(path)
+    for path in history.complete_checkpoints(root):
+        with contextlib.suppress(history.Damaged):
+            return path, history.read_manifest(path)
     return None
 
 

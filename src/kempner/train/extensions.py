@@ -7,26 +7,23 @@ flag. What a configuration does not use is not imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
-
-from kempner.train import lookup
-from kempner.train.lookup import extension_index
 
 if TYPE_CHECKING:
     import torch
 
     from kempner.config.command_line import Command
     from kempner.data.batch import MicroBatch
-    from kempner.data.formats.stream import Shape
     from kempner.data.mixture import Mixture
-    from kempner.data.source import Source
-    from kempner.jobs.ranks.process_group import World
+    from kempner.data.source import Shape, Source
+    from kempner.jobs.ranks.placement import World
     from kempner.model.decoder import Decoder
     from kempner.optim.optimizer import Optimizer
     from kempner.parallel.layout import Layout
+    from kempner.train.lookup import Values
     from kempner.train.objective import Objective
     from kempner.train.progress import Progress
     from kempner.train.recording.metrics import Clock
@@ -35,8 +32,6 @@ if TYPE_CHECKING:
     from kempner.train.resilience.requests import StopRequests, Verdict
     from kempner.train.sections import RunConfig
     from kempner.train.step import StepResult
-
-Values = dict[str, dict[str, Any]]  # section -> key -> value, of those that were given
 
 
 @dataclass(frozen=True)
@@ -228,62 +223,3 @@ class Extension:
 
 
 # --- Which of them ---
-
-
-def extension(name: str) -> Extension:
-    """The extension MODULE:CLASS."""
-    found: Extension = lookup.load_extension(name)
-    return found
-
-
-def of_flag(flag: str) -> Extension:
-    """The extension whose program a flag of the command line asks for."""
-    return extension(extension_index().FLAGS[flag])
-
-
-def advise(cfg: RunConfig, world: World) -> str:
-    """Return advice for a run that is out of memory."""
-    return extension(extension_index().ADVICE).advise(cfg, world)
-
-
-def used(cfg: RunConfig) -> list[Extension]:
-    """The extensions that a configuration uses, each once."""
-    tables = extension_index()
-    sections = [tables.SECTIONS[name.partition(".")[0]] for name, _ in cfg.more]
-    return [extension(name) for name in dict.fromkeys([*_by_key(cfg, tables), *sections])]
-
-
-def _by_key(cfg: RunConfig, tables: Any) -> Iterator[str]:
-    for key, name in tables.KEYS.items():
-        section, _, option = key.partition(".")
-        held = getattr(cfg, section)
-        if getattr(held, option) != getattr(type(held), option):
-            yield name
-
-
-def used_by(given: Values) -> list[Extension]:
-    """The same for values that are no configuration yet."""
-    tables = extension_index()
-    names = [tables.SECTIONS[word] for section in given if (word := _word(section, tables))]
-    for key, name in tables.KEYS.items():
-        section, _, option = key.partition(".")
-        if given[section].get(option) is not None:
-            names.append(name)
-    return [extension(name) for name in dict.fromkeys(names)]
-
-
-def _word(section: str, tables: Any) -> str:
-    word = section.partition(".")[0]
-    return word if word in tables.SECTIONS else ""
-
-
-def of_replica(cfg: RunConfig, number: int) -> RunConfig:
-    """The configuration that replica `number` works with."""
-    for each in used(cfg):
-        cfg = each.of_replica(cfg, number)
-    return cfg
-
-
-def bringer(cfg: RunConfig) -> Extension | None:
-    """The extension that brings the batches of the run, if one does."""
-    return next((each for each in used(cfg) if each.brings_batches(cfg)), None)

@@ -1,11 +1,19 @@
-"""Finds extensions and their sections by the index, and knows nothing else of them."""
+"""Finds extensions and their sections by the index: those that a configuration uses, and that a
+flag asks for. A run without any loads this alone, not what an extension may give."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kempner.jobs.ranks.placement import World
+    from kempner.train.extensions import Extension
+    from kempner.train.sections import RunConfig
+
+Values = dict[str, dict[str, Any]]  # section -> key -> value, of those that were given
 
 INDEX = "kempner.extensions.index"
 
@@ -33,3 +41,62 @@ def every_section() -> dict[str, type]:
     """Map section name -> class, of all extensions in the order of the index."""
     every = map(load_extension, dict.fromkeys(extension_index().SECTIONS.values()))
     return {name: section for each in every for name, section in each.sections.items()}
+
+
+def extension(name: str) -> Extension:
+    """The extension MODULE:CLASS."""
+    found: Extension = load_extension(name)
+    return found
+
+
+def of_flag(flag: str) -> Extension:
+    """The extension whose program a flag of the command line asks for."""
+    return extension(extension_index().FLAGS[flag])
+
+
+def advise(cfg: RunConfig, world: World) -> str:
+    """Return advice for a run that is out of memory."""
+    return extension(extension_index().ADVICE).advise(cfg, world)
+
+
+def used(cfg: RunConfig) -> list[Extension]:
+    """The extensions that a configuration uses, each once."""
+    tables = extension_index()
+    sections = [tables.SECTIONS[name.partition(".")[0]] for name, _ in cfg.more]
+    return [extension(name) for name in dict.fromkeys([*_by_key(cfg, tables), *sections])]
+
+
+def _by_key(cfg: RunConfig, tables: Any) -> Iterator[str]:
+    for key, name in tables.KEYS.items():
+        section, _, option = key.partition(".")
+        held = getattr(cfg, section)
+        if getattr(held, option) != getattr(type(held), option):
+            yield name
+
+
+def used_by(given: Values) -> list[Extension]:
+    """The same for values that are no configuration yet."""
+    tables = extension_index()
+    names = [tables.SECTIONS[word] for section in given if (word := _word(section, tables))]
+    for key, name in tables.KEYS.items():
+        section, _, option = key.partition(".")
+        if given[section].get(option) is not None:
+            names.append(name)
+    return [extension(name) for name in dict.fromkeys(names)]
+
+
+def _word(section: str, tables: Any) -> str:
+    word = section.partition(".")[0]
+    return word if word in tables.SECTIONS else ""
+
+
+def of_replica(cfg: RunConfig, number: int) -> RunConfig:
+    """The configuration that replica `number` works with."""
+    for each in used(cfg):
+        cfg = each.of_replica(cfg, number)
+    return cfg
+
+
+def bringer(cfg: RunConfig) -> Extension | None:
+    """The extension that brings the batches of the run, if one does."""
+    return next((each for each in used(cfg) if each.brings_batches(cfg)), None)

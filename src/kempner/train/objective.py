@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from kempner.data.batch import MicroBatch
-from kempner.model.decoder import Decoder
-from kempner.parallel.layout import Layout
 
 
 class Objective(Protocol):
@@ -54,63 +50,3 @@ class NextToken:
 
     def record(self, values: Mapping[str, float]) -> dict[str, Any]:
         return {}
-
-
-class WithExperts:
-    """Any objective, for a model with experts: it also records how these are used."""
-
-    def __init__(
-        self, objective: Objective, model: Decoder, layout: Layout, device: torch.device
-    ) -> None:
-        self.objective, self.routings, self.layout = objective, model.routings, layout
-        self._device, self.counted = device, objective.counted
-
-    def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
-        return self.objective(model, batch)
-
-    def numbers(self) -> dict[str, Tensor]:
-        """Return the numbers. The load of the busiest and of the idlest expert of any layer, as a
-        multiple of the mean, are those of the whole step: one rank contributes them to the sum over
-        ranks."""
-        load, losses = self.routings.take(self._device)
-        ours = self.layout.once({"load": load})["load"]
-        self.routings.step_load = load = self.layout.sum(ours)  # [L, E]
-        shares = load / load.mean(1, keepdim=True)
-        one = float(dist.get_rank() == 0)
-        return {
-            **self.objective.numbers(),
-            **{f"{name}_sum": loss for name, loss in losses.items()},
-            "load_max": shares.max() * one,
-            "load_min": shares.min() * one,
-        }
-
-    def record(self, values: Mapping[str, float]) -> dict[str, Any]:
-        """The auxiliary loss is 0 where there is none, and 1 at equal load; it and the z-loss are
-        means of the layers."""
-        tokens = max(1.0, values["tokens"])
-        found = {name: values[name] for name in ("load_max", "load_min")}
-        found["aux_loss"] = values.get("aux_loss_sum", 0.0) / tokens
-        if "router_z_loss_sum" in values:
-            found["z_loss"] = values["router_z_loss_sum"] / tokens
-        return {**self.objective.record(values), "experts": found}
-
-
-class WithZLoss:
-    """Any objective, for a model whose loss has a z-loss: it also records that."""
-
-    def __init__(self, objective: Objective, model: Decoder, device: torch.device) -> None:
-        self.objective, self._squares, self._device = objective, model.log_z_squares, device
-        self.counted = objective.counted
-
-    def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
-        return self.objective(model, batch)
-
-    def numbers(self) -> dict[str, Tensor]:
-        """Return the sum of log^2 Z over the tokens; a rank without the output layer adds 0."""
-        total = sum(self._squares, torch.zeros((), device=self._device))
-        self._squares.clear()
-        return {**self.objective.numbers(), "z_loss_sum": total}
-
-    def record(self, values: Mapping[str, float]) -> dict[str, Any]:
-        z_loss = values["z_loss_sum"] / max(1.0, values["tokens"])
-        return {**self.objective.record(values), "z_loss": z_loss}

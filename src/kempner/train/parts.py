@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kempner.config.option import ConfigError
 from kempner.data.stages import samples_between, stage_at
 from kempner.jobs.ranks import process_group, startup
-from kempner.train import extensions
+from kempner.train import lookup
 from kempner.train.sections import RunConfig, check_batch, micro_batch
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kempner.data.loader import TrainLoader
     from kempner.data.mixture import Mixture
     from kempner.data.source import Source
-    from kempner.jobs.ranks.process_group import World
+    from kempner.jobs.ranks.placement import World
     from kempner.model.decoder import Decoder
     from kempner.optim.optimizer import Optimizer
     from kempner.parallel.layout import Layout
@@ -40,13 +40,15 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
 
     startup.mark_start("process group")
     from kempner.model.attention import choose_kernel
-    from kempner.model.moe import choose_products
     from kempner.parallel.build import compute_dtype
-    from kempner.parallel.compiled import keep_compiled, leave_compiler_out
 
     if cfg.train.compile:
+        from kempner.parallel.compiled import keep_compiled
+
         keep_compiled(run.dir, run.world)
     else:
+        from kempner.parallel.uncompiled import leave_compiler_out
+
         leave_compiler_out()
     torch.manual_seed(cfg.train.seed)
     if cfg.train.deterministic:
@@ -66,6 +68,8 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
     )
     run.announce(f"attention: {kernel}, of {cfg.train.attention}")
     if cfg.model.n_experts:
+        from kempner.model.moe import choose_products
+
         run.announce(f"experts: {choose_products(dtype, device)}")
     if text := slow_products(device.type, str(dtype)):
         run.announce(text)
@@ -97,13 +101,14 @@ def open_replicas(
     """The optimizer of this replica, and what it has to do with others. `waiting`: the watchdog's
     patient()."""
     from kempner.optim.build import build_optimizer
-    from kempner.optim.spikes import Spikes
     from kempner.train.replicas import Replicas
 
     optimizer = build_optimizer(model, cfg.optimizer)
     if cfg.resilience.spike_sigma is not None:
+        from kempner.optim.spikes import Spikes
+
         optimizer.spikes = Spikes(cfg.resilience.spike_sigma, cfg.resilience.spike_window)
-    for each in extensions.used(cfg):
+    for each in lookup.used(cfg):
         if (replicas := each.replicas(cfg, world, model, optimizer, waiting)) is not None:
             return optimizer, replicas
     return optimizer, Replicas()
@@ -113,9 +118,11 @@ def open_objective(
     cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device
 ) -> Objective:
     """Return the objective of the run, which also counts what is recorded besides."""
-    from kempner.train.objective import WithExperts, WithZLoss
-
     objective = _objective(cfg, layout, model, run, device)
+    if not (cfg.model.n_experts or cfg.train.z_loss):
+        return objective
+    from kempner.train.recording.objectives import WithExperts, WithZLoss
+
     if cfg.model.n_experts:
         objective = WithExperts(objective, model, layout, device)
     return WithZLoss(objective, model, device) if cfg.train.z_loss else objective
@@ -126,7 +133,7 @@ def _objective(
 ) -> Objective:
     from kempner.train.objective import NextToken
 
-    for each in extensions.used(cfg):
+    for each in lookup.used(cfg):
         if (found := each.objective(cfg, layout, model, run, device)) is not None:
             return found
     if layout.cp is None:
@@ -141,14 +148,14 @@ def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], list[Source]]:
     """Open the sources of the training and, if the run validates, the held-out data; none if an
     extension brings the batches. `check` all shards, which rank 0 does; otherwise none is opened
     before it is read. Raises ConfigError."""
-    if extensions.bringer(cfg):
+    if lookup.bringer(cfg):
         return [], []
-    from kempner.data.formats.stream import Shape
     from kempner.data.opening import Opening, open_held_out, open_sources
+    from kempner.data.source import Shape
 
     data, cut = cfg.data, cfg.data.too_long == "cut"
     shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, data.document_mask, cut)
-    for each in extensions.used(cfg):
+    for each in lookup.used(cfg):
         shape = each.sample_shape(cfg, shape)
     how = Opening(shape, check, Path(cfg.run.dir, "bookmarks"))
     sources = open_sources(data, how)
@@ -171,7 +178,7 @@ def fixed_facts(cfg: RunConfig, first: bool) -> dict[str, Any]:
     if sources:  # of a mixture its past: see fits.fact_differences
         data = {"seed": cfg.data.seed, "mixture": facts_of(cfg.data, sources)}
     others: dict[str, Any] = {}
-    for each in extensions.used(cfg) if first else ():
+    for each in lookup.used(cfg) if first else ():
         others |= each.fixed_facts(cfg)
     return {
         "model": asdict(cfg.model),
@@ -185,7 +192,7 @@ def _packs(cfg: RunConfig, check: bool) -> bool:
     """Return whether rows have several documents each; `check`: see open_data()."""
     sources, _ = open_data(cfg, check)
     apart = cfg.data.document_mask or any(source.packing is not None for source in sources)
-    return apart or extensions.bringer(cfg) is not None
+    return apart or lookup.bringer(cfg) is not None
 
 
 def expect_batches(cfg: RunConfig, layout: Layout, model: Decoder, step: int) -> None:
@@ -194,7 +201,7 @@ def expect_batches(cfg: RunConfig, layout: Layout, model: Decoder, step: int) ->
         return
     from kempner.parallel.compiled import expect_changes
 
-    if extensions.bringer(cfg):
+    if lookup.bringer(cfg):
         expect_changes(model, cfg.train.micro_batch is None, False, documents=True)
         return
     now = stage_at(cfg.train.stages, step)

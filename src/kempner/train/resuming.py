@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kempner.train import extensions
+from kempner.train import lookup
 from kempner.train.parts import expect_batches, open_mixture
 from kempner.train.progress import Progress
 from kempner.train.resilience.requests import GO_ON, Verdict
@@ -34,7 +34,7 @@ def resume_progress(
     to come."""
     manifest = checkpointer.load()
     forks = manifest is None and bool(cfg.run.fork)
-    for each in extensions.used(cfg):
+    for each in lookup.used(cfg):
         each.start(cfg, run, model, begun=manifest is not None or forks)
     progress = (
         begin_fork(cfg, run, checkpointer, replicas) if forks else Progress.of(manifest).plan(cfg)
@@ -57,7 +57,7 @@ def begin_fork(
     names = names if cfg.run.fork_optimizer == "keep" else ("model",)
     path, manifest, table = checkpointer.load_from(cfg.run.fork, names)
     if run.world.rank == 0:
-        for each in extensions.used(cfg):
+        for each in lookup.used(cfg):
             each.forked(path, run)
     kept = "optim" in names and any(name.startswith("optim.") for name in table)
     lineage = fork_generation(cfg.run.fork, manifest, "keep" if kept else "fresh")

@@ -10,18 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kempner.checkpoint.config import CheckpointConfig
-from kempner.config.loading import as_dict, load_config_files
 from kempner.config.option import REQUIRED_OPTION, ConfigError, Sections, option
-from kempner.config.values import to_text
 from kempner.data.config import DataConfig, SourceConfig
 from kempner.data.stages import RampStage, ramp_problems, ramp_stages, stage_at
 from kempner.jobs.trackers.config import TrackersConfig
 from kempner.model.config import ModelConfig
-from kempner.optim.config import FreezeConfig, OptimizerConfig, ScheduleConfig, learning_rate
+from kempner.optim.config import FreezeConfig, OptimizerConfig, ScheduleConfig
 from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.train import lookup
-from kempner.train.recording.metrics import MetricsConfig
-from kempner.train.recording.profiling import ProfileConfig
+from kempner.train.recording.config import MetricsConfig, ProfileConfig
 from kempner.train.resilience.config import ResilienceConfig
 
 # One rank may read the tokens of a whole step at once, 8 bytes each, and max_steps of them must fit
@@ -269,24 +266,6 @@ def check_batch(cfg: TrainConfig, world_size: int) -> None:
         micro_batch(cfg, world_size, batch)
 
 
-def check_pipeline(cfg: TrainConfig, axes: DistributedConfig, data_ranks: int) -> None:
-    """Raise ConfigError with the arithmetic if some step has too few micro-batches to keep the
-    stages busy, or a number of them that the interleaved schedule cannot order."""
-    if axes.pp == 1:
-        return
-    for batch in sorted({stage.batch for stage in cfg.stages}):
-        micro = micro_batch(cfg, data_ranks, batch)
-        passes = batch // (micro * data_ranks)
-        if passes >= axes.pp and (axes.pp_stages_per_rank == 1 or passes % axes.pp == 0):
-            continue
-        needs = "at least as many" if axes.pp_stages_per_rank == 1 else "a multiple of them"
-        raise ConfigError(
-            f"distributed.pp = {axes.pp}: {batch} sequences / ({data_ranks} data ranks x "
-            f"micro_batch {micro}) = {passes} micro-batches a step, and the {axes.pp} ranks of a "
-            f"pipeline need {needs}; give a smaller --train.micro_batch, or a larger batch"
-        )
-
-
 def micro_batch(cfg: TrainConfig, world_size: int, batch: int) -> int:
     """Return the sequences of one forward on one rank, in a step of `batch`: train.micro_batch, or
     all if a rank has fewer."""
@@ -323,33 +302,3 @@ def micro_batch(cfg: TrainConfig, world_size: int, batch: int) -> int:
             f"{MAX_FORWARD_TOKENS // cfg.seq_len}"
         )
     return micro
-
-
-def what_changed(file: Path, cfg: RunConfig, step: int) -> list[str]:
-    """List what a resumed run changes: each changed key, from the config.toml that the last attempt
-    has left, and the effect on the learning rate of its next step."""
-    try:
-        before = load_config_files(RunConfig, [file])
-    except ConfigError:  # not there, or of a version with other options
-        return []
-    now = cfg
-    for name, section in before.more:  # sections that are not in use have their defaults
-        now = now if name in dict(cfg.more) else now.with_section(name, type(section)())
-    for name, section in cfg.more:
-        before = before if name in dict(before.more) else before.with_section(name, type(section)())
-    was = as_dict(before)
-    found = [
-        f"{section}.{key}: {to_text(old)} -> {to_text(new)}"
-        for section, values in as_dict(now).items()
-        for key, new in values.items()
-        if (old := was[section][key]) != new
-    ]
-    rates = [
-        learning_rate(c.schedule, c.optimizer.lr, step, c.train.max_steps) for c in (before, cfg)
-    ]
-    if before.train.max_steps != cfg.train.max_steps and rates[0] != rates[1]:
-        found.append(
-            f"learning rate after step {step}: {rates[0]:.2e} -> {rates[1]:.2e}; "
-            f"schedule.name = {cfg.schedule.name} is stretched to train.max_steps"
-        )
-    return found

@@ -100,7 +100,8 @@ def forward_backward(
     asked: Callable[[], Verdict | None] = lambda: None  # noqa: E731
     if leave is not None:
         asked = Meanwhile(leave, sums.device)
-    model.routings.scale = 1 / step_tokens
+    if model.cfg.n_experts:
+        model.routings.scale = 1 / step_tokens
     verdict = backward_passes(model, micro_batch_loss, micro_batches, sums.device, asked)
     return verdict or {**sums.numbers(), **objective.numbers()}
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.data.batch import MicroBatch
-from kempner.jobs.ranks import process_group, startup
-from kempner.jobs.ranks.process_group import World
-from kempner.jobs.slurm import time_to_leave
-from kempner.jobs.system import compiler
+from kempner.jobs.ranks import own_device, placement, process_group, startup
+from kempner.jobs.ranks.placement import World
+from kempner.jobs.this_job import time_to_leave
 from kempner.model.decoder import Decoder
 from kempner.optim.build import published_weights
 from kempner.optim.config import learning_rate
@@ -21,9 +21,7 @@ from kempner.optim.freezing import Freezer
 from kempner.optim.optimizer import Optimizer
 from kempner.parallel.build import build_model
 from kempner.parallel.layout import Layout
-from kempner.train import extensions
-from kempner.train.evaluate import validate
-from kempner.train.extensions import Loader
+from kempner.train import lookup
 from kempner.train.objective import Objective
 from kempner.train.parts import (
     open_held_out_batches,
@@ -47,20 +45,29 @@ from kempner.train.resuming import go_back, resume_progress
 from kempner.train.sections import RunConfig
 from kempner.train.step import StepResult, reduce_step
 
+if TYPE_CHECKING:
+    from kempner.train.extensions import Loader
+
 
 def join_ranks(cfg: RunConfig) -> tuple[RunConfig, World, torch.device]:
     """Meet the other ranks; returns the configuration of this rank's replica. Raises ConfigError,
     BadPortRange, NoFreePort."""
-    world = process_group.discover_world()
-    device = process_group.pick_device(cfg.distributed.device, world.local_rank)
-    process_group.bind_to_socket(device, world)
-    compiler.require_compiler(cfg.train.compile, device.type)
-    used = extensions.used(cfg)
+    world = placement.discover_world()
+    device = own_device.pick_device(cfg.distributed.device, world.local_rank)
+    if device.type == "cuda":
+        from kempner.jobs.gpu import affinity
+
+        affinity.bind_to_socket(device, world)
+    if cfg.train.compile:
+        from kempner.jobs.system import compiler
+
+        compiler.require_compiler(device.type)
+    used = lookup.used(cfg)
     counts = [each.replicas_in_step(cfg, world.size, world.per_node) for each in used]
-    run_dir = extensions.of_replica(cfg, world.replica).run.dir
+    run_dir = lookup.of_replica(cfg, world.replica).run.dir
     limit = cfg.distributed.start_timeout
     world = process_group.start_process_group(world, device, run_dir, limit, max(counts, default=1))
-    return extensions.of_replica(cfg, world.replica), world, device
+    return lookup.of_replica(cfg, world.replica), world, device
 
 
 @dataclass
@@ -133,6 +140,8 @@ class Training:
 
     def validate(self) -> None:
         """Measure the loss of the held-out data with the weights that a user would get."""
+        from kempner.train.evaluate import validate
+
         weights = published_weights(self.model, self.optimizer)
         with self.clock.part("eval"), self.watchdog.patient(), weights:
             sets = validate(
@@ -201,7 +210,7 @@ def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.de
     optimizer, replicas = open_replicas(cfg, run.world, model, watchdog.patient)
     checkpointer = open_checkpointer(cfg, run, model, optimizer, replicas)
     progress = resume_progress(cfg, run, layout, model, checkpointer, replicas)
-    bringer = extensions.bringer(cfg)
+    bringer = lookup.bringer(cfg)
     if bringer is None:
         loader: Loader = open_loader(cfg, layout, device.type == "cuda", progress)
     else:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kempner.data.formats.fake import FakeDataset
-from kempner.data.formats.stream import Shape
+from kempner.data.source import Shape
 from kempner.extensions.bench.measure import _table, _why
 from kempner.jobs.records import events
 from kempner.train.configure import load_config

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kempner.checkpoint import commit
+from kempner.checkpoint import commit, history
 from kempner.checkpoint.fits import check_compatible
 from kempner.checkpoint.format.plan import CheckpointLayout, StoredTensor, own_box
 from kempner.checkpoint.format.reader import read_tensors, verify_checkpoint
@@ -102,7 +102,7 @@ def test_in_many_files(
     monkeypatch.setattr(importing, "TENSOR_FILE_BYTES", 4000)
     convert("import", model, tmp_path / "run")
     path = find_weights(str(tmp_path / "run")).path
-    manifest = commit.read_manifest(path)
+    manifest = history.read_manifest(path)
     assert manifest["world_size"] > 48 and manifest["step"] == 0 and verify_checkpoint(path) == []
     one = read_tensors(find_weights(str(run)).path)
     assert equal_bits(read_tensors(path), one)
@@ -198,7 +198,7 @@ def test_a_rank_reads_its_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_an_imported_model_is_no_run_to_continue(run: Path) -> None:
     path = find_weights(str(run)).path
-    manifest = commit.read_manifest(path)
+    manifest = history.read_manifest(path)
     with pytest.raises(ConfigError, match=r"was imported from .*--model\.init_from=THIS_RUN"):
         check_compatible(path, manifest, {"run": manifest["run"], "fixed": {}})
 

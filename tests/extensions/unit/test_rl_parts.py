@@ -229,7 +229,7 @@ def test_plain_text_goes_on_as_it_is() -> None:
 
 
 def test_weights_go_over_the_network_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kempner.jobs.slurm.own_address", lambda: "management")
+    monkeypatch.setattr("kempner.jobs.this_job.own_address", lambda: "management")
     for interface, expected in (
         ("lo", "127.0.0.1"),
         ("none-such", "management"),

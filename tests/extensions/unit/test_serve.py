@@ -45,7 +45,7 @@ from kempner.extensions.serve.lease import Lease
 from kempner.extensions.serve.protocol import CompletionResponse, read_request
 from kempner.extensions.serve.weights import first_version
 from kempner.extensions.serve.worker import CompletionJob, News, Worker
-from kempner.jobs import slurm
+from kempner.jobs import this_job
 from kempner.train.configure import load_config
 from tests.conftest import ROOT, load_program
 from tests.pages import blocks
@@ -911,7 +911,7 @@ def test_a_check_refuses_what_the_start_refuses(
     monkeypatch.setattr(
         loading, "load_model_and_tokenizer", lambda *_, **__: pytest.fail("the model was read")
     )
-    monkeypatch.setattr(slurm, "is_here", lambda: False)
+    monkeypatch.setattr(this_job, "is_here", lambda: False)
     cut = make_model(tmp_path / "cut")
     os.truncate(cut / "model.safetensors", 5000)
     (tmp_path / "spaces").write_text("sec ret\n")

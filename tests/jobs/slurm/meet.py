@@ -15,7 +15,8 @@ if "--check" in sys.argv:
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from kempner.jobs.ranks.process_group import discover_world, start_process_group  # noqa: E402
+from kempner.jobs.ranks.placement import discover_world  # noqa: E402
+from kempner.jobs.ranks.process_group import start_process_group  # noqa: E402
 
 world = discover_world()
 start_process_group(world, torch.device("cpu"), run_dir, 60.0)

@@ -13,8 +13,7 @@ import torch
 
 from kempner.jobs.gpu import affinity
 from kempner.jobs.gpu.affinity import choose_cpus, parse_cpu_list
-from kempner.jobs.ranks import process_group
-from kempner.jobs.ranks.process_group import World
+from kempner.jobs.ranks.placement import World
 
 ALL = set(range(64))
 FIRST, SECOND = parse_cpu_list("0-15,32-47"), parse_cpu_list("16-31,48-63")
@@ -142,13 +141,13 @@ def test_a_rank_asks_for_its_own_gpu(
     monkeypatch.setattr(affinity, "bind_near_gpu", stay_near)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", about)
-    process_group.bind_to_socket(torch.device("cpu"), World(0, 0, 1, "single"))
+    affinity.bind_to_socket(torch.device("cpu"), World(0, 0, 1, "single"))
     assert not asked
-    process_group.bind_to_socket(torch.device("cuda", 1), World(1, 1, 4, "slurm", 2))
+    affinity.bind_to_socket(torch.device("cuda", 1), World(1, 1, 4, "slurm", 2))
     assert asked == [("0000:3b:00", ["0000:3a:00", "0000:3b:00"], 2)]
     assert not capsys.readouterr().err  # the first rank of a host speaks
-    process_group.bind_to_socket(torch.device("cuda", 0), World(0, 0, 4, "slurm", 2))
+    affinity.bind_to_socket(torch.device("cuda", 0), World(0, 0, 4, "slurm", 2))
     assert "the first one to 32 (KEMPNER_NUMA=0" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace())
-    process_group.bind_to_socket(torch.device("cuda", 1), World(1, 1, 4, "slurm", 2))
+    affinity.bind_to_socket(torch.device("cuda", 1), World(1, 1, 4, "slurm", 2))
     assert asked[-1] == ("", ["", ""], 2)

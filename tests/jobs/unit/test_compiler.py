@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from kempner.config.option import ConfigError
-from kempner.jobs.ranks import process_group
-from kempner.jobs.ranks.process_group import World
+from kempner.jobs.gpu import affinity
+from kempner.jobs.ranks import own_device, placement
+from kempner.jobs.ranks.placement import World
 from kempner.jobs.system import compiler
 from tests.conftest import ROOT, clean_env, load_program
 
@@ -40,11 +41,10 @@ def add(program: Path) -> None:
 def test_a_compiler_and_the_headers_are_enough(host: Path, name: str, device: str) -> None:
     add(host / name)
     assert compiler.missing_compiler(device) is None
-    compiler.require_compiler(True, device)
+    compiler.require_compiler(device)
     (host.parent / "Python.h").unlink()
     with pytest.raises(ConfigError, match=r"has no .*/Python\.h: install python3-dev"):
-        compiler.require_compiler(True, device)
-    compiler.require_compiler(False, device)  # nothing is compiled
+        compiler.require_compiler(device)
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,13 @@ def test_a_host_without_a_compiler(
 ) -> None:  # fmt: skip
     add(host / other)  # nobody looks for this name
     with pytest.raises(ConfigError, match=f"{said}: .*module load gcc.*compile=false"):
-        compiler.require_compiler(True, device)
+        compiler.require_compiler(device)
     monkeypatch.setenv(variable, "icc")
     with pytest.raises(ConfigError, match=f"{variable}=icc is not a program on"):
-        compiler.require_compiler(True, device)
+        compiler.require_compiler(device)
     add(host / name)
     with pytest.raises(ConfigError, match=f"{variable}=icc"):  # the name that is given is taken
-        compiler.require_compiler(True, device)
+        compiler.require_compiler(device)
 
 
 def test_each_rank_looks_before_it_meets_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,8 +76,8 @@ def test_each_rank_looks_before_it_meets_the_others(monkeypatch: pytest.MonkeyPa
         distributed=types.SimpleNamespace(device="cuda"), train=types.SimpleNamespace(compile=True)
     )
 
-    def need(compiles: bool, device: str) -> None:
-        done.append(("compiler", compiles and device))
+    def need(device: str) -> None:
+        done.append(("compiler", device))
         raise ConfigError("no compiler")
 
     def near(device: torch.device, world: World) -> None:
@@ -87,9 +87,9 @@ def test_each_rank_looks_before_it_meets_the_others(monkeypatch: pytest.MonkeyPa
         raise SystemExit(str(error))
 
     monkeypatch.setattr(compiler, "require_compiler", need)
-    monkeypatch.setattr(process_group, "bind_to_socket", near)
-    monkeypatch.setattr(process_group, "discover_world", lambda: world)
-    monkeypatch.setattr(process_group, "pick_device", lambda kind, rank: torch.device(kind, rank))
+    monkeypatch.setattr(affinity, "bind_to_socket", near)
+    monkeypatch.setattr(placement, "discover_world", lambda: world)
+    monkeypatch.setattr(own_device, "pick_device", lambda kind, rank: torch.device(kind, rank))
     monkeypatch.setattr(program, "reject_input", refuse)
     with pytest.raises(SystemExit, match="no compiler"):
         program.main.args[0](cfg, None)

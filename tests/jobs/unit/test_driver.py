@@ -17,7 +17,7 @@ from kempner.config.option import ConfigError
 from kempner.jobs.gpu import driver
 from kempner.jobs.preflight import task
 from kempner.jobs.preflight.verdict import NodeResult, Report
-from kempner.jobs.ranks import process_group
+from kempner.jobs.ranks import own_device
 from tests.conftest import ROOT, clean_env
 
 KERNELS = {
@@ -122,7 +122,7 @@ def test_a_torch_that_the_driver_cannot_run(proc: Path) -> None:
     """The run says how to get one that fits, and preflight finds the node."""
     proc.write_text(KERNELS["535.104.05"])
     with pytest.raises(ConfigError, match=r"built with CUDA 13.0.* driver 535.104.05") as caught:
-        process_group.pick_device("auto", 0)
+        own_device.pick_device("auto", 0)
     assert f"{MAKE}cu126" in str(caught.value)
     facts = task.describe_node(local_rank=0)
     (fault,) = facts["gpu_faults"]

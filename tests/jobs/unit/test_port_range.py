@@ -20,15 +20,10 @@ from kempner.extensions.lowcomm.judge import JudgeServer
 from kempner.extensions.serve.http import Server
 from kempner.jobs.preflight.channel import Driver
 from kempner.jobs.ranks import peers, port_range, rendezvous
-from kempner.jobs.ranks.port_range import (
-    BadPortRange,
-    NoFreePort,
-    ReservedPort,
-    allowed_ports,
-    listen_in_range,
-)
-from kempner.jobs.ranks.process_group import World
+from kempner.jobs.ranks.placement import World
+from kempner.jobs.ranks.port_range import ReservedPort, allowed_ports, listen_in_range
 from kempner.jobs.ray import ports as ray_ports
+from kempner.jobs.system.front_door import BadPortRange, NoFreePort
 from tests.conftest import ROOT, TINY, clean_env
 
 

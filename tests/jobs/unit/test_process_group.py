@@ -18,9 +18,10 @@ import torch
 
 from kempner.config.option import ConfigError
 from kempner.jobs.program.child import RankPlace
-from kempner.jobs.ranks import process_group, rendezvous
-from kempner.jobs.ranks.process_group import World, discover_world, pick_device
-from kempner.jobs.slurm import job_name
+from kempner.jobs.ranks import process_group, proof, rendezvous, startup
+from kempner.jobs.ranks.own_device import pick_device
+from kempner.jobs.ranks.placement import World, discover_world
+from kempner.jobs.this_job import job_name
 from kempner.train import configure
 
 # What a batch shell has; a salloc shell has the counts alone. SLURM_STEP_ID is -5 in newer ones.
@@ -174,7 +175,7 @@ def test_a_fabric_that_nccl_does_not_use_is_an_error(
     monkeypatch.setenv("KEMPNER_NETWORK", found)
     monkeypatch.setenv("NCCL_NET", user) if user else monkeypatch.delenv("NCCL_NET", False)
     with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="NCCL_NET=Socket"):
-        process_group._check_transport(f"node1:1:1 [0] NCCL INFO Using network {used}\n")
+        proof.check_network(f"node1:1:1 [0] NCCL INFO Using network {used}\n")
     assert "NCCL uses NET/" in capsys.readouterr().err
 
 
@@ -184,7 +185,7 @@ def test_a_log_of_nccl_that_names_no_network_is_said(
 ) -> None:
     """A plugin may word it otherwise: silence was taken for the fast network."""
     monkeypatch.setenv("KEMPNER_NETWORK", found)
-    process_group._check_transport("node1:1:1 [0] NCCL INFO The Net is chosen: FastNet\n")
+    proof.check_network("node1:1:1 [0] NCCL INFO The Net is chosen: FastNet\n")
     said = capsys.readouterr().err
     assert "NCCL did not say which network it uses" in said
     assert ("scripts/slurm/preflight.sh" in said) is advice
@@ -196,10 +197,10 @@ def test_the_network_of_one_host_is_not_looked_at(
 ) -> None:
     """NCCL names one at each start, also where it speaks over NVLink alone."""
     looked: list[World] = []
-    monkeypatch.setattr(process_group, "_log_nccl", looked.append)
+    monkeypatch.setattr(proof, "log_nccl", looked.append)
     quiet: Any = lambda *_: types.SimpleNamespace()  # noqa: E731
     for module, name in (
-        (rendezvous, "open_store"), (rendezvous, "await_ranks"), (process_group, "_prove"),
+        (rendezvous, "open_store"), (rendezvous, "await_ranks"), (proof, "prove"),
         (process_group, "_init"), (process_group, "set_timeout"),
         (torch.distributed, "PrefixStore"), (torch.distributed, "destroy_process_group"),
     ):  # fmt: skip
@@ -221,7 +222,7 @@ def test_nccls_log_is_asked_for_at_the_start_alone(
     for module, name in (
         (rendezvous, "open_store"), (rendezvous, "await_ranks"), (process_group, "set_timeout"),
         (torch.distributed, "PrefixStore"), (torch.distributed, "destroy_process_group"),
-        (process_group, "_prove"),
+        (proof, "prove"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, quiet)
     monkeypatch.setattr(
@@ -283,7 +284,7 @@ def test_ranks_meet_by_a_file_in_the_run_directory(tmp_path: Path) -> None:
     assert said == {0: 3.0, 1: 3.0, 2: 3.0}
     notes = {".rendezvous-77.0.3", ".rendezvous-77.1.3"}
     assert {path.name for path in run_dir.iterdir()} == notes
-    rendezvous.forget_rendezvous(run_dir)
+    startup.forget_rendezvous(run_dir)
     assert not list(run_dir.iterdir())
 
 
@@ -458,7 +459,7 @@ def test_a_rank_0_that_does_not_come_is_named(tmp_path: Path) -> None:
 
 def hang(log: Path) -> None:
     sys.stderr = open(log, "w")  # noqa: SIM115
-    with process_group._or_exit(0.1, lambda: "the network swallows it"):
+    with proof.or_exit(0.1, lambda: "the network swallows it"):
         time.sleep(30)
 
 
@@ -468,7 +469,7 @@ def hang_in_nccl(log: Path) -> None:
     store = types.SimpleNamespace()
     quiet: Any = lambda *_: None  # noqa: E731
     rendezvous.open_store = lambda *_: store  # type: ignore[assignment,return-value]
-    rendezvous.await_ranks = process_group._prove = quiet
+    rendezvous.await_ranks = proof.prove = quiet
     torch.distributed.destroy_process_group = quiet
     torch.distributed.PrefixStore = quiet  # type: ignore[misc]
 

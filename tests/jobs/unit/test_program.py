@@ -31,8 +31,8 @@ from kempner.jobs.program.output import ROOT_CAUSE, OutputReader, steps_after
 from kempner.jobs.program.verdict import Ending, crash_faults, judge_endings
 from kempner.jobs.program.watch import CheckpointWatch, SeenCheckpoint, number_in
 from kempner.jobs.ranks.peers import PEER_KEY_VARIABLE, Entrance, new_key
+from kempner.jobs.ranks.placement import World
 from kempner.jobs.ranks.port_range import listen_in_range
-from kempner.jobs.ranks.process_group import World
 from kempner.jobs.records.events import (
     DecisionEvent,
     FaultEvent,

@@ -18,8 +18,8 @@ from kempner.jobs.records.facts import run_facts
 from kempner.jobs.records.nodes import nodes_of
 from kempner.jobs.records.run_history import load_history, runs_in
 from kempner.jobs.report import summary
-from kempner.jobs.slurm import host_name
 from kempner.jobs.system.process import birth_ticks
+from kempner.jobs.this_job import host_name
 from tests.jobs.unit.test_state import STATUS
 
 ROOT = Path(__file__).parent.parent.parent.parent

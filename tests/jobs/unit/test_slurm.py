@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kempner.jobs import slurm
-from kempner.jobs.slurm import short_window, tasks_per_node
+from kempner.jobs.this_job import short_window, tasks_per_node
 
 
 @pytest.mark.parametrize(

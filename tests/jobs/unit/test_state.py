@@ -20,8 +20,9 @@ from kempner.jobs.records.attempts import ENDS
 from kempner.jobs.records.events import DecisionEvent, End, Event, FaultEvent, FirstStep, StartEvent
 from kempner.jobs.records.run_history import load_history
 from kempner.jobs.report import summary
-from kempner.jobs.slurm import SlurmJob, cluster_name, host_name
+from kempner.jobs.slurm import SlurmJob, cluster_name
 from kempner.jobs.system.process import birth_ticks
+from kempner.jobs.this_job import host_name
 from tests.cluster import SCRIPTS
 from tests.conftest import load_program
 

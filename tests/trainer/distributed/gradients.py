@@ -130,9 +130,12 @@ class Case:
 def backward_plain(model: Decoder, batch: MicroBatch, z_loss: float) -> dict[str, Tensor]:
     """The same of the plain model, on the whole batch at once."""
     loss, _ = model(batch.inputs, batch.targets, token_losses=True)
-    routings, model.routings = model.routings, Routings(model.cfg)
+    routings = model.routings if model.cfg.n_experts else None
+    if routings is not None:
+        model.routings = Routings(model.cfg)
     squares = model(batch.inputs).logsumexp(-1).square().sum()
-    model.routings = routings
+    if routings is not None:
+        model.routings = routings
     ((loss + z_loss * squares) / (ROWS * LENGTH)).backward()
     norm = torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None])
     sums = {"loss_sum": loss.detach(), "grad_norm_sq": norm.sum()}

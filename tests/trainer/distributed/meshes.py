@@ -93,7 +93,8 @@ class Job:
             p.grad = (50 * p.detach()).sin()
         self.optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
         self.optimizer.grad_scale = torch.ones(())  # type: ignore[attr-defined]
-        self.model.routings.step_load = torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 2)
+        if self.model.cfg.n_experts:
+            self.model.routings.step_load = torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 2)
         set_learning_rate(self.optimizer, 1e-2)
         self.optimizer.step()
 

@@ -19,8 +19,8 @@ from kempner.extensions.hf.adapter import weights_fingerprint
 from kempner.extensions.hf.source import find_weights
 from kempner.model.decoder import Decoder
 from kempner.model.loss import cross_entropy
-from kempner.parallel.config import LoraConfig
-from kempner.parallel.lora import add_adapters, is_adapter
+from kempner.parallel.config import LoraConfig, is_adapter
+from kempner.parallel.lora import add_adapters
 from tests.conftest import ROOT, clean_env, losses, start_train
 from tests.hf_models import TOKENS, convert, load_quietly, make, theirs
 from tests.trainer.distributed.test_bad_input import rejected

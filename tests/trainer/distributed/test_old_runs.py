@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from kempner.extensions.lowcomm import judge
-from kempner.jobs.slurm import host_name
 from kempner.jobs.system.process import pid_namespace
+from kempner.jobs.this_job import host_name
 from tests.conftest import ROOT, clean_env
 from tests.fixtures.begin_runs import (
     FIGURES,

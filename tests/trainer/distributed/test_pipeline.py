@@ -23,8 +23,9 @@ from kempner.extensions.preference.config import PreferenceConfig
 from kempner.model.config import ModelConfig
 from kempner.parallel.config import DistributedConfig
 from kempner.parallel.pipeline import split_blocks
+from kempner.train.axis_checks import check_pipeline
 from kempner.train.checks import combination_problems
-from kempner.train.sections import RunConfig, TrainConfig, check_pipeline
+from kempner.train.sections import RunConfig, TrainConfig
 from tests import zygote
 from tests.conftest import ROOT, TINY, clean_env, losses, start_train, status
 from tests.trainer.distributed.runs import begun, numbers, state

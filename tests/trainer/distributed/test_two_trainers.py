@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kempner.checkpoint import commit
+from kempner.checkpoint import history
 from kempner.jobs.lock import LOST_LOCK_EXIT
 from kempner.jobs.records import events
 from kempner.jobs.system.files import read_jsonl
@@ -96,9 +96,9 @@ def assert_nothing_is_lost(run_dir: Path) -> None:
     for attempt in {line["attempt"] for line in found}:
         steps = [line["step"] for line in lines(run_dir, attempt)]
         assert steps == list(range(steps[0], steps[-1] + 1))
-    latest = commit.latest_checkpoint(run_dir / "checkpoints")
-    assert latest is not None and commit.read_manifest(latest)["step"] == last
-    branch, left = commit.run_branches(run_dir / "checkpoints")
+    latest = history.latest_checkpoint(run_dir / "checkpoints")
+    assert latest is not None and history.read_manifest(latest)["step"] == last
+    branch, left = history.run_branches(run_dir / "checkpoints")
     assert len(branch) >= last // 5 and not left
 
 

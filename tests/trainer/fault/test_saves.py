@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.checkpoint import commit
+from kempner.checkpoint import history
 from kempner.checkpoint.format.reader import verify_checkpoint
 from tests.cluster import Cluster
 from tests.conftest import status
@@ -77,9 +77,9 @@ def test_full_disk(broken_run: Submit, small_disk: Path) -> None:
     assert status(run.dir)["state"] == "failed"
     assert run.decisions() == ["end"]
     assert "the checkpoint of step 20 failed" in run.log and "No space left" in run.log
-    (whole,) = commit.complete_checkpoints(small_disk / "checkpoints")
+    (whole,) = history.complete_checkpoints(small_disk / "checkpoints")
     assert (
-        commit.latest_checkpoint(small_disk / "checkpoints") == whole
+        history.latest_checkpoint(small_disk / "checkpoints") == whole
         and whole.name == "step_00000010"
     )
     assert verify_checkpoint(whole) == []
@@ -118,7 +118,7 @@ def test_damaged_checkpoint(broken_run: Submit, damage: str) -> None:
     run.wait_for_step(25)
     (run.dir / "STOP").touch()
     assert run.wait() == 0
-    newest, older, *_ = commit.complete_checkpoints(run.dir / "checkpoints")
+    newest, older, *_ = history.complete_checkpoints(run.dir / "checkpoints")
     assert int(newest.name[5:]) > int(older.name[5:]) >= 20
     DAMAGES[damage](newest)
     run.submit()

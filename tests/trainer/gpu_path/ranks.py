@@ -27,7 +27,7 @@ import torch.distributed as dist
 import kempner.optim.build
 import kempner.train.recording.run_directory  # noqa: F401  # before the forks
 from kempner.config.loading import load_config_files
-from kempner.jobs.ranks import process_group
+from kempner.jobs.ranks import placement, process_group, proof
 from kempner.parallel.build import build_model
 from kempner.parallel.config import DistributedConfig
 from kempner.parallel.layout import Layout, build_layout
@@ -90,7 +90,7 @@ def as_on_gpus(asked: list[Any]) -> contextlib.AbstractContextManager[None]:
     the ranks of each group that is asked for."""
     init, prove, source = (
         dist.init_process_group,
-        process_group._prove,
+        proof.prove,
         dist.distributed_c10d._get_split_source,
     )
 
@@ -114,8 +114,8 @@ def as_on_gpus(asked: list[Any]) -> contextlib.AbstractContextManager[None]:
         (dist, "init_process_group", without_nccl),
         (dist.distributed_c10d, "_get_split_source", split_source),
         (dist.distributed_c10d, "_new_group_with_tag", new_group),
-        (process_group, "_prove", lambda store, world, _, s: prove(store, world, "cpu", s)),
-        (process_group, "_log_nccl", lambda world: None),
+        (proof, "prove", lambda store, world, _, s: prove(store, world, "cpu", s)),
+        (proof, "log_nccl", lambda world: None),
         (torch.accelerator, "is_available", lambda *_: True),
         (torch.accelerator, "current_accelerator", lambda *_, **__: GPU),
         (torch.cuda, "is_initialized", lambda: True),
@@ -145,9 +145,7 @@ def rank_of(rank: int, size: int, root: Path, asked: list[Any]) -> list[dict[str
     os.environ |= names | {"SLURM_STEP_NUM_TASKS": str(size)}
     made = []
     with as_on_gpus(asked):
-        world = process_group.start_process_group(
-            process_group.discover_world(), GPU, root, LIMIT_S
-        )
+        world = process_group.start_process_group(placement.discover_world(), GPU, root, LIMIT_S)
         for axes in products(size):
             layout = build_layout(DistributedConfig(**axes), size, size, "cuda")
             meet(layout.groups)

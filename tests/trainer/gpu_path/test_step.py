@@ -31,7 +31,8 @@ from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.parallel.layout import build_layout
 from kempner.parallel.lora import add_adapters
 from kempner.parallel.recompute import add_recompute
-from kempner.train.objective import NextToken, WithExperts
+from kempner.train.objective import NextToken
+from kempner.train.recording.objectives import WithExperts
 from kempner.train.sections import RunConfig, TrainConfig
 from kempner.train.step import PendingStep, StepSums, forward_backward, reduce_step, update_weights
 from tests.trainer.gpu_path import kernels, pretend

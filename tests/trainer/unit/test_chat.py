@@ -16,8 +16,7 @@ import torch
 from kempner.config.option import ConfigError
 from kempner.data.batch import MicroBatch
 from kempner.data.formats.chat_dataset import ChatDataset
-from kempner.data.formats.stream import Shape
-from kempner.data.source import IGNORE
+from kempner.data.source import IGNORE, Shape
 from kempner.model.attention import Documents
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from kempner.checkpoint import commit
+from kempner.checkpoint import commit, history
 from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.format.reader import DataFile
@@ -102,7 +102,7 @@ def test_async_equals_sync_although_the_steps_go_on(tmp_path: Path) -> None:
         job.train(5)  # while the file is written
         job.checkpointer.close()
         latest = tmp_path / name / "latest"
-        with DataFile(latest, commit.read_manifest(latest), 0) as file:
+        with DataFile(latest, history.read_manifest(latest), 0) as file:
             sums.append(file.index["crc32"])
     assert sums[0] == sums[1]
 
@@ -126,7 +126,7 @@ def test_the_position_is_that_of_the_save_although_the_steps_go_on(
     at["skip"].append([3, 4])
     may_write.set()
     job.checkpointer.wait()
-    manifest = commit.read_manifest(tmp_path / "step_00000001")
+    manifest = history.read_manifest(tmp_path / "step_00000001")
     expected = {"step": 1, "samples": 8, "tokens": 80, "skip": [[1, 2]]}
     assert {key: manifest[key] for key in expected} == expected
 
@@ -183,12 +183,12 @@ def test_a_save_that_fails_is_counted_and_latest_stays(tmp_path: Path, async_sav
         assert job.checkpointer.failed_saves == step - 1 and job.checkpointer.saved_step == 1
         assert f"WARNING: the checkpoint of step {step} failed: rank 0:" in job.log[-1]
         assert "File too large" in job.log[-1]
-        assert commit.latest_checkpoint(tmp_path) == tmp_path / "step_00000001"
+        assert history.latest_checkpoint(tmp_path) == tmp_path / "step_00000001"
         assert f"step_{step:08d}." in job.log[-1] and ".partial/ranks-000/" in job.log[-1]
         assert not list(tmp_path.glob("*.partial"))  # it must not keep the disk full
     job.save(4)
     assert job.checkpointer.failed_saves == 0 and job.checkpointer.saved_step == 4
-    assert commit.latest_checkpoint(tmp_path) == tmp_path / "step_00000004"
+    assert history.latest_checkpoint(tmp_path) == tmp_path / "step_00000004"
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -212,7 +212,7 @@ def test_one_without_a_manifest_gives_way_to_the_one_before(tmp_path: Path) -> N
     assert "step_00000002 is damaged" in job.log[0]
     names = ["latest", "step_00000001", "step_00000002.corrupt"]
     assert saved(tmp_path) == names
-    assert commit.latest_checkpoint(tmp_path) == tmp_path / "step_00000001"
+    assert history.latest_checkpoint(tmp_path) == tmp_path / "step_00000001"
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "other-step"])
@@ -334,7 +334,7 @@ def test_nothing_is_committed_once_the_run_is_anothers(
     (tmp_path / lost / "lock").write_text('{"host": "n7", "pid": 7}')
     job.save(2)
     assert "failed: rank 0: RuntimeError: exit code 77;" in job.log[-1]
-    assert commit.latest_checkpoint(root) == root / "step_00000001"
+    assert history.latest_checkpoint(root) == root / "step_00000001"
     assert not (root / "step_00000002").exists()
     job.checkpointer._run_lock.release()
     job.checkpointer.close()

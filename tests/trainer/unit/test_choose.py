@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kempner.checkpoint import commit, fork, named
+from kempner.checkpoint import commit, fork, history, named
 from kempner.checkpoint.choose import hold_checkpoint, remember_skip
 from kempner.checkpoint.commit import prune_checkpoints
 from kempner.checkpoint.fits import check_compatible, fact_differences
@@ -159,7 +159,7 @@ def test_one_that_is_deleted_at_that_moment_is_refused(
         return found
 
     monkeypatch.setattr(fork, "find_fork", find)
-    with pytest.raises(commit.Damaged), contextlib.ExitStack() as held:
+    with pytest.raises(history.Damaged), contextlib.ExitStack() as held:
         hold_checkpoint(f"{forked.parent}@1", FORK, held)
     threads[0].join()
 

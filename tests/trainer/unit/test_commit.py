@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kempner.checkpoint import commit, ownership
+from kempner.checkpoint import commit, history, ownership
 from kempner.checkpoint.ownership import claim_directory
 from kempner.config.option import ConfigError
 from kempner.jobs.system.directories import Kind, mark_directory, read_mark
@@ -97,9 +97,9 @@ def names(root: Path) -> list[str]:
 
 def sound(path: Path) -> bool:
     """Everything is there, and it is of the step of its name."""
-    manifest = commit.read_manifest(path)
+    manifest = history.read_manifest(path)
     for name in manifest["files"]:
-        commit.read_listed(path, manifest, name)
+        history.read_listed(path, manifest, name)
     data = (path / "ranks-000" / "__0_0.distcp").read_bytes()
     return data.endswith(str(manifest["step"]).encode()) and path.name == name_of_step(
         manifest["step"]
@@ -164,17 +164,17 @@ def test_a_crash_anywhere_leaves_the_old_or_the_new(tmp_path: Path, again: bool)
 
     seen = set()
     for operation in crashes(prepare, lambda: commit.commit_save(root, 2, TEXTS, {})):
-        newest = commit.latest_checkpoint(root)
+        newest = history.latest_checkpoint(root)
         assert newest is not None and sound(newest), operation
         seen.add(newest.name)
         commit.clean_leftovers(root)
-        assert all(map(sound, commit.complete_checkpoints(root))), operation
-        assert commit.complete_checkpoints(root)[0] == newest, operation
+        assert all(map(sound, history.complete_checkpoints(root))), operation
+        assert history.complete_checkpoints(root)[0] == newest, operation
         assert all(name == "latest" or step_of_name(name) for name in names(root))
         save(root, 2)  # the run comes to this step once more
         commit.clean_leftovers(root)
         assert names(root) == ["latest", "step_00000001", "step_00000002"], operation
-        assert commit.latest_checkpoint(root) == root / "step_00000002" and sound(
+        assert history.latest_checkpoint(root) == root / "step_00000002" and sound(
             root / "step_00000002"
         )
     assert seen == {"step_00000001", "step_00000002"}
@@ -192,7 +192,7 @@ def test_a_crash_while_old_ones_are_deleted(tmp_path: Path) -> None:
 
     for operation in crashes(prepare, lambda: commit.prune_checkpoints(root, 1, 0)):
         commit.clean_leftovers(root)
-        left = commit.complete_checkpoints(root)
+        left = history.complete_checkpoints(root)
         assert left[0] == root / "step_00000003" and all(map(sound, left)), operation
         commit.prune_checkpoints(root, 1, 0)
         assert names(root) == ["latest", "step_00000003"]
@@ -203,7 +203,7 @@ def test_a_crash_while_old_ones_are_deleted(tmp_path: Path) -> None:
 
 def test_nothing_there(tmp_path: Path) -> None:
     for root in (tmp_path, tmp_path / "never-made"):
-        assert commit.latest_checkpoint(root) is None and commit.complete_checkpoints(root) == []
+        assert history.latest_checkpoint(root) is None and history.complete_checkpoints(root) == []
         assert commit.clean_leftovers(root) == []
 
 
@@ -215,9 +215,9 @@ def test_latest_first_then_its_ancestors(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "link").symlink_to("real")
     monkeypatch.chdir(tmp_path)
     for root in (tmp_path / "real", Path("real"), Path("link")):
-        order = [int(path.name[5:]) for path in commit.complete_checkpoints(root)]
+        order = [int(path.name[5:]) for path in history.complete_checkpoints(root)]
         assert order == [20, 10, 5, 100_000_000]  # the run went back behind the last one
-        assert commit.latest_checkpoint(root) == root / "step_00000020"
+        assert history.latest_checkpoint(root) == root / "step_00000020"
 
 
 @pytest.mark.parametrize("target", ["step_00000009", "nowhere", "../elsewhere/step_00000001"])
@@ -228,24 +228,24 @@ def test_a_latest_that_leads_nowhere_is_passed_over(tmp_path: Path, target: str)
         save(root, step)
     (root / "latest").unlink()
     (root / "latest").symlink_to(target)
-    assert commit.latest_checkpoint(root) is None
-    assert [path.name for path in commit.complete_checkpoints(root)] == [
+    assert history.latest_checkpoint(root) is None
+    assert [path.name for path in history.complete_checkpoints(root)] == [
         "step_00000003",
         "step_00000002",
     ]
     save(root, 4)
-    assert commit.latest_checkpoint(root) == root / "step_00000004"
+    assert history.latest_checkpoint(root) == root / "step_00000004"
 
 
 def test_a_copy_that_followed_the_link(tmp_path: Path) -> None:
     save(tmp_path, 3)
     (tmp_path / "latest").unlink()
     (tmp_path / "latest").mkdir()
-    (tmp_path / "latest" / commit.MANIFEST).write_text("{}")
-    assert [path.name for path in commit.complete_checkpoints(tmp_path)] == ["step_00000003"]
+    (tmp_path / "latest" / history.MANIFEST).write_text("{}")
+    assert [path.name for path in history.complete_checkpoints(tmp_path)] == ["step_00000003"]
     save(tmp_path, 4)
     assert names(tmp_path) == ["latest", "latest.copied", "step_00000003", "step_00000004"]
-    assert commit.latest_checkpoint(tmp_path) == tmp_path / "step_00000004"
+    assert history.latest_checkpoint(tmp_path) == tmp_path / "step_00000004"
 
 
 def test_a_process_that_has_lost_the_run_moves_nothing(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_process_that_has_lost_the_run_moves_nothing(tmp_path: Path) -> None:
     with pytest.raises(Crash):
         commit.commit_save(tmp_path, 2, TEXTS, {}, check=check)
     assert names(tmp_path) == ["latest", "step_00000001", "step_00000002.partial"]
-    assert commit.latest_checkpoint(tmp_path) == tmp_path / "step_00000001"
+    assert history.latest_checkpoint(tmp_path) == tmp_path / "step_00000001"
 
 
 def test_what_another_attempt_writes_is_not_taken_for_ones_own(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_what_is_not_of_this_run_stays(tmp_path: Path) -> None:
     assert commit.clean_leftovers(tmp_path) == []
     commit.prune_checkpoints(tmp_path, 1, 0)
     assert theirs.items() <= contents(tmp_path).items()
-    assert commit.latest_checkpoint(tmp_path) == tmp_path / "step_00000003"
+    assert history.latest_checkpoint(tmp_path) == tmp_path / "step_00000003"
     assert not (tmp_path / "step_00000002").exists()
     for act in (
         lambda: commit.begin_save(tmp_path, 6),
@@ -379,22 +379,22 @@ def test_a_small_file_is_compared_with_the_manifest(tmp_path: Path, damage: str)
         file.unlink()
     else:
         file.write_bytes(content if damage == "flip" else content[:-1])
-    with pytest.raises(commit.Damaged, match=r"config\.toml"):
-        commit.read_listed(path, commit.read_manifest(path), "config.toml")
+    with pytest.raises(history.Damaged, match=r"config\.toml"):
+        history.read_listed(path, history.read_manifest(path), "config.toml")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "2"}'])
 def test_a_torn_manifest_is_damage(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(commit.Damaged, match=r"manifest\.json"):
-        commit.read_manifest(tmp_path)
+    with pytest.raises(history.Damaged, match=r"manifest\.json"):
+        history.read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize(("version", "word"), [(1, "older version"), (99, "newer version")])
 def test_another_format_is_not_damage(tmp_path: Path, version: int, word: str) -> None:
     (tmp_path / "manifest.json").write_text(f'{{"format": {version}}}')
     with pytest.raises(ConfigError, match=f"{word}.*format {version}.*reads format 2"):
-        commit.read_manifest(tmp_path)
+        history.read_manifest(tmp_path)
 
 
 def test_an_error_of_the_disk_is_not_damage(
@@ -405,14 +405,14 @@ def test_an_error_of_the_disk_is_not_damage(
 
     monkeypatch.setattr(Path, "read_text", broken)
     with pytest.raises(OSError, match="Input/output error"):
-        commit.read_manifest(tmp_path)
+        history.read_manifest(tmp_path)
 
 
 def test_set_aside_twice_keeps_both(tmp_path: Path) -> None:
     for expected in ("step_00000001.corrupt", "step_00000001.corrupt.1"):
         assert commit.set_checkpoint_aside(save(tmp_path, 1)).name == expected
     assert (
-        commit.complete_checkpoints(tmp_path) == [] and commit.latest_checkpoint(tmp_path) is None
+        history.complete_checkpoints(tmp_path) == [] and history.latest_checkpoint(tmp_path) is None
     )
     assert names(tmp_path) == ["latest", "step_00000001.corrupt", "step_00000001.corrupt.1"]
 
@@ -429,7 +429,7 @@ def test_the_manifest_lists_the_small_files_alone(tmp_path: Path) -> None:
 
 def kept(root: Path, keep_last_n: int, keep_every: int, powers_of_two: bool = False) -> list[int]:
     commit.prune_checkpoints(root, keep_last_n, keep_every, powers_of_two)
-    return sorted(int(path.name[5:]) for path in commit.complete_checkpoints(root))
+    return sorted(int(path.name[5:]) for path in history.complete_checkpoints(root))
 
 
 @pytest.fixture
@@ -469,11 +469,11 @@ def test_a_branch_that_was_left_is_used_last_and_removed(ten: Path, saved_at: in
     """`latest` was set back to step 5, and the run saved once more."""
     commit.point_latest(ten, "step_00000005")
     save(ten, saved_at, parent=5)
-    order = [step_of_name(path.name) for path in commit.complete_checkpoints(ten)]
+    order = [step_of_name(path.name) for path in history.complete_checkpoints(ten)]
     left = [step for step in (10, 9, 8, 7, 6) if step != saved_at]
     assert order == [saved_at, 5, 4, 3, 2, 1, *left]
     commit.set_checkpoint_aside(ten / name_of_step(saved_at))  # it is damaged: not the younger ones
-    assert commit.complete_checkpoints(ten)[0] == ten / "step_00000005"
+    assert history.complete_checkpoints(ten)[0] == ten / "step_00000005"
     commit.point_latest(ten, "step_00000005")
     save(ten, saved_at + 1, parent=5)
     assert kept(ten, 2, 0) == [5, saved_at + 1]
@@ -482,7 +482,7 @@ def test_a_branch_that_was_left_is_used_last_and_removed(ten: Path, saved_at: in
 def test_a_checkpoint_that_is_made_again_replaces_the_old_one(ten: Path) -> None:
     commit.point_latest(ten, "step_00000005")
     save(ten, 8, parent=5)
-    assert commit.run_branches(ten)[0][:2] == [ten / "step_00000008", ten / "step_00000005"]
+    assert history.run_branches(ten)[0][:2] == [ten / "step_00000008", ten / "step_00000005"]
     assert (ten / "step_00000008.deleted").is_dir()  # deleted after the commit, not within
     assert kept(ten, 1, 0) == [8] and not list(ten.glob("*.deleted"))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.jobs.ranks.process_group import World
+from kempner.jobs.ranks.placement import World
 from kempner.jobs.system.compiler import CACHE, HEADERS, keep_private
 from kempner.parallel import compiled
 from kempner.parallel.compiled import keep_compiled

@@ -85,7 +85,7 @@ def test_blocks_share_one_graph_and_a_whole_model_is_one(graphs: list[int], reco
 def test_the_compiler_is_imported_when_something_is_compiled() -> None:
     code = """if True:
         import sys, torch
-        from kempner.parallel.compiled import leave_compiler_out
+        from kempner.parallel.uncompiled import leave_compiler_out
         leave_compiler_out()
         late = sys.modules["torch._dynamo"]
         parameter = torch.nn.Parameter(torch.ones(3))

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kempner.config.command_line import help_text, parse_command
+from kempner.config.command_line import parse_command
+from kempner.config.help import help_text
 from kempner.config.loading import as_dict, config_hash, load_config_files, to_toml
 from kempner.config.option import (
     REQUIRED_OPTION,

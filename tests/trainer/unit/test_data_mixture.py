@@ -15,7 +15,7 @@ from kempner.config.option import ConfigError
 from kempner.data.mixture import Ingredient, Mixture, MixturePhase
 from kempner.data.opening import mixture_of
 from kempner.data.permute import shuffled_indices
-from kempner.data.sidecar import DataError
+from kempner.data.source import DataError
 from kempner.train.configure import check_inputs
 from kempner.train.parts import open_data
 from kempner.train.progress import Progress

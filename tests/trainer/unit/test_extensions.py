@@ -16,12 +16,13 @@ from kempner.config.loading import as_dict, load_config_files, to_toml
 from kempner.config.option import ConfigError
 from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.extensions.rl.config import RlConfig, SamplingConfig
-from kempner.train import extensions
+from kempner.train import lookup
 from kempner.train.configure import load_config
 from kempner.train.progress import Progress
+from kempner.train.recording.changes import what_changed
 from kempner.train.resilience.requests import Verdict
 from kempner.train.resuming import go_back
-from kempner.train.sections import RunConfig, what_changed
+from kempner.train.sections import RunConfig
 from kempner.train.training import Training
 from tests.house.test_layers import LAYERS, MODULES, level
 
@@ -61,7 +62,10 @@ def test_help_lists_an_extension_that_is_asked_for() -> None:
     plain, section, every = (train("--help", *more) for more in ((), ("rl",), ("--all",)))
     assert plain.returncode == section.returncode == every.returncode == 0
     assert "--train.max_steps int" in plain.stdout and "--rl." not in plain.stdout
-    assert "Extensions: lowcomm, preference, rl, bench; see --help SECTION" in plain.stdout
+    assert (
+        "More sections: lora, freeze, trackers, profile, lowcomm, preference, rl, bench;"
+        in plain.stdout
+    )
     assert "--rl.loss.kl float" in section.stdout and "--train.max" not in section.stdout
     for option in ("--train.max_steps", "--rl.loss.kl", "--lowcomm.tau", "--bench.steps"):
         assert f"\n  {option} " in every.stdout
@@ -104,7 +108,7 @@ def test_the_sections_of_a_run_are_read_back(tmp_path: Path) -> None:
     file.write_text(to_toml(cfg))
     again = load_config([str(file)], [])
     assert again == cfg and again.of(SamplingConfig).max_tokens == 64
-    assert again.train.global_batch == 48 and extensions.bringer(again)
+    assert again.train.global_batch == 48 and lookup.bringer(again)
 
 
 # --- What scripts/train.py does alike for all feeds --------------------------------------------

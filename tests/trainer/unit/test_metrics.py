@@ -14,17 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from kempner.jobs.ranks.process_group import World
+from kempner.jobs.ranks.placement import World
 from kempner.optim.spikes import Spikes
 from kempner.train.objective import NextToken
 from kempner.train.progress import Progress
-from kempner.train.recording.metrics import (
-    Clock,
-    MetricsConfig,
-    console_line,
-    peak_flops,
-    short_number,
-)
+from kempner.train.recording.config import MetricsConfig
+from kempner.train.recording.metrics import Clock, console_line, short_number
+from kempner.train.recording.peak import peak_flops
 from kempner.train.recording.recorder import Recorder
 from kempner.train.replicas import Replicas
 from kempner.train.sections import RunConfig, TrainConfig

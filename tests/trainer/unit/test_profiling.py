@@ -11,9 +11,10 @@ import torch
 from kempner.config.option import ConfigError
 from kempner.extensions.planner.out_of_memory import explain_memory
 from kempner.extensions.planner.search import Check
-from kempner.jobs.ranks.process_group import World
+from kempner.jobs.ranks.placement import World
 from kempner.train.configure import check_world, load_config
-from kempner.train.recording.profiling import ProfileConfig, Profiler
+from kempner.train.recording.config import ProfileConfig
+from kempner.train.recording.profiling import Profiler
 
 GPU = torch.device("cuda")
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from kempner.jobs.ranks.hosts import all_hosts
-from kempner.jobs.ranks.process_group import World
+from kempner.jobs.ranks.placement import World
 from kempner.jobs.records import events
 from kempner.jobs.records.events import FaultEvent
 from kempner.jobs.records.run_log import log_path
 from kempner.jobs.records.run_records import count_attempts
-from kempner.train.extensions import advise
+from kempner.train.lookup import advise
 from kempner.train.recording import run_directory
 from kempner.train.recording.run_directory import Run
 from kempner.train.sections import RunConfig, RunSection

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from kempner.checkpoint import checkpointer as checkpoints
-from kempner.checkpoint import commit
+from kempner.checkpoint import history
 from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.format import writer
@@ -156,7 +156,7 @@ def test_a_flipped_byte_anywhere_is_found(tmp_path: Path) -> None:
     saver.close()
     file = tmp_path / "latest" / DATA
     content = file.read_bytes()
-    with DataFile(tmp_path / "latest", commit.read_manifest(tmp_path / "latest"), 0) as data:
+    with DataFile(tmp_path / "latest", history.read_manifest(tmp_path / "latest"), 0) as data:
         end = data.index["bytes"]
     assert end > 2 * CRC_BLOCK_BYTES
     for place in (5000, CRC_BLOCK_BYTES + 7, 2 * CRC_BLOCK_BYTES + 7, end + 9, len(content) - 20):
@@ -343,7 +343,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
         saver.wait()
         assert "No space left on device" in log[-1] and "step 2 failed" in log[-1]
         assert saver.failed_saves == 1 and saver.saved_step == 1
-        assert commit.latest_checkpoint(tmp_path / "disk") == tmp_path / "disk" / name_of_step(1)
+        assert history.latest_checkpoint(tmp_path / "disk") == tmp_path / "disk" / name_of_step(1)
         assert read_plainly(tmp_path / "disk" / "latest")["model.weight"].eq(1.0).all()
         (tmp_path / "disk" / "other").unlink()
         saver.save(3, {})  # the memory and the plan are still good
@@ -380,7 +380,7 @@ def of_three(rank: int, root: Path) -> None:
     saver.wait()
     assert saver.saved_step == 1 and saver.failed_saves == 1, log
     assert "failed: rank 1: TypeError" in log[-1], log
-    assert commit.latest_checkpoint(root / "checkpoints") == root / "checkpoints" / name_of_step(1)
+    assert history.latest_checkpoint(root / "checkpoints") == root / "checkpoints" / name_of_step(1)
     if rank == 1:
         os.pwrite = real
     saver.save(3, {})

@@ -264,3 +264,16 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"unknown dtype {name!r}")
     return dtype
+
+
+TENSORS = "tensors.json"  # the table: what each tensor is, and which mesh cuts it
+
+
+class Want(NamedTuple):
+    """A box of a tensor to read into `target`; the tensor is `key` in the table and `name` on
+    disk."""
+
+    key: str
+    name: str
+    target: Tensor
+    box: Box

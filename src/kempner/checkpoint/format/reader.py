@@ -1,7 +1,7 @@
 """Read checkpoints: raw bytes at known offsets, each block verified as it is read. Nothing is
 unpickled, so no file can run code, and no version of Python reads another's objects.
 
-    path = commit.latest_checkpoint(Path("runs/debug/checkpoints"))
+    path = history.latest_checkpoint(Path("runs/debug/checkpoints"))
     tensors = read_tensors(path, ["model.embed.weight"])      # whole, on the CPU, one process
 """
 
@@ -17,31 +17,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kempner.checkpoint import commit
-from kempner.checkpoint.commit import Damaged
+from kempner.checkpoint import history
 from kempner.checkpoint.format.crc import crc32
-from kempner.checkpoint.format.plan import Box, StoredTensor, Table, file_of, from_json, ranks_with
+from kempner.checkpoint.format.plan import (
+    TENSORS,
+    StoredTensor,
+    Table,
+    Want,
+    file_of,
+    from_json,
+    ranks_with,
+)
 from kempner.checkpoint.format.writer import FILE_MAGIC, FOOTER
+from kempner.checkpoint.history import Damaged
 
-TENSORS = "tensors.json"  # the table: what each tensor is, and which mesh cuts it
 INDEX_TAIL_BYTES = (
     1 << 16
 )  # bytes read at the end of a file, in the hope that the whole index is in them
-
-
-class Want(NamedTuple):
-    """A box of a tensor to read into `target`; the tensor is `key` in the table and `name` on
-    disk."""
-
-    key: str
-    name: str
-    target: Tensor
-    box: Box
 
 
 class DataFile:
@@ -198,12 +195,12 @@ def read_wanted(
 
 def read_table(path: Path, manifest: dict[str, Any]) -> Table:
     """Read the table of a checkpoint. Raises Damaged."""
-    return from_json(json.loads(commit.read_listed(path, manifest, TENSORS)))
+    return from_json(json.loads(history.read_listed(path, manifest, TENSORS)))
 
 
 def stored_tensors(path: Path) -> Table:
     """Map each tensor's name to shape and dtype; `*` in a name stands for each rank."""
-    return read_table(path, commit.read_manifest(path))
+    return read_table(path, history.read_manifest(path))
 
 
 def read_tensors(path: Path, names: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -223,7 +220,7 @@ def read_tensors(path: Path, names: Sequence[str] | None = None) -> dict[str, Te
 
 def read_into(path: Path, targets: Mapping[str, Tensor]) -> None:
     """Read whole tensors into the caller's, on any device and cast to their dtype."""
-    manifest = commit.read_manifest(path)
+    manifest = history.read_manifest(path)
     table = read_table(path, manifest)
     keys = {name: _key(name, table) for name in targets}
     wants = [Want(keys[name], name, t, table[keys[name]].whole) for name, t in targets.items()]
@@ -238,13 +235,13 @@ def _key(name: str, table: Table) -> str:
 def verify_checkpoint(path: Path) -> list[str]:
     """Read everything in a checkpoint; returns a list of the damage."""
     try:
-        manifest = commit.read_manifest(path)
+        manifest = history.read_manifest(path)
     except Damaged as error:
         return [str(error)]
     wrong = []
     for name in manifest["files"]:
         try:
-            commit.read_listed(path, manifest, name)
+            history.read_listed(path, manifest, name)
         except Damaged as error:
             wrong.append(str(error))
     for rank in range(manifest["world_size"]):

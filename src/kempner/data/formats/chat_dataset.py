@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 
 from kempner.config.option import ConfigError
 from kempner.data.formats.dataset import PREPARE_AGAIN, map_array
-from kempner.data.formats.stream import Shape
 from kempner.data.packing import first_fit_decreasing
-from kempner.data.sidecar import SIDECAR, DataError, Sidecar, open_sidecar
-from kempner.data.source import IGNORE, Int64, SampleRows
+from kempner.data.sidecar import SIDECAR, Sidecar, open_sidecar
+from kempner.data.source import IGNORE, DataError, Int64, SampleRows, Shape
 from kempner.data.text.chat_marks import GROUP, files_of_shard
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)  # of rows, in the table of a preparation

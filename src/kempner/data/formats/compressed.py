@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from kempner.data.sidecar import DataError
+from kempner.data.source import DataError
 
 READ = (".gz", ".bz2", ".xz", ".zst")
 # Not read: a file of which nobody has asked for the parts, or in a form without a library here.

@@ -17,15 +17,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from kempner.data.formats.stream import (
-    Shape,
-    StreamTokens,
-    TokenStream,
-    raise_problems,
-    stream_problems,
-)
-from kempner.data.sidecar import DataError, Shard, Sidecar, open_sidecar
-from kempner.data.source import Int64
+from kempner.data.formats.stream import StreamTokens, TokenStream, raise_problems, stream_problems
+from kempner.data.sidecar import Shard, Sidecar, open_sidecar
+from kempner.data.source import DataError, Int64, Shape
 
 HEADER = re.compile(
     rb"\{'descr': '([^']+)', 'fortran_order': (?:False|True), 'shape': \(([\d, ]*)\), *\}\s*"

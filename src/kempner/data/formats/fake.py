@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kempner.data.formats.stream import Shape
-from kempner.data.source import IGNORE, Int32, Int64, SampleRows
+from kempner.data.source import IGNORE, Int32, Int64, SampleRows, Shape
 
 FAKE_SAMPLES = 1 << 40
 DOCUMENTS = 8  # in a row, on average

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from kempner.data.config import SourceConfig
 from kempner.data.formats.stream import (
-    Shape,
     StreamTokens,
     TokenStream,
     begins_at,
@@ -25,8 +24,7 @@ from kempner.data.formats.stream import (
 )
 from kempner.data.formats.streamed import StreamedDocuments, pick_column
 from kempner.data.prepare.sources import check_readable
-from kempner.data.sidecar import DataError
-from kempner.data.source import Int64
+from kempner.data.source import DataError, Int64, Shape
 from kempner.data.text.tokenizer import import_data_package
 from kempner.jobs.system import hub
 

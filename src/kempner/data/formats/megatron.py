@@ -19,15 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kempner.data.formats.stream import (
-    Shape,
     StreamTokens,
     TokenStream,
     begins_at,
     raise_problems,
     stream_problems,
 )
-from kempner.data.sidecar import DataError
-from kempner.data.source import Int64
+from kempner.data.source import DataError, Int64, Shape
 
 INDEX_MAGIC = b"MMIDIDX\0\0"
 INDEX_HEADER = struct.Struct("<9sQBQQ")

@@ -30,10 +30,10 @@ from kempner.data.sidecar import (
     SIDECAR_TOKENIZER,
     TOKENIZER_CONFIG,
     UNITS_FOLDER,
-    DataError,
     Shard,
     Sidecar,
 )
+from kempner.data.source import DataError
 from kempner.data.text import chat_marks
 from kempner.data.text.encode import Encoded
 from kempner.data.text.tokenizer import TokenArray

@@ -8,26 +8,15 @@ are not used.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kempner.config.option import ConfigError
-from kempner.data.sidecar import DataError
-from kempner.data.source import IGNORE, Int32, Int64, SampleRows
+from kempner.data.source import IGNORE, DataError, Int32, Int64, SampleRows, Shape
 
 StreamTokens = NDArray[np.integer[Any]]  # 1-D
-
-
-class Shape(NamedTuple):
-    """Shape of the samples that a run reads from a stream."""
-
-    seq_len: int
-    vocab_size: int  # of the model: token ids are smaller
-    separate: bool = False  # documents do not see each other
-    cut: bool = False  # conversations that are longer than a row, rather than drop them
-    preferences: bool = False  # pairs of answers, rather than text or chats
 
 
 class TokenStream:

@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from kempner.data.config import SourceConfig
-from kempner.data.formats.stream import Shape, StreamTokens, separate_documents
-from kempner.data.sidecar import DataError
-from kempner.data.source import Int64, SampleRows
+from kempner.data.formats.stream import StreamTokens, separate_documents
+from kempner.data.source import DataError, Int64, SampleRows, Shape
 from kempner.data.text.tokenizer import FileTokenizer
 from kempner.jobs.system.files import LineFile, read_jsonl
 

@@ -11,7 +11,7 @@ from kempner.data.prepare import units
 from kempner.data.prepare.sources import BadLine
 from kempner.data.sidecar import BAD_LINES, SIDECAR, Sidecar
 from kempner.data.text import encode
-from kempner.jobs.ranks.process_group import World
+from kempner.jobs.ranks.placement import World
 from kempner.jobs.system.files import write_atomic
 
 ALL_BAD = 1000  # lines of JSON without a single document: enough to stop looking

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from kempner.config.option import ConfigError
 from kempner.data.formats import compressed
-from kempner.data.sidecar import DataError
+from kempner.data.source import DataError
 from kempner.data.text.tokenizer import import_data_package
 
 TEXT_BYTES = 1 << 20  # a longer text is cut into documents of about this size, at line ends

@@ -15,7 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kempner.data.sidecar import TOKENIZER_CONFIG, DataError
+from kempner.data.sidecar import TOKENIZER_CONFIG
+from kempner.data.source import DataError
 from kempner.data.text.tokenizer import Span, import_data_package
 
 TEMPLATE = "chat_template.jinja"

@@ -20,10 +20,10 @@ from kempner.data.sidecar import (
     BYTES_TOKENIZER,
     SIDECAR,
     SIDECAR_TOKENIZER,
-    DataError,
     Sidecar,
     open_sidecar,
 )
+from kempner.data.source import DataError
 
 # Names of the end-of-document token in published tokenizers; the first that exists is taken.
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")

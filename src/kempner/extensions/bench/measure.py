@@ -27,13 +27,14 @@ from kempner.data.config import FAKE
 from kempner.extensions.bench.config import BenchConfig
 from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.extensions.planner.memory import GIB, estimate_memory
-from kempner.jobs.ranks.process_group import World
+from kempner.jobs.ranks.placement import World
 from kempner.jobs.records import events
 from kempner.jobs.report.tables import align_table
 from kempner.jobs.system.files import read_jsonl, write_atomic
 from kempner.jobs.trackers.config import TRACKER_NAMES, TrackersConfig
 from kempner.train.extensions import Variant
-from kempner.train.recording.metrics import peak_flops, short_number
+from kempner.train.recording.metrics import short_number
+from kempner.train.recording.peak import peak_flops
 from kempner.train.sections import RunConfig
 
 SHUTDOWN_S = 10.0  # for the other ranks of a variant, once one has failed

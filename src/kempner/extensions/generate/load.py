@@ -10,8 +10,8 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kempner.checkpoint import commit
-from kempner.checkpoint.commit import Damaged
+from kempner.checkpoint import history
+from kempner.checkpoint.history import Damaged
 from kempner.config import toml
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import BYTES_TOKENIZER, SIDECAR, TOKENIZER_CONFIG, Sidecar
@@ -102,7 +102,7 @@ def model_shape(source: WeightsSource) -> tuple[ModelConfig, int]:
     cfg = ModelConfig(**source.model())
     if not source.is_checkpoint:
         return cfg, cfg.max_seq_len
-    fixed = commit.read_manifest(source.path)["fixed"]
+    fixed = history.read_manifest(source.path)["fixed"]
     return cfg, min(fixed["train"]["seq_len"], cfg.max_seq_len)
 
 
@@ -127,7 +127,7 @@ def load_model_and_tokenizer(
             words = words_of_directory(source.path)
             model = read_base(source, cfg, place, fill=fill)
             return Loaded(model, words, window, str(source.path))
-        manifest = commit.read_manifest(source.path)
+        manifest = history.read_manifest(source.path)
         words = words_of_run(Path(name), source.path)
         model = read_checkpoint(source, manifest, place)
         window = model_shape(source)[1]
@@ -198,7 +198,7 @@ def read_checkpoint(
     ConfigError."""
     from kempner.checkpoint.format.reader import read_into
     from kempner.extensions.hf.adapter import base_of
-    from kempner.parallel.lora import is_adapter
+    from kempner.parallel.config import is_adapter
 
     cfg = ModelConfig(**manifest["fixed"]["model"])
     if (lora := manifest["fixed"].get("lora")) is None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kempner.checkpoint import commit
+from kempner.checkpoint import history
 from kempner.config.option import ConfigError
 from kempner.extensions.hf.families import config_json
 from kempner.extensions.hf.source import (
@@ -42,7 +42,7 @@ def weights_fingerprint(source: WeightsSource) -> str:
     of the files of a directory."""
     digest = hashlib.sha256()
     if source.is_checkpoint:
-        manifest = commit.read_manifest(source.path)
+        manifest = history.read_manifest(source.path)
         digest.update(json.dumps([manifest[key] for key in ("run", "step", "time")]).encode())
         return digest.hexdigest()[:16]
     for path in sorted(source.path.glob("model*.safetensors")):
@@ -128,7 +128,7 @@ def export_adapter(checkpoint: Path, out: Path) -> Path:
 
     from kempner.checkpoint.format.reader import read_tensors
 
-    manifest = commit.read_manifest(checkpoint)
+    manifest = history.read_manifest(checkpoint)
     lora = lora_of(checkpoint, manifest)
     cfg = ModelConfig(**manifest["fixed"]["model"])
     carried = run_of(checkpoint) / HF_FOLDER

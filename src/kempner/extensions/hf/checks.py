@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kempner.checkpoint.commit import has_checkpoint
+from kempner.checkpoint.history import has_checkpoint
 from kempner.config.loading import SectionValues, load_config_files
 from kempner.config.option import ConfigError
 from kempner.config.values import format_value

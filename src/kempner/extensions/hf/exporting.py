@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kempner.checkpoint import commit
-from kempner.checkpoint.format.reader import Want, read_table, read_wanted
+from kempner.checkpoint import history
+from kempner.checkpoint.format.plan import Want
+from kempner.checkpoint.format.reader import read_table, read_wanted
 from kempner.checkpoint.format.writer import allocate_pages
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import SIDECAR, TOKENIZER_CONFIG, Sidecar
@@ -58,7 +59,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str, shard_bytes: int)
     OSError; then nothing is left at `out`.
     """
     refuse_others(out, "DIR", (), "give another directory, or remove it")
-    manifest = commit.read_manifest(checkpoint)
+    manifest = history.read_manifest(checkpoint)
     cfg = ModelConfig(**manifest["fixed"]["model"])
     beside = run_of(checkpoint)
     carried = (
@@ -248,7 +249,7 @@ class _Reader:
 
     def __init__(self, checkpoint: Path, names: Iterable[str], dtype: torch.dtype) -> None:
         self.checkpoint, self.dtype = checkpoint, dtype
-        self.manifest = commit.read_manifest(checkpoint)
+        self.manifest = history.read_manifest(checkpoint)
         self.table = read_table(checkpoint, self.manifest)
         shapes = tensor_shapes(ModelConfig(**self.manifest["fixed"]["model"]))
         # Without this a new kind of tensor would be left out, and the model be another one.

@@ -18,7 +18,8 @@ from kempner.extensions.hf.source import (
 )
 from kempner.extensions.hf.stored import check_source
 from kempner.extensions.preference.config import PreferenceConfig
-from kempner.train.extensions import Extension, Values
+from kempner.train.extensions import Extension
+from kempner.train.lookup import Values
 
 if TYPE_CHECKING:
     from kempner.model.decoder import Decoder

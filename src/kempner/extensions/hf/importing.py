@@ -16,9 +16,8 @@ import torch
 
 from kempner.checkpoint import commit
 from kempner.checkpoint.format import plan as layout
-from kempner.checkpoint.format.metadata import dcp_metadata
-from kempner.checkpoint.format.plan import CheckpointLayout, StoredTensor, Table
-from kempner.checkpoint.format.reader import TENSORS
+from kempner.checkpoint.format.dcp import dcp_metadata
+from kempner.checkpoint.format.plan import TENSORS, CheckpointLayout, StoredTensor, Table
 from kempner.checkpoint.format.writer import Image, plan_file, write_file
 from kempner.checkpoint.ownership import remove_directory
 from kempner.extensions.hf.load import ReadJob, fill_tensors

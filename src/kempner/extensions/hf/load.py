@@ -15,17 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kempner.checkpoint import commit
-from kempner.checkpoint.commit import Damaged
-from kempner.checkpoint.format.plan import Box, make_table, own_box
-from kempner.checkpoint.format.reader import (
-    Want,
-    read_table,
-    read_tensors,
-    read_wanted,
-    stored_tensors,
-)
+from kempner.checkpoint import history
+from kempner.checkpoint.format.plan import Box, Want, make_table, own_box
+from kempner.checkpoint.format.reader import read_table, read_tensors, read_wanted, stored_tensors
 from kempner.checkpoint.format.writer import local_part
+from kempner.checkpoint.history import Damaged
 from kempner.checkpoint.ranks import Ranks
 from kempner.config.option import ConfigError
 from kempner.extensions.hf.source import (
@@ -39,7 +33,7 @@ from kempner.extensions.hf.stored import DOWNLOAD_AGAIN, Stored, check_hf_direct
 from kempner.extensions.hf.tensors import tensor_names
 from kempner.model.config import ModelConfig
 from kempner.parallel.build import buffer_names, parameter_names
-from kempner.parallel.lora import is_adapter
+from kempner.parallel.config import is_adapter
 
 STORED_DTYPES = {
     "F64": torch.float64,
@@ -91,7 +85,7 @@ def load_weights(
     here = make_table(parameters, {}, world)
     boxes = {name: own_box(here[name], rank) for name in parameters}
     if source.is_checkpoint:
-        manifest = commit.read_manifest(source.path)
+        manifest = history.read_manifest(source.path)
         table = read_table(source.path, manifest)
         wants = []
         for name, parameter in parameters.items():

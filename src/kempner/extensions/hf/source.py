@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kempner.checkpoint import commit, named
+from kempner.checkpoint import commit, history, named
 from kempner.config import toml
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import BYTES_EOD, BYTES_TOKENIZER, SIDECAR, Sidecar
@@ -49,8 +49,8 @@ class WeightsSource(NamedTuple):
         if not self.is_checkpoint:
             return model_values(read_hf_config(self.path), str(self.path / CONFIG_FILE))
         try:
-            fixed = commit.read_manifest(self.path)["fixed"]
-        except commit.Damaged as error:
+            fixed = history.read_manifest(self.path)["fixed"]
+        except history.Damaged as error:
             raise ConfigError(f"{error}; name an older checkpoint") from None
         model = ModelConfig(**fixed["model"])
         heads = {"n_kv_heads": model.kv_heads, "head_dim": model.resolved_head_dim}
@@ -93,10 +93,10 @@ def held_weights(name: str, download: bool = False) -> Iterator[WeightsSource]:
         yield source
         return
     with commit.reading_lock(source.path):
-        if (source.path / commit.MANIFEST).exists():
+        if (source.path / history.MANIFEST).exists():
             try:
                 yield source
-            except commit.Damaged as error:
+            except history.Damaged as error:
                 run = named.split_name(name)[0]
                 fix = f"name an older one, {run}@STEP"
                 raise ConfigError(f"{source.path} is damaged: {error}; {fix}") from None

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from kempner.checkpoint import commit
+from kempner.checkpoint import history
 from kempner.config.option import ConfigError
 from kempner.extensions.hf.source import WeightsSource, read_hf_config, run_of, vocabulary_size
 from kempner.extensions.hf.tensors import stored_parts, tensor_names
@@ -157,7 +157,7 @@ def check_source(source: WeightsSource, cfg: ModelConfig) -> None:
     """Check any source in the same way; a checkpoint's tensors were checked when it was written."""
     if not source.is_checkpoint:
         check_hf_directory(source.path, cfg)
-    elif "lora" in commit.read_manifest(source.path)["fixed"]:
+    elif "lora" in history.read_manifest(source.path)["fixed"]:
         raise ConfigError(
             f"{source.path}: holds adapters alone; merge them by `{how_to_run('convert.py')} "
             f"export {run_of(source.path)} DIR`, and start from DIR"

@@ -9,15 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kempner.checkpoint import commit
+from kempner.checkpoint import commit, history
 from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.checkpoint.choose import Choice
-from kempner.checkpoint.commit import Damaged
 from kempner.checkpoint.format.reader import read_table
+from kempner.checkpoint.history import Damaged
 from kempner.jobs.system.files import name_of_step, step_of_name
 
 if TYPE_CHECKING:
-    from kempner.jobs.ranks.process_group import World
+    from kempner.jobs.ranks.placement import World
     from kempner.train.replicas import Replicas
 
 _Steps = dict[int, int]  # of the checkpoints of a replica, with how many replicas there were
@@ -52,9 +52,9 @@ class ReplicaCheckpointer(Checkpointer):
 
     def _all_steps(self, attempt: int) -> list[_Steps]:
         ours = {}
-        for path in commit.complete_checkpoints(self.root):
+        for path in history.complete_checkpoints(self.root):
             with contextlib.suppress(Damaged):
-                ours[step_of_name(path.name)] = commit.read_manifest(path).get("replicas", 1)
+                ours[step_of_name(path.name)] = history.read_manifest(path).get("replicas", 1)
         told = self._meet(f"{attempt} steps", ours)
         return [{int(step): count for step, count in steps.items()} for steps in told]
 
@@ -72,7 +72,7 @@ class ReplicaCheckpointer(Checkpointer):
         providers = {name: self.providers[name] for name in ("model", "outer", "optim")}
 
         def choose() -> Choice:
-            manifest = commit.read_manifest(path)
+            manifest = history.read_manifest(path)
             return path, manifest, read_table(path, manifest)
 
         try:

@@ -11,7 +11,7 @@ from kempner.jobs.trackers.config import TrackersConfig
 from kempner.train.extensions import Extension
 
 if TYPE_CHECKING:
-    from kempner.jobs.ranks.process_group import World
+    from kempner.jobs.ranks.placement import World
     from kempner.model.decoder import Decoder
     from kempner.optim.optimizer import Optimizer
     from kempner.train.replicas import Replicas, Waiting

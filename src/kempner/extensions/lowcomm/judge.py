@@ -35,7 +35,7 @@ from kempner.config.command_line import argument_parser
 from kempner.extensions.lowcomm.beat import REPLICA_HEARTBEAT_S
 from kempner.extensions.lowcomm.config import REPLICA_SILENCE_S
 from kempner.extensions.lowcomm.door import FIRST_EPOCH_KEY, GONE_KEY, HERE_KEY, is_name, slot_of
-from kempner.jobs import slurm
+from kempner.jobs import this_job
 from kempner.jobs.ranks import peers, process_group
 from kempner.jobs.ranks.port_range import listen_in_range, store_server
 from kempner.jobs.system.files import LineFile, write_atomic
@@ -218,7 +218,7 @@ def main(argv: list[str]) -> None:
         signal.signal(number, signal.SIG_IGN)  # the replicas need it until they have saved
     process_group.allow_open_files()  # each rank holds two
     # The fast network first, which the replicas use: one whose cable there is cut falls silent.
-    fast = slurm.fast_address()
+    fast = this_job.fast_address()
     addresses = dict.fromkeys([*([fast] if fast else []), *(given.address or ["localhost"])])
     note, parent = given.note, os.getppid()
     # The script that started us watches these files, and ends the step of a silent replica.

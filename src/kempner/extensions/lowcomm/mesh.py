@@ -12,7 +12,7 @@ from torch import Tensor
 from kempner.extensions.lowcomm.outer import Decode, Handle
 
 if TYPE_CHECKING:
-    from kempner.jobs.ranks.process_group import World
+    from kempner.jobs.ranks.placement import World
 
 # The watchdog decides what hangs, not gloo; a lost replica's closed sockets show at once.
 TIMEOUT = timedelta(hours=1)

@@ -16,7 +16,7 @@ from kempner.parallel.build import parameter_names
 from kempner.train.replicas import Waiting
 
 if TYPE_CHECKING:
-    from kempner.jobs.ranks.process_group import World
+    from kempner.jobs.ranks.placement import World
     from kempner.train.sections import RunConfig
 
 

@@ -25,7 +25,7 @@ from kempner.train.replicas import ReplicaNumbers, Replicas, Waiting
 from kempner.train.resilience.requests import REQUEST_FLAGS
 
 if TYPE_CHECKING:
-    from kempner.jobs.ranks.process_group import World
+    from kempner.jobs.ranks.placement import World
     from kempner.train.progress import Progress
     from kempner.train.sections import RunConfig
     from kempner.train.step import StepResult

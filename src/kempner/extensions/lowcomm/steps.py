@@ -30,7 +30,7 @@ from kempner.train.replicas import ReplicaNumbers
 from kempner.train.resilience.requests import INTERRUPT_REQUEST, REQUEST_FLAGS
 
 if TYPE_CHECKING:
-    from kempner.jobs.ranks.process_group import World
+    from kempner.jobs.ranks.placement import World
     from kempner.train.progress import Progress
     from kempner.train.sections import RunConfig
 

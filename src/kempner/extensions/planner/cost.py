@@ -25,7 +25,7 @@ from kempner.extensions.planner.memory import (
     weight_bytes,
 )
 from kempner.parallel.layout import Axes, axis_sizes
-from kempner.train.recording.metrics import PEAK_BF16
+from kempner.train.recording.peak import PEAK_BF16
 from kempner.train.sections import RunConfig
 
 ESTIMATE_SLACK = 1.25  # how much longer than the estimate a step may take by what is not in it

@@ -14,7 +14,7 @@ from kempner.extensions.bench.config import BenchConfig
 from kempner.train.extensions import Extension, Variant
 
 if TYPE_CHECKING:
-    from kempner.jobs.ranks.process_group import World
+    from kempner.jobs.ranks.placement import World
     from kempner.train.sections import RunConfig
 
 
@@ -23,7 +23,8 @@ class PlannerExtension(Extension):
 
     def variants(self, command: Command, cfg: RunConfig) -> list[Variant]:
         from kempner.extensions.bench import measure as bench
-        from kempner.jobs.system.directories import Kind, refuse_other_file, refuse_others
+        from kempner.jobs.system.directories import Kind, refuse_others
+        from kempner.jobs.system.seal import refuse_other_file
         from kempner.train.configure import OWN_DIRECTORY, load_config
 
         refuse_others(cfg.run.dir, "run.dir", (Kind.STARTED,), OWN_DIRECTORY)
@@ -48,7 +49,7 @@ class PlannerExtension(Extension):
         self, cfg: RunConfig, variants: Sequence[Variant], leaves: Callable[[], float]
     ) -> int:
         from kempner.extensions.bench import measure as bench
-        from kempner.jobs.ranks.process_group import discover_world
+        from kempner.jobs.ranks.placement import discover_world
 
         return bench.run_bench(Path(cfg.run.dir), variants, discover_world(), leaves)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.optim.config import STATE
 from kempner.parallel.layout import Axes, axis_sizes
-from kempner.train import extensions
+from kempner.train import lookup
 from kempner.train.sections import RunConfig, micro_batch
 
 GIB = 2.0**30
@@ -52,7 +52,7 @@ def one_replica(cfg: RunConfig, world_size: int, per_node: int) -> tuple[RunConf
 def forward_rows(cfg: RunConfig, data_ranks: int) -> int:
     """Sequences of one forward pass of a rank; where an extension brings the batches, at most.
     Raises ConfigError: see micro_batch."""
-    if extensions.bringer(cfg):
+    if lookup.bringer(cfg):
         return cfg.train.micro_batch or -(-cfg.train.sequences // data_ranks)
     return micro_batch(cfg.train, data_ranks, cfg.train.sequences)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from kempner.extensions.planner.cost import GPUS, RESERVE_GIB
 from kempner.extensions.planner.memory import GIB, estimate_memory
 from kempner.extensions.planner.search import Check, best_candidates
-from kempner.jobs.ranks.process_group import World
+from kempner.jobs.ranks.placement import World
 from kempner.train.recording.profiling import memory_snapshot
 from kempner.train.sections import RunConfig
 

@@ -10,7 +10,7 @@ from kempner.train.extensions import Extension
 if TYPE_CHECKING:
     import torch
 
-    from kempner.data.formats.stream import Shape
+    from kempner.data.source import Shape
     from kempner.model.decoder import Decoder
     from kempner.parallel.layout import Layout
     from kempner.train.objective import Objective

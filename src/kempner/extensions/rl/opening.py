@@ -29,7 +29,7 @@ from kempner.extensions.rl.exchange import RolloutExchange
 from kempner.extensions.rl.orchestrate.conversation import DialogueWriter, open_words
 from kempner.extensions.rl.orchestrate.curriculum import Curriculum
 from kempner.extensions.serve.arguments import TOKEN_VARIABLE, problem_of
-from kempner.jobs import slurm
+from kempner.jobs import this_job
 from kempner.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def check_isolation(envs: Iterable[Tasks]) -> None:
     except OSError as error:
         raise ConfigError(f"rl.env: {error}") from None
     except ConfigError as error:
-        if slurm.on_node() or not slurm.is_here():
+        if this_job.on_node() or not this_job.is_here():
             raise
         for problem in error.problems:
             more = "the nodes of a job may have what this host lacks"

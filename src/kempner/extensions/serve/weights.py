@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from kempner.checkpoint.commit import Damaged
+from kempner.checkpoint.history import Damaged
 from kempner.config.option import ConfigError
 from kempner.config.values import format_value
 from kempner.extensions.hf.load import is_finite, load_weights, not_finite
@@ -19,7 +19,7 @@ from kempner.extensions.hf.stored import check_source
 from kempner.extensions.serve.lease import LeaseRefused
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
-from kempner.parallel.lora import is_adapter
+from kempner.parallel.config import is_adapter
 
 WEIGHTS_POLL_S = 0.2  # between two looks whether a version is there
 _T = TypeVar("_T")

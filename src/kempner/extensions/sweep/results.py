@@ -21,9 +21,9 @@ from kempner.extensions.sweep.look import PointStatus, look_at_points
 from kempner.extensions.sweep.points import SweepPoint, short_value
 from kempner.jobs.records.run_history import History
 from kempner.jobs.report.tables import align_table
-from kempner.jobs.system.directories import refuse_other_file
 from kempner.jobs.system.files import write_atomic
 from kempner.jobs.system.picture import refuse_other_picture, save_picture
+from kempner.jobs.system.seal import refuse_other_file
 
 TABLE_SIGN = (
     ",step,state,tokens_per_s,parameters,run\n"  # of a table.csv: the end of its first line

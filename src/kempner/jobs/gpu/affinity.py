@@ -9,8 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kempner.jobs import this_job
+
+if TYPE_CHECKING:
+    import torch
+
+    from kempner.jobs.ranks.placement import World
 
 CPU_SHARE = 0.75  # of a rank's share of the CPUs, which the system keeps some of
 
@@ -82,3 +91,32 @@ def parse_cpu_list(text: str) -> set[int]:
         first, _, last = part.partition("-")
         found |= set(range(int(first), int(last or first) + 1))
     return found
+
+
+def bind_to_socket(device: torch.device, world: World) -> None:
+    """Keep this process to the CPUs, and so to the memory, of its GPU's socket."""
+    import torch
+
+    if device.type != "cuda":
+        return
+    names = [_on_the_bus(index) for index in range(torch.cuda.device_count())]
+    chosen = bind_near_gpu(names[device.index], names, world.per_node)
+    if chosen and not world.local_rank:
+        print(
+            f"kempner: CPUs of {this_job.host_name()}: each rank keeps to those of its GPU's "
+            f"socket, the first one to {len(chosen)} (KEMPNER_NUMA=0: to all that it was given)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _on_the_bus(index: int) -> str:
+    """Return the name of a GPU on the PCI bus; empty if this torch does not tell it."""
+    import torch
+
+    about: Any = torch.cuda.get_device_properties(index)
+    try:
+        parts = about.pci_domain_id, about.pci_bus_id, about.pci_device_id
+    except AttributeError:
+        return ""
+    return "{:04x}:{:02x}:{:02x}".format(*parts)

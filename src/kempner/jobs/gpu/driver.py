@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import sys
 from pathlib import Path
 
 BRANCHES = {"13": 580, "12": 525}  # the first branch of the driver, by CUDA's major version
@@ -84,3 +85,12 @@ def driver_and_cuda() -> str | None:
     least = branch_for(cuda)
     needs = f", which needs driver {least} or later on the nodes" if least else ""
     return f"torch is built with CUDA {cuda}{needs}; this host has no driver to compare"
+
+
+def compare_with_torch() -> None:
+    """Print driver and CUDA side by side; warn if they do not fit: the job's nodes may, and a newer
+    libcuda (NVIDIA's cuda-compat) makes up for it."""
+    if text := driver_and_cuda():
+        print(text, file=sys.stderr)
+    if text := driver_problem(driver_version(), cuda_of_torch()):
+        print(f"warning: {text}", file=sys.stderr)

@@ -29,8 +29,8 @@ from kempner.jobs.gpu.kernel_log import KernelLog
 from kempner.jobs.gpu.reading import GpuReading, NoAnswer, Reader, of_this_job, open_reader
 from kempner.jobs.records import events
 from kempner.jobs.records.events import Event, FaultEvent, GpuFault
-from kempner.jobs.slurm import host_name, job_name
 from kempner.jobs.system.files import LineFile
+from kempner.jobs.this_job import host_name, job_name
 
 GPU_POLL_S = 1.0  # between two looks at the kernel log, and at the rank
 SOON_S = 2.0  # a second look at what is in doubt

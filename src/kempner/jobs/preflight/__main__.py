@@ -29,9 +29,9 @@ from kempner.config.command_line import argument_parser
 from kempner.jobs.preflight.allreduce import MEASURE_S, connect_limit
 from kempner.jobs.preflight.channel import TOKEN_FILE, Driver, NodeAnswer
 from kempner.jobs.preflight.verdict import NodeResult, Report, blame_late, compare_nodes, slow_nodes
-from kempner.jobs.ranks.port_range import NoFreePort
 from kempner.jobs.ranks.process_group import allow_open_files
 from kempner.jobs.system.files import write_atomic
+from kempner.jobs.system.front_door import NoFreePort
 
 CHECK_IN_S = 120.0  # for half of the tasks to start and to import torch,
 NODE_S = 0.5  # more for each node: a file system that has nothing cached serves them in turn,

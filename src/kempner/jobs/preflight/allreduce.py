@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from kempner.jobs.ranks.nccl_transport import LOG_SETTINGS, transport_of
-from kempner.jobs.ranks.process_group import pick_device
+from kempner.jobs.ranks.own_device import pick_device
 
 BUDGET_S = 0.5  # for one all-reduce: after one that took longer, no larger message is tried
 REPEATS = 10  # of the largest message, if they fit into the budget; the fastest counts

@@ -45,7 +45,8 @@ from kempner.jobs.preflight.allreduce import (
 )
 from kempner.jobs.preflight.channel import TOKEN_FILE, TaskChannel, new_token
 from kempner.jobs.ranks.nccl_transport import chosen_by_user
-from kempner.jobs.ranks.process_group import World, discover_world, gpu_on_the_bus
+from kempner.jobs.ranks.own_device import gpu_on_the_bus
+from kempner.jobs.ranks.placement import World, discover_world
 
 SYS = Path(os.environ.get("KEMPNER_SYS", "/sys"))
 PREFLIGHT_CONNECT_S = 120.0

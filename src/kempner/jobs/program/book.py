@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kempner.jobs import slurm
+from kempner.jobs import this_job
 from kempner.jobs.code import CodeVersion
 from kempner.jobs.lock import RunLock
 from kempner.jobs.program.copy import CodeCopy
@@ -45,7 +45,7 @@ def is_done(options: Options) -> bool:
     events = read_events(options.run_dir / "attempts.jsonl")
     mine = hash_of(options.command)
     own = {start.attempt_id for start in of_kind(events, StartEvent) if start.command == mine}
-    job, now = slurm.job_name(), int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    job, now = this_job.job_name(), int(os.environ.get("SLURM_RESTART_COUNT") or 0)
     return any(
         end.state == "done" and end.attempt_id in own and end.job == job and end.restart < now
         for end in of_kind(events, End)

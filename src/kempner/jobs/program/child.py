@@ -18,8 +18,9 @@ from kempner.config.option import ConfigError
 from kempner.jobs.program.copy import CodeCopy
 from kempner.jobs.program.launchers import uses_torchrun
 from kempner.jobs.program.options import Options
+from kempner.jobs.ranks.own_device import own_instance
 from kempner.jobs.ranks.peers import PEER_KEY_VARIABLE
-from kempner.jobs.ranks.process_group import World, own_instance
+from kempner.jobs.ranks.placement import World
 from kempner.jobs.ray.processes import Processes
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)  # the first of these that the program handles

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from kempner.config.option import ConfigError
-from kempner.jobs import slurm
+from kempner.jobs import this_job
 from kempner.jobs.lock import LOST_LOCK_EXIT
 from kempner.jobs.program.book import Book
 from kempner.jobs.program.channel import Channel, ChannelMessage
@@ -30,8 +30,9 @@ from kempner.jobs.program.verdict import (
 )
 from kempner.jobs.program.watch import CHECKPOINT_POLL_S, CheckpointWatch
 from kempner.jobs.ranks.peers import Entrance
-from kempner.jobs.ranks.port_range import BadPortRange, NoFreePort, ReservedPort
-from kempner.jobs.ranks.rendezvous import forget_rendezvous
+from kempner.jobs.ranks.port_range import ReservedPort
+from kempner.jobs.ranks.startup import forget_rendezvous
+from kempner.jobs.system.front_door import BadPortRange, NoFreePort
 
 RANKS_START_S = 600.0  # for all ranks to come
 REQUEST_SIGNALS = {
@@ -289,7 +290,7 @@ class Coordinator:
     def _may_go_on(self) -> bool:
         """Return whether a program that ignores the request may train on until it has saved: only
         in a job, whose end Slurm knows."""
-        return self._asked == "interrupt" and slurm.job_name() is not None
+        return self._asked == "interrupt" and this_job.job_name() is not None
 
     def _end(self, why: str) -> None:
         self._sent_end = why

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 
-from kempner.jobs import slurm
+from kempner.jobs import slurm, this_job
 
 RECORD_MARGIN_S = 5.0  # for the records
 NO_WARNING_S = 60.0  # before the end of the job: a warning without a signal, at the latest
@@ -31,7 +31,7 @@ class Deadline:
         threading.Thread(target=self._ask, daemon=True, name="deadline").start()
 
     def _ask(self) -> None:
-        now, job = time.monotonic(), slurm.job_name()
+        now, job = time.monotonic(), this_job.job_name()
         fields = slurm.job_fields(job) if job else {}
         if not fields:
             return

@@ -15,9 +15,10 @@ from kempner.jobs.program.coordinator import RANKS_START_S, Coordinator
 from kempner.jobs.program.options import Options
 from kempner.jobs.program.supervisor import SIGNAL_REQUESTS, Signals, Supervisor
 from kempner.jobs.ranks import peers, rendezvous
+from kempner.jobs.ranks.placement import World, discover_world
 from kempner.jobs.ranks.port_range import listen_in_range
-from kempner.jobs.ranks.process_group import World, allow_open_files, discover_world
-from kempner.jobs.slurm import host_name, own_address
+from kempner.jobs.ranks.process_group import allow_open_files
+from kempner.jobs.this_job import host_name, own_address
 
 JOIN_TRIES = 20
 

@@ -16,10 +16,10 @@ from kempner.jobs.program.child import Child, RankPlace, rank_variables
 from kempner.jobs.program.options import Options
 from kempner.jobs.program.output import OutputReader, OutputSteps, steps_after
 from kempner.jobs.program.verdict import SLOW_S
-from kempner.jobs.ranks.process_group import World
+from kempner.jobs.ranks.placement import World
 from kempner.jobs.records.run_log import log_path
-from kempner.jobs.slurm import host_name
 from kempner.jobs.system.files import swap_link
+from kempner.jobs.this_job import host_name
 
 SIGNAL_REQUESTS = {
     signal.SIGTERM: "interrupt",

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kempner.jobs import slurm
+from kempner.jobs import slurm, this_job
 
 CHECKPOINT_POLL_S = 1.0  # a checkpoint that has not changed between two looks is complete
 WATCH_SHARE = 0.05  # of the time, at most, goes into looking at the files of a checkpoint
@@ -146,7 +146,7 @@ class CheckpointWatch(threading.Thread):
                 # Large checkpoints are looked at less often, so that looking stays a small share of
                 # the time.
                 self._pause_until = now + (time.monotonic() - now) / WATCH_SHARE
-            if (job := slurm.job_name()) is not None and now > end:
+            if (job := this_job.job_name()) is not None and now > end:
                 end = now + CHECKPOINT_END_POLL_S
                 self.end = slurm.end_of(slurm.job_fields(job)) or self.end
             time.sleep(CHECKPOINT_POLL_S)

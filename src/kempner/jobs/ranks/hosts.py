@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from kempner.jobs.ranks.process_group import World
-from kempner.jobs.slurm import host_name
+from kempner.jobs.ranks.placement import World
+from kempner.jobs.this_job import host_name
 
 
 def all_hosts(world: World) -> list[str]:

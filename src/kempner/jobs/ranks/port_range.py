@@ -19,22 +19,12 @@ import secrets
 import socket
 from collections.abc import Iterator, Mapping
 
+from kempner.jobs.system.front_door import BadPortRange, NoFreePort
+
 PORTS_VARIABLE = "KEMPNER_PORTS"
 FIRST_USER_PORT, LAST_USER_PORT = 1024, 65535
 FEWEST = 2  # ports: run.sh takes one for itself, and one for its program
 BACKLOG = 4096
-
-
-class BadPortRange(OSError):
-    """`strerror` says what is wrong, and what to write."""
-
-    strerror: str
-
-
-class NoFreePort(OSError):
-    """All ports of the range are taken. `strerror` says so, and what to write."""
-
-    strerror: str
 
 
 def allowed_ports(env: Mapping[str, str] = os.environ) -> range | None:

@@ -1,217 +1,30 @@
-"""The process group, from SLURM, torchrun or nothing: this process's rank, the address of rank 0,
-the device.
-
-Ranks come from an srun step, from torchrun's variables, or the process is alone.
-"""
+"""The process group: how the ranks of a job meet, prove that they reach each other, and leave."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import resource
-import socket
-import sys
-import tempfile
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kempner.config.option import ConfigError
-from kempner.jobs import slurm
 from kempner.jobs.ranks import startup
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from kempner.jobs.ranks.placement import World
+
 FIRST_COLLECTIVE_S = 60.0
-PCI_GPUS = {"0x10de": "NVIDIA"}
 # A collective must be allowed longer than the watchdog ever waits: see set_timeout().
 LAST_RESORT_S = 60.0
 GROUP_LEAVE_S = (
     30.0  # a rank that was killed in the middle of its orderly end must not hold up the first
 )
-
-
-@dataclass(frozen=True)
-class World:
-    """The place of this process among those of the run; `source` is slurm, torchrun or single."""
-
-    rank: int
-    local_rank: int
-    size: int
-    source: str
-    per_node: int = 1  # ranks on each node
-    # With replicas (lowcomm/) all fields above describe this process's own replica.
-    replica: int = 0
-    replicas: int = 1
-    store: Any = field(default=None, compare=False)  # of all replicas; None: there is one
-    meeting: Any = field(default=None, compare=False)  # store of all ranks of the step; None: alone
-
-    @property
-    def leads(self) -> bool:
-        """True if this process speaks for the run: the first rank of the first replica."""
-        return self.rank == 0 and self.replica == 0
-
-    def split(self, replicas: int, store: dist.Store) -> World:
-        """Return this process in a world of its own replica. Replicas are blocks of ranks."""
-        size = self.size // replicas
-        replica, rank = divmod(self.rank, size)
-        return replace(
-            self,
-            rank=rank,
-            size=size,
-            per_node=min(self.per_node, size),
-            replica=replica,
-            replicas=replicas,
-            store=store,
-        )
-
-
-def discover_world(env: Mapping[str, str] = os.environ) -> World:
-    """Read the ranks from the environment; torchrun's variables win over SLURM's.
-
-    SLURM's count only inside an srun step: SLURM_STEP_NUM_TASKS is set there alone, while a batch
-    or salloc shell already has SLURM_NTASKS and SLURM_PROCID, and a plain `python` in it would wait
-    for ranks that do not exist.
-    """
-    if all(name in env for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        names, source = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), "torchrun"
-        per_node = env.get("LOCAL_WORLD_SIZE")
-    elif "SLURM_STEP_NUM_TASKS" in env:
-        names, source = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"), "slurm"
-        per_node = str(slurm.tasks_per_node(env) or 1)
-    else:
-        return _of_step(World(0, 0, 1, "single"), env)
-    try:
-        rank, local_rank, size = (int(env[name]) for name in names)
-        return _of_step(World(rank, local_rank, size, source, int(per_node or 1)), env)
-    except (KeyError, ValueError):
-        found = ", ".join(f"{name}={env.get(name, '(unset)')}" for name in names)
-        raise ConfigError(
-            f"{source} environment: {found}: must be integers; start the ranks by srun or "
-            "torchrun, which set them, or unset them all for one process"
-        ) from None
-
-
-def _of_step(world: World, env: Mapping[str, str]) -> World:
-    """Add the replica that the batch script names, if each has a srun step of its own."""
-    replica, replicas = env.get("KEMPNER_REPLICA", "0"), env.get("KEMPNER_REPLICAS", "1")
-    return replace(world, replica=int(replica), replicas=int(replicas))
-
-
-def pick_device(kind: str, local_rank: int) -> torch.device:
-    """Return the device of this process: `kind` is auto, cuda or cpu. The index is the local rank,
-    or 0 if one GPU is seen. Of several MIG instances it hides all but its own.
-
-    Raises ConfigError if there are fewer GPUs than tasks on this host, or if a GPU is in this host
-    and in the job, but torch cannot use it: the run would train on the CPU for days.
-    """
-    import torch
-
-    host = socket.gethostname()
-    if kind != "cpu" and (own := own_instance(local_rank)):
-        os.environ["CUDA_VISIBLE_DEVICES"] = own  # CUDA reads it at its first call
-    if kind != "cpu" and not torch.cuda.is_available() and (gpu := gpu_on_the_bus()):
-        build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-        from kempner.jobs.gpu import driver as gpu_driver
-
-        version = gpu_driver.driver_version()
-        raise ConfigError(
-            f"distributed.device = {kind!r}: {host} has {gpu} GPUs and the job was given some, but "
-            f"torch {torch.__version__} (built with {build}) cannot use them with driver "
-            f"{version or 'unknown'}; look at nvidia-smi there and install a torch that fits the "
-            f"driver: {gpu_driver.driver_remedy(version)}; or set distributed.device=cpu"
-        )
-    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if count == 0:
-        raise ConfigError(
-            f"distributed.device = {kind!r}: no GPU is visible on {host}; request one "
-            "(--gpus-per-node), or set distributed.device=cpu"
-        )
-    if count > 1 and local_rank >= count:
-        raise ConfigError(f"local rank {local_rank} on {host} has no GPU: {_why_too_few(count)}")
-    device = torch.device("cuda", local_rank if count > 1 else 0)
-    torch.cuda.set_device(device)
-    return device
-
-
-def own_instance(local_rank: int) -> str | None:
-    """Return the name of this rank's own MIG instance, if it sees several. A process can use one,
-    and takes the first that it sees: all ranks would take the same one. None: it sees no instances,
-    or one. Raises ConfigError if there are fewer than ranks."""
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if len(names) < 2 or not all(name.startswith("MIG-") for name in names):
-        return None
-    if local_rank >= len(names):
-        raise ConfigError(
-            f"local rank {local_rank} on {socket.gethostname()} has no instance of MIG: "
-            f"{_why_too_few(len(names))}"
-        )
-    return names[local_rank]
-
-
-def _why_too_few(count: int) -> str:
-    """Return the fix for a task that sees only `count` GPUs, several, but none for itself."""
-    given = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    if given.isdecimal() and int(given) > count:
-        return (
-            f"it sees {count} of the {given} that Slurm gave the job there; --gpu-bind=closest "
-            "(KEMPNER_SRUN) shows each task those of its socket alone: leave --gpu-bind out, and "
-            "each rank takes one of its own"
-        )
-    return f"{count} are visible; --ntasks-per-node must be {count}, the GPUs per node"
-
-
-def bind_to_socket(device: torch.device, world: World) -> None:
-    """Keep this process to the CPUs, and so to the memory, of its GPU's socket."""
-    import torch
-
-    if device.type != "cuda":
-        return
-    from kempner.jobs.gpu import affinity
-
-    names = [_on_the_bus(index) for index in range(torch.cuda.device_count())]
-    chosen = affinity.bind_near_gpu(names[device.index], names, world.per_node)
-    if chosen and not world.local_rank:
-        print(
-            f"kempner: CPUs of {slurm.host_name()}: each rank keeps to those of its GPU's socket, "
-            f"the first one to {len(chosen)} (KEMPNER_NUMA=0: to all that it was given)",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def _on_the_bus(index: int) -> str:
-    """Return the name of a GPU on the PCI bus; empty if this torch does not tell it."""
-    import torch
-
-    about: Any = torch.cuda.get_device_properties(index)
-    try:
-        parts = about.pci_domain_id, about.pci_bus_id, about.pci_device_id
-    except AttributeError:
-        return ""
-    return "{:04x}:{:02x}:{:02x}".format(*parts)
-
-
-def gpu_on_the_bus() -> str | None:
-    """Return the maker of the GPUs on this host's PCI bus, if SLURM has given some to the job.
-    SLURM alone is not enough: a test cluster counts GPUs that do not exist."""
-    numbers, count = os.environ.get("SLURM_STEP_GPUS"), os.environ.get("SLURM_GPUS_ON_NODE")
-    if not numbers and (count or "0") == "0":  # of the numbers, "0" is the first GPU
-        return None
-    root = Path(os.environ.get("KEMPNER_SYS", "/sys"))  # a test puts a tree of its own here
-    for device in root.glob("bus/pci/devices/*"):
-        with contextlib.suppress(OSError):
-            maker = PCI_GPUS.get((device / "vendor").read_text().strip())
-            if maker and (device / "class").read_text().startswith("0x03"):  # a display controller
-                return maker
-    return None
 
 
 def start_process_group(
@@ -230,8 +43,6 @@ def start_process_group(
     """
     import torch.distributed as dist
 
-    from kempner.jobs.ranks import nccl_transport, rendezvous
-
     startup.mark_start("imports")
     allow_open_files()
     # A full mesh of gloo connections, made at the start, is O(world) sockets and store requests for
@@ -240,12 +51,14 @@ def start_process_group(
     if world.size == 1:
         _init(dist.HashStore(), world, device, start_timeout)
         return world
+    from kempner.jobs.ranks import nccl_transport, proof, rendezvous
+
     store = rendezvous.open_store(world, Path(run_dir), start_timeout)
     rendezvous.await_ranks(store, world, start_timeout)
     world = replace(world, meeting=store)
     # First over gloo alone, so that a broken network is found before NCCL hangs in it.
     _init(dist.PrefixStore("prove", store), world, None, FIRST_COLLECTIVE_S)
-    _prove(store, world, "cpu", FIRST_COLLECTIVE_S)
+    proof.prove(store, world, "cpu", FIRST_COLLECTIVE_S)
     if replicas > 1:
         world = world.split(replicas, store)
         store = dist.PrefixStore(f"replica/{world.replica}", store)
@@ -256,12 +69,12 @@ def start_process_group(
         if replicas == 1:
             dist.destroy_process_group()
         # NCCL names a network even inside one host, where it does not use it.
-        log = _log_nccl(world) if world.size > world.per_node else None
-        with _or_exit(start_timeout, lambda: "NCCL does not connect the ranks"):
+        log = proof.log_nccl(world) if world.size > world.per_node else None
+        with proof.or_exit(start_timeout, lambda: "NCCL does not connect the ranks"):
             _init(dist.PrefixStore("train", store), world, device, start_timeout)
-        _prove(store, world, "cuda", start_timeout)
+        proof.prove(store, world, "cuda", start_timeout)
         if log is not None:
-            _check_transport(log.read_text(errors="replace"))
+            proof.check_network(log.read_text(errors="replace"))
             log.unlink(missing_ok=True)
             for name in ("NCCL_DEBUG_FILE", *nccl_transport.LOG_SETTINGS):
                 os.environ.pop(name, None)  # programs that this one starts have no such file
@@ -312,70 +125,6 @@ def _init(
         dist.distributed_c10d._get_default_group().bound_device_id = None
 
 
-def _prove(store: dist.Store, world: World, device: str, seconds: float) -> None:
-    """Run one all-reduce, in bounded time. Each rank that completes it says so in the store, by
-    which rank 0 names the others."""
-    import torch
-    import torch.distributed as dist
-
-    from kempner.jobs.ranks import rendezvous
-
-    def message() -> str:
-        missing = (
-            rendezvous.missing_ranks(store, f"proved-{device}", world.size)
-            if world.rank == 0
-            else []
-        )
-        who = f"; ranks still in it: {rendezvous.name_ranks(missing)}" if missing else ""
-        return f"the first all-reduce ({device}) has not ended after {seconds:.0f} s{who}"
-
-    with _or_exit(seconds + 5, message):
-        try:
-            one = torch.ones(1, device=device)
-            dist.all_reduce(one)
-            met = int(one.item())  # waits for the device
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"the first all-reduce ({device}) failed: "
-                f"{error}\n{rendezvous.meeting_failure_causes()}"
-            ) from None
-    assert met == world.size
-    store.set(f"proved-{device}/{world.rank}", "")
-
-
-def _log_nccl(world: World) -> Path | None:
-    """Make NCCL log, on the first rank of each host, which network it uses; returns the file. None
-    on the other ranks, and if the user has settings of his own for its log."""
-    if world.local_rank or any(name in os.environ for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE")):
-        return None
-    from kempner.jobs.ranks import nccl_transport
-
-    fd, name = tempfile.mkstemp(prefix="kempner-nccl-")
-    os.close(fd)
-    os.environ.update(nccl_transport.LOG_SETTINGS, NCCL_DEBUG_FILE=name)
-    return Path(name)
-
-
-def _check_transport(log: str) -> None:
-    """Print the network of this host from NCCL's log. Raises ConfigError if NCCL does not use the
-    fabric that was found here: the run would take ten times as long."""
-    from kempner.jobs.ranks import nccl_transport
-
-    used, found = nccl_transport.transport_of(log), os.environ.get("KEMPNER_NETWORK", "")
-    host, wanted = slurm.host_name(), nccl_transport.expected_transports(found)
-    said = f"NCCL uses NET/{used}" if used else "NCCL did not say which network it uses"
-    if wanted and not used:
-        said += f": scripts/slurm/preflight.sh measures whether it is {found}"
-        said += " (docs/start/debugging.md)"
-    print(f"kempner: network of {host}: {said}", file=sys.stderr, flush=True)
-    if used and wanted and used not in wanted and not nccl_transport.chosen_by_user():
-        raise ConfigError(
-            f"{host} has {found}, but NCCL uses NET/{used}, not NET/{wanted[0]}: run "
-            f"scripts/slurm/preflight.sh, and see docs/start/debugging.md; set NCCL_NET={used} "
-            "to train over it all the same"
-        )
-
-
 def allow_open_files() -> None:
     """Raise this process's limit of open files as far as it may: the usual 1024 are soon used by
     sockets to other ranks and mapped data shards."""
@@ -383,30 +132,6 @@ def allow_open_files() -> None:
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-@contextlib.contextmanager
-def _or_exit(seconds: float, message: Callable[[], str]) -> Iterator[None]:
-    """End the process with the message if the body takes longer: a hung collective cannot raise."""
-
-    from kempner.jobs.ranks import rendezvous
-
-    def give_up() -> None:
-
-        text = f"error: {socket.gethostname()}: {{}}\n{rendezvous.meeting_failure_causes()}"
-        backstop = threading.Timer(10.0, os._exit, (1,))  # the store may hang, too
-        backstop.daemon = True
-        backstop.start()
-        print(text.format(message()), file=sys.stderr, flush=True)
-        os._exit(1)
-
-    timer = threading.Timer(seconds, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def set_timeout(seconds: float, groups: Iterable[dist.ProcessGroup] = ()) -> None:

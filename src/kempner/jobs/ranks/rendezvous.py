@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kempner.jobs import slurm
+from kempner.jobs import this_job
 from kempner.jobs.ranks.port_range import store_server
 from kempner.jobs.system.files import write_atomic
 
@@ -86,7 +86,7 @@ def open_store(world: Rank, run_dir: Path, start_timeout: float) -> dist.Store:
 def publish_address(run_dir: Path, port: int) -> None:
     """Publish where rank 0's store listens."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    text = f"{slurm.own_address()} {port}\n"
+    text = f"{this_job.own_address()} {port}\n"
     write_atomic(_note_in(run_dir), text)
     with contextlib.suppress(OSError):  # somebody else may have made a file of that name there
         write_atomic(copy_of(run_dir), text)
@@ -107,7 +107,7 @@ def _numeric(host: str) -> str:
 
 
 def _note_in(run_dir: Path) -> Path:
-    return run_dir / f".rendezvous-{slurm.start_name()}"
+    return run_dir / f".rendezvous-{this_job.start_name()}"
 
 
 def copy_of(run_dir: Path) -> Path:
@@ -202,10 +202,3 @@ def missing_ranks(store: dist.Store, what: str, size: int) -> list[int]:
 def name_ranks(ranks: list[int]) -> str:
     more = f" and {len(ranks) - NAMED_RANKS} more" if len(ranks) > NAMED_RANKS else ""
     return f"{ranks[:NAMED_RANKS]}{more}"
-
-
-def forget_rendezvous(run_dir: Path) -> None:
-    """Remove the published addresses, also those that killed starts have left. Rank 0 calls it,
-    once all have met."""
-    for note in run_dir.glob(".rendezvous-*"):
-        note.unlink(missing_ok=True)

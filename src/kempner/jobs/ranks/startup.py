@@ -1,4 +1,5 @@
-"""Durations of the parts of a start, from the queue to the first step. No torch.
+"""Durations of the parts of a start, from the queue to the first step; and what
+it leaves behind. No torch.
 
 The batch script hands its own parts on in KEMPNER_STARTUP ("submitted=5 queue=17.25 check=19.5":
 when each has ended, in unix seconds); rank 0 marks the ends of those that come after.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from pathlib import Path
 
 from kempner.jobs.system import process
 
@@ -37,3 +39,10 @@ def start_seconds() -> dict[str, float]:
         name: round(max(0.0, ends[name] - ends[before]), 3)
         for before, name in itertools.pairwise(ends)
     }
+
+
+def forget_rendezvous(run_dir: Path) -> None:
+    """Remove the published addresses, also those that killed starts have left. Rank 0 calls it,
+    once all have met."""
+    for note in run_dir.glob(".rendezvous-*"):
+        note.unlink(missing_ok=True)

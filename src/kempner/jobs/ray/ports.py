@@ -24,7 +24,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kempner.jobs.ranks.port_range import BadPortRange, allowed_ports
+from kempner.jobs.ranks.port_range import allowed_ports
+from kempner.jobs.system.front_door import BadPortRange
 
 # Keyed by the user's variable; the option of `ray start` has the same name in lower case.
 HEAD_PORTS = {"PORT": 54514, "RAY_CLIENT_SERVER_PORT": 10001, "DASHBOARD_PORT": 8265}

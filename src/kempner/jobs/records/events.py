@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeGuard, TypeVar
 
-from kempner.jobs.slurm import host_name
 from kempner.jobs.system.files import end_torn_line, read_jsonl
+from kempner.jobs.this_job import host_name
 
 E = TypeVar("E", bound="Event")
 

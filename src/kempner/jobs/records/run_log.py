@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from kempner.jobs.ranks.process_group import World
-from kempner.jobs.slurm import host_name
+from kempner.jobs.ranks.placement import World
 from kempner.jobs.system.background import Background
 from kempner.jobs.system.files import LineFile, swap_link
+from kempner.jobs.this_job import host_name
 
 ONE_DIRECTORY = 64  # ranks; the logs of more are in a directory for each host
 

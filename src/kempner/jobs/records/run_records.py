@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kempner.jobs.code import REPOSITORY, CodeVersion, code_differences
+from kempner.jobs.code import REPOSITORY, CodeVersion
 from kempner.jobs.records import events
 from kempner.jobs.records.events import Event, StartEvent
-from kempner.jobs.slurm import job_name
 from kempner.jobs.system.background import Background
 from kempner.jobs.system.files import FULL, write_atomic
+from kempner.jobs.this_job import job_name
 
 RESERVE = 1 << 16  # bytes; status.json and a few events need far less
 
@@ -56,6 +56,8 @@ class RunRecords:
         """Describe what differs from the code of the last start, if anything. `root`: what runs
         now."""
         for last in events.of_kind(events.read_events(self._all), StartEvent)[-1:]:
+            from kempner.jobs.code_changes import code_differences
+
             before = CodeVersion(last.code, last.commit, last.versions)
             return [text] if (text := code_differences(before, now, root)) else []
         return []

@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kempner.jobs.records.attempts import AFTER, CANCELLED_REASON, Attempt, Record, Refusal
-from kempner.jobs.slurm import SlurmJob, cluster_name, host_name
+from kempner.jobs.slurm import SlurmJob, cluster_name
 from kempner.jobs.system.process import birth_ticks, pid_namespace
+from kempner.jobs.this_job import host_name
 
 # A run is silent without a new line for this many usual intervals, and at least these seconds.
 SILENT_INTERVALS = 10

@@ -21,8 +21,8 @@ from kempner.config.option import ConfigError
 from kempner.jobs.records.run_history import load_history
 from kempner.jobs.report import notify
 from kempner.jobs.report.page.write import PAGE_SIGN, write_page
-from kempner.jobs.system.directories import refuse_other_file
 from kempner.jobs.system.front_door import run_module
+from kempner.jobs.system.seal import refuse_other_file
 
 STALL_POLL_S = 60.0  # between two looks for a stall
 

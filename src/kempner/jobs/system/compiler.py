@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kempner.config.option import ConfigError
+from kempner.jobs.ranks.own_device import gpu_on_the_bus
 from kempner.jobs.system import private
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # Triton's is inside it
@@ -59,6 +60,31 @@ def missing_compiler(device: str, env: Mapping[str, str] = os.environ) -> str | 
     return None
 
 
+def problems_of_node(kind: str) -> list[str]:
+    """List what this host lacks to compile for distributed.device = `kind`, if it is one of the
+    job's nodes."""
+    device = _compiles_for(kind)
+    text = missing_compiler(device) if device else None
+    return [text] if text else []
+
+
+def warn_of_nodes(kind: str) -> None:
+    """Warn of what the job's nodes may lack; problems_of_node() has looked if this is one."""
+    if _compiles_for(kind):
+        return
+    if text := missing_compiler("cpu" if kind == "cpu" else "cuda"):
+        print(f"warning: {text}; the nodes of a job may have what this host lacks", file=sys.stderr)
+
+
+def _compiles_for(kind: str) -> str | None:
+    """Return the device that this host will compile for, cpu or cuda; None if it is not one of the
+    job's nodes."""
+    if kind != "cpu" and gpu_on_the_bus():
+        return "cuda"
+    # Not SLURM_JOB_ID: salloc's shell may run on a login node.
+    return "cpu" if kind != "cuda" and "SLURMD_NODENAME" in os.environ else None
+
+
 def _include() -> str:
     scheme = sysconfig.get_default_scheme()
     if scheme == "posix_local":  # Debian's own, under which it installs no headers
@@ -66,9 +92,9 @@ def _include() -> str:
     return sysconfig.get_path("include", scheme)
 
 
-def require_compiler(compiles: bool, device: str) -> None:
+def require_compiler(device: str) -> None:
     """Raise ConfigError if this process would fail in its first step, on every node."""
-    if compiles and (text := missing_compiler(device)):
+    if text := missing_compiler(device):
         raise ConfigError(text)
 
 

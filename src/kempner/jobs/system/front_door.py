@@ -31,9 +31,19 @@ FIXES = {
     errno.EIO: "check the file system",
     errno.ESTALE: "check the file system",
 }
-
-
 ANSWER = "kempner-answer"  # before what a batch script reads: a wrapper may have said something
+
+
+class BadPortRange(OSError):
+    """`strerror` says what is wrong, and what to write."""
+
+    strerror: str
+
+
+class NoFreePort(OSError):
+    """All ports of the range are taken. `strerror` says so, and what to write."""
+
+    strerror: str
 
 
 def begin_program() -> None:
@@ -96,7 +106,6 @@ def run_module(
 def exit_code(main: Callable[[list[str]], int | None], words: list[str], name: str) -> int:
     """Return the exit code of `main`, or of the exception that it raises, which is reported."""
     from kempner.config.option import ConfigError
-    from kempner.jobs.ranks.port_range import NoFreePort
 
     try:
         code = main(words) or 0

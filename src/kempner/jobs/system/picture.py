@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kempner.jobs.system.directories import refuse_other_file
 from kempner.jobs.system.files import write_atomic
+from kempner.jobs.system.seal import refuse_other_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,7 +16,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from kempner.jobs.slurm import host_name
+from kempner.jobs.this_job import host_name
 from kempner.jobs.trackers.points import MetricsPoint
 
 CONFIG_TAG = "config"

@@ -9,7 +9,7 @@ from typing import Any
 
 from kempner.config.loading import config_hash, to_toml
 from kempner.jobs.code import current_code
-from kempner.jobs.ranks.process_group import World
+from kempner.jobs.ranks.placement import World
 from kempner.jobs.system.files import write_atomic
 from kempner.train.parts import fixed_facts
 from kempner.train.sections import RunConfig

@@ -4,55 +4,12 @@ record."""
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kempner.config.option import option
-
-# Dense bf16 operations per second, by the name that the driver gives (NVIDIA's data sheets; where
-# those count sparsity, half of it: HGX B200 and B300 36 PFLOP/s for eight GPUs, GB200 and GB300
-# NVL72 360 PFLOP/s for 72). The first entry that the name contains, as whole words (an A4000 is no
-# A40), counts: the PCIe and NVL cards before the SXM ones whose name theirs extends.
-PEAK_BF16 = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "B300": 2250e12,
-    "GB200": 2500e12,
-    "GB300": 2500e12,
-    "A100": 312e12,
-    "A40": 149.7e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "V100": 125e12,
-}
 SHARE_SHOWN = 0.05  # of a step
-
-
-@dataclass(frozen=True)
-class MetricsConfig:
-    log_interval: int = option(10, "steps between logged lines", minimum=1)
-    peak_tflops: float | None = option(
-        None,
-        "peak TFLOP/s of one device, for MFU; unset: looked up by its name",
-        minimum=0.0,
-    )
-
-
-def peak_flops(cfg: MetricsConfig, device_name: str) -> float | None:
-    """Return the peak of one device in operations per second, None if unknown (a CPU)."""
-    if cfg.peak_tflops is not None:
-        return cfg.peak_tflops * 1e12
-    return next(
-        (peak for name, peak in PEAK_BF16.items() if re.search(rf"\b{name}\b", device_name)), None
-    )
 
 
 @dataclass

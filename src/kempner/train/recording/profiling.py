@@ -4,27 +4,15 @@ RUN/PROFILE` asks; the files go into RUN/profile."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kempner.config.option import option
+from kempner.train.recording.config import ProfileConfig
 
 if TYPE_CHECKING:
     import torch
 
 ENTRIES = 100_000  # allocations whose stacks are kept; older ones are forgotten
-
-
-@dataclass(frozen=True)
-class ProfileConfig:
-    steps: int = option(3, "steps that a PROFILE file asks for", minimum=1)
-    ranks: tuple[int, ...] = option((0,), "ranks that write a trace of them", minimum=0)
-    allocations: bool = option(
-        False,
-        "GPU: keep the stacks of allocations from the start on, for the snapshot of a run that "
-        "runs out of memory",
-    )
 
 
 class Profiler:

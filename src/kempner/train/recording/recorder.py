@@ -8,22 +8,24 @@ import math
 import resource
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kempner.jobs.records import results
 from kempner.jobs.system.files import LineFile
-from kempner.optim.spikes import Spikes
-from kempner.train.extensions import Loader
 from kempner.train.objective import Objective
 from kempner.train.progress import Progress
-from kempner.train.recording.metrics import Clock, console_line, peak_flops
-from kempner.train.recording.profiling import Profiler
+from kempner.train.recording.metrics import Clock, console_line
 from kempner.train.recording.run_directory import Run
 from kempner.train.replicas import Replicas
 from kempner.train.resilience.requests import ASKS_PROFILE
 from kempner.train.step import StepResult
+
+if TYPE_CHECKING:
+    from kempner.optim.spikes import Spikes
+    from kempner.train.extensions import Loader
+    from kempner.train.recording.profiling import Profiler
 
 
 def has_validation(run_dir: Path, step: int) -> bool:
@@ -56,13 +58,17 @@ class Recorder:
         self.run, self.device, self.clock = run, device, Clock()
         self._loader, self._objective = loader, objective
         self._replicas, self._spikes = replicas, spikes
-        self._profiler = Profiler(run.cfg.profile, run.dir, run.world.rank, device, run.announce)
+        self._profiler = self._open_profiler() if run.cfg.profile.allocations else None
         self.skipped = 0
         # The previous line's step, tokens, and the time spent until then.
         self._last: tuple[int, int, dict[str, float]]
         self.begin(progress)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        peak = peak_flops(cfg, name)
+        peak: float | None = None
+        if device.type == "cuda" or cfg.peak_tflops is not None:
+            from kempner.train.recording.peak import peak_flops
+
+            peak = peak_flops(cfg, name)
         self._peak = peak and peak * world_size
         window = run.cfg.model.sliding_window
         self._keys = None if run.world.rank else loader.keys_per_query(window)  # it opens files
@@ -75,6 +81,12 @@ class Recorder:
         if run.world.rank == 0:
             self._path = run.dir / "metrics.jsonl"
             self._file = LineFile(self._path)
+
+    def _open_profiler(self) -> Profiler:
+        from kempner.train.recording.profiling import Profiler
+
+        run = self.run
+        return Profiler(run.cfg.profile, run.dir, run.world.rank, self.device, run.announce)
 
     def _flops_per_token(self, step: int) -> float:
         cfg = self.run.cfg
@@ -89,7 +101,11 @@ class Recorder:
 
     def step(self, result: StepResult) -> None:
         """Record a step, if its line is due; one that was skipped always, with its samples."""
-        self._profiler.step(result.step, result.values[ASKS_PROFILE] > 0)
+        asked = result.values[ASKS_PROFILE] > 0
+        if asked and self._profiler is None:  # which few runs ever are
+            self._profiler = self._open_profiler()
+        if self._profiler is not None:
+            self._profiler.step(result.step, asked)
         self.run.progress(result.step)
         if result.bad:
             self.skipped += 1

@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,25 +25,27 @@ import torch.distributed as dist
 from kempner.checkpoint.ranks import PeerFailed
 from kempner.config.loading import to_toml
 from kempner.config.option import ConfigError
-from kempner.data.sidecar import copy_tokenizer
+from kempner.data.config import FAKE
 from kempner.jobs.code import current_code
 from kempner.jobs.gpu.watch import GpuWatch, start_watch
 from kempner.jobs.lock import RunLock
 from kempner.jobs.ranks import startup
 from kempner.jobs.ranks.hosts import all_hosts, ask_hosts
-from kempner.jobs.ranks.process_group import World
-from kempner.jobs.ranks.rendezvous import forget_rendezvous
+from kempner.jobs.ranks.placement import World
+from kempner.jobs.ranks.startup import forget_rendezvous
 from kempner.jobs.records.events import End, FaultEvent, FirstStep, GoBack, StartEvent
 from kempner.jobs.records.run_log import Console, RankLog
 from kempner.jobs.records.run_records import RunRecords, count_attempts
-from kempner.jobs.slurm import host_name
 from kempner.jobs.system import process
 from kempner.jobs.system.files import write_atomic
 from kempner.jobs.system.front_door import explain_os_error
-from kempner.jobs.trackers.start import Trackers
+from kempner.jobs.this_job import host_name
 from kempner.train.progress import Progress
 from kempner.train.resilience.requests import Verdict
-from kempner.train.sections import RunConfig, what_changed
+from kempner.train.sections import RunConfig
+
+if TYPE_CHECKING:
+    from kempner.jobs.trackers.start import Trackers
 
 # Errors of a rank that only lost a peer: the peer is to blame.
 LOST_PEER_ERRORS = ("Connection closed by peer", "Connection reset", "Connection refused", "remote")
@@ -139,6 +141,8 @@ class Run:
         elif self.world.leads:
             self._console.begin(step, last)
         if self.world.rank == 0 and (names := self.cfg.trackers.names):
+            from kempner.jobs.trackers.start import Trackers
+
             self._trackers = Trackers(names, self.dir, self._log.path.parent, self.announce)
         if self.world.local_rank == 0:
             interval = self.cfg.resilience.gpu_interval
@@ -149,12 +153,19 @@ class Run:
         forget_rendezvous(self.dir)
         startup.mark_start("checkpoint")
         code = current_code()
-        changed = what_changed(self.dir / "config.toml", self.cfg, self.step) if self.step else []
-        changed += self._records.other_code(code) if self.step else []
+        changed: list[str] = []
+        if self.step:
+            from kempner.train.recording.changes import what_changed
+
+            changed = what_changed(self.dir / "config.toml", self.cfg, self.step)
+            changed += self._records.other_code(code)
         try:
             write_atomic(self.dir / "config.toml", to_toml(self.cfg))
-            for source in self.cfg.data.mixed[:1]:  # generate.py needs the run alone
-                copy_tokenizer(source.path, self.dir)
+            for source in self.cfg.data.mixed[:1]:
+                if source.path != FAKE:
+                    from kempner.data.sidecar import copy_tokenizer
+
+                    copy_tokenizer(source.path, self.dir)  # generate.py needs the run alone
             self._records.hold_reserve()
         except OSError as error:
             raise ConfigError(self._not_writable(error)) from None

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
-from kempner.jobs import slurm
+from kempner.jobs import this_job
 from kempner.jobs.system.signals import on_signals
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kempner.checkpoint.checkpointer import Checkpointer
-    from kempner.jobs.ranks.process_group import World
+    from kempner.jobs.ranks.placement import World
     from kempner.train.progress import Progress
 
 
@@ -109,10 +109,12 @@ class StopRequests:
             return
         first = run.dir.parents[1] if run.world.replica else run.dir
         self._start_thread("stop files", self._watch_files, run.dir, first)
-        if (job := slurm.job_name()) is not None:
+        if (job := this_job.job_name()) is not None:
             self._start_thread("job end", self._watch_end, job, reserve)
 
     def _watch_end(self, job: str, reserve: Callable[[], float]) -> None:
+        from kempner.jobs import slurm
+
         ask_again = 0.0
         while not self.flags[INTERRUPT_REQUEST]:
             if time.monotonic() >= ask_again:
@@ -159,8 +161,10 @@ class StopRequests:
 
     def seconds_left(self, rank: int) -> float | None:
         """Return the seconds that the last save may take. Rank 0 asks SLURM; None: unknown."""
-        if rank or not self.flags[INTERRUPT_REQUEST] or (job := slurm.job_name()) is None:
+        if rank or not self.flags[INTERRUPT_REQUEST] or (job := this_job.job_name()) is None:
             return None
+        from kempner.jobs import slurm
+
         seconds = slurm.seconds_to_live(job)
         return seconds and max(seconds - LEAVE_MARGIN_S, 0.0)
 

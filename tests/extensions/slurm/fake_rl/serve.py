@@ -8,7 +8,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from kempner.jobs import slurm
+from kempner.jobs import this_job
 from kempner.jobs.system.files import write_atomic
 
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -39,7 +39,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 server = ThreadingHTTPServer((option("--host"), 0), Handler)
-host = slurm.own_address() if option("--host") == "0.0.0.0" else "127.0.0.1"
+host = this_job.own_address() if option("--host") == "0.0.0.0" else "127.0.0.1"
 place = Path(option("--publish"), f"engine-{os.environ['KEMPNER_ENGINE']}")
 write_atomic(place, f"http://{host}:{server.server_port}\n")
 print("serve: here", flush=True)

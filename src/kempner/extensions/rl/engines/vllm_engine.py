@@ -31,12 +31,12 @@ from kempner.config.option import ConfigError
 from kempner.extensions.rl.engines.client import CHANGES, LEASE, SLOTS
 from kempner.extensions.serve.arguments import TOKEN_VARIABLE
 from kempner.extensions.serve.lease import RUN, Lease, LeaseHeld
-from kempner.jobs import slurm
-from kempner.jobs.ranks.port_range import NoFreePort, ReservedPort
+from kempner.jobs import this_job
+from kempner.jobs.ranks.port_range import ReservedPort
 from kempner.jobs.system.compiler import keep_private
-from kempner.jobs.system.directories import refuse_other_file
 from kempner.jobs.system.files import write_atomic
-from kempner.jobs.system.front_door import run_program
+from kempner.jobs.system.front_door import NoFreePort, run_program
+from kempner.jobs.system.seal import refuse_other_file
 from kempner.jobs.system.signals import leave_event
 
 BEARER = "Authorization: Bearer TOKEN"
@@ -141,7 +141,7 @@ def main(argv: list[str]) -> int:
     try:
         while process.poll() is None and not end.is_set():
             if not place.exists() and await_ready(port, token, found):
-                host = slurm.own_address() if options.host in ("0.0.0.0", "::") else options.host
+                host = this_job.own_address() if options.host in ("0.0.0.0", "::") else options.host
                 place.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(place, f"http://{host}:{port}\n")
             end.wait(VLLM_POLL_S)

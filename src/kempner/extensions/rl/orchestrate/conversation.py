@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from kempner.config.option import ConfigError
-from kempner.data.sidecar import SIDECAR, DataError
+from kempner.data.sidecar import SIDECAR
+from kempner.data.source import DataError
 from kempner.data.text.chat_template import ChatTemplate, read_tokenizer_config
 from kempner.data.text.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from kempner.extensions.generate.load import Words, words_of_directory, words_of_run

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from kempner.checkpoint.ranks import PeerFailed, Ranks
 from kempner.data.config import FAKE
 from kempner.data.formats.fake import FakeDataset
-from kempner.data.formats.stream import Shape
+from kempner.data.source import Shape
 from kempner.extensions.bench.config import BenchConfig
 from kempner.extensions.rl.config import RlConfig
 from kempner.extensions.rl.exchange import (

@@ -34,7 +34,7 @@ from kempner.extensions.rl.trainer.transfer import DirectPublisher
 from kempner.model.decoder import Decoder
 from kempner.model.shapes import tensor_shapes
 from kempner.parallel.build import compute_dtype, parameter_names
-from kempner.parallel.lora import is_adapter
+from kempner.parallel.config import is_adapter
 
 if TYPE_CHECKING:
     from kempner.train.sections import RunConfig

@@ -40,7 +40,7 @@ from kempner.checkpoint.format.plan import (
 from kempner.checkpoint.format.writer import local_part
 from kempner.checkpoint.ranks import Ranks
 from kempner.extensions.rl.exchange import RolloutExchange
-from kempner.jobs import slurm
+from kempner.jobs import this_job
 from kempner.jobs.ranks import peers
 from kempner.jobs.ranks.port_range import listen_in_range
 from kempner.jobs.system.files import write_atomic
@@ -261,7 +261,7 @@ class Offer:
 
     def __init__(self, token: str) -> None:
         self._entrance = peers.Entrance(listen_in_range(), token)
-        self.address = f"{slurm.fast_address() or slurm.own_address()}:{self._entrance.port}"
+        self.address = f"{this_job.fast_address() or this_job.own_address()}:{self._entrance.port}"
         self.version: int | None = None
         self._parts = list[Tensor]()
         self._sending, self._changed = 0, threading.Condition()

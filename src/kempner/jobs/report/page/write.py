@@ -28,8 +28,8 @@ from kempner.jobs.report.page.markup import (
 )
 from kempner.jobs.report.page.run import nodes_table, render_section
 from kempner.jobs.slurm import SlurmJob
-from kempner.jobs.system.directories import SEAL, seal_text
 from kempner.jobs.system.files import write_atomic
+from kempner.jobs.system.seal import SEAL, seal_text
 
 STYLE = Path(__file__).with_name("page.css")
 LISTED_FIRST = ("running", "starting", "waiting", "silent")

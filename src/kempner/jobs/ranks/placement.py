@@ -1,0 +1,84 @@
+"""The place of this process among the ranks, from SLURM, torchrun or nothing.
+
+Ranks come from an srun step, from torchrun's variables, or the process is alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from kempner.config.option import ConfigError
+from kempner.jobs import this_job
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class World:
+    """The place of this process among those of the run; `source` is slurm, torchrun or single."""
+
+    rank: int
+    local_rank: int
+    size: int
+    source: str
+    per_node: int = 1  # ranks on each node
+    # With replicas (lowcomm/) all fields above describe this process's own replica.
+    replica: int = 0
+    replicas: int = 1
+    store: Any = field(default=None, compare=False)  # of all replicas; None: there is one
+    meeting: Any = field(default=None, compare=False)  # store of all ranks of the step; None: alone
+
+    @property
+    def leads(self) -> bool:
+        """True if this process speaks for the run: the first rank of the first replica."""
+        return self.rank == 0 and self.replica == 0
+
+    def split(self, replicas: int, store: dist.Store) -> World:
+        """Return this process in a world of its own replica. Replicas are blocks of ranks."""
+        size = self.size // replicas
+        replica, rank = divmod(self.rank, size)
+        return replace(
+            self,
+            rank=rank,
+            size=size,
+            per_node=min(self.per_node, size),
+            replica=replica,
+            replicas=replicas,
+            store=store,
+        )
+
+
+def discover_world(env: Mapping[str, str] = os.environ) -> World:
+    """Read the ranks from the environment; torchrun's variables win over SLURM's.
+
+    SLURM's count only inside an srun step: SLURM_STEP_NUM_TASKS is set there alone, while a batch
+    or salloc shell already has SLURM_NTASKS and SLURM_PROCID, and a plain `python` in it would wait
+    for ranks that do not exist.
+    """
+    if all(name in env for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        names, source = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), "torchrun"
+        per_node = env.get("LOCAL_WORLD_SIZE")
+    elif "SLURM_STEP_NUM_TASKS" in env:
+        names, source = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"), "slurm"
+        per_node = str(this_job.tasks_per_node(env) or 1)
+    else:
+        return _of_step(World(0, 0, 1, "single"), env)
+    try:
+        rank, local_rank, size = (int(env[name]) for name in names)
+        return _of_step(World(rank, local_rank, size, source, int(per_node or 1)), env)
+    except (KeyError, ValueError):
+        found = ", ".join(f"{name}={env.get(name, '(unset)')}" for name in names)
+        raise ConfigError(
+            f"{source} environment: {found}: must be integers; start the ranks by srun or "
+            "torchrun, which set them, or unset them all for one process"
+        ) from None
+
+
+def _of_step(world: World, env: Mapping[str, str]) -> World:
+    """Add the replica that the batch script names, if each has a srun step of its own."""
+    replica, replicas = env.get("KEMPNER_REPLICA", "0"), env.get("KEMPNER_REPLICAS", "1")
+    return replace(world, replica=int(replica), replicas=int(replicas))

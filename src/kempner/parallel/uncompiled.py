@@ -1,0 +1,51 @@
+"""Training without torch's compiler, which is then not imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+
+class _LateCompiler(ModuleType):
+    """Stands for torch._dynamo until more than its no-op markers is needed."""
+
+    config: ModuleType
+
+    @staticmethod
+    def disable(fn: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
+        return fn
+
+    @staticmethod
+    def graph_break() -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        # Step aside, or the import below would find this stand-in again.
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def leave_compiler_out() -> None:
+    """Import torch's compiler only when something is compiled.
+
+    Every optimizer and every hook of FSDP imports it, a second of each start, only to mark itself
+    as not to be traced; and the hooks do so again at each call.
+    """
+    if "torch._dynamo" in sys.modules:
+        return
+    # DTensor reads the compiler's options; they import alone.
+    options = "torch._dynamo.config"
+    spec = importlib.util.spec_from_file_location(
+        options, Path(torch.__file__).parent / "_dynamo/config.py"
+    )
+    assert spec is not None and spec.loader is not None
+    sys.modules["torch._dynamo"] = late = _LateCompiler("torch._dynamo")
+    sys.modules[options] = late.config = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(late.config)

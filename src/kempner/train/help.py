@@ -1,0 +1,45 @@
+"""The options that --help shows."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from kempner.config.help import help_text
+from kempner.config.option import ConfigError, config_schema, whole_schema
+from kempner.train.sections import RunConfig
+
+if TYPE_CHECKING:
+    from kempner.train.extensions import Extension
+
+
+SELDOM = ("lora", "freeze", "trackers", "profile")  # sections of the trainer that few runs set
+
+
+def help_of(argv: Sequence[str], program: type[Extension] | None, usage: str) -> str:
+    """--help: the trainer's sections but SELDOM; those and the sections of extensions where they
+    are asked for: by name, by --all, or because it is their program. Raises ConfigError for a name
+    of no section."""
+    own, whole = config_schema(RunConfig), whole_schema(RunConfig)
+    words = [word.strip("[]").split(".")[0] for word in argv if not word.startswith("-")]
+    tops = list(dict.fromkeys(name.split(".")[0] for name in whole))
+    for word in takewhile(lambda word: not word.startswith("-"), words_after_help(argv)):
+        if word.strip("[]").split(".")[0] not in tops and not word.endswith(".toml"):
+            near = difflib.get_close_matches(word, tops, n=1) or ["--all"]
+            raise ConfigError([f"--help {word}: there is no such section; see --help {near[0]}"])
+    asked = {name for name in whole if name.split(".")[0] in words}
+    if not asked:
+        asked = {*own, *(program.sections if program else ())} - {*SELDOM}
+    if "--all" in argv:
+        asked = {*whole}
+    shown = {name: options for name, options in whole.items() if name in asked}
+    others = [name for name in whole if name not in shown and name not in {*own} - {*SELDOM}]
+    heads = dict.fromkeys(name.split(".")[0] for name in others)
+    more = f"\nMore sections: {', '.join(heads)}; see --help SECTION, or --help --all\n"
+    return help_text(shown, usage) + (more if heads else "")
+
+
+def words_after_help(argv: Sequence[str]) -> Sequence[str]:
+    return next((argv[i + 1 :] for i, word in enumerate(argv) if word in ("--help", "-h")), ())
