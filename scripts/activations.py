@@ -61,8 +61,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--layers", required=True, help="blocks from 0, from the end as -1; commas between; or all")
     add("--out", required=True, type=Path, metavar="DIR", help="directory for the shards")
     add("--steps", metavar="STEPS", help="checkpoints of the run: 0,1,2,4, or all that it has")
-    given = "stream after the block, and what attention and ffn add to it (default: stream)"
-    add("--parts", default="stream", metavar="PARTS", help=given)
+    parts_help = "stream after the block, and what attention and ffn add to it (default: stream)"
+    add("--parts", default="stream", metavar="PARTS", help=parts_help)
     add("--split", default="val", choices=("train", "val"), help="of the data (default: val)")
     add("--samples", type=int, default=256, help="the first so many (default: 256); 0: all")
     add("--batch", type=int, default=8, help="samples at a time (default: 8)")

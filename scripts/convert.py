@@ -192,11 +192,11 @@ def prefetch_model(options: argparse.Namespace) -> None:
         else:
             print(f"model: {find_weights(name, download=True).path}")
 
-    def fetch(given: SectionValues) -> list[str]:
-        name = given["model"].get("init_from")
+    def fetch(values: SectionValues) -> list[str]:
+        name = values["model"].get("init_from")
         if name:
             get(name)
-        return complete_model(given, run_dir="runs/prefetch")
+        return complete_model(values, run_dir="runs/prefetch")
 
     files = [word for word in options.words if word.endswith(".toml")]
     for name in options.words:

@@ -124,14 +124,14 @@ def follow_checkpoints(options: argparse.Namespace) -> None:
     leave_on_request(run_dir)
     while True:
         run = load_history(run_dir, slurm.my_jobs())
-        begun = run.attempts or run.refusals
-        ended = begun and run.state.word not in LIVE_STATES  # without one it has not started yet
+        starts = run.attempts or run.refusals
+        is_over = starts and run.state.word not in LIVE_STATES  # without one it has not started yet
         checkpoint = newest_complete(run_dir)
         if checkpoint is not None and step_of_name(checkpoint.name) not in results.evaluated_steps(
             run_dir
         ):
             evaluate_once(options, options.model)  # by now it may be another one
-        elif ended:
+        elif is_over:
             break
         else:
             results.add_without_trainer(run_dir)

@@ -45,8 +45,8 @@ def main(argv: list[str]) -> int:
         run_dialogue(loaded, sampling_options(options))
         return 0
     began = time.perf_counter()
-    shown = [f"{text}\n" for text in prompts] if options.chat else prompts
-    count = print_texts(loaded, shown, ids, sampling_options(options), options.batch)
+    prompt_texts = [f"{text}\n" for text in prompts] if options.chat else prompts
+    count = print_texts(loaded, prompt_texts, ids, sampling_options(options), options.batch)
     seconds = time.perf_counter() - began
     print_note(f"{count} tokens in {seconds:.1f} s, {count / seconds:,.0f} tokens/s")
     return 0
@@ -167,19 +167,19 @@ def print_texts(
     window = min(loaded.window, longest + sampling.max_tokens)  # memory for no more than that
     slots = min(batch, len(prompts))
     engine = Engine[Text](loaded.model, tokenizer.vocab_size, window, slots)
-    count, shown = 0, 0
+    count, current = 0, 0
     texts, done = list(prompts), [False] * len(prompts)  # texts: what is not printed yet
     for piece in generate_texts(engine, tokenizer, ends, ids, sampling):
         count += 1
         texts[piece.prompt] += piece.text
         done[piece.prompt] = piece.done
-        while shown < len(prompts):
-            print(texts[shown], end="", flush=True)
-            texts[shown] = ""
-            if not done[shown]:
+        while current < len(prompts):
+            print(texts[current], end="", flush=True)
+            texts[current] = ""
+            if not done[current]:
                 break
-            shown += 1
-            print(f"\n--- {shown} of {len(prompts)}" if len(prompts) > 1 else "")
+            current += 1
+            print(f"\n--- {current} of {len(prompts)}" if len(prompts) > 1 else "")
     return count
 
 

@@ -81,20 +81,20 @@ def main(argv: list[str]) -> int:
         print("as configured: is refused", *problems, sep="\n  - ")
     else:
         print_plan(cfg, nodes * per_node, per_node, gpu, host)
-    found = best_candidates(cfg, nodes * per_node, per_node, gpu, check_world, host=host)
+    candidates = best_candidates(cfg, nodes * per_node, per_node, gpu, check_world, host=host)
     print(
         f"\nbest combinations that fit, by the estimated step (and {ESTIMATE_SLACK - 1:.0%} "
         "more): not measured on a GPU;\nthe times rank combinations, --bench measures them"
     )
     rows = [["step, s", "tokens/s per GPU", "GiB", "overrides"]]
-    for each in found:
+    for each in candidates:
         tokens = cfg.train.sequences * cfg.train.seq_len / (nodes * per_node)
         slow, fast = each.time.slowest, each.time.step
         gib = f"{each.memory.peak / GIB:.1f}"
         words = each.words or "(as configured)"
         rate = f"{tokens / slow:,.0f} to {tokens / fast:,.0f}"
         rows.append([f"{fast:.2f} to {slow:.2f}", rate, gib, words])
-    if found:
+    if candidates:
         print(align_table(rows, 2, range(3)))
         return 0
     print(f"none: {why_none(cfg, nodes * per_node, per_node, check_world)}")
@@ -120,17 +120,17 @@ def print_plan(cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec, hos
         link = "to the host" if each.bus else "inside a node" if each.within else "between nodes"
         rows.append([f"  {each.what}", f"{each.size / 1e9:.2f}", link])
     print(align_table(rows, 2, (1,)))
-    spent = step_seconds(cfg, world_size, per_node, gpu)
-    parts = sorted(spent.parts.items(), key=lambda part: -part[1])
+    times = step_seconds(cfg, world_size, per_node, gpu)
+    parts = sorted(times.parts.items(), key=lambda part: -part[1])
     rows = [["computation of a step", "s"], *([f"  {name}", f"{t:.2f}"] for name, t in parts)]
     print(align_table(rows, 2, (1,)))
     low, high = (
-        model_flops_utilisation(cfg, world_size, t, gpu) for t in (spent.slowest, spent.step)
+        model_flops_utilisation(cfg, world_size, t, gpu) for t in (times.slowest, times.step)
     )
     print(
-        f"estimated step: {spent.step:.2f} to {spent.slowest:.2f} s, MFU {low:.0%} to {high:.0%} "
-        f"(computation {spent.compute:.2f}, communication behind it {spent.hidden:.2f}, beside it "
-        f"{spent.exposed:.2f})"
+        f"estimated step: {times.step:.2f} to {times.slowest:.2f} s, MFU {low:.0%} to {high:.0%} "
+        f"(computation {times.compute:.2f}, communication behind it {times.hidden:.2f}, beside it "
+        f"{times.exposed:.2f})"
     )
 
 

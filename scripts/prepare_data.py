@@ -105,8 +105,8 @@ def main(argv: list[str]) -> int:
 def continue_hint(out: Path) -> str:
     """Return what to do after a stop."""
     fix = "run the same command again"
-    begun = any((out / name).is_file() for name in (PROGRESS, SIDECAR))
-    return f"{fix}: it resumes after the last whole shard in {out}" if begun else fix
+    has_record = any((out / name).is_file() for name in (PROGRESS, SIDECAR))
+    return f"{fix}: it resumes after the last whole shard in {out}" if has_record else fix
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -116,8 +116,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--out", required=True, help="directory for the shards")
     stdlib = "use the source code of Python's standard library in place of inputs"
     add("--source", choices=["stdlib"], help=stdlib)
-    given = "bytes (default), a tokenizer.json, a directory with one, or OWNER/NAME (hub)"
-    add("--tokenizer", default="bytes", metavar="FILE", help=given)
+    tokenizer_help = "bytes (default), a tokenizer.json, a directory with one, or OWNER/NAME (hub)"
+    add("--tokenizer", default="bytes", metavar="FILE", help=tokenizer_help)
     add("--eod", metavar="TOKEN", help="the tokenizer.json's end-of-document token")
     add("--bos", metavar="TOKEN", help="put this token before each document (default: none)")
     add("--train-bpe", type=int, metavar="N", help="first train a byte-level BPE of N tokens")
@@ -198,7 +198,7 @@ def prepare_data(options: argparse.Namespace, out: Path) -> None:
     prepared = {"settings": settings, "progress": progress}
     splits: dict[str, list[Shard]] = {split: [] for split in DATA_SPLITS}
     new = Sidecar({}, settings["dtype"], 0, 0, splits, prepared, options.kind)
-    made = not out.exists()
+    is_new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     if options.only == "units":
         with shard_lock(out, fcntl.LOCK_SH):
@@ -221,7 +221,7 @@ def prepare_data(options: argparse.Namespace, out: Path) -> None:
                 sidecar = write_shards(preparation_work(options, out, pieces, sidecar))
             except ConfigError:
                 if not options.train_bpe:  # a vocabulary takes long: the next start has it
-                    forget_preparation(out, made)
+                    forget_preparation(out, is_new)
                 raise
         print_report(out, sidecar)
 
@@ -242,7 +242,7 @@ def all_or_errors(*acts: Callable[[], Any]) -> list[Any]:
 def find_units(
     options: argparse.Namespace, out: Path, left_out: list[str]
 ) -> list[list[sources.SourcePiece]]:
-    if any(Path(given).expanduser().resolve() == out.resolve() for given in options.inputs):
+    if any(Path(name).expanduser().resolve() == out.resolve() for name in options.inputs):
         raise DataError(f"{out}: is also an input; choose another --out")
     if options.source:
         files = sources.standard_library()
@@ -250,8 +250,8 @@ def find_units(
         files = sources.find_source_files(options.inputs, out.resolve(), left_out)
     units = sources.cut_units(files, min(UNIT_BYTES, options.shard_tokens))
     if not units:
-        given = " ".join(options.inputs) or options.source
-        raise DataError(f"{given}: contains no text ({len(files)} files, all empty)")
+        name = " ".join(options.inputs) or options.source
+        raise DataError(f"{name}: contains no text ({len(files)} files, all empty)")
     return units
 
 
@@ -268,18 +268,18 @@ def tokenizer_settings(options: argparse.Namespace) -> dict[str, Any]:
     return {"tokenizer": name, "eod": options.eod, "bos": options.bos, "dtype": dtype}
 
 
-def find_tokenizer(given: str, only: str | None) -> tuple[str, str]:
+def find_tokenizer(name: str, only: str | None) -> tuple[str, str]:
     """Return a path, and a name if it is not that of the path. A tokenizer of the hub is downloaded
     unless it is in the cache, but not by each task of prepare.sh."""
-    named = hub.REPO.fullmatch(given) and not given.endswith(".json")
-    if not named or Path(given).expanduser().exists():
-        return given, ""
+    is_repo = hub.REPO.fullmatch(name) and not name.endswith(".json")
+    if not is_repo or Path(name).expanduser().exists():
+        return name, ""
     path = None
     with contextlib.suppress(ConfigError):
-        path = hub.hub_snapshot(given, download=False, weights=False)
+        path = hub.hub_snapshot(name, download=False, weights=False)
     if path is None or not (path / SIDECAR_TOKENIZER).is_file():
-        path = hub.hub_snapshot(given, download=only != "units", weights=False)
-    return str(path), given
+        path = hub.hub_snapshot(name, download=only != "units", weights=False)
+    return str(path), name
 
 
 def given_tokenizer(options: argparse.Namespace) -> FileTokenizer:
@@ -322,13 +322,15 @@ def make_tokenizer(
         )
         content = train_bpe(training_texts(options, sample), options.train_bpe)
         write_atomic(out / SIDECAR_TOKENIZER, content)
-        found = FileTokenizer(out / SIDECAR_TOKENIZER, eod=BPE_EOD).vocab_size
-        if found < options.train_bpe:
+        vocab_size = FileTokenizer(out / SIDECAR_TOKENIZER, eod=BPE_EOD).vocab_size
+        if vocab_size < options.train_bpe:
             print(
-                f"warning: the text yields only {found} of {options.train_bpe} tokens; "
-                f"add text, or give --train-bpe {found}"
+                f"warning: the text yields only {vocab_size} of {options.train_bpe} tokens; "
+                f"add text, or give --train-bpe {vocab_size}"
             )
-        return FileTokenizer(out / SIDECAR_TOKENIZER, eod=BPE_EOD, name=f"bpe of {found} tokens")
+        return FileTokenizer(
+            out / SIDECAR_TOKENIZER, eod=BPE_EOD, name=f"bpe of {vocab_size} tokens"
+        )
     if options.tokenizer == "bytes":
         return ByteTokenizer()
     tokenizer = given_tokenizer(options)
@@ -345,12 +347,12 @@ def training_texts(
     compressed file, which is one piece of any size, only its beginning."""
     share = BPE_SAMPLE // len(pieces)  # characters
     for piece in pieces:
-        left = share if piece.source.compression else math.inf
+        remaining = share if piece.source.compression else math.inf
         try:
             for text in sources.read_documents(piece, options.text_key, sources.Lines()):
-                if left <= 0:
+                if remaining <= 0:
                     break
-                left -= len(text)
+                remaining -= len(text)
                 if not sources.is_held_out(text, options.val_fraction):
                     yield text
         except sources.Undecodable:

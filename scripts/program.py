@@ -47,8 +47,8 @@ def main(words: list[str]) -> int:
         launcher = "torchrun" if uses_torchrun(options.command) else ""
         over = "done" if is_done(options) else ""
         command = hash_of(options.command)
-        found = (ANSWER, options.run_dir, launcher, options.checkpoint_dir or "", over, command)
-        print(*found, sep="\0", end="\0")
+        answer = (ANSWER, options.run_dir, launcher, options.checkpoint_dir or "", over, command)
+        print(*answer, sep="\0", end="\0")
         return 0
     return supervise_here(options, int(words[1])) if here else start_supervisor(options)
 

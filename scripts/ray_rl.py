@@ -95,8 +95,8 @@ class RayRun:
         for engine in range(parts.engines):
             self.start_engine(engine)
         for actor, variables in zip(trainers, rank_variables_of(trainers), strict=True):
-            told = self.variables | variables
-            self.running[actor.run.remote([str(PROGRAM_FOLDER / "rl.py"), *argv], told)] = "trainer"
+            env = self.variables | variables
+            self.running[actor.run.remote([str(PROGRAM_FOLDER / "rl.py"), *argv], env)] = "trainer"
         [self.orchestrator] = place_programs(1, 0)
         words = [str(PROGRAM_FOLDER / "orchestrate.py"), *argv]
         self.running[self.orchestrator.run.remote(words, self.variables)] = "orchestrator"
@@ -111,27 +111,27 @@ class RayRun:
         words += engine_words(inference, train.seq_len, train.deterministic)
         if inference.engine == "kit":
             words.append(f"--device={self.cfg.distributed.device}")
-        told = self.variables | {"KEMPNER_ENGINE": str(engine)}
-        self.running[self.engines[engine].run.remote(words, told)] = f"engine {engine}"
+        env = self.variables | {"KEMPNER_ENGINE": str(engine)}
+        self.running[self.engines[engine].run.remote(words, env)] = f"engine {engine}"
 
     def follow(self) -> int:
         """Wait until trainer and orchestrator have ended; returns their exit code. The last
         evaluation, after the trainer's end, has no time limit."""
         orchestrator = Listener(self.exchange, "orchestrator")
         while self.left("trainer") or self.left("orchestrator"):
-            ended, _ = ray.wait(list(self.running), timeout=PROGRAM_POLL_S)
+            ready, _ = ray.wait(list(self.running), timeout=PROGRAM_POLL_S)
             if self.left("orchestrator") and orchestrator.silent() > EXCHANGE_SILENCE_S:
-                said = (
+                message = (
                     f"ray_rl: the orchestrator does nothing for {EXCHANGE_SILENCE_S:.0f} s: "
                     "ending it"
                 )
-                print(said, file=sys.stderr)
+                print(message, file=sys.stderr)
                 if self.left("trainer"):
                     return 1
                 break
-            if not ended:
+            if not ready:
                 continue
-            name, code = self.running.pop(ended[0]), self.code(ended[0])
+            name, code = self.running.pop(ready[0]), self.code(ready[0])
             if name.startswith("engine"):
                 self.engine_ended(int(name.split()[1]), code)
             elif code:

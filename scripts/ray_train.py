@@ -30,10 +30,10 @@ TRAIN = Path(__file__).resolve().parent / "train.py"
 def main(argv: list[str]) -> int:
     parser = argument_parser("ray_train.py", __doc__)
     parser.add_argument("--workers", type=int, help="ranks; default: one per GPU, else per node")
-    given, arguments = parser.parse_known_args(argv)
+    options, arguments = parser.parse_known_args(argv)
     ray.init()
     gpus = int(ray.cluster_resources().get("GPU", 0))
-    actors = place_programs(given.workers or gpus or len(ray.nodes()), gpus=min(gpus, 1))
+    actors = place_programs(options.workers or gpus or len(ray.nodes()), gpus=min(gpus, 1))
     running = [
         actor.run.remote([str(TRAIN), *arguments], variables)
         for actor, variables in zip(actors, rank_variables_of(actors), strict=True)

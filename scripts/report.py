@@ -68,9 +68,9 @@ def print_summary(options: argparse.Namespace) -> int:
     from kempner.jobs.report import plots, timeline  # they need numpy, and the page does not
 
     try:
-        drawn = [run for run in runs if run.losses]
-        if drawn:
-            plots.plot_runs(drawn, out)
+        runs_with_losses = [run for run in runs if run.losses]
+        if runs_with_losses:
+            plots.plot_runs(runs_with_losses, out)
         if times is not None:
             timeline.plot_timeline(runs[0], times)
     except ModuleNotFoundError as error:
@@ -81,22 +81,22 @@ def print_summary(options: argparse.Namespace) -> int:
         return 0
     except OSError as error:
         raise ConfigError(f"{out}: {error.strerror}; name another file by --out") from None
-    if drawn:
+    if runs_with_losses:
         print(f"\npicture: {out}")
     if times is not None:
         print(f"timeline: {times}")
     return 0
 
 
-def draw_pictures(runs: list[History], named: Path | None) -> tuple[Path, Path | None]:
+def draw_pictures(runs: list[History], option: Path | None) -> tuple[Path, Path | None]:
     """Return the paths of the pictures: of the curves and, for one run with several attempts, of
     its time. Raises ConfigError if another program's file is there."""
     alone, times = len(runs) == 1, None
-    out = named or (runs[0].path / "report.png" if alone else Path("report.png"))
-    refuse_other_picture(out, "--out", named is not None)
+    out = option or (runs[0].path / "report.png" if alone else Path("report.png"))
+    refuse_other_picture(out, "--out", option is not None)
     if alone and len(runs[0].attempts) > 1 and runs[0].wall_time.total:
-        times = out.with_name(f"{out.stem}-timeline{out.suffix}" if named else "timeline.png")
-        refuse_other_picture(times, "--out", named is not None)
+        times = out.with_name(f"{out.stem}-timeline{out.suffix}" if option else "timeline.png")
+        refuse_other_picture(times, "--out", option is not None)
     return out, times
 
 

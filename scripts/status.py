@@ -48,13 +48,15 @@ SCHEMA = 1  # of --json: docs/start/monitoring.md
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    found = {path: runs_in(path) for path in options.paths}
+    runs_by_path = {path: runs_in(path) for path in options.paths}
     hidden = {path: unreadable_in(path) for path in options.paths}
-    problems = [no_run(path) for path in options.paths if not found[path] and not hidden[path]]
+    problems = [
+        no_run(path) for path in options.paths if not runs_by_path[path] and not hidden[path]
+    ]
     problems += dict.fromkeys(why_hidden(path) for paths in hidden.values() for path in paths)
     for problem in problems:
         print(f"status: error: {problem}", file=sys.stderr)
-    paths = [*dict.fromkeys(run for runs in found.values() for run in runs)]
+    paths = [*dict.fromkeys(run for runs in runs_by_path.values() for run in runs)]
     if not paths:
         return 2
     jobs, now = slurm.my_jobs(), time.time()
@@ -113,11 +115,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def status_json(runs: list[History], now: float, nodes: bool) -> dict[str, Any]:
-    told = [run_facts(run, now) for run in runs]
-    found: dict[str, Any] = {"schema": SCHEMA, "time": round(now, 3)}
-    found["attention"] = sum(each["attention"] for each in told)
-    found["runs"] = told
-    return found | ({"nodes": [node.as_json() for node in nodes_of(runs)]} if nodes else {})
+    facts = [run_facts(run, now) for run in runs]
+    answer: dict[str, Any] = {"schema": SCHEMA, "time": round(now, 3)}
+    answer["attention"] = sum(each["attention"] for each in facts)
+    answer["runs"] = facts
+    return answer | ({"nodes": [node.as_json() for node in nodes_of(runs)]} if nodes else {})
 
 
 def node_row(node: NodeHistory) -> tuple[str, ...]:
@@ -147,7 +149,7 @@ def status_row(run: History) -> tuple[str, ...]:
     last = next((line for line in reversed(run.lines) if line.get("tokens_per_s") is not None), {})
     step = newest_step(run)
     done = "-" if step is None else f"{step:,}"
-    left = run.job.left if run.job and run.job.state == "RUNNING" else "-"
+    time_left = run.job.left if run.job and run.job.state == "RUNNING" else "-"
     replicas = replicas_of(run.path) if run.state.word == "running" else None
     alive = f", {replicas.here} of {len(replicas.by_number)} replicas" if replicas else ""
     alive += reward_words(last) if run.state.word == "running" else ""
@@ -167,7 +169,7 @@ def status_row(run: History) -> tuple[str, ...]:
         "-" if last.get("loss") is None else f"{last['loss']:.4f}",
         f"{last['tokens_per_s']:,.0f}" if last else "-",
         count_starts(run),
-        left,
+        time_left,
         reason,
     )
 

@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     sweep = read_sweep(options.sweep)
     refuse_directory(sweep)
-    begun = directory_kind(sweep_folder(sweep)) is Kind.SWEEP or options.command == "submit"
+    has_begun = directory_kind(sweep_folder(sweep)) is Kind.SWEEP or options.command == "submit"
     interruptible()
     try:
         journal = Journal(sweep_folder(sweep))
@@ -74,14 +74,16 @@ def main(argv: list[str]) -> int:
         if options.command == "plan":
             return print_points(sweep, points, journal, options.gpu)
         if options.command == "table":
-            return results.write_results(sweep, points, options, begun)
+            return results.write_results(sweep, points, options, has_begun)
         if options.command == "status":
             return print_sweep(sweep, look_at_points(points, journal))
         if options.from_job and sweep.propose is None:  # the file was edited since
             return 0
         wait = JOURNAL_PATIENCE_S if sweep.propose else 0
         lock = (
-            locked_journal(sweep_folder(sweep), wait) if begun else contextlib.nullcontext(journal)
+            locked_journal(sweep_folder(sweep), wait)
+            if has_begun
+            else contextlib.nullcontext(journal)
         )
         with lock as journal:
             settle_all(journal, options)
@@ -181,12 +183,12 @@ def next_points(
     if why:
         print_status(why)
     count = count if most is None else min(count, most)
-    found = propose_values(sweep, looks, journal, count) if count else {}
-    if len(found) < count:
+    proposals = propose_values(sweep, looks, journal, count) if count else {}
+    if len(proposals) < count:
         print_status(
-            f"{len(found)} new point(s): the ranges hold no others that fulfil the conditions"
+            f"{len(proposals)} new point(s): the ranges hold no others that fulfil the conditions"
         )
-    return found
+    return proposals
 
 
 def print_points(sweep: Sweep, points: list[SweepPoint], journal: Journal, gpu: str | None) -> int:
@@ -198,14 +200,14 @@ def print_points(sweep: Sweep, points: list[SweepPoint], journal: Journal, gpu: 
     rows = [["point", "steps", "parameters", "GPUs", "GPU hours", "speed"]]
     hours: list[Hours | None] = []
     for point in points:
-        spent, source = gpu_hours(point, GPUS[gpu] if gpu else None)
-        hours.append(spent)
+        estimate, source = gpu_hours(point, GPUS[gpu] if gpu else None)
+        hours.append(estimate)
         rows.append([
             point.name,
             f"{point.cfg.train.max_steps:,}",
             f"{point.cfg.model.count_parameters():,}",
             str(point.resources.nodes * point.resources.gpus_per_node),
-            "-" if spent is None else str(spent),
+            "-" if estimate is None else str(estimate),
             source,
         ])  # fmt: skip
     print(align_table(rows, 2, range(1, 5)))
@@ -213,10 +215,10 @@ def print_points(sweep: Sweep, points: list[SweepPoint], journal: Journal, gpu: 
     for array in arrays:
         words = " ".join([*array.words, array.script.name, *array.program[1:]])
         print(f"  sbatch --array={array.indices} {words}")
-    known = [spent for spent in hours if spent is not None]
-    total = Hours(sum(each.least for each in known), sum(each.most for each in known))
-    cost = f"{total} GPU hours" if known else "cost unknown"
-    missing = len(hours) - len(known)
+    estimates = [estimate for estimate in hours if estimate is not None]
+    total = Hours(sum(each.least for each in estimates), sum(each.most for each in estimates))
+    cost = f"{total} GPU hours" if estimates else "cost unknown"
+    missing = len(hours) - len(estimates)
     if missing:
         cost += (
             f"; {missing} point(s) without a speed: give --gpu NAME for the planner's estimate, or "
@@ -260,9 +262,9 @@ def send_arrays(
 ) -> int:  # fmt: skip
     """Submit what is new, or resubmit what has failed, unless it was tried often enough."""
     again = options.command == "resubmit"
-    chosen = [each for each in looks if (each.failed if again else each.new)]
-    tired = [each for each in chosen if again and each.tries >= sweep.tries]
-    points = [each.point for each in chosen if each not in tired]
+    candidates = [each for each in looks if (each.failed if again else each.new)]
+    tired = [each for each in candidates if again and each.tries >= sweep.tries]
+    points = [each.point for each in candidates if each not in tired]
     for each in tired:
         print_status(
             f"{each.point.name}: {each.state.word} after {each.tries} tries (tries = {sweep.tries})"
@@ -277,8 +279,8 @@ def send_arrays(
         print(f"nothing to {options.command}; {count_states(looks)}")
         return 1 if tired or unknown else 0
     # Counted first: the next points of [propose] have to fit in, too.
-    held = held_arrays(looks) if sweep.max_running and not sweep.propose else []
-    arrays = plan_arrays(sweep, points, [] if options.here else held)
+    slurm_arrays = held_arrays(looks) if sweep.max_running and not sweep.propose else []
+    arrays = plan_arrays(sweep, points, [] if options.here else slurm_arrays)
     rule = sweep.early_stop
     beside = {"KEMPNER_EARLY_STOP": f"{rule.after}:{rule.least}"} if rule else {}
     if options.here:
@@ -329,17 +331,17 @@ def print_sweep(sweep: Sweep, looks: Sequence[PointStatus]) -> int:
 
 def cancel_sweep(journal: Journal, looks: Sequence[PointStatus]) -> int:
     """Cancel what is queued or running; its run directories stay, and submit continues them."""
-    held = [each for each in looks if each.task and each.state.word in
+    active_points = [each for each in looks if each.task and each.state.word in
             ("running", "silent", "starting", "waiting")]  # fmt: skip
-    if held:
-        tasks = sorted({each.task or "" for each in held})
+    if active_points:
+        tasks = sorted({each.task or "" for each in active_points})
         env = plain_environment()
         done = subprocess.run(["scancel", *tasks], capture_output=True, text=True, env=env)
         if done.returncode:
             print_failure(f"scancel failed, nothing is recorded: {done.stderr.strip()}")
             return 1
-        journal.append(event="cancelled", points=[each.point.name for each in held])
-    print(f"{len(held)} point(s) cancelled")
+        journal.append(event="cancelled", points=[each.point.name for each in active_points])
+    print(f"{len(active_points)} point(s) cancelled")
     return 0
 
 

@@ -56,10 +56,10 @@ def values(path, *names):
 def find(path, *words):
     """Print the values of the lines that match; a line that is torn, or no object, matches none."""
     end = words.index("--")
-    wanted = [word.split("=", 1) for word in words[:end]]
+    conditions = [word.split("=", 1) for word in words[:end]]
     with open(path, "rb") as file:
         for record in map(load, file):
-            if all(is_one_of(text(record.get(name)), value) for name, value in wanted):
+            if all(is_one_of(text(record.get(name)), value) for name, value in conditions):
                 answer(record, words[end + 1 :])
 
 
@@ -75,8 +75,8 @@ def text(value):
     return "" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
-def is_one_of(value, wanted):
-    return bool(value) if wanted == "*" else value in wanted.split(",")
+def is_one_of(value, choices):
+    return bool(value) if choices == "*" else value in choices.split(",")
 
 
 def answer(record, names):

@@ -211,7 +211,7 @@ class Checkpointer:
             return table
         tables: list[Any] = [None] * dist.get_world_size(self._firsts)
         dist.all_gather_object(tables, table, self._firsts)
-        return {name: stored for table in tables for name, stored in table.items()}
+        return {name: spec for table in tables for name, spec in table.items()}
 
     def _unpin(self) -> None:
         if self._built is not None and not self._built.exception():

@@ -28,12 +28,12 @@ def help_text(sections: Mapping[str, Mapping[str, Option]], usage: str) -> str:
 
 def _help(option: Option, name: str) -> list[str]:
     kind = _type(option)
-    left = f"  {name} {kind} {_default(option)}"
+    head = f"  {name} {kind} {_default(option)}"
     limits = f" ({option.limits})" if option.limits and "|" not in kind else ""
     meaning = textwrap.wrap(option.help + limits, HELP_WIDTH - MEANING_COLUMN)
-    if len(left) < MEANING_COLUMN:
-        left = left.ljust(MEANING_COLUMN) + meaning.pop(0)
-    return [left, *(" " * MEANING_COLUMN + line for line in meaning)]
+    if len(head) < MEANING_COLUMN:
+        head = head.ljust(MEANING_COLUMN) + meaning.pop(0)
+    return [head, *(" " * MEANING_COLUMN + line for line in meaning)]
 
 
 def _type(option: Option) -> str:

@@ -46,7 +46,7 @@ def load_config_files(
     files: Sequence[str | os.PathLike[str]],
     overrides: Sequence[str] = (),
     problems: Iterable[str] = (),
-    complete: Callable[[SectionValues], list[str]] = lambda given: [],
+    complete: Callable[[SectionValues], list[str]] = lambda values: [],
     check: Callable[[_T], list[str]] = lambda cfg: [],
 ) -> _T:
     """Load the `root` that the files, left to right, and then the overrides give, over the
@@ -273,9 +273,9 @@ def as_dict(cfg: Any) -> dict[str, dict[str, Any]]:
     plain: dict[str, dict[str, Any]] = {}
     for section, options in config_schema(type(cfg)).items():
         plain[section] = _plain_table(getattr(cfg, section), options)
-    for section, held in cfg.more if isinstance(cfg, Sections) else ():
-        cls: type = type(held)
-        plain[section] = _plain_table(held, section_options(section, cls))
+    for section, section_values in cfg.more if isinstance(cfg, Sections) else ():
+        cls: type = type(section_values)
+        plain[section] = _plain_table(section_values, section_options(section, cls))
     return plain
 
 

@@ -107,8 +107,10 @@ class Option:
     def example(self) -> str:
         """A value that can stand there, as TOML: the default when it shows the form."""
         if self.keys is not None:
-            given = [(key, o) for key, o in self.keys.items() if o.default is REQUIRED_OPTION]
-            return f"[{{{', '.join(f'{key} = {o.example}' for key, o in given)}}}]"
+            required_keys = [
+                (key, o) for key, o in self.keys.items() if o.default is REQUIRED_OPTION
+            ]
+            return f"[{{{', '.join(f'{key} = {o.example}' for key, o in required_keys)}}}]"
         if self.default and isinstance(self.default, self.item if self.size is None else tuple):
             return to_text(self.default)
         items = ", ".join([EXAMPLE[self.item]] * (self.size or 2))
@@ -242,8 +244,8 @@ class Sections:
 
     def of(self, section: type[S]) -> S:
         """The section of this class; its defaults where it is not given."""
-        held = (each for _, each in self.more if type(each) is section)
-        return next(held, None) or section()
+        matches = (each for _, each in self.more if type(each) is section)
+        return next(matches, None) or section()
 
     def with_section(self: R, name: str, section: Any) -> R:
         """A copy that holds this section, in place of the one with that name."""

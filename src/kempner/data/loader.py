@@ -122,24 +122,24 @@ class TrainLoader:
 
     def record(self, result: Said, lap: object, counted: str) -> dict[str, Any]:
         """Return loss and tokens of each source, if there are several, and the packed lengths."""
-        found: dict[str, Any] = {}
+        metrics: dict[str, Any] = {}
         if len(self.names) > 1:
-            found["sources"] = self._by_source(result)
+            metrics["sources"] = self._by_source(result)
         if packing := {each.name: each.packing for each in self.sources if each.packing}:
-            found |= {counted: result.values["tokens"], "packing": packing}
-        return found
+            metrics |= {counted: result.values["tokens"], "packing": packing}
+        return metrics
 
     def _by_source(self, result: Said) -> dict[str, dict[str, float | None]]:
         """Loss and tokens of this step, and how often the source has been gone through so far."""
-        drawn = self.mixture.drawn(result.after.samples)
-        found: dict[str, dict[str, float | None]] = {}
-        for source, samples in zip(self.sources, drawn, strict=True):
+        draws = self.mixture.drawn(result.after.samples)
+        figures: dict[str, dict[str, float | None]] = {}
+        for source, samples in zip(self.sources, draws, strict=True):
             names = (f"{part} of {source.name}" for part in ("loss_sum", "tokens"))
             loss_sum, tokens = (result.values[name] for name in names)
             loss = loss_sum / tokens if tokens and math.isfinite(loss_sum) else None
             epochs = None if source.ordered else round(samples / len(source), 4)
-            found[source.name] = {"loss": loss, "tokens": tokens, "epochs": epochs}
-        return found
+            figures[source.name] = {"loss": loss, "tokens": tokens, "epochs": epochs}
+        return figures
 
     # --- the batches ---
 

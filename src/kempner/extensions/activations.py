@@ -175,7 +175,7 @@ def _shard(
 
     from kempner.model.attention import Documents
 
-    found: dict[str, list[Tensor]] = {}
+    pieces: dict[str, list[Tensor]] = {}
     start, end = samples
     for first in range(start, end, batch):
         rows = data.read(np.arange(first, min(first + batch, end)))
@@ -190,8 +190,8 @@ def _shard(
             **run_blocks(model, rows.inputs, packed, wanted),
         }
         for name, part in parts.items():
-            found.setdefault(name, []).append(part)
-    whole = {name: torch.cat(parts).contiguous() for name, parts in found.items()}
+            pieces.setdefault(name, []).append(part)
+    whole = {name: torch.cat(parts).contiguous() for name, parts in pieces.items()}
     return {"sample": torch.arange(start, end), **whole}
 
 
@@ -210,9 +210,9 @@ class DocumentNumbers:
         before = np.searchsorted(ends, places)  # documents that have ended
         begins = np.concatenate(([-self._position], ends + 1))[before]
         documents, positions = self._document + before, places - begins
-        ended = bool(len(flat)) and flat[-1] == self._eod
+        at_end = bool(len(flat)) and flat[-1] == self._eod
         self._document += len(ends)
-        self._position = 0 if ended else int(positions[-1]) + 1
+        self._position = 0 if at_end else int(positions[-1]) + 1
         return documents.reshape(inputs.shape), positions.reshape(inputs.shape)
 
 
@@ -229,19 +229,19 @@ def run_blocks(
     tokens = torch.from_numpy(inputs).to(device)
     if packed is not None:
         packed = packed.map(lambda each: each.to(device))
-    with torch.no_grad(), _watched(model, wanted) as found:
+    with torch.no_grad(), _watched(model, wanted) as activations:
         x = model.embed(tokens)
-        rope, seen = model.place(tokens, packed, None, x.dtype)
-        apply_blocks(model.blocks[: max(wanted.layers) + 1], x, rope, seen)
-    return {name: found[name].cpu() for name in wanted.names}
+        rope, visible = model.place(tokens, packed, None, x.dtype)
+        apply_blocks(model.blocks[: max(wanted.layers) + 1], x, rope, visible)
+    return {name: activations[name].cpu() for name in wanted.names}
 
 
 @contextmanager
 def _watched(model: Decoder, wanted: Wanted) -> Iterator[dict[str, Tensor]]:
-    found: dict[str, Tensor] = {}
+    activations: dict[str, Tensor] = {}
 
     def keep(name: str, _: torch.nn.Module, inputs: Any, output: Any) -> None:
-        found[name] = output[0] if isinstance(output, tuple) else output  # or with a routing
+        activations[name] = output[0] if isinstance(output, tuple) else output  # or with a routing
 
     with ExitStack() as hooks:
         for name in wanted.names:
@@ -249,4 +249,4 @@ def _watched(model: Decoder, wanted: Wanted) -> Iterator[dict[str, Tensor]]:
             module = model.get_submodule(f"{block}.{ACTIVATION_PARTS[part]}".rstrip("."))
             handle = module.register_forward_hook(partial(keep, name))
             hooks.callback(handle.remove)
-        yield found
+        yield activations

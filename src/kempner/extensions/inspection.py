@@ -45,11 +45,11 @@ def inspect_data(argv: Sequence[str]) -> None:
         return
     folders, rest = sorted_words(argv)
     command = parse_command(rest, {"plot": str})
-    named = command.flags["plot"]
+    plot_name = command.flags["plot"]
     if folders:
-        if named:
+        if plot_name:
             command.problems.append(
-                f"--plot={named}: the picture is of a run's mixture, and {folders[0]} is data; "
+                f"--plot={plot_name}: the picture is of a run's mixture, and {folders[0]} is data; "
                 "name a configuration in place of it, or leave --plot out"
             )
         if extra := [*folders[1:], *command.files]:
@@ -60,9 +60,9 @@ def inspect_data(argv: Sequence[str]) -> None:
         cfg = load_config([], overrides, command.problems)
     else:
         cfg = load_config(command.files, command.overrides, command.problems)
-    picture = Path(named or "mixture.png")
+    picture = Path(plot_name or "mixture.png")
     if not folders:
-        refuse_other_picture(picture, "--plot", bool(named))
+        refuse_other_picture(picture, "--plot", bool(plot_name))
     sources, _ = open_data(cfg, True)
     mixture = open_mixture(cfg, sources, Progress().plan(cfg))
     print(align_table(source_counts(cfg, sources), gap=2, right=range(1, 5)))

@@ -35,10 +35,10 @@ def launch_values(text: str) -> Iterator[str]:
             yield path
 
 
-def parse_checked_config(said: str) -> str:
+def parse_checked_config(output: str) -> str:
     """Return the configuration in the output of --check, past anything that a sitecustomize or a
     plugin may have printed before it. Raises ValueError, KeyError or TypeError if there is none."""
-    lines = said.splitlines(keepends=True)
+    lines = output.splitlines(keepends=True)
     for first in range(len(lines)):
         text = "".join(lines[first:])
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -54,10 +54,10 @@ def main(program: str, arguments: Sequence[str]) -> int:
         return done.returncode
     try:
         text = parse_checked_config(done.stdout)
-        found = [text, *launch_values(text), "", *map(str, input_files(arguments))]
+        fields = [text, *launch_values(text), "", *map(str, input_files(arguments))]
     except (ValueError, KeyError, TypeError):  # --help among the arguments
-        found = []
-    print(*(f"{part}\0" for part in (ANSWER, *found)), sep="", end="")
+        fields = []
+    print(*(f"{part}\0" for part in (ANSWER, *fields)), sep="", end="")
     return 0
 
 

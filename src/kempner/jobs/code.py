@@ -30,12 +30,12 @@ class CodeVersion(NamedTuple):
 
 def current_code(root: Path = REPOSITORY) -> CodeVersion:
     """Return the code of this process."""
-    found = [f"python {platform.python_version()}"]
+    packages = [f"python {platform.python_version()}"]
     for name in CODE_PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
+            packages.append(f"{name} {version(name)}")
     copy = (root / ORIGIN).exists()
-    return CodeVersion(root.name if copy else "", commit_of(root, copy), tuple(found))
+    return CodeVersion(root.name if copy else "", commit_of(root, copy), tuple(packages))
 
 
 def commit_of(root: Path, copy: bool) -> str:
@@ -53,15 +53,15 @@ def commit_of(root: Path, copy: bool) -> str:
 def input_files(arguments: Sequence[str]) -> list[Path]:
     """Return the configuration files among these words, and those that they name as their base."""
     words = [word for word in arguments if word.endswith(".toml") and not word.startswith("-")]
-    found: list[Path] = []
-    left = [Path(os.path.abspath(word)) for word in words]
-    while left:
-        path = left.pop()
-        if path in found or not path.is_file():
+    files: list[Path] = []
+    queue = [Path(os.path.abspath(word)) for word in words]
+    while queue:
+        path = queue.pop()
+        if path in files or not path.is_file():
             continue
-        found.append(path)
+        files.append(path)
         with contextlib.suppress(OSError, ValueError):
             base = toml.loads(path.read_text()).get("base", [])
             names = [base] if isinstance(base, str) else base
-            left += [Path(os.path.abspath(path.parent / name)) for name in names]
-    return found
+            queue += [Path(os.path.abspath(path.parent / name)) for name in names]
+    return files

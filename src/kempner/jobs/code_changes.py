@@ -14,12 +14,12 @@ MOST_FILES = 3  # names of files that differ
 
 def code_differences(before: CodeVersion, now: CodeVersion, root: Path = REPOSITORY) -> str:
     """Describe the differences in code or versions, "" for none."""
-    found = []
+    differences = []
     if before.hash and now.hash and before.hash != now.hash:
         files = differing_files(root.with_name(before.hash), root)
-        found.append(f"code {before.hash} -> {now.hash}{_shown(files)}")
+        differences.append(f"code {before.hash} -> {now.hash}{_shown(files)}")
     elif before.commit and now.commit and before.commit != now.commit:
-        found.append(f"commit {before.commit[:7]} -> {now.commit[:7]}")
+        differences.append(f"commit {before.commit[:7]} -> {now.commit[:7]}")
     had, has = (
         {name: number for name, _, number in (text.rpartition(" ") for text in each.versions)}
         for each in (before, now)
@@ -27,8 +27,8 @@ def code_differences(before: CodeVersion, now: CodeVersion, root: Path = REPOSIT
     for name in dict.fromkeys([*had, *has]) if had and has else ():
         one, other = had.get(name, "none"), has.get(name, "none")
         if one != other:
-            found.append(f"{name} {one} -> {other}")
-    return "; ".join(found)
+            differences.append(f"{name} {one} -> {other}")
+    return "; ".join(differences)
 
 
 def _shown(files: list[str] | None) -> str:

@@ -114,9 +114,9 @@ class RunLock:
             return self._create()
 
     def _leave(self) -> None:
-        found = _look(self.path)
+        lock = _look(self.path)
         why = (
-            f"{self.path.parent} is in use by {_name(found.holder if found else {})}, which has "
+            f"{self.path.parent} is in use by {_name(lock.holder if lock else {})}, which has "
             "taken this process for dead, or is a later start of its job: it leaves"
         )
 
@@ -140,23 +140,23 @@ class RunLock:
         while not self._create():
             from kempner.jobs import lock_holder
 
-            seen = _look(self.path)
-            if seen is None:
+            lock = _look(self.path)
+            if lock is None:
                 missing += 1
                 if missing == LOCK_TRIES:
                     raise FileExistsError(errno.EEXIST, "is in the way: remove it", str(self.path))
                 time.sleep(LOCK_POLL_S / 10)
-            elif lock_holder.follows(self._self, seen.holder):
-                if self._replace(seen, though_it_beats=True) and self._outwait(seen.holder):
+            elif lock_holder.follows(self._self, lock.holder):
+                if self._replace(lock, though_it_beats=True) and self._outwait(lock.holder):
                     return
-            elif lock_holder.is_gone(self._self, seen.holder) or self._is_still(seen):
-                if self._replace(seen):
+            elif lock_holder.is_gone(self._self, lock.holder) or self._is_still(lock):
+                if self._replace(lock):
                     return
             # Refuse only if it is still the same holder; it may have left or been replaced
             # meanwhile.
-            elif (now := _look(self.path)) is not None and now.text == seen.text:
+            elif (now := _look(self.path)) is not None and now.text == lock.text:
                 raise ConfigError(
-                    f"{directory} is in use by {_name(seen.holder)}: wait for it or cancel it, or "
+                    f"{directory} is in use by {_name(lock.holder)}: wait for it or cancel it, or "
                     f"give this run a directory of its own: {option}"
                 )
 
@@ -175,26 +175,26 @@ class RunLock:
             os.close(file)
         return True
 
-    def _is_still(self, seen: SeenLock) -> bool:
+    def _is_still(self, lock: SeenLock) -> bool:
         """Return whether the holder has missed enough beats. By the clock of the file system alone:
         those of two hosts differ."""
         from kempner.jobs import lock_holder
 
-        limit = MISSED_S if lock_holder.has_ended(self._self, seen.holder) else DEAD_S
-        return self._stays(seen, limit)
+        limit = MISSED_S if lock_holder.has_ended(self._self, lock.holder) else DEAD_S
+        return self._stays(lock, limit)
 
-    def _stays(self, seen: SeenLock, seconds: float) -> bool:
+    def _stays(self, lock: SeenLock, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(left, LOCK_POLL_S))
-            if _look(self.path) != seen:
+        while (remaining := deadline - time.monotonic()) > 0:
+            time.sleep(min(remaining, LOCK_POLL_S))
+            if _look(self.path) != lock:
                 return False
         return True
 
-    def _replace(self, seen: SeenLock, though_it_beats: bool = False) -> bool:
+    def _replace(self, lock: SeenLock, though_it_beats: bool = False) -> bool:
         """Replace this lock by ours. Its text is unique: only the process that creates the file
         named after it may. If it dies before it has, the next file of that kind decides."""
-        name = hashlib.sha256(seen.text).hexdigest()[:16]
+        name = hashlib.sha256(lock.text).hexdigest()[:16]
         claims: list[Path] = []
         fresh = self.path.with_name(f".lock.{host_name()}.{os.getpid()}.{secrets.token_hex(4)}")
         for k in range(LOCK_TRIES):
@@ -205,13 +205,13 @@ class RunLock:
             except FileExistsError:
                 # Somebody else claims it. If nothing comes of that, its process has died: the next
                 # claim.
-                if not self._stays(seen, MISSED_S):
+                if not self._stays(lock, MISSED_S):
                     return False
         try:
             fresh.write_bytes(self._text)
             # Once more, with the claim in hand: the holder may have come back.
             now = _look(self.path)
-            if now is None or now.text != seen.text or (now != seen and not though_it_beats):
+            if now is None or now.text != lock.text or (now != lock and not though_it_beats):
                 return False
             fresh.replace(self.path)
             return True

@@ -20,8 +20,8 @@ def is_gone(me: dict[str, Any], holder: dict[str, Any]) -> bool:
 def _is_of_mine(me: dict[str, Any], holder: dict[str, Any]) -> bool:
     """Return whether Slurm, as this process may ask it, knows the holder's job: it hides other
     users' jobs, and another cluster on this file system has numbers of its own."""
-    known = me["slurm_id"] is not None and holder.get("slurm_id") is not None
-    return known and all(holder.get(name) == me[name] for name in ("cluster", "uid"))
+    are_jobs = me["slurm_id"] is not None and holder.get("slurm_id") is not None
+    return are_jobs and all(holder.get(name) == me[name] for name in ("cluster", "uid"))
 
 
 def follows(me: dict[str, Any], holder: dict[str, Any]) -> bool:

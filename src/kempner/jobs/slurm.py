@@ -56,11 +56,11 @@ def _insist(*command: str) -> str:
     """Ask as _ask does, but again for some seconds: a busy controller drops one question and
     answers the next. Raises _NoAnswer."""
     end = time.monotonic() + 5
-    while (told := _ask(*command)) is None:
+    while (output := _ask(*command)) is None:
         if time.monotonic() > end:
             raise _NoAnswer
         time.sleep(1)
-    return told
+    return output
 
 
 def job_fields(job: str) -> dict[str, str]:
@@ -68,8 +68,8 @@ def job_fields(job: str) -> dict[str, str]:
     return _fields(_ask("scontrol", "show", "job", "-o", job) or "")
 
 
-def _fields(told: str) -> dict[str, str]:
-    return dict(re.findall(r"(\S+?)=(\S*)", told))
+def _fields(text: str) -> dict[str, str]:
+    return dict(re.findall(r"(\S+?)=(\S*)", text))
 
 
 def end_of(fields: dict[str, str]) -> float | None:
@@ -142,10 +142,10 @@ class SlurmJob:
 
 def my_jobs() -> dict[str, SlurmJob] | None:
     """Return my jobs in the queue by number, None without an answer."""
-    told = _ask("squeue", "--me", "--array", "--noheader", "--format=%i|%T|%L|%r|%S")
-    if told is None:
+    output = _ask("squeue", "--me", "--array", "--noheader", "--format=%i|%T|%L|%r|%S")
+    if output is None:
         return None
-    fields = (line.split("|") for line in told.splitlines())
+    fields = (line.split("|") for line in output.splitlines())
     return {job[0]: SlurmJob(*job) for job in fields if len(job) == 5}
 
 
@@ -153,15 +153,15 @@ def jobs_named(name: str) -> list[str] | None:
     """Return the numbers of my jobs with this name, an array's own, also of those that ended
     minutes ago; None without an answer."""
     words = ("--me", "--noheader", "--states=all", f"--name={name}", "--format=%F")
-    told = _ask("squeue", *words)
-    return None if told is None else list(dict.fromkeys(told.split()))
+    output = _ask("squeue", *words)
+    return None if output is None else list(dict.fromkeys(output.split()))
 
 
 def waiting_arrays() -> dict[str, str]:
     """Return the names of my jobs that wait, by their numbers, an array's own; none without an
     answer."""
-    told = _ask("squeue", "--me", "--noheader", "--states=PENDING", "--format=%F|%j") or ""
-    return {job: name for line in told.splitlines() for job, _, name in [line.partition("|")]}
+    output = _ask("squeue", "--me", "--noheader", "--states=PENDING", "--format=%F|%j") or ""
+    return {job: name for line in output.splitlines() for job, _, name in [line.partition("|")]}
 
 
 def other_nodes(request: str, without: Sequence[str]) -> int | None:
@@ -178,26 +178,26 @@ def other_nodes(request: str, without: Sequence[str]) -> int | None:
 
 
 def _other_nodes(fields: Mapping[str, str], without: Sequence[str]) -> int | None:
-    told = _insist("sinfo", "-h", "-N", "-p", fields["Partition"], "-o", "%N|%t|%f|%G")
+    output = _insist("sinfo", "-h", "-N", "-p", fields["Partition"], "-o", "%N|%t|%f|%G")
     allowed: set[str] | None = None
     for names in (_named(fields, "ReqNodeList"), _reserved(fields)):
         if names is not None:
             allowed = set(names) if allowed is None else allowed & set(names)
     left_out = {*without, *(_named(fields, "ExcNodeList") or ())}
-    wanted = _is_set(fields.get("Features", ""))
-    if wanted and not re.fullmatch(r"[\w.&|-]+", wanted):
+    constraint = _is_set(fields.get("Features", ""))
+    if constraint and not re.fullmatch(r"[\w.&|-]+", constraint):
         return None  # counts and brackets: only Slurm knows
-    found = set()
-    for line in told.splitlines():
+    nodes = set()
+    for line in output.splitlines():
         name, _, rest = line.partition("|")
         state, features, gres = (*rest.split("|"), "", "", "")[:3]
         if re.match(r"down|drain|drng|fail|maint|unk", state) or name in left_out:
             continue
         if allowed is not None and name not in allowed:
             continue
-        if _has_features(wanted, features) and _has_gpus(fields.get("TresPerNode", ""), gres):
-            found.add(name)
-    return len(found)
+        if _has_features(constraint, features) and _has_gpus(fields.get("TresPerNode", ""), gres):
+            nodes.add(name)
+    return len(nodes)
 
 
 def _is_set(value: str) -> str:
@@ -219,15 +219,15 @@ def _reserved(fields: Mapping[str, str]) -> list[str] | None:
     return _named(_fields(_insist("scontrol", "show", "res", "-o", name)), "Nodes") or []
 
 
-def _has_features(wanted: str, features: str) -> bool:
+def _has_features(constraint: str, features: str) -> bool:
     has = set(features.split(","))
-    return all(has & set(word.split("|")) for word in wanted.split("&") if word)
+    return all(has & set(word.split("|")) for word in constraint.split("&") if word)
 
 
-def _has_gpus(wanted: str, gres: str) -> bool:
+def _has_gpus(request: str, gres: str) -> bool:
     """Return whether a node with these GRES (gpu:h100:4(S:0-1)) has the GPUs of TresPerNode
     (gres:gpu:h100:4)."""
-    for kind, count in re.findall(r"gpu((?::[A-Za-z][^:,(=]*)?)(?:[:=](\d+))?", wanted):
+    for kind, count in re.findall(r"gpu((?::[A-Za-z][^:,(=]*)?)(?:[:=](\d+))?", request):
         has = re.findall(r"gpu((?::[A-Za-z][^:,(=]*)?)(?::(\d+))?", gres)
         if sum(int(n or 1) for own, n in has if kind in ("", own)) < int(count or 1):
             return False
@@ -253,8 +253,8 @@ def accounted_states(jobs: Sequence[str]) -> dict[str, str]:
     """Return the last state of jobs by Slurm's accounting, by name (12, or 12_3 of an array);
     unknown jobs are left out, or all if there is no accounting."""
     words = ("-X", "-P", "-n", "-S", "now-60days", "-j", ",".join(jobs), "-o", "JobID,State")
-    told = _ask("sacct", *words) if jobs else None
-    lines = (line.partition("|") for line in (told or "").splitlines())
+    output = _ask("sacct", *words) if jobs else None
+    lines = (line.partition("|") for line in (output or "").splitlines())
     return {job: state.partition(" ")[0] for job, _, state in lines if state}
 
 

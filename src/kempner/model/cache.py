@@ -151,7 +151,7 @@ class LayerCache(NamedTuple):
     values: Tensor  # [B, K, length, E]
     step: Step | None  # None: the texts are new
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Visible) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
         """Store k and v [B, K, T, E], then attend with q [B, H, T, E]: [B, H, T, E].
 
         Keys and values of padding are overwritten before any token can see them.
@@ -159,16 +159,16 @@ class LayerCache(NamedTuple):
         if self.step is None:
             self.keys[:, :, : k.shape[2]] = k
             self.values[:, :, : v.shape[2]] = v
-            return attend(q, k, v, seen)
-        at, visible, mask = self.step
+            return attend(q, k, v, visible)
+        at, span, mask = self.step
         index = (slice(None), slice(None), at) if isinstance(at, int) else at
         self.keys[index] = k.squeeze(2)
         self.values[index] = v.squeeze(2)
         # The query heads of one key-value head stand side by side as if they were its tokens: no
         # key is copied or read twice.
         grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[3])  # [B, K, H / K, E]
-        keys, values = self.keys[:, :, visible], self.values[:, :, visible]
-        if seen.softcap is not None:
-            return capped_attention(grouped, keys, values, mask, seen.softcap).view(q.shape)
+        keys, values = self.keys[:, :, span], self.values[:, :, span]
+        if visible.softcap is not None:
+            return capped_attention(grouped, keys, values, mask, visible.softcap).view(q.shape)
         y = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
         return y.view(q.shape)

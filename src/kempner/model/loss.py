@@ -98,15 +98,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             rows_of = labels.unsqueeze(1) - (vocabulary.first if vocabulary else 0)
             here = counts & (rows_of >= 0) & (rows_of < len(weight)) if vocabulary else counts
             rows_of = torch.where(here, rows_of, 0)
-            known = torch.where(here, logits.gather(1, rows_of), 0.0)
+            target_logits = torch.where(here, logits.gather(1, rows_of), 0.0)
             top = logits.amax(1, keepdim=True)
             d = logits.sub_(top).exp_()  # in place, and the only time: exp costs as much as a pass
             over = d.sum(1, keepdim=True)
             total = over.log() + top  # logsumexp
             if vocabulary is not None:
-                total, known = vocabulary.over_all(total, known)
+                total, target_logits = vocabulary.over_all(total, target_logits)
                 over = (total - top).exp()
-            losses, slopes = torch.where(counts, total - known, 0.0), None
+            losses, slopes = torch.where(counts, total - target_logits, 0.0), None
             if judge is not None:
                 losses, slopes = judge(losses, slice(start, start + len(labels)))
                 losses = torch.where(counts, losses, 0.0)

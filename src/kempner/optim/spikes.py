@@ -46,10 +46,10 @@ class Spikes:
         not count as a spike. `regime`: tokens of the step and phase of the data; when they change
         another level is to be expected, and the window starts anew."""
         if self._state["count"].device != loss.device:
-            self._state = {name: held.to(loss.device) for name, held in self._state.items()}
-        values, count, known = self._state.values()
+            self._state = {name: tensor.to(loss.device) for name, tensor in self._state.items()}
+        values, count, last_regime = self._state.values()
         same = torch.ones_like(bad)
-        for before, now in zip(known.unbind(), regime, strict=True):
+        for before, now in zip(last_regime.unbind(), regime, strict=True):
             same = same & (before == now)
             before.fill_(now)
         count.mul_(same)
@@ -69,10 +69,10 @@ class Spikes:
         """Return the record of a spike for metrics.jsonl, and its message for the log."""
         names = {"loss": "loss", "grad_norm": "gradient norm"}
         limits = {name: values[f"{name}_limit"] for name in names}
-        found = {name: values[name] for name in names}
-        text = ", ".join(f"{names[n]} {found[n]:.4g} (limit {limits[n]:.4g})" for n in names)
+        figures = {name: values[name] for name in names}
+        text = ", ".join(f"{names[n]} {figures[n]:.4g} (limit {limits[n]:.4g})" for n in names)
         limits = {f"{name}_limit": value for name, value in limits.items()}
-        return {"spike": found | limits}, f"is a spike: {text}"
+        return {"spike": figures | limits}, f"is a spike: {text}"
 
     # --- as a part of a checkpoint ---
 
@@ -82,8 +82,8 @@ class Spikes:
     def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
         """Return the state to fill. Without it in the checkpoint, or with another window, it starts
         anew."""
-        for held in self._state.values():
-            held.zero_()
+        for tensor in self._state.values():
+            tensor.zero_()
         same = "values" in stored and stored["values"].shape == self._state["values"].shape
         return dict(self._state) if same else {}
 

@@ -24,16 +24,16 @@ def backward_passes(
     loss_of: LossOf,
     micro_batches: Sequence[MicroBatch],
     device: torch.device,
-    asked: Callable[[], _T | None],
+    interrupt: Callable[[], _T | None],
 ) -> _T | None:
     """Accumulate the gradients of the losses of all micro-batches of a step. Between two of them
-    `asked()` may end it: a result that is not None is returned at once. A pipeline cannot stop in
-    between."""
+    `interrupt()` may end it: a result that is not None is returned at once. A pipeline cannot stop
+    in between."""
     if model.pipeline is not None:
         model.pipeline.backward_passes(loss_of, [batch.to(device) for batch in micro_batches])
         return None
     for i, batch in enumerate(micro_batches):
-        if i and (answer := asked()) is not None:
+        if i and (answer := interrupt()) is not None:
             return answer
         begin_micro_batch(model, last=i == len(micro_batches) - 1)
         loss_of(model, batch.to(device)).backward()  # type: ignore[no-untyped-call]

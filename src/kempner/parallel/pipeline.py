@@ -52,9 +52,9 @@ def split_blocks(cfg: ModelConfig, stages: int) -> list[range]:
 class Blocks(nn.ModuleList):
     """Some of a model's blocks, under the names that they have in the whole model: 5, 6, 7."""
 
-    def __init__(self, blocks: nn.ModuleList, kept: Sequence[int]) -> None:
+    def __init__(self, blocks: nn.ModuleList, numbers: Sequence[int]) -> None:
         super().__init__()
-        for i in kept:
+        for i in numbers:
             self.add_module(str(i), blocks[i])
 
     def _get_abs_string_index(self, index: int) -> str:

@@ -25,7 +25,7 @@ def axis_problems(cfg: RunConfig) -> list[str]:
 def _tensor_problems(cfg: RunConfig) -> list[str]:
     """List problems of distributed.tp: each rank has whole heads, as many as the others, and
     between the products the same number of tokens."""
-    axes, model, given = cfg.distributed, cfg.model, f"distributed.tp = {cfg.distributed.tp}"
+    axes, model, setting = cfg.distributed, cfg.model, f"distributed.tp = {cfg.distributed.tp}"
     sizes = {
         "model.n_heads": model.n_heads,
         "model.n_kv_heads": model.kv_heads,
@@ -35,13 +35,13 @@ def _tensor_problems(cfg: RunConfig) -> list[str]:
         "train.seq_len_ramp[0]": (cfg.train.seq_len_ramp or (0, 0))[0],
     }
     found = [
-        f"{given}: must divide {key} = {size}; give another size, or 1"
+        f"{setting}: must divide {key} = {size}; give another size, or 1"
         for key, size in sizes.items()
         if size % axes.tp
     ]
     if cfg.train.compile_scope == "model":
         found.append(
-            f"{given}: each block begins with what is not compiled, and train.compile_scope = "
+            f"{setting}: each block begins with what is not compiled, and train.compile_scope = "
             "model leaves no place for it; give --train.compile_scope=block"
         )
     return found
@@ -50,14 +50,14 @@ def _tensor_problems(cfg: RunConfig) -> list[str]:
 def _pipeline_problems(cfg: RunConfig) -> list[str]:
     """List problems of distributed.pp: each stage has whole blocks, and its ranks know nothing
     else."""
-    axes, model, given = cfg.distributed, cfg.model, f"distributed.pp = {cfg.distributed.pp}"
+    axes, model, setting = cfg.distributed, cfg.model, f"distributed.pp = {cfg.distributed.pp}"
     if axes.pp == 1:
         return []
     found, stages = [], axes.pp * axes.pp_stages_per_rank
     if model.n_layers < stages:
         found.append(
-            f"{given}: {axes.pp} x pp_stages_per_rank {axes.pp_stages_per_rank} = {stages} stages, "
-            f"and model.n_layers = {model.n_layers} blocks; give at most one stage a block"
+            f"{setting}: {axes.pp} x pp_stages_per_rank {axes.pp_stages_per_rank} = {stages} "
+            f"stages, and model.n_layers = {model.n_layers} blocks; give at most one stage a block"
         )
     others = {
         "model.tie_embeddings: its weight would be on two stages": model.tie_embeddings,
@@ -67,9 +67,9 @@ def _pipeline_problems(cfg: RunConfig) -> list[str]:
         f"train.fp8 = {cfg.train.fp8}": cfg.train.fp8 != "none",
     }
     return found + [
-        f"{given}: not built for {other}; leave that out, or give --distributed.pp=1"
-        for other, asked in others.items()
-        if asked
+        f"{setting}: not built for {other}; leave that out, or give --distributed.pp=1"
+        for other, is_on in others.items()
+        if is_on
     ]
 
 

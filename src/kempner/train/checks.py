@@ -18,53 +18,53 @@ FP8_TILE = 16  # of every size of a product
 
 def combination_problems(cfg: RunConfig) -> list[str]:
     """List the problems, one message each, with the way out."""
-    found = _data_problems(cfg)
+    problems = _data_problems(cfg)
     if cfg.train.seq_len > cfg.model.max_seq_len:
-        found.append(
+        problems.append(
             f"train.seq_len = {cfg.train.seq_len}: at most model.max_seq_len = "
             f"{cfg.model.max_seq_len}; raise that, or shorten the sequences"
         )
     if cfg.optimizer.name == "schedule_free" and cfg.schedule.name not in CONSTANT:
-        found.append(
+        problems.append(
             f"schedule.name = {cfg.schedule.name}: optimizer.name = schedule_free averages "
             "weights in place of a decay; give --schedule.name=constant"
         )
     if cfg.lora.rank and cfg.model.init_from is None:
-        found.append(
+        problems.append(
             f"lora.rank = {cfg.lora.rank}: adapters need weights to adapt; name them, "
             "--model.init_from=DIR, or train all weights, --lora.rank=0"
         )
     if not cfg.checkpoint.save and cfg.run.fork:
-        found.append(
+        problems.append(
             "checkpoint.save = false: a run with run.fork begins from a checkpoint, and with a "
             "checkpoint of its own; leave one of the two out"
         )
     if cfg.lora.rank and (lever := _trains_weights(cfg)):
-        found.append(
+        problems.append(
             f"lora.rank = {cfg.lora.rank}: adapters are fp32 on a frozen model in bf16, and "
             f"not built for {lever}; leave that out"
         )
     if cfg.train.attention != "auto" and cfg.model.attention_softcap is not None:
-        found.append(
+        problems.append(
             f"train.attention = {cfg.train.attention}: this kernel does not cap scores, as "
             f"model.attention_softcap = {cfg.model.attention_softcap} asks; leave it at auto"
         )
     if cfg.distributed.device == "cpu" and cfg.train.fp8 != "none":
-        found.append(
+        problems.append(
             f"train.fp8 = {cfg.train.fp8}: not on distributed.device = cpu; give --train.fp8="
             "none, or a GPU"
         )
-    found += _fp8_problems(cfg) + _freeze_problems(cfg)
-    found += _block_problems(cfg) + _spike_problems(cfg)
+    problems += _fp8_problems(cfg) + _freeze_problems(cfg)
+    problems += _block_problems(cfg) + _spike_problems(cfg)
     axes = cfg.distributed
     if max(axes.tp, axes.pp, axes.ep, axes.cp) > 1:
         from kempner.train import axis_checks
 
-        found += axis_checks.axis_problems(cfg)
-    found += _adapter_problems(cfg)
+        problems += axis_checks.axis_problems(cfg)
+    problems += _adapter_problems(cfg)
     for extension in lookup.used(cfg):
-        found += extension.problems(cfg)
-    return found
+        problems += extension.problems(cfg)
+    return problems
 
 
 def _data_problems(cfg: RunConfig) -> list[str]:
@@ -86,22 +86,22 @@ def _freeze_problems(cfg: RunConfig) -> list[str]:
         ),
         f"lora.rank = {cfg.lora.rank}, which trains adapters alone": cfg.lora.rank > 0,
     }
-    found = [
+    problems = [
         f"freeze.stages: not built for {other}; leave one of the two out"
-        for other, asked in others.items()
-        if asked
+        for other, is_on in others.items()
+        if is_on
     ]
     from kempner.model.shapes import tensor_shapes
 
-    return found + cfg.freeze.unused(list(tensor_shapes(cfg.model)))
+    return problems + cfg.freeze.unused(list(tensor_shapes(cfg.model)))
 
 
 def _spike_problems(cfg: RunConfig) -> list[str]:
     sigma, window = cfg.resilience.spike_sigma, cfg.resilience.spike_window
     if sigma is None:
-        given = window != ResilienceConfig.spike_window
+        is_set = window != ResilienceConfig.spike_window
         why = "has no effect without resilience.spike_sigma; give that, such as 6, or leave it out"
-        return [f"resilience.spike_window = {window}: {why}"] if given else []
+        return [f"resilience.spike_window = {window}: {why}"] if is_set else []
     if window < cfg.train.max_steps:
         return []
     return [
@@ -121,11 +121,11 @@ def _fp8_problems(cfg: RunConfig) -> list[str]:
     tokens = rows * train.seq_len // ranks
     if tokens % FP8_TILE == 0:
         return []
-    given = f"train.micro_batch {rows} x " if rows > 1 else ""
+    batch = f"train.micro_batch {rows} x " if rows > 1 else ""
     parts = f" / distributed.cp {ranks}" if ranks > 1 else ""
     return [
         f"train.fp8 = {train.fp8}: its kernels take a multiple of {FP8_TILE} tokens a pass, and "
-        f"{given}train.seq_len {train.seq_len}{parts} = {tokens}; give a train.seq_len that is a "
+        f"{batch}train.seq_len {train.seq_len}{parts} = {tokens}; give a train.seq_len that is a "
         f"multiple of {FP8_TILE * ranks}, or --train.fp8=none"
     ]
 
@@ -134,8 +134,8 @@ def _block_problems(cfg: RunConfig) -> list[str]:
     """List options that only have an effect when FSDP gathers each block by itself."""
     if cfg.train.compile_scope == "block":
         return []
-    given = cfg.distributed
-    levers = {"reshard_island": given.reshard_island, "prefetch_blocks": given.prefetch_blocks}
+    options = cfg.distributed
+    levers = {"reshard_island": options.reshard_island, "prefetch_blocks": options.prefetch_blocks}
     return [
         f"distributed.{name} = {value}: with train.compile_scope = model all weights are "
         "gathered at once, not block by block; leave one of the two out"
@@ -148,19 +148,19 @@ def _adapter_problems(cfg: RunConfig) -> list[str]:
     """List problems of lora.rank beside experts."""
     if not cfg.lora.rank or not cfg.model.n_experts:
         return []
-    found = []
+    problems = []
     if wrong := [name for name in cfg.lora.targets if name in ("w1", "w2", "w3")]:
-        found.append(
+        problems.append(
             f"lora.targets: adapters of experts are not built, and {', '.join(wrong)} are "
             "matrices of experts; give those of the attention, "
             """--lora.targets="['wq', 'wk', 'wv', 'wo']\""""
         )
     if cfg.model.router_bias:
-        found.append(
+        problems.append(
             "model.router_bias: the biases move while the weights are trained, which lora.rank "
             f"= {cfg.lora.rank} keeps as they are; train all weights, --lora.rank=0"
         )
-    return found
+    return problems
 
 
 def _trains_weights(cfg: RunConfig) -> str:

@@ -198,9 +198,9 @@ def load_config(
     named after its first configuration file, after `prefix`, and extensions add theirs."""
     run_dir = f"runs/{prefix}{Path(files[0]).stem if files else 'default'}"
 
-    def complete(given: SectionValues) -> list[str]:
+    def complete(values: SectionValues) -> list[str]:
         return [
-            text for one in lookup.used_by(given) for text in one.complete_values(given, run_dir)
+            text for one in lookup.used_by(values) for text in one.complete_values(values, run_dir)
         ]
 
     cfg = load_config_files(
@@ -215,20 +215,20 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
     """List problems of axes and batch with this many ranks, `per_node` on each host."""
     from kempner.parallel.layout import axis_sizes
 
-    found: list[str] = []
+    problems: list[str] = []
     data_ranks = world_size  # the batch is checked all the same when the axes do not fit
     try:
         replicas = count_replicas(cfg, world_size, per_node)
         inner = world_size // replicas
         axes = axis_sizes(cfg.distributed, inner, min(per_node, inner))
         data_ranks = axes.data_ranks * replicas
-        found += cfg.distributed.island_problems(axes.shard * axes.cp)
+        problems += cfg.distributed.island_problems(axes.shard * axes.cp)
         if cfg.distributed.ep > 1:
             from kempner.train.axis_checks import check_experts
 
-            found += check_experts(cfg, axes)
+            problems += check_experts(cfg, axes)
     except ConfigError as error:
-        found += error.problems
+        problems += error.problems
     try:
         if not lookup.bringer(cfg):
             check_batch(cfg.train, data_ranks)
@@ -237,8 +237,8 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
 
                 check_pipeline(cfg.train, cfg.distributed, data_ranks)
     except ConfigError as error:
-        found += error.problems
-    return found
+        problems += error.problems
+    return problems
 
 
 def print_warnings(cfg: RunConfig) -> None:
@@ -266,7 +266,7 @@ def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:
     start from, the run to be forked, the run directory writable; and with `servers` the engines
     that run already. Creates nothing."""
     begun = has_checkpoint(cfg.checkpoint_dir)
-    found = [
+    problems = [
         text for one in lookup.used(cfg) for text in one.check_files(cfg, rank, begun, servers)
     ]
     try:
@@ -274,22 +274,22 @@ def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:
         if sources:
             open_mixture(cfg, sources, Progress().plan(cfg))
         if cfg.distributed.cp > 1 and cfg.distributed.cp_method == "ring":
-            found += [
+            problems += [
                 f"{source.name}: several conversations share a row, and the ring has no mask of "
                 "documents; give --distributed.cp_method=ulysses, or --distributed.cp=1"
                 for source in (*sources, *held_out)
                 if source.packing
             ]
     except ConfigError as error:
-        found += error.problems
+        problems += error.problems
     others = check_directories(cfg, rank)
     if cfg.run.fork and rank == 0:
         from kempner.checkpoint import fork
 
         others += fork.fork_problems(cfg.run.fork, Path(cfg.run.dir), cfg.checkpoint_dir)
-    if not (found or others) and rank == 0 and cfg.checkpoint.save:
+    if not (problems or others) and rank == 0 and cfg.checkpoint.save:
         others = check_checkpoint(cfg)
-    return found + others
+    return problems + others
 
 
 def check_checkpoint(cfg: RunConfig) -> list[str]:
@@ -330,7 +330,7 @@ def checkpoint_to_load(root: Path) -> tuple[Path, dict[str, Any]] | None:
 def check_directories(cfg: RunConfig, rank: int) -> list[str]:
     """List problems of run.dir and checkpoint.dir: they must be writable, and hold nothing but this
     run."""
-    found = []
+    problems = []
     for key, path in (("run.dir", cfg.run.dir), ("checkpoint.dir", cfg.checkpoint.dir)):
         if not path:
             continue  # in the run directory
@@ -340,9 +340,9 @@ def check_directories(cfg: RunConfig, rank: int) -> list[str]:
         closed = not os.access(there, os.W_OK | os.X_OK) and "KP_UNMOUNTED" not in os.environ
         if not there.is_dir() or closed:
             what = "not writable" if there.is_dir() else "not a directory"
-            found.append(f"{key} = {path}: {there} is {what}; give another --{key}")
-    if found or rank:
-        return found
+            problems.append(f"{key} = {path}: {there} is {what}; give another --{key}")
+    if problems or rank:
+        return problems
     try:
         refuse_others(cfg.run.dir, "run.dir", (Kind.RUN, Kind.STARTED, Kind.NOTES), OWN_DIRECTORY)
     except ConfigError as error:

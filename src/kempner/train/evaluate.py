@@ -30,11 +30,11 @@ def validate(
     """Return for each set, by its name, the mean loss over the held-out tokens of all ranks, and
     their number; nothing if a request to leave comes in between: a mean over a part of the tokens
     is not comparable with the others, and the next attempt measures the whole."""
-    found = {}
+    results = {}
     for name, batches in sets.items():
         totals = torch.zeros(3, dtype=torch.float64)
-        left = iter(batches)
-        while some := [*islice(left, at_once(model))]:
+        rest = iter(batches)
+        while some := [*islice(rest, at_once(model))]:
             ours = StepSums((), device)
             forward_passes(model, partial(_loss, objective, ours), some, device)
             flag = {"leave": stop.wants_to_leave()}
@@ -42,8 +42,8 @@ def validate(
             totals += torch.stack([*sums.values()]).cpu()
             if totals[2] > 0:
                 return {}
-        found[name] = ((totals[0] / totals[1]).item(), int(totals[1].item()))
-    return found
+        results[name] = ((totals[0] / totals[1]).item(), int(totals[1].item()))
+    return results
 
 
 def _loss(objective: Objective, sums: StepSums, model: nn.Module, batch: MicroBatch) -> Tensor:

@@ -105,7 +105,7 @@ class Extension:
 
     # --- the command line -> a configuration ---
 
-    def complete_values(self, given: Values, run_dir: str) -> list[str]:
+    def complete_values(self, values: Values, run_dir: str) -> list[str]:
         """Add values that follow from those given; returns problems. `run_dir`: where run.dir is
         not given."""
         return []

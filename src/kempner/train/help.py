@@ -29,16 +29,16 @@ def help_of(argv: Sequence[str], program: type[Extension] | None, usage: str) ->
         if word.strip("[]").split(".")[0] not in tops and not word.endswith(".toml"):
             near = difflib.get_close_matches(word, tops, n=1) or ["--all"]
             raise ConfigError([f"--help {word}: there is no such section; see --help {near[0]}"])
-    asked = {name for name in whole if name.split(".")[0] in words}
-    if not asked:
-        asked = {*own, *(program.sections if program else ())} - {*SELDOM}
+    names = {name for name in whole if name.split(".")[0] in words}
+    if not names:
+        names = {*own, *(program.sections if program else ())} - {*SELDOM}
     if "--all" in argv:
-        asked = {*whole}
-    shown = {name: options for name, options in whole.items() if name in asked}
-    others = [name for name in whole if name not in shown and name not in {*own} - {*SELDOM}]
+        names = {*whole}
+    sections = {name: options for name, options in whole.items() if name in names}
+    others = [name for name in whole if name not in sections and name not in {*own} - {*SELDOM}]
     heads = dict.fromkeys(name.split(".")[0] for name in others)
     more = f"\nMore sections: {', '.join(heads)}; see --help SECTION, or --help --all\n"
-    return help_text(shown, usage) + (more if heads else "")
+    return help_text(sections, usage) + (more if heads else "")
 
 
 def words_after_help(argv: Sequence[str]) -> Sequence[str]:

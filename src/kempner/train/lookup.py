@@ -33,8 +33,8 @@ def load_extension(name: str) -> Any:
 def sections_with(section: str) -> Mapping[str, type]:
     """Map section name -> class, of the extension that has this section, or one around it."""
     name = extension_index().SECTIONS.get(section.partition(".")[0])
-    found: Mapping[str, type] = load_extension(name).sections if name else {}
-    return found
+    sections: Mapping[str, type] = load_extension(name).sections if name else {}
+    return sections
 
 
 def every_section() -> dict[str, type]:
@@ -69,18 +69,18 @@ def used(cfg: RunConfig) -> list[Extension]:
 def _by_key(cfg: RunConfig, tables: Any) -> Iterator[str]:
     for key, name in tables.KEYS.items():
         section, _, option = key.partition(".")
-        held = getattr(cfg, section)
-        if getattr(held, option) != getattr(type(held), option):
+        values = getattr(cfg, section)
+        if getattr(values, option) != getattr(type(values), option):
             yield name
 
 
-def used_by(given: Values) -> list[Extension]:
+def used_by(values: Values) -> list[Extension]:
     """The same for values that are no configuration yet."""
     tables = extension_index()
-    names = [tables.SECTIONS[word] for section in given if (word := _word(section, tables))]
+    names = [tables.SECTIONS[word] for section in values if (word := _word(section, tables))]
     for key, name in tables.KEYS.items():
         section, _, option = key.partition(".")
-        if given[section].get(option) is not None:
+        if values[section].get(option) is not None:
             names.append(name)
     return [extension(name) for name in dict.fromkeys(names)]
 

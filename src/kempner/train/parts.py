@@ -205,10 +205,10 @@ def expect_batches(cfg: RunConfig, layout: Layout, model: Decoder, step: int) ->
         expect_changes(model, cfg.train.micro_batch is None, False, documents=True)
         return
     now = stage_at(cfg.train.stages, step)
-    left = [now, *(stage for stage in cfg.train.stages if stage.start > step)]
+    stages = [now, *(stage for stage in cfg.train.stages if stage.start > step)]
     micro = micro_batch(cfg.train, layout.shares, cfg.train.sequences)
-    rows = {min(micro, stage.batch // layout.shares) * stage.pieces for stage in left}
-    lengths = {stage.pieces for stage in left}
+    rows = {min(micro, stage.batch // layout.shares) * stage.pieces for stage in stages}
+    lengths = {stage.pieces for stage in stages}
     packed = _packs(cfg, layout.data_rank == 0)
     expect_changes(model, len(rows) > 1, len(lengths) > 1, documents=packed)
 
@@ -218,9 +218,9 @@ def open_mixture(cfg: RunConfig, sources: Sequence[Source], progress: Progress) 
     from kempner.data.opening import facts_of, mixture_of
 
     mixture = mixture_of(facts_of(cfg.data, sources), progress.phases, cfg.data.seed)
-    left = samples_between(cfg.train.stages, progress.step, cfg.train.max_steps)
-    if mixture.end is not None and mixture.end < progress.samples + left:
-        raise ConfigError(mixture.too_short(progress.samples + left))
+    samples_left = samples_between(cfg.train.stages, progress.step, cfg.train.max_steps)
+    if mixture.end is not None and mixture.end < progress.samples + samples_left:
+        raise ConfigError(mixture.too_short(progress.samples + samples_left))
     return mixture
 
 

@@ -35,8 +35,8 @@ class Progress:
             "lineage": [],
             "orchestrator": None,
         }  # in older checkpoints
-        known = none | manifest
-        return cls(**{each.name: known[each.name] for each in fields(cls)})
+        values = none | manifest
+        return cls(**{each.name: values[each.name] for each in fields(cls)})
 
     def plan(self, cfg: RunConfig) -> Progress:
         """Plan the starts of the phases: those that have begun stay, whatever the global batch was

@@ -59,8 +59,8 @@ def begin_fork(
     if run.world.rank == 0:
         for each in lookup.used(cfg):
             each.forked(path, run)
-    kept = "optim" in names and any(name.startswith("optim.") for name in table)
-    lineage = fork_generation(cfg.run.fork, manifest, "keep" if kept else "fresh")
+    keeps_state = "optim" in names and any(name.startswith("optim.") for name in table)
+    lineage = fork_generation(cfg.run.fork, manifest, "keep" if keeps_state else "fresh")
     # With the same samples in the same order the fork goes on where the other run was.
     changed = list(fact_differences(manifest, checkpointer.about, ("model.*",)))
     if not manifest["fixed"].get("data", {}).get("mixture"):  # imported, or of an older version
@@ -69,7 +69,7 @@ def begin_fork(
     progress = replace(progress, lineage=lineage).plan(cfg)
     run.announce(
         f"a fork of {lineage[0]['from']}: the weights, "
-        + ("the optimizer's state, " if kept else "a fresh optimizer, ")
+        + ("the optimizer's state, " if keeps_state else "a fresh optimizer, ")
         + (f"{', '.join(changed)} of its own: " if changed else "the same data: ")
         + f"from sample {progress.samples} on"
     )

@@ -154,45 +154,45 @@ class TrainConfig:
         return stage_at(self.stages, step)
 
     def problems(self) -> list[str]:
-        found = ramp_problems(self.sequences, self.batch_ramp, self.seq_len, self.seq_len_ramp)
+        problems = ramp_problems(self.sequences, self.batch_ramp, self.seq_len, self.seq_len_ramp)
         if self.recompute == "none" and (self.recompute_every > 1 or self.recompute_modules):
-            found.append(
+            problems.append(
                 "train.recompute_every, train.recompute_modules: nothing is recomputed; set "
                 "train.recompute to selective or full, or leave them out"
             )
         most = MAX_STEP_TOKENS // self.seq_len
         if self.sequences > most:
-            found.append(
+            problems.append(
                 f"train.global_batch = {self.global_batch}: these sequences of train.seq_len = "
                 f"{self.seq_len} are over {MAX_STEP_TOKENS} tokens a step; give at most {most}"
             )
         elif self.global_batch_tokens is not None and self.global_batch_tokens % self.seq_len:
             down = self.global_batch_tokens // self.seq_len * self.seq_len
-            found.append(
+            problems.append(
                 f"train.global_batch_tokens = {self.global_batch_tokens}: must be a multiple of "
                 f"train.seq_len = {self.seq_len}, such as {down or self.seq_len}"
             )
         if self.weights == "bf16" and self.dtype != "bf16":
-            found.append(
+            problems.append(
                 f"train.weights = bf16: with train.dtype = {self.dtype} the products would be no "
                 "more exact than the weights; add --train.dtype=bf16"
             )
         if self.compile_scope == "model" and not self.compile:
-            found.append(
+            problems.append(
                 "train.compile_scope = model: nothing is compiled; add --train.compile, or leave "
                 "train.compile_scope out"
             )
         if self.compile_scope == "model" and self.offload_activations:
-            found.append(
+            problems.append(
                 "train.offload_activations with train.compile_scope = model: activations leave "
                 "block by block; leave one of the two out"
             )
         if self.fp8 != "none" and importlib.util.find_spec("torchao") is None:
-            found.append(
+            problems.append(
                 f"train.fp8 = {self.fp8}: the package torchao is not installed; run "
                 ".venv/bin/pip install -c constraints.txt -e '.[fp8]', or leave train.fp8 = none"
             )
-        return found
+        return problems
 
 
 @dataclass(frozen=True)

@@ -72,10 +72,10 @@ class StepSums:
     def numbers(self) -> dict[str, Tensor]:
         """Return the sums, fp32 [] each."""
         losses, tokens = self._sums.unbind()
-        named = zip(self._names, losses, tokens, strict=True)
+        rows = zip(self._names, losses, tokens, strict=True)
         return {"loss_sum": self._loss, "tokens": self._tokens} | {
             f"{what} of {name}": part
-            for name, *parts in named
+            for name, *parts in rows
             for what, part in zip(("loss_sum", "tokens"), parts, strict=True)
         }
 
@@ -97,12 +97,12 @@ def forward_backward(
         sums.add(batch, loss, terms)
         return loss / step_tokens
 
-    asked: Callable[[], Verdict | None] = lambda: None  # noqa: E731
+    interrupt: Callable[[], Verdict | None] = lambda: None  # noqa: E731
     if leave is not None:
-        asked = Meanwhile(leave, sums.device)
+        interrupt = Meanwhile(leave, sums.device)
     if model.cfg.n_experts:
         model.routings.scale = 1 / step_tokens
-    verdict = backward_passes(model, micro_batch_loss, micro_batches, sums.device, asked)
+    verdict = backward_passes(model, micro_batch_loss, micro_batches, sums.device, interrupt)
     return verdict or {**sums.numbers(), **objective.numbers()}
 
 
@@ -127,13 +127,13 @@ def guard_update(
     grad_norm = sums["grad_norm_sq"].sqrt() * step_tokens / tokens
     bad = ~(torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & (tokens > 0))
     shrink = (grad_norm / clip).clamp(min=1.0) if clip else torch.ones_like(grad_norm)
-    told = {**sums, "loss": loss_sum / tokens, "grad_norm": grad_norm}
+    numbers = {**sums, "loss": loss_sum / tokens, "grad_norm": grad_norm}
     if (spikes := getattr(optimizer, "spikes", None)) is not None:
-        told |= spikes.judge(told["loss"], grad_norm, bad, (step_tokens, phase))
-        bad = bad | (told["spike"] > 0)
+        numbers |= spikes.judge(numbers["loss"], grad_norm, bad, (step_tokens, phase))
+        bad = bad | (numbers["spike"] > 0)
     optimizer.grad_scale = (shrink * tokens / step_tokens).float()  # type: ignore[attr-defined]
     optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
-    return {**told, "bad": bad.double()}
+    return {**numbers, "bad": bad.double()}
 
 
 def update_weights(

@@ -142,14 +142,14 @@ def _layout_of(
     return CheckpointLayout(shape, tuple(cuts), tuple(order) if late else (), ranks.start)
 
 
-def own_box(stored: StoredTensor, rank: int) -> Box:
+def own_box(spec: StoredTensor, rank: int) -> Box:
     """Return the part of a tensor that a rank holds, as torch.chunk cuts it."""
-    if stored.layout is None:
-        return stored.whole
-    box = list(stored.whole)
-    mesh, cuts = stored.layout[:2]
-    at = stored.layout.at(rank)
-    for axis in stored.layout.axes:
+    if spec.layout is None:
+        return spec.whole
+    box = list(spec.whole)
+    mesh, cuts = spec.layout[:2]
+    at = spec.layout.at(rank)
+    for axis in spec.layout.axes:
         size, index = mesh[axis], at[axis]
         if (dim := cuts[axis]) is not None:
             start, length = box[dim]
@@ -175,67 +175,69 @@ def _writing_replica(turn: int, size: int) -> int:
 
 def chunks_of(table: Table, rank: int) -> list[tuple[str, Box]]:
     """List names and boxes of the contents of a rank's file, in order."""
-    boxes = ((name, _written_box(stored, rank)) for name, stored in table.items())
+    boxes = ((name, _written_box(spec, rank)) for name, spec in table.items())
     return [(name, box) for name, box in boxes if box is not None]
 
 
-def _written_box(stored: StoredTensor, rank: int) -> Box | None:
-    if stored.layout is None:
-        return stored.whole
-    if rank not in stored.layout.ranks:
+def _written_box(spec: StoredTensor, rank: int) -> Box | None:
+    if spec.layout is None:
+        return spec.whole
+    if rank not in spec.layout.ranks:
         return None
-    if stored.everywhere:
-        return stored.whole
-    mesh, cuts = stored.layout[:2]
-    at = stored.layout.at(rank)
+    if spec.everywhere:
+        return spec.whole
+    mesh, cuts = spec.layout[:2]
+    at = spec.layout.at(rank)
     for size, dim, index in zip(mesh, cuts, at, strict=True):
-        if dim is None and index != _writing_replica(stored.turn, size):
+        if dim is None and index != _writing_replica(spec.turn, size):
             return None
-    box = own_box(stored, rank)
+    box = own_box(spec, rank)
     if all(length for _, length in box):
         return box
     # An empty tensor is still written once, so that readers of the checkpoint see its name.
     first = all(index == 0 for dim, index in zip(cuts, at, strict=True) if dim is not None)
-    return box if stored.nbytes == 0 and first else None
+    return box if spec.nbytes == 0 and first else None
 
 
-def ranks_with(stored: StoredTensor, box: Box, near: int) -> Iterator[int]:
+def ranks_with(spec: StoredTensor, box: Box, near: int) -> Iterator[int]:
     """Yield the ranks whose files together hold a box of a shared tensor. `near`: a rank to prefer
     where every rank has a copy."""
-    assert stored.layout is not None
-    mesh, cuts = stored.layout[:2]
-    axes, ranks = stored.layout.axes, stored.layout.ranks
+    assert spec.layout is not None
+    mesh, cuts = spec.layout[:2]
+    axes, ranks = spec.layout.axes, spec.layout.ranks
     if not all(length for _, length in box):
         return
-    if stored.everywhere:
+    if spec.everywhere:
         yield ranks[near % len(ranks)]
         return
 
-    def walk(cut: int, rank: int, held: Box) -> Iterator[int]:
+    def walk(cut: int, rank: int, region: Box) -> Iterator[int]:
         if cut == len(axes):
             yield rank
             return
         axis = axes[cut]
         size, dim, apart = mesh[axis], cuts[axis], math.prod(mesh[axis + 1 :])
         if dim is None:
-            yield from walk(cut + 1, rank + _writing_replica(stored.turn, size) * apart, held)
+            yield from walk(cut + 1, rank + _writing_replica(spec.turn, size) * apart, region)
             return
-        start, length = held[dim]
+        start, length = region[dim]
         step = max(1, -(-length // size))
         first = max(box[dim][0] - start, 0)
         end = min(sum(box[dim]) - start, length)
         for index in range(first // step, -(-end // step)):
             part = (start + index * step, min(step, length - index * step))
-            yield from walk(cut + 1, rank + index * apart, (*held[:dim], part, *held[dim + 1 :]))
+            yield from walk(
+                cut + 1, rank + index * apart, (*region[:dim], part, *region[dim + 1 :])
+            )
 
-    yield from walk(0, ranks.start, stored.whole)
+    yield from walk(0, ranks.start, spec.whole)
 
 
 # --- The table as JSON ---
 
 
 def to_json(table: Table) -> dict[str, Any]:
-    layouts = list(dict.fromkeys(stored.layout for stored in table.values()))
+    layouts = list(dict.fromkeys(spec.layout for spec in table.values()))
     return {
         "layouts": layouts,
         "tensors": {

@@ -120,12 +120,12 @@ class DataFile:
                 self._fd, entry["at"] + first * row, rows * row, os.POSIX_FADV_WILLNEED
             )
 
-    def fill(self, want: Want, stored: StoredTensor) -> None:
+    def fill(self, want: Want, spec: StoredTensor) -> None:
         """Copy the part of a wanted box that is in this file."""
         entry = self.index["tensors"].get(want.name)
         if entry is None or (entry["shape"], f"torch.{entry['dtype']}") != (
-            [*stored.shape],
-            str(stored.dtype),
+            [*spec.shape],
+            str(spec.dtype),
         ):
             raise self._damage(f"{want.name} is not in it as {TENSORS} says")
         rows, *inner = _overlap(want, entry)
@@ -139,10 +139,10 @@ class DataFile:
         first = entry["at"] + rows[0] * _row_bytes(entry)
         columns = entry["size"][1:]
         if part.is_contiguous() and [length for _, length in inner] == columns:
-            self.read(first, part.view(-1), stored.dtype)
+            self.read(first, part.view(-1), spec.dtype)
             return
-        stored_rows = torch.empty((rows[1], *columns), dtype=stored.dtype)
-        self.read(first, stored_rows.view(-1), stored.dtype)
+        stored_rows = torch.empty((rows[1], *columns), dtype=spec.dtype)
+        self.read(first, stored_rows.view(-1), spec.dtype)
         for dim, (start, length) in enumerate(inner, 1):
             stored_rows = stored_rows.narrow(dim, start, length)
         part.copy_(stored_rows)
@@ -173,11 +173,11 @@ def read_wanted(
     """
     by_rank = defaultdict(list)
     for want in wants:
-        stored = table[want.key]
-        if stored.layout is None:
+        spec = table[want.key]
+        if spec.layout is None:
             by_rank[int(want.name.split(".")[1])].append(want)
             continue
-        for rank in ranks_with(stored, want.box, near):
+        for rank in ranks_with(spec, want.box, near):
             by_rank[rank].append(want)
     for rank, of_rank in sorted(by_rank.items()):
         with DataFile(path, manifest, rank) as file:

@@ -115,14 +115,14 @@ def plan_file(table: Table, rank: int) -> FilePlan:
     """Plan a rank's file: contents and offsets, from the table alone, without communication."""
     plan, at = [], 0
     for key, box in chunks_of(table, rank):
-        stored = table[key]
+        spec = table[key]
         shape = torch.Size(length for _, length in box)
-        before, after = torch_save_frame(shape, stored.dtype)
-        size = math.prod(shape) * stored.dtype.itemsize
+        before, after = torch_save_frame(shape, spec.dtype)
+        size = math.prod(shape) * spec.dtype.itemsize
         length = len(before) + size + len(after)
-        name = key.replace("*", str(rank)) if stored.layout is None else key
+        name = key.replace("*", str(rank)) if spec.layout is None else key
         data = at + len(before)
-        plan.append(Slot(key, name, stored.dtype, stored.shape, box, at, data, size, length))
+        plan.append(Slot(key, name, spec.dtype, spec.shape, box, at, data, size, length))
         at += -(-length // ALIGN) * ALIGN
     return plan
 

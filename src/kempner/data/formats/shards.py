@@ -285,12 +285,12 @@ def begun_preparation(directory: Path, sidecar: Sidecar) -> Sidecar:
     return sidecar_there
 
 
-def _examine(record: Path, wanted: Sidecar, finished: bool) -> tuple[Sidecar | None, list[str]]:
+def _examine(record: Path, sidecar: Sidecar, finished: bool) -> tuple[Sidecar | None, list[str]]:
     try:
         sidecar_there = Sidecar.load(record)
     except ConfigError as error:
         return None, error.problems
-    differences = _differences(record.parent, sidecar_there, wanted, finished)
+    differences = _differences(record.parent, sidecar_there, sidecar, finished)
     return sidecar_there, differences or _damage(record.parent, sidecar_there)
 
 
@@ -304,16 +304,16 @@ def discard_data(directory: Path) -> None:
         path.unlink()
 
 
-def forget_preparation(directory: Path, made: bool) -> None:
-    """Remove the record of a preparation that has written no shard, and the directory if it was
-    `made` for it. A list of bad lines stays, in a directory that is still marked."""
+def forget_preparation(directory: Path, is_new: bool) -> None:
+    """Remove the record of a preparation that has written no shard, and the directory if it
+    `is_new`, made for it. A list of bad lines stays, in a directory that is still marked."""
     if _shards(directory) or _units(directory):
         return
     for name in (PROGRESS, SIDECAR_TOKENIZER, TOKENIZER_CONFIG):
         (directory / name).unlink(missing_ok=True)
     if not (directory / BAD_LINES).exists():
         (directory / MARK_FILE).unlink(missing_ok=True)
-    if made and not any(directory.iterdir()):
+    if is_new and not any(directory.iterdir()):
         directory.rmdir()
 
 

@@ -147,7 +147,7 @@ def _result(variant: Variant, code: int, machine: dict[str, Any], world: World) 
     lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if "loss" in line]
     newest = max((line["attempt"] for line in lines), default=0)
     mine = [line for line in lines if line["attempt"] == newest]
-    counted = (
+    step_lines = (
         [line for line in mine if line["step"] > cfg.of(BenchConfig).warmup] if code == 0 else []
     )
     ranks, gpu = world.size, machine["device"] != "CPU"
@@ -155,10 +155,10 @@ def _result(variant: Variant, code: int, machine: dict[str, Any], world: World) 
     peak = peak_flops(cfg.metrics, machine["device"])
     length = cfg.train.seq_len
     full = cfg.model.flops_per_token(length, cfg.lora.rank > 0, length)
-    steps = [_figures(line, tokens, ranks, peak and full / peak) for line in counted]
+    steps = [_figures(line, tokens, ranks, peak and full / peak) for line in step_lines]
     names = steps[0] if steps else {}
     summary = {name: _summary([step[name] for step in steps]) for name in names}
-    found = {
+    result = {
         "variant": variant.name,
         "ranks": ranks,
         "tokens_per_step": tokens,
@@ -169,18 +169,18 @@ def _result(variant: Variant, code: int, machine: dict[str, Any], world: World) 
         "planned_gib": estimate_memory(cfg, ranks, world.per_node, gpu).peak / GIB,
         "config": as_dict(cfg.with_section("bench", cfg.of(BenchConfig))),
     }
-    return found if code == 0 else {**found, "failed": _why(run_dir, code)}
+    return result if code == 0 else {**result, "failed": _why(run_dir, code)}
 
 
 def _summary(values: list[float | None]) -> dict[str, float | None]:
-    known = [value for value in values if value is not None]
-    if not known:  # MFU, where no peak is known
+    numbers = [value for value in values if value is not None]
+    if not numbers:  # MFU, where no peak is known
         return dict.fromkeys(("mean", "sd", "min", "max"))
     return {
-        "mean": statistics.mean(known),
-        "sd": statistics.stdev(known) if len(known) > 1 else 0.0,
-        "min": min(known),
-        "max": max(known),
+        "mean": statistics.mean(numbers),
+        "sd": statistics.stdev(numbers) if len(numbers) > 1 else 0.0,
+        "min": min(numbers),
+        "max": max(numbers),
     }
 
 

@@ -142,9 +142,9 @@ def words_of_run(source: Path, checkpoint: Path) -> Words:
     one has ended, or with its BOS; a conversation, which follows no other one, as its tokenizer
     begins a text, as in an export."""
     config = toml.loads((checkpoint / "config.toml").read_text())
-    named = (config["run"]["dir"], config["data"]["dataset_path"])
+    paths = (config["run"]["dir"], config["data"]["dataset_path"])
     tried = dict.fromkeys(
-        (source, checkpoint.parent.parent, *(Path(path).expanduser() for path in named if path))
+        (source, checkpoint.parent.parent, *(Path(path).expanduser() for path in paths if path))
     )
     carried = run_of(checkpoint) / HF_FOLDER
     for directory in tried:
@@ -206,8 +206,8 @@ def read_checkpoint(
     options = LoraConfig(lora["rank"], lora["alpha"], tuple(lora["targets"]))
     with base_of(manifest) as base:
         model = read_base(base, cfg, device, options)
-    named = model.named_parameters()
-    read_into(source.path, {f"model.{name}": p for name, p in named if is_adapter(name)})
+    parameters = model.named_parameters()
+    read_into(source.path, {f"model.{name}": p for name, p in parameters if is_adapter(name)})
     return model
 
 

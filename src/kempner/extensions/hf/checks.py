@@ -26,23 +26,23 @@ from kempner.model.config import OF_CONTEXT, OF_TRAINING, ModelConfig
 from kempner.train.sections import RunConfig
 
 
-def complete_model(given: SectionValues, run_dir: str) -> list[str]:
+def complete_model(values: SectionValues, run_dir: str) -> list[str]:
     """The rest of [model] from what model.init_from names, or the run that is forked in its place.
     A key that contradicts it is a problem; the maximum length and what only shapes the training
     are no part of the weights. A fork may have another context."""
-    model = given["model"]
+    model = values["model"]
     if (source := model.get("init_from")) is None:
         return []
-    run = Path(given["run"].get("dir") or run_dir)
+    run = Path(values["run"].get("dir") or run_dir)
     try:
         shape = model_of_begun_run(
-            run, Path(given["checkpoint"].get("dir") or run / "checkpoints"), source
+            run, Path(values["checkpoint"].get("dir") or run / "checkpoints"), source
         )
-        shape = shape or find_weights(given["run"].get("fork") or source).model()
+        shape = shape or find_weights(values["run"].get("fork") or source).model()
     except ConfigError as error:
         return [f"model.init_from: {problem}" for problem in error.problems]
     may_change = {"init_from", "max_seq_len", *OF_TRAINING}
-    if given["run"].get("fork"):
+    if values["run"].get("fork"):
         may_change |= {*OF_CONTEXT}
     whole = asdict(ModelConfig(**shape))  # what a config.json does not name is as by default
     unset = [key for key in ("n_kv_heads", "head_dim") if model.get(key) is None]
@@ -74,7 +74,7 @@ def check_tokenizer(weights: WeightsSource, cfg: RunConfig) -> list[str]:
     own = source_tokenizer(weights)
     if own is None:
         return []
-    found = []
+    problems = []
     for one in cfg.data.mixed:
         theirs = None
         if has_sidecar(one):
@@ -84,14 +84,14 @@ def check_tokenizer(weights: WeightsSource, cfg: RunConfig) -> list[str]:
             theirs = tokenizer_of_file(file)
         if theirs is not None and not same_ids(theirs, own):
             of_bytes = own["kind"] == "bytes"
-            given = "bytes" if of_bytes else own["file"]
-            fix = f"prepare the data again with --tokenizer {given}"
+            name = "bytes" if of_bytes else own["file"]
+            fix = f"prepare the data again with --tokenizer {name}"
             if not weights.is_checkpoint and not of_bytes:
                 fix += (
                     f"; if its ids mean the same, put {TOKENIZER_FILE} of the data in place of that"
                 )
-            found.append(other_ids(one.path, theirs, own, fix))
-    return found
+            problems.append(other_ids(one.path, theirs, own, fix))
+    return problems
 
 
 def other_ids(what: str, theirs: Mapping[str, str], own: Mapping[str, str], fix: str) -> str:
@@ -117,10 +117,10 @@ def _shown(tokenizer: Mapping[str, str]) -> str:
 def changed_config(weights: WeightsSource, cfg: RunConfig) -> list[str]:
     """Does the config.json of the weights that every start reads say the same as the copy that the
     run has kept of it? What it says besides the model's own values may change."""
-    kept = Path(cfg.run.dir) / HF_FOLDER  # in a fork what the other run has kept
-    if weights.is_checkpoint or cfg.run.fork or not (kept / CONFIG_FILE).is_file():
+    copy = Path(cfg.run.dir) / HF_FOLDER  # in a fork what the other run has kept
+    if weights.is_checkpoint or cfg.run.fork or not (copy / CONFIG_FILE).is_file():
         return []
-    before, now = WeightsSource(weights.name, kept, False).model(), weights.model()
+    before, now = WeightsSource(weights.name, copy, False).model(), weights.model()
     differ = [
         f"{name} is {format_value(before.get(name))} there, {format_value(now.get(name))} here"
         for name in {**before, **now}
@@ -130,5 +130,5 @@ def changed_config(weights: WeightsSource, cfg: RunConfig) -> list[str]:
         return []
     return [
         f"model.init_from: {weights.path / CONFIG_FILE} has changed since the run began "
-        f"({'; '.join(differ)}); put back what {kept / CONFIG_FILE} has"
+        f"({'; '.join(differ)}); put back what {copy / CONFIG_FILE} has"
     ]

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 class HfExtension(Extension):
-    def complete_values(self, given: Values, run_dir: str) -> list[str]:
-        return complete_model(given, run_dir)
+    def complete_values(self, values: Values, run_dir: str) -> list[str]:
+        return complete_model(values, run_dir)
 
     def check_files(self, cfg: RunConfig, rank: int, begun: bool, servers: bool) -> list[str]:
         """Problems with the weights of model.init_from, where this start reads them."""
@@ -41,19 +41,19 @@ class HfExtension(Extension):
         try:
             weights = find_weights(source, pinned=again)
             check_source(weights, cfg.model)
-            found = check_tokenizer(weights, cfg)
-            return found + (changed_config(weights, cfg) if begun else [])
+            problems = check_tokenizer(weights, cfg)
+            return problems + (changed_config(weights, cfg) if begun else [])
         except ConfigError as error:
             return [f"model.init_from: {problem}" for problem in error.problems]
 
     def check_fork(self, cfg: RunConfig, checkpoint: Path) -> list[str]:
-        found = check_tokenizer(WeightsSource(cfg.run.fork, checkpoint, True), cfg)
-        return [f"run.fork = {cfg.run.fork}: {problem}" for problem in found]
+        problems = check_tokenizer(WeightsSource(cfg.run.fork, checkpoint, True), cfg)
+        return [f"run.fork = {cfg.run.fork}: {problem}" for problem in problems]
 
     def warnings(self, cfg: RunConfig) -> list[str]:
-        found = []
+        warnings = []
         if cfg.model.router_is_blind:
-            found.append(
+            warnings.append(
                 f"model.init_from = {cfg.model.init_from} has experts_per_token = 1 with "
                 "router_normalize: the loss has no gradient for its routers, which stay as they "
                 "are but for rounding and model.aux_loss"
@@ -61,8 +61,8 @@ class HfExtension(Extension):
         try:
             family_of(cfg.model)
         except ConfigError as error:
-            found.append(f"no export to Hugging Face's form: {'; '.join(error.problems)}")
-        return found
+            warnings.append(f"no export to Hugging Face's form: {'; '.join(error.problems)}")
+        return warnings
 
     def fixed_facts(self, cfg: RunConfig) -> dict[str, Any]:
         """The base of adapters, which every start reads again."""

@@ -45,10 +45,10 @@ def main() -> None:
         if judge.fileno() in ready:  # it never says anything: this is the end
             return
         if ready:
-            said = os.read(0, 65536)
-            if not said:
+            data = os.read(0, 65536)
+            if not data:
                 return
-            judge.sendall(said)
+            judge.sendall(data)
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ class ReplicaCheckpointer(Checkpointer):
                 manifest = super().load(step)
             else:
                 manifest = self._join(holders[number % len(holders)], step)
-            told = self._ranks.on_first(partial(self._meet, f"{attempt} loaded", bool(manifest)))
-            if all(told):
+            answers = self._ranks.on_first(partial(self._meet, f"{attempt} loaded", bool(manifest)))
+            if all(answers):
                 return manifest
         raise AssertionError
 
@@ -55,8 +55,8 @@ class ReplicaCheckpointer(Checkpointer):
         for path in history.complete_checkpoints(self.root):
             with contextlib.suppress(Damaged):
                 ours[step_of_name(path.name)] = history.read_manifest(path).get("replicas", 1)
-        told = self._meet(f"{attempt} steps", ours)
-        return [{int(step): count for step, count in steps.items()} for steps in told]
+        answers = self._meet(f"{attempt} steps", ours)
+        return [{int(step): count for step, count in steps.items()} for steps in answers]
 
     def _meet(self, name: str, ours: Any) -> list[Any]:
         """Exchange a value between the first ranks of all replicas; returns all values."""
@@ -97,9 +97,9 @@ class ReplicaCheckpointer(Checkpointer):
 def agreed_step(all_steps: list[_Steps]) -> int | None:
     """Return the newest step that every replica existing at its save has; if there is none, the
     newest of all: a replica without it starts from another's. None: nothing is saved."""
-    found = sorted({step for steps in all_steps for step in steps}, reverse=True)
-    for step in found:
+    candidates = sorted({step for steps in all_steps for step in steps}, reverse=True)
+    for step in candidates:
         before = max(steps.get(step, 0) for steps in all_steps)
         if all(step in steps for steps in all_steps[:before]):
             return step
-    return found[0] if found else None
+    return candidates[0] if candidates else None

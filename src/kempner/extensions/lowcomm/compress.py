@@ -140,8 +140,8 @@ class TopK:
     def decode(self, data: Tensor, rows: int, columns: int) -> Tensor:
         values, places = data.clone().view(torch.float32), data.clone().view(torch.int32)
         count = self._count(rows, columns)
-        found = torch.zeros(rows * columns, device=data.device)
-        return found.index_copy_(0, places[count:].long(), values[:count]).view(rows, columns)
+        output = torch.zeros(rows * columns, device=data.device)
+        return output.index_copy_(0, places[count:].long(), values[:count]).view(rows, columns)
 
     def size(self, rows: int, columns: int) -> int:
         return 8 * self._count(rows, columns)
@@ -169,10 +169,10 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     each = 8 // bits
     codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, -codes.shape[1] % each))
     parts = codes.view(len(codes), -1, each)
-    found: Tensor = parts[..., 0].clone()
+    output: Tensor = parts[..., 0].clone()
     for i in range(1, each):
-        found |= parts[..., i] << (i * bits)
-    return found
+        output |= parts[..., i] << (i * bits)
+    return output
 
 
 def unpack_bits(data: Tensor, bits: int) -> Tensor:

@@ -132,8 +132,8 @@ class LowcommConfig:
 
     def problems(self) -> list[str]:
         if len(self._sizes) > 1:
-            given = ", ".join(f"lowcomm.{name}" for name in self._sizes)
-            return [f"{given}: each of them says how many replicas there are; give one"]
+            names = ", ".join(f"lowcomm.{name}" for name in self._sizes)
+            return [f"{names}: each of them says how many replicas there are; give one"]
         turn, rest = divmod(self.interval, self.fragments)
         if rest:
             return [
@@ -149,28 +149,28 @@ class LowcommConfig:
 
     def _idle(self) -> list[str]:
         """List options without an effect."""
-        found = []
+        problems = []
         if self.compress == "none" and self.feedback:
-            found.append(
+            problems.append(
                 f"lowcomm.feedback = {self.feedback}: nothing is compressed; give lowcomm.compress,"
                 " or leave feedback out"
             )
         if self.mode == "mesh" and self.min_replicas > 1:
-            found.append(
+            problems.append(
                 f"lowcomm.min_replicas = {self.min_replicas}: with mode = mesh all replicas are "
                 "always needed; give --lowcomm.mode=steps, or leave it out"
             )
         if self.mode == "mesh" and self.silence != REPLICA_SILENCE_S:
-            found.append(
+            problems.append(
                 f"lowcomm.silence = {self.silence}: with mode = mesh nobody waits for signs of "
                 "life; give --lowcomm.mode=steps, or leave it out"
             )
         if self.mode == "steps" and self.interval == 1:
-            found.append(
+            problems.append(
                 "lowcomm.interval = 1: with mode = steps a round has at least 2 steps, so that a "
                 "replica can join between two; give --lowcomm.interval=2, or mode = mesh"
             )
-        return found
+        return problems
 
 
 def replica_problems(cfg: RunConfig) -> list[str]:
@@ -184,7 +184,7 @@ def replica_problems(cfg: RunConfig) -> list[str]:
         "checkpoint.interval": cfg.checkpoint.interval,
         "eval.interval": cfg.eval.interval,
     }
-    found = [
+    problems = [
         f"{key} = {value}: must be a multiple of lowcomm.interval = {rounds}, because only at the "
         f"end of a round have the replicas one model; give --{key}="
         f"{max(1, value // rounds) * rounds}"
@@ -192,7 +192,7 @@ def replica_problems(cfg: RunConfig) -> list[str]:
         if value % rounds
     ]
     if lowcomm.fragments > cfg.model.n_layers:
-        found.append(
+        problems.append(
             f"lowcomm.fragments = {lowcomm.fragments}: each has whole layers, and the model "
             f"has {cfg.model.n_layers}; give at most that"
         )
@@ -204,17 +204,17 @@ def replica_problems(cfg: RunConfig) -> list[str]:
         "checkpoint.powers_of_two, most of which are within a round": cfg.checkpoint.powers_of_two,
     }
     if cfg.freeze.stages:
-        found.append(
+        problems.append(
             "freeze.stages: not built for lowcomm, whose outer steps move all weights; leave one "
             "of the two out"
         )
     if cfg.distributed.pp > 1:
-        found.append(
+        problems.append(
             f"distributed.pp = {cfg.distributed.pp}: not built for replicas of lowcomm; leave that "
             "out, or give --distributed.pp=1"
         )
-    return found + [
+    return problems + [
         f"lowcomm: not built for {other}; leave one of the two out"
-        for other, asked in others.items()
-        if asked
+        for other, is_on in others.items()
+        if is_on
     ]

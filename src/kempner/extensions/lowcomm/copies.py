@@ -34,9 +34,9 @@ class SeveralCopies(Copies):
     def gather(self, ours: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         # all_gather() takes parts of one size only.
         padded = torch.nn.functional.pad(ours, (0, max(sizes) - len(ours)))
-        found = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(found, padded, self._group)
-        return [part[:size] for part, size in zip(found, sizes, strict=True)]
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, self._group)
+        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
 def copies_of(parameter: Tensor) -> Copies:
@@ -56,14 +56,14 @@ class ParameterRows(NamedTuple):
 def pieces_of(tensors: Sequence[Tensor], copy: int, count: int) -> list[ParameterRows]:
     """Return the pieces that a copy sends: as many rows of each parameter as the others; vectors in
     turns."""
-    found = []
+    pieces = []
     for i, tensor in enumerate(tensors):
         rows, columns = matrix_shape(tensor.shape)
         first, end = (rows * number // count for number in (copy, copy + 1))
         if rows == 1:
             first, end = 0, int(i % count == copy)
-        found.append(ParameterRows(i, slice(first, end), (end - first, columns)))
-    return found
+        pieces.append(ParameterRows(i, slice(first, end), (end - first, columns)))
+    return pieces
 
 
 def rows_of(tensors: Sequence[Tensor], piece: ParameterRows) -> Tensor:

@@ -111,13 +111,13 @@ def _connect(note: Path, timeout: float) -> tuple[str, dict[str, int], socket.so
     deadline, problem = time.monotonic() + timeout, "no such file"
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError, KeyError):
-            found = json.loads(note.read_text())
-            for address in found["addresses"]:
+            contents = json.loads(note.read_text())
+            for address in contents["addresses"]:
                 try:
                     peer = peers.connect_peer(
-                        address, found["beats"], found["key"], JUDGE_CONNECT_S
+                        address, contents["beats"], contents["key"], JUDGE_CONNECT_S
                     )
-                    return address, found, peer
+                    return address, contents, peer
                 except OSError as error:
                     problem = f"{address}: {error}"
         time.sleep(0.1)

@@ -124,14 +124,14 @@ class JudgeServer:
 
     def _hear(self, peer: socket.socket) -> None:
         try:
-            said = peer.recv(4096)
+            data = peer.recv(4096)
         except OSError as error:
             return self._lose(peer, f"its process ended ({error.strerror})")
-        if not said:
+        if not data:
             return self._lose(peer, "its process ended")
         self._heard[peer] = time.monotonic()
-        *lines, begun = (self._begun[peer] + said).split(b"\n")
-        self._begun[peer] = begun[:LONGEST_LINE]
+        *lines, rest = (self._begun[peer] + data).split(b"\n")
+        self._begun[peer] = rest[:LONGEST_LINE]
         for line in lines:
             word = line.decode(errors="replace")
             if word == "bye":
@@ -150,8 +150,8 @@ class JudgeServer:
         think."""
         if name in self._gone:  # another rank of it
             return self._lose(peer, "")
-        for other, known in list(self._names.items()):
-            if known != name and slot_of(known) == slot_of(name):
+        for other, other_name in list(self._names.items()):
+            if other_name != name and slot_of(other_name) == slot_of(name):
                 self._lose(other, f"started again as {name}")
         if name not in self._names.values():
             self._record("here", name, "")
@@ -164,10 +164,10 @@ class JudgeServer:
         weights."""
         number, weights, name, text = (event[key] for key in ("round", "weights", "name", "text"))
         self._append({"event": "round", "time": round(time.time(), 3), **event})
-        known = self._weights.setdefault(number, weights)
-        if known is weights:
+        first_weights = self._weights.setdefault(number, weights)
+        if first_weights is weights:
             _say(f"round {number}: {text}; weights {weights}")
-        elif known != weights:
+        elif first_weights != weights:
             _say(f"error: round {number}: {name} has weights {weights}")
 
     def _lose(self, peer: socket.socket, reason: str) -> None:
@@ -183,7 +183,7 @@ class JudgeServer:
         self.store.append(GONE_KEY, f"{name} {reason}\n")
         self._record("gone", name, reason)
         if reason != "left":
-            for other in [x for x, known in self._names.items() if known == name]:
+            for other in [x for x, other_name in self._names.items() if other_name == name]:
                 self._lose(other, reason)
         # After a round the state is gone with its last holder.
         if self._weights and not self._names:
@@ -213,19 +213,19 @@ def main(argv: list[str]) -> None:
     parser.add_argument("address", nargs="*", help="of this host, beside that of its fast network")
     parser.add_argument("--silence", type=float, default=REPLICA_SILENCE_S)
     parser.add_argument("--log", type=Path)
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # the replicas need it until they have saved
     process_group.allow_open_files()  # each rank holds two
     # The fast network first, which the replicas use: one whose cable there is cut falls silent.
     fast = this_job.fast_address()
-    addresses = dict.fromkeys([*([fast] if fast else []), *(given.address or ["localhost"])])
-    note, parent = given.note, os.getppid()
+    addresses = dict.fromkeys([*([fast] if fast else []), *(options.address or ["localhost"])])
+    note, parent = options.note, os.getppid()
     # The script that started us watches these files, and ends the step of a silent replica.
     judge = JudgeServer(
         addresses,
-        given.silence,
-        given.log,
+        options.silence,
+        options.log,
         on=lambda event: note.with_name(f"{note.name}.{event}").touch(),
     )
     write_atomic(note, judge.note, 0o600)

@@ -93,8 +93,8 @@ class ReplicaGroup(NamedTuple):
             if self.joins:
                 self.gloo.recv([tensor], 0, 0).wait()
             elif self.place == 0:
-                for sent in [self.gloo.send([tensor], to, 0) for to in joiners]:
-                    sent.wait()
+                for work in [self.gloo.send([tensor], to, 0) for to in joiners]:
+                    work.wait()
         return 0 if self.place else len(joiners) * sum(tensor.nbytes for tensor in tensors)
 
     def mean(self, tensor: Tensor) -> Tensor:
@@ -187,12 +187,12 @@ class Membership:
     ) -> tuple[Epoch, _T] | None:
         same, before = 0, None
         while True:
-            found = self._from_first(lambda: self._fixed(rounds, about, entry))
-            if isinstance(found, str):
-                if found:
-                    raise TooFew(found)
+            answer = self._from_first(lambda: self._fixed(rounds, about, entry))
+            if isinstance(answer, str):
+                if answer:
+                    raise TooFew(answer)
                 return None
-            epoch = found
+            epoch = answer
             result, problem = self._attempt(epoch, exchange)
             # One vote for a replica: a rank that failed must be known to rank 0 first.
             problem = self._any(problem)
@@ -245,11 +245,11 @@ class Membership:
                     self.door.fence("a round was fixed without it")
                 self._next, self._joining = self._next + 1, epoch.everyone
                 continue
-            gone = self._gone()
-            if self.me in gone:
-                self.door.fence(gone[self.me])
+            departures = self._gone()
+            if self.me in departures:
+                self.door.fence(departures[self.me])
             late = time.monotonic() - began > self._start_timeout
-            proposed = self._propose(rounds, gone, entry, late)
+            proposed = self._propose(rounds, departures, entry, late)
             if isinstance(proposed, str):
                 return proposed
             if proposed is not None:
@@ -259,22 +259,22 @@ class Membership:
             time.sleep(MEMBERSHIP_POLL_S)
 
     def _propose(
-        self, rounds: int, gone: dict[str, str], entry: bool, late: bool
+        self, rounds: int, departures: dict[str, str], entry: bool, late: bool
     ) -> list[Any] | str | None:
         """Propose the next epoch, or say why there will be none; None: not yet."""
         if self.roster:
-            return self._next_round(rounds, gone, entry)
+            return self._next_round(rounds, departures, entry)
         if self._next == 0:
-            return self._first(gone, late)
+            return self._first(departures, late)
         if self.store.check(["over"]):
             return ""
-        if self._joining and set(self._joining) <= gone.keys():
+        if self._joining and set(self._joining) <= departures.keys():
             return f"none of those that it was to join is left: {', '.join(self._joining)}"
         return None
 
-    def _first(self, gone: dict[str, str], late: bool) -> list[Any] | str | None:
+    def _first(self, departures: dict[str, str], late: bool) -> list[Any] | str | None:
         """Propose the first epoch: all expected replicas, or those that have come in time."""
-        here = self._here(gone)
+        here = self._here(departures)
         arrived = self._arrived()
         if len(here) < self.replicas and not late:
             return None
@@ -290,32 +290,36 @@ class Membership:
         joiners = sorted(here.keys() - set(members))
         return [most, members, joiners, True, first, []]
 
-    def _next_round(self, rounds: int, gone: dict[str, str], entry: bool) -> list[Any] | str | None:
+    def _next_round(
+        self, rounds: int, departures: dict[str, str], entry: bool
+    ) -> list[Any] | str | None:
         """Return the remaining members, once all of them have arrived; and which replicas join or
         wait."""
-        left = [name for name in self.roster if name not in gone]
-        if len(left) < self.least:
-            lost = ", ".join(f"{name} ({gone[name]})" for name in self.roster if name in gone)
-            return f"{len(left)} replicas are left, of at least {self.least}; lost: {lost}"
+        members = [name for name in self.roster if name not in departures]
+        if len(members) < self.least:
+            losses = ", ".join(
+                f"{name} ({departures[name]})" for name in self.roster if name in departures
+            )
+            return f"{len(members)} replicas are left, of at least {self.least}; lost: {losses}"
         arrived = self._arrived()
-        if not set(left) <= arrived.keys():
+        if not set(members) <= arrived.keys():
             return None
-        others = sorted(self._here(gone).keys() - set(left))
+        others = sorted(self._here(departures).keys() - set(members))
         joiners, waiting = (others, []) if entry else ([], others)
-        return [rounds, left, joiners, entry, arrived[left[0]], waiting]
+        return [rounds, members, joiners, entry, arrived[members[0]], waiting]
 
     def _attempt(self, epoch: Epoch, exchange: _Exchange[_T]) -> tuple[tuple[_T] | None, str]:
         """Run the exchange; returns its result, or why it has failed. It runs in a thread that is
         abandoned when another replica is lost: gloo would wait for that replica until its own
         timeout."""
-        found: list[_T] = []
+        results: list[_T] = []
         problems: list[str] = []
         over = threading.Event()
 
         def work() -> None:
             connection = self._connections.pop() if self._connections else self.store.clone()
             try:
-                found.append(exchange(self._group(epoch, connection)))
+                results.append(exchange(self._group(epoch, connection)))
             except Exception as error:
                 problems.append(f"{type(error).__name__}: {error}".splitlines()[0])
             over.set()
@@ -323,11 +327,11 @@ class Membership:
 
         threading.Thread(target=work, daemon=True, name=f"epoch {epoch.number}").start()
         while not over.wait(WATCH_S):
-            if lost := [name for name in epoch.everyone if name in self._gone()]:
-                return None, f"lost {', '.join(lost)}"
+            if names := [name for name in epoch.everyone if name in self._gone()]:
+                return None, f"lost {', '.join(names)}"
             if self._outcome(epoch.number):
                 return None, "another replica could not finish"
-        return (None, problems[0]) if problems else ((found[0],), "")
+        return (None, problems[0]) if problems else ((results[0],), "")
 
     def _group(self, epoch: Epoch, connection: Any) -> ReplicaGroup:
         import torch.distributed as dist
@@ -344,33 +348,33 @@ class Membership:
         number = epoch.number
         self.store.append(f"votes/{number}", f"{self.me} {'no' if problem else 'yes'}\n")
         while not (outcome := self._outcome(number)):
-            gone = self._gone()  # before the votes: one that voted and then left has voted
+            departures = self._gone()  # before the votes: one that voted and then left has voted
             votes = dict(line.split() for line in self._lines(f"votes/{number}"))
             if "no" in votes.values() or any(
-                name in gone and name not in votes for name in epoch.everyone
+                name in departures and name not in votes for name in epoch.everyone
             ):
                 self.store.compare_set(f"outcome/{number}", "", "abort")
             elif len(votes) == len(epoch.everyone):
                 self.store.compare_set(f"outcome/{number}", "", "commit")
             else:
                 time.sleep(MEMBERSHIP_POLL_S)
-        if self.me in (gone := self._gone()):
-            self.door.fence(gone[self.me])
+        if self.me in (departures := self._gone()):
+            self.door.fence(departures[self.me])
         return outcome == "commit"
 
     def _outcome(self, number: int) -> str:
         """Return an epoch's outcome, "" while it is open. A forgotten epoch was aborted: it could
         not have been committed without this replica's vote, nor forgotten before it came on."""
-        found = self._read(f"outcome/{number}")
-        return found or ("abort" if self._first_kept() > number else "")
+        outcome = self._read(f"outcome/{number}")
+        return outcome or ("abort" if self._first_kept() > number else "")
 
     # --- the store's lists ---
 
     def _read(self, key: str) -> str:
         """Read a key; "" if it does not exist. get() would wait for a key that is deleted after a
         check(); compare_set() returns the expected value then, and sets nothing."""
-        found = self.store.compare_set(key, NO_VALUE, NO_VALUE)
-        return "" if found == NO_VALUE.encode() else str(found.decode())
+        value = self.store.compare_set(key, NO_VALUE, NO_VALUE)
+        return "" if value == NO_VALUE.encode() else str(value.decode())
 
     def _first_kept(self) -> int:
         return int(self.store.get(FIRST_EPOCH_KEY))
@@ -383,10 +387,10 @@ class Membership:
         lines = (line.partition(" ") for line in self._lines(GONE_KEY))
         return {name: reason for name, _, reason in lines}
 
-    def _here(self, gone: dict[str, str]) -> dict[str, int]:
+    def _here(self, departures: dict[str, str]) -> dict[str, int]:
         """Map names to rounds done."""
         here = dict(map(json.loads, self._lines(HERE_KEY)))
-        return {name: rounds for name, rounds in here.items() if name not in gone}
+        return {name: rounds for name, rounds in here.items() if name not in departures}
 
     def _arrived(self) -> dict[str, dict[str, Any]]:
         """Map names to what each replica reported on arrival."""
@@ -413,6 +417,6 @@ class Membership:
 
         if self._ranks == 1:
             return problem
-        found: list[str] = [""] * self._ranks
-        dist.all_gather_object(found, problem, group=self._within)
-        return next(filter(None, found), "")
+        problems: list[str] = [""] * self._ranks
+        dist.all_gather_object(problems, problem, group=self._within)
+        return next(filter(None, problems), "")

@@ -24,14 +24,14 @@ def open_lowcomm(
     cfg: RunConfig, world: World, model: nn.Module, optimizer: Optimizer, waiting: Waiting
 ) -> LowcommReplicas:
     """The replicas of a run, of which this is one. `waiting`: the watchdog's patient()."""
-    named = {name: p for name, p in parameter_names(model).items() if p.requires_grad}
+    parameters = {name: p for name, p in parameter_names(model).items() if p.requires_grad}
     if cfg.of(LowcommConfig).mode == "steps":
-        replicas: LowcommReplicas = open_steps(cfg, world, named)
+        replicas: LowcommReplicas = open_steps(cfg, world, parameters)
     else:
         exchange: ReplicaExchange = Alone()
         if world.store is not None:
-            exchange = MeshExchange(world, next(iter(named.values())).device)
-        replicas = LowcommReplicas(cfg, world, named, exchange)
+            exchange = MeshExchange(world, next(iter(parameters.values())).device)
+        replicas = LowcommReplicas(cfg, world, parameters, exchange)
     replicas.waiting = waiting
     if replicas.outer.apart:
         optimizer.published = replicas.outer.published()

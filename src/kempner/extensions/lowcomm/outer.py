@@ -81,13 +81,13 @@ class Fragment:
     all tensors are this rank's part, fp32."""
 
     def __init__(
-        self, named: Mapping[str, Tensor], cfg: LowcommConfig, copies: Copies | None = None
+        self, parameters: Mapping[str, Tensor], cfg: LowcommConfig, copies: Copies | None = None
     ) -> None:
-        self.cfg, self.names, self.parameters = cfg, list(named), list(named.values())
+        self.cfg, self.names, self.parameters = cfg, list(parameters), list(parameters.values())
         self.anchors = [self._copy(p) for p in self.parameters]
         self.momenta = [torch.zeros_like(x) for x in self.anchors] if cfg.momentum else []
         codec, raw = codec_of(cfg), Raw()
-        self._codecs = [raw if is_raw(n, p.ndim, cfg) else codec for n, p in named.items()]
+        self._codecs = [raw if is_raw(n, p.ndim, cfg) else codec for n, p in parameters.items()]
         self.errors = {  # of the compression, by the parameter's place in the lists
             i: torch.zeros(anchor.shape, device=anchor.device)
             for i, anchor in enumerate(self.anchors)
@@ -156,11 +156,11 @@ class Fragment:
         if len(parts) == 1:
             split = zip(self.anchors, torch.split(mean, counts[0]), strict=True)
             return [part.view_as(anchor) for anchor, part in split]
-        found = [mean.new_empty(anchor.shape) for anchor in self.anchors]
+        tensors = [mean.new_empty(anchor.shape) for anchor in self.anchors]
         for pieces, part, each in zip(self._pieces, parts, counts, strict=True):
             for piece, numbers in zip(pieces, torch.split(part, each), strict=True):
-                rows_of(found, piece).copy_(numbers.view(piece.shape))
-        return found
+                rows_of(tensors, piece).copy_(numbers.view(piece.shape))
+        return tensors
 
     def receive(self) -> None:
         """Wait for the mean, move the anchors, and let the weights follow.
@@ -189,12 +189,12 @@ class OuterOptimizer:
     """The fragments of a model, and the times when each leaves and arrives."""
 
     def __init__(
-        self, cfg: LowcommConfig, named: Mapping[str, Tensor], exchange: ReplicaExchange
+        self, cfg: LowcommConfig, parameters: Mapping[str, Tensor], exchange: ReplicaExchange
     ) -> None:
-        """`named`: the trained parameters."""
+        """`parameters`: those that are trained, by name."""
         self.cfg, self.exchange = cfg, exchange
         parts: list[dict[str, Tensor]] = [{} for _ in range(cfg.fragments)]
-        for name, p in named.items():
+        for name, p in parameters.items():
             parts[fragment_of(name, cfg.fragments)][name] = p
         self.fragments = [Fragment(part, cfg) for part in parts]
         self.turn_steps = cfg.interval // cfg.fragments
@@ -259,14 +259,14 @@ class OuterState:
         self.loaded = False
 
     def tensors(self) -> dict[str, Tensor]:
-        found = {}
+        tensors = {}
         for fragment in self.outer.fragments:
             for i, name in enumerate(fragment.names):
                 for key, values in (("momentum", dict(enumerate(fragment.momenta))),
                                     ("error", fragment.errors)):  # fmt: skip
                     if i in values:
-                        found[f"{name}.{key}"] = as_part_of(fragment.parameters[i], values[i])
-        return found
+                        tensors[f"{name}.{key}"] = as_part_of(fragment.parameters[i], values[i])
+        return tensors
 
     def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
         """Return the stored tensors; others start at 0: the checkpoint may be that of a run without

@@ -50,11 +50,11 @@ class LowcommReplicas(Replicas):
         self,
         cfg: RunConfig,
         world: World,
-        named: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
         exchange: ReplicaExchange,
     ) -> None:
         self.cfg, self.world, self.exchange = cfg.of(LowcommConfig), world, exchange
-        self.outer = OuterOptimizer(cfg.of(LowcommConfig), named, exchange)
+        self.outer = OuterOptimizer(cfg.of(LowcommConfig), parameters, exchange)
         # time_to_leave() counts three steps.
         self.patience = 1 + (cfg.of(LowcommConfig).interval + cfg.of(LowcommConfig).tau) / 3
         self._state = OuterState(self.outer)
@@ -65,7 +65,7 @@ class LowcommReplicas(Replicas):
         self._loss: Tensor
         self._spoilt: Tensor  # [replicas], over 0: has had numbers that were not finite
         ring = 2 * (world.replicas - 1) / world.replicas * 4  # bytes for each number, fp32
-        self._data_parallel = ring * sum(p.numel() for p in named.values())  # bytes a step
+        self._data_parallel = ring * sum(p.numel() for p in parameters.values())  # bytes a step
 
     def with_outer(self, state: dict[str, StateProvider]) -> dict[str, StateProvider]:
         """Insert the outer state between the model, which has the anchors, and the optimizer, which
@@ -97,25 +97,25 @@ class LowcommReplicas(Replicas):
     def after_step(self, progress: Progress, numbers: ReplicaNumbers) -> ReplicaNumbers:
         began, step = time.monotonic(), progress.step
         self.outer.after_step(step)
-        rounds, left = self.cfg.interval, -step % self.cfg.interval  # steps of this round
+        rounds, steps_left = self.cfg.interval, -step % self.cfg.interval  # steps of this round
         shared = torch.stack([numbers[name] for name in SHARED_NUMBERS])
         self._sums = shared if self._sums is None else self._sums + shared
         # Sent before the last fragment: behind it the numbers would wait.
-        if left == min(max(2 if rounds > 2 else 1, self.cfg.tau + 1), rounds - 1):
+        if steps_left == min(max(2 if rounds > 2 else 1, self.cfg.tau + 1), rounds - 1):
             ours = torch.cat([self._sums.float(), self._own_spoilt()])
             self._asked = self.exchange.start(ours, f"numbers {step}")
             self._sums = None
         zero = torch.zeros_like(shared[0])
         # A step is never abandoned midway: the other replicas would wait for this one.
-        told = {**numbers, **dict.fromkeys(REQUEST_FLAGS, zero), "step_time": zero}
-        if left == min(1, rounds - 1) and self._asked is not None:
+        result = {**numbers, **dict.fromkeys(REQUEST_FLAGS, zero), "step_time": zero}
+        if steps_left == min(1, rounds - 1) and self._asked is not None:
             mean, self._asked = self._asked.wait().double(), None
             sums, self._spoilt = mean.tensor_split([len(SHARED_NUMBERS)])
-            found = dict(zip(SHARED_NUMBERS, sums.unbind(), strict=True))
-            self._loss = found.pop("loss_sum") / found.pop("tokens")
-            told |= found
+            means = dict(zip(SHARED_NUMBERS, sums.unbind(), strict=True))
+            self._loss = means.pop("loss_sum") / means.pop("tokens")
+            result |= means
         self._waited += time.monotonic() - began
-        return told if left else {**told, **self._facts(step)}
+        return result if steps_left else {**result, **self._facts(step)}
 
     def record(self, result: StepResult) -> tuple[dict[str, Any], list[str]]:
         """Return the numbers that all replicas share, at the end of a round."""
@@ -142,9 +142,9 @@ class LowcommReplicas(Replicas):
         spoilt = self.outer.take_spoilt().float()
         if self.world.size > 1:
             dist.all_reduce(spoilt, dist.ReduceOp.MAX)
-        found = spoilt.new_zeros(self.world.replicas)
-        found[self.world.replica] = spoilt
-        return found
+        flags = spoilt.new_zeros(self.world.replicas)
+        flags[self.world.replica] = spoilt
+        return flags
 
     def _facts(self, step: int) -> ReplicaNumbers:
         """Return the numbers of a round, at its end. The loss is the mean over all replicas, in the

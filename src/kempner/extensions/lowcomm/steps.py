@@ -89,14 +89,14 @@ class _Started:
 
     def run(self) -> None:
         began = time.monotonic()
-        epoch, (mean, sent) = self._exchange.membership.round(self._round, self._with_others)
-        self.done.set_result((epoch, mean, sent, time.monotonic() - began))
+        epoch, (mean, byte_count) = self._exchange.membership.round(self._round, self._with_others)
+        self.done.set_result((epoch, mean, byte_count, time.monotonic() - began))
 
     def wait(self) -> Tensor:
         exchange = self._exchange
         with exchange.waiting():  # a slow replica is no hang: the judge knows who is lost
-            exchange.last, mean, sent, exchange.seconds = self.done.result()
-        exchange.sent += sent
+            exchange.last, mean, byte_count, exchange.seconds = self.done.result()
+        exchange.sent += byte_count
         if mean.is_cuda:
             # It was made on another stream, and may be freed while this one uses it.
             mean.record_stream(torch.cuda.current_stream())
@@ -139,12 +139,12 @@ class StepsReplicas(LowcommReplicas):
         self,
         cfg: RunConfig,
         world: World,
-        named: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
         membership: Membership,
     ) -> None:
         self.membership = membership
         self._exchange = StepsExchange(membership, lambda: self.waiting())
-        super().__init__(cfg, world, named, self._exchange)
+        super().__init__(cfg, world, parameters, self._exchange)
         self._last_step = cfg.train.max_steps
         self._leaving, self._samples = False, 0
 
@@ -183,12 +183,12 @@ class StepsReplicas(LowcommReplicas):
 
     def after_step(self, progress: Progress, numbers: ReplicaNumbers) -> ReplicaNumbers:
         number = self._exchange.round = -(-progress.step // self.cfg.interval)
-        found = self._or_too_few(lambda: super(StepsReplicas, self).after_step(progress, numbers))
+        result = self._or_too_few(lambda: super(StepsReplicas, self).after_step(progress, numbers))
         self._leaving = self._leaving or any(
-            found[flag] > 0 for flag in REQUEST_FLAGS[INTERRUPT_REQUEST:]
+            result[flag] > 0 for flag in REQUEST_FLAGS[INTERRUPT_REQUEST:]
         )
         if progress.step % self.cfg.interval:
-            return found
+            return result
         epoch = self._exchange.last  # the last fragment's, and all members know the same of it
         assert epoch is not None
         members, over = epoch.members, self._leaving or progress.step == self._last_step
@@ -203,7 +203,7 @@ class StepsReplicas(LowcommReplicas):
         if over:
             self.membership.over()
             self.membership.close()
-        return found
+        return result
 
     def _or_too_few(self, act: Callable[[], _T]) -> _T:
         try:
@@ -284,8 +284,10 @@ def _list(names: Iterable[str]) -> str:
     return ", ".join(map(str, sorted(map(slot_of, names))))
 
 
-def open_steps(cfg: RunConfig, world: World, named: Mapping[str, nn.Parameter]) -> StepsReplicas:
+def open_steps(
+    cfg: RunConfig, world: World, parameters: Mapping[str, nn.Parameter]
+) -> StepsReplicas:
     limit = cfg.distributed.start_timeout
     door, least = Door(Path(os.environ[DOOR]), limit), cfg.of(LowcommConfig).min_replicas
     membership = Membership(door, world.replica, world.replicas, least, limit)
-    return StepsReplicas(cfg, world, named, membership)
+    return StepsReplicas(cfg, world, parameters, membership)

@@ -30,20 +30,20 @@ class PlannerExtension(Extension):
         refuse_others(cfg.run.dir, "run.dir", (Kind.STARTED,), OWN_DIRECTORY)
         if file := cfg.of(BenchConfig).output_json:
             refuse_other_file(file, "bench.output_json", (bench.BENCH_SIGN,))
-        found, problems = [], []
+        variants, problems = [], []
         for number, name in enumerate(cfg.of(BenchConfig).compare or ("",), 1):
             more = parse_command(shlex.split(name), {})
-            files, given = [*command.files, *more.files], [*command.overrides, *more.overrides]
+            files, overrides = [*command.files, *more.files], [*command.overrides, *more.overrides]
             try:
-                own = load_config(files, given, more.problems)  # its [bench] says which data
-                given += bench.bench_overrides(own, f"{cfg.run.dir}/{number}")
-                own = load_config(files, given)
-                found.append(Variant(name, [*files, *given], own))
+                own = load_config(files, overrides, more.problems)  # its [bench] says which data
+                overrides += bench.bench_overrides(own, f"{cfg.run.dir}/{number}")
+                own = load_config(files, overrides)
+                variants.append(Variant(name, [*files, *overrides], own))
             except ConfigError as error:
                 problems += [f"bench.compare, {name}: {text}" for text in error.problems]
         if problems:
             raise ConfigError(problems)
-        return found
+        return variants
 
     def measure(
         self, cfg: RunConfig, variants: Sequence[Variant], leaves: Callable[[], float]

@@ -26,44 +26,44 @@ class PreferenceConfig:
 
 def preference_problems(cfg: RunConfig) -> list[str]:
     """List what a loss on preferences is not built for, one message each, with the way out."""
-    loss, axes, found = cfg.of(PreferenceConfig).loss, cfg.distributed, []
+    loss, axes, problems = cfg.of(PreferenceConfig).loss, cfg.distributed, []
     if loss == "none":
         return []
     if loss == "dpo" and cfg.model.init_from is None:
-        found.append(
+        problems.append(
             "preference.loss = dpo: needs the model to start from, which is also its "
             "reference; give model.init_from"
         )
     if cfg.lora.rank:
-        found.append(
+        problems.append(
             f"lora.rank = {cfg.lora.rank}: adapters are not built for preference.loss = "
             f"{loss}; train all weights, --lora.rank=0"
         )
     if cfg.train.loss_chunk is not None:
-        found.append(
+        problems.append(
             f"train.loss_chunk = {cfg.train.loss_chunk}: has no effect on preference.loss = "
             f"{loss}; leave it out"
         )
     if cfg.train.z_loss:
-        found.append(
+        problems.append(
             f"train.z_loss = {cfg.train.z_loss}: is not built for preference.loss = {loss}; "
             "leave it out"
         )
-    found += [
+    problems += [
         f"distributed.{axis} = {size}: not built for preference.loss = {loss}; leave that out, or "
         f"give --distributed.{axis}=1"
         for axis in ("tp", "pp")
         if (size := getattr(axes, axis)) > 1
     ]
-    found += [
+    problems += [
         f"model.{name} = {value}: is not built for preference.loss = {loss}; "
         "leave it at 0, the experts stay balanced as they are"
         for name in ("aux_loss", "router_z_loss")
         if (value := getattr(cfg.model, name))
     ]
     if axes.cp > 1:
-        found.append(
+        problems.append(
             f"preference.loss = {loss}: not with distributed.cp = {axes.cp}: an "
             "answer would be on several ranks; give --distributed.cp=1"
         )
-    return found
+    return problems

@@ -175,8 +175,8 @@ def rl_problems(cfg: RunConfig) -> list[str]:
     rl, inference, preference = cfg.of(RlConfig), cfg.of(InferenceConfig), cfg.of(PreferenceConfig)
     if not rl.on:
         return []
-    found = _sizes(cfg)
-    found += _trainer_problems(cfg)
+    problems = _sizes(cfg)
+    problems += _trainer_problems(cfg)
     default = type(cfg.train)()
     axes, loss = cfg.distributed, cfg.of(LossConfig)
     others = {
@@ -202,7 +202,7 @@ def rl_problems(cfg: RunConfig) -> list[str]:
         ),
     }
     refused = [what for what, is_on in others.items() if is_on]
-    found += [f"{what}: is not built for [rl]; leave it out" for what in refused]
+    problems += [f"{what}: is not built for [rl]; leave it out" for what in refused]
     batch = "the batch follows from rl.batch_samples or rl.batch_tokens"
     useless = {
         f"train.global_batch = {cfg.train.global_batch}: {batch}": (
@@ -220,7 +220,7 @@ def rl_problems(cfg: RunConfig) -> list[str]:
         "bench.data = real: rollouts are made by a whole run": cfg.of(BenchConfig).data == "real",
     }
     useless |= _of_other_losses(loss)
-    return found + [f"{what}; leave it out" for what, is_on in useless.items() if is_on]
+    return problems + [f"{what}; leave it out" for what, is_on in useless.items() if is_on]
 
 
 def _of_other_losses(loss: LossConfig) -> dict[str, bool]:
@@ -240,65 +240,65 @@ def _of_other_losses(loss: LossConfig) -> dict[str, bool]:
 
 def _trainer_problems(cfg: RunConfig) -> list[str]:
     """List problems of options that need a loss on data."""
-    found, sigma = [], cfg.resilience.spike_sigma
+    problems, sigma = [], cfg.resilience.spike_sigma
     if cfg.train.z_loss:
-        found.append(f"train.z_loss = {cfg.train.z_loss}: is not built for rl.env; leave it out")
+        problems.append(f"train.z_loss = {cfg.train.z_loss}: is not built for rl.env; leave it out")
     if cfg.freeze.stages:
-        found.append("freeze.stages: not built for rl.env; leave one of the two out")
+        problems.append("freeze.stages: not built for rl.env; leave one of the two out")
     if sigma is not None:
-        found.append(
+        problems.append(
             f"resilience.spike_sigma = {sigma}: is not built for rl.env, whose loss has no level; "
             "leave it out"
         )
-    return found
+    return problems
 
 
 def _sizes(cfg: RunConfig) -> list[str]:
-    found, rl, sampling = [], cfg.of(RlConfig), cfg.of(SamplingConfig)
+    problems, rl, sampling = [], cfg.of(RlConfig), cfg.of(SamplingConfig)
     if rl.batch_tokens is None and rl.batch_samples is None:
-        found.append("rl.batch_samples = none: give it, or rl.batch_tokens")
+        problems.append("rl.batch_samples = none: give it, or rl.batch_tokens")
     if rl.batch_tokens is None and (rl.batch_samples or 0) % rl.group_size:
         near = max(rl.group_size, (rl.batch_samples or 0) // rl.group_size * rl.group_size)
-        found.append(
+        problems.append(
             f"rl.batch_samples = {rl.batch_samples}: is not made of groups of rl.group_size = "
             f"{rl.group_size}; give a multiple, such as --rl.batch_samples={near}"
         )
     trained = [env.weight for env in rl.env if env.use != "eval"]
     if not trained:
-        found.append('rl.env: none is for training; give one use = "train" or "both"')
+        problems.append('rl.env: none is for training; give one use = "train" or "both"')
     elif not sum(trained):
-        found.append(
+        problems.append(
             "rl.env: the weights of those that are trained on sum to 0; give one a weight over 0"
         )
     if sampling.max_tokens >= cfg.train.seq_len:
-        found.append(
+        problems.append(
             f"rl.sampling.max_tokens = {sampling.max_tokens}: with one token of a prompt this is "
             f"over train.seq_len = {cfg.train.seq_len}, a row of the trainer; give less, or longer "
             "rows"
         )
     if rl.solve_rate[0] > rl.solve_rate[1]:
-        found.append(
+        problems.append(
             f"rl.solve_rate = {list(rl.solve_rate)}: the lower bound comes first; exchange them"
         )
     try:
         family_of(cfg.model)
         if cfg.model.router_bias:
-            found.append(
+            problems.append(
                 "model.router_bias: the biases of routers move with the weights, and are not sent "
                 "to engines; leave it out, and balance the experts by --model.aux_loss"
             )
     except ConfigError as error:
-        found += [f"{text}, and engines get their weights by one" for text in error.problems]
+        problems += [f"{text}, and engines get their weights by one" for text in error.problems]
     places = [_server(url) for url in cfg.of(InferenceConfig).urls]
-    found += [
+    problems += [
         f"rl.inference.urls: {url}: must be http://HOST:PORT, each once"
         for url, place in zip(cfg.of(InferenceConfig).urls, places, strict=True)
         if place is None or places.count(place) > 1
     ]
     if (problem := sampling.sampling(0).problem()) is not None:
         name, allowed = problem
-        found.append(f"rl.sampling.{name} = {getattr(sampling, name)}: {allowed}")
-    return found
+        problems.append(f"rl.sampling.{name} = {getattr(sampling, name)}: {allowed}")
+    return problems
 
 
 def _server(url: str) -> tuple[str, int] | None:

@@ -91,8 +91,8 @@ class RolloutExchange:
 
     def batch(self, step: int) -> Batch | None:
         """Return the batch of a step; None until it is there."""
-        found = _read(self.rollouts(step) / "batch.json")
-        return None if found is None else Batch(**found)
+        fields = _read(self.rollouts(step) / "batch.json")
+        return None if fields is None else Batch(**fields)
 
     def hand_back(self, step: int, logprobs: NDArray[np.float32]) -> None:
         """Hand back log-probabilities. No step depends on them: without room on the disk they are
@@ -107,23 +107,23 @@ class RolloutExchange:
         """Take what was handed back, once; None until it is there."""
         path = self.scores / name_of_step(step)
         try:
-            found = np.frombuffer(path.read_bytes(), np.float32)
+            logprobs = np.frombuffer(path.read_bytes(), np.float32)
             path.unlink()
         except OSError:
             return None
-        return found
+        return logprobs
 
     def started(self) -> ExchangeStart | None:
         """Return the start; None until the trainer has resumed."""
-        found = _read(self.root / "start.json")
-        return None if found is None else ExchangeStart(**found)
+        fields = _read(self.root / "start.json")
+        return None if fields is None else ExchangeStart(**fields)
 
     def newest(self) -> int | None:
         """Return the newest version that is published."""
         if not self.weights.is_dir():
             return None
-        found = sorted(self.weights.glob("v*/manifest.json"))
-        return int(found[-1].parent.name[1:]) if found else None
+        manifests = sorted(self.weights.glob("v*/manifest.json"))
+        return int(manifests[-1].parent.name[1:]) if manifests else None
 
     def update(self, number: int) -> dict[str, Any]:
         """Return the request by which an engine takes a published version."""
@@ -183,20 +183,20 @@ class Listener:
         """Return the seconds since the last heartbeat; 0 for a part that has not begun. Looks that
         are far apart count little: this process stood still, and so may the part have, in a job
         that was suspended."""
-        heard, now = [], time.monotonic()
+        beats, now = [], time.monotonic()
         for name in self._names:
             with contextlib.suppress(OSError):
-                heard.append((name.name, name.stat().st_mtime_ns))
+                beats.append((name.name, name.stat().st_mtime_ns))
         self._silent += min(now - self._looked, LISTEN_S)
-        if heard != self._heard or not heard:
+        if beats != self._heard or not beats:
             self._silent = 0.0
-        self._heard, self._looked = heard, now
+        self._heard, self._looked = beats, now
         return self._silent
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        fields: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
         return None
-    return found
+    return fields

@@ -70,16 +70,16 @@ class RlExtension(Extension):
         # imports NumPy, which --help does without
         from kempner.extensions.rl.opening import check_isolation, open_parts
 
-        found = []
+        problems = []
         if not rank and (cfg.lora.rank or not begun):
-            found = _other_tokens(cfg)
+            problems = _other_tokens(cfg)
         try:
             envs, _ = open_parts(cfg, servers)
             if servers:
                 check_isolation(envs.values())
         except ConfigError as error:
-            found += error.problems
-        return found
+            problems += error.problems
+        return problems
 
     def loader(
         self,

@@ -226,11 +226,11 @@ def open_router(
     """Open a router over the engines of this job, or over those that run already. `ends`: tokens
     that end a text. `bench`: engines are only measured, with whatever weights they have."""
     inference, urls = cfg.of(InferenceConfig), cfg.of(InferenceConfig).urls
-    given = os.environ.pop(TOKEN_VARIABLE, "").strip()
+    env_token = os.environ.pop(TOKEN_VARIABLE, "").strip()
 
     def token() -> str:
         if urls:
-            return given
+            return env_token
         return exchange.token.read_text().strip() if exchange.token.exists() else ""
 
     def find() -> Mapping[str, str]:

@@ -23,9 +23,9 @@ class SampleLog:
         """Open the log. Lines of steps after `step` belong to lost training: they are removed."""
         self._path, self._say, self._failed = run_dir / SAMPLES_FILE, say, False
         lines = read_jsonl(self._path)
-        kept = [line for line in lines if line.get("step", 0) <= step]
-        if len(kept) < len(lines):
-            text = "".join(f"{json.dumps(line)}\n" for line in kept)
+        earlier_lines = [line for line in lines if line.get("step", 0) <= step]
+        if len(earlier_lines) < len(lines):
+            text = "".join(f"{json.dumps(line)}\n" for line in earlier_lines)
             with contextlib.suppress(OSError):
                 write_atomic(self._path, text)
 
@@ -64,7 +64,7 @@ def reward_figures(
     scored = [each for group in groups for each in group.scored]
     rewards = [reward for group in groups for reward in group.rewards]
     trained = [each for group in batch for each in group.scored]
-    found = {
+    figures = {
         "reward": mean_or_zero(rewards),
         "reward_std": float(np.std(rewards)) if rewards else 0.0,
         "length": mean_or_zero([each.length for each in scored]),
@@ -82,8 +82,8 @@ def reward_figures(
     for label in sorted({group.at.env for group in groups}):
         of = [r for group in groups if group.at.env == label for r in group.rewards]
         if of:
-            found[f"reward/{label}"] = mean_or_zero(of)
-    return found
+            figures[f"reward/{label}"] = mean_or_zero(of)
+    return figures
 
 
 def mean_or_zero(values: Sequence[float]) -> float:

@@ -313,18 +313,18 @@ class CompletionResponse:
     """The answer to one request, whole or in parts."""
 
     def __init__(
-        self, asked: Asked, model: str, pieces: Callable[[Sequence[int]], list[TokenPiece]]
+        self, request: Asked, model: str, pieces: Callable[[Sequence[int]], list[TokenPiece]]
     ) -> None:
-        self.asked, self._pieces = asked, pieces
+        self.asked, self._pieces = request, pieces
         self._offsets: dict[Text, Offsets] = {}  # of texts that come in parts
-        kind = "chat.completion" if asked.chat else "text_completion"
+        kind = "chat.completion" if request.chat else "text_completion"
         self.whole = {
             "id": f"{kind}-{os.urandom(12).hex()}",
             "object": kind,
             "created": int(time.time()),
             "model": model,
         }
-        self.part = self.whole | ({"object": f"{kind}.chunk"} if asked.chat else {})
+        self.part = self.whole | ({"object": f"{kind}.chunk"} if request.chat else {})
 
     def choice(
         self,

@@ -65,9 +65,9 @@ def expand_points(sweep: Sweep) -> list[SweepPoint]:
     _raise(problems)
     if not points:
         raise ConfigError(f"{sweep.file}: no combination fulfils all conditions of where")
-    seen: dict[str, SweepPoint] = {}
+    by_hash: dict[str, SweepPoint] = {}
     for point in points:
-        other = seen.setdefault(point.name.rpartition("-")[2], point)
+        other = by_hash.setdefault(point.name.rpartition("-")[2], point)
         if other is not point:
             first, second = (describe_point(sweep, each) for each in (other, point))
             problems.setdefault(

@@ -47,7 +47,7 @@ class Row:
 
 
 def write_results(
-    sweep: Sweep, points: list[SweepPoint], options: argparse.Namespace, begun: bool
+    sweep: Sweep, points: list[SweepPoint], options: argparse.Namespace, has_begun: bool
 ) -> int:
     """Print the table and, once the sweep has begun, write sweep/table.csv and table.png. Raises
     ConfigError."""
@@ -63,7 +63,7 @@ def write_results(
     head = [*sweep.varied, kind, "at step", "state", "tokens/s", "run"]
     cells = [[*map(short_value, map(row.value, sweep.varied)), *row_figures(row)] for row in rows]
     print(align_table([head, *cells], 2, range(len(head) - 1)))
-    if not begun:
+    if not has_begun:
         print("sweep: nothing is submitted yet: the table is not written", file=sys.stderr)
         return 0
     write_atomic(table.resolve(), as_csv(sweep, kind, rows))
@@ -115,8 +115,8 @@ def as_csv(sweep: Sweep, kind: str, rows: Sequence[Row]) -> str:
     for row in rows:
         own = [row.value(name) for name in sweep.varied]
         count = row.look.point.cfg.model.count_parameters()
-        found = [row.loss, row.at, row.look.state.word, tokens_per_second(row.look.run), count]
-        out.writerow([*own, *found, row.look.point.run_dir])
+        figures = [row.loss, row.at, row.look.state.word, tokens_per_second(row.look.run), count]
+        out.writerow([*own, *figures, row.look.point.run_dir])
     return text.getvalue()
 
 
@@ -163,8 +163,8 @@ def plot_results(sweep: Sweep, rows: Sequence[Row], x: str, kind: str, out: Path
         axes.plot(at, loss, "*", color="black", markersize=14, zorder=3)
         where: dict[str, Any] = {"xytext": (0, -16), "textcoords": "offset points", "ha": "center"}
         axes.annotate(f"{short_value(at)}: {loss:.4f}", (at, loss), **where)
-    shown = [at for group in lines.values() for at, _, _ in group]
-    if shown and min(shown) > 0 and max(shown) / min(shown) >= LOG_SCALE_FROM:
+    x_values = [at for group in lines.values() for at, _, _ in group]
+    if x_values and min(x_values) > 0 and max(x_values) / min(x_values) >= LOG_SCALE_FROM:
         axes.set_xscale("log")
     axes.set(xlabel=x, ylabel=kind, title=f"{sweep.name}: {len(rows)} points")
     axes.margins(y=0.15)

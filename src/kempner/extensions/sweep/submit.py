@@ -61,7 +61,7 @@ class Array:
 
 
 def plan_arrays(
-    sweep: Sweep, points: Sequence[SweepPoint], held: Sequence[Array] = ()
+    sweep: Sweep, points: Sequence[SweepPoint], slurm_arrays: Sequence[Array] = ()
 ) -> list[Array]:
     """Return checked arrays of these points, after those that Slurm has already. Raises ConfigError
     with all problems."""
@@ -72,7 +72,7 @@ def plan_arrays(
     except ConfigError as error:
         problems += error.problems
     try:
-        arrays = arrays_of(sweep, points, slurm.max_array_size(), held)
+        arrays = arrays_of(sweep, points, slurm.max_array_size(), slurm_arrays)
     except ConfigError as error:
         problems += error.problems
     try:
@@ -85,7 +85,10 @@ def plan_arrays(
 
 
 def arrays_of(
-    sweep: Sweep, points: Sequence[SweepPoint], largest: int | None, held: Sequence[Array] = ()
+    sweep: Sweep,
+    points: Sequence[SweepPoint],
+    largest: int | None,
+    slurm_arrays: Sequence[Array] = (),
 ) -> list[Array]:
     """Group the points into arrays. `largest`: MaxArraySize, one over the largest index; None: not
     known. Raises ConfigError."""
@@ -101,10 +104,10 @@ def arrays_of(
         for (pack, script, words), group in requests.items()
         for i in range(0, len(group), most * pack)
     ]
-    arrays = [*held, *parts]
+    arrays = [*slurm_arrays, *parts]
     least = sum(array.pack for array in arrays)
     if sweep.max_running and sweep.max_running < least:
-        still = f", beside {len(held)} that Slurm has already" if held else ""
+        still = f", beside {len(slurm_arrays)} that Slurm has already" if slurm_arrays else ""
         raise ConfigError(
             f"{sweep.file}: max_running = {sweep.max_running}: the points make {len(parts)} arrays "
             f"(requests that differ, or parts of MaxArraySize = {most}){still}, and each runs one "

@@ -34,12 +34,12 @@ def bind_near_gpu(gpu: str, gpus: Sequence[str], ranks: int) -> set[int]:
     if os.environ.get("KEMPNER_NUMA") == "0":
         return set()
     allowed = os.sched_getaffinity(0)
-    chosen = choose_cpus(gpu, gpus, ranks, allowed, os.environ)
+    cpus = choose_cpus(gpu, gpus, ranks, allowed, os.environ)
     # A thread inherits its creator's CPUs, but torch's threads exist already: bind each of them.
-    for thread in Path("/proc/self/task").iterdir() if chosen else ():
+    for thread in Path("/proc/self/task").iterdir() if cpus else ():
         with contextlib.suppress(OSError):  # it has ended
-            os.sched_setaffinity(int(thread.name), chosen)
-    return chosen
+            os.sched_setaffinity(int(thread.name), cpus)
+    return cpus
 
 
 def choose_cpus(
@@ -54,8 +54,8 @@ def choose_cpus(
     others = gpus if len(gpus) > 1 else _same_kind(root, gpu)
     sharing = sum(near_cpus(root, other) & allowed == near for other in others)
     sharing = min(max(sharing, 1), ranks)
-    asked = env.get("SLURM_CPUS_PER_TASK", "")
-    share = int(asked) if asked.isdecimal() else len(allowed) // ranks
+    cpus_per_task = env.get("SLURM_CPUS_PER_TASK", "")
+    share = int(cpus_per_task) if cpus_per_task.isdecimal() else len(allowed) // ranks
     return near if len(near) >= CPU_SHARE * share * sharing else set()
 
 
@@ -86,11 +86,11 @@ def _same_kind(root: Path, gpu: str) -> list[str]:
 
 def parse_cpu_list(text: str) -> set[int]:
     """Parse the kernel's notation of CPU lists: 0-15,64-79."""
-    found: set[int] = set()
+    cpus: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+        cpus |= set(range(int(first), int(last or first) + 1))
+    return cpus
 
 
 def bind_to_socket(device: torch.device, world: World) -> None:
@@ -100,11 +100,11 @@ def bind_to_socket(device: torch.device, world: World) -> None:
     if device.type != "cuda":
         return
     names = [_on_the_bus(index) for index in range(torch.cuda.device_count())]
-    chosen = bind_near_gpu(names[device.index], names, world.per_node)
-    if chosen and not world.local_rank:
+    cpus = bind_near_gpu(names[device.index], names, world.per_node)
+    if cpus and not world.local_rank:
         print(
             f"kempner: CPUs of {this_job.host_name()}: each rank keeps to those of its GPU's "
-            f"socket, the first one to {len(chosen)} (KEMPNER_NUMA=0: to all that it was given)",
+            f"socket, the first one to {len(cpus)} (KEMPNER_NUMA=0: to all that it was given)",
             file=sys.stderr,
             flush=True,
         )

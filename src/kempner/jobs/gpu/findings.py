@@ -91,9 +91,9 @@ def of_xid(xid: int, text: str, gpu: GpuReading | None) -> Finding:
         (BROKEN_GPU, "exclude"),
         (WORN, "warn"),
     )
-    for known, answer in tables:
-        if xid in known:
-            return Finding("xid", answer, f"Xid {xid}: {known[xid]}", gpu, xid)
+    for meanings, answer in tables:
+        if xid in meanings:
+            return Finding("xid", answer, f"Xid {xid}: {meanings[xid]}", gpu, xid)
     return Finding("xid", "note", f"Xid {xid}{f': {text}' if text else ''}", gpu, xid)
 
 
@@ -147,15 +147,15 @@ class ReadingComparison:
     def _lost(self, now: dict[str, GpuReading]) -> Iterator[Finding]:
         """Yield lost GPUs: missing twice in a row, because a busy driver may leave one out; and
         only those that were well: the driver says the same of GPUs that other jobs have."""
-        gone = {name: self.first[name] for name in self.first.keys() - now.keys()}
+        lost_gpus = {name: self.first[name] for name in self.first.keys() - now.keys()}
         if any(gpu.lost and gpu.index < 0 for gpu in now.values()):
-            gone = {}  # nvidia-smi then says nothing of the others
+            lost_gpus = {}  # nvidia-smi then says nothing of the others
         for name, gpu in now.items():
             if gpu.lost and (name in self.first or (self.first and not gpu.pci)):
-                gone[name] = self.first.get(name, gpu)
-        for name in sorted(self.missing & gone.keys()):
-            yield Finding("lost", "end", "the driver has lost it", gone[name])
-        self.missing = set(gone)
+                lost_gpus[name] = self.first.get(name, gpu)
+        for name in sorted(self.missing & lost_gpus.keys()):
+            yield Finding("lost", "end", "the driver has lost it", lost_gpus[name])
+        self.missing = set(lost_gpus)
 
     def _throttled(self, name: str, gpu: GpuReading) -> Iterator[Finding]:
         looks = self.slowed.setdefault(name, deque(maxlen=THROTTLED))

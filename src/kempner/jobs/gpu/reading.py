@@ -106,10 +106,10 @@ def given_names() -> list[str] | None:
     With a binding (--gpu-bind) these are the task's own, otherwise all of the job's on this
     node."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    given = os.environ.get("SLURM_STEP_GPUS") or visible
+    text = os.environ.get("SLURM_STEP_GPUS") or visible
     if visible and "MIG-" in visible:  # the numbers are of the cards, or of Slurm's own list
-        given = visible
-    return None if given is None else [name.strip() for name in given.split(",") if name.strip()]
+        text = visible
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
 
 
 def of_this_job(gpus: Sequence[GpuReading]) -> list[GpuReading]:
@@ -167,13 +167,13 @@ class NvidiaSmi:
             self._ask(QUERY)
             return dict(zip(QUERY, QUERY, strict=True))
         self._ask(["index"])  # no answer at all
-        known: dict[str, str] = {}
+        names: dict[str, str] = {}
         for name in QUERY:
             for called in (name, name.replace("event", "throttle")):  # before driver 535
                 with contextlib.suppress(NoAnswer):
                     self._ask([called])
-                    known.setdefault(name, called)
-        return known
+                    names.setdefault(name, called)
+        return names
 
     def _ask(self, names: list[str], about: str = "gpu") -> list[list[str]]:
         query = f"--query-{about}={','.join(names)}"
@@ -193,17 +193,17 @@ class NvidiaSmi:
             ) from None
         except OSError as error:
             raise NoAnswer(f"nvidia-smi: {error}") from None
-        said = (done.stdout + done.stderr).strip()
-        if lost := LOST_GPU.search(said):
-            return self._of_lost(said, lost[0], names)
+        output = (done.stdout + done.stderr).strip()
+        if match := LOST_GPU.search(output):
+            return self._of_lost(output, match[0], names)
         rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
         if done.returncode or not rows or any(len(row) != len(names) for row in rows):
-            raise NoAnswer(f"nvidia-smi: exit code {done.returncode}: {said[:200]}")
+            raise NoAnswer(f"nvidia-smi: exit code {done.returncode}: {output[:200]}")
         return rows
 
-    def _of_lost(self, said: str, why: str, names: list[str]) -> list[list[str]]:
+    def _of_lost(self, output: str, why: str, names: list[str]) -> list[list[str]]:
         """Make the row of a lost GPU: nvidia-smi then reports nothing else, not even the others."""
-        row = {"index": "-1", "pci.bus_id": short_bus_id(said), "lost": why}
+        row = {"index": "-1", "pci.bus_id": short_bus_id(output), "lost": why}
         back = {called: name for name, called in self._known.items()}
         return [[row.get(back.get(name, name), "lost") for name in names]]
 

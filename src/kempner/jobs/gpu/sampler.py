@@ -89,12 +89,12 @@ class GpuSampler:
     def _read(self) -> None:
         while self._due.wait():
             self._due.clear()  # before it looks: who asks meanwhile wants another look
-            asked = self._asked
+            count = self._asked
             try:
                 self._looks.put(of_this_job(self.reader.read()))
             except NoAnswer as error:
                 self._looks.put(str(error))
-            self._looked = asked
+            self._looked = count
 
     def _listen(self) -> None:
         while True:
@@ -198,8 +198,8 @@ class Figures:
 
 def _figures(index: int, looks: list[GpuReading]) -> dict[str, object]:
     def mean(name: str) -> float | None:
-        found = [value for gpu in looks if (value := gpu.number(name)) is not None]
-        return round(statistics.fmean(found), 1) if found else None
+        values = [value for gpu in looks if (value := gpu.number(name)) is not None]
+        return round(statistics.fmean(values), 1) if values else None
 
     slowed = Counter(name for gpu in looks for name in gpu.slowdowns)
     return {

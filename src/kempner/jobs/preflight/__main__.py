@@ -95,15 +95,15 @@ def pick_kind(options: argparse.Namespace, nodes: list[NodeResult]) -> str:
     return "cuda" if options.device == "cuda" or real else "cpu"
 
 
-def await_tasks(driver: Driver, ended: Path, names: list[str], tasks: int) -> list[NodeResult]:
-    """Wait for the tasks; `ended` exists once srun has ended."""
+def await_tasks(driver: Driver, end_file: Path, names: list[str], tasks: int) -> list[NodeResult]:
+    """Wait for the tasks; `end_file` exists once srun has ended."""
     everyone = range(len(names) * tasks)
     keys = driver.ask(everyone, {"what": "node"})
     began = time.monotonic()
     deadline = began + min(LONGEST_PREFLIGHT_S, CHECK_IN_S + NODE_S * len(names))
     answers: dict[int, NodeAnswer] = {}
     half_here = False
-    while len(answers) < len(keys) and time.monotonic() < deadline and not ended.exists():
+    while len(answers) < len(keys) and time.monotonic() < deadline and not end_file.exists():
         missing = {rank: key for rank, key in keys.items() if rank not in answers}
         answers |= driver.answers(missing, time.monotonic() + 0.2)
         if not half_here and 2 * len(answers) >= len(keys):
@@ -114,7 +114,7 @@ def await_tasks(driver: Driver, ended: Path, names: list[str], tasks: int) -> li
         ranks = range(k * tasks, (k + 1) * tasks)  # srun fills one node after the other
         node = NodeResult(name, [rank for rank in ranks if rank in answers])
         if len(node.ranks) < tasks:
-            why = " before srun ended" if ended.exists() else ""
+            why = " before srun ended" if end_file.exists() else ""
             node.late = f"{tasks - len(node.ranks)} of {tasks} task(s) did not answer{why}"
         for rank in node.ranks:
             node.facts = answers[rank] if answers[rank]["local_rank"] == 0 else node.facts
@@ -126,11 +126,11 @@ def check_clocks(driver: Driver, nodes: list[NodeResult]) -> None:
     """Measure each node's clock minus this host's, as NTP estimates it: the answer is taken to be
     from the middle of the round trip."""
     for node in filter(lambda node: node.answered, nodes):
-        asked = time.time()
+        ask_time = time.time()
         keys = driver.ask([node.first], {"what": "time"})
         answer = driver.answers(keys, time.monotonic() + 2.0).get(node.first)
         if answer:
-            node.clock_s = answer["time"] - (asked + time.time()) / 2
+            node.clock_s = answer["time"] - (ask_time + time.time()) / 2
 
 
 def check_shared_directory(driver: Driver, nodes: list[NodeResult], folder: Path) -> None:

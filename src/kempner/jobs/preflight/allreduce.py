@@ -150,12 +150,12 @@ def _measure(
         if took * GROWTH > BUDGET_S or size * GROWTH > LARGEST_MESSAGE[device.type]:
             break
         size *= GROWTH
-    spent = took  # a host that is busy for some milliseconds does not have a slow network
+    total = took  # a host that is busy for some milliseconds does not have a slow network
     for _ in range(REPEATS):
-        if spent + took > BUDGET_S:
+        if total + took > BUDGET_S:
             break
         again = seconds(message)
-        spent, took = spent + again, min(took, again)
+        total, took = total + again, min(took, again)
     return {
         "latency_s": statistics.median(times),
         "bytes": size,

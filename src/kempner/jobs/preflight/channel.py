@@ -58,19 +58,19 @@ class Driver:
         """Put a question to some ranks; returns the key under which each will answer."""
         keys = {}
         for rank in ranks:
-            asked = self._questions.setdefault(rank, [])
-            asked.append(json.dumps(question).encode() + b"\n")
-            keys[rank] = f"answer/{rank}/{len(asked) - 1}"
+            questions = self._questions.setdefault(rank, [])
+            questions.append(json.dumps(question).encode() + b"\n")
+            keys[rank] = f"answer/{rank}/{len(questions) - 1}"
             if rank in self._tasks:
-                self._tasks[rank].send(asked[-1])
+                self._tasks[rank].send(questions[-1])
         return keys
 
     def answers(self, keys: dict[int, str], deadline: float) -> dict[int, NodeAnswer]:
         """The answers that come before the deadline (time.monotonic)."""
         while not self._answers.keys() >= set(keys.values()):
-            left = deadline - time.monotonic()
-            self._listen(max(0.0, min(left, PREFLIGHT_POLL_S)))
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            self._listen(max(0.0, min(remaining, PREFLIGHT_POLL_S)))
+            if remaining <= 0:
                 break
         return {rank: self._answers[key] for rank, key in keys.items() if key in self._answers}
 
@@ -89,17 +89,17 @@ class Driver:
                 self._hear(self._links[fd])
 
     def _hear(self, link: _Lines) -> None:
-        for said in link.receive():
+        for message in link.receive():
             if link.rank is None:
-                rank = said.get("rank")
+                rank = message.get("rank")
                 if type(rank) is not int or rank in self._tasks:
                     link.open = False
                     break
                 link.rank, self._tasks[rank] = rank, link
                 for question in self._questions.get(rank, []):
                     link.send(question)
-            elif isinstance(said.get("answer"), dict):
-                self._answers[f"answer/{link.rank}/{link.count}"] = said["answer"]
+            elif isinstance(message.get("answer"), dict):
+                self._answers[f"answer/{link.rank}/{link.count}"] = message["answer"]
                 link.count += 1
         if not link.open:
             self._poll.unregister(link.socket)
@@ -129,16 +129,16 @@ class _Lines:
             data = self.socket.recv(1 << 16)
         *lines, self._text = (self._text + data).split(b"\n")
         self.open = bool(data) and len(self._text) < LONGEST_ANSWER
-        found = []
+        messages = []
         for line in lines:
-            said = None
+            message = None
             with contextlib.suppress(ValueError, RecursionError):
-                said = json.loads(line)
-            if isinstance(said, dict):
-                found.append(said)
+                message = json.loads(line)
+            if isinstance(message, dict):
+                messages.append(message)
             else:
                 self.open = False
-        return found
+        return messages
 
 
 class TaskChannel:
@@ -156,8 +156,8 @@ class TaskChannel:
         line = b""
         with contextlib.suppress(OSError):
             line = self._lines.readline()
-        found: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {"what": "end"}
-        return found
+        question: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {"what": "end"}
+        return question
 
     def answer(self, answer: NodeAnswer) -> None:
         self._say({"answer": answer})

@@ -121,14 +121,14 @@ def describe_node(local_rank: int) -> dict[str, Any]:
     if local_rank:
         return node
     gpus, faults = gpus_seen()
-    given = given_names()
+    gpu_names = given_names()
     usable, there = torch_sees_gpus(), gpu_on_the_bus() is not None
     if there and not usable:  # a newer libcuda, as of a container, makes up for an old driver
         why = driver_problem(driver_version(), torch.version.cuda)
         faults.append(why or "torch cannot use its GPUs: look at nvidia-smi there")
     return node | {
         "gpus": gpus,
-        "gpus_given": None if given is None else len(given),
+        "gpus_given": None if gpu_names is None else len(gpu_names),
         "real_gpus": usable or there,
         "driver": driver_version(),
         "cuda": torch.version.cuda,
@@ -157,19 +157,19 @@ def torch_sees_gpus() -> bool:
 def package_versions() -> dict[str, str]:
     """Map each installed package to its version; of several, to that of the one that Python
     imports."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for package in importlib.metadata.distributions():
         if package.name:
-            found.setdefault(package.name, package.version)
-    return found
+            versions.setdefault(package.name, package.version)
+    return versions
 
 
 def gpus_seen() -> tuple[int | None, list[str]]:
     """Return the number of the job's GPUs that the driver lists, or of its MIG instances Slurm
     lists; without a driver, the number that Slurm gave to the task, or None if it set nothing. And
     the errors that the GPUs report, one line each."""
-    given = given_names()
-    instances = [name for name in given or () if name.startswith("MIG-")]
+    gpu_names = given_names()
+    instances = [name for name in gpu_names or () if name.startswith("MIG-")]
     reader = open_reader()
     with contextlib.suppress(NoAnswer):
         if reader is not None:
@@ -178,7 +178,7 @@ def gpus_seen() -> tuple[int | None, list[str]]:
             if not instances:  # other jobs may have other instances of the card
                 faults += memory_in_use(reader)
             return len(instances) or len(gpus), faults
-    return None if given is None else len(given), []
+    return None if gpu_names is None else len(gpu_names), []
 
 
 def memory_in_use(reader: Reader) -> list[str]:

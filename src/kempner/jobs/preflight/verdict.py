@@ -70,8 +70,8 @@ class Report:
     def expected_of(self, node: NodeResult) -> int:
         """Return the GPUs that its first task should see: with --gpu-bind not those of the other
         tasks."""
-        given = node.facts.get("gpus_given")
-        return self.gpus if given is None else min(self.gpus, given)
+        gpu_count = node.facts.get("gpus_given")
+        return self.gpus if gpu_count is None else min(self.gpus, gpu_count)
 
     def add_pair(self, a: NodeResult, b: NodeResult, figure: Figure) -> None:
         a.pairs[b.name] = b.pairs[a.name] = figure
@@ -140,14 +140,16 @@ class Report:
 
     def drivers(self) -> list[str]:
         """Driver of the GPUs and CUDA of torch side by side, a line for each pair of them."""
-        found: dict[tuple[str, str], list[str]] = {}
+        names_by_driver: dict[tuple[str, str], list[str]] = {}
         for node in self.nodes:
             if version := node.facts.get("driver"):
-                found.setdefault((version, node.facts.get("cuda") or "none"), []).append(node.name)
+                names_by_driver.setdefault((version, node.facts.get("cuda") or "none"), []).append(
+                    node.name
+                )
         return [
             f"driver {version}, torch built with CUDA {cuda}: "
             + ("all nodes" if len(names) == len(self.nodes) else ", ".join(names))
-            for (version, cuda), names in found.items()
+            for (version, cuda), names in names_by_driver.items()
         ]
 
 

@@ -35,8 +35,8 @@ def command_has_trained(events: Sequence[Event], command: str) -> bool:
     """Return whether an attempt with this command, by its hash, has done a step, saved, or run
     until it was asked to leave."""
     own = {start.attempt_id for start in of_kind(events, StartEvent) if start.command == command}
-    left = (end for end in of_kind(events, End) if end.state == "interrupted")
-    return any(event.attempt_id in own for event in (*of_kind(events, FirstStep), *left))
+    exits = (end for end in of_kind(events, End) if end.state == "interrupted")
+    return any(event.attempt_id in own for event in (*of_kind(events, FirstStep), *exits))
 
 
 def is_done(options: Options) -> bool:

@@ -44,17 +44,17 @@ class Channel:
         # recv() returns nothing when the other end has closed; a line without an end is not ours.
         self.open = self.open and bool(data) and len(self._text) < LONGEST_MESSAGE
         *lines, self._text = self._text.split(b"\n")
-        found = []
+        messages = []
         for line in lines:
             try:
                 message = json.loads(line)
             except ValueError:
                 message = None
             if isinstance(message, dict):
-                found.append(message)
+                messages.append(message)
             else:
                 self.open = False
-        return found
+        return messages
 
     def close(self) -> None:
         self.socket.close()

@@ -151,11 +151,11 @@ class Child:
         """Send a signal to the outermost processes that handle it: a shell or another wrapper
         around the program would die of it, and so would its data loader's workers. torchrun would
         end its processes. Returns False if none handles it."""
-        found = list(self._handlers(self.pid, number))
-        for pid in found:
+        pids = list(self._handlers(self.pid, number))
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        return bool(found)
+        return bool(pids)
 
     def _handlers(self, pid: int, number: signal.Signals) -> Iterator[int]:
         # The default action of the signal would kill a process that does not handle it.
@@ -167,8 +167,8 @@ class Child:
 
     def warn(self) -> bool:
         """Ask it to save and leave. Returns False if it handles no signal for this."""
-        chosen = self.options.signal
-        return any(self.tell(n) for n in ((chosen,) if chosen else WARNINGS))
+        own_signal = self.options.signal
+        return any(self.tell(n) for n in ((own_signal,) if own_signal else WARNINGS))
 
     def condition(self) -> str:
         """State of its main process, from /proc: R runs, S sleeps, D waits for a disk, T is
@@ -180,26 +180,26 @@ class Child:
     def write_stacks(self) -> None:
         """Send SIGABRT, on which Python writes the stacks of its threads (PYTHONFAULTHANDLER),
         without a core: one of all its memory would take minutes."""
-        found = list(self._handlers(self.pid, signal.SIGABRT))
-        for pid in found:
+        pids = list(self._handlers(self.pid, signal.SIGABRT))
+        for pid in pids:
             with contextlib.suppress(OSError):
                 _, most = resource.prlimit(pid, resource.RLIMIT_CORE)
                 # SIGABRT would also dump a core, which may be all of its memory.
                 resource.prlimit(pid, resource.RLIMIT_CORE, (0, most))
                 os.kill(pid, signal.SIGABRT)
         end = time.monotonic() + STACKS_S
-        while found and self.poll() is None and time.monotonic() < end:
+        while pids and self.poll() is None and time.monotonic() < end:
             time.sleep(0.05)
 
     def left_behind(self) -> list[str]:
         """List the processes that remain once it has ended, daemons and others."""
-        found = []
+        names = []
         for pid in self._processes.descendants(os.getpid()):
             with contextlib.suppress(OSError):
                 place = Path(f"/proc/{pid}")
                 if b"KEMPNER_HEARTBEAT=" in (place / "environ").read_bytes():  # not our scontrol
-                    found.append(f"{(place / 'comm').read_text().strip()} ({pid})")
-        return found[:NAMED_PROCESSES]
+                    names.append(f"{(place / 'comm').read_text().strip()} ({pid})")
+        return names[:NAMED_PROCESSES]
 
     def end(self) -> None:
         """End it, and all that it has started."""

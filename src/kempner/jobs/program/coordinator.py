@@ -358,17 +358,17 @@ class Coordinator:
         for rank in range(self.size):
             if rank not in self._endings and rank not in self._ending:  # its host does not answer
                 self._endings[rank] = Ending(rank, self._hosts[rank], 1, "", gone=True)
-        ended = list(self._endings.values())  # in the order of their ends
+        endings = list(self._endings.values())  # in the order of their ends
         # Only a program that left in order has surely completed its last checkpoint.
-        by_itself = not self._sent_end and (self._asked or all(e.code == 0 for e in ended))
+        by_itself = not self._sent_end and (self._asked or all(e.code == 0 for e in endings))
         over = self._bad_at or self._finishing or time.monotonic()
         self._watch.look_at_last(bool(by_itself), over)
         self._book.at_checkpoint(self._watch)
         hung = self._sent_end == "hang"
         # A rank that was ended did not end by itself, even if it left in order, with exit code 0.
         unheard = bool(self._deaf) and not self._sent_end
-        outcome = judge_endings(ended, self._asked, unheard, hung, self._book.progressed)
-        for fault in crash_faults(ended, outcome, self._asked, self._book.head()):
+        outcome = judge_endings(endings, self._asked, unheard, hung, self._book.progressed)
+        for fault in crash_faults(endings, outcome, self._asked, self._book.head()):
             self._book.event(fault)
         self._close(outcome)
 

@@ -36,8 +36,8 @@ class Deadline:
         if not fields:
             return
         wait, end = slurm.kill_wait(), slurm.end_of(fields)
-        left = 0.0  # Slurm is ending the job
+        seconds_left = 0.0  # Slurm is ending the job
         if fields.get("JobState") == "RUNNING":  # without a limit: somebody wants the nodes
-            left = end - time.time() if end is not None else 2 * last_warning()
-        self.of_listening = now + left + wait - min(RECORD_MARGIN_S, wait / 2)
-        self.of_deaf = now + max(left - RECORD_MARGIN_S, wait / 2)
+            seconds_left = end - time.time() if end is not None else 2 * last_warning()
+        self.of_listening = now + seconds_left + wait - min(RECORD_MARGIN_S, wait / 2)
+        self.of_deaf = now + max(seconds_left - RECORD_MARGIN_S, wait / 2)

@@ -80,13 +80,13 @@ def simple_commands(command: Sequence[str]) -> list[list[str]]:
         words = [*lexer]
     except ValueError:  # an open quote: the shell will say so
         words = command[place].split()
-    found: list[list[str]] = [[]]
+    commands: list[list[str]] = [[]]
     for word in words:
         if word.strip("();&|<>"):
-            found[-1].append(word)
+            commands[-1].append(word)
         else:
-            found.append([])
-    return [each for words in found if words for each in simple_commands(words)]
+            commands.append([])
+    return [each for words in commands if words for each in simple_commands(words)]
 
 
 def bare_command(command: Sequence[str]) -> list[str]:
@@ -135,8 +135,10 @@ def launcher_in(command: Sequence[str]) -> int | None:
 
 
 def uses_torchrun(command: Sequence[str]) -> bool:
-    found = simple_commands(command) if command else []
-    return any(find_launcher(TORCHRUN_NAMES, starter_words(words)) is not None for words in found)
+    commands = simple_commands(command) if command else []
+    return any(
+        find_launcher(TORCHRUN_NAMES, starter_words(words)) is not None for words in commands
+    )
 
 
 def check_launcher(command: Sequence[str], nodes: int) -> None:
@@ -203,7 +205,7 @@ def program_in(words: Sequence[str]) -> tuple[list[str], list[str]]:
     plain = [
         k for k, word in enumerate(words) if word[:1] not in "-0123456789" and word != "launch"
     ]
-    known = (k for k in plain if shutil.which(words[k]))
+    on_path = (k for k in plain if shutil.which(words[k]))
     free = (k for k in plain if k == 0 or not words[k - 1].startswith("-"))
-    place = next(itertools.chain(known, free, plain), len(words))
+    place = next(itertools.chain(on_path, free, plain), len(words))
     return [], [*words[place:]] or ["COMMAND"]

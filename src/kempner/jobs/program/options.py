@@ -60,7 +60,7 @@ def parse_options(words: Sequence[str]) -> Options:
     if first := next((word for word in own if not word.startswith("-")), None):
         raise ConfigError(f"'{first}': the command comes after '--': {PROGRAM_USAGE}")
     problems = [] if command else [f"no command given: {PROGRAM_USAGE}"]
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     for word in own:
         name, _, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or name not in OPTION_NAMES:
@@ -68,23 +68,23 @@ def parse_options(words: Sequence[str]) -> Options:
         elif not value:
             problems.append(f"--{name}: write --{name}={OPTION_NAMES[name]}")
         else:
-            given[name] = value
-    made = {
-        "code": Path(given["code"]) if "code" in given else None,
-        "steps": _steps(given.get("steps"), problems),
-        "heartbeat": _heartbeat(given.get("heartbeat"), problems),
-        "signal": _signal(given.get("signal"), problems),
+            values[name] = value
+    fields = {
+        "code": Path(values["code"]) if "code" in values else None,
+        "steps": _steps(values.get("steps"), problems),
+        "heartbeat": _heartbeat(values.get("heartbeat"), problems),
+        "signal": _signal(values.get("signal"), problems),
     }
     if problems:
         raise ConfigError(problems)
-    run_dir = Path(given.get("run-dir") or f"runs/{program_name(command)}").absolute()
-    return Options(command, run_dir, given.get("checkpoints", ""), **made)  # type: ignore[arg-type]
+    run_dir = Path(values.get("run-dir") or f"runs/{program_name(command)}").absolute()
+    return Options(command, run_dir, values.get("checkpoints", ""), **fields)  # type: ignore[arg-type]
 
 
 def _advice(word: str, name: str) -> str:
     near = difflib.get_close_matches(name, OPTION_NAMES, 1)
-    meant = f"did you mean --{near[0]}={OPTION_NAMES[near[0]]}? " if near else ""
-    return f"no option of run.sh; {meant}{PROGRAM_USAGE}; options of sbatch come before run.sh"
+    hint = f"did you mean --{near[0]}={OPTION_NAMES[near[0]]}? " if near else ""
+    return f"no option of run.sh; {hint}{PROGRAM_USAGE}; options of sbatch come before run.sh"
 
 
 def _steps(text: str | None, problems: list[str]) -> re.Pattern[bytes] | None:

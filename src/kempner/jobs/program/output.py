@@ -187,8 +187,8 @@ class OutputReader(threading.Thread):
         nothing about a program that was killed."""
         lines = [line.rstrip() for line in reversed(self._tail_lines()) if re.search(r"\w", line)]
         lines = [line for line in lines if TORCHRUN_ERROR not in line and SIGTERMED not in line]
-        if seen := TORCHRUN_SAW.search(cause := self._root_cause()):
-            return cause[seen.start(1) :].splitlines()[0].strip()[:200]
+        if match := TORCHRUN_SAW.search(cause := self._root_cause()):
+            return cause[match.start(1) :].splitlines()[0].strip()[:200]
         errors = [line for line in lines if EXCEPTION.match(line)]
         if cause:  # the other processes may have lost that one
             errors.sort(key=_is_lost)

@@ -76,11 +76,11 @@ def _rank(options: Options, world: World, server: socket.socket | None) -> int:
     return code
 
 
-def _join(options: Options, world: World, known: tuple[str, int] | None) -> Channel:
+def _join(options: Options, world: World, endpoint: tuple[str, int] | None) -> Channel:
     """Connect to rank 0. Raises OSError."""
     copy = rendezvous.copy_of(options.run_dir)
     for tries in range(JOIN_TRIES):
-        address, port = known or rendezvous.find_address(
+        address, port = endpoint or rendezvous.find_address(
             options.run_dir, world.local_rank, RANKS_START_S
         )
         try:

@@ -167,11 +167,11 @@ class Supervisor:
         if self._child is None or self._reported:
             return
         # A program that looks for the file needs no signal, and may not handle any.
-        heard = self._place.asks.exists() or self._child.warn()
-        if kind == "stop" and not heard:
-            heard = self._child.tell(signal.SIGINT)  # Python: KeyboardInterrupt
-        self._unheard = "" if heard else kind
-        self._channel.send(say="told", heard=heard)
+        has_heard = self._place.asks.exists() or self._child.warn()
+        if kind == "stop" and not has_heard:
+            has_heard = self._child.tell(signal.SIGINT)  # Python: KeyboardInterrupt
+        self._unheard = "" if has_heard else kind
+        self._channel.send(say="told", heard=has_heard)
 
     def _failing(self) -> bool:
         """Return whether it may be on its way out: its last words are a traceback of its own."""
@@ -248,8 +248,8 @@ class Supervisor:
         self._reported = True
         assert self._output is not None and child.code is not None
         self._output.join(OUTPUT_S)  # a process that it has left behind may keep it open
-        if not self._torn and (left := child.left_behind()):
-            self._output.say(f"ends what the program has left behind: {', '.join(left)}")
+        if not self._torn and (processes := child.left_behind()):
+            self._output.say(f"ends what the program has left behind: {', '.join(processes)}")
         child.end()
         self._output.join(OUTPUT_S)
         if self.world.rank == 0:

@@ -56,8 +56,8 @@ class Ending:
 
 def name_of_signal(number: int) -> str:
     """Name a signal; most of the real-time signals have no name."""
-    known = {each.value: each.name for each in signal.Signals}
-    return known.get(number, f"signal {number}")
+    names = {each.value: each.name for each in signal.Signals}
+    return names.get(number, f"signal {number}")
 
 
 @dataclass(frozen=True)
@@ -76,25 +76,25 @@ def first_failure(bad: Sequence[Ending]) -> Ending:
     that failed at about the same time, which may have lost it."""
     bad = sorted([e for e in bad if not e.torn] or bad, key=lambda e: e.failed_at)
     own = [e for e in bad if not e.gone and not e.lost and e.code not in ENDED_BY_OTHERS]
-    gone = [e for e in bad if e.gone]
-    if gone and not any(e.killed for e in own):
-        return gone[0]
+    lost_ranks = [e for e in bad if e.gone]
+    if lost_ranks and not any(e.killed for e in own):
+        return lost_ranks[0]
     return min(own, key=lambda e: e.failed_at - KILLED_S * e.killed, default=bad[0])
 
 
 def judge_endings(
-    ended: Sequence[Ending], asked: str, unheard: bool, hung: bool, progressed: bool
+    endings: Sequence[Ending], request: str, unheard: bool, hung: bool, progressed: bool
 ) -> Outcome:
-    """Judge the attempt. `asked`: interrupt, stop or ""; `unheard`: the program ignored such a
-    request, and was not ended."""
-    bad = [ending for ending in ended if ending.code != 0]
+    """Judge the attempt. `request`: interrupt, stop or ""; `unheard`: the program ignored one,
+    and was not ended."""
+    bad = [ending for ending in endings if ending.code != 0]
     if hung:
         return Outcome("", "no heartbeat", HUNG)
     # A user's stop counts whatever the program made of it.
-    if asked == "stop":
+    if request == "stop":
         return Outcome("stopped", "stopped by the user", 0)
-    lost = any(ending.gone for ending in bad)  # Slurm ends the step of a host that is lost
-    if asked == "interrupt" and not lost and (bad or not unheard):
+    has_lost_host = any(ending.gone for ending in bad)  # Slurm ends the step of a host that is lost
+    if request == "interrupt" and not has_lost_host and (bad or not unheard):
         return Outcome("interrupted", "asked to save and leave", 0)
     if not bad:
         return Outcome("done", "the program has ended with exit code 0 on all ranks", 0)
@@ -110,16 +110,16 @@ def judge_endings(
 
 
 def crash_faults(
-    ended: Sequence[Ending], outcome: Outcome, asked: str, head: Mapping[str, Any]
+    endings: Sequence[Ending], outcome: Outcome, request: str, head: Mapping[str, Any]
 ) -> list[FaultEvent]:
     """Record each rank that crashed by itself, the first one first. If a supervisor is gone, the
     other ranks have lost that one; after a request Slurm may have ended it. A later one with
     another error may only have lost the first."""
-    own = [e for e in ended if e.code not in (0, -signal.SIGTERM) and not e.torn]
-    own = [e for e in own if not (e.gone and asked)]
+    own = [e for e in endings if e.code not in (0, -signal.SIGTERM) and not e.torn]
+    own = [e for e in own if not (e.gone and request)]
     if outcome.state or not own or outcome.code == HUNG:
         return []
-    first, gone = first_failure(own), any(ending.gone for ending in ended)
+    first, has_lost_host = first_failure(own), any(ending.gone for ending in endings)
     others = [ending for ending in own if ending is not first][: NAMED_CRASHES - 1]
     return [
         FaultEvent(
@@ -129,7 +129,7 @@ def crash_faults(
             hosts=(ending.host,),
             reason=ending.reason,
             lost_peer=ending.lost
-            or (gone and not ending.gone)
+            or (has_lost_host and not ending.gone)
             or (ending is not first and not ending.gone and ending.words != first.words),
             final=outcome.final,
         )
@@ -138,7 +138,7 @@ def crash_faults(
 
 
 def hang_fault(
-    told: Mapping[int, ChannelMessage],
+    answers: Mapping[int, ChannelMessage],
     hosts: Mapping[int, str],
     endings: Mapping[int, Ending],
     head: Mapping[str, Any],
@@ -146,13 +146,13 @@ def hang_fault(
     """Find who hangs: a rank whose supervisor does not answer; else one that is stopped or waits
     for a disk; else one that is behind the others. If all are alike they wait for each other, and
     nobody is blamed."""
-    quiet = [rank for rank in hosts if rank not in told and rank not in endings]
-    stuck = [rank for rank, m in told.items() if m.get("condition") in ("T", "t", "D")]
-    steps = {rank: m["step"] for rank, m in told.items() if m.get("step") is not None}
+    quiet = [rank for rank in hosts if rank not in answers and rank not in endings]
+    stuck = [rank for rank, m in answers.items() if m.get("condition") in ("T", "t", "D")]
+    steps = {rank: m["step"] for rank, m in answers.items() if m.get("step") is not None}
     last = max(steps.values(), default=0)
     behind = [rank for rank, step in steps.items() if step < last]
     ranks = sorted(quiet or stuck or behind)
-    silence = max((m.get("silence", 0.0) for m in told.values()), default=0.0)
+    silence = max((m.get("silence", 0.0) for m in answers.values()), default=0.0)
     reason = f"no heartbeat for {silence:.0f} s"
     if ranks:
         why = "do not answer" if quiet else "are stopped" if stuck else "are behind the others"

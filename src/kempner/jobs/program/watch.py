@@ -57,11 +57,11 @@ def list_checkpoints(pattern: str) -> list[tuple[float, str]]:
     Links are left out if there is anything else, and so is what is being written."""
     paths = [path for path in glob.glob(pattern) if not TEMPORARY.search(open_part(path, pattern))]
     paths = [path for path in paths if not os.path.islink(path)] or paths  # latest -> another one
-    found = []
+    checkpoints = []
     for path in paths:
         with contextlib.suppress(OSError):  # one that is being pruned
-            found.append((os.path.getmtime(path), path))
-    return sorted(found)
+            checkpoints.append((os.path.getmtime(path), path))
+    return sorted(checkpoints)
 
 
 def stat_checkpoint(path: str) -> SeenCheckpoint:
@@ -74,8 +74,8 @@ def stat_checkpoint(path: str) -> SeenCheckpoint:
 
 def newest_seen(pattern: str) -> SeenCheckpoint:
     """Return the checkpoint that was changed last. Raises OSError if it is pruned meanwhile."""
-    found = list_checkpoints(pattern)
-    return stat_checkpoint(found[-1][1]) if found else SeenCheckpoint()
+    checkpoints = list_checkpoints(pattern)
+    return stat_checkpoint(checkpoints[-1][1]) if checkpoints else SeenCheckpoint()
 
 
 def number_in(paths: Sequence[str], pattern: str) -> int | None:
@@ -156,8 +156,8 @@ class CheckpointWatch(threading.Thread):
         so is one with a successor: a program may save more often than this looks. A file that is
         rewritten all the time is progress, too: the one before was whole, or this one has its size
         again; with both it is complete."""
-        found = list_checkpoints(self._pattern)
-        path = found[-1][1] if found else ""
+        checkpoints = list_checkpoints(self._pattern)
+        path = checkpoints[-1][1] if checkpoints else ""
         if path and path == self.complete.path == self._last.path and not self._is_new(path):
             return
         before, self._last = self._last, stat_checkpoint(path) if path else SeenCheckpoint()
@@ -179,36 +179,36 @@ class CheckpointWatch(threading.Thread):
             return max([os.path.getmtime(path), *times]) > self.complete.changed
         return stat_checkpoint(path) != self.complete  # a file
 
-    def look_at_last(self, in_order: bool, ended: float) -> None:
+    def look_at_last(self, in_order: bool, end_time: float) -> None:
         """Look once more after the program has ended: its last save is complete if it left in order
-        or, after a crash at the monotonic time `ended`, if it was whole before."""
+        or, after a crash at the monotonic time `end_time`, if it was whole before."""
         if not self._pattern:
             return
         with contextlib.suppress(OSError):
             for _, path in list_checkpoints(self._pattern)[-2:]:
-                seen = stat_checkpoint(path)
-                stayed = seen == self._last and self._since < ended - CHECKPOINT_POLL_S
-                newer = seen.changed >= self._counted.changed
-                if newer and (in_order or stayed or self._is_whole(seen)):
-                    self._take(seen, complete=True)
+                save = stat_checkpoint(path)
+                stayed = save == self._last and self._since < end_time - CHECKPOINT_POLL_S
+                newer = save.changed >= self._counted.changed
+                if newer and (in_order or stayed or self._is_whole(save)):
+                    self._take(save, complete=True)
 
-    def _is_whole(self, seen: SeenCheckpoint) -> bool:
+    def _is_whole(self, save: SeenCheckpoint) -> bool:
         """Return whether a checkpoint saved just before a crash has the size of a complete one. A
         file that is rewritten in its place has exactly that size: a log only grows."""
         one = self.complete
-        if (seen.path, seen.inode) == (one.path, one.inode):
-            return seen.size == one.size
-        return one.size > 0 and seen.size >= SAME_SIZE * one.size
+        if (save.path, save.inode) == (one.path, one.inode):
+            return save.size == one.size
+        return one.size > 0 and save.size >= SAME_SIZE * one.size
 
-    def _take(self, seen: SeenCheckpoint, complete: bool) -> None:
+    def _take(self, save: SeenCheckpoint, complete: bool) -> None:
         """Take a checkpoint. `complete`: surely, so that a program may be ended now."""
-        if seen == SeenCheckpoint() or seen == self._first:
+        if save == SeenCheckpoint() or save == self._first:
             return
-        if seen != self._counted:
-            self._counted = seen
+        if save != self._counted:
+            self._counted = save
             self.count += 1
-            self._paths = [*(p for p in self._paths if p != seen.path), seen.path][-COMPARED:]
+            self._paths = [*(p for p in self._paths if p != save.path), save.path][-COMPARED:]
             self.number = number_in(self._paths, self._pattern)
-        if complete and seen != self.complete:
-            self.complete, self.completed = seen, self.completed + 1
+        if complete and save != self.complete:
+            self.complete, self.completed = save, self.completed + 1
             self.written = self._since

@@ -35,19 +35,19 @@ def transport_of(text: str) -> str:
     Slingshot), Socket (TCP), or the name of another plugin; "" if the log names none."""
     if connected := _CONNECTED.findall(text):
         return _family(connected[-1])
-    if chosen := _CHOSEN.findall(text):
-        return _family("".join(chosen[-1]))
+    if choices := _CHOSEN.findall(text):
+        return _family("".join(choices[-1]))
     return ""
 
 
 def _family(name: str) -> str:
     """Map a plugin's name to its family: IBext_v8 is InfiniBand, AWS Libfabric is OFI."""
-    known = name.lower()
-    if "libfabric" in known or "ofi" in known:
+    lower_name = name.lower()
+    if "libfabric" in lower_name or "ofi" in lower_name:
         return "OFI"
-    if "ib" in known:
+    if "ib" in lower_name:
         return "IB"
-    return "Socket" if known == "socket" else name
+    return "Socket" if lower_name == "socket" else name
 
 
 def expected_transports(network: str) -> tuple[str, ...]:

@@ -72,10 +72,10 @@ def own_instance(local_rank: int) -> str | None:
 
 def _why_too_few(count: int) -> str:
     """Return the fix for a task that sees only `count` GPUs, several, but none for itself."""
-    given = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    if given.isdecimal() and int(given) > count:
+    job_gpus = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    if job_gpus.isdecimal() and int(job_gpus) > count:
         return (
-            f"it sees {count} of the {given} that Slurm gave the job there; --gpu-bind=closest "
+            f"it sees {count} of the {job_gpus} that Slurm gave the job there; --gpu-bind=closest "
             "(KEMPNER_SRUN) shows each task those of its socket alone: leave --gpu-bind out, and "
             "each rank takes one of its own"
         )

@@ -81,10 +81,10 @@ class Entrance:
         with contextlib.suppress(BlockingIOError):
             while self._here.recv(4096):
                 pass
-        found = []
+        connections = []
         while self._let_in:
-            found.append(self._let_in.popleft())
-        return found
+            connections.append(self._let_in.popleft())
+        return connections
 
     def close(self) -> None:
         """Stop admitting peers; those who were admitted stay."""
@@ -135,9 +135,9 @@ class Entrance:
         if (guest := self._guests.get(peer)) is None:
             return
         try:
-            said = peer.recv(NONCE + PROOF - len(guest.said))
-            guest.said += said
-            if said and len(guest.said) < NONCE + PROOF:
+            data = peer.recv(NONCE + PROOF - len(guest.said))
+            guest.said += data
+            if data and len(guest.said) < NONCE + PROOF:
                 return
             theirs, proof = guest.said[:NONCE], guest.said[NONCE:]
             nonces = guest.nonce + theirs
@@ -199,10 +199,10 @@ def _exactly(peer: socket.socket, count: int) -> bytes:
     return b"".join(_parts(peer, count))
 
 
-def _parts(peer: socket.socket, left: int) -> Iterator[bytes]:
-    while left:
-        part = peer.recv(left)
+def _parts(peer: socket.socket, remaining: int) -> Iterator[bytes]:
+    while remaining:
+        part = peer.recv(remaining)
         if not part:
             raise PermissionError("the connection was closed: the other side has another key")
-        left -= len(part)
+        remaining -= len(part)
         yield part

@@ -71,9 +71,9 @@ def discover_world(env: Mapping[str, str] = os.environ) -> World:
         rank, local_rank, size = (int(env[name]) for name in names)
         return _of_step(World(rank, local_rank, size, source, int(per_node or 1)), env)
     except (KeyError, ValueError):
-        found = ", ".join(f"{name}={env.get(name, '(unset)')}" for name in names)
+        settings = ", ".join(f"{name}={env.get(name, '(unset)')}" for name in names)
         raise ConfigError(
-            f"{source} environment: {found}: must be integers; start the ranks by srun or "
+            f"{source} environment: {settings}: must be integers; start the ranks by srun or "
             "torchrun, which set them, or unset them all for one process"
         ) from None
 

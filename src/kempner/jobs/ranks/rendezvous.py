@@ -123,9 +123,9 @@ def forget_copy(run_dir: Path) -> None:
     run = copy_of(run_dir).name.partition(".rendezvous-")[0]
     for path in Path(tempfile.gettempdir()).glob("kempner-*"):
         with contextlib.suppress(OSError):
-            found = path.lstat()
-            old = time.time() > found.st_mtime + LITTER_S
-            if found.st_uid != os.getuid():
+            status = path.lstat()
+            old = time.time() > status.st_mtime + LITTER_S
+            if status.st_uid != os.getuid():
                 continue
             if path.name.startswith(f"{run}.rendezvous-") or (old and OURS.match(path.name)):
                 path.unlink()
@@ -172,8 +172,8 @@ def _read_file(path: Path, own: bool) -> str:
     wait; with `own` for another user's, too."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(path, opener=lambda name, _: os.open(name, flags)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or (own and found.st_uid != os.getuid()):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or (own and status.st_uid != os.getuid()):
             raise OSError(errno.EPERM, "is not our file", str(path))
         return file.read()
 

@@ -113,11 +113,11 @@ def parse_node_plan(arguments: list[str]) -> NodePlan:
         parser.add_argument(f"--{name}", type=int, required=True)
     for name in ("began", "deadline", "log-sync"):
         parser.add_argument(f"--{name}", type=float, required=True)
-    given = vars(parser.parse_args(arguments))
-    addresses = dict(word.split("=", 1) for word in given.pop("nodes"))
-    ports = Ports.parse(given.pop("ports"), len(addresses))
-    dedicated = bool(given.pop("dedicated_head"))
-    return NodePlan(**given, addresses=addresses, ports=ports, dedicated_head=dedicated)
+    options = vars(parser.parse_args(arguments))
+    addresses = dict(word.split("=", 1) for word in options.pop("nodes"))
+    ports = Ports.parse(options.pop("ports"), len(addresses))
+    dedicated = bool(options.pop("dedicated_head"))
+    return NodePlan(**options, addresses=addresses, ports=ports, dedicated_head=dedicated)
 
 
 def make_temp(plan: NodePlan) -> Path:
@@ -231,21 +231,21 @@ class RayNode:
     def poll(self) -> None:
         """Check Ray once; the head also probes the other nodes, whose hosts may be down."""
         code = DIED_EXIT if self.probes[0].opened else NOT_UP_EXIT
-        if (ended := self.processes.exit_code(self.ray)) is not None:
+        if (exit_code := self.processes.exit_code(self.ray)) is not None:
             if self.head_was_up:
                 raise RayFault(
-                    code, f"{self.plan.name}: ray start has ended with exit code {ended}"
+                    code, f"{self.plan.name}: ray start has ended with exit code {exit_code}"
                 )
             # The head's raylet starts after its GCS and dashboard, and Ray waits only 10 s for it.
             log_text("ray start did not find the head's raylet: starting it again")
             return self.start_ray()
         self.probe_ports(code)
-        if self.ready and (ended := self.processes.exit_code(self.ready)) is not None:
+        if self.ready and (exit_code := self.processes.exit_code(self.ready)) is not None:
             self.ready = 0
-            if ended == NOT_UP_EXIT:
+            if exit_code == NOT_UP_EXIT:
                 raise RayFault(NOT_UP_EXIT, "")  # it has already reported why
-            if ended:
-                text = f"kempner.jobs.ray.ready has failed with exit code {ended}"
+            if exit_code:
+                text = f"kempner.jobs.ray.ready has failed with exit code {exit_code}"
                 raise RayFault(NOT_UP_EXIT, f"{self.plan.name}: {text}")
         if self.plan.log_sync and time.monotonic() - self.synced > self.plan.log_sync:
             self.logs.start()

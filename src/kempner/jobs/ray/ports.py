@@ -181,13 +181,13 @@ def check_ports(ports: Ports, cpus: int) -> None:
         for index in range(ports.shares):
             if not (port := ports.of_node(index).get(name)):
                 continue
-            given = f"{name}={ports.base[name]}"
+            setting = f"{name}={ports.base[name]}"
             if port > LAST_PORT:
                 smaller = f"give a smaller {STRIDE} ({ports.base[STRIDE]})"
-                raise PortError(f"{given}: node {index} would have {port}: {smaller}")
+                raise PortError(f"{setting}: node {index} would have {port}: {smaller}")
             if owner := "a worker" if first <= port <= last else user.get(port):
                 another = f"give another, or another {STRIDE} ({ports.base[STRIDE]})"
-                raise PortError(f"{given}: port {port} of node {index} is {owner}'s: {another}")
+                raise PortError(f"{setting}: port {port} of node {index} is {owner}'s: {another}")
             user[port] = name
 
 
@@ -204,10 +204,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="kempner.jobs.ray.ports")
     parser.add_argument("cpus", type=int)
     parser.add_argument("nodes", nargs="+")
-    given = parser.parse_args()
-    addresses = dict(word.split("=", 1) for word in given.nodes)
+    options = parser.parse_args()
+    addresses = dict(word.split("=", 1) for word in options.nodes)
     try:
-        ports = read_ports(os.environ, addresses, given.cpus)
+        ports = read_ports(os.environ, addresses, options.cpus)
     except PortError as error:
         print(f"kempner: error: {error}", file=sys.stderr)
         return 2
@@ -254,11 +254,11 @@ def is_busy(port: int) -> bool:
 def busy_ports(ports: Ports, index: int) -> list[str]:
     """List the ports of node `index`, which is this one, that are taken, by the user's
     variables."""
-    found = [f"{name}={port}" for name, port in ports.of_node(index).items() if is_busy(port)]
+    names = [f"{name}={port}" for name, port in ports.of_node(index).items() if is_busy(port)]
     workers = ports.workers(index)
     if all(map(is_busy, workers)):
-        found.append(f"all of {workers[0]} to {workers[-1]} (MIN_WORKER_PORT)")
-    return found
+        names.append(f"all of {workers[0]} to {workers[-1]} (MIN_WORKER_PORT)")
+    return names
 
 
 def is_open(address: str, port: int) -> bool:

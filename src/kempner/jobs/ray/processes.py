@@ -49,8 +49,8 @@ class Processes:
     def exit_code(self, pid: int) -> int | None:
         """The exit code of a child that has ended; reaps all that have."""
         with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                self.codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+            while (result := os.waitpid(-1, os.WNOHANG))[0]:
+                self.codes[result[0]] = os.waitstatus_to_exitcode(result[1])
         return self.codes.get(pid)
 
     @staticmethod
@@ -74,8 +74,8 @@ class Processes:
             while self.exit_code(main) is None and time.monotonic() < end:
                 time.sleep(0.05)
         end = time.monotonic() + RAY_STOPS_S
-        while (left := list(self.descendants(os.getpid()))) and time.monotonic() < end:
-            for pid in left:
+        while (pids := list(self.descendants(os.getpid()))) and time.monotonic() < end:
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self.exit_code(0)

@@ -70,10 +70,10 @@ def rank_variables_of(actors: Sequence[ray.actor.ActorHandle]) -> list[dict[str,
     places = ray.get([actor.where.remote(k == 0) for k, actor in enumerate(actors)])
     master, port = places[0]
     on_node: Counter[str] = Counter()
-    found = []
+    environments = []
     for rank, (node, _) in enumerate(places):
         variables = {"RANK": rank, "LOCAL_RANK": on_node[node], "WORLD_SIZE": len(actors)}
         variables |= {"MASTER_ADDR": master, "MASTER_PORT": port}
         on_node[node] += 1
-        found.append({name: str(value) for name, value in variables.items()})
-    return found
+        environments.append({name: str(value) for name, value in variables.items()})
+    return environments

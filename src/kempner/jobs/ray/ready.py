@@ -36,13 +36,13 @@ def alive_nodes(address: str) -> Census:
     }
 
 
-def missing_nodes(nodes: dict[str, str], wanted: Census, found: Census) -> Iterator[str]:
+def missing_nodes(nodes: dict[str, str], target: Census, census: Census) -> Iterator[str]:
     """Yield what a cluster lacks: nodes, and CPUs and GPUs of a node."""
     for name, place in nodes.items():
-        if place not in found:
+        if place not in census:
             yield name
             continue
-        for kind, have, want in zip(("CPUs", "GPUs"), found[place], wanted[place], strict=True):
+        for kind, have, want in zip(("CPUs", "GPUs"), census[place], target[place], strict=True):
             if have < want:
                 yield f"{kind} of {name} ({have:.0f} of {want:.0f})"
 
@@ -53,26 +53,26 @@ def main() -> int:
     for name in ("cpus", "gpus", "began", "deadline"):
         parser.add_argument(f"--{name}", type=float, required=True)
     parser.add_argument("--dedicated-head", action="store_true")
-    given = parser.parse_args()
-    nodes = dict(word.split("=", 1) for word in given.nodes)
-    wanted: Census = dict.fromkeys(nodes.values(), (given.cpus, given.gpus))
-    if given.dedicated_head:
-        wanted[next(iter(wanted))] = (0.0, 0.0)
+    options = parser.parse_args()
+    nodes = dict(word.split("=", 1) for word in options.nodes)
+    target: Census = dict.fromkeys(nodes.values(), (options.cpus, options.gpus))
+    if options.dedicated_head:
+        target[next(iter(target))] = (0.0, 0.0)
     error, lacks = "", list(nodes)
-    while time.time() < given.deadline:
+    while time.time() < options.deadline:
         try:
-            lacks = list(missing_nodes(nodes, wanted, alive_nodes(os.environ["RAY_ADDRESS"])))
+            lacks = list(missing_nodes(nodes, target, alive_nodes(os.environ["RAY_ADDRESS"])))
             error = ""
         except Exception as problem:  # Ray raises many types, and most only mean "not yet"
             error = f"; Ray says {str(problem) or repr(problem)}"[:300].replace("\n", " ")
         if not lacks:
-            cpus, gpus = (sum(column) for column in zip(*wanted.values(), strict=True))
-            took = time.time() - given.began
+            cpus, gpus = (sum(column) for column in zip(*target.values(), strict=True))
+            took = time.time() - options.began
             text = f"{len(nodes)} node(s), {cpus:.0f} CPUs, {gpus:.0f} GPUs, after {took:.1f} s"
             emit_line("READY", text)
             return 0
         time.sleep(NODE_TICK_S)
-    took = given.deadline - int(given.began)
+    took = options.deadline - int(options.began)
     text = f"not complete after {took:.0f} s (START_TIMEOUT); missing: {', '.join(lacks)}{error}"
     emit_line("FAULT", NOT_UP_EXIT, text)
     return NOT_UP_EXIT

@@ -99,9 +99,9 @@ class Attempt:
     @property
     def gpu_warning(self) -> str:
         """Warning about the attempt's GPUs, in one line; "" if there is none."""
-        told = [f"{f.host}: {f.reason}" for f in self.gpu_faults if f.answer != "note"]
-        more = f" and {len(told) - 1} more" if len(told) > 1 else ""
-        return f"{told[-1]}{more}" if told else ""
+        warnings = [f"{f.host}: {f.reason}" for f in self.gpu_faults if f.answer != "note"]
+        more = f" and {len(warnings) - 1} more" if len(warnings) > 1 else ""
+        return f"{warnings[-1]}{more}" if warnings else ""
 
     def smaller(self, attempts: Sequence[Attempt]) -> str:
         """Return a warning, in one line, if the job has come back with fewer ranks than it first
@@ -191,8 +191,8 @@ def _refusal(events: list[Event]) -> Refusal | None:
 def _with_end_of(status: Record, events: Sequence[Event]) -> list[Event]:
     """Add the end in status.json to the events if they lack it."""
     end = parse_event({**status, "event": "end"}) if status.get("state") in ENDS else None
-    known = {key for event in of_kind(events, End) for key in (event.attempt, event.attempt_id)}
-    if end is None or {end.attempt, end.attempt_id} & (known - {None}):
+    keys = {key for event in of_kind(events, End) for key in (event.attempt, event.attempt_id)}
+    if end is None or {end.attempt, end.attempt_id} & (keys - {None}):
         return list(events)
     return [*events, end]
 
@@ -201,13 +201,13 @@ def _by_attempt(events: Sequence[Event]) -> list[list[Event]]:
     """Group the events by attempt. A decision of the batch script has no number; it shares only the
     attempt_id with the events of its attempt, if there are any."""
     groups: list[list[Event]] = []
-    known: dict[str | int | None, list[Event]] = {}
+    by_key: dict[str | int | None, list[Event]] = {}
     for event in events:
         key = event.attempt_id or event.attempt
-        if key not in known or isinstance(event, StartEvent):
-            known[key] = []
-            groups.append(known[key])
-        known[key].append(event)
+        if key not in by_key or isinstance(event, StartEvent):
+            by_key[key] = []
+            groups.append(by_key[key])
+        by_key[key].append(event)
     return groups
 
 
@@ -231,7 +231,7 @@ def _attempt(
     stepped = next(iter(of_kind(events, FirstStep)), None)
     decision = next(reversed(of_kind(events, DecisionEvent)), None)
     state, reason = _end(events)
-    first, counted = _first_step(start, of_kind(events, FirstStep))
+    first, is_counted = _first_step(start, of_kind(events, FirstStep))
     return Attempt(
         number=number,
         attempt_id=next((event.attempt_id for event in events if event.attempt_id), None),
@@ -256,7 +256,7 @@ def _attempt(
         committed=decision.step if decision else None,
         changed=start.changed if start else (),
         startup=_startup(start, stepped),
-        counted=counted,
+        counted=is_counted,
         foreign=start is not None and start.step is None,
     )
 
@@ -265,8 +265,8 @@ def _first_step(start: StartEvent | None, stepped: list[FirstStep]) -> tuple[int
     """Return the step that an attempt continued from, and whether its steps are known."""
     if start is None or start.step is not None:
         return (start.step or 0 if start else 0), True
-    known = [first.began for first in stepped if first.began is not None]
-    return (known[0], True) if known else (0, False)
+    starts = [first.began for first in stepped if first.began is not None]
+    return (starts[0], True) if starts else (0, False)
 
 
 def _startup(start: StartEvent | None, stepped: FirstStep | None) -> dict[str, float]:
@@ -295,9 +295,9 @@ def _last_step(
         if foreign
         else (FirstStep, FaultEvent, GoBack, DecisionEvent)
     )
-    told = [e.step for e in events if isinstance(e, kinds)]
-    told += [*resumed, *(line["step"] for line in lines[-1:])]
-    return max(first, *(step for step in told if step is not None), 0)
+    steps = [e.step for e in events if isinstance(e, kinds)]
+    steps += [*resumed, *(line["step"] for line in lines[-1:])]
+    return max(first, *(step for step in steps if step is not None), 0)
 
 
 def _end(events: list[Event]) -> tuple[AttemptState, str]:
@@ -310,8 +310,8 @@ def _end(events: list[Event]) -> tuple[AttemptState, str]:
         return "killed", ""
     fault = next((fault for fault in faults if not fault.lost_peer), faults[0])
     if fault.lost_peer:  # no rank says why: it was killed, or its host is gone
-        lost = fault.reason.partition(": ")[0]
-        return "crashed", f"a rank died, no error recorded; {lost} lost the connection to it"
+        witness = fault.reason.partition(": ")[0]
+        return "crashed", f"a rank died, no error recorded; {witness} lost the connection to it"
     if fault.final:
         return "failed", fault.reason
     return "hung" if fault.kind == "hang" else "crashed", fault.reason

@@ -114,56 +114,56 @@ class Nodes:
     anew: bool = False  # the count of attempts without progress begins again, on the other nodes
 
 
-def most_excluded(ended: StepEnd) -> int:
+def most_excluded(end: StepEnd) -> int:
     """Return how many nodes the job may exclude in a day: KEMPNER_EXCLUDE or 5 % of its nodes."""
-    if ended.max_excluded == 0:
+    if end.max_excluded == 0:
         return 0
-    return max(ended.max_excluded, int(LARGEST_SHARE * ended.nodes))
+    return max(end.max_excluded, int(LARGEST_SHARE * end.nodes))
 
 
-def leave_out(ended: StepEnd) -> Nodes:
+def leave_out(end: StepEnd) -> Nodes:
     """Choose the nodes that the next attempt leaves out."""
-    hosts, names = ended.faulty, ", ".join(ended.faulty)
-    if hosts and len(hosts) <= ended.spares and ended.room:
+    hosts, names = end.faulty, ", ".join(end.faulty)
+    if hosts and len(hosts) <= end.spares and end.room:
         return Nodes(replaced=hosts)
-    if ended.lost:
+    if end.lost:
         hosts = ()  # Slurm keeps the next start off them
-    hosts = (*hosts, *(host for host in ended.spent if host not in hosts))
-    if not hosts or ended.max_excluded == 0:
+    hosts = (*hosts, *(host for host in end.spent if host not in hosts))
+    if not hosts or end.max_excluded == 0:
         return Nodes()
-    if not (ended.may_requeue or ended.chain or ended.broken):
+    if not (end.may_requeue or end.chain or end.broken):
         return Nodes()  # there is no next start to keep off them
-    names, most = ", ".join(hosts), most_excluded(ended)
-    stays = f"{names}: {ended.fault}, not excluded: "
-    if not ended.broken and ended.excluded + len(hosts) > most:
-        before = f"{ended.excluded} were in the last day, " if ended.excluded else ""
+    names, most = ", ".join(hosts), most_excluded(end)
+    stays = f"{names}: {end.fault}, not excluded: "
+    if not end.broken and end.excluded + len(hosts) > most:
+        before = f"{end.excluded} were in the last day, " if end.excluded else ""
         return Nodes(note=f"{stays}{before}the limit is {most} (KEMPNER_EXCLUDE)")
-    if ended.others is None:
+    if end.others is None:
         return Nodes(note=f"{stays}Slurm did not say whether there are enough other nodes")
-    if ended.others < ended.needed:
-        why = f"the other nodes that could take this job, {ended.others}, are too few"
+    if end.others < end.needed:
+        why = f"the other nodes that could take this job, {end.others}, are too few"
         return Nodes(note=f"{stays}{why}", too_few=True)
     # The node has failed, and not the program: but a program that fails wherever it runs would
     # lead the job from node to node.
-    certain = ended.trained or ended.broken
-    return Nodes(excluded=hosts, anew=certain and ended.in_vain + len(hosts) <= most)
+    certain = end.trained or end.broken
+    return Nodes(excluded=hosts, anew=certain and end.in_vain + len(hosts) <= most)
 
 
-def may_restart(ended: StepEnd, nodes: Nodes) -> bool:
+def may_restart(end: StepEnd, nodes: Nodes) -> bool:
     """Return whether the next attempt begins at once, as another step of the same job."""
-    if not ended.room or ended.run in OVER or ended.refused or (ended.site and not ended.away):
+    if not end.room or end.run in OVER or end.refused or (end.site and not end.away):
         return False
     # A node that is lost or to be left out must be replaced.
-    if (ended.lost or ended.preflight or nodes.excluded) and not nodes.replaced:
+    if (end.lost or end.preflight or nodes.excluded) and not nodes.replaced:
         return False
-    if ended.left is not None and ended.left < 2 * ended.start:
+    if end.left is not None and end.left < 2 * end.start:
         return False
     # A run that fails at once would use up all attempts in seconds: a requeue waits, and may
     # bring other nodes.
-    requeue = ended.may_requeue or bool(ended.chain)
-    if nodes.replaced or ended.away or not requeue:
+    requeue = end.may_requeue or bool(end.chain)
+    if nodes.replaced or end.away or not requeue:
         return True
-    return ended.no_progress < 2 and ended.created
+    return end.no_progress < 2 and end.created
 
 
 OVER = ("done", "stopped", "failed")
@@ -299,57 +299,57 @@ DECISION_RULES = (
 )
 
 
-def exclude_list(ended: StepEnd, nodes: Nodes) -> str:
-    return f"; without {','.join(nodes.excluded)}: {ended.fault}" if nodes.excluded else ""
+def exclude_list(end: StepEnd, nodes: Nodes) -> str:
+    return f"; without {','.join(nodes.excluded)}: {end.fault}" if nodes.excluded else ""
 
 
-def pause_of(ended: StepEnd) -> int:
+def pause_of(end: StepEnd) -> int:
     """Return the minutes until the next start: after a fault of the site, a quarter of the time
     waited; after a start that has ended before its step, 1, 5, 25, ...: what it lacks may come
     back."""
     minutes = 0.0
-    if ended.site:
-        minutes = 60 * ended.waited / 4
-    elif ended.early:
-        minutes = 5.0 ** (ended.no_progress - 1)
+    if end.site:
+        minutes = 60 * end.waited / 4
+    elif end.early:
+        minutes = 5.0 ** (end.no_progress - 1)
     else:
         return 0
     return round(min(max(minutes, SHORTEST_PAUSE), LONGEST_PAUSE))
 
 
-def rule_of(ended: StepEnd, nodes: Nodes) -> DecisionRule:
+def rule_of(end: StepEnd, nodes: Nodes) -> DecisionRule:
     """Return the first rule that holds; the last one always does."""
-    return next(rule for rule in DECISION_RULES if rule.holds(ended, nodes))
+    return next(rule for rule in DECISION_RULES if rule.holds(end, nodes))
 
 
-def decide_next(ended: StepEnd) -> BatchDecision:
+def decide_next(end: StepEnd) -> BatchDecision:
     """Decide by the first rule that holds."""
-    nodes = leave_out(ended)
-    rule = rule_of(ended, nodes)
-    goes_on = rule.answer in ("requeue", "chain") and ended.job == "running"
+    nodes = leave_out(end)
+    rule = rule_of(end, nodes)
+    goes_on = rule.answer in ("requeue", "chain") and end.job == "running"
     notes = [nodes.note] if nodes.note else []
-    if ended.room and ended.left is not None and ended.left < 2 * ended.start:
+    if end.room and end.left is not None and end.left < 2 * end.start:
         notes.append(
             f"no restart in place: the warning before the time limit is due in"
-            f" {max(0, ended.left):.0f} s, the last start took {ended.start:.0f} s"
+            f" {max(0, end.left):.0f} s, the last start took {end.start:.0f} s"
         )
     return BatchDecision(
         answer=rule.answer,
-        why=rule.why(ended, nodes),
-        kind=rule.kind or end_class(ended),
+        why=rule.why(end, nodes),
+        kind=rule.kind or end_class(end),
         excluded=nodes.excluded if goes_on else nodes.replaced if rule.answer == "restart" else (),
         replaced=nodes.replaced if rule.answer == "restart" else (),
-        pause=pause_of(ended) if goes_on else 0,
+        pause=pause_of(end) if goes_on else 0,
         notes=tuple(notes),
-        no_progress=0 if nodes.anew and goes_on else ended.no_progress,
+        no_progress=0 if nodes.anew and goes_on else end.no_progress,
     )
 
 
-def end_class(ended: StepEnd) -> Class:
+def end_class(end: StepEnd) -> Class:
     """Return whose fault the end was, if the rule does not say."""
-    if ended.site:
+    if end.site:
         return "site"
-    return "host" if ended.faulty or ended.refused else ""
+    return "host" if end.faulty or end.refused else ""
 
 
 def decision_table() -> str:

@@ -225,8 +225,10 @@ def parse_event(record: dict[str, Any]) -> Event | None:
 def is_event(record: dict[str, Any]) -> bool:
     """Return whether an object has the fields of all events, also of a kind that is unknown
     here."""
-    named = isinstance(record.get("event"), str) and fits_type(str | None, record.get("attempt_id"))
-    return named and is_time(record.get("time"))
+    has_name = isinstance(record.get("event"), str) and fits_type(
+        str | None, record.get("attempt_id")
+    )
+    return has_name and is_time(record.get("time"))
 
 
 def is_time(value: Any) -> TypeGuard[float]:

@@ -22,10 +22,10 @@ def run_facts(run: History, now: float) -> dict[str, Any]:
     started = [attempt for attempt in run.attempts if attempt.began is not None]
     decisions = Counter(str(r.get("decision")) for r in run.records if r.get("event") == "decision")
     step, most = newest_step(run), run.status.get("max_steps")
-    left = max(0, most - step) if most and step is not None else None
+    steps_left = max(0, most - step) if most and step is not None else None
     pace = seconds_per_step(run.lines, run.attempts)
     lives = run.state.word == "running"
-    eta = left * pace if lives and left is not None and pace else None
+    eta = steps_left * pace if lives and steps_left is not None and pace else None
     last = newest_line(run.lines, "tokens_per_s")
     rates = [
         line["tokens_per_s"] for line in recent_lines(run.lines, run.attempts) if has_rate(line)
@@ -102,8 +102,8 @@ def seconds_per_step(lines: Sequence[Record], attempts: Sequence[Attempt]) -> fl
     steps = own[-1]["step"] - own[0]["step"] if own else 0
     if steps > 0 and own[-1]["time"] > own[0]["time"]:
         return float(own[-1]["time"] - own[0]["time"]) / steps
-    known = newest_line(own, "step_time").get("step_time")
-    return float(known) if known and math.isfinite(known) else None
+    step_time = newest_line(own, "step_time").get("step_time")
+    return float(step_time) if step_time and math.isfinite(step_time) else None
 
 
 def recent_lines(lines: Sequence[Record], attempts: Sequence[Attempt]) -> list[Record]:

@@ -70,11 +70,11 @@ def host_of(faults: Sequence[_Record], srun_log: str) -> str:
     if killed:
         return str(killed[0])
     own = (fault for fault in faults if fault.get("kind") == "crash" and not fault.get("lost_peer"))
-    found = next((fault["hosts"][0] for fault in own if fault.get("hosts")), "")
-    left = set(LEFT_OUT_REASON.findall(before))
-    if not faults and len(left) == 1:
-        found = left.pop()
-    return str(found)
+    host = next((fault["hosts"][0] for fault in own if fault.get("hosts")), "")
+    early_hosts = set(LEFT_OUT_REASON.findall(before))
+    if not faults and len(early_hosts) == 1:
+        host = early_hosts.pop()
+    return str(host)
 
 
 def sees_no_program(faults: Sequence[_Record], srun_log: str) -> str:
@@ -88,8 +88,8 @@ def site_fault(faults: Sequence[_Record], nodes: int) -> str:
     """Describe a file system that fails on several hosts at once; "" without one. On one host of
     several it is a fault of that host."""
     failed = [f for f in faults if FILE_SYSTEM.search(str(f.get("reason", "")))]
-    named = [fault.get("hosts") for fault in failed]
-    hosts = {str(host) for each in named if isinstance(each, list) for host in each}
+    host_lists = [fault.get("hosts") for fault in failed]
+    hosts = {str(host) for each in host_lists if isinstance(each, list) for host in each}
     if len(hosts) < min(2, nodes) or len(hosts) < 2:
         return ""
     reason = " ".join(str(failed[0].get("reason", "")).split())
@@ -115,8 +115,8 @@ def decisions_without_progress(decisions: Sequence[_Record]) -> int:
     has null if the batch script had no time to count."""
     count = 0
     for decision in decisions:
-        known = decision.get("no_progress")
-        count = known if isinstance(known, int) else count + 1
+        number = decision.get("no_progress")
+        count = number if isinstance(number, int) else count + 1
     return count
 
 
@@ -130,13 +130,13 @@ def excluded_by(decision: _Record) -> list[str]:
 def excluded_in_vain(decisions: Sequence[_Record]) -> int:
     """Count the nodes excluded since the last new checkpoint. One may be excluded twice, if Slurm
     did not take the first order."""
-    found: set[str] = set()
+    hosts: set[str] = set()
     for decision in decisions:
         if names := excluded_by(decision):
-            found.update(names)
+            hosts.update(names)
         elif decision.get("no_progress") == 0:
-            found.clear()
-    return len(found)
+            hosts.clear()
+    return len(hosts)
 
 
 def blamed_before(decisions: Sequence[_Record]) -> str:
@@ -147,15 +147,15 @@ def blamed_before(decisions: Sequence[_Record]) -> str:
 def final_reason(faults: Sequence[_Record]) -> str:
     """Return why no other attempt can succeed: a fault that would come again, such as out of
     memory."""
-    found = next((str(f.get("reason", "")) for f in faults if f.get("final") is True), "")
-    return " ".join(found.split())
+    reason = next((str(f.get("reason", "")) for f in faults if f.get("final") is True), "")
+    return " ".join(reason.split())
 
 
 def start_up(events: Sequence[_Record], batch_began: float) -> int:
     """Return the seconds of an attempt until its first step was done, or until now."""
     stepped = (e.get("time") for e in events if e.get("event") == "first_step")
-    ended = next((float(t) for t in stepped if is_time(t)), time.time())
-    return max(0, round(ended - batch_began))
+    end = next((float(t) for t in stepped if is_time(t)), time.time())
+    return max(0, round(end - batch_began))
 
 
 def broken_gpu(faults: Sequence[_Record]) -> tuple[str, str]:

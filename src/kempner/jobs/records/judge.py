@@ -118,10 +118,10 @@ def jobs_have_trained(records: Sequence[_Record], jobs: Sequence[str], command: 
     return False
 
 
-def hours_waited(made: Sequence[_Record], now: float) -> float:
+def hours_waited(decisions: Sequence[_Record], now: float) -> float:
     """Return the hours since the first decision in a row about a fault of the site."""
     began = now
-    for decision in reversed(made):
+    for decision in reversed(decisions):
         if decision.get("kind") != "site" or not is_time(decision.get("time")):
             break
         began = float(decision["time"])
@@ -134,61 +134,61 @@ def collect_facts(
     """Collect the known facts, and the host that is blamed."""
     jobs, attempt_id = facts.words("jobs"), facts.text("attempt")
     records, unread = records_of(run_dir)
-    made = [r for r in records if r.get("event") == "decision" and r.get("job") in jobs]
+    decisions = [r for r in records if r.get("event") == "decision" and r.get("job") in jobs]
     ours = [r for r in records if r.get("attempt_id") == attempt_id]
     faults = [record for record in ours if record.get("event") == "fault"]
     for path in sorted(run_dir.glob("replicas/*")):
         found_there = read_records(path / "attempts.jsonl")
         ours += [r for r in found_there if r.get("attempt_id") == attempt_id]
-    said = srun_log.read_text(errors="replace") if srun_log.is_file() else ""
+    srun_text = srun_log.read_text(errors="replace") if srun_log.is_file() else ""
 
     broken, gpu = broken_gpu(ours)
     nodes = facts.words("places")
-    found = (
+    host = (
         broken
-        or launch_failed_on(said, facts.count("tasks", 1), nodes)
-        or host_of(faults, said)
+        or launch_failed_on(srun_text, facts.count("tasks", 1), nodes)
+        or host_of(faults, srun_text)
         or facts.text("early")
     )
-    script = sees_no_program(faults, said)
+    script = sees_no_program(faults, srun_text)
     if script and not os.path.exists(script):  # nor does this host: it is gone
-        found = ""
-    again = bool(broken) or (bool(found) and found == blamed_before(made))
-    bad, lost = facts.words("bad"), facts.words("lost")
+        host = ""
+    again = bool(broken) or (bool(host) and host == blamed_before(decisions))
+    bad, lost_hosts = facts.words("bad"), facts.words("lost")
     blind = again and bool(script)
     fault = BLIND if blind else "failed twice in a row"
     if facts.flag("preflight"):
         fault = "failed the preflight"
     elif broken:
         fault = f"{BROKEN_HOST} {gpu}"
-    faulty = lost or (bad if facts.flag("preflight") else (found,) if again else ())
-    blamed = ",".join(lost or (bad if facts.flag("preflight") else (found,)))
+    faulty = lost_hosts or (bad if facts.flag("preflight") else (host,) if again else ())
+    blamed = ",".join(lost_hosts or (bad if facts.flag("preflight") else (host,)))
     orderly = facts.text("run") == "interrupted"
     if orderly:
         faulty, blamed = (), ""
-    spent = facts.words("spent")
-    if spent and not faulty:
+    spent_nodes = facts.words("spent")
+    if spent_nodes and not faulty:
         fault = "was replaced by a spare node"
 
-    away = controller_away(said)
+    away = controller_away(srun_text)
     trained = bool(unread) or jobs_have_trained(records, jobs, facts.text("command"))
     site = "" if orderly else unread or away or site_fault(faults, len(nodes))
     # A check that has ended otherwise than by bad input: an unreadable file, a lack of memory, a
     # missing package.
     if facts.text("early") and trained and facts.count("code", 0) != 2:
         site = site or facts.text("what")
-    before, in_vain = decisions_without_progress(made), excluded_in_vain(made)
+    before, in_vain = decisions_without_progress(decisions), excluded_in_vain(decisions)
     if unread:
         before = facts.count("before", -1)
-    elif made and facts.count("committed_before", -1) > _step(made[-1]):
+    elif decisions and facts.count("committed_before", -1) > _step(decisions[-1]):
         before = in_vain = 0  # an attempt that could not record its end has come further
     count = before + (0 if site or facts.flag("cut_short") else 1)
     if facts.count("committed", -1) > facts.count("committed_before", -1):
         count = 0
     # Nodes with broken hardware do not count against KEMPNER_EXCLUDE.
     certain = re.compile(f"{BROKEN_HOST}|{BLIND}")
-    out = [d for d in made if not certain.search(str(d.get("why")))]
-    ended = StepEnd(
+    out = [d for d in decisions if not certain.search(str(d.get("why")))]
+    end = StepEnd(
         run=facts.text("run"),
         what=facts.text("what") or "the step has ended",
         refused=(facts.text("refusal") or " ") if facts.count("code", 0) == 2 else "",
@@ -196,7 +196,7 @@ def collect_facts(
         final=final_reason(faults),
         site=site,
         away=bool(site) and site == away,
-        waited=hours_waited(made, now),
+        waited=hours_waited(decisions, now),
         no_progress=count,
         job=facts.text("job") or "running",  # type: ignore[arg-type]
         slurm=facts.text("slurm"),
@@ -207,10 +207,10 @@ def collect_facts(
         successor=facts.text("successor"),
         faulty=faulty,
         fault=fault,
-        lost=bool(lost),
+        lost=bool(lost_hosts),
         broken=bool(broken) or blind,
         preflight=facts.flag("preflight"),
-        spent=spent,
+        spent=spent_nodes,
         spares=facts.count("spares", 0),
         nodes=facts.count("nodes", 1),
         needed=facts.count("nodes", 1) + facts.count("wanted_spares", 0),
@@ -225,7 +225,7 @@ def collect_facts(
         max_excluded=facts.count("max_excluded", 2),
         max_wait=facts.number("max_wait", 24.0),
     )
-    return ended, blamed
+    return end, blamed
 
 
 def _step(decision: _Record) -> float:
@@ -239,14 +239,14 @@ def _age(decision: _Record, now: float) -> float:
     return now - began if is_time(began) else 0.0
 
 
-def with_others(ended: StepEnd, request: str) -> StepEnd:
+def with_others(end: StepEnd, request: str) -> StepEnd:
     """Add the number of other nodes, if it is needed."""
-    if not (ended.faulty and not ended.lost) and not ended.spent:
-        return ended
-    return replace(ended, others=slurm.other_nodes(request, (*ended.faulty, *ended.spent)))
+    if not (end.faulty and not end.lost) and not end.spent:
+        return end
+    return replace(end, others=slurm.other_nodes(request, (*end.faulty, *end.spent)))
 
 
-def decision_fields(decision: BatchDecision, ended: StepEnd, blamed: str) -> dict[str, object]:
+def decision_fields(decision: BatchDecision, end: StepEnd, blamed: str) -> dict[str, object]:
     """Return the answer for the batch script."""
     return {
         "decision": decision.answer,
@@ -256,21 +256,21 @@ def decision_fields(decision: BatchDecision, ended: StepEnd, blamed: str) -> dic
         "blamed": blamed,
         "excluded": ",".join(decision.excluded),
         "replaced": ",".join(decision.replaced),
-        "fault": ended.fault,
+        "fault": end.fault,
         "pause": decision.pause,
-        "start": round(ended.start),
+        "start": round(end.start),
         "notes": "; ".join(decision.notes),
     }
 
 
 def main(run_dir: str, srun_log: str, *facts: str) -> None:
-    given = JobFacts(dict(fact.split("=", 1) for fact in facts))
-    ended, blamed = collect_facts(Path(run_dir), Path(srun_log), given, time.time())
-    ended = with_others(ended, given.text("request"))
-    told = decision_fields(decide_next(ended), ended, blamed)
+    job_facts = JobFacts(dict(fact.split("=", 1) for fact in facts))
+    end, blamed = collect_facts(Path(run_dir), Path(srun_log), job_facts, time.time())
+    end = with_others(end, job_facts.text("request"))
+    fields = decision_fields(decide_next(end), end, blamed)
     print(ANSWER)
     for name in DECISION_FIELDS:  # one line each, whatever the records hold
-        print(visible_text(" ".join(str(told[name]).split())))
+        print(visible_text(" ".join(str(fields[name]).split())))
 
 
 if __name__ == "__main__":

@@ -65,10 +65,10 @@ class NodeHistory:
 
 def nodes_of(runs: Iterable[History]) -> list[NodeHistory]:
     """Return the hosts of these runs, those with the most faults first."""
-    found: dict[str, NodeHistory] = {}
+    nodes: dict[str, NodeHistory] = {}
 
     def at(host: str) -> NodeHistory:
-        return found.setdefault(host, NodeHistory(host))
+        return nodes.setdefault(host, NodeHistory(host))
 
     for run in runs:
         for attempt in run.attempts:
@@ -85,7 +85,7 @@ def nodes_of(runs: Iterable[History]) -> list[NodeHistory]:
                 accused[record.get("attempt_id"), host] = record.get("answer")
             for host in host_names(record.get("excluded")):
                 at(host).excluded += record.get("event") == "decision"
-    return rank_nodes(found.values())
+    return rank_nodes(nodes.values())
 
 
 def merge_nodes(several: Iterable[list[NodeHistory]]) -> list[NodeHistory]:

@@ -98,18 +98,20 @@ class History:
     def step(self) -> int | None:
         """Steps done, as far as is known: status.json of a running attempt is older. None for a
         program whose steps are not known. A program has not gone back before it prints a step."""
-        begun = [attempt for attempt in self.attempts if attempt.began is not None]
-        counted = [attempt for attempt in begun if attempt.counted]
-        newest = max((a.last_step for a in (*begun[-1:], *counted[-1:])), default=0)
+        starts = [attempt for attempt in self.attempts if attempt.began is not None]
+        with_steps = [attempt for attempt in starts if attempt.counted]
+        newest = max((a.last_step for a in (*starts[-1:], *with_steps[-1:])), default=0)
         last = self.losses[-1]["step"] if self.losses else 0
-        return max(newest, last) or (None if begun and not counted else 0)
+        return max(newest, last) or (None if starts and not with_steps else 0)
 
     @property
     def warning(self) -> str:
         """Warning about the last attempt, in one line; "" if there is none."""
         last = self.attempts[-1:]
-        told = [text for a in last for text in (a.gpu_warning, a.smaller(self.attempts)) if text]
-        return "; ".join(told)
+        warnings = [
+            text for a in last for text in (a.gpu_warning, a.smaller(self.attempts)) if text
+        ]
+        return "; ".join(warnings)
 
     @property
     def step_text(self) -> str:
@@ -168,9 +170,9 @@ def load_history(
     share = (
         min(1.0, SAMPLE_BLOCKS * SAMPLE_BLOCK_BYTES / max(1, file_size(metrics))) if sample else 1.0
     )
-    found = sample_lines(metrics) if share < 1 else read_jsonl(metrics, tail)
-    known = [*filter(is_sound, found)]
-    lines = [line for line in known if not is_result(line)]
+    all_lines = sample_lines(metrics) if share < 1 else read_jsonl(metrics, tail)
+    sound_lines = [*filter(is_sound, all_lines)]
+    lines = [line for line in sound_lines if not is_result(line)]
     records = [*filter(events.is_event, events.read_records(path / "attempts.jsonl"))]
     attempts, refusals = attempts_of(events.known_events(records), lines, status)
     later = next((r for r in refusals[-1:] if not attempts or r.time > attempts[-1].ended), None)
@@ -185,7 +187,7 @@ def load_history(
     if state.word in ("running", "silent") and attempts:
         attempts[-1] = replace(attempts[-1], state="running")
     run = History(
-        path, status, lines, results_of(known), attempts, state, job, after, records, share,
+        path, status, lines, results_of(sound_lines), attempts, state, job, after, records, share,
         refusals, later,
     )  # fmt: skip
     if "max_steps" in status:  # a later start may have asked for fewer than are done
@@ -256,10 +258,10 @@ def is_result(line: Record) -> bool:
 
 def results_of(lines: Sequence[Record]) -> list[Record]:
     """Return the newest figures of each step."""
-    found: dict[int, Record] = {}
+    by_step: dict[int, Record] = {}
     for line in filter(is_result, lines):
-        found[line["step"]] = found.get(line["step"], {}) | line
-    return [found[step] for step in sorted(found)]
+        by_step[line["step"]] = by_step.get(line["step"], {}) | line
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def main_figures(line: Record) -> dict[str, float]:

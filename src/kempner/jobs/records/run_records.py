@@ -75,8 +75,8 @@ class RunRecords:
         `max_steps`: None if unknown."""
         head = self.head(step)
         del head["restart"]
-        known = {} if max_steps is None else {"max_steps": max_steps}
-        record = {"state": state, **known, "reason": reason, **head}
+        limit = {} if max_steps is None else {"max_steps": max_steps}
+        record = {"state": state, **limit, "reason": reason, **head}
         self._put(lambda: write_atomic(self._status, json.dumps(record) + "\n"), self._status)
 
     def _put(self, write: Callable[[], None], path: Path) -> None:

@@ -35,16 +35,16 @@ def main(run_dir: Path, every: int | None) -> None:
         due[write_page_beside] = now
     if notify.notification_ways():
         due[notify_stall] = now + STALL_POLL_S
-    said: set[str] = set()  # each problem once: it may last for hours
+    past_problems: set[str] = set()  # each problem once: it may last for hours
     while due and os.getppid() == parent:
         for act in [act for act, at in due.items() if at <= time.monotonic()]:
             due[act] = time.monotonic() + (
                 STALL_POLL_S if act is notify_stall else every or STALL_POLL_S
             )
             for problem in act(run_dir, every):
-                if problem not in said:
+                if problem not in past_problems:
                     print(f"kempner: {problem}", flush=True)
-                said.add(problem)
+                past_problems.add(problem)
         time.sleep(max(0.0, min(STALL_POLL_S, min(due.values()) - time.monotonic())))
 
 

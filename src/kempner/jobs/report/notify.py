@@ -43,12 +43,12 @@ def notification_ways(
     env: Mapping[str, str] = os.environ,
 ) -> list[tuple[str, Callable[[Record], None]]]:
     """Return (variable, function) of each way that is set; the function raises if it fails."""
-    known: dict[str, Callable[[Record], None]] = {
+    ways: dict[str, Callable[[Record], None]] = {
         "KEMPNER_MAIL": _mail,
         "KEMPNER_NOTIFY": _command,
         "KEMPNER_WEBHOOK": _post,
     }
-    return [(name, act) for name, act in known.items() if env.get(name)]
+    return [(name, act) for name, act in ways.items() if env.get(name)]
 
 
 def event_of(run: History, most: int) -> str | None:
@@ -73,8 +73,8 @@ def event_of(run: History, most: int) -> str | None:
 def tell_if_new(run: History, now: float) -> list[str]:
     """Tell a run's event, unless it has been told, or is old; returns the problems."""
     event = event_of(run, int(os.environ.get("KEMPNER_MAX_CRASHES") or 3))
-    known = run_facts(run, now)
-    if event is None or now - (known["last_sign"] or 0.0) > RECENT_S:
+    facts = run_facts(run, now)
+    if event is None or now - (facts["last_sign"] or 0.0) > RECENT_S:
         return []
     last = run.attempts[-1] if run.attempts else None
     name = "none" if last is None else last.attempt_id or last.name
@@ -88,13 +88,13 @@ def notify_event(
 ) -> list[str]:
     """Tell an event, unless it has been told; returns the problems, one line each. `sure`: also if
     that cannot be noted, such as on a full disk."""
-    known, why = run_facts(run, now), visible_text(" ".join(why[:LONGEST_REASON].split()))
-    key = f"{attempt}-stall-{known['step']}" if event == "stall" else f"{attempt}-end"
+    facts, why = run_facts(run, now), visible_text(" ".join(why[:LONGEST_REASON].split()))
+    key = f"{attempt}-stall-{facts['step']}" if event == "stall" else f"{attempt}-end"
     claim = run.path / "notified" / re.sub(r"[^\w.-]", "_", key)
     name = visible_text(str(run.path))
-    at = "" if known["step"] is None else f" at step {known['step']:,}"
+    at = "" if facts["step"] is None else f" at step {facts['step']:,}"
     text = f"{name}: {event.replace('_', ' ')}{at}: {why}"
-    message = {"event": event, "text": text, **known, "why": why}
+    message = {"event": event, "text": text, **facts, "why": why}
     try:
         claim.parent.mkdir(exist_ok=True)
         # Several processes may see the end of a run: the one that makes this file tells of it.
@@ -198,8 +198,8 @@ def _plain(value: Any) -> str:
 def _post(message: Record) -> None:
     """Post the message. Slack, Mattermost and the like show `text` and the fields of the
     attachment."""
-    told = [(name, _plain(message[name])) for name in FIELDS]
-    fields = [{"title": n, "value": escape(v, quote=False), "short": True} for n, v in told if v]
+    pairs = [(name, _plain(message[name])) for name in FIELDS]
+    fields = [{"title": n, "value": escape(v, quote=False), "short": True} for n, v in pairs if v]
     text = escape(message["text"], quote=False)
     body = {**message, "text": text, "attachments": [{"fields": fields}]}
     request = urllib.request.Request(

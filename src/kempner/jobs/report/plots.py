@@ -131,13 +131,13 @@ def smooth_values(
     """Average over a moving window of a 40th of the points, evaluated at about 400 of them. The
     window is centered, so that the curve does not lag; near the start, where the loss falls
     steeply, it is shorter."""
-    known = np.array(values)
+    array = np.array(values)
     last = len(values) - 1
     centers = [*range(0, last, max(1, last // 400)), last]
     result = []
     for i in centers:
         reach = min(max(2, last // 80), i)
-        window = known[i - reach : i + reach + 1]
+        window = array[i - reach : i + reach + 1]
         window = window[np.isfinite(window)]
         result.append(float(average(window)) if len(window) else math.nan)
     return [steps[i] for i in centers], result

@@ -23,8 +23,8 @@ class Replica:
     @property
     def losses(self) -> str:
         """Losses of the replica, for a table."""
-        told = [f"{time.strftime('%H:%M:%S', time.localtime(at))} {why}" for at, why in self.lost]
-        return "; ".join(told) or "-"
+        texts = [f"{time.strftime('%H:%M:%S', time.localtime(at))} {why}" for at, why in self.lost]
+        return "; ".join(texts) or "-"
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ def replicas_of(run_dir: Path) -> ReplicaHistory | None:
     lines = [line for line in read_jsonl(run_dir / "replicas.jsonl") if "event" in line]
     if not lines:
         return None
-    found: dict[int, Replica] = {}
+    replicas: dict[int, Replica] = {}
     rounds: dict[int, Record] = {}
-    sent, total = dict[str, int](), 0  # so far, by the start that counts it
+    counts, total = dict[str, int](), 0  # so far, by the start that counts it
     for line in lines:
         number = int(line["name"].partition(".")[0])
-        replica = found.setdefault(number, Replica())
+        replica = replicas.setdefault(number, Replica())
         if line["event"] == "here":
             replica.starts, replica.here = replica.starts + 1, True
-            sent[line["name"]] = 0  # an earlier start of the job had a replica of this name
+            counts[line["name"]] = 0  # an earlier start of the job had a replica of this name
         elif line["event"] == "gone":
             replica.here = False
             if line["reason"] != "left":
@@ -63,6 +63,6 @@ def replicas_of(run_dir: Path) -> ReplicaHistory | None:
         elif line["event"] == "round":
             rounds[line["round"]] = line
             replica.rounds += line["name"] in line["members"] and not line["entry"]
-            total += line["bytes"] - sent.get(line["name"], 0)
-            sent[line["name"]] = line["bytes"]
-    return ReplicaHistory(dict(sorted(found.items())), rounds, total)
+            total += line["bytes"] - counts.get(line["name"], 0)
+            counts[line["name"]] = line["bytes"]
+    return ReplicaHistory(dict(sorted(replicas.items())), rounds, total)

@@ -98,13 +98,13 @@ def replica_rows(run: History) -> dict[str, str]:
     if not run.rounds:
         return {}
     last = run.rounds[-1]
-    sent, others = (sum(r[f"bytes_{x}"] for r in run.rounds) for x in ("sent", "data_parallel"))
+    own, others = (sum(r[f"bytes_{x}"] for r in run.rounds) for x in ("sent", "data_parallel"))
     loss = f"{last['round_loss']:.4f}" if is_number(last["round_loss"]) else "not finite"
     return {
         "replicas": f"{last['replicas']:,}",
         "rounds": f"{last['round']:,}, loss of all {loss}",
-        "sent by a replica": f"{format_count(sent)}"
-        + (f", {sent / others:.2%} of data parallel's {format_count(others)}" if others else ""),
+        "sent by a replica": f"{format_count(own)}"
+        + (f", {own / others:.2%} of data parallel's {format_count(others)}" if others else ""),
         "  outer steps": f"{sum(r['outer_time'] for r in run.rounds):.1f} s",
         **_not_finite(run.rounds),
     }
@@ -112,15 +112,15 @@ def replica_rows(run: History) -> dict[str, str]:
 
 def _not_finite(rounds: list[Record]) -> dict[str, str]:
     """Return the replicas that had such weights, and in how many rounds."""
-    found = Counter(
+    counts = Counter(
         replica
         for line in rounds
-        if isinstance(named := line.get("not_finite"), list)
-        for replica in named
+        if isinstance(entries := line.get("not_finite"), list)
+        for replica in entries
         if is_number(replica)
     )
-    named = [f"replica {x} in {n} round{'s' * (n > 1)}" for x, n in sorted(found.items())]
-    return {"  not finite": ", ".join(named)} if named else {}
+    entries = [f"replica {x} in {n} round{'s' * (n > 1)}" for x, n in sorted(counts.items())]
+    return {"  not finite": ", ".join(entries)} if entries else {}
 
 
 def reward_rows(run: History) -> dict[str, str]:
@@ -130,8 +130,8 @@ def reward_rows(run: History) -> dict[str, str]:
     if not lines:
         return {}
     idle = [math.fsum(numbers_of_key(lines, name)) / len(lines) for name in IDLE_TIMES]
-    counted = ("dropped_stale", "cancelled", "failed_rewards")
-    stale, cancelled, failed = (sum(numbers_of_key(lines, name)) for name in counted)
+    drop_names = ("dropped_stale", "cancelled", "failed_rewards")
+    stale, cancelled, failed = (sum(numbers_of_key(lines, name)) for name in drop_names)
     dropped = f"{stale + cancelled:,.0f} groups dropped"
     dropped += f", {cancelled:,.0f} of them unfinished" if cancelled else ""
     return {
@@ -157,8 +157,8 @@ def policy_distance(lines: list[Record]) -> str:
     """Describe the distance of the log-probabilities of trainer and sampler."""
     parts = []
     for name, weights in (("mismatch", "the same weights"), ("drift", "older ones")):
-        if found := numbers_of_key(lines, name):
-            parts.append(f"{statistics.fmean(found):.2g} for {weights}")
+        if values := numbers_of_key(lines, name):
+            parts.append(f"{statistics.fmean(values):.2g} for {weights}")
     return ", ".join(parts)
 
 
@@ -182,8 +182,8 @@ def result_rows(run: History) -> dict[str, str]:
 
 def median_of_key(lines: list[Record], key: str, form: str, unit: str = "") -> str:
     """Format the median. `form`: as in a format string."""
-    found = numbers_of_key(lines, key)
-    return f"{statistics.median(found):{form}}{unit}" if found else "-"
+    values = numbers_of_key(lines, key)
+    return f"{statistics.median(values):{form}}{unit}" if values else "-"
 
 
 def time_shares(lines: list[Record]) -> dict[str, str]:
@@ -209,20 +209,20 @@ def skipped_steps(lines: list[Record]) -> int:
 def wall_time(run: History, several: bool) -> dict[str, str]:
     """Return the time from the first start to the last sign of life. `several`: and each part of
     it."""
-    spent = run.wall_time
+    times = run.wall_time
     parts = {
-        f"  {part}": f"{format_duration(seconds)}, {seconds / max(spent.total, 1e-9):.1%}"
-        for part, seconds in spent.parts.items()
+        f"  {part}": f"{format_duration(seconds)}, {seconds / max(times.total, 1e-9):.1%}"
+        for part, seconds in times.parts.items()
         if seconds or part != UNCOUNTED
     }
-    lost = [n for a, n in zip(run.attempts, spent.lost, strict=True) if a.began or n is None]
-    known = [steps for steps in lost if steps is not None]
-    at_least = " or more" if known != lost else killed_more(*run.attempts)
-    recomputed = f"{sum(known):,}{at_least}" if known or not lost else "-"
+    lost_steps = [n for a, n in zip(run.attempts, times.lost, strict=True) if a.began or n is None]
+    counts = [steps for steps in lost_steps if steps is not None]
+    at_least = " or more" if counts != lost_steps else killed_more(*run.attempts)
+    recomputed = f"{sum(counts):,}{at_least}" if counts or not lost_steps else "-"
     return {
-        "wall time": format_duration(spent.total),
+        "wall time": format_duration(times.total),
         **(parts if several else {}),
-        "effective training time ratio": format_percent(spent.effective),
+        "effective training time ratio": format_percent(times.effective),
         **({"steps recomputed": recomputed} if several else {}),
         "attempts": f"{len(run.attempts):,}",
         **({"  started again": restart_counts(run)} if several else {}),
@@ -235,8 +235,8 @@ def format_percent(share: float | None) -> str:
 
 def restart_counts(run: History) -> str:
     """Describe what the batch scripts did after the attempts."""
-    made = [attempt.decision for attempt in run.attempts]
-    return f"{made.count('restart'):,} in place, {made.count('requeue'):,} by a requeue"
+    decisions = [attempt.decision for attempt in run.attempts]
+    return f"{decisions.count('restart'):,} in place, {decisions.count('requeue'):,} by a requeue"
 
 
 def killed_more(*attempts: Attempt) -> str:
@@ -248,8 +248,8 @@ def killed_more(*attempts: Attempt) -> str:
 def attempt_table(run: History) -> str:
     """Format one row an attempt; a run with one attempt needs fewer columns."""
     rows = [["", "job", "ranks", "hosts", "steps", "recomputed", "start-up", "time", "end"]]
-    spent = run.wall_time
-    for attempt, startup, lost in zip(run.attempts, spent.startups, spent.lost, strict=True):
+    times = run.wall_time
+    for attempt, startup, lost_steps in zip(run.attempts, times.startups, times.lost, strict=True):
         hosts = attempt.hosts
         job = attempt.job and f"{attempt.job}.{attempt.restart}"
         rows.append([
@@ -259,7 +259,7 @@ def attempt_table(run: History) -> str:
             (f"{hosts[0]} and {len(hosts) - 1} more" if len(hosts) > 2 else ",".join(hosts) or "-")
             + (f"; spare: {','.join(attempt.spares)}" if attempt.spares else ""),
             attempt.steps,
-            "-" if lost is None else f"{lost:,}{killed_more(attempt)}",
+            "-" if lost_steps is None else f"{lost_steps:,}{killed_more(attempt)}",
             "-" if startup is None else format_duration(startup),
             format_duration(attempt.ended - attempt.opened),
             attempt.ending,
@@ -291,23 +291,23 @@ def refused_starts(run: History) -> str:
 
 def startup_table(run: History) -> str:
     """Format one row an attempt that has trained, one column a part of its start-up."""
-    begun = [attempt for attempt in run.attempts if attempt.startup]
-    known = [part for part in START_PARTS if any(part in attempt.startup for attempt in begun)]
-    rows = [["", *known, "all but the queue"]]
-    for attempt in begun:
-        spent = attempt.startup
-        total = sum(spent.values()) - spent.get("queue", 0.0)
-        cells = [f"{spent[part]:.1f}" if part in spent else "-" for part in known]
+    attempts = [attempt for attempt in run.attempts if attempt.startup]
+    parts = [part for part in START_PARTS if any(part in attempt.startup for attempt in attempts)]
+    rows = [["", *parts, "all but the queue"]]
+    for attempt in attempts:
+        seconds = attempt.startup
+        total = sum(seconds.values()) - seconds.get("queue", 0.0)
+        cells = [f"{seconds[part]:.1f}" if part in seconds else "-" for part in parts]
         rows.append([attempt.name, *cells, f"{total:.1f}"])
     return align_table(rows, gap=3)
 
 
-def replica_table(found: ReplicaHistory) -> str:
+def replica_table(history: ReplicaHistory) -> str:
     rows = [["replica", "starts", "rounds", "lost"]]
-    for number, replica in found.by_number.items():
+    for number, replica in history.by_number.items():
         rows.append([str(number), str(replica.starts), str(replica.rounds), replica.losses])
-    last = max(found.rounds, default=0)
+    last = max(history.rounds, default=0)
     return (
         f"{align_table(rows, gap=3, wrap=True)}\n"
-        f"{last:,} rounds; {found.sent / 1e6:,.1f} MB sent by all replicas"
+        f"{last:,} rounds; {history.sent / 1e6:,.1f} MB sent by all replicas"
     )

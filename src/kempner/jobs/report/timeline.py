@@ -87,23 +87,25 @@ def plot_timeline(run: History, out: Path) -> None:
 
 def draw_steps(axes: Axes, time: WallTime, x: Callable[[float], float]) -> None:
     """Plot the step against time. The line drops where a resume has undone steps."""
-    kept: list[tuple[float, float]] = []
-    lost: list[tuple[float, float]] = []
-    gone: list[tuple[float, float]] = []  # between attempts, and back
+    kept_points: list[tuple[float, float]] = []
+    lost_points: list[tuple[float, float]] = []
+    gap_points: list[tuple[float, float]] = []  # between attempts, and back
     gap = (math.nan, math.nan)
     before = None
     for s in time.stretches:
         kept_to = s.last - s.lost
         middle = s.began + (s.ended - s.began) * (kept_to - s.first) / (s.last - s.first)
-        kept += [(x(s.began), s.first), (x(middle), kept_to), gap]
-        lost += [(x(middle), kept_to), (x(s.ended), s.last), gap] if s.lost else []
+        kept_points += [(x(s.began), s.first), (x(middle), kept_to), gap]
+        lost_points += [(x(middle), kept_to), (x(s.ended), s.last), gap] if s.lost else []
         if before is not None and (before.ended, before.last) != (s.began, s.first):
             corner = (x(s.began), before.last)
-            gone += [(x(before.ended), before.last), corner, (x(s.began), s.first), gap]
+            gap_points += [(x(before.ended), before.last), corner, (x(s.began), s.first), gap]
         before = s
-    axes.plot(*zip(*(gone or [gap]), strict=True), color="0.6", linewidth=0.8, linestyle=":")
-    axes.plot(*zip(*(kept or [gap]), strict=True), color=PART_COLORS["training"], linewidth=2)
-    axes.plot(*zip(*(lost or [gap]), strict=True), color=PART_COLORS["lost"], linewidth=2)
+    axes.plot(*zip(*(gap_points or [gap]), strict=True), color="0.6", linewidth=0.8, linestyle=":")
+    axes.plot(
+        *zip(*(kept_points or [gap]), strict=True), color=PART_COLORS["training"], linewidth=2
+    )
+    axes.plot(*zip(*(lost_points or [gap]), strict=True), color=PART_COLORS["lost"], linewidth=2)
 
 
 def draw_phases(axes: Axes, time: WallTime, size: float) -> None:
@@ -113,12 +115,12 @@ def draw_phases(axes: Axes, time: WallTime, size: float) -> None:
     edges = np.linspace(0, time.total, 601)
     base = np.zeros(600)
     for part, seconds in time.parts.items():
-        times, spent = [0.0], [0.0]
+        times, totals = [0.0], [0.0]
         for phase in time.phases:
             if phase.part == part:
                 times += [phase.began - zero, phase.ended - zero]
-                spent += [spent[-1], spent[-1] + phase.ended - phase.began]
-        top = base + np.diff(np.interp(edges, times, spent)) / np.diff(edges)
+                totals += [totals[-1], totals[-1] + phase.ended - phase.began]
+        top = base + np.diff(np.interp(edges, times, totals)) / np.diff(edges)
         label = f"{part} {seconds / time.total:.1%}"
         axes.stairs(
             top, edges / size, baseline=base, fill=True, color=PART_COLORS[part], label=label

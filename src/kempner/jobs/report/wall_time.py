@@ -84,8 +84,8 @@ class WallTime:
         those that count, are not known."""
         if None in self.lost:
             return None
-        wanted = self.total - self.parts["ended"]
-        return self.parts["training"] / wanted if wanted else 0.0
+        run_time = self.total - self.parts["ended"]
+        return self.parts["training"] / run_time if run_time else 0.0
 
 
 def wall_time_of(attempts: list[Attempt], lines: list[Record], newest: int | None) -> WallTime:
@@ -99,16 +99,16 @@ def wall_time_of(attempts: list[Attempt], lines: list[Record], newest: int | Non
     phases = _Phases(attempts[0].opened if attempts else 0.0)
     startups = []
     between = "not running"
-    for attempt, found in zip(attempts, stretches, strict=True):
+    for attempt, own in zip(attempts, stretches, strict=True):
         phases.until(attempt.opened, between)
         between = "ended" if attempt.state in ("done", "stopped") else "not running"
         opened = phases.at
         if not attempt.counted and attempt.began is not None:
             phases.until(attempt.began, "start-up")
             phases.until(attempt.ended, UNCOUNTED)
-        phases.until(found[0].began if found else attempt.ended, "start-up")
-        startups.append(phases.at - opened if found else None)
-        for stretch in found:
+        phases.until(own[0].began if own else attempt.ended, "start-up")
+        startups.append(phases.at - opened if own else None)
+        for stretch in own:
             phases.add(stretch, pace)
         phases.until(attempt.ended, "shutdown")
     undone = _undone(attempts, stretches)
@@ -118,33 +118,33 @@ def wall_time_of(attempts: list[Attempt], lines: list[Record], newest: int | Non
 def _undone(attempts: list[Attempt], stretches: list[list[Stretch]]) -> list[int | None]:
     """Count the steps of each attempt that a later one has undone. The step that a program
     continues from is known once it prints a step."""
-    found: list[int | None] = []
-    begun = [attempt for attempt in attempts if attempt.began is not None]
-    known = not begun or not begun[-1].foreign or begun[-1].state in ("running", "done")
+    counts: list[int | None] = []
+    starts = [attempt for attempt in attempts if attempt.began is not None]
+    is_known = not starts or not starts[-1].foreign or starts[-1].state in ("running", "done")
     for attempt, own in zip(reversed(attempts), reversed(stretches), strict=True):
         if attempt.began is None:
-            found.append(0)
+            counts.append(0)
             continue
-        found.append(sum(each.lost for each in own) if known and attempt.counted else None)
-        known = known or attempt.counted
-    return found[::-1]
+        counts.append(sum(each.lost for each in own) if is_known and attempt.counted else None)
+        is_known = is_known or attempt.counted
+    return counts[::-1]
 
 
 def _mark_kept(attempts: list[Attempt], stretches: list[list[Stretch]], newest: int | None) -> None:
     """Set `kept` of each stretch, backwards from the last one: a resume undoes what was beyond
     its first step."""
-    kept = math.inf
+    limit = math.inf
     if attempts and attempts[-1].state in ("crashed", "hung", "killed", "failed"):
         if newest is None and not any(attempt.foreign for attempt in attempts):
             newest = attempts[-1].committed
-        kept = math.inf if newest is None else newest  # the rest would have to be done again
-    for attempt, found in zip(reversed(attempts), reversed(stretches), strict=True):
-        for i in reversed(range(len(found))):
-            if kept < found[i].last:
-                found[i] = found[i]._replace(kept=kept)
-            kept = min(kept, found[i].first)
+        limit = math.inf if newest is None else newest  # the rest would have to be done again
+    for attempt, own in zip(reversed(attempts), reversed(stretches), strict=True):
+        for i in reversed(range(len(own))):
+            if limit < own[i].last:
+                own[i] = own[i]._replace(kept=limit)
+            limit = min(limit, own[i].first)
         if attempt.began is not None and attempt.counted:
-            kept = min(kept, attempt.first_step)
+            limit = min(limit, attempt.first_step)
 
 
 class _Phases:
@@ -170,13 +170,13 @@ class _Phases:
         usual = pace * (stretch.last - stretch.first)
         stalled = stepping - usual if stepping > max(STALL * usual, usual + STALL_S) else 0.0
         stepping -= stalled
-        lost = stepping * stretch.lost / (stretch.last - stretch.first)
+        lost_seconds = stepping * stretch.lost / (stretch.last - stretch.first)
         end = self.at + seconds
         if stalled:
             self.until(self.at + stalled, "stalled")
-        self.until(self.at + stepping - lost, "training")
-        if lost:
-            self.until(min(end, self.at + lost), "lost")
+        self.until(self.at + stepping - lost_seconds, "training")
+        if lost_seconds:
+            self.until(min(end, self.at + lost_seconds), "lost")
         if stretch.saving:
             self.until(min(end, self.at + stretch.saving), "saving")
         if stretch.validation:
@@ -198,11 +198,11 @@ def _all_stretches(attempts: list[Attempt], lines: list[Record]) -> list[list[St
     # The first line counts only where there is no other: a first step may compile.
     everybody = [*itertools.chain(*(own[1:] for own in paces.values()))]
     everybody = everybody or [*itertools.chain(*paces.values())] or [math.inf]
-    found = []
+    stretches = []
     for i, attempt in enumerate(attempts):
         pace = statistics.median(paces.get(attempt.number, [])[1:] or everybody)
-        found.append(_stretches(i, attempt, of.get(attempt.number, []), every, pace))
-    return found
+        stretches.append(_stretches(i, attempt, of.get(attempt.number, []), every, pace))
+    return stretches
 
 
 def _pace(line: Record) -> float:
@@ -224,33 +224,33 @@ def _stretches(
     first = attempt.first_step
     if attempt.began is None or attempt.last_step <= first or not attempt.counted:
         return []
-    clock, counted, reached = attempt.began, first, first + 1
+    clock, last_step, reached = attempt.began, first, first + 1
     at = min(attempt.stepped or clock + pace, attempt.ended)
-    found = [Stretch(i, first, first + 1, at, at)]
+    stretches = [Stretch(i, first, first + 1, at, at)]
     for line in lines:
-        step, done = line["step"], found[-1].last
+        step, done = line["step"], stretches[-1].last
         if not is_known(line, "step_time"):  # of a validation, or of a step that was not finite
             reached = max(reached, step)
             continue
-        count = max(1, step - counted)
+        count = max(1, step - last_step)
         clock += line["step_time"] * count
         when = max(at, min(line["time"], clock))
-        if step <= counted:  # the run went back to a checkpoint after the step `reached`
+        if step <= last_step:  # the run went back to a checkpoint after the step `reached`
             back = max((step - 1) // every * every, min(first, step - 1))
             undone = reached - done
             if undone > 0:
                 middle = at + (when - at) * undone / (undone + step - back)
-                found.append(Stretch(i, done, reached, at, middle))
+                stretches.append(Stretch(i, done, reached, at, middle))
                 at = middle
             done = back
         if step > done:
             saving = line.get("checkpoint_time", 0.0) * count
             validation = line.get("eval_time", 0.0) * count
-            found.append(Stretch(i, done, step, at, when, saving, validation))
+            stretches.append(Stretch(i, done, step, at, when, saving, validation))
             at = when
-        counted = reached = step
-    more = attempt.last_step - found[-1].last  # after the last line
+        last_step = reached = step
+    more = attempt.last_step - stretches[-1].last  # after the last line
     if more > 0:
         end = max(at, min(attempt.ended, at + more * pace))
-        found.append(Stretch(i, found[-1].last, attempt.last_step, at, end))
-    return found
+        stretches.append(Stretch(i, stretches[-1].last, attempt.last_step, at, end))
+    return stretches

@@ -67,10 +67,10 @@ class Background:
             self._now = None
             if self._blocked:
                 self._blocked, dropped, self._dropped = False, self._dropped, 0
-                lost = f"; {dropped:,} lines are lost" if dropped else ""
+                note = f"; {dropped:,} lines are lost" if dropped else ""
                 self._complain(
                     f"{path}: the file system answers again, after {time.monotonic() - began:.0f} s"
-                    f"{lost}"
+                    f"{note}"
                 )
 
     def _tell_once(self, problem: str) -> None:

@@ -38,13 +38,13 @@ def missing_compiler(device: str, env: Mapping[str, str] = os.environ) -> str | 
     host = socket.gethostname()
     compiler, variable, names = COMPILERS[device]
     needs = f"train.compile on a {'GPU' if device == 'cuda' else 'CPU'} needs"
-    given, path = env.get(variable), env.get("PATH")
-    if given is not None and not shutil.which(given, path=path):
+    setting, path = env.get(variable), env.get("PATH")
+    if setting is not None and not shutil.which(setting, path=path):
         return (
-            f"{needs} {compiler}, and {variable}={given} is not a program on {host}: "
+            f"{needs} {compiler}, and {variable}={setting} is not a program on {host}: "
             f"unset {variable}, or set it to one that is there, {OFF}"
         )
-    if given is None and not any(shutil.which(name, path=path) for name in names):
+    if setting is None and not any(shutil.which(name, path=path) for name in names):
         return (
             f"{needs} {compiler}, and {host} has no {' or '.join(names)}: load one "
             "before the job is submitted (module load gcc), take a container with one "

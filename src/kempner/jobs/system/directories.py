@@ -115,8 +115,8 @@ def mark_directory(directory: Path, kind: Kind, run: str = "") -> None:
 def read_mark(directory: Path) -> tuple[Kind | None, str]:
     """Return the kind that mark_directory() has noted, and the id of the run; (None, "") if it has
     not."""
-    found = _object(directory / MARK_FILE)
-    name, run = found.get("is"), found.get("run")
+    mark = _object(directory / MARK_FILE)
+    name, run = mark.get("is"), mark.get("run")
     return Kind.__members__.get(str(name)), run if isinstance(run, str) else ""
 
 
@@ -128,8 +128,8 @@ def read_run_id(directory: Path) -> str:
 
 def read_manifest_of(checkpoint: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint of ours; {} if there is none."""
-    found = _object(checkpoint / "manifest.json")
-    return found if {"format", "step", "files"} <= found.keys() else {}
+    manifest = _object(checkpoint / "manifest.json")
+    return manifest if {"format", "step", "files"} <= manifest.keys() else {}
 
 
 def _kind_of_directory(path: Path, names: set[str]) -> Kind:
@@ -183,15 +183,15 @@ def _is_model(path: Path, names: set[str]) -> bool:
     )
 
 
-def _is_sidecar(found: dict[str, Any]) -> bool:
-    return {"format", "tokenizer", "dtype", "splits", "prepared"} <= found.keys()
+def _is_sidecar(record: dict[str, Any]) -> bool:
+    return {"format", "tokenizer", "dtype", "splits", "prepared"} <= record.keys()
 
 
 def _object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, {} if it holds none."""
     with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(_text(path) or "{}")
-        return found if isinstance(found, dict) else {}
+        record = json.loads(_text(path) or "{}")
+        return record if isinstance(record, dict) else {}
     return {}
 
 

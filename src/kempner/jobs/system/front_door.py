@@ -174,8 +174,8 @@ def _free(path: str | bytes | int) -> int:
     there = Path(os.fsdecode(path) if not isinstance(path, int) else "").absolute()
     while not there.is_dir():
         there = there.parent
-    found = os.statvfs(there)
-    return found.f_bavail * found.f_frsize
+    stats = os.statvfs(there)
+    return stats.f_bavail * stats.f_frsize
 
 
 def _is_closed_pipe(error: OSError) -> bool:

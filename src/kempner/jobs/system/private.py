@@ -33,30 +33,30 @@ def why_not(path: Path) -> str:
     """Return why nothing may be run or read from this directory; "" if this user alone can change
     its contents."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError as error:
         return f"{path}: {error.strerror}"
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         return f"{path} is a link"
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         return f"{path} is not a directory"
-    if found.st_uid != os.getuid():
+    if status.st_uid != os.getuid():
         return f"{path} belongs to another user"
-    if found.st_mode & WRITABLE:
-        return f"{path} may be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+    if status.st_mode & WRITABLE:
+        return f"{path} may be written by others (mode {stat.S_IMODE(status.st_mode):o})"
     return _wrong_above(path.parent)
 
 
 def _wrong_above(path: Path) -> str:
     """Return who else may rename the contents of this directory, or of one above it; "" for
     nobody."""
-    path, known = Path(os.path.realpath(path)), {0, os.getuid()}
+    path, owners = Path(os.path.realpath(path)), {0, os.getuid()}
     if Path("/proc/self/uid_map").read_text().split() != WHOLE_MAP:
-        known.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))  # root may be that here
+        owners.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))  # root may be that here
     for above in (path, *path.parents):
-        found = above.stat()
-        if found.st_uid not in known:
+        status = above.stat()
+        if status.st_uid not in owners:
             return f"{above} belongs to another user"
-        if found.st_mode & WRITABLE and not found.st_mode & stat.S_ISVTX:
-            return f"{above} may be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+        if status.st_mode & WRITABLE and not status.st_mode & stat.S_ISVTX:
+            return f"{above} may be written by others (mode {stat.S_IMODE(status.st_mode):o})"
     return ""

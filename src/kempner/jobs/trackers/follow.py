@@ -55,31 +55,31 @@ def follow_run(name: str, run_dir: Path, forever: bool) -> int:
         threading.Thread(target=watch_stdin, args=(over,), daemon=True).start()
     else:
         over.set()
-    ended = over.wait  # within so many seconds
-    with contextlib.ExitStack() as held:
-        file = held.enter_context(open(run_dir / f".{name}.lock", "w"))
+    is_over = over.wait  # within so many seconds
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open(run_dir / f".{name}.lock", "w"))
         while not _lock(file.fileno()):
-            if ended(METRICS_POLL_S):
+            if is_over(METRICS_POLL_S):
                 print_message(f"{name}: another process keeps {run_dir} up to date")
                 return 1
         try:
-            deliver_points(open_sink(name, run_dir), run_dir, ended)
+            deliver_points(open_sink(name, run_dir), run_dir, is_over)
             return 0
         except Exception as error:
             print_message(f"{name}: {type(error).__name__}: {error}")
-        if ended(RETRY_S):
+        if is_over(RETRY_S):
             return 1
     # Executed anew: a library's leftovers of a failed start are in the way of the next.
     print_message(f"{name}: once more")
     os.execve(sys.executable, sys.orig_argv, environment)
 
 
-def deliver_points(sink: Sink, run_dir: Path, ended: Callable[[float], bool]) -> None:
+def deliver_points(sink: Sink, run_dir: Path, is_over: Callable[[float], bool]) -> None:
     """Pass on all points that the sink lacks, and those that come until the end."""
     points = MetricsReader(run_dir / "metrics.jsonl")
     skip, over = sink.position, False
     while not over:
-        over = ended(METRICS_POLL_S)  # asked before the file is read: it is whole then
+        over = is_over(METRICS_POLL_S)  # asked before the file is read: it is whole then
         new = points.more()
         skip -= sum(1 for _ in islice(new, skip))
         for batch in batch_points(new):

@@ -24,7 +24,7 @@ def what_changed(file: Path, cfg: RunConfig, step: int) -> list[str]:
     for name, section in cfg.more:
         before = before if name in dict(before.more) else before.with_section(name, type(section)())
     was = as_dict(before)
-    found = [
+    changes = [
         f"{section}.{key}: {to_text(old)} -> {to_text(new)}"
         for section, values in as_dict(now).items()
         for key, new in values.items()
@@ -34,8 +34,8 @@ def what_changed(file: Path, cfg: RunConfig, step: int) -> list[str]:
         learning_rate(c.schedule, c.optimizer.lr, step, c.train.max_steps) for c in (before, cfg)
     ]
     if before.train.max_steps != cfg.train.max_steps and rates[0] != rates[1]:
-        found.append(
+        changes.append(
             f"learning rate after step {step}: {rates[0]:.2e} -> {rates[1]:.2e}; "
             f"schedule.name = {cfg.schedule.name} is stretched to train.max_steps"
         )
-    return found
+    return changes

@@ -174,11 +174,11 @@ class Recorder:
         if self._file is None:
             return
         head = {"step": record["step"], "time": round(time.time(), 3), "attempt": self.run.attempt}
-        known = {
+        values = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
         }
-        text, file = json.dumps({**head, **known}), self._file
+        text, file = json.dumps({**head, **values}), self._file
         self.run.background.put(lambda: file.write(text), self._path)
 
     def _add_results(self) -> None:

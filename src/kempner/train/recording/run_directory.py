@@ -87,11 +87,11 @@ class Run:
         self.lock: RunLock | None = None
         self._trackers: Trackers | None = None
         self._gpus: GpuWatch | None = None
-        found = [self._open() if world.rank == 0 else Opened()]
-        dist.broadcast_object_list(found, src=0)
-        if found[0].problems:
-            raise ConfigError(found[0].problems)
-        self.attempt = found[0].attempt
+        answer = [self._open() if world.rank == 0 else Opened()]
+        dist.broadcast_object_list(answer, src=0)
+        if answer[0].problems:
+            raise ConfigError(answer[0].problems)
+        self.attempt = answer[0].attempt
         try:
             self._log = RankLog(self.dir, self.attempt, world)
         except OSError as error:
@@ -303,9 +303,9 @@ class Run:
         answer are to blame."""
         self.log(reason)
         self._log.to_stderr(f"{reason} (stacks in {self._log.path})")
-        known = dict(enumerate(self.hosts))
-        hosts = {known[rank] for rank in silent if rank in known}
-        if unknown := [rank for rank in silent if rank not in known]:
+        hosts_by_rank = dict(enumerate(self.hosts))
+        hosts = {hosts_by_rank[rank] for rank in silent if rank in hosts_by_rank}
+        if unknown := [rank for rank in silent if rank not in hosts_by_rank]:
             with contextlib.suppress(RuntimeError):
                 hosts.update(ask_hosts(unknown, LAST_WORDS_S))
         head = self._records.head(self.step)

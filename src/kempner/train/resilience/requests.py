@@ -172,10 +172,10 @@ class StopRequests:
 def requested_verdict(values: Mapping[str, float], before: Verdict = GO_ON) -> Verdict:
     """Decide from the sums of a step what the ranks have asked for; equal on all ranks. `before`:
     the verdict so far; a request to leave is in every step after it."""
-    found = [
+    verdicts = [
         request for name, request in zip(REQUEST_FLAGS, REQUESTS, strict=True) if values[name] > 0
     ]
-    return found[-1] if found else before
+    return verdicts[-1] if verdicts else before
 
 
 class Meanwhile:

@@ -77,16 +77,16 @@ class BlockClock:
         """Return the seconds of all forwards that have ended since the last call. Those that the
         device still works on count the next time: reading their events now would be an error, and
         waiting for them would stop the host."""
-        ended = [span for span in self._spans if not self._cuda or span[1].query()]
-        self._spans = self._spans[len(ended) :]  # a stream ends them in their order
-        return self._scale * sum(_seconds(*span) for span in ended)
+        spans = [span for span in self._spans if not self._cuda or span[1].query()]
+        self._spans = self._spans[len(spans) :]  # a stream ends them in their order
+        return self._scale * sum(_seconds(*span) for span in spans)
 
 
 def _weights(module: nn.Module, model: Any) -> float:
     """Count the weights that multiply a token: of the experts [E, ...] only those that it goes
     to."""
-    chosen = model.cfg.experts_per_token
-    sizes = (p.numel() / (len(p) / chosen if p.ndim == 3 else 1) for p in module.parameters())
+    per_token = model.cfg.experts_per_token
+    sizes = (p.numel() / (len(p) / per_token if p.ndim == 3 else 1) for p in module.parameters())
     return sum(sizes)
 
 
@@ -123,14 +123,14 @@ class Stragglers:
         later, so that nothing waits. `total`: the sum of the contributions to `step`, not 0 at the
         end of a window."""
         if self._pending is not None:
-            ended, found, event = self._pending
+            last_step, result, event = self._pending
             self._pending = None
             if event is not None:
                 event.synchronize()
-            packed, late = found.tolist()
+            packed, late = result.tolist()
             ratio, rank = divmod(int(packed), RANKS)
             if self._rank == 0:
-                self._report.update(ended, rank, ratio / 1e6, late)
+                self._report.update(last_step, rank, ratio / 1e6, late)
         if total and self._others:
             self._pending = (step, *self._search(total))
 

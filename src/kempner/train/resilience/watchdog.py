@@ -184,16 +184,16 @@ class Watchdog:
     @staticmethod
     def _within(seconds: float, act: Callable[[], _T]) -> _T | None:
         """Return the result of `act`, None if it takes longer or fails."""
-        found: list[_T] = []
+        results: list[_T] = []
 
         def run() -> None:
             with contextlib.suppress(Exception):
-                found.append(act())
+                results.append(act())
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join(seconds)
-        return found[0] if found else None
+        return results[0] if results else None
 
     def _write_stacks(self, what: str) -> None:
         print(f"watchdog: {what}", file=self._log)

@@ -211,7 +211,7 @@ class KitEngine:
         self._own(answer.get("run", ""))
         try:
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-            found = [
+            texts = [
                 Completion(
                     choice["token_ids"],
                     choice["logprobs"]["token_logprobs"],
@@ -222,9 +222,9 @@ class KitEngine:
             ]
         except (KeyError, TypeError, ValueError) as error:
             raise Lost(f"its answer is not an engine's: {error!r}") from None
-        if len(found) != len(prompts) * n:
-            raise Lost(f"it was asked for {len(prompts) * n} texts, and has given {len(found)}")
-        return [found[i : i + n] for i in range(0, len(found), n)]
+        if len(texts) != len(prompts) * n:
+            raise Lost(f"it was asked for {len(prompts) * n} texts, and has given {len(texts)}")
+        return [texts[i : i + n] for i in range(0, len(texts), n)]
 
     def alive(self) -> None:
         code, _ = self._exchange("/health", None, ENGINE_HEARTBEAT_S)
@@ -251,8 +251,8 @@ class KitEngine:
             raise Busy(str(other)) from None
 
     def update(self, body: dict[str, Any]) -> int:
-        named = {"run": self._run} if self._run and "path" in body else {}
-        return self._version_in(self._ask("/update_weights", body | named, UPDATE_S))
+        run_field = {"run": self._run} if self._run and "path" in body else {}
+        return self._version_in(self._ask("/update_weights", body | run_field, UPDATE_S))
 
     def release(self) -> None:
         if self._run:
@@ -268,9 +268,9 @@ class KitEngine:
 
     def about(self) -> About:
         try:
-            (told,) = self._ask("/v1/models", None, ENGINE_HEARTBEAT_S)["data"]
-            tokenizer = int(told["vocab_size"]), set(told["ends"]), str(told["tokenizer"])
-            return About(*tokenizer, dict(told["shape"]))
+            (model,) = self._ask("/v1/models", None, ENGINE_HEARTBEAT_S)["data"]
+            tokenizer = int(model["vocab_size"]), set(model["ends"]), str(model["tokenizer"])
+            return About(*tokenizer, dict(model["shape"]))
         except (KeyError, TypeError, ValueError) as error:
             raise Lost(f"its answer is not an engine's: {error!r}") from None
 
@@ -278,8 +278,8 @@ class KitEngine:
         return self._count(KitEngine.counters[0])
 
     def progress(self) -> int | None:
-        found = [self._count(name) for name in self.counters]
-        return None if None in found else sum(each or 0 for each in found)
+        counts = [self._count(name) for name in self.counters]
+        return None if None in counts else sum(each or 0 for each in counts)
 
     def _count(self, name: str) -> int | None:
         """Return the sum of a counter over its labels."""
@@ -406,7 +406,7 @@ class VllmEngine(KitEngine):
             answer = self._ask("/inference/v1/generate", body, None, flight)
             try:
                 choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-                found = [
+                texts = [
                     Completion(
                         choice["token_ids"],
                         [entry["logprob"] for entry in choice["logprobs"]["content"]],
@@ -417,9 +417,9 @@ class VllmEngine(KitEngine):
                 ]
             except (KeyError, TypeError, ValueError) as error:
                 raise Lost(f"its answer is not vLLM's: {error!r}") from None
-            if len(found) != n or any(each.finish not in ("stop", "length") for each in found):
+            if len(texts) != n or any(each.finish not in ("stop", "length") for each in texts):
                 raise Lost("it has not finished all texts")
-            return found
+            return texts
 
         # The route takes one prompt a request; vLLM batches them.
         with ThreadPoolExecutor(len(prompts)) as pool:
@@ -433,12 +433,12 @@ class VllmEngine(KitEngine):
                 raise Lost(f"this vLLM has no {', '.join(sorted(missing))}")
             self._probed = True
         try:  # its core answers this, which does one thing after another
-            told = self._ask("/weight_info", None, VERSION_S).get("weight_version")
+            label = self._ask("/weight_info", None, VERSION_S).get("weight_version")
         except Silent:
             return None
-        if told == NO_WEIGHTS:
+        if label == NO_WEIGHTS:
             raise Busy("its weights could not be read")
-        number, _, run = told.partition("@") if isinstance(told, str) else ("", "", "")
+        number, _, run = label.partition("@") if isinstance(label, str) else ("", "", "")
         if not number.isdecimal():
             raise Lost("its answer is not vLLM's: it names no weight_version")
         self._ours(run, self._leased)
@@ -452,12 +452,12 @@ class VllmEngine(KitEngine):
     def _versions(self, spans: Sequence[dict[str, Any]]) -> list[int]:
         """Return the versions of this run's weights, each once. Raises Lost, KeyError,
         ValueError."""
-        found = set()
+        versions = set()
         for span in spans:
             number, _, run = str(span["version"]).partition("@")
             self._own(run)
-            found.add(int(number))
-        return sorted(found)
+            versions.add(int(number))
+        return sorted(versions)
 
     def update(self, body: dict[str, Any]) -> int:
         """Load new weights. Texts in work are kept; keys and values from the old weights are
@@ -492,8 +492,8 @@ class VllmEngine(KitEngine):
         try:
             (version,) = self._versions(answer["choices"][0]["weight_versions"])  # of its token
             entries = zip(tokens[1:], answer["prompt_logprobs"][1:], strict=True)
-            found = [float(entry[str(token)]["logprob"]) for token, entry in entries]
-            return Scores(found, version)
+            logprobs = [float(entry[str(token)]["logprob"]) for token, entry in entries]
+            return Scores(logprobs, version)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise Lost(f"its answer is not vLLM's: {error!r}") from None
 

@@ -168,23 +168,23 @@ class Router:
         capacity = self._slots / self._held + self._queued
         alive = [each for each in self._members.values() if each.alive]
         room = any(each.load == 0 or each.load < capacity for each in alive)
-        left: deque[Waiter] = deque()
+        rest: deque[Waiter] = deque()
         refused: list[Waiter] = []  # whoever asks for as much, or more, gets none either
         while self._waiting and room:
             waiter = self._waiting.popleft()
             if any(waiter.asks_more(each) for each in refused):
-                left.append(waiter)
+                rest.append(waiter)
             elif waiter.choose(alive, capacity) is None:
-                left.append(waiter)
+                rest.append(waiter)
                 refused.append(waiter)
-        self._waiting.extendleft(reversed(left))
+        self._waiting.extendleft(reversed(rest))
 
     def _learn(self, lengths: Sequence[int]) -> None:
         """Learn the work of a request, which ends with its longest sample; the slots of the others
         are free before."""
         self._tokens += sum(lengths)
-        held = sum(lengths) / max(1, len(lengths) * max(lengths))
-        self._held += RECENT * (held - self._held)
+        share = sum(lengths) / max(1, len(lengths) * max(lengths))
+        self._held += RECENT * (share - self._held)
 
     # --- weights ---
 
@@ -209,30 +209,32 @@ class Router:
     def with_version(self, version: int) -> RouterEngine | None:
         """Return an engine with exactly this version, the one with the least work."""
         with self._change:
-            found = [each for each in self._members.values() if each.alive and not each.updating]
-            found = [each for each in found if each.version == version]
-            return min(found, key=lambda each: each.load).engine if found else None
+            candidates = [
+                each for each in self._members.values() if each.alive and not each.updating
+            ]
+            candidates = [each for each in candidates if each.version == version]
+            return min(candidates, key=lambda each: each.load).engine if candidates else None
 
     def figures(self) -> dict[str, float]:
         """Return the metrics since the last call."""
         with self._change:
             members = list(self._members.values())
-            spent = {"idle": 0.0, "busy": 0.0}
+            times = {"idle": 0.0, "busy": 0.0}
             for member in members:
                 member.account()
                 for kind, seconds in member.seconds.items():
-                    spent[kind] += seconds
+                    times[kind] += seconds
                 member.seconds = {"idle": 0.0, "busy": 0.0}
             now = time.monotonic()
             updates = self._updates
-            found = {
+            metrics = {
                 "engines": float(sum(member.alive for member in members)),
                 "engine_tokens_per_s": self._tokens / max(1e-9, now - self._began),
-                "engine_idle": spent["idle"] / (sum(spent.values()) or 1.0),
+                "engine_idle": times["idle"] / (sum(times.values()) or 1.0),
                 "update_seconds": sum(updates) / len(updates) if updates else 0.0,
             }
             self._began, self._tokens, self._updates = now, 0, []
-            return found
+            return metrics
 
     # --- threads that look after the engines ---
 
@@ -319,7 +321,7 @@ class Router:
                 return
             if not member.alive:
                 self._say(f"{member.name} at {engine.url}: taken, with weights {version}")
-            known = member.alive, member.version
+            state_before = member.alive, member.version
             member.account()
             member.alive, member.why = True, ""
             if (member.version, member.updating) == before:  # not if an update was done meanwhile
@@ -327,7 +329,7 @@ class Router:
             target, body = self._target
             begin = not member.updating and member.version < target
             member.updating = member.updating or begin
-            if known != (True, member.version):
+            if state_before != (True, member.version):
                 self._hand_out()
         if begin:
             work = (member, engine, member.life, target, body)

@@ -63,8 +63,8 @@ class Allowed:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         headers = dict(scope.get("headers", ()))
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        allowed = scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self.wanted)
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        allowed = scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self.wanted)
         run = headers.get(RUN.lower().encode(), b"").decode("latin-1")
         # The server's own scope, lifespan, is nobody's request.
         if scope["type"] not in ("http", "websocket"):
@@ -116,7 +116,7 @@ def main(argv: list[str]) -> int:
         return fail_start(f"--token-file {options.token_file}: {error.strerror}")
     if not token or options.token_file.stat().st_mode & 0o077:
         return fail_start(f"--token-file {options.token_file}: must have a token, and mode 600")
-    while (found := newest_version(options.weights)) is None:
+    while (model := newest_version(options.weights)) is None:
         if end.wait(VLLM_POLL_S):
             return 0
     place = (options.publish / f"engine-{engine_number()}").resolve()
@@ -133,14 +133,14 @@ def main(argv: list[str]) -> int:
         python,
         "-m",
         "vllm.entrypoints.cli.main",
-        *vllm_arguments(found, options, port),
+        *vllm_arguments(model, options, port),
         *more,
     ]
     # In a group of its own, so that stop_process() ends all that vLLM starts.
     process = subprocess.Popen(command, env=vllm_environment(token), start_new_session=True)
     try:
         while process.poll() is None and not end.is_set():
-            if not place.exists() and await_ready(port, token, found):
+            if not place.exists() and await_ready(port, token, model):
                 host = this_job.own_address() if options.host in ("0.0.0.0", "::") else options.host
                 place.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(place, f"http://{host}:{port}\n")
@@ -170,20 +170,20 @@ def parse_engine_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[st
 
 
 def newest_version(weights: Path) -> Path | None:
-    found = max(weights.glob("v*/manifest.json"), default=None)
-    return found.parent if found else None
+    manifest = max(weights.glob("v*/manifest.json"), default=None)
+    return manifest.parent if manifest else None
 
 
 def vllm_arguments(model: Path, options: argparse.Namespace, port: int) -> list[str]:
     """Return the command line of vLLM. Token ids go in and out, and their log-probabilities are
     those of the distribution that they were drawn from."""
     gpus = [x for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
-    found = ["serve", str(model), "--host", options.host, "--port", str(port)]
-    found += ["--skip-tokenizer-init", "--enable-scale-out", "--max-num-seqs", str(options.slots)]
-    found += ["--logprobs-mode", "processed_logprobs", "--middleware", f"{__spec__.name}.Allowed"]
+    words = ["serve", str(model), "--host", options.host, "--port", str(port)]
+    words += ["--skip-tokenizer-init", "--enable-scale-out", "--max-num-seqs", str(options.slots)]
+    words += ["--logprobs-mode", "processed_logprobs", "--middleware", f"{__spec__.name}.Allowed"]
     if not gpus:  # bf16 where the trainer computes in fp32 would be another policy
-        return [*found, "--dtype", "float32", "--enforce-eager"]
-    return [*found, "--tensor-parallel-size", str(len(gpus))]
+        return [*words, "--dtype", "float32", "--enforce-eager"]
+    return [*words, "--tensor-parallel-size", str(len(gpus))]
 
 
 def vllm_environment(token: str) -> dict[str, str]:

@@ -228,10 +228,10 @@ def _module(path: Path, where: str) -> Any:
 def _arguments(maker: type[Environment], args: str, where: str) -> dict[str, Any]:
     """Convert `args` to the arguments of the class's __init__."""
     try:
-        given = json.loads(args or "{}")
+        arguments = json.loads(args or "{}")
     except ValueError as error:
         raise ConfigError(f"{where}: args is not JSON: {error}") from None
-    if not isinstance(given, dict):
+    if not isinstance(arguments, dict):
         raise ConfigError(f'{where}: args must be a JSON object, such as {{"below": 100}}')
     parameters = dict(inspect.signature(maker).parameters)
     rest = [name for name in parameters if parameters[name].kind is inspect.Parameter.VAR_KEYWORD]
@@ -240,27 +240,27 @@ def _arguments(maker: type[Environment], args: str, where: str) -> dict[str, Any
     problems = [
         f"{where}: unknown argument {name}{did_you_mean(name, parameters)}; "
         f"it takes {', '.join(parameters) or 'none'}"
-        for name in given
+        for name in arguments
         if name not in parameters and not rest
     ]
     problems += [
         f"{where}: the argument {name} is required"
         for name, parameter in parameters.items()
-        if parameter.default is parameter.empty and name not in given
+        if parameter.default is parameter.empty and name not in arguments
     ]
     types = typing.get_type_hints(maker.__init__)
     problems += [
         f"{where}: the argument {name} must be {NOUN[types[name]]}, not {json.dumps(value)}"
-        for name, value in given.items()
+        for name, value in arguments.items()
         if types.get(name) in NOUN and not _fits(value, types[name])
     ]
     if problems:
         raise ConfigError(problems)
-    return given
+    return arguments
 
 
-def _fits(value: object, wanted: type) -> bool:
+def _fits(value: object, kind: type) -> bool:
     """Return whether a value has a type of NOUN; an int is a float, but true is not a number."""
     if isinstance(value, bool):
-        return wanted is bool
-    return isinstance(value, (int, float) if wanted is float else wanted)
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)

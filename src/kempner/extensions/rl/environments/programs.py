@@ -183,9 +183,9 @@ class ModelProgram(run_program.Peer):
             raise self._unfit
         return not self._failed
 
-    def ask(self, what: str, /, *arguments: Any, **named: Any) -> Any:
+    def ask(self, what: str, /, *arguments: Any, **keywords: Any) -> Any:
         try:
-            return super().ask(what, *arguments, **named)
+            return super().ask(what, *arguments, **keywords)
         except (StopIteration, StopAsyncIteration) as error:  # it would end a loop of the tests
             if what == "__next__":
                 raise
@@ -203,12 +203,12 @@ class ModelProgram(run_program.Peer):
         except (PipeClosed, Late):
             raise Over from None
 
-    def serve(self, what: str, function: Any, /, *arguments: Any, **named: Any) -> Any:
+    def serve(self, what: str, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
         """Carry out the program's call of a function that the tests have handed to it."""
         if what not in ("__call__", "__next__") or id(function) not in self.numbers:
             raise TypeError(what)
         try:
-            return getattr(type(function), what)(function, *arguments, **named)
+            return getattr(type(function), what)(function, *arguments, **keywords)
         except AssertionError:  # the program must not catch it
             self._failed = True
             raise
@@ -248,13 +248,13 @@ class ModelProgram(run_program.Peer):
             raise TypeError("of no class")
         return self._object(kind, number, items(base), False)
 
-    def _object(self, kind: StandInType, number: int, base: list[Any], made: bool) -> StandIn:
-        made = made and kind._kind_.judges
-        if (number, made) not in self._objects:
+    def _object(self, kind: StandInType, number: int, base: list[Any], by_tests: bool) -> StandIn:
+        by_tests = by_tests and kind._kind_.judges
+        if (number, by_tests) not in self._objects:
             new: Any = kind.__new__(kind, *base)  # type: ignore[arg-type]
-            object.__setattr__(new, "_self_", (number, base, made))
-            self._objects[number, made] = new
-        return self._objects[number, made]
+            object.__setattr__(new, "_self_", (number, base, by_tests))
+            self._objects[number, by_tests] = new
+        return self._objects[number, by_tests]
 
     def made(self, value: Any) -> Any:
         """Mark an object that the tests have made by a class that they name."""
@@ -347,9 +347,9 @@ class StandInType(type):
             raise program._unfit
         return super().__new__(cls, name, bases, space)
 
-    def __call__(cls, *arguments: Any, **named: Any) -> Any:
+    def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
         program = cls._kind_.program
-        return program.made(program.ask("__call__", cls, *arguments, **named))
+        return program.made(program.ask("__call__", cls, *arguments, **keywords))
 
     def __getattr__(cls, name: str) -> Any:
         if cls.__dict__.get("_kind_") is None:
@@ -393,8 +393,8 @@ class StandIn(metaclass=StandInType):
         self._kind_.program.ask("delete", self, name)
 
     def __hash__(self) -> int:
-        named = self._kind_.named
-        return self._kind_.program.ask("__hash__", self) if named else object.__hash__(self)
+        has_name = self._kind_.named
+        return self._kind_.program.ask("__hash__", self) if has_name else object.__hash__(self)
 
     def __eq__(self, other: object) -> Any:
         if may_judge("__eq__", self, other):
@@ -417,9 +417,11 @@ class StandIn(metaclass=StandInType):
 def may_judge(name: str, one: StandIn, *others: Any) -> bool:
     """Return whether the program decides how an object compares or computes with others: if the
     tests have made it, or name the classes of all of them."""
-    named = one._kind_.named and all(isinstance(e, StandIn) and e._kind_.named for e in others)
+    have_names = one._kind_.named and all(isinstance(e, StandIn) and e._kind_.named for e in others)
     return (
-        one._self_[2] if name == "__contains__" else named or (one._self_[2] and name != "__eq__")
+        one._self_[2]
+        if name == "__contains__"
+        else have_names or (one._self_[2] and name != "__eq__")
     )
 
 
@@ -427,7 +429,7 @@ def special_name(name: str, base: type) -> Any:
     """Make a method of a stand-in which the program answers, if it may; else that of `base`."""
     own = getattr(base, name, None)
 
-    def method(self: Any, /, *arguments: Any, **named: Any) -> Any:
+    def method(self: Any, /, *arguments: Any, **keywords: Any) -> Any:
         program = self._kind_.program
         if name in JUDGES and not may_judge(name, self, *arguments):
             if name == "__contains__" and own is None:
@@ -440,7 +442,7 @@ def special_name(name: str, base: type) -> Any:
                 name, self, *(arguments[:2] if is_error(arguments[0]) else (None, None)), None
             )
             return None
-        value = program.ask(name, self, *arguments, **named)
+        value = program.ask(name, self, *arguments, **keywords)
         return program.made(value) if name in JUDGES - ORDERS else value
 
     return method

@@ -53,24 +53,24 @@ class Qa(Environment):
 
     def score(self, task: Task, completion: str) -> float:
         completion = completion.translate(SIGN_TABLE)
-        wanted, given = number_value(task.answer), marked_answer(completion)
-        if wanted is None:
+        target, reply = number_value(task.answer), marked_answer(completion)
+        if target is None:
             lines = completion.strip().splitlines()
-            text = (lines[-1] if lines else "") if given is None else given
+            text = (lines[-1] if lines else "") if reply is None else reply
             return float(
                 plain_text(text) == plain_text(task.answer) or same_formula(text, task.answer)
             )
-        found = number_value(given or "")
-        if given is not None and found is None:
-            bare = UNIT_PATTERN.sub("", given).strip()
+        number = number_value(reply or "")
+        if reply is not None and number is None:
+            bare = UNIT_PATTERN.sub("", reply).strip()
             if bare.startswith(("(", "[", "{", "\\{")):  # a pair, an interval, a set
                 return 0.0
             if re.search(r"[\\^]", bare):  # a formula
-                return float(same_formula(given, task.answer))
-        numbers = NUMBER_PATTERN.findall(completion if given is None else given)
-        if found is None and numbers:  # "#### 18 eggs in 3 days" begins with the answer
-            found = number_value(numbers[0 if ANSWER_MARK.search(completion) else -1])
-        return float(found == wanted)
+                return float(same_formula(reply, task.answer))
+        numbers = NUMBER_PATTERN.findall(completion if reply is None else reply)
+        if number is None and numbers:  # "#### 18 eggs in 3 days" begins with the answer
+            number = number_value(numbers[0 if ANSWER_MARK.search(completion) else -1])
+        return float(number == target)
 
 
 def marked_answer(text: str) -> str | None:
@@ -109,12 +109,12 @@ def number_value(text: str) -> Fraction | None:
         return None
 
 
-def same_formula(given: str, wanted: str) -> bool:
+def same_formula(reply: str, target: str) -> bool:
     """Return whether they are the same formula: by math_verify if it is installed, else letter by
     letter."""
-    if not FORMULA.search(wanted):
+    if not FORMULA.search(target):
         return False
-    if without_marks(given) == without_marks(wanted):
+    if without_marks(reply) == without_marks(target):
         return True
     try:
         package = importlib.import_module("math_verify")
@@ -122,7 +122,7 @@ def same_formula(given: str, wanted: str) -> bool:
         return False
     # A formula that takes too long is not the answer: math_verify's limits, which are signals, say
     # no. The limit of a reward would end the process instead, and leave the sample out.
-    read = [package.parse(f"${text}$", parsing_timeout=MATH_S) for text in (wanted, given)]
+    read = [package.parse(f"${text}$", parsing_timeout=MATH_S) for text in (target, reply)]
     return bool(package.verify(*read, timeout_seconds=MATH_S))
 
 
@@ -179,10 +179,10 @@ def read_rows(
                 raise ConfigError(
                     f"{path}, line {number}: must be a JSON object with {keys}"
                 ) from None
-            found = {key: problem_of_prompt(pair[0]), answer: problem_of(pair[1])}
+            problems = {key: problem_of_prompt(pair[0]), answer: problem_of(pair[1])}
             for name in more:
-                found[name] = "" if isinstance(row.get(name), str | None) else "must be a text"
-            for name, problem in found.items():
+                problems[name] = "" if isinstance(row.get(name), str | None) else "must be a text"
+            for name, problem in problems.items():
                 if problem:
                     raise ConfigError(f"{path}, line {number}: {name} {problem}")
             rows.append((*pair, *map(row.get, more)))

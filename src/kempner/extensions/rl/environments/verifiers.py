@@ -28,8 +28,8 @@ class Verifiers(Environment):
                 "`.venv/bin/pip install -c constraints.txt -e '.[rl-envs]'`"
             ) from None
         try:
-            given = loaders.taskset_config_type(taskset)(id=taskset, **config)
-            loaded = loaders.load_taskset(given)
+            taskset_config = loaders.taskset_config_type(taskset)(id=taskset, **config)
+            loaded = loaders.load_taskset(taskset_config)
             self._tasks = list(itertools.islice(loaded, limit))
         except Exception as error:  # of the package, of pydantic, or of the taskset
             raise ConfigError(f"verifiers: {taskset}: {error}") from None
@@ -41,12 +41,12 @@ class Verifiers(Environment):
         lacks = {
             "rewards": not hooks,
             "no container": first.NEEDS_CONTAINER or any(map(_needs_runtime, hooks)),
-            "no tools": bool(loaded.toolsets(given) or type(first).toolsets(first.config)),
+            "no tools": bool(loaded.toolsets(taskset_config) or type(first).toolsets(first.config)),
             "no judge": bool(first.plugged_judges()),
             "prompts": first.data.prompt is None,
         }
-        if wanted := [name for name, missing in lacks.items() if missing]:
-            raise ConfigError(f"verifiers: {taskset}: it must have {', '.join(wanted)}")
+        if needs := [name for name, missing in lacks.items() if missing]:
+            raise ConfigError(f"verifiers: {taskset}: it must have {', '.join(needs)}")
 
     def task(self, number: int, rng: random.Random) -> Task:
         data = self._tasks[number].data

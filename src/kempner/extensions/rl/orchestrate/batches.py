@@ -120,20 +120,20 @@ class Groups:
         part in the gradient, but their tokens count, so that the others do not weigh more than
         elsewhere."""
         flat.sort(key=lambda group: group.at.place)
-        chosen = (self._ready + flat)[: self._target]
-        if not chosen:
+        groups = (self._ready + flat)[: self._target]
+        if not groups:
             raise Failed(f"none of {len(self._since)} groups has two rewards; see why above")
         self._say(
             f"warning: step {step}: {len(self._ready)} of {self._target} groups have different "
             f"rewards after {len(self._since)} prompts (rl.refill); "
-            f"{len(chosen) - len(self._ready)} without fill the batch"
+            f"{len(groups) - len(self._ready)} without fill the batch"
         )
-        return chosen
+        return groups
 
-    def next_batch(self, chosen: list[SampleGroup]) -> tuple[list[SampleGroup], int]:
+    def next_batch(self, groups: list[SampleGroup]) -> tuple[list[SampleGroup], int]:
         """Hand over these groups. Returns the groups that have come since the batch before, in the
         order of the tasks, and how many of them were too old."""
-        used = {group.at.place for group in chosen}
+        used = {group.at.place for group in groups}
         self._ready = [group for group in self._ready if group.at.place not in used]
         come, stale = sorted(self._since, key=lambda group: group.at.place), self._stale
         tokens = [group.tokens for group in come if not group.failed]

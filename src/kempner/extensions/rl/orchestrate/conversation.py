@@ -96,8 +96,8 @@ class DialogueWriter:
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode a turn, without the token that ends it."""
-        kept = ids[:-1] if ids and ids[-1] in self._words.ends else ids
-        return self._words.tokenizer.decode(kept)
+        text_ids = ids[:-1] if ids and ids[-1] in self._words.ends else ids
+        return self._words.tokenizer.decode(text_ids)
 
     def _encode(self, text: str) -> list[int]:
         assert isinstance(self._words.tokenizer, FileTokenizer)

@@ -37,11 +37,11 @@ class Curriculum:
         for label, share in self._shares.items():
             self._due[label] += share
         label = max(self._due, key=lambda each: self._due[each])
-        found = TaskPlace(self._place, label, self._wanted(label))
+        place = TaskPlace(self._place, label, self._wanted(label))
         self._place += 1
         self._due[label] -= 1
-        self._number[label] = found.number + 1
-        return found
+        self._number[label] = place.number + 1
+        return place
 
     def _wanted(self, label: str) -> int:
         number = self._number[label]

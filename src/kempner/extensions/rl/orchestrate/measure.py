@@ -69,7 +69,7 @@ class Bench:
             stream.append(self._measure(many, room))
         after = self._tokens_read()
         full = statistics.median(each.full for each in stream)
-        lost = [1 - a.rate / b.full for a, b in zip(alone, stream, strict=True)]
+        losses = [1 - a.rate / b.full for a, b in zip(alone, stream, strict=True)]
         result: dict[str, Any] = {
             "engines": engines,
             "slots": self._cfg.of(InferenceConfig).resolved_slots,
@@ -77,7 +77,7 @@ class Bench:
             "group_size": rl.group_size,
             "tokens_per_s": full,
             "tokens_per_s_of_batches": statistics.median(each.rate for each in alone),
-            "straggler_loss": statistics.median(lost),
+            "straggler_loss": statistics.median(losses),
             "length": sum(each.tokens for each in stream) / (many * rl.group_size * MEASURE_ROUNDS),
             "prefix_reuse": None,
         }
@@ -88,8 +88,8 @@ class Bench:
 
     def _tokens_read(self) -> int | None:
         """Return the prompt tokens read by all engines; None: one of them does not count them."""
-        found = [engine.tokens_read() for engine in self._router.alive()]
-        return None if None in found else sum(each or 0 for each in found)
+        counts = [engine.tokens_read() for engine in self._router.alive()]
+        return None if None in counts else sum(each or 0 for each in counts)
 
     def _measure(self, count: int, room: int) -> Measured:
         """Measure `count` groups, all requested at once."""
@@ -111,8 +111,8 @@ class Bench:
             group = self._next(come)
             tokens += group.tokens
             prompts += sum(len(each.sample.tokens) - each.length for each in group.rollouts)
-            left = (count - number) * self._cfg.of(RlConfig).group_size
-            if number > count // 6 and left >= room:
+            remaining = (count - number) * self._cfg.of(RlConfig).group_size
+            if number > count // 6 and remaining >= room:
                 marks.append((time.monotonic(), tokens))
         if not tokens:
             raise Lost(f"no sample has come back of {count} groups: see the lines above")
@@ -128,12 +128,12 @@ class Bench:
             if self._stop.is_set():
                 raise Closed
             try:
-                found = come.get(timeout=0.1)
+                result = come.get(timeout=0.1)
             except Empty:
                 continue
-            if isinstance(found, Exception):
-                raise found
-            return found
+            if isinstance(result, Exception):
+                raise result
+            return result
 
     def _say(self, result: dict[str, Any]) -> None:
         reuse = result["prefix_reuse"]

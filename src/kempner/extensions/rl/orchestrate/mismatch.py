@@ -39,9 +39,9 @@ def choose_probe(arrays: Mapping[str, NDArray[np.generic]]) -> Probe:
     """Choose the longest sample of a row that is not too long to score, else the shortest.
     `arrays`: of the rank file (exchange.Batch)."""
     inputs, targets, documents = (arrays[name][0] for name in ("inputs", "targets", "documents"))
-    counted = targets != IGNORE
+    mask = targets != IGNORE
     lengths = {
-        int(number): int((documents == number).sum()) for number in np.unique(documents[counted])
+        int(number): int((documents == number).sum()) for number in np.unique(documents[mask])
     }
     short = [number for number, length in lengths.items() if length < LONGEST_PROBE]
     number = max(short, key=lengths.__getitem__) if short else min(lengths, key=lengths.__getitem__)
@@ -49,7 +49,7 @@ def choose_probe(arrays: Mapping[str, NDArray[np.generic]]) -> Probe:
     places = slice(first, first + lengths[number])
     last = targets[places][-1]  # its prediction is not looked at where it was not sampled
     tokens = [*inputs[places].tolist(), int(last) if last != IGNORE else 0]
-    return Probe(tokens, places, counted[places])
+    return Probe(tokens, places, mask[places])
 
 
 class Mismatch:
@@ -84,8 +84,8 @@ class Mismatch:
                 self._scored[step] = probe, scores
         for step in [] if self._asks else sorted(self._probes, reverse=True):
             if engine := self._router.with_version(step - 1):
-                self._asks, asked = True, (step, self._probes.pop(step), engine)
-                threading.Thread(target=self._ask, args=asked, daemon=True).start()
+                self._asks, question = True, (step, self._probes.pop(step), engine)
+                threading.Thread(target=self._ask, args=question, daemon=True).start()
                 break
         for step, (probe, scores) in list(self._scored.items()):
             if (ours := self._exchange.handed_back(step)) is not None:
@@ -101,5 +101,5 @@ class Mismatch:
 
     def take(self) -> dict[str, float]:
         """Return the mean distance since the last call; nothing if none was measured."""
-        found, self._found = self._found, []
-        return {"mismatch": sum(found) / len(found)} if found else {}
+        distances, self._found = self._found, []
+        return {"mismatch": sum(distances) / len(distances)} if distances else {}

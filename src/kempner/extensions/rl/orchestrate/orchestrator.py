@@ -83,11 +83,11 @@ class Orchestrator:
             self._look()
             self._mismatch.look()
             self._take()
-            chosen = self._groups.chosen(self._step + 1, self._ahead(), len(self._flying))
+            groups = self._groups.chosen(self._step + 1, self._ahead(), len(self._flying))
             self._ask_again(self._groups.again)
             self._groups.again = []
-            if chosen is not None:
-                self._hand_over(chosen)
+            if groups is not None:
+                self._hand_over(groups)
         while self._newest < self._cfg.train.max_steps:
             self._look()
             self._pause()
@@ -192,15 +192,15 @@ class Orchestrator:
         for _ in range(sum(map(len, tasks.values()))):
             label, reward = self._next_of(answers)
             rewards.setdefault(label, []).append(reward)
-        found = {
+        figures = {
             label: mean_or_zero([each or 0.0 for each in all_]) for label, all_ in rewards.items()
         }
-        found |= {f"{label}/failed": float(all_.count(None)) for label, all_ in rewards.items()}
+        figures |= {f"{label}/failed": float(all_.count(None)) for label, all_ in rewards.items()}
         folder = Path(self._cfg.run.dir)
         self._write(
-            f"evaluation of step {version}", lambda: results.record_result(folder, version, found)
+            f"evaluation of step {version}", lambda: results.record_result(folder, version, figures)
         )
-        text = ", ".join(f"{label} {value:.3f}" for label, value in found.items())
+        text = ", ".join(f"{label} {value:.3f}" for label, value in figures.items())
         self._say(f"step {version}: evaluation: {text or 'no rewards'}")
         self._evaluated = version
 
@@ -211,12 +211,12 @@ class Orchestrator:
             if self._stop.is_set():
                 raise Closed
             try:
-                found = queue.get(timeout=VERSION_POLL_S)
+                result = queue.get(timeout=VERSION_POLL_S)
             except Empty:
                 continue
-            if isinstance(found, Exception):
-                raise found
-            return found
+            if isinstance(result, Exception):
+                raise result
+            return result
 
     # --- groups and batches ---
 
@@ -243,52 +243,52 @@ class Orchestrator:
         """Ask for what may be asked, and take what has come."""
         # In asynchronous training an engine works on while another one takes new weights.
         least = max(0, self._newest - (self._cfg.of(RlConfig).max_async > 0))
-        begun = [each.version for each in self._flying if each.version is not None]
-        late = sum(version < self._newest for version in begun)
+        versions = [each.version for each in self._flying if each.version is not None]
+        late = sum(version < self._newest for version in versions)
         for _ in range(self._groups.wanted(self._ahead(), len(self._flying), late)):
             at = self._again.popleft() if self._again else self._curriculum.next()
             flight = Flight()
             self._flying[flight] = at
             threading.Thread(target=self._work, args=(flight, at, least), daemon=True).start()
         try:
-            flight, found = self._come.get(timeout=VERSION_POLL_S)
+            flight, result = self._come.get(timeout=VERSION_POLL_S)
             while True:
                 if not flight.cancelled:
-                    if isinstance(found, Exception):
-                        raise found
+                    if isinstance(result, Exception):
+                        raise result
                     del self._flying[flight]
-                    self._groups.add(found)
-                flight, found = self._come.get_nowait()
+                    self._groups.add(result)
+                flight, result = self._come.get_nowait()
         except Empty:
             pass
 
     def _work(self, flight: Flight, at: TaskPlace, least: int) -> None:
-        found: SampleGroup | Exception
+        result: SampleGroup | Exception
         try:
-            found = self._sampler.group(at, self._cfg.of(RlConfig).group_size, least, flight)
+            result = self._sampler.group(at, self._cfg.of(RlConfig).group_size, least, flight)
         except Exception as error:
-            found = error
-        self._come.put((flight, found))
+            result = error
+        self._come.put((flight, result))
 
-    def _hand_over(self, chosen: list[SampleGroup]) -> None:
+    def _hand_over(self, groups: list[SampleGroup]) -> None:
         loss, most = self._cfg.of(LossConfig), self._cfg.of(SamplingConfig).max_tokens
         self._step += 1
-        come, stale = self._groups.next_batch(chosen)
+        come, stale = self._groups.next_batch(groups)
         self._curriculum.learn(come)
-        metrics = reward_figures(come, chosen, self._step, stale, self._cancelled)
+        metrics = reward_figures(come, groups, self._step, stale, self._cancelled)
         metrics |= self._router.figures() | self._mismatch.take()
         self._cancelled = 0
         self._cancel()
         arrays = packing.pack_batch(
-            [each.sample for group in chosen for each in group.scored],
-            [each for group in chosen for each in group.advantages(loss, most)],
-            [each.oldest for group in chosen for each in group.scored],
+            [each.sample for group in groups for each in group.scored],
+            [each for group in groups for each in group.advantages(loss, most)],
+            [each.oldest for group in groups for each in group.scored],
             self._cfg.train.seq_len,
             self._data_ranks,
             self._cfg.train.micro_batch or 1,
         )
         tokens = packing.tokens_that_count(arrays)
-        newest = max(each.oldest for group in chosen for each in group.scored)
+        newest = max(each.oldest for group in groups for each in group.scored)
         batch = Batch(self._step, tokens, metrics, self._state(), scored=newest < self._step - 1)
 
         def write() -> None:
@@ -298,7 +298,7 @@ class Orchestrator:
         self._write(f"batch of step {self._step}", write)
         if batch.scored:
             self._mismatch.add(batch.step, arrays[0])
-        self._log.add(self._step, chosen)
+        self._log.add(self._step, groups)
 
     def _write(self, what: str, write: Callable[[], None]) -> None:
         """Write, and retry on a full disk, which may be cleared: samples are not thrown away at

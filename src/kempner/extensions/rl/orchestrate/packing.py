@@ -58,27 +58,27 @@ def pack_batch(
         order, starts = packing.order.tolist(), packing.starts.tolist()
         rows = [order[a:b] for a, b in itertools.pairwise(starts)]
         rows += [[] for _ in range(count - len(rows))]
-    made = []
+    rank_files = []
     for numbers in deal_rows(rows, lengths, ranks):
         arrays = empty_rows(len(numbers), seq_len)
         for row, number in enumerate(numbers):
-            chosen = [(samples[item], advantages[item], versions[item]) for item in rows[number]]
-            fill_row({name: array[row] for name, array in arrays.items()}, chosen)
-        made.append(arrays)
-    return made
+            items = [(samples[item], advantages[item], versions[item]) for item in rows[number]]
+            fill_row({name: array[row] for name, array in arrays.items()}, items)
+        rank_files.append(arrays)
+    return rank_files
 
 
 def spread_samples(lengths: NDArray[np.int64], room: int, count: int) -> list[list[int]] | None:
     """Spread the samples, longest first, each into the row of least cost that has room; None if one
     finds no room."""
     rows: list[list[int]] = [[] for _ in range(count)]
-    left, cost = np.full(count, room), np.zeros(count)
+    space, cost = np.full(count, room), np.zeros(count)
     for item in np.argsort(-lengths, kind="stable").tolist():
-        row = int(np.where(left >= lengths[item], cost, np.inf).argmin())
-        if left[row] < lengths[item]:
+        row = int(np.where(space >= lengths[item], cost, np.inf).argmin())
+        if space[row] < lengths[item]:
             return None
         rows[row].append(item)
-        left[row] -= lengths[item]
+        space[row] -= lengths[item]
         cost[row] += float(lengths[item]) ** 2
     return rows
 
@@ -110,10 +110,10 @@ def empty_rows(count: int, seq_len: int) -> Arrays:
     }
 
 
-def fill_row(row: Arrays, chosen: Sequence[tuple[Sample, float, int]]) -> None:
+def fill_row(row: Arrays, items: Sequence[tuple[Sample, float, int]]) -> None:
     """Fill one row, each array of it [T]. The rest at its end is one more document."""
     at = 0
-    for number, (sample, advantage, version) in enumerate(chosen):
+    for number, (sample, advantage, version) in enumerate(items):
         there = slice(at, at + sample.places)
         counts = sample.sampled[1:]
         row["inputs"][there] = sample.tokens[:-1]
@@ -123,7 +123,7 @@ def fill_row(row: Arrays, chosen: Sequence[tuple[Sample, float, int]]) -> None:
         row["advantages"][there] = np.where(counts, np.float32(advantage), np.float32(0.0))
         row["versions"][there] = version
         at += sample.places
-    row["documents"][at:] = len(chosen)
+    row["documents"][at:] = len(items)
 
 
 def tokens_that_count(ranks: Sequence[Arrays]) -> int:

@@ -105,27 +105,31 @@ class RolloutSampler:
         why: dict[int, str] = {}  # there is no reward
         turn, going = 0, talks
         while going:
-            asked = replace(sampling, seed=seed_of(self._seed, place, turn))
+            turn_sampling = replace(sampling, seed=seed_of(self._seed, place, turn))
             if turn == 0:
-                texts = self._router.ask([prompt], count, asked, least, flight)[0]
+                texts = self._router.ask([prompt], count, turn_sampling, least, flight)[0]
             else:
                 tokens = [talk.tokens for talk in going]
-                texts = [each[0] for each in self._router.ask(tokens, 1, asked, least, flight)]
+                texts = [
+                    each[0] for each in self._router.ask(tokens, 1, turn_sampling, least, flight)
+                ]
             for talk, text in zip(going, texts, strict=True):
                 talk.say(text, self._writer.text(text.token_ids))
             going = [talk for talk in going if talk.open]
             going = self._replies(env, task, going, why)
             turn += 1
-        kept = [talk for talk in talks if id(talk) not in why]
-        scores = self._scorer.score(env, task, [talk.messages for talk in kept])
-        rewards = {id(talk): score for talk, score in zip(kept, scores, strict=True)}
-        found = []
+        valid_talks = [talk for talk in talks if id(talk) not in why]
+        scores = self._scorer.score(env, task, [talk.messages for talk in valid_talks])
+        rewards = {id(talk): score for talk, score in zip(valid_talks, scores, strict=True)}
+        rollouts = []
         for talk in talks:
             score = rewards.get(id(talk)) or Score(None, why.get(id(talk), ""))
             if score.reward is None:
                 self._tell(env, score.why)
-            found.append(Rollout(talk.sample, talk.text, score.reward, talk.truncated, talk.oldest))
-        return found
+            rollouts.append(
+                Rollout(talk.sample, talk.text, score.reward, talk.truncated, talk.oldest)
+            )
+        return rollouts
 
     def _replies(
         self, env: Tasks, task: Task, talks: Sequence[Dialogue], why: dict[int, str]

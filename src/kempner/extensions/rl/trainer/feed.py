@@ -109,19 +109,19 @@ class Feed:
     def next(self, step: int) -> list[Rollouts] | Verdict:
         """Return this rank's micro-batches of a step; or, if any rank was asked to leave meanwhile,
         the verdict of all."""
-        found: Batch | Verdict | None = None
+        answer: Batch | Verdict | None = None
         began, pause = time.monotonic(), 0.0
-        while found is None:
+        while answer is None:
             with self.waiting(0.0):
-                found = self._look(step, pause)
+                answer = self._look(step, pause)
             pause = pause_after(time.monotonic() - began)
-        if isinstance(found, Verdict):
-            return found
-        self.tokens, self._metrics = found.tokens, found.metrics
-        self.position += int(found.metrics.get("samples", 0))
-        self.state = found.state
+        if isinstance(answer, Verdict):
+            return answer
+        self.tokens, self._metrics = answer.tokens, answer.metrics
+        self.position += int(answer.metrics.get("samples", 0))
+        self.state = answer.state
         self._step = step
-        self._own = [] if found.scored and self._ranks.rank == 0 else None
+        self._own = [] if answer.scored and self._ranks.rank == 0 else None
         path = self._exchange.rollouts(step) / f"rank_{self._layout.data_rank}.safetensors"
         arrays = self._ranks.on_all(lambda: read_batch(path, self._seq_len, step - 1))
         self._places = arrays["inputs"].numel() * self._layout.data_ranks
@@ -130,12 +130,12 @@ class Feed:
     def _look(self, step: int, pause: float) -> Batch | Verdict | None:
         """Look for the batch once, on all ranks, after `pause` seconds. Rank 0 alone looks into the
         directory."""
-        batch, wanted = None, False
+        batch, is_wanted = None, False
         if self._ranks.rank == 0:
             time.sleep(pause)
-            batch, wanted = self._exchange.batch(step), self._exchange.wanted.exists()
-            wanted = wanted or (self._tries > 0 and time.monotonic() > self._again)
-        flags = torch.tensor([batch is not None, wanted, *self._stop.flags[INTERRUPT_REQUEST:]])
+            batch, is_wanted = self._exchange.batch(step), self._exchange.wanted.exists()
+            is_wanted = is_wanted or (self._tries > 0 and time.monotonic() > self._again)
+        flags = torch.tensor([batch is not None, is_wanted, *self._stop.flags[INTERRUPT_REQUEST:]])
         dist.all_reduce(flags, dist.ReduceOp.MAX, self._ranks.group)
         ready, wants, *leaving = flags.tolist()
         verdict = requested_verdict(dict(zip(REQUEST_FLAGS, (0.0, *leaving), strict=True)))
@@ -148,9 +148,9 @@ class Feed:
             self.publish(step - 1)
         if not ready:
             return None
-        told = [batch._replace(state={}) if batch else None]  # the state may be long
-        dist.broadcast_object_list(told, 0, self._ranks.group)
-        return batch or told[0]
+        message = [batch._replace(state={}) if batch else None]  # the state may be long
+        dist.broadcast_object_list(message, 0, self._ranks.group)
+        return batch or message[0]
 
     def after_update(self) -> None:
         """The engines wait for the weights, which go through the host anyway."""
@@ -200,9 +200,9 @@ class Feed:
         """Return the metrics of the newest batch's step: the orchestrator's, and the trainer's."""
         if self._own:
             self._exchange.hand_back(self._step, self._own[0].cpu().numpy())
-        said = {name: value for name, value in self._metrics.items() if name != "samples"}
+        metrics = {name: value for name, value in self._metrics.items() if name != "samples"}
         return {
-            **said,
+            **metrics,
             "wait": lap.get("data", 0.0) / max(lap["total"], 1e-9),
             "publish_seconds": lap.get("publish", 0.0),
         }

@@ -47,18 +47,18 @@ def policy_losses(
     log_ratio = (new.clamp(min=LOWEST) - old.clamp(min=LOWEST)).clamp(-BOUND, BOUND)
     if cfg.name in ("tis", "masked"):
         gain = truncated_ratio(log_ratio, cfg.is_cap) * advantages
-        held = log_ratio > math.log(cfg.is_cap)
+        clip_mask = log_ratio > math.log(cfg.is_cap)
         if cfg.name == "masked":
-            held = (new.exp() - old.exp()) * advantages.sign() > cfg.mask
-            gain = torch.where(held, 0.0, gain)  # no product: 0 times infinity is NaN
+            clip_mask = (new.exp() - old.exp()) * advantages.sign() > cfg.mask
+            gain = torch.where(clip_mask, 0.0, gain)  # no product: 0 times infinity is NaN
     else:
         ratio = log_ratio.exp()
         gain = ratio * advantages
         clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * advantages
         bounded = (advantages < 0) & (ratio > cfg.dual_clip)
-        held = (clipped < gain) | bounded
+        clip_mask = (clipped < gain) | bounded
         gain = torch.where(bounded, cfg.dual_clip * advantages, torch.minimum(gain, clipped))
-    return cfg.kl * log_ratio.square() - gain, log_ratio, held
+    return cfg.kl * log_ratio.square() - gain, log_ratio, clip_mask
 
 
 def truncated_ratio(log_ratio: Tensor, cap: float) -> Tensor:
@@ -116,17 +116,17 @@ class Policy:
     def _judge(self, targets: Tensor) -> Callable[[Tensor, slice], tuple[Tensor, Tensor]]:
         assert self._batch is not None
         flat = (self._batch.logprobs, self._batch.advantages, self._batch.fresh, targets != IGNORE)
-        given = [tensor.flatten().unsqueeze(1) for tensor in flat]
+        columns = [tensor.flatten().unsqueeze(1) for tensor in flat]
         first = None
         if self._batch.own is not None:
             first = torch.zeros(self._batch.targets.shape[1], device=targets.device)
             self._batch.own.append(first)
 
         def judge(losses: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            old, advantages, fresh, counts = (tensor[rows] for tensor in given)
+            old, advantages, fresh, counts = (tensor[rows] for tensor in columns)
             with torch.enable_grad():
                 losses = losses.detach().requires_grad_()
-                ours, log_ratio, held = policy_losses(self._cfg, -losses, old, advantages)
+                ours, log_ratio, clip_mask = policy_losses(self._cfg, -losses, old, advantages)
                 (slopes,) = torch.autograd.grad(ours.sum(), losses)
             if first is not None:
                 there = first[rows.start : rows.stop]  # nothing of rows after the first one
@@ -134,7 +134,7 @@ class Policy:
             distance = log_ratio.detach().abs()
             # Over the sampler's samples its mean is KL(sampler, model), and it is never negative.
             kl = log_ratio.detach().expm1() - log_ratio.detach()
-            mine = (distance, distance * fresh, fresh.float(), held.float(), kl)
+            mine = (distance, distance * fresh, fresh.float(), clip_mask.float(), kl)
             for i, values in enumerate(mine):
                 self._sums[i] += torch.where(counts, values, 0.0).sum()
             return ours.detach(), slopes

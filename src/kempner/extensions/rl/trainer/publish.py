@@ -196,15 +196,15 @@ def _error_of(written: Future[object]) -> OSError | None:
 def whole_tensors(model: Decoder, scale: float = 0.0) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor of the model, by our name, whole on every rank, in the same order on all.
     An adapter is merged into its matrix: W + scale * B A, fp32."""
-    named = parameter_names(model)
-    for name, parameter in named.items():
+    parameters = parameter_names(model)
+    for name, parameter in parameters.items():
         if is_adapter(name):
             continue
         tensor = full_tensor(parameter)
         a = name.removesuffix("weight") + "lora_a"
-        if a in named:
-            b = full_tensor(named[a.removesuffix("lora_a") + "lora_b"])
-            tensor = tensor.float() + scale * (b @ full_tensor(named[a]))
+        if a in parameters:
+            b = full_tensor(parameters[a.removesuffix("lora_a") + "lora_b"])
+            tensor = tensor.float() + scale * (b @ full_tensor(parameters[a]))
         yield name, tensor
 
 

@@ -73,7 +73,7 @@ def pieces_of_rank(table: Table, rank: int) -> list[TransferPiece]:
     """List the pieces that a rank sends: what it would write, but small tensors, which each rank
     has, are sent by one."""
     chunks = (TransferPiece(*chunk) for chunk in chunks_of(table, rank))
-    first = {name for name, stored in table.items() if stored.everywhere and rank > 0}
+    first = {name for name, spec in table.items() if spec.everywhere and rank > 0}
     return [piece for piece in chunks if piece.elements and piece.name not in first]
 
 
@@ -81,14 +81,14 @@ def buckets_of(pieces: Iterable[TransferPiece], itemsize: int) -> Iterator[list[
     """Yield the pieces in order, in buckets of at most BUCKET bytes; a larger piece is cut into
     rows."""
     bucket: list[TransferPiece] = []
-    left = most = BUCKET // itemsize
+    room = most = BUCKET // itemsize
     for piece in pieces:
         for one in _rows(piece, most):
-            if bucket and one.elements > left:
+            if bucket and one.elements > room:
                 yield bucket
-                bucket, left = [], most
+                bucket, room = [], most
             bucket.append(one)
-            left -= one.elements
+            room -= one.elements
     if bucket:
         yield bucket
 
@@ -110,9 +110,9 @@ def send_part(link: socket.socket, part: Tensor) -> None:
 
 
 def receive_into(link: socket.socket, part: Tensor) -> None:
-    left = part.view(torch.uint8).numpy().data
-    while left:
-        left = left[_some(link.recv_into(left)) :]
+    rest = part.view(torch.uint8).numpy().data
+    while rest:
+        rest = rest[_some(link.recv_into(rest)) :]
 
 
 def _some(count: int) -> int:
@@ -129,22 +129,22 @@ def receive_weights(model: Decoder, manifest: Mapping[str, Any], token: str) -> 
     unusable."""
     table, dtype = from_json(manifest["table"]), dtype_of(manifest["dtype"])
     targets = parameter_names(model)
-    found = {name: stored.shape for name, stored in table.items()}
-    if found != {name: p.shape for name, p in targets.items()}:
+    shapes = {name: spec.shape for name, spec in table.items()}
+    if shapes != {name: p.shape for name, p in targets.items()}:
         raise Gone("its tensors are not those of the model here")
-    begun = threading.Event()
-    asked = json.dumps({"version": manifest["version"]}).encode()
+    has_begun = threading.Event()
+    request = json.dumps({"version": manifest["version"]}).encode()
 
     def read_from(rank: int) -> None:
         pieces = pieces_of_rank(table, rank)
         host, _, port = manifest["senders"][rank].rpartition(":")
         with peers.connect_peer(host, int(port), token, TIMEOUT_S) as link:
-            link.sendall(asked + b"\n")
+            link.sendall(request + b"\n")
             if link.recv(1) != YES:
                 raise ConnectionRefusedError("it is not offered")
             buffer = torch.empty(BUCKET // dtype.itemsize, dtype=dtype)
             for bucket in buckets_of(pieces, dtype.itemsize):
-                begun.set()
+                has_begun.set()
                 receive_into(link, buffer[: sum(piece.elements for piece in bucket)])
                 unpack_bucket(buffer, bucket, targets)
             link.sendall(YES)  # all of it is here
@@ -155,7 +155,7 @@ def receive_weights(model: Decoder, manifest: Mapping[str, Any], token: str) -> 
             list(pool.map(read_from, senders))
     except OSError as error:
         # Some weights may be overwritten: the model is neither the old one nor the new one.
-        if begun.is_set():
+        if has_begun.is_set():
             raise OSError(f"the transfer has broken off ({error})") from None
         raise Gone(str(error)) from None
 
@@ -210,7 +210,7 @@ class DirectPublisher:
         table = make_table(parameters, {}, self._ranks.size)
         parts = pack_buckets(parameters, table, self._ranks.rank, self._dtype)
         self._ranks.on_all(lambda: self._offer.make(version, parts))
-        count = sum(math.prod(stored.shape) for stored in table.values())
+        count = sum(math.prod(spec.shape) for spec in table.values())
         facts = {
             "version": version,
             "transport": "direct",
@@ -290,14 +290,14 @@ class Offer:
 
     def _answer(self, link: socket.socket) -> None:
         with link, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            asked = json.loads(link.makefile("rb").readline(MOST_ASKED))
+            request = json.loads(link.makefile("rb").readline(MOST_ASKED))
             with self._changed:
-                if self.version is None or asked["version"] != self.version:
+                if self.version is None or request["version"] != self.version:
                     return
                 self._sending += 1
                 parts = self._parts
             try:
-                self._send(link, asked["version"], parts)
+                self._send(link, request["version"], parts)
             finally:
                 with self._changed:
                     self._sending -= 1

@@ -45,14 +45,14 @@ class Curve:
 
 def curve_points(lines: Sequence[Record], key: str) -> list[tuple[float, float | None]]:
     """Return the points of the lines that have this key, by step."""
-    found: list[tuple[float, float | None]] = []
+    points: list[tuple[float, float | None]] = []
     for line in lines:
         if key in line:
             value = line[key]
-            known = type(value) in (int, float) and abs(value) < LARGEST_DRAWN
-            small = known and abs(value) < SMALLEST_DRAWN
-            found.append((line["step"], (0.0 if small else value) if known else None))
-    return found
+            is_drawable = type(value) in (int, float) and abs(value) < LARGEST_DRAWN
+            small = is_drawable and abs(value) < SMALLEST_DRAWN
+            points.append((line["step"], (0.0 if small else value) if is_drawable else None))
+    return points
 
 
 def curve_envelope(points: CurvePoints, buckets: int = BUCKETS) -> list[list[Bucket]]:
@@ -63,15 +63,15 @@ def curve_envelope(points: CurvePoints, buckets: int = BUCKETS) -> list[list[Buc
     width = (high - low) / buckets or 1.0
     few = len(points) <= 2 * buckets
     pieces: list[list[Bucket]] = [[]]
-    held: list[tuple[float, float]] = []
+    group: list[tuple[float, float]] = []
     place = 0
 
     def close() -> None:
-        if held:
-            ys = [y for _, y in held]
-            x = held[0][0] if few else sum(x for x, _ in held) / len(held)
+        if group:
+            ys = [y for _, y in group]
+            x = group[0][0] if few else sum(x for x, _ in group) / len(group)
             pieces[-1].append(Bucket(x, min(ys), math.fsum(ys) / len(ys), max(ys)))
-            held.clear()
+            group.clear()
 
     for i, (x, y) in enumerate(points):
         now = i if few else int((x - low) / width)
@@ -79,7 +79,7 @@ def curve_envelope(points: CurvePoints, buckets: int = BUCKETS) -> list[list[Buc
             close()
             place = now
         if y is not None:
-            held.append((x, y))
+            group.append((x, y))
         elif pieces[-1] and few:
             pieces.append([])
     close()
@@ -115,10 +115,10 @@ def axis_ticks(low: float, high: float, count: int) -> list[float]:
 def log_ticks(low: float, high: float) -> list[float]:
     for factors in ((1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        found = [f * 10.0**k for k in decades for f in factors if low <= f * 10.0**k <= high]
-        if len(found) <= 6:
-            return found
-    return found[:: math.ceil(len(found) / 6)]
+        ticks = [f * 10.0**k for k in decades for f in factors if low <= f * 10.0**k <= high]
+        if len(ticks) <= 6:
+            return ticks
+    return ticks[:: math.ceil(len(ticks) / 6)]
 
 
 def short_label(value: float) -> str:
@@ -149,16 +149,18 @@ def render_chart(
     there; `log`: logarithmic, if the values span enough; `most`: the largest x; `what`: for screen
     readers."""
     pieces = [(curve, curve_envelope(curve.points, buckets)) for curve in curves]
-    drawn = [bucket for _, found in pieces for piece in found for bucket in piece]
-    if not drawn:
+    all_buckets = [
+        bucket for _, curve_pieces in pieces for piece in curve_pieces for bucket in piece
+    ]
+    if not all_buckets:
         return '<p class="none">nothing to draw yet</p>'
-    low, high = min(b.low for b in drawn), max(b.high for b in drawn)
+    low, high = min(b.low for b in all_buckets), max(b.high for b in all_buckets)
     log = log and spans_decades(low, high)
     low = min(0.0, low) if zero else low
     if not log and not zero:
         low, high = low - 0.03 * (high - low), high + 0.03 * (high - low)
     y = Axis(low, high * (1.06 if zero and high > 0 else 1), log, 4)
-    x = Axis(0.0, most or max(b.x for b in drawn) or 1.0, count=NARROW + 1)
+    x = Axis(0.0, most or max(b.x for b in all_buckets) or 1.0, count=NARROW + 1)
     body = [
         f'<path class="grid" d="{"".join(f"M0 {height_position(y, t)}h{GRID}" for t in y.ticks)}"/>'
     ]
@@ -166,8 +168,8 @@ def render_chart(
         body.append(
             f'<path class="mark" d="{"".join(f"M{axis_position(x, m)} 0v{GRID}" for m in marks)}"/>'
         )
-    for curve, found in pieces:
-        body += [render_curve(curve, piece, x, y) for piece in found]
+    for curve, curve_pieces in pieces:
+        body += [render_curve(curve, piece, x, y) for piece in curve_pieces]
     labels = [
         f'<i class="y" style="top:{100 - 100 * y.share(t):.4g}%">{escape(label(t))}</i>'
         for t in y.ticks
@@ -223,12 +225,12 @@ def svg_path(points: Sequence[tuple[int, int]]) -> str:
 def render_sparkline(points: CurvePoints, buckets: int = 60) -> str:
     """Draw a small curve without axes."""
     pieces = curve_envelope(points, buckets)
-    drawn = [bucket for piece in pieces for bucket in piece]
-    if not drawn:
+    all_buckets = [bucket for piece in pieces for bucket in piece]
+    if not all_buckets:
         return ""
-    low, high = min(b.low for b in drawn), max(b.high for b in drawn)
+    low, high = min(b.low for b in all_buckets), max(b.high for b in all_buckets)
     log = spans_decades(low, high)
-    x, y = Axis(drawn[0].x, drawn[-1].x), Axis(low, high, log)
+    x, y = Axis(all_buckets[0].x, all_buckets[-1].x), Axis(low, high, log)
     body = "".join(render_curve(Curve((), style="a"), piece, x, y) for piece in pieces)
     return (
         f'<svg class="spark" viewBox="0 0 {GRID} {GRID}" preserveAspectRatio="none" '

@@ -45,19 +45,19 @@ NOTES = 20  # of an attempt
 def phases_of(run: History, now: float) -> list[TimePhase]:
     """Return the phases of the wall time, with the wait in the queue told apart, up to now if it
     goes on."""
-    found = []
-    asked = {a.ended: a.decision not in ("", "end") for a in run.attempts}
-    ends = sorted(asked)
+    phases = []
+    goes_on = {a.ended: a.decision not in ("", "end") for a in run.attempts}
+    ends = sorted(goes_on)
     for phase in run.wall_time.phases:
         part = phase.part
         if part == "not running":
             before = [end for end in ends if end <= phase.began + 1]
-            part = QUEUE_LABEL if before and asked[before[-1]] else IDLE_LABEL
-        found.append(phase._replace(part=part))
-    if found and run.state.word in ("waiting", "starting") and now > found[-1].ended:
+            part = QUEUE_LABEL if before and goes_on[before[-1]] else IDLE_LABEL
+        phases.append(phase._replace(part=part))
+    if phases and run.state.word in ("waiting", "starting") and now > phases[-1].ended:
         part = QUEUE_LABEL if run.state.word == "waiting" else "start-up"
-        found.append(TimePhase(part, found[-1].ended, now))
-    return found
+        phases.append(TimePhase(part, phases[-1].ended, now))
+    return phases
 
 
 def render_bar(
@@ -66,19 +66,19 @@ def render_bar(
     """Draw a bar over the time from `began` to `ended`. A phase that is shorter than a column takes
     its share of the column's height."""
     width = (ended - began) / columns or 1.0
-    spent: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    seconds: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for phase in phases:
         first = max(0, int((phase.began - began) / width))
         last = min(columns - 1, max(first, math.ceil((phase.ended - began) / width) - 1))
         for column in range(first, last + 1):
             left, right = began + column * width, began + (column + 1) * width
             inside = min(phase.ended, right) - max(phase.began, left)
-            spent[column][phase.part] += max(inside, 1e-9)
+            seconds[column][phase.part] += max(inside, 1e-9)
     boxes: dict[str, list[tuple[int, int, float, float]]] = defaultdict(list)
-    for column in sorted(spent):
-        base, total = 0.0, sum(spent[column].values())
+    for column in sorted(seconds):
+        base, total = 0.0, sum(seconds[column].values())
         for part in ORDER:
-            if share := spent[column].get(part, 0.0) / total:
+            if share := seconds[column].get(part, 0.0) / total:
                 before = boxes[part][-1] if boxes[part] else None
                 low, high = round(HEIGHT * base, 1), round(HEIGHT * (base + share), 1)
                 if before and before[1] == column and before[2:] == (low, high):
@@ -86,17 +86,18 @@ def render_bar(
                 else:
                     boxes[part].append((column, column + 1, low, high))
                 base += share
-    drawn = "".join(
+    paths = "".join(
         f'<path class="{css_class(part)}" d="'
         + "".join(
-            f"M{a} {HEIGHT - high:g}h{b - a}v{high - low:g}h-{b - a}z" for a, b, low, high in found
+            f"M{a} {HEIGHT - high:g}h{b - a}v{high - low:g}h-{b - a}z"
+            for a, b, low, high in part_boxes
         )
         + '"/>'
-        for part, found in boxes.items()
+        for part, part_boxes in boxes.items()
     )
     return (
         f'<svg class="life" viewBox="0 0 {columns} {HEIGHT}" preserveAspectRatio="none" '
-        f'aria-hidden="true">{drawn}</svg>'
+        f'aria-hidden="true">{paths}</svg>'
     )
 
 
@@ -187,10 +188,10 @@ def render_attempts(run: History, now: float, name: str, most: int) -> str:
             for p in phases
             if p.ended > a.opened and p.began < a.ended
         ]
-        drawn = render_bar(inside, began, ended, BAR_COLUMNS // 2) if last and inside else ""
-        rows.append(render_attempt(run, i, now, f"{name}a{i}", drawn, notes.get(i, [])))
-    left = len(run.attempts) - len(rows)
-    more = f'<p class="none">{left:,} earlier attempts are in attempts.jsonl</p>' if left else ""
+        bar = render_bar(inside, began, ended, BAR_COLUMNS // 2) if last and inside else ""
+        rows.append(render_attempt(run, i, now, f"{name}a{i}", bar, notes.get(i, [])))
+    rest = len(run.attempts) - len(rows)
+    more = f'<p class="none">{rest:,} earlier attempts are in attempts.jsonl</p>' if rest else ""
     return (
         f"<section><h2>Attempts <span>{len(run.attempts):,}, the newest first</span></h2>"
         f'<ol class="attempts">{"".join(rows)}</ol>{more}{render_refused(run, now)}</section>'
@@ -208,10 +209,10 @@ def render_refused(run: History, now: float) -> str:
 
 
 def render_attempt(
-    run: History, i: int, now: float, name: str, drawn: str, notes: list[Record]
+    run: History, i: int, now: float, name: str, bar: str, notes: list[Record]
 ) -> str:
-    a, spent = run.attempts[i], run.wall_time
-    startup, lost = spent.startups[i], spent.lost[i]
+    a, times = run.attempts[i], run.wall_time
+    startup, lost_steps = times.startups[i], times.lost[i]
     hosts = f"{a.hosts[0]} and {len(a.hosts) - 1} more" if len(a.hosts) > 3 else ", ".join(a.hosts)
     job = f" · job {a.job}.{a.restart}" if a.job else ""
     ranks = f" · {a.world_size:,} rank{'s' * (a.world_size > 1)}" if a.world_size else ""
@@ -222,20 +223,20 @@ def render_attempt(
         format_lasting(a.ended - a.opened),
         "no step" if a.steps == "-" else f"steps {a.steps.replace(' to ', ' – ')}",
         (f"start-up {format_lasting(startup)}" if startup is not None else "")
-        + (f" · {lost:,} steps done again" if lost else ""),
+        + (f" · {lost_steps:,} steps done again" if lost_steps else ""),
         escape_html(f"{hosts}{ranks}{job}", 160),
     )
-    told = "".join(f"<li>changed: {escape_html(what, 400)}</li>" for what in a.changed)
+    items = "".join(f"<li>changed: {escape_html(what, 400)}</li>" for what in a.changed)
     if a.startup:
         parts = ", ".join(
             f"{escape_html(part, 40)} {format_lasting(s)}" for part, s in a.startup.items()
         )
-        told += f"<li>start-up: {parts}</li>"
-    told += "".join(render_event(record, now) for record in notes[:NOTES])
+        items += f"<li>start-up: {parts}</li>"
+    items += "".join(render_event(record, now) for record in notes[:NOTES])
     more = f"<li>and {len(notes) - NOTES:,} more events</li>" if len(notes) > NOTES else ""
     return (
-        f'<li id="{name}">{"".join(f"<div>{cell}</div>" for cell in cells)}{drawn}'
-        f"<p>{render_ending(a)}</p>{f'<ul>{told}{more}</ul>' if told else ''}</li>"
+        f'<li id="{name}">{"".join(f"<div>{cell}</div>" for cell in cells)}{bar}'
+        f"<p>{render_ending(a)}</p>{f'<ul>{items}{more}</ul>' if items else ''}</li>"
     )
 
 
@@ -261,7 +262,7 @@ def render_ending(a: Attempt) -> str:
 def notes_of(run: History) -> dict[int, list[Record]]:
     """Return the events that the rows do not show, by the place of their attempt. Kinds unknown to
     this page are among them."""
-    found: dict[int, list[Record]] = defaultdict(list)
+    notes: dict[int, list[Record]] = defaultdict(list)
     numbers = {a.number: i for i, a in enumerate(run.attempts)}
     ids = {a.attempt_id: i for i, a in enumerate(run.attempts) if a.attempt_id}
     for record in run.records:
@@ -275,18 +276,20 @@ def notes_of(run: History) -> dict[int, list[Record]]:
             place = max(
                 (i for i, a in enumerate(run.attempts) if a.opened <= record["time"]), default=0
             )
-        found[place].append(record)
-    return found
+        notes[place].append(record)
+    return notes
 
 
 def render_event(record: Record, now: float) -> str:
     """Describe an event of any kind: its name, and its fields besides those of all events; first,
     and without their names, its host and its reason."""
-    kept = {k: v for k, v in record.items() if k not in EVENT_HEAD and v not in (None, "", [], {})}
-    said = [": ".join(str(kept.pop(key)) for key in ("host", "reason") if key in kept)]
-    said = [*filter(None, said), *(f"{k} {v}" for k, v in kept.items())]
+    fields = {
+        k: v for k, v in record.items() if k not in EVENT_HEAD and v not in (None, "", [], {})
+    }
+    texts = [": ".join(str(fields.pop(key)) for key in ("host", "reason") if key in fields)]
+    texts = [*filter(None, texts), *(f"{k} {v}" for k, v in fields.items())]
     step = record.get("step")
     where = f" at step {step:,}" if type(step) is int and step >= 0 else ""
     name = str(record.get("event", "?")).replace("_", " ")
-    when, more = format_clock(record["time"], now), escape_html(" · ".join(said), 400)
+    when, more = format_clock(record["time"], now), escape_html(" · ".join(texts), 400)
     return f"<li>{when} <b>{escape_html(name, 60)}</b>{where} {more}</li>"

@@ -54,12 +54,12 @@ NODES = 30  # without a fault
 
 
 def render_section(
-    run: History, told: dict[str, Any], page: Path, now: float, name: str, *, brief: bool
+    run: History, facts: dict[str, Any], page: Path, now: float, name: str, *, brief: bool
 ) -> str:
-    """Write the section of a run. `told`: facts(run); `name`: the anchor; `brief`: one of many
-    runs."""
+    """Write the section of a run. `facts`: run_facts(run); `name`: the anchor; `brief`: one of
+    many runs."""
     return "".join((
-        render_header(run, told, now),
+        render_header(run, facts, now),
         render_curves(run, brief=brief),
         render_life(run, now),
         render_attempts(run, now, name, 20 if brief else 100),
@@ -69,92 +69,96 @@ def render_section(
     ))  # fmt: skip
 
 
-def render_header(run: History, told: dict[str, Any], now: float) -> str:
-    state = told["state"]
-    why = f'<p class="why">{escape_html(told["why"], 1000)}</p>' if told["attention"] else ""
-    if state == "waiting" or (run.refusal and not told["attention"] and told["why"]):
-        why = f"<p>{escape_html(told['why'], 400)}</p>"
-    facts = "".join(
+def render_header(run: History, facts: dict[str, Any], now: float) -> str:
+    state = facts["state"]
+    why = f'<p class="why">{escape_html(facts["why"], 1000)}</p>' if facts["attention"] else ""
+    if state == "waiting" or (run.refusal and not facts["attention"] and facts["why"]):
+        why = f"<p>{escape_html(facts['why'], 400)}</p>"
+    cells = "".join(
         f"<div><dt>{name}</dt><dd>{value}<small>{more}</small></dd></div>"
-        for name, value, more in figure_cells(run, told, now)
+        for name, value, more in figure_cells(run, facts, now)
     )
     lineage = f"<p>fork of {escape_html(' ← '.join(run.lineage), 300)}</p>" if run.lineage else ""
     return (
         f"<header><h1>{escape_html(run.path, 300)}</h1>"
-        f"{render_pill(state, told['attention'])}</header>{why}{lineage}"
-        f"{render_progress(told)}<dl>{facts}</dl>{recent_troubles(run, now)}"
+        f"{render_pill(state, facts['attention'])}</header>{why}{lineage}"
+        f"{render_progress(facts)}<dl>{cells}</dl>{recent_troubles(run, now)}"
     )
 
 
-def render_progress(told: dict[str, Any]) -> str:
-    if told["progress"] is None:
+def render_progress(facts: dict[str, Any]) -> str:
+    if facts["progress"] is None:
         return ""
-    share = 100 * told["progress"]
+    share = 100 * facts["progress"]
     return (
         f'<div class="progress" role="progressbar" aria-valuenow="{share:.1f}" aria-valuemin="0" '
         f'aria-valuemax="100"><div style="width:{share:.2f}%"></div></div>'
     )
 
 
-def figure_cells(run: History, told: dict[str, Any], now: float) -> list[tuple[str, str, str]]:
+def figure_cells(run: History, facts: dict[str, Any], now: float) -> list[tuple[str, str, str]]:
     """Return (name, value, more) of each figure, as HTML."""
-    most = told["max_steps"]
+    most = facts["max_steps"]
     sign = last_sign(run)
-    step = "-" if told["step"] is None else f"{told['step']:,}"
-    found = [("step", step, f"of {most:,} · {told['progress']:.1%}" if most else "")]
-    if told["eta"] is not None:
-        found.append(
+    step = "-" if facts["step"] is None else f"{facts['step']:,}"
+    cells = [("step", step, f"of {most:,} · {facts['progress']:.1%}" if most else "")]
+    if facts["eta"] is not None:
+        cells.append(
             (
                 "done",
-                format_clock(told["eta"], now),
-                f"in {format_lasting(told['eta_s'])} at this pace",
+                format_clock(facts["eta"], now),
+                f"in {format_lasting(facts['eta_s'])} at this pace",
             )
         )
     if sign is not None:
-        name = "last sign" if told["state"] in ("running", "silent", "starting") else "ended"
-        found.append((name, f"{format_lasting(now - sign)} ago", format_clock(sign, now)))
+        name = "last sign" if facts["state"] in ("running", "silent", "starting") else "ended"
+        cells.append((name, f"{format_lasting(now - sign)} ago", format_clock(sign, now)))
     losses = [line for line in run.losses if line["loss"] is not None]
     if losses:
         low = min(losses, key=lambda line: line["loss"])
         more = f"least {format_loss(low['loss'])} at {low['step']:,}"
-        found.append(("loss", format_loss(losses[-1]["loss"]), more))
+        cells.append(("loss", format_loss(losses[-1]["loss"]), more))
     checks = [line for line in run.validations if line["val_loss"] is not None]
     if checks:
         low = min(checks, key=lambda line: line["val_loss"])
         more = f"least {format_loss(low['val_loss'])} at {low['step']:,}"
-        found.append(("validation", format_loss(checks[-1]["val_loss"]), more))
-    if told["reward"] is not None:
-        found.append(("reward", format_loss(told["reward"], 3), ""))
-    if told["tokens_per_s"] is not None:
-        pace = told["seconds_per_step"]
+        cells.append(("validation", format_loss(checks[-1]["val_loss"]), more))
+    if facts["reward"] is not None:
+        cells.append(("reward", format_loss(facts["reward"], 3), ""))
+    if facts["tokens_per_s"] is not None:
+        pace = facts["seconds_per_step"]
         more = f"{pace:.3g} s a step" if pace else ""
-        found.append(("tokens/s", f"{told['tokens_per_s']:,.0f}", more))
+        cells.append(("tokens/s", f"{facts['tokens_per_s']:,.0f}", more))
     others = [
         f"{n} {DECIDED.get(d) or escape_html(d, 20)}"
-        for d, n in told["decisions"].items()
+        for d, n in facts["decisions"].items()
         if d != "end"
     ]
-    found.append(("attempts", f"{len(run.attempts):,}", ", ".join(others)))
-    if job := told["job"]:
-        left = f"{escape_html(job['left'], 30)} left" if job["state"] == "RUNNING" else ""
-        found.append(
-            ("job", escape_html(job["number"], 30), left or escape_html(job["state"].lower(), 30))
+    cells.append(("attempts", f"{len(run.attempts):,}", ", ".join(others)))
+    if job := facts["job"]:
+        time_left = f"{escape_html(job['left'], 30)} left" if job["state"] == "RUNNING" else ""
+        cells.append(
+            (
+                "job",
+                escape_html(job["number"], 30),
+                time_left or escape_html(job["state"].lower(), 30),
+            )
         )
-    return found
+    return cells
 
 
 def recent_troubles(run: History, now: float) -> str:
     """Summarise the failures of the last 24 hours, and their hosts, in a sentence."""
     since = now - DAY
-    ended = [a for a in run.attempts if a.ended >= since and a.state != "running"]
-    if not ended or (len(run.attempts) == 1 and ended[0].state == "done"):
+    attempts = [a for a in run.attempts if a.ended >= since and a.state != "running"]
+    if not attempts or (len(run.attempts) == 1 and attempts[0].state == "done"):
         return ""
-    kinds = Counter(a.state if a.began else "died before it began" for a in ended)
+    kinds = Counter(a.state if a.began else "died before it began" for a in attempts)
     words = [f"{n} {escape_html(state)}" for state, n in kinds.most_common()]
     hosts = {n.host: sum(s.time >= since for s in n.sins) for n in nodes_of([run])}
     blamed = [f"{escape_html(h, 60)} ({n})" for h, n in hosts.items() if n][:6]
-    out = sorted({h for a in ended for h in a.excluded.split(",") if h})
-    text = f"In the last 24 h {len(ended):,} attempt{'s' * (len(ended) > 1)} ended: "
+    out = sorted({h for a in attempts for h in a.excluded.split(",") if h})
+    text = f"In the last 24 h {len(attempts):,} attempt{'s' * (len(attempts) > 1)} ended: "
     text += ", ".join(words)
     text += f". Faults on {', '.join(blamed)}" if blamed else ""
     text += f". Excluded: {escape_html(', '.join(out), 200)}" if out else ""
@@ -167,28 +171,28 @@ def render_curves(run: History, *, brief: bool) -> str:
     steps = [line["step"] for line in run.lines]
     most = max(steps, default=0) or None
 
-    def figure(title: str, unit: str, made: list[Curve], **how: Any) -> str:
-        made = [curve for curve in made if any(y is not None for _, y in curve.points)]
-        if not made:
+    def figure(title: str, unit: str, curves: list[Curve], **how: Any) -> str:
+        curves = [curve for curve in curves if any(y is not None for _, y in curve.points)]
+        if not curves:
             return ""
         key = "".join(
-            f'<span class="{c.style}">{escape_html(c.name)}</span>' for c in made if c.name
+            f'<span class="{c.style}">{escape_html(c.name)}</span>' for c in curves if c.name
         )
-        ys = [y for curve in made for _, y in curve.points if y is not None]
+        ys = [y for curve in curves for _, y in curve.points if y is not None]
         scale = ", logarithmic" * (how.get("log", False) and spans_decades(min(ys), max(ys)))
-        bad = sum(y is None for _, y in made[0].points)
+        bad = sum(y is None for _, y in curves[0].points)
         bad_text = f"<em>{bad:,} lines not finite</em>" if bad else ""
-        drawn = render_chart(
-            made, marks, most=most, buckets=buckets, what=f"{title} over the steps", **how
+        chart = render_chart(
+            curves, marks, most=most, buckets=buckets, what=f"{title} over the steps", **how
         )
         caption = f"<b>{title}</b> <small>{(unit + scale).lstrip(', ')}</small>{key}{bad_text}"
-        return f"<figure><figcaption>{caption}</figcaption>{drawn}</figure>"
+        return f"<figure><figcaption>{caption}</figcaption>{chart}</figure>"
 
     training = Curve(curve_points(run.losses, "loss"), "training")
     checks = Curve(curve_points(run.validations, "val_loss"), "validation", "b", dots=True)
     both = [training, checks] if checks.points else [Curve(training.points)]
     rewards: CurvePoints = curve_points(run.losses, "reward")
-    found = [
+    figures = [
         figure("Loss", "nats per token", both, log=True),
         figure("Reward", "mean of a step", [Curve(rewards, style="c")]),
         figure(
@@ -197,11 +201,11 @@ def render_curves(run: History, *, brief: bool) -> str:
         *(render_results(run, figure)),
     ]
     if not brief:
-        found += [
+        figures += [
             figure("Gradient norm", "", [Curve(curve_points(run.losses, "grad_norm"))], log=True),
             figure("Learning rate", "", [Curve(curve_points(run.losses, "lr"))], zero=True),
         ]
-    if not any(found):
+    if not any(figures):
         what = "No losses are recorded." if run.step else "No step is recorded yet."
         return f'<section><p class="none">{what}</p></section>'
     many = len(run.losses) > 2 * buckets
@@ -209,20 +213,20 @@ def render_curves(run: History, *, brief: bool) -> str:
     note += f"; of {len(run.losses):,} lines, means and extremes" if many else ""
     note += f" (a sample: {run.share:.0%} of metrics.jsonl)" if run.share < 1 else ""
     head = f"<h2>Curves <span>{note}</span></h2>"
-    return f'<section>{head}<div class="curves">{"".join(found)}</div></section>'
+    return f'<section>{head}<div class="curves">{"".join(figures)}</div></section>'
 
 
 def render_results(run: History, figure: Any) -> list[str]:
     """Draw the results of eval.py: as many of the main figures as there are colors; report.py's
     table has all."""
-    found = [{"step": line["step"], **main_figures(line)} for line in run.results]
-    names = [name for name in dict.fromkeys(itertools.chain(*found)) if name != "step"]
-    made = [
-        Curve(curve_points(found, name), name, color, dots=True)
+    rows = [{"step": line["step"], **main_figures(line)} for line in run.results]
+    names = [name for name in dict.fromkeys(itertools.chain(*rows)) if name != "step"]
+    curves = [
+        Curve(curve_points(rows, name), name, color, dots=True)
         for color, name in zip("abcd", names, strict=False)
     ]
-    more = f"{len(made)} of {len(names)}" if len(names) > len(made) else ""
-    return [figure("Evaluation", more, made)] if made else []
+    more = f"{len(curves)} of {len(names)}" if len(names) > len(curves) else ""
+    return [figure("Evaluation", more, curves)] if curves else []
 
 
 def nodes_table(
@@ -258,9 +262,9 @@ def nodes_table(
     head += '<th class="n">attempts</th><th class="n">trained</th><th>faults</th>'
     head += '<th class="n">excluded</th><th>last fault</th>'
     tail = f'<p class="none">and {more:,} hosts without a fault</p>' if more > 0 else ""
-    told = f"{len(guilty):,} of {len(nodes):,} with faults" if guilty else "no faults"
+    summary = f"{len(guilty):,} of {len(nodes):,} with faults" if guilty else "no faults"
     return (
-        f'<section><h2 id="nodes">Nodes <span>{told}</span></h2><table class="cards">'
+        f'<section><h2 id="nodes">Nodes <span>{summary}</span></h2><table class="cards">'
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{tail}</section>"
     )
 
@@ -270,13 +274,13 @@ def last_lines(run: Path, most: int) -> str:
     rank = run / "logs/latest/rank-0.log"
     ranks = [rank] if os.path.isfile(rank) else sorted(run.glob("logs/latest/*/rank-0.log"))[:1]
     batch = max(run.glob("logs/batch-*.log"), key=modified_time, default=None)
-    found = []
+    sections = []
     for name, path in (("rank 0", ranks[0] if ranks else None), ("batch script", batch)):
         own = OWN_LINES if name == "batch script" and ranks else ("",)
         if lines := log_tail(path, most, own) if path else []:
             text = "\n".join(escape_html(line, LOG_WIDTH) for line in lines)
-            found.append(f"<h3>{name}</h3><pre>{text}</pre>")
-    return f"<section><h2>Last log lines</h2>{''.join(found)}</section>" if found else ""
+            sections.append(f"<h3>{name}</h3><pre>{text}</pre>")
+    return f"<section><h2>Last log lines</h2>{''.join(sections)}</section>" if sections else ""
 
 
 def modified_time(path: Path) -> float:

@@ -61,27 +61,27 @@ def write_page(
         fork = multiprocessing.get_context("fork")
         count = min(8, len(os.sched_getaffinity(0)))
         with concurrent.futures.ProcessPoolExecutor(count, fork) as pool:
-            told = list(pool.map(_tell, work, chunksize=4))
+            results = list(pool.map(_tell, work, chunksize=4))
     else:
-        told = [_tell(each) for each in work]
-    lives = any(each.facts["state"] in LISTED_FIRST for each in told)
-    write_atomic(page.resolve(), seal_text(render_document(told, now, every if lives else None)))
+        results = [_tell(each) for each in work]
+    lives = any(each.facts["state"] in LISTED_FIRST for each in results)
+    write_atomic(page.resolve(), seal_text(render_document(results, now, every if lives else None)))
     return lives
 
 
 def _tell(work: tuple[Path, Path, dict[str, SlurmJob] | None, float, str, bool]) -> Told:
     path, page, jobs, now, name, brief = work
     run = load_history(path, jobs, sample=brief)
-    known = run_facts(run, now)
-    html = render_section(run, known, page, now, name, brief=brief)
+    facts = run_facts(run, now)
+    html = render_section(run, facts, page, now, name, brief=brief)
     small = render_sparkline(curve_points(run.losses, "loss")) if brief else ""
-    return Told(known, html, small, nodes_of([run]))
+    return Told(facts, html, small, nodes_of([run]))
 
 
-def render_document(told: list[Told], now: float, every: int | None) -> str:
-    alone = len(told) == 1
-    title = f"{told[0].facts['run']}: {told[0].facts['state']}" if alone else f"{len(told):,} runs"
-    body = f"<main>{told[0].html}</main>" if alone else render_index(told, now)
+def render_document(runs: list[Told], now: float, every: int | None) -> str:
+    alone = len(runs) == 1
+    title = f"{runs[0].facts['run']}: {runs[0].facts['state']}" if alone else f"{len(runs):,} runs"
+    body = f"<main>{runs[0].html}</main>" if alone else render_index(runs, now)
     again = f'<meta http-equiv="refresh" content="{every}">' if every else ""
     zone = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
     foot = f"As of {zone}. Times are in {time.strftime('%Z', time.localtime(now))}."
@@ -98,28 +98,28 @@ def render_document(told: list[Told], now: float, every: int | None) -> str:
     )
 
 
-def render_index(told: list[Told], now: float) -> str:
+def render_index(runs: list[Told], now: float) -> str:
     """List all runs: those that somebody has to look at first, then those that go on."""
 
     def rank(i: int) -> tuple[bool, bool, float]:
-        known = told[i].facts
+        facts = runs[i].facts
         return (
-            not known["attention"],
-            known["state"] not in LISTED_FIRST,
-            -(known["last_sign"] or 0.0),
+            not facts["attention"],
+            facts["state"] not in LISTED_FIRST,
+            -(facts["last_sign"] or 0.0),
         )
 
-    order = sorted(range(len(told)), key=rank)
-    anchors = {told[i].facts["run"]: f"r{i}" for i in order}
-    alarms = sum(each.facts["attention"] for each in told)
+    order = sorted(range(len(runs)), key=rank)
+    anchors = {runs[i].facts["run"]: f"r{i}" for i in order}
+    alarms = sum(each.facts["attention"] for each in runs)
     counts = {"needs attention" if alarms == 1 else "need attention": alarms}
-    for each in told:
+    for each in runs:
         state = each.facts["state"]
         counts[state] = counts.get(state, 0) + 1
     summary = " · ".join(f"{n:,} {word}" for word, n in counts.items() if n)
-    rows = "".join(render_row(told[i], f"r{i}", now) for i in order)
+    rows = "".join(render_row(runs[i], f"r{i}", now) for i in order)
     sections = "".join(
-        f'<main class="one" id="r{i}"><p><a href="#all">← all runs</a></p>{told[i].html}</main>'
+        f'<main class="one" id="r{i}"><p><a href="#all">← all runs</a></p>{runs[i].html}</main>'
         for i in order
     )
     return (
@@ -127,7 +127,7 @@ def render_index(told: list[Told], now: float) -> str:
         '<table class="cards runs"><thead><tr><th>run</th><th>state</th><th>progress</th>'
         '<th>loss</th><th class="n"></th><th class="n">tokens/s</th><th class="n">attempts</th>'
         f"<th>expected end, or last sign</th></tr></thead><tbody>{rows}</tbody></table>"
-        f"{nodes_table(merge_nodes(each.nodes for each in told), now, anchors)}</main>{sections}"
+        f"{nodes_table(merge_nodes(each.nodes for each in runs), now, anchors)}</main>{sections}"
     )
 
 

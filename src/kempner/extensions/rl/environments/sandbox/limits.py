@@ -72,10 +72,10 @@ def confine_process(isolated: bool) -> tuple[list[str], str]:
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     for capability in range(64):  # so that a program run as root cannot mount anything again
         _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
-    wanted = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: REWARD_FILE_BYTES}
+    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: REWARD_FILE_BYTES}
     if isolated and _kernel() >= NPROC_OF_NAMESPACE:
-        wanted[resource.RLIMIT_NPROC] = 2 * PROCESSES
-    for name, limit in wanted.items():
+        limits[resource.RLIMIT_NPROC] = 2 * PROCESSES
+    for name, limit in limits.items():
         most = resource.getrlimit(name)[1]
         limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
         resource.setrlimit(name, (limit, limit))
@@ -133,20 +133,20 @@ def _make_read_only(scratch: str) -> None:
         if error.errno != errno.ENOSYS:
             raise
     for path, options in _mounts():  # Linux before 5.12
-        kept = sum(flag for name, flag in KEPT_OPTIONS.items() if name in options)
-        kept |= 0 if path in devices else MS_NO_DEVICES
+        own_flags = sum(flag for name, flag in KEPT_OPTIONS.items() if name in options)
+        own_flags |= 0 if path in devices else MS_NO_DEVICES
         if path == scratch or ("ro" in options and ("nodev" in options or path in devices)):
             continue
         try:
-            flags = MS_REMOUNT | MS_BIND | MS_READ_ONLY | kept
+            flags = MS_REMOUNT | MS_BIND | MS_READ_ONLY | own_flags
             _check(_libc.mount(None, os.fsencode(path), None, flags, None))
         except OSError as error:
             if _is_reachable(path, error.errno):
                 raise
 
 
-def _set_attributes(path: str, flags: int, given: int, cleared: int) -> None:
-    attributes = struct.pack("4Q", given, cleared, 0, 0)
+def _set_attributes(path: str, flags: int, attr_set: int, attr_clr: int) -> None:
+    attributes = struct.pack("4Q", attr_set, attr_clr, 0, 0)
     where = (SYS_MOUNT_SETATTR, AT_FDCWD, os.fsencode(path), flags)
     _check(_libc.syscall(*where, attributes, len(attributes)))
 
@@ -217,15 +217,15 @@ def address_space(mib: int) -> Iterator[None]:
 
 def list_descendants(pid: int, most: int | None = None) -> list[int]:
     """List the descendants of a process that have not ended; at most `most`."""
-    found: list[int] = []
-    left = [pid]
-    while left and (most is None or len(found) < most):
-        parent = left.pop()
+    descendants: list[int] = []
+    queue = [pid]
+    while queue and (most is None or len(descendants) < most):
+        parent = queue.pop()
         for task in _listing(f"/proc/{parent}/task"):
-            left += map(int, _text(f"/proc/{parent}/task/{task}/children").split())
+            queue += map(int, _text(f"/proc/{parent}/task/{task}/children").split())
         if parent != pid and _text(f"/proc/{parent}/stat").rpartition(")")[2].split()[:1] != ["Z"]:
-            found.append(parent)
-    return found
+            descendants.append(parent)
+    return descendants
 
 
 def process_memory(pids: Iterable[int]) -> int:
@@ -240,11 +240,11 @@ def process_memory(pids: Iterable[int]) -> int:
 def end_descendants(pid: int, seconds: float) -> bool:
     """Kill all descendants; returns False if some remain after `seconds`."""
     limit = time.monotonic() + seconds
-    while left := list_descendants(pid):
+    while pids := list_descendants(pid):
         if time.monotonic() > limit:
             return False
         for signal_number in (signal.SIGSTOP, signal.SIGKILL):  # what is stopped starts no others
-            for member in left:
+            for member in pids:
                 _kill(member, signal_number)
         reap_children()
         time.sleep(0.002)

@@ -23,11 +23,11 @@ class PipeClosed(Exception):
 def send_message(fd: int, message: bytes, end: float) -> None:
     """Send a message by the time `end`, of the monotonic clock. Raises Late or Ended."""
     os.set_blocking(fd, False)
-    left = memoryview(PIPE_LENGTH.pack(len(message)) + message)
-    while left:
+    rest = memoryview(PIPE_LENGTH.pack(len(message)) + message)
+    while rest:
         _wait(fd, select.POLLOUT, end)
         try:
-            left = left[os.write(fd, left) :]
+            rest = rest[os.write(fd, rest) :]
         except BrokenPipeError:
             raise PipeClosed from None
         except BlockingIOError:
@@ -56,6 +56,6 @@ def _read(fd: int, count: int, end: float) -> bytes:
 def _wait(fd: int, event: int, end: float) -> None:
     poll = select.poll()
     poll.register(fd, event)
-    left = None if end == EVER else max(0.0, end - time.monotonic()) * 1000
-    if not poll.poll(left):
+    timeout = None if end == EVER else max(0.0, end - time.monotonic()) * 1000
+    if not poll.poll(timeout):
         raise Late

@@ -123,12 +123,12 @@ class Peer:
         self.places: dict[int, int] = {}  # by id()
         self.received: list[Any] = []  # the same of the last message
 
-    def ask(self, what: str, /, *arguments: Any, **named: Any) -> Any:
+    def ask(self, what: str, /, *arguments: Any, **keywords: Any) -> Any:
         if not self.depth:
             self.shared, self.places = [], {}
         self.depth += 1
         try:
-            self.send(self.pack("ask", (what, arguments, tuple(named.items()))))
+            self.send(self.pack("ask", (what, arguments, tuple(keywords.items()))))
             while (message := self.unpack(self.receive()))[0] == "ask":
                 self.answer(*message[1])
         finally:
@@ -137,12 +137,12 @@ class Peer:
             raise message[1][0]
         return message[1][0]
 
-    def answer(self, what: str, arguments: Any, named: Any) -> None:
+    def answer(self, what: str, arguments: Any, keywords: Any) -> None:
         """Answer a call, with all values that came with it and may have changed."""
         changed = self.received
         self.depth += 1
         try:
-            text = self.pack("value", (self.serve(what, *arguments, **dict(named)), *changed))
+            text = self.pack("value", (self.serve(what, *arguments, **dict(keywords)), *changed))
         except self.caught as error:
             try:
                 text = self.pack("error", (error, *changed))
@@ -160,15 +160,15 @@ class Peer:
         return number
 
     def pack(self, kind: str, value: Any) -> bytes:
-        found: list[Any] = []
+        objects: list[Any] = []
         numbers: dict[int, int] = {}
 
         def refer(value: Any) -> Any:
             if type(value) in SMALL_TYPES or (type(value) is int and -LARGE < value < LARGE):
                 return value
             if id(value) not in numbers:
-                numbers[id(value)] = len(found)
-                found.append(value)
+                numbers[id(value)] = len(objects)
+                objects.append(value)
             return [numbers[id(value)]]
 
         def items(values: Iterable[Any]) -> list[Any]:
@@ -181,7 +181,7 @@ class Peer:
             return list(map(refer, values))
 
         root = refer(value)
-        nodes = [self.node(each, items) for each in found]  # which grows meanwhile
+        nodes = [self.node(each, items) for each in objects]  # which grows meanwhile
         return json.dumps([kind, root, nodes], separators=(",", ":")).encode()
 
     def node(self, value: Any, items: Any) -> list[Any]:
@@ -201,14 +201,14 @@ class Peer:
 
     def unpack(self, message: bytes) -> tuple[str, Any]:
         kind, root, nodes = json.loads(message)
-        made: dict[int, Any] = {}
+        objects: dict[int, Any] = {}
 
         def get(value: Any) -> Any:
             if type(value) is not list:
                 return value
-            if value[0] not in made:
-                made[value[0]] = self.make(nodes[value[0]], items)
-            return made[value[0]]
+            if value[0] not in objects:
+                objects[value[0]] = self.make(nodes[value[0]], items)
+            return objects[value[0]]
 
         def items(values: list[Any]) -> list[Any]:
             return list(map(get, values)) if list in set(map(type, values)) else values
@@ -218,11 +218,11 @@ class Peer:
         changed = [number for number, node in enumerate(nodes) if node[0] in CHANGED]
         # All are made before any is filled: they may contain each other.
         for number in changed:
-            made[number] = self.place(*nodes[number])
+            objects[number] = self.place(*nodes[number])
         for number in changed:
-            fill_value(made[number], nodes[number][2:], items)
+            fill_value(objects[number], nodes[number][2:], items)
         root = get(root)
-        self.received = [made[number] for number in changed]
+        self.received = [objects[number] for number in changed]
         return kind, root
 
     def place(self, key: str, place: int, *payload: Any) -> Any:
@@ -264,7 +264,7 @@ class Peer:
     def receive(self) -> bytes:
         raise NotImplementedError
 
-    def serve(self, what: str, /, *arguments: Any, **named: Any) -> Any:
+    def serve(self, what: str, /, *arguments: Any, **keywords: Any) -> Any:
         raise NotImplementedError
 
     def foreign(self, value: Any, items: Any) -> list[Any]:
@@ -320,8 +320,8 @@ class Function:
         self._peer, self._number = peer, number
         self.__name__ = self.__qualname__ = name
 
-    def __call__(self, /, *arguments: Any, **named: Any) -> Any:
-        return self._peer.ask("__call__", self, *arguments, **named)
+    def __call__(self, /, *arguments: Any, **keywords: Any) -> Any:
+        return self._peer.ask("__call__", self, *arguments, **keywords)
 
 
 class Iterator(Function):
@@ -348,9 +348,9 @@ class ProgramPeer(Peer):
         (length,) = VALUE_LENGTH.unpack(self.asked.read(VALUE_LENGTH.size))
         return self.asked.read(length)
 
-    def serve(self, what: str, /, *arguments: Any, **named: Any) -> Any:
+    def serve(self, what: str, /, *arguments: Any, **keywords: Any) -> Any:
         if what.startswith("__"):
-            return getattr(type(arguments[0]), what)(*arguments, **named)
+            return getattr(type(arguments[0]), what)(*arguments, **keywords)
         return getattr(self, what)(*arguments)
 
     def run(self, source: str) -> None:

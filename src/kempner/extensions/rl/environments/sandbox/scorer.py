@@ -82,8 +82,8 @@ class Scorer:
         turns = [sum(each["role"] == "assistant" for each in talk) for talk in talks]
         before = sum(each["role"] == "assistant" for each in task.messages)
         going = [turn - before < env.environment.turns for turn in turns]
-        asked = [talk for talk, goes in zip(talks, going, strict=True) if goes]
-        answers = iter(self._ask("reply", env, task, asked))
+        open_talks = [talk for talk, goes in zip(talks, going, strict=True) if goes]
+        answers = iter(self._ask("reply", env, task, open_talks))
         return [_reply(next(answers)) if goes else None for goes in going]
 
     def close(self) -> None:
@@ -103,9 +103,9 @@ class Scorer:
             finally:
                 self._free.put(process)
 
-        found = ask(talks) if talks else []
-        left = talks[len(found) :]
-        return found + [each for (each,) in self._threads.map(lambda talk: ask([talk]), left)]
+        answers = ask(talks) if talks else []
+        rest = talks[len(answers) :]
+        return answers + [each for (each,) in self._threads.map(lambda talk: ask([talk]), rest)]
 
     def _tell_once(self, lacks: list[str]) -> None:
         with self._lock:
@@ -139,14 +139,14 @@ class _Process:
         return answers
 
     def _start(self) -> subprocess.Popen[bytes]:
-        kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+        variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         # A session of its own: Ctrl-C must reach only us, and the process ends when we do.
         process = self._process = subprocess.Popen(
             [*module_command("kempner.extensions.rl.environments.sandbox.worker"), *self._words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            env={**kept, **SET},
+            env={**variables, **SET},
             start_new_session=True,
         )
         assert process.stdout
