@@ -111,6 +111,12 @@ def pytest_configure(config: pytest.Config) -> None:
     TRAINER_PYTHON[:] = [python]
 
 
+def pytest_collection_finish() -> None:
+    """What modules have set as they were imported is not for the programs that tests start."""
+    for name in zygote.read_at_start(dict(os.environ)).keys() - zygote.FIRST_ENVIRON.keys():
+        del os.environ[name]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if AS_USER[0] and (mark := item.get_closest_marker("as_root")):
         pytest.skip(f"--as-user: {mark.args[0]}")

@@ -38,7 +38,10 @@ exit "$KP_CODE"
 if [[ ! -e $kit/scripts/slurm/lib ]]; then
     job=${SLURM_JOB_ID:-} record='' named='' spec='/^JobId='$job' /,/^$/p; /Invalid\|not found/p'
     until [[ -z $job || -n $record ]]; do # a busy controller may not answer
-        record=$(scontrol show job "$job" 2>&1 | sed -n "$spec") || sleep 5
+        record=$(scontrol show job "$job" 2>&1 | sed -n "$spec") && continue
+        echo "kempner: waiting for Slurm to say where job $job comes from" >&2
+        [[ $0 == */slurm_script ]] || break # not spooled: the job may be over, too
+        sleep 5
     done
     spec='Command=\K.*?(?=/scripts/slurm/)|kempner-code=\K.*/code/\w{12}'
     while [[ ! -e $kit/scripts/slurm/lib ]] && read -r kit; do # the copy of it in the run; itself
@@ -68,6 +71,9 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         exit 2
     fi
     kit=${kit:-${KEMPNER_ROOT:-${SLURM_SUBMIT_DIR:-}}}
-    [[ -e $kit/scripts/slurm/lib ]] || { echo "kempner: error: no kit beside this script: export" \
-        "KEMPNER_ROOT=/path/to/the/kit, or write such a line into the script" >&2 && exit 2; }
+    [[ -e $kit/scripts/slurm/lib ]] || {
+        echo "kempner: error: no kit beside this script, nor" \
+            "in '$kit': export KEMPNER_ROOT=/path/to/the/kit, or write such a line into it" >&2
+        exit 2
+    }
 fi

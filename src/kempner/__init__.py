@@ -3,12 +3,13 @@ whom."""
 
 from __future__ import annotations
 
-from kempner import moved as moved  # the names of modules before version 0.2.0
+import sys
 
 __version__ = "0.2.0"  # pyproject.toml reads it; CHANGELOG.md, CITATION.cff and the tag repeat it
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `import kempner` must stay cheap: no torch before it is needed
+    from importlib.machinery import ModuleSpec
     from os import PathLike
 
     from kempner.data.text.tokenizer import Tokenizer
@@ -28,3 +29,25 @@ def load_model(source: str | PathLike[str], device: str = "auto") -> tuple[Decod
 
     loaded = load_model_and_tokenizer(str(source), device)
     return loaded.model, loaded.words.tokenizer
+
+
+class MovedModules:
+    """A finder of the modules that had other names before version 0.2.0: see kempner/moved.py. It
+    must come before the finder of files, which would load what is below a moved package a second
+    time."""
+
+    NAMES = (
+        "kempner.slurm", "kempner.trackers", "kempner.history", "kempner.lowcomm", "kempner.rl",
+        "kempner.checkpoint.reader", "kempner.checkpoint.metadata",
+    )  # fmt: skip
+
+    @classmethod
+    def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if not name.startswith(cls.NAMES):
+            return None
+        from kempner.moved import find_moved
+
+        return find_moved(name)
+
+
+sys.meta_path.insert(0, MovedModules)

@@ -11,6 +11,8 @@ while read -r _ _ KP_FUNCTION; do
         unset -f "$KP_FUNCTION"
 done <<<"$(declare -Fx)"
 
+shopt -u nullglob failglob dotglob nocasematch nocaseglob # BASHOPTS may be exported
+
 # without a trap, bash goes on when the command that it waits for has ended well; see kp_listen
 trap 'exit 130' INT
 

@@ -106,9 +106,11 @@ def _open_prepared(cfg: SourceConfig, split: str, how: Opening) -> Source:
             )
         )
 
-    from kempner.data.prepare.stage import staged_dir
+    copy = Path(cfg.path).expanduser()
+    if os.environ.get("KEMPNER_STAGED"):
+        from kempner.data.prepare.stage import staged_dir
 
-    copy = staged_dir(cfg.path)
+        copy = staged_dir(cfg.path)
     if kind != "text":
         from kempner.data.formats.chat_dataset import ChatDataset
 

@@ -33,6 +33,7 @@ def rule_named(name: str) -> Rule:
         from kempner.optim.schedule_free import ScheduleFree
 
         return ScheduleFree()
+    assert name == "adamw", f"{name} of STATE has no rule here"
     return AdamW()
 
 

@@ -18,6 +18,7 @@ import pytest
 from tests.cluster import ROOT, SCRIPTS
 from tests.trainer.distributed.test_bad_input import without_privileges
 
+TAIL = "\n# --- the kit, where it is not beside this file"
 SLURM = ("sbatch", "scontrol", "squeue", "srun", "scancel", "salloc", "sinfo", "sacct")
 DEBUG = ROOT / "configs/train/debug.toml"
 FAKE = [str(DEBUG), "--data.dataset_path=fake:"]
@@ -387,7 +388,7 @@ def test_readers_that_leave(bench: Bench, redirect: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", [p.name for p in sorted(SCRIPTS.glob("*.sh")) if "asked=" in p.read_text()]
+    "script", [p.name for p in sorted(SCRIPTS.glob("*.sh")) if TAIL in p.read_text()]
 )
 def test_a_copy_of_a_script_waits_for_slurms_answer(tmp_path: Path, script: str) -> None:
     """sbatch runs a copy; only Slurm knows whence. "Timed out" is no answer."""
@@ -412,3 +413,26 @@ def test_a_copy_of_a_script_waits_for_slurms_answer(tmp_path: Path, script: str)
     )
     assert done.returncode == 0 and "sbatch" in done.stdout, done.stderr
     assert (tmp_path / "asked").read_text().count("asked") == 3
+    assert done.stderr.count("waiting for Slurm to say where job 7 comes from") == 2
+
+
+def test_a_copy_that_is_in_no_job_does_not_wait(tmp_path: Path) -> None:
+    """A number of a job that is over; the controller is away."""
+    copy = tmp_path / "mine.sh"
+    copy.write_text((SCRIPTS / "run.sh").read_text())
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    for root, code, text in (
+        (str(ROOT), 0, "waiting for Slurm"),
+        ("/nowhere", 2, "nor in '/nowhere': export KEMPNER_ROOT"),
+    ):
+        done = subprocess.run(
+            ["bash", copy, "--help"],
+            env=env | {"KEMPNER_ROOT": root},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=tmp_path,
+        )
+        assert (done.returncode, text in done.stderr) == (code, True), done.stderr

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import kempner
 from kempner.moved import MOVED
 from tests.conftest import ROOT, clean_env
 
@@ -16,6 +17,10 @@ BELOW = {
     "kempner.rl.environments.protocol": "kempner.extensions.rl.environments.protocol",
     "kempner.history.events": "kempner.jobs.records.events",
 }
+
+
+def test_each_is_looked_for() -> None:
+    assert set(kempner.MovedModules.NAMES) == set(MOVED)
 
 
 @pytest.mark.parametrize(("old", "today"), [*MOVED.items(), *BELOW.items()])

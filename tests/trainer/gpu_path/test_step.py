@@ -24,8 +24,8 @@ from kempner.extensions.rl.trainer.loss import Policy
 from kempner.model.attention import Documents
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
-from kempner.optim.build import UPDATE_RULES, build_optimizer
-from kempner.optim.config import OptimizerConfig
+from kempner.optim.build import build_optimizer
+from kempner.optim.config import STATE, OptimizerConfig
 from kempner.optim.spikes import Spikes
 from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.parallel.layout import build_layout
@@ -166,7 +166,7 @@ def test_shapes(shape: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "moments"),
-    [(name, "fp32") for name in UPDATE_RULES] + [("adamw", "bf16")],
+    [(name, "fp32") for name in STATE] + [("adamw", "bf16")],
 )
 def test_optimizers(name: str, moments: str) -> None:
     model = build(None)

@@ -22,7 +22,6 @@ from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.optim import muon
 from kempner.optim.build import (
-    UPDATE_RULES,
     build_optimizer,
     published_weights,
     set_learning_rate,
@@ -33,7 +32,7 @@ from kempner.optim.optimizer import Optimizer
 from kempner.optim.rounding import hashed_int32, to_bf16
 
 pytestmark = pytest.mark.usefixtures("one_process")
-RULES = tuple(UPDATE_RULES)
+RULES = tuple(STATE)
 
 
 class Net(nn.Module):

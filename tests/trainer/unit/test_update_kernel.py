@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-from kempner.optim.build import UPDATE_RULES, build_optimizer
+from kempner.optim.build import build_optimizer, rule_named
 from kempner.optim.config import STATE, OptimizerConfig
 from kempner.optim.kernels import in_lines, line_places
 from kempner.optim.optimizer import Optimizer
 from kempner.optim.rounding import hashed_at, hashed_int32
 
 pytestmark = pytest.mark.usefixtures("one_process")
-RULES = tuple(name for name, rule in UPDATE_RULES.items() if rule.pointwise)
+RULES = tuple(name for name in STATE if rule_named(name).pointwise)
 
 
 @pytest.fixture(autouse=True)

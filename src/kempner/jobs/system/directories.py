@@ -102,6 +102,10 @@ def describe_directory(path: str | Path) -> str:
 def refuse_others(path: str | Path, option: str, kinds: Collection[Kind], fix: str) -> None:
     """Raise ConfigError, which names the option, what is there and the fix, unless `path` is one of
     these kinds, or nothing yet."""
+    name = os.fspath(path)
+    if name.encode(errors="ignore") != os.fsencode(name):
+        text = "is not UTF-8 text, or LC_ALL and PYTHONUTF8 say that names are not"
+        raise ConfigError(f"{option} = {name!a} {text}; give a name in ASCII")
     if directory_kind(path) not in (*NOTHING_THERE, *kinds):
         raise ConfigError(f"{option} = {path} is {describe_directory(path)}; {fix}")
 
