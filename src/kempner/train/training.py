@@ -187,12 +187,13 @@ def open_checkpointer(
     replicas: Replicas,
 ) -> Checkpointer:
     """Saves and loads the weights, the optimizer's state, and each rank's random state."""
-    from kempner.checkpoint.state import run_state
-    from kempner.checkpoint.unsaved import Unsaved
-
     startup.mark_start("model")
     if not cfg.checkpoint.save:
+        from kempner.checkpoint.unsaved import Unsaved
+
         return Unsaved()
+    from kempner.checkpoint.state import run_state
+
     state = replicas.with_outer(run_state(model, optimizer))
     parts = (
         cfg.checkpoint,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -46,11 +44,8 @@ class GpuWatch:
 
 
 def start_watch(run_dir: Path, attempt: int, interval: float, stderr: int = 2) -> GpuWatch | None:
-    """Start the sampler. `stderr`: where it reports its findings. None if there is nothing to read,
-    or the node has no room for another process."""
-    there = shutil.which("nvidia-smi") or importlib.util.find_spec("pynvml")
-    if not interval or not there:
-        return None
+    """Start the sampler. `stderr`: where it reports its findings. None if the node has no room for
+    another process."""
     with contextlib.suppress(OSError):
         return GpuWatch(run_dir, attempt, interval, stderr)
     return None

@@ -12,7 +12,9 @@ lock             held by the run while it lives
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -27,7 +29,6 @@ from kempner.config.loading import to_toml
 from kempner.config.option import ConfigError
 from kempner.data.config import FAKE
 from kempner.jobs.code import current_code
-from kempner.jobs.gpu.watch import GpuWatch, start_watch
 from kempner.jobs.lock import RunLock
 from kempner.jobs.ranks import startup
 from kempner.jobs.ranks.hosts import all_hosts, ask_hosts
@@ -45,6 +46,7 @@ from kempner.train.resilience.requests import Verdict
 from kempner.train.sections import RunConfig
 
 if TYPE_CHECKING:
+    from kempner.jobs.gpu.watch import GpuWatch
     from kempner.jobs.trackers.start import Trackers
 
 # Errors of a rank that only lost a peer: the peer is to blame.
@@ -144,8 +146,11 @@ class Run:
             from kempner.jobs.trackers.start import Trackers
 
             self._trackers = Trackers(names, self.dir, self._log.path.parent, self.announce)
-        if self.world.local_rank == 0:
-            interval = self.cfg.resilience.gpu_interval
+        interval = self.cfg.resilience.gpu_interval
+        there = shutil.which("nvidia-smi") or importlib.util.find_spec("pynvml")
+        if self.world.local_rank == 0 and interval and there:
+            from kempner.jobs.gpu.watch import start_watch
+
             self._gpus = start_watch(self.dir, self.attempt, interval, self._log.stderr)
 
     def _record_start(self, lineage: tuple[str, ...]) -> list[str]:
