@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import email
 import functools
 import importlib.util
@@ -129,14 +130,27 @@ def pytest_runtest_teardown() -> Iterator[None]:
     zygote.end_all()
 
 
-@pytest.fixture(autouse=True)
-def own_variables() -> Iterator[None]:
-    """What the program sets in this process, such as a cache's place, is not the next test's."""
+@contextlib.contextmanager
+def same_variables() -> Iterator[None]:
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def variables_of_module() -> Iterator[None]:
+    """What the program sets in this process, such as a cache's place, is not the next module's."""
+    with same_variables():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def variables_of_test() -> Iterator[None]:
+    """Nor the next test's."""
+    with same_variables():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
