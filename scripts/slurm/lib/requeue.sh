@@ -58,8 +58,9 @@ kp_record() { # <restart, requeue, chain, end or leave> <why>: a line in the log
         kind="${KP_KIND:-}" batch_began:="${KEMPNER_BATCH_BEGAN:-0}"
     )
     KP_UNRECORDED=''
-    # A container may take longer to start than the job has time.
-    kp_records "${line[@]}" || { ((${#KP_INSIDE[@]} > 0)) && kp_history &&
+    # A container may take longer to start than the job has time; outside of a batch job nothing
+    # follows.
+    kp_records "${line[@]}" || { ((${#KP_INSIDE[@]} > 0)) && kp_is_batch && kp_history &&
         KP_DEADLINE=$((SECONDS + KP_JUDGE_S)) kp_ask "${KP_HISTORY[@]}" "$KP_LIB/records.py" \
             "${line[@]}"; } || {
         kp_log "the decision cannot be recorded in $file"

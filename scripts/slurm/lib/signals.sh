@@ -88,7 +88,7 @@ kp_has_begun() { # <pid>: true once it is the program: bash's child, setsid and 
 }
 
 kp_signal() { # <signal>: sends it to this run's ranks alone
-    local steps=() tries ranks asked='' id name
+    local steps=() tries ranks asked='' id age name fresh
     if ! kp_in_job; then
         ranks=("$KP_CHILD")
         # torchrun may not have started them yet
@@ -110,15 +110,19 @@ kp_signal() { # <signal>: sends it to this run's ranks alone
         ! echo "$1" >"$KP_RUN_DIR/.ask-$KEMPNER_ATTEMPT_ID" || return 0
     fi
 
-    # Slurm refuses the signal while the step is still being started on some node: try again.
+    # Slurm refuses the signal while the step is still being started on some node: try again. In a
+    # step's first second a task may not have blocked the signal yet, and would die of it.
     for ((tries = 0; tries < 10; tries++)); do
-        if kp_ask squeue -h -s -j "$(kp_job_id)" -o '%i %j'; then
-            asked=1 steps=()
-            while read -r id name; do
-                [[ $name != "$KP_SRUN_NAME" ]] || steps+=("$id")
+        if kp_ask squeue -h -s -j "$(kp_job_id)" -o '%i %M %j'; then
+            asked=1 steps=() fresh=''
+            while read -r id age name; do
+                [[ $name == "$KP_SRUN_NAME" ]] || continue
+                steps+=("$id")
+                [[ $1 == KILL || ! $age =~ ^0:0[01]$ ]] || fresh=1
             done <<<"$KP_ANSWER"
         fi
-        ((${#steps[@]} == 0)) || ! kp_ask scancel --signal="$1" "${steps[@]}" || return 0
+        ((${#steps[@]} == 0)) || [[ -n $fresh ]] ||
+            ! kp_ask scancel --signal="$1" "${steps[@]}" || return 0
         kill -0 "$KP_CHILD" 2>/dev/null || return 0
         [[ -z $KP_DEADLINE ]] || ((SECONDS < KP_DEADLINE)) || break
         kp_shielded sleep 0.5

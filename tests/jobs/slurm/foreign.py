@@ -11,7 +11,8 @@ after it:
     leave           the same, but leaves with exit code 0 when it gets SIGTERM
     ask             the same, but looks for kempner.jobs.slurm.stop_requested()
     usr1            the same, on SIGUSR1
-    save            deaf to signals; saves out/ckpt-N, N ten more than the newest one, at step 5
+    save            deaf to signals; saves out/ckpt-N, N ten more than the newest one, at steps 5 and
+                    100
     beat            touches its heartbeat in every step
     stop            the same, with the others, until it is suspended after three steps
     early           ends at once, with exit code 0; the others are done three steps later
@@ -47,7 +48,7 @@ for step in range(1, 10**6):
         slurm.beat(step)
     if word == "stop" and step == 4:
         os.kill(os.getpid(), signal.SIGSTOP)
-    if word == "save" and step == 5 and rank == 0:
+    if word == "save" and step in (5, 100) and rank == 0:
         newest = max((int(p.name[5:]) for p in Path("out").glob("ckpt-*")), default=0)
         Path("out").mkdir(exist_ok=True)
         Path(f"out/ckpt-{newest + 10}").write_text("weights")

@@ -235,7 +235,8 @@ def test_a_warning_in_a_script_of_the_users_own(cluster: Cluster, tmp_path: Path
     cluster.wait(job)
     log = (tmp_path / "log").read_text()
     assert "SIGURG: the program is asked to leave" in log, log
-    assert "the program is ended: its next checkpoint is complete: out/ckpt-10" in log, log
+    # On a busy machine the first one is complete before the warning comes.
+    assert re.search("ended: its next checkpoint is complete: out/ckpt-[12]0", log), log
     assert "is passed on" not in log, log
 
 
