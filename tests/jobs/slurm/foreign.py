@@ -11,8 +11,8 @@ after it:
     leave           the same, but leaves with exit code 0 when it gets SIGTERM
     ask             the same, but looks for kempner.jobs.slurm.stop_requested()
     usr1            the same, on SIGUSR1
-    save            deaf to signals; saves out/ckpt-N, N ten more than the newest one, at steps 5 and
-                    100
+    save            deaf to signals; saves out/ckpt-N, N ten more than the newest one, at step 5
+                    and at step 100
     beat            touches its heartbeat in every step
     stop            the same, with the others, until it is suspended after three steps
     early           ends at once, with exit code 0; the others are done three steps later
