@@ -31,19 +31,25 @@ def load_model(source: str | PathLike[str], device: str = "auto") -> tuple[Decod
     return loaded.model, loaded.words.tokenizer
 
 
+MOVED = {  # module -> its name today
+    "kempner.slurm": "kempner.jobs.slurm",
+    "kempner.trackers": "kempner.jobs.trackers",
+    "kempner.history": "kempner.jobs.records",
+    "kempner.checkpoint.reader": "kempner.checkpoint.format.reader",
+    "kempner.checkpoint.metadata": "kempner.checkpoint.format.metadata",
+    "kempner.lowcomm": "kempner.extensions.lowcomm",
+    "kempner.rl": "kempner.extensions.rl",
+}
+
+
 class MovedModules:
     """A finder of the modules that had other names before version 0.2.0: see kempner/moved.py. It
     must come before the finder of files, which would load what is below a moved package a second
     time."""
 
-    NAMES = (
-        "kempner.slurm", "kempner.trackers", "kempner.history", "kempner.lowcomm", "kempner.rl",
-        "kempner.checkpoint.reader", "kempner.checkpoint.metadata",
-    )  # fmt: skip
-
     @classmethod
     def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if not name.startswith(cls.NAMES):
+        if not name.startswith(tuple(MOVED)):
             return None
         from kempner.moved import find_moved
 

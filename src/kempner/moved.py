@@ -8,22 +8,17 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import CodeType, ModuleType
 
-MOVED = {
-    "kempner.slurm": "kempner.jobs.slurm",
-    "kempner.trackers": "kempner.jobs.trackers",
-    "kempner.history": "kempner.jobs.records",
-    "kempner.checkpoint.reader": "kempner.checkpoint.format.reader",
-    "kempner.checkpoint.metadata": "kempner.checkpoint.format.metadata",
-    "kempner.lowcomm": "kempner.extensions.lowcomm",
-    "kempner.rl": "kempner.extensions.rl",
-}
+from kempner import MOVED
+
 OWN_SPECS: dict[str, ModuleSpec | None] = {}
 
 
 def name_today(name: str) -> str | None:
     """Return the name of a module that is known by an old one; None for any other name."""
-    old = next((old for old in MOVED if name == old or name.startswith(f"{old}.")), None)
-    return None if old is None else MOVED[old] + name[len(old) :]
+    for old, today in MOVED.items():
+        if name == old or name.startswith(f"{old}."):
+            return today + name[len(old) :]
+    return None
 
 
 def find_moved(name: str) -> ModuleSpec | None:

@@ -9,18 +9,13 @@ import sys
 
 import pytest
 
-import kempner
-from kempner.moved import MOVED
+from kempner import MOVED
 from tests.conftest import ROOT, clean_env
 
 BELOW = {
     "kempner.rl.environments.protocol": "kempner.extensions.rl.environments.protocol",
     "kempner.history.events": "kempner.jobs.records.events",
 }
-
-
-def test_each_is_looked_for() -> None:
-    assert set(kempner.MovedModules.NAMES) == set(MOVED)
 
 
 @pytest.mark.parametrize(("old", "today"), [*MOVED.items(), *BELOW.items()])
