@@ -69,6 +69,7 @@ def test_the_trainer_from_a_ray_program(job: RayJob) -> None:
     assert losses(run) == pytest.approx(losses(one), 1e-5)
 
 
+@pytest.mark.soak
 @pytest.mark.job(make=a_dedicated_head)
 def test_reinforcement_learning_from_a_ray_program(job: RayJob) -> None:
     """An engine, a trainer and the orchestrator as actors; the engine is killed in between."""
@@ -385,6 +386,7 @@ def in_apptainer(submit: Submit) -> RayJob:
     return submit(1, MARKER="the job's", HF_TOKEN=SECRET, MOUNTS="/scratch:/scratch", **env)
 
 
+@pytest.mark.soak
 @pytest.mark.job(make=in_apptainer)
 def test_apptainer(job: RayJob) -> None:
     """Ray, the driver and the shells are inside, although none can read another's environment."""
@@ -436,6 +438,7 @@ def test_the_end_comes_from_slurm(submit: Submit, tmp_path: Path, how: str) -> N
     assert (job.logs / f"ray/{job.nodes[1]}/raylet.out").exists()
 
 
+@pytest.mark.soak
 def test_two_jobs_on_the_same_hosts(submit: Submit, tmp_path: Path) -> None:
     """The end of one leaves the other alone; `ray stop` would not."""
     # From Slurm 23.02 on --oversubscribe contradicts the script's --exclusive.

@@ -1,5 +1,5 @@
 """Products of axes, each with the levers that large runs use: loss, every gradient, and the numbers
-of 20 updates are those of the plain model in one process."""
+of several updates are those of the plain model in one process."""
 
 from __future__ import annotations
 
@@ -80,11 +80,19 @@ FP8 = {"fp8": [TP, "--train.fp8=rowwise", "--model.ffn_dim=64", "--model.n_kv_he
 with_fp8 = pytest.mark.skipif(not find_spec("torchao"), reason="torchao is not installed")
 
 
-def world(cases: dict[str, list[str]], ranks: int, backend: str) -> dict[str, Any]:
+def world(
+    cases: dict[str, list[str]], ranks: int, backend: str, updates: int = 20
+) -> dict[str, Any]:
     """Of one world of so many ranks that go through all cases."""
     words = {name: [*COMMON, *case] for name, case in cases.items()}
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    program = ["-m", "tests.trainer.distributed.gradients", json.dumps(words), "20", backend]
+    program = [
+        "-m",
+        "tests.trainer.distributed.gradients",
+        json.dumps(words),
+        str(updates),
+        backend,
+    ]
     done = subprocess.run(
         [sys.executable, *launcher, *program],
         cwd=ROOT,
@@ -101,7 +109,7 @@ def world(cases: dict[str, list[str]], ranks: int, backend: str) -> dict[str, An
 def some() -> dict[str, Any]:
     """Compiled as far as the graphs of both passes, which then run as they are."""
     cases = {name: ALL[name] for name in SOME} | (FP8 if find_spec("torchao") else {})
-    return world(cases, 4, "aot_eager")
+    return world(cases, 4, "aot_eager", updates=6)
 
 
 def check(found: dict[str, Any]) -> None:

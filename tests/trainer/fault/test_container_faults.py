@@ -29,7 +29,11 @@ def elsewhere() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    "runtime", ["charliecloud", "pyxis", pytest.param("apptainer", marks=pytest.mark.soak)]
+    "runtime",
+    [
+        "pyxis",
+        *(pytest.param(one, marks=pytest.mark.soak) for one in ("charliecloud", "apptainer")),
+    ],
 )
 def test_a_run_outside_of_what_is_mounted(
     cluster: Cluster, unbroken: dict[int, float], tmp_path: Path, elsewhere: Path, runtime: str

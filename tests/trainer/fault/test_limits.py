@@ -75,6 +75,7 @@ def test_nan_in_one_ranks_batch_and_a_batch_without_labels(
     )
 
 
+@pytest.mark.soak
 def test_two_jobs_in_one_directory(broken_run: Submit, tmp_path: Path) -> None:
     first = broken_run(options=["--nodes=1"], faults="slow ms=700")
     first.wait_for_step(3)

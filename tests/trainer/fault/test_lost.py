@@ -99,7 +99,8 @@ def test_unplugged_network(broken_run: Submit, again: bool) -> None:
     run.assert_complete(attempts=2, recomputed=LOST)
 
 
-@pytest.mark.parametrize("exclude", ["", pytest.param("0", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("exclude", ["", "0"])
 def test_a_host_that_fails_twice_is_left_out(broken_run: Submit, exclude: str) -> None:
     """Of two hosts, the job needs one: after two crashes on one it continues on the other."""
     run = broken_run(options=["--nodes=1"], KEMPNER_EXCLUDE=exclude, script="singlenode.sh")

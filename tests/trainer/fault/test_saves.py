@@ -33,7 +33,7 @@ POINTS = {
     "latest-moved": (f"{COMMIT}:point_latest:after nth=2 rank=0", 20),
     "pruned": (f"{COMMIT}:prune_checkpoints:after nth=2 rank=0", 20),
 }
-IN_CI = ("in-the-file", "renamed")
+IN_CI = ("in-the-file",)
 
 
 @pytest.mark.parametrize(
