@@ -25,10 +25,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import (
-    all_gather_tensor_autograd,
-    reduce_scatter_tensor_autograd,
-)
+from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -51,6 +48,14 @@ CUTS = dict.fromkeys(("wq", "wk", "wv", "w1", "w3"), SHARD_ROWS) | {
     "wo": SHARD_COLUMNS,
     "w2": SHARD_COLUMNS,
 }
+# torch 2.13 has renamed these, and prints a FutureWarning when an old name is called.
+_OLD = not hasattr(collectives, "all_gather_single_autograd")
+all_gather_tensor_autograd = getattr(
+    collectives, f"all_gather_{'tensor' if _OLD else 'single'}_autograd"
+)
+reduce_scatter_tensor_autograd = getattr(
+    collectives, f"reduce_scatter_{'tensor' if _OLD else 'single'}_autograd"
+)
 
 
 def split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
@@ -139,7 +144,7 @@ def _scatter(group: dist.ProcessGroup, _: nn.Module, inputs: Any, y: Any) -> Any
     """Reduce-scatter this rank's part of the sum for all tokens to the sum for its own tokens."""
     if isinstance(y, tuple):  # experts, and how they were used
         return _scatter(group, _, inputs, y[0]), *y[1:]
-    return reduce_scatter_tensor_autograd(y, "sum", SEQUENCE, group)
+    return cast(Tensor, reduce_scatter_tensor_autograd(y, "sum", SEQUENCE, group))
 
 
 def _arrived(_: nn.Module, inputs: Any, y: Tensor) -> Tensor:

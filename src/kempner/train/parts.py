@@ -119,13 +119,18 @@ def open_objective(
 ) -> Objective:
     """Return the objective of the run, which also counts what is recorded besides."""
     objective = _objective(cfg, layout, model, run, device)
-    if not (cfg.model.n_experts or cfg.train.z_loss):
-        return objective
-    from kempner.train.recording.objectives import WithExperts, WithZLoss
+    if cfg.model.n_experts or cfg.train.z_loss:
+        from kempner.train.recording.objectives import WithExperts, WithZLoss
 
-    if cfg.model.n_experts:
-        objective = WithExperts(objective, model, layout, device)
-    return WithZLoss(objective, model, device) if cfg.train.z_loss else objective
+        if cfg.model.n_experts:
+            objective = WithExperts(objective, model, layout, device)
+        if cfg.train.z_loss:
+            objective = WithZLoss(objective, model, device)
+    if interval := cfg.profile.layers_interval:
+        from kempner.train.recording.layers import WithLayers
+
+        objective = WithLayers(objective, model, layout, interval, lambda: run.step)
+    return objective
 
 
 def _objective(

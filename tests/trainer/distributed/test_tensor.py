@@ -32,6 +32,7 @@ def train(data_dir: Path, run: Path, *args: str, nproc: int = 1) -> None:
     process = start_train(*words, nproc=nproc)
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, out + err
+    assert "FutureWarning" not in err, err  # of torch, about our code
 
 
 @pytest.fixture(scope="module")

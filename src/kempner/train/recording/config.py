@@ -21,6 +21,13 @@ class MetricsConfig:
 class ProfileConfig:
     steps: int = option(3, "steps that a PROFILE file asks for", minimum=1)
     ranks: tuple[int, ...] = option((0,), "ranks that write a trace of them", minimum=0)
+    layers_interval: int = option(
+        0,
+        "steps between measurements of each layer: sizes of activations and updates, the largest "
+        "attention logit, and the norms of the gradients, which are also recorded for a step that "
+        "is skipped; 0: none",
+        minimum=0,
+    )
     allocations: bool = option(
         False,
         "GPU: keep the stacks of allocations from the start on, for the snapshot of a run that "

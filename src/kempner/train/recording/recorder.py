@@ -111,9 +111,14 @@ class Recorder:
             self.skipped += 1
             batch = self.run.cfg.train.stage(result.step - 1).batch
             samples = self._loader.sample_numbers(result.after.samples - batch, batch)
-            what, why = {"not_finite": True}, "was not finite"
+            what: dict[str, Any] = {"not_finite": True}
+            why = "was not finite"
             if result.spike and self._spikes is not None:
                 what, why = self._spikes.record(result.values)
+            if self.run.cfg.profile.layers_interval:
+                from kempner.train.recording.layers import layer_figures
+
+                what["layers"] = layer_figures(result.values)
             self.write({"step": result.step, **what, "sample_numbers": samples})
             self.run.announce(f"step {result.step} {why}: its update is skipped")
         line, texts = self._replicas.record(result)

@@ -19,6 +19,7 @@ from kempner.jobs.report.page.charts import (
     render_chart,
     spans_decades,
 )
+from kempner.jobs.report.page.layers import layers_table
 from kempner.jobs.report.page.life import render_attempts, render_life
 from kempner.jobs.report.page.markup import (
     escape_html,
@@ -61,6 +62,7 @@ def render_section(
     return "".join((
         render_header(run, facts, now),
         render_curves(run, brief=brief),
+        "" if brief else layers_table(run),
         render_life(run, now),
         render_attempts(run, now, name, 20 if brief else 100),
         nodes_table(nodes_of([run]), now, {}, 5 if brief else NODES),
