@@ -43,6 +43,7 @@ def compute_seconds(cfg: RunConfig, axes: Axes, gpu: GpuSpec) -> dict[str, float
     flops, rate = gpu.clock * gpu.flops, MEMORY_EFFICIENCY * gpu.memory
     by_part = {
         "products": product_flops(cfg, axes, tokens, gpu.products) / flops,
+        "output layer": output_flops(cfg, axes, tokens, gpu.products) / flops,
         "attention": attention_flops(cfg, axes, tokens, gpu) / flops,
         "other kernels": pointwise_bytes(cfg, axes, tokens) / rate,
         **({"fp8's casts": casts / rate} if casts else {}),
@@ -57,18 +58,16 @@ def compute_seconds(cfg: RunConfig, axes: Axes, gpu: GpuSpec) -> dict[str, float
 
 
 def product_flops(cfg: RunConfig, axes: Axes, tokens: float, share: float) -> float:
-    """Operations for `tokens`, as if all ran at the peak of bf16. `share`: of the peak that the
-    largest products reach."""
-    model, frozen = cfg.model, cfg.lora.rank > 0
-    flops_per_token = model.flops_per_token(cfg.train.seq_len, frozen, keys=0.0)
-    each = 4.0 if frozen else 6.0
-    output = each * model.vocab_size * model.dim
+    """Operations of the blocks for `tokens`, as if all ran at the peak of bf16. `share`: of the
+    peak that the largest products reach."""
+    model, frozen, each = cfg.model, cfg.lora.rank > 0, flops_per_weight(cfg)
+    blocks = model.flops_per_token(cfg.train.seq_len, frozen, keys=0.0)
+    blocks -= each * model.vocab_size * model.dim
     again = 1 + recomputed_share(cfg, "products") / (2 if frozen else 3)
     experts = each * expert_weights(cfg) * again
-    pass_tokens = forward_rows(cfg, axes.data_ranks) * cfg.train.seq_len / axes.cp
-    side = min(model.dim / math.sqrt(axes.tp), pass_tokens)
+    side, pass_tokens = product_side(cfg, axes), tokens_of_pass(cfg, axes)
     eight = each * again * sum(n * k * often for n, k, often in fp8_matrices(cfg, axes))
-    plain = output + (flops_per_token - output) * again - experts - eight
+    plain = blocks * again - experts - eight
     peak = FP8_PEAK * (ROWWISE if cfg.train.fp8 == "rowwise" else 1.0)
     fast = peak * rising_efficiency(share, FP8_PEAK * PRODUCT_HALF, side)
     flops = plain / rising_efficiency(share, PRODUCT_HALF, side) + eight / fast
@@ -77,6 +76,26 @@ def product_flops(cfg: RunConfig, axes: Axes, tokens: float, share: float) -> fl
         inner = min(model.dim, model.ffn_dim / axes.tp, rows)
         flops += experts / rising_efficiency(share, PRODUCT_HALF, inner)
     return tokens * flops
+
+
+def output_flops(cfg: RunConfig, axes: Axes, tokens: float, share: float) -> float:
+    """Operations of the output layer, counted as in product_flops()."""
+    efficiency = rising_efficiency(share, PRODUCT_HALF, product_side(cfg, axes))
+    return tokens * flops_per_weight(cfg) * cfg.model.vocab_size * cfg.model.dim / efficiency
+
+
+def flops_per_weight(cfg: RunConfig) -> float:
+    """Return 6 for each token; a frozen weight has no gradient: 4."""
+    return 4.0 if cfg.lora.rank else 6.0
+
+
+def product_side(cfg: RunConfig, axes: Axes) -> float:
+    """Return the side that decides how fast a product is: tensor parallelism cuts one of them."""
+    return min(cfg.model.dim / math.sqrt(axes.tp), tokens_of_pass(cfg, axes))
+
+
+def tokens_of_pass(cfg: RunConfig, axes: Axes) -> float:
+    return forward_rows(cfg, axes.data_ranks) * cfg.train.seq_len / axes.cp
 
 
 def expert_weights(cfg: RunConfig) -> float:

@@ -252,11 +252,23 @@ def step_seconds(
             beside = 1 - TP_HIDDEN
         hidden += (1 - beside) * seconds
         exposed += beside * seconds
-    if axes.pp > 1:  # ranks that wait for the first activations, and the last gradients
-        passes = cfg.train.sequences / (forward_rows(cfg, axes.data_ranks) * axes.data_ranks)
-        waiting = (axes.pp - 1) / (passes * cfg.distributed.pp_stages_per_rank)
-        parts["waiting"] = waiting * sum(parts.values())
+    if axes.pp > 1:
+        parts["waiting"] = waiting_share(cfg, axes) * sum(parts.values())
     return Time(parts, hidden, exposed, ESTIMATE_SPREAD[kind])
+
+
+def waiting_share(cfg: RunConfig, axes: Axes) -> float:
+    """Return the time that a rank of a pipeline waits, over that in which it computes: for the
+    first activations and the last gradients, and for the rank with most blocks. The last stage has
+    fewer of them, for its output layer (split_blocks in parallel/pipeline.py)."""
+    passes = cfg.train.sequences / (forward_rows(cfg, axes.data_ranks) * axes.data_ranks)
+    model, each = cfg.model, cfg.distributed.pp_stages_per_rank
+    table, stages = model.vocab_size * model.dim, axes.pp * each
+    output = model.n_layers * table / (model.count_active() - 2 * table)  # in blocks
+    mean = (model.n_layers + output) / stages
+    last = max(1, round(mean - output))
+    most = max(math.ceil((model.n_layers - last) / (stages - 1)), last + output)
+    return (axes.pp - 1) / (passes * each) + (most / mean - 1) / each
 
 
 def link_seconds(each: Traffic, gpu: GpuSpec, fabric: Fabric) -> float:

@@ -7,6 +7,7 @@ source.
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from kempner.extensions.planner.memory import GIB
@@ -58,6 +59,12 @@ GPUS = {
         GpuSpec("L40S", 44.4, 0.864e12, 32e9, "ethernet-100"),
     )
 }  # fmt: skip
+
+
+def gpu_of_device(name: str) -> GpuSpec | None:
+    """Return the GPU of a name that the driver gives; None if GPUS has no such card."""
+    found = next((card for card in PEAK_BF16 if re.search(rf"\b{card}\b", name)), "")
+    return GPUS.get(found)
 
 
 class Fabric(NamedTuple):

@@ -19,8 +19,8 @@ class Spread(NamedTuple):
 ESTIMATE_SPREAD = {
     "dense, one node": Spread(0.93, 1.35),
     "dense, several nodes": Spread(0.97, 1.12),
-    "fp8": Spread(0.80, 1.12),
-    "experts": Spread(0.95, 2.70),
+    "fp8": Spread(0.80, 1.13),
+    "experts": Spread(0.90, 2.70),
     "LoRA": Spread(0.84, 1.05),
 }
 
