@@ -276,12 +276,17 @@ def command(program: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_plan_prints_the_parts_and_the_overrides() -> None:
-    done = command("scripts/plan.py", SEVEN, "--nodes", "2", "--gpu=H200")
+    done = command("scripts/plan.py", SEVEN, "--nodes", "2", "--gpu=H200", "--fabric=roce-200")
     assert done.returncode == 0, done.stderr
     assert "6,738,415,616 parameters on 2 nodes x 8 H200" in done.stdout
     assert "optimizer" in done.stdout and "FSDP: gradients, scattered" in done.stdout
-    assert "  FSDP's copies" in done.stdout and re.search(r"s, MFU \d\d% to \d\d% ", done.stdout)
-    assert "--distributed.reshard_after_forward=false" in done.stdout  # there is room for it
+    assert "  FSDP's copies" in done.stdout and "; roce-200 between nodes)" in done.stdout
+    line = r"estimated step: ([\d.]+) to ([\d.]+) s, MFU \d\d% to \d\d% \(dense, several nodes: "
+    found = re.search(line + r"published figures are\n  ([\d.]+) to ([\d.]+) times", done.stdout)
+    assert found, done.stdout
+    fastest, slowest, least, most = map(float, found.groups())
+    assert fastest / least == pytest.approx(slowest / most, rel=0.01)
+    assert "--distributed.sync_once=true" in done.stdout  # there is room for it
     fp8 = command("scripts/plan.py", SEVEN, "--train.fp8=rowwise", "--gpu=A100")
     assert fp8.returncode == 2 and "A100 does not multiply 8-bit floats" in fp8.stderr
     huge = command("scripts/plan.py", SEVEN, "--nodes=99999999999999999999", "--gpus-per-node=1025")
@@ -291,8 +296,10 @@ def test_plan_prints_the_parts_and_the_overrides() -> None:
     assert three.returncode == 1 and why in three.stdout.splitlines()[-1], three
     small = command("scripts/plan.py", SEVEN, "--gpus-per-node=1", "--gpu=L40S")
     assert small.returncode == 1 and "none: use more GPUs, or a smaller model" in small.stdout
-    wrong = command("scripts/plan.py", SEVEN, "--gpu=H1000", "--train.max_step=5")
-    assert wrong.returncode == 2
+    wrong = command(
+        "scripts/plan.py", SEVEN, "--gpu=H1000", "--fabric=ib-900", "--train.max_step=5"
+    )
+    assert wrong.returncode == 2 and "--fabric=ib-900: is not known; give one of" in wrong.stderr
     assert "give one of A100, " in wrong.stderr and "--train.max_steps?" in wrong.stderr
 
 

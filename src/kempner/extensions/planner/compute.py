@@ -139,7 +139,7 @@ def attention_flops(cfg: RunConfig, axes: Axes, tokens: float, gpu: GpuSpec) -> 
     flops_per_token = model.flops_per_token(length) - model.flops_per_token(length, keys=0.0)
     ring = axes.cp > 1 and cfg.distributed.cp_method == "ring"
     masked = cfg.data.document_mask or model.sliding_window is not None
-    second = ring or masked or cfg.train.attention == "flash"
+    second = ring or masked or cfg.train.attention not in ("auto", "cudnn")
     most = gpu.flash if second else gpu.attention
     share = min(rising_efficiency(1.2 * most, ATTENTION_HALF, length), most)
     share *= math.sqrt(model.resolved_head_dim / 128) * (RING if ring else 1.0)
