@@ -3,6 +3,7 @@
     python -m benchmarks.planner                memory, lever by lever, on a CPU
     python -m benchmarks.planner --quick        the first lever alone: only shows that it works
     python -m benchmarks.planner --published    tokens per second, beside figures of others
+    python -m benchmarks.planner --fit          the constants of that estimate, and what fits better
     python -m benchmarks.planner --verified     both, beside the figures of configs/verified
 
 Memory: one process on a CPU trains two steps of fake data with the trainer's own functions. The
@@ -101,13 +102,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--variants", nargs="+", default=VARIANTS, help="overrides, one word each")
     parser.add_argument("--published", action="store_true", help="rows of published.toml")
+    parser.add_argument("--fit", action="store_true", help="fitted constants and the misfit")
     parser.add_argument("--verified", action="store_true", help="cards of configs/verified")
     options = parser.parse_args(argv)
-    if options.published or options.verified:
+    if options.published or options.fit or options.verified:
         from benchmarks import published
 
         if options.published:
             published.print_published(published.published_rows())
+        if options.fit:
+            published.print_fit()
         if options.verified:
             published.print_verified(Path(__file__).parents[1] / "configs/verified")
         return 0

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from kempner.config.command_line import parse_command
 from kempner.config.toml import loads
+from kempner.extensions.planner import compute, cost
 from kempner.extensions.planner.cost import step_seconds
 from kempner.extensions.planner.gpus import GPUS, GpuSpec
 from kempner.extensions.planner.memory import GIB, estimate_memory
@@ -176,4 +180,52 @@ def first_argument(words: Sequence[str]) -> int:
     return next(i for i, word in enumerate(words) if word.endswith((".py", ".sh"))) + 1
 
 
+def misfit(rows: Iterable[Row]) -> float:
+    """Return the mean error of the rows that constants are fitted to, each at most 0.5. A source
+    weighs as the root of its number of rows."""
+    by_source: dict[str, list[float]] = {}
+    for row in rows:
+        if row.fitted:
+            by_source.setdefault(row.source, []).append(min(abs(math.log1p(row.error)), 0.5))
+    weights = {source: len(errors) ** 0.5 for source, errors in by_source.items()}
+    found = sum(weights[source] * statistics.mean(errors) for source, errors in by_source.items())
+    return found / sum(weights.values())
+
+
+def misfit_beside(name: str, factor: float) -> float:
+    """Return the misfit with one of FITTED times `factor`."""
+    if name in FITTED:
+        module = FITTED[name]
+        with patch.object(module, name, factor * getattr(module, name)):
+            return misfit(published_rows())
+    card, _, share = name.partition(" ")
+    changed = [
+        replace(row, gpu=row.gpu._replace(**{share: factor * getattr(row.gpu, share)}))
+        if row.gpu.name == card else row
+        for row in published_rows()
+    ]  # fmt: skip
+    return misfit(changed)
+
+
+def print_fit() -> None:
+    """Print each fitted constant with the misfit at 0.9, 1 and 1.1 times its value."""
+    lines = [["constant", "value", *(f"x {factor}" for factor in FACTORS)]]
+    for name in CONSTANTS:
+        card, _, share = name.partition(" ")
+        value = getattr(GPUS[card], share) if share else getattr(FITTED[name], name)
+        errors = [f"{misfit_beside(name, factor):.4f}" for factor in FACTORS]
+        lines.append([name, f"{value:g}", *errors])
+    table = align_table(lines, 2, range(1, 5))
+    print("mean error of the rows that constants were fitted to", table, sep="\n")
+
+
+FITTED: dict[str, ModuleType] = {
+    "PRODUCT_HALF": compute, "RING": compute, "ROWWISE": compute, "EAGER": compute,
+    "INTERFERENCE": cost, "TP_HIDDEN": cost,
+}  # fmt: skip
+CONSTANTS = (
+    *FITTED, "A100 products", "H100 products", "H200 products", "GB200 products", "A100 flash",
+    "H100 flash", "H100 attention",
+)  # fmt: skip
+FACTORS = (0.9, 1.0, 1.1)
 BASE = load_config([], ["--data.dataset_path=fake:"])

@@ -10,8 +10,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import planner, published
 from benchmarks.gpu_checks import planned_speed
-from benchmarks.published import Row, print_verified, published_rows, spread_of
+from benchmarks.published import (
+    CONSTANTS,
+    Row,
+    misfit,
+    misfit_beside,
+    print_verified,
+    published_rows,
+    spread_of,
+)
 from kempner.extensions.planner.cost import Time, network_bytes, step_seconds
 from kempner.extensions.planner.gpus import FABRICS, GPUS, near_seconds
 from kempner.extensions.planner.launches import EAGER_KERNELS
@@ -44,6 +53,29 @@ def test_three_quarters_of_what_others_published_are_within_15_percent(fitted: b
 @pytest.mark.parametrize("kind", ESTIMATE_SPREAD)
 def test_the_printed_range_is_that_of_the_published_figures(kind: str) -> None:
     assert spread_of(all_rows())[kind] == pytest.approx(ESTIMATE_SPREAD[kind], abs=0.03)
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_no_constant_fits_much_better_elsewhere(name: str) -> None:
+    """At 0.9 or 1.1 times its value the error of the rows that it was fitted to is not lower by
+    more than a twentieth."""
+    assert misfit(all_rows()) < 1.05 * min(misfit_beside(name, factor) for factor in (0.9, 1.1))
+
+
+def test_the_tables_are_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert planner.main(["--published"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("torchtitan, 1D") == 6 and "fp8: 0.80 to 1.11 (44 rows)" in text
+    marks = [line for line in text.partition("within")[0].splitlines() if " outside " in line]
+    assert len(marks) == sum(not row.near for row in all_rows())
+    monkeypatch.setattr(published, "CONSTANTS", ("RING", "H200 products"))
+    assert planner.main(["--fit", "--verified"]) == 0
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[2:4]] == [
+        ["RING", "0.8"],
+        ["H200", "products"],
+    ]
 
 
 def median(rows: list[Row]) -> float:

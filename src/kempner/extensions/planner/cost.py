@@ -212,7 +212,7 @@ class Time(NamedTuple):
     parts: dict[str, float]  # of the computation
     hidden: float  # communication behind it
     exposed: float  # communication beside it
-    spread: Spread = Spread(1.0, 1.0)
+    spread: Spread  # of published times of such runs
 
     @property
     def compute(self) -> float:

@@ -30,7 +30,7 @@ class GpuSpec(NamedTuple):
     bus: float = 25e9  # of one GPU to its host
     products: float = 0.70  # of the peak in bf16, as the sides of a product grow
     attention: float = 0.55  # of it, as sequences grow: cuDNN, or the best that there is
-    flash: float = 0.23  # the same of FlashAttention 2, which has the instructions of the A100
+    flash: float = 0.22  # the same of FlashAttention 2, which has the instructions of the A100
     fp8: bool = True  # multiplies 8-bit floats, at twice the peak of bf16 (NVIDIA's data sheets)
     clock: float = 1.0  # of products under a power limit, where it is below the data sheet's
 
@@ -53,10 +53,10 @@ GPUS = {
         GpuSpec("H200", 139.8, 4.8e12, 450e9, products=0.81),
         GpuSpec("GH200", 94.5, 4.0e12, 450e9),
         # FlashAttention 2 is taken to be as fast as on an H100, and on an L40S as on an A100.
-        GpuSpec("B200", 178.4, 7.7e12, 900e9, products=0.73, flash=0.10),
-        GpuSpec("GB200", 184.0, 8.0e12, 900e9, products=0.73, flash=0.09),
-        GpuSpec("B300", 267.0, 7.7e12, 900e9, "ib-800", products=0.73, flash=0.10),
-        GpuSpec("GB300", 276.0, 8.0e12, 900e9, "ib-800", products=0.73, flash=0.09),
+        GpuSpec("B200", 178.4, 7.7e12, 900e9, products=0.70, flash=0.10),
+        GpuSpec("GB200", 184.0, 8.0e12, 900e9, products=0.70, flash=0.09),
+        GpuSpec("B300", 267.0, 7.7e12, 900e9, "ib-800", products=0.70, flash=0.10),
+        GpuSpec("GB300", 276.0, 8.0e12, 900e9, "ib-800", products=0.70, flash=0.09),
         GpuSpec("L40S", 44.4, 0.864e12, 32e9, "ethernet-100", attention=0.58, flash=0.58),
     )
 }  # fmt: skip

@@ -10,7 +10,7 @@ from kempner.train.sections import RunConfig
 
 
 class BlockKernels(NamedTuple):
-    """BlockKernels of one block: its forward and its backward pass."""
+    """Kernels of one block: its forward and its backward pass."""
 
     forward: int
     backward: int
