@@ -44,6 +44,7 @@ from benchmarks.gpu_parts import (
     update,
 )
 from kempner.jobs.ranks import peers
+from kempner.train.sections import RunConfig
 
 WARM_UP, LONG_S = 3, 2.0  # steps of a benchmark that do not count; of so long steps only the first
 OVER = 1.15  # of the planner's estimate that a benchmark may need
@@ -401,6 +402,16 @@ def fp8(job: Job) -> Figures:
     return {"loss_difference": worst}
 
 
+def planned_speed(cfg: RunConfig, ranks: int, device: str) -> float | None:
+    """Return the planner's estimate in tokens per second; None for a card that it does not know."""
+    from kempner.extensions.planner.cost import step_seconds
+    from kempner.extensions.planner.gpus import gpu_of_device
+
+    if (gpu := gpu_of_device(device)) is None:
+        return None
+    return cfg.train.sequences * cfg.train.seq_len / step_seconds(cfg, ranks, ranks, gpu).step
+
+
 def bench(job: Job, shape: str, accumulate: int) -> Figures:
     """Tokens/s of a shipped configuration, compiled as it is shipped, on all GPUs: 7b on one node
     of eight as configs/scale has it, and on one GPU with one sequence a pass."""
@@ -448,6 +459,7 @@ def bench(job: Job, shape: str, accumulate: int) -> Figures:
         "mfu_full_attention": mfu * full or None,
         "memory_gib": used,
         "planned_gib": planned,
+        "planned_tokens_per_s": planned_speed(cfg, job.ranks, environment["figures"]["gpu"]),
         "step_s": statistics.median(x["step_time"] for x in lines),
         "tokens_per_step": sequences * length,
         "ranks": job.ranks,

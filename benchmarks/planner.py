@@ -1,11 +1,14 @@
-"""The planner's estimate of memory beside the peak that was measured, lever by lever.
+"""The planner's estimates beside what was measured.
 
-    python -m benchmarks.planner
-    python -m benchmarks.planner --quick    the first lever alone: only shows that it works
+    python -m benchmarks.planner                memory, lever by lever, on a CPU
+    python -m benchmarks.planner --quick        the first lever alone: only shows that it works
+    python -m benchmarks.planner --published    tokens per second, beside figures of others
+    python -m benchmarks.planner --fit          the constants of that estimate, and what fits better
+    python -m benchmarks.planner --verified     both, beside the figures of configs/verified
 
-One process on a CPU trains two steps of fake data with the trainer's own functions. The profiler
-sees every allocation of torch's CPU allocator; the largest sum of those that live is the peak.
-Ranks other than this one are not run: what sharding divides by is arithmetic.
+Memory: one process on a CPU trains two steps of fake data with the trainer's own functions. The
+profiler sees every allocation of torch's CPU allocator; the largest sum of those that live is the
+peak. Ranks other than this one are not run: what sharding divides by is arithmetic.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 from kempner.config.command_line import argument_parser
 from kempner.extensions.planner.memory import estimate_memory
@@ -97,7 +101,20 @@ def main(argv: list[str]) -> int:
     parser = argument_parser("benchmarks.planner", __doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--variants", nargs="+", default=VARIANTS, help="overrides, one word each")
+    parser.add_argument("--published", action="store_true", help="rows of published.toml")
+    parser.add_argument("--fit", action="store_true", help="fitted constants and the misfit")
+    parser.add_argument("--verified", action="store_true", help="cards of configs/verified")
     options = parser.parse_args(argv)
+    if options.published or options.fit or options.verified:
+        from benchmarks import published
+
+        if options.published:
+            published.print_published(published.published_rows())
+        if options.fit:
+            published.print_fit()
+        if options.verified:
+            published.print_verified(Path(__file__).parents[1] / "configs/verified")
+        return 0
     print("planned, MiB  measured  ratio  variant (where memory is largest)", flush=True)
     for variant in options.variants[: 1 if options.quick else None]:
         words = [*BASE, *shlex.split(SHAPE), *shlex.split(variant)]

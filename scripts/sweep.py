@@ -34,7 +34,7 @@ from pathlib import Path
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.config.values import did_you_mean
-from kempner.extensions.planner.cost import GPUS
+from kempner.extensions.planner.gpus import GPUS
 from kempner.extensions.sweep import results
 from kempner.extensions.sweep.cost import Hours, gpu_hours
 from kempner.extensions.sweep.file import Sweep, read_sweep

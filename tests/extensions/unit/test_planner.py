@@ -13,12 +13,12 @@ import torch
 
 from benchmarks.planner import measured
 from kempner.extensions.planner.cost import (
-    GPUS,
     host_offload_bytes,
     model_flops_utilisation,
     network_bytes,
     step_seconds,
 )
+from kempner.extensions.planner.gpus import GPUS
 from kempner.extensions.planner.memory import GIB, estimate_memory, optimizer_state
 from kempner.extensions.planner.out_of_memory import memory_advice
 from kempner.extensions.planner.search import best_candidates, changed_by, lever_changes
@@ -167,31 +167,17 @@ def test_every_axis_divides_what_it_cuts() -> None:
     assert sent["tensor parallel"].size == 4 * often * layers * stream / 2
 
 
-# Tokens/s of one H200, compiled: by hand, from the rates of single kernels, to within 15 %.
-BY_HAND = {
-    "7b": (["--train.recompute=full", "--train.global_batch_tokens=65536"], 9_100),
-    "7b, none": (["--train.micro_batch=1", "--train.global_batch_tokens=65536"], 10_400),
-    "1b": (["--train.global_batch_tokens=131072"], 50_000),
-    "125m": ([], 310_000),
-}
-
-
-@pytest.mark.parametrize("name", BY_HAND)
-def test_the_time_is_that_of_a_roofline_by_hand(name: str) -> None:
-    words, expected = BY_HAND[name]
-    cfg = load_config([str(ROOT / f"configs/train/{name.partition(',')[0]}.toml")], words)
-    tokens = cfg.train.sequences * cfg.train.seq_len
-    assert tokens / step_seconds(cfg, 1, 1, GPUS["H200"]).step == pytest.approx(expected, rel=0.15)
-
-
 def test_nobody_is_promised_60_percent() -> None:
     """Of the peak, by products alone; FSDP's copies, norms, loss and update move bytes."""
-    node = load_config([str(ROOT / "configs/scale/7b-1node.toml")], [])
-    step = step_seconds(node, 8, 8, GPUS["H100"]).step
-    assert model_flops_utilisation(node, 8, step, GPUS["H100"]) == pytest.approx(0.43, rel=0.15)
+    node, gpu = load_config([str(ROOT / "configs/scale/7b-1node.toml")], []), GPUS["H100"]
+    time = step_seconds(node, 8, 8, gpu)
+    least, most = (
+        model_flops_utilisation(node, 8, step, gpu) for step in (time.slowest, time.fastest)
+    )
+    assert least < 0.43 < most < 0.6  # by hand, from the rates of single kernels
     cfg = load_config([SEVEN], [])
-    for each in best_candidates(cfg, 16, 8, GPUS["H100"], check_world):
-        assert model_flops_utilisation(cfg, 16, each.time.step, GPUS["H100"]) < 0.52
+    for each in best_candidates(cfg, 16, 8, gpu, check_world):
+        assert model_flops_utilisation(cfg, 16, each.time.step, gpu) < 0.6
 
 
 def test_what_moves_bytes_takes_time() -> None:
@@ -222,10 +208,11 @@ def test_what_fp8_saves() -> None:
         cfg = load_config([SEVEN], ["--train.global_batch_tokens=65536", *words])
         return step_seconds(cfg, 1, 1, gpu).parts
 
-    fp8, layer = "--train.fp8=rowwise", 4 * 2 * 4096 + 3 * (4096 + 11008)
-    plain, eight = parts(), parts(fp8)
+    fp8, layer = "--train.fp8=tensorwise", 4 * 2 * 4096 + 3 * (4096 + 11008)
+    plain, eight, rows = parts(), parts(fp8), parts("--train.fp8=rowwise")
     assert eight.keys() - plain.keys() == {"fp8's casts"}
     assert 0.5 * plain["products"] < eight["products"] < 0.6 * plain["products"]
+    assert eight["products"] < rows["products"] < 0.8 * plain["products"]
     casts = 10 * 65536 * 32 * layer / (0.73 * gpu.memory)
     assert eight["fp8's casts"] == pytest.approx(casts)
     assert sum(plain.values()) / 1.6 < sum(eight.values()) < sum(plain.values()) / 1.1
@@ -289,12 +276,17 @@ def command(program: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_plan_prints_the_parts_and_the_overrides() -> None:
-    done = command("scripts/plan.py", SEVEN, "--nodes", "2", "--gpu=H200")
+    done = command("scripts/plan.py", SEVEN, "--nodes", "2", "--gpu=H200", "--fabric=roce-200")
     assert done.returncode == 0, done.stderr
     assert "6,738,415,616 parameters on 2 nodes x 8 H200" in done.stdout
     assert "optimizer" in done.stdout and "FSDP: gradients, scattered" in done.stdout
-    assert "  FSDP's copies" in done.stdout and re.search(r"s, MFU \d\d% to \d\d% ", done.stdout)
-    assert "--distributed.reshard_after_forward=false" in done.stdout  # there is room for it
+    assert "  FSDP's copies" in done.stdout and "; roce-200 between nodes)" in done.stdout
+    line = r"estimated step: ([\d.]+) to ([\d.]+) s, MFU \d\d% to \d\d% \(dense, several nodes: "
+    found = re.search(line + r"published figures are\n  ([\d.]+) to ([\d.]+) times", done.stdout)
+    assert found, done.stdout
+    fastest, slowest, least, most = map(float, found.groups())
+    assert fastest / least == pytest.approx(slowest / most, rel=0.01)
+    assert "--distributed.sync_once=true" in done.stdout  # there is room for it
     fp8 = command("scripts/plan.py", SEVEN, "--train.fp8=rowwise", "--gpu=A100")
     assert fp8.returncode == 2 and "A100 does not multiply 8-bit floats" in fp8.stderr
     huge = command("scripts/plan.py", SEVEN, "--nodes=99999999999999999999", "--gpus-per-node=1025")
@@ -304,8 +296,10 @@ def test_plan_prints_the_parts_and_the_overrides() -> None:
     assert three.returncode == 1 and why in three.stdout.splitlines()[-1], three
     small = command("scripts/plan.py", SEVEN, "--gpus-per-node=1", "--gpu=L40S")
     assert small.returncode == 1 and "none: use more GPUs, or a smaller model" in small.stdout
-    wrong = command("scripts/plan.py", SEVEN, "--gpu=H1000", "--train.max_step=5")
-    assert wrong.returncode == 2
+    wrong = command(
+        "scripts/plan.py", SEVEN, "--gpu=H1000", "--fabric=ib-900", "--train.max_step=5"
+    )
+    assert wrong.returncode == 2 and "--fabric=ib-900: is not known; give one of" in wrong.stderr
     assert "give one of A100, " in wrong.stderr and "--train.max_steps?" in wrong.stderr
 
 

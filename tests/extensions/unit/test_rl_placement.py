@@ -13,8 +13,8 @@ import pytest
 from kempner.config.option import ConfigError
 from kempner.config.toml import loads
 from kempner.extensions.hf.families import model_values
-from kempner.extensions.planner.cost import GPUS
 from kempner.extensions.planner.engine import engine_memory
+from kempner.extensions.planner.gpus import GPUS
 from kempner.extensions.planner.placement import (
     Placement,
     describe_placement,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kempner.extensions.planner.cost import GPUS, network_bytes
+from kempner.extensions.planner.cost import network_bytes
+from kempner.extensions.planner.gpus import GPUS
 from kempner.extensions.planner.memory import GIB, estimate_memory
 from kempner.parallel.layout import axis_sizes
 from kempner.train.configure import check_world, load_config

@@ -1,18 +1,21 @@
 """Compute time of a step on a GPU, from the configuration alone. No torch.
 
 A roofline: products run at a share of the peak that grows with their size, attention at a share of
-its own, and all else at the rate of the GPU's memory. The constants are estimates for Hopper, from
-what cuBLAS, cuDNN and compiled kernels reach there; no GPU has confirmed them. D width, F SwiGLU
-width, V vocabulary, E head width, T tokens of a sequence.
+its own, and all else at the rate of the GPU's memory, unless the host is slower to launch it. The
+constants are fitted to published throughput (benchmarks/published.toml); what a kernel moves is
+counted. D width, F SwiGLU width, V vocabulary, T tokens of a sequence.
 """
 
 from __future__ import annotations
 
 import math
 
+from kempner.extensions.planner.gpus import GpuSpec
+from kempner.extensions.planner.launches import GAP, host_seconds, kernels_of_step
 from kempner.extensions.planner.memory import (
     FP32,
     forward_rows,
+    lora_shapes,
     loss_rows,
     weight_bytes,
     whole_model,
@@ -21,65 +24,86 @@ from kempner.parallel.layout import Axes
 from kempner.train.checks import FP8_TILE
 from kempner.train.sections import RunConfig
 
-PRODUCT_EFFICIENCY = (0.69, 500.0)  # of the peak, as the sides grow; half of it at this side
-ATTENTION_EFFICIENCY = (
-    0.62,
-    1700.0,
-    0.52,
-)  # of the peak, as T grows; half of it at this T; the most
+PRODUCT_HALF = 400.0  # side of a product that has half of the share of the largest
+ATTENTION_HALF = 1700.0  # keys with which attention has 0.6 of its share; with 8,500 it has all
+RING = 0.8  # share of a kernel's speed that is left where keys go round the ranks
 FP8_PEAK = 2.0  # of that of bf16; a product must be as much larger for the same share of it
+ROWWISE = 0.75  # of the speed of products with a scale a tensor, for those with one a row
 FP8_CAST = 5.0  # bytes that scaling and rounding a number move: read twice in bf16, written once
-BY_LENGTH = 0.6  # of that, for the kernel that skips what documents and windows hide
 MEMORY_EFFICIENCY = 0.73  # of the rate of the data sheet
-EAGER = 4.0  # bytes that kernels move without torch.compile, for one with it
+EAGER = 3.7  # bytes that kernels move without torch.compile, for one with it
 LOGIT = 22.0  # bytes that the compiled loss moves for each logit, beside its products
-GAP = 2.5e-4  # seconds for each block of a pass: launches, hooks, gaps between kernels
-COMMUNICATION_SLOWDOWN = (
-    1.08  # NCCL takes multiprocessors, and the first gathers hide behind nothing
-)
 
 
-def compute_seconds(
-    cfg: RunConfig, axes: Axes, world_size: int, peak: float, rate: float
-) -> dict[str, float]:
-    """Seconds of a step by part, on the average rank. `peak`: operations per second in bf16;
-    `rate`: bytes per second of the memory, both of the data sheet."""
-    tokens = cfg.train.sequences * cfg.train.seq_len / world_size
+def compute_seconds(cfg: RunConfig, axes: Axes, gpu: GpuSpec) -> dict[str, float]:
+    """Seconds of a step by part, on the average rank."""
+    tokens = cfg.train.sequences * cfg.train.seq_len / math.prod(axes)
     casts = 0.0 if cfg.train.fp8 == "none" else fp8_casts(cfg, axes, tokens)
     passes = cfg.train.sequences / (forward_rows(cfg, axes.data_ranks) * axes.data_ranks)
+    flops, rate = gpu.clock * gpu.flops, MEMORY_EFFICIENCY * gpu.memory
     by_part = {
-        "products": product_flops(cfg, axes, tokens) / peak,
-        "attention": attention_flops(cfg, tokens) / peak,
-        "other kernels": pointwise_bytes(cfg, axes, tokens) / (MEMORY_EFFICIENCY * rate),
-        **({"fp8's casts": casts / (MEMORY_EFFICIENCY * rate)} if casts else {}),
-        "loss": loss_bytes(cfg, axes, tokens, passes) / (MEMORY_EFFICIENCY * rate),
-        "FSDP's copies": fsdp_copy_bytes(cfg, axes, passes) / (MEMORY_EFFICIENCY * rate),
-        "update": update_bytes(cfg, axes) / (MEMORY_EFFICIENCY * rate),
-        "gaps": GAP * cfg.model.n_layers / axes.pp * passes,
+        "products": product_flops(cfg, axes, tokens, gpu.products) / flops,
+        "output layer": output_flops(cfg, axes, tokens, gpu.products) / flops,
+        "attention": attention_flops(cfg, axes, tokens, gpu) / flops,
+        "other kernels": pointwise_bytes(cfg, axes, tokens) / rate,
+        **({"fp8's casts": casts / rate} if casts else {}),
+        **({"adapters": adapter_bytes(cfg, axes, tokens) / rate} if cfg.lora.rank else {}),
+        "loss": loss_bytes(cfg, axes, tokens, passes) / rate,
+        "FSDP's copies": fsdp_copy_bytes(cfg, axes, passes) / rate,
+        "update": update_bytes(cfg, axes) / rate,
+        "gaps": GAP * kernels_of_step(cfg, axes),
     }
-    shared = COMMUNICATION_SLOWDOWN if world_size > 1 else 1.0
-    return {name: seconds * shared for name, seconds in by_part.items()}
+    waits = host_seconds(cfg, axes) - sum(by_part.values())
+    return by_part | ({"launches": waits} if waits > 0 else {})
 
 
-def product_flops(cfg: RunConfig, axes: Axes, tokens: float) -> float:
-    """Operations for `tokens`, as if all ran at the peak of bf16."""
-    model, frozen = cfg.model, cfg.lora.rank > 0
-    flops_per_token = model.flops_per_token(cfg.train.seq_len, frozen, keys=0.0)
-    output = (4.0 if frozen else 6.0) * model.vocab_size * model.dim
-    again = (flops_per_token - output) / (2 if frozen else 3) * recomputed_share(cfg, "products")
-    pass_tokens = forward_rows(cfg, axes.data_ranks) * cfg.train.seq_len / axes.cp
-    side = min(model.dim / math.sqrt(axes.tp), pass_tokens)
-    in_fp8 = (
-        6.0
-        * sum(n * k * often for n, k, often in fp8_matrices(cfg, axes))
-        / (flops_per_token - output)
-    )
-    eight = in_fp8 * (flops_per_token - output + again)
-    most, half = PRODUCT_EFFICIENCY
-    fast = FP8_PEAK * rising_efficiency(most, FP8_PEAK * half, side)
-    return tokens * (
-        (flops_per_token + again - eight) / rising_efficiency(most, half, side) + eight / fast
-    )
+def product_flops(cfg: RunConfig, axes: Axes, tokens: float, share: float) -> float:
+    """Operations of the blocks for `tokens`, as if all ran at the peak of bf16. `share`: of the
+    peak that the largest products reach."""
+    model, frozen, each = cfg.model, cfg.lora.rank > 0, flops_per_weight(cfg)
+    blocks = model.flops_per_token(cfg.train.seq_len, frozen, keys=0.0)
+    blocks -= each * model.vocab_size * model.dim
+    again = 1 + recomputed_share(cfg, "products") / (2 if frozen else 3)
+    experts = each * expert_weights(cfg) * again
+    side, pass_tokens = product_side(cfg, axes), tokens_of_pass(cfg, axes)
+    eight = each * again * sum(n * k * often for n, k, often in fp8_matrices(cfg, axes))
+    plain = blocks * again - experts - eight
+    peak = FP8_PEAK * (ROWWISE if cfg.train.fp8 == "rowwise" else 1.0)
+    fast = peak * rising_efficiency(share, FP8_PEAK * PRODUCT_HALF, side)
+    flops = plain / rising_efficiency(share, PRODUCT_HALF, side) + eight / fast
+    if experts:
+        rows = pass_tokens * cfg.distributed.ep * model.experts_per_token / model.n_experts
+        inner = min(model.dim, model.ffn_dim / axes.tp, rows)
+        flops += experts / rising_efficiency(share, PRODUCT_HALF, inner)
+    return tokens * flops
+
+
+def output_flops(cfg: RunConfig, axes: Axes, tokens: float, share: float) -> float:
+    """Operations of the output layer, counted as in product_flops()."""
+    efficiency = rising_efficiency(share, PRODUCT_HALF, product_side(cfg, axes))
+    return tokens * flops_per_weight(cfg) * cfg.model.vocab_size * cfg.model.dim / efficiency
+
+
+def flops_per_weight(cfg: RunConfig) -> float:
+    """Return 6 for each token; a frozen weight has no gradient: 4."""
+    return 4.0 if cfg.lora.rank else 6.0
+
+
+def product_side(cfg: RunConfig, axes: Axes) -> float:
+    """Return the side that decides how fast a product is: tensor parallelism cuts one of them."""
+    return min(cfg.model.dim / math.sqrt(axes.tp), tokens_of_pass(cfg, axes))
+
+
+def tokens_of_pass(cfg: RunConfig, axes: Axes) -> float:
+    return forward_rows(cfg, axes.data_ranks) * cfg.train.seq_len / axes.cp
+
+
+def expert_weights(cfg: RunConfig) -> float:
+    """Weights of the chosen experts that a token goes through, in all blocks."""
+    model = cfg.model
+    if not model.n_experts:
+        return 0.0
+    return len(model.mixtures) * model.experts_per_token * 3.0 * model.dim * model.ffn_dim
 
 
 def fp8_matrices(cfg: RunConfig, axes: Axes) -> list[tuple[int, int, int]]:
@@ -107,18 +131,18 @@ def fp8_casts(cfg: RunConfig, axes: Axes, tokens: float) -> float:
     return FP8_CAST * 2 * tokens * widths * (1 if cfg.train.compile else EAGER)
 
 
-def attention_flops(cfg: RunConfig, tokens: float) -> float:
+def attention_flops(cfg: RunConfig, axes: Axes, tokens: float, gpu: GpuSpec) -> float:
     """Operations of attention for `tokens`, as if all ran at the peak of bf16. The backward pass
     counts as twice the forward pass in the usual formula, but takes 2.5 times its operations at a
-    lower rate."""
+    lower rate. Rings, documents, windows and `train.attention = "flash"` have FlashAttention 2."""
     model, length = cfg.model, cfg.train.seq_len
     flops_per_token = model.flops_per_token(length) - model.flops_per_token(length, keys=0.0)
-    most, half, limit = ATTENTION_EFFICIENCY
-    share = min(rising_efficiency(most, half, length), limit) * math.sqrt(
-        model.resolved_head_dim / 128
-    )
-    if cfg.data.document_mask or model.sliding_window is not None:
-        share *= BY_LENGTH
+    ring = axes.cp > 1 and cfg.distributed.cp_method == "ring"
+    masked = cfg.data.document_mask or model.sliding_window is not None
+    second = ring or masked or cfg.train.attention not in ("auto", "cudnn")
+    most = gpu.flash if second else gpu.attention
+    share = min(rising_efficiency(1.2 * most, ATTENTION_HALF, length), most)
+    share *= math.sqrt(model.resolved_head_dim / 128) * (RING if ring else 1.0)
     return tokens * flops_per_token * (1 + recomputed_share(cfg, "attention") / 4) / share
 
 
@@ -149,13 +173,23 @@ def pointwise_bytes(cfg: RunConfig, axes: Axes, tokens: float) -> float:
     D for the residuals, queries and keys for the rotation, and three times F for SwiGLU; an expert
     has its input and output in another order."""
     model = cfg.model
-    experts = model.experts_per_token if model.n_experts else 0
-    inner = model.ffn_dim * (experts + model.shared_experts if experts else 1)
+    share = len(model.mixtures) / model.n_layers  # of blocks with experts
+    experts = share * model.experts_per_token
+    inner = model.ffn_dim * (experts + share * model.shared_experts)
+    inner += (1 - share) * model.dense_width
     norms = 4 if model.post_norms else 2
     rotated = (model.n_heads + model.kv_heads) * model.resolved_head_dim
     width = (2 * norms + 6 + 4 * experts) * model.dim + 2 * rotated + 3 * inner
     moved = 2.0 * tokens * model.n_layers * width * (3 + recomputed_share(cfg, "other kernels"))
     return moved if cfg.train.compile else EAGER * moved
+
+
+def adapter_bytes(cfg: RunConfig, axes: Axes, tokens: float) -> float:
+    """Bytes that LoRA's narrow products move: each reads its input, adds to its output, and does as
+    much twice in the backward pass."""
+    shapes, model = lora_shapes(cfg.model), cfg.model
+    width = sum(shapes[name][0] + 2 * shapes[name][1] for name in cfg.lora.targets)
+    return 2.0 * tokens * model.n_layers * width * (3 + recomputed_share(cfg, "other kernels"))
 
 
 def loss_bytes(cfg: RunConfig, axes: Axes, tokens: float, passes: float) -> float:

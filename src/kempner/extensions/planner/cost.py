@@ -1,18 +1,18 @@
-"""Bytes that a rank sends in a step, by purpose, and a rough time of the step. No torch.
+"""Bytes that a rank sends in a step, by purpose, and the time of the step. No torch.
 
-The time ranks combinations; as a prediction it is a range that no GPU has confirmed. The
-computation is in compute.py; bytes travel at the rate of the link that their ranks share: NVLink
-inside a node, the network between nodes.
+The computation is in compute.py, the rates of links in gpus.py. The time is an estimate;
+spread.py says how far published figures lie from it.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.extensions.planner.compute import compute_seconds
+from kempner.extensions.planner.gpus import FABRICS, Fabric, GpuSpec, far_seconds, near_seconds
 from kempner.extensions.planner.memory import (
     FP32,
     GIB,
@@ -24,59 +24,42 @@ from kempner.extensions.planner.memory import (
     trained_parameters,
     weight_bytes,
 )
+from kempner.extensions.planner.spread import ESTIMATE_SPREAD, Spread, kind_of_run
 from kempner.parallel.layout import Axes, axis_sizes
-from kempner.train.recording.peak import PEAK_BF16
 from kempner.train.sections import RunConfig
 
-ESTIMATE_SLACK = 1.25  # how much longer than the estimate a step may take by what is not in it
+TENSOR_PARALLEL = "tensor parallel: activations"
+TP_HIDDEN = 0.5  # of that, where products run beside it
+INTERFERENCE = 0.2  # seconds that a second of hidden communication slows the computation
 HOST_BYTES = 900 * GIB  # of a node of 1 TiB: what may be offloaded where nobody says
-RESERVE_GIB = 4.0  # the CUDA context, NCCL's buffers, and what the allocator cannot use
 
 
-class GpuSpec(NamedTuple):
-    """One GPU, its memory and its links; bytes per second, of links in one direction."""
-
-    name: str
-    gib: float
-    memory: float
-    link: float  # NVLink, of one GPU to the others of its node
-    network: float = 50e9  # of one GPU to other nodes: 400 Gb/s
-    bus: float = 25e9  # of one GPU to its host
-    fp8: bool = True  # multiplies 8-bit floats, at twice the peak of bf16 (NVIDIA's data sheets)
-
-    @property
-    def flops(self) -> float:
-        return PEAK_BF16[self.name]
-
-    @property
-    def usable(self) -> float:
-        """Bytes for tensors."""
-        return (self.gib - RESERVE_GIB) * GIB
-
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        GpuSpec("A100", 79.2, 2.04e12, 300e9, fp8=False),
-        GpuSpec("H100", 79.1, 3.35e12, 450e9),
-        GpuSpec("H200", 139.8, 4.8e12, 450e9),
-        GpuSpec("GH200", 94.5, 4.0e12, 450e9),
-        GpuSpec("B200", 178.4, 7.7e12, 900e9),
-        GpuSpec("GB200", 184.0, 8.0e12, 900e9),
-        GpuSpec("B300", 267.0, 7.7e12, 900e9),
-        GpuSpec("GB300", 276.0, 8.0e12, 900e9),
-        GpuSpec("L40S", 44.4, 0.864e12, 32e9),
-    )
-}
-
-
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     what: str
     size: float  # bytes that each rank sends in a step
     within: bool  # the node
     hidden: bool  # behind computation, as far as that lasts
     bus: bool = False  # to the host and back
+    messages: float = 0.0  # collectives of a step
+    nodes: int = 1  # that the group spans
+    ways: int = 1  # ranks of the group in each of them, whose links what enters a node shares
+
+
+class Group(NamedTuple):
+    """Nodes that the ranks of a group are in, and how many of the ranks are in each."""
+
+    nodes: int
+    ways: int
+
+    @classmethod
+    def of(cls, ranks: int, stride: int, per_node: int) -> Group:
+        """Place ranks that are `stride` ranks apart."""
+        ways = max(1, min(ranks, per_node // stride))
+        return cls(-(-ranks // ways), ways)
+
+    def traffic(self, what: str, size: float, hidden: bool, messages: float) -> Traffic:
+        within = self.nodes == 1
+        return Traffic(what, size, within, hidden, False, messages, self.nodes, self.ways)
 
 
 def network_bytes(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
@@ -105,34 +88,33 @@ def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traff
     n, traffic = axes.shard * axes.cp, []
     # FSDP shards an expert over the ranks that have the same experts.
     volume = others * (n - 1) / n + experts / ep * (1 - ep / n)
-    frozen, within = cfg.lora.rank > 0, n * axes.tp <= per_node
-    how = cfg.distributed
+    group, units = Group.of(n, axes.tp, per_node), model.n_layers / axes.pp + 1
+    how, frozen = cfg.distributed, cfg.lora.rank > 0
     if n > 1:
         once, keeps_weights = how.sync_once, how.sync_once or not how.reshard_after_forward
-        gathers = (1 if once else passes) * compute * volume
-        traffic.append(
-            Traffic("FSDP: weights, gathered for the forward pass", gathers, within, True)
-        )
+        often = 1 if once else passes
+        gathers = (often * compute * volume, True, often * units)
+        traffic.append(group.traffic("FSDP: weights, gathered for the forward pass", *gathers))
         if (island := how.reshard_island) is not None:
-            gathers = passes * compute * others * (island - 1) / island
-            within_island = island * axes.tp <= per_node
-            traffic.append(
-                Traffic("FSDP: weights, gathered in an island", gathers, within_island, True)
-            )
+            size = passes * compute * others * (island - 1) / island
+            near = Group.of(island, axes.tp, per_node)
+            again = near.traffic("FSDP: weights, gathered in an island", size, True, passes * units)
+            traffic.append(again)
         elif not keeps_weights:
-            traffic.append(Traffic("FSDP: weights, gathered again", gathers, within, True))
+            traffic.append(group.traffic("FSDP: weights, gathered again", *gathers))
     reduced = 2 if how.reduce_dtype == "bf16" else FP32
     if n > 1 and not frozen:
-        size = (1 if how.sync_once else passes) * reduced * volume
-        traffic.append(Traffic("FSDP: gradients, scattered", size, within, True))
+        often = 1 if how.sync_once else passes
+        size = often * reduced * volume
+        traffic.append(group.traffic("FSDP: gradients, scattered", size, True, often * units))
     if (copies := axes.replicate) > 1 and not frozen:
         often = passes if how.reduce_dtype == "bf16" else 1  # see begin_micro_batch
         size = often * 2 * reduced * (others + experts) / n * (copies - 1) / copies
-        traffic.append(Traffic("replicas: gradients", size, world_size <= per_node, True))
+        far = Group.of(copies, n * axes.tp, per_node)
+        traffic.append(far.traffic("replicas: gradients", size, True, often * units))
     traffic += offload_bytes(cfg, axes, passes, compute)
-    return traffic + activation_bytes(
-        cfg, axes, passes * micro * cfg.train.seq_len, compute, per_node
-    )
+    tokens = passes * micro * cfg.train.seq_len
+    return traffic + activation_bytes(cfg, axes, tokens, passes, compute, per_node)
 
 
 def of_a_round(cfg: RunConfig, replicas: int, numbers: float) -> float:
@@ -186,7 +168,7 @@ def host_offload_bytes(cfg: RunConfig, world_size: int, per_node: int) -> float:
 
 
 def activation_bytes(
-    cfg: RunConfig, axes: Axes, tokens: int, compute: int, per_node: int
+    cfg: RunConfig, axes: Axes, tokens: int, passes: int, compute: int, per_node: int
 ) -> list[Traffic]:
     """Activations between the ranks of a sequence, a product or a pipeline, for `tokens` of a step:
     those of one data rank."""
@@ -197,20 +179,30 @@ def activation_bytes(
     often = 2 + again / cfg.train.recompute_every  # forward and backward passes
     if (n := axes.tp) > 1:
         # Gathered before attention and SwiGLU, scattered after them.
-        size = 4 * often * layers * stream * (n - 1) / n
-        traffic.append(Traffic("tensor parallel: activations", size, n <= per_node, False))
+        count = 4 * often * layers
+        group = Group.of(n, 1, per_node)
+        size = count * stream * (n - 1) / n
+        traffic.append(group.traffic(TENSOR_PARALLEL, size, False, count * passes))
     if (n := axes.cp) > 1:
         keys = 2 * model.kv_heads * model.resolved_head_dim * tokens / axes.cp * compute / axes.tp
-        size = (often + 1) * layers * keys * (n - 1)  # backward sends keys and their gradients
-        traffic.append(Traffic("context parallel: keys", size, n * axes.tp <= per_node, True))
+        count = (often + 1) * layers * (n - 1)  # backward sends keys and their gradients
+        group = Group.of(n, axes.tp, per_node)._replace(ways=1)  # a ring: one link between nodes
+        traffic.append(group.traffic("context parallel: keys", count * keys, True, count * passes))
     if (n := cfg.distributed.ep) > 1:
         # To the experts and back, in the forward and in the backward pass.
-        mixtures = len(model.mixtures) / axes.pp
-        size = 2 * often * mixtures * stream * model.experts_per_token * (n - 1) / n
-        traffic.append(Traffic("expert parallel: tokens", size, n * axes.tp <= per_node, False))
+        count = 2 * often * len(model.mixtures) / axes.pp
+        group = Group.of(n, axes.tp, per_node)
+        far = (n - group.ways) / n if group.nodes > 1 else (n - 1) / n  # of the tokens
+        size = count * stream * model.experts_per_token * far
+        group = group._replace(ways=1)  # each token takes the link of its own rank
+        traffic.append(group.traffic("expert parallel: tokens", size, False, count * passes))
     if axes.pp > 1:
-        size = 2 * cfg.distributed.pp_stages_per_rank * stream / axes.tp
-        traffic.append(Traffic("pipeline: activations", size, False, True))
+        stages = cfg.distributed.pp_stages_per_rank
+        group = Group.of(axes.pp, math.prod(axes) // axes.pp, per_node)._replace(ways=1)
+        sent = group.traffic(
+            "pipeline: activations", 2 * stages * stream / axes.tp, True, 2 * stages * passes
+        )
+        traffic.append(sent._replace(nodes=min(2, group.nodes)))
     return traffic
 
 
@@ -220,6 +212,7 @@ class Time(NamedTuple):
     parts: dict[str, float]  # of the computation
     hidden: float  # communication behind it
     exposed: float  # communication beside it
+    spread: Spread  # of published times of such runs
 
     @property
     def compute(self) -> float:
@@ -227,27 +220,63 @@ class Time(NamedTuple):
 
     @property
     def step(self) -> float:
-        return max(self.compute, self.hidden) + self.exposed
+        slowed = self.compute + INTERFERENCE * min(self.hidden, self.compute)
+        return max(slowed, self.hidden) + self.exposed
+
+    @property
+    def fastest(self) -> float:
+        return self.spread.least * self.step
 
     @property
     def slowest(self) -> float:
-        return ESTIMATE_SLACK * self.step
+        return self.spread.most * self.step
 
 
-def step_seconds(cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec) -> Time:
-    seconds = {True: 0.0, False: 0.0}
+def step_seconds(
+    cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec, overlap: bool = False
+) -> Time:
+    """Estimate the time of a step. `overlap`: products hide a part of what tensor parallelism
+    sends, as in other software; the trainer has no such lever yet."""
     traffic = network_bytes(cfg, world_size, per_node)
+    kind = kind_of_run(cfg, world_size, per_node)
     cfg, world_size, per_node = one_replica(cfg, world_size, per_node)
-    for link in traffic:
-        near = gpu.bus if link.bus else gpu.link
-        seconds[link.hidden] += link.size / (near if link.within else gpu.network)
     axes = axis_sizes(cfg.distributed, world_size, per_node)
-    parts = compute_seconds(cfg, axes, world_size, gpu.flops, gpu.memory)
-    if axes.pp > 1:  # ranks that wait for the first activations, and the last gradients
-        passes = cfg.train.sequences / (forward_rows(cfg, axes.data_ranks) * axes.data_ranks)
-        waiting = (axes.pp - 1) / (passes * cfg.distributed.pp_stages_per_rank)
-        parts["waiting"] = waiting * sum(parts.values())
-    return Time(parts, seconds[True], seconds[False])
+    parts = compute_seconds(cfg, axes, gpu)
+    hidden = exposed = 0.0
+    for each in traffic:
+        seconds = link_seconds(each, gpu, FABRICS[gpu.fabric])
+        beside = 0.0 if each.hidden else 1.0
+        if each.what.startswith("FSDP"):  # nothing is there yet to hide the first, or the last
+            beside = axes.pp / cfg.model.n_layers
+        elif each.what == TENSOR_PARALLEL and overlap:
+            beside = 1 - TP_HIDDEN
+        hidden += (1 - beside) * seconds
+        exposed += beside * seconds
+    if axes.pp > 1:
+        parts["waiting"] = waiting_share(cfg, axes) * sum(parts.values())
+    return Time(parts, hidden, exposed, ESTIMATE_SPREAD[kind])
+
+
+def waiting_share(cfg: RunConfig, axes: Axes) -> float:
+    """Return the time that a rank of a pipeline waits, over that in which it computes: for the
+    first activations and the last gradients, and for the rank with most blocks. The last stage has
+    fewer of them, for its output layer (split_blocks in parallel/pipeline.py)."""
+    passes = cfg.train.sequences / (forward_rows(cfg, axes.data_ranks) * axes.data_ranks)
+    model, each = cfg.model, cfg.distributed.pp_stages_per_rank
+    table, stages = model.vocab_size * model.dim, axes.pp * each
+    output = model.n_layers * table / (model.count_active() - 2 * table)  # in blocks
+    mean = (model.n_layers + output) / stages
+    last = max(1, round(mean - output))
+    most = max(math.ceil((model.n_layers - last) / (stages - 1)), last + output)
+    return (axes.pp - 1) / (passes * each) + (most / mean - 1) / each
+
+
+def link_seconds(each: Traffic, gpu: GpuSpec, fabric: Fabric) -> float:
+    if each.bus:
+        return each.size / gpu.bus
+    if each.within:
+        return near_seconds(gpu, each.size, each.messages)
+    return far_seconds(gpu, fabric, each.size, each.messages, each.nodes, each.ways)
 
 
 def model_flops_utilisation(cfg: RunConfig, world_size: int, step: float, gpu: GpuSpec) -> float:

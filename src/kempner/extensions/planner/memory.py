@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kempner.extensions.lowcomm.config import LowcommConfig
+from kempner.model.config import ModelConfig
 from kempner.optim.config import STATE
 from kempner.parallel.layout import Axes, axis_sizes
 from kempner.train import lookup
@@ -170,14 +171,18 @@ def raw_numbers(cfg: RunConfig) -> float:
 
 
 def lora_parameters(cfg: RunConfig) -> float:
-    model = cfg.model
+    shapes = lora_shapes(cfg.model)
+    return float(cfg.model.n_layers * cfg.lora.rank * sum(sum(shapes[t]) for t in cfg.lora.targets))
+
+
+def lora_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return widths in and out of the matrices of a block that may have adapters."""
     q, kv = (heads * model.resolved_head_dim for heads in (model.n_heads, model.kv_heads))
-    shapes = {
+    return {
         "wq": (model.dim, q), "wk": (model.dim, kv), "wv": (model.dim, kv), "wo": (q, model.dim),
         "w1": (model.dim, model.ffn_dim), "w3": (model.dim, model.ffn_dim),
         "w2": (model.ffn_dim, model.dim),
     }  # fmt: skip
-    return float(model.n_layers * cfg.lora.rank * sum(sum(shapes[t]) for t in cfg.lora.targets))
 
 
 @dataclass(frozen=True)

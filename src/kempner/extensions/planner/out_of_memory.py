@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kempner.extensions.planner.cost import GPUS, RESERVE_GIB
+from kempner.extensions.planner.gpus import GPUS, RESERVE_GIB
 from kempner.extensions.planner.memory import GIB, estimate_memory
 from kempner.extensions.planner.search import Check, best_candidates
 from kempner.jobs.ranks.placement import World

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from kempner.config.option import ConfigError
 from kempner.config.toml import loads
-from kempner.extensions.planner.cost import GPUS
 from kempner.extensions.planner.engine import EngineMemory, engine_memory
+from kempner.extensions.planner.gpus import GPUS
 from kempner.extensions.rl.config import DeploymentConfig, InferenceConfig
 from kempner.jobs.system.front_door import ANSWER
 from kempner.model.config import ModelConfig

@@ -17,11 +17,11 @@ from kempner.config.option import ConfigError
 from kempner.config.values import to_text
 from kempner.extensions.planner.cost import (
     HOST_BYTES,
-    GpuSpec,
     Time,
     host_offload_bytes,
     step_seconds,
 )
+from kempner.extensions.planner.gpus import GpuSpec
 from kempner.extensions.planner.memory import GIB, Memory, estimate_memory, one_replica
 from kempner.parallel.layout import axis_sizes
 from kempner.train import checks as combinations

@@ -6,7 +6,8 @@ import statistics
 from typing import NamedTuple
 
 from kempner.data.stages import samples_between
-from kempner.extensions.planner.cost import GpuSpec, step_seconds
+from kempner.extensions.planner.cost import step_seconds
+from kempner.extensions.planner.gpus import GpuSpec
 from kempner.extensions.sweep.points import SweepPoint
 from kempner.jobs.records.run_history import load_history
 
@@ -38,4 +39,4 @@ def gpu_hours(point: SweepPoint, gpu: GpuSpec | None) -> tuple[Hours | None, str
         return None, "-"
     step = step_seconds(point.cfg, world, point.resources.per_node, gpu)
     scale = train.max_steps * world / 3600
-    return Hours(step.step * scale, step.slowest * scale), f"estimate, {gpu.name}"
+    return Hours(step.fastest * scale, step.slowest * scale), f"estimate, {gpu.name}"

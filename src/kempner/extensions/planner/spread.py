@@ -1,0 +1,36 @@
+"""Distance of published figures from the planner's estimate, by kind of run. No torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kempner.train.sections import RunConfig
+
+
+class Spread(NamedTuple):
+    """Least and most of the published time of a step over the estimate."""
+
+    least: float
+    most: float
+
+
+# Of the rows of benchmarks/published.toml, without a tenth of them at each end; a test compares
+# them with what `python -m benchmarks.planner --published` finds. Few have experts or LoRA.
+ESTIMATE_SPREAD = {
+    "dense, one node": Spread(0.93, 1.31),
+    "dense, several nodes": Spread(0.97, 1.11),
+    "fp8": Spread(0.80, 1.11),
+    "experts": Spread(0.88, 2.66),
+    "LoRA": Spread(0.84, 1.05),
+}
+
+
+def kind_of_run(cfg: RunConfig, world_size: int, per_node: int) -> str:
+    """Return the key of ESTIMATE_SPREAD that a run belongs to: the first of experts, LoRA, fp8."""
+    if cfg.model.n_experts:
+        return "experts"
+    if cfg.lora.rank:
+        return "LoRA"
+    if cfg.train.fp8 != "none":
+        return "fp8"
+    return "dense, one node" if world_size <= per_node else "dense, several nodes"
