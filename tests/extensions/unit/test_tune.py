@@ -166,8 +166,9 @@ def test_a_planner_that_is_wrong_by_30_per_cent(factor: float) -> None:
     tried = {name for name, one in search.trials.items() if one.planned_bytes > room}
     assert bool(tried) == (factor < 1)
     assert all(search.skipped[name] >= room for name in search.skipped)
-    left_out = [other for other in fake.space.neighbours(search.best.overrides if search.best else {})
-                if describe_candidate(other) in search.skipped]  # fmt: skip
+    assert search.best
+    near = fake.space.neighbours(search.best.overrides)
+    left_out = [other for other in near if describe_candidate(other) in search.skipped]
     assert left_out and all(fake.memory(other) >= room for other in left_out)
 
 

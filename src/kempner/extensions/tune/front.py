@@ -162,8 +162,10 @@ def _state(stop: StopRequests, code: int) -> str:
 
 
 def _subject(cfg: RunConfig, facts: dict[str, Any], world: World) -> str:
-    """Return what the results of a journal are of: this configuration on such a machine."""
-    of_machine = [facts[name] for name in ("device", "memory_gib", "torch", "cuda", "cpus")]
+    """Return what the results of a journal are of: this configuration and code on such a
+    machine."""
+    names = ("device", "memory_gib", "driver", "torch", "cuda", "cpus", "commit")
+    of_machine = [facts[name] for name in names]
     text = f"{to_toml(cfg)}{of_machine}{world.size}/{world.per_node}"
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -34,6 +34,7 @@ LAUNCH = (  # what names this start of all ranks
     "KEMPNER_ATTEMPT_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT",
 )  # fmt: skip
+TRAIN = Path(__file__).resolve().parents[4] / "scripts" / "train.py"
 POLL_S = 0.2
 REASON = 160  # characters of a reason that are kept
 TUNE_PDEATHSIG = 1
@@ -86,9 +87,8 @@ class Orders:
 
 def run_trial(order: dict[str, Any], out: Any, leaves: Callable[[], float]) -> int:
     """Run this rank's process of a candidate; returns its exit code."""
-    train = Path(sys.argv[0]).with_name("train.py")
     return run_variant(
-        [sys.executable, str(train), *order["words"]],
+        [sys.executable, str(TRAIN), *order["words"]],
         Path(order["run_dir"]),
         order["number"],
         leaves,

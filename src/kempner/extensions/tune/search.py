@@ -145,7 +145,9 @@ class Search:
         warmup, steps = self._length(overrides, rung)
         walls = [run.wall for trial in self.trials.values() for run in trial.runs]
         usual = statistics.median(walls or [PATIENCE_S]) * FACTOR**rung
-        limit = min(self._left(), max(PATIENCE_S, PATIENCE * usual))
+        limit = max(PATIENCE_S, PATIENCE * usual)
+        if self.trials:  # the configuration itself is measured in any case
+            limit = min(self._left(), limit)
         result = self._measure(overrides, rung, warmup, steps, limit)
         trial = self.take(overrides, rung, result)
         tokens = self.space.tokens

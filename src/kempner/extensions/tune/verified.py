@@ -12,9 +12,9 @@ import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from kempner.config import toml
 from kempner.config.command_line import Command, parse_command
@@ -57,8 +57,7 @@ SPEED_RANGE, MEMORY_RANGE = (0.1, 1.5), (0.5, 1.5)
 THEIR_OWN = ("run.dir", "data.dataset_path")  # options that no entry keeps
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One shape on one GPU."""
 
     shape: str
@@ -66,7 +65,7 @@ class Entry:
     nodes: int
     gpus_per_node: int
     command: str
-    measured: Mapping[str, Any] = field(default_factory=dict)
+    measured: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def words(self) -> list[str]:
@@ -167,7 +166,7 @@ def record(
     entry = new_entry(command.files, [*own, *changes], spec.name, nodes, world.per_node)
     speed = space.tokens / best.step / ranks
     figures = measured_by(facts, speed, best.mfu or 0.0, best.gib)
-    return add_entry(Entry(**{**vars(entry), "measured": figures}))
+    return add_entry(entry._replace(measured=figures))
 
 
 def entry_problems(entry: Entry) -> list[str]:
