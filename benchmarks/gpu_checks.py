@@ -461,10 +461,10 @@ def verify(job: Job, file: str, batch: list[str], speed: float, mfu: float, used
     """Add a figure to configs/verified. `speed`: tokens/s of one GPU; `used`: GiB."""
     from kempner.extensions.bench.measure import describe_machine
     from kempner.extensions.tune import verified
-    from kempner.extensions.tune.space import Machine
+    from kempner.extensions.tune.space import RankDevice
 
     facts = describe_machine()
-    if spec := Machine(facts["device"], facts["memory_gib"]).spec:
+    if spec := RankDevice(facts["device"], facts["memory_gib"]).spec:
         entry = verified.new_entry([str(ROOT / file)], batch, spec.name, 1, job.ranks)
         figures = verified.measured_by(facts, speed, mfu, used)
         verified.add_entry(entry._replace(measured=figures))

@@ -17,14 +17,14 @@ from kempner.extensions.planner.memory import GIB
 from kempner.extensions.tune import report
 from kempner.extensions.tune.journal import TuneJournal
 from kempner.extensions.tune.search import OutOfTime, Search
-from kempner.extensions.tune.space import Machine, Overrides, Space, describe_candidate
+from kempner.extensions.tune.space import Overrides, RankDevice, Space, describe_candidate
 from kempner.extensions.tune.trials import Measurement, Trial, rank_trials
 from kempner.jobs.ranks.placement import World
 from kempner.train.configure import check_world, load_config
 from tests.conftest import ROOT
 
 START_S = 5.0  # of a process
-H100 = Machine("NVIDIA H100 80GB HBM3", 79.1)
+H100 = RankDevice("NVIDIA H100 80GB HBM3", 79.1)
 FACTORS = {  # of a step's time, by the choice
     "train.micro_batch": {1: 1.3, 2: 1.1, 4: 0.9, 8: 1.0},
     "train.recompute": {"full": 1.3, "selective": 1.1},
@@ -41,7 +41,7 @@ BEST = {
 }
 
 
-def space_of(*words: str, machine: Machine = H100, file: str = "debug", world: int = 1) -> Space:
+def space_of(*words: str, machine: RankDevice = H100, file: str = "debug", world: int = 1) -> Space:
     cfg = load_config([str(ROOT / f"configs/train/{file}.toml")], ["--run.dir=r", *words])
     return Space(cfg, world, world, machine, check_world)
 

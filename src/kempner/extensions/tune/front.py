@@ -1,4 +1,4 @@
-"""From the command line of tune.py to its result. No torch."""
+"""The path from the command line of tune.py to its result. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kempner.extensions.tune.journal import TuneJournal
 from kempner.extensions.tune.machine import ask_machine, machine_of
 from kempner.extensions.tune.runs import Orders, Runs, trial_of
 from kempner.extensions.tune.search import Search
-from kempner.extensions.tune.space import ALLOWED, Overrides, Space
+from kempner.extensions.tune.space import MAY_BE_ALLOWED, Overrides, Space
 from kempner.jobs.ranks.placement import World, discover_world
 from kempner.jobs.report.tables import format_duration
 from kempner.jobs.system.directories import Kind, refuse_others
@@ -48,7 +48,7 @@ TUNE_FLAGS = {
     "record": bool,
 }
 MINUTES = 10.0
-CHECKED = {"build": False}  # what check_config() asks for besides
+NO_BUILD = {"build": False}  # what check_config() asks for besides
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ def configure_tune(command: Command) -> tuple[RunConfig, TuneOptions]:
         )
     allow = tuple(filter(None, (flags["allow"] or "").split(",")))
     problems += [
-        f"--allow={name}: is not known; give {', '.join(ALLOWED)}"
+        f"--allow={name}: is not known; give {', '.join(MAY_BE_ALLOWED)}"
         for name in allow
-        if name not in ALLOWED
+        if name not in MAY_BE_ALLOWED
     ]
     cfg = load_config(command.files, command.overrides, problems, "tune-")
     if lookup.bringer(cfg):
@@ -88,7 +88,7 @@ def configure_tune(command: Command) -> tuple[RunConfig, TuneOptions]:
     out = Path(flags["out"] or f"{cfg.run.dir}/tuned.toml")
     refuse_other_file(out, "--out", (report.OVERLAY_SIGN,))
     trial = trial_of(command, {}, Path(cfg.run.dir, "tune/trials/0000"), 1, 1)
-    if problems := check_config(trial.cfg, {**flags, **CHECKED}):
+    if problems := check_config(trial.cfg, {**flags, **NO_BUILD}):
         raise ConfigError(dict.fromkeys(problems))
     return cfg, TuneOptions(60 * minutes, out, allow, bool(flags["record"]))
 
@@ -125,6 +125,8 @@ def _lead(
         raise ConfigError(
             f"--record: {facts['device']} is not one of the GPUs of configs/verified; leave it out"
         )
+    if options.record and machine.spec:  # before it has taken ten minutes
+        verified.new_entry(command.files, (), machine.spec.name, 1, 1)
     space = Space(cfg, ranks, world.per_node, machine, check_world, options.allow)
     journal = TuneJournal(folder, _subject(cfg, facts, world))
     spent, began = journal.spent, time.monotonic()
@@ -183,7 +185,10 @@ def _verified(space: Space, command: Command, facts: dict[str, Any]) -> list[Ove
     entry = verified.read_entry(verified.shape_of(command), spec.name) if spec else None
     if entry is None:
         return []
-    cfg = load_config([*command.files], [*command.overrides, *entry.changes])
+    try:
+        cfg = load_config(command.files, [*command.overrides, *entry.changes])
+    except ConfigError:  # the words of this command do not go with those of the entry
+        return []
     keys = [key for axis in space.axes for key in axis.keys]
     values = {key: getattr(getattr(cfg, key.split(".")[0]), key.split(".")[1]) for key in keys}
     return [space.canonical(values)]

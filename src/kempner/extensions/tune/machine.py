@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kempner.config.option import ConfigError
-from kempner.extensions.tune.space import Machine
+from kempner.extensions.tune.space import RankDevice
 from kempner.jobs.system.front_door import run_module
 
 
@@ -58,12 +58,12 @@ def ask_machine(device: str) -> dict[str, Any]:
     return facts
 
 
-def machine_of(facts: dict[str, Any], per_node: int) -> Machine:
+def machine_of(facts: dict[str, Any], per_node: int) -> RankDevice:
     """Return what the choices depend on; ranks of a host share its memory."""
     from kempner.jobs.system.compiler import missing_compiler
 
     gpu = facts["device"] != "CPU"
-    return Machine(
+    return RankDevice(
         facts["device"],
         facts["memory_gib"] / (1 if gpu else per_node),
         missing_compiler("cuda" if gpu else "cpu") is None,

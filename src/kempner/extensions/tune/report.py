@@ -1,5 +1,5 @@
-"""What a tune leaves: its table, the overlay, the command that uses it, and the record with which a
-later tune begins. No torch."""
+"""The results of a tune: its table, the overlay, the command that uses it, and the record that a
+later tune begins with. No torch."""
 
 from __future__ import annotations
 

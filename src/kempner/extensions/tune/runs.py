@@ -30,7 +30,7 @@ from kempner.jobs.system.files import read_jsonl, write_atomic
 from kempner.train.configure import load_config
 from kempner.train.extensions import Variant
 
-LAUNCH = (  # what names this start of all ranks
+START_VARIABLES = (  # what names this start of all ranks
     "KEMPNER_ATTEMPT_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT",
 )  # fmt: skip
@@ -58,16 +58,21 @@ def trial_of(
 
 
 class Orders:
-    """What rank 0 tells the other ranks of its start: numbered files."""
+    """The orders of rank 0 to the other ranks of its start: numbered files."""
 
     def __init__(self, folder: Path) -> None:
-        name = "-".join(os.environ.get(variable, "") for variable in LAUNCH)
-        self.folder = folder / "orders" / (re.sub(r"\W+", "_", name).strip("_") or "alone")
-        self._number = 0
+        names = [os.environ.get(variable, "") for variable in START_VARIABLES]
+        local = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's, which may repeat the names
+        if local is not None and local == os.environ.get("WORLD_SIZE"):
+            names.append(str(os.getppid()))
+        name = re.sub(r"\W+", "_", "-".join(names)).strip("_")
+        self.folder, self._number = folder / "orders" / (name or "alone"), 0
 
     def post(self, order: dict[str, Any]) -> None:
+        if not self._number:  # what an earlier start of the same name has left
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
         self._number += 1
-        self.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(self.folder / f"{self._number}.json", json.dumps(order))
 
     def follow(self, leaves: Callable[[], float]) -> int:

@@ -25,9 +25,9 @@ FACTOR = 3  # by which the runs of a rung are longer than those of the one befor
 RUNGS = 3
 RUN_SHARE, SHORTEST_S, LONGEST_S = 0.005, 0.2, 3.0  # of all time: the steps of a short run
 FIRST_STEPS, MOST_STEPS = 5, 100  # of the first run, whose steps have no known length; of a short
-LONG_STEP_S, WARM_UP = 1.0, 3  # of so long steps only one is left out
-PATIENCE = 4.0  # a run may take so many times what the others take
-PATIENCE_S = 120.0  # and at least so long: a model may be compiled in it
+LONG_TUNE_STEP_S, WARM_UP = 1.0, 3  # of so long steps only one is left out
+RUN_PATIENCE = 4.0  # a run may take so many times what the others take
+RUN_PATIENCE_S = 120.0  # and at least so long: a model may be compiled in it
 
 
 class OutOfTime(Exception):
@@ -144,8 +144,8 @@ class Search:
     def _try(self, overrides: Overrides, rung: int) -> None:
         warmup, steps = self._length(overrides, rung)
         walls = [run.wall for trial in self.trials.values() for run in trial.runs]
-        usual = statistics.median(walls or [PATIENCE_S]) * FACTOR**rung
-        limit = max(PATIENCE_S, PATIENCE * usual)
+        usual = statistics.median(walls or [RUN_PATIENCE_S]) * FACTOR**rung
+        limit = max(RUN_PATIENCE_S, RUN_PATIENCE * usual)
         if self.trials:  # the configuration itself is measured in any case
             limit = min(self._left(), limit)
         result = self._measure(overrides, rung, warmup, steps, limit)
@@ -161,7 +161,7 @@ class Search:
         if not ranked:
             return WARM_UP, FIRST_STEPS
         step = min(one.step for one in ranked)
-        warmup = WARM_UP if step < LONG_STEP_S else 1
+        warmup = WARM_UP if step < LONG_TUNE_STEP_S else 1
         steps = min(max(round(self._short_s / step), FIRST_STEPS), MOST_STEPS) * FACTOR**rung
         if rung:
             own = self.trials[describe_candidate(overrides)].step

@@ -34,12 +34,12 @@ from kempner.train.sections import RunConfig, micro_batch
 Overrides = dict[str, Any]
 MESHES = 8  # that are tried, of a world that can be cut in more ways
 PLANNED = 6  # of the planner's best, with which a tune begins
-ALLOWED = ("fp8",)  # what changes the numbers of a training beyond rounding, for --allow
+MAY_BE_ALLOWED = ("fp8",)  # what changes the numbers of a training beyond rounding, for --allow
 COMPILED = ((False, "block"), (True, "block"), (True, "model"))
 UNPLANNED = ("train.attention", "train.compile_scope")  # of whose memory the planner knows nothing
 
 
-class Machine(NamedTuple):
+class RankDevice(NamedTuple):
     """A rank's device, as far as the choices depend on it."""
 
     name: str  # of the GPU, as the driver has it; CPU
@@ -64,7 +64,7 @@ class Machine(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Axis:
+class LeverAxis:
     """The choices of one lever, each of which replaces the others."""
 
     choices: tuple[Overrides, ...]
@@ -82,7 +82,7 @@ class Space:
         cfg: RunConfig,
         world_size: int,
         per_node: int,
-        machine: Machine,
+        machine: RankDevice,
         check: Check,
         allow: Collection[str] = (),
     ) -> None:
@@ -94,7 +94,7 @@ class Space:
         self._near_by: dict[str, list[Overrides]] = {}
         self.axes = self._axes(allow)
 
-    def _axes(self, allow: Collection[str]) -> list[Axis]:
+    def _axes(self, allow: Collection[str]) -> list[LeverAxis]:
         """List the axes, those that usually matter most first."""
         compiled = COMPILED if self.machine.compiles else COMPILED[:1]
         kernels = ("auto", "cudnn", "flash", "efficient") if self.machine.is_gpu else ("auto",)
@@ -111,7 +111,7 @@ class Space:
             values.append([{"distributed.ep": ep} for ep in (1, 2, 4, 8)])
         if "fp8" in allow and self.machine.fp8:
             values.append([{"train.fp8": scale} for scale in ("none", "tensorwise", "rowwise")])
-        return [Axis(tuple(choices)) for choices in values if len(choices) > 1]
+        return [LeverAxis(tuple(choices)) for choices in values if len(choices) > 1]
 
     def _micro_batches(self) -> list[int | None]:
         """List the sizes, those near the configuration's own first; None: a rank's whole share."""

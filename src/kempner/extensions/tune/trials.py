@@ -1,4 +1,4 @@
-"""What was measured of each candidate, the order of the candidates, and the error of the planner's
+"""The measurements of each candidate, the order of the candidates, and the error of the planner's
 memory. No torch."""
 
 from __future__ import annotations

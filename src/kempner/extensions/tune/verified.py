@@ -37,8 +37,8 @@ HEAD = """\
 # Written by scripts/tune.py --record and make gpu-check; docs/extensions/tuning.md explains it.
 # Without [measured] nobody has run the command, which the planner proposes.
 """
-FIELDS = {"shape": str, "gpu": str, "nodes": int, "gpus_per_node": int, "command": str}
-FIGURES = {  # of [measured]
+ENTRY_FIELDS = {"shape": str, "gpu": str, "nodes": int, "gpus_per_node": int, "command": str}
+ENTRY_FIGURES = {  # of [measured]
     "date": str,
     "commit": str,
     "device": str,
@@ -82,10 +82,10 @@ class Entry(NamedTuple):
         return VERIFIED / f"{self.shape}-{self.gpu.lower()}.toml"
 
     def text(self) -> str:
-        lines = [f"{name} = {to_text(getattr(self, name))}\n" for name in FIELDS]
+        lines = [f"{name} = {to_text(getattr(self, name))}\n" for name in ENTRY_FIELDS]
         if self.measured:
             lines.append("\n[measured]\n")
-            lines += [f"{name} = {to_text(self.measured[name])}\n" for name in FIGURES]
+            lines += [f"{name} = {to_text(self.measured[name])}\n" for name in ENTRY_FIGURES]
         return HEAD + "".join(lines)
 
 
@@ -101,14 +101,14 @@ def read_entry(shape: str, gpu: str) -> Entry | None:
         return None
     table = toml.loads(path.read_text())
     figures = table.pop("measured", {})
-    wrong = [name for name, kind in FIELDS.items() if not isinstance(table.get(name), kind)]
-    wrong += [name for name in table if name not in FIELDS]
-    for name, kind in FIGURES.items() if figures else ():
+    wrong = [name for name, kind in ENTRY_FIELDS.items() if not isinstance(table.get(name), kind)]
+    wrong += [name for name in table if name not in ENTRY_FIELDS]
+    for name, kind in ENTRY_FIGURES.items() if figures else ():
         wrong += [name] * (not isinstance(figures.get(name), kind))
-    wrong += [name for name in figures if name not in FIGURES]
+    wrong += [name for name in figures if name not in ENTRY_FIGURES]
     if wrong:
         raise ConfigError(f"{path}: {', '.join(wrong)}: not as in other entries; correct or remove")
-    return Entry(**{name: table[name] for name in FIELDS}, measured=figures)
+    return Entry(**{name: table[name] for name in ENTRY_FIELDS}, measured=figures)
 
 
 def add_entry(entry: Entry) -> Path | None:
