@@ -72,6 +72,7 @@ class Fake:
     def __call__(
         self, overrides: Overrides, rung: int, warmup: int, steps: int, limit: float
     ) -> Measurement:
+        assert not self.calls or 0 < limit <= self.left()  # the first run comes to its end
         self.calls[describe_candidate(overrides), rung] += 1
         step, gib = seconds(overrides), self.memory(overrides) / GIB
         wall = START_S + (warmup + steps) * step
@@ -177,6 +178,23 @@ def test_what_an_earlier_tune_found_comes_first() -> None:
     search = fake.search(BEST)
     search.run()
     assert list(search.trials)[:2] == ["as configured", describe_candidate(BEST)]
+
+
+def test_the_record_has_the_best_first(tmp_path: Path) -> None:
+    """The next tune begins with it; a record that is none is no error."""
+    fake = Fake(space_of(), 20)
+    fake.crashes = {"efficient"}
+    search = fake.search()
+    search.run()
+    report.write_record(tmp_path / "record.json", search, {"machine": {}}, 1)
+    again = report.remembered(tmp_path / "record.json")
+    assert again[0] == BEST and len(again) == report.REMEMBERED
+    record = json.loads((tmp_path / "record.json").read_text())
+    best, last = record["trials"][0], record["trials"][-1]
+    assert best["tokens_per_s"] == pytest.approx(fake.space.tokens / seconds(BEST), rel=0.01)
+    assert best["planned_step_s"] == fake.space.seconds(BEST) and last["failed"] == "crashed"
+    (tmp_path / "record.json").write_text("{}")
+    assert report.remembered(tmp_path / "record.json") == []
 
 
 class Killed(BaseException):

@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import gpu_checks
+from benchmarks.gpu_job import Job
+from kempner.config.command_line import parse_command
 from kempner.config.option import ConfigError
 from kempner.extensions.tune import verified
+from kempner.extensions.tune.space import RankDevice, Space
+from kempner.extensions.tune.trials import Measurement, Trial
+from kempner.jobs.ranks.placement import World
+from kempner.train.configure import check_world, load_config
 from tests import zygote
 from tests.conftest import ROOT, clean_env
 
@@ -78,3 +85,29 @@ def test_the_command_of_several_nodes() -> None:
     assert new.changes == ["--train.micro_batch=2"]
     with pytest.raises(ConfigError, match="the table has the shapes of configs/"):
         verified.new_entry([file, file], [], "H100", 1, 8)
+
+
+def test_a_tune_and_a_check_of_a_gpu_add_their_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The words of the user's own are in the command, but for directories and data."""
+    monkeypatch.setattr(verified, "VERIFIED", tmp_path)
+    file = str(ROOT / "configs/train/7b.toml")
+    words = ["--run.dir=here", "--data.dataset_path=fake:", "--train.global_batch_tokens=4194304"]
+    cfg = load_config([file], words)
+    space = Space(cfg, 8, 8, RankDevice(FACTS["device"], 79.1), check_world)
+    best = Trial({"train.micro_batch": 2}, 1.0, runs=[Measurement((50.0,) * 5, 40.0, 0.4)])
+    world = World(0, 0, 8, "torchrun", per_node=8)
+    path = verified.record(parse_command([file, *words], {}), best, space, FACTS, world)
+    found = verified.read_entry("7b", "H100")
+    assert found and path == tmp_path / "7b-h100.toml" and not verified.entry_problems(found)
+    assert found.changes == ["--train.global_batch_tokens=4194304", "--train.micro_batch=2"]
+    assert found.measured["tokens_per_s_per_gpu"] == round(4194304 / 50 / 8, 1)
+
+    machine = {**FACTS, "memory_gib": 79.1}
+    monkeypatch.setattr("kempner.extensions.bench.measure.describe_machine", lambda: machine)
+    job = Job(tmp_path, "cuda", False, 8)
+    gpu_checks.verify(job, "configs/train/7b.toml", ["--train.micro_batch=1"], 11e3, 0.5, 30.0)
+    found = verified.read_entry("7b", "H100")
+    assert found and found.measured["mfu"] == 0.5
+    assert found.changes == ["--train.micro_batch=1"] and not verified.entry_problems(found)

@@ -23,21 +23,22 @@ from kempner.jobs.system.front_door import how_to_run
 
 OVERLAY_SIGN = "# Made by scripts/tune.py"
 REMEMBERED = 5  # candidates that a later tune begins with
-RIGHT_COLUMNS = range(7)
+RIGHT_COLUMNS = range(8)
 
 
 def tune_table(search: Search) -> str:
-    """Format what was measured, the best first, then what failed."""
+    """Format what was measured, the best first, then what failed. "of plan": a step's time, in the
+    planner's estimates of it; "planned" and "error" are of the memory."""
     tokens, gpu = search.space.tokens, search.space.machine.is_gpu
     rows = [
-        ["tokens/s", "+-", "steps", "MFU", "GiB", "planned", "error", "settings"],
+        ["tokens/s", "+-", "steps", "of plan", "MFU", "GiB", "planned", "error", "settings"],
         *(_row(one, tokens, gpu) for one in _with_best_first(search)),
     ]
     for trial in search.trials.values():
         if trial.failed:
             planned = f"{trial.planned_bytes / GIB:.2f}"
             name = f"{describe_candidate(trial.overrides)}: {trial.failed}"
-            rows.append(["-", "-", "-", "-", "-", planned, "-", name])
+            rows.append(["-", "-", "-", "-", "-", "-", planned, "-", name])
     return align_table(rows, 2, RIGHT_COLUMNS)
 
 
@@ -54,6 +55,7 @@ def _row(trial: Trial, tokens: int, gpu: bool) -> list[str]:
         f"{speed:,.0f}",
         f"{min(trial.error / trial.step, 1.0):.1%}",
         f"{len(trial.seconds)}",
+        f"{trial.step / trial.planned_seconds:.2f}" if trial.planned_seconds else "-",
         f"{trial.mfu:.1%}" if trial.mfu else "-",
         f"{trial.gib:.2f}",
         f"{planned:.2f}",
