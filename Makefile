@@ -7,7 +7,7 @@
 # make test-versions  the unit and distributed tests with the oldest and the newest Python and torch that are supported,
 #                     in environments of their own (15 GB; less where pip finds a build of torch for CPUs)
 # make check          the linters: ruff, mypy, shellcheck, shfmt
-# make gpu-check      check and measure the trainer on this machine's GPUs in up to 15 minutes
+# make gpu-check      check and measure the trainer on this machine's GPUs in up to 18 minutes
 # make pictures       the pictures of the pages, as far as they take minutes (root: some need the test bed)
 # make cluster        boot a real Slurm cluster of virtual hosts on this machine (root)
 # make cluster-down   shut that cluster down

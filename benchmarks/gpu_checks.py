@@ -453,8 +453,11 @@ def bench(job: Job, shape: str, accumulate: int) -> Figures:
     mfu = statistics.median(x["mfu"] or 0.0 for x in lines)
     model, length = cfg.model, cfg.train.seq_len
     full = model.flops_per_token(length, keys=length) / model.flops_per_token(length)
+    speed = statistics.median(x["tokens_per_s"] for x in lines)
+    batch = [word for word in words if word.startswith(("--train.micro", "--train.global"))]
+    verify(job, words[0], batch, speed / job.ranks, mfu, used)
     return {
-        "tokens_per_s": statistics.median(x["tokens_per_s"] for x in lines),
+        "tokens_per_s": speed,
         "mfu_causal": mfu or None,
         "mfu_full_attention": mfu * full or None,
         "memory_gib": used,
@@ -463,6 +466,41 @@ def bench(job: Job, shape: str, accumulate: int) -> Figures:
         "step_s": statistics.median(x["step_time"] for x in lines),
         "tokens_per_step": sequences * length,
         "ranks": job.ranks,
+    }
+
+
+def verify(job: Job, file: str, batch: list[str], speed: float, mfu: float, used: float) -> None:
+    """Add a figure to configs/verified. `speed`: tokens/s of one GPU; `used`: GiB."""
+    from kempner.extensions.bench.measure import describe_machine
+    from kempner.extensions.tune import verified
+    from kempner.extensions.tune.space import RankDevice
+
+    facts = describe_machine()
+    if spec := RankDevice(facts["device"], facts["memory_gib"]).spec:
+        entry = verified.new_entry([str(ROOT / file)], batch, spec.name, 1, job.ranks)
+        figures = verified.measured_by(facts, speed, mfu, used)
+        verified.add_entry(entry._replace(measured=figures))
+
+
+def tuned(job: Job) -> Figures:
+    """tune.py for three minutes on all GPUs; its figure goes to configs/verified, too."""
+    gpu = job.device == "cuda" and not job.quick
+    words = ["configs/train/125m.toml", "--minutes=3", "--record"]
+    run_dir = ROOT / "runs/tune-125m"  # where the command that it prints finds the file
+    if not gpu:
+        words, run_dir = [*job.words("tune"), "--minutes=0.01"], job.work / "tune"
+    log = job.work / "tune.out"
+    with trainer(words, log, job.ranks if gpu else 1, "tune.py") as process:
+        process.wait()
+    if process.returncode:
+        raise failure(log)
+    record = json.loads((run_dir / "tune/record.json").read_text())
+    best, itself = record["trials"][0], next(x for x in record["trials"] if not x["overrides"])
+    return {
+        "tokens_per_s": best["tokens_per_s"],
+        "as_configured": itself["tokens_per_s"],
+        "candidates": len(record["trials"]),
+        "use": log.read_text().splitlines()[-1].strip(),
     }
 
 
@@ -504,4 +542,5 @@ CHECKS = {
     "patterns": Check(patterns, 90, needs_gpu=True),
     "fp8": Check(fp8, 120, needs_gpu=True),
     "axes": Check(axes, 300),
+    "tune": Check(tuned, 360),
 }

@@ -62,15 +62,17 @@ class Job:
 
 
 @contextlib.contextmanager
-def trainer(words: list[str], log: Path, ranks: int = 1, **env: str) -> Iterator[Process]:
-    """scripts/train.py, by torchrun for several ranks; it is killed when the body ends. `log`: what
-    it prints."""
+def trainer(
+    words: list[str], log: Path, ranks: int = 1, program: str = "train.py", **env: str
+) -> Iterator[Process]:
+    """A program of scripts/, by torchrun for several ranks; it is killed when the body ends. `log`:
+    what it prints."""
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     with log.open("w") as out:
         process = subprocess.Popen(
-            [*launcher, "scripts/train.py", *words],
+            [*launcher, f"scripts/{program}", *words],
             cwd=ROOT, env=os.environ | env, start_new_session=True,
             stdout=out, stderr=subprocess.STDOUT,
         )  # fmt: skip

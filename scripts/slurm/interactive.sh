@@ -16,6 +16,7 @@ shift
 
 kp_take "$@"                  # train.py's arguments; --dry-run
 kp_setup                      # the repository, its Python, site.env
+kp_tune                       # with --tune: finds the fastest settings instead
 kp_tasks                      # nodes, GPUs, one task per GPU: the job's own
 kp_check "${KP_ARGUMENTS[@]}" # the configuration, once, before any GPU works
 kp_banner                     # what runs where

@@ -6,6 +6,8 @@
 #   bash scripts/slurm/multinode.sh CONFIG [OVERRIDES]    outside Slurm: the same on this machine
 #   bash scripts/slurm/multinode.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]
 #       shows what sbatch would do
+#   sbatch scripts/slurm/multinode.sh CONFIG [OVERRIDES] --tune [--minutes N]
+#       finds the fastest settings: docs/extensions/tuning.md
 #
 # sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/reference/slurm.md.
 # OVERRIDES are the options of the trainer, which scripts/train.py --help lists.
@@ -27,6 +29,7 @@ source "$kit/scripts/slurm/lib/all.sh"
 
 kp_take "$@"                  # train.py's arguments; --dry-run
 kp_setup                      # the repository, its Python, site.env
+kp_tune                       # with --tune: finds the fastest settings instead
 kp_code                       # the code of the submission: from here on a copy of the repository
 kp_tasks                      # nodes, GPUs, one task per GPU
 kp_check "${KP_ARGUMENTS[@]}" # the configuration, once, before any GPU works

@@ -7,6 +7,8 @@
 #   bash scripts/slurm/singlenode.sh CONFIG [OVERRIDES]    outside Slurm: the same on this machine
 #   bash scripts/slurm/singlenode.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]
 #       shows what sbatch would do
+#   sbatch scripts/slurm/singlenode.sh CONFIG [OVERRIDES] --tune [--minutes N]
+#       finds the fastest settings: docs/extensions/tuning.md
 #
 # sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/reference/slurm.md.
 # OVERRIDES are the options of the trainer, which scripts/train.py --help lists.
@@ -28,6 +30,7 @@ source "$kit/scripts/slurm/lib/all.sh"
 
 kp_take "$@"                  # train.py's arguments; --dry-run
 kp_setup                      # the repository, its Python, site.env
+kp_tune                       # with --tune: finds the fastest settings instead
 kp_code                       # the code of the submission: from here on a copy of the repository
 kp_tasks                      # nodes, GPUs, one task per GPU
 kp_need_one_node              # several: multinode.sh

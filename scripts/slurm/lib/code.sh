@@ -23,7 +23,7 @@ kp_code() { # [program in scripts/]: the repository becomes the copy, by exec of
         kp_mark code
         return
     fi
-    [[ ${KEMPNER_CODE:-1} == 1 && -z $KP_BESIDE && " ${KP_WORDS[*]} " != *" --bench "* ]] ||
+    [[ ${KEMPNER_CODE:-1} == 1 && -z $KP_BESIDE && ! " ${KP_WORDS[*]} " =~ \ --(bench|tune)\  ]] ||
         return 0
     KP_CODE_NOTE="the code would be a copy of $KP_ROOT, RUN/code/HASH (KEMPNER_CODE=0: itself)"
     [[ -z $KP_DRY ]] && kp_is_batch || return 0

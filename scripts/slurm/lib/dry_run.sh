@@ -8,7 +8,7 @@ source "$KP_LIB/render.sh"
 
 kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS, KP_REQUEST, the options that are
     # sbatch's, KP_SCRIPT
-    local word own=${KP_PROGRAM_OPTIONS:-bench}
+    local word own=${KP_PROGRAM_OPTIONS:-bench|tune|minutes|out|allow|record}
     KP_ARGUMENTS=() KP_REQUEST=() KP_DRY_AWAY='' KP_SCRIPT='' KP_STRANGE=()
     declare -gA KP_BEFORE=() KP_ASKED=() KP_FROM=()
     for word; do

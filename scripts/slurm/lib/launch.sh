@@ -34,6 +34,16 @@ kp_take() { # <arguments of the script>...: sets KP_WORDS, and KP_ARGUMENTS, tho
     [[ ${KP_ARGUMENTS[0]} != @* || $KP_DRY == submit ]] || kp_take_line "${KP_ARGUMENTS[0]#@}"
 }
 
+kp_tune() { # with --tune in KP_ARGUMENTS: scripts/tune.py in place of train.py
+    local word others=()
+    for word in "${KP_ARGUMENTS[@]}"; do [[ $word == --tune ]] || others+=("$word"); done
+    ((${#others[@]} < ${#KP_ARGUMENTS[@]})) || return 0
+    ((${#others[@]} > 0)) || kp_die "--tune: no configuration given: name one after the script"
+    [[ -z ${KEMPNER_TRAIN:-} ]] ||
+        kp_die "--tune measures scripts/train.py, not KEMPNER_TRAIN=$KEMPNER_TRAIN: unset it"
+    KP_ARGUMENTS=("${others[@]}") KP_TRAIN=$KP_ROOT/scripts/tune.py
+}
+
 kp_take_line() { # <file>: puts the line of this task of an array, a configuration, in place of the
     # first argument
     local line=() task

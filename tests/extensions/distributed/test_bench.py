@@ -1,4 +1,4 @@
-"""benchmarks/trainer.py, decoder.py and scale.py run; their figures are not tested."""
+"""benchmarks/trainer.py, decoder.py, scale.py and tune.py run; their figures are not tested."""
 
 from __future__ import annotations
 
@@ -51,3 +51,13 @@ def test_scale_quick() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("| hang: asking all ranks, s"), done.stdout
+
+
+@pytest.mark.soak
+def test_tune_quick() -> None:
+    done = zygote.run(
+        [sys.executable, "-m", "benchmarks.tune", "--quick", "--cpu-time"],
+        cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "exhaustive: 2 candidates" in done.stdout and "\ntune: " in done.stdout, done.stdout

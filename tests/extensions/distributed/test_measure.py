@@ -12,7 +12,7 @@ import pytest
 
 from kempner.data.formats.fake import FakeDataset
 from kempner.data.source import Shape
-from kempner.extensions.bench.measure import _table, _why
+from kempner.extensions.bench.measure import _table, why_failed
 from kempner.jobs.records import events
 from kempner.train.configure import load_config
 from tests.conftest import TINY, Train, start_train, status
@@ -72,7 +72,7 @@ def test_out_of_memory_says_by_how_much(tmp_path: Path) -> None:
         time=1.0, kind="oom", reason=f"rank 0 on host: OutOfMemoryError: {told}"
     )
     events.append_event(tmp_path / "attempts.jsonl", fault)
-    assert _why(tmp_path, 1) == "out of memory, by 2.00 GiB or more"
+    assert why_failed(tmp_path, 1) == "out of memory, by 2.00 GiB or more"
     failed = {"summary": {}, "failed": "out of memory", "planned_gib": 150.0}
     assert "150.00 GiB" in _table(failed)
 

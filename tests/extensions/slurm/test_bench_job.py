@@ -1,4 +1,4 @@
-"""`sbatch multinode.sh CONFIG --bench`: variants one after the other in one job."""
+"""`sbatch multinode.sh CONFIG --bench`, and `--tune`: variants one after the other in one job."""
 
 from __future__ import annotations
 
@@ -31,3 +31,23 @@ def test_a_variant_without_memory_ends_alone(cluster: Cluster, tmp_path: Path) -
     table = log[log.index("of the best") :].splitlines()
     assert table[1].split()[1:2] == ["1.000"] and table[1].endswith("as configured")
     assert HUGE in table[2] and "can't allocate memory" in table[2]
+
+
+def test_a_tune_follows_the_first_rank_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    """Two ranks on two nodes measure the same; submitted again, the job has what it had."""
+    run = tmp_path / "run"
+    words = ["--train.seq_len=32", "--tune", "--minutes=0.1"]
+    for again in (False, True):
+        job = cluster.sbatch(
+            "multinode.sh",
+            *cluster.debug_run(run, *words),
+            options=["--gpus-per-node=1", f"--output={tmp_path}/job-{again}.out"],
+            cwd=tmp_path,
+        )
+        code, log = cluster.wait(job), (tmp_path / f"job-{again}.out").read_text()
+        assert code == 0 and log.count("kempner: end: the run is done") == 1, log
+        assert "world size 2" in log and "sbatch --nodes=2 scripts/slurm/multinode.sh" in log
+        assert ("runs of an earlier start count" in log) == again
+    assert status(run)["state"] == "done" and (run / "tuned.toml").exists()
+    record = json.loads((run / "tune/record.json").read_text())
+    assert record["ranks"] == 2 and record["trials"][0]["tokens_per_s"] > 0

@@ -187,7 +187,9 @@ class Reader:
                 phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
                 assert phony and target[1] in phony[1].split(), f"{block.where}: {command}"
                 continue
-            program = re.match(r"(?:sudo )?(python -m \S+(?: [a-z]\w*)*)(.*)", command)
+            program = re.match(
+                r"(?:sudo )?(python -m \S+(?: [a-z]\w*)*|(?:python|bash) scripts/\S+)(.*)", command
+            )
             assert program, f"{block.where}: {command}: what is it?"
             shown = self.run(f"{program[1]} --help", block.where)
             for option in re.findall(r" (--[\w-]+)", program[2]):

@@ -276,6 +276,19 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # plan.py, sweep.py
     "plan: a run": (("plan", "runs/debug"), ("unexpected argument", "runs/debug/config.toml")),
     "plan: a GPU": (("plan", DEBUG, "--gpu=H1000"), ("--gpu=H1000: is not known",)),
+    "tune: a time": (
+        ("tune", DEBUG, "--minutes=soon"),
+        ("--minutes=soon: must be a number over 0",),
+    ),
+    "tune: what is allowed": (("tune", DEBUG, "--allow=fp4"), ("--allow=fp4: is not known; give",)),
+    "tune: a run": (
+        ("tune", DEBUG, "--run.dir=runs/debug"),
+        ("runs/debug is a run; give one of its own",),
+    ),
+    "tune: a batch that does not fit": (
+        ("tune", DEBUG, "--check", "--nodes=5", "--gpus-per-node=1"),
+        ("16 sequences do not divide by 5 ranks", "--train.global_batch=15"),
+    ),
     "sweep: gone": (("sweep", "gone.toml", "plan"), ("gone.toml",)),
     "sweep: a section": (("sweep", "wrong-sweep.toml", "plan"), ("axis",)),
     "sweep: a command": (("sweep", "sweep.toml", "plann"), ("did you mean plan?",)),

@@ -91,13 +91,13 @@ class Door:
     env: Callable[[Path], dict[str, str]] = lambda place: {}
 
 
-def train(*more: str) -> Callable[[Path, Path, Path], list[str]]:
-    """train.py; "PLACE" and "FRESH" in the words are replaced."""
+def train(*more: str, program: str = "train.py") -> Callable[[Path, Path, Path], list[str]]:
+    """train.py, or a program with its words; "PLACE" and "FRESH" in the words are replaced."""
 
     def words(place: Path, fresh: Path, shared: Path) -> list[str]:
         given = [w.replace("PLACE", str(place)).replace("FRESH", str(fresh)) for w in more]
         config, data = str(ROOT / "configs/train/debug.toml"), f"--data.dataset_path={shared}/data"
-        return ["scripts/train.py", config, data, *TINY, *given]
+        return [f"scripts/{program}", config, data, *TINY, *given]
 
     return words
 
@@ -129,6 +129,10 @@ DOORS = {
     "train.py --bench --run.dir": Door(train("--bench", "--run.dir=PLACE")),
     "train.py --bench.output_json": Door(
         train("--bench", "--run.dir=FRESH", "--bench.output_json=PLACE"), at="figures.json"
+    ),
+    "tune.py --run.dir": Door(train("--run.dir=PLACE", program="tune.py")),
+    "tune.py --out": Door(
+        train("--run.dir=FRESH", "--out=PLACE", program="tune.py"), at="figures.json"
     ),
     "rl.py --run.dir": Door(rl("scripts/rl.py"), own=("run",)),
     "orchestrate.py --run.dir": Door(rl("scripts/orchestrate.py"), own=("run",)),

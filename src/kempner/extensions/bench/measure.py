@@ -9,6 +9,7 @@ of its metrics.jsonl. A variant that runs out of memory, or crashes, ends alone.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -27,6 +28,7 @@ from kempner.data.config import FAKE
 from kempner.extensions.bench.config import BenchConfig
 from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.extensions.planner.memory import GIB, estimate_memory
+from kempner.jobs.gpu.driver import driver_version
 from kempner.jobs.ranks.placement import World
 from kempner.jobs.records import events
 from kempner.jobs.report.tables import align_table
@@ -38,6 +40,7 @@ from kempner.train.recording.peak import peak_flops
 from kempner.train.sections import RunConfig
 
 SHUTDOWN_S = 10.0  # for the other ranks of a variant, once one has failed
+LEAVE_S = 60.0  # for a variant that is asked to leave
 BENCH_FIGURES = {
     "step, s": ".3f",
     "tokens/s": ",.0f",
@@ -89,35 +92,52 @@ def run_bench(
     for number, variant in enumerate(variants):
         if leaves():
             return 1
-        codes.append(_run(variant, number, leaves))
+        command = [sys.executable, sys.argv[0], *variant.words]
+        codes.append(run_variant(command, Path(variant.cfg.run.dir), number, leaves))
     if world.rank:
         return 0
-    machine = _machine()
+    machine = describe_machine()
     results = [
         _result(each, code, machine, world) for each, code in zip(variants, codes, strict=True)
     ]
     _report(run_dir, variants[0].cfg, results, machine)
     state = "done" if any(result["summary"] for result in results) else "failed"
-    status = {"state": state, "reason": "a benchmark", "time": time.time(), "step": 0}
-    status |= {"attempt": 0, "attempt_id": os.environ.get("KEMPNER_ATTEMPT_ID"), "max_steps": 0}
-    write_atomic(run_dir / "status.json", json.dumps(status) + "\n")  # for the batch script
+    write_bench_status(run_dir, state, "a benchmark")
     return 0 if state == "done" else 1
 
 
-def _run(variant: Variant, number: int, leaves: Callable[[], float]) -> int:
-    """Run this rank's process of a variant to its end. It is ended when another rank has failed: it
-    may wait for that one in a collective."""
+def write_bench_status(run_dir: Path, state: str, reason: str) -> None:
+    """Write the status.json of a directory that holds measurements, for the batch script."""
+    status = {"state": state, "reason": reason, "time": time.time(), "step": 0}
+    status |= {"attempt": 0, "attempt_id": os.environ.get("KEMPNER_ATTEMPT_ID"), "max_steps": 0}
+    write_atomic(run_dir / "status.json", json.dumps(status) + "\n")
+
+
+def run_variant(
+    command: Sequence[str],
+    run_dir: Path,
+    number: int,
+    leaves: Callable[[], float],
+    seconds: float = math.inf,
+    **popen: Any,
+) -> int:
+    """Run this rank's process of a variant to its end, and return its exit code. It is ended when
+    another rank has failed, as it may wait for that one in a collective, and after `seconds`.
+    `number`: of the variant, in this process; `popen`: more for subprocess.Popen."""
     env = dict(os.environ)
     if "TORCHELASTIC_RESTART_COUNT" in env:  # the variants share the store of torchrun
         env["TORCHELASTIC_RESTART_COUNT"] += f".{number}"
-    status, began = Path(variant.cfg.run.dir, "status.json"), time.time()
-    process = subprocess.Popen([sys.executable, sys.argv[0], *variant.words], env=env)
+    status, began, end = run_dir / "status.json", time.time(), time.monotonic() + seconds
+    process = subprocess.Popen(command, env=env, **popen)
     while True:
         try:
-            return process.wait(1.0)
+            return process.wait(min(1.0, max(end - time.monotonic(), 0.01)))
         except subprocess.TimeoutExpired:
-            if leaves():
+            if time.monotonic() >= end:
+                process.kill()
+            elif leaves():
                 process.terminate()
+                end = min(end, time.monotonic() + LEAVE_S)
             elif _failed(status, began):
                 try:
                     return process.wait(SHUTDOWN_S)
@@ -169,7 +189,7 @@ def _result(variant: Variant, code: int, machine: dict[str, Any], world: World) 
         "planned_gib": estimate_memory(cfg, ranks, world.per_node, gpu).peak / GIB,
         "config": as_dict(cfg.with_section("bench", cfg.of(BenchConfig))),
     }
-    return result if code == 0 else {**result, "failed": _why(run_dir, code)}
+    return result if code == 0 else {**result, "failed": why_failed(run_dir, code)}
 
 
 def _summary(values: list[float | None]) -> dict[str, float | None]:
@@ -196,7 +216,7 @@ def _figures(
     return dict(zip(BENCH_FIGURES, (*values, *published), strict=False))
 
 
-def _why(run_dir: Path, code: int) -> str:
+def why_failed(run_dir: Path, code: int) -> str:
     """Return why a variant has no figures; for one out of memory, by how much at least."""
     faults = events.of_kind(events.read_events(run_dir / "attempts.jsonl"), events.FaultEvent)
     fault = faults[-1] if faults else None
@@ -272,7 +292,7 @@ def _comparison(results: Sequence[Result]) -> str:
     return align_table(rows, 2, range(3))
 
 
-def _machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """Describe device, versions and commit, once nobody uses the device."""
     import torch
 
@@ -285,6 +305,7 @@ def _machine() -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(0) if gpu else "CPU",
         "memory_gib": torch.cuda.get_device_properties(0).total_memory / GIB if gpu else None,
+        "driver": driver_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": sys.version.split()[0],

@@ -126,21 +126,26 @@ def lever_changes(
 def lever_candidates(cfg: RunConfig, world_size: int) -> Iterator[dict[str, Any]]:
     """Yield values for every lever that costs or saves memory, by section.key. The ranks of a
     replica that the axes leave are copies."""
-    small = [n for n in range(1, math.isqrt(world_size) + 1) if world_size % n == 0]
-    shards = sorted({*small, *(world_size // n for n in small)})
-    meshes = [
-        {"distributed.dp_shard": shard, "distributed.tp": tp, "distributed.cp": cp,
-         "distributed.pp": pp, "distributed.dp_replicate": -1,
-         "distributed.nodes_per_fsdp_group": None}
-        for shard, tp, cp, pp in itertools.product(shards, WITHIN, WITHIN, (1, 2, 4))
-        if world_size % (shard * tp * cp * pp) == 0
-    ]  # fmt: skip
+    meshes = mesh_choices(world_size)
     experts = (1, 2, 4, 8) if cfg.model.n_experts else (1,)
     values = itertools.product(meshes, experts, MICRO_BATCHES, RECOMPUTE, LEVERS)
     for mesh, ep, micro, recompute, lever in values:
         if lever.get("train.recompute", recompute) == recompute:
             choice = {"train.micro_batch": micro, "train.recompute": recompute}
             yield {**UNUSED, **choice, **mesh, "distributed.ep": ep, **lever}
+
+
+def mesh_choices(world_size: int) -> list[dict[str, Any]]:
+    """List the sizes of the axes that divide so many ranks, by section.key."""
+    small = [n for n in range(1, math.isqrt(world_size) + 1) if world_size % n == 0]
+    shards = sorted({*small, *(world_size // n for n in small)})
+    return [
+        {"distributed.dp_shard": shard, "distributed.tp": tp, "distributed.cp": cp,
+         "distributed.pp": pp, "distributed.dp_replicate": -1,
+         "distributed.nodes_per_fsdp_group": None}
+        for shard, tp, cp, pp in itertools.product(shards, WITHIN, WITHIN, (1, 2, 4))
+        if world_size % (shard * tp * cp * pp) == 0
+    ]  # fmt: skip
 
 
 def problems_of(cfg: RunConfig) -> set[str]:

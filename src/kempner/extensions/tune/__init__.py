@@ -1,0 +1,1 @@
+"""The fastest settings of a configuration, by measurement: tune.py."""

@@ -1,0 +1,234 @@
+"""The path from the command line of tune.py to its result. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kempner.config.command_line import Command
+from kempner.config.loading import to_toml
+from kempner.config.option import ConfigError
+from kempner.extensions.bench.measure import write_bench_status
+from kempner.extensions.tune import report, verified
+from kempner.extensions.tune.journal import TuneJournal
+from kempner.extensions.tune.machine import ask_machine, machine_of
+from kempner.extensions.tune.runs import Orders, Runs, trial_of
+from kempner.extensions.tune.search import Search
+from kempner.extensions.tune.space import MAY_BE_ALLOWED, Overrides, Space
+from kempner.jobs.ranks.placement import World, discover_world
+from kempner.jobs.report.tables import format_duration
+from kempner.jobs.system.directories import Kind, refuse_others
+from kempner.jobs.system.files import write_atomic
+from kempner.jobs.system.seal import refuse_other_file
+from kempner.train import lookup
+from kempner.train.configure import (
+    OWN_DIRECTORY,
+    check_config,
+    check_world,
+    load_config,
+    print_warnings,
+)
+from kempner.train.resilience.requests import STOP_REQUEST, StopRequests
+from kempner.train.sections import RunConfig
+
+TUNE_FLAGS = {
+    "help": bool,
+    "check": bool,
+    "nodes": int,
+    "gpus-per-node": int,
+    "minutes": str,
+    "out": str,
+    "allow": str,
+    "record": bool,
+}
+MINUTES = 10.0
+NO_BUILD = {"build": False}  # what check_config() asks for besides
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """The flags of a tune."""
+
+    seconds: float
+    out: Path
+    allow: tuple[str, ...]
+    record: bool
+
+
+def configure_tune(command: Command) -> tuple[RunConfig, TuneOptions]:
+    """Return the configuration and the flags, checked. Raises ConfigError."""
+    flags, problems = command.flags, list(command.problems)
+    try:
+        minutes = float(flags["minutes"] or MINUTES)
+    except ValueError:
+        minutes = 0.0
+    if not 0 < minutes < math.inf:
+        problems.append(
+            f"--minutes={flags['minutes']}: must be a number over 0; write --minutes=10"
+        )
+    allow = tuple(filter(None, (flags["allow"] or "").split(",")))
+    problems += [
+        f"--allow={name}: is not known; give {', '.join(MAY_BE_ALLOWED)}"
+        for name in allow
+        if name not in MAY_BE_ALLOWED
+    ]
+    cfg = load_config(command.files, command.overrides, problems, "tune-")
+    if lookup.bringer(cfg):
+        raise ConfigError(
+            "the batches of this run come from another program, which a tune does not start; "
+            "measure it by rl.py --bench, or leave the section out"
+        )
+    refuse_others(cfg.run.dir, "run.dir", (Kind.STARTED,), OWN_DIRECTORY)
+    out = Path(flags["out"] or f"{cfg.run.dir}/tuned.toml")
+    refuse_other_file(out, "--out", (report.OVERLAY_SIGN,))
+    trial = trial_of(command, {}, Path(cfg.run.dir, "tune/trials/0000"), 1, 1)
+    if problems := check_config(trial.cfg, {**flags, **NO_BUILD}):
+        raise ConfigError(dict.fromkeys(problems))
+    return cfg, TuneOptions(60 * minutes, out, allow, bool(flags["record"]))
+
+
+def tune(command: Command, cfg: RunConfig, options: TuneOptions, stop: StopRequests) -> int:
+    """Measure on all ranks of this start; rank 0 decides and reports. Returns the exit code.
+    Raises ConfigError."""
+    world = discover_world()
+    orders = Orders(Path(cfg.run.dir, "tune"))
+    if world.rank:
+        return orders.follow(stop.wants_to_leave)
+    print_warnings(cfg)
+    code = 2
+    try:
+        code = _lead(command, cfg, options, stop, world, orders)
+    finally:
+        if world.size > 1:
+            orders.post({"code": code})
+    return code
+
+
+def _lead(
+    command: Command,
+    cfg: RunConfig,
+    options: TuneOptions,
+    stop: StopRequests,
+    world: World,
+    orders: Orders,
+) -> int:
+    folder, ranks = Path(cfg.run.dir, "tune"), world.size * world.replicas
+    facts = ask_machine(cfg.distributed.device)
+    machine = machine_of(facts, world.per_node)
+    if options.record and machine.spec is None:
+        raise ConfigError(
+            f"--record: {facts['device']} is not one of the GPUs of configs/verified; leave it out"
+        )
+    if options.record and machine.spec:  # before it has taken ten minutes
+        verified.new_entry(command.files, (), machine.spec.name, 1, 1)
+    space = Space(cfg, ranks, world.per_node, machine, check_world, options.allow)
+    journal = TuneJournal(folder, _subject(cfg, facts, world))
+    spent, began = journal.spent, time.monotonic()
+
+    def left() -> float:
+        return options.seconds - spent - (time.monotonic() - began)
+
+    runs = Runs(command, folder, journal, orders, left, stop.wants_to_leave)
+    first = [*report.remembered(folder / "record.json"), *_verified(space, command, facts)]
+    search = Search(space, runs, left, _known(space, first), _say)
+    print(f"{facts['device']}, world size {ranks}, torch {facts['torch']}: tokens/s of", flush=True)
+    for result in journal.results:
+        search.take(*result)
+    if journal.results:
+        _say(f"  {len(journal.results)} runs of an earlier start count; {left():.0f} s are left")
+    search.run()
+    journal.close()
+    took = spent + time.monotonic() - began
+    code = _report(command, cfg, options, world, search, facts, took)
+    write_bench_status(Path(cfg.run.dir), _state(stop, code), "a tune")
+    return code
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _state(stop: StopRequests, code: int) -> str:
+    """Return the state for the batch script: an interrupted job starts again, and goes on."""
+    if stop.flags[STOP_REQUEST]:
+        return "stopped"
+    if stop.wants_to_leave():
+        return "interrupted"
+    return "failed" if code else "done"
+
+
+def _subject(cfg: RunConfig, facts: dict[str, Any], world: World) -> str:
+    """Return what the results of a journal are of: this configuration and code on such a
+    machine."""
+    names = ("device", "memory_gib", "driver", "torch", "cuda", "cpus", "commit")
+    of_machine = [facts[name] for name in names]
+    text = f"{to_toml(cfg)}{of_machine}{world.size}/{world.per_node}"
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _known(space: Space, candidates: list[Overrides]) -> list[Overrides]:
+    """Return the candidates that change levers of this space alone: a record may be an older one,
+    or of another configuration."""
+    keys = {key for axis in space.axes for key in axis.keys}
+    return [one for one in candidates if one.keys() <= keys]
+
+
+def _verified(space: Space, command: Command, facts: dict[str, Any]) -> list[Overrides]:
+    """Return what the table of verified figures has for this shape and GPU."""
+    spec = space.machine.spec
+    entry = verified.read_entry(verified.shape_of(command), spec.name) if spec else None
+    if entry is None:
+        return []
+    try:
+        cfg = load_config(command.files, [*command.overrides, *entry.changes])
+    except ConfigError:  # the words of this command do not go with those of the entry
+        return []
+    keys = [key for axis in space.axes for key in axis.keys]
+    values = {key: getattr(getattr(cfg, key.split(".")[0]), key.split(".")[1]) for key in keys}
+    return [space.canonical(values)]
+
+
+def _report(
+    command: Command,
+    cfg: RunConfig,
+    options: TuneOptions,
+    world: World,
+    search: Search,
+    facts: dict[str, Any],
+    took: float,
+) -> int:
+    """Print the table and write the files; returns the exit code."""
+    best, ranks, tokens = search.best, world.size * world.replicas, search.space.tokens
+    _say(f"\n{report.tune_table(search)}")
+    record = Path(cfg.run.dir, "tune/record.json")
+    about = {"time": time.time(), "command": shlex.join(sys.argv), "machine": facts}
+    report.write_record(record, search, about, ranks)
+    if best is None:
+        _say("\nno candidate came to its end: the reasons are above")
+        return 1
+    speed = tokens / best.step
+    lines = [
+        f"{shlex.join(command.files)} on {ranks} x {facts['device']}, torch {facts['torch']}, "
+        f"driver {facts['driver']}, commit {facts['commit']}",
+        f"{time.strftime('%Y-%m-%d')}: {speed:,.0f} tokens/s +- {best.error / best.step:.1%}, "
+        f"{best.gib:.2f} GiB; of {len(search.trials)} candidates in {format_duration(took)}",
+    ]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(options.out, report.overlay_text(best.overrides, lines))
+    itself = search.trials.get("as configured")
+    if best.overrides and itself and itself.seconds:
+        _say(f"\nthe best is {itself.step / best.step:.2f} times as fast as the configuration")
+    elif not best.overrides:
+        _say("\nthe best is the configuration as it is")
+    if options.record:
+        place = verified.record(command, best, search.space, facts, world)
+        _say(f"verified: {place or 'the figure that is there is not slower, and stays'}")
+    _say(f"record: {record}\nuse it by:\n    "
+         f"{report.command_with(command, best.overrides, options.out, world)}")  # fmt: skip
+    return 0

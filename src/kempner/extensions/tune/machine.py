@@ -1,0 +1,75 @@
+"""The device of a rank, asked in a process of its own: a CUDA context of the tune itself would take
+memory from what it measures.
+
+    python -m kempner.extensions.tune.machine auto|cpu|cuda
+
+prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from kempner.config.option import ConfigError
+from kempner.extensions.tune.space import RankDevice
+from kempner.jobs.system.front_door import run_module
+
+
+def main(device: str) -> None:
+    from kempner.extensions.bench.measure import describe_machine
+    from kempner.extensions.planner.memory import GIB
+
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    facts = describe_machine() | {"host": platform.node(), "cpus": os.cpu_count(), "fp8": False}
+    if facts["device"] == "CPU":
+        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        facts["memory_gib"] = pages * size / GIB
+    else:
+        import torch
+
+        has_torchao = importlib.util.find_spec("torchao") is not None
+        facts["fp8"] = has_torchao and torch.cuda.get_device_capability() >= (8, 9)
+    print(json.dumps(facts))
+
+
+def ask_machine(device: str) -> dict[str, Any]:
+    """Return the facts of this process's device. `device`: distributed.device. Raises ConfigError
+    if it does not answer."""
+    source = str(Path(__file__).parents[3])
+    path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-m", "kempner.extensions.tune.machine", device],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    lines = (done.stdout if done.returncode == 0 else done.stderr).splitlines() or ["no output"]
+    if done.returncode:
+        raise ConfigError(f"distributed.device = {device}: torch does not answer: {lines[-1]}")
+    facts: dict[str, Any] = json.loads(lines[-1])
+    return facts
+
+
+def machine_of(facts: dict[str, Any], per_node: int) -> RankDevice:
+    """Return what the choices depend on; ranks of a host share its memory."""
+    from kempner.jobs.system.compiler import missing_compiler
+
+    gpu = facts["device"] != "CPU"
+    return RankDevice(
+        facts["device"],
+        facts["memory_gib"] / (1 if gpu else per_node),
+        missing_compiler("cuda" if gpu else "cpu") is None,
+        facts["fp8"],
+    )
+
+
+if __name__ == "__main__":
+    run_module(main, __doc__, 1)

@@ -1,0 +1,178 @@
+"""The runs of a tune: each candidate is scripts/train.py with fake data, in a process of its own
+beside every rank. Rank 0 decides which one is next; the others read that in files of the run
+directory, and run the same. No torch."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kempner.config.command_line import Command
+from kempner.config.values import to_text
+from kempner.extensions.bench.config import BenchConfig
+from kempner.extensions.bench.measure import bench_overrides, run_variant, why_failed
+from kempner.extensions.tune.journal import TuneJournal
+from kempner.extensions.tune.search import OutOfTime
+from kempner.extensions.tune.space import Overrides
+from kempner.extensions.tune.trials import Measurement
+from kempner.jobs.system.files import read_jsonl, write_atomic
+from kempner.train.configure import load_config
+from kempner.train.extensions import Variant
+
+START_VARIABLES = (  # what names this start of all ranks
+    "KEMPNER_ATTEMPT_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT",
+)  # fmt: skip
+TRAIN = Path(__file__).resolve().parents[4] / "scripts" / "train.py"
+POLL_S = 0.2
+REASON = 160  # characters of a reason that are kept
+TUNE_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)  # before the fork
+
+
+def trial_of(
+    command: Command, overrides: Overrides, run_dir: Path, warmup: int, steps: int
+) -> Variant:
+    """Return the run that measures a candidate. Raises ConfigError."""
+    changes = [f"--{key}={to_text(value)}" for key, value in overrides.items()]
+    length = [f"--bench.warmup={warmup}", f"--bench.steps={steps}"]
+    words = [*command.overrides, *changes, *length]
+    cfg = load_config(command.files, words)
+    if cfg.data.document_mask and cfg.of(BenchConfig).data == "fake":
+        words.append("--bench.length=variable")  # rows are packed in the run, too
+        cfg = load_config(command.files, words)
+    words += bench_overrides(cfg, str(run_dir))
+    cfg = load_config(command.files, words)
+    return Variant(" ".join(changes), [*command.files, *words], cfg)
+
+
+class Orders:
+    """The orders of rank 0 to the other ranks of its start: numbered files."""
+
+    def __init__(self, folder: Path) -> None:
+        names = [os.environ.get(variable, "") for variable in START_VARIABLES]
+        local = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's, which may repeat the names
+        if local is not None and local == os.environ.get("WORLD_SIZE"):
+            names.append(str(os.getppid()))
+        name = re.sub(r"\W+", "_", "-".join(names)).strip("_")
+        self.folder, self._number = folder / "orders" / (name or "alone"), 0
+
+    def post(self, order: dict[str, Any]) -> None:
+        if not self._number:  # what an earlier start of the same name has left
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+        self._number += 1
+        write_atomic(self.folder / f"{self._number}.json", json.dumps(order))
+
+    def follow(self, leaves: Callable[[], float]) -> int:
+        """Do on this rank what rank 0 orders, until it says that it ends; returns the exit code."""
+        while True:
+            path = self.folder / f"{self._number + 1}.json"
+            while not path.exists():
+                if leaves():
+                    return 0
+                time.sleep(POLL_S)
+            self._number += 1
+            order = json.loads(path.read_text())
+            if "code" in order:
+                return int(order["code"])
+            run_trial(order, subprocess.DEVNULL, leaves)
+
+
+def run_trial(order: dict[str, Any], out: Any, leaves: Callable[[], float]) -> int:
+    """Run this rank's process of a candidate; returns its exit code."""
+    return run_variant(
+        [sys.executable, str(TRAIN), *order["words"]],
+        Path(order["run_dir"]),
+        order["number"],
+        leaves,
+        order["seconds"],
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        preexec_fn=_die_with_parent,  # else a killed tune leaves a run that the next one meets
+    )
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(TUNE_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+class Runs:
+    """The measurements of rank 0, for Search."""
+
+    def __init__(
+        self,
+        command: Command,
+        folder: Path,
+        journal: TuneJournal,
+        orders: Orders,
+        left: Callable[[], float],
+        leaves: Callable[[], float],
+    ) -> None:
+        self._command, self._folder, self._journal = command, folder, journal
+        self._orders, self._left, self._leaves = orders, left, leaves
+
+    def __call__(
+        self, overrides: Overrides, rung: int, warmup: int, steps: int, limit: float
+    ) -> Measurement:
+        if self._leaves() or limit <= 0:
+            raise OutOfTime
+        number = self._journal.start(overrides, rung)
+        run_dir = self._folder / "trials" / f"{number:04d}"
+        shutil.rmtree(run_dir, ignore_errors=True)
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        words = trial_of(self._command, overrides, run_dir, warmup, steps).words
+        order = {"words": words, "run_dir": str(run_dir), "number": number, "seconds": limit}
+        log, began = run_dir.with_suffix(".out"), time.monotonic()
+        self._orders.post(order)
+        with open(log, "w") as out:
+            code = run_trial(order, out, self._leaves)
+        wall = time.monotonic() - began
+        lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if "loss" in line]
+        if self._leaves() or (wall >= limit and self._left() <= 1.0):
+            raise OutOfTime  # half measured
+        lines = [line for line in lines if line["step"] > warmup]
+        if code == 0 and len(lines) < steps:  # another rank was asked to leave
+            raise OutOfTime
+        result = _result(lines, wall) if code == 0 else _failure(run_dir, log, code, wall, limit)
+        self._journal.end(overrides, rung, result)
+        if code == 0:
+            shutil.rmtree(run_dir, ignore_errors=True)
+            log.unlink(missing_ok=True)
+        return result
+
+
+def _result(lines: Sequence[dict[str, Any]], wall: float) -> Measurement:
+    mfus = [line["mfu"] for line in lines if line["mfu"] is not None]
+    return Measurement(
+        seconds=tuple(line["step_time"] for line in lines),
+        gib=max(line["memory_gib"] for line in lines),
+        mfu=statistics.median(mfus) if mfus else None,
+        wall=wall,
+    )
+
+
+def _failure(run_dir: Path, log: Path, code: int, wall: float, limit: float) -> Measurement:
+    if wall >= limit:
+        return Measurement(failed=f"took over {limit:.0f} s", wall=wall)
+    why = why_failed(run_dir, code)
+    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    if why.startswith("exit code") and said:
+        why += f": {said[-1].strip()}"
+    # The kernel kills the process that takes the last memory of a host.
+    no_memory = "out of memory" in why or code == -signal.SIGKILL
+    if code == -signal.SIGKILL:
+        why = "killed, for want of the host's memory"
+    return Measurement(failed=why[:REASON], out_of_memory=no_memory, wall=wall)

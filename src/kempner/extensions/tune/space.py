@@ -1,0 +1,229 @@
+"""The settings that a tune may try: the choices of each lever, what may be combined, and what the
+planner says of it. No torch.
+
+A candidate is what it changes of the configuration, by section.key: {} is the configuration itself.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from kempner.config.option import ConfigError
+from kempner.config.values import to_text
+from kempner.extensions.planner.cost import GPUS, RESERVE_GIB, GpuSpec, step_seconds
+from kempner.extensions.planner.memory import GIB, estimate_memory, loss_rows, one_replica
+from kempner.extensions.planner.search import (
+    LEVERS,
+    MICRO_BATCHES,
+    RECOMPUTE,
+    UNUSED,
+    Check,
+    best_candidates,
+    changed_by,
+    lever_changes,
+    mesh_choices,
+    problems_of,
+)
+from kempner.parallel.layout import axis_sizes
+from kempner.train.sections import RunConfig, micro_batch
+
+Overrides = dict[str, Any]
+MESHES = 8  # that are tried, of a world that can be cut in more ways
+PLANNED = 6  # of the planner's best, with which a tune begins
+MAY_BE_ALLOWED = ("fp8",)  # what changes the numbers of a training beyond rounding, for --allow
+COMPILED = ((False, "block"), (True, "block"), (True, "model"))
+UNPLANNED = ("train.attention", "train.compile_scope")  # of whose memory the planner knows nothing
+
+
+class RankDevice(NamedTuple):
+    """A rank's device, as far as the choices depend on it."""
+
+    name: str  # of the GPU, as the driver has it; CPU
+    gib: float  # memory for one rank
+    compiles: bool = True
+    fp8: bool = False
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.name != "CPU"
+
+    @property
+    def limit(self) -> float:
+        """Bytes that a rank's tensors may take; on a CPU its whole process."""
+        return (self.gib - RESERVE_GIB if self.is_gpu else 0.9 * self.gib) * GIB
+
+    @property
+    def spec(self) -> GpuSpec | None:
+        """The planner's figures of this GPU; None: it has none."""
+        found = (gpu for name, gpu in GPUS.items() if re.search(rf"\b{name}\b", self.name))
+        return next((gpu._replace(gib=self.gib) for gpu in found), None)
+
+
+@dataclass(frozen=True)
+class LeverAxis:
+    """The choices of one lever, each of which replaces the others."""
+
+    choices: tuple[Overrides, ...]
+
+    @property
+    def keys(self) -> frozenset[str]:
+        return frozenset(key for choice in self.choices[:1] for key in choice)
+
+
+class Space:
+    """All candidates of a configuration in its world."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        world_size: int,
+        per_node: int,
+        machine: RankDevice,
+        check: Check,
+        allow: Collection[str] = (),
+    ) -> None:
+        self.cfg, self.world_size, self.per_node = cfg, world_size, per_node
+        self.machine, self._check = machine, check
+        self._problems = problems_of(cfg)
+        _, self._ranks, self._near = one_replica(cfg, world_size, per_node)
+        self._allowed: dict[str, bool] = {}  # by candidate
+        self._near_by: dict[str, list[Overrides]] = {}
+        self.axes = self._axes(allow)
+
+    def _axes(self, allow: Collection[str]) -> list[LeverAxis]:
+        """List the axes, those that usually matter most first."""
+        compiled = COMPILED if self.machine.compiles else COMPILED[:1]
+        kernels = ("auto", "cudnn", "flash", "efficient") if self.machine.is_gpu else ("auto",)
+        values: list[list[Overrides]] = [
+            [{"train.micro_batch": micro} for micro in self._micro_batches()],
+            [{"train.compile": on, "train.compile_scope": scope} for on, scope in compiled],
+            self._meshes(),
+            [{**UNUSED, **lever} for lever in LEVERS],
+            [{"train.recompute": recompute} for recompute in RECOMPUTE],
+            [{"train.attention": kernel} for kernel in kernels],
+            [{"train.loss_chunk": rows} for rows in self._chunks()],
+        ]
+        if self.cfg.model.n_experts:
+            values.append([{"distributed.ep": ep} for ep in (1, 2, 4, 8)])
+        if "fp8" in allow and self.machine.fp8:
+            values.append([{"train.fp8": scale} for scale in ("none", "tensorwise", "rowwise")])
+        return [LeverAxis(tuple(choices)) for choices in values if len(choices) > 1]
+
+    def _micro_batches(self) -> list[int | None]:
+        """List the sizes, those near the configuration's own first; None: a rank's whole share."""
+        train = self.cfg.train
+        own = train.micro_batch or max(1, train.sequences // self._ranks)
+        near = sorted(MICRO_BATCHES, key=lambda micro: abs(math.log2(micro / own)))
+        return [*near, None]
+
+    def _meshes(self) -> list[Overrides]:
+        """List the meshes that pass the checks, the fastest by the planner's estimate first."""
+        allowed = [mesh for mesh in mesh_choices(self._ranks) if self.is_allowed(mesh)]
+        if len(allowed) > MESHES:
+            spec = self.machine.spec or GPUS["H100"]
+            allowed.sort(key=lambda mesh: self._seconds(mesh, spec))
+        return allowed[:MESHES]
+
+    def _chunks(self) -> list[int | None]:
+        """List sizes of the loss's chunks: torch's own, and parts of what a pass has."""
+        rows = min(self.cfg.train.sequences * self.cfg.train.seq_len, loss_rows(self.cfg))
+        return [None, *(rows // part for part in (2, 8) if rows // part >= 128)]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, the same for all candidates."""
+        return self.cfg.train.sequences * self.cfg.train.seq_len
+
+    def config(self, overrides: Overrides) -> RunConfig:
+        return changed_by(self.cfg, overrides)
+
+    def canonical(self, overrides: Mapping[str, Any]) -> Overrides:
+        """Return the same candidate with its real changes alone, sorted."""
+        changes = dict(overrides)
+        if changes.get("train.compile") is False:
+            changes["train.compile_scope"] = "block"
+        changes = lever_changes(self.cfg, changes, self._ranks, self._near)
+        if self.cfg.train.micro_batch is None and changes.get("train.micro_batch"):
+            train = replace(self.cfg.train, micro_batch=None)
+            try:
+                axes = axis_sizes(self.config(changes).distributed, self._ranks, self._near)
+                if (
+                    micro_batch(train, axes.data_ranks, train.sequences)
+                    == changes["train.micro_batch"]
+                ):
+                    del changes["train.micro_batch"]
+            except ConfigError:
+                pass  # is_allowed() says so
+        return dict(sorted(changes.items()))
+
+    def is_allowed(self, overrides: Overrides) -> bool:
+        """Return whether the checks of a run accept the candidate, without a new problem."""
+        name = describe_candidate(overrides)
+        if name not in self._allowed:
+            cfg = self.config(overrides)
+            self._allowed[name] = not (
+                problems_of(cfg) - self._problems
+                or self._check(cfg, self.world_size, self.per_node)
+            )
+        return self._allowed[name]
+
+    def planned(self) -> list[Overrides]:
+        """List the combinations that the planner believes to be the fastest that fit."""
+        spec = self.machine.spec
+        if spec is None:
+            return []
+        found = best_candidates(
+            self.cfg, self.world_size, self.per_node, spec, self._check, PLANNED
+        )
+        return [self.canonical(each.overrides) for each in found]
+
+    def neighbours(self, overrides: Overrides) -> list[Overrides]:
+        """List the candidates that differ in one lever; those that the planner believes to be
+        slow come last."""
+        name = describe_candidate(overrides)
+        if name not in self._near_by:
+            self._near_by[name] = self._find_neighbours(overrides)
+        return self._near_by[name]
+
+    def _find_neighbours(self, overrides: Overrides) -> list[Overrides]:
+        found: dict[str, Overrides] = {}
+        for axis in self.axes:
+            rest = {key: value for key, value in overrides.items() if key not in axis.keys}
+            for choice in axis.choices:
+                other = self.canonical({**rest, **choice})
+                if other != overrides and self.is_allowed(other):
+                    found[describe_candidate(other)] = other
+        near = list(found.values())
+        if spec := self.machine.spec:
+            here = self._seconds(overrides, spec)
+            near.sort(key=lambda other: round(self._seconds(other, spec) / here, 1))
+        return near
+
+    def memory(self, overrides: Overrides) -> float:
+        """Return the planner's estimate of a rank's memory, in bytes."""
+        cfg, gpu = self.config(overrides), self.machine.is_gpu
+        return estimate_memory(cfg, self.world_size, self.per_node, gpu).peak
+
+    def seconds(self, overrides: Overrides) -> float | None:
+        """Return the planner's estimate of a step; None: it does not know this device."""
+        spec = self.machine.spec
+        return self._seconds(overrides, spec) if spec else None
+
+    def _seconds(self, overrides: Overrides, spec: GpuSpec) -> float:
+        cfg = self.config(overrides)
+        return step_seconds(cfg, self.world_size, self.per_node, spec).step
+
+
+def describe_candidate(overrides: Mapping[str, Any]) -> str:
+    """Format a candidate as words of a command line."""
+    words = " ".join(f"--{key}={to_text(value)}" for key, value in overrides.items())
+    return words or "as configured"
+
+
+def unplanned(overrides: Mapping[str, Any]) -> str:
+    """Name the part of a candidate that the planner's memory does not depend on."""
+    return describe_candidate({k: v for k, v in overrides.items() if k in UNPLANNED})
