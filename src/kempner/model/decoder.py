@@ -184,6 +184,9 @@ class Decoder(nn.Module):
         # With a z-loss: sums of log^2 Z of the micro-batches so far, fp32 [] each.
         self.log_z_squares: list[Tensor] = []
         self.kernel = "auto"  # of the attention: see attention.choose_kernel
+        # Of parallel/shard.py or single.py, before each micro-batch of a step.
+        self.begin_micro_batch: Any = None
+        self.fp32_sums: Any = None  # parallel/shard.py: of the gradients of bf16 weights
         self.pipeline: Any = None  # parallel/pipeline.py: it runs the passes where this is a part
         self.elsewhere: Sequence[str] = ()  # trained parameters that other ranks have
 

@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from kempner.config.option import ConfigError
 from kempner.model.decoder import Decoder
@@ -117,8 +116,12 @@ def published_weights(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     with torch.no_grad():
         for p, weights in trained.items():
             p.copy_(weights)
+    if not trained:
+        return
+    from torch.distributed.fsdp import FSDPModule
+
     for module in model.modules():
         # FSDP keeps the root's gathered weights after a forward pass until the next backward
         # pass: without this the next forward would use the evaluated ones.
-        if trained and isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule):
             module.reshard()

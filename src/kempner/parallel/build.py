@@ -1,6 +1,6 @@
 """Build a sharded model with weights from its shape, in this order: meta -> adapters -> tensor ->
 fp8 -> experts -> context -> stages -> recompute -> compile -> offload -> shard -> memory ->
-weights."""
+weights. One rank alone is not sharded."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, rope_table
 from kempner.model.loss import cross_entropy
 from kempner.parallel.config import DistributedConfig, LoraConfig, adapter_std, is_adapter
-from kempner.parallel.layout import Layout
-from kempner.parallel.shard import GradientSums, shard_model
+from kempner.parallel.layout import Layout, is_alone
 
 
 class ModelSettings(Protocol):
@@ -81,7 +80,13 @@ def build_model(
         model.rope.copy_(rope_table(cfg))
         init_weights(model, train.seed, layout)
     if train.weights == "bf16" and not frozen:
-        model.fp32_sums = GradientSums(model)  # type: ignore[assignment]
+        from kempner.parallel.shard import GradientSums
+
+        model.fp32_sums = GradientSums(model)
+    if is_alone(layout.sizes, distributed):
+        from kempner.parallel.single import keep_whole
+
+        keep_whole(model, compute_dtype(train.dtype, device_type))
     return model
 
 
@@ -140,8 +145,23 @@ def plan_model(
         from kempner.parallel.offload import Offload
 
         Offload(model, train.offload_activations)
-    shard_model(model, layout, dtype, distributed, frozen, whole=train.compile_scope == "model")
+    _shard(model, layout, train, distributed, frozen)
     return model
+
+
+def _shard(
+    model: Decoder,
+    layout: Layout,
+    train: ModelSettings,
+    distributed: DistributedConfig,
+    frozen: bool,
+) -> None:
+    if is_alone(layout.sizes, distributed):
+        return
+    from kempner.parallel.shard import shard_model
+
+    dtype = compute_dtype(train.dtype, layout.mesh.device_type)
+    shard_model(model, layout, dtype, distributed, frozen, whole=train.compile_scope == "model")
 
 
 def _compile(model: Decoder, scope: str, dtype: torch.dtype) -> None:

@@ -92,6 +92,11 @@ def axis_sizes(cfg: DistributedConfig, world_size: int, per_node: int) -> Axes:
     return axes
 
 
+def is_alone(axes: Axes, cfg: DistributedConfig) -> bool:
+    """Return whether one rank has the whole model in its own memory, and needs no FSDP."""
+    return math.prod(axes) == 1 and not cfg.fsdp_cpu_offload
+
+
 @dataclass(frozen=True)
 class Layout:
     """The ranks along each axis, and this rank's place among them."""

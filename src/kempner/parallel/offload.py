@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -70,9 +71,10 @@ class Offload:
             if self._stream is None and inputs[0].is_cuda:
                 self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._group = OffloadedBlock(self._group)
-        # Not offloaded: fully_shard frees weights, and inputs without a gradient serve all blocks.
+        # Not offloaded: weights, which stay or are freed by fully_shard, and inputs without a
+        # gradient, which serve all blocks.
         shared = [x for x in inputs if isinstance(x, Tensor) and not x.requires_grad]
-        self._stays = {data_address(x) for x in (*block.parameters(), *block.buffers(), *shared)}
+        self._stays = {data_address(x) for x in (*weights_of(block), *block.buffers(), *shared)}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
 
@@ -158,6 +160,13 @@ class Offload:
                     entry.fetched = self._stream.record_event()
                 there.record_stream(self._stream)
             entry.storage = there.untyped_storage()
+
+
+def weights_of(block: nn.Module) -> Iterator[Tensor]:
+    """The weights that a block computes with, where these are others than its parameters, too."""
+    for module in block.modules():
+        for name, _ in module.named_parameters(recurse=False):
+            yield getattr(module, name)
 
 
 def data_address(x: Tensor) -> int:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kempner.data.batch import MicroBatch
 from kempner.model.decoder import Decoder
-from kempner.parallel.shard import begin_micro_batch
 
 LossOf = Callable[[Any, MicroBatch], Tensor]
 """From a model, to be called as Decoder is, and a micro-batch on its device to what is to be
@@ -35,7 +34,8 @@ def backward_passes(
     for i, batch in enumerate(micro_batches):
         if i and (answer := interrupt()) is not None:
             return answer
-        begin_micro_batch(model, last=i == len(micro_batches) - 1)
+        if model.begin_micro_batch is not None:
+            model.begin_micro_batch(last=i == len(micro_batches) - 1, first=i == 0)
         loss_of(model, batch.to(device)).backward()  # type: ignore[no-untyped-call]
     return None
 

@@ -30,7 +30,6 @@ from kempner.parallel.config import DistributedConfig
 from kempner.parallel.context import own_tokens
 from kempner.parallel.layout import Layout
 from kempner.parallel.passes import LossOf
-from kempner.parallel.shard import begin_micro_batch
 
 
 def split_blocks(cfg: ModelConfig, stages: int) -> list[range]:
@@ -237,5 +236,5 @@ class _TorchStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        begin_micro_batch(self._decoder, last_backward)
+        self._decoder.begin_micro_batch(last_backward)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)

@@ -69,7 +69,7 @@ def shard_model(
     cut(model, reshard_after_forward=frozen)
     model.sync_once = cfg.sync_once  # type: ignore[assignment]
     model.reduces_in_bf16 = cfg.reduce_dtype == "bf16"  # type: ignore[assignment]
-    model.fp32_sums = None  # type: ignore[assignment]
+    model.begin_micro_batch = partial(begin_micro_batch, model)
     if cfg.prefetch_blocks:
         prefetch_blocks(model, cfg.prefetch_blocks)
     for module in model.modules():
@@ -117,15 +117,13 @@ class GradientSums:
             parameter.grad, self._sums[parameter] = None, total
 
 
-def begin_micro_batch(model: nn.Module, last: bool) -> None:
+def begin_micro_batch(model: Any, last: bool, first: bool = False) -> None:
     """Prepare the communication of a micro-batch, before its forward; `last`: the last one of the
     step. Gradients cross from one replica to another once a step, with the last one. With
     distributed.sync_once all of them do: until then each rank sums its own in fp32 and keeps the
     gathered weights. With reduce_dtype = bf16 they cross each time: FSDP2 would hold the sum of the
     earlier ones in bf16."""
-    if not isinstance(model, FSDPModule):
-        return
-    if isinstance(model.fp32_sums, GradientSums):
+    if model.fp32_sums is not None:
         model.fp32_sums.last = last
     if model.sync_once:
         model.set_requires_gradient_sync(last)

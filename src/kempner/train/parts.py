@@ -47,7 +47,7 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
 
         keep_compiled(run.dir, run.world)
     else:
-        from kempner.parallel.uncompiled import leave_compiler_out
+        from kempner.jobs.system.uncompiled import leave_compiler_out
 
         leave_compiler_out()
     torch.manual_seed(cfg.train.seed)

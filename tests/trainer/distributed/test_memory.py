@@ -128,3 +128,19 @@ def test_resumed_equals_unbroken_bit_for_bit(train: Train, tmp_path: Path, two_r
     first, second = (read_tensors(path) for path in paths)
     assert list(first) == list(second)
     assert all((first[name] == second[name]).all() for name in first)
+
+
+def test_a_checkpoint_of_two_ranks_passes_through_one(
+    train: Train, tmp_path: Path, two_ranks: Path
+) -> None:
+    """One rank alone has no FSDP: names and bytes stay those of two ranks, there and back."""
+    source = two_ranks
+    for name, ranks in (("one", 1), ("back", 2)):
+        words = [*LEVERS, "--train.max_steps=1", f"--run.fork={source}"]
+        train(tmp_path / name, *words, "--checkpoint.keep_last_n=5", nproc=ranks)
+        stored = read_tensors(two_ranks / "checkpoints/latest")
+        taken = read_tensors(min((tmp_path / name / "checkpoints").glob("step_*")))
+        shared = [key for key in stored if not key.startswith("rng.")]
+        assert shared == [key for key in taken if not key.startswith("rng.")]
+        assert all((stored[key] == taken[key]).all() for key in shared)
+        source = f"{tmp_path / name}@0"

@@ -20,7 +20,7 @@ from kempner.extensions.planner.memory import (
     weight_bytes,
     whole_model,
 )
-from kempner.parallel.layout import Axes
+from kempner.parallel.layout import Axes, is_alone
 from kempner.train.checks import FP8_TILE
 from kempner.train.sections import RunConfig
 
@@ -49,7 +49,7 @@ def compute_seconds(cfg: RunConfig, axes: Axes, gpu: GpuSpec) -> dict[str, float
         **({"fp8's casts": casts / rate} if casts else {}),
         **({"adapters": adapter_bytes(cfg, axes, tokens) / rate} if cfg.lora.rank else {}),
         "loss": loss_bytes(cfg, axes, tokens, passes) / rate,
-        "FSDP's copies": fsdp_copy_bytes(cfg, axes, passes) / rate,
+        "copies": weight_copy_bytes(cfg, axes, passes) / rate,
         "update": update_bytes(cfg, axes) / rate,
         "gaps": GAP * kernels_of_step(cfg, axes),
     }
@@ -203,11 +203,16 @@ def loss_bytes(cfg: RunConfig, axes: Axes, tokens: float, passes: float) -> floa
     return logits + (0 if cfg.lora.rank else 2 * FP32 * chunks * table)
 
 
-def fsdp_copy_bytes(cfg: RunConfig, axes: Axes, passes: float) -> float:
+def weight_copy_bytes(cfg: RunConfig, axes: Axes, passes: float) -> float:
     """Bytes that FSDP moves on this GPU besides what it sends: to gather, this rank's part is cast,
     and the whole is copied from the buffer; to reduce, gradients are cast into a buffer, and the
-    sum of this part is added in fp32. With one rank, 10 and 26 bytes a parameter."""
+    sum of this part is added in fp32. One rank alone copies its weights once a step, 6 bytes a
+    parameter, and each gradient to its sum, 6 and then 10 bytes."""
     how, n = cfg.distributed, axes.shard * axes.cp
+    if is_alone(axes, how):
+        copies = 0.0 if cfg.train.weights == "bf16" else 6.0
+        each = 0.0 if cfg.lora.rank else copies + 10 * passes - 4
+        return each * whole_model(cfg, axes)
     gather, reduce = 4 + 6 / n, 6 + 20 / n
     often = 1.0 if how.sync_once or not how.reshard_after_forward else 2.0
     gathers = passes * often * gather

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.model.config import ModelConfig
 from kempner.optim.config import STATE
-from kempner.parallel.layout import Axes, axis_sizes
+from kempner.parallel.layout import Axes, axis_sizes, is_alone
 from kempner.train import lookup
 from kempner.train.sections import RunConfig, micro_batch
 
@@ -74,7 +74,8 @@ def memory_peaks(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> l
     so_far = gradients if often else 0.0
     if often and cfg.train.weights == "bf16":  # summed in fp32
         so_far *= FP32 / 2
-    if often and cfg.distributed.sync_once and not cfg.lora.rank:
+    alone = is_alone(axes, cfg.distributed)
+    if often and cfg.distributed.sync_once and not cfg.lora.rank and not alone:
         so_far = FP32 * whole_model(cfg, axes)
     stream = cfg.model.dim * tokens * compute / axes.tp
     ends = 2 * stream  # the input of the last norm, and its output
@@ -118,8 +119,19 @@ def weight_bytes(cfg: RunConfig, axes: Axes, gpu: bool) -> dict[str, float]:
         return dict.fromkeys(state, 0.0)
     if gpu and cfg.optimizer.cpu_offload:
         state["optimizer"] = 0.0
+    if is_alone(axes, cfg.distributed):
+        state["compute copies"] = copy_bytes(cfg, compute_bytes(cfg, gpu))
     cuts = axes.pp * axes.shard * axes.cp * axes.tp
     return {name: size / cuts for name, size in state.items()}
+
+
+def copy_bytes(cfg: RunConfig, compute: int) -> float:
+    """Bytes of the copies in the compute dtype that one rank alone keeps of weights in another one
+    (parallel/single.py)."""
+    everything, trained = float(cfg.model.count_parameters()), trained_parameters(cfg)
+    in_bf16 = everything if cfg.lora.rank or cfg.train.weights == "bf16" else 0.0
+    in_fp32 = trained if cfg.lora.rank or not in_bf16 else 0.0
+    return compute * (in_bf16 if compute == FP32 else in_fp32)
 
 
 def trained_parameters(cfg: RunConfig) -> float:
@@ -188,7 +200,7 @@ def lora_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
 @dataclass(frozen=True)
 class Gathered:
     """Memory that fully_shard adds: whole weights in the compute dtype, and gradients in
-    reduction."""
+    reduction. Of one rank alone, which gathers nothing, the gradients on their way."""
 
     root: float  # last norm and output layer; with a tied one whole from the first block on
     tied: float  # of these, what stays through the backward pass: a tied embedding
@@ -202,6 +214,8 @@ class Gathered:
     def of(cls, cfg: RunConfig, axes: Axes, compute: int) -> Gathered:
         model, how = cfg.model, cfg.distributed
         table = model.vocab_size * model.dim / axes.tp
+        if is_alone(axes, how):
+            return cls.of_one(cfg, compute)
         root = table  # an embedding of its own is freed before the output layer is gathered
         block = max(kept_of_blocks(cfg, axes))
         reduce = 0 if cfg.lora.rank else compute + FP32
@@ -221,6 +235,15 @@ class Gathered:
             # One block's gradients are reduced over the ranks while the next block's are computed.
             reduced=reduce * block * (1 if axes.shard * axes.cp * axes.replicate == 1 else 2),
         )
+
+    @classmethod
+    def of_one(cls, cfg: RunConfig, compute: int) -> Gathered:
+        """A gradient is added to those of earlier passes as soon as it is there."""
+        table = 0.0 if cfg.lora.rank else float(cfg.model.vocab_size * cfg.model.dim)
+        matrix = 0.0 if cfg.lora.rank else float(cfg.model.dim * cfg.model.ffn_dim)
+        own = 2 if cfg.train.weights == "bf16" else FP32
+        passing = compute * table if compute != own else 0.0
+        return cls(0.0, 0.0, 0.0, 0.0, own * table, passing, compute * matrix)
 
 
 def whole_model(cfg: RunConfig, axes: Axes) -> float:

@@ -9,8 +9,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
 
 class _LateCompiler(ModuleType):
     """Stands for torch._dynamo until more than its no-op markers is needed."""
@@ -40,6 +38,8 @@ def leave_compiler_out() -> None:
     """
     if "torch._dynamo" in sys.modules:
         return
+    import torch
+
     # DTensor reads the compiler's options; they import alone.
     options = "torch._dynamo.config"
     spec = importlib.util.spec_from_file_location(
