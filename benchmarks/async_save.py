@@ -2,6 +2,7 @@
 
     python benchmarks/async_save.py        60 M parameters, 718 MB, one process, some minutes
     python benchmarks/async_save.py --rounds 2 --layers 2
+    python benchmarks/async_save.py --only nothing,limit,kempner --throttle 100
 
 In each round every kind of save is made once, after quiet steps that say what a step costs then.
 Kinds:
@@ -14,9 +15,11 @@ Kinds:
     async process  dcp.async_save in a process of its own
     dcp.save       the synchronous one
 
-Columns: how long the loop stands still; the time of the steps that begin before the save is
-durable, over that of quiet steps; standing still and that slowness together; and the seconds until
-the data is durable. Medians over the rounds, [lowest, highest] behind.
+Columns: how long the loop stands still (stall); the seconds from there until the data is durable
+(drain); the time of the steps that begin meanwhile, the mean and the longest, over that of quiet
+steps; and stall and that slowness together. Medians over the rounds, [lowest, highest] behind.
+--throttle makes the disk of limit and kempner slow: each write of theirs sleeps as long as such a
+disk would take, and holds no lock of Python's meanwhile, as a write does not.
 """
 
 from __future__ import annotations
@@ -173,12 +176,13 @@ def plain_sync(job: Job, group: dist.ProcessGroup) -> Save:
 
 
 class Cost(NamedTuple):
-    """Seconds; `slower` is a factor."""
+    """Seconds; `slower` and `slowest` are factors."""
 
     still: float
+    drain: float
     slower: float
+    slowest: float
     whole: float
-    durable: float
 
 
 def measure(job: Job, save: Save, path: Path) -> Cost:
@@ -193,20 +197,35 @@ def measure(job: Job, save: Save, path: Path) -> Cost:
     ended = durable.result() - began
     flight.append(job.step())  # what the save has left behind, such as cold caches
     whole = still + sum(flight) - len(flight) * quiet
-    return Cost(still, statistics.mean(flight[:-1]) / quiet, whole, ended)
+    slower, slowest = statistics.mean(flight[:-1]) / quiet, max(flight[:-1]) / quiet
+    return Cost(still, max(0.0, ended - still), slower, slowest, whole)
+
+
+def throttle(rate: float) -> None:
+    """Let os.pwrite, which limit and kempner write with, take as long as `rate` bytes/s does."""
+    real = os.pwrite
+
+    def slow(fd: int, data: memoryview, at: int) -> int:
+        began = time.perf_counter()
+        count = real(fd, data, at)
+        time.sleep(max(0.0, count / rate - (time.perf_counter() - began)))
+        return count
+
+    os.pwrite = slow
 
 
 def table(costs: dict[str, list[Cost]]) -> Iterator[str]:
-    yield f"{'':14} {'stands still, ms':>22} {'steps slower':>20} {'whole cost, ms':>24} durable, s"
+    heads = ("stall, ms", "drain, s", "steps slower", "slowest step", "whole cost, ms")
+    yield f"{'':14} " + " ".join(f"{head:>22}" for head in heads)
     for kind, rounds in costs.items():
         cells = []
         for values, scale, digits in zip(
-            zip(*rounds, strict=True), (1000, 1, 1000, 1), (0, 2, 0, 2), strict=True
+            zip(*rounds, strict=True), (1000, 1, 1, 1, 1000), (0, 2, 2, 2, 0), strict=True
         ):
             low, high = min(values) * scale, max(values) * scale
             middle = statistics.median(values) * scale
             cells.append(f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]")
-        yield f"{kind:14} {cells[0]:>22} {cells[1]:>20} {cells[2]:>24} {cells[3]:>18}"
+        yield f"{kind:14} " + " ".join(f"{cell:>22}" for cell in cells)
 
 
 def processor() -> str:
@@ -226,7 +245,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2, help="sequences of 128 tokens a step")
     parser.add_argument("--only", default="", help="kinds, comma-separated")
     parser.add_argument("--dir", default=".", help="where the file system to write to is")
+    parser.add_argument("--throttle", type=float, default=0.0, help="MB/s of the disk; 0: as it is")
     options = parser.parse_args()
+    if options.throttle:
+        throttle(1e6 * options.throttle)
     warnings.filterwarnings("ignore")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # the process of dcp.async_save wants one
     os.environ.setdefault("MASTER_PORT", "0")

@@ -40,6 +40,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.scale_table import RANKS, Row, plot, read, row, table
 from kempner.checkpoint.format import plan as checkpoint_layout
+from kempner.checkpoint.format.reader import from_json
 from kempner.checkpoint.format.writer import plan_file
 from kempner.config import toml
 from kempner.config.command_line import argument_parser
@@ -240,7 +241,7 @@ def first_save(ranks: int) -> dict[str, float]:
         assert plan
     index = json.dumps(checkpoint_layout.to_json(table))
     read = time.perf_counter()
-    checkpoint_layout.from_json(json.loads(index))
+    from_json(json.loads(index))
     folders = Counter(Path(checkpoint_layout.file_of(rank)).parent for rank in range(ranks))
     return {
         "plan": planned - began,

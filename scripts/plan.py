@@ -7,7 +7,8 @@ Prints the memory of one GPU by part at its largest, the bytes that each rank se
 the three combinations with the shortest estimated step, as overrides for scripts/train.py. Times
 are ranges: as far as published figures of such runs lie from the estimate. `train.py --bench`
 measures. --fabric names the network between nodes, with the rate of a GPU's share of it in Gb/s.
-What is offloaded must fit into --host-memory GiB of a node (900).
+What is offloaded must fit into --host-memory GiB of a node (900), and so should the copies for
+saves.
 Reads no data and needs no GPU. docs/extensions/scaling.md says what is estimated, and how well.
 Exit code 1: nothing fits; 2: bad input.
 """
@@ -27,6 +28,7 @@ from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.extensions.planner.cost import (
     HOST_BYTES,
     host_offload_bytes,
+    host_save_bytes,
     model_flops_utilisation,
     network_bytes,
     step_seconds,
@@ -120,6 +122,15 @@ def print_plan(cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec, hos
         over = (offloaded - host) / GIB
         room = f"over by {over:.1f}" if over > 0 else f"{-over:.1f} are free"
         print(f"offloaded to the memory of a node: {offloaded / GIB:.1f} GiB; {room}")
+    saved = host_save_bytes(cfg, world_size, per_node) if cfg.checkpoint.save else 0.0
+    if saved:
+        over = (offloaded + saved - host) / GIB
+        room = (
+            f"{-over:.1f} are free"
+            if over <= 0
+            else (f"over by {over:.1f}: each save goes in waves, and the steps wait for all of it")
+        )
+        print(f"for saves in the memory of a node: {saved / GIB:.1f} GiB; {room}")
     rows = [["sent by one rank in a step", "GB", ""]]
     for each in network_bytes(cfg, world_size, per_node):
         link = "to the host" if each.bus else "inside a node" if each.within else "between nodes"

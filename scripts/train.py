@@ -71,6 +71,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             "work": at.stragglers.contribution(at.own_work()),
             "step_time": 0.0 if run.world.rank else at.watchdog.step_time,
             **stop.take_flags(),
+            **at.saves.flags(),
         }
         lr, sums = at.learning_rate(), reduce_step(sums, at.layout)
         numbers = update_weights(
@@ -82,7 +83,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         pending.append(PendingStep(at.progress, lr, numbers, at.clock))
         run.step = step = at.progress.step
         at.watchdog.beat(step)
-        at.checkpointer.poll(at.watchdog.step_time)
+        at.saves.after_step(step, at.watchdog.step_time)
         collect_garbage(step)
 
         # What earlier steps have said, all but the newest one. Before a save that one too, so that
@@ -91,17 +92,18 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         last = step == cfg.train.max_steps
         save_due = last or cfg.checkpoint.is_due(step)
         at_once, verdict = save_due or at.loader.at_once, GO_ON
-        while not verdict.final and pending[0 if at_once or long_steps or verdict.save else 1 :]:
+        while not verdict.final and pending[0 if at_once or long_steps else 1 :]:
             result = pending.pop(0).read()
             long_steps = result.values["step_time"] > requests.LONG_STEP_S
             verdict = at.judge(result) or requests.requested_verdict(result.values, verdict)
+            at_once = at_once or verdict.save or verdict.save_due
 
         # Go back, save, validate.
         if verdict.go_back:
             verdict, pending = at.go_back(verdict), []
             continue
         # After a skipped step the weights may be bad: keep the last good checkpoint.
-        save_due = save_due and (last or not at.nonfinite.in_a_row)
+        save_due = (save_due or verdict.save_due) and (last or not at.nonfinite.in_a_row)
         if (save_due or verdict.save) and verdict.state != "failed":
             at.save()
         if at.is_validation_due() and not verdict.state:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import json
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from datetime import timedelta
 from functools import partial
@@ -21,7 +21,6 @@ from kempner.checkpoint import commit
 from kempner.checkpoint.choose import (
     Choice,
     choose_checkpoint,
-    hold_checkpoint,
     remember_skip,
     set_damaged_aside,
 )
@@ -29,11 +28,18 @@ from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.format import plan as layout
 from kempner.checkpoint.format.dcp import dcp_metadata
 from kempner.checkpoint.format.plan import TENSORS, Table
-from kempner.checkpoint.format.writer import Image, local_part, plan_file, write_file
+from kempner.checkpoint.format.writer import (
+    WRITE,
+    Image,
+    image_bytes,
+    local_part,
+    plan_file,
+    write_file,
+)
 from kempner.checkpoint.history import Damaged
 from kempner.checkpoint.ownership import claim_directory, is_own, remove_directory
 from kempner.checkpoint.ranks import Ranks
-from kempner.checkpoint.state import StateProvider, collect_state, read_targets
+from kempner.checkpoint.state import StateProvider, collect_state
 from kempner.jobs.lock import RunLock
 from kempner.jobs.this_job import attempt_name, short_window
 
@@ -67,8 +73,8 @@ class Checkpointer:
         self.cfg, self.root, self.providers, self.log = cfg, root, providers, log
         self.texts, self.about = contents
         # A timeout of its own: a slow file system makes ranks wait longer than a step ever may.
-        self._ranks = Ranks(dist.new_group(backend="gloo", timeout=timedelta(hours=1)))
-        self.rank, self.world_size = self._ranks.rank, self._ranks.size
+        self.ranks = Ranks(dist.new_group(backend="gloo", timeout=timedelta(hours=1)))
+        self.rank, self.world_size = self.ranks.rank, self.ranks.size
         self._held_by = layout.ranks_of(collect_state(providers)[0].values(), self.world_size)
         firsts = [*range(0, self.world_size, len(self._held_by))]  # of each stage of a pipeline
         self._firsts = dist.new_group(firsts, backend="gloo") if len(firsts) > 1 else None
@@ -78,6 +84,7 @@ class Checkpointer:
         self._pruning: futures.Future[None] | None = None
         self._prune_due = False
         self._table: Table | None = None  # what the image is made for
+        self._room = 1 << 62  # bytes of host memory for the image; a small one always fits
         self._whole: Table = {}  # on rank 0: with the tensors of all stages
         self._built: futures.Future[tuple[Image, bytes | None]] | None = None
         self.saved_step = -1  # newest step that is durable
@@ -89,8 +96,8 @@ class Checkpointer:
         self._lock: RunLock | None = None
         self._run_lock = run_lock
         # Rank 0's for all: they write into one directory, which has this name in it.
-        self._attempt = self._ranks.on_first(attempt_name)
-        self._ranks.on_first(self._claim)
+        self._attempt = self.ranks.on_first(attempt_name)
+        self.ranks.on_first(self._claim)
 
     def _claim(self) -> None:
         """Mark the directory as this run's, and lock it; by default it is inside run.dir, whose
@@ -120,10 +127,15 @@ class Checkpointer:
         problem = self._stage()
         position = copy.deepcopy(position)  # the caller keeps mutating its dict
         future = self._background.submit(self._write, step, position, problem)
-        if not self.cfg.async_save:
+        if not self.cfg.async_save or (problem is None and self._in_waves()):
             futures.wait([future])
         self._pending = (step, start_time, future)
         self.poll()
+
+    @property
+    def in_flight(self) -> int | None:
+        """The step whose save is in flight."""
+        return self._pending[0] if self._pending else None
 
     def poll(self, step_time: float = 0.0) -> None:
         """Check whether the save in flight has ended. Call it after every step, with its seconds:
@@ -144,7 +156,7 @@ class Checkpointer:
         if error := future.exception():
             self.failed_saves += 1
             self.log(
-                f"WARNING: the checkpoint of step {step} failed: {self._ranks.describe(error)}; "
+                f"WARNING: the checkpoint of step {step} failed: {self.ranks.describe(error)}; "
                 "the one before stays"
             )
             return
@@ -197,9 +209,20 @@ class Checkpointer:
         self._unpin()
         on_gpu = (local_part(tensor).device for tensor in state.values() if tensor.is_cuda)
         device = next(on_gpu, None)
+        if self._table is None and sum(local_part(t).nbytes for t in state.values()) > WRITE:
+            from kempner.jobs.ranks.host_memory import memory_of_rank
+
+            # Here, where no rank has taken its part yet: all come from the same step.
+            self._room = memory_of_rank()
 
         def build() -> tuple[Image, bytes | None]:
-            image = Image(plan_file(table, self.rank), device, self.log)
+            plan = plan_file(table, self.rank)
+            if image_bytes(plan) <= self._room:
+                image = Image(plan, device, self.log)
+            else:
+                from kempner.checkpoint.format.waves import WavedImage
+
+                image = WavedImage(plan, device, self.log, self._room)
             return image, dcp_metadata(whole, self.world_size) if self.rank == 0 else None
 
         self._table, self._whole, self._built = table, whole, self._background.submit(build)
@@ -232,6 +255,9 @@ class Checkpointer:
             return error
         return None
 
+    def _in_waves(self) -> bool:
+        return self._built is not None and self._built.result()[0].waves > 1
+
     def _write(self, step: int, position: dict[str, Any], problem: Exception | None) -> float:
         """Make the staged state the newest checkpoint; returns the time when it was durable.
 
@@ -251,12 +277,12 @@ class Checkpointer:
             assert self._built is not None
             image = self._built.result()[0]
             index = {"step": step, "rank": self.rank, "tensors": image.entries}
-            write_file(partial / layout.file_of(self.rank), image.bytes, index)
+            write_file(partial / layout.file_of(self.rank), image.pieces(), index)
 
         try:
-            self._ranks.on_first(begin)
-            self._ranks.on_all(write)
-            self._ranks.on_first(lambda: self._commit(step, position))
+            self.ranks.on_first(begin)
+            self.ranks.on_all(write)
+            self.ranks.on_first(lambda: self._commit(step, position))
         except Exception:
             if self.rank == 0 and is_own(partial):  # no full disk until the next save
                 remove_directory(partial)
@@ -299,37 +325,23 @@ class Checkpointer:
         self.wait()  # a run that goes back: what is in flight is the newest checkpoint
         # Retention must not delete what is about to be chosen.
         futures.wait([self._pruning] if self._pruning else [])
-        if leftovers := self._ranks.on_first(lambda: commit.clean_leftovers(self.root)):
+        if leftovers := self.ranks.on_first(lambda: commit.clean_leftovers(self.root)):
             self.log(f"removed what an earlier attempt left: {', '.join(leftovers)}")
-        while choice := self._ranks.on_first(
+        while choice := self.ranks.on_first(
             lambda: choose_checkpoint(self.root, self.about, self.log, only)
         ):
             path = choice[0]
             try:
                 with commit.reading_lock(path) if self.rank == 0 else contextlib.nullcontext():
-                    self._ranks.on_all(partial(self._read, choice, self.providers))
+                    self.ranks.on_all(partial(self.read, choice, self.providers))
             except Damaged as error:
-                self._ranks.on_first(partial(set_damaged_aside, path, error, self.log))
+                self.ranks.on_first(partial(set_damaged_aside, path, error, self.log))
                 continue
             # Only after all ranks have read and verified it.
-            self._ranks.on_first(partial(commit.set_latest, path))
+            self.ranks.on_first(partial(commit.set_latest, path))
             self.saved_step = int(choice[1]["step"])
             return choice[1]
         return None
-
-    def load_from(self, source: str, names: Collection[str]) -> Choice:
-        """Load the state of these providers from a checkpoint of another run, RUN[@STEP]. Raises
-        ConfigError if it cannot be used."""
-        providers = {name: self.providers[name] for name in names}
-        with contextlib.ExitStack() as locks:
-            try:
-                choice = self._ranks.on_first(lambda: hold_checkpoint(source, self.about, locks))
-                self._ranks.on_all(partial(self._read, choice, providers))
-            except Damaged as error:  # it is not ours to set aside
-                from kempner.checkpoint import fork
-
-                raise fork.not_whole(source, error) from None
-        return choice
 
     def remember_skip(self, skip: list[list[int]]) -> None:
         """Record durably which samples the run leaves out since it went back to the checkpoint just
@@ -340,8 +352,10 @@ class Checkpointer:
             except OSError as error:
                 self.log(f"WARNING: a restart will not know the samples to leave out: {error}")
 
-    def _read(self, choice: Choice, providers: Mapping[str, StateProvider]) -> None:
+    def read(self, choice: Choice, providers: Mapping[str, StateProvider]) -> None:
+        """Fill the state of these providers from a checkpoint."""
         from kempner.checkpoint.format.reader import read_wanted
+        from kempner.checkpoint.loading import read_targets
 
         path, manifest, table = choice
         wants = read_targets(providers, table, manifest["world_size"], self.rank, self.world_size)

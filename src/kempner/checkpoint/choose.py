@@ -55,24 +55,6 @@ def choose_checkpoint(
     return None
 
 
-def hold_checkpoint(source: str, about: dict[str, Any], locks: contextlib.ExitStack) -> Choice:
-    """Open the checkpoint RUN[@STEP] of another run, which may be training: its retention leaves
-    the checkpoint alone as long as `held` is open.
-
-    Raises ConfigError if there is none or it does not fit, Damaged.
-    """
-    from kempner.checkpoint.fits import check_fork
-    from kempner.checkpoint.fork import find_fork
-    from kempner.checkpoint.format.reader import read_table
-
-    path = find_fork(source)
-    locks.enter_context(commit.reading_lock(path))
-    # Retention may delete it between the two lines; then the manifest is missing.
-    manifest = history.read_manifest(path)
-    check_fork(source, path, manifest, about)
-    return path, with_skip(path, manifest), read_table(path, manifest)
-
-
 def with_skip(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """Add to the manifest the samples that the run leaves out since it went back to this
     checkpoint."""

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from kempner.config.option import option
+from kempner.config.values import format_value
+
+DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h|d)")
+SPREAD = 16  # copies that share the writing, at most: a rank that loads opens as many files
+UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}  # seconds
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     dir: str = option("", "directory of the checkpoints; unset: <run.dir>/checkpoints")
-    interval: int = option(500, "steps between saves; 0: only at the end", minimum=0)
+    interval: int | str = option(
+        500,
+        "steps between saves, or the time, such as 20min or 2h; auto: as often as failures of the "
+        "run and the cost of its saves ask for; 0: only at the end",
+        minimum=0,
+    )
     save: bool = option(
         True, "false: neither write nor load checkpoints, for runs that only measure"
     )
@@ -24,17 +35,31 @@ class CheckpointConfig:
     )
 
     def is_due(self, step: int) -> bool:
-        """Return whether a run saves after `step` steps, if they are not its last."""
-        regular = self.interval > 0 and step % self.interval == 0
+        """Return whether a run saves after `step` steps, if they are not its last, whatever the
+        time is."""
+        by_step = isinstance(self.interval, int) and self.interval
+        regular = by_step and step % by_step == 0
         return regular or (self.powers_of_two and is_power_of_two(step))
 
+    @property
+    def seconds(self) -> float | None:
+        """Seconds between saves; None if checkpoint.interval is no duration."""
+        found = DURATION.fullmatch(str(self.interval))
+        return float(found[1]) * UNITS[found[2]] if found else None
+
     def problems(self) -> list[str]:
-        if self.save or not self.powers_of_two:
-            return []
-        return [
-            "checkpoint.powers_of_two: checkpoint.save = false writes no checkpoints; leave one of "
-            "the two out"
-        ]
+        problems = []
+        if isinstance(self.interval, str) and self.interval != "auto" and not self.seconds:
+            problems.append(
+                f"checkpoint.interval = {format_value(self.interval)}: must be a number of steps, "
+                "a time above 0 in s, min, h or d, or auto; write 500, 20min or auto"
+            )
+        if self.powers_of_two and not self.save:
+            problems.append(
+                "checkpoint.powers_of_two: checkpoint.save = false writes no checkpoints; leave "
+                "one of the two out"
+            )
+        return problems
 
 
 def is_power_of_two(step: int) -> bool:

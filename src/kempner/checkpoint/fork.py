@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Collection
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kempner.checkpoint import history, named
+from kempner.checkpoint import commit, history, named
+from kempner.checkpoint.choose import with_skip
 from kempner.checkpoint.history import Damaged
 from kempner.config.option import ConfigError
+
+if TYPE_CHECKING:
+    from kempner.checkpoint.checkpointer import Checkpointer
+    from kempner.checkpoint.choose import Choice
 
 
 def find_fork(source: str) -> Path:
@@ -16,6 +24,37 @@ def find_fork(source: str) -> Path:
         return named.find_checkpoint(source)
     except ConfigError as error:
         raise ConfigError([f"run.fork = {problem}" for problem in error.problems]) from None
+
+
+def hold_checkpoint(source: str, about: dict[str, Any], locks: contextlib.ExitStack) -> Choice:
+    """Open the checkpoint RUN[@STEP] of another run, which may be training: its retention leaves
+    the checkpoint alone as long as `held` is open.
+
+    Raises ConfigError if there is none or it does not fit, Damaged.
+    """
+    from kempner.checkpoint.fits import check_fork
+    from kempner.checkpoint.format.reader import read_table
+
+    path = find_fork(source)
+    locks.enter_context(commit.reading_lock(path))
+    # Retention may delete it between the two lines; then the manifest is missing.
+    manifest = history.read_manifest(path)
+    check_fork(source, path, manifest, about)
+    return path, with_skip(path, manifest), read_table(path, manifest)
+
+
+def load_fork(checkpointer: Checkpointer, source: str, names: Collection[str]) -> Choice:
+    """Load the state of these providers from a checkpoint of another run, RUN[@STEP], on all ranks.
+    Raises ConfigError if it cannot be used."""
+    providers = {name: checkpointer.providers[name] for name in names}
+    with contextlib.ExitStack() as locks:
+        hold = partial(hold_checkpoint, source, checkpointer.about, locks)
+        try:
+            choice = checkpointer.ranks.on_first(hold)
+            checkpointer.ranks.on_all(partial(checkpointer.read, choice, providers))
+        except Damaged as error:  # it is not ours to set aside
+            raise not_whole(source, error) from None
+    return choice
 
 
 def fork_problems(source: str, run_dir: Path, root: Path) -> list[str]:

@@ -11,10 +11,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from kempner.checkpoint.format.plan import StoredTensor, Table, Want, make_table, own_box
-from kempner.config.option import ConfigError
+from kempner.checkpoint.format.plan import StoredTensor
 from kempner.optim.optimizer import Optimizer
 from kempner.parallel.build import buffer_names, parameter_names
 
@@ -173,34 +171,3 @@ def collect_state(
             else:
                 shared[f"{prefix}.{name}"] = tensor
     return shared, own
-
-
-def read_targets(
-    providers: Mapping[str, StateProvider], table: Table, stored_world: int, rank: int, world: int
-) -> list[Want]:
-    """List what this rank must read, with its targets. `stored_world`: number of ranks that wrote
-    the checkpoint.
-
-    Raises ConfigError if a provider wants what is not stored in this shape.
-    """
-    wants = []
-    for prefix, provider in providers.items():
-        start = f"{prefix}.*." if provider.per_rank else f"{prefix}."
-        stored = {key.removeprefix(start): of for key, of in table.items() if key.startswith(start)}
-        # The world has grown: this rank starts with random state of its own.
-        if provider.per_rank and rank >= stored_world:
-            stored = {}
-        destinations = provider.restore(stored)
-        here = make_table(destinations, {}, world)
-        for name, tensor in destinations.items():
-            shape, dtype = here[name][:2]
-            if name not in stored or stored[name][:2] != (shape, dtype):
-                raise ConfigError(
-                    f"the checkpoint has no {start}{name} of shape {tuple(shape)} and {dtype}: it "
-                    "was written by another version of this program, or with another model or "
-                    "optimizer"
-                )
-            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            disk = f"{prefix}.{rank}.{name}" if provider.per_rank else f"{prefix}.{name}"
-            wants.append(Want(start + name, disk, part.detach(), own_box(here[name], rank)))
-    return wants

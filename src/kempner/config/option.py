@@ -5,7 +5,8 @@
         max_steps: int = option(1000, "optimizer steps of the whole run", minimum=1)
 
 A field is bool, int, float, str, a tuple of int, float or str, or one of these `| None`; or a list
-of tables, [[data.sources]]: a tuple of another such dataclass.
+of tables, [[data.sources]]: a tuple of another such dataclass; or `int | str`, whose section says
+in problems() which strings it takes.
 """
 
 from __future__ import annotations
@@ -84,10 +85,11 @@ class Option:
     minimum: float | None
     maximum: float | None
     keys: Mapping[str, Option] | None  # of a list of tables: what each may hold; item is its class
+    words: bool = False  # a string is a value, too
 
     @property
     def type_name(self) -> str:
-        name = "table" if self.keys else self.item.__name__
+        name = "table" if self.keys else self.item.__name__ + " or str" * self.words
         if self.size is not None:
             name = f"[{name}, ...]" if self.size == 0 else f"[{', '.join([name] * self.size)}]"
         return f"{name} or none" if self.optional else name
@@ -161,6 +163,8 @@ class Option:
         return tuple(result)
 
     def _item(self, value: Any) -> Any:
+        if self.words and type(value) is str:
+            return value
         if self.item is float and type(value) is int:
             value = _float(value)
         if type(value) is not self.item:  # not isinstance: a bool is not an int
@@ -291,7 +295,8 @@ def section_options(section: str, cls: type) -> dict[str, Option]:
 
 def _option(name: str, hint: Any, field: dataclasses.Field[Any]) -> Option:
     assert "help" in field.metadata, f"{name}: declare it with option(default, help)"
-    declared, optional, size = hint, False, None
+    declared, optional, size, words = hint, False, None, hint == int | str
+    hint = int if words else hint
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
         optional = len(kinds) == 1
@@ -307,7 +312,9 @@ def _option(name: str, hint: Any, field: dataclasses.Field[Any]) -> Option:
         keys = {f.name: _option(f"{name}[].{f.name}", hints[f.name], f) for f in columns}
     else:
         assert hint in (bool, int, float, str), f"{name}: {declared} is not a supported type"
-    result = Option(name, hint, size, optional, field.default, **field.metadata, keys=keys)
+    result = Option(
+        name, hint, size, optional, field.default, **field.metadata, keys=keys, words=words
+    )
     if field.default is not REQUIRED_OPTION:
         try:
             result.convert(field.default)

@@ -20,8 +20,8 @@ from kempner.checkpoint.format.plan import (
     box_slices,
     chunks_of,
     own_box,
-    ranks_with,
 )
+from kempner.checkpoint.format.reader import ranks_with
 from kempner.optim.config import STATE
 from kempner.optim.rule import Guard, ParameterGroup, ParameterPart, Rule
 

@@ -99,7 +99,7 @@ def configure(
     if flags["check"] or not (only or "KEMPNER_ATTEMPT_ID" in os.environ or discover_world().rank):
         print_warnings(cfg)  # once: the scripts have called --check
     if flags["check"]:
-        warn_of_job(cfg)
+        warn_of_job(cfg, flags)
     if only:
         run_program(lambda _: print(to_toml(cfg), end=""))
     set_allocator()
@@ -142,8 +142,13 @@ def check_config(
     return problems
 
 
-def warn_of_job(cfg: RunConfig) -> None:
+def warn_of_job(cfg: RunConfig, flags: Mapping[str, Any]) -> None:
     """Warn of what the nodes of the job may lack, as far as this host tells."""
+    if cfg.checkpoint.save and flags["nodes"] is not None:
+        from kempner.train.resilience.save_notes import print_notes
+
+        world_size, per_node = world_of_flags(flags)
+        print_notes(cfg, world_size, count_replicas(cfg, world_size, per_node), per_node)
     if cfg.train.compile:
         from kempner.jobs.system import compiler
 

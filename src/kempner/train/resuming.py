@@ -1,48 +1,24 @@
-"""The way back to an earlier state of a run, of another run, or of its own."""
+"""The way back to an earlier state: of the run itself, or of another run, which it forks. Loaded by
+a run that goes it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kempner.checkpoint.fits import fact_differences
+from kempner.checkpoint.fork import fork_generation, load_fork
 from kempner.train import lookup
-from kempner.train.parts import expect_batches, open_mixture
+from kempner.train.parts import open_mixture
 from kempner.train.progress import Progress
 from kempner.train.resilience.requests import GO_ON, Verdict
 from kempner.train.sections import RunConfig
 
 if TYPE_CHECKING:
     from kempner.checkpoint.checkpointer import Checkpointer
-    from kempner.model.decoder import Decoder
-    from kempner.parallel.layout import Layout
     from kempner.train.extensions import Loader
     from kempner.train.recording.run_directory import Run
     from kempner.train.replicas import Replicas
-
-
-def resume_progress(
-    cfg: RunConfig,
-    run: Run,
-    layout: Layout,
-    model: Decoder,
-    checkpointer: Checkpointer,
-    replicas: Replicas,
-) -> Progress:
-    """Load the newest checkpoint; without one, that of the run to be forked, or the weights that
-    an extension has. With checkpoint.powers_of_two a
-    new run saves what it begins with, as a fork always does. The compiler hears which batches are
-    to come."""
-    manifest = checkpointer.load()
-    forks = manifest is None and bool(cfg.run.fork)
-    for each in lookup.used(cfg):
-        each.start(cfg, run, model, begun=manifest is not None or forks)
-    progress = (
-        begin_fork(cfg, run, checkpointer, replicas) if forks else Progress.of(manifest).plan(cfg)
-    )
-    if manifest is None and not forks and cfg.checkpoint.powers_of_two:
-        checkpointer.save(progress.step, progress.record())
-    expect_batches(cfg, layout, model, progress.step)
-    return replicas.begin(progress)
 
 
 def begin_fork(
@@ -50,12 +26,9 @@ def begin_fork(
 ) -> Progress:
     """Load the checkpoint that run.fork names, and save it as the first one of this run. All
     replicas begin with it."""
-    from kempner.checkpoint.fits import fact_differences
-    from kempner.checkpoint.fork import fork_generation
-
     names = tuple(name for name in checkpointer.providers if name not in ("rng", "spikes"))
     names = names if cfg.run.fork_optimizer == "keep" else ("model",)
-    path, manifest, table = checkpointer.load_from(cfg.run.fork, names)
+    path, manifest, table = load_fork(checkpointer, cfg.run.fork, names)
     if run.world.rank == 0:
         for each in lookup.used(cfg):
             each.forked(path, run)

@@ -24,6 +24,7 @@ from kempner.parallel.layout import Layout
 from kempner.train import lookup
 from kempner.train.objective import Objective
 from kempner.train.parts import (
+    expect_batches,
     open_held_out_batches,
     open_layout,
     open_loader,
@@ -35,13 +36,13 @@ from kempner.train.recording.contents import checkpoint_contents
 from kempner.train.recording.metrics import Clock
 from kempner.train.recording.recorder import Recorder, has_validation
 from kempner.train.recording.run_directory import Run
+from kempner.train.recording.saves import Saves
 from kempner.train.replicas import Replicas
 from kempner.train.resilience import requests
 from kempner.train.resilience.nonfinite import NonFinite
 from kempner.train.resilience.requests import StopRequests, Verdict
 from kempner.train.resilience.straggler import BlockClock, Stragglers
 from kempner.train.resilience.watchdog import Watchdog, start_watchdog
-from kempner.train.resuming import go_back, resume_progress
 from kempner.train.sections import RunConfig
 from kempner.train.step import StepResult, reduce_step
 
@@ -84,6 +85,7 @@ class Training:
     optimizer: Optimizer
     replicas: Replicas
     checkpointer: Checkpointer
+    saves: Saves
     progress: Progress
     loader: Loader
     val_batches: Callable[[], dict[str, Iterator[MicroBatch]]]
@@ -122,6 +124,8 @@ class Training:
     def go_back(self, verdict: Verdict) -> Verdict:
         """Return to the last checkpoint, without the samples of the bad steps; returns what is
         next."""
+        from kempner.train.resuming import go_back
+
         with self.watchdog.patient():
             self.progress, verdict = go_back(
                 self.progress,
@@ -135,8 +139,7 @@ class Training:
         return verdict
 
     def save(self) -> None:
-        with self.clock.part("checkpoint"), self.watchdog.patient():
-            self.checkpointer.save(self.progress.step, self.progress.record())
+        self.saves.save(self.progress)
 
     def validate(self) -> None:
         """Measure the loss of the held-out data with the weights that a user would get."""
@@ -204,6 +207,34 @@ def open_checkpointer(
     return replicas.checkpointer(*parts, run.announce, run.lock)
 
 
+def resume_progress(
+    cfg: RunConfig,
+    run: Run,
+    layout: Layout,
+    model: Decoder,
+    checkpointer: Checkpointer,
+    replicas: Replicas,
+) -> Progress:
+    """Load the newest checkpoint; without one, that of the run to be forked, or the weights that
+    an extension has. With checkpoint.powers_of_two a
+    new run saves what it begins with, as a fork always does. The compiler hears which batches are
+    to come."""
+    manifest = checkpointer.load()
+    forks = manifest is None and bool(cfg.run.fork)
+    for each in lookup.used(cfg):
+        each.start(cfg, run, model, begun=manifest is not None or forks)
+    if forks:
+        from kempner.train.resuming import begin_fork
+
+        progress = begin_fork(cfg, run, checkpointer, replicas)
+    else:
+        progress = Progress.of(manifest).plan(cfg)
+    if manifest is None and not forks and cfg.checkpoint.powers_of_two:
+        checkpointer.save(progress.step, progress.record())
+    expect_batches(cfg, layout, model, progress.step)
+    return replicas.begin(progress)
+
+
 def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) -> Training:
     """Make the parts, load the newest checkpoint, and start the watchers."""
     watchdog, layout = start_watchdog(cfg, run), open_layout(cfg, run.world, device)
@@ -240,6 +271,7 @@ def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.de
         optimizer,
         replicas,
         checkpointer,
+        Saves(run, checkpointer, recorder, watchdog.patient),
         progress,
         loader,
         open_held_out_batches(cfg, layout),

@@ -348,6 +348,10 @@ def test_bad_sections(given: dict[str, float], words: str) -> None:
         ("--train.max_steps=45", "train.max_steps = 45: must be a multiple of lowcomm.interval"),
         ("--eval.interval=45", "eval.interval = 45: must be a multiple"),
         ("--checkpoint.interval=45", "checkpoint.interval = 45: must be a multiple"),
+        (
+            "--checkpoint.interval=20min",
+            "checkpoint.interval = 20min: replicas are saved at",
+        ),
         ("--lowcomm.fragments=5", "the model has 4; give at most that"),
         ("--optimizer.name=schedule_free --schedule.name=constant", "averages weights itself"),
         ("--train.weights=bf16 --train.dtype=bf16", "not built for train.weights = bf16"),

@@ -290,6 +290,9 @@ def test_plan_prints_the_parts_and_the_overrides() -> None:
     fastest, slowest, least, most = map(float, found.groups())
     assert fastest / least == pytest.approx(slowest / most, rel=0.01)
     assert "--distributed.sync_once=true" in done.stdout  # there is room for it
+    assert "for saves in the memory of a node: 37.7 GiB; 862.3 are free" in done.stdout
+    narrow = command("scripts/plan.py", SEVEN, "--nodes=2", "--gpu=H200", "--host-memory=30")
+    assert "37.7 GiB; over by 7.7: each save goes in waves" in narrow.stdout
     fp8 = command("scripts/plan.py", SEVEN, "--train.fp8=rowwise", "--gpu=A100")
     assert fp8.returncode == 2 and "A100 does not multiply 8-bit floats" in fp8.stderr
     huge = command("scripts/plan.py", SEVEN, "--nodes=99999999999999999999", "--gpus-per-node=1025")

@@ -15,11 +15,10 @@ from kempner.checkpoint.format.plan import (
     StoredTensor,
     Table,
     chunks_of,
-    from_json,
     own_box,
-    ranks_with,
     to_json,
 )
+from kempner.checkpoint.format.reader import from_json, ranks_with
 
 SHAPES = [(7, 3), (64, 2), (1,), (), (0, 4), (300, 100), (5, 11)]
 LAYOUTS = {

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from kempner.checkpoint import commit, fork, history, named
-from kempner.checkpoint.choose import hold_checkpoint, remember_skip
+from kempner.checkpoint.choose import remember_skip
 from kempner.checkpoint.commit import prune_checkpoints
 from kempner.checkpoint.fits import check_compatible, fact_differences
+from kempner.checkpoint.fork import hold_checkpoint
 from kempner.checkpoint.ownership import claim_directory
 from kempner.config.option import ConfigError
 

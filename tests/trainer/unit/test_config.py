@@ -506,7 +506,13 @@ def test_help_wraps_a_long_option_and_a_long_meaning() -> None:
 
 @pytest.mark.parametrize(
     ("hint", "value"),
-    [(dict[str, int], None), (int | str, 1), (tuple[int, str], (1, "a")), (int, 0.5), (bytes, b"")],
+    [
+        (dict[str, int], None),
+        (int | float, 1),
+        (tuple[int, str], (1, "a")),
+        (int, 0.5),
+        (bytes, b""),
+    ],
 )
 def test_a_wrong_declaration_is_our_own_mistake(hint: Any, value: Any) -> None:
     section = make_dataclass("Section", [("x", hint, option(value, "x"))], frozen=True)

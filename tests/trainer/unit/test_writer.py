@@ -293,7 +293,7 @@ def test_a_file_is_whole_on_any_disk(
     memory.write(os.urandom(size))
     if disk is not None:
         disk(monkeypatch)
-    write_file(tmp_path / "file", memoryview(memory), {})
+    write_file(tmp_path / "file", [memoryview(memory)], {})
     monkeypatch.undo()
     content = (tmp_path / "file").read_bytes()
     assert content[:size] == memory[:] and content[size + PAGE - 32 :].startswith(FILE_MAGIC)
@@ -307,10 +307,10 @@ def test_another_error_of_a_disk_is_not_hidden(
 
     monkeypatch.setattr(os, "pwrite", broken)
     with pytest.raises(OSError, match=r"Input/output error: .*/file"):
-        write_file(tmp_path / "file", memoryview(bytes(PAGE)), {})
+        write_file(tmp_path / "file", [memoryview(bytes(PAGE))], {})
     monkeypatch.undo()
     with pytest.raises(FileExistsError):  # somebody else's file is not written into
-        write_file(tmp_path / "file", memoryview(bytes(PAGE)), {})
+        write_file(tmp_path / "file", [memoryview(bytes(PAGE))], {})
 
 
 @contextlib.contextmanager

@@ -9,19 +9,19 @@ is gathered, and no rank needs a list of all files.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from kempner.checkpoint.config import SPREAD
 
 SMALL_TENSOR_BYTES = (
     1 << 16
 )  # bytes: every rank writes its copy of a replicated tensor of at most this size
-SPREAD = 16  # copies that share the writing, at most: a rank that loads opens as many files
 FILES_PER_FOLDER = 256  # data files in one directory
 
 Box = tuple[tuple[int, int], ...]  # of a tensor: (start, length) in each dimension
@@ -101,11 +101,11 @@ def make_table(shared: Mapping[str, Tensor], own: Mapping[str, Tensor], world: i
     Raises TypeError for a DTensor whose placement cannot be stored.
     """
     ranks = ranks_of(shared.values(), world)
-    checked: set[DeviceMesh] = set()
+    meshes = dict[int, tuple[int, ...]]()
     by_size = sorted(shared, key=lambda name: (-shared[name].nbytes, name))
     turns = {name: turn for turn, name in enumerate(by_size)}
     table = {
-        name: StoredTensor(t.shape, t.dtype, _layout_of(name, t, ranks, checked), turns[name])
+        name: StoredTensor(t.shape, t.dtype, _layout_of(name, t, ranks, meshes), turns[name])
         for name, t in shared.items()
     }
     return table | {name: StoredTensor(t.shape, t.dtype, None, 0) for name, t in own.items()}
@@ -122,23 +122,24 @@ def ranks_of(tensors: Iterable[Tensor], world: int) -> range:
 
 
 def _layout_of(
-    name: str, tensor: Tensor, ranks: range, checked: set[DeviceMesh]
+    name: str, tensor: Tensor, ranks: range, meshes: dict[int, tuple[int, ...]]
 ) -> CheckpointLayout:
+    """`meshes`: shapes of those that were seen, by identity: a DeviceMesh computes what it is asked
+    anew, and there are thousands of tensors on one."""
     if not isinstance(tensor, DTensor):
         return CheckpointLayout((len(ranks),), (None,), (), ranks.start)
     mesh, cuts, late = tensor.device_mesh, list[int | None](), list[int]()
-    if mesh not in checked:
+    if (shape := meshes.get(id(mesh))) is None:
         if mesh.mesh.flatten().tolist() != list(ranks):
             raise TypeError(f"{name}: its mesh does not hold the ranks {ranks} in order")
-        checked.add(mesh)
+        shape = meshes[id(mesh)] = tuple(mesh.mesh.shape)
     for axis, placement in enumerate(tensor.placements):
         if not isinstance(placement, (Shard, Replicate, _StridedShard)):
             raise TypeError(f"{name}: cannot store the placement {placement}")
         cuts.append(None if isinstance(placement, Replicate) else placement.dim)
         late += [axis] if isinstance(placement, _StridedShard) else []
     # Tensor parallelism cuts first and FSDP shards its parts, although FSDP's axis is the outer.
-    order = [axis for axis in range(mesh.ndim) if axis not in late] + late
-    shape = tuple(mesh.mesh.shape)
+    order = [axis for axis in range(len(shape)) if axis not in late] + late
     return CheckpointLayout(shape, tuple(cuts), tuple(order) if late else (), ranks.start)
 
 
@@ -163,7 +164,7 @@ def box_slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, start + length) for start, length in box)
 
 
-def _writing_replica(turn: int, size: int) -> int:
+def writing_replica(turn: int, size: int) -> int:
     """Choose which of `size` replicas writes: few enough to read from, spread over different hosts,
     and each with about as many bytes (turns go by size)."""
     count = min(size, SPREAD)
@@ -189,7 +190,7 @@ def _written_box(spec: StoredTensor, rank: int) -> Box | None:
     mesh, cuts = spec.layout[:2]
     at = spec.layout.at(rank)
     for size, dim, index in zip(mesh, cuts, at, strict=True):
-        if dim is None and index != _writing_replica(spec.turn, size):
+        if dim is None and index != writing_replica(spec.turn, size):
             return None
     box = own_box(spec, rank)
     if all(length for _, length in box):
@@ -197,40 +198,6 @@ def _written_box(spec: StoredTensor, rank: int) -> Box | None:
     # An empty tensor is still written once, so that readers of the checkpoint see its name.
     first = all(index == 0 for dim, index in zip(cuts, at, strict=True) if dim is not None)
     return box if spec.nbytes == 0 and first else None
-
-
-def ranks_with(spec: StoredTensor, box: Box, near: int) -> Iterator[int]:
-    """Yield the ranks whose files together hold a box of a shared tensor. `near`: a rank to prefer
-    where every rank has a copy."""
-    assert spec.layout is not None
-    mesh, cuts = spec.layout[:2]
-    axes, ranks = spec.layout.axes, spec.layout.ranks
-    if not all(length for _, length in box):
-        return
-    if spec.everywhere:
-        yield ranks[near % len(ranks)]
-        return
-
-    def walk(cut: int, rank: int, region: Box) -> Iterator[int]:
-        if cut == len(axes):
-            yield rank
-            return
-        axis = axes[cut]
-        size, dim, apart = mesh[axis], cuts[axis], math.prod(mesh[axis + 1 :])
-        if dim is None:
-            yield from walk(cut + 1, rank + _writing_replica(spec.turn, size) * apart, region)
-            return
-        start, length = region[dim]
-        step = max(1, -(-length // size))
-        first = max(box[dim][0] - start, 0)
-        end = min(sum(box[dim]) - start, length)
-        for index in range(first // step, -(-end // step)):
-            part = (start + index * step, min(step, length - index * step))
-            yield from walk(
-                cut + 1, rank + index * apart, (*region[:dim], part, *region[dim + 1 :])
-            )
-
-    yield from walk(0, ranks.start, spec.whole)
 
 
 # --- The table as JSON ---
@@ -247,19 +214,6 @@ def to_json(table: Table) -> dict[str, Any]:
     }
 
 
-def from_json(content: dict[str, Any]) -> Table:
-    layouts = [
-        None
-        if entry is None
-        else CheckpointLayout(*(tuple(x) if isinstance(x, list) else int(x) for x in entry))  # type: ignore[arg-type]
-        for entry in content["layouts"]
-    ]
-    return {
-        name: StoredTensor(torch.Size(shape), dtype_of(dtype), layouts[layout], turn)
-        for name, (dtype, shape, layout, turn) in content["tensors"].items()
-    }
-
-
 def dtype_of(name: str) -> torch.dtype:
     """Parse a dtype's name. Raises ValueError if this version of torch lacks it."""
     dtype = getattr(torch, name, None)
@@ -269,13 +223,3 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 TENSORS = "tensors.json"  # the table: what each tensor is, and which mesh cuts it
-
-
-class Want(NamedTuple):
-    """A box of a tensor to read into `target`; the tensor is `key` in the table and `name` on
-    disk."""
-
-    key: str
-    name: str
-    target: Tensor
-    box: Box

@@ -13,11 +13,11 @@ import os
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +26,13 @@ from kempner.checkpoint import history
 from kempner.checkpoint.format.crc import crc32
 from kempner.checkpoint.format.plan import (
     TENSORS,
+    Box,
+    CheckpointLayout,
     StoredTensor,
     Table,
-    Want,
+    dtype_of,
     file_of,
-    from_json,
-    ranks_with,
+    writing_replica,
 )
 from kempner.checkpoint.format.writer import FILE_MAGIC, FOOTER
 from kempner.checkpoint.history import Damaged
@@ -39,6 +40,63 @@ from kempner.checkpoint.history import Damaged
 INDEX_TAIL_BYTES = (
     1 << 16
 )  # bytes read at the end of a file, in the hope that the whole index is in them
+
+
+class Want(NamedTuple):
+    """A box of a tensor to read into `target`; the tensor is `key` in the table and `name` on
+    disk."""
+
+    key: str
+    name: str
+    target: Tensor
+    box: Box
+
+
+def from_json(content: dict[str, Any]) -> Table:
+    layouts = [
+        None
+        if entry is None
+        else CheckpointLayout(*(tuple(x) if isinstance(x, list) else int(x) for x in entry))  # type: ignore[arg-type]
+        for entry in content["layouts"]
+    ]
+    return {
+        name: StoredTensor(torch.Size(shape), dtype_of(dtype), layouts[layout], turn)
+        for name, (dtype, shape, layout, turn) in content["tensors"].items()
+    }
+
+
+def ranks_with(spec: StoredTensor, box: Box, near: int) -> Iterator[int]:
+    """Yield the ranks whose files together hold a box of a shared tensor. `near`: a rank to prefer
+    where every rank has a copy."""
+    assert spec.layout is not None
+    mesh, cuts = spec.layout[:2]
+    axes, ranks = spec.layout.axes, spec.layout.ranks
+    if not all(length for _, length in box):
+        return
+    if spec.everywhere:
+        yield ranks[near % len(ranks)]
+        return
+
+    def walk(cut: int, rank: int, region: Box) -> Iterator[int]:
+        if cut == len(axes):
+            yield rank
+            return
+        axis = axes[cut]
+        size, dim, apart = mesh[axis], cuts[axis], math.prod(mesh[axis + 1 :])
+        if dim is None:
+            yield from walk(cut + 1, rank + writing_replica(spec.turn, size) * apart, region)
+            return
+        start, length = region[dim]
+        step = max(1, -(-length // size))
+        first = max(box[dim][0] - start, 0)
+        end = min(sum(box[dim]) - start, length)
+        for index in range(first // step, -(-end // step)):
+            part = (start + index * step, min(step, length - index * step))
+            yield from walk(
+                cut + 1, rank + index * apart, (*region[:dim], part, *region[dim + 1 :])
+            )
+
+    yield from walk(0, ranks.start, spec.whole)
 
 
 class DataFile:

@@ -23,7 +23,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,8 +127,15 @@ def plan_file(table: Table, rank: int) -> FilePlan:
     return plan
 
 
+def image_bytes(plan: FilePlan) -> int:
+    return plan[-1].offset + plan[-1].length if plan else 0
+
+
 class Image:
     """This rank's file in memory. The caller never stages into it while it is being written."""
+
+    waves = 1
+    """Parts in which it is made; with more than one, the steps wait until all are written."""
 
     def __init__(
         self, plan: FilePlan, device: torch.device | None, warn: Callable[[str], None]
@@ -138,7 +145,7 @@ class Image:
         Pinning can fail where the rest of a save does not (a limit on locked memory, a virtual
         machine). Then the memory stays pageable, with a warning: the copies are slower.
         """
-        end = plan[-1].offset + plan[-1].length if plan else 0
+        end = image_bytes(plan)
         memory = torch.frombuffer(allocate_pages(end), dtype=torch.uint8)
         memory[::PAGE] = 0  # fault the pages in now, so that the first save does not
         self.bytes = memory.numpy().data[: -(-end // PAGE) * PAGE]
@@ -151,14 +158,23 @@ class Image:
             if slot.size:
                 data = memory[slot.data : slot.data + slot.size]
                 self.targets[slot.key] = data.view(slot.dtype).view(slot.local_shape)
-        self._pinned = memory if device is not None and pin_memory(memory, device, warn) else None
+        self._pinned: Tensor | None = None
+        if device is not None:
+            from kempner.checkpoint.format.pinned import pin_memory
+
+            self._pinned = memory if pin_memory(memory, device, warn) else None
 
     def close(self) -> None:
         """Unpin the memory; it is freed with the object."""
         if self._pinned is not None:
-            cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            cuda.cudaHostUnregister(self._pinned.data_ptr())
+            from kempner.checkpoint.format.pinned import unpin_memory
+
+            unpin_memory(self._pinned)
             self._pinned = None
+
+    def pieces(self) -> Iterable[memoryview]:
+        """Return the bytes of the file in order; all but the last are whole writes."""
+        return [self.bytes]
 
     @torch.no_grad()
     def stage(self, state: dict[str, Tensor]) -> None:
@@ -170,19 +186,6 @@ class Image:
         if asynchronous:
             # When this returns, the training overwrites the sources.
             torch.cuda.current_stream().synchronize()
-
-
-def pin_memory(memory: Tensor, device: torch.device, warn: Callable[[str], None]) -> bool:
-    """Lock memory in place for a GPU; False, after a warning, when the driver refuses."""
-    torch.cuda.set_device(device)  # this thread's: the default would open a context on GPU 0
-    cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-    if code:
-        warn(
-            f"WARNING: the memory for checkpoints cannot be pinned (CUDA error {code} for "
-            f"{memory.nbytes / 1e9:.1f} GB): saves copy more slowly; see `ulimit -l`"
-        )
-    return code == 0
 
 
 def allocate_pages(size: int) -> mmap.mmap:
@@ -203,8 +206,9 @@ def local_part(tensor: Tensor) -> Tensor:
 # --- The file ---
 
 
-def write_file(path: Path, data: memoryview, index: dict[str, Any]) -> None:
-    """Write the image, whole pages, and the index with its sums to a new file; make it durable.
+def write_file(path: Path, pieces: Iterable[memoryview], index: dict[str, Any]) -> None:
+    """Write the pieces of the image, whole pages, and the index with its sums to a new file; make
+    it durable.
 
     It bypasses the page cache where the file system allows it: the cache would cost another copy,
     and memory that the training's files are in. Raises OSError with the path, also when the disk
@@ -215,17 +219,19 @@ def write_file(path: Path, data: memoryview, index: dict[str, Any]) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             set_direct(fd, True)
-            sums: list[int] = []
-            for start in range(0, len(data), WRITE):
-                part = data[start : start + WRITE]
-                _write(fd, part, start)
+            sums, at = list[int](), 0
+            for part in (
+                each[k : k + WRITE] for each in pieces for k in range(0, len(each), WRITE)
+            ):
+                _write(fd, part, at)
+                at += len(part)
                 # Summed right after the write, while the part is in the processor's cache.
                 sums += [
                     crc32(part[k : k + CRC_BLOCK_BYTES])
                     for k in range(0, len(part), CRC_BLOCK_BYTES)
                 ]
-            index = {**index, "bytes": len(data), "block": CRC_BLOCK_BYTES, "crc32": sums}
-            _write(fd, _trailer(index, len(data)), len(data))
+            index = {**index, "bytes": at, "block": CRC_BLOCK_BYTES, "crc32": sums}
+            _write(fd, _trailer(index, at), at)
             os.fsync(fd)
         finally:
             os.close(fd)

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from kempner.checkpoint import history
-from kempner.checkpoint.format.plan import Want
-from kempner.checkpoint.format.reader import read_table, read_wanted
+from kempner.checkpoint.format.reader import Want, read_table, read_wanted
 from kempner.checkpoint.format.writer import allocate_pages
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import SIDECAR, TOKENIZER_CONFIG, Sidecar

@@ -104,4 +104,4 @@ def _write_rank(path: Path, table: Table, rank: int, stored: Stored, names: dict
     hf_names = [names[slot.key.removeprefix("model.")] for slot in slots]
     boxes = zip(slots, hf_names, strict=True)
     fill_tensors(stored, [ReadJob(image.targets[slot.key], name, slot.box) for slot, name in boxes])
-    write_file(path, image.bytes, {"step": 0, "rank": rank, "tensors": image.entries})
+    write_file(path, [image.bytes], {"step": 0, "rank": rank, "tensors": image.entries})

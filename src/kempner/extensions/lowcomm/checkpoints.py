@@ -35,7 +35,7 @@ class ReplicaCheckpointer(Checkpointer):
         self.wait()
         # Again whenever a replica has found its checkpoint damaged: all must load the same step.
         for attempt in itertools.count():
-            all_steps = self._ranks.on_first(partial(self._all_steps, attempt))
+            all_steps = self.ranks.on_first(partial(self._all_steps, attempt))
             step = agreed_step(all_steps)
             if step is None:
                 return super().load()  # which says when all have been set aside
@@ -45,7 +45,7 @@ class ReplicaCheckpointer(Checkpointer):
                 manifest = super().load(step)
             else:
                 manifest = self._join(holders[number % len(holders)], step)
-            answers = self._ranks.on_first(partial(self._meet, f"{attempt} loaded", bool(manifest)))
+            answers = self.ranks.on_first(partial(self._meet, f"{attempt} loaded", bool(manifest)))
             if all(answers):
                 return manifest
         raise AssertionError
@@ -77,8 +77,8 @@ class ReplicaCheckpointer(Checkpointer):
 
         try:
             with commit.reading_lock(path) if self.rank == 0 else contextlib.nullcontext():
-                choice = self._ranks.on_first(choose)
-                self._ranks.on_all(partial(self._read, choice, providers))
+                choice = self.ranks.on_first(choose)
+                self.ranks.on_all(partial(self.read, choice, providers))
         except Damaged:
             return None  # its owner finds that, too, and sets it aside
         self._replicas.forget_errors()

@@ -179,12 +179,17 @@ def replica_problems(cfg: RunConfig) -> list[str]:
     if not lowcomm.on:
         return []
     rounds = lowcomm.interval
-    steps = {
-        "train.max_steps": cfg.train.max_steps,
-        "checkpoint.interval": cfg.checkpoint.interval,
-        "eval.interval": cfg.eval.interval,
-    }
-    problems = [
+    steps = {"train.max_steps": cfg.train.max_steps, "eval.interval": cfg.eval.interval}
+    problems = list[str]()
+    if isinstance(cfg.checkpoint.interval, int):
+        steps["checkpoint.interval"] = cfg.checkpoint.interval
+    else:
+        problems.append(
+            f"checkpoint.interval = {cfg.checkpoint.interval}: replicas are saved at the end of a "
+            f"round, whose time differs between them; give steps, a multiple of lowcomm.interval, "
+            f"such as --checkpoint.interval={10 * rounds}"
+        )
+    problems += [
         f"{key} = {value}: must be a multiple of lowcomm.interval = {rounds}, because only at the "
         f"end of a round have the replicas one model; give --{key}="
         f"{max(1, value // rounds) * rounds}"

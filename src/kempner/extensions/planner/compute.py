@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 
+from kempner.checkpoint.size import lora_shapes
 from kempner.extensions.planner.gpus import GpuSpec
 from kempner.extensions.planner.launches import GAP, host_seconds, kernels_of_step
 from kempner.extensions.planner.memory import (
     FP32,
     forward_rows,
-    lora_shapes,
     loss_rows,
     weight_bytes,
     whole_model,

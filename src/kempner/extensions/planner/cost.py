@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
+from kempner.checkpoint import size
 from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.extensions.planner.compute import compute_seconds
 from kempner.extensions.planner.gpus import FABRICS, Fabric, GpuSpec, far_seconds, near_seconds
@@ -20,8 +21,9 @@ from kempner.extensions.planner.memory import (
     compute_bytes,
     forward_rows,
     one_replica,
+    outer_state,
     raw_numbers,
-    trained_parameters,
+    trained_elements,
     weight_bytes,
 )
 from kempner.extensions.planner.spread import ESTIMATE_SPREAD, Spread, kind_of_run
@@ -68,7 +70,7 @@ def network_bytes(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffi
     traffic = of_one_replica(own, ranks, near)
     if (replicas := world_size // ranks) > 1:
         axes = axis_sizes(cfg.distributed, ranks, near)
-        numbers = trained_parameters(cfg) / math.prod(axes)  # copies share what they send
+        numbers = trained_elements(cfg) / math.prod(axes)  # copies share what they send
         size = of_a_round(cfg, replicas, numbers) / cfg.of(LowcommConfig).interval
         within, hidden = world_size <= per_node, cfg.of(LowcommConfig).tau > 0
         traffic.append(Traffic("lowcomm: changes of the weights", size, within, hidden))
@@ -120,7 +122,7 @@ def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traff
 def of_a_round(cfg: RunConfig, replicas: int, numbers: float) -> float:
     """Bytes that a rank with `numbers` elements sends to other replicas in a round, without the
     ranges of the codes. Codes are gathered; fp32 is summed."""
-    how, raw = cfg.of(LowcommConfig), raw_numbers(cfg) / trained_parameters(cfg)
+    how, raw = cfg.of(LowcommConfig), raw_numbers(cfg) / trained_elements(cfg)
     if how.compress == "none":
         return 2 * FP32 * numbers * (replicas - 1) / replicas
     code = 2 * FP32 * how.top_k if how.compress == "top-k" else how.bits / 8
@@ -156,15 +158,25 @@ def host_offload_bytes(cfg: RunConfig, world_size: int, per_node: int) -> float:
     """Bytes of host memory that the ranks of a node offload to at once."""
     cfg, world_size, near = one_replica(cfg, world_size, per_node)
     axes = axis_sizes(cfg.distributed, world_size, near)
-    weights, size = weight_bytes(cfg, axes, gpu=False), 0.0
+    weights, needed = weight_bytes(cfg, axes, gpu=False), 0.0
     if cfg.distributed.fsdp_cpu_offload:
-        size += sum(weights.values())
+        needed += sum(weights.values())
     elif cfg.optimizer.cpu_offload:
-        size += weights["optimizer"]
+        needed += weights["optimizer"]
     if cfg.train.offload_activations:
         passes = cfg.train.sequences // (forward_rows(cfg, axes.data_ranks) * axes.data_ranks)
-        size += offloaded_activations(cfg, axes, passes, compute_bytes(cfg, gpu=True))
-    return size * per_node
+        needed += offloaded_activations(cfg, axes, passes, compute_bytes(cfg, gpu=True))
+    return needed * per_node
+
+
+def host_save_bytes(cfg: RunConfig, world_size: int, per_node: int) -> float:
+    """Bytes of host memory that the saves of a node's ranks hold."""
+    cfg, world_size, near = one_replica(cfg, world_size, per_node)
+    axes = axis_sizes(cfg.distributed, world_size, near)
+    whole = size.checkpoint_bytes(cfg.model, cfg.lora, cfg.optimizer, cfg.train.weights)
+    if cfg.of(LowcommConfig).on:
+        whole += outer_state(cfg)
+    return size.host_bytes_of_node(whole, axes, per_node)
 
 
 def activation_bytes(

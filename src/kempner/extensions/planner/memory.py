@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kempner.checkpoint import size
 from kempner.extensions.lowcomm.config import LowcommConfig
-from kempner.model.config import ModelConfig
-from kempner.optim.config import STATE
 from kempner.parallel.layout import Axes, axis_sizes, is_alone
 from kempner.train import lookup
 from kempner.train.sections import RunConfig, micro_batch
@@ -106,12 +105,12 @@ def weight_bytes(cfg: RunConfig, axes: Axes, gpu: bool) -> dict[str, float]:
     """Bytes of the model that a rank keeps between steps. What is offloaded from a GPU is not
     counted; on a CPU it stays in the same memory."""
     count = float(cfg.model.count_parameters())
-    size = 2 if cfg.train.weights == "bf16" else FP32
+    width = 2 if cfg.train.weights == "bf16" else FP32
     if cfg.lora.rank:
-        adapters = FP32 * trained_parameters(cfg)
+        adapters = FP32 * trained_elements(cfg)
         state = {"weights": 2 * count + adapters, "gradients": adapters}
     else:
-        state = {"weights": size * count, "gradients": size * count}
+        state = {"weights": width * count, "gradients": width * count}
     state["optimizer"] = optimizer_state(cfg)
     if cfg.of(LowcommConfig).on:
         state["anchors, outer momentum"] = outer_state(cfg)
@@ -122,43 +121,33 @@ def weight_bytes(cfg: RunConfig, axes: Axes, gpu: bool) -> dict[str, float]:
     if is_alone(axes, cfg.distributed):
         state["compute copies"] = copy_bytes(cfg, compute_bytes(cfg, gpu))
     cuts = axes.pp * axes.shard * axes.cp * axes.tp
-    return {name: size / cuts for name, size in state.items()}
+    return {name: whole / cuts for name, whole in state.items()}
 
 
 def copy_bytes(cfg: RunConfig, compute: int) -> float:
     """Bytes of the copies in the compute dtype that one rank alone keeps of weights in another one
     (parallel/single.py)."""
-    everything, trained = float(cfg.model.count_parameters()), trained_parameters(cfg)
+    everything, trained = float(cfg.model.count_parameters()), trained_elements(cfg)
     in_bf16 = everything if cfg.lora.rank or cfg.train.weights == "bf16" else 0.0
     in_fp32 = trained if cfg.lora.rank or not in_bf16 else 0.0
     return compute * (in_bf16 if compute == FP32 else in_fp32)
 
 
-def trained_parameters(cfg: RunConfig) -> float:
+def trained_elements(cfg: RunConfig) -> float:
     """Number of trained elements of the whole model."""
-    return lora_parameters(cfg) if cfg.lora.rank else float(cfg.model.count_parameters())
+    return size.trained_parameters(cfg.model, cfg.lora)
 
 
 def optimizer_state(cfg: RunConfig) -> float:
-    """Bytes of the rule's state for all trained elements: with Muon, embedding and output have
-    AdamW's."""
-    tables = cfg.model.vocab_size * cfg.model.dim * (2 - cfg.model.tie_embeddings)
-    by_adamw = tables if cfg.optimizer.name == "muon" and not cfg.lora.rank else 0
-    others = trained_parameters(cfg) - by_adamw
-    return others * state_bytes(cfg, cfg.optimizer.name) + by_adamw * state_bytes(cfg, "adamw")
-
-
-def state_bytes(cfg: RunConfig, rule: str) -> int:
-    """Bytes of state for each element that this rule trains."""
-    state, average = STATE[rule], 2 if cfg.optimizer.moments == "bf16" else FP32
-    return average * len(state.averages) + FP32 * len(state.copies)
+    """Bytes of the rule's state for all trained elements."""
+    return size.optimizer_bytes(cfg.model, cfg.lora, cfg.optimizer)
 
 
 def outer_state(cfg: RunConfig) -> float:
     """fp32 copies of what is trained: the anchors, the momentum, the errors of what is in codes."""
     how = cfg.of(LowcommConfig)
-    coded = trained_parameters(cfg) - raw_numbers(cfg) if how.feedback else 0.0
-    return FP32 * ((2 if how.momentum else 1) * trained_parameters(cfg) + coded)
+    coded = trained_elements(cfg) - raw_numbers(cfg) if how.feedback else 0.0
+    return FP32 * ((2 if how.momentum else 1) * trained_elements(cfg) + coded)
 
 
 def changes_on_their_way(cfg: RunConfig, axes: Axes) -> float:
@@ -168,7 +157,7 @@ def changes_on_their_way(cfg: RunConfig, axes: Axes) -> float:
     return (
         2
         * FP32
-        * trained_parameters(cfg)
+        * trained_elements(cfg)
         / (axes.shard * axes.cp * axes.tp)
         / cfg.of(LowcommConfig).fragments
     )
@@ -180,21 +169,6 @@ def raw_numbers(cfg: RunConfig) -> float:
     table, raw = cfg.model.vocab_size * cfg.model.dim, cfg.of(LowcommConfig).raw
     output = "output" in raw and not cfg.model.tie_embeddings
     return 0.0 if cfg.lora.rank else float(table * (("embeddings" in raw) + output))
-
-
-def lora_parameters(cfg: RunConfig) -> float:
-    shapes = lora_shapes(cfg.model)
-    return float(cfg.model.n_layers * cfg.lora.rank * sum(sum(shapes[t]) for t in cfg.lora.targets))
-
-
-def lora_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return widths in and out of the matrices of a block that may have adapters."""
-    q, kv = (heads * model.resolved_head_dim for heads in (model.n_heads, model.kv_heads))
-    return {
-        "wq": (model.dim, q), "wk": (model.dim, kv), "wv": (model.dim, kv), "wo": (q, model.dim),
-        "w1": (model.dim, model.ffn_dim), "w3": (model.dim, model.ffn_dim),
-        "w2": (model.ffn_dim, model.dim),
-    }  # fmt: skip
 
 
 @dataclass(frozen=True)

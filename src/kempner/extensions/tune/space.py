@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from kempner.config.option import ConfigError
 from kempner.config.values import to_text
-from kempner.extensions.planner.cost import GPUS, RESERVE_GIB, GpuSpec, step_seconds
+from kempner.extensions.planner.cost import step_seconds
+from kempner.extensions.planner.gpus import GPUS, RESERVE_GIB, GpuSpec
 from kempner.extensions.planner.memory import GIB, estimate_memory, loss_rows, one_replica
 from kempner.extensions.planner.search import (
     LEVERS,

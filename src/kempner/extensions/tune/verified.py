@@ -20,7 +20,8 @@ from kempner.config import toml
 from kempner.config.command_line import Command, parse_command
 from kempner.config.option import ConfigError
 from kempner.config.values import to_text
-from kempner.extensions.planner.cost import GPUS, step_seconds
+from kempner.extensions.planner.cost import step_seconds
+from kempner.extensions.planner.gpus import GPUS
 from kempner.extensions.planner.memory import GIB, estimate_memory
 from kempner.extensions.planner.search import best_candidates
 from kempner.extensions.tune.report import option_of

@@ -42,6 +42,7 @@ NONE = (
 )
 COUNTED_FIGURES = dict.fromkeys(NONE) | {"checkpoint_time": 0.0, "eval_time": 0.0}
 ROUND = ("round", "replicas", "bytes_sent", "bytes_data_parallel", "outer_time")
+SAVE = ("saved_step", "save_stall", "save_drain", "save_step_mean", "save_step_max")
 LARGEST_NUMBER = 1e300  # a larger number is damage; the sum of many smaller ones is still finite
 SAMPLE_BLOCKS, SAMPLE_BLOCK_BYTES, SAMPLE_TAIL_BYTES = (
     64,
@@ -76,6 +77,11 @@ class History:
     @cached_property
     def validations(self) -> list[Record]:
         return counting_lines([line for line in self.lines if "val_loss" in line], self.attempts)
+
+    @cached_property
+    def saves(self) -> list[Record]:
+        """Lines of the saves of which at least one step has shown the end."""
+        return [line for line in self.lines if all(is_number(line.get(key)) for key in SAVE)]
 
     @cached_property
     def rounds(self) -> list[Record]:

@@ -61,6 +61,7 @@ def summary_facts(run: History) -> dict[str, str]:
         "tokens/s, median": median_of_key(run.losses, "tokens_per_s", ",.0f"),
         "step time, median": median_of_key(run.losses, "step_time", ".3g", " s"),
         **time_shares(run.losses),
+        **save_rows(run),
         "MFU, median": median_of_key(run.losses, "mfu", ".1%"),
         **replica_rows(run),
         **reward_rows(run),
@@ -194,6 +195,28 @@ def time_shares(lines: list[Record]) -> dict[str, str]:
         {part: sum(numbers_of_key(lines, f"{part}_time")) for part in STEP_PARTS} if total else {}
     )
     return {f"  {part}": f"{seconds / total:.1%}" for part, seconds in times.items()}
+
+
+def save_rows(run: History) -> dict[str, str]:
+    """Return what the saves have cost, medians; empty where no step has followed a save."""
+    if not run.saves:
+        return {}
+    stall, drain = (
+        statistics.median(numbers_of_key(run.saves, key)) for key in ("save_stall", "save_drain")
+    )
+    longest = max(numbers_of_key(run.saves, "save_step_max"))
+    return {
+        "saves": f"{len(run.saves):,}: stall {stall:.2g} s, durable {drain:.2g} s later",
+        "  steps meanwhile": f"{slowdown(run):.2f} of a step's usual time, longest {longest:.2g} s",
+    }
+
+
+def slowdown(run: History) -> float:
+    """Return the time of steps while a save was written, over that of other steps; the median."""
+    ratios = [1.0]
+    pairs = [(line["save_step_mean"], line.get("quiet_step_time")) for line in run.saves]
+    ratios = [busy / quiet for busy, quiet in pairs if is_number(quiet) and quiet > 0] or ratios
+    return statistics.median(ratios)
 
 
 def skipped_steps(lines: list[Record]) -> int:

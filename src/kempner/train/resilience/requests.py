@@ -40,12 +40,13 @@ class RunView(Protocol):
 
 class Verdict(NamedTuple):
     """Decision on what the run does next, and why. `state`: final state of a run that leaves now
-    ("": it stays)."""
+    ("": it stays). `save_due`: by the clock; unlike `save` it waits until the weights are good."""
 
     save: bool = False
     state: str = ""
     reason: str = ""
     go_back: bool = False  # to the last checkpoint
+    save_due: bool = False
 
     @property
     def final(self) -> bool:
@@ -55,6 +56,7 @@ class Verdict(NamedTuple):
 
 GO_ON = Verdict()
 DONE = Verdict(state="done", reason="the last step is done")
+SAVE_DUE = Verdict(save_due=True, reason="the next save is due")
 # The order is that of the flags in the step's all-reduce; the last one that is set wins.
 REQUESTS = (
     Verdict(save=True, reason="a save was requested"),
@@ -63,6 +65,7 @@ REQUESTS = (
 )
 SAVE_REQUEST, INTERRUPT_REQUEST, STOP_REQUEST = range(len(REQUESTS))
 REQUEST_FLAGS = ("asks_save", "asks_interrupt", "asks_stop")  # their names in the step's all-reduce
+ASKS_TIMED_SAVE = "asks_timed_save"  # of rank 0, where checkpoint.interval is no number of steps
 ASKS_PROFILE = "asks_profile"  # no verdict: the run goes on, and profiling.py does the rest
 
 OF_SIGNAL = {
@@ -175,6 +178,8 @@ def requested_verdict(values: Mapping[str, float], before: Verdict = GO_ON) -> V
     verdicts = [
         request for name, request in zip(REQUEST_FLAGS, REQUESTS, strict=True) if values[name] > 0
     ]
+    if values.get(ASKS_TIMED_SAVE, 0.0) > 0 and not before.save:
+        before = SAVE_DUE
     return verdicts[-1] if verdicts else before
 
 

@@ -1,0 +1,69 @@
+"""Memory of this host that a rank may take, loaded where a rank wants much of it. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from kempner.jobs.ranks.placement import discover_world
+
+USABLE = 0.8  # of what is available: the rest of the job grows, too
+CGROUPS = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+def memory_of_rank() -> int:
+    """Return the bytes that each rank of this host may allocate now."""
+    return int(USABLE * available_memory()) // discover_world().per_node
+
+
+def available_memory() -> int:
+    """Return the bytes that can be allocated without swapping: what the host has available, or what
+    is left to the cgroup of the job, whichever is less. A cache of files counts as available."""
+    host = host_memory("MemAvailable")
+    left = [limit - used for limit, used in _limits()]
+    return max(0, min([host, *left]))
+
+
+def host_memory(name: str = "MemTotal") -> int:
+    """Return a figure of /proc/meminfo in bytes."""
+    for line in MEMINFO.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def job_memory() -> int:
+    """Return the bytes that the processes of this job may have on this host."""
+    return min([host_memory(), *(limit for limit, _ in _limits())])
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Yield limit and use, without cached files, of this process's cgroup and those around it."""
+    with contextlib.suppress(OSError):
+        for line in OWN_CGROUPS.read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds and "memory" not in kinds.split(","):
+                continue
+            root = CGROUPS / "memory" if kinds else CGROUPS
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            own = root / path.lstrip("/")
+            for folder in (own, *own.parents):
+                if not folder.is_relative_to(root):
+                    break
+                yield from _limit(folder, names if kinds else ("memory.max", "memory.current", ""))
+
+
+def _limit(folder: Path, names: tuple[str, str, str]) -> Iterator[tuple[int, int]]:
+    limit, used, prefix = names
+    with contextlib.suppress(OSError, ValueError):  # "max", or a folder without the file
+        figures = dict(
+            line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines()
+        )
+        cached = sum(int(figures[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
+        yield (
+            int((folder / limit).read_text()),
+            max(0, int((folder / used).read_text()) - cached),
+        )

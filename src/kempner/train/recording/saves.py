@@ -1,0 +1,118 @@
+"""Saves as the loop sees them: when the clock asks for one, and what each costs the steps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, NamedTuple
+
+from kempner.checkpoint.checkpointer import Checkpointer
+from kempner.train.progress import Progress
+from kempner.train.recording.recorder import Recorder
+from kempner.train.recording.run_directory import Run
+from kempner.train.resilience.requests import ASKS_TIMED_SAVE
+
+if TYPE_CHECKING:
+    from kempner.checkpoint.timer import SaveTimer
+
+WAIT_S = 1.0  # a shorter wait for the save before is not worth a word
+
+
+class _Begun(NamedTuple):
+    step: int
+    stall: float  # seconds that the loop stood still, with the wait
+    wait: float  # of these, for the save before
+    quiet: float  # seconds of a step without a save
+
+
+class Saves:
+    """The saves of a run, and their lines in metrics.jsonl."""
+
+    def __init__(
+        self,
+        run: Run,
+        checkpointer: Checkpointer,
+        recorder: Recorder,
+        patient: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """`patient`: suspends the watchdog."""
+        self.checkpointer, self._recorder, self._patient = checkpointer, recorder, patient
+        self._clock, self._say, self._step = recorder.clock, run.announce, 0
+        self._timer: SaveTimer | None = None
+        if isinstance(run.cfg.checkpoint.interval, str):
+            from kempner.checkpoint.timer import open_timer
+
+            seconds, size = run.cfg.checkpoint.seconds, run.world.size
+            first = run.world.rank == 0
+            self._timer = open_timer(seconds, first, run.dir, run.attempt, size, run.announce)
+        self._before = self._clock.spent()
+        self._begun: _Begun | None = None
+        self._flight: list[float] = []  # seconds of each step that ran while this save was written
+        self._quiet, self._said = 0.0, WAIT_S
+
+    def flags(self) -> dict[str, float]:
+        """Return the flag for the step's all-reduce, where saves go by the clock. None is due while
+        one is in flight."""
+        if self._timer is None:
+            return {}
+        due = self.checkpointer.in_flight is None and self._timer.is_due()
+        return {ASKS_TIMED_SAVE: float(due)}
+
+    def save(self, progress: Progress) -> None:
+        """Save now, unless this step is saved. One in flight is waited for: never are there two, so
+        `latest` moves forward alone."""
+        step = self._step = progress.step
+        if step in (self.checkpointer.saved_step, self.checkpointer.in_flight):
+            return
+        if self._timer is not None:
+            self._timer.restart()
+        with self._clock.part("checkpoint"), self._patient():
+            began = time.perf_counter()
+            self.checkpointer.wait()
+            wait = time.perf_counter() - began
+            self.see()
+            self.checkpointer.save(step, progress.record())
+        if wait > self._said:
+            self._said = 1.2 * wait
+            self._say(
+                f"WARNING: the save of step {step} waited {wait:.1f} s for the one before: saves "
+                "take longer than checkpoint.interval; give a longer one, or a time, or auto"
+            )
+        self._begun = _Begun(step, self._clock.last["checkpoint"], wait, self._quiet)
+
+    def after_step(self, step: int, step_time: float) -> None:
+        """Look after each step whether the save in flight has ended. `step_time`: the usual
+        seconds of a step."""
+        self._step, self._quiet, before = step, step_time, self._before
+        self._before = now = self._clock.spent()
+        apart = ("checkpoint", "eval")
+        spent = {key: now.get(key, 0.0) - before.get(key, 0.0) for key in ("total", *apart)}
+        self.checkpointer.poll(step_time)
+        if self._begun is not None:
+            self._flight.append(spent["total"] - sum(spent[key] for key in apart))
+            self.see()
+
+    def see(self) -> None:
+        """Record the save that was in flight, if it has ended."""
+        if self._begun is None or self.checkpointer.in_flight is not None:
+            return
+        begun, self._begun, flight, self._flight = self._begun, None, self._flight, []
+        seconds = self.checkpointer.seconds
+        if seconds is None or self.checkpointer.saved_step != begun.step:  # it has failed
+            return
+        self._recorder.write({
+            "step": self._step,
+            "saved_step": begun.step,
+            "save_stall": begun.stall,
+            "save_wait": begun.wait,
+            "save_drain": max(0.0, seconds - (begun.stall - begun.wait)),
+            "save_steps": len(flight),
+            "save_step_mean": math.fsum(flight) / len(flight) if flight else None,
+            "save_step_max": max(flight, default=None),
+            "quiet_step_time": begun.quiet,
+        })  # fmt: skip
+        if self._timer is not None:
+            slower = math.fsum(max(0.0, seconds - begun.quiet) for seconds in flight)
+            self._timer.learn(begun.stall - begun.wait + slower)

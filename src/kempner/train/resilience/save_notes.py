@@ -1,0 +1,34 @@
+"""Notes of --check on the saves of a job. No torch."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from kempner.checkpoint import size
+from kempner.checkpoint.timer import describe_auto
+from kempner.jobs.ranks import host_memory
+from kempner.parallel.layout import axis_sizes
+
+if TYPE_CHECKING:
+    from kempner.train.sections import RunConfig
+
+
+def print_notes(cfg: RunConfig, ranks: int, replicas: int, per_node: int) -> None:
+    """Print how checkpoint.interval = auto chooses, and a warning if the saves need more memory
+    than a node has, which is taken to be as large as this one."""
+    if cfg.checkpoint.interval == "auto":
+        print(f"note: {describe_auto(ranks)}", file=sys.stderr)
+    inner = ranks // replicas
+    axes = axis_sizes(cfg.distributed, inner, min(per_node, inner))
+    whole = size.checkpoint_bytes(cfg.model, cfg.lora, cfg.optimizer, cfg.train.weights)
+    needed = size.host_bytes_of_node(whole, axes, per_node)
+    there = host_memory.USABLE * host_memory.job_memory()
+    if needed > there:
+        gib = 2.0**30
+        print(
+            f"warning: the saves of {per_node} ranks hold {needed / gib:,.0f} GiB of a node's "
+            f"memory, and a node as this one has {there / gib:,.0f} GiB for them: each save "
+            "goes in waves, and the steps wait for all of it; use more nodes, or larger ones",
+            file=sys.stderr,
+        )

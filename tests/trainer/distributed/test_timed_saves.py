@@ -1,0 +1,82 @@
+"""Saves by the clock, and what each save has cost, through the trainer itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, TINY, Train, losses, start_train
+
+NODES = ("--nodes=128", "--gpus-per-node=8")
+WORDS = ("--checkpoint.keep_last_n=99", "--schedule.name=constant")
+
+
+def saved(run: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step_*"))
+
+
+def test_saves_by_the_clock_are_of_one_step_and_cost_what_is_recorded(
+    train: Train, tmp_path: Path
+) -> None:
+    """Any time has passed after 1 ms: a save is due at each step, but not while one is in
+    flight."""
+    run = tmp_path / "run"
+    done = train(run, *WORDS, "--checkpoint.interval=0.001s", "--train.max_steps=20", nproc=2)
+    steps = saved(run)
+    assert steps[-1] == 20 and 2 <= len(steps) <= 11, done.stdout
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "saved_step" in line]
+    assert [line["saved_step"] for line in lines] == steps[:-1]  # no step has followed the last
+    for line in lines:
+        assert line["save_stall"] > 0 and line["save_drain"] >= 0 and line["save_wait"] < 1
+        assert line["save_steps"] == line["step"] - line["saved_step"] >= 1
+        assert 0 < line["save_step_mean"] <= line["save_step_max"]
+    page = run.with_suffix(".html")
+    told = [
+        subprocess.run(
+            [sys.executable, "scripts/report.py", run, *more],
+            cwd=ROOT, capture_output=True, text=True, timeout=60,
+        ).stdout
+        for more in ((), ("--html", page))
+    ]  # fmt: skip
+    assert re.search(rf"saves +{len(lines)}: stall .* durable .* later", told[0]), told
+    assert "last save" in page.read_text()
+    # Each is whole, with the state of its step on both ranks.
+    for path in (run / "checkpoints").iterdir():
+        if path.name.startswith("step_") and int(path.name[5:]) > steps[0]:
+            shutil.rmtree(path)
+    (run / "checkpoints/latest").unlink()
+    (run / "checkpoints/latest").symlink_to(f"step_{steps[0]:08d}")
+    unbroken = losses(run)
+    more = train(run, *WORDS, "--checkpoint.interval=2h", "--train.max_steps=20", nproc=2)
+    assert f"continues after step {steps[0]}" in more.stdout
+    assert losses(run) == unbroken and saved(run) == [steps[0], 20]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (("--checkpoint.interval=20mins",), 2, "write 500, 20min or auto"),
+        (
+            ("--checkpoint.interval=auto", "--train.global_batch=1024", *NODES),
+            0,
+            "1,024 ranks are taken to fail once in 49 h",
+        ),
+        (  # 10 TB
+            ("--model.n_layers=4096", "--model.dim=8192", "--nodes=1", "--gpus-per-node=4"),
+            0,
+            "warning: the saves of 4 ranks hold",
+        ),
+    ],
+)
+def test_the_check_says_what_saves_will_do(words: tuple[str, ...], code: int, told: str) -> None:
+    words = (*TINY, "--data.dataset_path=fake:", "--distributed.device=cpu", *words, "--check")
+    process = start_train(*words)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code and told in err, err

@@ -1,0 +1,110 @@
+"""Saves where the host's memory is small: the file is the same, made in waves; and what the memory
+is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kempner.checkpoint import checkpointer as checkpoints
+from kempner.checkpoint.format import waves, writer
+from kempner.checkpoint.format.plan import make_table
+from kempner.checkpoint.format.reader import verify_checkpoint
+from kempner.checkpoint.format.waves import WavedImage
+from kempner.checkpoint.format.writer import PAGE, Image, plan_file
+from kempner.jobs.ranks import host_memory
+from tests.trainer.unit.test_checkpointer import DATA, Job
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+STATE = {
+    "weight": torch.randn(300, 70).t(),  # not contiguous
+    "half": torch.randn(7, 1001).bfloat16(),
+    "step": torch.tensor(3.0),
+    "none": torch.empty(0, 4),
+    "codes": torch.arange(3 * PAGE, dtype=torch.uint8),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (writer, waves, checkpoints):
+        monkeypatch.setattr(module, "WRITE", 2 * PAGE)
+    monkeypatch.setattr(writer, "CRC_BLOCK_BYTES", PAGE)
+
+
+@pytest.mark.parametrize("room", [1, 3 * PAGE, 4 * PAGE, 1 << 30])
+def test_the_bytes_are_those_of_one_piece(room: int) -> None:
+    plan = plan_file(make_table(STATE, {}, world=1), 0)
+    whole, log = Image(plan, None, print), list[str]()
+    whole.stage(STATE)
+    waved = WavedImage(plan, None, log.append, room)
+    for _ in range(2):  # the second save finds the first one's bytes in its memory
+        waved.stage(STATE)
+        pieces = [bytes(piece) for piece in waved.pieces()]
+        assert b"".join(pieces) == bytes(whole.bytes)
+    assert len(pieces) == waved.waves and waved.entries == whole.entries
+    assert f"in {waved.waves} waves" in log[0] and "the steps wait" in log[0]
+
+
+def test_a_save_that_does_not_fit_is_the_same_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is durable when the step goes on: nothing may change its tensors meanwhile."""
+    files = []
+    for name, room in (("whole", 1 << 30), ("waves", 4 * PAGE)):
+        monkeypatch.setattr(host_memory, "memory_of_rank", lambda room=room: room)
+        job = Job(tmp_path / name)
+        job.train(2)
+        for step in (1, 2):
+            job.checkpointer.save(step, {"samples": 8 * step, "tokens": 80 * step})
+            assert name == "whole" or job.checkpointer.saved_step == step
+            job.checkpointer.wait()
+            job.train()
+        assert any("waves" in line for line in job.log) == (name == "waves"), job.log
+        assert verify_checkpoint(tmp_path / name / "latest") == []
+        files.append((tmp_path / name / "latest" / DATA).read_bytes())
+        job.checkpointer.close()
+    assert files[0] == files[1]
+
+
+V2 = {"memory.max": "{limit}", "memory.current": "{used}", "memory.stat": "{cached}"}
+V1 = {
+    "memory.limit_in_bytes": "{limit}",
+    "memory.usage_in_bytes": "{used}",
+    "memory.stat": "{cached}",
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "root", "names", "prefix"),
+    [("0::/job_7/step_0", "", V2, ""), ("4:cpu,memory:/job_7/step_0", "memory", V1, "total_")],
+    ids=["v2", "v1"],
+)
+def test_the_memory_is_that_of_the_job(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    root: str,
+    names: dict[str, str],
+    prefix: str,
+) -> None:
+    """Slurm limits the job, a folder above that of the step; files in the cache do not count."""
+    for name, path in (("MEMINFO", "meminfo"), ("OWN_CGROUPS", "own"), ("CGROUPS", "cgroup")):
+        monkeypatch.setattr(host_memory, name, tmp_path / path)
+    (tmp_path / "meminfo").write_text("MemTotal: 4000 kB\nMemAvailable:  1000 kB\n")
+    (tmp_path / "own").write_text(f"7:pids:/x\n{line}\n")
+    assert host_memory.available_memory() == 1000 * 1024
+    job = tmp_path / "cgroup" / root / "job_7"
+    (job / "step_0").mkdir(parents=True)
+    cached = f"anon 9\n{prefix}active_file 30000\n{prefix}inactive_file 20000"
+    for name, text in names.items():
+        text = text.format(limit=200_000, used=150_000, cached=cached)
+        (job / name).write_text(text)
+        (job / "step_0" / name).write_text(text.replace("200000", "max"))
+    assert host_memory.available_memory() == 100_000
+    assert host_memory.job_memory() == 200_000
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert host_memory.memory_of_rank() == 80_000
