@@ -13,7 +13,7 @@ from pathlib import Path
 # (arXiv:2407.21783).
 GPU_SECONDS_PER_FAILURE = 54 * 86400 * 16384 / 419
 FIRST_S = 600.0  # until the first save, whose cost is not known yet
-SHORTEST_S, LONGEST_S = 60.0, 7200.0
+SHORTEST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 7200.0
 WORTH_SAYING = 1.2  # a change of the interval by this factor is logged
 
 
@@ -86,7 +86,7 @@ def open_timer(
 
 def young_interval(cost: float, between_failures: float) -> float:
     """Return the seconds between saves, within sensible limits. Arguments in seconds."""
-    return min(max(math.sqrt(2 * cost * between_failures), SHORTEST_S), LONGEST_S)
+    return min(max(math.sqrt(2 * cost * between_failures), SHORTEST_INTERVAL_S), LONGEST_INTERVAL_S)
 
 
 def seconds_between_failures(ranks: int, ran: float, failures: int) -> float:
@@ -111,7 +111,7 @@ def describe_auto(ranks: int) -> str:
     return (
         f"checkpoint.interval = auto: the first save comes after {FIRST_S / 60:.0f} min of steps, "
         "then one every sqrt(2 x cost of a save x mean time between failures), from "
-        f"{SHORTEST_S / 60:.0f} min to {LONGEST_S / 3600:.0f} h; the cost is measured, and "
+        f"{SHORTEST_INTERVAL_S / 60:.0f} min to {LONGEST_INTERVAL_S / 3600:.0f} h; the cost is measured, and "
         f"failures are counted; before the first, {ranks:,} ranks are taken to fail once in "
         f"{between / 3600:,.0f} h (one failure in {GPU_SECONDS_PER_FAILURE / 3600:,.0f} h of a GPU)"
     )

@@ -111,7 +111,8 @@ def test_it_ends_at_its_time_with_the_best_so_far(minutes: float) -> None:
     search.run()
     assert 0 <= fake.left() <= 0.5 * fake.total
     assert search.best and seconds(search.best.overrides) <= seconds({})
-    assert search.best.step == min(one.step for one in search.trials.values() if one.runs)
+    fastest = min(one.step for one in search.trials.values() if one.runs)
+    assert search.best.step < 1.02 * fastest  # within the noise of 1 %
 
 
 def test_more_than_the_noise_or_no_change() -> None:
@@ -165,7 +166,7 @@ def test_a_planner_that_is_wrong_by_30_per_cent(factor: float) -> None:
     assert len(ran_out) <= 2  # the configuration itself may be one
     assert any("left out, as it would need" in text for text in fake.said)
     tried = {name for name, one in search.trials.items() if one.planned_bytes > room}
-    assert bool(tried) == (factor < 1)
+    assert bool(tried - {"as configured"}) == (factor < 1)
     assert all(search.skipped[name] >= room for name in search.skipped)
     assert search.best
     near = fake.space.neighbours(search.best.overrides)

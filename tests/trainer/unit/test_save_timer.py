@@ -12,8 +12,8 @@ from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.timer import (
     FIRST_S,
     GPU_SECONDS_PER_FAILURE,
-    LONGEST_S,
-    SHORTEST_S,
+    LONGEST_INTERVAL_S,
+    SHORTEST_INTERVAL_S,
     SaveTimer,
     YoungTimer,
     failures_of,
@@ -57,7 +57,10 @@ def test_a_save_is_due_so_long_after_the_one_before(clock: Time, tmp_path: Path)
 
 def test_young_weighs_the_cost_of_saves_against_failures(clock: Time) -> None:
     assert young_interval(2.0, 90_000.0) == 600.0  # sqrt(2 x 2 s x 25 h)
-    assert young_interval(0.0, 1e9) == SHORTEST_S and young_interval(600.0, 1e9) == LONGEST_S
+    assert (
+        young_interval(0.0, 1e9) == SHORTEST_INTERVAL_S
+        and young_interval(600.0, 1e9) == LONGEST_INTERVAL_S
+    )
     said = list[str]()
     auto = YoungTimer(16384, 0.0, 0, said.append)
     assert auto.seconds == FIRST_S

@@ -21,7 +21,7 @@ ESTIMATE_SPREAD = {
     "dense, several nodes": Spread(0.97, 1.11),
     "fp8": Spread(0.80, 1.11),
     "experts": Spread(0.88, 2.66),
-    "LoRA": Spread(0.84, 1.05),
+    "LoRA": Spread(0.91, 1.05),
 }
 
 
