@@ -16,8 +16,15 @@ from kempner.config.option import ConfigError
 from kempner.extensions.planner.memory import GIB
 from kempner.extensions.tune import report
 from kempner.extensions.tune.journal import TuneJournal
+from kempner.extensions.tune.runs import with_batch
 from kempner.extensions.tune.search import OutOfTime, Search
-from kempner.extensions.tune.space import Overrides, RankDevice, Space, describe_candidate
+from kempner.extensions.tune.space import (
+    Overrides,
+    RankDevice,
+    Space,
+    describe_candidate,
+    shorter_batch,
+)
 from kempner.extensions.tune.trials import Measurement, Trial, rank_trials
 from kempner.jobs.ranks.placement import World
 from kempner.train.configure import check_world, load_config
@@ -277,6 +284,34 @@ def test_the_whole_share_of_a_rank_is_no_change() -> None:
     assert space.canonical({"train.micro_batch": 16}) == {}
     assert space.canonical({"train.micro_batch": 8}) == {"train.micro_batch": 8}
     assert space.canonical({"train.compile": False, "train.compile_scope": "model"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("file", "world", "machine", "sequences"),
+    [
+        ("1b", 1, H100, 2 * 16),  # of 256: 16 fit
+        ("7b", 8, H100, 8 * 2 * 4),  # of 1024
+        ("125m", 8, H100, None),  # a step is short
+        ("1b", 1, RankDevice("CPU", 100.0), None),
+        ("7b", 8, H100._replace(gib=30.0), 8 * 2 * 2),  # less fits
+    ],
+)
+def test_a_long_step_is_measured_shorter(
+    file: str, world: int, machine: RankDevice, sequences: int | None
+) -> None:
+    """All that is tried fits it, with two passes or more."""
+    whole = space_of(file=file, world=world, machine=machine).cfg
+    assert shorter_batch(whole, world, world, machine) == sequences
+    if sequences is not None:
+        path = str(ROOT / f"configs/train/{file}.toml")
+        command = with_batch(parse_command([path, "--run.dir=r"], {}), whole, sequences)
+        cfg = load_config(command.files, command.overrides)
+        space = Space(cfg, world, world, machine, check_world, short=True)
+        assert cfg.train.sequences == sequences and space.is_allowed({})
+        for other in [*space.neighbours({}), *space.planned()]:
+            micro = space.config(other).train.micro_batch
+            assert micro and 2 * micro * world <= sequences
+            assert "distributed.pp" not in other
 
 
 def test_the_overlay_and_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
