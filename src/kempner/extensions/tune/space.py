@@ -113,7 +113,7 @@ class Space:
         allow: Collection[str] = (),
         short: bool = False,
     ) -> None:
-        """`short`: the step has been made shorter, and needs two passes of all that is tried."""
+        """`short`: the step is that of shorter_batch()."""
         self._short = short
         self.cfg, self.world_size, self.per_node = cfg, world_size, per_node
         self.machine, self._check = machine, check
@@ -147,17 +147,11 @@ class Space:
         train = self.cfg.train
         own = train.micro_batch or max(1, train.sequences // self._ranks)
         near = sorted(MICRO_BATCHES, key=lambda micro: abs(math.log2(micro / own)))
-        if self._short:
-            return [micro for micro in near if 2 * micro * self._ranks <= train.sequences]
         return [*near, None]
 
     def _meshes(self) -> list[Overrides]:
         """List the meshes that pass the checks, the fastest by the planner's estimate first."""
-        allowed = [
-            mesh
-            for mesh in mesh_choices(self._ranks)
-            if self.is_allowed(mesh) and not (self._short and mesh["distributed.pp"] > 1)
-        ]
+        allowed = [mesh for mesh in mesh_choices(self._ranks) if self.is_allowed(mesh)]
         if len(allowed) > MESHES:
             spec = self.machine.spec or GPUS["H100"]
             allowed.sort(key=lambda mesh: self._seconds(mesh, spec))
@@ -203,8 +197,15 @@ class Space:
             self._allowed[name] = not (
                 problems_of(cfg) - self._problems
                 or self._check(cfg, self.world_size, self.per_node)
+                or (self._short and self._is_too_short(cfg))
             )
         return self._allowed[name]
+
+    def _is_too_short(self, cfg: RunConfig) -> bool:
+        """Return whether a shorter step differs from the whole one: gradients of two passes are
+        summed in both, and a pipeline waits less in the whole one."""
+        passes = cfg.train.sequences // ((cfg.train.micro_batch or 1) * self._ranks)
+        return passes < 2 or cfg.distributed.pp > 1 or cfg.train.micro_batch is None
 
     def planned(self) -> list[Overrides]:
         """List the combinations that the planner believes to be the fastest that fit."""
@@ -215,7 +216,7 @@ class Space:
             self.cfg, self.world_size, self.per_node, spec, self._check, PLANNED
         )
         candidates = [self.canonical(each.overrides) for each in found]
-        return [one for one in candidates if not (self._short and "distributed.pp" in one)]
+        return [one for one in candidates if self.is_allowed(one)]
 
     def neighbours(self, overrides: Overrides) -> list[Overrides]:
         """List the candidates that differ in one lever; those that the planner believes to be
