@@ -27,6 +27,7 @@ from kempner.extensions.tune.journal import TuneJournal
 from kempner.extensions.tune.search import OutOfTime
 from kempner.extensions.tune.space import Overrides
 from kempner.extensions.tune.trials import Measurement
+from kempner.jobs.system.compiler import keep_private
 from kempner.jobs.system.files import read_jsonl, write_atomic
 from kempner.train.configure import load_config
 from kempner.train.extensions import Variant
@@ -102,6 +103,7 @@ class Orders:
 
 def run_trial(order: dict[str, Any], out: Any, leaves: Callable[[], float]) -> int:
     """Run this rank's process of a candidate; returns its exit code."""
+    keep_private()  # one place for what all candidates compile: a run keeps its own by itself
     return run_variant(
         [sys.executable, str(TRAIN), *order["words"]],
         Path(order["run_dir"]),
