@@ -117,12 +117,12 @@ def tune(command: Command, cfg: RunConfig, options: TuneOptions, stop: StopReque
 
 
 @dataclass(frozen=True)
-class TunedRun:
-    """The subject of a tune. `measured`: the command line of its steps, which may be shorter than
-    those of `command`, the one that was typed; `facts`: of the machine."""
+class TuneSubject:
+    """The subject of a tune. `of_trials`: the command line of its runs, whose steps may be shorter
+    than those of `command`, the one that was typed; `facts`: of the machine."""
 
     command: Command
-    measured: Command
+    of_trials: Command
     run_dir: Path
     options: TuneOptions
     world: World
@@ -146,11 +146,11 @@ def _lead(
     machine = machine_of(facts, world.per_node)
     if options.record:  # before it has taken ten minutes
         verified.new_entry(command.files, (), _gpu_of_table(machine), 1, 1)
-    short, measured = shorter_batch(cfg, ranks, world.per_node, machine), command
+    short, of_trials = shorter_batch(cfg, ranks, world.per_node, machine), command
     if short is not None:
         _say(f"measured are steps of {short:,} sequences, not {cfg.train.sequences:,}")
-        measured = with_batch(command, cfg, short)
-        cfg = load_config(measured.files, measured.overrides, (), "tune-")
+        of_trials = with_batch(command, cfg, short)
+        cfg = load_config(of_trials.files, of_trials.overrides, (), "tune-")
     near, cut = world.per_node, short is not None
     space = Space(cfg, ranks, near, machine, check_world, options.allow, cut)
     journal = TuneJournal(folder, _subject(cfg, facts, world))
@@ -159,7 +159,7 @@ def _lead(
     def left() -> float:
         return options.seconds - spent - (time.monotonic() - began)
 
-    runs = Runs(measured, folder, journal, orders, left, stop.wants_to_leave)
+    runs = Runs(of_trials, folder, journal, orders, left, stop.wants_to_leave)
     first = [*report.remembered(folder / "record.json"), *_verified(space, command, facts)]
     search = Search(space, runs, left, _known(space, first), _say)
     _say(f"{facts['device']}, world size {ranks}, torch {facts['torch']}: tokens/s of")
@@ -170,9 +170,9 @@ def _lead(
     search.run()
     journal.close()
     took = spent + time.monotonic() - began
-    tuned = TunedRun(command, measured, Path(cfg.run.dir), options, world, facts)
-    code = _report(tuned, search, took)
-    write_bench_status(tuned.run_dir, _state(stop, code), "a tune")
+    subject = TuneSubject(command, of_trials, Path(cfg.run.dir), options, world, facts)
+    code = _report(subject, search, took)
+    write_bench_status(subject.run_dir, _state(stop, code), "a tune")
     return code
 
 
@@ -228,18 +228,18 @@ def _verified(space: Space, command: Command, facts: dict[str, Any]) -> list[Ove
     return [space.canonical(values)]
 
 
-def _report(tuned: TunedRun, search: Search, took: float) -> int:
+def _report(subject: TuneSubject, search: Search, took: float) -> int:
     """Print the table and write the files; returns the exit code."""
-    best, tokens, facts, out = search.best, search.space.tokens, tuned.facts, tuned.options.out
+    best, tokens, facts, out = search.best, search.space.tokens, subject.facts, subject.options.out
     _say(f"\n{report.tune_table(search)}")
-    record = tuned.run_dir / "tune/record.json"
+    record = subject.run_dir / "tune/record.json"
     about = {"time": time.time(), "command": shlex.join(sys.argv), "machine": facts}
-    report.write_record(record, search, about, tuned.ranks)
+    report.write_record(record, search, about, subject.ranks)
     if best is None:
         _say("\nno candidate came to its end: the reasons are above")
         return 1
     lines = [
-        f"{shlex.join(tuned.measured.files)} on {tuned.ranks} x {facts['device']}, "
+        f"{shlex.join(subject.of_trials.files)} on {subject.ranks} x {facts['device']}, "
         f"torch {facts['torch']}, driver {facts['driver']}, commit {facts['commit']}",
         f"{time.strftime('%Y-%m-%d')}: {tokens / best.step:,.0f} tokens/s +- "
         f"{best.error / best.step:.1%}, {best.gib:.2f} GiB; of {len(search.trials)} candidates "
@@ -252,9 +252,9 @@ def _report(tuned: TunedRun, search: Search, took: float) -> int:
         _say(f"\nthe best is {itself.step / best.step:.2f} times as fast as the configuration")
     elif not best.overrides:
         _say("\nthe best is the configuration as it is")
-    if tuned.options.record:
-        place = verified.record(tuned.measured, best, search.space, facts, tuned.world)
+    if subject.options.record:
+        place = verified.record(subject.of_trials, best, search.space, facts, subject.world)
         _say(f"verified: {place or 'the figure that is there is not slower, and stays'}")
-    use = report.command_with(tuned.command, best.overrides, out, tuned.world)
+    use = report.command_with(subject.command, best.overrides, out, subject.world)
     _say(f"record: {record}\nuse it by:\n    {use}")
     return 0
