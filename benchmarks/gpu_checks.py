@@ -490,7 +490,8 @@ def tuned(job: Job) -> Figures:
     if not gpu:
         words, run_dir = [*job.words("tune"), "--minutes=0.01"], job.work / "tune"
     log = job.work / "tune.out"
-    with trainer(words, log, job.ranks if gpu else 1, "tune.py") as process:
+    ranks = 1 << (job.ranks.bit_length() - 1) if gpu else 1  # the batch divides by powers of two
+    with trainer(words, log, ranks, "tune.py") as process:
         process.wait()
     if process.returncode:
         raise failure(log)

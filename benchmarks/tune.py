@@ -3,11 +3,12 @@
     python -m benchmarks.tune
     python -m benchmarks.tune --quick    two candidates, shortly: only shows that it works
 
-The candidates are 5 micro-batches x compiled or not x 2 sizes of the loss's chunks. The exhaustive
-search measures each in several rounds, so that a slow minute of the machine does not fall on one
-candidate alone; the tune has its --minutes, and knows nothing of that. At the end the choices of
-the two run in turn: by how much is the tune's slower? On a machine that others use, too, --cpu-time
-counts the CPU seconds of a step by one thread in place of the time that passes.
+The candidates are 5 micro-batches x recomputed or not x 2 sizes of the loss's chunks, without
+torch.compile, which takes minutes on two cores. The exhaustive search measures each in several
+rounds, so that a slow minute of the machine does not fall on one candidate alone; the tune has its
+--minutes, and knows nothing of that. At the end the choices of the two run in turn: by how much is
+the tune's slower? On a machine that others use, too, --cpu-time counts the CPU seconds of a step by
+one thread in place of the time that passes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ BASE = ["--train.global_batch=16", "--data.dataset_path=fake:", "--eval.interval
 TINY = ["--model.dim=48", "--model.n_layers=1", "--model.ffn_dim=64", "--train.seq_len=32"]
 AXES = [
     LeverAxis(tuple({"train.micro_batch": micro} for micro in (None, 8, 4, 2, 1))),
-    LeverAxis(tuple({"train.compile": on, "train.compile_scope": "block"} for on in (False, True))),
+    LeverAxis(tuple({"train.recompute": blocks} for blocks in ("none", "selective"))),
     LeverAxis(tuple({"train.loss_chunk": rows} for rows in (None, 256))),
 ]
 TURNS = 2  # of the two choices, at the end

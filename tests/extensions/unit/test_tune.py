@@ -7,17 +7,25 @@ import math
 import random
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kempner.config.command_line import parse_command
+from kempner.config.command_line import Command, parse_command
 from kempner.config.option import ConfigError
 from kempner.extensions.planner.memory import GIB
-from kempner.extensions.tune import report
+from kempner.extensions.tune import front, report, verified
 from kempner.extensions.tune.journal import TuneJournal
+from kempner.extensions.tune.runs import with_batch
 from kempner.extensions.tune.search import OutOfTime, Search
-from kempner.extensions.tune.space import Overrides, RankDevice, Space, describe_candidate
+from kempner.extensions.tune.space import (
+    Overrides,
+    RankDevice,
+    Space,
+    describe_candidate,
+    shorter_batch,
+)
 from kempner.extensions.tune.trials import Measurement, Trial, rank_trials
 from kempner.jobs.ranks.placement import World
 from kempner.train.configure import check_world, load_config
@@ -280,6 +288,34 @@ def test_the_whole_share_of_a_rank_is_no_change() -> None:
     assert space.canonical({"train.compile": False, "train.compile_scope": "model"}) == {}
 
 
+@pytest.mark.parametrize(
+    ("file", "world", "machine", "sequences"),
+    [
+        ("1b", 1, H100, 2 * 16),  # of 256: 16 fit
+        ("7b", 8, H100, 8 * 2 * 4),  # of 1024
+        ("125m", 8, H100, None),  # a step is short
+        ("1b", 1, RankDevice("CPU", 100.0), None),
+        ("7b", 8, H100._replace(gib=30.0), 8 * 2 * 2),  # less fits
+    ],
+)
+def test_a_long_step_is_measured_shorter(
+    file: str, world: int, machine: RankDevice, sequences: int | None
+) -> None:
+    """All that is tried fits it, with two passes or more."""
+    whole = space_of(file=file, world=world, machine=machine).cfg
+    assert shorter_batch(whole, world, world, machine) == sequences
+    if sequences is not None:
+        path = str(ROOT / f"configs/train/{file}.toml")
+        command = with_batch(parse_command([path, "--run.dir=r"], {}), whole, sequences)
+        cfg = load_config(command.files, command.overrides)
+        space = Space(cfg, world, world, machine, check_world, short=True)
+        assert cfg.train.sequences == sequences and space.is_allowed({})
+        for other in [*space.neighbours({}), *space.planned()]:
+            micro = space.config(other).train.micro_batch
+            assert micro and 2 * micro * world <= sequences
+            assert "distributed.pp" not in other
+
+
 def test_the_overlay_and_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The overlay gives what was measured, over words that set the same."""
     file = str(ROOT / "configs/train/debug.toml")
@@ -306,3 +342,42 @@ def test_the_spread_is_that_of_the_median() -> None:
     steps = tuple(rng.gauss(0.1, 0.01) for _ in range(400))
     trial = Trial({}, 1.0, runs=[Measurement(steps)])
     assert trial.error == pytest.approx(1.253 * 0.01 / math.sqrt(400), rel=0.15)
+
+
+class FakeRuns:
+    """Takes the place of Runs: each candidate takes what the planner says, on a clock of its own
+    that is not looked at."""
+
+    def __init__(self, command: Command, *_: object) -> None:
+        cfg = load_config(command.files, command.overrides, (), "tune-")
+        self.space = Space(cfg, 1, 1, H100, check_world, short=True)
+
+    def __call__(self, overrides: Overrides, rung: int, *_: object) -> Measurement:
+        step = self.space.seconds(overrides) or 0.0
+        gib = self.space.memory(overrides) / GIB
+        return Measurement((step,) * 9, gib, 0.4, wall=1.0)
+
+
+def test_a_tune_of_a_gpu_from_its_front_to_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A long step is measured shorter; the command that is printed has the whole one."""
+    facts = {"device": H100.name, "memory_gib": 79.1, "driver": "580.65.06", "torch": "2.13.0"}
+    facts |= {"cuda": "13.0", "kempner": "0.2.0", "commit": "abc", "cpus": 96, "fp8": False}
+    monkeypatch.setattr(front, "ask_machine", lambda _: facts)
+    monkeypatch.setattr(front, "Runs", FakeRuns)
+    monkeypatch.setattr(verified, "VERIFIED", tmp_path / "verified")
+    words = [str(ROOT / "configs/train/1b.toml"), f"--run.dir={tmp_path}/run", "--record"]
+    command = parse_command([*words, "--train.seed=5"], front.TUNE_FLAGS)
+    cfg, options = front.configure_tune(command)
+    stop = SimpleNamespace(wants_to_leave=lambda: 0.0, flags=[0.0] * 3)
+    assert front.tune(command, cfg, options, stop) == 0  # type: ignore[arg-type]
+    said = capsys.readouterr().out
+    assert "measured are steps of 32 sequences, not 256" in said and "of plan" in said
+    assert said.splitlines()[-1].endswith("tuned.toml --train.seed=5")
+    entry = verified.read_entry("1b", "H100")
+    assert entry and "--train.global_batch_tokens=131072" in entry.changes
+    assert entry.nodes == entry.gpus_per_node == 1 and entry.measured["driver"] == "580.65.06"
+    assert not verified.entry_problems(entry)
+    overlay = (tmp_path / "run/tuned.toml").read_text()
+    assert "driver 580.65.06, commit abc" in overlay and "global_batch" not in overlay

@@ -18,9 +18,15 @@ from kempner.extensions.bench.measure import write_bench_status
 from kempner.extensions.tune import report, verified
 from kempner.extensions.tune.journal import TuneJournal
 from kempner.extensions.tune.machine import ask_machine, machine_of
-from kempner.extensions.tune.runs import Orders, Runs, trial_of
+from kempner.extensions.tune.runs import Orders, Runs, trial_of, with_batch
 from kempner.extensions.tune.search import Search
-from kempner.extensions.tune.space import MAY_BE_ALLOWED, Overrides, Space
+from kempner.extensions.tune.space import (
+    MAY_BE_ALLOWED,
+    Overrides,
+    RankDevice,
+    Space,
+    shorter_batch,
+)
 from kempner.jobs.ranks.placement import World, discover_world
 from kempner.jobs.report.tables import format_duration
 from kempner.jobs.system.directories import Kind, refuse_others
@@ -110,6 +116,23 @@ def tune(command: Command, cfg: RunConfig, options: TuneOptions, stop: StopReque
     return code
 
 
+@dataclass(frozen=True)
+class TuneSubject:
+    """The subject of a tune. `of_trials`: the command line of its runs, whose steps may be shorter
+    than those of `command`, the one that was typed; `facts`: of the machine."""
+
+    command: Command
+    of_trials: Command
+    run_dir: Path
+    options: TuneOptions
+    world: World
+    facts: dict[str, Any]
+
+    @property
+    def ranks(self) -> int:
+        return self.world.size * self.world.replicas
+
+
 def _lead(
     command: Command,
     cfg: RunConfig,
@@ -121,23 +144,25 @@ def _lead(
     folder, ranks = Path(cfg.run.dir, "tune"), world.size * world.replicas
     facts = ask_machine(cfg.distributed.device)
     machine = machine_of(facts, world.per_node)
-    if options.record and machine.spec is None:
-        raise ConfigError(
-            f"--record: {facts['device']} is not one of the GPUs of configs/verified; leave it out"
-        )
-    if options.record and machine.spec:  # before it has taken ten minutes
-        verified.new_entry(command.files, (), machine.spec.name, 1, 1)
-    space = Space(cfg, ranks, world.per_node, machine, check_world, options.allow)
+    if options.record:  # before it has taken ten minutes
+        verified.new_entry(command.files, (), _gpu_of_table(machine), 1, 1)
+    short, of_trials = shorter_batch(cfg, ranks, world.per_node, machine), command
+    if short is not None:
+        _say(f"measured are steps of {short:,} sequences, not {cfg.train.sequences:,}")
+        of_trials = with_batch(command, cfg, short)
+        cfg = load_config(of_trials.files, of_trials.overrides, (), "tune-")
+    near, cut = world.per_node, short is not None
+    space = Space(cfg, ranks, near, machine, check_world, options.allow, cut)
     journal = TuneJournal(folder, _subject(cfg, facts, world))
     spent, began = journal.spent, time.monotonic()
 
     def left() -> float:
         return options.seconds - spent - (time.monotonic() - began)
 
-    runs = Runs(command, folder, journal, orders, left, stop.wants_to_leave)
+    runs = Runs(of_trials, folder, journal, orders, left, stop.wants_to_leave)
     first = [*report.remembered(folder / "record.json"), *_verified(space, command, facts)]
     search = Search(space, runs, left, _known(space, first), _say)
-    print(f"{facts['device']}, world size {ranks}, torch {facts['torch']}: tokens/s of", flush=True)
+    _say(f"{facts['device']}, world size {ranks}, torch {facts['torch']}: tokens/s of")
     for result in journal.results:
         search.take(*result)
     if journal.results:
@@ -145,9 +170,18 @@ def _lead(
     search.run()
     journal.close()
     took = spent + time.monotonic() - began
-    code = _report(command, cfg, options, world, search, facts, took)
-    write_bench_status(Path(cfg.run.dir), _state(stop, code), "a tune")
+    subject = TuneSubject(command, of_trials, Path(cfg.run.dir), options, world, facts)
+    code = _report(subject, search, took)
+    write_bench_status(subject.run_dir, _state(stop, code), "a tune")
     return code
+
+
+def _gpu_of_table(machine: RankDevice) -> str:
+    if machine.spec is None:
+        raise ConfigError(
+            f"--record: {machine.name} is not one of the GPUs of configs/verified; leave it out"
+        )
+    return machine.spec.name
 
 
 def _say(text: str) -> None:
@@ -194,41 +228,33 @@ def _verified(space: Space, command: Command, facts: dict[str, Any]) -> list[Ove
     return [space.canonical(values)]
 
 
-def _report(
-    command: Command,
-    cfg: RunConfig,
-    options: TuneOptions,
-    world: World,
-    search: Search,
-    facts: dict[str, Any],
-    took: float,
-) -> int:
+def _report(subject: TuneSubject, search: Search, took: float) -> int:
     """Print the table and write the files; returns the exit code."""
-    best, ranks, tokens = search.best, world.size * world.replicas, search.space.tokens
+    best, tokens, facts, out = search.best, search.space.tokens, subject.facts, subject.options.out
     _say(f"\n{report.tune_table(search)}")
-    record = Path(cfg.run.dir, "tune/record.json")
+    record = subject.run_dir / "tune/record.json"
     about = {"time": time.time(), "command": shlex.join(sys.argv), "machine": facts}
-    report.write_record(record, search, about, ranks)
+    report.write_record(record, search, about, subject.ranks)
     if best is None:
         _say("\nno candidate came to its end: the reasons are above")
         return 1
-    speed = tokens / best.step
     lines = [
-        f"{shlex.join(command.files)} on {ranks} x {facts['device']}, torch {facts['torch']}, "
-        f"driver {facts['driver']}, commit {facts['commit']}",
-        f"{time.strftime('%Y-%m-%d')}: {speed:,.0f} tokens/s +- {best.error / best.step:.1%}, "
-        f"{best.gib:.2f} GiB; of {len(search.trials)} candidates in {format_duration(took)}",
+        f"{shlex.join(subject.of_trials.files)} on {subject.ranks} x {facts['device']}, "
+        f"torch {facts['torch']}, driver {facts['driver']}, commit {facts['commit']}",
+        f"{time.strftime('%Y-%m-%d')}: {tokens / best.step:,.0f} tokens/s +- "
+        f"{best.error / best.step:.1%}, {best.gib:.2f} GiB; of {len(search.trials)} candidates "
+        f"in {format_duration(took)}",
     ]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(options.out, report.overlay_text(best.overrides, lines))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, report.overlay_text(best.overrides, lines))
     itself = search.trials.get("as configured")
     if best.overrides and itself and itself.seconds:
         _say(f"\nthe best is {itself.step / best.step:.2f} times as fast as the configuration")
     elif not best.overrides:
         _say("\nthe best is the configuration as it is")
-    if options.record:
-        place = verified.record(command, best, search.space, facts, world)
+    if subject.options.record:
+        place = verified.record(subject.of_trials, best, search.space, facts, subject.world)
         _say(f"verified: {place or 'the figure that is there is not slower, and stays'}")
-    _say(f"record: {record}\nuse it by:\n    "
-         f"{report.command_with(command, best.overrides, options.out, world)}")  # fmt: skip
+    use = report.command_with(subject.command, best.overrides, out, subject.world)
+    _say(f"record: {record}\nuse it by:\n    {use}")
     return 0

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from kempner.extensions.tune.journal import TuneJournal
 from kempner.extensions.tune.search import OutOfTime
 from kempner.extensions.tune.space import Overrides
 from kempner.extensions.tune.trials import Measurement
+from kempner.jobs.system.compiler import keep_private
 from kempner.jobs.system.files import read_jsonl, write_atomic
 from kempner.train.configure import load_config
 from kempner.train.extensions import Variant
+from kempner.train.sections import RunConfig
 
 START_VARIABLES = (  # what names this start of all ranks
     "KEMPNER_ATTEMPT_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT",
@@ -55,6 +58,14 @@ def trial_of(
     words += bench_overrides(cfg, str(run_dir))
     cfg = load_config(command.files, words)
     return Variant(" ".join(changes), [*command.files, *words], cfg)
+
+
+def with_batch(command: Command, cfg: RunConfig, sequences: int) -> Command:
+    """Return a command line with another global batch."""
+    word = f"--train.global_batch={sequences}"
+    if cfg.train.global_batch_tokens is not None:
+        word = f"--train.global_batch_tokens={sequences * cfg.train.seq_len}"
+    return replace(command, overrides=[*command.overrides, word])
 
 
 class Orders:
@@ -92,6 +103,7 @@ class Orders:
 
 def run_trial(order: dict[str, Any], out: Any, leaves: Callable[[], float]) -> int:
     """Run this rank's process of a candidate; returns its exit code."""
+    keep_private()  # one place for what all candidates compile: a run keeps its own by itself
     return run_variant(
         [sys.executable, str(TRAIN), *order["words"]],
         Path(order["run_dir"]),

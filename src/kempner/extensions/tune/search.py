@@ -16,7 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from kempner.extensions.planner.memory import GIB
-from kempner.extensions.tune.space import Overrides, Space, describe_candidate, unplanned
+from kempner.extensions.tune.space import (
+    LONG_TUNE_STEP_S,
+    Overrides,
+    Space,
+    describe_candidate,
+    unplanned,
+)
 from kempner.extensions.tune.trials import LearnedMemory, Measurement, Trial, rank_trials
 
 EXPLORE = 0.6  # of the time, for the short runs
@@ -25,7 +31,7 @@ FACTOR = 3  # by which the runs of a rung are longer than those of the one befor
 RUNGS = 3
 RUN_SHARE, SHORTEST_S, LONGEST_S = 0.005, 0.2, 3.0  # of all time: the steps of a short run
 FIRST_STEPS, MOST_STEPS = 5, 100  # of the first run, whose steps have no known length; of a short
-LONG_TUNE_STEP_S, WARM_UP = 1.0, 3  # of so long steps only one is left out
+WARM_UP = 3  # steps; of long ones only one is left out
 RUN_PATIENCE = 4.0  # a run may take so many times what the others take
 RUN_PATIENCE_S = 120.0  # and at least so long: a model may be compiled in it
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from kempner.config.option import ConfigError
 from kempner.config.values import to_text
+from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.extensions.planner.cost import step_seconds
 from kempner.extensions.planner.gpus import GPUS, RESERVE_GIB, GpuSpec
 from kempner.extensions.planner.memory import GIB, estimate_memory, loss_rows, one_replica
@@ -36,6 +37,8 @@ Overrides = dict[str, Any]
 MESHES = 8  # that are tried, of a world that can be cut in more ways
 PLANNED = 6  # of the planner's best, with which a tune begins
 MAY_BE_ALLOWED = ("fp8",)  # what changes the numbers of a training beyond rounding, for --allow
+LONG_TUNE_STEP_S = 1.0  # of such steps a tune does few, and measures shorter ones
+DOUBT = 1.3  # by which the planner's memory may be wrong
 COMPILED = ((False, "block"), (True, "block"), (True, "model"))
 UNPLANNED = ("train.attention", "train.compile_scope")  # of whose memory the planner knows nothing
 
@@ -75,6 +78,29 @@ class LeverAxis:
         return frozenset(key for choice in self.choices[:1] for key in choice)
 
 
+def shorter_batch(cfg: RunConfig, ranks: int, per_node: int, machine: RankDevice) -> int | None:
+    """Return the sequences of a shorter step to measure, for a step that the planner estimates to
+    take long; None: the step is measured as it is. It has two passes of the largest micro-batch
+    that may fit, so that gradients are summed as in the whole step. A pipeline needs all passes."""
+    train, spec = cfg.train, machine.spec
+    if not spec or not train.micro_batch or cfg.distributed.pp > 1 or cfg.of(LowcommConfig).on:
+        return None
+    if step_seconds(cfg, ranks, per_node, spec).step < LONG_TUNE_STEP_S:
+        return None
+    fits = 1
+    for micro in MICRO_BATCHES:
+        other = changed_by(cfg, {"train.micro_batch": micro})
+        if train.sequences % (ranks * micro):
+            break
+        if estimate_memory(other, ranks, per_node).peak < DOUBT * machine.limit:
+            fits = micro
+    unit = ranks * max(fits, train.micro_batch)
+    passes = train.sequences // unit
+    if train.sequences % unit or passes < 4:
+        return None
+    return unit * next(n for n in range(2, passes + 1) if passes % n == 0)
+
+
 class Space:
     """All candidates of a configuration in its world."""
 
@@ -86,7 +112,10 @@ class Space:
         machine: RankDevice,
         check: Check,
         allow: Collection[str] = (),
+        short: bool = False,
     ) -> None:
+        """`short`: the step is that of shorter_batch()."""
+        self._short = short
         self.cfg, self.world_size, self.per_node = cfg, world_size, per_node
         self.machine, self._check = machine, check
         self._problems = problems_of(cfg)
@@ -169,8 +198,15 @@ class Space:
             self._allowed[name] = not (
                 problems_of(cfg) - self._problems
                 or self._check(cfg, self.world_size, self.per_node)
+                or (self._short and self._is_too_short(cfg))
             )
         return self._allowed[name]
+
+    def _is_too_short(self, cfg: RunConfig) -> bool:
+        """Return whether a shorter step differs from the whole one: gradients of two passes are
+        summed in both, and a pipeline waits less in the whole one."""
+        passes = cfg.train.sequences // ((cfg.train.micro_batch or 1) * self._ranks)
+        return passes < 2 or cfg.distributed.pp > 1 or cfg.train.micro_batch is None
 
     def planned(self) -> list[Overrides]:
         """List the combinations that the planner believes to be the fastest that fit."""
@@ -180,7 +216,8 @@ class Space:
         found = best_candidates(
             self.cfg, self.world_size, self.per_node, spec, self._check, PLANNED
         )
-        return [self.canonical(each.overrides) for each in found]
+        candidates = [self.canonical(each.overrides) for each in found]
+        return [one for one in candidates if self.is_allowed(one)]
 
     def neighbours(self, overrides: Overrides) -> list[Overrides]:
         """List the candidates that differ in one lever; those that the planner believes to be

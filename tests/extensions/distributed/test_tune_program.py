@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from kempner.config import toml
 from kempner.extensions.tune.runs import Orders
+from kempner.jobs.system.compiler import CACHE
 from tests import zygote
 from tests.conftest import ROOT, TINY, clean_env, status
 
@@ -60,7 +64,10 @@ def test_a_signal_ends_it_with_the_best_so_far(tmp_path: Path) -> None:
     assert "use it by:" in out and (run / "tuned.toml").exists()
 
 
-def test_the_other_ranks_follow_the_first(tmp_path: Path) -> None:
+def test_the_other_ranks_follow_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What their runs compile is kept for the next ones."""
+    monkeypatch.setenv(CACHE, "of the user")
+    monkeypatch.delenv(CACHE)
     leaves = threading.Event()
     first, second = Orders(tmp_path), Orders(tmp_path)
     codes: list[int] = []
@@ -72,6 +79,6 @@ def test_the_other_ranks_follow_the_first(tmp_path: Path) -> None:
     first.post(order)  # the trainer refuses it: a result as any other
     first.post({"code": 3})
     follower.join(60)
-    assert codes == [3]
+    assert codes == [3] and CACHE in os.environ
     leaves.set()
     assert Orders(tmp_path / "other").follow(lambda: 1.0) == 0
