@@ -62,6 +62,7 @@ def split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
         _split_block(cast(Block, block), mesh)
     _cut(model.norm, mesh)
     model.norm.register_forward_hook(partial(_gather, mesh.get_group()))
+    model.norm.register_forward_hook(_arrived)
     if model.output is not None:  # what goes in and out is the loss's matter
         _cut(model.output, mesh, weight=SHARD_ROWS)
     if model.cfg.n_experts:
