@@ -39,9 +39,9 @@ from kempner.train.replicas import Replicas
 from kempner.train.resilience import requests
 from kempner.train.resilience.nonfinite import NonFinite
 from kempner.train.resilience.requests import StopRequests, Verdict
+from kempner.train.resilience.resuming import go_back, resume_progress
 from kempner.train.resilience.straggler import BlockClock, Stragglers
 from kempner.train.resilience.watchdog import Watchdog, start_watchdog
-from kempner.train.resuming import go_back, resume_progress
 from kempner.train.sections import RunConfig
 from kempner.train.step import StepResult, reduce_step
 
