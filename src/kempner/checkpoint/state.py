@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from kempner.checkpoint.format.plan import StoredTensor, Table, Want, make_table, own_box
+from kempner.checkpoint.format.writer import local_part
 from kempner.config.option import ConfigError
 from kempner.optim.optimizer import Optimizer
 from kempner.parallel.build import buffer_names, parameter_names
@@ -200,7 +200,6 @@ def read_targets(
                     "was written by another version of this program, or with another model or "
                     "optimizer"
                 )
-            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             disk = f"{prefix}.{rank}.{name}" if provider.per_rank else f"{prefix}.{name}"
-            wants.append(Want(start + name, disk, part.detach(), own_box(here[name], rank)))
+            wants.append(Want(start + name, disk, local_part(tensor), own_box(here[name], rank)))
     return wants

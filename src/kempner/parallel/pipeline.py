@@ -29,8 +29,7 @@ from kempner.model.moe import with_loss
 from kempner.parallel.config import DistributedConfig
 from kempner.parallel.context import own_tokens
 from kempner.parallel.layout import Layout
-from kempner.parallel.passes import LossOf
-from kempner.parallel.shard import begin_micro_batch
+from kempner.parallel.shard import LossOf, begin_micro_batch
 
 
 def split_blocks(cfg: ModelConfig, stages: int) -> list[range]:

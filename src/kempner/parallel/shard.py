@@ -1,10 +1,11 @@
 """FSDP2 (fully_shard): which weights are gathered together, how long they stay, and when gradients
-are reduced."""
+are reduced; and the passes of a step's micro-batches."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,15 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from kempner.data.batch import MicroBatch
 from kempner.model.decoder import Decoder
 from kempner.parallel.config import DistributedConfig
 from kempner.parallel.layout import Layout
+
+LossOf = Callable[[Any, MicroBatch], Tensor]
+"""From a model, to be called as Decoder is, and a micro-batch on its device to what is to be
+differentiated, fp32 []."""
+_T = TypeVar("_T")
 
 
 def shard_model(
@@ -31,8 +38,7 @@ def shard_model(
 ) -> None:
     """Apply fully_shard to each block, to the embedding, and to the final norm and the output
     layer; HSDP if the replicate axis is over 1. A tied embedding is needed at both ends: it stays
-    with the root module, gathered until the backward pass has ended. `whole`: shard the model at
-    once, without hooks inside.
+    with the root module, gathered until the backward pass has ended. `whole`: no hooks inside.
 
     Gradients are summed, not averaged: the loss is divided by the tokens of all ranks, so the sum
     is the mean.
@@ -76,6 +82,10 @@ def shard_model(
         if isinstance(module, FSDPModule) and layout.parameter_mesh.size() > 1:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
             module.set_gradient_divide_factor(1.0)
+    if cfg.overlap:
+        from kempner.parallel.overlap import choose_messages
+
+        choose_messages(model, layout, cfg.overlap)
 
 
 def prefetch_blocks(model: Decoder, count: int) -> None:
@@ -132,3 +142,41 @@ def begin_micro_batch(model: nn.Module, last: bool) -> None:
         model.set_reshard_after_backward(last)
     else:
         model.set_requires_all_reduce(bool(last or model.reduces_in_bf16))
+
+
+def backward_passes(
+    model: Decoder,
+    loss_of: LossOf,
+    micro_batches: Sequence[MicroBatch],
+    device: torch.device,
+    interrupt: Callable[[], _T | None],
+) -> _T | None:
+    """Accumulate the gradients of the losses of all micro-batches of a step. Between two of them
+    `interrupt()` may end it: a result that is not None is returned at once. A pipeline cannot stop
+    in between."""
+    if model.pipeline is not None:
+        model.pipeline.backward_passes(loss_of, [batch.to(device) for batch in micro_batches])
+        return None
+    for i, batch in enumerate(micro_batches):
+        if i and (answer := interrupt()) is not None:
+            return answer
+        begin_micro_batch(model, last=i == len(micro_batches) - 1)
+        loss_of(model, batch.to(device)).backward()  # type: ignore[no-untyped-call]
+    return None
+
+
+def forward_passes(
+    model: Decoder, loss_of: LossOf, micro_batches: Sequence[MicroBatch], device: torch.device
+) -> None:
+    """Compute the losses of some micro-batches, without gradients."""
+    batches = [batch.to(device) for batch in micro_batches]
+    if model.pipeline is not None:
+        model.pipeline.forward_passes(loss_of, batches)
+        return
+    for batch in batches:
+        loss_of(model, batch)
+
+
+def at_once(model: Decoder) -> int:
+    """Number of micro-batches that forward_passes() should get at once."""
+    return 1 if model.pipeline is None else model.pipeline.ranks

@@ -53,8 +53,13 @@ CUTS = dict.fromkeys(("wq", "wk", "wv", "w1", "w3"), SHARD_ROWS) | {
 }
 
 
-def split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
-    """Cut the model, which is on the meta device, over the ranks of a one-axis mesh."""
+def split_matrices(model: Decoder, mesh: DeviceMesh, overlap: bool = False) -> None:
+    """Cut the model, which is on the meta device, over the ranks of a one-axis mesh. `overlap`: see
+    overlap.py."""
+    if overlap:
+        from kempner.parallel.overlap import overlap_collectives
+
+        overlap_collectives(mesh)
     words = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE))
     parallelize_module(model.embed, mesh, words)
     model.embed.register_forward_hook(_arrived)
@@ -133,6 +138,10 @@ def own_part(weight: DTensor) -> Tensor:
 def _gather(group: dist.ProcessGroup, _: nn.Module, inputs: Any, y: Tensor) -> Tensor:
     """All-gather this rank's tokens [B, T/n, D] into [B, T, D]. Each rank computes a part of their
     gradient."""
+    # Of a row alone the same bytes, in the form that the compiler can hide (overlap.py). Elsewhere
+    # they would be on their way still: see _arrived().
+    if y.shape[0] == 1 and torch.compiler.is_compiling():
+        return cast(Tensor, all_gather_tensor_autograd(y.flatten(0, 1), 0, group)).unsqueeze(0)
     return cast(Tensor, all_gather_tensor_autograd(y, SEQUENCE, group))
 
 

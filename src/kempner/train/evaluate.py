@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kempner.data.batch import MicroBatch
 from kempner.model.decoder import Decoder
 from kempner.parallel.layout import Layout
-from kempner.parallel.passes import at_once, forward_passes
+from kempner.parallel.shard import at_once, forward_passes
 from kempner.train.objective import Objective
 from kempner.train.resilience.requests import StopRequests
 from kempner.train.step import StepSums, reduce_step

@@ -15,7 +15,7 @@ from kempner.data.source import IGNORE
 from kempner.model.decoder import Decoder
 from kempner.optim.build import set_learning_rate
 from kempner.parallel.layout import Layout
-from kempner.parallel.passes import backward_passes
+from kempner.parallel.shard import backward_passes
 from kempner.train.objective import Objective
 from kempner.train.progress import Progress
 from kempner.train.recording.metrics import Clock

@@ -18,7 +18,7 @@ from kempner.extensions.planner.memory import (
     whole_model,
 )
 from kempner.parallel.layout import Axes
-from kempner.train.checks import FP8_TILE
+from kempner.train.levers import FP8_TILE
 from kempner.train.sections import RunConfig
 
 PRODUCT_EFFICIENCY = (0.69, 500.0)  # of the peak, as the sides grow; half of it at this side
