@@ -36,10 +36,13 @@ from benchmarks.gpu_job import (
 from benchmarks.gpu_parts import (
     axes,
     experts,
+    flash,
+    fp8_gathers,
     generation,
     meshes,
     muon,
     offload,
+    overlap,
     ring,
     update,
 )
@@ -542,6 +545,9 @@ CHECKS = {
     "compile": Check(compiled, 120, needs_gpu=True),
     "patterns": Check(patterns, 90, needs_gpu=True),
     "fp8": Check(fp8, 120, needs_gpu=True),
+    "flash": Check(flash, 240, needs_gpu=True),
+    "fp8 gathers": Check(fp8_gathers, 180, needs_gpu=True),
+    "overlap": Check(overlap, 300, needs_gpu=True),
     "axes": Check(axes, 300),
     "tune": Check(tuned, 360),
 }

@@ -3,14 +3,29 @@ the axes of a mesh, small."""
 
 from __future__ import annotations
 
+import importlib.util
 import queue
+import re
+import statistics
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
-from benchmarks.gpu_job import ROOT, Failed, Figures, Job, Skipped, compare, losses, train
+from benchmarks.gpu_job import (
+    ROOT,
+    Failed,
+    Figures,
+    Job,
+    Skipped,
+    compare,
+    losses,
+    metrics,
+    train,
+)
 from benchmarks.gpu_mesh import AXES
 
 STEPS = 5
@@ -77,6 +92,80 @@ def offload(job: Job) -> Figures:
         if len(found) != STEPS or any(found[n] != expected.get(n) for n in found):
             raise Failed(f"{lever}: the losses are not those without it")
     return {"equal_losses": STEPS}
+
+
+# --- levers of speed: losses as without, and tokens/s with / without ---------------------------
+
+PACKED = ("--data.document_mask", "--train.max_steps=30", "--checkpoint.interval=0")
+
+
+LACKS = "is not installed|has no way to it|does not run|torch .* has no|cannot hide"
+
+
+def beside(job: Job, name: str, without: tuple[str, ...], lever: str, ranks: int = 1) -> Figures:
+    """Train without a lever and with it. Raises Skipped where the run refuses it for want of what
+    this machine lacks."""
+    rates = {}
+    for which, words in ((f"without-{name}", without), (name, (*without, lever))):
+        try:
+            train(job, job.words(which, *words), ranks)
+        except Failed:
+            text = (job.work / "train.out").read_text()
+            if which == name and (why := re.search(f".*({LACKS}).*", text)):
+                raise Skipped(why[0].strip()) from None
+            raise
+        steps = metrics(job.work / which)[10:]
+        rates[which] = statistics.median(line["tokens_per_s"] for line in steps)
+    worst = compare(name, losses(job.work / name), losses(job.work / f"without-{name}"))
+    return {f"{name} loss": worst, f"{name} speed": rates[name] / rates[f"without-{name}"]}
+
+
+def skipping(kinds: Iterable[Callable[[], Figures]]) -> Figures:
+    """The figures of those that this machine has; Skipped where it has none."""
+    found: Figures = {}
+    why = "needs two GPUs"
+    for kind in kinds:
+        try:
+            found |= kind()
+        except Skipped as skipped:
+            why = str(skipped)
+    if not found:
+        raise Skipped(why)
+    return found
+
+
+def flash(job: Job) -> Figures:
+    """FlashAttention 3 and 4, by length, and on two GPUs in a ring, beside FlashAttention 2."""
+    plain = ("--train.attention=flash", *PACKED)
+    ring = (*PACKED[1:], "--train.attention=flash", "--distributed.cp=2")
+    kinds = [partial(beside, job, k, plain, f"--train.attention={k}") for k in ("fa3", "fa4")]
+    if job.ranks > 1:
+        kinds += [
+            partial(beside, job, f"{k}-ring", ring, f"--train.attention={k}", 2)
+            for k in ("fa3", "fa4")
+        ]
+    return skipping(kinds)
+
+
+def overlap(job: Job) -> Figures:
+    """Each value of distributed.overlap, on two GPUs."""
+    tp = ("--train.compile", "--distributed.tp=2", *PACKED[1:])
+    runs = {"tp": tp, "reduce": PACKED[1:], "symm_mem": PACKED[1:]}
+    kinds = [
+        partial(beside, job, name, words, f"--distributed.overlap=['{name}']", 2)
+        for name, words in (runs if job.ranks > 1 else {}).items()
+    ]
+    return skipping(kinds)
+
+
+def fp8_gathers(job: Job) -> Figures:
+    """FSDP's gathers in 8 bits beside products in 8 bits alone."""
+    if importlib.util.find_spec("torchao") is None:
+        raise Skipped("torchao is not installed: pip install -e '.[fp8]'")
+    words = ("--train.fp8=tensorwise", "--train.compile", *PACKED[1:])
+    ranks = 1 << (job.ranks.bit_length() - 1)  # the batch divides by powers of two
+    lever = "--train.fp8=tensorwise_gather"
+    return skipping([partial(beside, job, "fp8_gather", words, lever, ranks)])
 
 
 # --- kernels, in this process -----------------------------------------------------------------

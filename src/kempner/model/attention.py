@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 FLASH = (torch.bfloat16, torch.float16)  # dtypes of the flash kernels
+FLASH_KERNELS = ("flash", "fa3", "fa4")  # one operator of torch: see flash.py
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def attention_pattern(
     if window is None and documents is None and softcap is None:
         return Visible(None)
     device = tokens.device
-    if device.type == "cuda" and kernel in ("auto", "flash"):
+    if device.type == "cuda" and kernel in ("auto", *FLASH_KERNELS):
         if softcap is None and dtype in FLASH and varlen_kernel() is not None:
             if documents is not None:
                 return Visible(window, starts=documents.starts)
@@ -227,7 +228,7 @@ def choose_kernel(
     cuda = torch.backends.cuda  # the CPU obeys the same switches
     # The switches are global to the process and last: attention in every block obeys them.
     cuda.enable_cudnn_sdp(kernel in ("auto", "cudnn"))
-    cuda.enable_flash_sdp(kernel in ("auto", "flash"))
+    cuda.enable_flash_sdp(kernel in ("auto", *FLASH_KERNELS))
     cuda.enable_mem_efficient_sdp(kernel in ("auto", "efficient"))
     cuda.enable_math_sdp(kernel in ("auto", "math"))
     documents = Documents.of(tokens.cpu(), False) if packed else None

@@ -72,4 +72,5 @@ class Rule:
 
 def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(part, "_tensor", part)  # of a weight that FSDP sends in fp8: its fp32 master

@@ -115,11 +115,12 @@ def plan_model(
     if layout.tp is not None:
         from kempner.parallel.tensor import compute_on_parts, split_matrices
 
-        split_matrices(model, layout.tp)
+        split_matrices(model, layout.tp, overlap="tp" in distributed.overlap)
     if train.fp8 != "none":
         from kempner.parallel.fp8 import use_fp8
 
-        use_fp8(model, train.fp8, torch.device(device_type))
+        gathers = not frozen and train.fp8.endswith("gather")
+        use_fp8(model, train.fp8.split("_")[0], torch.device(device_type), gathers)
     if layout.ep is not None:
         from kempner.parallel.experts import split_experts
 

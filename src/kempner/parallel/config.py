@@ -87,6 +87,12 @@ class DistributedConfig:
         minimum=0,
         maximum=4096,
     )
+    overlap: tuple[str, ...] = option(
+        (),
+        "messages that hide more: tp, those of tp in pieces beside their products (train.compile); "
+        "reduce, FSDP's reductions beside its gathers; symm_mem, FSDP's in symmetric memory",
+        choices=("tp", "reduce", "symm_mem"),
+    )
     reduce_dtype: str = option(
         "fp32", "dtype in which gradients are summed over ranks", choices=("fp32", "bf16")
     )

@@ -3,6 +3,7 @@ rounded for each product, and everything else stays what it was (arXiv:2209.0543
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ LEAST_CAPABILITY = (8, 9)  # of a GPU: Ada, Hopper and later multiply 8-bit floa
 FP8_MATRIX_TILE = 16  # both sizes of a matrix are multiples of this, or its kernels refuse it
 
 
-def use_fp8(model: Decoder, recipe: str, device: torch.device) -> None:
+def use_fp8(model: Decoder, recipe: str, device: torch.device, gathers: bool = False) -> None:
     """Make the projections of all blocks multiply in fp8; embedding and output stay. Call it before
-    any other wrapper. `recipe`: torchao's tensorwise or rowwise, the unit of a scale.
+    any other wrapper. `recipe`: torchao's tensorwise or rowwise, the unit of a scale. `gathers`:
+    FSDP sends the weights as they are multiplied, which takes one scale a tensor, the same on all
+    ranks; each rank keeps its part in fp32.
 
     Raises ConfigError if the device cannot, or no matrix has a size that its kernels take.
     """
@@ -41,8 +44,23 @@ def use_fp8(model: Decoder, recipe: str, device: torch.device) -> None:
             "which the kernels need; give such a model.dim and model.ffn_dim, or --train.fp8=none"
         )
     config: Any = Float8LinearConfig.from_recipe_name(recipe)
+    config = replace(config, enable_fsdp_float8_all_gather=gathers)
     for block in model.blocks:
         convert_to_float8_training(block, config=config, module_filter_fn=fits)
+    if gathers:
+        model.register_forward_pre_hook(_compute_scales)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _compute_scales(model: nn.Module, _: Any) -> None:
+    """Compute the scales of all weights with one all-reduce, before the first micro-batch of a step
+    and outside of steps; otherwise each gather would compute its own. While gradients are summed
+    the weights stay as they are."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    within_step = any(parameter.grad is not None for parameter in model.parameters())
+    if not (within_step and torch.is_grad_enabled()):
+        precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def need_fp8(device: torch.device, recipe: str) -> None:

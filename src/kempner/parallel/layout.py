@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -109,6 +109,7 @@ class Layout:
     # This replica of lowcomm/ and their number; the layout describes one replica.
     replica: int = 0
     replicas: int = 1
+    added_groups: list[dist.ProcessGroup] = field(default_factory=list, compare=False)
 
     @property
     def at(self) -> Axes:
@@ -179,7 +180,8 @@ class Layout:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         meshes = (self.mesh, self.cp_mesh, self.ep_mesh)
-        return [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
+        groups = [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
+        return groups + self.added_groups
 
     @property
     def blocks_apart(self) -> bool:

@@ -31,8 +31,7 @@ def shard_model(
 ) -> None:
     """Apply fully_shard to each block, to the embedding, and to the final norm and the output
     layer; HSDP if the replicate axis is over 1. A tied embedding is needed at both ends: it stays
-    with the root module, gathered until the backward pass has ended. `whole`: shard the model at
-    once, without hooks inside.
+    with the root module, gathered until the backward pass has ended. `whole`: no hooks inside.
 
     Gradients are summed, not averaged: the loss is divided by the tokens of all ranks, so the sum
     is the mean.
@@ -76,6 +75,10 @@ def shard_model(
         if isinstance(module, FSDPModule) and layout.parameter_mesh.size() > 1:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
             module.set_gradient_divide_factor(1.0)
+    if cfg.overlap:
+        from kempner.parallel.overlap import choose_messages
+
+        choose_messages(model, layout, cfg.overlap)
 
 
 def prefetch_blocks(model: Decoder, count: int) -> None:

@@ -58,8 +58,13 @@ reduce_scatter_tensor_autograd = getattr(
 )
 
 
-def split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
-    """Cut the model, which is on the meta device, over the ranks of a one-axis mesh."""
+def split_matrices(model: Decoder, mesh: DeviceMesh, overlap: bool = False) -> None:
+    """Cut the model, which is on the meta device, over the ranks of a one-axis mesh. `overlap`: see
+    overlap.py."""
+    if overlap:
+        from kempner.parallel.overlap import overlap_collectives
+
+        overlap_collectives(mesh)
     words = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE))
     parallelize_module(model.embed, mesh, words)
     model.embed.register_forward_hook(_arrived)
@@ -67,6 +72,7 @@ def split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
         _split_block(cast(Block, block), mesh)
     _cut(model.norm, mesh)
     model.norm.register_forward_hook(partial(_gather, mesh.get_group()))
+    model.norm.register_forward_hook(_arrived)
     if model.output is not None:  # what goes in and out is the loss's matter
         _cut(model.output, mesh, weight=SHARD_ROWS)
     if model.cfg.n_experts:
@@ -137,6 +143,10 @@ def own_part(weight: DTensor) -> Tensor:
 def _gather(group: dist.ProcessGroup, _: nn.Module, inputs: Any, y: Tensor) -> Tensor:
     """All-gather this rank's tokens [B, T/n, D] into [B, T, D]. Each rank computes a part of their
     gradient."""
+    # Of a row alone the same bytes, in the form that the compiler can hide (overlap.py). Elsewhere
+    # they would be on their way still: see _arrived().
+    if y.shape[0] == 1 and torch.compiler.is_compiling():
+        return cast(Tensor, all_gather_tensor_autograd(y.flatten(0, 1), 0, group)).unsqueeze(0)
     return cast(Tensor, all_gather_tensor_autograd(y, SEQUENCE, group))
 
 

@@ -150,7 +150,7 @@ def _ring_problems(cfg: RunConfig) -> list[str]:
             f"model.head_dim = {width}: on a GPU the ring's kernel takes multiples of {RING_HEAD}; "
             f"{instead}"
         )
-    if kernel not in ("auto", "flash"):
+    if kernel not in ("auto", "flash", "fa3", "fa4"):
         found.append(f"train.attention = {kernel}: the ring's kernel is flash; {instead}")
     return found
 

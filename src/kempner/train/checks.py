@@ -13,8 +13,6 @@ from kempner.train.resilience.config import ResilienceConfig
 if TYPE_CHECKING:
     from kempner.train.sections import RunConfig
 
-FP8_TILE = 16  # of every size of a product
-
 
 def combination_problems(cfg: RunConfig) -> list[str]:
     """List the problems, one message each, with the way out."""
@@ -44,17 +42,11 @@ def combination_problems(cfg: RunConfig) -> list[str]:
             f"lora.rank = {cfg.lora.rank}: adapters are fp32 on a frozen model in bf16, and "
             f"not built for {lever}; leave that out"
         )
-    if cfg.train.attention != "auto" and cfg.model.attention_softcap is not None:
-        problems.append(
-            f"train.attention = {cfg.train.attention}: this kernel does not cap scores, as "
-            f"model.attention_softcap = {cfg.model.attention_softcap} asks; leave it at auto"
-        )
-    if cfg.distributed.device == "cpu" and cfg.train.fp8 != "none":
-        problems.append(
-            f"train.fp8 = {cfg.train.fp8}: not on distributed.device = cpu; give --train.fp8="
-            "none, or a GPU"
-        )
-    problems += _fp8_problems(cfg) + _freeze_problems(cfg)
+    if cfg.train.fp8 != "none" or cfg.distributed.overlap or cfg.train.attention != "auto":
+        from kempner.train import levers
+
+        problems += levers.lever_problems(cfg)
+    problems += _freeze_problems(cfg)
     problems += _block_problems(cfg) + _spike_problems(cfg) + _layers_problems(cfg)
     axes = cfg.distributed
     if max(axes.tp, axes.pp, axes.ep, axes.cp) > 1:
@@ -123,26 +115,6 @@ def _layers_problems(cfg: RunConfig) -> list[str]:
             f"{cfg.distributed.pp}; leave it out"
         ]
     return []
-
-
-def _fp8_problems(cfg: RunConfig) -> list[str]:
-    """List problems of fp8. The tokens of a pass are the inner size of the product that makes a
-    weight's gradient."""
-    train, ranks = cfg.train, cfg.distributed.cp
-    if train.fp8 == "none":
-        return []
-    # Without train.micro_batch, or while the batch grows, the rows of a pass depend on the ranks.
-    rows = 1 if train.micro_batch is None or train.batch_ramp else train.micro_batch
-    tokens = rows * train.seq_len // ranks
-    if tokens % FP8_TILE == 0:
-        return []
-    batch = f"train.micro_batch {rows} x " if rows > 1 else ""
-    parts = f" / distributed.cp {ranks}" if ranks > 1 else ""
-    return [
-        f"train.fp8 = {train.fp8}: its kernels take a multiple of {FP8_TILE} tokens a pass, and "
-        f"{batch}train.seq_len {train.seq_len}{parts} = {tokens}; give a train.seq_len that is a "
-        f"multiple of {FP8_TILE * ranks}, or --train.fp8=none"
-    ]
 
 
 def _block_problems(cfg: RunConfig) -> list[str]:

@@ -66,7 +66,14 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
         if ring
         else choose_kernel(cfg.train.attention, cfg.model, tokens, packed, dtype)
     )
-    run.announce(f"attention: {kernel}, of {cfg.train.attention}")
+    asked = cfg.train.attention
+    if kernel.startswith("flash") and (device.type == "cuda" or asked in ("fa3", "fa4")):
+        from kempner.model.flash import use_newer_flash
+
+        by_length = kernel == "flash, by length"
+        fixed = cfg.train.deterministic
+        kernel += use_newer_flash(asked, cfg.model, dtype, device, fixed, by_length)
+    run.announce(f"attention: {kernel}, of {asked}")
     if cfg.model.n_experts:
         from kempner.model.moe import choose_products
 

@@ -86,13 +86,14 @@ class TrainConfig:
     fp8: str = option(
         "none",
         "matrix products of the blocks in 8-bit floats, by torchao, with one scale a tensor or a "
-        "row; needs an Ada, Hopper or later GPU",
-        choices=("none", "tensorwise", "rowwise"),
+        "row; _gather: FSDP sends these, too; needs an Ada, Hopper or later GPU",
+        choices=("none", "tensorwise", "tensorwise_gather", "rowwise"),
     )
     attention: str = option(
         "auto",
-        "kernel of the attention; auto: the fastest that torch has for the shape",
-        choices=("auto", "cudnn", "flash", "efficient", "math"),
+        "kernel of the attention; auto: the fastest that torch has for the shape; fa3, fa4: "
+        "FlashAttention 3 and 4, which are packages",
+        choices=("auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math"),
     )
     loss_chunk: int | None = option(
         None,

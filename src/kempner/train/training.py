@@ -124,7 +124,7 @@ class Training:
     def go_back(self, verdict: Verdict) -> Verdict:
         """Return to the last checkpoint, without the samples of the bad steps; returns what is
         next."""
-        from kempner.train.resuming import go_back
+        from kempner.train.resilience.resuming import go_back
 
         with self.watchdog.patient():
             self.progress, verdict = go_back(
@@ -224,7 +224,7 @@ def resume_progress(
     for each in lookup.used(cfg):
         each.start(cfg, run, model, begun=manifest is not None or forks)
     if forks:
-        from kempner.train.resuming import begin_fork
+        from kempner.train.resilience.resuming import begin_fork
 
         progress = begin_fork(cfg, run, checkpointer, replicas)
     else:

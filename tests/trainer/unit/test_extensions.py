@@ -21,7 +21,7 @@ from kempner.train.configure import load_config
 from kempner.train.progress import Progress
 from kempner.train.recording.changes import what_changed
 from kempner.train.resilience.requests import Verdict
-from kempner.train.resuming import go_back
+from kempner.train.resilience.resuming import go_back
 from kempner.train.sections import RunConfig
 from kempner.train.training import Training
 from tests.house.test_layers import LAYERS, MODULES, level

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from kempner.config.option import ConfigError
 from kempner.data.config import DataConfig, PhaseConfig
 from kempner.data.stages import RampStage, ramp_stages, samples_between, stage_at, step_of_sample
-from kempner.train import resuming
 from kempner.train.progress import Progress
+from kempner.train.resilience import resuming
 from kempner.train.resilience.requests import Verdict
-from kempner.train.resuming import go_back
+from kempner.train.resilience.resuming import go_back
 from kempner.train.sections import RunConfig, TrainConfig, check_batch, micro_batch
 
 

@@ -200,7 +200,8 @@ def allocate_pages(size: int) -> mmap.mmap:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, without a gradient."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(part, "_tensor", part).detach()  # of a weight that FSDP sends in fp8: its master
 
 
 # --- The file ---

@@ -28,9 +28,10 @@ def build_without_memory(cfg: RunConfig, world_size: int, per_node: int) -> str:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         layout = build_layout(cfg.distributed, ranks, near, "cpu")
-        # Neither changes the sharding: fp8 needs the GPU, and compiling takes seconds.
+        # None changes the sharding: fp8 and overlap need the GPU, and compiling takes seconds.
         train = replace(cfg.train, fp8="none", compile=False)
-        model = plan_model(cfg.model, layout, train, cfg.distributed, cfg.lora)
+        distributed = replace(cfg.distributed, overlap=())
+        model = plan_model(cfg.model, layout, train, distributed, cfg.lora)
         build_optimizer(model, cfg.optimizer)
     except (ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
         what = f"{type(error).__name__}: {error}".splitlines()[0]

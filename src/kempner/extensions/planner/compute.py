@@ -21,7 +21,7 @@ from kempner.extensions.planner.memory import (
     whole_model,
 )
 from kempner.parallel.layout import Axes, is_alone
-from kempner.train.checks import FP8_TILE
+from kempner.train.levers import FP8_TILE
 from kempner.train.sections import RunConfig
 
 PRODUCT_HALF = 400.0  # side of a product that has half of the share of the largest

@@ -1,1 +1,1 @@
-"""Requests to stop, the watchdog, slow ranks, steps that are not finite, spikes."""
+"""Requests to stop, the watchdog, slow ranks, steps that are not finite, spikes, the way back."""

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from kempner.checkpoint.format.writer import local_part
 from kempner.checkpoint.ranks import Ranks
 from kempner.extensions.hf.exporting import header_of, write_all, write_beside, write_json
 from kempner.extensions.hf.source import CONFIG_FILE, HF_FOLDER, read_hf_config
@@ -212,5 +213,5 @@ def full_tensor(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
-    own = tensor.to_local()  # of a world of one rank that is all of it
+    own = local_part(tensor)  # of a world of one rank that is all of it
     return own if tensor.device_mesh.size() == 1 else tensor.full_tensor()

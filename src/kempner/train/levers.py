@@ -1,0 +1,137 @@
+"""Options for speed alone: what a tuner may try, and what each needs. No torch."""
+
+from __future__ import annotations
+
+from importlib.machinery import PathFinder
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kempner.train.sections import RunConfig
+
+# Values that a search may try by measurement: they change time and memory, and of what a run learns
+# only the rounding of its sums. What a value needs, lever_problems() and the other checks of a
+# configuration say. The last two of train.fp8 need a run that has chosen fp8.
+SPEED_LEVERS: dict[str, tuple[Any, ...]] = {
+    "train.attention": ("auto", "cudnn", "flash", "fa3", "fa4"),
+    "train.compile": (False, True),
+    "train.fp8": ("none", "tensorwise", "tensorwise_gather"),
+    "distributed.overlap": ((), ("tp",), ("reduce",), ("symm_mem",), ("tp", "reduce")),
+    "distributed.prefetch_blocks": (0, 1, 2),
+}
+FLASH_PACKAGES = {  # by the name in train.attention: what torch imports, and how to have it
+    "fa3": ("flash_attn_interface", "build hopper/ of github.com/Dao-AILab/flash-attention"),
+    "fa4": (
+        "flash_attn.cute.interface",
+        "run .venv/bin/pip install -c constraints.txt -e '.[flash]'",
+    ),
+}
+LEAST_TORCH = (2, 11)  # has torch.nn.attention.activate_flash_attention_impl
+FP8_TILE = 16  # of every size of a product
+
+
+def lever_problems(cfg: RunConfig) -> list[str]:
+    """List the problems of these options, one message each, with the way out."""
+    return _attention_problems(cfg) + _fp8_problems(cfg) + _overlap_problems(cfg)
+
+
+def _attention_problems(cfg: RunConfig) -> list[str]:
+    kernel, found = cfg.train.attention, []
+    setting = f"train.attention = {kernel}"
+    if kernel != "auto" and cfg.model.attention_softcap is not None:
+        found.append(
+            f"{setting}: this kernel does not cap scores, as model.attention_softcap = "
+            f"{cfg.model.attention_softcap} asks; leave it at auto"
+        )
+    if kernel not in ("fa3", "fa4"):
+        return found
+    others = {
+        "distributed.device = cpu: it is for GPUs": cfg.distributed.device == "cpu",
+        "train.dtype = fp32: it takes bf16": cfg.train.dtype == "fp32",
+        "train.deterministic: the order of its sums is its own": cfg.train.deterministic,
+    }
+    found += [f"{setting} with {why}; leave it at auto" for why, is_on in others.items() if is_on]
+    why = flash_problem(kernel)
+    return found + ([f"{setting}: {why}, or leave it at auto"] if why else [])
+
+
+def flash_problem(kernel: str) -> str | None:
+    """Say what `kernel`, fa3 or fa4, needs and this Python lacks, with the way out; None: nothing.
+    Imports neither the package nor torch."""
+    module, fix = FLASH_PACKAGES[kernel]
+    top, *below = module.split(".")
+    spec = find_spec(top)
+    for name in below:  # not find_spec() of the whole name: it imports the packages on the way
+        spec = spec and PathFinder.find_spec(name, spec.submodule_search_locations)
+    if spec is None:
+        return f"its package, which has {module}, is not installed; {fix}"
+    if tuple(map(int, version("torch").split(".")[:2])) < LEAST_TORCH:
+        return f"torch {version('torch')} has no way to it; install torch 2.11 or later"
+    return None
+
+
+def _fp8_problems(cfg: RunConfig) -> list[str]:
+    """List problems of fp8. The tokens of a pass are the inner size of the product that makes a
+    weight's gradient."""
+    train, ranks = cfg.train, cfg.distributed.cp
+    if train.fp8 == "none":
+        return []
+    found = _fp8_gather_problems(cfg) if train.fp8.endswith("gather") else []
+    if cfg.distributed.device == "cpu":
+        found.append(
+            f"train.fp8 = {train.fp8}: not on distributed.device = cpu; give --train.fp8=none, or "
+            "a GPU"
+        )
+    # Without train.micro_batch, or while the batch grows, the rows of a pass depend on the ranks.
+    rows = 1 if train.micro_batch is None or train.batch_ramp else train.micro_batch
+    tokens = rows * train.seq_len // ranks
+    if tokens % FP8_TILE == 0:
+        return found
+    batch = f"train.micro_batch {rows} x " if rows > 1 else ""
+    parts = f" / distributed.cp {ranks}" if ranks > 1 else ""
+    return [
+        *found,
+        f"train.fp8 = {train.fp8}: its kernels take a multiple of {FP8_TILE} tokens a pass, and "
+        f"{batch}train.seq_len {train.seq_len}{parts} = {tokens}; give a train.seq_len that is a "
+        f"multiple of {FP8_TILE * ranks}, or --train.fp8=none",
+    ]
+
+
+def _fp8_gather_problems(cfg: RunConfig) -> list[str]:
+    """List problems of gathering weights as 8-bit floats, which FSDP does with fp32 masters that it
+    alone has cut."""
+    others = {
+        f"distributed.tp = {cfg.distributed.tp}": cfg.distributed.tp > 1,
+        "train.weights = bf16": cfg.train.weights == "bf16",
+        "distributed.fsdp_cpu_offload": cfg.distributed.fsdp_cpu_offload,
+        "train.compile_scope = model": cfg.train.compile_scope == "model",
+    }
+    return [
+        f"train.fp8 = {cfg.train.fp8}: not built for {other}; leave that out, or give "
+        "--train.fp8=tensorwise"
+        for other, is_on in others.items()
+        if is_on
+    ]
+
+
+def _overlap_problems(cfg: RunConfig) -> list[str]:
+    axes, on_cpu = cfg.distributed, cfg.distributed.device == "cpu"
+    needs = {
+        "tp": {
+            "distributed.tp over 1: there are no such messages": axes.tp > 1,
+            "train.compile: the compiler cuts the products": cfg.train.compile,
+            "a GPU, and distributed.device is cpu": not on_cpu,
+        },
+        "symm_mem": {
+            "a GPU, and distributed.device is cpu": not on_cpu,
+            "one user of symmetric memory, and tp is the other": "tp" not in axes.overlap,
+            "weights on the GPU, not fsdp_cpu_offload": not axes.fsdp_cpu_offload,
+        },
+    }
+    return [
+        f"distributed.overlap: {name} needs {what}; add that, or leave {name} out"
+        for name in axes.overlap
+        for what, there in needs.get(name, {}).items()
+        if not there
+    ]
