@@ -346,6 +346,37 @@ def update(job: Job) -> Figures:
     return {"equal_weights": same}
 
 
+def loss(job: Job) -> Figures:
+    """A pass of 1b: the compiled loss against the eager one, loss and gradients; time and memory of
+    both."""
+    import torch
+
+    from kempner.model.loss import chunk_loss, cross_entropy
+
+    torch.manual_seed(0)
+    tokens, words, width = (512, 4096, 64) if job.quick else (16384, 128_256, 2048)
+    made = [(tokens, width), (words, width)]
+    leaves = [torch.randn(shape, device=job.device, dtype=torch.bfloat16) / 8 for shape in made]
+    targets = torch.randint(words, (tokens,), device=job.device)
+    results, figures = [], {}
+    for name, compiled in {"eager": None, "compiled": torch.compile(chunk_loss)}.items():
+        inputs = [x.clone().requires_grad_() for x in leaves]
+        for _ in range(3):  # the first compiles
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            total, _ = cross_entropy(*inputs, targets, compiled=compiled)
+            found = [total.detach(), *torch.autograd.grad(total, inputs)]
+            torch.cuda.synchronize()
+            figures[f"{name}_ms"] = 1e3 * (time.perf_counter() - began)
+        figures[f"{name}_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        results.append(found)
+    for what, ours, plain in zip(("loss", "dx", "dw"), *reversed(results), strict=True):
+        figures[what] = difference(f"compiled {what}", ours, plain, 1e-2)
+    return figures
+
+
 def generation(job: Job) -> Figures:
     """32 tokens of the run that check `save` has left, and the time of each."""
     from kempner.extensions.generate.config import Sampling

@@ -4,6 +4,7 @@ exist at once."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ from kempner.data.source import IGNORE
 
 CHUNK_LOGITS = 1 << 27  # logits in one chunk: 0.5 GiB in fp32
 LOSS_TILE = 256  # rows of a chunk are a multiple of this: matrix kernels are slow on ragged edges
-
 
 LossTransform = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """From -log p(target) [n, 1] of these targets, 0 where one does not count, to their losses and the
@@ -38,26 +38,36 @@ def cross_entropy(
     temperature: float = 1.0,
     judge: LossTransform | None = None,
     z_loss: float = 0.0,
+    compiled: Callable[..., Any] | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the sum of -log p(target) over the targets that are not -100, fp32 []; and its terms,
     fp32 [N], 0 where the target is -100: these have no gradient.
 
-    x [N, D], weight [V, D], targets int64 [N]; `chunk`: tokens whose logits exist at once, or as
-    many as make CHUNK_LOGITS. A sum and a count reduce exactly where a mean does not: ranks and
+    x [N, D], weight [V, D], targets int64 [N]; `chunk`: tokens whose logits exist at once, or what
+    chunk_rows() returns. A sum and a count reduce exactly where a mean does not: ranks and
     micro-batches with different numbers of real tokens add up to the exact mean, and one without
     any adds 0, not NaN. `part`: the rows of the vocabulary that weight has; the gradient of x is
     then the part of it that comes from these. `temperature`: divides the logits. `judge`: what is
-    summed in place of -log p.
+    summed in place of -log p. `compiled`: chunk_loss(), compiled.
 
     With `z_loss` the gradient is that of the sum of -log p + z_loss log^2 Z, where Z is the sum of
     the exponentials of a token's logits (PaLM, arXiv:2204.02311, section 5); and the sum of log^2 Z
     is returned as well, fp32 [], without a gradient.
     """
     learns = torch.is_grad_enabled()  # within a Function's forward it never is
+    large = compiled is not None and x.is_cuda and learns and weight.requires_grad
+    of_chunk = partial(compiled or chunk_loss, learns, part, temperature, judge, z_loss)
     result: tuple[Tensor, ...] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x, weight, targets, chunk, learns, part, temperature, judge, z_loss
+        x, weight, targets, chunk or chunk_rows(len(weight), large), of_chunk
     )
     return result if z_loss else result[:2]
+
+
+def chunk_rows(vocabulary: int, large: bool) -> int:
+    """Return the tokens whose logits exist at once. `large`: compiled for a GPU, which keeps them
+    in bf16 alone, 1 GiB; each chunk moves 12 bytes a number of the weight's gradient."""
+    logits = 4 * CHUNK_LOGITS if large else CHUNK_LOGITS
+    return max(LOSS_TILE, logits // vocabulary // LOSS_TILE * LOSS_TILE)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -71,59 +81,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        chunk: int | None,
-        learns: bool,
-        vocabulary: VocabularyPart | None,
-        temperature: float,
-        judge: LossTransform | None,
-        z_loss: float,
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int, chunk: Callable[..., Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = chunk or max(LOSS_TILE, CHUNK_LOGITS // weight.shape[0] // LOSS_TILE * LOSS_TILE)
         loss = x.new_zeros((), dtype=torch.float32)
         squares = x.new_zeros((), dtype=torch.float32)
         terms = x.new_empty(targets.shape, dtype=torch.float32)
-        dx = torch.empty_like(x) if learns else None
-        changes = learns and ctx.needs_input_grad[1]  # not where the weight is frozen
-        dw = None
+        dx = dw = None
         for start in range(0, x.shape[0], rows):
             part, labels = x[start : start + rows], targets[start : start + rows]
-            logits = F.linear(part, weight).float()  # [rows, V]
-            if temperature != 1.0:
-                logits.div_(temperature)
-            counts = (labels != IGNORE).unsqueeze(1)
-            rows_of = labels.unsqueeze(1) - (vocabulary.first if vocabulary else 0)
-            here = counts & (rows_of >= 0) & (rows_of < len(weight)) if vocabulary else counts
-            rows_of = torch.where(here, rows_of, 0)
-            target_logits = torch.where(here, logits.gather(1, rows_of), 0.0)
-            top = logits.amax(1, keepdim=True)
-            d = logits.sub_(top).exp_()  # in place, and the only time: exp costs as much as a pass
-            over = d.sum(1, keepdim=True)
-            total = over.log() + top  # logsumexp
-            if vocabulary is not None:
-                total, target_logits = vocabulary.over_all(total, target_logits)
-                over = (total - top).exp()
-            losses, slopes = torch.where(counts, total - target_logits, 0.0), None
-            if judge is not None:
-                losses, slopes = judge(losses, slice(start, start + len(labels)))
-                losses = torch.where(counts, losses, 0.0)
+            place = slice(start, start + len(labels))
+            losses, square, d = chunk(F.linear(part, weight), labels, place)
             loss += losses.sum()
-            terms[start : start + rows] = losses.squeeze(1)
-            if z_loss:
-                squares += torch.where(counts, total, 0.0).square().sum()
-            if dx is None:
+            terms[place] = losses.squeeze(1)
+            squares += square
+            if d is None:
                 continue
-            if z_loss:  # the derivative of log^2 Z is 2 log Z times the probabilities
-                over = over / (1 + 2 * z_loss * total)
-            d.div_(over).scatter_add_(1, rows_of, -here.float())
-            if slopes is not None:
-                d.mul_(slopes / temperature)
-            d = d.masked_fill_(~counts, 0.0).to(x.dtype)  # no product: 0 times infinity is NaN
-            dx[start : start + rows] = d @ weight
-            if changes:
+            dx = torch.empty_like(x) if dx is None else dx
+            dx[place] = d @ weight
+            if ctx.needs_input_grad[1]:  # not where the weight is frozen
                 product = d.t() @ part
                 dw = product.float() if dw is None else dw.add_(product)
         ctx.save_for_backward(dx, dw)
@@ -136,4 +111,47 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dx, dw = ctx.saved_tensors
         # In fp32: a scale that is rounded to bf16 makes every gradient wrong by the same 0.4 %.
         dw = None if dw is None else (dw * scale).to(ctx.weight_dtype)
-        return (dx.float() * scale).to(dx.dtype), dw, *[None] * 7
+        return (dx.float() * scale).to(dx.dtype), dw, None, None, None
+
+
+def chunk_loss(
+    learns: bool, vocabulary: VocabularyPart | None, temperature: float,
+    judge: LossTransform | None, z_loss: float, kept: Tensor, labels: Tensor, place: slice,
+) -> tuple[Tensor, Tensor | float, Tensor | None]:  # fmt: skip
+    """Return losses, fp32 [n, 1]; with a z-loss the sum of log^2 Z, []; and, if it `learns`, the
+    derivatives by the logits `kept` [n, V], in place of these. `labels` [n]: targets[place]."""
+    logits = kept.float()
+    if temperature != 1.0:
+        logits.div_(temperature)
+    counts = (labels != IGNORE).unsqueeze(1)
+    rows_of = labels.unsqueeze(1) - (vocabulary.first if vocabulary else 0)
+    here = counts & (rows_of >= 0) & (rows_of < kept.shape[1]) if vocabulary else counts
+    rows_of = torch.where(here, rows_of, 0)
+    hits: Tensor | None = None
+    if torch.compiler.is_compiling():  # neither gather nor scatter fuses, comparisons do
+        hits = (torch.arange(kept.shape[1], device=kept.device) == rows_of) & here
+        target_logits = torch.where(hits, logits, 0.0).sum(1, keepdim=True)
+    else:
+        target_logits = torch.where(here, logits.gather(1, rows_of), 0.0)
+    top = logits.amax(1, keepdim=True)
+    d = logits.sub_(top).exp_()  # in place, and the only time: exp costs as much as a pass
+    over = d.sum(1, keepdim=True)
+    total = over.log() + top  # logsumexp
+    if vocabulary is not None:
+        total, target_logits = vocabulary.over_all(total, target_logits)
+        over = (total - top).exp()
+    losses, slopes = torch.where(counts, total - target_logits, 0.0), None
+    if judge is not None:
+        losses, slopes = judge(losses, place)
+        losses = torch.where(counts, losses, 0.0)
+    squares = torch.where(counts, total, 0.0).square().sum() if z_loss else 0.0
+    if not learns:
+        return losses, squares, None
+    if z_loss:  # the derivative of log^2 Z is 2 log Z times the probabilities
+        over = over / (1 + 2 * z_loss * total)
+    d.div_(over)
+    d = d.scatter_add_(1, rows_of, -here.float()) if hits is None else d - hits.float()
+    if slopes is not None:
+        d.mul_(slopes / temperature)
+    d.masked_fill_(~counts, 0.0)  # no product: 0 times infinity is NaN
+    return losses, squares, kept.copy_(d)

@@ -8,7 +8,7 @@ restart.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,28 +27,54 @@ class Kernels:
     """Compiled kernels, one for each rule and dtype, whatever the sizes and hyperparameters:
     torch.compile recompiles a function only a few times."""
 
-    def __init__(self, rank: int, numbers: Mapping[Tensor, int]) -> None:
-        """`numbers`: a number for each parameter, which seeds the hashes it is rounded by."""
+    def __init__(self, rank: int, numbers: Mapping[Tensor, int], averages: torch.dtype) -> None:
+        """`numbers`: a number for each parameter, which seeds the hashes it is rounded by;
+        `averages`: the dtype of moments."""
         keep_private()
-        self._rank, self._numbers = rank, numbers
+        self._rank, self._numbers, self._averages = rank, numbers, averages
         self._compiled: dict[type[Rule], Callable[..., None]] = {}
         self._integers: dict[Tensor, Tensor] = {}
 
-    def takes(self, p: Tensor, whole: StoredTensor) -> bool:
-        """Return whether update() supports this parameter."""
-        flat = to_local(p).is_contiguous() and to_local(p.grad).is_contiguous()  # type: ignore[arg-type]
-        return flat and in_lines(whole.shape, own_box(whole, self._rank))
-
     def update(
         self,
-        p: Tensor,
+        parameters: Sequence[Tensor],
         group: ParameterGroup,
+        state_of: Callable[[Tensor, Rule], ParameterState],
+        whole_of: Callable[[Tensor], StoredTensor],
+        guard: Guard,
+    ) -> list[Tensor]:
+        """Change those of a group's parameters, and their state, that a kernel supports, as the
+        group's rule does. Return the others."""
+        rule: Rule = group["rule"]
+        device = guard.found_inf.device
+        values = [*(group[key] for key in rule.numbers), *group["betas"]]
+        # Tensors, not Python floats: a float that changes with the schedule would recompile the
+        # kernel. Once for all parameters: each is a launch, as is a parameter.
+        floats = [torch.full((), value, device=device) for value in values]
+        others = []
+        for p in parameters:
+            if self._takes(p, whole := whole_of(p)):
+                self._update_one(p, rule, state_of(p, rule), whole, floats, guard)
+            else:
+                others.append(p)
+        return others
+
+    def _takes(self, p: Tensor, whole: StoredTensor) -> bool:
+        """Return whether the parameter is updated by a kernel. In fp32, torch's own kernels update
+        all parameters at once."""
+        rounds = torch.bfloat16 in (p.dtype, self._averages)
+        flat = to_local(p).is_contiguous() and to_local(p.grad).is_contiguous()  # type: ignore[arg-type]
+        return rounds and flat and in_lines(whole.shape, own_box(whole, self._rank))
+
+    def _update_one(
+        self,
+        p: Tensor,
+        rule: Rule,
         state: ParameterState,
         whole: StoredTensor,
+        floats: list[Tensor],
         guard: Guard,
     ) -> None:
-        """Change the parameter and its state as the group's rule does."""
-        rule: Rule = group["rule"]
         if (kernel := self._compiled.get(type(rule))) is None:
             kernel = self._compiled[type(rule)] = compile_rule(rule)
         weight, grad = to_local(p), to_local(p.grad)  # type: ignore[arg-type]
@@ -58,10 +84,6 @@ class Kernels:
             rows = line_places(whole.shape, own_box(whole, self._rank))
             integers = torch.tensor([SALTS * self._numbers[p], *rows], dtype=torch.int32)
             integers = self._integers[p] = integers.to(weight.device)
-        values = [*(group[key] for key in rule.numbers), *group["betas"]]
-        # Tensors, not Python floats: a float that changes with the schedule would recompile the
-        # kernel.
-        floats = [torch.full((), value, device=weight.device) for value in values]
         parts = {key: to_local(value) for key, value in state.items()}
         flat = {key: x.view(-1) if x.ndim else x for key, x in parts.items()}
         kernel(weight.view(-1), grad.view(-1), flat, floats, integers, *guard)

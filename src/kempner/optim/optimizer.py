@@ -74,10 +74,7 @@ class Optimizer(torch.optim.Optimizer):
             rule: Rule = group["rule"]
             present = [p for p in group["params"] if p.grad is not None]
             if self.compiled and rule.pointwise:
-                alone = [p for p in present if self._in_one_kernel(p)]
-                for p in alone:
-                    self._kernels.update(p, group, self._state(p, rule), self._whole(p), guard)
-                present = [p for p in present if p not in set(alone)]
+                present = self._kernels.update(present, group, self._state, self._whole, guard)
             batches = rule.batches(present) or self._batches(present)
             coming = self._fetch(batches[0], rule) if batches else []
             # The state of the next batch is on its way while this one is updated.
@@ -94,18 +91,12 @@ class Optimizer(torch.optim.Optimizer):
                 rule.update(group, parts, guard)
                 self._put_back(batch, parts)
 
-    def _in_one_kernel(self, p: Tensor) -> bool:
-        """Return whether the parameter is updated by a compiled kernel. In fp32, torch's own
-        kernels update all parameters at once."""
-        rounds = torch.bfloat16 in (p.dtype, self._averages)
-        return rounds and self._kernels.takes(p, self._whole(p))
-
     @functools.cached_property
     def _kernels(self) -> Kernels:
         from kempner.optim.kernels import Kernels
 
         rank = dist.get_rank(self._group) if dist.is_initialized() else 0
-        return Kernels(rank, self._table[0])
+        return Kernels(rank, self._table[0], self._averages)
 
     def _batches(self, parameters: list[Tensor]) -> list[list[Tensor]]:
         """Batch all parameters at once where nothing is copied; else one by one, which needs the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import platform
 import shutil
@@ -19,6 +20,7 @@ from kempner.jobs.ranks.placement import World
 from kempner.jobs.system.compiler import CACHE, keep_private
 from kempner.jobs.this_job import host_name
 from kempner.model.decoder import Decoder
+from kempner.model.loss import chunk_loss
 
 
 def compile_model(model: Decoder, scope: str) -> None:
@@ -26,15 +28,18 @@ def compile_model(model: Decoder, scope: str) -> None:
     outside of what is compiled.
 
     block: all blocks are alike and share one graph, which is compiled once, however deep the model
-    is. model: one graph from the embedding to the loss, whose compile time grows with the depth.
+    is. model: one graph from the embedding to the last block, whose compile time grows with the
+    depth. The loss of a chunk is a graph of its own.
     """
     keep_private()
+    # Not the loop over chunks: the compiler would reorder it, until all logits exist at once.
+    loss = functools.partial(model.loss, compiled=torch.compile(chunk_loss))  # type: ignore[call-arg]
+    model.loss = torch.compiler.disable(loss)  # type: ignore[no-untyped-call]
     if scope == "model":
         model.compile()
         return
     for block in model.blocks:
         block.compile()
-    model.loss = torch.compile(model.loss)
 
 
 def expect_changes(model: Decoder, rows: bool, length: bool, documents: bool) -> None:

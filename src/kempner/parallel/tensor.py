@@ -170,11 +170,13 @@ class VocabularyLoss:
         self._loss = loss
         self._group, self._rank, self._size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
 
-    def __call__(self, x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    def __call__(
+        self, x: Tensor, weight: Tensor, targets: Tensor, **more: Any
+    ) -> tuple[Tensor, ...]:
         assert isinstance(weight, DTensor)
         first = self._rank * -(-weight.shape[0] // self._size)  # as torch.chunk cuts it
         part = VocabularyPart(first, self._over_all_ranks)
-        return self._loss(x, weight.to_local(), targets, part=part)
+        return self._loss(x, weight.to_local(), targets, part=part, **more)
 
     def _over_all_ranks(self, total: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
         """Combine over the ranks in one small all-gather: the logarithm of the sum, and the

@@ -97,7 +97,8 @@ class TrainConfig:
     )
     loss_chunk: int | None = option(
         None,
-        "tokens whose logits exist at once; unset: as many as make 2^27 logits",
+        "tokens whose logits exist at once; unset: as many as make 2^27 logits, compiled on a "
+        "GPU 2^29",
         minimum=1,
         maximum=MAX_FORWARD_TOKENS,
     )

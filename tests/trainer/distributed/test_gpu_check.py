@@ -23,6 +23,7 @@ GPU_ONLY = {
     "synchronization",
     "patterns",
     "update",
+    "loss",
     "compile",
     "fp8",
     "flash",

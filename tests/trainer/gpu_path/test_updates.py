@@ -74,6 +74,21 @@ def test_sizes_steps_and_learning_rates_have_the_same_graphs(graphs: list[Any], 
         torch.testing.assert_close(ours, plain, rtol=2e-2, atol=1e-5)
 
 
+@pytest.mark.usefixtures("graphs")
+def test_the_numbers_of_a_group_are_filled_in_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a launch: for each parameter they would be five of six."""
+    real, calls = torch.full, 0
+
+    def counted(*words: Any, **named: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return real(*words, **named)
+
+    monkeypatch.setattr(torch, "full", counted)
+    updated("lion", True, 1)
+    assert calls == 3 * 5  # groups; lr, weight_decay, eps and two betas
+
+
 def test_what_is_not_contiguous_is_left_to_the_eager_update(graphs: list[Any]) -> None:
     found, asked = updated("lion", True, 3, transposed=True), list(graphs)
     assert len(asked) == 2  # not of matrices

@@ -16,16 +16,18 @@ import torch
 import torch.nn.functional as F
 
 from kempner.config.option import ConfigError
+from kempner.data.source import IGNORE
+from kempner.extensions.planner.memory import loss_rows
 from kempner.extensions.preference.config import PreferenceConfig
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
-from kempner.model.loss import cross_entropy
+from kempner.model.loss import chunk_loss, chunk_rows, cross_entropy
 from kempner.optim.build import build_optimizer
 from kempner.optim.config import OptimizerConfig
 from kempner.parallel import fp8
 from kempner.parallel.build import build_model
 from kempner.parallel.config import DistributedConfig, LoraConfig
-from kempner.parallel.layout import build_layout
+from kempner.parallel.layout import Axes, build_layout
 from kempner.train.checks import combination_problems
 from kempner.train.resilience.straggler import BlockClock
 from kempner.train.sections import RunConfig, TrainConfig
@@ -70,15 +72,19 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_blocks_share_one_graph_and_a_whole_model_is_one(graphs: list[int], recompute: str) -> None:
     """With the clock of the stragglers on it, as in a run."""
     expected, plain = gradients(build())
-    for scope, count in (("block", 2), ("model", 1)):  # a block and the loss; all of it
+    largest: dict[str, int] = {}
+    for scope in ("block", "model"):
         graphs.clear()
         torch._dynamo.reset()
         model = build(compile=True, compile_scope=scope, recompute=recompute)
         clock = BlockClock(model, torch.device("cpu"))
         loss, found = gradients(model)
-        assert len(graphs) == count and clock.take() > 0.0
+        assert clock.take() > 0.0
+        assert len(graphs) == 2 or scope == "model"  # a block, and a chunk of the loss
+        largest[scope] = max(graphs)
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(found, plain)
+    assert largest["model"] > largest["block"]
 
 
 def test_the_compiler_is_imported_when_something_is_compiled() -> None:
@@ -88,7 +94,7 @@ def test_the_compiler_is_imported_when_something_is_compiled() -> None:
         leave_compiler_out()
         late = sys.modules["torch._dynamo"]
         parameter = torch.nn.Parameter(torch.ones(3))
-        torch.optim.AdamW([parameter], fused=True).step()
+        torch.optim.AdamW([parameter], large=True).step()
         assert torch._dynamo is late and "torch._dynamo.symbolic_convert" not in sys.modules
         graphs = []
         def backend(graph, inputs):
@@ -117,6 +123,43 @@ def test_the_loss_has_chunks_of_the_given_size(monkeypatch: pytest.MonkeyPatch) 
     assert rows == [24, 24, 16]
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(found, plain)
+
+
+def test_the_compiled_loss_is_the_eager_one_without_a_scatter() -> None:
+    """Which would not fuse with what is around it. Bit for bit, with rows that do not count."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs: list[list[str]] = []
+
+    def compiler(graph: Any, _: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    torch.manual_seed(0)
+    x, weight = torch.randn(24, 16).bfloat16(), torch.randn(11, 16).bfloat16()
+    targets = torch.randint(11, (24,))
+    targets[5:9] = IGNORE
+    compiled = torch.compile(chunk_loss, backend=aot_autograd(fw_compiler=compiler))
+    found = []
+    for how in (None, compiled):
+        inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        total, *rest = cross_entropy(*inputs, targets, chunk=8, z_loss=0.3, compiled=how)
+        found.append((*rest, total.detach(), *torch.autograd.grad(total, inputs)))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    (operators,) = graphs  # one for all chunks: the products and the loop stay outside of it
+    assert not any(word in name for name in operators for word in ("scatter", "gather", "mm"))
+    torch._dynamo.reset()
+
+
+def test_larger_chunks_where_a_gpu_has_the_loss_compiled() -> None:
+    """The planner counts them as the loss does, whose weight is a rank's part of the vocabulary."""
+    cfg = RunConfig(train=replace(PLAIN, compile=True), model=ModelConfig(vocab_size=1 << 17))
+    assert chunk_rows(1 << 17, large=True) == 4 * chunk_rows(1 << 17, large=False) == 1 << 12
+    assert loss_rows(cfg, Axes(), gpu=True) == 1 << 12
+    assert loss_rows(cfg, Axes(tp=4), gpu=True) == 1 << 14
+    assert loss_rows(cfg, Axes(), gpu=False) == 1 << 10
+    assert loss_rows(replace(cfg, lora=LoraConfig(4)), Axes(), gpu=True) == 1 << 10
 
 
 def test_pure_bf16_has_the_rounded_weights_and_bf16_moments() -> None:

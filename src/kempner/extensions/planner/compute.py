@@ -32,7 +32,8 @@ ROWWISE = 0.75  # of the speed of products with a scale a tensor, for those with
 FP8_CAST = 5.0  # bytes that scaling and rounding a number move: read twice in bf16, written once
 MEMORY_EFFICIENCY = 0.73  # of the rate of the data sheet
 EAGER = 3.7  # bytes that kernels move without torch.compile, for one with it
-LOGIT = 22.0  # bytes that the compiled loss moves for each logit, beside its products
+LOGIT = 4.0  # bytes that the compiled loss moves for each logit, beside its products
+EAGER_LOGIT = 52.0  # the same without torch.compile
 
 
 def compute_seconds(cfg: RunConfig, axes: Axes, gpu: GpuSpec) -> dict[str, float]:
@@ -193,14 +194,14 @@ def adapter_bytes(cfg: RunConfig, axes: Axes, tokens: float) -> float:
 
 
 def loss_bytes(cfg: RunConfig, axes: Axes, tokens: float, passes: float) -> float:
-    """Bytes moved by the loss: the logits, and the weight's gradient in fp32, which each chunk adds
-    to."""
+    """Bytes moved by the loss: the logits, and the weight's gradient in fp32, to which each chunk
+    adds a product in bf16."""
     model = cfg.model
     rows = forward_rows(cfg, axes.data_ranks) * cfg.train.seq_len / axes.cp
-    chunks = passes * math.ceil(rows / loss_rows(cfg))
+    chunks = passes * math.ceil(rows / loss_rows(cfg, axes, gpu=True))
     table = model.vocab_size * model.dim / (axes.tp * axes.pp)
-    logits = LOGIT * tokens * model.vocab_size * (1 if cfg.train.compile else EAGER)
-    return logits + (0 if cfg.lora.rank else 2 * FP32 * chunks * table)
+    logits = (LOGIT if cfg.train.compile else EAGER_LOGIT) * tokens * model.vocab_size
+    return logits + (0 if cfg.lora.rank else (2 * FP32 + 2 * 2) * chunks * table)
 
 
 def weight_copy_bytes(cfg: RunConfig, axes: Axes, passes: float) -> float:

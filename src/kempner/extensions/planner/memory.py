@@ -68,7 +68,7 @@ def memory_peaks(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> l
     compute = compute_bytes(cfg, gpu)
     gathered = Gathered.of(cfg, axes, compute)
     saved, working = block_activation_bytes(cfg, axes, tokens, compute, gpu)
-    loss = loss_memory(cfg, axes, tokens, compute)
+    loss = loss_memory(cfg, axes, tokens, compute, gpu)
     gradients = weights.pop("gradients")
     so_far = gradients if often else 0.0
     if often and cfg.train.weights == "bf16":  # summed in fp32
@@ -303,20 +303,23 @@ def on_device(cfg: RunConfig, saved: float, blocks: float, gpu: bool) -> float:
     return here if gpu else saved + here
 
 
-def loss_memory(cfg: RunConfig, axes: Axes, tokens: int, compute: int) -> float:
+def loss_memory(cfg: RunConfig, axes: Axes, tokens: int, compute: int, gpu: bool) -> float:
     """Logits of a chunk in fp32, which become their gradient in place, and a copy in the compute
-    dtype; the gradient of the output's weight in fp32, and a chunk's part of it; the gradient of
-    its input."""
+    dtype; compiled for a GPU, in the compute dtype alone. The gradient of the output's weight
+    in fp32, and a chunk's part of it; the gradient of its input."""
     model = cfg.model
-    rows = min(tokens, loss_rows(cfg))
-    logits = rows * model.vocab_size * (FP32 + (compute if compute < FP32 else 0))
-    weight = 0 if cfg.lora.rank else (FP32 + compute) * model.vocab_size * model.dim
-    return (logits + weight) / axes.tp + tokens * model.dim * compute
+    words = model.vocab_size / axes.tp
+    rows = min(tokens, loss_rows(cfg, axes, gpu))
+    logit = FP32 + (compute if compute < FP32 else 0)
+    if gpu and cfg.train.compile:
+        logit = compute
+    weight = 0 if cfg.lora.rank else (FP32 + compute) * words * model.dim
+    return rows * words * logit + weight + tokens * model.dim * compute
 
 
-def loss_rows(cfg: RunConfig) -> int:
+def loss_rows(cfg: RunConfig, axes: Axes, gpu: bool) -> int:
     """Tokens whose logits exist at once, at most."""
-    from kempner.model.loss import CHUNK_LOGITS, LOSS_TILE
+    from kempner.model.loss import chunk_rows
 
-    fits = CHUNK_LOGITS // cfg.model.vocab_size // LOSS_TILE * LOSS_TILE
-    return cfg.train.loss_chunk or max(LOSS_TILE, fits)
+    large = gpu and cfg.train.compile and not cfg.lora.rank
+    return cfg.train.loss_chunk or chunk_rows(cfg.model.vocab_size // axes.tp, large)
