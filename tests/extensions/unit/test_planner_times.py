@@ -67,7 +67,7 @@ def test_the_tables_are_printed(
 ) -> None:
     assert planner.main(["--published"]) == 0
     text = capsys.readouterr().out
-    assert text.count("torchtitan, 1D") == 6 and "fp8: 0.80 to 1.11 (44 rows)" in text
+    assert text.count("torchtitan, 1D") == 6 and "fp8: 0.80 to 1.13 (44 rows)" in text
     marks = [line for line in text.partition("within")[0].splitlines() if " outside " in line]
     assert len(marks) == sum(not row.near for row in all_rows())
     monkeypatch.setattr(published, "CONSTANTS", ("RING", "H200 products"))

@@ -30,7 +30,7 @@ from kempner.extensions.planner.search import (
     mesh_choices,
     problems_of,
 )
-from kempner.parallel.layout import axis_sizes
+from kempner.parallel.layout import Axes, axis_sizes
 from kempner.train.sections import RunConfig, micro_batch
 
 Overrides = dict[str, Any]
@@ -160,7 +160,9 @@ class Space:
 
     def _chunks(self) -> list[int | None]:
         """List sizes of the loss's chunks: torch's own, and parts of what a pass has."""
-        rows = min(self.cfg.train.sequences * self.cfg.train.seq_len, loss_rows(self.cfg))
+        axes = Axes(tp=self.cfg.distributed.tp)
+        rows = loss_rows(self.cfg, axes, self.machine.is_gpu)
+        rows = min(self.cfg.train.sequences * self.cfg.train.seq_len, rows)
         return [None, *(rows // part for part in (2, 8) if rows // part >= 128)]
 
     @property
