@@ -1,20 +1,30 @@
-"""Saves where the host's memory is small: the file is the same, made in waves; and what the memory
-is."""
+"""Saves where memory is small or the disk slow: the file is the same, made in waves, and one save
+waits for the other."""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from kempner.checkpoint import checkpointer as checkpoints
+from kempner.checkpoint import commit, history
+from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.format import waves, writer
 from kempner.checkpoint.format.plan import make_table
 from kempner.checkpoint.format.reader import verify_checkpoint
 from kempner.checkpoint.format.waves import WavedImage
 from kempner.checkpoint.format.writer import PAGE, Image, plan_file
 from kempner.jobs.ranks import host_memory
+from kempner.train.progress import Progress
+from kempner.train.recording import saves as saving
+from kempner.train.recording.metrics import Clock
+from kempner.train.recording.saves import Saves
 from tests.trainer.unit.test_checkpointer import DATA, Job
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -68,6 +78,41 @@ def test_a_save_that_does_not_fit_is_the_same_checkpoint(
         files.append((tmp_path / name / "latest" / DATA).read_bytes())
         job.checkpointer.close()
     assert files[0] == files[1]
+
+
+def test_a_save_waits_for_the_one_before_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never are there two: what is committed is in order, and no request is dropped."""
+
+    def slow(*given: Any) -> None:
+        time.sleep(0.2)
+        writer.write_file(*given)
+
+    monkeypatch.setattr(checkpoints, "write_file", slow)
+    monkeypatch.setattr(saving, "WAIT_S", 0.05)
+    committed, said, lines = list[int](), list[str](), list[dict[str, Any]]()
+    real = commit.commit_save
+    monkeypatch.setattr(
+        commit, "commit_save", lambda *given: committed.append(given[1]) or real(*given)
+    )
+    job = Job(tmp_path)
+    run: Any = SimpleNamespace(
+        cfg=SimpleNamespace(checkpoint=CheckpointConfig(interval=1)), announce=said.append
+    )
+    recorder: Any = SimpleNamespace(clock=Clock(), write=lines.append)
+    saves = Saves(run, job.checkpointer, recorder, contextlib.nullcontext)
+    for step in (1, 2, 3):
+        job.train()
+        saves.after_step(step, 0.01)
+        for _ in range(2):  # a request for the step that is being saved asks for nothing new
+            saves.save(Progress(step=step))
+        assert job.checkpointer.in_flight == step
+    job.checkpointer.close()
+    assert committed == [1, 2, 3] and history.latest_checkpoint(tmp_path).name == "step_00000003"
+    assert [line["saved_step"] for line in lines] == [1, 2]
+    assert all(0.05 < line["save_drain"] < 5 for line in lines) and lines[1]["save_wait"] > 0.05
+    assert "waited" in said[0] and "take longer than checkpoint.interval" in said[0]
 
 
 V2 = {"memory.max": "{limit}", "memory.current": "{used}", "memory.stat": "{cached}"}

@@ -46,7 +46,7 @@ from kempner.model.shapes import ROUTER_BIAS, tensor_shapes
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEADER_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-READ_BYTES = 1 << 28  # read at once, and there are two such buffers; a larger tensor is one part
+READ_BYTES = 1 << 26  # read at once, and there are two such buffers; a larger tensor is one part
 
 
 def export_checkpoint(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> Path:
