@@ -92,12 +92,12 @@ def rollouts() -> MicroBatch:
 # What the first step alone puts on the GPU.
 FIRST = {
     "spikes.py: judge: to": "the state of the spikes",
-    "kernels.py: update: to": "where the parts of parameters are",
+    "kernels.py: _update_one: to": "where the parts of parameters are",
 }
 READ = "step.py: read: synchronize"  # the numbers of a step, for which the next one does not wait
 # Additions in no certain order, and why they may be.
 UNORDERED = {
-    "loss.py: forward: scatter_add_": "adds one number to each row",
+    "loss.py: chunk_loss: scatter_add_": "adds one number to each row",
     "moe.py: balance_loss: scatter_add_": "whole numbers",
     "passes.py: backward_passes: scatter_add": "gather's, of a router's scores: no expert twice",
     "losses.py: sum_by_document: index_add": "with train.deterministic torch sorts first",
