@@ -21,13 +21,19 @@ from kempner.jobs.this_job import host_name
 from kempner.model.decoder import Decoder
 
 
-def compile_model(model: Decoder, scope: str) -> None:
+def compile_model(model: Decoder, scope: str, budget: float = 1.0) -> None:
     """Compile each block or the whole model. Call it before sharding, so that FSDP's hooks stay
     outside of what is compiled.
 
     block: all blocks are alike and share one graph, which is compiled once, however deep the model
     is. model: one graph from the embedding to the loss, whose compile time grows with the depth.
+
+    `budget`: the share of what a graph would keep for its backward pass that it may keep; it
+    computes again what costs the fewest FLOPs. It holds for all that this process compiles.
     """
+    from torch._functorch import config
+
+    config.activation_memory_budget = budget
     keep_private()
     if scope == "model":
         model.compile()

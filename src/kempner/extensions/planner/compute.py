@@ -12,6 +12,7 @@ import math
 
 from kempner.extensions.planner.memory import (
     FP32,
+    budget_share,
     forward_rows,
     loss_rows,
     weight_bytes,
@@ -19,7 +20,7 @@ from kempner.extensions.planner.memory import (
 )
 from kempner.parallel.layout import Axes, is_alone
 from kempner.train.checks import FP8_TILE
-from kempner.train.sections import RunConfig
+from kempner.train.sections import BUDGETS, RunConfig
 
 PRODUCT_EFFICIENCY = (0.69, 500.0)  # of the peak, as the sides grow; half of it at this side
 ATTENTION_EFFICIENCY = (
@@ -130,6 +131,8 @@ def recomputed_share(cfg: RunConfig, what: str) -> float:
     """Return the share of the forward pass that runs again: of products, attention, or the other
     kernels."""
     train = cfg.train
+    if train.recompute in BUDGETS:  # at most: the compiler begins with what is cheapest
+        return 1 - budget_share(train.recompute)
     if train.recompute == "none" or (train.recompute == "selective" and what != "other kernels"):
         return 0.0
     if not (modules := train.recompute_modules):

@@ -24,6 +24,7 @@ from kempner.extensions.planner.memory import (
     trained_parameters,
     weight_bytes,
 )
+from kempner.extensions.planner.recompute import with_choice
 from kempner.parallel.layout import Axes, axis_sizes
 from kempner.train.recording.peak import PEAK_BF16
 from kempner.train.sections import RunConfig
@@ -193,7 +194,7 @@ def activation_bytes(
     model, traffic = cfg.model, []
     stream = tokens / axes.cp * compute * model.dim
     layers = model.n_layers / axes.pp
-    again = cfg.train.recompute != "none" and not cfg.train.recompute_modules
+    again = cfg.train.recompute in ("selective", "full") and not cfg.train.recompute_modules
     often = 2 + again / cfg.train.recompute_every  # forward and backward passes
     if (n := axes.tp) > 1:
         # Gathered before attention and SwiGLU, scattered after them.
@@ -238,6 +239,7 @@ def step_seconds(cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec) -
     seconds = {True: 0.0, False: 0.0}
     traffic = network_bytes(cfg, world_size, per_node)
     cfg, world_size, per_node = one_replica(cfg, world_size, per_node)
+    cfg = with_choice(cfg, world_size, per_node, gpu.usable)
     for link in traffic:
         near = gpu.bus if link.bus else gpu.link
         seconds[link.hidden] += link.size / (near if link.within else gpu.network)
