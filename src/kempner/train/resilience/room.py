@@ -61,12 +61,14 @@ def memory_limit(device: torch.device) -> float | None:
         limit = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         limit *= _SHARE
     if text := os.environ.get(MEMORY_VARIABLE):
+        named = 0.0
         with contextlib.suppress(ValueError):
-            limit = min(limit, float(text) * _GIB)
-        if not 0 < limit < math.inf:
+            named = float(text)
+        if not 0 < named < math.inf:
             raise ConfigError(
                 f"{MEMORY_VARIABLE} = {text}: give a number of GiB over 0, or unset it"
             )
+        limit = min(limit, named * _GIB)
     smallest = torch.tensor(limit, dtype=torch.float64, device=device)
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
     return None if smallest.isinf() else float(smallest)
