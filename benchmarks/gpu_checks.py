@@ -7,6 +7,7 @@ import importlib.util
 import json
 import mmap
 import os
+import re
 import signal
 import socket
 import statistics
@@ -159,6 +160,23 @@ def compiled(job: Job) -> Figures:
     train(job, job.words("compiled", "--train.compile", *steps))
     worst = compare("compiled", losses(job.work / "compiled"), losses(job.work / "unbroken"))
     return {"seconds_in_all": time.perf_counter() - began, "loss_difference": worst}
+
+
+def recompute(job: Job) -> Figures:
+    """By need: with all of the memory, and with nine tenths of what a step takes then."""
+    steps = ["--train.max_steps=20", "--checkpoint.interval=0", "--train.recompute=auto"]
+    train(job, job.words("recompute", *steps))
+    log = (job.work / "recompute/logs/latest/rank-0.log").read_text()
+    found = re.search(r"trial of recomputation none: ([\d.]+) GiB", log)
+    if found is None:
+        raise Failed(f"no peak was measured: {log[-500:]}")
+    train(job, job.words("room", *steps), KEMPNER_MEMORY_GIB=f"{0.9 * float(found[1])}")
+    values = json.loads((job.work / "room/recompute.json").read_text())["values"]
+    if values["recompute"] == "none":
+        raise Failed("nine tenths of the memory changed nothing")
+    unbroken = losses(job.work / "unbroken")
+    worst = [compare(name, losses(job.work / name), unbroken) for name in ("recompute", "room")]
+    return {"peak_gib": float(found[1]), "less": values, "loss_difference": max(worst)}
 
 
 def distributed(job: Job) -> Figures:
@@ -545,6 +563,7 @@ CHECKS = {
     "update": Check(update, 60, needs_gpu=True),
     "offload": Check(offload, 120),
     "compile": Check(compiled, 120, needs_gpu=True),
+    "recompute": Check(recompute, 90, needs_gpu=True),
     "patterns": Check(patterns, 90, needs_gpu=True),
     "fp8": Check(fp8, 120, needs_gpu=True),
     "flash": Check(flash, 240, needs_gpu=True),

@@ -43,8 +43,6 @@ VARIANTS = (
     "--train.recompute=selective --train.recompute_modules=\"['attention', 'ffn']\"",
     "--train.offload_activations=1",
     "--train.micro_batch=2 --train.offload_activations=2",
-    "--no-distributed.reshard_after_forward --train.micro_batch=2",
-    "--distributed.sync_once --train.micro_batch=2",
     "--train.dtype=bf16 --train.micro_batch=2",
     "--train.loss_chunk=256",
     "--model.n_layers=24 --train.micro_batch=1",

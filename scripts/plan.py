@@ -36,6 +36,7 @@ from kempner.extensions.planner.cost import (
 from kempner.extensions.planner.engine import engine_memory
 from kempner.extensions.planner.gpus import FABRICS, GPUS, RESERVE_GIB, GpuSpec
 from kempner.extensions.planner.memory import GIB, estimate_memory
+from kempner.extensions.planner.recompute import with_choice
 from kempner.extensions.planner.search import best_candidates, why_none
 from kempner.extensions.planner.spread import kind_of_run
 from kempner.extensions.rl.config import InferenceConfig, RlConfig
@@ -110,6 +111,10 @@ def main(argv: list[str]) -> int:
 
 def print_plan(cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec, host: float) -> None:
     """Print what the configuration needs as it is."""
+    if cfg.train.recompute == "auto":
+        cfg = with_choice(cfg, world_size, per_node, gpu.usable)
+        every = f", one block in {cfg.train.recompute_every}" * (cfg.train.recompute_every > 1)
+        print(f"train.recompute = auto: {cfg.train.recompute}{every}")
     needs = estimate_memory(cfg, world_size, per_node)
     parts = sorted(needs.parts.items(), key=lambda part: -part[1])
     rows = [[f"memory of one GPU, {needs.moment}", "GiB"]]

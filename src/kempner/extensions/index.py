@@ -29,4 +29,4 @@ KEYS = {
 }
 
 FLAGS = {"build": PLANNER, "bench": PLANNER}  # of the trainer's command line
-ADVICE = PLANNER  # what a run that is out of memory asks
+ADVICE = PLANNER  # what a run asks about its memory

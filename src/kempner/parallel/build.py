@@ -134,14 +134,14 @@ def plan_model(
 
         keep_own_stages(model, layout, distributed, dtype)
     # Innermost first: recomputation, then compilation over it, then FSDP's hooks outside of both.
-    if train.recompute != "none":
+    if train.recompute in ("selective", "full"):
         from kempner.parallel.recompute import add_recompute
 
         add_recompute(model, train)
     if layout.tp is not None:
         compute_on_parts(model)
     if train.compile:
-        _compile(model, train.compile_scope, dtype)
+        _compile(model, train, dtype)
     if train.offload_activations:
         from kempner.parallel.offload import Offload
 
@@ -165,14 +165,15 @@ def _shard(
     shard_model(model, layout, dtype, distributed, frozen, whole=train.compile_scope == "model")
 
 
-def _compile(model: Decoder, scope: str, dtype: torch.dtype) -> None:
+def _compile(model: Decoder, train: ModelSettings, dtype: torch.dtype) -> None:
     from kempner.parallel.compiled import compile_model
 
     if model.cfg.n_experts:
         from kempner.parallel.experts import keep_from_compiler
 
         keep_from_compiler(model, dtype)
-    compile_model(model, scope)
+    _, is_set, percent = train.recompute.partition("budget-")
+    compile_model(model, train.compile_scope, int(percent) / 100 if is_set else 1.0)
 
 
 def compute_dtype(name: str, device_type: str) -> torch.dtype:

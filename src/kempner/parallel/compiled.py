@@ -23,14 +23,20 @@ from kempner.model.decoder import Decoder
 from kempner.model.loss import chunk_loss
 
 
-def compile_model(model: Decoder, scope: str) -> None:
+def compile_model(model: Decoder, scope: str, budget: float = 1.0) -> None:
     """Compile each block or the whole model. Call it before sharding, so that FSDP's hooks stay
     outside of what is compiled.
 
     block: all blocks are alike and share one graph, which is compiled once, however deep the model
     is. model: one graph from the embedding to the last block, whose compile time grows with the
     depth. The loss of a chunk is a graph of its own.
+
+    `budget`: the share of what a graph would keep for its backward pass that it may keep; it
+    computes again what costs the fewest FLOPs. It holds for all that this process compiles.
     """
+    from torch._functorch import config
+
+    config.activation_memory_budget = budget
     keep_private()
     # Not the loop over chunks: the compiler would reorder it, until all logits exist at once.
     loss = functools.partial(model.loss, compiled=torch.compile(chunk_loss))  # type: ignore[call-arg]

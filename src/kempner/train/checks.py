@@ -56,6 +56,12 @@ def combination_problems(cfg: RunConfig) -> list[str]:
     problems += _adapter_problems(cfg)
     for extension in lookup.used(cfg):
         problems += extension.problems(cfg)
+        if cfg.train.recompute == "auto" and extension.fills_memory(cfg):
+            problems.append(
+                "train.recompute = auto: tries a step of next tokens, and "
+                f"[{next(iter(extension.sections))}] needs more memory than that; give none, "
+                "selective or full"
+            )
     return problems
 
 

@@ -132,6 +132,11 @@ class Extension:
         """Problems of this run with the checkpoint that it begins from."""
         return []
 
+    def fills_memory(self, cfg: RunConfig) -> bool:
+        """Return whether a step holds more in memory than one of next tokens, which is what
+        train.recompute = auto tries."""
+        return False
+
     def warnings(self, cfg: RunConfig) -> list[str]:
         """List what is allowed, but seldom meant."""
         return []
@@ -215,7 +220,14 @@ class Extension:
         """Return this replica's link to the others; None: there are no others."""
         return None
 
-    # --- the end of a run ---
+    # --- memory ---
+
+    def recompute_choices(
+        self, cfg: RunConfig, world: World, gpu: bool
+    ) -> list[tuple[dict[str, Any], float]]:
+        """Return values of [train] for train.recompute = auto, the fastest first, and the bytes
+        that a rank needs with them. `gpu`: on a GPU."""
+        raise NotImplementedError
 
     def advise(self, cfg: RunConfig, world: World) -> str:
         """Return advice for a run that is out of memory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,6 +57,13 @@ def of_flag(flag: str) -> Extension:
 def advise(cfg: RunConfig, world: World) -> str:
     """Return advice for a run that is out of memory."""
     return extension(extension_index().ADVICE).advise(cfg, world)
+
+
+def recompute_choices(
+    cfg: RunConfig, world: World, gpu: bool
+) -> Sequence[tuple[dict[str, Any], float]]:
+    """Return the choices of train.recompute = auto: see Extension."""
+    return extension(extension_index().ADVICE).recompute_choices(cfg, world, gpu)
 
 
 def used(cfg: RunConfig) -> list[Extension]:

@@ -25,6 +25,7 @@ from kempner.train.resilience.config import ResilienceConfig
 # 64 bits; published runs stay below 2**27. A forward pass of 2**24 tokens exceeds any memory.
 MAX_STEP_TOKENS = 2**30
 MAX_FORWARD_TOKENS = 2**24
+BUDGETS = ("budget-75", "budget-50", "budget-25")  # values of train.recompute
 BLOCK_PARTS = ("attention_norm", "attention", "ffn_norm", "ffn")  # the modules of a block
 
 
@@ -114,8 +115,9 @@ class TrainConfig:
     recompute: str = option(
         "none",
         "activation checkpointing: what the backward pass computes again; selective: all but "
-        "matrix products and attention",
-        choices=("none", "selective", "full"),
+        "matrix products and attention; budget-N: what the compiler chooses, to keep N % of the "
+        "activations; auto: as little as fits the memory",
+        choices=("none", "selective", *BUDGETS, "full", "auto"),
     )
     recompute_every: int = option(
         1, "of the blocks every n-th one is recomputed", minimum=1, maximum=4096
@@ -157,10 +159,17 @@ class TrainConfig:
 
     def problems(self) -> list[str]:
         problems = ramp_problems(self.sequences, self.batch_ramp, self.seq_len, self.seq_len_ramp)
-        if self.recompute == "none" and (self.recompute_every > 1 or self.recompute_modules):
+        by_block = self.recompute in ("selective", "full")
+        if not by_block and (self.recompute_every > 1 or self.recompute_modules):
             problems.append(
-                "train.recompute_every, train.recompute_modules: nothing is recomputed; set "
-                "train.recompute to selective or full, or leave them out"
+                f"train.recompute_every, train.recompute_modules: train.recompute = "
+                f"{self.recompute} chooses no blocks; set it to selective or full, or leave them "
+                "out"
+            )
+        if self.recompute in BUDGETS and not self.compile:
+            problems.append(
+                f"train.recompute = {self.recompute}: is the compiler's; add --train.compile, or "
+                "give selective or full"
             )
         most = MAX_STEP_TOKENS // self.seq_len
         if self.sequences > most:

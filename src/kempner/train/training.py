@@ -238,7 +238,13 @@ def resume_progress(
 def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) -> Training:
     """Make the parts, load the newest checkpoint, and start the watchers."""
     watchdog, layout = start_watchdog(cfg, run), open_layout(cfg, run.world, device)
-    model = build_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)
+    train = cfg.train
+    if train.recompute == "auto":
+        from kempner.train.resilience.room import choose_recompute
+
+        with watchdog.patient():
+            train = choose_recompute(cfg, run, layout, device)
+    model = build_model(cfg.model, layout, train, cfg.distributed, cfg.lora)
     optimizer, replicas = open_replicas(cfg, run.world, model, watchdog.patient)
     checkpointer = open_checkpointer(cfg, run, model, optimizer, replicas)
     progress = resume_progress(cfg, run, layout, model, checkpointer, replicas)

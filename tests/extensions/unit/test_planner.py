@@ -26,7 +26,7 @@ from kempner.model.decoder import Decoder
 from kempner.optim.build import build_optimizer
 from kempner.optim.config import STATE
 from kempner.train.configure import check_world, load_config
-from kempner.train.sections import RunConfig
+from kempner.train.sections import BUDGETS, RunConfig
 from tests.conftest import ROOT
 
 SMALL = (
@@ -366,3 +366,24 @@ def test_the_state_of_every_rule_is_what_the_optimizer_keeps(
     norms = 4 * 4 * cfg.model.dim * 6  # which Muon leaves to AdamW, and the planner does not count
     found = sum(x.nbytes for x in kept)
     assert optimizer_state(cfg) == pytest.approx(found, abs=norms if name == "muon" else 0)
+
+
+def test_recomputation_by_need_on_a_gpu() -> None:
+    """Of what auto can become, the fastest that fits; a budget lies between none and full."""
+    from kempner.extensions.planner.recompute import planned_choices, with_choice
+
+    cfg = load_config([SEVEN], ["--train.recompute=auto"])
+    found = planned_choices(cfg, 8, 8)
+    assert [values["recompute"] for values, _ in found] == ["none", *BUDGETS, "full"]
+    needs = [size for _, size in found]
+    assert needs == sorted(needs, reverse=True)
+    for values, size in found:
+        assert with_choice(cfg, 8, 8, size).train.recompute == values["recompute"]
+    assert with_choice(cfg, 8, 8, needs[-1] / 2).train.recompute == "full"
+    eager = planned_choices(load_config([SEVEN], ["--train.compile=false"]), 8, 8)
+    assert [values["recompute_every"] for values, _ in eager] == [1, 1, 4, 2, 1]
+    times = [
+        step_seconds(load_config([SEVEN], [f"--train.recompute={values['recompute']}"]), 8, 8,
+                     GPUS["H100"]).step for values, _ in found
+    ]  # fmt: skip
+    assert times == sorted(times)

@@ -144,3 +144,39 @@ def test_a_checkpoint_of_two_ranks_passes_through_one(
         assert shared == [key for key in taken if not key.startswith("rng.")]
         assert all((stored[key] == taken[key]).all() for key in shared)
         source = f"{tmp_path / name}@0"
+
+
+FAULTY = "tests/trainer/fault/faulty_train.py"
+TRIAL = "out_of_memory at=kempner.train.resilience.room:try_steps:before"
+AUTO = [*TINY, "--train.recompute=auto", "--schedule.name=constant"]
+
+
+def attempt(run: Path, data: Path, words: list[str], nproc: int = 1, **env: str) -> tuple[int, str]:
+    """Exit code and console of one attempt that recomputes by need."""
+    words = [*AUTO, f"--data.dataset_path={data}", f"--run.dir={run}", *words]
+    process = start_train(*words, nproc=nproc, program=FAULTY, **env)
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out + err
+
+
+def test_recomputation_by_need(train: Train, tmp_path: Path, data_dir: Path) -> None:
+    """Out of memory in its first trial, the run goes on with more recomputation, and so does the
+    next attempt. Its losses are those of a run without any."""
+    run, env = tmp_path / "run", {"KEMPNER_MEMORY_GIB": "100"}
+    code, out = attempt(run, data_dir, ["--train.max_steps=4"], FAULTS=TRIAL, **env)
+    assert code == 0 and "recomputation: selective, of auto" in out, out
+    code, out = attempt(run, data_dir, [], FAULTS=f"{TRIAL} nth=0", **env)
+    assert code == 0 and "recomputation: selective, of auto" in out, out
+    train(tmp_path / "plain", "--schedule.name=constant")
+    assert losses(run) == losses(tmp_path / "plain")
+
+
+def test_a_rank_out_of_memory_ends_the_attempt_for_a_better_one(
+    tmp_path: Path, data_dir: Path
+) -> None:
+    run, env = tmp_path / "run", {"KEMPNER_MEMORY_GIB": "100"}
+    code, out = attempt(run, data_dir, [], 2, FAULTS=f"{TRIAL} rank=1", **env)
+    assert code == 1 and "the next start takes more recomputation" in out, out
+    assert not (run / "status.json").exists(), "the run has not failed, and is started again"
+    code, out = attempt(run, data_dir, [], 2, FAULTS="", **env)
+    assert code == 0 and "recomputation: selective, of auto" in out, out

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 class LowcommExtension(Extension):
     sections: ClassVar = {"lowcomm": LowcommConfig}
 
+    def fills_memory(self, cfg: RunConfig) -> bool:
+        return cfg.of(LowcommConfig).on
+
     def problems(self, cfg: RunConfig) -> list[str]:
         return config.replica_problems(cfg)
 

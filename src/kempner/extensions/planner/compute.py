@@ -15,6 +15,7 @@ from kempner.extensions.planner.gpus import GpuSpec
 from kempner.extensions.planner.launches import GAP, host_seconds, kernels_of_step
 from kempner.extensions.planner.memory import (
     FP32,
+    budget_share,
     forward_rows,
     loss_rows,
     weight_bytes,
@@ -22,7 +23,7 @@ from kempner.extensions.planner.memory import (
 )
 from kempner.parallel.layout import Axes, is_alone
 from kempner.train.levers import FP8_TILE
-from kempner.train.sections import RunConfig
+from kempner.train.sections import BUDGETS, RunConfig
 
 PRODUCT_HALF = 400.0  # side of a product that has half of the share of the largest
 ATTENTION_HALF = 1700.0  # keys with which attention has 0.6 of its share; with 8,500 it has all
@@ -155,6 +156,8 @@ def recomputed_share(cfg: RunConfig, what: str) -> float:
     """Return the share of the forward pass that runs again: of products, attention, or the other
     kernels."""
     train = cfg.train
+    if train.recompute in BUDGETS:  # at most: the compiler begins with what is cheapest
+        return 1 - budget_share(train.recompute)
     if train.recompute == "none" or (train.recompute == "selective" and what != "other kernels"):
         return 0.0
     if not (modules := train.recompute_modules):

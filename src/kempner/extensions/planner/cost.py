@@ -26,6 +26,7 @@ from kempner.extensions.planner.memory import (
     trained_elements,
     weight_bytes,
 )
+from kempner.extensions.planner.recompute import with_choice
 from kempner.extensions.planner.spread import ESTIMATE_SPREAD, Spread, kind_of_run
 from kempner.parallel.layout import Axes, axis_sizes
 from kempner.train.sections import RunConfig
@@ -187,7 +188,7 @@ def activation_bytes(
     model, traffic = cfg.model, []
     stream = tokens / axes.cp * compute * model.dim
     layers = model.n_layers / axes.pp
-    again = cfg.train.recompute != "none" and not cfg.train.recompute_modules
+    again = cfg.train.recompute in ("selective", "full") and not cfg.train.recompute_modules
     often = 2 + again / cfg.train.recompute_every  # forward and backward passes
     if (n := axes.tp) > 1:
         # Gathered before attention and SwiGLU, scattered after them.
@@ -248,10 +249,11 @@ def step_seconds(
     cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec, overlap: bool = False
 ) -> Time:
     """Estimate the time of a step. `overlap`: products hide a part of what tensor parallelism
-    sends, as in other software; the trainer has no such lever yet."""
+    sends, as with distributed.overlap = tp."""
     traffic = network_bytes(cfg, world_size, per_node)
     kind = kind_of_run(cfg, world_size, per_node)
     cfg, world_size, per_node = one_replica(cfg, world_size, per_node)
+    cfg = with_choice(cfg, world_size, per_node, gpu.usable)
     axes = axis_sizes(cfg.distributed, world_size, per_node)
     parts = compute_seconds(cfg, axes, gpu)
     hidden = exposed = 0.0
@@ -260,7 +262,7 @@ def step_seconds(
         beside = 0.0 if each.hidden else 1.0
         if each.what.startswith("FSDP"):  # nothing is there yet to hide the first, or the last
             beside = axes.pp / cfg.model.n_layers
-        elif each.what == TENSOR_PARALLEL and overlap:
+        elif each.what == TENSOR_PARALLEL and (overlap or "tp" in cfg.distributed.overlap):
             beside = 1 - TP_HIDDEN
         hidden += (1 - beside) * seconds
         exposed += beside * seconds

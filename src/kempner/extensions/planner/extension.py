@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kempner.config.command_line import Command, parse_command
 from kempner.config.option import ConfigError
@@ -57,6 +57,13 @@ class PlannerExtension(Extension):
         from kempner.extensions.planner.build import build_without_memory
 
         return build_without_memory(cfg, world_size, per_node)
+
+    def recompute_choices(
+        self, cfg: RunConfig, world: World, gpu: bool
+    ) -> list[tuple[dict[str, Any], float]]:
+        from kempner.extensions.planner import recompute
+
+        return recompute.planned_choices(cfg, world.size, world.per_node, gpu)
 
     def advise(self, cfg: RunConfig, world: World) -> str:
         from kempner.extensions.planner.out_of_memory import explain_memory

@@ -13,7 +13,7 @@ from kempner.checkpoint import size
 from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.parallel.layout import Axes, axis_sizes, is_alone
 from kempner.train import lookup
-from kempner.train.sections import RunConfig, micro_batch
+from kempner.train.sections import BUDGETS, RunConfig, micro_batch
 
 GIB = 2.0**30
 FP32 = 4
@@ -286,11 +286,18 @@ def block_activation_bytes(
             within = {"ffn": (0 if train.compile else 2) * inner}
         dropped = sum(within.get(name, 0) for name in train.recompute_modules) / axes.tp
         dropped *= tokens * compute
-    elif train.recompute != "none":
+    elif train.recompute in BUDGETS:
+        dropped = (1 - budget_share(train.recompute)) * (per_block - tokens * compute * model.dim)
+    elif train.recompute != "none":  # auto: at most all
         products = 2 * model.dim + heads + 2 * inner if train.recompute == "selective" else 0
         dropped = per_block - tokens * compute * (model.dim + products) / axes.tp
     saved = per_block * blocks - dropped * again
     return on_device(cfg, saved, blocks, gpu), working + dropped
+
+
+def budget_share(recompute: str) -> float:
+    """The share of a block's activations that train.recompute = budget-N keeps."""
+    return int(recompute.partition("-")[2]) / 100
 
 
 def on_device(cfg: RunConfig, saved: float, blocks: float, gpu: bool) -> float:

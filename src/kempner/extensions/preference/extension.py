@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 class PreferenceExtension(Extension):
     sections: ClassVar = {"preference": PreferenceConfig}
 
+    def fills_memory(self, cfg: RunConfig) -> bool:
+        return cfg.of(PreferenceConfig).loss != "none"
+
     def problems(self, cfg: RunConfig) -> list[str]:
         return preference_problems(cfg)
 

@@ -53,6 +53,9 @@ class RlExtension(Extension):
             return cfg
         return replace(cfg, train=replace(cfg.train, global_batch=rl.batch_samples))
 
+    def fills_memory(self, cfg: RunConfig) -> bool:
+        return cfg.of(RlConfig).on
+
     def problems(self, cfg: RunConfig) -> list[str]:
         return config.rl_problems(cfg)
 

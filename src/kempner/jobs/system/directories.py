@@ -28,7 +28,7 @@ SHOWN_FILES = 3  # names of other files that a message has
 # Files that a job leaves in a run directory before the run has its id, and files that its user may
 # have put there: sbatch's output, and configurations (config.toml is the run's own).
 BEFORE_THE_RUN = re.compile(
-    r"(attempts|chain|gpu|metrics|replicas)\.jsonl|(status|bench)\.json|lock|report\.html"
+    r"(attempts|chain|gpu|metrics|replicas)\.jsonl|(status|bench|recompute)\.json|lock|report\.html"
     r"|STOP|SAVE|PROFILE|README(\.\w+)?|attempts|logs|code|eval|rl|tune|replicas|notified|\d+"
     r"|\.(reserve|lock\.|rendezvous-|ask-|door|environment-|size-).*"
     r"|\..*\.new|.*\.(out|err|log)|(?!config\.toml$).*\.toml"
@@ -42,7 +42,7 @@ NOBODYS = re.compile(
     r"\.nfs\w+|\.fuse_hidden\w+|\.snapshots?|lost\+found|\.git(keep|ignore)|\.DS_Store"
 )
 IN_A_SWEEP = {"journal.jsonl", "points", "arrays", "logs", ".lock", "table.csv", "table.png"}
-OBJECTS = ("status.json", "bench.json", "lock")  # of these files, each holds one
+OBJECTS = ("status.json", "bench.json", "recompute.json", "lock")  # of these files, each holds one
 LINES = ("attempts.jsonl", "metrics.jsonl", "gpu.jsonl")  # empty where attempts.jsonl has no event
 
 
