@@ -31,8 +31,8 @@ from benchmarks.trainer import machine
 from kempner.model import loss
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
-from kempner.parallel import offload
-from kempner.parallel.recompute import add_recompute
+from kempner.parallel.memory import offload
+from kempner.parallel.memory.recompute import add_recompute
 from kempner.train.sections import TrainConfig
 
 LEVERS: dict[str, dict[str, Any]] = {

@@ -135,7 +135,7 @@ def plan_model(
         keep_own_stages(model, layout, distributed, dtype)
     # Innermost first: recomputation, then compilation over it, then FSDP's hooks outside of both.
     if train.recompute in ("selective", "full"):
-        from kempner.parallel.recompute import add_recompute
+        from kempner.parallel.memory.recompute import add_recompute
 
         add_recompute(model, train)
     if layout.tp is not None:
@@ -143,7 +143,7 @@ def plan_model(
     if train.compile:
         _compile(model, train, dtype)
     if train.offload_activations:
-        from kempner.parallel.offload import Offload
+        from kempner.parallel.memory.offload import Offload
 
         Offload(model, train.offload_activations)
     _shard(model, layout, train, distributed, frozen)

@@ -188,3 +188,19 @@ def check_experts(cfg: RunConfig, axes: Axes) -> list[str]:
         for name, n in parts.items()
         if (size := getattr(cfg.model, name)) % n
     ]
+
+
+def layers_problems(cfg: RunConfig) -> list[str]:
+    """List problems of profile.layers_interval, which is not 0."""
+    interval, lines = cfg.profile.layers_interval, cfg.metrics.log_interval
+    if interval % lines:
+        return [
+            f"profile.layers_interval = {interval}: must be a multiple of metrics.log_interval = "
+            f"{lines}, whose lines have the numbers; give {-(-interval // lines) * lines}"
+        ]
+    if cfg.distributed.pp > 1:
+        return [
+            f"profile.layers_interval = {interval}: is not built for a pipeline, distributed.pp = "
+            f"{cfg.distributed.pp}; leave it out"
+        ]
+    return []

@@ -46,8 +46,12 @@ def combination_problems(cfg: RunConfig) -> list[str]:
         from kempner.train import levers
 
         problems += levers.lever_problems(cfg)
+    if cfg.profile.layers_interval:
+        from kempner.train import axis_checks
+
+        problems += axis_checks.layers_problems(cfg)
     problems += _freeze_problems(cfg)
-    problems += _block_problems(cfg) + _spike_problems(cfg) + _layers_problems(cfg)
+    problems += _block_problems(cfg) + _spike_problems(cfg)
     axes = cfg.distributed
     if max(axes.tp, axes.pp, axes.ep, axes.cp) > 1:
         from kempner.train import axis_checks
@@ -106,21 +110,6 @@ def _spike_problems(cfg: RunConfig) -> list[str]:
         f"resilience.spike_window = {window}: would not be full before train.max_steps = "
         f"{cfg.train.max_steps}; give a shorter one, or leave resilience.spike_sigma out"
     ]
-
-
-def _layers_problems(cfg: RunConfig) -> list[str]:
-    interval, lines = cfg.profile.layers_interval, cfg.metrics.log_interval
-    if interval % lines:
-        return [
-            f"profile.layers_interval = {interval}: must be a multiple of metrics.log_interval = "
-            f"{lines}, whose lines have the numbers; give {-(-interval // lines) * lines}"
-        ]
-    if interval and cfg.distributed.pp > 1:
-        return [
-            f"profile.layers_interval = {interval}: is not built for a pipeline, distributed.pp = "
-            f"{cfg.distributed.pp}; leave it out"
-        ]
-    return []
 
 
 def _block_problems(cfg: RunConfig) -> list[str]:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
-from kempner.parallel import offload, recompute
+from kempner.parallel.memory import offload, recompute
 from kempner.parallel.config import DistributedConfig
 from kempner.train.sections import TrainConfig
 

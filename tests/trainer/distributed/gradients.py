@@ -29,9 +29,10 @@ from kempner.data.batch import MicroBatch
 from kempner.model.decoder import Decoder
 from kempner.model.moe import Routings
 from kempner.optim.build import build_optimizer
-from kempner.parallel import fp8, offload
+from kempner.parallel import fp8
 from kempner.parallel.build import build_model, parameter_names
 from kempner.parallel.layout import build_layout
+from kempner.parallel.memory import offload
 from kempner.train.parts import open_objective
 from kempner.train.sections import RunConfig
 from kempner.train.step import StepSums, forward_backward, reduce_step, update_weights

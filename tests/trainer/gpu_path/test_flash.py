@@ -16,7 +16,7 @@ from benchmarks.gpu_parts import ring_attention
 from kempner.config.option import ConfigError
 from kempner.model import decoder, flash
 from kempner.model.attention import Visible, attend, attention_pattern
-from kempner.parallel.recompute import kept_operators
+from kempner.parallel.memory.recompute import kept_operators
 from tests.trainer.gpu_path import kernels
 from tests.trainer.gpu_path.kernels import CPU, GPU, OnCpu, registered
 from tests.trainer.gpu_path.test_kernels import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kempner.model import decoder
-from kempner.parallel.recompute import add_recompute, kept_operators
+from kempner.parallel.memory.recompute import add_recompute, kept_operators
 from kempner.train.sections import TrainConfig
 from tests.trainer.gpu_path import kernels, pretend
 from tests.trainer.gpu_path.kernels import registered

@@ -30,7 +30,7 @@ from kempner.optim.spikes import Spikes
 from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.parallel.layout import build_layout
 from kempner.parallel.lora import add_adapters
-from kempner.parallel.recompute import add_recompute
+from kempner.parallel.memory.recompute import add_recompute
 from kempner.train.objective import NextToken
 from kempner.train.recording.objectives import WithExperts
 from kempner.train.sections import RunConfig, TrainConfig
