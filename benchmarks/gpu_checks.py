@@ -42,6 +42,7 @@ from benchmarks.gpu_parts import (
     offload,
     ring,
     update,
+    waves,
 )
 from kempner.jobs.ranks import peers
 
@@ -484,6 +485,7 @@ CHECKS = {
     "synchronization": Check(synchronization, 60),
     "attention": Check(attention, 45),
     "ring": Check(ring, 45),
+    "waves": Check(waves, 45),
     "experts": Check(experts, 45),
     "muon": Check(muon, 45),
     "update": Check(update, 60, needs_gpu=True),
