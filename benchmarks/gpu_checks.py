@@ -47,6 +47,7 @@ from benchmarks.gpu_parts import (
     overlap,
     ring,
     update,
+    waves,
 )
 from kempner.jobs.ranks import peers
 from kempner.train.sections import RunConfig
@@ -557,6 +558,7 @@ CHECKS = {
     "synchronization": Check(synchronization, 60),
     "attention": Check(attention, 45),
     "ring": Check(ring, 45),
+    "waves": Check(waves, 45),
     "experts": Check(experts, 45),
     "muon": Check(muon, 45),
     "loss": Check(loss, 60, needs_gpu=True),

@@ -257,6 +257,34 @@ def ring_attention(size: int, q: Any, k: Any, v: Any, dy: Any) -> list[Any]:
     return whole
 
 
+def waves(job: Job) -> Figures:
+    """A save in waves, which another thread copies from the GPU: the bytes of one in one piece."""
+    import torch
+
+    from kempner.checkpoint.format.plan import make_table
+    from kempner.checkpoint.format.waves import WavedImage
+    from kempner.checkpoint.format.writer import WRITE, Image, plan_file
+
+    device = torch.device(job.device)
+    state = {str(i): torch.randn(3 << 22, device=device) for i in range(4)}  # 192 MiB
+    plan = plan_file(make_table(state, {}, world=1), 0)
+    gpu = device if device.type == "cuda" else None
+    images, found = (Image(plan, gpu, print), WavedImage(plan, gpu, print, WRITE)), list[bytes]()
+
+    def join(image: Image) -> None:
+        found.append(b"".join(bytes(piece) for piece in image.pieces()))
+
+    for image in images:
+        image.stage(state)
+        read = threading.Thread(target=join, args=(image,))
+        read.start()
+        read.join()
+        image.close()
+    if len(found) != 2 or found[0] != found[1]:
+        raise Failed("the file made in waves has other bytes than the one in one piece")
+    return {"waves": images[1].waves}
+
+
 def ring(job: Job) -> Figures:
     """Ring attention of four ranks, emulated here: output and gradients are those of one rank."""
     import torch
