@@ -24,6 +24,7 @@ GPU_ONLY = {
     "patterns",
     "update",
     "compile",
+    "recompute",
     "fp8",
     "bench 125m",
     "bench 1b",
