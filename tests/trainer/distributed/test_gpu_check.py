@@ -25,6 +25,7 @@ GPU_ONLY = {
     "update",
     "loss",
     "compile",
+    "recompute",
     "fp8",
     "flash",
     "fp8 gathers",
