@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
-from kempner.parallel.memory import offload, recompute
 from kempner.parallel.config import DistributedConfig
+from kempner.parallel.memory import offload, recompute
 from kempner.train.sections import TrainConfig
 
 CFG = ModelConfig(31, 32, 4, 4, 2, ffn_dim=48, max_seq_len=16)
