@@ -97,6 +97,9 @@ class Model(torch.nn.Module):
     def forward(self, x):
         return x.sin()
 
+    def loss(self, x, compiled=None):
+        return x
+
 model = Model()
 if sys.argv[1] == "model":
     compile_model(model, "model")

@@ -94,7 +94,7 @@ def test_the_compiler_is_imported_when_something_is_compiled() -> None:
         leave_compiler_out()
         late = sys.modules["torch._dynamo"]
         parameter = torch.nn.Parameter(torch.ones(3))
-        torch.optim.AdamW([parameter], large=True).step()
+        torch.optim.AdamW([parameter], fused=True).step()
         assert torch._dynamo is late and "torch._dynamo.symbolic_convert" not in sys.modules
         graphs = []
         def backend(graph, inputs):
