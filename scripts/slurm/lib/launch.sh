@@ -81,6 +81,7 @@ kp_check() { # <train.py arguments>...: checks them in one process before any GP
 
     mkdir -p -- "$KP_RUN_DIR/logs" ||
         kp_die "run.dir $KP_RUN_DIR cannot be written: give another --run.dir"
+    [[ -z ${KEMPNER_NSYS:-} ]] || export KP_RUN_DIR # for task.sh
     KP_COMMITTED_BEFORE=$(kp_committed_step)
     KEMPNER_COMMAND=$(sha256sum <<<"${KP_VALUES[0]}") # what the run is; see Start in events.py
     export KEMPNER_COMMAND=${KEMPNER_COMMAND:0:12}

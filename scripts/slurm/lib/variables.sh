@@ -4,7 +4,7 @@
 
 KP_VARIABLES=(ROOT SITE PYTHON TRAIN MAX_CRASHES MAX_WAIT RESTARTS SPARES SPARE_COMMAND EXCLUDE
     CHAIN SIGNAL_LEAD PREFLIGHT PREFLIGHT_LEAST CODE STAGE STAGE_ENVIRONMENT CONTAINER MOUNTS
-    CONTAINER_RUNTIME SECRETS MAIL NOTIFY WEBHOOK PAGE SRUN MPI NPROC NUMA PORTS ORCHESTRATE SERVE
+    CONTAINER_RUNTIME SECRETS MAIL NOTIFY WEBHOOK PAGE SRUN MPI NPROC NSYS NUMA PORTS ORCHESTRATE SERVE
     SERVE_TOKEN VLLM)
 
 kp_is_setting() { # <variable>: true when it is one of them
@@ -38,6 +38,8 @@ kp_check_settings() { # stops at values that make no sense: later they would end
         [[ ${!name:-0} =~ ^[01]$ ]] ||
             kp_die "$name=${!name}: must be 1, or 0, which is the same as unset"
     done
+    [[ ${KEMPNER_NSYS:-0} =~ ^[0-9]+(,[0-9]+)*$ ]] ||
+        kp_die "KEMPNER_NSYS=$KEMPNER_NSYS: must be numbers of ranks, such as 0,8"
     [[ ${KEMPNER_NUMA:-1} =~ ^[01]$ ]] ||
         kp_die "KEMPNER_NUMA=$KEMPNER_NUMA: must be 0, or 1, which is the same as unset"
     if [[ ! ${KEMPNER_PORTS:-1024-65535} =~ ^([1-9][0-9]{3,4})-([1-9][0-9]{3,4})$ ]] ||

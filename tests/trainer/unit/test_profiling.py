@@ -46,6 +46,36 @@ def test_a_profile_of_a_gpu_has_a_snapshot(tmp_path: Path, calls: list[str], alw
     assert (tmp_path / f"profile/{name}.json.gz").is_file() and len(said) == 2
 
 
+def test_nsight_systems_records_these_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any rank that nsys has started. Its interface is stood in for."""
+    found, said = [], []  # type: list[str], list[str]
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: found.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: found.append("stop"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: found.append("wait"))
+
+    class Names:
+        def __enter__(self) -> None:
+            found.append("names")
+
+        def __exit__(self, *_: object) -> None:
+            found.append("no names")
+
+    monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", Names)
+    monkeypatch.setenv("KEMPNER_UNDER_NSYS", "1")
+    profiler = Profiler(ProfileConfig(steps=2), tmp_path, 8, GPU, said.append)
+    for step in range(1, 9):
+        profiler.step(step, asked=step in (2, 6))
+        found.append(str(step))
+    once = ["names", "no names", "wait", "stop"]
+    assert found == [
+        *("1", "start", "names", "2", "3", *once[1:], "4", "5"),
+        *("start", "names", "6", "7", *once[1:], "8"),
+    ]
+    assert said[0] == "profile: Nsight Systems has recorded steps 3 to 4"
+
+
 def test_out_of_memory_leaves_a_snapshot_and_a_word(
     tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,10 @@
 """Profiles of time and memory of a few steps, on request, and of the memory when it ran out. `touch
-RUN/PROFILE` asks; the files go into RUN/profile."""
+RUN/PROFILE` asks; the files go into RUN/profile. Under Nsight Systems (KEMPNER_NSYS, task.sh) that
+one records the steps."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +15,26 @@ if TYPE_CHECKING:
     import torch
 
 ENTRIES = 100_000  # allocations whose stacks are kept; older ones are forgotten
+UNDER_NSYS = "KEMPNER_UNDER_NSYS"  # task.sh sets it to 1 for a rank that nsys has started
+
+
+class NsysRange:
+    """A range that Nsight Systems records, with the names of torch's operators, and of FSDP's
+    modules, as NVTX ranges."""
+
+    def __init__(self) -> None:
+        import torch
+
+        torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+        self._names = torch.autograd.profiler.emit_nvtx()  # type: ignore[no-untyped-call]
+        self._names.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        import torch
+
+        self._names.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()  # what the last step has started is still running
+        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
 
 
 class Profiler:
@@ -29,7 +51,8 @@ class Profiler:
     ) -> None:
         self._cfg, self._dir, self._rank = cfg, run_dir / "profile", rank
         self._device, self._say = device, say
-        self._running: torch.profiler.profile | None = None
+        self._running: torch.profiler.profile | NsysRange | None = None
+        self._nsys = os.environ.get(UNDER_NSYS) == "1"
         self._first, self._left = 0, 0
         if cfg.allocations:
             record_allocations(device)
@@ -40,24 +63,31 @@ class Profiler:
             self._left -= 1
             if not self._left:
                 self._stop(step)
-        elif asked and self._rank in self._cfg.ranks:
+        elif asked and (self._nsys or self._rank in self._cfg.ranks):
             self._start(step)
 
     def _start(self, step: int) -> None:
         from torch.profiler import ProfilerActivity, profile
 
+        self._first, self._left = step + 1, self._cfg.steps
+        if self._nsys:
+            self._running = NsysRange()
+            return
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         record_allocations(self._device)
         self._running = profile(activities=activities, record_shapes=True, profile_memory=True)
         self._running.start()
-        self._first, self._left = step + 1, self._cfg.steps
 
     def _stop(self, step: int) -> None:
         """Write the files; the run waits meanwhile."""
         assert self._running is not None
         self._running.stop()
+        if isinstance(self._running, NsysRange):
+            self._running = None
+            self._say(f"profile: Nsight Systems has recorded steps {self._first} to {step}")
+            return
         name = f"steps-{self._first}-{step}-rank-{self._rank}"
         self._dir.mkdir(exist_ok=True)
         trace = self._dir / f"{name}.json.gz"
