@@ -92,6 +92,8 @@ def attention_pattern(
             ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device)
             return Visible(window, starts=ends)
         if kernel == "auto":
+            from kempner.model.flex import block_mask, causal_blocks
+
             if documents is None:
                 return Visible(window, softcap, blocks=causal_blocks(length, window, device))
             blocks = block_mask(rows, length, window, documents.index, device)
@@ -110,6 +112,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
     """Attention of q [B, H, T, E] over k and v [B, K, T, E]: [B, H, T, E]."""
     grouped = q.shape[1] != k.shape[1]
     if visible.blocks is not None:
+        from kempner.model.flex import compiled_flex, score_change
+
         change = None if visible.softcap is None else score_change(visible.softcap)
         flex = compiled_flex()[0]
         y: Tensor = flex(q, k, v, score_mod=change, block_mask=visible.blocks, enable_gqa=grouped)
@@ -159,54 +163,6 @@ def capped_attention(
     elif mask is not None:
         scores = scores + mask
     return scores.softmax(-1).type_as(v) @ v
-
-
-@functools.cache  # one function per cap: torch.compile recognises it
-def score_change(softcap: float) -> Callable[..., Tensor]:
-    """Make flex_attention's score function for the same cap."""
-
-    def capped(score: Tensor, *_: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
-
-    return capped
-
-
-# --- flex_attention ---
-
-
-@functools.cache
-def compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return flex_attention, which is a kernel only when compiled, even if its caller is not; and
-    create_block_mask, which when compiled never materialises the T x T mask."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    from kempner.jobs.system.compiler import keep_private
-
-    keep_private()
-    return torch.compile(flex_attention), torch.compile(create_block_mask)
-
-
-def block_mask(
-    rows: int | None, length: int, window: int | None, index: Tensor | None, device: torch.device
-) -> BlockMask:
-    """Make the mask of the tiles that flex_attention computes. `rows`: None where all rows share
-    one pattern; `index`: see Documents."""
-
-    def seen(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        keep = query >= key
-        if window is not None:
-            keep = keep & (query - key < window)
-        if index is not None:
-            keep = keep & (index[row, query] == index[row, key])
-        return keep
-
-    create = compiled_flex()[1]
-    return create(seen, rows, None, length, length, device=device)  # type: ignore[no-any-return]
-
-
-@functools.lru_cache(maxsize=4)  # made once, not in every step
-def causal_blocks(length: int, window: int | None, device: torch.device) -> BlockMask:
-    return block_mask(None, length, window, None, device)
 
 
 # --- The choice of the kernel ---

@@ -10,16 +10,15 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from kempner.config.option import ConfigError
-from kempner.model import attention
 from kempner.model.attention import (
     Documents,
     Visible,
     attend,
     attention_pattern,
-    block_mask,
     choose_kernel,
 )
 from kempner.model.config import ModelConfig
+from kempner.model.flex import block_mask
 
 SHAPE = ModelConfig(dim=32, n_heads=4, n_kv_heads=2)
 TOKENS = torch.zeros(2, 16, dtype=torch.int64)
@@ -101,7 +100,7 @@ def test_flex_attention_gets_the_same_pattern(
         return scores.masked_fill(~where, -torch.inf).softmax(-1) @ v
 
     eager = (plainly, flex_attention.create_block_mask)
-    monkeypatch.setattr(attention, "compiled_flex", lambda: eager)
+    monkeypatch.setattr("kempner.model.flex.compiled_flex", lambda: eager)
     index = INDEX if packed else None
     blocks = block_mask(2, 16, window, index, torch.device("cpu"))
     documents = None if index is None else Documents.of(index, False)

@@ -90,7 +90,7 @@ def test_a_place_that_another_user_has_made_is_not_used(
 
 COMPILES = """
 import sys, torch
-from kempner.model import attention
+from kempner.model import flex
 from kempner.parallel.compiled import compile_model
 
 class Model(torch.nn.Module):
@@ -104,7 +104,7 @@ model = Model()
 if sys.argv[1] == "model":
     compile_model(model, "model")
 else:
-    attention.compiled_flex()
+    flex.compiled_flex()
     model.compile()
 model(torch.ones(2))
 """
