@@ -90,7 +90,7 @@ WORDS = {
     "absurd-forward": ("--train.global_batch=4194304", "too large; give --train.micro_batch at"),
     "no-choice": ("--train.dtype=fp8", 'one of "auto", "bf16", "fp32"'),
     "missing-file": ("configs/train/debgu.toml", "did you mean configs/train/debug.toml?"),
-    "recompute": ("--train.recompute_every=2", "nothing is recomputed; set train.recompute"),
+    "recompute": ("--train.recompute_every=2", "none chooses no blocks; set it to selective"),
     "island": ("--distributed.reshard_island=2", "must divide the 1 ranks that share one copy"),
     "head-width": ("--model.dim=65", "must be a multiple of n_heads = 4"),
     "sequence": ("--train.seq_len=512", "model.max_seq_len = 256"),

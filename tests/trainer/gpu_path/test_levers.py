@@ -62,10 +62,16 @@ def test_reductions_by_a_group_of_their_own(tmp_path: Path) -> None:
     assert two_ranks(tmp_path, "reduce") == {"worst": 0.0, "apart": True}
 
 
+@pytest.fixture
+def with_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank alone, too, trains with it."""
+    monkeypatch.setattr("kempner.parallel.build.is_alone", lambda *_: False)
+
+
 @pytest.mark.skipif(
     not hasattr(FSDPModule, FSDP_SWITCHES["reduce"]), reason="this torch has no switch"
 )
-def test_the_watchdog_knows_the_new_group(one_process: None) -> None:
+def test_the_watchdog_knows_the_new_group(one_process: None, with_fsdp: None) -> None:
     cfg = load_config_files(RunConfig, [], ["--distributed.overlap=['reduce']", *WORDS])
     layout = build_layout(cfg.distributed, 1, 1, "cpu")
     before = len(layout.groups)
@@ -78,7 +84,7 @@ WORDS = ("--data.dataset_path=fake:", "--model.dim=32", "--model.n_layers=1", "-
 
 @pytest.mark.parametrize("name", ["symm_mem", "reduce", "tp"])
 def test_what_this_torch_or_device_lacks(
-    monkeypatch: pytest.MonkeyPatch, one_process: None, name: str
+    monkeypatch: pytest.MonkeyPatch, one_process: None, with_fsdp: None, name: str
 ) -> None:
     if name == "reduce" and hasattr(FSDPModule, FSDP_SWITCHES[name]):
         monkeypatch.delattr(FSDPModule, FSDP_SWITCHES[name])
