@@ -118,7 +118,7 @@ def compile_rule(rule: Rule) -> Callable[..., None]:
     ) -> None:  # fmt: skip
         """weight, grad and what is as large in `state`: [N]."""
         salt, length, gap, first = integers.unbind()
-        group: dict[str, Any] = dict(zip(rule.numbers, floats, strict=False))
+        group: dict[str, Any] = {name: floats[i] for i, name in enumerate(rule.numbers)}
         group["betas"] = floats[len(rule.numbers) :]
         copies = {key: x.float() for key, x in state.items()}
         part = ParameterPart(weight.float(), grad.float().clone(), copies, None)  # type: ignore[arg-type]
