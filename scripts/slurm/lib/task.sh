@@ -377,15 +377,14 @@ if [[ -n ${KP_KEEP:-} ]]; then # the container's image must not hide these: see 
     KP_KEPT=$(env | grep -E "$KP_KEEP") || true
     export KP_KEPT
 fi
-if (($# > 0)) && [[ ",${KEMPNER_NSYS:-}," == *",${SLURM_PROCID:-0},"* ]]; then
+if (($# > 0)) && [[ -n ${KP_RUN_DIR:-} && ",${KEMPNER_NSYS:-}," == *",${SLURM_PROCID:-0},"* ]]; then
     # It records from cudaProfilerStart to cudaProfilerStop, which the trainer calls around the
     # steps that a PROFILE file asks for; the rank outlives each recording.
     if command -v nsys >/dev/null; then
-        mkdir -p -- "${KP_RUN_DIR:-.}/profile"
         export KEMPNER_UNDER_NSYS=1
         set -- nsys profile --trace=cuda,nvtx,cublas,cudnn --sample=none --cpuctxsw=none \
             --capture-range=cudaProfilerApi --capture-range-end=repeat --kill=none \
-            --output="${KP_RUN_DIR:-.}/profile/nsys-rank-${SLURM_PROCID:-0}-%p" "$@"
+            --output="$KP_RUN_DIR/logs/nsys-rank-${SLURM_PROCID:-0}-%p" "$@"
     else
         echo "kempner: WARNING: KEMPNER_NSYS=$KEMPNER_NSYS: $(uname -n) has no nsys; rank" \
             "${SLURM_PROCID:-0} runs without it" >&2

@@ -28,14 +28,14 @@ def test_the_ranks_that_are_named(tmp_path: Path, rank: str, under: bool) -> Non
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "two words", done
     assert ("nsys profile" in done.stdout) == under
     if under:
-        assert f"--output={tmp_path}/my run/profile/nsys-rank-{rank}-%p echo" in done.stdout
+        assert f"--output={tmp_path}/my run/logs/nsys-rank-{rank}-%p echo" in done.stdout
         assert "--capture-range=cudaProfilerApi --capture-range-end=repeat" in done.stdout
-        assert (tmp_path / "my run/profile").is_dir()
+        assert not (tmp_path / "my run").exists()  # a run's directory begins with its mark
 
 
 def test_a_node_without_it(tmp_path: Path) -> None:
     """The rank runs, and says what is missing."""
-    env = {"PATH": "/usr/bin:/bin", "KEMPNER_NSYS": "0", "SLURM_PROCID": "0"}
+    env = {"PATH": "/usr/bin:/bin", "KEMPNER_NSYS": "0", "SLURM_PROCID": "0", "KP_RUN_DIR": "run"}
     words = ["bash", str(TASK), "echo", "done"]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.stdout.splitlines()[-1] == "done"

@@ -1,13 +1,14 @@
 """Numbers of each layer, for profile.layers_interval: norms of gradients, sizes of updates and
 activations, the largest attention logit, and the load of the busiest expert.
 
-The gradients' norms are recorded in each step, so that one that is skipped says where; the others
+The gradients' norms are recorded in each step, also in one that is skipped; the others
 come from a forward pass of their own, without gradients, every profile.layers_interval steps. All
 of them travel in the step's all-reduce, and the host waits for none.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -204,9 +205,10 @@ def largest_logit(q: Tensor, k: Tensor) -> Tensor:
     return largest
 
 
-def layer_figures(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return LAYER_FIGURES by layer, as far as a step's `values` have them. The gradients are those
-    of grad_norm: of the mean over the tokens, before they are clipped."""
+def layer_figures(values: Mapping[str, float]) -> dict[str, dict[str, float | None]]:
+    """Return LAYER_FIGURES by layer, as far as a step's `values` have them; None for what is not
+    finite. The gradients are those of grad_norm: of the mean over the tokens, before they are
+    clipped."""
     layers: dict[str, dict[str, float]] = {}
     for name, value in values.items():
         if name.startswith(_PREFIX):
@@ -222,7 +224,10 @@ def layer_figures(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
         if sums:
             found[f"{figure}_rms"] = {k: (x / max(1.0, numbers[k])) ** 0.5 for k, x in sums.items()}
     found |= {figure: layers[figure] for figure in LAYER_FIGURES if figure in layers}
-    return found
+    return {
+        figure: {k: x if math.isfinite(x) else None for k, x in by_layer.items()}
+        for figure, by_layer in found.items()
+    }
 
 
 def _name(figure: str, layer: str) -> str:

@@ -52,7 +52,7 @@ class Profiler:
         self._cfg, self._dir, self._rank = cfg, run_dir / "profile", rank
         self._device, self._say = device, say
         self._running: torch.profiler.profile | NsysRange | None = None
-        self._nsys = os.environ.get(UNDER_NSYS) == "1"
+        self._nsys = os.environ.get(UNDER_NSYS) == "1" and device.type == "cuda"
         self._first, self._left = 0, 0
         if cfg.allocations:
             record_allocations(device)
