@@ -186,5 +186,5 @@ def _failure(run_dir: Path, log: Path, code: int, wall: float, limit: float) -> 
     # The kernel kills the process that takes the last memory of a host.
     no_memory = "out of memory" in why or code == -signal.SIGKILL
     if code == -signal.SIGKILL:
-        why = "killed, for want of the host's memory"
+        why = "killed by signal 9, perhaps for want of the host's memory"
     return Measurement(failed=why[:REASON], out_of_memory=no_memory, wall=wall)

@@ -179,6 +179,8 @@ class _Trials:
             with contextlib.suppress(OSError, ValueError):
                 stored[0] = json.loads((self.run.dir / CHOICE_FILE).read_text())
             about = self._about
+            if not isinstance(stored[0], dict):
+                stored[0] = {}
             if {key: stored[0].get(key) for key in about} != about:
                 stored[0] = {}
         dist.broadcast_object_list(stored, src=0)
