@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--variants", nargs="+", default=VARIANTS, help="overrides, one word each")
     parser.add_argument("--published", action="store_true", help="rows of published.toml")
     parser.add_argument("--fit", action="store_true", help="fitted constants and the misfit")
-    parser.add_argument("--verified", action="store_true", help="cards of configs/verified")
+    parser.add_argument("--verified", action="store_true", help="entries of configs/verified")
     options = parser.parse_args(argv)
     if options.published or options.fit or options.verified:
         from benchmarks import published

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +12,13 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from kempner.config.command_line import parse_command
 from kempner.config.toml import loads
 from kempner.extensions.planner import compute, cost
 from kempner.extensions.planner.cost import step_seconds
 from kempner.extensions.planner.gpus import GPUS, GpuSpec
-from kempner.extensions.planner.memory import GIB, estimate_memory
 from kempner.extensions.planner.search import changed_by
 from kempner.extensions.planner.spread import Spread, kind_of_run
+from kempner.extensions.tune.verified import entry_problems, load_entry, planned_figures
 from kempner.jobs.report.tables import align_table
 from kempner.parallel.layout import axis_sizes
 from kempner.train.configure import load_config
@@ -41,7 +39,6 @@ class Row:
     gpus: int
     per_node: int
     gpu: GpuSpec
-    overlap: bool
     published: float  # tokens per second and GPU
     differs: str
 
@@ -53,7 +50,7 @@ class Row:
     def estimate(self) -> float:
         """Tokens per second and GPU."""
         train = self.cfg.train
-        step = step_seconds(self.cfg, self.gpus, self.per_node, self.gpu, self.overlap).step
+        step = step_seconds(self.cfg, self.gpus, self.per_node, self.gpu).step
         return train.sequences * train.seq_len / self.gpus / step
 
     @property
@@ -68,7 +65,7 @@ class Row:
         words += [f"{name} {n}" for name in AXES if (n := getattr(axes, name)) > 1]
         words += [train.fp8] * (train.fp8 != "none") + ["LoRA"] * (self.cfg.lora.rank > 0)
         words += [f"recompute/{train.recompute_every}"] * (train.recompute != "none")
-        words += ["eager"] * (not train.compile) + ["overlap"] * self.overlap
+        words += ["eager"] * (not train.compile) + ["overlap"] * bool(axes.overlap)
         return ", ".join(words)
 
     @property
@@ -93,10 +90,11 @@ def rows_of(source: dict[str, Any], text: dict[str, Any]) -> Iterator[Row]:
         data_ranks = axis_sizes(cfg.distributed, own["gpus"], per_node).data_ranks
         batch = keys["train.micro_batch"] * own["passes"] * data_ranks
         cfg = replace(cfg, train=replace(cfg.train, global_batch=batch))
+        if own.get("overlap"):
+            cfg = changed_by(cfg, {"distributed.overlap": ("tp",)})
         yield Row(
             source["name"], own["model"], number % 2 == 0, cfg, own["gpus"], per_node,
-            gpu._replace(**platform), own.get("overlap", False), own["tokens"],
-            source["differs"],
+            gpu._replace(**platform), own["tokens"], source["differs"],
         )  # fmt: skip
 
 
@@ -151,33 +149,23 @@ def print_published(rows: Sequence[Row]) -> None:
 
 
 def print_verified(folder: Path) -> None:
-    """Print the cards of a folder beside the estimates of speed and memory: TOML files with gpu,
-    nodes, gpus_per_node, command, and [measured] where somebody has run it."""
-    lines = [["card", "tokens/s per GPU", "estimate", "error", "GiB", "estimate", "error"]]
+    """Print the entries of a folder like configs/verified beside the planner's estimates, and what
+    is wrong with them."""
+    lines = [["entry", "tokens/s per GPU", "estimate", "error", "GiB", "estimate", "error"]]
+    problems = []
     for path in sorted(folder.glob("*.toml")):
-        card = loads(path.read_text())
-        words = shlex.split(card["command"])
-        command = parse_command(words[first_argument(words) :], {"bench": bool})
-        cfg = load_config(command.files, command.overrides, command.problems)
-        world, per_node = card["nodes"] * card["gpus_per_node"], card["gpus_per_node"]
-        step = step_seconds(cfg, world, per_node, GPUS[card["gpu"]]).step
-        rate = cfg.train.sequences * cfg.train.seq_len / world / step
-        gib = estimate_memory(cfg, world, per_node).peak / GIB
+        entry = load_entry(path)
         cells = [path.stem]
-        for name, estimate in (("tokens_per_s_per_gpu", rate), ("memory_gib", gib)):
-            found = card.get("measured", {}).get(name)
+        for name, estimate in planned_figures(entry).items():
+            found = entry.measured.get(name)
             error = "-" if found is None else f"{estimate / found - 1:+.0%}"
             cells += ["-" if found is None else f"{found:,.0f}", f"{estimate:,.0f}", error]
         lines.append(cells)
+        problems += [f"{path.stem}: {text}" for text in entry_problems(entry)]
     if len(lines) == 1:
-        print(f"{folder} has no cards yet: nobody has measured a shipped configuration on a GPU")
+        print(f"{folder} has no entries yet: nobody has measured a shipped configuration on a GPU")
     else:
-        print(align_table(lines, 2, range(1, 7)))
-
-
-def first_argument(words: Sequence[str]) -> int:
-    """Return the index of the first word after the trainer's program or batch script."""
-    return next(i for i, word in enumerate(words) if word.endswith((".py", ".sh"))) + 1
+        print("\n".join([align_table(lines, 2, range(1, 7)), *problems]))
 
 
 def misfit(rows: Iterable[Row]) -> float:

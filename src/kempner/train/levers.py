@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kempner.train.sections import RunConfig
 
-# Values that a search may try by measurement: they change time and memory, and of what a run learns
-# only the rounding of its sums. What a value needs, lever_problems() and the other checks of a
-# configuration say. The last two of train.fp8 need a run that has chosen fp8.
+# Values that tune.py tries on a GPU: they change time and memory, and of what a run learns only the
+# rounding of its sums. What a value needs, lever_problems() and the other checks of a configuration
+# say.
 SPEED_LEVERS: dict[str, tuple[Any, ...]] = {
-    "train.attention": ("auto", "cudnn", "flash", "fa3", "fa4"),
-    "train.compile": (False, True),
-    "train.fp8": ("none", "tensorwise", "tensorwise_gather"),
+    "train.attention": ("auto", "cudnn", "flash", "efficient", "fa3", "fa4"),
     "distributed.overlap": ((), ("tp",), ("reduce",), ("symm_mem",), ("tp", "reduce")),
     "distributed.prefetch_blocks": (0, 1, 2),
 }
+FP8_LEVERS = (
+    "none",
+    "tensorwise",
+    "tensorwise_gather",
+    "rowwise",
+)  # with --allow fp8
 FLASH_PACKAGES = {  # by the name in train.attention: what torch imports, and how to have it
     "fa3": ("flash_attn_interface", "build hopper/ of github.com/Dao-AILab/flash-attention"),
     "fa4": (

@@ -25,6 +25,7 @@ from kempner.extensions.planner.cost import Time, network_bytes, step_seconds
 from kempner.extensions.planner.gpus import FABRICS, GPUS, near_seconds
 from kempner.extensions.planner.launches import EAGER_KERNELS
 from kempner.extensions.planner.spread import ESTIMATE_SPREAD
+from kempner.extensions.tune.verified import Entry, measured_by
 from kempner.model.decoder import Decoder
 from kempner.train.configure import load_config
 from tests.conftest import ROOT
@@ -36,9 +37,8 @@ H100 = GPUS["H100"]
 all_rows = cache(published_rows)
 
 
-def step(*words: str, file: str = SEVEN, ranks: int = 8, overlap: bool = False) -> Time:
-    cfg = load_config([file], [*words])
-    return step_seconds(cfg, ranks, 8, H100, overlap)
+def step(*words: str, file: str = SEVEN, ranks: int = 8) -> Time:
+    return step_seconds(load_config([file], [*words]), ranks, 8, H100)
 
 
 @pytest.mark.parametrize("fitted", [True, False], ids=["fitted", "checked"])
@@ -166,7 +166,7 @@ def test_the_kernels_of_a_block_are_counted() -> None:
 def test_tensor_parallelism_is_exposed_unless_products_hide_it() -> None:
     words = ("--distributed.tp=8", "--train.micro_batch=4", "--train.global_batch=8",
              "--train.global_batch_tokens=none")  # fmt: skip
-    beside, behind = (step(*words, overlap=overlap) for overlap in (False, True))
+    beside, behind = step(*words), step(*words, "--train.compile", "--distributed.overlap=['tp']")
     assert 0.15 * beside.step < beside.exposed < 0.4 * beside.step
     assert behind.exposed < 0.6 * beside.exposed and behind.step < beside.step
 
@@ -215,19 +215,17 @@ def test_what_a_gpu_check_compares_its_figure_with() -> None:
 
 
 def test_cards_beside_the_estimates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    card = """\
-gpu = "H100"
-nodes = 1
-gpus_per_node = 8
-command = "bash scripts/slurm/singlenode.sh configs/train/7b.toml --train.micro_batch=4 --bench"
-"""
+    words = "bash scripts/slurm/singlenode.sh configs/train/7b.toml --train.micro_batch=4 --bench"
+    card = Entry("7b", "H100", 1, 8, words)
     print_verified(tmp_path)
-    assert "no cards yet" in capsys.readouterr().out
-    (tmp_path / "7b-h100.toml").write_text(card)
-    measured = "[measured]\ntokens_per_s_per_gpu = 6000.0\nmemory_gib = 120.0\n"
-    (tmp_path / "7b-twice.toml").write_text(card + measured)
+    assert "no entries yet" in capsys.readouterr().out
+    (tmp_path / "7b-h100.toml").write_text(card.text())
+    facts = dict.fromkeys(("commit", "device", "driver", "torch", "cuda", "kempner"), "")
+    measured = measured_by(facts, 6000.0, 0.3, 120.0)
+    (tmp_path / "7b-twice.toml").write_text(card._replace(measured=measured).text())
     print_verified(tmp_path)
-    _, nobody, twice = capsys.readouterr().out.splitlines()
+    _, nobody, twice, problem = capsys.readouterr().out.splitlines()
     assert nobody.split()[0] == "7b-h100" and nobody.count(" - ") + nobody.endswith(" -") == 4
     speed, memory = (int(word[:-1]) for word in twice.split() if word.endswith("%"))
     assert 60 < speed < 150 and -60 < memory < -40
+    assert problem.startswith("7b-twice: memory_gib = 120.0: the planner says ")

@@ -67,15 +67,18 @@ def test_variable_length_attention(window: int | None, documents: Documents | No
         torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.usefixtures("varlen")
-@pytest.mark.parametrize("window", [None, 9])
-def test_a_model_with_packed_documents(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+def check_packed_documents(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, is_cuda: bool = False
+) -> None:
+    """The model gives the loss and the gradients of a dense mask. `is_cuda`: tensors say so."""
     torch.manual_seed(0)
     model = decoder.Decoder(replace(SHAPE, sliding_window=window)).bfloat16()
     tokens = torch.randint(64, (2, T))
     found = []
     for place in (visible_on_a_gpu, attention_pattern):
         monkeypatch.setattr(decoder, "attention_pattern", place)
+        if is_cuda:
+            monkeypatch.setattr(torch.Tensor, "is_cuda", place is visible_on_a_gpu)
         model.zero_grad()
         loss = model(tokens, tokens.roll(-1, 1), DOCUMENTS)
         loss.backward()
@@ -83,6 +86,12 @@ def test_a_model_with_packed_documents(monkeypatch: pytest.MonkeyPatch, window: 
     torch.testing.assert_close(*(loss for loss, _ in found), rtol=1e-3, atol=0)
     for ours, dense in zip(*(grads for _, grads in found), strict=True):
         assert (ours - dense).norm() < 0.03 * dense.norm()
+
+
+@pytest.mark.usefixtures("varlen")
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_model_with_packed_documents(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    check_packed_documents(monkeypatch, window)
 
 
 # --- The ring -------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from torch._inductor.fx_passes import post_grad
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.library import _scoped_library
 
 from kempner.checkpoint.format.writer import local_part
 from kempner.checkpoint.state import collect_state, run_state
@@ -100,7 +101,7 @@ def behind_products(rows: int, *more: str) -> dict[str, Any]:
     dist.is_nccl_available = lambda: True  # the pass asks
     backend: Any = functools.partial(compile_fx, inner_compile=compiled)
     torch.compile = functools.partial(COMPILE, backend=backend)  # type: ignore[assignment]
-    with torch.library._scoped_library("symm_mem", "IMPL") as library, symmetric._test_mode():
+    with _scoped_library("symm_mem", "IMPL") as library, symmetric._test_mode():
         for name in FUSED:
             library.impl(name, getattr(symmetric, f"_{name}_fallback"), "CPU")
         plain = passes()

@@ -245,11 +245,7 @@ class Time(NamedTuple):
         return self.spread.most * self.step
 
 
-def step_seconds(
-    cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec, overlap: bool = False
-) -> Time:
-    """Estimate the time of a step. `overlap`: products hide a part of what tensor parallelism
-    sends, as with distributed.overlap = tp."""
+def step_seconds(cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec) -> Time:
     traffic = network_bytes(cfg, world_size, per_node)
     kind = kind_of_run(cfg, world_size, per_node)
     cfg, world_size, per_node = one_replica(cfg, world_size, per_node)
@@ -262,7 +258,7 @@ def step_seconds(
         beside = 0.0 if each.hidden else 1.0
         if each.what.startswith("FSDP"):  # nothing is there yet to hide the first, or the last
             beside = axes.pp / cfg.model.n_layers
-        elif each.what == TENSOR_PARALLEL and (overlap or "tp" in cfg.distributed.overlap):
+        elif each.what == TENSOR_PARALLEL and "tp" in cfg.distributed.overlap:
             beside = 1 - TP_HIDDEN
         hidden += (1 - beside) * seconds
         exposed += beside * seconds

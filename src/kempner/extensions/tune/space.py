@@ -31,6 +31,7 @@ from kempner.extensions.planner.search import (
     problems_of,
 )
 from kempner.parallel.layout import Axes, axis_sizes
+from kempner.train.levers import FP8_LEVERS, SPEED_LEVERS
 from kempner.train.sections import RunConfig, micro_batch
 
 Overrides = dict[str, Any]
@@ -40,7 +41,7 @@ MAY_BE_ALLOWED = ("fp8",)  # what changes the numbers of a training beyond round
 LONG_TUNE_STEP_S = 1.0  # of such steps a tune does few, and measures shorter ones
 DOUBT = 1.3  # by which the planner's memory may be wrong
 COMPILED = ((False, "block"), (True, "block"), (True, "model"))
-UNPLANNED = ("train.attention", "train.compile_scope")  # of whose memory the planner knows nothing
+UNPLANNED = ("train.compile_scope", *SPEED_LEVERS)  # of whose memory the planner knows nothing
 
 
 class RankDevice(NamedTuple):
@@ -127,21 +128,31 @@ class Space:
     def _axes(self, allow: Collection[str]) -> list[LeverAxis]:
         """List the axes, those that usually matter most first."""
         compiled = COMPILED if self.machine.compiles else COMPILED[:1]
-        kernels = ("auto", "cudnn", "flash", "efficient") if self.machine.is_gpu else ("auto",)
         values: list[list[Overrides]] = [
             [{"train.micro_batch": micro} for micro in self._micro_batches()],
             [{"train.compile": on, "train.compile_scope": scope} for on, scope in compiled],
             self._meshes(),
             [{**UNUSED, **lever} for lever in LEVERS],
             [{"train.recompute": recompute} for recompute in RECOMPUTE],
-            [{"train.attention": kernel} for kernel in kernels],
+            *([{key: value} for value in values] for key, values in self._speed_levers()),
             [{"train.loss_chunk": rows} for rows in self._chunks()],
         ]
         if self.cfg.model.n_experts:
             values.append([{"distributed.ep": ep} for ep in (1, 2, 4, 8)])
         if "fp8" in allow and self.machine.fp8:
-            values.append([{"train.fp8": scale} for scale in ("none", "tensorwise", "rowwise")])
+            values.append([{"train.fp8": scale} for scale in FP8_LEVERS])
         return [LeverAxis(tuple(choices)) for choices in values if len(choices) > 1]
+
+    def _speed_levers(self) -> list[tuple[str, tuple[Any, ...]]]:
+        """List options and their values. One rank alone has no messages."""
+        if not self.machine.is_gpu:
+            return []
+        alone = self._ranks == 1
+        return [
+            (key, values)
+            for key, values in SPEED_LEVERS.items()
+            if not (alone and key.startswith("distributed."))
+        ]
 
     def _micro_batches(self) -> list[int | None]:
         """List the sizes, those near the configuration's own first; None: a rank's whole share."""

@@ -31,6 +31,7 @@ from kempner.jobs.ranks.placement import World
 from kempner.jobs.system.files import write_atomic
 from kempner.jobs.system.front_door import run_module
 from kempner.train.configure import check_world, load_config
+from kempner.train.sections import RunConfig
 
 KIT = Path(__file__).resolve().parents[4]
 VERIFIED = KIT / "configs" / "verified"
@@ -54,7 +55,7 @@ ENTRY_FIGURES = {  # of [measured]
 SCRIPT = "scripts/slurm/singlenode.sh"
 SCRIPTS = ("scripts/slurm/multinode.sh", SCRIPT)
 # A figure that differs more from the planner's estimate is a mistake, of the one or the other.
-SPEED_RANGE, MEMORY_RANGE = (0.1, 1.5), (0.5, 1.5)
+PLAUSIBLE = {"tokens_per_s_per_gpu": (0.1, 1.5), "memory_gib": (0.5, 1.5)}
 THEIR_OWN = ("run.dir", "data.dataset_path")  # options that no entry keeps
 
 
@@ -98,8 +99,11 @@ def shape_of(command: Command) -> str:
 def read_entry(shape: str, gpu: str) -> Entry | None:
     """Return what the table has; None: nothing. Raises ConfigError for a file that is no entry."""
     path = VERIFIED / f"{shape}-{gpu.lower()}.toml"
-    if not path.is_file():
-        return None
+    return load_entry(path) if path.is_file() else None
+
+
+def load_entry(path: Path) -> Entry:
+    """Read a file of the table. Raises ConfigError."""
     table = toml.loads(path.read_text())
     figures = table.pop("measured", {})
     wrong = [name for name, kind in ENTRY_FIELDS.items() if not isinstance(table.get(name), kind)]
@@ -170,26 +174,33 @@ def record(
     return add_entry(entry._replace(measured=figures))
 
 
+def config_of(entry: Entry) -> RunConfig:
+    command = parse_command(entry.words, {"bench": bool})
+    return load_config(command.files, command.overrides, command.problems)
+
+
+def planned_figures(entry: Entry) -> dict[str, float]:
+    """Return the planner's estimates of figures of an entry, by name."""
+    cfg, each = config_of(entry), entry.gpus_per_node
+    ranks = entry.nodes * each
+    seconds = step_seconds(cfg, ranks, each, GPUS[entry.gpu]).step
+    return {
+        "tokens_per_s_per_gpu": cfg.train.sequences * cfg.train.seq_len / ranks / seconds,
+        "memory_gib": estimate_memory(cfg, ranks, each).peak / GIB,
+    }
+
+
 def entry_problems(entry: Entry) -> list[str]:
     """List what is wrong with an entry: its command, and a figure that the planner does not
     believe."""
-    command = parse_command(entry.words, {"bench": bool})
-    cfg = load_config(command.files, command.overrides, command.problems)
     ranks = entry.nodes * entry.gpus_per_node
-    problems = check_world(cfg, ranks, entry.gpus_per_node)
+    problems = check_world(config_of(entry), ranks, entry.gpus_per_node)
     if entry.gpu not in GPUS:
         problems.append(f"gpu = {entry.gpu}: is not known; one of {', '.join(GPUS)}")
     if not entry.measured or problems:
         return problems
-    spec = GPUS[entry.gpu]
-    tokens = cfg.train.sequences * cfg.train.seq_len / ranks
-    seconds = step_seconds(cfg, ranks, entry.gpus_per_node, spec).step
-    memory = estimate_memory(cfg, ranks, entry.gpus_per_node).peak / GIB
-    for name, planned, (low, high) in (
-        ("tokens_per_s_per_gpu", tokens / seconds, SPEED_RANGE),
-        ("memory_gib", memory, MEMORY_RANGE),
-    ):
-        found = entry.measured[name]
+    for name, planned in planned_figures(entry).items():
+        found, (low, high) = entry.measured[name], PLAUSIBLE[name]
         if not low * planned <= found <= high * planned:
             problems.append(f"{name} = {found:,.1f}: the planner says {planned:,.1f}")
     if not 0 < entry.measured["mfu"] < 1:
