@@ -4,7 +4,6 @@ directory, and run the same. No torch."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -40,8 +39,15 @@ START_VARIABLES = (  # what names this start of all ranks
 TRAIN = Path(__file__).resolve().parents[4] / "scripts" / "train.py"
 POLL_S = 0.2
 REASON = 160  # characters of a reason that are kept
-TUNE_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)  # before the fork
+# A program that ends with this process, else a killed tune leaves a run that the next one meets. By
+# a program of its own, not by preexec_fn: Python code between fork and exec may crash or wait for
+# ever where the process has threads. 1: PR_SET_PDEATHSIG, which an exec keeps.
+ENDS_WITH_PARENT = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, {int(signal.SIGKILL)}, 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
 
 
 def trial_of(
@@ -105,7 +111,7 @@ def run_trial(order: dict[str, Any], out: Any, leaves: Callable[[], float]) -> i
     """Run this rank's process of a candidate; returns its exit code."""
     keep_private()  # one place for what all candidates compile: a run keeps its own by itself
     return run_variant(
-        [sys.executable, str(TRAIN), *order["words"]],
+        [*ends_with_parent(), str(TRAIN), *order["words"]],
         Path(order["run_dir"]),
         order["number"],
         leaves,
@@ -113,12 +119,12 @@ def run_trial(order: dict[str, Any], out: Any, leaves: Callable[[], float]) -> i
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=subprocess.STDOUT,
-        preexec_fn=_die_with_parent,  # else a killed tune leaves a run that the next one meets
     )
 
 
-def _die_with_parent() -> None:
-    _libc.prctl(TUNE_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def ends_with_parent() -> list[str]:
+    """Return the words before those of a Python program that end it once this process has ended."""
+    return [sys.executable, "-ISc", ENDS_WITH_PARENT, str(os.getpid())]
 
 
 class Runs:

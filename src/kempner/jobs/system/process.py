@@ -18,8 +18,10 @@ def birth_ticks(pid: int) -> str | None:
     id, or only a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else fields[19]
-    except (OSError, IndexError):
+        # While a process exits, its first thread is a zombie before its last one has ended.
+        state, threads = fields[0], int(fields[17])
+        return None if state in "ZX" and threads <= 1 else fields[19]
+    except (OSError, IndexError, ValueError):
         return None
 
 
