@@ -50,6 +50,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     """Train until the last step or a request to leave; returns the state to leave the run in."""
     at = open_training(cfg, stop, run, device)
     verdict, pending, long_steps = GO_ON, [], False
+    gradients_of = at.replay or forward_backward  # resilience.replay_every: of some steps twice
     if at.has_missed_validation():
         at.validate()
 
@@ -61,7 +62,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             sums = StepSums(at.loader.names, device)
             leave = stop if long_steps else None
             step_tokens = at.loader.tokens  # if all count
-            batches = forward_backward(at.model, at.objective, batches, sums, step_tokens, leave)
+            batches = gradients_of(at.model, at.objective, batches, sums, step_tokens, leave)
         if isinstance(batches, Verdict):  # or in the middle of a long step
             verdict = batches
             break

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from kempner.train.extensions import Extension
 
 
-SELDOM = ("lora", "freeze", "trackers", "profile")  # sections of the trainer that few runs set
+# Sections of the trainer that few runs set.
+SELDOM = ("lora", "freeze", "trackers", "profile", "resilience")
 
 
 def help_of(argv: Sequence[str], program: type[Extension] | None, usage: str) -> str:

@@ -133,6 +133,8 @@ def _overlap_problems(cfg: RunConfig) -> list[str]:
             "weights on the GPU, not fsdp_cpu_offload": not axes.fsdp_cpu_offload,
         },
     }
+    watched = cfg.resilience.replay_every
+    needs["symm_mem"]["no resilience.replay_every, which looks at FSDP's messages"] = not watched
     return [
         f"distributed.overlap: {name} needs {what}; add that, or leave {name} out"
         for name in axes.overlap

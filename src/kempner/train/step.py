@@ -69,6 +69,10 @@ class StepSums:
         mine = batch.sources == self._numbers  # [B, S]
         self._sums += torch.where(mine, rows.unsqueeze(2), 0.0).sum(1)
 
+    def fresh(self) -> StepSums:
+        """Return sums of the same sources, from 0."""
+        return StepSums(self._names, self.device)
+
     def numbers(self) -> dict[str, Tensor]:
         """Return the sums, fp32 [] each."""
         losses, tokens = self._sums.unbind()

@@ -48,6 +48,7 @@ from kempner.train.step import StepResult, reduce_step
 
 if TYPE_CHECKING:
     from kempner.train.extensions import Loader
+    from kempner.train.integrity.replay import Replay
 
 
 def join_ranks(cfg: RunConfig) -> tuple[RunConfig, World, torch.device]:
@@ -96,6 +97,7 @@ class Training:
     work: BlockClock
     freezer: Freezer
     stragglers: Stragglers
+    replay: Replay | None  # forward_backward(), which computes some steps twice
 
     def learning_rate(self) -> float:
         """The rate of the next update: the schedule's, times that of the data's phase."""
@@ -119,6 +121,8 @@ class Training:
         """Record a step; returns what follows from it, None when nothing does."""
         self.recorder.step(result)
         self.stragglers.update(result.step, result.values["work"])
+        if self.replay is not None and self.replay.verdict is not None:
+            return self.replay.verdict
         return self.nonfinite.judge(result, self.replicas.may_go_back(self.progress))
 
     def go_back(self, verdict: Verdict) -> Verdict:
@@ -139,6 +143,8 @@ class Training:
         return verdict
 
     def save(self) -> None:
+        if self.replay is not None:
+            self.replay.before_save()
         self.saves.save(self.progress)
 
     def validate(self) -> None:
@@ -258,6 +264,11 @@ def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.de
     recorder = Recorder(run, device, progress, loader, objective, replicas, optimizer.spikes)
     nonfinite, work = NonFinite(cfg.resilience), BlockClock(model, device, layout.blocks_apart)
     freezer, stragglers = Freezer(model, cfg.freeze), Stragglers(run.hosts, device, run.announce)
+    replay = None
+    if cfg.resilience.replay_every or cfg.resilience.checksum_every:
+        from kempner.train.integrity.replay import Replay
+
+        replay = Replay(cfg, run, layout, model, optimizer, device)
     watchdog.begin(progress.step, layout.groups)
 
     def seconds_to_leave() -> float:
@@ -288,4 +299,5 @@ def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.de
         work,
         freezer,
         stragglers,
+        replay,
     )

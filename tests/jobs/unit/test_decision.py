@@ -438,6 +438,19 @@ def test_a_broken_gpu_is_to_blame_at_the_first_time(
     assert ask(tmp_path, capsys, attempt="2.3.9")["blamed"] == ""
 
 
+@pytest.mark.parametrize("state", ["", "interrupted"])
+@pytest.mark.parametrize("hosts", [["node4"], ["node4", "node5"], []])
+def test_hosts_that_compute_wrong_numbers_are_left_out_at_the_first_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], hosts: list[str], state: str
+) -> None:
+    """Also after an orderly end: the fault was mended, and the run leaves the host."""
+    fault = {**crash("node4"), "kind": "corruption", "hosts": hosts, "reason": "wrong numbers"}
+    write(tmp_path, [{**crash("node9"), "lost_peer": True}, fault])
+    answer = ask(tmp_path, capsys, run=state)
+    assert answer["excluded"] == answer["blamed"] == ",".join(hosts)
+    assert answer["decision"] == "requeue" if hosts else True
+
+
 def test_exclusions_of_another_day_broken_gpus_and_spares_use_up_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

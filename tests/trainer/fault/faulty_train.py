@@ -1,8 +1,8 @@
 """scripts/train.py with faults put in, for the tests alone: started in its place by KEMPNER_TRAIN.
 
 FAULTS holds one fault a line. With `once=FILE` it strikes a single time in the life of a run, with
-`rank=R` on that rank alone, with `replica=R` on that replica alone, with `program=NAME` in that
-program of rl.sh alone (faulty_rl/):
+`rank=R` on that rank alone, with `start=N` in that start of the job by Slurm, from 0, with
+`replica=R` on that replica alone, with `program=NAME` in that program of rl.sh alone (faulty_rl/):
 
     kill at=MODULE:FUNCTION:before nth=2    SIGKILL to itself at the nth call (also :after; 0: any)
     kill at=... signal=SIGTERM              or another signal
@@ -15,6 +15,7 @@ program of rl.sh alone (faulty_rl/):
     ignore from=64 to=96                    every label of these samples is ignored
     bad_gradient from=64 to=96              a number of a gradient of such a step is NaN
     spoil rank=1 step=2                     a weight is NaN after this step
+    flip of=activation from=64 to=96        a bit of it is another one: see flips.py
     digest to=DIR                           what the weights are before each update, by rank
     slow ms=30                              every step waits so long for its data
     slow_forward ms=900                     and every forward of a micro-batch
@@ -46,6 +47,9 @@ def strikes(fault: dict[str, str]) -> bool:
     """Is it this rank's, and the first time?"""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     if fault.get("rank", rank) != rank:
+        return False
+    starts = os.environ.get("SLURM_RESTART_COUNT") or "0"
+    if fault.get("start", starts) != starts:
         return False
     replica = os.environ.get("KEMPNER_REPLICA", "0")
     if fault.get("replica", replica) != replica:
@@ -152,6 +156,13 @@ def change_loss(fault: dict[str, str]) -> None:
     build.cross_entropy = loss
     Preference.__call__ = loss_of_pairs  # type: ignore[method-assign]
     change_labels(fault, POISON)
+
+
+def flip(fault: dict[str, str]) -> None:
+    sys.path.insert(0, str(TRAIN.parents[1]))
+    from tests.trainer.fault.flips import Flips
+
+    Flips(fault["of"], lambda n: int(fault["from"]) < n <= int(fault["to"]) and strikes(fault))
 
 
 def before_update(act: Callable[[Any, int, list[Any]], None]) -> None:
@@ -293,6 +304,7 @@ KINDS = {
     "loud": change_loss,
     "bad_gradient": bad_gradient,
     "spoil": spoil,
+    "flip": flip,
     "digest": digest,
     "slow": slow,
     "slow_forward": slow_forward,

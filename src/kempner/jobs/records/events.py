@@ -82,10 +82,11 @@ class GoBack(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class FaultEvent(Event):
-    """A rank raised an error (crash), ran out of memory (oom), or the watchdog ended it (hang)."""
+    """A rank raised an error (crash), ran out of memory (oom), the watchdog ended it (hang), or it
+    computed wrong numbers (corruption)."""
 
     kind_of_event = "fault"
-    kind: Literal["crash", "oom", "hang"] = "crash"
+    kind: Literal["crash", "oom", "hang", "corruption"] = "crash"
     reason: str = ""
     ranks: tuple[int, ...] = ()  # that raised the error, or did not answer
     hosts: tuple[str, ...] = ()  # of these ranks

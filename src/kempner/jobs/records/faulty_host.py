@@ -158,10 +158,15 @@ def start_up(events: Sequence[_Record], batch_began: float) -> int:
     return max(0, round(end - batch_began))
 
 
-def broken_gpu(faults: Sequence[_Record]) -> tuple[str, str]:
-    """Return the host with the first GPU that was found broken, and the finding; two empty strings
-    without one."""
+def broken_hosts(faults: Sequence[_Record]) -> tuple[tuple[str, ...], str]:
+    """Return the hosts that are not to be used again, at the first time: that with the first GPU
+    that was found broken, or those that have computed wrong numbers; and the finding. Empty without
+    one."""
     for fault in faults:
+        reason = " ".join(str(fault.get("reason", "")).split())
         if fault.get("event") == "gpu" and fault.get("answer") in ("end", "exclude"):
-            return str(fault.get("host", "")), " ".join(str(fault.get("reason", "")).split())
-    return "", ""
+            return (str(fault.get("host", "")),), reason
+        hosts = fault.get("hosts")
+        if fault.get("kind") == "corruption" and isinstance(hosts, list) and hosts:
+            return tuple(map(str, hosts)), f"device: {reason}"
+    return (), ""

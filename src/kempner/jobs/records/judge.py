@@ -24,7 +24,7 @@ from kempner.jobs.records.decision import BatchDecision, StepEnd, decide_next
 from kempner.jobs.records.events import is_time, read_records
 from kempner.jobs.records.faulty_host import (
     blamed_before,
-    broken_gpu,
+    broken_hosts,
     controller_away,
     decisions_without_progress,
     excluded_by,
@@ -142,10 +142,10 @@ def collect_facts(
         ours += [r for r in found_there if r.get("attempt_id") == attempt_id]
     srun_text = srun_log.read_text(errors="replace") if srun_log.is_file() else ""
 
-    broken, gpu = broken_gpu(ours)
+    broken, device = broken_hosts(ours)
     nodes = facts.words("places")
     host = (
-        broken
+        ",".join(broken)
         or launch_failed_on(srun_text, facts.count("tasks", 1), nodes)
         or host_of(faults, srun_text)
         or facts.text("early")
@@ -160,11 +160,11 @@ def collect_facts(
     if facts.flag("preflight"):
         fault = "failed the preflight"
     elif broken:
-        fault = f"{BROKEN_HOST} {gpu}"
-    faulty = lost_hosts or (bad if facts.flag("preflight") else (host,) if again else ())
+        fault = f"{BROKEN_HOST} {device}"
+    faulty = lost_hosts or (bad if facts.flag("preflight") else broken or (host,) * again)
     blamed = ",".join(lost_hosts or (bad if facts.flag("preflight") else (host,)))
     orderly = facts.text("run") == "interrupted"
-    if orderly:
+    if orderly and not any(record.get("kind") == "corruption" for record in faults):
         faulty, blamed = (), ""
     spent_nodes = facts.words("spent")
     if spent_nodes and not faulty:

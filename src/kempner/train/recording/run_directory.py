@@ -323,6 +323,16 @@ class Run:
             self._gpus.look_once_more()
         self.background.flush(LAST_WORDS_S)
 
+    def wrong_numbers(self, reason: str, ranks: tuple[int, ...], hosts: tuple[str, ...]) -> None:
+        """Record that a device of these ranks computes wrong numbers: the next attempt does without
+        their hosts."""
+        self.announce(f"ERROR: {reason}")
+        if self.world.rank == 0:
+            head = self._records.head(self.step)
+            fault = FaultEvent(**head, kind="corruption", ranks=ranks, hosts=hosts, reason=reason)
+            self._records.event(fault)
+            self.background.flush(LAST_WORDS_S)
+
     def _lost(self, reason: str) -> None:
         """Record only that the run now belongs to another process; this one is about to end. No
         host is to blame for it."""

@@ -30,6 +30,18 @@ class ResilienceConfig:
     spike_window: int = option(
         128, "steps that a spike is compared with; no spike is found before that many", minimum=8
     )
+    replay_every: int | None = option(
+        None,
+        "steps between two that are computed twice, in turn by the same rank and by one of another "
+        "host, to find devices that compute wrong numbers; unset: none",
+        minimum=1,
+    )
+    checksum_every: int | None = option(
+        None,
+        "steps between two checks that weights and optimizer state have not changed in memory "
+        "while a step was computed, and that replicas are equal; unset: none",
+        minimum=1,
+    )
     gpu_interval: float = option(
         30.0,
         "seconds between two looks at the GPUs of each node, by a process beside its first rank; "

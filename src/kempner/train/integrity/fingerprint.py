@@ -1,0 +1,198 @@
+"""Fingerprints of what a rank computes in a step: of each block's output, of the gradient that
+comes back to it, of this rank's part of each reduced gradient, and of the gradients that result.
+
+Two computations of one batch with the same weights have the same fingerprints, bit for bit, or a
+device has computed something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+from kempner.optim.rule import to_local
+from kempner.train.integrity.messages import Messages
+
+ROW = 1024  # elements that a checksum weighs each by its place
+SAME = 1 << 40  # a place after all others: nothing differs
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(values: Tensor) -> Tensor:
+    """Return a checksum of the bits of a tensor, int64 []: the sum of its elements as integers,
+    each times an odd number by its place in a row of ROW elements. It changes with any single bit,
+    and when two elements of a row change places."""
+    flat = values.detach().contiguous().view(-1)
+    flat = flat.view(torch.uint8) if flat.is_complex() else flat.view(INTEGERS[flat.itemsize])
+    rows, rest = divmod(flat.numel(), ROW)
+    places = torch.arange(1, 2 * ROW, 2, device=flat.device)  # odd: no bit is shifted out
+    sums = flat[: rows * ROW].view(rows, ROW).sum(0, dtype=torch.int64)
+    sums[:rest] += flat[rows * ROW :]
+    return (sums * places).sum()
+
+
+def fingerprint(values: Tensor) -> Tensor:
+    """Return the checksum of a tensor, and the bits of its norm in fp64, int64 [2]: the norm serves
+    where kernels are not exact to the bit."""
+    values = to_local(values.detach())
+    norm = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return torch.stack((checksum(values), norm.view(torch.int64)))
+
+
+class Places(NamedTuple):
+    """Numbers of what is compared, in the order in which a fault spreads: forward through the
+    blocks, backward through them, and last to what other ranks do not see."""
+
+    blocks: int
+
+    def output(self, block: int) -> int:
+        return block
+
+    @property
+    def loss(self) -> int:
+        return self.blocks
+
+    def returning(self, block: int) -> int:
+        """The gradient of the block's output."""
+        return 2 * self.blocks - block
+
+    @property
+    def own_gradient(self) -> int:
+        return 2 * self.blocks + 1
+
+    @property
+    def summed_gradient(self) -> int:
+        return 2 * self.blocks + 2
+
+    def name(self, place: int) -> str:
+        """Describe a place for people."""
+        if place < self.blocks:
+            return f"the output of block {place}"
+        if place == self.loss:
+            return "the loss"
+        if place <= 2 * self.blocks:
+            return f"the gradient of block {2 * self.blocks - place}'s output"
+        if place == self.own_gradient:
+            return "its own gradients of the weights"
+        return "the gradients summed over ranks"
+
+
+class Trace:
+    """Fingerprints of one computation of a step, in its order."""
+
+    def __init__(self) -> None:
+        self._places: list[int] = []
+        self._values: list[Tensor] = []
+
+    def add(self, place: int, values: Tensor) -> None:
+        self._places.append(place)
+        self._values.append(fingerprint(values))
+
+    def rows(self) -> Tensor:
+        """Return place, checksum and norm of each fingerprint on the host, int64 [N, 3]."""
+        if not self._values:
+            return torch.zeros(0, 3, dtype=torch.int64)
+        device = self._values[0].device
+        values = torch.stack([value.to(device, non_blocking=True) for value in self._values]).cpu()
+        return torch.cat((torch.tensor(self._places).unsqueeze(1), values), 1)
+
+
+class Witness:
+    """Takes the fingerprints of a model's steps."""
+
+    def __init__(self, model: Any, blocks: int) -> None:
+        """`blocks`: of the whole model, of which a stage of a pipeline has some."""
+        self.places = Places(blocks)
+        self.messages = Messages()  # of the last computation
+        self._trace: Trace | None = None
+        self._model = model
+        hook: Callable[..., Any] = self._block
+        if model._compiled_call_impl is None:  # hooks within would cut its one graph
+            for name, block in model.blocks.named_children():
+                if block._compiled_call_impl is not None:
+                    hook = torch.compiler.disable(self._block)  # type: ignore[no-untyped-call]
+                block.register_forward_hook(partial(hook, int(name)))
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(_WitnessedReduce(self))
+        self._reduces = any(isinstance(module, FSDPModule) for module in model.modules())
+
+    @contextlib.contextmanager
+    def into(self, trace: Trace | None) -> Iterator[None]:
+        """Take the fingerprints of what is computed meanwhile; None: of nothing."""
+        self._trace = trace
+        self.messages = Messages()
+        try:
+            yield
+        finally:
+            self._trace = None
+
+    def finish(self, trace: Trace, sums: Iterable[Tensor]) -> None:
+        """Add the sums of the losses, and the gradients."""
+        trace.add(self.places.loss, torch.stack([each.detach().float() for each in sums]))
+        place = self.places.summed_gradient if self._reduces else self.places.own_gradient
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                trace.add(place, parameter.grad)
+
+    def _block(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
+        trace = self._trace
+        if trace is None or not torch.is_grad_enabled():
+            return
+        x = output[0] if isinstance(output, tuple) else output
+        trace.add(self.places.output(number), x)
+        if x.requires_grad:
+            x.register_hook(partial(self._returning, trace, number))
+
+    def _returning(self, trace: Trace, number: int, gradient: Tensor) -> None:
+        trace.add(self.places.returning(number), gradient)
+
+    def reduces(self, gradient: Tensor) -> None:
+        """See this rank's part of a gradient."""
+        if self._trace is not None:
+            self._trace.add(self.places.own_gradient, gradient)
+
+    def received(self, output: Tensor, given: Tensor, group: dist.ProcessGroup) -> None:
+        """See what has become of it on this rank, in a group of several."""
+        if self._trace is not None and group.size() > 1:
+            self.messages.add(output, given, group)
+
+
+class _WitnessedReduce(DefaultReduceScatter):
+    """FSDP2's reduce-scatter, whose input is shown to a witness. Its first buffer of each reduction
+    is the input, and is filled when it asks for the second one, the output; also in a group of one
+    rank, where nothing is sent."""
+
+    def __init__(self, witness: Witness) -> None:
+        self._witness = witness
+        self._input: Tensor | None = None
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer: Tensor = super().allocate(size, dtype=dtype, device=device)
+        if self._input is None:
+            self._input = buffer
+        else:
+            self._witness.reduces(self._input)
+            self._input = None
+        return buffer
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        work = super().__call__(output_tensor, input_tensor, group, op, async_op)
+        if not async_op:
+            self._witness.received(output_tensor, input_tensor, group)
+        return work

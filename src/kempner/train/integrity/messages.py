@@ -1,0 +1,71 @@
+"""Sums over ranks that are always wrong in the same way: computed again they stay the same, but the
+sum of all numbers that a rank receives is the sum of all that were sent to it.
+
+(Algorithm-based fault tolerance: Huang and Abraham, IEEE Transactions on Computers C-33, 1984.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kempner.optim.rule import to_local
+
+ROUNDINGS = 64.0  # a difference of so many roundings is a fault
+
+
+class _Message(NamedTuple):
+    group: dist.ProcessGroup
+    sent: Tensor  # fp64 [2, R]: sum, and sum of squares, of what goes to each of R ranks
+    received: Tensor  # fp64 []: the sum of what came
+    rounding: float  # of its numbers
+
+
+class Messages:
+    """The reductions of one computation of a step, over groups of more than one rank."""
+
+    def __init__(self) -> None:
+        self._messages: list[_Message] = []
+
+    def add(self, received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
+        """Add a reduce-scatter: sent [R n] of this rank, received [n]."""
+        parts = sent.view(group.size(), -1)
+        sums = parts.sum(1, dtype=torch.float64)
+        squares = torch.linalg.vector_norm(parts, dim=1, dtype=torch.float64).square()
+        total = received.sum(dtype=torch.float64)
+        rounding = ROUNDINGS * torch.finfo(sent.dtype).eps
+        self._messages.append(_Message(group, torch.stack((sums, squares)), total, rounding))
+
+    def are_wrong(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Return whether this rank has received another sum than was sent, or its fp32 gradients
+        have another one than it has received. `parameters`: of which each has gradients by these
+        messages; none: gradients are not compared. All ranks call it."""
+        received, expected, squares, roundings = [], [], [], []
+        for group in dict.fromkeys(message.group for message in self._messages):
+            ours = [message for message in self._messages if message.group == group]
+            sums = torch.stack([message.sent for message in ours])  # [M, 2, R]
+            dist.all_reduce(sums, group=group)
+            mine = sums[..., dist.get_rank(group)].cpu()
+            expected += mine[:, 0].tolist()
+            squares += mine[:, 1].tolist()
+            received += torch.stack([message.received for message in ours]).tolist()
+            roundings += [message.rounding for message in ours]
+        rows = zip(received, expected, squares, roundings, strict=True)
+        if any(not _close(*row) for row in rows):
+            return True
+        gradients = [to_local(p.grad) for p in parameters if p.grad is not None]
+        if not gradients or not received:
+            return False
+        total = math.fsum(float(gradient.sum(dtype=torch.float64)) for gradient in gradients)
+        return not _close(total, math.fsum(received), math.fsum(squares), max(roundings))
+
+
+def _close(received: float, expected: float, squares: float, rounding: float) -> bool:
+    """Compare sums. Numbers that are not finite are not for this: the step is skipped."""
+    difference = received - expected
+    return not math.isfinite(difference) or abs(difference) <= rounding * math.sqrt(squares)

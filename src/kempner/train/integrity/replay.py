@@ -1,0 +1,310 @@
+"""Steps that are computed twice: resilience.replay_every.
+
+After the gradients of such a step are there, and before the optimizer sees them, all ranks compute
+the step again, in turn with their own batch and with that of a rank on another host: a device that
+is always wrong agrees with itself. What differs is computed once more, until it is known who is at
+fault. (Megatron-core's rerun state machine and torchtitan's replay do it for a rank's own batch.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kempner.data.batch import MicroBatch
+from kempner.jobs.this_job import host_name
+from kempner.model.decoder import Decoder
+from kempner.parallel.layout import Layout
+from kempner.train.integrity.fingerprint import SAME, Trace, Witness
+from kempner.train.integrity.peers import Peers
+from kempner.train.integrity.state import StateChecks, WrongNumbers, changed
+from kempner.train.integrity.votes import Ballot, Difference, difference, relative, suspects
+from kempner.train.resilience.requests import StopRequests, Verdict
+from kempner.train.step import StepSums, forward_backward
+
+if TYPE_CHECKING:
+    from kempner.train.objective import Objective
+    from kempner.train.recording.run_directory import Run
+    from kempner.train.sections import RunConfig
+
+MARGIN = 10.0  # a difference so many times that of sound devices is a fault
+MOST_HOSTS = 2  # that a fault excludes
+COST_REPLAYS = 3  # after so many the log says what they cost
+
+Numbers = dict[str, "Tensor | float"]
+
+
+class _Step(NamedTuple):
+    """The arguments of forward_backward() that all computations of a step share."""
+
+    model: Decoder
+    objective: Objective
+    sums: StepSums
+    step_tokens: int
+    random: tuple[Tensor, ...]  # its state before the step
+
+
+class Replay:
+    """forward_backward() that computes some steps twice. Raises WrongNumbers on all ranks where no
+    further computation can mend it."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        run: Run,
+        layout: Layout,
+        model: Decoder,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+    ) -> None:
+        self._cfg, self._run, self._device = cfg, run, device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        self._peers = Peers(layout, host_name(), name)
+        self._witness = Witness(model, cfg.model.n_layers)
+        self._state = StateChecks(model, optimizer, layout)
+        self._parameters = list(model.parameters())
+        # Otherwise they are summed over replicas, too, or rounded, or of groups of one rank.
+        self._sums_are_gradients = (
+            layout.sizes.replicate == 1
+            and cfg.train.weights == "fp32"
+            and layout.parameter_mesh.size() > 1
+            and layout.expert_parameter_mesh.size() > 1
+        )
+        # 0: bit for bit. None: the first replay finds out.
+        self._tolerance: float | None = 0.0 if cfg.train.deterministic else None
+        self._seconds: list[float] = []  # of replays
+        self.verdict: Verdict | None = None  # once a fault was mended: leave its host
+
+    def __call__(
+        self,
+        model: Decoder,
+        objective: Objective,
+        micro_batches: list[MicroBatch],
+        sums: StepSums,
+        step_tokens: int,
+        leave: StopRequests | None,
+    ) -> Numbers | Verdict:
+        """Do what forward_backward() does, and compare."""
+        step, every = self._run.step + 1, self._cfg.resilience.checksum_every
+        replays = self._is_due(step)
+        checks = replays or (every is not None and step % every == 0)
+        state = self._state.take() if checks else {}
+        at = _Step(model, objective, sums, step_tokens, self._random() if replays else ())
+        trace = Trace()
+        with self._witness.into(trace if replays else None):
+            numbers = forward_backward(model, objective, micro_batches, sums, step_tokens, leave)
+        if isinstance(numbers, Verdict) or not checks:
+            return numbers
+        if replays:
+            self._finish(trace, numbers)
+            numbers = self._replay(step, at, micro_batches, trace.rows(), state)
+        self._check_state(step, state)
+        return numbers
+
+    def before_save(self) -> None:
+        """Compare the replicas: none may be saved that differs."""
+        if self._state.copies > 1:
+            self._check_copies(self._run.step, self._state.take())
+
+    # --- Which steps, and with whom ---
+
+    def _is_due(self, step: int) -> bool:
+        """Return whether this step is computed twice: each replay_every-th one, and those that are
+        saved: a checkpoint then has no fault of a device that was wrong since the one before."""
+        every = self._cfg.resilience.replay_every
+        saved = self._cfg.checkpoint.is_due(step) or step == self._cfg.train.max_steps
+        if every is None:
+            return False
+        return step % every == 0 or (saved and self._cfg.checkpoint.save)
+
+    def _shift(self, step: int) -> int:
+        """Return how many data ranks further the batch is computed: 0, its own rank, every second
+        time; in turn by each of the others."""
+        shifts = self._peers.shifts
+        turn, own = divmod(step // (self._cfg.resilience.replay_every or 1), 2)
+        if not shifts or (own and not self._cfg.checkpoint.is_due(step)):
+            return 0
+        return shifts[turn % len(shifts)]
+
+    # --- One computation ---
+
+    def _random(self) -> tuple[Tensor, ...]:
+        states = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        return tuple(states)
+
+    def _finish(self, trace: Trace, numbers: Numbers) -> None:
+        sums = [numbers[name] for name in ("loss_sum", "tokens")]
+        self._witness.finish(trace, [part for part in sums if isinstance(part, Tensor)])
+
+    def _again(self, at: _Step, batches: list[MicroBatch]) -> tuple[Numbers, Tensor]:
+        """Compute these batches from clean gradients; returns the sums, and the fingerprints."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        torch.set_rng_state(at.random[0])
+        for state in at.random[1:]:
+            torch.cuda.set_rng_state(state, self._device)
+        trace, sums = Trace(), at.sums.fresh()
+        with self._witness.into(trace):
+            numbers = forward_backward(at.model, at.objective, batches, sums, at.step_tokens, None)
+        assert not isinstance(numbers, Verdict)
+        self._finish(trace, numbers)
+        return numbers, trace.rows()
+
+    def _opinion(self, at: _Step, batches: list[MicroBatch], shift: int) -> Tensor:
+        """Return the fingerprints of this rank's batch, computed by the rank that is `shift` data
+        ranks before; this rank computes another one's meanwhile."""
+        theirs = self._peers.exchange(batches, -shift)
+        _, rows = self._again(at, theirs)
+        answer: Tensor = self._peers.exchange(rows, shift)
+        return answer
+
+    # --- Comparing ---
+
+    def _replay(
+        self, step: int, at: _Step, batches: list[MicroBatch], rows: Tensor, state: dict[str, int]
+    ) -> Numbers:
+        """Compute a step again; returns the sums of the last computation, whose gradients are
+        there. It is this rank's own, so that what the optimizer sees has been compared."""
+        began = time.perf_counter()
+        if self._tolerance is None:
+            self._measure(at, batches, rows)
+        shift, opinions, shifts = self._shift(step), [rows], [0]
+        if shift:
+            opinions.append(self._opinion(at, batches, shift))
+            shifts.append(shift)
+        numbers, last = self._again(at, batches)
+        opinions.append(last)
+        shifts.append(0)
+        ballot = self._ballot(opinions, shifts, sums=True)
+        if self._peers.least(min(found.place for found in ballot.differences)) < SAME:
+            self._check_state(step, state)  # which would explain it
+            if shift:
+                others = [other for other in self._peers.shifts if other != shift]
+                shifts.append((others or [shift])[0])
+                opinions.append(self._opinion(at, batches, shifts[-1]))
+            numbers, last = self._again(at, batches)
+            self._vote(step, [*opinions, last], [*shifts, 0])
+        self._check_messages(step)
+        self._account(time.perf_counter() - began)
+        return numbers
+
+    def _ballot(self, opinions: Sequence[Tensor], shifts: Sequence[int], sums: bool) -> Ballot:
+        """Compare all computations of this rank's batch. `sums`: also the gradients summed over
+        ranks, which all see of a fault of one, and which depend on who has which batch: of two
+        computations by this rank."""
+        ranks = tuple(self._peers.at(-shift) for shift in shifts)
+        place, tolerance = self._witness.places.summed_gradient, self._tolerance or 0.0
+        apart = [rows[rows[:, 0] != place] for rows in opinions]
+        differences = [
+            difference(opinions[a], opinions[b], tolerance)
+            if sums and ranks[a] == ranks[b] == self._peers.rank
+            else difference(apart[a], apart[b], tolerance)
+            for a, b in itertools.combinations(range(len(ranks)), 2)
+        ]
+        return Ballot(ranks, tuple(differences))
+
+    def _vote(self, step: int, opinions: Sequence[Tensor], shifts: Sequence[int]) -> None:
+        """Say who is at fault. Raises WrongNumbers unless the last computation is confirmed: by
+        another one of this rank, and by another rank, where another one has computed."""
+        whole = self._ballot(opinions, shifts, sums=True)
+        last = len(opinions) - 1
+        confirmed = {
+            whole.ranks[a] for a, b, found in whole.pairs() if b == last and found.place == SAME
+        }
+        mended = len(confirmed) > 1 or confirmed == {*whole.ranks}
+        mended = self._peers.least(int(mended)) == 1
+        ballot = self._ballot(opinions, shifts, sums=False)
+        if self._peers.least(min(found.place for found in ballot.differences)) == SAME:
+            ballot = whole
+        votes = self._peers.gather((ballot, self._peers.unit))
+        found = suspects([ballot for ballot, _ in votes], [unit for _, unit in votes])
+        differences = [d for b, _ in votes for d in b.differences if found.intersection(b.ranks)]
+        telling = min((d for d in differences if d.place < SAME), default=Difference())
+        what = (
+            f"{self._witness.places.name(telling.place)} had the norm {telling.first!r} once and "
+            f"{telling.second!r} once"
+        )
+        self._blame(step, found, what, mended)
+
+    def _measure(self, at: _Step, batches: list[MicroBatch], rows: Tensor) -> None:
+        """Find out, with two more computations, whether the kernels are exact to the bit: if they
+        are not, most ranks differ from themselves."""
+        computed = [rows, self._again(at, batches)[1], self._again(at, batches)[1]]
+        pairs = list(itertools.combinations(computed, 2))
+        comparable = all(a.shape == b.shape for a, b in pairs)
+        worst = max(float(relative(a, b).max()) for a, b in pairs) if comparable else 1.0
+        own = self._ballot(computed, (0, 0, 0), sums=False)
+        exact = min(found.place for found in own.differences) == SAME
+        answers = sorted(self._peers.gather(0.0 if exact else worst))
+        half = len(answers) // 2
+        differ = sum(answer > 0 for answer in answers) > half
+        self._tolerance = MARGIN * answers[half] if differ else 0.0
+        how = "bit for bit"
+        if differ:
+            how = (
+                f"to {self._tolerance:.1e} of each norm, as kernels of this run are not exact to "
+                "the bit; with --train.deterministic they are"
+            )
+        who = "its own rank alone"
+        if self._peers.shifts:
+            far = self._peers.hosts[self._peers.at(self._peers.shifts[0])]
+            place = "the same" if far == self._peers.hosts[self._peers.rank] else "another"
+            who = f"its own rank, and in turn by a rank of {place} host"
+        self._run.announce(f"replay: compares {how}; a step is computed again by {who}")
+
+    def _blame(
+        self, step: int, ranks: Sequence[int] | frozenset[int], what: str, mended: bool
+    ) -> None:
+        """Record a fault; raises WrongNumbers unless it is mended."""
+        ranks = tuple(sorted(ranks))
+        hosts = tuple(dict.fromkeys(self._peers.hosts[rank] for rank in ranks))
+        who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} on {', '.join(hosts)}"
+        if len(ranks) > 1:
+            who = f"one of {who}"
+        then = "it was computed again, and is right" if mended else "back to the last checkpoint"
+        reason = f"wrong numbers in step {step} by {who}: {what}; {then}"
+        # Nodes are only left out where it is one of two: more would cost too many sound ones.
+        self._run.wrong_numbers(reason, ranks, hosts if len(hosts) <= MOST_HOSTS else ())
+        if not mended:
+            raise WrongNumbers(reason, ranks)
+        if os.environ.get("KEMPNER_ATTEMPT_ID"):  # else nobody would start the run again elsewhere
+            self.verdict = Verdict(save=True, state="interrupted", reason=reason)
+
+    # --- What does not change from one computation to the next ---
+
+    def _check_messages(self, step: int) -> None:
+        parameters = self._parameters if self._sums_are_gradients else ()
+        answers = self._peers.gather(self._witness.messages.are_wrong(parameters))
+        if ranks := [rank for rank, wrong in enumerate(answers) if wrong]:
+            what = "the sum of its gradients is not the sum of those that were sent to it"
+            self._blame(step, ranks, what, mended=False)
+
+    def _check_state(self, step: int, before: dict[str, int]) -> None:
+        """Raise WrongNumbers if the state has changed since, or copies of it differ."""
+        after = self._state.take()
+        names = changed(before, after)
+        answers = self._peers.gather(names[0] if names else "")
+        if ranks := [rank for rank, name in enumerate(answers) if name]:
+            what = f"{answers[ranks[0]]} has changed in memory while the step was computed"
+            self._blame(step, ranks, what, mended=False)
+        if self._state.copies > 1:
+            self._check_copies(step, after)
+
+    def _check_copies(self, step: int, sums: dict[str, int]) -> None:
+        if ranks := self._state.odd_copies(sums, self._peers):
+            self._blame(step, ranks, "its copy of the weights differs from others", mended=False)
+
+    def _account(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+        if len(self._seconds) == COST_REPLAYS:
+            every = self._cfg.resilience.replay_every
+            usual = sorted(self._seconds)[COST_REPLAYS // 2]
+            self._run.announce(f"replay: costs {usual:.2f} s every {every} steps")

@@ -1,0 +1,105 @@
+"""Who has computed wrong numbers, if several ranks have computed the same batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kempner.train.integrity.fingerprint import SAME
+
+
+class Difference(NamedTuple):
+    """Where two computations of a batch differ first, and the norms of both there."""
+
+    place: int = SAME
+    first: float = 0.0
+    second: float = 0.0
+
+
+def difference(ours: Tensor, others: Tensor, tolerance: float = 0.0) -> Difference:
+    """Compare the rows of two traces. With a tolerance, norms that differ by no more than that
+    share of the larger one are equal."""
+    if ours.shape != others.shape or not ours[:, 0].equal(others[:, 0]):
+        return Difference(0)
+    differs = (ours[:, 1:] != others[:, 1:]).any(1)
+    if tolerance:
+        differs &= relative(ours, others) > tolerance
+    if not differs.any():
+        return Difference()
+    i = int(ours[:, 0].masked_fill(~differs, SAME).argmin())
+    return Difference(int(ours[i, 0]), float(_norms(ours)[i]), float(_norms(others)[i]))
+
+
+def relative(ours: Tensor, others: Tensor) -> Tensor:
+    """Return how far the norms of two traces differ, as a share of the larger one, fp64 [N]; 1
+    where one of them is not finite."""
+    a, b = _norms(ours), _norms(others)
+    share = (a - b).abs() / a.maximum(b).clamp(min=torch.finfo(a.dtype).tiny)
+    return share.nan_to_num(nan=1.0, posinf=1.0)
+
+
+def _norms(rows: Tensor) -> Tensor:
+    return rows[:, 2].contiguous().view(torch.float64)
+
+
+class Ballot(NamedTuple):
+    """Several computations of one rank's batch: who made each, the owner first; and where each two
+    of them differ first, in the order of itertools.combinations()."""
+
+    ranks: tuple[int, ...]
+    differences: tuple[Difference, ...]
+
+    def pairs(self) -> list[tuple[int, int, Difference]]:
+        """Return two computations and their difference, for each two."""
+        numbers = itertools.combinations(range(len(self.ranks)), 2)
+        return [(*pair, found) for pair, found in zip(numbers, self.differences, strict=True)]
+
+
+def suspects(ballots: Sequence[Ballot], units: Sequence[int]) -> frozenset[int]:
+    """Return the rank that has computed wrong numbers; several if it is one of them, or each;
+    empty if all agree. `units`: of each owner, the number of the ranks that it exchanges
+    activations with. A fault of one reaches the others, so that the first place counts."""
+    by_unit: dict[int, list[Ballot]] = {}
+    for unit, ballot in zip(units, ballots, strict=True):
+        by_unit.setdefault(unit, []).append(ballot)
+    found = [ranks for unit in by_unit.values() if (ranks := _suspects_of(unit))]
+    if not found:
+        return frozenset()
+    # A rank that is always wrong is suspected over its own batch and over those of others.
+    return frozenset.intersection(*found) or frozenset.union(*found)
+
+
+def _suspects_of(unit: Sequence[Ballot]) -> frozenset[int]:
+    """A rank that differs from itself is at fault. If none does, two ranks that agree outvote a
+    third. Otherwise it is one of all: a device that is always wrong agrees with itself."""
+    ranks = unit[0].ranks
+    places = {
+        pair: min(ballot.pairs()[i][2].place for ballot in unit)
+        for i, pair in enumerate(itertools.combinations(range(len(ranks)), 2))
+    }
+    if min(places.values()) == SAME:
+        return frozenset()
+    unsteady = {p for p, place in places.items() if ranks[p[0]] == ranks[p[1]] and place != SAME}
+    agreeing = {
+        ranks[side]
+        for pair, place in places.items()
+        if place == SAME and ranks[pair[0]] != ranks[pair[1]]
+        for side in pair
+    }
+    if unsteady:
+        sides = {side for pair in unsteady for side in pair}
+    else:
+        sides = {side for side, rank in enumerate(ranks) if rank not in agreeing}
+    telling = {p for p in unsteady or places if places[p] != SAME and sides.intersection(p)}
+    first = min(places[pair] for pair in telling)
+    return frozenset(
+        ballot.ranks[side]
+        for ballot in unit
+        for a, b, difference in ballot.pairs()
+        if (a, b) in telling and difference.place == first
+        for side in sides.intersection((a, b))
+    )

@@ -1,0 +1,119 @@
+"""Checksums, and who is at fault if several ranks have computed the same batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kempner.train.integrity.fingerprint import SAME, Places, Trace, checksum
+from kempner.train.integrity.votes import Ballot, Difference, difference, suspects
+
+OUTPUT, OWN = 3, 17  # places: the output of block 3, own gradients of 8 blocks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.float64])
+@pytest.mark.parametrize("size", [1, 1023, 1024, 5000])
+def test_any_bit_changes_a_checksum(dtype: torch.dtype, size: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randint(-99, 99, (size,), generator=generator).to(dtype)
+    before = checksum(values)
+    assert checksum(values.clone()) == before
+    bits = values.view(torch.uint8).view(size, -1)
+    for place, byte, bit in itertools.product(
+        (0, size // 2, size - 1), range(bits.shape[1]), (0, 7)
+    ):
+        bits[place, byte] ^= 1 << bit
+        assert checksum(values) != before
+        bits[place, byte] ^= 1 << bit
+    assert checksum(values) == before
+
+
+def test_two_numbers_that_change_places_change_a_checksum() -> None:
+    values = torch.arange(3000.0)
+    swapped = values.clone()
+    swapped[[7, 8]] = values[[8, 7]]
+    assert checksum(values) != checksum(swapped)
+    assert checksum(values.view(30, 100).t()) != checksum(values.view(30, 100))
+
+
+def test_the_first_place_and_both_norms() -> None:
+    def trace(output: float, own: float) -> torch.Tensor:
+        made = Trace()
+        made.add(OUTPUT, torch.tensor([3.0, 4.0]))
+        made.add(OWN, torch.tensor([own]))
+        made.add(OUTPUT + 1, torch.tensor([output]))
+        return made.rows()
+
+    a, b = trace(1.0, 5.0), trace(2.0, 6.0)
+    assert difference(a, a).place == SAME
+    assert difference(a, b) == (OUTPUT + 1, 1.0, 2.0)
+    assert difference(a, trace(1.0, 5.5)) == (OWN, 5.0, 5.5)
+    assert difference(a, trace(1.0, 5.5), tolerance=0.2).place == SAME
+    assert difference(a, trace(1.0, float("nan")), tolerance=0.2).place == OWN
+    assert difference(a, a[:2]).place == 0, "not the same computation"
+
+
+def test_places_are_in_the_order_in_which_a_fault_spreads() -> None:
+    places = Places(4)
+    order = [
+        *(places.output(block) for block in range(4)),
+        places.loss,
+        *(places.returning(block) for block in (3, 2, 1, 0)),
+        places.own_gradient,
+        places.summed_gradient,
+    ]
+    assert order == list(range(len(order)))
+    assert places.name(2) == "the output of block 2"
+    assert places.name(places.returning(1)) == "the gradient of block 1's output"
+
+
+def ballot(ranks: Sequence[int], values: Sequence[str], place: int = OUTPUT) -> Ballot:
+    """A vote from what each computation came to."""
+    pairs = itertools.combinations(values, 2)
+    return Ballot(
+        tuple(ranks), tuple(Difference() if a == b else Difference(place) for a, b in pairs)
+    )
+
+
+@pytest.mark.parametrize(
+    ("votes", "expected"),
+    [
+        # Computed again by itself alone: owner, owner, owner.
+        ([ballot((0, 0, 0), "aaa"), ballot((1, 1, 1), "aba")], {1}),
+        # By itself, the next, itself, the next but one, itself. Rank 1 is wrong once: in its own
+        # batch, and in another's.
+        ([ballot((0, 3, 0, 2, 0), "aaaaa"), ballot((1, 0, 1, 3, 1), "xbbbb")], {1}),
+        ([ballot((2, 1, 2, 0, 2), "axaaa"), ballot((3, 2, 3, 1, 3), "aaaaa")], {1}),
+        # Always: it agrees with itself.
+        (
+            [
+                ballot((0, 3, 0, 2, 0), "aaaaa"),
+                ballot((1, 0, 1, 3, 1), "xbxbx"),
+                ballot((2, 1, 2, 0, 2), "cycccc"[:5]),
+                ballot((3, 2, 3, 1, 3), "dddzd"),
+            ],
+            {1},
+        ),
+        # Two ranks alone: one of them.
+        ([ballot((0, 1, 0, 1, 0), "axaxa"), ballot((1, 0, 1, 0, 1), "ybyby")], {0, 1}),
+        # Unless it differs from itself.
+        ([ballot((0, 1, 0, 1, 0), "axaya"), ballot((1, 0, 1, 0, 1), "bbbbb")], {1}),
+        ([ballot((0, 1, 0, 1, 0), "aaaaa"), ballot((1, 0, 1, 0, 1), "bbbbb")], set()),
+    ],
+)
+def test_who_is_at_fault(votes: list[Ballot], expected: set[int]) -> None:
+    assert suspects(votes, range(len(votes))) == expected
+
+
+def test_in_a_unit_the_first_place_counts() -> None:
+    """Ranks 2 and 3 exchange activations, as 0 and 1 do: the fault of 3 reaches 2 later."""
+    votes = [
+        ballot((0, 2, 0, 4, 0), "aaaaa"),
+        ballot((1, 3, 1, 5, 1), "axaaa", place=2),
+        ballot((2, 4, 2, 0, 2), "ybyby"[:1] + "bbbb", place=6),
+        ballot((3, 5, 3, 1, 3), "zcccc", place=5),
+    ]
+    assert suspects(votes, [0, 0, 1, 1]) == {3}
