@@ -52,7 +52,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     verdict, pending, long_steps = GO_ON, [], False
     gradients_of = at.replay or forward_backward  # resilience.replay_every: of some steps twice
     if at.has_missed_validation():
-        at.validate()
+        verdict = at.validate()
 
     while at.progress.step < cfg.train.max_steps and not verdict.state:
         # One step. Nothing here makes the host wait for the device.
@@ -108,7 +108,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         if (save_due or verdict.save) and verdict.state != "failed":
             at.save()
         if at.is_validation_due() and not verdict.state:
-            at.validate()
+            verdict = at.validate()
 
     for late in pending:
         at.recorder.step(late.read())

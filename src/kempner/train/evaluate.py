@@ -14,7 +14,12 @@ from kempner.model.decoder import Decoder
 from kempner.parallel.layout import Layout
 from kempner.parallel.passes import at_once, forward_passes
 from kempner.train.objective import Objective
-from kempner.train.resilience.requests import StopRequests
+from kempner.train.resilience.requests import (
+    INTERRUPT_REQUEST,
+    StopRequests,
+    Verdict,
+    leaving_verdict,
+)
 from kempner.train.step import StepSums, reduce_step
 
 
@@ -26,22 +31,23 @@ def validate(
     layout: Layout,
     device: torch.device,
     stop: StopRequests,
-) -> dict[str, tuple[float, int]]:
+) -> dict[str, tuple[float, int]] | Verdict:
     """Return for each set, by its name, the mean loss over the held-out tokens of all ranks, and
-    their number; nothing if a request to leave comes in between: a mean over a part of the tokens
-    is not comparable with the others, and the next attempt measures the whole."""
+    their number; the verdict if a request to leave comes in between: a mean over a part of the
+    tokens is not comparable with the others, and the next attempt measures the whole."""
     results = {}
     for name, batches in sets.items():
-        totals = torch.zeros(3, dtype=torch.float64)
+        totals = torch.zeros(2, dtype=torch.float64)
         rest = iter(batches)
         while some := [*islice(rest, at_once(model))]:
             ours = StepSums((), device)
             forward_passes(model, partial(_loss, objective, ours), some, device)
-            flag = {"leave": stop.wants_to_leave()}
-            sums = reduce_step({**layout.once(ours.numbers()), **flag}, layout)
-            totals += torch.stack([*sums.values()]).cpu()
-            if totals[2] > 0:
-                return {}
+            flags = dict(zip(("leave", "end"), stop.flags[INTERRUPT_REQUEST:], strict=True))
+            sums = reduce_step({**layout.once(ours.numbers()), **flags}, layout)
+            values = torch.stack([*sums.values()]).cpu()
+            if (verdict := leaving_verdict(values[2:].tolist())).state:
+                return verdict
+            totals += values[:2]
         results[name] = ((totals[0] / totals[1]).item(), int(totals[1].item()))
     return results
 

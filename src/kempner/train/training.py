@@ -147,8 +147,9 @@ class Training:
             self.replay.before_save()
         self.saves.save(self.progress)
 
-    def validate(self) -> None:
-        """Measure the loss of the held-out data with the weights that a user would get."""
+    def validate(self) -> Verdict:
+        """Measure the loss of the held-out data with the weights that a user would get; returns the
+        verdict of a request to leave that ended it."""
         from kempner.train.evaluate import validate
 
         weights = published_weights(self.model, self.optimizer)
@@ -161,8 +162,11 @@ class Training:
                 self.device,
                 self.stop,
             )
+            if isinstance(sets, Verdict):
+                return sets
             if sets:
                 self.recorder.validation(self.progress.step, sets)
+        return requests.GO_ON
 
     def is_validation_due(self) -> bool:
         """Return whether the last step is to be validated."""

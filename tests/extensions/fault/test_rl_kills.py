@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kempner.jobs.system.files import read_jsonl
 from tests.cluster import SCRIPTS, Cluster, boot
 from tests.conftest import ROOT, status
 from tests.extensions.fault.rl_run import ROLES, THREE, RlRun
@@ -87,11 +88,10 @@ def words(folder: Path, steps: int = STEPS, what: str = "") -> list[object]:
 
 
 def figures(run_dir: Path) -> dict[int, tuple[float, float, float]]:
-    """Of each step, what depends on its samples alone."""
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    """Of each step, what depends on its samples alone. A full disk may have cut a line off."""
     return {
         line["step"]: (line["loss"], line["reward"], line["length"])
-        for line in lines
+        for line in read_jsonl(run_dir / "metrics.jsonl")
         if "reward" in line
     }
 

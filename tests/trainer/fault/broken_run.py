@@ -117,7 +117,7 @@ class BrokenRun:
         """Leave nothing behind for the next test."""
         if self.job:
             self.cluster.run("scancel", self.job)
-            until(lambda: self.cluster.state(self.job) in ENDED, 60)
+            until(lambda: self.cluster.state(self.job) in ENDED, 180)
 
     # --- afterwards ---
 

@@ -5,7 +5,7 @@ returning    the gradient of a block's output
 product      the gradient of a weight, by this rank alone
 gradient     the sum of a gradient over the ranks, in this rank's memory
 message      the same, as it arrives
-weight       in memory, once the step is computed
+weight       in memory, once the step is computed: the bit is set, and stays
 moment       of the optimizer, so too
 """
 
@@ -39,6 +39,7 @@ class Flips:
         """`is_due(samples read so far)`."""
         self.what, self._is_due, self._samples = what, is_due, 0
         self._optimizer: Any = None
+        self._stuck: int | None = None
         self._watch()
         place = {"activation": self._in_block, "returning": self._in_block}
         place |= {"product": self._in_block, "message": self._in_message}
@@ -104,7 +105,15 @@ class Flips:
                 values = {"weight": first.data, "gradient": first.grad}
                 if self.what == "moment":
                     values["moment"] = self._optimizer.state[first]["exp_avg"]
-                flip_bit(to_local(values[self.what]))
+                local = to_local(values[self.what])
+                flip_bit(local) if self.what == "gradient" else self._set_bit(local)
             return result
 
         step.forward_backward = forward_backward  # type: ignore
+
+    def _set_bit(self, values: Tensor) -> None:
+        """Set the bit of a number that did not have it at the first time: a cell that is stuck."""
+        bits = values.view(-1).view(torch.int32)
+        if self._stuck is None:
+            self._stuck = int((bits & (1 << BIT)).eq(0).float().argmax())
+        bits[self._stuck] |= 1 << BIT

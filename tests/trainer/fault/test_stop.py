@@ -280,14 +280,15 @@ def test_the_last_task_of_an_array(broken_run: Submit, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_one_run_on_1_2_4_and_8_tasks_in_turn(broken_run: Submit) -> None:
-    run = broken_run(tasks=1, script="singlenode.sh")
-    for step, nodes, tasks in ((5, 2, 1), (12, 2, 2), (19, 2, 4)):
+    slow = "slow ms=300 rank=0"  # they must not be through before the test has seen a step
+    run = broken_run(tasks=1, script="singlenode.sh", faults=slow)
+    for start, (step, nodes, tasks) in enumerate(((5, 2, 1), (12, 2, 2), (19, 2, 4)), 1):
         run.wait_for_step(step)
         run.cluster.ask("scancel", "--signal=USR1", run.job)
-        until(lambda: bool(run.decisions()) and run.decisions()[-1] == "requeue", 90)
+        until(lambda n=start: run.decisions().count("requeue") == n, 90)  # type: ignore[misc]
         run.cluster.ask("scancel", run.job)  # to continue in another shape
         run.wait()
-        run.submit(tasks=tasks, options=[f"--nodes={nodes}"])
+        run.submit(tasks=tasks, options=[f"--nodes={nodes}"], faults=slow)
     assert run.wait(400) == 0
     run.assert_complete(attempts=4)
     assert [event["world_size"] for event in run.events("start")] == [1, 2, 4, 8]

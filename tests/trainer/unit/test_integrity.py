@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kempner.train.integrity.fingerprint import SAME, Places, Trace, checksum
+from kempner.train.integrity.fingerprint import NO_PLACE, Places, Trace, checksum
 from kempner.train.integrity.votes import Ballot, Difference, difference, suspects
 
 OUTPUT, OWN = 3, 17  # places: the output of block 3, own gradients of 8 blocks
@@ -48,10 +48,10 @@ def test_the_first_place_and_both_norms() -> None:
         return made.rows()
 
     a, b = trace(1.0, 5.0), trace(2.0, 6.0)
-    assert difference(a, a).place == SAME
+    assert difference(a, a).place == NO_PLACE
     assert difference(a, b) == (OUTPUT + 1, 1.0, 2.0)
     assert difference(a, trace(1.0, 5.5)) == (OWN, 5.0, 5.5)
-    assert difference(a, trace(1.0, 5.5), tolerance=0.2).place == SAME
+    assert difference(a, trace(1.0, 5.5), tolerance=0.2).place == NO_PLACE
     assert difference(a, trace(1.0, float("nan")), tolerance=0.2).place == OWN
     assert difference(a, a[:2]).place == 0, "not the same computation"
 

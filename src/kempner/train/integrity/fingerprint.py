@@ -22,7 +22,7 @@ from kempner.optim.rule import to_local
 from kempner.train.integrity.messages import Messages
 
 ROW = 1024  # elements that a checksum weighs each by its place
-SAME = 1 << 40  # a place after all others: nothing differs
+NO_PLACE = 1 << 40  # a place after all others: nothing differs
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -21,7 +21,7 @@ from kempner.data.batch import MicroBatch
 from kempner.jobs.this_job import host_name
 from kempner.model.decoder import Decoder
 from kempner.parallel.layout import Layout
-from kempner.train.integrity.fingerprint import SAME, Trace, Witness
+from kempner.train.integrity.fingerprint import NO_PLACE, Trace, Witness
 from kempner.train.integrity.peers import Peers
 from kempner.train.integrity.state import StateChecks, WrongNumbers, changed
 from kempner.train.integrity.votes import Ballot, Difference, difference, relative, suspects
@@ -184,7 +184,7 @@ class Replay:
         opinions.append(last)
         shifts.append(0)
         ballot = self._ballot(opinions, shifts, sums=True)
-        if self._peers.least(min(found.place for found in ballot.differences)) < SAME:
+        if self._peers.least(min(found.place for found in ballot.differences)) < NO_PLACE:
             self._check_state(step, state)  # which would explain it
             if shift:
                 others = [other for other in self._peers.shifts if other != shift]
@@ -217,17 +217,17 @@ class Replay:
         whole = self._ballot(opinions, shifts, sums=True)
         last = len(opinions) - 1
         confirmed = {
-            whole.ranks[a] for a, b, found in whole.pairs() if b == last and found.place == SAME
+            whole.ranks[a] for a, b, found in whole.pairs() if b == last and found.place == NO_PLACE
         }
         mended = len(confirmed) > 1 or confirmed == {*whole.ranks}
         mended = self._peers.least(int(mended)) == 1
         ballot = self._ballot(opinions, shifts, sums=False)
-        if self._peers.least(min(found.place for found in ballot.differences)) == SAME:
+        if self._peers.least(min(found.place for found in ballot.differences)) == NO_PLACE:
             ballot = whole
         votes = self._peers.gather((ballot, self._peers.unit))
         found = suspects([ballot for ballot, _ in votes], [unit for _, unit in votes])
         differences = [d for b, _ in votes for d in b.differences if found.intersection(b.ranks)]
-        telling = min((d for d in differences if d.place < SAME), default=Difference())
+        telling = min((d for d in differences if d.place < NO_PLACE), default=Difference())
         what = (
             f"{self._witness.places.name(telling.place)} had the norm {telling.first!r} once and "
             f"{telling.second!r} once"
@@ -242,7 +242,7 @@ class Replay:
         comparable = all(a.shape == b.shape for a, b in pairs)
         worst = max(float(relative(a, b).max()) for a, b in pairs) if comparable else 1.0
         own = self._ballot(computed, (0, 0, 0), sums=False)
-        exact = min(found.place for found in own.differences) == SAME
+        exact = min(found.place for found in own.differences) == NO_PLACE
         answers = sorted(self._peers.gather(0.0 if exact else worst))
         half = len(answers) // 2
         differ = sum(answer > 0 for answer in answers) > half

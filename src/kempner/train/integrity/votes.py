@@ -1,4 +1,4 @@
-"""Who has computed wrong numbers, if several ranks have computed the same batch."""
+"""The verdict on who has computed wrong numbers, if several ranks have computed the same batch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kempner.train.integrity.fingerprint import SAME
+from kempner.train.integrity.fingerprint import NO_PLACE
 
 
 class Difference(NamedTuple):
-    """Where two computations of a batch differ first, and the norms of both there."""
+    """The first place where two computations of a batch differ, and the norms of both there."""
 
-    place: int = SAME
+    place: int = NO_PLACE
     first: float = 0.0
     second: float = 0.0
 
@@ -30,7 +30,7 @@ def difference(ours: Tensor, others: Tensor, tolerance: float = 0.0) -> Differen
         differs &= relative(ours, others) > tolerance
     if not differs.any():
         return Difference()
-    i = int(ours[:, 0].masked_fill(~differs, SAME).argmin())
+    i = int(ours[:, 0].masked_fill(~differs, NO_PLACE).argmin())
     return Difference(int(ours[i, 0]), float(_norms(ours)[i]), float(_norms(others)[i]))
 
 
@@ -81,20 +81,20 @@ def _suspects_of(unit: Sequence[Ballot]) -> frozenset[int]:
         pair: min(ballot.pairs()[i][2].place for ballot in unit)
         for i, pair in enumerate(itertools.combinations(range(len(ranks)), 2))
     }
-    if min(places.values()) == SAME:
+    if min(places.values()) == NO_PLACE:
         return frozenset()
-    unsteady = {p for p, place in places.items() if ranks[p[0]] == ranks[p[1]] and place != SAME}
+    unsteady = {p for p, place in places.items() if ranks[p[0]] == ranks[p[1]] and place != NO_PLACE}
     agreeing = {
         ranks[side]
         for pair, place in places.items()
-        if place == SAME and ranks[pair[0]] != ranks[pair[1]]
+        if place == NO_PLACE and ranks[pair[0]] != ranks[pair[1]]
         for side in pair
     }
     if unsteady:
         sides = {side for pair in unsteady for side in pair}
     else:
         sides = {side for side, rank in enumerate(ranks) if rank not in agreeing}
-    telling = {p for p in unsteady or places if places[p] != SAME and sides.intersection(p)}
+    telling = {p for p in unsteady or places if places[p] != NO_PLACE and sides.intersection(p)}
     first = min(places[pair] for pair in telling)
     return frozenset(
         ballot.ranks[side]

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
@@ -183,6 +183,11 @@ def requested_verdict(values: Mapping[str, float], before: Verdict = GO_ON) -> V
     return verdicts[-1] if verdicts else before
 
 
+def leaving_verdict(flags: Sequence[float]) -> Verdict:
+    """Decide from the sums over ranks of the flags from INTERRUPT_REQUEST on."""
+    return requested_verdict(dict(zip(REQUEST_FLAGS, (0.0, *flags), strict=True)))
+
+
 class Meanwhile:
     """A check between two micro-batches of a long step: has any rank been asked to leave? Then all
     ranks abandon this step, and it is repeated: the rest of a step of a minute may be all the time
@@ -215,8 +220,7 @@ class Meanwhile:
         values, arrived = answer
         if arrived is not None:
             arrived.synchronize()  # of the micro-batch before: it has passed
-        leaving = dict(zip(REQUEST_FLAGS[INTERRUPT_REQUEST:], values.tolist(), strict=True))
-        verdict = requested_verdict({REQUEST_FLAGS[SAVE_REQUEST]: 0.0, **leaving})
+        verdict = leaving_verdict(values.tolist())
         return verdict if verdict.state else None
 
 
