@@ -83,7 +83,9 @@ def _suspects_of(unit: Sequence[Ballot]) -> frozenset[int]:
     }
     if min(places.values()) == NO_PLACE:
         return frozenset()
-    unsteady = {p for p, place in places.items() if ranks[p[0]] == ranks[p[1]] and place != NO_PLACE}
+    unsteady = {
+        p for p, place in places.items() if ranks[p[0]] == ranks[p[1]] and place != NO_PLACE
+    }
     agreeing = {
         ranks[side]
         for pair, place in places.items()
