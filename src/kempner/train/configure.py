@@ -129,6 +129,10 @@ def check_config(
     if wrong := [t for each in used if (t := each.program_problem(cfg, type(each) is program))]:
         return wrong
     problems = check_inputs(cfg, 0 if only else discover_world().rank, only)
+    if cfg.train.fp8 != "none" or cfg.train.attention != "auto":
+        from kempner.train import levers
+
+        problems += levers.package_problems(cfg) if not only or levers.on_a_node() else []
     if only and cfg.train.compile:
         from kempner.jobs.system import compiler
 
@@ -149,6 +153,10 @@ def warn_of_job(cfg: RunConfig, flags: Mapping[str, Any]) -> None:
 
         world_size, per_node = world_of_flags(flags)
         print_notes(cfg, world_size, count_replicas(cfg, world_size, per_node), per_node)
+    if cfg.train.fp8 != "none" or cfg.train.attention != "auto":
+        from kempner.train import levers
+
+        levers.warn_of_packages(cfg)
     if cfg.train.compile:
         from kempner.jobs.system import compiler
 
@@ -221,6 +229,11 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
     from kempner.parallel.layout import axis_sizes
 
     problems: list[str] = []
+    if world_size == 1 and "symm_mem" in cfg.distributed.overlap:
+        problems.append(
+            "distributed.overlap: symm_mem is for messages of several ranks, and there is one; "
+            "leave it out"
+        )
     data_ranks = world_size  # the batch is checked all the same when the axes do not fit
     try:
         replicas = count_replicas(cfg, world_size, per_node)
