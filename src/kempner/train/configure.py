@@ -99,6 +99,8 @@ def configure(
     if flags["check"] or not (only or "KEMPNER_ATTEMPT_ID" in os.environ or discover_world().rank):
         print_warnings(cfg)  # once: the scripts have called --check
     if flags["check"]:
+        from kempner.train.resilience.save_notes import warn_of_job
+
         warn_of_job(cfg, flags)
     if only:
         run_program(lambda _: print(to_toml(cfg), end=""))
@@ -144,27 +146,6 @@ def check_config(
         world = discover_world()
         problems += check_world(cfg, world.size * world.replicas, world.per_node)
     return problems
-
-
-def warn_of_job(cfg: RunConfig, flags: Mapping[str, Any]) -> None:
-    """Warn of what the nodes of the job may lack, as far as this host tells."""
-    if cfg.checkpoint.save and flags["nodes"] is not None:
-        from kempner.train.resilience.save_notes import print_notes
-
-        world_size, per_node = world_of_flags(flags)
-        print_notes(cfg, world_size, count_replicas(cfg, world_size, per_node), per_node)
-    if cfg.train.fp8 != "none" or cfg.train.attention != "auto":
-        from kempner.train import levers
-
-        levers.warn_of_packages(cfg)
-    if cfg.train.compile:
-        from kempner.jobs.system import compiler
-
-        compiler.warn_of_nodes(cfg.distributed.device)
-    if cfg.distributed.device != "cpu":
-        from kempner.jobs.gpu import driver
-
-        driver.compare_with_torch()
 
 
 def world_of_flags(flags: Mapping[str, Any]) -> tuple[int, int]:

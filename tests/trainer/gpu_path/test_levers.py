@@ -19,8 +19,9 @@ from kempner.parallel.config import DistributedConfig
 from kempner.parallel.layout import build_layout
 from kempner.parallel.overlap import FSDP_SWITCHES
 from kempner.train import levers
-from kempner.train.configure import check_config, check_world, load_config, warn_of_job
+from kempner.train.configure import check_config, check_world, load_config
 from kempner.train.levers import SPEED_LEVERS, flash_problem
+from kempner.train.resilience.save_notes import warn_of_job
 from kempner.train.sections import RunConfig
 from tests import zygote
 from tests.conftest import ROOT, clean_env

@@ -1,22 +1,44 @@
-"""Notes of --check on the saves of a job. No torch."""
+"""Notes of --check on a job: what its saves need, and what its nodes may lack. No torch."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from kempner.checkpoint import size
-from kempner.checkpoint.timer import describe_auto
-from kempner.jobs.ranks import host_memory
-from kempner.parallel.layout import axis_sizes
+from kempner.train.configure import count_replicas, world_of_flags
 
 if TYPE_CHECKING:
     from kempner.train.sections import RunConfig
 
 
+def warn_of_job(cfg: RunConfig, flags: Mapping[str, Any]) -> None:
+    """Warn of what the nodes of the job may lack, as far as this host tells."""
+    if cfg.checkpoint.save and flags["nodes"] is not None:
+        world_size, per_node = world_of_flags(flags)
+        print_notes(cfg, world_size, count_replicas(cfg, world_size, per_node), per_node)
+    if cfg.train.fp8 != "none" or cfg.train.attention != "auto":
+        from kempner.train import levers
+
+        levers.warn_of_packages(cfg)
+    if cfg.train.compile:
+        from kempner.jobs.system import compiler
+
+        compiler.warn_of_nodes(cfg.distributed.device)
+    if cfg.distributed.device != "cpu":
+        from kempner.jobs.gpu import driver
+
+        driver.compare_with_torch()
+
+
 def print_notes(cfg: RunConfig, ranks: int, replicas: int, per_node: int) -> None:
     """Print how checkpoint.interval = auto chooses, and a warning if the saves need more memory
     than a node has, which is taken to be as large as this one."""
+    from kempner.checkpoint import size
+    from kempner.checkpoint.timer import describe_auto
+    from kempner.jobs.ranks import host_memory
+    from kempner.parallel.layout import axis_sizes
+
     if cfg.checkpoint.interval == "auto":
         print(f"note: {describe_auto(ranks)}", file=sys.stderr)
     inner = ranks // replicas
