@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ def choose_checkpoint(
             set_damaged_aside(path, error, log)
             continue
         if only is None and (root / LATEST_LINK).is_symlink() and not latest_checkpoint(root):
-            where = os.readlink(root / LATEST_LINK)
+            where = (root / LATEST_LINK).readlink()
             log(f"WARNING: latest names {where}, which is no checkpoint: {path.name} is loaded")
         return path, with_skip(path, manifest), table
     aside = sorted(path.name for path in root.glob("step_*.corrupt*") if is_own(path))

@@ -211,10 +211,7 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
 
     problems: list[str] = []
     if world_size == 1 and "symm_mem" in cfg.distributed.overlap:
-        problems.append(
-            "distributed.overlap: symm_mem is for messages of several ranks, and there is one; "
-            "leave it out"
-        )
+        problems.append("distributed.overlap: symm_mem needs more ranks than one; leave it out")
     data_ranks = world_size  # the batch is checked all the same when the axes do not fit
     try:
         replicas = count_replicas(cfg, world_size, per_node)

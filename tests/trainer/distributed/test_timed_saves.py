@@ -32,11 +32,12 @@ def test_saves_by_the_clock_are_of_one_step_and_cost_what_is_recorded(
     assert steps[-1] == 20 and 2 <= len(steps) <= 11, done.stdout
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "saved_step" in line]
-    assert [line["saved_step"] for line in lines] == steps[:-1]  # no step has followed the last
+    assert [line["saved_step"] for line in lines] == steps
     for line in lines:
         assert line["save_stall"] > 0 and line["save_drain"] >= 0 and line["save_wait"] < 1
-        assert line["save_steps"] == line["step"] - line["saved_step"] >= 1
-        assert 0 < line["save_step_mean"] <= line["save_step_max"]
+        assert line["save_steps"] == line["step"] - line["saved_step"]
+        if line["saved_step"] < 20:  # no step has followed the last
+            assert line["save_steps"] and 0 < line["save_step_mean"] <= line["save_step_max"]
     page = run.with_suffix(".html")
     told = [
         subprocess.run(

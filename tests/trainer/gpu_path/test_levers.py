@@ -129,7 +129,7 @@ def test_what_cannot_work_is_refused_before_a_gpu_is_used(words: str) -> None:
 def test_messages_of_one_rank_alone_are_refused() -> None:
     cfg = load_config([], [*WORDS, "--distributed.overlap=['symm_mem']"])
     (problem,) = check_world(cfg, 1, 1)
-    assert problem.startswith("distributed.overlap: symm_mem is for messages of several ranks")
+    assert problem.startswith("distributed.overlap: symm_mem needs more ranks than one")
     assert not check_world(cfg, 2, 2)
 
 
