@@ -47,7 +47,7 @@ def choose_checkpoint(
             continue
         if only is None and (root / LATEST_LINK).is_symlink() and not latest_checkpoint(root):
             where = (root / LATEST_LINK).readlink()
-            log(f"WARNING: latest names {where}, which is no checkpoint: {path.name} is loaded")
+            log(f"WARNING: latest names {where}, which is not a checkpoint: {path.name} is loaded")
         return path, with_skip(path, manifest), table
     aside = sorted(path.name for path in root.glob("step_*.corrupt*") if is_own(path))
     if only is None and aside:

@@ -10,7 +10,7 @@ from kempner.config.values import format_value
 
 DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h|d)")
 SPREAD = 16  # copies that share the writing, at most: a rank that loads opens as many files
-LONGEST_S = 366 * 86400.0
+_LONGEST_S = 366 * 86400.0
 UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}  # seconds
 
 
@@ -51,7 +51,7 @@ class CheckpointConfig:
 
     def problems(self) -> list[str]:
         problems = []
-        is_time = self.seconds and self.seconds <= LONGEST_S
+        is_time = self.seconds and self.seconds <= _LONGEST_S
         if isinstance(self.interval, str) and self.interval != "auto" and not is_time:
             number = self.interval.isascii() and self.interval.isdigit()
             fix = f"{self.interval}, without quotes" if number else "500, 20min or auto"

@@ -101,7 +101,7 @@ def configure(
     if flags["check"]:
         from kempner.train.resilience.save_notes import warn_of_job
 
-        warn_of_job(cfg, flags)
+        warn_of_job(cfg, world_of_flags(flags) if flags["nodes"] else None, count_replicas)
     if only:
         run_program(lambda _: print(to_toml(cfg), end=""))
     set_allocator()

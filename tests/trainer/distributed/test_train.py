@@ -257,7 +257,7 @@ def test_a_latest_that_names_nothing(train: Train, tmp_path: Path, target: str) 
     latest.unlink()
     latest.symlink_to(target)
     done = train(run_dir, "--train.max_steps=3")
-    text = f"WARNING: latest names {target}, which is no checkpoint: step_00000002 is loaded"
+    text = f"WARNING: latest names {target}, which is not a checkpoint: step_00000002 is loaded"
     assert done.stdout.count("WARNING") == 1 and text in done.stdout
     assert list(losses(run_dir)) == [1, 2, 3] and os.readlink(latest) == "step_00000003"
 

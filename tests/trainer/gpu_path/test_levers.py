@@ -19,7 +19,7 @@ from kempner.parallel.config import DistributedConfig
 from kempner.parallel.layout import build_layout
 from kempner.parallel.overlap import FSDP_SWITCHES
 from kempner.train import levers
-from kempner.train.configure import check_config, check_world, load_config
+from kempner.train.configure import check_config, check_world, count_replicas, load_config
 from kempner.train.levers import SPEED_LEVERS, flash_problem
 from kempner.train.resilience.save_notes import warn_of_job
 from kempner.train.sections import RunConfig
@@ -151,7 +151,7 @@ def test_a_package_is_needed_where_the_run_is(
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
     cfg = load_config([], words)
     assert not check_config(cfg, check)
-    warn_of_job(cfg, check)
+    warn_of_job(cfg, None, count_replicas)
     assert (
         "; the nodes of a job may have what this host lacks" in (said := capsys.readouterr().err)
         and text in said

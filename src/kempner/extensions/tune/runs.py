@@ -43,7 +43,7 @@ START_VARIABLES = (  # what names this start of all ranks
 TRAIN = Path(__file__).resolve().parents[4] / "scripts" / "train.py"
 POLL_S = 0.2
 REASON = 160  # characters of a reason that are kept
-ERROR, ITEM = re.compile(r"[\w.-]+: error: (.*)"), "  - "  # print_problems() writes them
+ERROR_LINE, ITEM = re.compile(r"[\w.-]+: error: (.*)"), "  - "  # print_problems() writes them
 # The kernel kills the process that takes the last memory of a host, and so may a person.
 KILLED = "killed by the host (signal 9), perhaps for want of its memory"
 # A program that ends with this process, else a killed tune leaves a run that the next one meets. By
@@ -251,7 +251,7 @@ def reason_in(log: str) -> str:
     """Return the error that a program's log ends with, which may be a list; or its last line."""
     lines = [line.rstrip() for line in log.splitlines() if line.strip()]
     for number in range(len(lines) - 1, -1, -1):
-        if found := ERROR.match(lines[number]):
+        if found := ERROR_LINE.match(lines[number]):
             listed = itertools.takewhile(lambda line: line.startswith(ITEM), lines[number + 1 :])
             return "; ".join(line.removeprefix(ITEM) for line in listed) or found[1]
     return lines[-1].strip() if lines else ""

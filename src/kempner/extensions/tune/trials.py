@@ -40,7 +40,7 @@ class Trial:
 
     @property
     def failed(self) -> str:
-        """Why it does not count. What the host has killed does not undo what was measured."""
+        """The reason why it does not count; a run that the host has killed undoes no other."""
         runs = [run for run in self.runs if not (run.killed and self.seconds)]
         return next((run.failed for run in runs if run.failed), "")
 

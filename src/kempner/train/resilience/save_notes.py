@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-from kempner.train.configure import count_replicas, world_of_flags
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kempner.train.sections import RunConfig
 
 
-def warn_of_job(cfg: RunConfig, flags: Mapping[str, Any]) -> None:
-    """Warn of what the nodes of the job may lack, as far as this host tells."""
-    if cfg.checkpoint.save and flags["nodes"] is not None:
-        world_size, per_node = world_of_flags(flags)
-        print_notes(cfg, world_size, count_replicas(cfg, world_size, per_node), per_node)
+def warn_of_job(
+    cfg: RunConfig,
+    world: tuple[int, int] | None,
+    count_replicas: Callable[[RunConfig, int, int], int],
+) -> None:
+    """Warn of what the nodes of the job may lack, as far as this host tells. `world`: ranks, and
+    ranks of a node; None: not known."""
+    if cfg.checkpoint.save and world is not None:
+        print_notes(cfg, world[0], count_replicas(cfg, *world), world[1])
     if cfg.train.fp8 != "none" or cfg.train.attention != "auto":
         from kempner.train import levers
 
@@ -49,7 +51,7 @@ def print_notes(cfg: RunConfig, ranks: int, replicas: int, per_node: int) -> Non
     if needed > there:
         gib = 2.0**30
         print(
-            f"warning: the saves of {per_node} rank(s) hold {needed / gib:,.0f} GiB of a node's "
+            f"warning: the saves of {per_node} rank{'s' * (per_node > 1)} hold {needed / gib:,.0f} GiB of a node's "
             f"memory, and a node as this one has {there / gib:,.0f} GiB for them: each save "
             "goes in waves, and the steps wait for all of it; use more nodes, or larger ones",
             file=sys.stderr,
