@@ -178,7 +178,6 @@ class Training:
         with self.watchdog.patient():
             seconds = self.stop.seconds_left(self.run.world.rank)
             verdict = requests.final_verdict(verdict, self.progress, self.checkpointer, seconds)
-        self.saves.see()
         self.watchdog.stop()
         return verdict
 

@@ -140,7 +140,7 @@ def test_the_slowest_rank_counts_and_rank_0_says_that_others_save_in_waves(
         saves.after_step(step, 0.01)
         saves.save(Progress(step=step))
         job.checkpointer.wait()
-    saves.see()  # as at the end of a run
+    saves.see()
     assert calls == [2] * 4
     first, second, third, last = lines
     assert first["save_stall"] < 1 and second["save_stall"] == pytest.approx(2, abs=0.1)

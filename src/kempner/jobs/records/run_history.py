@@ -80,7 +80,7 @@ class History:
 
     @cached_property
     def saves(self) -> list[Record]:
-        """Lines of the saves; of one that no step has followed, without the figures of steps."""
+        """Lines of the saves; where no step ran meanwhile, without the figures of steps."""
         return [line for line in self.lines if all(is_number(line.get(key)) for key in SAVE)]
 
     @cached_property
