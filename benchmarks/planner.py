@@ -20,8 +20,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kempner.config.command_line import argument_parser
+from kempner.config.command_line import argument_parser, parse_command
+from kempner.config.option import ConfigError
 from kempner.extensions.planner.memory import estimate_memory
+from kempner.jobs.system.front_door import run_program
 from kempner.train.configure import load_config
 from kempner.train.sections import RunConfig
 
@@ -31,7 +33,8 @@ SHAPE = (
     "--model.n_kv_heads=4 --model.ffn_dim=576 --model.max_seq_len=256 --train.seq_len=256 "
     "--train.global_batch=4"
 )
-BASE = ["configs/train/debug.toml", "--data.dataset_path=fake:", "--eval.interval=0"]
+ROOT = Path(__file__).resolve().parents[1]
+BASE = [str(ROOT / "configs/train/debug.toml"), "--data.dataset_path=fake:", "--eval.interval=0"]
 VARIANTS = (
     "",
     "--train.micro_batch=2",
@@ -90,6 +93,20 @@ def measured(cfg: RunConfig) -> float:
     return float(most)
 
 
+def words_of(variant: str) -> list[str]:
+    """Return the words of a command line. Raises ConfigError."""
+    try:
+        return [*BASE, *shlex.split(SHAPE), *shlex.split(variant)]
+    except ValueError as error:
+        raise ConfigError(f"--variants={variant}: {error}; close it") from None
+
+
+def check_variant(variant: str) -> None:
+    """Raise ConfigError unless these are overrides of a configuration that there may be."""
+    command = parse_command(words_of(variant), {})
+    load_config(command.files, command.overrides, command.problems)
+
+
 def main(argv: list[str]) -> int:
     if argv[:1] == ["one"]:
         cfg = load_config([], []) if not argv[1:] else load_config(argv[1:2], argv[2:])
@@ -97,12 +114,15 @@ def main(argv: list[str]) -> int:
         print(json.dumps([needs.moment, needs.peak, measured(cfg), needs.parts]))
         return 0
     parser = argument_parser("benchmarks.planner", __doc__)
+    add = parser.add_argument
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--variants", nargs="+", default=VARIANTS, help="overrides, one word each")
+    add("--variants", nargs="+", default=VARIANTS, help="overrides, ' --a.b=1 --c.d=2' each")
     parser.add_argument("--published", action="store_true", help="rows of published.toml")
     parser.add_argument("--fit", action="store_true", help="fitted constants and the misfit")
     parser.add_argument("--verified", action="store_true", help="entries of configs/verified")
     options = parser.parse_args(argv)
+    for variant in options.variants:  # before the first of them takes its seconds
+        check_variant(variant)
     if options.published or options.fit or options.verified:
         from benchmarks import published
 
@@ -111,14 +131,15 @@ def main(argv: list[str]) -> int:
         if options.fit:
             published.print_fit()
         if options.verified:
-            published.print_verified(Path(__file__).parents[1] / "configs/verified")
+            published.print_verified(ROOT / "configs/verified")
         return 0
     print("planned, MiB  measured  ratio  variant (where memory is largest)", flush=True)
     for variant in options.variants[: 1 if options.quick else None]:
-        words = [*BASE, *shlex.split(SHAPE), *shlex.split(variant)]
-        command = [sys.executable, "-m", "benchmarks.planner", "one", *words]
-        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        moment, planned, real, _ = json.loads(out.splitlines()[-1])
+        command = [sys.executable, "-m", "benchmarks.planner", "one", *words_of(variant)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        if done.returncode:
+            raise ConfigError(f"--variants={variant}: does not run here; the reason is above")
+        moment, planned, real, _ = json.loads(done.stdout.splitlines()[-1])
         name = f"{variant or 'as it is'} ({moment})"
         sizes = f"{planned / MIB:>12.1f}  {real / MIB:>8.1f}  {planned / real:>5.3f}"
         print(f"{sizes}  {name}", flush=True)
@@ -126,4 +147,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main, "benchmarks.planner")

@@ -24,6 +24,7 @@ if __name__ == "__main__":
 
 from kempner.config.command_line import parse_command
 from kempner.config.option import ConfigError
+from kempner.data.config import FAKE
 from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.extensions.planner.cost import (
     HOST_BYTES,
@@ -65,8 +66,13 @@ def main(argv: list[str]) -> int:
     fabric = command.flags["fabric"]
     if fabric and fabric not in FABRICS:
         problems.append(f"--fabric={fabric}: is not known; give one of {', '.join(FABRICS)}")
+    if fabric and nodes == 1:
+        problems.append(
+            f"--fabric={fabric}: is the network between nodes, and --nodes is 1; give more, or "
+            "leave it out"
+        )
     host = (command.flags["host-memory"] or HOST_BYTES / GIB) * GIB
-    cfg = load_config(command.files, command.overrides, problems)
+    cfg = load_without_data(command.files, command.overrides, problems)
     if cfg.train.fp8 != "none" and not GPUS[name].fp8:
         raise ConfigError(
             f"train.fp8 = {cfg.train.fp8}: {name} does not multiply 8-bit floats; give another "
@@ -74,9 +80,8 @@ def main(argv: list[str]) -> int:
         )
     cfg.of(LowcommConfig).count(nodes * per_node, per_node)
     gpu = GPUS[name]._replace(fabric=fabric or GPUS[name].fabric)
-    where = (
-        f"{nodes} nodes x {per_node} {gpu.name} ({gpu.gib:.0f} GiB, {RESERVE_GIB:.0f} of it kept)"
-    )
+    count = f"{nodes} node{'s' * (nodes > 1)} x {per_node}"
+    where = f"{count} {gpu.name} ({gpu.gib:.0f} GiB, {RESERVE_GIB:.0f} of it kept)"
     print(f"{cfg.model.count_parameters():,} parameters on {where}")
     if cfg.of(RlConfig).on and not cfg.of(InferenceConfig).urls:
         window = cfg.train.seq_len
@@ -107,6 +112,16 @@ def main(argv: list[str]) -> int:
         return 0
     print(f"none: {why_none(cfg, nodes * per_node, per_node, check_world)}")
     return 1
+
+
+def load_without_data(files: list[str], overrides: list[str], problems: list[str]) -> RunConfig:
+    """Load a configuration that need not name data. Raises ConfigError."""
+    try:
+        return load_config(files, overrides, problems)
+    except ConfigError as error:
+        if not any(text.startswith('data.dataset_path = "":') for text in error.problems):
+            raise
+    return load_config(files, [*overrides, f"--data.dataset_path={FAKE}"], problems)
 
 
 def print_plan(cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec, host: float) -> None:

@@ -81,7 +81,7 @@ kp_check() { # <train.py arguments>...: checks them in one process before any GP
 
     mkdir -p -- "$KP_RUN_DIR/logs" ||
         kp_die "run.dir $KP_RUN_DIR cannot be written: give another --run.dir"
-    [[ -z ${KEMPNER_NSYS:-} ]] || export KP_RUN_DIR # for task.sh
+    [[ -z ${KEMPNER_NSYS:-} ]] || kp_nsys
     KP_COMMITTED_BEFORE=$(kp_committed_step)
     KEMPNER_COMMAND=$(sha256sum <<<"${KP_VALUES[0]}") # what the run is; see Start in events.py
     export KEMPNER_COMMAND=${KEMPNER_COMMAND:0:12}
@@ -99,6 +99,16 @@ kp_take_values() { # sets what kp_check sets, and KP_INPUTS (configuration files
         [[ -n ${KP_VALUES[i]} ]] || break
     done
     KP_DATA=("${KP_VALUES[@]:4:i-4}") KP_INPUTS=("${KP_VALUES[@]:i+1}")
+}
+
+kp_nsys() { # for task.sh; says which ranks of KEMPNER_NSYS the job has not
+    local rank
+    export KP_RUN_DIR
+    for rank in ${KEMPNER_NSYS//,/ }; do
+        ((rank < KP_NODES * KP_TASKS)) ||
+            kp_log "WARNING: KEMPNER_NSYS=$KEMPNER_NSYS: there is no rank $rank of" \
+                "$((KP_NODES * KP_TASKS))"
+    done
 }
 
 kp_banner() { # says what is about to run, and where; stops when the network that the user named is

@@ -38,7 +38,7 @@ kp_check_settings() { # stops at values that make no sense: later they would end
         [[ ${!name:-0} =~ ^[01]$ ]] ||
             kp_die "$name=${!name}: must be 1, or 0, which is the same as unset"
     done
-    [[ ${KEMPNER_NSYS:-0} =~ ^[0-9]+(,[0-9]+)*$ ]] ||
+    [[ ${KEMPNER_NSYS:-0} =~ ^(0|[1-9][0-9]{0,5})(,(0|[1-9][0-9]{0,5}))*$ ]] ||
         kp_die "KEMPNER_NSYS=$KEMPNER_NSYS: must be numbers of ranks, such as 0,8"
     [[ ${KEMPNER_NUMA:-1} =~ ^[01]$ ]] ||
         kp_die "KEMPNER_NUMA=$KEMPNER_NUMA: must be 0, or 1, which is the same as unset"

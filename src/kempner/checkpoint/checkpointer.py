@@ -92,7 +92,8 @@ class Checkpointer:
         self._step_time = 0.0
         self._warned_of = 0.0  # seconds of a save that the signal window is too short for
         self.seconds: float | None = None  # that the newest save took until it was durable
-        self._pending: tuple[int, float, futures.Future[float]] | None = None
+        self.stall, self._said_waves = 0.0, False  # of these, while the slowest rank stood still
+        self._pending: tuple[int, float, futures.Future[tuple[float, float, int]]] | None = None
         self._lock: RunLock | None = None
         self._run_lock = run_lock
         # Rank 0's for all: they write into one directory, which has this name in it.
@@ -126,8 +127,10 @@ class Checkpointer:
         # An error is handed on, not raised: the other ranks wait for this one in _write.
         problem = self._stage()
         position = copy.deepcopy(position)  # the caller keeps mutating its dict
-        future = self._background.submit(self._write, step, position, problem)
-        if not self.cfg.async_save or (problem is None and self._in_waves()):
+        waves = 1 if problem or self._built is None else self._built.result()[0].waves
+        most = [int(1e6 * (time.monotonic() - start_time)), waves]
+        future = self._background.submit(self._write, step, position, problem, most)
+        if not self.cfg.async_save or waves > 1:
             futures.wait([future])
         self._pending = (step, start_time, future)
         self.poll()
@@ -161,7 +164,15 @@ class Checkpointer:
             )
             return
         self.saved_step, self.failed_saves, self._prune_due = step, 0, True
-        self.seconds = future.result() - start_time
+        durable, self.stall, waves = future.result()
+        self.seconds = durable - start_time
+        if waves > 1 or not self.cfg.async_save:
+            self.stall = self.seconds
+        if waves > 1 and self.rank == 0 and not self._said_waves:
+            self._said_waves = True
+            from kempner.checkpoint.format.waves import warning_of_waves
+
+            self.log(warning_of_waves(waves))
         self.log(f"checkpoint of step {step} is durable after {self.seconds:.1f} s")
         # Again only when saves have become clearly slower.
         if self.seconds > 1.2 * self._warned_of and (
@@ -255,11 +266,11 @@ class Checkpointer:
             return error
         return None
 
-    def _in_waves(self) -> bool:
-        return self._built is not None and self._built.result()[0].waves > 1
-
-    def _write(self, step: int, position: dict[str, Any], problem: Exception | None) -> float:
-        """Make the staged state the newest checkpoint; returns the time when it was durable.
+    def _write(
+        self, step: int, position: dict[str, Any], problem: Exception | None, most: list[int]
+    ) -> tuple[float, float, int]:
+        """Make the staged state the newest checkpoint; returns the time when it was durable, and
+        `most` of all ranks: the seconds to stage it (given in microseconds), and the waves.
 
         Runs on a thread, with few and long operations: a thread that often takes the GIL slows the
         steps. Raises on all ranks if one has failed.
@@ -281,13 +292,13 @@ class Checkpointer:
 
         try:
             self.ranks.on_first(begin)
-            self.ranks.on_all(write)
+            self.ranks.on_all(write, most)
             self.ranks.on_first(lambda: self._commit(step, position))
         except Exception:
             if self.rank == 0 and is_own(partial):  # no full disk until the next save
                 remove_directory(partial)
             raise
-        return time.monotonic()
+        return time.monotonic(), most[0] / 1e6, most[1]
 
     def _commit(self, step: int, position: dict[str, Any]) -> None:
         assert self._built is not None

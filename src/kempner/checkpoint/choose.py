@@ -11,7 +11,7 @@ from typing import Any
 
 from kempner.checkpoint import commit, history
 from kempner.checkpoint.format.plan import Table
-from kempner.checkpoint.history import Damaged
+from kempner.checkpoint.history import LATEST_LINK, Damaged, latest_checkpoint
 from kempner.checkpoint.ownership import is_own
 from kempner.jobs.system.files import name_of_step, write_atomic
 
@@ -45,6 +45,9 @@ def choose_checkpoint(
                 continue
             set_damaged_aside(path, error, log)
             continue
+        if only is None and (root / LATEST_LINK).is_symlink() and not latest_checkpoint(root):
+            where = (root / LATEST_LINK).readlink()
+            log(f"WARNING: latest names {where}, which is not a checkpoint: {path.name} is loaded")
         return path, with_skip(path, manifest), table
     aside = sorted(path.name for path in root.glob("step_*.corrupt*") if is_own(path))
     if only is None and aside:

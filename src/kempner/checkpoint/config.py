@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from kempner.config.option import option
 from kempner.config.values import format_value
 
-DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h|d)")
+DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h|d)")
 SPREAD = 16  # copies that share the writing, at most: a rank that loads opens as many files
+_LONGEST_S = 366 * 86400.0
 UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}  # seconds
 
 
@@ -21,6 +22,7 @@ class CheckpointConfig:
         "steps between saves, or the time, such as 20min or 2h; auto: as often as failures of the "
         "run and the cost of its saves ask for; 0: only at the end",
         minimum=0,
+        maximum=10**9,
     )
     save: bool = option(
         True, "false: neither write nor load checkpoints, for runs that only measure"
@@ -49,10 +51,13 @@ class CheckpointConfig:
 
     def problems(self) -> list[str]:
         problems = []
-        if isinstance(self.interval, str) and self.interval != "auto" and not self.seconds:
+        is_time = self.seconds and self.seconds <= _LONGEST_S
+        if isinstance(self.interval, str) and self.interval != "auto" and not is_time:
+            number = self.interval.isascii() and self.interval.isdigit()
+            fix = f"{self.interval}, without quotes" if number else "500, 20min or auto"
             problems.append(
                 f"checkpoint.interval = {format_value(self.interval)}: must be a number of steps, "
-                "a time above 0 in s, min, h or d, or auto; write 500, 20min or auto"
+                f"a time above 0 and up to 366 d, in s, min, h or d, or auto; write {fix}"
             )
         if self.powers_of_two and not self.save:
             problems.append(

@@ -21,10 +21,17 @@ class Damaged(ValueError):
     """Proof that a checkpoint is damaged: a file is missing or short, or its sum is wrong."""
 
 
+def latest_name(root: Path) -> str:
+    """Return the name that `latest` leads to, which need not be there; "" if it leads nowhere."""
+    with contextlib.suppress(OSError, RuntimeError):  # a link to itself
+        return (root / LATEST_LINK).resolve().name
+    return ""
+
+
 def latest_checkpoint(root: Path) -> Path | None:
     """Return the directory in `root` that `latest` names, None if there is no link or it
     dangles."""
-    target = root / (root / LATEST_LINK).resolve().name
+    target = root / latest_name(root)
     return (
         target if step_of_name(target.name) is not None and (target / MANIFEST).is_file() else None
     )
@@ -60,7 +67,7 @@ def run_branches(root: Path) -> tuple[list[Path], list[Path]]:
         commits, key=lambda p: (commits[p].time or 0.0, commits[p].step), reverse=True
     )
     head = latest_checkpoint(root)
-    latest_step = step_of_name((root / LATEST_LINK).resolve().name)
+    latest_step = step_of_name(latest_name(root))
     if head is None and latest_step is None and newest_first:
         # Without any `latest`, take the newest.
         head = newest_first[0]

@@ -38,17 +38,21 @@ class Ranks:
             raise _shared(result[0], result[1], error)
         return result[1]  # type: ignore[no-any-return]
 
-    def on_all(self, act: Callable[[], _T]) -> _T:
-        """Run `act` on every rank; returns this rank's result if all have succeeded."""
+    def on_all(self, act: Callable[[], _T], most: list[int] | None = None) -> _T:
+        """Run `act` on every rank; returns this rank's result if all have succeeded. `most`:
+        numbers that become the largest of all ranks."""
         result = error = None
         try:
             result = act()
         except Exception as caught:
             error = caught
         # One number orders by the worst kind first, then by the lowest rank.
-        worst = torch.tensor(_kind(error) * self.size + self.size - 1 - self.rank)
+        own_kind = _kind(error) * self.size + self.size - 1 - self.rank
+        worst = torch.tensor([own_kind, *(most or ())])
         dist.all_reduce(worst, dist.ReduceOp.MAX, self.group)
-        kind, place = divmod(int(worst), self.size)
+        kind, place = divmod(int(worst[0]), self.size)
+        if most:
+            most[:] = worst[1:].tolist()
         if kind != OUTCOME_FINE:
             messages = [self.describe(error) if error else ""]
             dist.broadcast_object_list(messages, self.size - 1 - place, self.group)

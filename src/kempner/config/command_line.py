@@ -103,7 +103,7 @@ def _flag(name: str, kind: type, word: str, words: list[str], command: Command) 
     if not text:
         command.problems.append(f"{word}: a value is missing; write --{name}=VALUE")
     elif kind is int and not (
-        text.isdecimal() and len(text) < 10 and 0 < int(text) <= FLAG_MAXIMA[name]
+        text.isascii() and text.isdigit() and len(text) < 10 and 0 < int(text) <= FLAG_MAXIMA[name]
     ):
         fix = f"must be a whole number from 1 to {FLAG_MAXIMA[name]:,}; write --{name}=1"
         command.problems.append(f"--{name}={text}: {fix}")

@@ -120,7 +120,7 @@ def plan_model(
         from kempner.parallel.fp8 import use_fp8
 
         gathers = not frozen and train.fp8.endswith("gather")
-        use_fp8(model, train.fp8.split("_")[0], torch.device(device_type), gathers)
+        use_fp8(model, train.fp8, torch.device(device_type), gathers)
     if layout.ep is not None:
         from kempner.parallel.experts import split_experts
 

@@ -159,8 +159,8 @@ class DistributedConfig:
         if self.reshard_island is None or shard % self.reshard_island == 0:
             return []
         return [
-            f"distributed.reshard_island = {self.reshard_island}: must divide the {shard} ranks "
-            "that share one copy of the weights (dp_shard x cp)"
+            f"distributed.reshard_island = {self.reshard_island}: must divide dp_shard x cp = "
+            f"{shard}, the ranks that share one copy of the weights"
         ]
 
 

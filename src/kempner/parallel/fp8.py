@@ -17,9 +17,9 @@ LEAST_CAPABILITY = (8, 9)  # of a GPU: Ada, Hopper and later multiply 8-bit floa
 FP8_MATRIX_TILE = 16  # both sizes of a matrix are multiples of this, or its kernels refuse it
 
 
-def use_fp8(model: Decoder, recipe: str, device: torch.device, gathers: bool = False) -> None:
+def use_fp8(model: Decoder, fp8: str, device: torch.device, gathers: bool = False) -> None:
     """Make the projections of all blocks multiply in fp8; embedding and output stay. Call it before
-    any other wrapper. `recipe`: torchao's tensorwise or rowwise, the unit of a scale. `gathers`:
+    any other wrapper. `fp8`: the option's value, which begins with torchao's recipe. `gathers`:
     FSDP sends the weights as they are multiplied, which takes one scale a tensor, the same on all
     ranks; each rank keeps its part in fp32.
 
@@ -30,7 +30,7 @@ def use_fp8(model: Decoder, recipe: str, device: torch.device, gathers: bool = F
         convert_to_float8_training,
     )
 
-    need_fp8(device, recipe)
+    need_fp8(device, fp8)
 
     def fits(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear) or name.endswith("router"):  # it compares its scores
@@ -40,10 +40,10 @@ def use_fp8(model: Decoder, recipe: str, device: torch.device, gathers: bool = F
     linear = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
     if not any(fits(module, "") for module in linear):
         raise ConfigError(
-            f"train.fp8 = {recipe}: no projection has both sizes a multiple of {FP8_MATRIX_TILE}, "
+            f"train.fp8 = {fp8}: no projection has both sizes a multiple of {FP8_MATRIX_TILE}, "
             "which the kernels need; give such a model.dim and model.ffn_dim, or --train.fp8=none"
         )
-    config: Any = Float8LinearConfig.from_recipe_name(recipe)
+    config: Any = Float8LinearConfig.from_recipe_name(fp8.split("_")[0])
     config = replace(config, enable_fsdp_float8_all_gather=gathers)
     for block in model.blocks:
         convert_to_float8_training(block, config=config, module_filter_fn=fits)
@@ -63,13 +63,13 @@ def _compute_scales(model: nn.Module, _: Any) -> None:
         precompute_float8_dynamic_scale_for_fsdp(model)
 
 
-def need_fp8(device: torch.device, recipe: str) -> None:
+def need_fp8(device: torch.device, fp8: str) -> None:
     """Raise ConfigError if the device has no product of 8-bit floats."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY:
         return
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     raise ConfigError(
-        f"train.fp8 = {recipe}: {name} does not multiply 8-bit floats; use a GPU of compute "
+        f"train.fp8 = {fp8}: {name} does not multiply 8-bit floats; use a GPU of compute "
         f"capability {'.'.join(map(str, LEAST_CAPABILITY))} or higher (Ada, Hopper, Blackwell), or "
         "--train.fp8=none"
     )

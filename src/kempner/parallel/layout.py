@@ -79,10 +79,11 @@ def axis_sizes(cfg: DistributedConfig, world_size: int, per_node: int) -> Axes:
         request_text = " x ".join(f"{name} {size}" for name, size, _ in axis_list)
         others = " x ".join(name for name, *_ in axis_list if name != "dp_shard")
         raise ConfigError(
-            f"distributed: {request_text}{group} does not make the world of {world_size} ranks "
+            f"distributed: {request_text}{group} does not make the world of {world_size} "
+            f"rank{'s' * (world_size > 1)} "
             f"({' x '.join(size_there for *_, size_there in axis_list)} = {product}); choose "
             f"sizes whose product is {world_size}, or dp_shard=-1 with a {others} that divides "
-            f"{world_size}, or start {product} tasks"
+            f"{world_size}, or start {product} task{'s' * (product > 1)}"
         )
     if shard * cfg.cp % cfg.ep:
         raise ConfigError(

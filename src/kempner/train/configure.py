@@ -99,7 +99,9 @@ def configure(
     if flags["check"] or not (only or "KEMPNER_ATTEMPT_ID" in os.environ or discover_world().rank):
         print_warnings(cfg)  # once: the scripts have called --check
     if flags["check"]:
-        warn_of_job(cfg, flags)
+        from kempner.train.resilience.save_notes import warn_of_job
+
+        warn_of_job(cfg, world_of_flags(flags) if flags["nodes"] else None, count_replicas)
     if only:
         run_program(lambda _: print(to_toml(cfg), end=""))
     set_allocator()
@@ -129,6 +131,10 @@ def check_config(
     if wrong := [t for each in used if (t := each.program_problem(cfg, type(each) is program))]:
         return wrong
     problems = check_inputs(cfg, 0 if only else discover_world().rank, only)
+    if cfg.train.fp8 != "none" or cfg.train.attention != "auto":
+        from kempner.train import levers
+
+        problems += levers.package_problems(cfg) if not only or levers.on_a_node() else []
     if only and cfg.train.compile:
         from kempner.jobs.system import compiler
 
@@ -140,23 +146,6 @@ def check_config(
         world = discover_world()
         problems += check_world(cfg, world.size * world.replicas, world.per_node)
     return problems
-
-
-def warn_of_job(cfg: RunConfig, flags: Mapping[str, Any]) -> None:
-    """Warn of what the nodes of the job may lack, as far as this host tells."""
-    if cfg.checkpoint.save and flags["nodes"] is not None:
-        from kempner.train.resilience.save_notes import print_notes
-
-        world_size, per_node = world_of_flags(flags)
-        print_notes(cfg, world_size, count_replicas(cfg, world_size, per_node), per_node)
-    if cfg.train.compile:
-        from kempner.jobs.system import compiler
-
-        compiler.warn_of_nodes(cfg.distributed.device)
-    if cfg.distributed.device != "cpu":
-        from kempner.jobs.gpu import driver
-
-        driver.compare_with_torch()
 
 
 def world_of_flags(flags: Mapping[str, Any]) -> tuple[int, int]:
@@ -221,6 +210,8 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
     from kempner.parallel.layout import axis_sizes
 
     problems: list[str] = []
+    if world_size == 1 and "symm_mem" in cfg.distributed.overlap:
+        problems.append("distributed.overlap: symm_mem needs more ranks than one; leave it out")
     data_ranks = world_size  # the batch is checked all the same when the axes do not fit
     try:
         replicas = count_replicas(cfg, world_size, per_node)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib.machinery import PathFinder
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from kempner.jobs.ranks.own_device import gpu_on_the_bus
 
 if TYPE_CHECKING:
     from kempner.train.sections import RunConfig
@@ -55,9 +59,34 @@ def _attention_problems(cfg: RunConfig) -> list[str]:
         "train.dtype = fp32: it takes bf16": cfg.train.dtype == "fp32",
         "train.deterministic: the order of its sums is its own": cfg.train.deterministic,
     }
-    found += [f"{setting} with {why}; leave it at auto" for why, is_on in others.items() if is_on]
-    why = flash_problem(kernel)
-    return found + ([f"{setting}: {why}, or leave it at auto"] if why else [])
+    return found + [
+        f"{setting} with {why}; leave it at auto" for why, is_on in others.items() if is_on
+    ]
+
+
+def package_problems(cfg: RunConfig) -> list[str]:
+    """List the packages that the options need and this Python lacks, with the way out. A host that
+    only plans or checks needs none: on_a_node()."""
+    found, kernel = [], cfg.train.attention
+    if kernel in FLASH_PACKAGES and (why := flash_problem(kernel)):
+        found.append(f"train.attention = {kernel}: {why}, or leave it at auto")
+    if cfg.train.fp8 != "none" and find_spec("torchao") is None:
+        found.append(
+            f"train.fp8 = {cfg.train.fp8}: the package torchao is not installed; run "
+            ".venv/bin/pip install -c constraints.txt -e '.[fp8]', or leave train.fp8 = none"
+        )
+    return found
+
+
+def warn_of_packages(cfg: RunConfig) -> None:
+    """Warn of packages that the nodes of a job may lack; the check has looked if this is one."""
+    for text in [] if on_a_node() else package_problems(cfg):
+        print(f"warning: {text}; the nodes of a job may have what this host lacks", file=sys.stderr)
+
+
+def on_a_node() -> bool:
+    """Return whether this host is one of those that train, not a login node."""
+    return bool(gpu_on_the_bus()) or "SLURMD_NODENAME" in os.environ
 
 
 def flash_problem(kernel: str) -> str | None:
@@ -123,21 +152,24 @@ def _overlap_problems(cfg: RunConfig) -> list[str]:
     axes, on_cpu = cfg.distributed, cfg.distributed.device == "cpu"
     needs = {
         "tp": {
-            "distributed.tp over 1: there are no such messages": axes.tp > 1,
-            "train.compile: the compiler cuts the products": cfg.train.compile,
-            "a GPU, and distributed.device is cpu": not on_cpu,
+            "distributed.tp over 1, whose messages it hides; give --distributed.tp=2": axes.tp > 1,
+            "the compiler, which cuts the products; give --train.compile": cfg.train.compile,
+            "a GPU, and distributed.device is cpu; give --distributed.device=cuda": not on_cpu,
         },
         "symm_mem": {
-            "a GPU, and distributed.device is cpu": not on_cpu,
-            "one user of symmetric memory, and tp is the other": "tp" not in axes.overlap,
-            "weights on the GPU, not fsdp_cpu_offload": not axes.fsdp_cpu_offload,
+            "a GPU, and distributed.device is cpu; give --distributed.device=cuda": not on_cpu,
+            "all of symmetric memory, which tp uses, too; leave tp out": "tp" not in axes.overlap,
+            "weights on the GPU; give --no-distributed.fsdp_cpu_offload": not axes.fsdp_cpu_offload,
         },
     }
-    watched = cfg.resilience.replay_every
-    needs["symm_mem"]["no resilience.replay_every, which looks at FSDP's messages"] = not watched
-    return [
-        f"distributed.overlap: {name} needs {what}; add that, or leave {name} out"
-        for name in axes.overlap
+    if cfg.resilience.replay_every:
+        needs["symm_mem"]["resilience.replay_every unset: that looks at FSDP's messages"] = False
+    names = dict.fromkeys(axes.overlap)
+    twice = [name for name in names if axes.overlap.count(name) > 1]
+    found = [f"distributed.overlap: {name} is there twice; write it once" for name in twice]
+    return found + [
+        f"distributed.overlap: {name} needs {what}, or leave {name} out"
+        for name in names
         for what, there in needs.get(name, {}).items()
         if not there
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -198,11 +197,6 @@ class TrainConfig:
                 "train.offload_activations with train.compile_scope = model: activations leave "
                 "block by block; leave one of the two out"
             )
-        if self.fp8 != "none" and importlib.util.find_spec("torchao") is None:
-            problems.append(
-                f"train.fp8 = {self.fp8}: the package torchao is not installed; run "
-                ".venv/bin/pip install -c constraints.txt -e '.[fp8]', or leave train.fp8 = none"
-            )
         return problems
 
 
@@ -289,9 +283,8 @@ def micro_batch(cfg: TrainConfig, world_size: int, batch: int) -> int:
         near, key = max(unit, batch // unit * unit), "train.global_batch"
         if cfg.global_batch_tokens is not None:
             near, key = near * cfg.seq_len, "train.global_batch_tokens"
-        what = f"{world_size:,} ranks" + (
-            f" x micro_batch {cfg.micro_batch}" if cfg.micro_batch else ""
-        )
+        what = f"{world_size:,} rank{'s' * (world_size > 1)}"
+        what += f" x micro_batch {cfg.micro_batch}" if cfg.micro_batch else ""
         if ramp:
             raise ConfigError(
                 f"train.batch_ramp: {batch} sequences do not divide by {what} = {unit}; start and "

@@ -19,7 +19,7 @@ from kempner.extensions.planner.cost import (
     step_seconds,
 )
 from kempner.extensions.planner.gpus import GPUS
-from kempner.extensions.planner.memory import GIB, estimate_memory, optimizer_state
+from kempner.extensions.planner.memory import GIB, estimate_memory, memory_peaks, optimizer_state
 from kempner.extensions.planner.out_of_memory import memory_advice
 from kempner.extensions.planner.search import best_candidates, changed_by, lever_changes
 from kempner.model.decoder import Decoder
@@ -225,6 +225,29 @@ def test_what_fp8_saves() -> None:
     assert parts(fp8, *experts)["products"] > 0.8 * parts(*experts)["products"]
 
 
+def test_gathers_in_8_bits_are_half_the_bytes() -> None:
+    """Of the matrices that are multiplied so; embedding, output and norms are not."""
+
+    def planned(fp8: str) -> tuple[float, float, float, float]:
+        cfg = load_config([SEVEN], [f"--train.fp8={fp8}"])
+        gathers = network_bytes(cfg, 16, 8)
+        memory = {each.moment: each for each in memory_peaks(cfg, 16, 8, True)}
+        kept = memory["backward pass of the last block"].parts["gathered weights"]
+        time = step_seconds(cfg, 16, 8, GPUS["H100"])
+        return gathers[0].size, gathers[1].size, kept, time.parts["copies"]
+
+    first, again, kept, copies = planned("tensorwise")
+    eight_first, eight_again, eight_kept, eight_copies = planned("tensorwise_gather")
+    tables = 2 * 32000 * 4096 / 6_738_415_616
+    expected = pytest.approx(0.5 + 0.5 * tables, rel=1e-3)
+    assert eight_first / first == expected == eight_again / again
+    assert eight_kept / kept == pytest.approx(0.5, rel=1e-3)
+    assert eight_copies < copies
+    alone = load_config([SEVEN], ["--train.fp8=tensorwise_gather"])
+    same = load_config([SEVEN], ["--train.fp8=tensorwise"])
+    assert estimate_memory(alone, 1, 1) == estimate_memory(same, 1, 1)
+
+
 def test_what_it_proposes_fits_is_accepted_and_is_faster() -> None:
     cfg = load_config([SEVEN], [])
     found = best_candidates(cfg, 16, 8, GPUS["H100"], check_world)
@@ -307,6 +330,17 @@ def test_plan_prints_the_parts_and_the_overrides() -> None:
     )
     assert wrong.returncode == 2 and "--fabric=ib-900: is not known; give one of" in wrong.stderr
     assert "give one of A100, " in wrong.stderr and "--train.max_steps?" in wrong.stderr
+
+
+def test_planning_needs_neither_data_nor_packages_nor_a_file() -> None:
+    packages = ("--train.attention=fa3", "--train.fp8=tensorwise_gather")
+    done = command("scripts/plan.py", "--model.dim=256", "--gpus-per-node=1", *packages)
+    assert done.returncode == 0 and "parameters on 1 node x 1 H100" in done.stdout, done.stderr
+    fabric = command("scripts/plan.py", SEVEN, "--fabric=ib-400", "--data.dataset_path=")
+    assert fabric.returncode == 2 and fabric.stderr.count("error:") == 1
+    assert "--fabric=ib-400: is the network between nodes, and --nodes is 1" in fabric.stderr
+    (few,) = check_world(load_config([SEVEN], ["--distributed.tp=2"]), 1, 1)
+    assert "the world of 1 rank (" in few
 
 
 def test_70b_is_built_as_one_of_1024_ranks() -> None:

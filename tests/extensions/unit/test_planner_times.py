@@ -26,6 +26,7 @@ from kempner.extensions.planner.gpus import FABRICS, GPUS, near_seconds
 from kempner.extensions.planner.launches import EAGER_KERNELS
 from kempner.extensions.planner.spread import ESTIMATE_SPREAD
 from kempner.extensions.tune.verified import Entry, measured_by
+from kempner.jobs.system.front_door import exit_code
 from kempner.model.decoder import Decoder
 from kempner.train.configure import load_config
 from tests.conftest import ROOT
@@ -229,3 +230,29 @@ def test_cards_beside_the_estimates(tmp_path: Path, capsys: pytest.CaptureFixtur
     speed, memory = (int(word[:-1]) for word in twice.split() if word.endswith("%"))
     assert 60 < speed < 150 and -60 < memory < -40
     assert problem.startswith("7b-twice: memory_gib = 120.0: the planner says ")
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--published", "extra"], "unrecognized arguments: extra"),
+        (["--variants", "nonsense"], '"nonsense": unexpected argument'),
+        (["--variants=--train.micro_batch=x"], "--train.micro_batch=x: must be an int"),
+        (["--variants= 'half"], "No closing quotation"),
+        (["one", "nothing.toml"], "nothing.toml: no such file"),
+    ],
+)
+def test_wrong_words_of_the_benchmark(
+    words: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(planner.main, words, "planner") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("planner: error: ") and error in said and said.count("error:") == 1
+
+
+def test_the_verified_figures_are_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(planner.main, ["--verified"], "planner") == 0
+    assert "7b-h100" in capsys.readouterr().out

@@ -7,7 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
+from kempner.train.recording.config import ProfileConfig
+from kempner.train.recording.profiling import Profiler
 from tests.conftest import ROOT
 
 TASK = ROOT / "scripts/slurm/lib/task.sh"
@@ -40,3 +43,35 @@ def test_a_node_without_it(tmp_path: Path) -> None:
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.stdout.splitlines()[-1] == "done"
     assert "KEMPNER_NSYS=0: " in done.stderr and "has no nsys" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks", "word"),
+    [("-1", "must be numbers of ranks"), ("3-1", "must be"), ("a", "must be"), ("08", "must be"),
+     ("0,", "must be"), ("0,9", "WARNING: KEMPNER_NSYS=0,9: there is no rank 9 of 8")],
+)  # fmt: skip
+def test_ranks_that_are_none(tmp_path: Path, ranks: str, word: str) -> None:
+    script = f'source "{ROOT}/scripts/slurm/lib/all.sh"; kp_check_settings; KP_NODES=2 KP_TASKS=4'
+    done = subprocess.run(
+        ["bash", "-c", f"set -euo pipefail; {script}; kp_nsys"],
+        env={"PATH": "/usr/bin:/bin", "KEMPNER_NSYS": ranks, "KP_RUN_DIR": str(tmp_path)},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == (0 if "WARNING" in word else 2), done
+    assert word in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("in_job", [True, False])
+def test_outside_of_a_job_the_run_says_that_it_has_no_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_job: bool
+) -> None:
+    monkeypatch.setenv("KEMPNER_NSYS", "0")
+    monkeypatch.setenv("KP_RUN_DIR", str(tmp_path))  # singlenode.sh exports it everywhere
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    if in_job:
+        monkeypatch.setenv("SLURM_PROCID", "0")
+    said: list[str] = []
+    Profiler(ProfileConfig(), tmp_path, 0, torch.device("cpu"), said.append)
+    assert [text.startswith("KEMPNER_NSYS=0: has no effect") for text in said] == [True] * (
+        not in_job
+    )

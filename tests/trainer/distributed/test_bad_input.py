@@ -91,7 +91,7 @@ WORDS = {
     "no-choice": ("--train.dtype=fp8", 'one of "auto", "bf16", "fp32"'),
     "missing-file": ("configs/train/debgu.toml", "did you mean configs/train/debug.toml?"),
     "recompute": ("--train.recompute_every=2", "none chooses no blocks; set it to selective"),
-    "island": ("--distributed.reshard_island=2", "must divide the 1 ranks that share one copy"),
+    "island": ("--distributed.reshard_island=2", "must divide dp_shard x cp = 1, the ranks"),
     "head-width": ("--model.dim=65", "must be a multiple of n_heads = 4"),
     "sequence": ("--train.seq_len=512", "model.max_seq_len = 256"),
 }
@@ -188,7 +188,7 @@ def test_a_token_that_the_sidecar_does_not_know(
 # --- Ranks and batches --------------------------------------------------------------------------
 
 WORLDS = {
-    "shard": (("--distributed.dp_shard=4",), "1 x 4 = 4", "world of 1 ranks"),
+    "shard": (("--distributed.dp_shard=4",), "1 x 4 = 4", "world of 1 rank "),
     "replicate": (("--distributed.dp_replicate=3",), "3 x 1 = 3", "or start 3 tasks"),
     "pipeline": (
         ("--distributed.pp=2", "--train.micro_batch=1"), "2 x 1 x 1 = 2", "or start 2 tasks"

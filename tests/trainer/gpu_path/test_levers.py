@@ -19,8 +19,9 @@ from kempner.parallel.config import DistributedConfig
 from kempner.parallel.layout import build_layout
 from kempner.parallel.overlap import FSDP_SWITCHES
 from kempner.train import levers
-from kempner.train.configure import load_config
+from kempner.train.configure import check_config, check_world, count_replicas, load_config
 from kempner.train.levers import SPEED_LEVERS, flash_problem
+from kempner.train.resilience.save_notes import warn_of_job
 from kempner.train.sections import RunConfig
 from tests import zygote
 from tests.conftest import ROOT, clean_env
@@ -99,16 +100,15 @@ def test_what_this_torch_or_device_lacks(
 
 
 REFUSED = {
-    "attention=fa3": "train.attention = fa3: its package, which has flash_attn_interface, is not",
-    "attention=fa4": "is not installed; run .venv/bin/pip install -c constraints.txt -e '.[flash]'",
     "attention=fa3 deterministic": "with train.deterministic: the order of its sums is its own;",
     "attention=fa3 dtype=fp32": "with train.dtype = fp32: it takes bf16; leave it at auto",
     "attention=fa3 device=cpu": "with distributed.device = cpu: it is for GPUs; leave it at auto",
-    "overlap=['tp'] tp=2": "overlap: tp needs train.compile: the compiler cuts the products; add",
-    "overlap=['tp'] compile": "overlap: tp needs distributed.tp over 1: there are no such messages",
-    "overlap=['tp'] tp=2 compile device=cpu": "tp needs a GPU, and distributed.device is cpu; add",
+    "overlap=['tp'] tp=2": "overlap: tp needs the compiler, which cuts the products; give --t",
+    "overlap=['tp'] compile": "overlap: tp needs distributed.tp over 1, whose messages it hides; g",
+    "overlap=['tp'] tp=2 compile device=cpu": "tp needs a GPU, and distributed.device is cpu; give",
+    "overlap=['reduce','reduce']": "distributed.overlap: reduce is there twice; write it once",
     "overlap=['symm_mem'] device=cpu": "symm_mem needs a GPU, and distributed.device is cpu",
-    "overlap=['tp','symm_mem'] tp=2 compile": "symm_mem needs one user of symmetric memory",
+    "overlap=['tp','symm_mem'] tp=2 compile": "symm_mem needs all of symmetric memory, w",
     "fp8=tensorwise_gather tp=2": "tensorwise_gather: not built for distributed.tp = 2; leave that",
     "fp8=tensorwise_gather weights=bf16 dtype=bf16": "not built for train.weights = bf16; leave",
 }
@@ -124,6 +124,43 @@ def test_what_cannot_work_is_refused_before_a_gpu_is_used(words: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config([], [*WORDS, *given])
     assert any(REFUSED[words] in problem for problem in error.value.problems), str(error.value)
+
+
+def test_messages_of_one_rank_alone_are_refused() -> None:
+    cfg = load_config([], [*WORDS, "--distributed.overlap=['symm_mem']"])
+    (problem,) = check_world(cfg, 1, 1)
+    assert problem.startswith("distributed.overlap: symm_mem needs more ranks than one")
+    assert not check_world(cfg, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("fa3", "train.attention = fa3: its package, which has flash_attn_interface, is not"),
+        ("fa4", "is not installed; run .venv/bin/pip install -c constraints.txt -e '.[flash]'"),
+    ],
+)
+def test_a_package_is_needed_where_the_run_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str, text: str
+) -> None:
+    """Not on a login node, where --check warns; in a job the batch script's --check refuses."""
+    words = ["--data.dataset_path=fake:", f"--train.attention={word}"]
+    check = {"check": True, "build": False, "nodes": None, "gpus-per-node": None}
+    monkeypatch.setattr(levers, "find_spec", lambda _: None)
+    monkeypatch.setattr(levers, "gpu_on_the_bus", lambda: False)
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    cfg = load_config([], words)
+    assert not check_config(cfg, check)
+    warn_of_job(cfg, None, count_replicas)
+    assert (
+        "; the nodes of a job may have what this host lacks" in (said := capsys.readouterr().err)
+        and text in said
+    )
+    monkeypatch.setenv("SLURMD_NODENAME", "node1")
+    (problem,) = check_config(cfg, check)
+    assert text in problem
+    monkeypatch.delenv("SLURMD_NODENAME")
+    assert any(text in each for each in check_config(cfg, {**check, "check": False}))
 
 
 def test_a_package_is_found_without_importing_it(

@@ -29,6 +29,7 @@ from kempner.parallel.build import build_model
 from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.parallel.layout import Axes, build_layout
 from kempner.train.checks import combination_problems
+from kempner.train.levers import package_problems
 from kempner.train.resilience.straggler import BlockClock
 from kempner.train.sections import RunConfig, TrainConfig
 
@@ -221,8 +222,11 @@ def test_fp8_is_refused_where_nothing_multiplies_it(monkeypatch: pytest.MonkeyPa
     gpu = SimpleNamespace(type="cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
-    with pytest.raises(ConfigError, match=r"NVIDIA A100 does not .* capability 8\.9 or higher"):
-        fp8.need_fp8(gpu, "rowwise")  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"NVIDIA A100 does not .* capability 8\.9 or higher"
+    ) as no:
+        fp8.need_fp8(gpu, "tensorwise_gather")  # type: ignore[arg-type]
+    assert str(no.value).startswith("train.fp8 = tensorwise_gather: ")  # as the user wrote it
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     fp8.need_fp8(gpu, "rowwise")  # type: ignore[arg-type]
     with torch.device("meta"):
@@ -271,8 +275,10 @@ def test_what_cannot_be_combined_is_refused(cfg: Any, word: str) -> None:
 
 
 def test_fp8_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    (problem,) = replace(PLAIN, fp8="rowwise").problems()
+    monkeypatch.setattr("kempner.train.levers.find_spec", lambda _: None)
+    cfg = RunConfig(train=replace(PLAIN, fp8="rowwise"))
+    assert not cfg.train.problems()  # it may be planned without
+    (problem,) = package_problems(cfg)
     assert "torchao is not installed; run" in problem and "[fp8]" in problem
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,7 +95,11 @@ ESTIMATES = {"none": 10.0, "selective": 8.0, "full/4": 7.0, "full/2": 6.0, "full
 
 
 def choice_of(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, limit: str, peaks: dict[str, float]
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    limit: str,
+    peaks: dict[str, float],
+    say: Callable[[str], None] = lambda _: None,
 ) -> tuple[str, list[str]]:
     """The choice, and the trials before it. `peaks`: GiB that a trial needs; without one, it is out
     of memory."""
@@ -122,7 +127,7 @@ def choice_of(
     monkeypatch.setattr(room.lookup, "recompute_choices", choices)
     monkeypatch.setenv(room.MEMORY_VARIABLE, limit)
     world = SimpleNamespace(rank=0, size=1, per_node=1)
-    run: Any = SimpleNamespace(dir=folder, world=world, log=lambda _: None, announce=lambda _: None)
+    run: Any = SimpleNamespace(dir=folder, world=world, log=lambda _: None, announce=say)
     cfg = load_config_files(RunConfig, [], [*SHAPE, "--train.recompute=auto"])
     layout: Any = None
     return names(room.choose_recompute(cfg, run, layout, torch.device("cpu"))), trials
@@ -155,6 +160,20 @@ def test_what_is_tried_and_chosen(
     assert choice_of(monkeypatch, tmp_path, limit, peaks) == (expected, trials)
     assert json.loads((tmp_path / room.CHOICE_FILE).read_text())["gpu"] == "CPU"
     assert choice_of(monkeypatch, tmp_path, limit, {}) == (expected, []), "a later start"
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(("limit", "warned"), [("3.5", True), ("4.5", False)])
+def test_what_cannot_fit_by_the_estimate_is_said_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, warned: bool
+) -> None:
+    said: list[str] = []
+    choice_of(monkeypatch, tmp_path, limit, {"full": 3.0}, said.append)
+    text = (
+        "warning: train.recompute = auto: full needs 4.00 GiB by the estimate, and a rank has 3.50"
+    )
+    assert said[0].startswith(text) == warned
+    assert ("--train.offload_activations=2 or more GPUs" in said[0]) == warned
 
 
 @pytest.mark.usefixtures("one_process")

@@ -20,6 +20,8 @@ from kempner.checkpoint.timer import (
     open_timer,
     young_interval,
 )
+from kempner.config.option import ConfigError
+from kempner.train.configure import load_config
 from kempner.train.resilience.requests import (
     ASKS_TIMED_SAVE,
     REQUEST_FLAGS,
@@ -100,7 +102,7 @@ def test_durations(interval: str, seconds: float) -> None:
     assert CheckpointConfig(interval=interval, powers_of_two=True).is_due(512)
 
 
-@pytest.mark.parametrize("interval", ["20", "20mim", "0s", "-1h", "Auto", "1h30", ""])
+@pytest.mark.parametrize("interval", ["20mim", "0s", "-1h", "Auto", "1h30", ""])
 def test_what_is_no_interval_is_refused(interval: str) -> None:
     (problem,) = CheckpointConfig(interval=interval).problems()
     assert "must be a number of steps" in problem and "write 500, 20min or auto" in problem
@@ -115,3 +117,26 @@ def test_any_request_goes_before_a_save_that_is_due() -> None:
     assert requested_verdict(none, SAVE_DUE) == SAVE_DUE
     assert requested_verdict({**due, REQUEST_FLAGS[2]: 1.0}).state == "stopped"
     assert not SaveTimer(1e9).is_due()
+
+
+@pytest.mark.parametrize(
+    ("interval", "fix"),
+    [
+        ("\u0665min", "write 500, 20min or auto"),  # digits, but not those of a file
+        ("99999999999999999999h", "up to 366 d"),
+        ("367d", "up to 366 d"),
+        ("0s", "a time above 0"),
+        ("500", "write 500, without quotes"),
+        ("\u0665\u0660", "write 500, 20min or auto"),
+    ],
+)
+def test_an_interval_that_is_none(interval: str, fix: str) -> None:
+    (problem,) = CheckpointConfig(interval=interval).problems()
+    assert problem.startswith("checkpoint.interval = ") and fix in problem
+
+
+def test_intervals_have_a_limit() -> None:
+    assert not CheckpointConfig(interval="366d").problems()
+    assert CheckpointConfig(interval="1.5 h").seconds == 5400
+    with pytest.raises(ConfigError, match="from 0 to 1000000000"):
+        load_config([], ["--data.dataset_path=fake:", f"--checkpoint.interval={10**16}"])

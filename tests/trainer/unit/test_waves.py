@@ -115,6 +115,42 @@ def test_a_save_waits_for_the_one_before_and_says_so(
     assert "waited" in said[0] and "take longer than checkpoint.interval" in said[0]
 
 
+def test_the_slowest_rank_counts_and_rank_0_says_that_others_save_in_waves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in the reduction that a save has anyway."""
+    job, lines = Job(tmp_path), list[dict[str, Any]]()
+    run: Any = SimpleNamespace(
+        cfg=SimpleNamespace(checkpoint=CheckpointConfig(interval=1)), announce=print
+    )
+    recorder: Any = SimpleNamespace(clock=Clock(), write=lines.append)
+    saves = Saves(run, job.checkpointer, recorder, contextlib.nullcontext)
+    ranks, calls = job.checkpointer.ranks, list[int]()
+    on_all, others = ranks.on_all, [(0, 1), (2_000_000, 1), (0, 3), (0, 3)]
+
+    def beside(act: Any, most: Any) -> Any:
+        result = on_all(act, most)
+        calls.append(len(most))
+        most[:] = map(max, most, others[len(calls) - 1])
+        return result
+
+    monkeypatch.setattr(ranks, "on_all", beside)
+    for step in (1, 2, 3, 4):
+        job.train()
+        saves.after_step(step, 0.01)
+        saves.save(Progress(step=step))
+        job.checkpointer.wait()
+    saves.see()
+    assert calls == [2] * 4
+    first, second, third, last = lines
+    assert first["save_stall"] < 1 and second["save_stall"] == pytest.approx(2, abs=0.1)
+    assert third["save_drain"] == 0.0 and last["save_step_mean"] is None
+    assert [line["saved_step"] for line in lines] == [1, 2, 3, 4]
+    said = [line for line in job.log if "waves" in line]
+    assert len(said) == 1 and "on some ranks the memory is too small" in said[0]
+    job.checkpointer.close()
+
+
 V2 = {"memory.max": "{limit}", "memory.current": "{used}", "memory.stat": "{cached}"}
 V1 = {
     "memory.limit_in_bytes": "{limit}",
@@ -152,4 +188,14 @@ def test_the_memory_is_that_of_the_job(
     assert host_memory.available_memory() == 100_000
     assert host_memory.job_memory() == 200_000
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    status = tmp_path / "status"
+    monkeypatch.setattr(host_memory, "OWN_STATUS", status)
+    status.write_text("Name:\ta: b\nVmHWM:\t  100 kB\nVmRSS:\t  100 kB\n")
     assert host_memory.memory_of_rank() == 80_000
+    # What a step takes and returns comes again while a save is written.
+    status.write_text("VmHWM:\t  150 kB\nVmRSS:\t  100 kB\n")
+    assert host_memory.memory_of_rank() == 80_000 - 50 * 1024
+    status.write_text("VmHWM:\t  200 kB\nVmRSS:\t  100 kB\n")
+    assert host_memory.memory_of_rank() == 0
+    monkeypatch.setattr(host_memory, "OWN_STATUS", Path("/proc/self/status"))
+    assert host_memory.peak_above_now() >= 0

@@ -82,3 +82,11 @@ class WavedImage(Image):
             first, last = ((at - slot.data) // width for at in (low, high))
             source = self._state[slot.key].reshape(-1)[first:last]
             piece[low - start : high - start].view(slot.dtype).copy_(source)
+
+
+def warning_of_waves(waves: int) -> str:
+    """Return what rank 0 says, whose own file may fit."""
+    return (
+        "WARNING: on some ranks the memory is too small for the checkpoint, which is saved in up "
+        f"to {waves} waves: the steps wait for the whole save; the logs of these ranks have more"
+    )

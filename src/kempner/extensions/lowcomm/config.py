@@ -108,7 +108,8 @@ class LowcommConfig:
         of = f" x {per_node} ranks a node = {ranks}" if name == "nodes_per_replica" else ""
         if rest or not replicas:
             raise ConfigError(
-                f"lowcomm.{name} = {size}{of}: must divide the world of {world_size} ranks; give "
+                f"lowcomm.{name} = {size}{of}: must divide the world of {world_size} "
+                f"rank{'s' * (world_size > 1)}; give "
                 "another number, or start as many tasks"
             )
         inner = world_size // replicas

@@ -35,7 +35,9 @@ def build_without_memory(cfg: RunConfig, world_size: int, per_node: int) -> str:
         build_optimizer(model, cfg.optimizer)
     except (ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ConfigError(f"the model cannot be built for {world_size} ranks: {what}") from error
+        raise ConfigError(
+            f"the model cannot be built for {world_size} rank{'s' * (world_size > 1)}: {what}"
+        ) from error
     finally:
         dist.destroy_process_group()
     parameters = sum(

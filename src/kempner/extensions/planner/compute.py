@@ -17,12 +17,13 @@ from kempner.extensions.planner.memory import (
     FP32,
     budget_share,
     forward_rows,
+    fp8_gathered,
+    fp8_matrices,
     loss_rows,
     weight_bytes,
     whole_model,
 )
 from kempner.parallel.layout import Axes, is_alone
-from kempner.train.levers import FP8_TILE
 from kempner.train.sections import BUDGETS, RunConfig
 
 PRODUCT_HALF = 400.0  # side of a product that has half of the share of the largest
@@ -106,24 +107,6 @@ def expert_weights(cfg: RunConfig) -> float:
     if not model.n_experts:
         return 0.0
     return len(model.mixtures) * model.experts_per_token * 3.0 * model.dim * model.ffn_dim
-
-
-def fp8_matrices(cfg: RunConfig, axes: Axes) -> list[tuple[int, int, int]]:
-    """Width in, width out and number of the matrices that train.fp8 multiplies in 8-bit floats:
-    those of the blocks, but experts, routers, and what has a part with sizes that are not multiples
-    of 16 (parallel/fp8.py)."""
-    if cfg.train.fp8 == "none":
-        return []
-    model, mixtures = cfg.model, len(cfg.model.mixtures)
-    head, dense = model.resolved_head_dim, model.n_layers - mixtures
-    shapes = [
-        (model.dim, model.n_heads * head, 2 * model.n_layers),
-        (model.dim, model.kv_heads * head, 2 * model.n_layers),
-        (model.dim, model.dense_width, 3 * dense),
-        (model.dim, model.ffn_dim * model.shared_experts, 3 * mixtures),
-    ]
-    tile = FP8_TILE
-    return [shape for shape in shapes if shape[0] % tile == 0 and shape[1] // axes.tp % tile == 0]
 
 
 def fp8_casts(cfg: RunConfig, axes: Axes, tokens: float) -> float:
@@ -218,6 +201,7 @@ def weight_copy_bytes(cfg: RunConfig, axes: Axes, passes: float) -> float:
         each = 0.0 if cfg.lora.rank else copies + 10 * passes - 4
         return each * whole_model(cfg, axes)
     gather, reduce = 4 + 6 / n, 6 + 20 / n
+    gather -= (2 + 1 / n) * fp8_gathered(cfg, axes) / whole_model(cfg, axes)  # half the bytes
     often = 1.0 if how.sync_once or not how.reshard_after_forward else 2.0
     gathers = passes * often * gather
     if how.sync_once:

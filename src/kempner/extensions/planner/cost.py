@@ -20,6 +20,7 @@ from kempner.extensions.planner.memory import (
     block_activation_bytes,
     compute_bytes,
     forward_rows,
+    fp8_gathered,
     one_replica,
     outer_state,
     raw_numbers,
@@ -91,15 +92,16 @@ def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traff
     n, traffic = axes.shard * axes.cp, []
     # FSDP shards an expert over the ranks that have the same experts.
     volume = others * (n - 1) / n + experts / ep * (1 - ep / n)
+    less = (1 - 1 / compute) * fp8_gathered(cfg, axes)  # in elements: 8-bit floats are sent
     group, units = Group.of(n, axes.tp, per_node), model.n_layers / axes.pp + 1
     how, frozen = cfg.distributed, cfg.lora.rank > 0
     if n > 1:
         once, keeps_weights = how.sync_once, how.sync_once or not how.reshard_after_forward
         often = 1 if once else passes
-        gathers = (often * compute * volume, True, often * units)
+        gathers = (often * compute * (volume - less * (n - 1) / n), True, often * units)
         traffic.append(group.traffic("FSDP: weights, gathered for the forward pass", *gathers))
         if (island := how.reshard_island) is not None:
-            size = passes * compute * others * (island - 1) / island
+            size = passes * compute * (others - less) * (island - 1) / island
             near = Group.of(island, axes.tp, per_node)
             again = near.traffic("FSDP: weights, gathered in an island", size, True, passes * units)
             traffic.append(again)

@@ -13,6 +13,7 @@ from kempner.checkpoint import size
 from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.parallel.layout import Axes, axis_sizes, is_alone
 from kempner.train import lookup
+from kempner.train.levers import FP8_TILE
 from kempner.train.sections import BUDGETS, RunConfig, micro_batch
 
 GIB = 2.0**30
@@ -193,12 +194,15 @@ class Gathered:
         root = table  # an embedding of its own is freed before the output layer is gathered
         block = max(kept_of_blocks(cfg, axes))
         reduce = 0 if cfg.lora.rank else compute + FP32
-        blocks = block * (1 if axes.shard * axes.cp == 1 else 2)
+        # In elements of the compute dtype: an 8-bit float is a part of one.
+        less = (1 - 1 / compute) * fp8_gathered(cfg, axes)
+        at_work = block - less * axes.pp / model.n_layers
+        blocks = at_work * (1 if axes.shard * axes.cp == 1 else 2)
         stays = 0.0
         if how.sync_once or not how.reshard_after_forward:
-            stays = whole_model(cfg, axes) - table  # the embedding, too, where it is not tied
+            stays = whole_model(cfg, axes) - less - table  # the embedding, too, if it is not tied
         elif how.reshard_island is not None:
-            stays = whole_model(cfg, axes) / how.reshard_island
+            stays = (whole_model(cfg, axes) - less) / how.reshard_island
         return cls(
             root=compute * root,
             tied=compute * root * model.tie_embeddings,
@@ -228,6 +232,31 @@ def whole_model(cfg: RunConfig, axes: Axes) -> float:
     mixtures = len(model.mixtures)
     blocks = mixtures * with_experts + (model.n_layers - mixtures) * without
     return tables + blocks / axes.pp
+
+
+def fp8_matrices(cfg: RunConfig, axes: Axes) -> list[tuple[int, int, int]]:
+    """Width in, width out and number of the matrices that train.fp8 multiplies in 8-bit floats:
+    those of the blocks, but experts, routers, and what has a part with sizes that are not multiples
+    of 16 (parallel/fp8.py)."""
+    if cfg.train.fp8 == "none":
+        return []
+    model, mixtures = cfg.model, len(cfg.model.mixtures)
+    head, dense = model.resolved_head_dim, model.n_layers - mixtures
+    shapes = [
+        (model.dim, model.n_heads * head, 2 * model.n_layers),
+        (model.dim, model.kv_heads * head, 2 * model.n_layers),
+        (model.dim, model.dense_width, 3 * dense),
+        (model.dim, model.ffn_dim * model.shared_experts, 3 * mixtures),
+    ]
+    tile = FP8_TILE
+    return [shape for shape in shapes if shape[0] % tile == 0 and shape[1] // axes.tp % tile == 0]
+
+
+def fp8_gathered(cfg: RunConfig, axes: Axes) -> float:
+    """Number of a stage's elements that FSDP gathers as 8-bit floats."""
+    if not cfg.train.fp8.endswith("gather") or cfg.lora.rank or axes.shard * axes.cp == 1:
+        return 0.0
+    return sum(n * k * often for n, k, often in fp8_matrices(cfg, axes)) / axes.pp
 
 
 def kept_of_blocks(cfg: RunConfig, axes: Axes) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import shlex
 import sys
 import time
@@ -91,12 +92,27 @@ def configure_tune(command: Command) -> tuple[RunConfig, TuneOptions]:
             "measure it by rl.py --bench, or leave the section out"
         )
     refuse_others(cfg.run.dir, "run.dir", (Kind.STARTED,), OWN_DIRECTORY)
-    out = Path(flags["out"] or f"{cfg.run.dir}/tuned.toml")
-    refuse_other_file(out, "--out", (report.OVERLAY_SIGN,))
+    out = Path(flags["out"] or f"{cfg.run.dir}/tuned.toml").expanduser()
+    _refuse_out(out)
     trial = trial_of(command, {}, Path(cfg.run.dir, "tune/trials/0000"), 1, 1)
     if problems := check_config(trial.cfg, {**flags, **NO_BUILD}):
         raise ConfigError(dict.fromkeys(problems))
     return cfg, TuneOptions(60 * minutes, out, allow, bool(flags["record"]))
+
+
+def _refuse_out(out: Path) -> None:
+    """Raise ConfigError unless the file can be written at the end. Creates nothing."""
+    refuse_other_file(out, "--out", (report.OVERLAY_SIGN,))
+    there = next(path for path in out.absolute().parents if os.path.exists(path))
+    what = ""
+    if not there.is_dir():
+        what = f"{there} is not a directory"
+    elif not os.access(there, os.W_OK | os.X_OK) and "KP_UNMOUNTED" not in os.environ:
+        what = f"{there} is not writable"
+    elif out.exists() and not out.is_file():
+        what = "is not a regular file"
+    if what:
+        raise ConfigError(f"--out = {out}: {what}; name another file")
 
 
 def tune(command: Command, cfg: RunConfig, options: TuneOptions, stop: StopRequests) -> int:
@@ -167,7 +183,12 @@ def _lead(
         search.take(*result)
     if journal.results:
         _say(f"  {len(journal.results)} runs of an earlier start count; {left():.0f} s are left")
-    search.run()
+    try:
+        search.run()
+    except (ConfigError, OSError):  # a full disk: what was measured is kept
+        if search.trials:
+            _say(f"\n{report.tune_table(search)}")
+        raise
     journal.close()
     took = spent + time.monotonic() - began
     subject = TuneSubject(command, of_trials, Path(cfg.run.dir), options, world, facts)

@@ -1,6 +1,6 @@
 """Journal of a tune, RUN/tune/journal.jsonl: a line before each run of a candidate and one after
-it. Started again, a tune has the results that the journal has; a run without a result is repeated.
-No torch."""
+it. Started again, a tune has the results that the journal has; a run without a result is repeated,
+and one that the host has killed once more. No torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +26,34 @@ class TuneJournal:
         """Open it for this process alone. Raises ConfigError if another one has it."""
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = open(folder / "lock", "a")  # noqa: SIM115
+        lived = (folder / "lock").stat().st_mtime  # see beat()
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
                 f"{folder}: another tune.py works here; wait for it, or give another --run.dir"
             ) from None
-        path = folder / "journal.jsonl"
+        self._path = path = folder / "journal.jsonl"
         lines = read_jsonl(path)
         self._file, self._subject = LineFile(path), subject
         self.runs: int = sum(line.get("event") == "start" for line in lines)  # of all subjects
+        if lines and lines[-1].get("event") == "start":  # killed in a run
+            cut = {**lines[-1], "event": "cut", "wall": max(lived - lines[-1]["time"], 0.0)}
+            self._append(cut)
+            lines.append(cut)
         mine = [line for line in lines if line.get("of") == subject]
-        self.results: list[tuple[Overrides, int, Measurement]] = [
-            (line["overrides"], line["rung"], _measurement(line["measurement"]))
-            for line in mine
-            if line.get("event") == "result"
-        ]
-
-    @property
-    def spent(self) -> float:
-        """Seconds of all runs that came to their end."""
-        return sum(result.wall for *_, result in self.results)
+        self.results: list[tuple[Overrides, int, Measurement]] = []
+        self.spent: float = 0.0  # seconds of all runs, those that were cut off among them
+        killed = Counter[str]()
+        for line in mine:
+            self.spent += line.get("wall", 0.0)
+            if line.get("event") == "result":
+                result = _measurement(line["measurement"])
+                self.spent += result.wall
+                name = f"{line['overrides']}{line['rung']}"
+                killed[name] += result.killed
+                if not result.killed or (line["overrides"] and killed[name] > 1):
+                    self.results.append((line["overrides"], line["rung"], result))
 
     def start(self, overrides: Overrides, rung: int) -> int:
         """Note a run before it begins; returns its number."""
@@ -55,7 +63,17 @@ class TuneJournal:
 
     def end(self, overrides: Overrides, rung: int, result: Measurement) -> None:
         self._write("result", overrides, rung, measurement=dataclasses.asdict(result))
+        self.spent += result.wall
         self.results.append((overrides, rung, result))
+
+    def cut(self, overrides: Overrides, rung: int, wall: float) -> None:
+        """Note that a run was cut off after so many seconds."""
+        self.spent += wall
+        self._write("cut", overrides, rung, wall=wall)
+
+    def beat(self) -> None:
+        """Note that the run goes on: the time of it counts if this process is killed."""
+        os.utime(self._lock.fileno())
 
     def close(self) -> None:
         self._lock.close()
@@ -63,7 +81,14 @@ class TuneJournal:
     def _write(self, event: str, overrides: Overrides, rung: int, **more: Any) -> None:
         line = {"event": event, "of": self._subject, "run": self.runs, "overrides": overrides}
         line |= {"rung": rung, **more, "pid": os.getpid(), "time": time.time()}
-        self._file.write(json.dumps(line))
+        self._append(line)
+
+    def _append(self, line: dict[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps(line))
+        except OSError as error:
+            error.filename = str(self._path)  # a full disk comes without a name
+            raise
 
 
 def _measurement(values: dict[str, Any]) -> Measurement:

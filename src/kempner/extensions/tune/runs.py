@@ -4,6 +4,7 @@ directory, and run the same. No torch."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kempner.config.command_line import Command
+from kempner.config.option import ConfigError
 from kempner.config.values import to_text
 from kempner.extensions.bench.config import BenchConfig
 from kempner.extensions.bench.measure import bench_overrides, run_variant, why_failed
@@ -26,8 +28,10 @@ from kempner.extensions.tune.journal import TuneJournal
 from kempner.extensions.tune.search import OutOfTime
 from kempner.extensions.tune.space import Overrides
 from kempner.extensions.tune.trials import Measurement
+from kempner.jobs.records import events
 from kempner.jobs.system.compiler import keep_private
-from kempner.jobs.system.files import read_jsonl, write_atomic
+from kempner.jobs.system.files import FULL, read_jsonl, write_atomic
+from kempner.jobs.system.front_door import BAD_INPUT_EXIT
 from kempner.train.configure import load_config
 from kempner.train.extensions import Variant
 from kempner.train.sections import RunConfig
@@ -39,6 +43,9 @@ START_VARIABLES = (  # what names this start of all ranks
 TRAIN = Path(__file__).resolve().parents[4] / "scripts" / "train.py"
 POLL_S = 0.2
 REASON = 160  # characters of a reason that are kept
+ERROR_LINE, ITEM = re.compile(r"[\w.-]+: error: (.*)"), "  - "  # print_problems() writes them
+# The kernel kills the process that takes the last memory of a host, and so may a person.
+KILLED = "killed by the host (signal 9), perhaps for want of its memory"
 # A program that ends with this process, else a killed tune leaves a run that the next one meets. By
 # a program of its own, not by preexec_fn: Python code between fork and exec may crash or wait for
 # ever where the process has threads. 1: PR_SET_PDEATHSIG, which an exec keeps.
@@ -104,7 +111,12 @@ class Orders:
             order = json.loads(path.read_text())
             if "code" in order:
                 return int(order["code"])
-            run_trial(order, subprocess.DEVNULL, leaves)
+            if run_trial(order, subprocess.DEVNULL, leaves) == -signal.SIGKILL:
+                (self.folder / f"{self._number}.killed").touch()
+
+    def was_killed(self) -> bool:
+        """Return whether another rank has noted that its process of the newest run was killed."""
+        return (self.folder / f"{self._number}.killed").exists()
 
 
 def run_trial(order: dict[str, Any], out: Any, leaves: Callable[[], float]) -> int:
@@ -156,20 +168,47 @@ class Runs:
         log, began = run_dir.with_suffix(".out"), time.monotonic()
         self._orders.post(order)
         with open(log, "w") as out:
-            code = run_trial(order, out, self._leaves)
+            code = run_trial(order, out, self._beat)
         wall = time.monotonic() - began
-        lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if "loss" in line]
-        if self._leaves() or (wall >= limit and self._left() <= 1.0):
-            raise OutOfTime  # half measured
-        lines = [line for line in lines if line["step"] > warmup]
-        if code == 0 and len(lines) < steps:  # another rank was asked to leave
-            raise OutOfTime
-        result = _result(lines, wall) if code == 0 else _failure(run_dir, log, code, wall, limit)
+        try:
+            result = self._judge(run_dir, log, code, wall, limit, (warmup, steps))
+            if code == BAD_INPUT_EXIT and not overrides:  # all others would have it, too
+                raise ConfigError(result.failed)
+        except (OutOfTime, ConfigError):
+            self._journal.cut(overrides, rung, wall)
+            raise
         self._journal.end(overrides, rung, result)
         if code == 0:
             shutil.rmtree(run_dir, ignore_errors=True)
             log.unlink(missing_ok=True)
         return result
+
+    def _beat(self) -> float:
+        self._journal.beat()
+        return self._leaves()
+
+    def _judge(
+        self,
+        run_dir: Path,
+        log: Path,
+        code: int,
+        wall: float,
+        limit: float,
+        length: tuple[int, int],
+    ) -> Measurement:
+        """Return the result of a run. Raises OutOfTime for one that was cut off, and ConfigError
+        where the disk is full."""
+        warmup, steps = length
+        lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if "loss" in line]
+        if self._leaves() or (wall >= limit and self._left() <= 1.0):
+            raise OutOfTime  # half measured
+        lines = [line for line in lines if line["step"] > warmup]
+        if code == 0 and len(lines) >= steps:
+            return _result(lines, wall)
+        _refuse_full_disk(run_dir, log, code)
+        if code == 0:  # another rank was asked to leave
+            raise OutOfTime
+        return _failure(run_dir, log, code, self._orders.was_killed(), wall, limit)
 
 
 def _result(lines: Sequence[dict[str, Any]], wall: float) -> Measurement:
@@ -182,15 +221,37 @@ def _result(lines: Sequence[dict[str, Any]], wall: float) -> Measurement:
     )
 
 
-def _failure(run_dir: Path, log: Path, code: int, wall: float, limit: float) -> Measurement:
+def _failure(
+    run_dir: Path, log: Path, code: int, peer_killed: bool, wall: float, limit: float
+) -> Measurement:
+    """Return why a run has no figures. `peer_killed`: the process of another rank was killed."""
     if wall >= limit:
         return Measurement(failed=f"took over {limit:.0f} s", wall=wall)
+    faults = events.of_kind(events.read_events(run_dir / "attempts.jsonl"), events.FaultEvent)
+    own = [fault for fault in faults if not fault.lost_peer]
+    if not own and (peer_killed or code == -signal.SIGKILL):
+        return Measurement(failed=KILLED, killed=True, wall=wall)
     why = why_failed(run_dir, code)
-    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    if why.startswith("exit code") and said:
-        why += f": {said[-1].strip()}"
-    # The kernel kills the process that takes the last memory of a host.
-    no_memory = "out of memory" in why or code == -signal.SIGKILL
-    if code == -signal.SIGKILL:
-        why = "killed by signal 9, perhaps for want of the host's memory"
-    return Measurement(failed=why[:REASON], out_of_memory=no_memory, wall=wall)
+    if why.startswith("exit code"):
+        why = reason_in(log.read_text(errors="replace")) or why
+    return Measurement(failed=why[:REASON], out_of_memory="out of memory" in why, wall=wall)
+
+
+def _refuse_full_disk(run_dir: Path, log: Path, code: int) -> None:
+    said = f"{why_failed(run_dir, code)}\n{log.read_text(errors='replace')}"
+    for line in said.splitlines():
+        if any(os.strerror(number) in line for number in FULL):
+            raise ConfigError(
+                f"a run found no room on a disk: {line.strip()[:REASON]}; what was measured is "
+                f"kept: make room, and give the same command again ({log} says where)"
+            )
+
+
+def reason_in(log: str) -> str:
+    """Return the error that a program's log ends with, which may be a list; or its last line."""
+    lines = [line.rstrip() for line in log.splitlines() if line.strip()]
+    for number in range(len(lines) - 1, -1, -1):
+        if found := ERROR_LINE.match(lines[number]):
+            listed = itertools.takewhile(lambda line: line.startswith(ITEM), lines[number + 1 :])
+            return "; ".join(line.removeprefix(ITEM) for line in listed) or found[1]
+    return lines[-1].strip() if lines else ""

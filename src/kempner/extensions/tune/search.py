@@ -94,7 +94,8 @@ class Search:
         new = Trial(overrides, planned, self.space.seconds(overrides))
         trial = self.trials.setdefault(describe_candidate(overrides), new)
         trial.runs.append(result)
-        trial.rung = max(trial.rung, rung)
+        if not result.killed:
+            trial.rung = max(trial.rung, rung)
         if result.out_of_memory:
             self.memory.learn(unplanned(overrides), planned, None)
         elif rung == 0 and not result.failed:
@@ -155,9 +156,13 @@ class Search:
         if self.trials:  # the configuration itself is measured in any case
             limit = min(self._left(), limit)
         result = self._measure(overrides, rung, warmup, steps, limit)
+        if result.killed and not overrides:  # all others are compared with it
+            self._say(f"  {describe_candidate(overrides)}: {result.failed}; once more")
+            result = self._measure(overrides, rung, warmup, steps, limit)
         trial = self.take(overrides, rung, result)
         tokens = self.space.tokens
-        speed = f"{tokens / trial.step:,.0f} tokens/s" if not trial.failed else trial.failed
+        failed = result.failed or trial.failed
+        speed = failed or f"{tokens / trial.step:,.0f} tokens/s"
         self._say(f"  {describe_candidate(overrides)}: {speed}")
 
     def _length(self, overrides: Overrides, rung: int) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from kempner.extensions.planner.search import (
     problems_of,
 )
 from kempner.parallel.layout import Axes, axis_sizes
-from kempner.train.levers import FP8_LEVERS, SPEED_LEVERS
+from kempner.train.levers import FP8_LEVERS, SPEED_LEVERS, package_problems
 from kempner.train.sections import RunConfig, micro_batch
 
 Overrides = dict[str, Any]
@@ -119,7 +119,7 @@ class Space:
         self._short = short
         self.cfg, self.world_size, self.per_node = cfg, world_size, per_node
         self.machine, self._check = machine, check
-        self._problems = problems_of(cfg)
+        self._problems = {*problems_of(cfg), *package_problems(cfg)}
         _, self._ranks, self._near = one_replica(cfg, world_size, per_node)
         self._allowed: dict[str, bool] = {}  # by candidate
         self._near_by: dict[str, list[Overrides]] = {}
@@ -209,7 +209,7 @@ class Space:
         if name not in self._allowed:
             cfg = self.config(overrides)
             self._allowed[name] = not (
-                problems_of(cfg) - self._problems
+                {*problems_of(cfg), *package_problems(cfg)} - self._problems
                 or self._check(cfg, self.world_size, self.per_node)
                 or (self._short and self._is_too_short(cfg))
             )

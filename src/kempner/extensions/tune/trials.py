@@ -24,6 +24,7 @@ class Measurement:
     mfu: float | None = None
     failed: str = ""  # why there are no figures
     out_of_memory: bool = False
+    killed: bool = False  # by the host: it says nothing about the candidate
     wall: float = 0.0  # seconds of the whole run, with its start
 
 
@@ -39,7 +40,9 @@ class Trial:
 
     @property
     def failed(self) -> str:
-        return next((run.failed for run in self.runs if run.failed), "")
+        """The reason why it does not count; a run that the host has killed undoes no other."""
+        runs = [run for run in self.runs if not (run.killed and self.seconds)]
+        return next((run.failed for run in runs if run.failed), "")
 
     @property
     def seconds(self) -> list[float]:
@@ -66,7 +69,7 @@ class Trial:
     @property
     def mfu(self) -> float | None:
         """Model FLOPs utilisation of a step of the median length."""
-        run = self.runs[-1]
+        run = [run for run in self.runs if run.seconds][-1]
         return run.mfu and run.mfu * statistics.median(run.seconds) / self.step
 
 

@@ -176,7 +176,8 @@ def record(
 
 def config_of(entry: Entry) -> RunConfig:
     command = parse_command(entry.words, {"bench": bool})
-    return load_config(command.files, command.overrides, command.problems)
+    files = [str(KIT / file) for file in command.files]  # from wherever it is asked
+    return load_config(files, command.overrides, command.problems)
 
 
 def planned_figures(entry: Entry) -> dict[str, float]:

@@ -12,11 +12,21 @@ USABLE = 0.8  # of what is available: the rest of the job grows, too
 CGROUPS = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 OWN_CGROUPS = Path("/proc/self/cgroup")
+OWN_STATUS = Path("/proc/self/status")
 
 
 def memory_of_rank() -> int:
-    """Return the bytes that each rank of this host may allocate now."""
-    return int(USABLE * available_memory()) // discover_world().per_node
+    """Return the bytes that each rank of this host may allocate now, between two steps, and keep:
+    the memory that steps take and return is left to them."""
+    share = int(USABLE * available_memory()) // discover_world().per_node
+    return max(0, share - peak_above_now())
+
+
+def peak_above_now() -> int:
+    """Return the bytes by which this process once held more than now."""
+    sizes = dict(line.split(":", 1) for line in OWN_STATUS.read_text().splitlines())
+    peak, now = (int(sizes[key].split()[0]) * 1024 for key in ("VmHWM", "VmRSS"))
+    return max(0, peak - now)
 
 
 def available_memory() -> int:

@@ -42,7 +42,7 @@ NONE = (
 )
 COUNTED_FIGURES = dict.fromkeys(NONE) | {"checkpoint_time": 0.0, "eval_time": 0.0}
 ROUND = ("round", "replicas", "bytes_sent", "bytes_data_parallel", "outer_time")
-SAVE = ("saved_step", "save_stall", "save_drain", "save_step_mean", "save_step_max")
+SAVE = ("saved_step", "save_stall", "save_drain")
 LARGEST_NUMBER = 1e300  # a larger number is damage; the sum of many smaller ones is still finite
 SAMPLE_BLOCKS, SAMPLE_BLOCK_BYTES, SAMPLE_TAIL_BYTES = (
     64,
@@ -80,7 +80,7 @@ class History:
 
     @cached_property
     def saves(self) -> list[Record]:
-        """Lines of the saves of which at least one step has shown the end."""
+        """Lines of the saves; where no step ran meanwhile, without the figures of steps."""
         return [line for line in self.lines if all(is_number(line.get(key)) for key in SAVE)]
 
     @cached_property

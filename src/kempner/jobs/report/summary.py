@@ -198,25 +198,27 @@ def time_shares(lines: list[Record]) -> dict[str, str]:
 
 
 def save_rows(run: History) -> dict[str, str]:
-    """Return what the saves have cost, medians; empty where no step has followed a save."""
+    """Return what the saves have cost, medians; empty without saves."""
     if not run.saves:
         return {}
     stall, drain = (
         statistics.median(numbers_of_key(run.saves, key)) for key in ("save_stall", "save_drain")
     )
-    longest = max(numbers_of_key(run.saves, "save_step_max"))
-    return {
-        "saves": f"{len(run.saves):,}: stall {stall:.2g} s, durable {drain:.2g} s later",
-        "  steps meanwhile": f"{slowdown(run):.2f} of a step's usual time, longest {longest:.2g} s",
-    }
+    rows = {"saves": f"{len(run.saves):,}: stall {stall:.2g} s, durable {drain:.2g} s later"}
+    if longest := numbers_of_key(run.saves, "save_step_max"):
+        text = f"{slowdown(run):.2f} of a step's usual time, longest {max(longest):.2g} s"
+        rows["  steps meanwhile"] = text
+    return rows
 
 
 def slowdown(run: History) -> float:
     """Return the time of steps while a save was written, over that of other steps; the median."""
-    ratios = [1.0]
-    pairs = [(line["save_step_mean"], line.get("quiet_step_time")) for line in run.saves]
-    ratios = [busy / quiet for busy, quiet in pairs if is_number(quiet) and quiet > 0] or ratios
-    return statistics.median(ratios)
+    ratios: list[float] = []
+    for line in run.saves:
+        busy, quiet = line.get("save_step_mean"), line.get("quiet_step_time")
+        if is_number(busy) and is_number(quiet) and quiet > 0:
+            ratios.append(busy / quiet)
+    return statistics.median(ratios or [1.0])
 
 
 def skipped_steps(lines: list[Record]) -> int:

@@ -53,6 +53,13 @@ class Profiler:
         self._device, self._say = device, say
         self._running: torch.profiler.profile | NsysRange | None = None
         self._nsys = os.environ.get(UNDER_NSYS) == "1" and device.type == "cuda"
+        if (ranks := os.environ.get("KEMPNER_NSYS")) and not {"SLURM_PROCID", "KP_RUN_DIR"} <= {
+            *os.environ
+        }:
+            say(
+                f"KEMPNER_NSYS={ranks}: has no effect outside of a Slurm job, whose scripts start "
+                "these ranks under nsys"
+            )
         self._first, self._left = 0, 0
         if cfg.allocations:
             record_allocations(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import resource
 import time
 from pathlib import Path
@@ -58,7 +59,8 @@ class Recorder:
         self.run, self.device, self.clock = run, device, Clock()
         self._loader, self._objective = loader, objective
         self._replicas, self._spikes = replicas, spikes
-        self._profiler = self._open_profiler() if run.cfg.profile.allocations else None
+        early = run.cfg.profile.allocations or os.environ.get("KEMPNER_NSYS")
+        self._profiler = self._open_profiler() if early else None
         self.skipped = 0
         # The previous line's step, tokens, and the time spent until then.
         self._last: tuple[int, int, dict[str, float]]

@@ -102,12 +102,13 @@ class Saves:
         seconds = self.checkpointer.seconds
         if seconds is None or self.checkpointer.saved_step != begun.step:  # it has failed
             return
+        stall = max(begun.stall - begun.wait, self.checkpointer.stall)  # of the slowest rank
         self._recorder.write({
             "step": self._step,
             "saved_step": begun.step,
-            "save_stall": begun.stall,
+            "save_stall": begun.wait + stall,
             "save_wait": begun.wait,
-            "save_drain": max(0.0, seconds - (begun.stall - begun.wait)),
+            "save_drain": max(0.0, seconds - stall),
             "save_steps": len(flight),
             "save_step_mean": math.fsum(flight) / len(flight) if flight else None,
             "save_step_max": max(flight, default=None),

@@ -105,6 +105,14 @@ class _Trials:
             self.choices[number].failed = True
         left = [choice for choice in self.choices if not choice.failed] or self.choices[-1:]
         smallest = min(left, key=lambda choice: choice.estimate)
+        if smallest.estimate > self.limit:
+            one = self.cfg.train.micro_batch == 1
+            fewer = "a shorter --train.seq_len" if one else "a smaller --train.micro_batch"
+            self.run.announce(
+                f"warning: train.recompute = auto: {smallest} needs {smallest.estimate / _GIB:.2f} "
+                f"GiB by the estimate, and a rank has {self.limit / _GIB:.2f}; if a trial is out "
+                f"of memory, give {fewer}, --train.offload_activations=2 or more GPUs"
+            )
         choice = next((each for each in left if each.estimate <= self.limit), smallest)
         while not choice.tried:
             choice.tried = True

@@ -132,8 +132,11 @@ def figure_cells(run: History, facts: dict[str, Any], now: float) -> list[tuple[
         more = f"{pace:.3g} s a step" if pace else ""
         cells.append(("tokens/s", f"{facts['tokens_per_s']:,.0f}", more))
     if run.saves:
-        stall, drain = (run.saves[-1][key] for key in ("save_stall", "save_drain"))
-        cells.append(("last save", f"{stall:.2g} s", f"stall, durable {drain:.2g} s later"))
+        keys = ("saved_step", "save_stall", "save_drain")  # the run's last save has no line
+        step, stall, drain = (run.saves[-1][key] for key in keys)
+        cells.append(
+            (f"save of step {step:,}", f"{stall:.2g} s", f"stall, durable {drain:.2g} s later")
+        )
     others = [
         f"{n} {DECIDED.get(d) or escape_html(d, 20)}"
         for d, n in facts["decisions"].items()
