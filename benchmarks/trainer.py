@@ -27,9 +27,12 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kempner.jobs.records.run_history import load_history
+
+if TYPE_CHECKING:
+    from kempner.data.batch import MicroBatch
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = str(ROOT / "scripts/train.py")
@@ -125,7 +128,10 @@ def overhead(options: argparse.Namespace, work: Path) -> None:
     Both live in the same processes and take turns, a few steps each: what slows the machine
     for a while slows both.
     """
-    print("trainer / bare loop, target 0.980   ratio of the turns        trainer  bare, tokens/s")
+    print(
+        "trainer / bare loop, target 0.980   CPU seconds of the turns  by the clock             "
+        "trainer  bare, tokens/s"
+    )
     for dtype, compiled in itertools.product(options.dtype, options.compile):
         words = [f"--train.dtype={dtype}", f"--train.compile={compiled}", *options.overrides]
         with tempfile.TemporaryDirectory(dir=work) as run_dir:
@@ -135,21 +141,21 @@ def overhead(options: argparse.Namespace, work: Path) -> None:
             program = ["-m", "benchmarks.trainer", "by-turns", str(options.repeats), *words]
             out = run([*(launcher if options.ranks > 1 else []), *program])
         found = json.loads(out.splitlines()[-1])
-        tokens, ratios = found["tokens"], [bare / ours for ours, bare in found["seconds"]]
-        ours, theirs = (tokens / statistics.median(x) for x in zip(*found["seconds"], strict=True))
+        tokens, seconds = found["tokens"], found["wall"]
+        ours, theirs = (tokens / statistics.median(x) for x in zip(*seconds, strict=True))
+        cpu, wall = ([bare / own for own, bare in found[clock]] for clock in ("cpu", "wall"))
         name = f"{dtype} {'compiled' if compiled == 'true' else 'eager'}, ranks: {options.ranks}"
         speeds = f"{ours:>9,.0f}  {theirs:>9,.0f}"
-        print(f"{name:<25} {len(ratios):>2} pairs  {spread(ratios)}  {speeds}", flush=True)
+        ratios = f"{spread(cpu)}  {spread(wall)}"
+        print(f"{name:<25} {len(cpu):>2} pairs  {ratios}  {speeds}", flush=True)
 
 
 def by_turns(repeats: int, argv: list[str]) -> None:
     """scripts/train.py, interrupted every few steps by as many of the bare loop. Ends by printing
-    the seconds of both, and the tokens of a turn, as JSON."""
+    the seconds of both, by the clock and of this process, and the tokens of a turn, as JSON."""
     import torch
     import torch.distributed as dist
 
-    from kempner.data.batch import MicroBatch
-    from kempner.data.loader import TrainLoader
     from kempner.optim.build import build_optimizer
     from kempner.parallel.build import build_model
     from kempner.parallel.layout import build_layout
@@ -160,15 +166,14 @@ def by_turns(repeats: int, argv: list[str]) -> None:
     stop = requests.StopRequests()
     cfg = configure(argv, stop)
     step_tokens = cfg.train.sequences * cfg.train.seq_len
-    real = TrainLoader.__next__
-    seconds: list[tuple[float, float]] = []
+    pairs: dict[str, list[tuple[float, float]]] = {"wall": [], "cpu": []}
     bare: list[Any] = []
-    calls, mark = itertools.count(), 0.0
+    calls, mark = itertools.count(), (0.0, 0.0)
 
-    def now() -> float:
+    def now() -> tuple[float, float]:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return time.perf_counter()
+        return time.perf_counter(), time.process_time()
 
     def bare_loop(device: torch.device, batches: list[MicroBatch]) -> None:
         if not bare:
@@ -183,28 +188,39 @@ def by_turns(repeats: int, argv: list[str]) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    def following(loader: TrainLoader) -> list[MicroBatch]:
+    def take_turns(batches: list[MicroBatch]) -> None:
         nonlocal mark
-        batches = real(loader)
         if next(calls) % EVERY:
-            return batches
+            return
         began = now()
         bare_loop(torch.device("cuda" if torch.cuda.is_available() else "cpu"), batches)
         ended = now()
-        seconds.append((began - mark, ended - began))
-        if len(seconds) == WARM_UP + repeats:
+        for i, clock in enumerate(pairs):
+            pairs[clock].append((began[i] - mark[i], ended[i] - began[i]))
+        if len(pairs["wall"]) == WARM_UP + repeats:
             if dist.get_rank() == 0:
-                print(
-                    json.dumps({"tokens": EVERY * step_tokens, "seconds": seconds[WARM_UP:]}),
-                    flush=True,
-                )
+                found = {clock: seconds[WARM_UP:] for clock, seconds in pairs.items()}
+                print(json.dumps({"tokens": EVERY * step_tokens, **found}), flush=True)
             dist.barrier()
             requests.end_process(0)
         mark = now()
+
+    before_each_step(take_turns)
+    requests.end_process(train.main(cfg, stop) or 1)  # it ends in take_turns()
+
+
+def before_each_step(act: Callable[[list[MicroBatch]], None]) -> None:
+    """Let the trainer of this process call `act` with the micro-batches of each step first."""
+    from kempner.data.loader import TrainLoader
+
+    real = TrainLoader.__next__
+
+    def following(loader: TrainLoader) -> list[MicroBatch]:
+        batches = real(loader)
+        act(batches)
         return batches
 
     TrainLoader.__next__ = following  # type: ignore[method-assign]
-    requests.end_process(train.main(cfg, stop) or 1)  # it ends in following()
 
 
 # --- startup ----------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
-"""benchmarks/trainer.py, decoder.py, scale.py and tune.py run; their figures are not tested."""
+"""trainer.py, side_by_side.py, decoder.py, scale.py and tune.py of benchmarks/ run; their figures
+are not tested."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -27,6 +29,29 @@ def test_quick(command: str, data_dir: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith(LAST[command]), done.stdout
+
+
+def side_by_side(*words: str) -> subprocess.CompletedProcess[str]:
+    return zygote.run(
+        [sys.executable, "-m", "benchmarks.side_by_side", *words],
+        cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def test_side_by_side_quick(data_dir: Path) -> None:
+    """The trainer computes what the bare loop does."""
+    words = ["--turns=1", "--steps=2", "--config=configs/train/debug.toml", "--only", "kempner"]
+    done = side_by_side(*words, "--", f"--data.dataset_path={data_dir}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[-2:]]
+    assert [row[0] for row in rows] == ["bare loop, kempner's model", "kempner"], done.stdout
+    losses = [float(row[-1]) for row in rows]
+    assert 2.0 < losses[0] < 5.0 and losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+def test_side_by_side_unknown() -> None:
+    done = side_by_side("--only", "torchtitan")
+    assert done.returncode == 2 and "lightning" in done.stderr.splitlines()[-1], done.stderr
 
 
 def test_decoder_quick() -> None:
