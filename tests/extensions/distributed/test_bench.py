@@ -41,12 +41,13 @@ def side_by_side(*words: str) -> subprocess.CompletedProcess[str]:
 def test_side_by_side_quick(data_dir: Path) -> None:
     """The trainer computes what the bare loop does."""
     words = ["--turns=1", "--steps=2", "--config=configs/train/debug.toml", "--only", "kempner"]
-    done = side_by_side(*words, "--", f"--data.dataset_path={data_dir}")
+    small = ("--model.dim=64", "--model.n_layers=2", "--train.seq_len=32")
+    done = side_by_side(*words, "--", f"--data.dataset_path={data_dir}", *small)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[-2:]]
     assert [row[0] for row in rows] == ["bare loop, kempner's model", "kempner"], done.stdout
     losses = [float(row[-1]) for row in rows]
-    assert 2.0 < losses[0] < 5.0 and losses[1] == pytest.approx(losses[0], abs=1e-5)
+    assert 2.0 < losses[0] < 5.6 and losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
 def test_side_by_side_unknown() -> None:
