@@ -36,6 +36,7 @@ from benchmarks.gpu_job import (
 )
 from benchmarks.gpu_parts import (
     axes,
+    exchange,
     experts,
     flash,
     fp8_gathers,
@@ -571,6 +572,7 @@ CHECKS = {
     "flash": Check(flash, 240, needs_gpu=True),
     "fp8 gathers": Check(fp8_gathers, 180, needs_gpu=True),
     "overlap": Check(overlap, 300, needs_gpu=True),
+    "exchange": Check(exchange, 120, needs_gpu=True),
     "axes": Check(axes, 300),
     "tune": Check(tuned, 360),
 }

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from kempner.train.extensions import Extension
 
 
-SELDOM = ("lora", "freeze", "trackers", "profile")  # sections of the trainer that few runs set
+SELDOM = (
+    "lora",
+    "freeze",
+    "experts",
+    "trackers",
+    "profile",
+)  # sections of the trainer that few runs set
 
 
 def help_of(argv: Sequence[str], program: type[Extension] | None, usage: str) -> str:

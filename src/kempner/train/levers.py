@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 # say.
 SPEED_LEVERS: dict[str, tuple[Any, ...]] = {
     "train.attention": ("auto", "cudnn", "flash", "efficient", "fa3", "fa4"),
-    "distributed.overlap": ((), ("tp",), ("reduce",), ("symm_mem",), ("tp", "reduce")),
+    "distributed.overlap": ((), ("tp",), ("reduce",), ("symm_mem",), ("tp", "reduce"), ("shared",)),
     "distributed.prefetch_blocks": (0, 1, 2),
+    "experts.spare": (None, 0.25, 0.5, 1.0),
 }
 FP8_LEVERS = (
     "none",
@@ -82,6 +83,11 @@ def _fp8_problems(cfg: RunConfig) -> list[str]:
     if train.fp8 == "none":
         return []
     found = _fp8_gather_problems(cfg) if train.fp8.endswith("gather") else []
+    if find_spec("torchao") is None:
+        found.append(
+            f"train.fp8 = {train.fp8}: the package torchao is not installed; run "
+            ".venv/bin/pip install -c constraints.txt -e '.[fp8]', or leave train.fp8 = none"
+        )
     if cfg.distributed.device == "cpu":
         found.append(
             f"train.fp8 = {train.fp8}: not on distributed.device = cpu; give --train.fp8=none, or "
@@ -126,6 +132,10 @@ def _overlap_problems(cfg: RunConfig) -> list[str]:
             "distributed.tp over 1: there are no such messages": axes.tp > 1,
             "train.compile: the compiler cuts the products": cfg.train.compile,
             "a GPU, and distributed.device is cpu": not on_cpu,
+        },
+        "shared": {
+            "distributed.ep over 1: tokens do not travel": axes.ep > 1,
+            "model.shared_experts: there are none": cfg.model.shared_experts > 0,
         },
         "symm_mem": {
             "a GPU, and distributed.device is cpu": not on_cpu,

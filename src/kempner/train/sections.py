@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from kempner.data.stages import RampStage, ramp_problems, ramp_stages, stage_at
 from kempner.jobs.trackers.config import TrackersConfig
 from kempner.model.config import ModelConfig
 from kempner.optim.config import FreezeConfig, OptimizerConfig, ScheduleConfig
-from kempner.parallel.config import DistributedConfig, LoraConfig
+from kempner.parallel.config import DistributedConfig, ExpertsConfig, LoraConfig
 from kempner.train import lookup
 from kempner.train.recording.config import MetricsConfig, ProfileConfig
 from kempner.train.resilience.config import ResilienceConfig
@@ -198,11 +197,6 @@ class TrainConfig:
                 "train.offload_activations with train.compile_scope = model: activations leave "
                 "block by block; leave one of the two out"
             )
-        if self.fp8 != "none" and importlib.util.find_spec("torchao") is None:
-            problems.append(
-                f"train.fp8 = {self.fp8}: the package torchao is not installed; run "
-                ".venv/bin/pip install -c constraints.txt -e '.[fp8]', or leave train.fp8 = none"
-            )
         return problems
 
 
@@ -250,6 +244,7 @@ class RunConfig(Sections):
     freeze: FreezeConfig = field(default_factory=FreezeConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

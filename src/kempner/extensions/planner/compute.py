@@ -16,6 +16,7 @@ from kempner.extensions.planner.launches import GAP, host_seconds, kernels_of_st
 from kempner.extensions.planner.memory import (
     FP32,
     budget_share,
+    buffer_share,
     forward_rows,
     loss_rows,
     weight_bytes,
@@ -178,7 +179,7 @@ def pointwise_bytes(cfg: RunConfig, axes: Axes, tokens: float) -> float:
     has its input and output in another order."""
     model = cfg.model
     share = len(model.mixtures) / model.n_layers  # of blocks with experts
-    experts = share * model.experts_per_token
+    experts = share * model.experts_per_token * buffer_share(cfg)
     inner = model.ffn_dim * (experts + share * model.shared_experts)
     inner += (1 - share) * model.dense_width
     norms = 4 if model.post_norms else 2

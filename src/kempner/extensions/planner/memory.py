@@ -260,7 +260,8 @@ def block_activation_bytes(
     model, width = cfg.model, cfg.model.resolved_head_dim
     heads = 2 * (model.n_heads + model.kv_heads) * width
     share = len(model.mixtures) / model.n_layers  # the mean of blocks with and without experts
-    experts = share * model.experts_per_token
+    chosen = model.experts_per_token * buffer_share(cfg)
+    experts = share * chosen
     inner = model.ffn_dim * (experts + share * model.shared_experts)
     inner += (1 - share) * model.dense_width
     moved = 2 * experts * model.dim
@@ -271,8 +272,8 @@ def block_activation_bytes(
     per_block = tokens * compute * (block / axes.tp + whole)
     most = 2 * inner + moved
     if share:
-        width = model.ffn_dim * (model.experts_per_token + model.shared_experts)
-        most = 2 * max(width + model.experts_per_token * model.dim, (share < 1) * model.dense_width)
+        widest = model.ffn_dim * (chosen + model.shared_experts)
+        most = 2 * max(widest + chosen * model.dim, (share < 1) * model.dense_width)
     working = tokens * compute * (most + 2 * model.dim) / axes.tp
     passes = float(min(axes.pp, cfg.train.sequences // axes.data_ranks))  # on the first stage
     if (stages := cfg.distributed.pp_stages_per_rank) > 1:  # arXiv:2205.05198, section 4.3
@@ -293,6 +294,12 @@ def block_activation_bytes(
         dropped = per_block - tokens * compute * (model.dim + products) / axes.tp
     saved = per_block * blocks - dropped * again
     return on_device(cfg, saved, blocks, gpu), working + dropped
+
+
+def buffer_share(cfg: RunConfig) -> float:
+    """Places in the buffers of experts.spare, over the rows that travel in them; 1 without."""
+    ranks, spare = cfg.distributed.ep, cfg.experts.spare
+    return 1.0 if ranks == 1 or spare is None else min(1 + spare, ranks)
 
 
 def budget_share(recompute: str) -> float:
