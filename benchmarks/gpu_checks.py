@@ -418,12 +418,16 @@ def fp8(job: Job) -> Figures:
 
     if importlib.util.find_spec("torchao") is None:
         raise Skipped("torchao is not installed: pip install -e '.[fp8]'")
-    if torch.cuda.get_device_capability() < (8, 9):
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 9):
         raise Skipped(f"{torch.cuda.get_device_name()} has no fp8 products")
     steps = ["--train.max_steps=20", "--checkpoint.interval=0"]
-    train(job, job.words("fp8", "--train.fp8=rowwise", "--train.compile", *steps))
-    worst = compare("fp8", losses(job.work / "fp8"), losses(job.work / "unbroken"))
-    return {"loss_difference": worst}
+    worst: Figures = {}
+    for recipe in ("rowwise", "mxfp8") if capability >= (10, 0) else ("rowwise",):
+        train(job, job.words(recipe, f"--train.fp8={recipe}", "--train.compile", *steps))
+        found = compare(recipe, losses(job.work / recipe), losses(job.work / "unbroken"))
+        worst[f"{recipe} loss_difference"] = found
+    return worst
 
 
 def planned_speed(cfg: RunConfig, ranks: int, device: str) -> float | None:

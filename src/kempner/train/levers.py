@@ -24,6 +24,7 @@ FP8_LEVERS = (
     "tensorwise",
     "tensorwise_gather",
     "rowwise",
+    "mxfp8",
 )  # with --allow fp8
 FLASH_PACKAGES = {  # by the name in train.attention: what torch imports, and how to have it
     "fa3": ("flash_attn_interface", "build hopper/ of github.com/Dao-AILab/flash-attention"),
@@ -33,7 +34,11 @@ FLASH_PACKAGES = {  # by the name in train.attention: what torch imports, and ho
     ),
 }
 LEAST_TORCH = (2, 11)  # has torch.nn.attention.activate_flash_attention_impl
-FP8_TILE = 16  # of every size of a product
+
+
+def fp8_tile(fp8: str) -> int:
+    """Return what every size of a product is a multiple of. `fp8`: train.fp8."""
+    return 32 if fp8 == "mxfp8" else 16
 
 
 def lever_problems(cfg: RunConfig) -> list[str]:
@@ -95,16 +100,16 @@ def _fp8_problems(cfg: RunConfig) -> list[str]:
         )
     # Without train.micro_batch, or while the batch grows, the rows of a pass depend on the ranks.
     rows = 1 if train.micro_batch is None or train.batch_ramp else train.micro_batch
-    tokens = rows * train.seq_len // ranks
-    if tokens % FP8_TILE == 0:
+    tokens, tile = rows * train.seq_len // ranks, fp8_tile(train.fp8)
+    if tokens % tile == 0:
         return found
     batch = f"train.micro_batch {rows} x " if rows > 1 else ""
     parts = f" / distributed.cp {ranks}" if ranks > 1 else ""
     return [
         *found,
-        f"train.fp8 = {train.fp8}: its kernels take a multiple of {FP8_TILE} tokens a pass, and "
+        f"train.fp8 = {train.fp8}: its kernels take a multiple of {tile} tokens a pass, and "
         f"{batch}train.seq_len {train.seq_len}{parts} = {tokens}; give a train.seq_len that is a "
-        f"multiple of {FP8_TILE * ranks}, or --train.fp8=none",
+        f"multiple of {tile * ranks}, or --train.fp8=none",
     ]
 
 

@@ -86,8 +86,9 @@ class TrainConfig:
     fp8: str = option(
         "none",
         "matrix products of the blocks in 8-bit floats, by torchao, with one scale a tensor or a "
-        "row; _gather: FSDP sends these, too; needs an Ada, Hopper or later GPU",
-        choices=("none", "tensorwise", "tensorwise_gather", "rowwise"),
+        "row; _gather: FSDP sends these, too; needs an Ada, Hopper or later GPU; mxfp8: one for 32 "
+        "numbers; needs a Blackwell GPU",
+        choices=("none", "tensorwise", "tensorwise_gather", "rowwise", "mxfp8"),
     )
     attention: str = option(
         "auto",

@@ -23,14 +23,16 @@ from kempner.extensions.planner.memory import (
     whole_model,
 )
 from kempner.parallel.layout import Axes, is_alone
-from kempner.train.levers import FP8_TILE
+from kempner.train.levers import fp8_tile
 from kempner.train.sections import BUDGETS, RunConfig
 
 PRODUCT_HALF = 400.0  # side of a product that has half of the share of the largest
 ATTENTION_HALF = 1700.0  # keys with which attention has 0.6 of its share; with 8,500 it has all
 RING = 0.8  # share of a kernel's speed that is left where keys go round the ranks
 FP8_PEAK = 2.0  # of that of bf16; a product must be as much larger for the same share of it
-ROWWISE = 0.75  # of the speed of products with a scale a tensor, for those with one a row
+ROWWISE = (
+    0.75  # of the speed of products with a scale a tensor, for finer ones: a row, or 32 numbers
+)
 FP8_CAST = 5.0  # bytes that scaling and rounding a number move: read twice in bf16, written once
 MEMORY_EFFICIENCY = 0.73  # of the rate of the data sheet
 EAGER = 3.7  # bytes that kernels move without torch.compile, for one with it
@@ -71,7 +73,7 @@ def product_flops(cfg: RunConfig, axes: Axes, tokens: float, share: float) -> fl
     side, pass_tokens = product_side(cfg, axes), tokens_of_pass(cfg, axes)
     eight = each * again * sum(n * k * often for n, k, often in fp8_matrices(cfg, axes))
     plain = blocks * again - experts - eight
-    peak = FP8_PEAK * (ROWWISE if cfg.train.fp8 == "rowwise" else 1.0)
+    peak = FP8_PEAK * (ROWWISE if cfg.train.fp8 in ("rowwise", "mxfp8") else 1.0)
     fast = peak * rising_efficiency(share, FP8_PEAK * PRODUCT_HALF, side)
     flops = plain / rising_efficiency(share, PRODUCT_HALF, side) + eight / fast
     if experts:
@@ -112,7 +114,7 @@ def expert_weights(cfg: RunConfig) -> float:
 def fp8_matrices(cfg: RunConfig, axes: Axes) -> list[tuple[int, int, int]]:
     """Width in, width out and number of the matrices that train.fp8 multiplies in 8-bit floats:
     those of the blocks, but experts, routers, and what has a part with sizes that are not multiples
-    of 16 (parallel/fp8.py)."""
+    of its tile (parallel/fp8.py)."""
     if cfg.train.fp8 == "none":
         return []
     model, mixtures = cfg.model, len(cfg.model.mixtures)
@@ -123,7 +125,7 @@ def fp8_matrices(cfg: RunConfig, axes: Axes) -> list[tuple[int, int, int]]:
         (model.dim, model.dense_width, 3 * dense),
         (model.dim, model.ffn_dim * model.shared_experts, 3 * mixtures),
     ]
-    tile = FP8_TILE
+    tile = fp8_tile(cfg.train.fp8)
     return [shape for shape in shapes if shape[0] % tile == 0 and shape[1] // axes.tp % tile == 0]
 
 
