@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kempner.checkpoint.format.reader import read_tensors
+from kempner.config import toml
 from tests.conftest import ROOT, TINY, losses, start_train
 from tests.trainer.distributed.test_tensor import begun
 from tests.trainer.distributed.test_train import same_tensors
@@ -154,6 +155,26 @@ def test_experts_over_context_parallel_ranks_resume_bit_for_bit(
     assert "continues after step 4" in run(data_dir, resumed, *mesh, *state, nproc=2)
     assert losses(resumed) == losses(tmp_path / "whole")
     assert same_tensors(*(at / "checkpoints/latest" for at in (tmp_path / "whole", resumed)))
+
+
+def test_the_recipe_for_one_node_gives_the_numbers_of_one_process(
+    data_dir: Path, tmp_path: Path
+) -> None:
+    """All that configs/scale/moe-30b-1node.toml sets, but its size and the compiler."""
+    recipe = toml.loads((ROOT / "configs/scale/moe-30b-1node.toml").read_text())
+    assert recipe.pop("base") == "../train/moe-30b.toml" and recipe["distributed"].pop("ep") == 8
+    assert recipe["train"].pop("global_batch_tokens") and recipe["train"].pop("compile")
+    words = [
+        f"--{section}.{key}={value}"
+        for section, values in recipe.items()
+        for key, value in values.items()
+    ]
+    words += ["--train.dtype=bf16", "--train.max_steps=5", "--train.micro_batch=2"]
+    run(data_dir, tmp_path / "one", *words)
+    more = ("--distributed.ep=2", "--experts.spare=0.1", "--distributed.overlap=['shared']")
+    run(data_dir, tmp_path / "two", *words, *more, nproc=2)
+    found, expected = (losses(tmp_path / name) for name in ("two", "one"))
+    assert found == pytest.approx(expected, rel=2e-3) and len(found) == 5
 
 
 def test_what_ep_cannot_share_out_is_refused(data_dir: Path, tmp_path: Path) -> None:
