@@ -16,7 +16,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kempner.model.moe import Experts, MixtureOfExperts, through_experts
+from kempner.model.moe import (
+    Experts,
+    MixtureOfExperts,
+    Routing,
+    Routings,
+    through_experts,
+)
 from kempner.parallel import experts
 from kempner.parallel.experts import ExchangeBuffers, ParallelExperts
 from tests.trainer.gpu_path import pretend
@@ -144,6 +150,20 @@ def test_passes_that_nobody_repeats_have_no_buffers() -> None:
         buffers.after_step()
     assert buffers.in_use
     assert ExchangeBuffers(9.0, 2).places(12) == 12  # there are no more
+
+
+def test_rows_without_a_place_are_remembered_until_the_step_is_repeated() -> None:
+    """The host reads of them a step later: the update of the step between is skipped, too."""
+    routings = Routings(replace(SHAPE, **EXPERTS))
+    routings.buffers = ExchangeBuffers(0.0, 2)
+    targets = torch.zeros(1, 6, dtype=torch.int64)
+    for load in ([8, 2, 0, 2], [3, 3, 3, 3]):  # two steps
+        routings.add([Routing(torch.tensor(load), None, None)], targets)
+        routings.take()
+        assert routings.rows_over == 4
+    assert routings.repeat() == 8 and routings.rows_over == 0
+    routings.add([Routing(torch.tensor([8, 2, 0, 2]), None, None)], targets)
+    assert routings.rows_over == 0  # as many travel as there are
 
 
 def test_shared_experts_run_while_rows_are_on_their_way(
