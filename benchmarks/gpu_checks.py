@@ -36,6 +36,7 @@ from benchmarks.gpu_job import (
 )
 from benchmarks.gpu_parts import (
     axes,
+    exchange,
     experts,
     flash,
     fp8_gathers,
@@ -417,12 +418,16 @@ def fp8(job: Job) -> Figures:
 
     if importlib.util.find_spec("torchao") is None:
         raise Skipped("torchao is not installed: pip install -e '.[fp8]'")
-    if torch.cuda.get_device_capability() < (8, 9):
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 9):
         raise Skipped(f"{torch.cuda.get_device_name()} has no fp8 products")
     steps = ["--train.max_steps=20", "--checkpoint.interval=0"]
-    train(job, job.words("fp8", "--train.fp8=rowwise", "--train.compile", *steps))
-    worst = compare("fp8", losses(job.work / "fp8"), losses(job.work / "unbroken"))
-    return {"loss_difference": worst}
+    worst: Figures = {}
+    for recipe in ("rowwise", "mxfp8") if capability >= (10, 0) else ("rowwise",):
+        train(job, job.words(recipe, f"--train.fp8={recipe}", "--train.compile", *steps))
+        found = compare(recipe, losses(job.work / recipe), losses(job.work / "unbroken"))
+        worst[f"{recipe} loss_difference"] = found
+    return worst
 
 
 def planned_speed(cfg: RunConfig, ranks: int, device: str) -> float | None:
@@ -571,6 +576,7 @@ CHECKS = {
     "flash": Check(flash, 240, needs_gpu=True),
     "fp8 gathers": Check(fp8_gathers, 180, needs_gpu=True),
     "overlap": Check(overlap, 300, needs_gpu=True),
+    "exchange": Check(exchange, 120, needs_gpu=True),
     "axes": Check(axes, 300),
     "tune": Check(tuned, 360),
 }

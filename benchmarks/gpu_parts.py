@@ -150,12 +150,21 @@ def flash(job: Job) -> Figures:
 def overlap(job: Job) -> Figures:
     """Each value of distributed.overlap, on two GPUs."""
     tp = ("--train.compile", "--distributed.tp=2", *PACKED[1:])
-    runs = {"tp": tp, "reduce": PACKED[1:], "symm_mem": PACKED[1:]}
+    shared = (*EXPERTS, "--model.shared_experts=1", "--distributed.ep=2", "--experts.spare=1")
+    runs = {"tp": tp, "reduce": PACKED[1:], "symm_mem": PACKED[1:], "shared": shared}
     kinds = [
         partial(beside, job, name, words, f"--distributed.overlap=['{name}']", 2)
         for name, words in (runs if job.ranks > 1 else {}).items()
     ]
     return skipping(kinds)
+
+
+def exchange(job: Job) -> Figures:
+    """Rows for experts in buffers, beside as many as there are."""
+    if job.ranks < 2:
+        raise Skipped("needs two GPUs")
+    words = (*EXPERTS, "--distributed.ep=2", *PACKED[1:])
+    return skipping([partial(beside, job, "buffers", words, "--experts.spare=1", 2)])
 
 
 def fp8_gathers(job: Job) -> Figures:
@@ -310,21 +319,24 @@ def ring(job: Job) -> Figures:
 
 def experts(job: Job) -> Figures:
     """Grouped products, also of experts without a token, against a loop; the gradients of those are
-    exactly 0."""
+    exactly 0. Rows after the last expert's, which are NaN here, change nothing."""
     import torch
 
     from kempner.model.moe import one_by_one, through_experts
 
     torch.manual_seed(0)
     load, inner, outer = [5, 0, 7, 0], 64, 128
-    made = [(sum(load), outer), (4, inner, outer), (4, outer, inner), (4, inner, outer)]
+    rows, spare = sum(load), 20
+    made = [(rows + spare, outer), (4, inner, outer), (4, outer, inner), (4, inner, outer)]
     tensors = [torch.randn(shape, device=job.device, dtype=torch.bfloat16) * 0.1 for shape in made]
+    tensors[0][rows:] = float("nan")
     counts = torch.tensor(load, device=job.device)
     results = []
     for product in (through_experts, one_by_one):
         leaves = [x.clone().requires_grad_() for x in tensors]
-        y = product(leaves[0], counts, *leaves[1:])
-        results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), leaves)])
+        y = product(leaves[0], counts, *leaves[1:])[:rows]
+        dx, *others = torch.autograd.grad(y.float().square().sum(), leaves)
+        results.append([y.detach(), dx[:rows], *others])
     names = ("output", "dx", "dw1", "dw2", "dw3")
     figures = {
         name: difference(name, a, b, 2e-2) for name, a, b in zip(names, *results, strict=True)

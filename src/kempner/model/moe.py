@@ -8,6 +8,7 @@ token, L layers with experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -50,16 +51,21 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(cfg)
         width = cfg.shared_experts * cfg.ffn_dim
         self.shared = FeedForward(cfg.dim, width) if width else None
+        self.hides_shared = False  # `shared` is computed while parallel/experts.py sends rows
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         scores, expert_ids, weights, squares = self.route(x)
         load, order, place = sort_by_expert(expert_ids, self.cfg.n_experts)
-        copies = self.cfg.experts_per_token
-        y = self.experts(take_rows(x.flatten(0, 1), order, place, copies), load)  # [N K, D]
+        rows = take_rows(x.flatten(0, 1), order, place, self.cfg.experts_per_token)  # [N K, D]
+        shared: Tensor | None = None
+        if self.shared is not None and self.hides_shared:
+            y, shared = self.experts(rows, load, partial(self.shared, x))
+        else:
+            y = self.experts(rows, load)  # [N K, D]
         y = take_rows(y, place, order).view(*expert_ids.shape, -1)  # [B, T, K, D]
         y = (y * weights.unsqueeze(-1).to(y.dtype)).sum(2)
         if self.shared is not None:
-            y = y + self.shared(x)
+            y = y + (self.shared(x) if shared is None else shared)
         balance = balance_loss(scores, expert_ids) if self.cfg.aux_loss else None
         return y, Routing(load, balance, squares)
 
@@ -115,7 +121,8 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(outer).normal_(std=cfg.init_std))  # down
 
     def forward(self, x: Tensor, load: Tensor) -> Tensor:
-        """x [M, D]: first the load[0] tokens of expert 0, then those of expert 1, and so on."""
+        """x [M, D]: first the load[0] tokens of expert 0, then those of expert 1, and so on. What
+        stands after the last one is no token; anything may come out there."""
         return through_experts(x, load, self.w1, self.w2, self.w3)
 
 
@@ -189,12 +196,15 @@ def choose_products(dtype: torch.dtype, device: torch.device) -> str:
 
 def one_by_one(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     """through_experts() by a loop over the experts."""
-    parts = zip(torch.split(x, load.tolist()), w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
+    loads = load.tolist()
+    *parts, rest = torch.split(x, [*loads, len(x) - sum(loads)])
+    weights = zip(parts, w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
     return torch.cat(
         [
             F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
-            for part, gate, down, up in parts
+            for part, gate, down, up in weights
         ]
+        + [torch.zeros_like(rest)]
     )
 
 
@@ -260,12 +270,18 @@ class Routings:
         self._load: Tensor | None = None
         self._losses: dict[str, Tensor] = {}
         self.step_load: Tensor  # [L, E]: of the last step, over all ranks
+        self.buffers: Any = None  # parallel/experts.py: ExchangeBuffers of this model
+        # Rows of this rank that had no place in the buffers, int64 []. It stays until the host, a
+        # step later, knows of it: no update may come between.
+        self.rows_over: Tensor | float = 0.0
 
     def add(self, layers: Sequence[Routing], targets: Tensor, first: int = 0) -> Tensor | float:
         """Add one micro-batch with int64 targets [B, T]. Returns a term for its loss sum: of value
         0, but with the gradient of the auxiliary loss and the z-loss of these layers. `first`:
         number of the first block of a pipeline stage; layers of other stages count 0."""
         load = torch.stack([layer.load for layer in layers])
+        if self.buffers is not None:
+            self.rows_over = self.rows_over + self.buffers.rows_over(load)
         first = sum(number < first for number in self._numbers)
         load = F.pad(load, (0, 0, first, self._layers - first - len(layers)))
         self._load = load if self._load is None else self._load + load
@@ -290,6 +306,13 @@ class Routings:
         # x - x.detach() is 0 with the gradient of x.
         return change - change.detach() if isinstance(change, Tensor) else 0.0
 
+    def repeat(self) -> int:
+        """Forget the rows that had no place, because their step is repeated; returns in how many
+        steps from then on there are no buffers."""
+        self.rows_over = 0.0
+        steps: int = self.buffers.pause()
+        return steps
+
     def take(self, device: torch.device | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this rank's numbers since the last call and reset them: the load, fp64 [L, E], and
         each loss that has a coefficient, by name (mean over the layers, sum over the tokens), fp32
@@ -297,6 +320,8 @@ class Routings:
         none = torch.zeros(self._layers, self._experts, device=device)
         load, losses = (none if self._load is None else self._load).double(), self._losses
         self._load, self._losses = None, {}
+        if self.buffers is not None:
+            self.buffers.after_step()
         return load, {
             name: losses.get(name, load.new_zeros(()))
             for name, coefficient in self._coefficients.items()

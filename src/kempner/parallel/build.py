@@ -17,7 +17,13 @@ from kempner.checkpoint.format.writer import local_part
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, rope_table
 from kempner.model.loss import cross_entropy
-from kempner.parallel.config import DistributedConfig, LoraConfig, adapter_std, is_adapter
+from kempner.parallel.config import (
+    DistributedConfig,
+    ExpertsConfig,
+    LoraConfig,
+    adapter_std,
+    is_adapter,
+)
 from kempner.parallel.layout import Layout, is_alone
 
 
@@ -59,6 +65,7 @@ def build_model(
     distributed: DistributedConfig,
     lora: LoraConfig | None = None,
     frozen: bool = False,
+    experts: ExpertsConfig | None = None,
 ) -> Decoder:
     """Build the model on this rank's device: master shards in train.weights, train.dtype compute,
     fp32 gradient sums. A frozen one has no gradients, and its weights in the compute dtype.
@@ -66,7 +73,7 @@ def build_model(
     No rank ever holds more than one whole parameter. The initial weights depend on train.seed
     alone, not on the mesh.
     """
-    model = plan_model(cfg, layout, train, distributed, lora, frozen)
+    model = plan_model(cfg, layout, train, distributed, lora, frozen, experts)
     device_type = layout.mesh.device_type
     if distributed.fsdp_cpu_offload:
         model.to_empty(device="cpu")
@@ -97,6 +104,7 @@ def plan_model(
     distributed: DistributedConfig,
     lora: LoraConfig | None = None,
     frozen: bool = False,
+    experts: ExpertsConfig | None = None,
 ) -> Decoder:
     """Build the same model on the meta device: all plans are applied, but it has no values yet."""
     # On the meta device: a model larger than any rank's memory is planned without a byte of it.
@@ -124,7 +132,7 @@ def plan_model(
     if layout.ep is not None:
         from kempner.parallel.experts import split_experts
 
-        split_experts(model, layout)
+        split_experts(model, layout, distributed, experts or ExpertsConfig())
     if layout.cp is not None:
         from kempner.parallel.context import split_context
 

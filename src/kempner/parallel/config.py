@@ -90,8 +90,9 @@ class DistributedConfig:
     overlap: tuple[str, ...] = option(
         (),
         "messages that hide more: tp, those of tp in pieces beside their products (train.compile); "
-        "reduce, FSDP's reductions beside its gathers; symm_mem, FSDP's in symmetric memory",
-        choices=("tp", "reduce", "symm_mem"),
+        "reduce, FSDP's reductions beside its gathers; symm_mem, FSDP's in symmetric memory; "
+        "shared, tokens on the way to their experts behind model.shared_experts",
+        choices=("tp", "reduce", "symm_mem", "shared"),
     )
     reduce_dtype: str = option(
         "fp32", "dtype in which gradients are summed over ranks", choices=("fp32", "bf16")
@@ -162,6 +163,16 @@ class DistributedConfig:
             f"distributed.reshard_island = {self.reshard_island}: must divide dp_shard x cp = "
             f"{shard}, the ranks that share one copy of the weights"
         ]
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    spare: float | None = option(
+        None,
+        "rows travel to the experts of distributed.ep in buffers, with this share of room above "
+        "the mean, such as 0.25, and the host waits for no layer's numbers; unset: it waits",
+        minimum=0.0,
+    )
 
 
 MATRICES = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")  # of a block

@@ -1,11 +1,12 @@
 """Combinations with more than one rank along an axis besides the data's (tensor, pipeline, expert
-and context parallelism) that are not supported."""
+and context parallelism), or with experts, that are not supported."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from kempner.config.option import ConfigError
+from kempner.train import lookup
 from kempner.train.sections import micro_batch
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ RING_HEAD = 8  # the ring calls the flash kernel itself; elsewhere torch pads th
 def axis_problems(cfg: RunConfig) -> list[str]:
     """List the problems, one message each, with the way out."""
     found = _tensor_problems(cfg) if cfg.distributed.tp > 1 else []
-    return found + _pipeline_problems(cfg) + _expert_problems(cfg) + _context_problems(cfg)
+    found += _pipeline_problems(cfg) + _expert_problems(cfg) + _adapter_problems(cfg)
+    return found + _context_problems(cfg)
 
 
 def _tensor_problems(cfg: RunConfig) -> list[str]:
@@ -85,7 +87,37 @@ def _expert_problems(cfg: RunConfig) -> list[str]:
             f"distributed.ep = {ep}: the exchange of tokens is not compiled, and train."
             "compile_scope = model leaves no place for it; give --train.compile_scope=block"
         )
-    return found
+    if cfg.experts.spare is None:
+        return found
+    others = {  # a step cannot be repeated there
+        "[lowcomm]: its rounds would be sent twice": any(name == "lowcomm" for name, _ in cfg.more),
+        "batches that an extension brings": lookup.bringer(cfg) is not None,
+        "distributed.ep = 1: no tokens travel": ep == 1,
+    }
+    return found + [
+        f"experts.spare = {cfg.experts.spare:g}: not built for {other}; leave one of the two out"
+        for other, is_on in others.items()
+        if is_on
+    ]
+
+
+def _adapter_problems(cfg: RunConfig) -> list[str]:
+    """List problems of lora.rank beside experts."""
+    if not cfg.lora.rank or not cfg.model.n_experts:
+        return []
+    problems = []
+    if wrong := [name for name in cfg.lora.targets if name in ("w1", "w2", "w3")]:
+        problems.append(
+            f"lora.targets: adapters of experts are not built, and {', '.join(wrong)} are "
+            "matrices of experts; give those of the attention, "
+            """--lora.targets="['wq', 'wk', 'wv', 'wo']\""""
+        )
+    if cfg.model.router_bias:
+        problems.append(
+            "model.router_bias: the biases move while the weights are trained, which lora.rank "
+            f"= {cfg.lora.rank} keeps as they are; train all weights, --lora.rank=0"
+        )
+    return problems
 
 
 def _context_problems(cfg: RunConfig) -> list[str]:

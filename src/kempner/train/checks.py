@@ -53,11 +53,14 @@ def combination_problems(cfg: RunConfig) -> list[str]:
     problems += _freeze_problems(cfg)
     problems += _block_problems(cfg) + _spike_problems(cfg)
     axes = cfg.distributed
-    if max(axes.tp, axes.pp, axes.ep, axes.cp) > 1:
+    if (
+        max(axes.tp, axes.pp, axes.ep, axes.cp) > 1
+        or cfg.model.n_experts
+        or cfg.experts.spare is not None
+    ):
         from kempner.train import axis_checks
 
         problems += axis_checks.axis_problems(cfg)
-    problems += _adapter_problems(cfg)
     for extension in lookup.used(cfg):
         problems += extension.problems(cfg)
         if cfg.train.recompute == "auto" and extension.fills_memory(cfg):
@@ -124,25 +127,6 @@ def _block_problems(cfg: RunConfig) -> list[str]:
         for name, value in levers.items()
         if value
     ]
-
-
-def _adapter_problems(cfg: RunConfig) -> list[str]:
-    """List problems of lora.rank beside experts."""
-    if not cfg.lora.rank or not cfg.model.n_experts:
-        return []
-    problems = []
-    if wrong := [name for name in cfg.lora.targets if name in ("w1", "w2", "w3")]:
-        problems.append(
-            f"lora.targets: adapters of experts are not built, and {', '.join(wrong)} are "
-            "matrices of experts; give those of the attention, "
-            """--lora.targets="['wq', 'wk', 'wv', 'wo']\""""
-        )
-    if cfg.model.router_bias:
-        problems.append(
-            "model.router_bias: the biases move while the weights are trained, which lora.rank "
-            f"= {cfg.lora.rank} keeps as they are; train all weights, --lora.rank=0"
-        )
-    return problems
 
 
 def _trains_weights(cfg: RunConfig) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 # Sections of the trainer that few runs set.
-SELDOM = ("lora", "freeze", "trackers", "profile", "resilience")
+SELDOM = ("lora", "freeze", "experts", "trackers", "profile", "resilience")
 
 
 def help_of(argv: Sequence[str], program: type[Extension] | None, usage: str) -> str:

@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 # say.
 SPEED_LEVERS: dict[str, tuple[Any, ...]] = {
     "train.attention": ("auto", "cudnn", "flash", "efficient", "fa3", "fa4"),
-    "distributed.overlap": ((), ("tp",), ("reduce",), ("symm_mem",), ("tp", "reduce")),
+    "distributed.overlap": ((), ("tp",), ("reduce",), ("symm_mem",), ("tp", "reduce"), ("shared",)),
     "distributed.prefetch_blocks": (0, 1, 2),
+    "experts.spare": (None, 0.25, 0.5, 1.0),
 }
 FP8_LEVERS = (
     "none",
     "tensorwise",
     "tensorwise_gather",
     "rowwise",
+    "mxfp8",
 )  # with --allow fp8
 FLASH_PACKAGES = {  # by the name in train.attention: what torch imports, and how to have it
     "fa3": ("flash_attn_interface", "build hopper/ of github.com/Dao-AILab/flash-attention"),
@@ -36,7 +38,11 @@ FLASH_PACKAGES = {  # by the name in train.attention: what torch imports, and ho
     ),
 }
 LEAST_TORCH = (2, 11)  # has torch.nn.attention.activate_flash_attention_impl
-FP8_TILE = 16  # of every size of a product
+
+
+def fp8_tile(fp8: str) -> int:
+    """Return what every size of a product is a multiple of. `fp8`: train.fp8."""
+    return 32 if fp8 == "mxfp8" else 16
 
 
 def lever_problems(cfg: RunConfig) -> list[str]:
@@ -118,16 +124,16 @@ def _fp8_problems(cfg: RunConfig) -> list[str]:
         )
     # Without train.micro_batch, or while the batch grows, the rows of a pass depend on the ranks.
     rows = 1 if train.micro_batch is None or train.batch_ramp else train.micro_batch
-    tokens = rows * train.seq_len // ranks
-    if tokens % FP8_TILE == 0:
+    tokens, tile = rows * train.seq_len // ranks, fp8_tile(train.fp8)
+    if tokens % tile == 0:
         return found
     batch = f"train.micro_batch {rows} x " if rows > 1 else ""
     parts = f" / distributed.cp {ranks}" if ranks > 1 else ""
     return [
         *found,
-        f"train.fp8 = {train.fp8}: its kernels take a multiple of {FP8_TILE} tokens a pass, and "
+        f"train.fp8 = {train.fp8}: its kernels take a multiple of {tile} tokens a pass, and "
         f"{batch}train.seq_len {train.seq_len}{parts} = {tokens}; give a train.seq_len that is a "
-        f"multiple of {FP8_TILE * ranks}, or --train.fp8=none",
+        f"multiple of {tile * ranks}, or --train.fp8=none",
     ]
 
 
@@ -155,6 +161,10 @@ def _overlap_problems(cfg: RunConfig) -> list[str]:
             "distributed.tp over 1, whose messages it hides; give --distributed.tp=2": axes.tp > 1,
             "the compiler, which cuts the products; give --train.compile": cfg.train.compile,
             "a GPU, and distributed.device is cpu; give --distributed.device=cuda": not on_cpu,
+        },
+        "shared": {
+            "distributed.ep over 1, or no token travels; give --distributed.ep=2": axes.ep > 1,
+            "a shared expert; give --model.shared_experts=1": cfg.model.shared_experts > 0,
         },
         "symm_mem": {
             "a GPU, and distributed.device is cpu; give --distributed.device=cuda": not on_cpu,

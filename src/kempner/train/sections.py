@@ -15,7 +15,7 @@ from kempner.data.stages import RampStage, ramp_problems, ramp_stages, stage_at
 from kempner.jobs.trackers.config import TrackersConfig
 from kempner.model.config import ModelConfig
 from kempner.optim.config import FreezeConfig, OptimizerConfig, ScheduleConfig
-from kempner.parallel.config import DistributedConfig, LoraConfig
+from kempner.parallel.config import DistributedConfig, ExpertsConfig, LoraConfig
 from kempner.train import lookup
 from kempner.train.recording.config import MetricsConfig, ProfileConfig
 from kempner.train.resilience.config import ResilienceConfig
@@ -86,8 +86,9 @@ class TrainConfig:
     fp8: str = option(
         "none",
         "matrix products of the blocks in 8-bit floats, by torchao, with one scale a tensor or a "
-        "row; _gather: FSDP sends these, too; needs an Ada, Hopper or later GPU",
-        choices=("none", "tensorwise", "tensorwise_gather", "rowwise"),
+        "row; _gather: FSDP sends these, too; needs an Ada, Hopper or later GPU; mxfp8: one for 32 "
+        "numbers; needs a Blackwell GPU",
+        choices=("none", "tensorwise", "tensorwise_gather", "rowwise", "mxfp8"),
     )
     attention: str = option(
         "auto",
@@ -244,6 +245,7 @@ class RunConfig(Sections):
     freeze: FreezeConfig = field(default_factory=FreezeConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

@@ -123,13 +123,15 @@ def guard_update(
 
     The gradients are those of (sum of losses) / step_tokens. Dividing them by `grad_scale` makes
     them those of the mean over the real tokens, clipped to norm `clip`. A loss or norm that is not
-    finite, no real token at all, or a spike sets `found_inf`: weights, moments and step count stay,
-    on all ranks alike. The fused kernels of torch.optim read both attributes, as they do for
-    torch.amp.GradScaler (torch/amp/grad_scaler.py, _maybe_opt_step).
+    finite, no real token at all, a spike, or a row that did not reach its expert sets `found_inf`:
+    weights, moments and step count stay, on all ranks alike. The fused kernels of torch.optim read
+    both attributes, as they do for torch.amp.GradScaler (torch/amp/grad_scaler.py,
+    _maybe_opt_step).
     """
     loss_sum, tokens = sums["loss_sum"], sums["tokens"]
     grad_norm = sums["grad_norm_sq"].sqrt() * step_tokens / tokens
     bad = ~(torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & (tokens > 0))
+    bad = bad | (sums["rows_over"] > 0) if "rows_over" in sums else bad
     shrink = (grad_norm / clip).clamp(min=1.0) if clip else torch.ones_like(grad_norm)
     numbers = {**sums, "loss": loss_sum / tokens, "grad_norm": grad_norm}
     if (spikes := getattr(optimizer, "spikes", None)) is not None:

@@ -40,7 +40,7 @@ from kempner.train.recording.saves import Saves
 from kempner.train.replicas import Replicas
 from kempner.train.resilience import requests
 from kempner.train.resilience.nonfinite import NonFinite
-from kempner.train.resilience.requests import StopRequests, Verdict
+from kempner.train.resilience.requests import GO_ON, StopRequests, Verdict
 from kempner.train.resilience.straggler import BlockClock, Stragglers
 from kempner.train.resilience.watchdog import Watchdog, start_watchdog
 from kempner.train.sections import RunConfig
@@ -88,6 +88,7 @@ class Training:
     checkpointer: Checkpointer
     saves: Saves
     progress: Progress
+    judged: Progress  # after the last step that judge() has seen
     loader: Loader
     val_batches: Callable[[], dict[str, Iterator[MicroBatch]]]
     objective: Objective
@@ -119,6 +120,9 @@ class Training:
 
     def judge(self, result: StepResult) -> Verdict | None:
         """Record a step; returns what follows from it, None when nothing does."""
+        if rows := result.values.get("rows_over"):
+            return Verdict(go_back=True, repeat=True, reason=f"{rows:.0f} rows")
+        self.judged = result.after
         self.recorder.step(result)
         self.stragglers.update(result.step, result.values["work"])
         if self.replay is not None and self.replay.verdict is not None:
@@ -128,9 +132,12 @@ class Training:
     def go_back(self, verdict: Verdict) -> Verdict:
         """Return to the last checkpoint, without the samples of the bad steps; returns what is
         next."""
-        from kempner.train.resilience.resuming import go_back
+        from kempner.train.resilience.resuming import go_back, repeat_step
 
         with self.watchdog.patient():
+            if verdict.repeat:
+                self.progress = repeat_step(self.judged, self.loader, self.model, self.run, verdict)
+                return GO_ON
             self.progress, verdict = go_back(
                 self.progress,
                 self.nonfinite.since,
@@ -139,6 +146,7 @@ class Training:
                 self.loader,
                 self.run,
             )
+        self.judged = self.progress
         self.recorder.begin(self.progress)
         return verdict
 
@@ -254,7 +262,7 @@ def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.de
 
         with watchdog.patient():
             train = choose_recompute(cfg, run, layout, device)
-    model = build_model(cfg.model, layout, train, cfg.distributed, cfg.lora)
+    model = build_model(cfg.model, layout, train, cfg.distributed, cfg.lora, experts=cfg.experts)
     optimizer, replicas = open_replicas(cfg, run.world, model, watchdog.patient)
     checkpointer = open_checkpointer(cfg, run, model, optimizer, replicas)
     progress = resume_progress(cfg, run, layout, model, checkpointer, replicas)
@@ -293,6 +301,7 @@ def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.de
         replicas,
         checkpointer,
         Saves(run, checkpointer, recorder, watchdog.patient),
+        progress,
         progress,
         loader,
         open_held_out_batches(cfg, layout),

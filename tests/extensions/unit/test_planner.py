@@ -70,6 +70,10 @@ def test_experts_that_stay_where_they_are_are_not_gathered() -> None:
     assert gathers.size == pytest.approx(1024 / (2 * 16) * 2 * others * 7 / 8)
     assert replicas.size == pytest.approx(2 * 4 * (others + experts) / 8 / 2)
     assert tokens.what.startswith("expert parallel") and tokens.within
+    spare = replace(cfg, experts=replace(cfg.experts, spare=0.25))
+    assert network_bytes(spare, 16, 8)[-1].size == pytest.approx(1.25 * tokens.size)
+    more, plain = (estimate_memory(each, 16, 8).peak for each in (spare, cfg))
+    assert plain < more < 1.25 * plain
 
 
 PASSES = 1024 / (2 * 16)

@@ -28,7 +28,7 @@ MESHES = {
     "7b-1node": (1, 8), "7b-2nodes": (2, 8), "7b-8nodes": (8, 8), "7b-32nodes": (32, 8),
     "13b-1node": (1, 8), "13b-2nodes": (2, 8), "13b-8nodes": (8, 8), "13b-32nodes": (32, 8),
     "7b-memory-tight": (1, 1), "7b-muon": (2, 8), "7b-32k": (1, 8), "7b-128k": (1, 1),
-    "moe-30b-2nodes": (2, 8),
+    "moe-30b-1node": (1, 8), "moe-30b-2nodes": (2, 8),
     "70b-2nodes": (1, 16), "70b-8nodes": (1, 64), "70b-32nodes": (4, 64),
     "70b-32nodes-pp": (8, 8),
 }  # fmt: skip
@@ -49,6 +49,12 @@ def test_a_configuration_fits_its_machines(path: Path) -> None:
     # One copy of the weights spans nodes only where a node cannot hold it.
     spans = [each for each in network_bytes(cfg, world, per_node) if "FSDP" in each.what]
     assert all(each.within for each in spans) == (axes.shard <= per_node)
+
+
+def test_experts_on_one_node_leave_room_for_an_uneven_router() -> None:
+    """The planner counts the mean of the tokens."""
+    cfg = load_config([str(FOLDER / "moe-30b-1node.toml")], [])
+    assert estimate_memory(cfg, 8, 8).peak < GPUS["H100"].usable - 12 * GIB
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from kempner.checkpoint.format.reader import read_tensors
+from kempner.config import toml
 from tests.conftest import ROOT, TINY, losses, start_train
 from tests.trainer.distributed.test_tensor import begun
 from tests.trainer.distributed.test_train import same_tensors
@@ -89,6 +91,17 @@ LAYOUTS = {
     "shard": (2, ("--train.recompute=full", "--train.micro_batch=2")),
     "ep and dp": (4, ("--distributed.ep=2", "--train.recompute=full", "--train.micro_batch=1")),
     "ep and hsdp": (4, ("--distributed.ep=2", "--distributed.dp_replicate=2")),
+    # Buffers without room above the mean: steps are repeated without them.
+    "ep, in buffers": (
+        2,
+        (
+            "--distributed.ep=2",
+            "--experts.spare=0",
+            "--distributed.overlap=['shared']",
+            "--train.recompute=full",
+            "--train.micro_batch=2",
+        ),
+    ),
 }
 
 
@@ -99,7 +112,10 @@ def test_any_layout_gives_the_numbers_of_one_process(
     """Also the load, and so the biases, which move by the tokens of all ranks; and every first
     moment: each gradient has a part in it."""
     nproc, more = LAYOUTS[layout]
-    run(data_dir, tmp_path / "run", *more, nproc=nproc)
+    said = run(data_dir, tmp_path / "run", *more, nproc=nproc)
+    repeated = re.findall(r"step (\d+) is repeated: \d+ rows .* the next (\d+) steps", said)
+    # The step after it was done in vain, and counts.
+    assert repeated == ([("1", "8"), ("9", "16")] if layout == "ep, in buffers" else [])
     assert losses(tmp_path / "run") == pytest.approx(losses(one_process), rel=1e-5)
     for got, want in zip(experts(tmp_path / "run"), experts(one_process), strict=True):
         assert got == pytest.approx(want, rel=1e-5)
@@ -141,9 +157,31 @@ def test_experts_over_context_parallel_ranks_resume_bit_for_bit(
     assert same_tensors(*(at / "checkpoints/latest" for at in (tmp_path / "whole", resumed)))
 
 
+def test_the_recipe_for_one_node_gives_the_numbers_of_one_process(
+    data_dir: Path, tmp_path: Path
+) -> None:
+    """All that configs/scale/moe-30b-1node.toml sets, but its size and the compiler."""
+    recipe = toml.loads((ROOT / "configs/scale/moe-30b-1node.toml").read_text())
+    assert recipe.pop("base") == "../train/moe-30b.toml" and recipe["distributed"].pop("ep") == 8
+    assert recipe["train"].pop("global_batch_tokens") and recipe["train"].pop("compile")
+    words = [
+        f"--{section}.{key}={value}"
+        for section, values in recipe.items()
+        for key, value in values.items()
+    ]
+    words += ["--train.dtype=bf16", "--train.max_steps=5", "--train.micro_batch=2"]
+    run(data_dir, tmp_path / "one", *words)
+    more = ("--distributed.ep=2", "--experts.spare=0.1", "--distributed.overlap=['shared']")
+    run(data_dir, tmp_path / "two", *words, *more, nproc=2)
+    found, expected = (losses(tmp_path / name) for name in ("two", "one"))
+    assert found == pytest.approx(expected, rel=2e-3) and len(found) == 5
+
+
 def test_what_ep_cannot_share_out_is_refused(data_dir: Path, tmp_path: Path) -> None:
     said = run(data_dir, tmp_path / "run", "--distributed.ep=3", code=2)
     assert "distributed.ep = 3: must divide model.n_experts = 4" in said
+    said = run(data_dir, tmp_path / "run", "--experts.spare=0.25", code=2)
+    assert "experts.spare = 0.25: not built for distributed.ep = 1: no tokens travel" in said
     words = ("--check", "--nodes=1", "--gpus-per-node=6", "--distributed.ep=2")
     batch = ("--train.global_batch=12", "--model.ffn_dim=32")
     said = run(data_dir, tmp_path / "run", *words, *batch, code=2)

@@ -30,6 +30,7 @@ GPU_ONLY = {
     "flash",
     "fp8 gathers",
     "overlap",
+    "exchange",
     "bench 125m",
     "bench 1b",
     "bench 7b",

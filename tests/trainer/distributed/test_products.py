@@ -29,6 +29,7 @@ EXPERTS = [
 AUXILIARY = "--model.aux_loss=0.1"
 TP, CP, EP = "--distributed.tp=2", "--distributed.cp=2", "--distributed.ep=2"
 PP = "--distributed.pp=2"
+BUFFERS = ["--experts.spare=1", "--distributed.overlap=['shared']"]  # all rows find a place
 COPIES = "--distributed.dp_replicate=2"
 PRODUCTS = {  # on 4 ranks
     "dp2 x tp2": [TP, "--model.qk_norm", "--model.qkv_bias"],
@@ -37,7 +38,7 @@ PRODUCTS = {  # on 4 ranks
     "tp2 x cp2": [TP, CP, "--model.tie_embeddings"],
     "hsdp2 x tp2": [COPIES, TP],
     "ep2 x dp2": [EP, *EXPERTS, AUXILIARY],
-    "ep2 x tp2": [EP, TP, *EXPERTS, AUXILIARY],
+    "ep2 x tp2": [EP, TP, *EXPERTS, AUXILIARY, *BUFFERS],
     "ep2 of dp1 x cp2": [EP, CP, COPIES, *EXPERTS],
     "experts, dp2 x tp2": [TP, *EXPERTS, AUXILIARY],
     "pp2 x dp2": [PP],
@@ -50,6 +51,7 @@ PRODUCTS = {  # on 4 ranks
         EP,
         "--distributed.pp_stages_per_rank=2",
         *EXPERTS,
+        *BUFFERS,
         AUXILIARY,
         "--model.n_layers=4",
         "--model.moe_frequency=2",

@@ -12,6 +12,9 @@ test_step      two steps (forward, loss, backward, sums, update, the numbers one
                host may wait as GENERATION there names
 test_experts   which products of experts a GPU gets, by its compute capability and their sizes, and
                what is left in the gradients of those without a token
+test_exchange  experts of two ranks whose rows travel in buffers: the host waits for nothing, the
+               compiler makes one graph, what is no row goes nowhere, and shared experts run
+               between the two halves of an exchange, forward and backward
 test_ring      the ring of context parallelism itself, forward and backward, in fp32
 test_kept      which attention `recompute = selective` keeps
 test_updates   how often the update in bf16 is compiled

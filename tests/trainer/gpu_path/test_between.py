@@ -21,7 +21,7 @@ from kempner.model.moe import Experts
 from kempner.parallel import experts
 from kempner.parallel.build import parameter_names
 from kempner.parallel.config import LoraConfig
-from kempner.parallel.experts import ParallelExperts
+from kempner.parallel.experts import ExchangeBuffers, ParallelExperts
 from kempner.parallel.lora import add_adapters
 from kempner.parallel.shard import GradientSums, begin_micro_batch
 from kempner.train.objective import NextToken
@@ -193,13 +193,14 @@ def test_a_rank_of_experts_without_tokens(monkeypatch: pytest.MonkeyPatch, load:
     layer = ParallelExperts.__new__(ParallelExperts)
     torch.nn.Module.__init__(layer)
     layer.mesh = Mesh()  # type: ignore[assignment]
+    layer.exchange = ExchangeBuffers(None, 2)
     for name, p in plain.named_parameters():
         setattr(layer, name, torch.nn.Parameter(Gpu(values(p)[:2].clone())))
     x = Gpu(torch.randn(sum(load), SHAPE.dim).bfloat16()).requires_grad_()
     pretend.waits.clear()
     y = layer(x, Gpu(torch.tensor(load)))
     y.backward(torch.ones_like(y))
-    assert pretend.waits == ["experts.py: forward: tolist"]
+    assert pretend.waits == ["experts.py: __init__: tolist"]
     assert y.shape == x.shape and x.grad is not None and x.grad.shape == x.shape
     for p in layer.parameters():
         used = values(p.grad).flatten(1).any(1).tolist()

@@ -205,6 +205,28 @@ def test_projections_multiply_in_fp8(monkeypatch: pytest.MonkeyPatch, recipe: st
         assert cosine > 0.98, (name, cosine)
 
 
+def test_projections_multiply_in_mxfp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao emulates its kernels on a CPU; a matrix with another size than 32s stays in bf16."""
+    pytest.importorskip("torchao.prototype.moe_training.mxfp8_linear")
+    monkeypatch.setattr(fp8, "need_fp8", lambda *_: None)
+    expected, plain = gradients(build(dtype="bf16"))
+    model = build(dtype="bf16", fp8="mxfp8")
+    converted = {name for name, m in model.named_modules() if isinstance(m, fp8.MxLinear)}
+    large = {
+        name
+        for name, m in model.blocks.named_modules(prefix="blocks")
+        if isinstance(m, torch.nn.Linear) and not any(n % 32 for n in m.weight.shape)
+    }
+    assert converted == large and len(large) > 3
+    loss, found = gradients(model)
+    assert found.keys() == plain.keys()
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
+    assert loss != expected
+    for name, grad in found.items():
+        cosine = torch.cosine_similarity(grad.flatten(), plain[name].flatten(), 0)
+        assert cosine > 0.98, (name, cosine)
+
+
 def test_a_router_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     torchao = pytest.importorskip("torchao.float8.float8_linear")
     monkeypatch.setattr(fp8, "need_fp8", lambda *_: None)
@@ -229,6 +251,8 @@ def test_fp8_is_refused_where_nothing_multiplies_it(monkeypatch: pytest.MonkeyPa
     assert str(no.value).startswith("train.fp8 = tensorwise_gather: ")  # as the user wrote it
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     fp8.need_fp8(gpu, "rowwise")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"mxfp8: NVIDIA A100 .* capability 10\.0 or higher"):
+        fp8.need_fp8(gpu, "mxfp8")  # type: ignore[arg-type]
     with torch.device("meta"):
         odd = Decoder(replace(SHAPE, dim=40, n_heads=5, ffn_dim=56))
     with pytest.raises(ConfigError, match="no projection has both sizes a multiple of 16"):

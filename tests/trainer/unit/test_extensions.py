@@ -63,7 +63,7 @@ def test_help_lists_an_extension_that_is_asked_for() -> None:
     assert plain.returncode == section.returncode == every.returncode == 0
     assert "--train.max_steps int" in plain.stdout and "--rl." not in plain.stdout
     assert (
-        "More sections: lora, freeze, trackers, profile, lowcomm, preference, rl, bench;"
+        "More sections: lora, freeze, experts, trackers, profile, lowcomm, preference, rl, bench;"
         in plain.stdout
     )
     assert "--rl.loss.kl float" in section.stdout and "--train.max" not in section.stdout

@@ -16,6 +16,7 @@ from kempner.extensions.planner.launches import GAP, host_seconds, kernels_of_st
 from kempner.extensions.planner.memory import (
     FP32,
     budget_share,
+    buffer_share,
     forward_rows,
     fp8_gathered,
     fp8_matrices,
@@ -30,7 +31,9 @@ PRODUCT_HALF = 400.0  # side of a product that has half of the share of the larg
 ATTENTION_HALF = 1700.0  # keys with which attention has 0.6 of its share; with 8,500 it has all
 RING = 0.8  # share of a kernel's speed that is left where keys go round the ranks
 FP8_PEAK = 2.0  # of that of bf16; a product must be as much larger for the same share of it
-ROWWISE = 0.75  # of the speed of products with a scale a tensor, for those with one a row
+ROWWISE = (
+    0.75  # of the speed of products with a scale a tensor, for finer ones: a row, or 32 numbers
+)
 FP8_CAST = 5.0  # bytes that scaling and rounding a number move: read twice in bf16, written once
 MEMORY_EFFICIENCY = 0.73  # of the rate of the data sheet
 EAGER = 3.7  # bytes that kernels move without torch.compile, for one with it
@@ -71,7 +74,7 @@ def product_flops(cfg: RunConfig, axes: Axes, tokens: float, share: float) -> fl
     side, pass_tokens = product_side(cfg, axes), tokens_of_pass(cfg, axes)
     eight = each * again * sum(n * k * often for n, k, often in fp8_matrices(cfg, axes))
     plain = blocks * again - experts - eight
-    peak = FP8_PEAK * (ROWWISE if cfg.train.fp8 == "rowwise" else 1.0)
+    peak = FP8_PEAK * (ROWWISE if cfg.train.fp8 in ("rowwise", "mxfp8") else 1.0)
     fast = peak * rising_efficiency(share, FP8_PEAK * PRODUCT_HALF, side)
     flops = plain / rising_efficiency(share, PRODUCT_HALF, side) + eight / fast
     if experts:
@@ -161,7 +164,7 @@ def pointwise_bytes(cfg: RunConfig, axes: Axes, tokens: float) -> float:
     has its input and output in another order."""
     model = cfg.model
     share = len(model.mixtures) / model.n_layers  # of blocks with experts
-    experts = share * model.experts_per_token
+    experts = share * model.experts_per_token * buffer_share(cfg)
     inner = model.ffn_dim * (experts + share * model.shared_experts)
     inner += (1 - share) * model.dense_width
     norms = 4 if model.post_norms else 2

@@ -18,6 +18,7 @@ from kempner.extensions.planner.memory import (
     FP32,
     GIB,
     block_activation_bytes,
+    buffer_share,
     compute_bytes,
     forward_rows,
     fp8_gathered,
@@ -208,7 +209,7 @@ def activation_bytes(
         count = 2 * often * len(model.mixtures) / axes.pp
         group = Group.of(n, axes.tp, per_node)
         far = (n - group.ways) / n if group.nodes > 1 else (n - 1) / n  # of the tokens
-        size = count * stream * model.experts_per_token * far
+        size = count * stream * model.experts_per_token * buffer_share(cfg) * far
         group = group._replace(ways=1)  # each token takes the link of its own rank
         traffic.append(group.traffic("expert parallel: tokens", size, False, count * passes))
     if axes.pp > 1:

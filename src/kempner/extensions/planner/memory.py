@@ -13,7 +13,7 @@ from kempner.checkpoint import size
 from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.parallel.layout import Axes, axis_sizes, is_alone
 from kempner.train import lookup
-from kempner.train.levers import FP8_TILE
+from kempner.train.levers import fp8_tile
 from kempner.train.sections import BUDGETS, RunConfig, micro_batch
 
 GIB = 2.0**30
@@ -237,7 +237,7 @@ def whole_model(cfg: RunConfig, axes: Axes) -> float:
 def fp8_matrices(cfg: RunConfig, axes: Axes) -> list[tuple[int, int, int]]:
     """Width in, width out and number of the matrices that train.fp8 multiplies in 8-bit floats:
     those of the blocks, but experts, routers, and what has a part with sizes that are not multiples
-    of 16 (parallel/fp8.py)."""
+    of its tile (parallel/fp8.py)."""
     if cfg.train.fp8 == "none":
         return []
     model, mixtures = cfg.model, len(cfg.model.mixtures)
@@ -248,7 +248,7 @@ def fp8_matrices(cfg: RunConfig, axes: Axes) -> list[tuple[int, int, int]]:
         (model.dim, model.dense_width, 3 * dense),
         (model.dim, model.ffn_dim * model.shared_experts, 3 * mixtures),
     ]
-    tile = FP8_TILE
+    tile = fp8_tile(cfg.train.fp8)
     return [shape for shape in shapes if shape[0] % tile == 0 and shape[1] // axes.tp % tile == 0]
 
 
@@ -289,7 +289,8 @@ def block_activation_bytes(
     model, width = cfg.model, cfg.model.resolved_head_dim
     heads = 2 * (model.n_heads + model.kv_heads) * width
     share = len(model.mixtures) / model.n_layers  # the mean of blocks with and without experts
-    experts = share * model.experts_per_token
+    chosen = model.experts_per_token * buffer_share(cfg)
+    experts = share * chosen
     inner = model.ffn_dim * (experts + share * model.shared_experts)
     inner += (1 - share) * model.dense_width
     moved = 2 * experts * model.dim
@@ -300,8 +301,8 @@ def block_activation_bytes(
     per_block = tokens * compute * (block / axes.tp + whole)
     most = 2 * inner + moved
     if share:
-        width = model.ffn_dim * (model.experts_per_token + model.shared_experts)
-        most = 2 * max(width + model.experts_per_token * model.dim, (share < 1) * model.dense_width)
+        widest = model.ffn_dim * (chosen + model.shared_experts)
+        most = 2 * max(widest + chosen * model.dim, (share < 1) * model.dense_width)
     working = tokens * compute * (most + 2 * model.dim) / axes.tp
     passes = float(min(axes.pp, cfg.train.sequences // axes.data_ranks))  # on the first stage
     if (stages := cfg.distributed.pp_stages_per_rank) > 1:  # arXiv:2205.05198, section 4.3
@@ -322,6 +323,12 @@ def block_activation_bytes(
         dropped = per_block - tokens * compute * (model.dim + products) / axes.tp
     saved = per_block * blocks - dropped * again
     return on_device(cfg, saved, blocks, gpu), working + dropped
+
+
+def buffer_share(cfg: RunConfig) -> float:
+    """Places in the buffers of experts.spare, over the rows that travel in them; 1 without."""
+    ranks, spare = cfg.distributed.ep, cfg.experts.spare
+    return 1.0 if ranks == 1 or spare is None else min(1 + spare, ranks)
 
 
 def budget_share(recompute: str) -> float:

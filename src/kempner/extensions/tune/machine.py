@@ -36,7 +36,9 @@ def main(device: str) -> None:
         import torch
 
         has_torchao = importlib.util.find_spec("torchao") is not None
-        facts["fp8"] = has_torchao and torch.cuda.get_device_capability() >= (8, 9)
+        capability = torch.cuda.get_device_capability()
+        facts["fp8"] = has_torchao and capability >= (8, 9)
+        facts["mxfp8"] = has_torchao and capability >= (10, 0)
     print(json.dumps(facts))
 
 
@@ -68,6 +70,7 @@ def machine_of(facts: dict[str, Any], per_node: int) -> RankDevice:
         facts["memory_gib"] / (1 if gpu else per_node),
         missing_compiler("cuda" if gpu else "cpu") is None,
         facts["fp8"],
+        facts.get("mxfp8", False),
     )
 
 

@@ -51,6 +51,7 @@ class RankDevice(NamedTuple):
     gib: float  # memory for one rank
     compiles: bool = True
     fp8: bool = False
+    mxfp8: bool = False
 
     @property
     def is_gpu(self) -> bool:
@@ -140,7 +141,8 @@ class Space:
         if self.cfg.model.n_experts:
             values.append([{"distributed.ep": ep} for ep in (1, 2, 4, 8)])
         if "fp8" in allow and self.machine.fp8:
-            values.append([{"train.fp8": scale} for scale in FP8_LEVERS])
+            scales = [each for each in FP8_LEVERS if each != "mxfp8" or self.machine.mxfp8]
+            values.append([{"train.fp8": scale} for scale in scales])
         return [LeverAxis(tuple(choices)) for choices in values if len(choices) > 1]
 
     def _speed_levers(self) -> list[tuple[str, tuple[Any, ...]]]:

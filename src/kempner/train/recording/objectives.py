@@ -34,11 +34,13 @@ class WithExperts:
         load, losses = self.routings.take(self._device)
         ours = self.layout.once({"load": load})["load"]
         self.routings.step_load = load = self.layout.sum(ours)  # [L, E]
+        over = torch.zeros((), device=self._device) + self.routings.rows_over
         shares = load / load.mean(1, keepdim=True)
         one = float(dist.get_rank() == 0)
         return {
             **self.objective.numbers(),
             **{f"{name}_sum": loss for name, loss in losses.items()},
+            **({} if self.routings.buffers is None else {"rows_over": over}),
             "load_max": shares.max() * one,
             "load_min": shares.min() * one,
         }

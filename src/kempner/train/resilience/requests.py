@@ -47,6 +47,7 @@ class Verdict(NamedTuple):
     reason: str = ""
     go_back: bool = False  # to the last checkpoint
     save_due: bool = False
+    repeat: bool = False  # with go_back: only to before the step, all of whose samples come again
 
     @property
     def final(self) -> bool:

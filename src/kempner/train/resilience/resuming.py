@@ -16,6 +16,7 @@ from kempner.train.sections import RunConfig
 
 if TYPE_CHECKING:
     from kempner.checkpoint.checkpointer import Checkpointer
+    from kempner.model.decoder import Decoder
     from kempner.train.extensions import Loader
     from kempner.train.recording.run_directory import Run
     from kempner.train.replicas import Replicas
@@ -75,3 +76,19 @@ def go_back(
     loader.seek(progress.samples, progress.step, progress.skip, mixture)
     run.went_back(progress.step, bad, verdict.reason)
     return progress, GO_ON
+
+
+def repeat_step(
+    before: Progress, loader: Loader, model: Decoder, run: Run, verdict: Verdict
+) -> Progress:
+    """Go back to before a step in which tokens did not reach their experts, and let the next steps
+    send rows without buffers; returns the progress. No update has come since: the count of such
+    rows stays on the device until here, and every step with one is bad (guard_update)."""
+    steps = model.routings.repeat()
+    loader.seek(before.samples, before.step, before.skip, None)
+    run.announce(
+        f"step {before.step + 1} is repeated: {verdict.reason} for experts had no place in the "
+        f"buffers of experts.spare = {run.cfg.experts.spare:g}; no token is lost, and the next "
+        f"{steps} steps do without buffers"
+    )
+    return before

@@ -206,7 +206,7 @@ def try_steps(
     rows = micro_batch(train, layout.shares, train.sequences)
     passes = train.sequences // (rows * layout.shares)
     passes = passes if layout.pp is not None else min(2, passes)
-    model = build_model(cfg.model, layout, train, cfg.distributed, cfg.lora)
+    model = build_model(cfg.model, layout, train, cfg.distributed, cfg.lora, experts=cfg.experts)
     optimizer = build_optimizer(model, cfg.optimizer)
     objective = open_objective(cfg, layout, model, run, device)
     tokens = torch.zeros(rows, train.seq_len, dtype=torch.int64)
