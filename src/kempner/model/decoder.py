@@ -245,9 +245,9 @@ class Decoder(nn.Module):
         """Return the rotary angles of tokens [B, T], [2, T, E], or [2, B, 1, T, E] where rows
         differ, and the keys that they see. `dtype`: dtype of the activations."""
         # Rows without positions of their own share one slice of the table: nothing is gathered.
-        rope, placed = self.rope[:, : tokens.shape[1]], documents if cache is None else cache
-        if placed is not None and placed.positions is not None:
-            rope = self.rope[:, placed.positions].unsqueeze(2)
+        rope = self.rope[:, : tokens.shape[1]]
+        if documents is not None and documents.positions is not None:
+            rope = self.rope[:, documents.positions].unsqueeze(2)
         window, softcap = self.cfg.sliding_window, self.cfg.attention_softcap
         kernel = self.kernel if cache is None else "flash"  # flex would compile for every length
         return rope, attention_pattern(tokens, window, documents, dtype, softcap, kernel)
