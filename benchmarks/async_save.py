@@ -48,7 +48,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.checkpoint.config import CheckpointConfig
-from kempner.checkpoint.format.writer import allocate_pages, local_part
+from kempner.checkpoint.format.plan import local_part
+from kempner.checkpoint.format.writer import allocate_pages
 from kempner.checkpoint.state import run_state
 from kempner.model.config import ModelConfig
 from kempner.optim.build import build_optimizer

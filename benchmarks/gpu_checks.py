@@ -36,6 +36,7 @@ from benchmarks.gpu_job import (
 )
 from benchmarks.gpu_parts import (
     axes,
+    decoding,
     exchange,
     experts,
     flash,
@@ -556,6 +557,7 @@ CHECKS = {
     "save": Check(save, 90),
     "resume": Check(resume, 120),
     "generate": Check(generation, 60),
+    "decode": Check(decoding, 90),
     "distributed": Check(distributed, 90),
     "meshes": Check(meshes, 90),
     "preflight": Check(preflight, 120),

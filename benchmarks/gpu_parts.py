@@ -417,6 +417,79 @@ def loss(job: Job) -> Figures:
     return figures
 
 
+def decoding(job: Job) -> Figures:
+    """A model of 1.2 billion parameters draws tokens, one graph a step, and those of steps without;
+    its speed beside that of reading its weights and keys once for each token."""
+    import torch
+
+    from kempner.extensions.generate.config import Sampling
+    from kempner.extensions.generate.engine import Engine, GenerationRequest
+    from kempner.model.config import ModelConfig
+    from kempner.model.decoder import Decoder
+
+    width, layers, words = (256, 2, 512) if job.quick else (2048, 16, 128_256)
+    gpu = job.device == "cuda"
+    cfg = ModelConfig(
+        vocab_size=words, dim=width, n_layers=layers, n_heads=width // 32,
+        n_kv_heads=width // 128, ffn_dim=4 * width, max_seq_len=1024, tie_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(job.device):
+        model = Decoder(cfg).cast(torch.bfloat16 if gpu else torch.float32)
+    model.eval().requires_grad_(False)
+    count, texts, seconds = 128, [], list[float]()
+    for graphs in (False, True):
+        engine = Engine[GenerationRequest](model, words, 512, 1)
+        request = GenerationRequest(0, [1] * 64, Sampling(temperature=0, max_tokens=count))
+        engine.join([request])
+        engine.step()
+        assert engine._token_step is not None
+        engine._token_step.uses_graphs = graphs and gpu
+        seconds.clear()
+        while len(request.new) < count:
+            began = time.perf_counter()
+            engine.step()
+            seconds.append(time.perf_counter() - began)  # tokens are on the host by now
+        texts.append(request.new)
+        found = engine._token_step.by_shape.values()
+        if (
+            graphs
+            and gpu
+            and not all(isinstance(each.graph, torch.cuda.CUDAGraph) for each in found)
+        ):
+            raise Failed("torch cannot capture a step as a graph")
+    # Later on the order of sums, which differs, may decide between two tokens of a random model.
+    equal = next((n for n, pair in enumerate(zip(*texts, strict=True)) if len({*pair}) > 1), count)
+    if equal < 4:
+        raise Failed(f"a graph draws other tokens: {texts[1][:9]}..., not {texts[0][:9]}...")
+    heads = 2 * cfg.n_layers * cfg.kv_heads * cfg.resolved_head_dim
+    keys = heads * (64 + count // 2) * model.embed.weight.itemsize
+    moved = sum(p.nbytes for p in model.parameters()) + keys
+    token, rate = statistics.median(seconds), copy_rate(job.device, 1 << (20 if job.quick else 30))
+    return {
+        "equal_tokens": equal,
+        "tokens_per_s": 1 / token,
+        "memory_gb_s": moved / token / 1e9,
+        "share_of_a_copys_rate": moved / token / rate,  # target on a GPU: 0.75
+    }
+
+
+def copy_rate(device: str, size: int) -> float:
+    """Bytes a second that a copy in the device's memory reads and writes, the best of ten."""
+    import torch
+
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target, best = torch.empty_like(source), float("inf")
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for _ in range(10):
+        wait()
+        began = time.perf_counter()
+        target.copy_(source)
+        wait()
+        best = min(best, time.perf_counter() - began)
+    return 2 * size / best
+
+
 def generation(job: Job) -> Figures:
     """32 tokens of the run that check `save` has left, and the time of each."""
     from kempner.extensions.generate.config import Sampling

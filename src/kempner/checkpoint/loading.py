@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch.distributed.tensor import DTensor
-
-from kempner.checkpoint.format.plan import Table, make_table, own_box
+from kempner.checkpoint.format.plan import Table, local_part, make_table, own_box
 from kempner.checkpoint.format.reader import Want
 from kempner.checkpoint.state import StateProvider
 from kempner.config.option import ConfigError
@@ -37,7 +35,6 @@ def read_targets(
                     "was written by another version of this program, or with another model or "
                     "optimizer"
                 )
-            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             disk = f"{prefix}.{rank}.{name}" if provider.per_rank else f"{prefix}.{name}"
-            wants.append(Want(start + name, disk, part.detach(), own_box(here[name], rank)))
+            wants.append(Want(start + name, disk, local_part(tensor), own_box(here[name], rank)))
     return wants

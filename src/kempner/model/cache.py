@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kempner.model.attention import Visible, attend, capped_attention
+from kempner.model.attention import Visible, attend
 from kempner.model.config import ModelConfig
 
 CACHE_BLOCK = 64  # masks of a GPU's kernels want a multiple of 8
@@ -62,11 +61,20 @@ class KVCache:
         self.lengths += counts
         return CacheRows(self, len(self.lengths) - len(counts), counts)
 
-    def step(self) -> CacheRows:
-        """Select all rows. The next forward pass reads one more token of each: tokens [B, 1]."""
+    def advance(self) -> list[int]:
+        """Count one more token in each row, which the next TokenStep reads; returns how many each
+        then holds."""
         assert max(self.lengths) < self.length
         self.lengths = [count + 1 for count in self.lengths]
-        return CacheRows(self, 0, None)
+        return self.lengths
+
+    def span(self, lengths: Sequence[int]) -> tuple[int, int]:
+        """Return the places that hold what the newest of so many tokens of each row see."""
+        if self.fixed:
+            return 0, self.length
+        window = self.length if self.window is None else self.window
+        low = max(0, min(lengths) - window) // CACHE_BLOCK * CACHE_BLOCK
+        return low, whole_blocks(max(lengths), self.length)
 
     def copy(self, source: int, count: int) -> None:
         """Add a row that begins with the first `count` tokens of row `source`, which may have left
@@ -89,59 +97,21 @@ class KVCache:
 
 
 class CacheRows:
-    """The rows of one forward pass: where their new tokens stand, and which keys these see."""
+    """The rows of texts that a forward pass reads, from their first token on."""
 
-    def __init__(self, cache: KVCache, first: int, counts: Sequence[int] | None) -> None:
-        """`counts`: tokens of each new row; None: one more token for each."""
-        rows = slice(first, cache.slots if cache.fixed and counts is None else len(cache.lengths))
+    def __init__(self, cache: KVCache, first: int, counts: Sequence[int]) -> None:
+        """`counts`: tokens of each new row."""
+        rows = slice(first, len(cache.lengths))
         self._keys, self._values = cache.keys[:, rows], cache.values[:, rows]
-        self._last: Tensor | None = None  # [B]: each new text's last token, before its padding
-        self.positions: Tensor | None = None  # int64 [B, T]; None: each row from 0
-        self.step: Step | None = None
-        device = cache.keys.device
-        if counts is None:
-            # A free row writes to the last position: what is there is never copied.
-            free = [cache.length] * (cache.slots - len(cache.lengths)) if cache.fixed else []
-            self.positions = torch.tensor([*cache.lengths, *free], device=device).unsqueeze(1) - 1
-            self.step = next_step(cache, self.positions)
-        else:
-            self._last = torch.tensor(counts, device=device) - 1
+        # [B]: each new text's last token, before its padding.
+        self._last = torch.tensor(counts, device=cache.keys.device) - 1
 
     def layer(self, number: int) -> LayerCache:
-        return LayerCache(self._keys[number], self._values[number], self.step)
+        return LayerCache(self._keys[number], self._values[number])
 
     def last_tokens(self, x: Tensor) -> Tensor:
         """Select each row's last token, without padding, from x [B, T, D]: [B, 1, D]."""
-        if self._last is None:
-            return x[:, -1:]
         return x[torch.arange(len(x), device=x.device), self._last].unsqueeze(1)
-
-
-class Step(NamedTuple):
-    """A step of one new token a row: where it is written and which positions it sees."""
-
-    at: int | tuple[Tensor, slice, Tensor]  # position, the same in all rows, or an index [B, K, E]
-    seen: slice  # of the C positions
-    mask: Tensor  # [B, 1, 1, C], 0 or -inf
-
-
-def next_step(cache: KVCache, positions: Tensor) -> Step:
-    """Plan a step for new tokens at `positions` [B, 1]."""
-    lengths, window, device = cache.lengths, cache.window, positions.device
-    low = 0 if window is None else max(0, min(lengths) - window) // CACHE_BLOCK * CACHE_BLOCK
-    high = whole_blocks(max(lengths), cache.length)
-    if cache.fixed:
-        low, high = 0, cache.length
-    keys = torch.arange(low, high, device=device)
-    hidden = keys > positions  # [B, C]
-    if window is not None:
-        hidden |= keys <= positions - window
-    mask = torch.zeros(hidden.shape, device=device, dtype=cache.keys.dtype)
-    mask.masked_fill_(hidden, -torch.inf)
-    rows = torch.arange(len(positions), device=device)
-    alike = not cache.fixed and len(set(lengths)) == 1
-    at = lengths[0] - 1 if alike else (rows, slice(None), positions.squeeze(1))
-    return Step(at, slice(low, high), mask[:, None, None])
 
 
 class LayerCache(NamedTuple):
@@ -149,26 +119,12 @@ class LayerCache(NamedTuple):
 
     keys: Tensor  # [B, K, length, E]
     values: Tensor  # [B, K, length, E]
-    step: Step | None  # None: the texts are new
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
         """Store k and v [B, K, T, E], then attend with q [B, H, T, E]: [B, H, T, E].
 
         Keys and values of padding are overwritten before any token can see them.
         """
-        if self.step is None:
-            self.keys[:, :, : k.shape[2]] = k
-            self.values[:, :, : v.shape[2]] = v
-            return attend(q, k, v, visible)
-        at, span, mask = self.step
-        index = (slice(None), slice(None), at) if isinstance(at, int) else at
-        self.keys[index] = k.squeeze(2)
-        self.values[index] = v.squeeze(2)
-        # The query heads of one key-value head stand side by side as if they were its tokens: no
-        # key is copied or read twice.
-        grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[3])  # [B, K, H / K, E]
-        keys, values = self.keys[:, :, span], self.values[:, :, span]
-        if visible.softcap is not None:
-            return capped_attention(grouped, keys, values, mask, visible.softcap).view(q.shape)
-        y = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
-        return y.view(q.shape)
+        self.keys[:, :, : k.shape[2]] = k
+        self.values[:, :, : v.shape[2]] = v
+        return attend(q, k, v, visible)

@@ -168,14 +168,17 @@ class Decoder(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.cfg = cfg
-        self.embed = nn.Embedding(cfg.vocab_size, cfg.dim)
+        # On the meta device nothing is drawn nor computed: that would import sympy, 0.2 s.
+        rope = torch.empty(2, cfg.max_seq_len, cfg.resolved_head_dim)
+        weight = torch.empty(cfg.vocab_size, cfg.dim) if rope.is_meta else None
+        self.embed = nn.Embedding(cfg.vocab_size, cfg.dim, _weight=weight)
         mixtures = cfg.mixtures
         self.blocks = nn.ModuleList(Block(cfg, i in mixtures) for i in range(cfg.n_layers))
         self.norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.output = (
             None if cfg.tie_embeddings else OutputLayer(cfg.dim, cfg.vocab_size, bias=False)
         )
-        self.register_buffer("rope", rope_table(cfg), persistent=False)
+        self.register_buffer("rope", rope if rope.is_meta else rope_table(cfg), persistent=False)
         if cfg.n_experts:
             from kempner.model.moe import Routings
 
@@ -200,7 +203,7 @@ class Decoder(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens, targets: int64 [B, T]; a target of -100 does not count. Returns logits [B, T, V]
         or the fp32 loss sum [], with `token_losses` also its terms [B, T], without a gradient.
-        `documents`: what is packed into each row. `cache`: the rows that the tokens continue; the
+        `documents`: what is packed into each row. `cache`: the rows that keep their keys; the
         logits are those of each row's last token alone, [B, 1, V]."""
         x = self.embed(tokens)  # [B, T, D]
         rope, visible = self.place(tokens, documents, cache, x.dtype)
@@ -242,9 +245,9 @@ class Decoder(nn.Module):
         """Return the rotary angles of tokens [B, T], [2, T, E], or [2, B, 1, T, E] where rows
         differ, and the keys that they see. `dtype`: dtype of the activations."""
         # Rows without positions of their own share one slice of the table: nothing is gathered.
-        rope, placed = self.rope[:, : tokens.shape[1]], documents if cache is None else cache
-        if placed is not None and placed.positions is not None:
-            rope = self.rope[:, placed.positions].unsqueeze(2)
+        rope = self.rope[:, : tokens.shape[1]]
+        if documents is not None and documents.positions is not None:
+            rope = self.rope[:, documents.positions].unsqueeze(2)
         window, softcap = self.cfg.sliding_window, self.cfg.attention_softcap
         kernel = self.kernel if cache is None else "flash"  # flex would compile for every length
         return rope, attention_pattern(tokens, window, documents, dtype, softcap, kernel)

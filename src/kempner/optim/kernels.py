@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kempner.checkpoint.format.plan import Box, StoredTensor, own_box
+from kempner.checkpoint.format.plan import Box, StoredTensor, local_part, own_box
 from kempner.jobs.system.compiler import keep_private
 from kempner.optim.rounding import as_int32, hashed_at, to_bf16
-from kempner.optim.rule import Guard, ParameterGroup, ParameterPart, ParameterState, Rule, to_local
+from kempner.optim.rule import Guard, ParameterGroup, ParameterPart, ParameterState, Rule
 
 SALTS = 8  # hashes for each parameter; each is enough for two tensors
 MOST_ELEMENTS = 1 << 31  # elements of a part: places are int32
@@ -63,7 +63,7 @@ class Kernels:
         """Return whether the parameter is updated by a kernel. In fp32, torch's own kernels update
         all parameters at once."""
         rounds = torch.bfloat16 in (p.dtype, self._averages)
-        flat = to_local(p).is_contiguous() and to_local(p.grad).is_contiguous()  # type: ignore[arg-type]
+        flat = local_part(p).is_contiguous() and local_part(p.grad).is_contiguous()  # type: ignore[arg-type]
         return rounds and flat and in_lines(whole.shape, own_box(whole, self._rank))
 
     def _update_one(
@@ -77,14 +77,14 @@ class Kernels:
     ) -> None:
         if (kernel := self._compiled.get(type(rule))) is None:
             kernel = self._compiled[type(rule)] = compile_rule(rule)
-        weight, grad = to_local(p), to_local(p.grad)  # type: ignore[arg-type]
+        weight, grad = local_part(p), local_part(p.grad)  # type: ignore[arg-type]
         if not weight.numel():
             return
         if (integers := self._integers.get(p)) is None:
             rows = line_places(whole.shape, own_box(whole, self._rank))
             integers = torch.tensor([SALTS * self._numbers[p], *rows], dtype=torch.int32)
             integers = self._integers[p] = integers.to(weight.device)
-        parts = {key: to_local(value) for key, value in state.items()}
+        parts = {key: local_part(value) for key, value in state.items()}
         flat = {key: x.view(-1) if x.ndim else x for key, x in parts.items()}
         kernel(weight.view(-1), grad.view(-1), flat, floats, integers, *guard)
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from kempner.checkpoint.format.plan import StoredTensor, Table, make_table, own_box, ranks_of
+from kempner.checkpoint.format import plan
+from kempner.checkpoint.format.plan import StoredTensor, Table, local_part
 from kempner.optim.rounding import hashed_int32, to_bf16
-from kempner.optim.rule import Guard, ParameterGroup, ParameterPart, ParameterState, Rule, to_local
+from kempner.optim.rule import Guard, ParameterGroup, ParameterPart, ParameterState, Rule
 
 if TYPE_CHECKING:
     from kempner.optim.kernels import Kernels
@@ -63,7 +63,7 @@ class Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
-        place = to_local(self.param_groups[0]["params"][0]).device
+        place = local_part(self.param_groups[0]["params"][0]).device
         guard = Guard(
             torch.ones((), device=place) if self.grad_scale is None else self.grad_scale.to(place),
             torch.zeros((), device=place) if self.found_inf is None else self.found_inf.to(place),
@@ -83,7 +83,7 @@ class Optimizer(torch.optim.Optimizer):
                 self._arrived(states)
                 parts = [
                     ParameterPart(
-                        as_fp32(to_local(p)), as_fp32(to_local(p.grad)), state, self._whole(p)
+                        as_fp32(local_part(p)), as_fp32(local_part(p.grad)), state, self._whole(p)
                     )
                     for p, state in zip(batch, states, strict=True)
                 ]
@@ -110,7 +110,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def new_state(self, p: Tensor, dtype: torch.dtype) -> Tensor:
         """Make a tensor like `p`, distributed as `p`, where this optimizer keeps its state."""
-        part = to_local(p)
+        part = local_part(p)
         place = torch.device("cpu") if self._offload else part.device
         pin = part.is_cuda and self._offload
         return as_part_of(p, torch.empty(part.shape, dtype=dtype, device=place, pin_memory=pin))
@@ -129,17 +129,17 @@ class Optimizer(torch.optim.Optimizer):
                 continue
             state[key] = new = self.new_state(p, dtype)
             source = old if old is not None else p if key in rule.copies else None
-            to_local(new).zero_() if source is None else to_local(new).copy_(to_local(source))
+            local_part(new).zero_() if source is None else local_part(new).copy_(local_part(source))
         for key in rule.scalars:
             if key not in state:
-                state[key] = torch.zeros((), device=to_local(p).device)
+                state[key] = torch.zeros((), device=local_part(p).device)
         return state
 
     @functools.cached_property
     def _table(self) -> tuple[dict[Tensor, int], Table]:
         everything = [p for group in self.param_groups for p in group["params"]]
         world = dist.get_world_size() if dist.is_initialized() else 1
-        table = make_table({str(i): p for i, p in enumerate(everything)}, {}, world)
+        table = plan.make_table({str(i): p for i, p in enumerate(everything)}, {}, world)
         for name, whole in table.items():  # by their numbers in the group
             assert whole.layout is not None
             table[name] = whole._replace(layout=whole.layout._replace(first=0))
@@ -158,7 +158,7 @@ class Optimizer(torch.optim.Optimizer):
         with self._copying():
             return [
                 {
-                    key: as_fp32(to_local(value).to(to_local(p).device, non_blocking=True))
+                    key: as_fp32(local_part(value).to(local_part(p).device, non_blocking=True))
                     for key, value in self._state(p, rule).items()
                 }
                 for p in batch
@@ -182,7 +182,7 @@ class Optimizer(torch.optim.Optimizer):
             pairs += [(self.state[p][key], part.state[key]) for key in sorted(part.state)]
             bits = self._noise(p, part)
             for backup, new in pairs:
-                home = to_local(backup)
+                home = local_part(backup)
                 # The rule has already changed an fp32 tensor in place.
                 if home.data_ptr() == new.data_ptr():
                     continue
@@ -198,7 +198,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _noise(self, p: Tensor, part: ParameterPart) -> Iterator[Tensor]:
         """Yield random bits for one tensor of the parameter after another; one hash serves two."""
-        box = own_box(part.whole, dist.get_rank(self._group) if dist.is_initialized() else 0)
+        box = plan.own_box(part.whole, dist.get_rank(self._group) if dist.is_initialized() else 0)
         for salt in itertools.count(8 * self._table[0][p]):
             number = hashed_int32(part.whole.shape, box, part.state["step"], salt)
             yield number.bitwise_and(0xFFFF)
@@ -222,8 +222,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _average(self, p: Tensor, group: ParameterGroup) -> Tensor:
-        state = {key: to_local(value) for key, value in self.state[p].items()}
-        return as_part_of(p, group["rule"].average(group, to_local(p), state))
+        state = {key: local_part(value) for key, value in self.state[p].items()}
+        return as_part_of(p, group["rule"].average(group, local_part(p), state))
 
 
 def _can_compile() -> bool:
@@ -237,7 +237,7 @@ def holder_group(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
     stages; None if all ranks do. Every rank must call this."""
     if not dist.is_initialized():
         return None
-    ranks = ranks_of(parameters, dist.get_world_size())
+    ranks = plan.ranks_of(parameters, dist.get_world_size())
     if len(ranks) == dist.get_world_size():
         return None
     # Subgroups are contiguous: the ranks of a stage are neighbours.
@@ -247,9 +247,9 @@ def holder_group(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
 
 def as_part_of(whole: Tensor, part: Tensor) -> Tensor:
     """Wrap this rank's part as a tensor that is distributed as `whole`."""
-    if not isinstance(whole, DTensor):
-        return part
-    return DTensor(part, whole._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    kind: Any = type(whole)
+    spec = getattr(whole, "_spec", None)
+    return part if spec is None else kind(part, spec, requires_grad=False)  # a DTensor
 
 
 def as_fp32(tensor: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from kempner.checkpoint.format.plan import StoredTensor
 
@@ -68,9 +67,3 @@ class Rule:
     def average(self, group: ParameterGroup, weight: Tensor, state: ParameterState) -> Tensor:
         """Compute the weights to evaluate and publish from the trained ones."""
         return weight
-
-
-def to_local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, sharing its memory."""
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return getattr(part, "_tensor", part)  # of a weight that FSDP sends in fp8: its fp32 master

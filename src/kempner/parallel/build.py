@@ -12,8 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from kempner.checkpoint.format.plan import box_slices, make_table, own_box
-from kempner.checkpoint.format.writer import local_part
+from kempner.checkpoint.format.plan import box_slices, local_part, make_table, own_box
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, rope_table
 from kempner.model.loss import cross_entropy
@@ -76,14 +75,14 @@ def build_model(
     model = plan_model(cfg, layout, train, distributed, lora, frozen, experts)
     device_type = layout.mesh.device_type
     if distributed.fsdp_cpu_offload:
-        model.to_empty(device="cpu")
+        model._apply(partial(_empty, device="cpu"))  # type: ignore[no-untyped-call]
         for module in model.modules():  # only weights are on the host
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device_type))
     else:
-        model.to_empty(device=device_type)
+        model._apply(partial(_empty, device=device_type))  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        # to_empty() leaves buffers undefined, too.
+        # Buffers are undefined, too.
         model.rope.copy_(rope_table(cfg))
         init_weights(model, train.seed, layout)
     if train.weights == "bf16" and not frozen:
@@ -95,6 +94,12 @@ def build_model(
 
         keep_whole(model, compute_dtype(train.dtype, device_type))
     return model
+
+
+def _empty(x: Tensor, device: str) -> Tensor:
+    """Allocate as to_empty(), whose empty_like() of a plain tensor imports sympy, 0.2 s."""
+    plain = type(x) in (Tensor, nn.Parameter)
+    return x.new_empty(x.shape, device=device) if plain else torch.empty_like(x, device=device)
 
 
 def plan_model(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kempner.checkpoint.format.writer import local_part
+from kempner.checkpoint.format.plan import local_part
 from kempner.config.option import ConfigError
 from kempner.model.decoder import Decoder
 

@@ -216,14 +216,14 @@ class Layout:
         contributes its square over their number.
         """
         import torch
-        from torch.distributed.tensor import DTensor
+
+        from kempner.checkpoint.format.plan import local_part
 
         by_copies: dict[int, list[Tensor]] = {}
         parameters = list(parameters)
         for parameter in parameters:
             if (grad := parameter.grad) is not None:
-                local = grad.to_local() if isinstance(grad, DTensor) else grad
-                by_copies.setdefault(self.copies(grad), []).append(local)
+                by_copies.setdefault(self.copies(grad), []).append(local_part(grad))
         parts = [
             torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square().sum() / copies
             for copies, grads in by_copies.items()
@@ -235,10 +235,10 @@ class Layout:
     def copies(self, tensor: Tensor) -> int:
         """Count the ranks that hold the same part of a parameter or its gradient: in its pipeline
         stage, those along all axes that do not cut it."""
-        from torch.distributed.tensor import DTensor
+        from kempner.checkpoint.format.plan import is_distributed
 
         ranks = math.prod(self.sizes) // self.sizes.pp
-        if not isinstance(tensor, DTensor):
+        if not is_distributed(tensor):
             return ranks
         cuts = math.prod(
             tensor.device_mesh.size(axis)

@@ -4,7 +4,7 @@ transformers' filters give."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from kempner.data.text.tokenizer import ByteTokenizer
+from kempner.extensions.generate import token_step
 from kempner.extensions.generate.config import Sampling
 from kempner.extensions.generate.engine import Engine, GenerationRequest
 from kempner.extensions.generate.sampling import filter_probabilities, sample_tokens
 from kempner.extensions.generate.stream import TextStream
 from kempner.extensions.generate.texts import Text, Texts, generate_texts
+from kempner.extensions.generate.token_step import TokenStep
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 
@@ -106,17 +108,71 @@ def test_the_cache_changes_no_logit() -> None:
     for row, (text, count) in enumerate(zip(texts, counts, strict=True)):
         padded[row, :count] = text[:count]
     rows = [0, 1, 2]
-    logits = model(padded, cache=cache.join(counts))
+    logits, advance = model(padded, cache=cache.join(counts))[:, 0], TokenStep(model, cache)
     for step in range(20):
         expected = torch.stack([full[row, counts[row] - 1] for row in rows])
-        torch.testing.assert_close(logits[:, 0], expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
         if step == 8:
             cache.leave(0)
             rows = [2, 1]
-        logits = model(
-            torch.tensor([[int(texts[row, counts[row]])] for row in rows]), cache=cache.step()
-        )
+        logits = advance([int(texts[row, counts[row]]) for row in rows], cache.advance())
         counts = [count + (row in rows) for row, count in enumerate(counts)]
+
+
+@pytest.mark.parametrize("case", ["grouped", "qwen", "window", "capped"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_graph_for_each_of_few_shapes(
+    case: str, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose graphs read and write the same memory again and again."""
+    model, prompts = build(**CASES[case], max_seq_len=192), prompts_of(5, 70, 20)
+    expected = [without_cache(model, prompt, MOST, 192) for prompt in prompts]
+
+    def capture(numbers: torch.Tensor, step: Callable[[], torch.Tensor]) -> token_step.StepGraph:
+        if fails:
+            raise RuntimeError("not permitted when a stream is capturing")
+        logits = step()
+        return token_step.StepGraph(numbers, logits, lambda: logits.copy_(step()))
+
+    monkeypatch.setattr(token_step, "capture_graph", capture)
+    engine = Engine[GenerationRequest](model, VOCAB, 192, 3)
+    steps = engine._token_step = TokenStep(model, engine.cache)
+    steps.uses_graphs = True
+    requests = [GenerationRequest(n, prompt, GREEDY) for n, prompt in enumerate(prompts)]
+    for request in requests:
+        engine.join([request])
+        engine.step()
+    while engine.requests:
+        for request in [each for each in engine.requests if len(each.new) >= MOST]:
+            engine.leave(request)
+        if engine.requests:
+            engine.step()
+    assert [request.new[:MOST] for request in requests] == expected
+    assert set(steps.by_shape) <= {(rows, places) for rows in (1, 2, 3) for places in (64, 128)}
+
+
+def test_weights_of_one_product_stay_the_models_own() -> None:
+    """Values that are written into the model reach the products; weights that are exchanged make
+    them anew."""
+    model, prompts = build(qkv_bias=True), prompts_of(5)
+    engine = Engine[GenerationRequest](model, VOCAB, 64, 1)
+    for change in ("none", "values", "memory"):
+        for parameter in model.parameters() if change != "none" else ():
+            new = parameter + 0.1 * torch.randn_like(parameter)
+            if change == "values":
+                parameter.copy_(new)
+            else:
+                parameter.data = new
+        engine.forget()
+        request = GenerationRequest(0, prompts[0], GREEDY)
+        engine.join([request])
+        while len(request.new) < MOST:
+            engine.step()
+        engine.leave(request)
+        assert request.new == without_cache(model, prompts[0], MOST, 64)
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    TokenStep(model, engine.cache)
+    assert before == [parameter.data_ptr() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("window", [1, 16])

@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.checkpoint.config import CheckpointConfig
-from kempner.checkpoint.format.plan import box_slices, make_table, own_box
+from kempner.checkpoint.format.plan import box_slices, local_part, make_table, own_box
 from kempner.checkpoint.format.reader import read_tensors
-from kempner.checkpoint.format.writer import local_part
 from kempner.checkpoint.state import collect_state, run_state
 from kempner.config.loading import load_config_files
 from kempner.extensions.rl.trainer import transfer

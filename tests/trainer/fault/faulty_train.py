@@ -190,7 +190,7 @@ def bad_gradient(fault: dict[str, str]) -> None:
     """After all sums over ranks: no other rank can see it in its own gradients."""
 
     def act(_: Any, samples: int, parameters: list[Any]) -> None:
-        from kempner.checkpoint.format.writer import local_part
+        from kempner.checkpoint.format.plan import local_part
 
         if int(fault["from"]) < samples <= int(fault["to"]) and strikes(fault):
             next(g for p in parameters if (g := local_part(p.grad)).numel()).view(-1)[0] = float(
@@ -201,14 +201,14 @@ def bad_gradient(fault: dict[str, str]) -> None:
 
 
 def spoil(fault: dict[str, str]) -> None:
+    from kempner.checkpoint.format.plan import local_part
     from kempner.extensions.lowcomm.outer import OuterOptimizer
-    from kempner.optim.optimizer import to_local
 
     real = OuterOptimizer.after_step
 
     def after_step(self: Any, step: int) -> None:
         if step == int(fault["step"]) and strikes(fault):
-            to_local(self.fragments[0].parameters[0].detach()).view(-1)[0] = float("nan")
+            local_part(self.fragments[0].parameters[0].detach()).view(-1)[0] = float("nan")
         real(self, step)
 
     OuterOptimizer.after_step = after_step  # type: ignore[method-assign]
@@ -219,8 +219,7 @@ def digest(fault: dict[str, str]) -> None:
     what it is a part of."""
 
     def act(layout: Any, samples: int, parameters: list[Any]) -> None:
-        from kempner.checkpoint.format.plan import make_table, own_box
-        from kempner.checkpoint.format.writer import local_part
+        from kempner.checkpoint.format.plan import local_part, make_table, own_box
 
         named = {str(i): p.detach() for i, p in enumerate(parameters)}
         table = make_table(named, {}, math.prod(layout.sizes))

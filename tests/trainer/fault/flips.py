@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
+from kempner.checkpoint.format.plan import local_part
 from kempner.data.loader import TrainLoader
 from kempner.model.decoder import Block
 from kempner.optim.optimizer import Optimizer
-from kempner.optim.rule import to_local
 from kempner.train import step
 
 BIT = 21  # of fp32: in the mantissa
@@ -101,11 +101,11 @@ class Flips:
         def forward_backward(model: Any, *args: Any) -> Any:
             result = compute(model, *args)
             if self.due():
-                first = next(p for p in model.parameters() if to_local(p).numel())
+                first = next(p for p in model.parameters() if local_part(p).numel())
                 values = {"weight": first.data, "gradient": first.grad}
                 if self.what == "moment":
                     values["moment"] = self._optimizer.state[first]["exp_avg"]
-                local = to_local(values[self.what])
+                local = local_part(values[self.what])
                 flip_bit(local) if self.what == "gradient" else self._set_bit(local)
             return result
 

@@ -30,7 +30,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.library import _scoped_library
 
-from kempner.checkpoint.format.writer import local_part
+from kempner.checkpoint.format.plan import local_part
 from kempner.checkpoint.state import collect_state, run_state
 from kempner.config.loading import load_config_files
 from kempner.optim.build import build_optimizer

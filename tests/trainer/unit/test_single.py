@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kempner.checkpoint.format.plan import local_part
 from kempner.config.loading import load_config_files
 from kempner.data.batch import MicroBatch
 from kempner.model.decoder import Decoder
 from kempner.optim.build import build_optimizer, published_weights
-from kempner.optim.rule import to_local
 from kempner.parallel import build as plans
 from kempner.parallel.build import build_model, parameter_names
 from kempner.parallel.layout import build_layout
@@ -83,7 +83,7 @@ def training(cfg: RunConfig) -> dict[str, Tensor]:
         numbers["grad_norm_sq"] = layout.norm_sq(model.parameters())
         for name, p in parameter_names(model).items():
             if p.grad is not None:
-                found[f"{step} gradient {name}"] = to_local(p.grad).clone()
+                found[f"{step} gradient {name}"] = local_part(p.grad).clone()
         update_weights(optimizer, reduce_step(numbers, layout), TOKENS, 1e-2, 1.0)
         found |= {f"{step} {name}": value.clone() for name, value in numbers.items()}
         with torch.no_grad(), published_weights(model, optimizer):

@@ -9,15 +9,18 @@ is gathered, and no rank needs a list of all files.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from kempner.checkpoint.config import SPREAD
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 SMALL_TENSOR_BYTES = (
     1 << 16
@@ -93,6 +96,18 @@ def file_of(rank: int) -> str:
 # --- From tensors to a table ---
 
 
+def is_distributed(tensor: Tensor) -> TypeIs[DTensor]:
+    """Return whether it is a DTensor. Does not import these, 0.3 s: who has made one has."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    return isinstance(tensor, kind)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, sharing its memory, without a gradient."""
+    part = tensor.to_local() if is_distributed(tensor) else tensor
+    return getattr(part, "_tensor", part).detach()  # of a weight that FSDP sends in fp8: its master
+
+
 def make_table(shared: Mapping[str, Tensor], own: Mapping[str, Tensor], world: int) -> Table:
     """Make the table. `shared`: tensors that all ranks hold parts or copies of. `own`: those of
     this rank alone, with a `*` in the name. Equal on all ranks that hold these: all, or those of a
@@ -114,7 +129,7 @@ def make_table(shared: Mapping[str, Tensor], own: Mapping[str, Tensor], world: i
 def ranks_of(tensors: Iterable[Tensor], world: int) -> range:
     """Return the ranks that together hold these tensors: those of a DTensor's mesh, as all these
     meshes have the same ranks; else all."""
-    mesh = next((t.device_mesh for t in tensors if isinstance(t, DTensor)), None)
+    mesh = next((t.device_mesh for t in tensors if is_distributed(t)), None)
     if mesh is None:
         return range(world)
     first = int(mesh.mesh.min())
@@ -126,8 +141,11 @@ def _layout_of(
 ) -> CheckpointLayout:
     """`meshes`: shapes of those that were seen, by identity: a DeviceMesh computes what it is asked
     anew, and there are thousands of tensors on one."""
-    if not isinstance(tensor, DTensor):
+    if not is_distributed(tensor):
         return CheckpointLayout((len(ranks),), (None,), (), ranks.start)
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     mesh, cuts, late = tensor.device_mesh, list[int | None](), list[int]()
     if (shape := meshes.get(id(mesh))) is None:
         if mesh.mesh.flatten().tolist() != list(ranks):

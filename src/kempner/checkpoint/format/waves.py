@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kempner.checkpoint.format.pinned import pin_memory
+from kempner.checkpoint.format.plan import local_part
 from kempner.checkpoint.format.writer import (
     PAGE,
     WRITE,
@@ -17,7 +18,6 @@ from kempner.checkpoint.format.writer import (
     Slot,
     allocate_pages,
     image_bytes,
-    local_part,
     torch_save_frame,
 )
 

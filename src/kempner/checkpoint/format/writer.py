@@ -29,10 +29,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from kempner.checkpoint.format.crc import crc32
-from kempner.checkpoint.format.plan import Box, Table, chunks_of
+from kempner.checkpoint.format.plan import Box, Table, chunks_of, local_part
 
 PAGE = 4096  # what O_DIRECT asks of addresses, offsets and lengths, at most, on known file systems
 ALIGN = 64  # torch.save's alignment of the data
@@ -196,12 +195,6 @@ def allocate_pages(size: int) -> mmap.mmap:
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer faults at the first save
         memory.madvise(mmap.MADV_DONTFORK)  # a fork must not copy these pages
     return memory
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, without a gradient."""
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return getattr(part, "_tensor", part).detach()  # of a weight that FSDP sends in fp8: its master
 
 
 # --- The file ---

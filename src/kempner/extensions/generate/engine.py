@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kempner.extensions.generate.config import Sampling
 from kempner.extensions.generate.sampling import Uniforms, draw_rows
-from kempner.model.cache import CacheRows, KVCache, whole_blocks
+from kempner.extensions.generate.token_step import TokenStep
+from kempner.model.cache import KVCache, whole_blocks
 from kempner.model.decoder import Decoder
 
 
@@ -56,6 +57,7 @@ class Engine(Generic[_R]):
         weight = model.embed.weight
         self.model, self.vocab_size = model, vocab_size
         self.cache = KVCache(model.cfg, slots, window, weight.device, weight.dtype, fixed)
+        self._token_step: TokenStep | None = None
         self.requests: list[_R] = []  # number i has row i of the cache
         self.version = 0  # of the weights
         self.prefilled = 0  # tokens that were read when requests joined
@@ -97,7 +99,7 @@ class Engine(Generic[_R]):
             self._held[first : first + len(groups)] = groups
             self.requests += groups.values()
             self.prefilled += sum(counts)
-            self._draw([*groups.values()], torch.tensor(padded), self.cache.join(counts))
+            self._prefill([*groups.values()], torch.tensor(padded), counts)
         for request, context in again:
             self._copy(request, context)
         return [] if self.cache.fixed else [*groups.values()]
@@ -128,9 +130,7 @@ class Engine(Generic[_R]):
             self.leave(request)
         grown = list(self.requests)
         if grown:
-            free = [[0]] * (self.free if self.cache.fixed else 0)
-            tokens = torch.tensor([[request.last] for request in grown] + free)
-            self._draw(grown, tokens, self.cache.step())
+            self._grow(grown)
         return grown + self.join(full)
 
     def leave(self, request: _R) -> None:
@@ -151,12 +151,26 @@ class Engine(Generic[_R]):
         """Forget the cached texts, because the weights have changed."""
         assert not self.requests
         self._held = [()] * self.cache.slots
+        if self._token_step is not None and not self._token_step.is_valid:
+            self._token_step = None
 
     @torch.inference_mode()
-    def _draw(self, requests: Sequence[_R], tokens: Tensor, rows: CacheRows) -> None:
-        """Draw one token for each request, after tokens [B, T]."""
+    def _prefill(self, requests: Sequence[_R], tokens: Tensor, counts: Sequence[int]) -> None:
+        """Read tokens [B, T] into new rows, and draw a token for each."""
         device = self.cache.keys.device
-        logits = self.model(tokens.to(device), cache=rows)[: len(requests), 0]  # [B, V]
+        self._draw(requests, self.model(tokens.to(device), cache=self.cache.join(counts))[:, 0])
+
+    @torch.inference_mode()
+    def _grow(self, requests: Sequence[_R]) -> None:
+        """Read the last token of every row, and draw the next one."""
+        if self._token_step is None:
+            self._token_step = TokenStep(self.model, self.cache)
+        last = [request.last for request in requests]
+        self._draw(requests, self._token_step(last, self.cache.advance()))
+
+    def _draw(self, requests: Sequence[_R], logits: Tensor) -> None:
+        """Draw one token for each request from logits [B, V]."""
+        device = logits.device
         uniform = torch.tensor([request.uniforms[len(request.new)] for request in requests])
         samplings = [request.sampling for request in requests]
         new_tokens, logprobs = draw_rows(logits, samplings, uniform.to(device), self.vocab_size)

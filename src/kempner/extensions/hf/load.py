@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kempner.checkpoint import history
-from kempner.checkpoint.format.plan import Box, make_table, own_box
+from kempner.checkpoint.format.plan import Box, local_part, make_table, own_box
 from kempner.checkpoint.format.reader import (
     Want,
     read_table,
@@ -24,7 +24,6 @@ from kempner.checkpoint.format.reader import (
     read_wanted,
     stored_tensors,
 )
-from kempner.checkpoint.format.writer import local_part
 from kempner.checkpoint.history import Damaged
 from kempner.checkpoint.ranks import Ranks
 from kempner.config.option import ConfigError

@@ -23,12 +23,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kempner.checkpoint.format.plan import StoredTensor
+from kempner.checkpoint.format.plan import StoredTensor, local_part
 from kempner.extensions.lowcomm.compress import Raw, codec_of, is_raw
 from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.extensions.lowcomm.copies import Copies, copies_of, pieces_of, rows_of
 from kempner.optim.optimizer import as_part_of
-from kempner.optim.rule import to_local
 
 Decode = Callable[[Tensor], Tensor]
 
@@ -103,19 +102,19 @@ class Fragment:
 
     @staticmethod
     def _copy(p: Tensor) -> Tensor:
-        return to_local(p.detach()).to(torch.float32, copy=True)
+        return local_part(p.detach()).to(torch.float32, copy=True)
 
     def begin(self) -> None:
         """Set the anchors to the weights: at a start, and after a checkpoint has been loaded."""
         for anchor, p in zip(self.anchors, self.parameters, strict=True):
-            anchor.copy_(to_local(p.detach()))
+            anchor.copy_(local_part(p.detach()))
 
     def send(self, exchange: ReplicaExchange, name: str) -> None:
         """Start to exchange the changes of the weights. A number that is not finite counts as
         unchanged, since one replica would spoil the weights of all; `spoilt` records it."""
         changes = []
         for i, (anchor, p) in enumerate(zip(self.anchors, self.parameters, strict=True)):
-            d = anchor - to_local(p.detach())
+            d = anchor - local_part(p.detach())
             finite = torch.isfinite(d)
             self.spoilt |= ~finite.all()
             d = torch.where(finite, d, 0.0)
@@ -172,7 +171,7 @@ class Fragment:
         mean, self._handle = self._handle.wait(), None
         lr, mu, alpha = self.cfg.lr, self.cfg.momentum, self.cfg.alpha
         for i, d in enumerate(self._whole(mean)):
-            anchor, weights = self.anchors[i], to_local(self.parameters[i].detach())
+            anchor, weights = self.anchors[i], local_part(self.parameters[i].detach())
             if mu:
                 u = self.momenta[i].mul_(mu).add_(d)
                 d = d + mu * u

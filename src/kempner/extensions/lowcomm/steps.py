@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kempner.checkpoint.format.plan import local_part
 from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.extensions.lowcomm.door import Door, slot_of
 from kempner.extensions.lowcomm.membership import Epoch, Membership, ReplicaGroup, TooFew
 from kempner.extensions.lowcomm.outer import Decode, Handle
 from kempner.extensions.lowcomm.replicas import LowcommReplicas
-from kempner.optim.rule import to_local
 from kempner.train.replicas import ReplicaNumbers
 from kempner.train.resilience.requests import INTERRUPT_REQUEST, REQUEST_FLAGS
 
@@ -233,7 +233,7 @@ class StepsReplicas(LowcommReplicas):
     def _to_anchors(self) -> None:
         for part in self.outer.fragments:
             for parameter, anchor in zip(part.parameters, part.anchors, strict=True):
-                to_local(parameter.detach()).copy_(anchor)
+                local_part(parameter.detach()).copy_(anchor)
 
     def _tell(self, epoch: Epoch, members: Sequence[str], progress: Progress) -> None:
         """Log the round for the log of the replicas: who contributed to it, who joined in the

@@ -41,11 +41,10 @@ def leave_compiler_out() -> None:
     import torch
 
     # DTensor reads the compiler's options; they import alone.
-    options = "torch._dynamo.config"
-    spec = importlib.util.spec_from_file_location(
-        options, Path(torch.__file__).parent / "_dynamo/config.py"
-    )
+    options, folder = "torch._dynamo.config", Path(torch.__file__).parent / "_dynamo"
+    spec = importlib.util.spec_from_file_location(options, folder / "config.py")
     assert spec is not None and spec.loader is not None
     sys.modules["torch._dynamo"] = late = _LateCompiler("torch._dynamo")
+    late.__file__ = str(folder / "__init__.py")  # inspect asks every module, in imports of torch
     sys.modules[options] = late.config = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(late.config)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from kempner.optim.rule import to_local
+from kempner.checkpoint.format.plan import local_part
 from kempner.train.integrity.messages import Messages
 
 ROW = 1024  # elements that a checksum weighs each by its place
@@ -42,7 +42,7 @@ def checksum(values: Tensor) -> Tensor:
 def fingerprint(values: Tensor) -> Tensor:
     """Return the checksum of a tensor, and the bits of its norm in fp64, int64 [2]: the norm serves
     where kernels are not exact to the bit."""
-    values = to_local(values.detach())
+    values = local_part(values.detach())
     norm = torch.linalg.vector_norm(values, dtype=torch.float64)
     return torch.stack((checksum(values), norm.view(torch.int64)))
 

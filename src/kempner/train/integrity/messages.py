@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kempner.optim.rule import to_local
+from kempner.checkpoint.format.plan import local_part
 
 ROUNDINGS = 64.0  # a difference of so many roundings is a fault
 
@@ -58,7 +58,7 @@ class Messages:
         rows = zip(received, expected, squares, roundings, strict=True)
         if any(not _close(*row) for row in rows):
             return True
-        gradients = [to_local(p.grad) for p in parameters if p.grad is not None]
+        gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
         if not gradients or not received:
             return False
         total = math.fsum(float(gradient.sum(dtype=torch.float64)) for gradient in gradients)

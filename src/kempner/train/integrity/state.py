@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from kempner.checkpoint.format.plan import local_part
 from kempner.checkpoint.ranks import PeerFailed
 from kempner.checkpoint.state import ModelState, OptimizerState
-from kempner.optim.rule import to_local
 from kempner.parallel.layout import Layout
 from kempner.train.integrity.fingerprint import checksum
 from kempner.train.integrity.peers import Peers
@@ -30,7 +30,7 @@ class StateChecks:
     def take(self) -> Sums:
         """Return the checksums of all tensors; the host waits for the device."""
         sums = {
-            name: checksum(to_local(value))
+            name: checksum(local_part(value))
             for each in self._providers
             for name, value in each.tensors().items()
         }

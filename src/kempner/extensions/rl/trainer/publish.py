@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kempner.checkpoint.format.writer import local_part
+from kempner.checkpoint.format.plan import local_part
 from kempner.checkpoint.ranks import Ranks
 from kempner.extensions.hf.exporting import header_of, write_all, write_beside, write_json
 from kempner.extensions.hf.source import CONFIG_FILE, HF_FOLDER, read_hf_config

@@ -33,11 +33,11 @@ from kempner.checkpoint.format.plan import (
     box_slices,
     chunks_of,
     dtype_of,
+    local_part,
     make_table,
     to_json,
 )
 from kempner.checkpoint.format.reader import from_json
-from kempner.checkpoint.format.writer import local_part
 from kempner.checkpoint.ranks import Ranks
 from kempner.extensions.rl.exchange import RolloutExchange
 from kempner.jobs import this_job

@@ -1,0 +1,243 @@
+"""A step of one token for every text in work, in as few calls of torch as its mathematics takes and
+at few shapes; on a GPU one graph for each, which the host starts by one call.
+
+Shapes: as in cache.py, and V tokens of the vocabulary. The mathematics is that of Decoder, whose
+own weights become views of those that are multiplied at once: new values reach both.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kempner.model.attention import capped_attention
+from kempner.model.cache import CACHE_BLOCK, KVCache
+from kempner.model.decoder import Block, Decoder
+from kempner.model.feed_forward import FeedForward
+
+Product = Callable[[Tensor], Tensor]
+
+
+class TokenStep:
+    """Logits of the next token of each row. Valid while weights change their values alone."""
+
+    def __init__(self, model: Decoder, cache: KVCache) -> None:
+        self.model, self.cache = model, cache
+        device, cfg = cache.keys.device, model.cfg
+        self.blocks = [PlainBlock.of(block) for block in model.blocks]
+        join_weights([(model.embed if model.output is None else model.output).weight])
+        self.pointers = weight_pointers(model)
+        # Turned by a roll: the sign of the second half is in the table.
+        cos, sin = model.rope
+        half = cfg.resolved_head_dim // 2
+        self.rope = torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), -1)))
+        self.places = torch.arange(cache.length, device=device)
+        # The first place of each row's heads in a layer's cache as a list of vectors, [slots, K].
+        heads = torch.arange(cache.slots * cfg.kv_heads, device=device) * cache.length
+        self.heads = heads.view(cache.slots, cfg.kv_heads)
+        # The sizes of what the experts of a layer compute depend on the tokens.
+        self.uses_graphs = device.type == "cuda" and not cfg.n_experts
+        self.by_shape: dict[tuple[int, int], StepGraph] = {}
+
+    @property
+    def is_valid(self) -> bool:
+        """False when a weight is in another place of the memory than it was."""
+        return self.pointers == weight_pointers(self.model)
+
+    def __call__(self, tokens: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """Read the next token of each row, and return logits [B, V], which another call overwrites.
+        `lengths`: tokens that each row then holds."""
+        cache, count = self.cache, len(tokens)
+        low, high = cache.span(lengths)
+        rows = cache.slots if cache.fixed else count
+        if self.uses_graphs:
+            low, rows = 0, cache.slots if cache.fixed else min(power_of_two(count), cache.slots)
+            high = min(power_of_two(high // CACHE_BLOCK) * CACHE_BLOCK, cache.length)
+            high = high if high >= max(lengths) else cache.length
+        # A free row writes to the last place: what is there is never copied.
+        free = rows - count
+        numbers = torch.tensor([[*tokens, *[0] * free], [*lengths, *[cache.length] * free]])
+        numbers[1] -= 1
+        if self.uses_graphs:
+            return self._replay(numbers, high)[:count]
+        numbers = numbers.to(cache.keys.device)
+        return self.logits(numbers[0], numbers[1], low, high)[:count]
+
+    def logits(self, tokens: Tensor, positions: Tensor, low: int, high: int) -> Tensor:
+        """Compute the step for int64 tokens [B] at `positions` [B], which see the places from `low`
+        to `high`."""
+        cache, rows = self.cache, len(tokens)
+        places, now = self.places[low:high], positions.unsqueeze(1)
+        hidden = places > now  # [B, C]
+        if cache.window is not None:
+            hidden |= places <= now - cache.window
+        mask = torch.zeros(hidden.shape, device=hidden.device, dtype=cache.keys.dtype)
+        mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+        at = (self.heads[:rows] + now).flatten()
+        rope = self.rope[:, positions].unsqueeze(2)  # [2, B, 1, E]
+        x = self.model.embed(tokens)  # [B, D]
+        keys, values = (part[:, :rows, :, low:high].unbind() for part in (cache.keys, cache.values))
+        for number, block in enumerate(self.blocks):
+            q, k, v = block.heads(x, rope, self.model.cfg.kv_heads)
+            cache.keys[number].view(-1, k.shape[-1]).index_copy_(0, at, k.flatten(0, 1))
+            cache.values[number].view(-1, v.shape[-1]).index_copy_(0, at, v.flatten(0, 1))
+            x = block.rest(x, self._attend(q, keys[number], values[number], mask))
+        return self.model.predict(x, None)  # type: ignore[return-value]
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Attend with q [B, H, E]: [B, H E]. The query heads of one key-value head stand side by
+        side as if they were its tokens: no key is copied or read twice."""
+        grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[2])  # [B, K, H / K, E]
+        softcap = self.model.cfg.attention_softcap
+        if softcap is not None:
+            return capped_attention(grouped, keys, values, mask, softcap).flatten(1)
+        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).flatten(1)
+
+    def _replay(self, numbers: Tensor, high: int) -> Tensor:
+        found = self.by_shape.get((numbers.shape[1], high))
+        if found is None:
+            found = self._capture(numbers.to(self.cache.keys.device), high)
+            self.by_shape[numbers.shape[1], high] = found
+        found.numbers.copy_(numbers, non_blocking=True)
+        found.replay()
+        return found.logits
+
+    def _capture(self, numbers: Tensor, high: int) -> StepGraph:
+        """Capture a graph for so many rows and places; where torch cannot, each step starts its
+        kernels one by one. Every trial writes what the step itself will write."""
+        try:
+            return capture_graph(numbers, lambda: self.logits(numbers[0], numbers[1], 0, high))
+        except RuntimeError as error:
+            text = str(error).partition("\n")[0]
+            print(f"no graph of a step, which takes longer: {text}", file=sys.stderr)
+            found = StepGraph(numbers, self.logits(numbers[0], numbers[1], 0, high), lambda: None)
+
+            def run() -> None:
+                found.logits.copy_(self.logits(numbers[0], numbers[1], 0, high))
+
+            return found._replace(replay=run)
+
+
+class StepGraph(NamedTuple):
+    """A graph, whose input and output stay where they are."""
+
+    numbers: Tensor  # int64 [2, B]: tokens and positions
+    logits: Tensor  # [B, V]
+    replay: Callable[[], None]
+    graph: torch.cuda.CUDAGraph | None = None
+
+
+def capture_graph(numbers: Tensor, step: Callable[[], Tensor]) -> StepGraph:
+    """Capture `step`, which reads `numbers` on a GPU."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # cuBLAS allocates its workspace, kernels are loaded
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step()
+    return StepGraph(numbers, logits, graph.replay, graph)
+
+
+class PlainBlock(NamedTuple):
+    """A block of the decoder for one token of each row."""
+
+    block: Block
+    qkv: Product
+    gate_up: Product | None  # None: any other feed-forward layer, as that of experts
+
+    @classmethod
+    def of(cls, block: nn.Module) -> PlainBlock:
+        assert isinstance(block, Block)
+        attention, ffn = block.attention, block.ffn
+        product_of(attention.wo)
+        if type(ffn) is FeedForward:
+            product_of(ffn.w2)
+        gate_up = product_of(ffn.w1, ffn.w3) if type(ffn) is FeedForward else None
+        return cls(block, product_of(attention.wq, attention.wk, attention.wv), gate_up)
+
+    def heads(self, x: Tensor, rope: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q [B, H, E], k and v [B, K, E] of x [B, D]."""
+        attention = self.block.attention
+        width = attention.resolved_head_dim
+        heads = self.qkv(self.block.attention_norm(x)).view(len(x), -1, width)
+        qk, v = heads[:, :-kv_heads], heads[:, -kv_heads:]
+        if not isinstance(attention.q_norm, nn.Identity):
+            q, k = qk[:, :-kv_heads], qk[:, -kv_heads:]
+            qk = torch.cat((attention.q_norm(q), attention.k_norm(k)), 1)
+        qk = qk.float()
+        turned = torch.addcmul(qk * rope[0], qk.roll(width // 2, -1), rope[1]).type_as(v)
+        return turned[:, :-kv_heads], turned[:, -kv_heads:], v
+
+    def rest(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return x [B, D] for the next block, after attention that gave y [B, H E]."""
+        block = self.block
+        x = add_output(x, y, block.attention.wo, block.attention_post_norm)
+        y = block.ffn_norm(x)
+        if self.gate_up is None:
+            y = block.ffn(y.unsqueeze(1))
+            y = y[0] if isinstance(y, tuple) else y
+            return x + block.ffn_post_norm(y.squeeze(1))  # type: ignore[no-any-return]
+        gate, up = self.gate_up(y).chunk(2, -1)
+        return add_output(x, F.silu(gate) * up, block.ffn.w2, block.ffn_post_norm)  # type: ignore[arg-type]
+
+
+def add_output(x: Tensor, y: Tensor, layer: nn.Module, norm: nn.Module) -> Tensor:
+    """Add norm(layer(y)) to x."""
+    if type(layer) is nn.Linear and layer.bias is None and isinstance(norm, nn.Identity):
+        return torch.addmm(x, y, layer.weight.t())
+    return x + norm(layer(y))  # type: ignore[no-any-return]
+
+
+def product_of(*layers: nn.Module) -> Product:
+    """Return a function for all outputs of layers that have one input, [B, ...]: one product if
+    they are plain."""
+    plain = [layer for layer in layers if type(layer) is nn.Linear]
+    if len(plain) < len(layers):  # such as those with adapters
+        return lambda x: torch.cat([layer(x) for layer in layers], -1)
+    weight = join_weights([layer.weight for layer in plain])
+    bias = join_weights([layer.bias for layer in plain]) if plain[0].bias is not None else None
+    return lambda x: F.linear(x, weight, bias)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def join_weights(parts: Sequence[Tensor]) -> Tensor:
+    """Return a tensor of all these, one after the other; they become, or are, views of it.
+
+    On a CPU a matrix is stored by columns: MKL multiplies a vector by it up to three times as fast
+    (benchmarks/generate.py, AMD EPYC).
+    """
+    first, sizes = parts[0], [len(part) for part in parts]
+    columns = first.ndim == 2 and first.device.type == "cpu"
+    stride = (1, sum(sizes)) if columns else first.new_empty((1, *first.shape[1:])).stride()
+    places = [first.data_ptr() + at * stride[0] * first.itemsize for at in accumulate(sizes)]
+    memory = {part.untyped_storage().data_ptr() for part in parts}
+    if (
+        len(memory) == 1
+        and all(part.stride() == stride for part in parts)
+        and [part.data_ptr() for part in parts[1:]] == places[:-1]
+    ):
+        return first.detach().as_strided((sum(sizes), *first.shape[1:]), stride)
+    whole = torch.cat([part.detach() for part in parts])
+    if columns:
+        whole = whole.t().contiguous().t()
+    for part, view in zip(parts, torch.split(whole, sizes), strict=True):
+        part.data = view
+    return whole
+
+
+def weight_pointers(model: nn.Module) -> list[int]:
+    return [parameter.data_ptr() for parameter in model.parameters()]
+
+
+def power_of_two(count: int) -> int:
+    """Round up."""
+    return 1 << (count - 1).bit_length()
