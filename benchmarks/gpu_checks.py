@@ -534,6 +534,21 @@ def tuned(job: Job) -> Figures:
     }
 
 
+def hang(job: Job) -> Figures:
+    """A stopped rank and another collective over NCCL: by its flight recorder and its RAS."""
+    from benchmarks.hangs import FAULTS, measure
+
+    if job.ranks < 2:
+        raise Skipped("needs two GPUs")
+    figures: Figures = {}
+    for name, agree in (("stopped", "answers and kernel"), ("collective", "flight recorders")):
+        named, ended, _, reason = measure(FAULTS[name], 2, 1, job.device)
+        if agree not in reason or ended > 60:
+            raise Failed(f"{name}: ended after {ended:.0f} s: {reason}")
+        figures |= {f"{name}_named_s": named, f"{name}_ended_s": ended, f"{name}_reason": reason}
+    return figures
+
+
 def after_warm_up(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     long = len(lines) > 1 and lines[1]["step_time"] > LONG_S
     return lines[1 if long else WARM_UP :]
@@ -580,5 +595,6 @@ CHECKS = {
     "overlap": Check(overlap, 300, needs_gpu=True),
     "exchange": Check(exchange, 120, needs_gpu=True),
     "axes": Check(axes, 300),
+    "hang": Check(hang, 240, needs_gpu=True),
     "tune": Check(tuned, 360),
 }

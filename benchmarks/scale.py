@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,8 +54,11 @@ from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.parallel.config import DistributedConfig
 from kempner.parallel.layout import build_layout
-from kempner.train.resilience import watchdog
+from kempner.train.resilience.hanging import HANG_AT, HANG_ORDER
+from kempner.train.resilience.inquiry import HANG_VERDICT, Inquiry
 from kempner.train.resilience.requests import REQUEST_FLAGS
+from kempner.train.resilience.suspects import Answer, Call, Seen
+from kempner.train.resilience.watchdog import ANSWERS_PER_S
 from kempner.train.step import reduce_step
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,19 +109,47 @@ def check_in(ranks: int) -> float:
         ])  # fmt: skip
 
 
+def inquiry_of(rank: int, ranks: int, store: dist.TCPStore) -> Inquiry:
+    dog: Any = SimpleNamespace(
+        rank=rank, world_size=ranks, store=store, patience=5.0 + ranks / ANSWERS_PER_S,
+        step=1000, starting=False, is_patient=False, main=threading.get_ident(), age=9.0,
+        beside=-1, process_beside="", say=lambda line: None,
+    )  # fmt: skip
+    return Inquiry(dog)
+
+
 def question(ranks: int) -> float:
     """All ranks hang, and find out where the others are."""
 
     def ask(rank: int, store: dist.TCPStore) -> None:
-        dog = object.__new__(watchdog.Watchdog)  # without its thread and its process group
-        dog._rank, dog._world_size, dog._own_store = rank, ranks, store
-        answers = dog._ask("on node1234 after step 1000: in train.py:88 train > all_reduce")
+        answers = inquiry_of(rank, ranks, store).ask(
+            "on node1234 after step 1000: in train.py:88 train > all_reduce"
+        )
         if rank == 0:
             assert len(answers) == ranks, f"{len(answers)} of {ranks} ranks answered in time"
-            store.set(watchdog.HANG_VERDICT, "")
+            store.set(HANG_VERDICT, "")
 
     with clients(ranks) as stores:
         return together([lambda r=r: ask(r, stores[r]) for r in range(ranks)])  # type: ignore[misc]
+
+
+def round_of_answers(ranks: int) -> float:
+    """A step is late: each rank gives an answer and asks for orders, and rank 0 reads all."""
+    place = "after step 1000 in train.py:88 train > distributed_c10d.py:3245 all_reduce"
+    calls = tuple(Call(f"{group}", 812, "all_reduce", "[9] Double") for group in range(9))
+    seen = Seen("S", 1.0, 2.0, 3.0, 4, "futex_wait")
+    answer = Answer("1 1 x", 1, 1000, place, False, False, 812, calls, seen, 1, seen).write()
+
+    def give(rank: int, store: dist.TCPStore) -> None:
+        store.set(f"{HANG_AT}{rank}", answer)
+        store.get(HANG_ORDER)
+
+    with clients(ranks) as stores:
+        stores[0].set(HANG_ORDER, "")
+        seconds = together([lambda r=r: give(r, stores[r]) for r in range(ranks)])  # type: ignore[misc]
+        began, first = time.perf_counter(), inquiry_of(0, ranks, stores[0])
+        assert len(first._hear(0.0, list(range(ranks)))) == ranks
+        return seconds + time.perf_counter() - began
 
 
 def sockets(ranks: int) -> float:
@@ -284,6 +316,7 @@ def measure(quick: bool) -> list[Row]:
         row("checkpoint: the index to load by", "MB", save("index"), 0),
         row("load: reading that index", "s", save("read"), 0),
         row("hang: asking all ranks", "s", of(question, 256, 1024), 1),
+        row("late step: one answer of all ranks", "s", of(round_of_answers, 256, 1024), 1),
     ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from tests.conftest import ROOT, clean_env
 
 GPU_ONLY = {
     "gpu faults",
+    "hang",
     "synchronization",
     "patterns",
     "update",

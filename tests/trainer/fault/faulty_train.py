@@ -9,6 +9,10 @@ FAULTS holds one fault a line. With `once=FILE` it strikes a single time in the 
     hold at=MODULE:FUNCTION:before s=3      that call takes so much longer
     read at=MODULE:FUNCTION:before s=3      before that call a file is read so long, again and again
     fail at=MODULE:FUNCTION:before          that call raises OSError
+    keep_gil at=...                         that call never ends, and no other thread runs
+    open at=... path=FIFO                   before that call a file is opened, which never returns
+    collective at=...                       before that call the rank joins a barrier alone
+    shape at=...                            before that call it sums a tensor without elements
     out_of_memory at=MODULE:FUNCTION:before that call raises torch's OutOfMemoryError
     nan from=64 to=96                       the loss of these samples is NaN
     loud from=64 to=96 by=100               the loss of these samples is so many times higher
@@ -17,6 +21,7 @@ FAULTS holds one fault a line. With `once=FILE` it strikes a single time in the 
     spoil rank=1 step=2                     a weight is NaN after this step
     flip of=activation from=64 to=96        a bit of it is another one: see flips.py
     digest to=DIR                           what the weights are before each update, by rank
+    hasty                                   a hang is judged within seconds
     slow ms=30                              every step waits so long for its data
     slow_forward ms=900                     and every forward of a micro-batch
     slow_products ms=1                      and every product of a linear layer
@@ -30,6 +35,7 @@ import importlib
 import json
 import math
 import os
+import re
 import runpy
 import signal
 import sys
@@ -110,6 +116,33 @@ def fail(fault: dict[str, str]) -> None:
         raise OSError("the test has broken this call")
 
     at_call(fault, broken)
+
+
+def keep_gil(fault: dict[str, str]) -> None:
+    at_call(fault, lambda: re.match("(a|a)*b", "a" * 60))  # doubles with each letter
+
+
+def open_(fault: dict[str, str]) -> None:
+    def opens() -> None:
+        if not os.path.exists(fault["path"]):
+            os.mkfifo(fault["path"])
+        with open(fault["path"]):  # waits for somebody who writes into it
+            pass
+
+    at_call(fault, opens)
+
+
+def collective(fault: dict[str, str]) -> None:
+    import torch.distributed as dist
+
+    at_call(fault, lambda: dist.barrier())
+
+
+def shape(fault: dict[str, str]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    at_call(fault, lambda: dist.all_reduce(torch.ones(0, dtype=torch.float64)))
 
 
 def out_of_memory(fault: dict[str, str]) -> None:
@@ -235,6 +268,14 @@ def digest(fault: dict[str, str]) -> None:
     before_update(act)
 
 
+def hasty(fault: dict[str, str]) -> None:
+    from kempner.train.resilience import inquiry, suspects, watchdog
+
+    watchdog.LATE_S = inquiry.ROUND_S = inquiry.LOOK_S = inquiry.RAS_S = 1.0
+    inquiry.QUIET_S = 0.5
+    suspects.HOLD_S |= dict.fromkeys(suspects.HOLD_S, 2.0)
+
+
 def slow(fault: dict[str, str]) -> None:
     from kempner.data import loader
 
@@ -298,6 +339,10 @@ KINDS = {
     "hold": hold,
     "read": read,
     "fail": fail,
+    "keep_gil": keep_gil,
+    "open": open_,
+    "collective": collective,
+    "shape": shape,
     "out_of_memory": out_of_memory,
     "nan": change_loss,
     "loud": change_loss,
@@ -305,6 +350,7 @@ KINDS = {
     "spoil": spoil,
     "flip": flip,
     "digest": digest,
+    "hasty": hasty,
     "slow": slow,
     "slow_forward": slow_forward,
     "slow_products": slow_products,

@@ -13,7 +13,13 @@ import pytest
 import torch
 
 from kempner.extensions.lowcomm.steps import StepsExchange
-from kempner.train.resilience.watchdog import HANG_PATIENCE_S, Watchdog
+from kempner.train.resilience.watchdog import (
+    HANG_PATIENCE_S,
+    LATE_S,
+    LATE_STEPS,
+    SURE_STEPS,
+    Watchdog,
+)
 
 
 def test_the_watchdog_is_patient_while_a_replica_waits_for_others() -> None:
@@ -41,12 +47,44 @@ def test_a_wait_is_no_part_of_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     watchdog = Watchdog.__new__(Watchdog)
     watchdog.hang_timeout, watchdog._limit, watchdog._longest = 8.0, 8.0, HANG_PATIENCE_S
-    watchdog._durations, watchdog._beat = deque(), 100.0
+    watchdog._durations, watchdog._beat, watchdog.is_patient = deque(), 100.0, False
     now[0] += 2.0
     with watchdog.patient():
-        assert watchdog._limit == HANG_PATIENCE_S
+        assert watchdog._limit == HANG_PATIENCE_S and watchdog.is_patient
         now[0] += 500.0
-    assert watchdog._limit == 8.0
+    assert watchdog._limit == 8.0 and not watchdog.is_patient
     now[0] += 1.0
     watchdog.beat(1)
     assert watchdog.step_time == 3.0
+
+
+def test_only_a_late_step_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the start, nor the first steps, however long they take, nor a rank alone."""
+    asked: list[str] = []
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watchdog = Watchdog.__new__(Watchdog)
+    watchdog.hang_timeout, watchdog._limit, watchdog._longest = None, 600.0, HANG_PATIENCE_S
+    watchdog._durations, watchdog.step_time, watchdog.world_size = deque(maxlen=50), 0.0, 2
+    watchdog._beat = watchdog._began = 100.0
+    inquiry: Any = SimpleNamespace(
+        turn=lambda: asked.append("turn") or "",  # type: ignore[func-returns-value]
+        over=lambda: asked.append("over"),
+    )
+    watchdog._inquiry, watchdog.starting, watchdog._on_limit = inquiry, True, lambda *_: None
+
+    def after(seconds: float) -> str:
+        now[0] += seconds
+        assert watchdog._inquire() == ""
+        return asked.pop()
+
+    assert after(500.0) == "over"
+    watchdog.starting = False
+    for step in range(SURE_STEPS):
+        assert after(500.0) == "over"
+        watchdog._beat = now[0] - 2.0
+        watchdog.beat(step)
+    assert watchdog.step_time == 2.0
+    assert after(LATE_STEPS * 2.0 + LATE_S - 0.1) == "over" and after(0.2) == "turn"
+    watchdog.world_size = 1
+    assert after(0.0) == "over"

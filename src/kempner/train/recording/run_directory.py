@@ -304,19 +304,20 @@ class Run:
         if final:
             self._status("failed", f"{reason}; {fix}")
 
-    def hangs(self, reason: str, silent: list[int]) -> None:
-        """Record a hang, as the watchdog is about to end this process: the ranks that did not
-        answer are to blame."""
+    def hangs(self, reason: str, ranks: list[int], blame: bool) -> None:
+        """Record a hang, as the watchdog is about to end this process: the ranks that hang, and
+        their hosts if these are to blame."""
         self.log(reason)
         self._log.to_stderr(f"{reason} (stacks in {self._log.path})")
         hosts_by_rank = dict(enumerate(self.hosts))
-        hosts = {hosts_by_rank[rank] for rank in silent if rank in hosts_by_rank}
-        if unknown := [rank for rank in silent if rank not in hosts_by_rank]:
+        guilty = ranks if blame else []
+        hosts = {hosts_by_rank[rank] for rank in guilty if rank in hosts_by_rank}
+        if unknown := [rank for rank in guilty if rank not in hosts_by_rank]:
             with contextlib.suppress(RuntimeError):
                 hosts.update(ask_hosts(unknown, LAST_WORDS_S))
         head = self._records.head(self.step)
         fault = FaultEvent(
-            **head, kind="hang", ranks=tuple(silent), hosts=tuple(sorted(hosts)), reason=reason
+            **head, kind="hang", ranks=tuple(ranks), hosts=tuple(sorted(hosts)), reason=reason
         )
         self._records.event(fault)
         if self._gpus is not None:

@@ -1,0 +1,50 @@
+"""Names and helpers that the watchdog and its inquiry have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from kempner.jobs.system.process import birth_ticks, pid_namespace
+
+WRITE_S = 5.0  # for the logs of a hang: the file system may be what hangs
+EXIT_CODE = 70
+STACKS_SIGNAL = signal.SIGRTMAX - 4  # makes a process write its stacks, whatever holds the GIL
+# Keys of the store: the last answer of a rank, and what the rank that leads asks for.
+HANG_AT, HANG_ORDER = "hang/at/", "hang/order"
+
+_T = TypeVar("_T")
+
+
+def within(seconds: float, act: Callable[[], _T]) -> _T | None:
+    """Return the result of `act`, None if it takes longer or fails."""
+    results: list[_T] = []
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            results.append(act())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
+
+
+def own_process() -> str:
+    """Return this process's number, birth, and the scope of both."""
+    return f"{os.getpid()} {birth_ticks(os.getpid())} {pid_namespace()}"
+
+
+def bytes_moved(pid: int | str = "self") -> int:
+    """Return the bytes that a process has read and written so far, also by mapped files; 0 if
+    unknown."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+        counts = {name: int(n) for name, n in (line.split(": ") for line in lines)}
+        return counts["rchar"] + counts["wchar"] + counts["read_bytes"]
+    return 0
