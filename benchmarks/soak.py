@@ -46,7 +46,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kempner.jobs.records.events import read_records
+from kempner.jobs.records.event_reader import read_records
 from kempner.jobs.records.run_history import load_history
 from kempner.jobs.system.files import read_jsonl
 from tests.cluster import ENDED, ROOT, TESTBED, Cluster, make_data

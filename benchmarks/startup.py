@@ -24,7 +24,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from kempner.jobs.records import events
+from kempner.jobs.records import event_reader
 from kempner.jobs.records.events import FirstStep, StartEvent
 
 ROOT = Path(__file__).parents[1]
@@ -42,8 +42,9 @@ def kernels(folder: Path) -> None:
         env = {**os.environ, "SLURMD_NODENAME": host}
         env.pop("TORCHINDUCTOR_CACHE_DIR", None)
         subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
-        found = events.read_events(run / "attempts.jsonl")
-        start, first = events.of_kind(found, StartEvent)[-1], events.of_kind(found, FirstStep)[-1]
+        events = run / "attempts.jsonl"
+        start = event_reader.read_kind(events, StartEvent)[-1]
+        first = event_reader.read_kind(events, FirstStep)[-1]
         print(f"{name:15} imports {start.parts['imports']:6.1f} s, first step "
               f"{first.time - start.time:6.1f} s", flush=True)  # fmt: skip
 

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import pytest
 
-from kempner.jobs.records.events import DecisionEvent, FaultEvent, StartEvent, of_kind, read_events
+from kempner.jobs.records.event_reader import of_kind, read_events, read_kind
+from kempner.jobs.records.events import DecisionEvent, FaultEvent, StartEvent
 from tests.cluster import ROOT, Cluster, boot
 from tests.jobs.slurm.test_run import wait_until
 
@@ -158,7 +159,7 @@ def test_a_program_and_its_faults(small: Cluster, tmp_path: Path, program: Progr
         return -1
 
     def attempts() -> int:
-        return len(of_kind(read_events(run_dir / "attempts.jsonl"), StartEvent))
+        return len(read_kind(run_dir / "attempts.jsonl", StartEvent))
 
     def saved_again(number: int) -> None:
         wait_until(small, job, lambda: attempts() >= number)
@@ -231,5 +232,5 @@ def test_a_program_with_mpi(small: Cluster, tmp_path: Path) -> None:
     assert small.wait(job) == 0, log.read_text()
     text = log.read_text()
     assert "[0] step 100: 2 ranks" in text and "[0] resumed at 20" in text, text
-    (fault,) = of_kind(read_events(run_dir / "attempts.jsonl"), FaultEvent)
+    (fault,) = read_kind(run_dir / "attempts.jsonl", FaultEvent)
     assert fault.ranks == (1,), text

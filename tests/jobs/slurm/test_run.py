@@ -18,14 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from kempner.jobs.records.events import (
-    DecisionEvent,
-    Event,
-    FaultEvent,
-    StartEvent,
-    of_kind,
-    read_events,
-)
+from kempner.jobs.records.event_reader import of_kind, read_events, read_kind
+from kempner.jobs.records.events import DecisionEvent, Event, FaultEvent, StartEvent
 from tests.cluster import ENDED, ROOT, SCRIPTS, Cluster, program
 from tests.conftest import clean_env, status
 
@@ -208,9 +202,7 @@ def test_several_runs_in_a_script_of_the_users_own(cluster: Cluster, tmp_path: P
         ("b done", "0"),
     ], log
     assert log.count("this command was done at an earlier start of the job: nothing runs") == 1
-    decisions = [
-        d.decision for d in of_kind(read_events(tmp_path / "a/attempts.jsonl"), DecisionEvent)
-    ]
+    decisions = [d.decision for d in read_kind(tmp_path / "a/attempts.jsonl", DecisionEvent)]
     assert decisions == ["end", "requeue", "end"] and "cannot be requeued" not in log, log
 
 
@@ -311,7 +303,7 @@ def test_a_job_that_came_back_with_fewer_nodes(cluster: Cluster, tmp_path: Path)
     job = cluster.sbatch("run.sh", *words, options=options, cwd=tmp_path)
     log, run_dir = tmp_path / f"kempner-{job}.out", tmp_path / "runs/foreign"
     cluster.wait_for("[1] rank 1 of 2: ask", log)
-    host = of_kind(read_events(run_dir / "attempts.jsonl"), StartEvent)[0].nodes[1]
+    host = read_kind(run_dir / "attempts.jsonl", StartEvent)[0].nodes[1]
     cluster.run("scontrol", "update", f"NodeName={host}", "State=DRAIN", "Reason=test")
     try:
         cluster.ask("scancel", "--batch", "--signal=TERM", job)

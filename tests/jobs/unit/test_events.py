@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.jobs.records import events
+from kempner.jobs.records import event_reader, events
 from kempner.jobs.records.events import (
     DecisionEvent,
     End,
@@ -40,14 +40,14 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "attempts.jsonl"
     for event in EVENTS:
         events.append_event(path, event)
-    assert events.read_events(path) == EVENTS
+    assert event_reader.read_events(path) == EVENTS
 
 
 def test_a_torn_line_costs_one_event(tmp_path: Path) -> None:
     path = tmp_path / "attempts.jsonl"
     path.write_text('{"event": "start", "ti')
     events.append_event(path, EVENTS[1])
-    assert events.read_events(path) == [EVENTS[1]]
+    assert event_reader.read_events(path) == [EVENTS[1]]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_torn_line_costs_one_event(tmp_path: Path) -> None:
 def test_what_does_not_fit_has_its_default(
     record: dict[str, object], expected: Event | None
 ) -> None:
-    assert events.parse_event(record) == expected
+    assert event_reader.parse_event(record) == expected
 
 
 def test_a_decision_of_the_batch_script(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_decision_of_the_batch_script(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (decision,) = events.read_events(tmp_path / "attempts.jsonl")
+    (decision,) = event_reader.read_events(tmp_path / "attempts.jsonl")
     assert decision == DecisionEvent(
         time=decision.time,
         job="12",
@@ -122,7 +122,7 @@ def test_what_other_hosts_have_written_is_among_the_events_of_its_attempt(tmp_pa
         {"event": "end", "time": 90, **b},
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [r["time"] for r in events.read_records(path)] == [10, 30, 40, 50, 90]
+    assert [r["time"] for r in event_reader.read_records(path)] == [10, 30, 40, 50, 90]
     (tmp_path / "attempts").mkdir()
     (tmp_path / "attempts/n1.jsonl").write_text(
         json.dumps({"event": "gpu", "time": 20, **a}) + "\n" + '{"event": "fa'
@@ -135,9 +135,19 @@ def test_what_other_hosts_have_written_is_among_the_events_of_its_attempt(tmp_pa
         + json.dumps({"event": "gpu", "time": 95, "attempt_id": "8.0.3"})
         + "\n"
     )
-    assert [r["time"] for r in events.read_records(path)] == [10, 20, 30, 120, 40, 50, 60, 90, 95]
+    assert [r["time"] for r in event_reader.read_records(path)] == [
+        10,
+        20,
+        30,
+        120,
+        40,
+        50,
+        60,
+        90,
+        95,
+    ]
     path.unlink()  # rank 0 has not come so far
-    assert [r["time"] for r in events.read_records(path)] == [20, 60, 95, 120]
+    assert [r["time"] for r in event_reader.read_records(path)] == [20, 60, 95, 120]
 
 
 def test_each_host_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,4 +163,4 @@ def test_each_host_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
     files = [path, *sorted(tmp_path.glob("attempts/*"))]
     told = [[record["reason"] for record in read_jsonl(file)] for file in files]
     assert told == [["n1 True", "n2 True"], ["n1 False", "lost"], ["n2 False", "lost"]]
-    assert len(events.read_events(path)) == 6
+    assert len(event_reader.read_events(path)) == 6

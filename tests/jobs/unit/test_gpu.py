@@ -24,7 +24,7 @@ from kempner.jobs.gpu.reading import (
     of_this_job,
     short_bus_id,
 )
-from kempner.jobs.records.events import read_records
+from kempner.jobs.records.event_reader import read_records
 from tests.gpus import Shim, gpu
 
 

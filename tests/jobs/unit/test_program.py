@@ -33,14 +33,8 @@ from kempner.jobs.program.watch import CheckpointWatch, SeenCheckpoint, number_i
 from kempner.jobs.ranks.peers import PEER_KEY_VARIABLE, Entrance, new_key
 from kempner.jobs.ranks.placement import World
 from kempner.jobs.ranks.port_range import listen_in_range
-from kempner.jobs.records.events import (
-    DecisionEvent,
-    FaultEvent,
-    FirstStep,
-    append_event,
-    of_kind,
-    read_events,
-)
+from kempner.jobs.records.event_reader import read_kind
+from kempner.jobs.records.events import DecisionEvent, FaultEvent, FirstStep, append_event
 from kempner.jobs.records.facts import run_facts
 from kempner.jobs.records.run_history import load_history
 from kempner.jobs.report import summary
@@ -495,7 +489,7 @@ def test_where_an_attempt_began(
 ) -> None:
     """From the distance of the steps that it prints."""
     attempt(tmp_path / "run", printed, number, STEPS)
-    (first,) = of_kind(read_events(tmp_path / "run/attempts.jsonl"), FirstStep)
+    (first,) = read_kind(tmp_path / "run/attempts.jsonl", FirstStep)
     assert (first.began, first.printed) == (began, printed[0])
     (found,) = load_history(tmp_path / "run").attempts
     assert found.first_step == (began or 0) and found.counted == (began is not None)

@@ -13,7 +13,7 @@ import pytest
 
 from kempner.checkpoint import history
 from kempner.jobs.lock import LOST_LOCK_EXIT
-from kempner.jobs.records import events
+from kempner.jobs.records import event_reader, events
 from kempner.jobs.system.files import read_jsonl
 from tests.conftest import TINY, start_train, status
 
@@ -141,7 +141,7 @@ def test_a_later_start_of_the_job_goes_on_once_the_earlier_one_has_left(start: S
         trainers[-1].wait_for_lines(attempt, 7)
     trainers[-1].stop()
     run_dir = trainers[0].run_dir
-    faults = events.of_kind(events.read_events(run_dir / "attempts.jsonl"), events.FaultEvent)
+    faults = event_reader.read_kind(run_dir / "attempts.jsonl", events.FaultEvent)
     assert [fault.lost_peer for fault in faults] == [True, True], "no host is to blame"
     for attempt in (0, 1):
         overlap = lines(run_dir, attempt)[-1]["time"] - lines(run_dir, attempt + 1)[0]["time"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kempner.jobs.records.events import read_records
+from kempner.jobs.records.event_reader import read_records
 from tests.cluster import ENDED, Cluster
 from tests.conftest import losses, status
 

@@ -12,7 +12,7 @@ import torch
 
 from kempner.jobs.ranks.hosts import all_hosts
 from kempner.jobs.ranks.placement import World
-from kempner.jobs.records import events
+from kempner.jobs.records import event_reader
 from kempner.jobs.records.events import FaultEvent
 from kempner.jobs.records.run_log import log_path
 from kempner.jobs.records.run_records import count_attempts
@@ -89,7 +89,7 @@ def test_only_what_would_come_again_is_final(
 ) -> None:
     run = Run(RunConfig(run=RunSection(dir=str(tmp_path / "run"))), world(0, 1))
     assert run.crashed(error, advise) == 1
-    (fault,) = events.of_kind(events.read_events(tmp_path / "run/attempts.jsonl"), FaultEvent)
+    (fault,) = event_reader.read_kind(tmp_path / "run/attempts.jsonl", FaultEvent)
     assert (fault.kind, fault.final, fault.lost_peer) == (kind, final, not final)
     status = tmp_path / "run/status.json"
     assert status.exists() == final
@@ -113,7 +113,7 @@ def test_lack_of_memory_is_final_where_the_next_start_needs_as_much(
     run._began_at = 90  # a later start
     run.step = run._began_at + steps
     assert run.crashed(torch.OutOfMemoryError("CUDA out of memory")) == 1
-    (fault,) = events.of_kind(events.read_events(tmp_path / "run/attempts.jsonl"), FaultEvent)
+    (fault,) = event_reader.read_kind(tmp_path / "run/attempts.jsonl", FaultEvent)
     assert (fault.kind, fault.final) == ("oom", final)
     assert (tmp_path / "run/status.json").exists() == final
 

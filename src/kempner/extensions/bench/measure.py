@@ -30,7 +30,7 @@ from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.extensions.planner.memory import GIB, estimate_memory
 from kempner.jobs.gpu.driver import driver_version
 from kempner.jobs.ranks.placement import World
-from kempner.jobs.records import events
+from kempner.jobs.records import event_reader, events
 from kempner.jobs.report.tables import align_table
 from kempner.jobs.system.files import read_jsonl, write_atomic
 from kempner.jobs.trackers.config import TRACKER_NAMES, TrackersConfig
@@ -218,7 +218,7 @@ def _figures(
 
 def why_failed(run_dir: Path, code: int) -> str:
     """Return why a variant has no figures; for one out of memory, by how much at least."""
-    faults = events.of_kind(events.read_events(run_dir / "attempts.jsonl"), events.FaultEvent)
+    faults = event_reader.read_kind(run_dir / "attempts.jsonl", events.FaultEvent)
     fault = faults[-1] if faults else None
     if fault is None or fault.kind != "oom":
         return fault.reason if fault else f"exit code {code}"

@@ -18,7 +18,7 @@ from kempner.extensions.sweep.look import HOLDS, PointStatus
 from kempner.extensions.sweep.points import SweepPoint, check_points
 from kempner.extensions.sweep.resources import profile_environment
 from kempner.jobs import slurm
-from kempner.jobs.records import events
+from kempner.jobs.records import event_reader
 from kempner.jobs.system.files import write_atomic
 
 DELAYS_S = (1, 2, 4, 8, 16, 32)  # before sbatch is tried again
@@ -259,7 +259,9 @@ def find_job(journal: Journal, submission: Submission) -> str | None:
     if jobs is None:
         return None
     runs = [journal.folder.parent / point for point in submission.points]
-    run_events = [event for run in runs for event in events.read_events(run / "attempts.jsonl")]
+    run_events = [
+        event for run in runs for event in event_reader.read_events(run / "attempts.jsonl")
+    ]
     since = [e.job.partition("_")[0] for e in run_events if e.job and e.time > submission.time]
     return next(iter([*jobs, *since]), "")
 

@@ -28,7 +28,7 @@ from kempner.extensions.tune.journal import TuneJournal
 from kempner.extensions.tune.search import OutOfTime
 from kempner.extensions.tune.space import Overrides
 from kempner.extensions.tune.trials import Measurement
-from kempner.jobs.records import events
+from kempner.jobs.records import event_reader, events
 from kempner.jobs.system.compiler import keep_private
 from kempner.jobs.system.files import FULL, read_jsonl, write_atomic
 from kempner.jobs.system.front_door import BAD_INPUT_EXIT
@@ -227,7 +227,7 @@ def _failure(
     """Return why a run has no figures. `peer_killed`: the process of another rank was killed."""
     if wall >= limit:
         return Measurement(failed=f"took over {limit:.0f} s", wall=wall)
-    faults = events.of_kind(events.read_events(run_dir / "attempts.jsonl"), events.FaultEvent)
+    faults = event_reader.read_kind(run_dir / "attempts.jsonl", events.FaultEvent)
     own = [fault for fault in faults if not fault.lost_peer]
     if not own and (peer_killed or code == -signal.SIGKILL):
         return Measurement(failed=KILLED, killed=True, wall=wall)

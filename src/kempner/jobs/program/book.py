@@ -19,7 +19,8 @@ from kempner.jobs.program.options import Options, check_run_dir
 from kempner.jobs.program.output import OutputSteps
 from kempner.jobs.program.verdict import EndState
 from kempner.jobs.program.watch import CheckpointWatch
-from kempner.jobs.records.events import End, Event, FirstStep, StartEvent, of_kind, read_events
+from kempner.jobs.records.event_reader import of_kind, read_events
+from kempner.jobs.records.events import End, Event, FirstStep, StartEvent
 from kempner.jobs.records.run_records import RunRecords, count_attempts
 from kempner.jobs.system import process
 from kempner.jobs.system.background import Background

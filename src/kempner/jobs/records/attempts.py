@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
+from kempner.jobs.records.event_reader import of_kind, parse_event
 from kempner.jobs.records.events import (
     DecisionEvent,
     End,
@@ -17,8 +18,6 @@ from kempner.jobs.records.events import (
     GoBack,
     GpuFault,
     StartEvent,
-    of_kind,
-    parse_event,
 )
 
 Record = dict[str, Any]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kempner.jobs.records.events import is_time
+from kempner.jobs.records.event_reader import is_time
 
 _Record = dict[str, Any]
 

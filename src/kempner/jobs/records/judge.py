@@ -21,7 +21,7 @@ from typing import Any
 
 from kempner.jobs import slurm
 from kempner.jobs.records.decision import BatchDecision, StepEnd, decide_next
-from kempner.jobs.records.events import is_time, read_records
+from kempner.jobs.records.event_reader import is_time, read_records
 from kempner.jobs.records.faulty_host import (
     blamed_before,
     broken_hosts,

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from kempner.jobs.records import events
+from kempner.jobs.records import event_reader
 from kempner.jobs.records.attempts import Attempt, Record, Refusal, attempts_of
 from kempner.jobs.records.results import PREFIX
 from kempner.jobs.records.state import RunState, judge_state, read_lock, slurm_job_of_run
@@ -171,7 +171,9 @@ def load_history(
     with contextlib.suppress(OSError, ValueError, TypeError):
         file = path / "status.json"
         status = {"time": file.stat().st_mtime, **json.loads(file.read_text())}
-        status = {k: v for k, v in status.items() if events.fits_type(STATUS.get(k, object), v)}
+        status = {
+            k: v for k, v in status.items() if event_reader.fits_type(STATUS.get(k, object), v)
+        }
     metrics = path / "metrics.jsonl"
     share = (
         min(1.0, SAMPLE_BLOCKS * SAMPLE_BLOCK_BYTES / max(1, file_size(metrics))) if sample else 1.0
@@ -179,8 +181,8 @@ def load_history(
     all_lines = sample_lines(metrics) if share < 1 else read_jsonl(metrics, tail)
     sound_lines = [*filter(is_sound, all_lines)]
     lines = [line for line in sound_lines if not is_result(line)]
-    records = [*filter(events.is_event, events.read_records(path / "attempts.jsonl"))]
-    attempts, refusals = attempts_of(events.known_events(records), lines, status)
+    records = [*filter(event_reader.is_event, event_reader.read_records(path / "attempts.jsonl"))]
+    attempts, refusals = attempts_of(event_reader.known_events(records), lines, status)
     later = next((r for r in refusals[-1:] if not attempts or r.time > attempts[-1].ended), None)
     of_starts = [start.job for start in attempts] or [start.job for start in refusals]
     name = next(filter(None, reversed(of_starts)), None) or status.get("job")
@@ -239,9 +241,13 @@ def is_sound(line: Record) -> bool:
     """Return whether a line has a step and a time; fields that should be numbers and are not become
     None."""
     step, attempt = line.get("step"), line.get("attempt", 0)
-    if type(step) is not int or type(attempt) is not int or not 0 <= step < events.LATEST_TIME:
+    if (
+        type(step) is not int
+        or type(attempt) is not int
+        or not 0 <= step < event_reader.LATEST_TIME
+    ):
         return False
-    if not events.is_time(line.get("time")):
+    if not event_reader.is_time(line.get("time")):
         return False
     for name in COUNTED_FIGURES:
         value = line.get(name, 0)  # is_number in one line: there may be 100,000 of them

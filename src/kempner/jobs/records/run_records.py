@@ -55,7 +55,9 @@ class RunRecords:
     def other_code(self, now: CodeVersion, root: Path = REPOSITORY) -> list[str]:
         """Describe what differs from the code of the last start, if anything. `root`: what runs
         now."""
-        for last in events.of_kind(events.read_events(self._all), StartEvent)[-1:]:
+        from kempner.jobs.records import event_reader
+
+        for last in event_reader.read_kind(self._all, StartEvent)[-1:]:
             from kempner.jobs.code_changes import code_differences
 
             before = CodeVersion(last.code, last.commit, last.versions)

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from kempner.jobs.records.attempts import AFTER, Attempt, Record
-from kempner.jobs.records.events import EVENT_KINDS
+from kempner.jobs.records.event_reader import EVENT_KINDS
 from kempner.jobs.records.run_history import History
 from kempner.jobs.report.page.markup import (
     escape_html,
