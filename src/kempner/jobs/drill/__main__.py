@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         say("ended by Ctrl-C; the jobs of the drill are cancelled")
         raise
-    rows = judge_all(outcomes)
+    rows = judge_all(outcomes) + host_rows(drill.broken_hosts)
     text = f"{result_table(rows)}\n\n{closing_words(rows, drill)}"
     (folder / "table.txt").write_text(text + "\n")
     answer = {"schema": JSON_SCHEMA, "time": round(time.time(), 3), "request": plan.request,
@@ -86,6 +86,15 @@ def cost_of(plan: Plan, folder: Path) -> str:
     if any(case is OWN for case in plan.cases):
         lines.insert(1, f"one of them is your program: {' '.join(plan.command)}")
     return "\n".join(lines)
+
+
+def host_rows(broken: dict[str, str]) -> list[PromiseRow]:
+    """Return a row about hosts on which no job of the user's can say a word, if there are any."""
+    if not broken:
+        return []
+    each = "; ".join(f"{host}: {why}" for host, why in broken.items())
+    ask = f"does {', '.join(broken)} see {Path.cwd()}? Until then give --exclude={','.join(broken)}"
+    return [PromiseRow("hosts", "Each host can open the batch log of a job", False, each, ask)]
 
 
 def result_table(rows: Sequence[PromiseRow]) -> str:

@@ -21,26 +21,29 @@ from kempner.jobs.drill.site import (
     without_sizes,
 )
 from kempner.jobs.records.run_history import load_history
+from kempner.jobs.slurm import job_fields
 from kempner.jobs.system.files import read_jsonl
 
 DRILL_POLL_S = 5.0  # seconds between two questions to the controller: one for all jobs
 GONE = 2  # questions in a row that do not show a job, after which it is over
 OWN_RUNS_S = 20.0  # seconds after the start of the user's program at which it is killed
 PREEMPT_S = 60.0  # for the job that preempts to do so
+MOST_TRIES = 4  # jobs for a case, each without the hosts that have lost one
 CANCEL_S = 60.0  # for cancelled jobs to leave the queue
 TRAINER = ROOT / "scripts/slurm/lib/drill_train.py"
 
 
 @dataclass
 class DrillTrial:
-    """A case on its way. `missing`: questions in a row that have not shown its job; `urgent`: the
-    name of the job that preempts it, and since when."""
+    """A case on its way. `missing`: questions in a row that have not shown its job; `tries`: jobs
+    for it; `urgent`: the name of the job that preempts it, and since when."""
 
     seen: CaseOutcome
     name: str
     submitted: bool = False
     over: bool = False
     missing: int = 0
+    tries: int = 1
     state: str = ""
     why: str = ""
     number: str = ""
@@ -62,6 +65,7 @@ class Drill:
     trials: list[DrillTrial] = field(default_factory=list)
     gpu_seconds: float = 0.0
     node_seconds: float = 0.0
+    broken_hosts: dict[str, str] = field(default_factory=dict)  # and what they did to a job
 
     def __post_init__(self) -> None:
         prefix = self.folder.name
@@ -121,6 +125,8 @@ class Drill:
             *self.plan.request, *case.options, f"--job-name={trial.name}", f"--output={out}",
             f"--time={case.minutes}", "--parsable", "--export=ALL",
         ]  # fmt: skip
+        if self.broken_hosts:
+            options.append(f"--exclude={','.join([*self.plan.excluded, *self.broken_hosts])}")
         if case is OWN:
             words = [f"--run-dir={trial.seen.run}", "--", *self.plan.command]
             script = ["sbatch", *options, str(SCRIPTS_FOLDER / "run.sh"), *words]
@@ -163,9 +169,28 @@ class Drill:
                 self.say(f"{trial.case.name}: the fault has struck")
 
     def _close(self, trial: DrillTrial) -> None:
+        if self._has_no_log(trial):
+            return
         trial.over = True
         state = load_history(trial.seen.run).state
         self.say(f"{trial.case.name}: over: {state.word}")
+
+    def _has_no_log(self, trial: DrillTrial) -> bool:
+        """Tell whether a job has ended before its script could say a word: Slurm ends one whose
+        host cannot open the batch log. Then the case is tried again without that host."""
+        fields = job_fields(trial.number)
+        host, state = fields.get("BatchHost", ""), fields.get("JobState", "")
+        if not host or state == "COMPLETED" or (self.folder / f"{trial.case.name}.out").exists():
+            return False
+        why = f"{state}, exit code {fields.get('ExitCode')}, and no batch log"
+        self.broken_hosts.setdefault(host, why)
+        self.say(f"{trial.case.name}: job {trial.number} on {host}: {why}")
+        if trial.tries == MOST_TRIES:
+            trial.seen.broken = f"{trial.tries} jobs were lost on {', '.join(self.broken_hosts)}"
+            return False
+        trial.tries, trial.submitted, trial.missing = trial.tries + 1, False, 0
+        trial.seen.started, trial.state = False, ""
+        return True
 
     def _strike(self, trial: DrillTrial, shown: dict[str, QueuedJob]) -> None:
         """Strike from outside, once, when the run is where it should be."""

@@ -48,6 +48,12 @@ class Plan:
         return self.ranks * -(-8 // self.ranks)
 
     @property
+    def excluded(self) -> list[str]:
+        """Lists of hosts that the user keeps the jobs off."""
+        found = (re.fullmatch(r"(?:--exclude=|-x)(.+)", word) for word in self.request)
+        return [match[1] for match in found if match]
+
+    @property
     def gpu_hours(self) -> float:
         """Estimate of what the drill costs, if nothing goes wrong."""
         return sum(case.usual for case in self.cases) / 60 * self.nodes * self.gpus
