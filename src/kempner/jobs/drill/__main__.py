@@ -114,7 +114,7 @@ def closing_words(rows: Sequence[PromiseRow], drill: Any) -> str:
     """Format the sum in one line."""
     count = {kind: sum(row.holds is kind for row in rows) for kind in WORDS}
     text = f"{count[True]} of {len(rows)} promises hold here"
-    text += f", {count[False]} do not" if count[False] else ""
+    text += f", {count[False]} {'does' if count[False] == 1 else 'do'} not" if count[False] else ""
     text += f", {count[None]} could not be tried" if count[None] else ""
     return f"{text}; {drill.gpu_seconds / 3600:.2f} GPU hours, " + (
         f"{drill.node_seconds / 60:.0f} minutes of a node"
