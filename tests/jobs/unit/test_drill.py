@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from kempner.config.option import ConfigError
-from kempner.jobs.drill import site
+from kempner.jobs.drill import conduct, site
 from kempner.jobs.drill.cases import CASES, DRILL_STEPS, OWN, CaseOutcome, judge_all
+from kempner.jobs.drill.conduct import Drill
 from kempner.jobs.drill.plan import parse_plan
 
 BY_NAME = {case.name: case for case in CASES}
@@ -102,6 +103,28 @@ def test_the_words() -> None:
     said = str(error.value)
     assert "--minutes=0: must be from 1 to 1440" in said and "no case 'kil'; choose" in said
     assert said.count("the drill sets this") == 3 and "'x' is not an option" in said
+
+
+def test_a_requeue_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller that does not answer is asked again."""
+    plan = parse_plan(["--only=requeue"])
+    trial = Drill(plan, tmp_path, lambda line: None).trials[-1]
+    make_run(tmp_path / "requeue", state="running", starts=[0])
+    trial.state, trial.number, asked = "RUNNING", "7", []
+    answers = iter(["Socket timed out on send/recv operation", "Access/permission denied"])
+
+    def tell(*words: str) -> site.SlurmAnswer:
+        asked.append(words)
+        return site.SlurmAnswer(False, next(answers))
+
+    monkeypatch.setattr(conduct, "tell", tell)
+    monkeypatch.setattr(conduct, "jobs_of", lambda name: [])
+    drill = Drill(plan, tmp_path, lambda line: None, [trial])
+    drill._strike(trial, {})
+    assert not trial.seen.broken and trial.seen.struck is None
+    drill._strike(trial, {})
+    assert trial.seen.broken == "scontrol requeue: Access/permission denied"
+    assert asked == [("scontrol", "requeue", "7")] * 2
 
 
 CONFIG = "PreemptType = {kind}\nPreemptMode = REQUEUE\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ DRILL_POLL_S = 5.0  # seconds between two questions to the controller: one for a
 GONE = 2  # questions in a row that do not show a job, after which it is over
 OWN_RUNS_S = 20.0  # seconds after the start of the user's program at which it is killed
 PREEMPT_S = 60.0  # for the job that preempts to do so
+REFUSAL = "[Dd]enied|disabled|[Oo]nly batch|Invalid"  # of scontrol requeue
 MOST_TRIES = 4  # jobs for a case, each without the hosts that have lost one
 CANCEL_S = 60.0  # for cancelled jobs to leave the queue
 TRAINER = ROOT / "scripts/slurm/lib/drill_train.py"
@@ -211,7 +213,7 @@ class Drill:
             said = tell("scontrol", "requeue", trial.number)
             if said.ok:
                 self._struck(trial, f"scontrol requeue {trial.number}")
-            else:
+            elif re.search(REFUSAL, said.text):  # any other words: it is asked again
                 trial.seen.broken = f"scontrol requeue: {said.text}"
                 self._cancel_name(trial.name)
         else:
