@@ -6,13 +6,12 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster import SCRIPTS, TESTBED, Cluster, boot
+from tests.cluster import SCRIPTS, TESTBED, Cluster
 from tests.site import boot_site
 from tests.trainer.fault.broken_run import until
 
@@ -77,19 +76,15 @@ def test_all_of_it(cluster: Cluster, tmp_path: Path) -> None:
     assert len(rows) == 9
 
 
-@pytest.fixture
-def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A site that cancels what it preempts."""
-    with boot(2, 1, tmp_path_factory, conf="PreemptMode=CANCEL") as cluster:
-        yield cluster
-
-
 @pytest.mark.soak
-def test_a_site_that_cancels(strict: Cluster, tmp_path: Path) -> None:
-    code, out, rows = drill(strict, tmp_path, "--only=requeue,preempt", "--minutes=30")
-    assert code == 1, out
-    assert rows["requeue"]["holds"] is True and rows["preempt"]["holds"] is False
-    assert "ask the site's staff:\n  preempt: does preemption requeue a job here" in out
+def test_a_promise_that_does_not_hold(cluster: Cluster, tmp_path: Path) -> None:
+    """It is said with Slurm's words, and with the question for the staff."""
+    code, out, rows = drill(cluster, tmp_path, "--only=requeue", "--no-requeue", *SMALL)
+    assert code == 1 and rows["unbroken"]["holds"] is True, out
+    assert rows["requeue"]["holds"] is False
+    assert "scontrol requeue: " in rows["requeue"]["because"]
+    assert "ask the site's staff:\n  requeue: may users requeue their own batch jobs" in out
+    assert "1 of 2 promises hold here, 1 does not" in out
 
 
 @pytest.mark.soak

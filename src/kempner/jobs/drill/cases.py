@@ -113,7 +113,7 @@ CASES = (
         "preempt",
         "A job that is preempted saves in the grace time, and continues by itself",
         "does preemption requeue a job here (PreemptMode=REQUEUE), and how long is its grace time?"
-        " With PreemptMode=CANCEL set KEMPNER_CHAIN=K: docs/reference/slurm.md",
+        " Where it cancels, set KEMPNER_CHAIN=K: docs/reference/slurm.md",
         slow=3.0,
     ),
 )
