@@ -36,12 +36,13 @@ from kempner.jobs.records.nodes import NodeHistory, nodes_of
 from kempner.jobs.records.run_history import History, load_history, runs_in, unreadable_in
 from kempner.jobs.records.state import LIVE_STATES
 from kempner.jobs.report import notify
+from kempner.jobs.report.idle import idle_share
 from kempner.jobs.report.replicas import replicas_of
 from kempner.jobs.report.tables import align_table, format_duration
 from kempner.jobs.system.front_door import run_program
 
 STATUS_TAIL_BYTES = 1 << 16  # bytes at the end of metrics.jsonl that are read
-STATUS_COLUMNS = ("run", "state", "step", "loss", "tokens/s", "attempts", "left", "")
+STATUS_COLUMNS = ("run", "state", "step", "loss", "tokens/s", "attempts", "idle", "left", "")
 NODE_COLUMNS = ("host", "runs", "attempts", "hours", "excluded", "faults", "last fault")
 SCHEMA = 1  # of --json: docs/start/monitoring.md
 
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> int:
         rows = sorted(
             map(status_row, runs), key=lambda cells: (not cells[-1].startswith("!"), cells[0])
         )
-        print(align_table([STATUS_COLUMNS, *rows], gap=2, right=range(2, 7), wrap=True))
+        print(align_table([STATUS_COLUMNS, *rows], gap=2, right=range(2, 8), wrap=True))
     if options.notify:
         for run in runs:
             for problem in notify.tell_if_new(run, now):
@@ -159,7 +160,7 @@ def status_row(run: History) -> tuple[str, ...]:
         reason = run.warning
     if run.refusal and run.state.word not in LIVE_STATES:
         reason = run.state.reason
-    why = run_trouble(run)
+    why, idle = run_trouble(run), idle_share(run)
     if why:
         reason = f"! {why}"
     return (
@@ -169,6 +170,7 @@ def status_row(run: History) -> tuple[str, ...]:
         "-" if last.get("loss") is None else f"{last['loss']:.4f}",
         f"{last['tokens_per_s']:,.0f}" if last else "-",
         count_starts(run),
+        "-" if idle is None else f"{idle:.0%}",
         time_left,
         reason,
     )

@@ -2,7 +2,7 @@
 # The variables that a user may set, and what is wrong with them; docs/reference/slurm.md and
 # docs/extensions/rl.md say what each does. Source lib/all.sh.
 
-KP_VARIABLES=(ROOT SITE PYTHON TRAIN MAX_CRASHES MAX_WAIT RESTARTS SPARES SPARE_COMMAND
+KP_VARIABLES=(ROOT SITE PYTHON TRAIN MAX_CRASHES MAX_WAIT IDLE_LIMIT RESTARTS SPARES SPARE_COMMAND
     EXCLUDE CHAIN SIGNAL_LEAD PREFLIGHT PREFLIGHT_LEAST MEMORY_GIB CODE STAGE
     STAGE_ENVIRONMENT CONTAINER MOUNTS CONTAINER_RUNTIME SECRETS MAIL NOTIFY WEBHOOK PAGE
     SRUN MPI NPROC NSYS NUMA PORTS ORCHESTRATE SERVE SERVE_TOKEN VLLM)
@@ -27,7 +27,7 @@ kp_check_variables() { # warns of each KEMPNER_ variable that no file of the kit
 kp_check_settings() { # stops at values that make no sense: later they would end the job in the
     # middle of its run
     local name
-    for name in KEMPNER_MAX_CRASHES KEMPNER_MAX_WAIT KEMPNER_NPROC; do
+    for name in KEMPNER_MAX_CRASHES KEMPNER_MAX_WAIT KEMPNER_IDLE_LIMIT KEMPNER_NPROC; do
         [[ ${!name:-1} =~ ^[1-9][0-9]{0,5}$ ]] || kp_die "$name=${!name}: must be a number from 1"
     done
     for name in KEMPNER_EXCLUDE KEMPNER_SIGNAL_LEAD; do

@@ -149,6 +149,20 @@ def test_stopped_while_it_waits_and_resumed_equals_unbroken(place: Path, tmp_pat
     assert all(torch.equal(resumed[name], unbroken[name]) for name in unbroken)
 
 
+def test_a_wait_for_a_batch_has_a_limit(tmp_path: Path) -> None:
+    """Given back, with the reason that the batch script repeats: engines or rewards do not answer.
+    KEMPNER_IDLE_LIMIT is in minutes."""
+    run = tmp_path / "run"
+    words = [*WORDS, f"--run.dir={run}"]
+    process = start_train(*words, nproc=2, program="scripts/rl.py", KEMPNER_IDLE_LIMIT="0.01")
+    with orchestrator(run, STEPS, last=2):
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
+    told = status(run)
+    assert (told["state"], told["step"]) == ("interrupted", 2), out
+    assert told["reason"] == "idle for 0 min, without a batch (KEMPNER_IDLE_LIMIT)"
+
+
 def test_a_full_disk_ends_the_attempt_with_nothing_published(tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = [*WORDS, f"--run.dir={run}", "--model.ffn_dim=480"]

@@ -24,7 +24,9 @@ DEBUG = ROOT / "configs/train/debug.toml"
 FAKE = [str(DEBUG), "--data.dataset_path=fake:"]
 DRY = [*FAKE, "--dry-run"]
 # One line of an error, whoever says it: the scripts, testbed.sh, scripts/status.py and argparse.
-ERROR = re.compile(r"^(kempner: error|testbed|status: error|status\.py: error): ", re.M)
+ERROR = re.compile(
+    r"^(kempner: error|testbed|status: error|status\.py: error|drill: error): ", re.M
+)
 DONE = '{"state": "done", "step": 5, "max_steps": 5}'
 TRACE = re.compile(r"Traceback|\.(sh|env): line \d+:|: command not found|unbound variable")
 
@@ -185,6 +187,18 @@ WORDS: list[tuple[str, list[object], str, dict[str, str]]] = [
     ("serve.sh", ["runs/nope"], "serve.sh runs in a job: sbatch", {}),
     ("serve.sh", ["runs/nope", "--dry-run", "--node=2"], "did you mean --nodes?", {}),
     ("preflight.sh", [], "looks at the nodes of a job: sbatch --nodes=N", {}),
+    ("drill.sh", ["runs"], "'runs' is not an option: write --NAME=VALUE as one word", {}),
+    ("drill.sh", ["--minutes=0"], "--minutes=0: must be from 1 to 1440", {}),
+    ("drill.sh", ["--minutes"], "--minutes: a value is missing", {}),
+    ("drill.sh", ["--only=kil"], "no case 'kil'; choose from unbroken, kill,", {}),
+    ("drill.sh", ["--only=own"], "--only=own: give your program after --", {}),
+    ("drill.sh", ["--"], 'no command after "--"', {}),
+    ("drill.sh", ["--time=5"], "--time=5: the drill sets this for each of its jobs", {}),
+    ("drill.sh", ["--partion=gpu"], "did you mean --partition?", {}),
+    ("drill.sh", ["--nodes=two"], "must be a number of nodes, such as 4", {}),
+    ("drill.sh", [], "no sbatch here: this needs Slurm's", {"SLURM": ""}),
+    ("drill.sh", [], "no Slurm controller answers here", {}),
+    ("drill.sh", [], "this is job 77 already", {"SLURM_JOB_ID": "77"}),
     ("ray.sh", [], "ray.sh runs in a job: sbatch --nodes=N", {}),
     ("ray.sh", ["python", "driver.py"], 'COMMAND="python driver.py" sbatch', {}),
     ("status.sh", [], "runs: no such directory; name a run", {}),

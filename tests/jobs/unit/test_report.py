@@ -153,6 +153,7 @@ def test_the_table(resumed: Path) -> None:
     assert table["not running"] == "1 min 20 s, 50.0%"
     assert table["shutdown"] == "10.0 s, 6.2%"
     assert table["effective training time ratio"] == "26.9%"
+    assert table["idle in the allocation"] == "19.3%"
     assert table["steps recomputed"] == "20 or more"
     lost, last = (re.split("  +", row) for row in done.stdout.split("end\n")[1].splitlines()[:2])
     assert lost == [
@@ -165,11 +166,29 @@ def test_the_table(resumed: Path) -> None:
     ]  # fmt: skip
 
 
+def test_the_idle_share(tmp_path: Path) -> None:
+    """Without the queue; the waits of reinforcement learning count, and spare nodes have a share of
+    their own."""
+    waits = "".join(step_line(step, wait=0.5) for step in (10, 20, 30))
+    events = start(0, 0, 0, spares=["n3"]) + event("end", 0, 30, 30, state="done", reason="")
+    run = load_history(write_run(tmp_path / "run", waits, events))
+    parts = run.wall_time.parts
+    expected = (
+        parts["saving"] + parts["start-up"] + parts["shutdown"] + parts["training"] / 2
+    ) / 30
+    facts = run_facts(run, BEGAN)
+    assert facts["idle"] == pytest.approx(expected, abs=1e-4) and 0.4 < facts["idle"] < 0.7
+    assert facts["idle_spares"] == pytest.approx(1 / 3, abs=1e-4)
+    table = rows(summary.summary_table([run]))
+    assert table["spare nodes"] == "33.3% of the nodes' time"
+    assert f" {facts['idle']:.0%} " in " ".join(STATUS.status_row(run))
+
+
 def test_a_run_of_one_attempt_has_a_short_report(tmp_path: Path) -> None:
     events = start(0, 0, 0) + event("end", 0, 30, 35, state="done", reason="")
     path = write_run(tmp_path / "run", "".join(map(step_line, (10, 20, 30))), events)
     done = report(path)
-    assert len(done.stdout.splitlines()) == 27
+    assert len(done.stdout.splitlines()) == 28
     assert rows(done.stdout)["effective training time ratio"] == "74.6%"  # 29 steps at 0.9 s of 35
     assert "not running" not in done.stdout and "recomputed" not in done.stdout
     assert "timeline" not in done.stdout and not (path / "timeline.png").exists()

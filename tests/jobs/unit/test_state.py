@@ -186,6 +186,19 @@ def test_all_say_the_same(tmp_path: Path, name: str) -> None:
         assert history.attempts[-1].state == state  # its row in report.py's table
 
 
+def test_the_batch_script_says_why_a_job_was_given_back(tmp_path: Path) -> None:
+    (requeue,) = SCRIPTS.rglob("requeue.sh")
+    why = "idle for 30 min, without a batch (KEMPNER_IDLE_LIMIT)"
+    said = []
+    for reason in (why, "asked to make room"):
+        state = {"state": "interrupted", "attempt_id": "7.0", "reason": reason}
+        (tmp_path / "status.json").write_text(json.dumps(state))
+        script = f'source "{requeue}"; KP_RUN_DIR={tmp_path}; kp_verdict; echo "$KP_IDLE"'
+        env = {**os.environ, "KEMPNER_ATTEMPT_ID": "7.0"}
+        said.append(subprocess.check_output(["bash", "-euc", script], env=env, text=True).strip())
+    assert said == [why, ""]
+
+
 def test_the_batch_script_says_the_same(tmp_path: Path) -> None:
     """It takes its verdict from status.json alone, and only an orderly end."""
     (requeue,) = SCRIPTS.rglob("requeue.sh")

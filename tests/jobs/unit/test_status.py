@@ -40,10 +40,10 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alone = make(tmp_path / "c", "stopped", 1)
     assert STATUS.main([str(tmp_path / "runs"), str(alone)]) == 1  # somebody has to look
     head, first, *rest = capsys.readouterr().out.splitlines()
-    assert head.split() == ["run", "state", "step", "loss", "tokens/s", "attempts", "left"]
-    assert first.split()[1:] == [
-        "failed", "1,005/2,000", "2.5000", "12,346", "2", "-", "!", "so"
-    ]  # fmt: skip
+    assert head.split() == ["run", "state", "step", "loss", "tokens/s", "attempts", "idle", "left"]
+    state, *numbers, idle, left, mark, why = first.split()[1:]
+    assert numbers == ["1,005/2,000", "2.5000", "12,346", "2"] and idle.endswith("%")
+    assert (state, left, mark, why) == ("failed", "-", "!", "so")
     assert [line.split()[1] for line in rest] == ["stopped", "done"]
 
 

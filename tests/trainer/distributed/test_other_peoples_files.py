@@ -456,6 +456,7 @@ VARIABLES = {
     "CONTAINER_RUNTIME": "a name", "SECRETS": "read", "MAIL": "addresses", "NOTIFY": "run",
     "WEBHOOK": "a URL", "PAGE": "a number", "SRUN": "options of srun", "MPI": "a name",
     "NPROC": "a number", "NSYS": "numbers", "NUMA": "0 or 1", "MAX_WAIT": "a number",
+    "IDLE_LIMIT": "a number",
     "MEMORY_GIB": "a number", "PORTS": "two numbers",
     "ORCHESTRATE": "run", "SERVE": "run", "SERVE_TOKEN": "a token", "VLLM": "run",
 }  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 
 from kempner.jobs.records.attempts import Attempt, Record
 from kempner.jobs.records.run_history import History
+from kempner.jobs.report.idle import idle_share, spare_share
 from kempner.jobs.slurm import SlurmJob
 
 PACE_LINES = 100  # lines of metrics.jsonl that the speed and the expected end follow from
@@ -47,6 +48,8 @@ def run_facts(run: History, now: float) -> dict[str, Any]:
         "tokens": last.get("tokens"),
         "tokens_per_s": statistics.median(rates) if rates else last.get("tokens_per_s"),
         "seconds_per_step": pace,
+        "idle": rounded_share(idle_share(run)),
+        "idle_spares": rounded_share(spare_share(run)),
         "began": run.attempts[0].opened if run.attempts else None,
         "last_sign": last_sign(run),
         "attempts": len(started),
@@ -59,6 +62,10 @@ def run_facts(run: History, now: float) -> dict[str, Any]:
         "last_end": last_end(run.attempts),
         "job": job_facts(run),
     }
+
+
+def rounded_share(share: float | None) -> float | None:
+    return None if share is None or not math.isfinite(share) else round(share, 4)
 
 
 def run_trouble(run: History) -> str:

@@ -16,6 +16,7 @@ from kempner.jobs.ranks.startup import START_PARTS
 from kempner.jobs.records.attempts import Attempt, Record
 from kempner.jobs.records.results import PREFIX
 from kempner.jobs.records.run_history import History, is_number
+from kempner.jobs.report.idle import idle_share, spare_share
 from kempner.jobs.report.replicas import ReplicaHistory
 from kempner.jobs.report.tables import align_table, format_duration
 from kempner.jobs.report.wall_time import UNCOUNTED
@@ -248,9 +249,19 @@ def wall_time(run: History, several: bool) -> dict[str, str]:
         "wall time": format_duration(times.total),
         **(parts if several else {}),
         "effective training time ratio": format_percent(times.effective),
+        **idle_rows(run),
         **({"steps recomputed": recomputed} if several else {}),
         "attempts": f"{len(run.attempts):,}",
         **({"  started again": restart_counts(run)} if several else {}),
+    }
+
+
+def idle_rows(run: History) -> dict[str, str]:
+    """Return the shares of the allocations' time in which nothing was computed."""
+    spares = spare_share(run)
+    return {
+        "idle in the allocation": format_percent(idle_share(run)),
+        **({"  spare nodes": f"{spares:.1%} of the nodes' time"} if spares is not None else {}),
     }
 
 

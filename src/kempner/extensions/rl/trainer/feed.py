@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from kempner.train.recording.run_directory import Run
     from kempner.train.sections import RunConfig
 
+IDLE_LIMIT = "KEMPNER_IDLE_LIMIT"  # minutes of a wait, after which the job is given back
 BATCH_POLL_S = 0.01, 0.1  # between two looks for a batch, and for requests to leave: from, to
 WAIT_SHARE = 0.02  # of the wait so far, in between: a wait is not prolonged by more
 
@@ -92,6 +94,7 @@ class Feed:
         self.state: dict[str, Any] | None = None  # of the orchestrator after it; on rank 0
         self._metrics: dict[str, float] = {}
         self._step = 0  # of the newest batch
+        self._idle_limit = 60 * float(os.environ.get(IDLE_LIMIT) or "inf")  # seconds
         self._own: list[torch.Tensor] | None = None  # see Rollouts; asked for on rank 0
 
     def begin(self, progress: Progress, clock: Clock, waiting: Waiting) -> None:
@@ -110,13 +113,17 @@ class Feed:
         """Return this rank's micro-batches of a step; or, if any rank was asked to leave meanwhile,
         the verdict of all."""
         answer: Batch | Verdict | None = None
-        began, pause = time.monotonic(), 0.0
+        began, pause, idle = time.monotonic(), 0.0, ""
         while answer is None:
             with self.waiting(0.0):
                 answer = self._look(step, pause)
-            pause = pause_after(time.monotonic() - began)
+            waited = time.monotonic() - began
+            pause = pause_after(waited)
+            if self._ranks.rank == 0 and not idle and waited > self._idle_limit:
+                idle = f"idle for {waited / 60:.0f} min, without a batch ({IDLE_LIMIT})"
+                self._stop.request(INTERRUPT_REQUEST, idle)
         if isinstance(answer, Verdict):
-            return answer
+            return answer._replace(reason=idle) if idle else answer
         self.tokens, self._metrics = answer.tokens, answer.metrics
         self.position += int(answer.metrics.get("samples", 0))
         self.state = answer.state

@@ -1,0 +1,1 @@
+"""Tries the kit's promises on the user's own cluster: drill.sh. Nobody imports it."""

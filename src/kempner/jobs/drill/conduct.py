@@ -1,0 +1,312 @@
+"""The drill itself: submits the jobs, strikes them, waits with limits, and cancels what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kempner.jobs.drill.cases import LAST_CALL, OWN, PACE_S, STRIKE_CALL, Case, CaseOutcome
+from kempner.jobs.drill.plan import MOST_GPU_HOURS, ROOT, SCRIPTS_FOLDER, Plan, trainer_words
+from kempner.jobs.drill.site import (
+    QueuedJob,
+    SlurmAnswer,
+    jobs_of,
+    nodes_of_job,
+    preempting_option,
+    tell,
+    without_sizes,
+)
+from kempner.jobs.records.run_history import load_history
+from kempner.jobs.slurm import job_fields
+from kempner.jobs.system.files import read_jsonl
+
+DRILL_POLL_S = 5.0  # seconds between two questions to the controller: one for all jobs
+GONE = 2  # questions in a row that do not show a job, after which it is over
+OWN_RUNS_S = 20.0  # seconds after the start of the user's program at which it is killed
+PREEMPT_S = 60.0  # for the job that preempts to do so
+REFUSAL = "[Dd]enied|disabled|[Oo]nly batch|Invalid"  # of scontrol requeue
+MOST_TRIES = 4  # jobs for a case, each without the hosts that have lost one
+CANCEL_S = 60.0  # for cancelled jobs to leave the queue
+TRAINER = ROOT / "scripts/slurm/lib/drill_train.py"
+
+
+@dataclass
+class DrillTrial:
+    """A case on its way. `missing`: questions in a row that have not shown its job; `tries`: jobs
+    for it; `urgent`: the name of the job that preempts it, and since when."""
+
+    seen: CaseOutcome
+    name: str
+    submitted: bool = False
+    over: bool = False
+    missing: int = 0
+    tries: int = 1
+    state: str = ""
+    why: str = ""
+    number: str = ""
+    urgent: str = ""
+    urgent_since: float = 0.0
+
+    @property
+    def case(self) -> Case:
+        return self.seen.case
+
+
+@dataclass
+class Drill:
+    """`folder`: its own; `say`: prints a line and keeps it."""
+
+    plan: Plan
+    folder: Path
+    say: Callable[[str], None]
+    trials: list[DrillTrial] = field(default_factory=list)
+    gpu_seconds: float = 0.0
+    node_seconds: float = 0.0
+    broken_hosts: dict[str, str] = field(default_factory=dict)  # and what they did to a job
+
+    def __post_init__(self) -> None:
+        prefix = self.folder.name
+        for case in self.plan.cases:
+            seen = CaseOutcome(case, self.folder / case.name)
+            if case.fault == "freeze" and self.plan.ranks < 2:
+                seen.not_tried = "one rank alone: nobody is left to notice; ask for two tasks"
+            self.trials.append(DrillTrial(seen, f"{prefix}-{case.name}", over=bool(seen.not_tried)))
+
+    def run(self) -> list[CaseOutcome]:
+        """Conduct all cases, to their ends or until a limit. Cancels what is left, in any case."""
+        began = last = time.monotonic()
+        try:
+            while self._open():
+                self._submit()
+                jobs = jobs_of(self.folder.name)
+                now = time.monotonic()
+                if jobs is not None:
+                    self._look(jobs, now - last)
+                last = now
+                self._end_at(now - began)
+                if self._open():
+                    time.sleep(DRILL_POLL_S)
+        finally:
+            self.cancel()
+        return [trial.seen for trial in self.trials]
+
+    def _open(self) -> list[DrillTrial]:
+        return [trial for trial in self.trials if not trial.over]
+
+    # --- submitting ---
+
+    def _submit(self) -> None:
+        """Submit what waits. A site may limit the jobs of a user: the rest comes as others end."""
+        for trial in self._open():
+            if trial.submitted:
+                continue
+            said = self._sbatch(trial)
+            if said.ok:
+                trial.submitted, trial.number = True, said.text.strip().split(";")[0]
+                self.say(f"{trial.case.name}: job {trial.number}")
+                continue
+            # An answer that was lost is no refusal.
+            jobs = jobs_of(trial.name)
+            if jobs:
+                trial.submitted, trial.number = True, jobs[0].number
+            elif not any(other.submitted and not other.over for other in self.trials):
+                trial.seen.broken, trial.over = f"sbatch: {said.text.splitlines()[-1]}", True
+                self.say(f"{trial.case.name}: {trial.seen.broken}")
+            else:
+                return
+
+    def _sbatch(self, trial: DrillTrial) -> SlurmAnswer:
+        case, out = trial.case, self.folder / f"{trial.case.name}.out"
+        mark = self.folder / f"{case.name}.struck"
+        options = [
+            *self.plan.request, *case.options, f"--job-name={trial.name}", f"--output={out}",
+            f"--time={case.minutes}", "--parsable", "--export=ALL",
+        ]  # fmt: skip
+        if self.broken_hosts:
+            options.append(f"--exclude={','.join([*self.plan.excluded, *self.broken_hosts])}")
+        if case is OWN:
+            words = [f"--run-dir={trial.seen.run}", "--", *self.plan.command]
+            script = ["sbatch", *options, str(SCRIPTS_FOLDER / "run.sh"), *words]
+            return tell(*script)
+        drill = {"fault": case.fault, "call": STRIKE_CALL, "last": LAST_CALL, "pace": PACE_S,
+                 "slow": case.slow, "mark": str(mark)}  # fmt: skip
+        env = {"KEMPNER_TRAIN": str(TRAINER), "KEMPNER_DRILL": json.dumps(drill)}
+        words = trainer_words(trial.seen.run, self.plan.batch)
+        return tell("sbatch", *options, str(SCRIPTS_FOLDER / "multinode.sh"), *words, env=env)
+
+    # --- while they run ---
+
+    def _look(self, jobs: list[QueuedJob], seconds: float) -> None:
+        """Take in what squeue has shown; strike where it is time."""
+        shown = {job.name: job for job in jobs}
+        for job in jobs:
+            if job.state == "RUNNING":
+                self.gpu_seconds += seconds * self.plan.nodes * self.plan.gpus
+                self.node_seconds += seconds * self.plan.nodes
+        for trial in self._open():
+            if not trial.submitted:
+                continue
+            own = shown.get(trial.name)
+            trial.missing = 0 if own else trial.missing + 1
+            if own is not None:
+                trial.state, trial.why, trial.number = own.state, own.why, own.number
+                trial.seen.started = trial.seen.started or own.state == "RUNNING"
+            trial.seen.started = trial.seen.started or trial.seen.run.exists()
+            self._note_strike(trial)
+            if trial.missing >= GONE:
+                self._close(trial)
+            elif trial.state == "RUNNING":
+                self._strike(trial, shown)
+
+    def _note_strike(self, trial: DrillTrial) -> None:
+        mark = self.folder / f"{trial.case.name}.struck"
+        with contextlib.suppress(OSError):
+            if trial.seen.struck is None:
+                trial.seen.struck = mark.stat().st_mtime
+                self.say(f"{trial.case.name}: the fault has struck")
+
+    def _close(self, trial: DrillTrial) -> None:
+        if self._has_no_log(trial):
+            return
+        trial.over = True
+        state = load_history(trial.seen.run).state
+        self.say(f"{trial.case.name}: over: {state.word}")
+
+    def _has_no_log(self, trial: DrillTrial) -> bool:
+        """Tell whether a job has ended before its script could say a word: Slurm ends one whose
+        host cannot open the batch log. Then the case is tried again without that host."""
+        fields = job_fields(trial.number)
+        host, state = fields.get("BatchHost", ""), fields.get("JobState", "")
+        if not host or state == "COMPLETED" or (self.folder / f"{trial.case.name}.out").exists():
+            return False
+        why = f"{state}, exit code {fields.get('ExitCode')}, and no batch log"
+        self.broken_hosts.setdefault(host, why)
+        self.say(f"{trial.case.name}: job {trial.number} on {host}: {why}")
+        if trial.tries == MOST_TRIES:
+            trial.seen.broken = f"{trial.tries} jobs were lost on {', '.join(self.broken_hosts)}"
+            return False
+        trial.tries, trial.submitted, trial.missing = trial.tries + 1, False, 0
+        trial.seen.started, trial.state = False, ""
+        return True
+
+    def _strike(self, trial: DrillTrial, shown: dict[str, QueuedJob]) -> None:
+        """Strike from outside, once, when the run is where it should be."""
+        name = trial.case.name
+        if trial.urgent:
+            self._watch_urgent(trial, shown)
+        if trial.seen.struck is not None or name not in ("requeue", "limit", "preempt", "own"):
+            return
+        if trial.case is OWN:
+            self._kill_own(trial)
+            return
+        lines = read_jsonl(trial.seen.run / "metrics.jsonl")
+        if name == "limit" or not lines or lines[-1].get("step", 0) < STRIKE_CALL:
+            if name == "limit" and lines:
+                trial.seen.struck = time.time()
+            return
+        if name == "requeue":
+            said = tell("scontrol", "requeue", trial.number)
+            if said.ok:
+                self._struck(trial, f"scontrol requeue {trial.number}")
+            elif re.search(REFUSAL, said.text):  # any other words: it is asked again
+                trial.seen.broken = f"scontrol requeue: {said.text}"
+                self._cancel_name(trial.name)
+        else:
+            self._preempt(trial)
+
+    def _struck(self, trial: DrillTrial, what: str) -> None:
+        trial.seen.struck = time.time()
+        self.say(f"{trial.case.name}: {what}")
+
+    def _kill_own(self, trial: DrillTrial) -> None:
+        """End the step of the user's program, as a SIGKILL to each of its ranks does."""
+        attempts = load_history(trial.seen.run).attempts
+        began = attempts[-1].began if attempts else None
+        if began is None or time.time() - began < OWN_RUNS_S:
+            return
+        said = tell("squeue", "--noheader", "--steps", f"--jobs={trial.number}", "--format=%i")
+        steps = [word for word in said.text.split() if word.rpartition(".")[2].isdecimal()]
+        if said.ok and steps and tell("scancel", "--signal=KILL", steps[-1]).ok:
+            self._struck(trial, f"scancel --signal=KILL {steps[-1]}")
+
+    def _preempt(self, trial: DrillTrial) -> None:
+        """Let a job of mine preempt it. Only where it has its nodes for itself: nobody else's job
+        can be meant then."""
+        nodes = nodes_of_job(trial.number)
+        option, why = preempting_option(trial.number)
+        if not nodes:
+            why = "it shares its nodes: another's job might be preempted in its place"
+        if nodes and option:
+            words = [
+                *without_sizes(self.plan.request), option, "--nodes=1", "--exclusive", "--time=1",
+                f"--nodelist={nodes[-1]}", f"--job-name={trial.name}-by", "--output=/dev/null",
+                "--wrap=sleep 1",
+            ]  # fmt: skip
+            said = tell("sbatch", *words)
+            if said.ok:
+                trial.urgent, trial.urgent_since = f"{trial.name}-by", time.monotonic()
+                self._struck(trial, f"a job with {option} on {nodes[-1]}")
+                return
+            why = f"sbatch {option}: {said.text.splitlines()[-1]}"
+        self._leave_out(trial, why)
+
+    def _watch_urgent(self, trial: DrillTrial, shown: dict[str, QueuedJob]) -> None:
+        """The job is there still: after a while the other one will not preempt it any more."""
+        starts = load_history(trial.seen.run).attempts
+        late = time.monotonic() - trial.urgent_since > PREEMPT_S
+        job = shown.get(trial.urgent)
+        if job is not None and job.state == "PENDING" and late and len(starts) < 2:
+            self._leave_out(trial, f"nothing was preempted in {PREEMPT_S:.0f} s: {job.why}")
+
+    def _leave_out(self, trial: DrillTrial, why: str) -> None:
+        trial.seen.not_tried, trial.over = why, True
+        self.say(f"{trial.case.name}: not tried: {why}")
+        self._cancel_name(trial.name)
+
+    # --- the end ---
+
+    def _end_at(self, seconds: float) -> None:
+        """Close what is not over when the time, or the budget, is used up."""
+        why = ""
+        if self.gpu_seconds / 3600 >= MOST_GPU_HOURS:
+            why = f"{MOST_GPU_HOURS:.0f} GPU hours are used up"
+        elif seconds >= 60 * self.plan.minutes:
+            why = f"{self.plan.minutes} minutes are over (--minutes)"
+        for trial in self._open() if why else []:
+            trial.over = True
+            if trial.seen.started:
+                trial.seen.broken = f"{why}, and the job is {trial.state or 'gone'}"
+            else:
+                trial.seen.not_tried = f"{why}; its job waited in the queue: {trial.why or '-'}"
+        if not why:
+            self._end_own()
+
+    def _end_own(self) -> None:
+        """End the user's program once it has started again: it may take days."""
+        for trial in self._open():
+            if trial.case is OWN and trial.seen.struck is not None:
+                attempts = load_history(trial.seen.run).attempts
+                if any((attempt.began or 0) > trial.seen.struck for attempt in attempts):
+                    trial.over = True
+                    self._cancel_name(trial.name)
+
+    def _cancel_name(self, name: str) -> None:
+        for job in jobs_of(name) or []:
+            tell("scancel", job.number)
+
+    def cancel(self) -> None:
+        """Cancel the drill's jobs that are in the queue still, and wait until they have left it."""
+        end = time.monotonic() + CANCEL_S
+        while (jobs := jobs_of(self.folder.name)) != [] and time.monotonic() < end:
+            for job in jobs or []:
+                if job.state != "COMPLETING":
+                    tell("scancel", job.number)
+            time.sleep(1)
+        if jobs:
+            numbers = " ".join(job.number for job in jobs)
+            self.say(f"these jobs do not leave the queue; cancel them: scancel {numbers}")

@@ -1,0 +1,154 @@
+"""The command line of drill.sh, and what the jobs will be: their shape, checked by the launch
+script itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kempner.config.option import ConfigError
+from kempner.jobs.drill.cases import CASES, DRILL_STEPS, HANG_S, OWN, SAVE_INTERVAL, Case
+
+ROOT = Path(__file__).resolve().parents[4]
+SCRIPTS_FOLDER = ROOT / "scripts/slurm"
+MOST_GPU_HOURS = 10.0
+OWN_OPTIONS = (  # of sbatch, which the drill sets for each job
+    "job-name", "J", "output", "o", "error", "e", "time", "t", "array", "a", "export", "wrap",
+    "dependency", "d", "parsable", "test-only", "wait", "W", "hold", "H", "signal", "open-mode",
+    "input", "i", "dry-run", "begin", "b",
+)  # fmt: skip
+ANY_BATCH = 2**12 * 3**2 * 5 * 7 * 11  # a multiple of any usual number of ranks
+LEAST_MINUTES, MOST_MINUTES = 1, 24 * 60
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cases to try. `request`: the user's options of sbatch; `command`: the user's program;
+    `nodes`, `tasks` and `gpus` (of a node) are those of each job."""
+
+    minutes: int
+    cases: tuple[Case, ...]
+    request: tuple[str, ...]
+    command: tuple[str, ...]
+    nodes: int = field(default=1)
+    tasks: int = field(default=1)
+    gpus: int = field(default=0)
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.tasks
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step: as many on each rank."""
+        return self.ranks * -(-8 // self.ranks)
+
+    @property
+    def excluded(self) -> list[str]:
+        """Lists of hosts that the user keeps the jobs off."""
+        found = (re.fullmatch(r"(?:--exclude=|-x)(.+)", word) for word in self.request)
+        return [match[1] for match in found if match]
+
+    @property
+    def gpu_hours(self) -> float:
+        """Estimate of what the drill costs, if nothing goes wrong."""
+        return sum(case.usual for case in self.cases) / 60 * self.nodes * self.gpus
+
+
+def parse_plan(argv: Sequence[str]) -> Plan:
+    """Parse the words of drill.sh. Raises ConfigError, which has all of them that are wrong."""
+    words, command = [*argv], tuple[str, ...]()
+    if "--" in words:
+        at = words.index("--")
+        words, command = words[:at], tuple(words[at + 1 :])
+        if not command:
+            raise ConfigError('no command after "--": drill.sh [SBATCH OPTIONS] -- COMMAND')
+    values = {"minutes": "20", "only": ""}
+    request: list[str] = []
+    problems: list[str] = []
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.lstrip("-").partition("=")
+        if word.startswith("--") and name in values:
+            if not equals and not words:
+                problems.append(f"{word}: a value is missing")
+            values[name] = value if equals else words.pop(0) if words else values[name]
+        elif not re.match(r"-\w|--\w", word):
+            problems.append(
+                f"{word!r} is not an option: write --NAME=VALUE as one word, and your program"
+                " after --"
+            )
+        elif name in OWN_OPTIONS or (word[1:2] in OWN_OPTIONS and not word.startswith("--")):
+            problems.append(f"{word}: the drill sets this for each of its jobs; leave it out")
+        else:
+            request.append(word)
+    minutes = values["minutes"]
+    if not minutes.isdecimal() or not LEAST_MINUTES <= int(minutes) <= MOST_MINUTES:
+        problems.append(f"--minutes={minutes}: must be from {LEAST_MINUTES} to {MOST_MINUTES}")
+    cases = _chosen(values["only"], command, problems)
+    if problems:
+        raise ConfigError(problems)
+    return Plan(int(minutes), cases, tuple(request), command)
+
+
+def _chosen(only: str, command: Sequence[str], problems: list[str]) -> tuple[Case, ...]:
+    """Return the cases; the unbroken run is one whenever there is another to compare with it."""
+    known = (*CASES, OWN) if command else CASES
+    if not only:
+        return known
+    names = only.split(",")
+    if "own" in names and not command:
+        problems.append("--only=own: give your program after --")
+    elif wrong := [name for name in names if name not in {case.name for case in known}]:
+        problems.append(
+            f"--only={only}: no case {wrong[0]!r}; choose from"
+            f" {', '.join(case.name for case in known)}"
+        )
+    compared = set(names) - {"own"}
+    return tuple(
+        case for case in known if case.name in names or (compared and case.name == "unbroken")
+    )
+
+
+def trainer_words(run: Path, batch: int) -> list[str]:
+    """Return the arguments of the tiny run, with so many samples a step."""
+    return [
+        str(ROOT / "configs/train/debug.toml"),
+        "--data.dataset_path=fake:",
+        f"--run.dir={run}",
+        "--train.seq_len=32",
+        f"--train.global_batch={batch}",
+        f"--train.max_steps={DRILL_STEPS}",
+        "--train.deterministic",
+        f"--checkpoint.interval={SAVE_INTERVAL}",
+        "--eval.interval=0",
+        "--metrics.log_interval=1",
+        f"--resilience.hang_timeout={HANG_S}",
+    ]
+
+
+def with_shape(plan: Plan) -> Plan:
+    """Ask the launch script what jobs of this request would be. Raises ConfigError with its words,
+    or Slurm's, where it refuses the request."""
+    words = [*trainer_words(Path("runs/drill"), ANY_BATCH), "--train.micro_batch=1"]
+    command = ["bash", str(SCRIPTS_FOLDER / "multinode.sh"), *words]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("KEMPNER_TRAIN")}
+    done = subprocess.run(
+        [*command, "--dry-run", *plan.request], capture_output=True, text=True, env=env
+    )
+    found = re.search(
+        r"configuration fits: (\d+) nodes x (\d+) tasks .*?, (\d+) GPU", done.stdout, re.S
+    )
+    if done.returncode != 0 or found is None:
+        said = done.stderr.strip().split("\n")
+        problems = [line[4:] for line in said if line.startswith("  - ")]
+        errors = [line.partition("error: ")[2] for line in said if "error: " in line]
+        raise ConfigError(problems or errors[:1] or said[-1:])
+    if "no Slurm controller answers here" in done.stdout:
+        raise ConfigError("no Slurm controller answers here: `scontrol ping` says more; try later")
+    nodes, tasks, gpus = map(int, found.groups())
+    return Plan(plan.minutes, plan.cases, plan.request, plan.command, nodes, tasks, gpus)
