@@ -113,6 +113,8 @@ def clean_table(folder: Path, steps: int, only: Sequence[str]) -> str:
         watch = ("--resilience.replay_every=1", "--resilience.checksum_every=1")
         size = (f"--train.max_steps={steps}", "--train.global_batch=8", "--checkpoint.interval=50")
         code = train(run, ranks, (*size, *watch, *words))
+        if code:
+            print(run.with_suffix(".log").read_text()[-3000:], file=sys.stderr)
         done = max(losses(run), default=0)
         rows.append([name, str(ranks), str(done), str(len(found(run))), str(code)])
     sums = [str(sum(int(row[i]) for row in rows)) for i in (2, 3)]

@@ -152,7 +152,7 @@ def judge_case(seen: CaseOutcome, unbroken: dict[int, float]) -> PromiseRow:
     else:
         wrong = what_is_wrong(seen, run, unbroken)
         holds = not wrong
-        because = wrong or list_in_words(seen, run)
+        because = wrong or describe_outcome(seen, run)
     return PromiseRow(
         case.name, case.promise, holds, because, "" if holds is not False else case.ask
     )
@@ -218,7 +218,7 @@ def first_error(log: Path) -> str:
     return next((x for x in lines if "error" in x), lines[-1] if lines else "")[:300]
 
 
-def list_in_words(seen: CaseOutcome, run: History) -> str:
+def describe_outcome(seen: CaseOutcome, run: History) -> str:
     """Describe how a run has kept its promise."""
     starts, again = count_starts(run), repeated_steps(run)
     parts = [f"{starts} start{'s' * (starts > 1)}"]
