@@ -280,7 +280,7 @@ def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.de
     if cfg.resilience.replay_every or cfg.resilience.checksum_every:
         from kempner.train.integrity.replay import Replay
 
-        replay = Replay(cfg, run, layout, model, optimizer, device)
+        replay = Replay(cfg, run, layout, model, optimizer, device, watchdog.patient)
     watchdog.begin(progress.step, layout.groups)
 
     def seconds_to_leave() -> float:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -62,8 +63,10 @@ class Replay:
         model: Decoder,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
+        patient: Callable[[float], AbstractContextManager[None]],
     ) -> None:
-        self._cfg, self._run, self._device = cfg, run, device
+        """`patient`: the watchdog's: a step that is computed several times is not late."""
+        self._cfg, self._run, self._device, self._patient = cfg, run, device, patient
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self._peers = Peers(layout, host_name(), name)
         self._witness = Witness(model, cfg.model.n_layers)
@@ -103,7 +106,8 @@ class Replay:
             return numbers
         if replays:
             self._finish(trace, numbers)
-            numbers = self._replay(step, at, micro_batches, trace.rows(), state)
+            with self._patient(0.0):
+                numbers = self._replay(step, at, micro_batches, trace.rows(), state)
         self._check_state(step, state)
         return numbers
 
