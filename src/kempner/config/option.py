@@ -115,6 +115,8 @@ class Option:
             return f"[{{{', '.join(f'{key} = {o.example}' for key, o in required_keys)}}}]"
         if self.default and isinstance(self.default, self.item if self.size is None else tuple):
             return to_text(self.default)
+        if self.choices:
+            return f"[{to_text(self.choices[0])}]" if self.size == 0 else to_text(self.choices[0])
         items = ", ".join([EXAMPLE[self.item]] * (self.size or 2))
         return EXAMPLE[self.item] if self.size is None else f"[{items}]"
 

@@ -7,6 +7,7 @@ import fcntl
 import functools
 import os
 import platform
+import re
 import shutil
 import zlib
 from pathlib import Path
@@ -16,11 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from kempner.config.option import ConfigError
 from kempner.jobs.ranks.placement import World
 from kempner.jobs.system.compiler import CACHE, keep_private
 from kempner.jobs.this_job import host_name
 from kempner.model.decoder import Decoder
 from kempner.model.loss import chunk_loss
+
+UNQUOTED = re.compile(r"""[\s"'\\]""")  # shlex.split() would not take it as it is
 
 
 def compile_model(model: Decoder, scope: str, budget: float = 1.0) -> None:
@@ -86,20 +90,38 @@ def keep_compiled(run_dir: Path, world: World) -> None:
     host has its own directory, so that no two wait for each other's locks; a host new to the run
     starts from a copy of another's. All ranks must call it.
 
-    If the user names another place, or the file system has no locks, compiler.keep_private()
-    chooses.
+    If the file system has no locks, or the path has a blank, which torch does not quote for the
+    C++ compiler, compiler.keep_private() chooses. Raises ConfigError if the user names another
+    place that cannot be written.
     """
     if CACHE in os.environ:
+        try:
+            Path(os.environ[CACHE]).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{CACHE} = {os.environ[CACHE]}: cannot be made: {error.strerror}; unset it, or "
+                "name a directory that can be written"
+            ) from None
         return
-    own = run_dir / ".cache" / "compile" / f"{_kind_of_cpu()}-{host_name()}"
+    own = _own_place(run_dir)
     usable = True
     if world.local_rank == 0:
-        usable = _prepare(own)
+        usable = not UNQUOTED.search(str(own)) and _prepare(own)
     failure = torch.tensor(float(not usable))
     dist.all_reduce(failure)  # also a barrier: no rank compiles into the directory before it exists
     if not failure:
         os.environ[CACHE] = str(own)
     keep_private()
+
+
+def forget_compiled(run_dir: Path) -> None:
+    """Remove what this host has compiled for a run, after an error of the compiler: a damaged file
+    would fail each start."""
+    shutil.rmtree(_own_place(run_dir), ignore_errors=True)
+
+
+def _own_place(run_dir: Path) -> Path:
+    return run_dir / ".cache" / "compile" / f"{_kind_of_cpu()}-{host_name()}"
 
 
 def _prepare(own: Path) -> bool:

@@ -172,6 +172,7 @@ class ExpertsConfig:
         "rows travel to the experts of distributed.ep in buffers, with this share of room above "
         "the mean, such as 0.25, and the host waits for no layer's numbers; unset: it waits",
         minimum=0.0,
+        maximum=100.0,
     )
 
 

@@ -129,7 +129,9 @@ def test_a_device_that_is_always_wrong(runs: Runs, what: str, place: str) -> Non
     run = runs(f"{what} always", *words, nproc=3, faults=faults, code=1)
     (fault,) = faults_of(run)
     assert fault["ranks"] == [1] and place in fault["reason"], fault
-    assert fault["reason"].endswith("; back to the last checkpoint")
+    assert fault["reason"].endswith(
+        "; this attempt ends, and the next one goes on from the last checkpoint"
+    )
     assert (run / "checkpoints/latest").readlink().name == "step_00000004"
     assert status(run)["state"] == "running", "not the end of the run: it is started again"
     sound = losses(runs("sound", "--train.deterministic", nproc=3))
@@ -161,5 +163,5 @@ def test_a_replica_that_differs_is_not_saved(runs: Runs) -> None:
     run = runs("copies", *copies, nproc=3, faults=faults, code=1)
     (fault,) = faults_of(run)
     assert fault["ranks"] == [1] and fault["step"] == 4
-    assert "its copy of the weights differs from others" in fault["reason"]
+    assert "the copies of weights and optimizer state differ" in fault["reason"]
     assert not list((run / "checkpoints").glob("step_*"))

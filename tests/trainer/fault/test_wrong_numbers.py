@@ -18,7 +18,7 @@ ONE_NODE = {"options": ["--nodes=1"], "script": "singlenode.sh", "tasks": 2}
     ("samples", "once", "recomputed", "then"),
     [
         # Of steps 21 and after; of step 25 alone.
-        ("from=160 to=9999", False, 10, "back to the last checkpoint"),
+        ("from=160 to=9999", False, 10, "the next one goes on from the last checkpoint"),
         ("from=192 to=200", True, 0, "it was computed again, and is right"),
     ],
 )

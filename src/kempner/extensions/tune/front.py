@@ -266,8 +266,14 @@ def _report(subject: TuneSubject, search: Search, took: float) -> int:
         f"{best.error / best.step:.1%}, {best.gib:.2f} GiB; of {len(search.trials)} candidates "
         f"in {format_duration(took)}",
     ]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(out, report.overlay_text(best.overrides, lines))
+    text = report.overlay_text(best.overrides, lines)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(out, text)
+    except OSError as error:  # what took its time to be found is not lost
+        _say(f"WARNING: --out = {out}: cannot be written: {error.strerror}")
+        out = subject.run_dir / "tuned.toml"
+        write_atomic(out, text)
     itself = search.trials.get("as configured")
     if best.overrides and itself and itself.seconds:
         _say(f"\nthe best is {itself.step / best.step:.2f} times as fast as the configuration")

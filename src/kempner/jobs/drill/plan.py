@@ -67,16 +67,18 @@ def parse_plan(argv: Sequence[str]) -> Plan:
         words, command = words[:at], tuple(words[at + 1 :])
         if not command:
             raise ConfigError('no command after "--": drill.sh [SBATCH OPTIONS] -- COMMAND')
-    values = {"minutes": "20", "only": ""}
+    values: dict[str, str] = {}
     request: list[str] = []
     problems: list[str] = []
     while words:
         word = words.pop(0)
         name, equals, value = word.lstrip("-").partition("=")
-        if word.startswith("--") and name in values:
-            if not equals and not words:
-                problems.append(f"{word}: a value is missing")
-            values[name] = value if equals else words.pop(0) if words else values[name]
+        if word.startswith("--") and name in ("minutes", "only"):
+            if not equals:
+                value = words.pop(0) if words else ""
+            if name in values:
+                problems.append(f"--{name}: is there twice; write it once")
+            values[name] = value
         elif not re.match(r"-\w|--\w", word):
             problems.append(
                 f"{word!r} is not an option: write --NAME=VALUE as one word, and your program"
@@ -86,13 +88,18 @@ def parse_plan(argv: Sequence[str]) -> Plan:
             problems.append(f"{word}: the drill sets this for each of its jobs; leave it out")
         else:
             request.append(word)
+    empty = [word for word in request if word.endswith("=")]
+    empty += [f"--{name}=" for name, value in values.items() if not value]
+    problems += [f"{word}: a value is missing" for word in empty]
+    values = {"minutes": "20", "only": "", **values}
     minutes = values["minutes"]
-    if not minutes.isdecimal() or not LEAST_MINUTES <= int(minutes) <= MOST_MINUTES:
+    number = int(minutes) if re.fullmatch("[0-9]{1,9}", minutes) else 0
+    if minutes and not LEAST_MINUTES <= number <= MOST_MINUTES:
         problems.append(f"--minutes={minutes}: must be from {LEAST_MINUTES} to {MOST_MINUTES}")
     cases = _chosen(values["only"], command, problems)
     if problems:
         raise ConfigError(problems)
-    return Plan(int(minutes), cases, tuple(request), command)
+    return Plan(number, cases, tuple(request), command)
 
 
 def _chosen(only: str, command: Sequence[str], problems: list[str]) -> tuple[Case, ...]:

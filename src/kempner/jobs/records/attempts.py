@@ -81,6 +81,7 @@ class Attempt:
     changed: tuple[str, ...] = ()  # since the attempt before: configuration, code, packages
     startup: dict[str, float] = field(default_factory=dict)  # seconds of its parts: startup.py
     counted: bool = True  # its steps are known; of a program under run.sh, those that it prints
+    wrong_numbers: tuple[str, ...] = ()  # that a device has computed, in words
     foreign: bool = False  # a program under run.sh: what its checkpoints hold is not known
 
     @property
@@ -96,9 +97,10 @@ class Attempt:
         return f"{first} to {last}" if self.began and (first, last) != ("-", "-") else "-"
 
     @property
-    def gpu_warning(self) -> str:
-        """Warning about the attempt's GPUs, in one line; "" if there is none."""
+    def device_warning(self) -> str:
+        """Warning about the attempt's devices, in one line; "" if there is none."""
         warnings = [f"{f.host}: {f.reason}" for f in self.gpu_faults if f.answer != "note"]
+        warnings += self.wrong_numbers
         more = f" and {len(warnings) - 1} more" if len(warnings) > 1 else ""
         return f"{warnings[-1]}{more}" if warnings else ""
 
@@ -256,6 +258,11 @@ def _attempt(
         changed=start.changed if start else (),
         startup=_startup(start, stepped),
         counted=is_counted,
+        wrong_numbers=tuple(
+            strip_control(fault.reason)
+            for fault in of_kind(events, FaultEvent)
+            if fault.kind == "corruption"
+        ),
         foreign=start is not None and start.step is None,
     )
 

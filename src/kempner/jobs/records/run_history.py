@@ -115,7 +115,7 @@ class History:
         """Warning about the last attempt, in one line; "" if there is none."""
         last = self.attempts[-1:]
         warnings = [
-            text for a in last for text in (a.gpu_warning, a.smaller(self.attempts)) if text
+            text for a in last for text in (a.device_warning, a.smaller(self.attempts)) if text
         ]
         return "; ".join(warnings)
 

@@ -262,6 +262,10 @@ class Run:
         detail = f"{error}" if bad_input else f"{type(error).__name__}: {error}"
         self.log("".join(traceback.format_exception(error)).rstrip())
         reason = f"{where}: {detail.splitlines()[0]}"
+        if type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
+            from kempner.parallel.compiled import forget_compiled
+
+            forget_compiled(self.dir)
         no_memory = isinstance(error, torch.OutOfMemoryError)
         final = bad_input
         self._log.to_stderr(f"{where}: {detail}\n  (traceback in {self._log.path})")

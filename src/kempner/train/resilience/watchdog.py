@@ -167,8 +167,11 @@ class Watchdog:
         within(self.patience, self._meet)
         awake = looked = time.monotonic()
         while not self._off.wait(min(1.0, self._limit / START_CHECKS)):
-            # A timer in C, in case something holds the GIL: then this loop would not run.
-            faulthandler.dump_traceback_later(self._limit + 30, exit=True, file=self.log)
+            # A timer in C, in case something holds the GIL: then this loop would not run. It also
+            # goes off when a suspended job is continued, so that it ends only who is alone: of
+            # several ranks another one ends the run.
+            alone = self.world_size == 1
+            faulthandler.dump_traceback_later(self._limit + 30, exit=alone, file=self.log)
             before, awake = awake, time.monotonic()
             if awake - before > self._limit / 2:
                 # This process was suspended (SIGSTOP, scontrol suspend): no other rank is to
