@@ -59,7 +59,9 @@ kp_prove_nodes() { # <JSON file> <options of kempner.jobs.preflight>...: sets KP
     kp_python "$KP_MODULE" kempner.jobs.preflight --meet "$meet" --json "$json" \
         --nodes "$(scontrol show hostnames "$(kp_field NodeList)" | paste -sd,)" \
         --tasks "$KP_TASKS" --gpus "$KP_GPUS" \
-        ${KEMPNER_PREFLIGHT_LEAST:+--least "$KEMPNER_PREFLIGHT_LEAST"} "${@:2}" &
+        ${KEMPNER_PREFLIGHT_LEAST:+--least "$KEMPNER_PREFLIGHT_LEAST"} \
+        ${KEMPNER_PREFLIGHT_SECONDS:+--seconds "$KEMPNER_PREFLIGHT_SECONDS"} \
+        ${KEMPNER_PREFLIGHT_SLOW:+--slow "$KEMPNER_PREFLIGHT_SLOW"} "${@:2}" &
     driver=$!
 
     # The driver may be in a container, where there is no srun: it says its port, and is told when
