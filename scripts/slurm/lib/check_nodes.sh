@@ -7,7 +7,7 @@ kp_preflight() { # with KEMPNER_PREFLIGHT=1: checks the nodes; when some are fau
     # without them, or ends
     [[ ${KEMPNER_PREFLIGHT:-0} != 0 ]] && kp_in_job || return 0
     kp_prove_nodes "$KP_RUN_DIR/logs/preflight-$KEMPNER_ATTEMPT_ID.json" --dir "$KP_RUN_DIR" \
-        --device "$KP_DEVICE"
+        --device "$KP_DEVICE" --history "${KP_RUN_DIR%/*}/node-speeds"
     kp_mark preflight
     ((KP_CODE != 0)) || return 0
     if ((KP_CODE != 1)); then

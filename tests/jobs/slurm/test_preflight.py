@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kempner.jobs.records.node_speed import load_speeds
 from tests.cluster import SCRIPTS, Cluster, boot
 from tests.gpus import Shim, gpu
 
@@ -75,6 +76,8 @@ def test_healthy_nodes(hosts: Cluster, tmp_path: Path) -> None:
     assert "all-reduce of all 6 tasks (cpu):" in log
     assert "run directory, one node alone: writes " in log and "3 nodes at once: writes " in log
     assert not list((tmp_path / "runs").glob(".preflight*"))
+    kept = load_speeds(tmp_path / "runs/node-speeds")
+    assert [line["tasks"] for lines in kept.values() for line in lines] == [2, 2, 2]
     assert not TRACES.search(log), log
 
 
@@ -236,6 +239,7 @@ def test_a_training_leaves_the_bad_node_out(hosts: Cluster, tmp_path: Path) -> N
     ]
     assert json.loads((run_dir / "status.json").read_text())["state"] == "done"
     assert "node2: failed the preflight, excluded" in log
+    assert len(load_speeds(tmp_path / "node-speeds")) == 3  # beside the run
 
 
 def test_no_spare_nodes(hosts: Cluster, tmp_path: Path) -> None:

@@ -433,6 +433,7 @@ ARGUMENTS = {
     "judge.py address": "not a path",
     "preflight/__main__.py --nodes": "names", "preflight/__main__.py --slow": "numbers",
     "preflight/__main__.py --dir": "holds temporary files of this job",
+    "preflight/__main__.py --history": "its own names, in no link and no other user's directory",
     "preflight/__main__.py --json": "preflight.sh gives it, with the job's number",
     "preflight/__main__.py --meet": "check_nodes.sh gives it, with the job's number",
     "node.py --job": "a number", "node.py --nodes": "names", "node.py --ports": "numbers",

@@ -29,6 +29,7 @@ from kempner.config.command_line import argument_parser
 from kempner.jobs.preflight.allreduce import MEASURE_S, connect_limit
 from kempner.jobs.preflight.channel import TOKEN_FILE, Driver, NodeAnswer
 from kempner.jobs.preflight.devices import SlowLimits, ask_devices, judge_devices, slow_limits
+from kempner.jobs.preflight.history import keep_speeds
 from kempner.jobs.preflight.storage import ask_storage, judge_storage
 from kempner.jobs.preflight.verdict import NodeResult, Report, blame_late, compare_nodes, slow_nodes
 from kempner.jobs.ranks.process_group import allow_open_files
@@ -64,6 +65,7 @@ def main(argv: list[str]) -> int:
         "--slow", type=slow_limits, default=SlowLimits(), metavar="PERCENT,PERCENT",
         help="under the median of its kind, from which a GPU is named, and faulty (default: 5,15)",
     )  # fmt: skip
+    parser.add_argument("--history", type=Path, help="where the figures of each node are kept")
     parser.add_argument("--meet", type=Path, required=True, help="directory for the port file")
     options = parser.parse_args(argv)
     if not 0 <= options.seconds <= LONGEST_MEASUREMENT_S:
@@ -98,6 +100,8 @@ def run_preflight(options: argparse.Namespace) -> int:
     compare_nodes(report)
     judge_devices(report, options.slow)
     judge_storage(report)
+    if options.history is not None:
+        keep_speeds(report, options.history)
     report.seconds = time.monotonic() - began
     print(report.table(), flush=True)
     options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -15,8 +15,9 @@ import torch
 
 from kempner.jobs.preflight.allreduce import MEASURE_S, connect_limit, run_in_child
 from kempner.jobs.preflight.channel import Driver
-from kempner.jobs.preflight.verdict import Figure, NodeResult, Report, format_amount
+from kempner.jobs.preflight.verdict import Figure, NodeResult, Report
 from kempner.jobs.ranks.own_device import pick_device
+from kempner.jobs.report.tables import format_amount
 
 PRODUCT_SIZE = {"cpu": 512, "cuda": 8192}  # rows and columns of both factors
 PRODUCTS = {"cpu": 1, "cuda": 8}  # in one repetition: the host's part of it must not count

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kempner.jobs.ranks.nccl_transport import expected_transports
+from kempner.jobs.report.tables import format_amount
 
 Figure = dict[str, Any]
 
@@ -209,17 +210,6 @@ def format_figure(figure: Figure | None) -> str:
     rate = format_bandwidth(figure)
     text = f"{rate / 1e9:.2f} GB/s" if rate >= 1e8 else f"{rate / 1e6:.2f} MB/s"
     return f"{text}, {figure['latency_s'] * 1e6:,.0f} us"
-
-
-def format_amount(amount: float | None, unit: str) -> str:
-    """Format an amount per second: 6.1e14, "FLOP/s" -> 610 TFLOP/s."""
-    if not amount:
-        return "-"
-    size, prefix = next(
-        ((size, name) for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if amount >= size),
-        (1e3, "k"),
-    )
-    return f"{amount / size:.3g} {prefix}{unit}"
 
 
 def slow_nodes(report: Report) -> list[NodeResult]:
