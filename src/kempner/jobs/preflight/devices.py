@@ -95,7 +95,7 @@ def _measure_device(device: torch.device, seconds: float) -> Figure:
     flops = _best_rate(multiply, 2 * size**3 * PRODUCTS[kind], seconds)
     if kind == "cpu":  # the order of a sum, and so its bits, may depend on the number of threads
         torch.set_num_threads(1)
-    products = [torch.mm(a, b).clone() for _ in range(SAME_BITS)]
+    products = [torch.mm(a, b) for _ in range(SAME_BITS)]
     bits = products[0].view(torch.uint8).cpu().numpy().tobytes()
     return {
         "device": _device_name(device),
