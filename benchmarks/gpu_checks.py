@@ -228,7 +228,12 @@ def preflight(job: Job) -> Figures:
     if job.device == "cuda" and node["gpus"] != gpus:
         raise Failed(f"preflight sees {node['gpus']} GPU(s), torch {gpus}")
     figures = node["inside"] or one_rank_allreduce(job)
+    devices = node["devices"].values()
+    if not all(each.get("steady") for each in devices):
+        raise Failed(f"preflight has not measured all devices: {node['devices']}")
     return {
+        "product_tflop_per_s": min(each["flops_per_s"] for each in devices) / 1e12,
+        "copy_gb_per_s": min(each["copy_bytes_per_s"] for each in devices) / 1e9,
         "gpus_seen": node["gpus"],
         "gpu_faults": len(node["gpu_faults"]),
         "allreduce_ranks": job.ranks,

@@ -4,6 +4,7 @@
     python scripts/report.py runs/a runs/b --out compared.png
     python scripts/report.py runs/quickstart --html           a page: runs/quickstart/report.html
     python scripts/report.py runs/ --html --watch 60          of all runs, again and again
+    python scripts/report.py --nodes runs                     speeds of nodes, as preflight saw them
 
 The picture shows loss, throughput and learning rate over the steps; dotted lines are the starts of
 attempts. A run with several attempts gets a second one, timeline.png: what the run did when, and
@@ -21,6 +22,7 @@ if __name__ == "__main__":
     first.start_program()  # before anything that may be missing or slow
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
@@ -48,6 +50,11 @@ SHOWN_RUNS = 5  # runs that a message names
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
+    if options.nodes:
+        from kempner.jobs.report.node_speeds import speeds_table
+
+        print(speeds_table(options.runs, sys.stdout.encoding))
+        return 0
     return print_summary(options) if options.html is None else write_html(options)
 
 
@@ -117,10 +124,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="FILE",
         help="write a page instead (default: report.html in RUN, or in the directory of runs)",
     )
+    parser.add_argument(
+        "--nodes",
+        action="store_true",
+        help="the figures of preflight over time, kept beside the runs: name their directory",
+    )
     seconds = {"type": int, "metavar": "SECONDS"}
     parser.add_argument("--watch", **seconds, help="write the page every so often, until all ended")
     parser.add_argument("--refresh", **seconds, help="of a page that somebody writes so often")
     options = parser.parse_args(argv)
+    if options.nodes and (options.html is not None or options.out is not None):
+        parser.error("--nodes prints a table: leave --out and --html out")
     if options.html is None and (options.watch or options.refresh):
         parser.error("--watch and --refresh are for a page: add --html")
     for name in ("watch", "refresh"):

@@ -71,7 +71,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         sums = {
             **at.layout.once(batches),
             "grad_norm_sq": at.layout.norm_sq(at.freezer.trained(at.progress.step)),
-            "work": at.stragglers.contribution(at.own_work()),
+            **at.own_work(),
             "step_time": 0.0 if run.world.rank else at.watchdog.step_time,
             **stop.take_flags(),
             **at.saves.flags(),

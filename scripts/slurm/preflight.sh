@@ -7,7 +7,8 @@
 #   bash scripts/slurm/preflight.sh                             in a shell of salloc
 #
 # Exit code 0: all nodes pass; 1: some do not, and the last lines name them. KEMPNER_PREFLIGHT=1
-# does the same at the start of each training job: docs/guide/preflight.md.
+# does the same at the start of each training job: docs/guide/preflight.md. The figures of each node
+# are kept in runs/node-speeds: python scripts/report.py --nodes runs.
 #SBATCH --job-name=preflight
 #SBATCH --nodes=2
 #SBATCH --exclusive
@@ -31,7 +32,8 @@ kp_tasks
 KEMPNER_PEERS=$(kp_peers | paste -sd' ')
 export KEMPNER_PEERS
 kp_log "preflight of $(kp_field NodeList): $KP_NODES x $KP_TASKS tasks"
-kp_prove_nodes "runs/preflight-$(kp_job_id).json" --dir "$PWD/runs" "$@"
+kp_prove_nodes "runs/preflight-$(kp_job_id).json" --dir "$PWD/runs" \
+    --history "$PWD/runs/node-speeds" "$@"
 exit "$KP_CODE"
 
 # --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------

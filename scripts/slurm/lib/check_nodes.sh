@@ -7,7 +7,7 @@ kp_preflight() { # with KEMPNER_PREFLIGHT=1: checks the nodes; when some are fau
     # without them, or ends
     [[ ${KEMPNER_PREFLIGHT:-0} != 0 ]] && kp_in_job || return 0
     kp_prove_nodes "$KP_RUN_DIR/logs/preflight-$KEMPNER_ATTEMPT_ID.json" --dir "$KP_RUN_DIR" \
-        --device "$KP_DEVICE"
+        --device "$KP_DEVICE" --history "${KP_RUN_DIR%/*}/node-speeds"
     kp_mark preflight
     ((KP_CODE != 0)) || return 0
     if ((KP_CODE != 1)); then
@@ -59,7 +59,9 @@ kp_prove_nodes() { # <JSON file> <options of kempner.jobs.preflight>...: sets KP
     kp_python "$KP_MODULE" kempner.jobs.preflight --meet "$meet" --json "$json" \
         --nodes "$(scontrol show hostnames "$(kp_field NodeList)" | paste -sd,)" \
         --tasks "$KP_TASKS" --gpus "$KP_GPUS" \
-        ${KEMPNER_PREFLIGHT_LEAST:+--least "$KEMPNER_PREFLIGHT_LEAST"} "${@:2}" &
+        ${KEMPNER_PREFLIGHT_LEAST:+--least "$KEMPNER_PREFLIGHT_LEAST"} \
+        ${KEMPNER_PREFLIGHT_SECONDS:+--seconds "$KEMPNER_PREFLIGHT_SECONDS"} \
+        ${KEMPNER_PREFLIGHT_SLOW:+--slow "$KEMPNER_PREFLIGHT_SLOW"} "${@:2}" &
     driver=$!
 
     # The driver may be in a container, where there is no srun: it says its port, and is told when

@@ -45,6 +45,9 @@ class Checkpointer:
     those of the training. They are few and of constant size.
     """
 
+    # Of the newest save: the rank whose write took longest, its seconds, the mean of the others'.
+    slowest_write: tuple[int, float, float] | None = None
+
     def __init__(
         self,
         cfg: CheckpointConfig,
@@ -276,17 +279,21 @@ class Checkpointer:
             for rank in range(0, self.world_size, layout.FILES_PER_FOLDER):
                 (partial / layout.file_of(rank)).parent.mkdir(parents=True)
 
-        def write() -> None:
+        def write() -> float:
             if problem is not None:
                 raise problem
             assert self._built is not None
             image = self._built.result()[0]
             index = {"step": step, "rank": self.rank, "tensors": image.entries}
+            began = time.monotonic()
             write_file(partial / layout.file_of(self.rank), image.pieces(), index)
+            return time.monotonic() - began
 
         try:
             self.ranks.on_first(begin)
-            self.ranks.on_all(write, most)
+            seconds = self.ranks.on_all(write, most)
+            if self.world_size > 1:
+                self.slowest_write = self.ranks.slowest(seconds)
             self.ranks.on_first(lambda: self._commit(step, position))
         except Exception:
             if self.rank == 0 and is_own(partial):  # no full disk until the next save

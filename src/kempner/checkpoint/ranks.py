@@ -59,6 +59,15 @@ class Ranks:
             raise _shared(kind, messages[0], error)
         return result  # type: ignore[return-value]
 
+    def slowest(self, seconds: float) -> tuple[int, float, float]:
+        """Return the rank with the most seconds, these, and the mean of the others'."""
+        total = torch.tensor(seconds, dtype=torch.float64)
+        most = torch.tensor(round(seconds * 1e6) * self.size + self.rank)
+        dist.all_reduce(total, group=self.group)
+        dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
+        micros, rank = divmod(int(most), self.size)
+        return rank, micros / 1e6, (total.item() - micros / 1e6) / max(1, self.size - 1)
+
     def describe(self, error: BaseException) -> str:
         """Describe the error in one line with its rank, unless the rank does not matter."""
         if isinstance(error, (ConfigError, Damaged, PeerFailed)):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from kempner.checkpoint.checkpointer import Checkpointer
@@ -41,7 +42,6 @@ from kempner.train.replicas import Replicas
 from kempner.train.resilience import requests
 from kempner.train.resilience.nonfinite import NonFinite
 from kempner.train.resilience.requests import GO_ON, StopRequests, Verdict
-from kempner.train.resilience.straggler import BlockClock, Stragglers
 from kempner.train.resilience.watchdog import Watchdog, start_watchdog
 from kempner.train.sections import RunConfig
 from kempner.train.step import StepResult, reduce_step
@@ -49,6 +49,7 @@ from kempner.train.step import StepResult, reduce_step
 if TYPE_CHECKING:
     from kempner.train.extensions import Loader
     from kempner.train.integrity.replay import Replay
+    from kempner.train.resilience.straggler import BlockClock, Stragglers
 
 
 def join_ranks(cfg: RunConfig) -> tuple[RunConfig, World, torch.device]:
@@ -95,9 +96,8 @@ class Training:
     recorder: Recorder
     clock: Clock
     nonfinite: NonFinite
-    work: BlockClock
     freezer: Freezer
-    stragglers: Stragglers
+    stragglers: tuple[BlockClock, Stragglers] | None  # of several ranks
     replay: Replay | None  # forward_backward(), which computes some steps twice
 
     def learning_rate(self) -> float:
@@ -113,10 +113,14 @@ class Training:
         of what is frozen."""
         return self.loader.phase + self.freezer.phase(self.progress.step)
 
-    def own_work(self) -> float:
-        """Seconds of this rank's own work in a step. A wait for what all ranks wait for is none."""
+    def own_work(self) -> dict[str, float]:
+        """Seconds of this rank's own work in a step, as terms of its sum. A wait for what all ranks
+        wait for is none."""
+        if self.stragglers is None:
+            return {}
+        work, stragglers = self.stragglers
         waited = 0.0 if self.loader.waits_for_all else self.clock.last["data"]
-        return self.work.take() + waited
+        return stragglers.contribution(work.take(), waited)
 
     def judge(self, result: StepResult) -> Verdict | None:
         """Record a step; returns what follows from it, None when nothing does."""
@@ -124,7 +128,8 @@ class Training:
             return Verdict(go_back=True, repeat=True, reason=f"{rows:.0f} rows")
         self.judged = result.after
         self.recorder.step(result)
-        self.stragglers.update(result.step, result.values["work"])
+        if self.stragglers is not None:
+            self.stragglers[1].update(result.step, result.values)
         if self.replay is not None and self.replay.verdict is not None:
             return self.replay.verdict
         return self.nonfinite.judge(result, self.replicas.may_go_back(self.progress))
@@ -274,9 +279,12 @@ def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.de
     objective = open_objective(cfg, layout, model, run, device)
     run.begin(progress)
     recorder = Recorder(run, device, progress, loader, objective, replicas, optimizer.spikes)
-    nonfinite, work = NonFinite(cfg.resilience), BlockClock(model, device, layout.blocks_apart)
-    freezer, stragglers = Freezer(model, cfg.freeze), Stragglers(run.hosts, device, run.announce)
-    replay = None
+    replay = stragglers = None
+    if dist.get_world_size() > 1:
+        from kempner.train.resilience.straggler import BlockClock, Stragglers
+
+        clock = BlockClock(model, device, layout.blocks_apart)
+        stragglers = (clock, Stragglers(run.hosts, device, run.announce))
     if cfg.resilience.replay_every or cfg.resilience.checksum_every:
         from kempner.train.integrity.replay import Replay
 
@@ -308,9 +316,8 @@ def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.de
         objective,
         recorder,
         recorder.clock,
-        nonfinite,
-        work,
-        freezer,
+        NonFinite(cfg.resilience),
+        Freezer(model, cfg.freeze),
         stragglers,
         replay,
     )

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from kempner.jobs.records.node_speed import load_speeds
 from tests.cluster import SCRIPTS, Cluster, boot
 from tests.gpus import Shim, gpu
 
+BRIEF = {"KEMPNER_PREFLIGHT_SECONDS": "0.1"}  # for each measurement of a device or of files
 TRACES = re.compile("Traceback|recvVector|frame #|srun: error")
 
 
@@ -35,7 +37,9 @@ def preflight(
 ) -> tuple[int, str, dict[str, Any]]:
     """Run it as a job of its own; returns the exit code, the log and the JSON file."""
     options = [f"--nodes={nodes}", f"--ntasks-per-node={tasks}"]
-    job = hosts.sbatch("preflight.sh", *arguments, options=options, cwd=cwd, env=env)
+    job = hosts.sbatch(
+        "preflight.sh", *arguments, options=options, cwd=cwd, env=BRIEF | (env or {})
+    )
     code = hosts.wait(job)
     log = (cwd / f"preflight-{job}.out").read_text()
     file = cwd / f"runs/preflight-{job}.json"
@@ -66,9 +70,14 @@ def test_healthy_nodes(hosts: Cluster, tmp_path: Path) -> None:
         assert node["packages"]["torch"] and node["inside"]["bus_bytes_per_s"] > 0
         assert len(node["pairs"]) == 2  # it has met both others
         assert all(pair["bus_bytes_per_s"] > 0 for pair in node["pairs"].values())
+        assert [each["flops_per_s"] > 0 for each in node["devices"].values()] == [True, True]
+        assert node["storage"]["write_bytes_per_s"] > 0 and node["storage"]["read_bytes_per_s"] > 0
     assert told["whole"]["bus_bytes_per_s"] > 0 and told["whole"]["latency_s"] > 0
     assert "all-reduce of all 6 tasks (cpu):" in log
+    assert "run directory, one node alone: writes " in log and "3 nodes at once: writes " in log
     assert not list((tmp_path / "runs").glob(".preflight*"))
+    kept = load_speeds(tmp_path / "runs/node-speeds")
+    assert [line["tasks"] for lines in kept.values() for line in lines] == [2, 2, 2]
     assert not TRACES.search(log), log
 
 
@@ -129,6 +138,33 @@ def test_another_version_is_named(hosts: Cluster, tmp_path: Path) -> None:
     assert "node2: numpy: 9.9; the other nodes have " in log
 
 
+FLAWED = """
+import time, torch
+real = torch.mm
+def flawed(a, b, out=None):
+    time.sleep(1.0)
+    return real(a, b, out=out).neg_()
+torch.mm = flawed
+"""
+
+
+def test_a_slow_device_with_other_bits_is_named(hosts: Cluster, tmp_path: Path) -> None:
+    """Of CPUs only the bits are a fault."""
+    flawed, python = tmp_path / "flawed", tmp_path / "python"
+    flawed.mkdir()
+    (flawed / "sitecustomize.py").write_text(FLAWED)
+    python.write_text(
+        '#!/bin/sh\n[ "$(uname -n)" != node2 ] || case "$*" in *preflight.task*)'
+        f" export PYTHONPATH={flawed}:$PYTHONPATH;; esac\n"
+        f'exec {hosts.env["KEMPNER_PYTHON"]} "$@"\n'
+    )
+    python.chmod(0o755)
+    code, log, told = preflight(hosts, tmp_path, env={"KEMPNER_PYTHON": str(python)})
+    assert code == 1 and told["bad"] == "node2", log
+    assert "node2: CPU of task 1: its product has other bits than that of 2 of the 3" in log
+    assert "note: node2: CPU of task 1: matrix product" in log
+
+
 def test_a_node_whose_python_does_not_start_is_named(hosts: Cluster, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(
@@ -160,7 +196,7 @@ def test_missing_gpus_are_named(hosts: Cluster, tmp_path: Path) -> None:
     shim.say(gpu(0), host="node2")
     shim.say(gpu(0), gpu(1, ecc__errors__uncorrected__volatile__total="3"), host="node3")
     options = ["--nodes=3", "--gpus-per-node=2"]
-    job = hosts.sbatch("preflight.sh", options=options, cwd=tmp_path, env=shim.env)
+    job = hosts.sbatch("preflight.sh", options=options, cwd=tmp_path, env=BRIEF | shim.env)
     code = hosts.wait(job)
     log = (tmp_path / f"preflight-{job}.out").read_text()
     assert code == 1
@@ -180,7 +216,7 @@ def train_without_a_network(
     Two nodes cannot tell who is slow; a node without its fast network can be told."""
     arguments = hosts.debug_run(tmp_path / "run", "--train.max_steps=5", *overrides)
     options = [f"--nodes={nodes}", "--ntasks-per-node=1"]
-    env = {"KEMPNER_PREFLIGHT": "1"}
+    env = BRIEF | {"KEMPNER_PREFLIGHT": "1"}
     hosts.testbed("cut", "node2")
     try:
         job = hosts.sbatch("multinode.sh", *arguments, options=options, cwd=tmp_path, env=env)
@@ -203,6 +239,7 @@ def test_a_training_leaves_the_bad_node_out(hosts: Cluster, tmp_path: Path) -> N
     ]
     assert json.loads((run_dir / "status.json").read_text())["state"] == "done"
     assert "node2: failed the preflight, excluded" in log
+    assert len(load_speeds(tmp_path / "node-speeds")) == 3  # beside the run
 
 
 def test_no_spare_nodes(hosts: Cluster, tmp_path: Path) -> None:
@@ -215,5 +252,7 @@ def test_no_spare_nodes(hosts: Cluster, tmp_path: Path) -> None:
 def test_driver_refuses_bad_options(hosts: Cluster, tmp_path: Path) -> None:
     code, log, _ = preflight(hosts, tmp_path, "--device", "tpu")
     assert code == 2 and "invalid choice: 'tpu'" in log
+    code, log, _ = preflight(hosts, tmp_path, env={"KEMPNER_PREFLIGHT_SLOW": "15,5"})
+    assert code == 2 and "argument --slow: '15,5': must be two percentages" in log
     code, log, _ = preflight(hosts, tmp_path, env={"KEMPNER_PREFLIGHT_LEAST": "fast"})
     assert code == 2 and "argument --least: invalid float value: 'fast'" in log

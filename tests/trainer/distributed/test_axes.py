@@ -117,6 +117,7 @@ def test_the_slow_rank_is_named(world: World) -> None:
     host = re.escape(status(world.dir).get("host") or "") or r"\S+"
     named = set(re.findall(rf"straggler: (rank \d+) on {host} is .* times slower", world.out))
     assert named == {"rank 1"}, world.out
+    assert "ms a step): it computes slower" in world.out
 
 
 @pytest.mark.parametrize(

@@ -105,3 +105,4 @@ def test_a_straggler_is_named(broken_run: Submit) -> None:
     assert run.wait() == 0
     said = re.findall(r"straggler: rank 1 on node2 is .* times slower .* since step 1 ", run.log)
     assert len(said) == 2  # after 20 steps, and after 40, not again at 60
+    assert run.log.count("ms a step): it waits for its data") == 2

@@ -28,6 +28,9 @@ if __name__ == "__main__" and find_spec("torch") is None:  # of an image: nobody
 from kempner.config.command_line import argument_parser
 from kempner.jobs.preflight.allreduce import MEASURE_S, connect_limit
 from kempner.jobs.preflight.channel import TOKEN_FILE, Driver, NodeAnswer
+from kempner.jobs.preflight.devices import SlowLimits, ask_devices, judge_devices, slow_limits
+from kempner.jobs.preflight.history import keep_speeds
+from kempner.jobs.preflight.storage import ask_storage, judge_storage
 from kempner.jobs.preflight.verdict import NodeResult, Report, blame_late, compare_nodes, slow_nodes
 from kempner.jobs.ranks.process_group import allow_open_files
 from kempner.jobs.system.files import write_atomic
@@ -37,6 +40,7 @@ CHECK_IN_S = 120.0  # for half of the tasks to start and to import torch,
 NODE_S = 0.5  # more for each node: a file system that has nothing cached serves them in turn,
 LONGEST_PREFLIGHT_S = 900.0
 STRAGGLERS_S = 30.0  # and then for the other half, or twice as long as the first one took
+LONGEST_MEASUREMENT_S = 600.0
 NOTHING_PROVED = 3  # the exit code: preflight itself has failed
 
 
@@ -52,8 +56,20 @@ def main(argv: list[str]) -> int:
         "--least", type=float, default=12.5, metavar="MB/S",
         help="bus bandwidth that every node must reach (default: 12.5, which is 100 Mbit/s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, metavar="S",
+        help="how long each device multiplies and copies, and each file is written and read "
+        "(default: 1; 0: not at all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--slow", type=slow_limits, default=SlowLimits(), metavar="PERCENT,PERCENT",
+        help="under the median of its kind, from which a GPU is named, and faulty (default: 5,15)",
+    )  # fmt: skip
+    parser.add_argument("--history", type=Path, help="where the figures of each node are kept")
     parser.add_argument("--meet", type=Path, required=True, help="directory for the port file")
     options = parser.parse_args(argv)
+    if not 0 <= options.seconds <= LONGEST_MEASUREMENT_S:
+        parser.error(f"--seconds {options.seconds:g}: must be 0 to {LONGEST_MEASUREMENT_S:.0f}")
     try:
         return run_preflight(options)
     except OSError as error:  # a full disk is neither a node's fault nor bad input
@@ -75,10 +91,17 @@ def run_preflight(options: argparse.Namespace) -> int:
         check_clocks(driver, nodes)
         check_shared_directory(driver, nodes, options.dir)
         report = measure_all(driver, nodes, pick_kind(options, nodes), options.least * 1e6)
+        if options.seconds:
+            ask_devices(driver, report, options.seconds)
+            ask_storage(driver, report, options.dir, options.seconds)
     driver.end(rank for node in nodes for rank in node.ranks)
     report.gpus = options.gpus if options.device != "cpu" else 0
     blame_late(report, failed)
     compare_nodes(report)
+    judge_devices(report, options.slow)
+    judge_storage(report)
+    if options.history is not None:
+        keep_speeds(report, options.history)
     report.seconds = time.monotonic() - began
     print(report.table(), flush=True)
     options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -44,6 +44,8 @@ from kempner.jobs.preflight.allreduce import (
     run_in_child,
 )
 from kempner.jobs.preflight.channel import TOKEN_FILE, TaskChannel, new_token
+from kempner.jobs.preflight.devices import measure_device
+from kempner.jobs.preflight.storage import read_rate, remove_written, write_rate
 from kempner.jobs.ranks.nccl_transport import chosen_by_user
 from kempner.jobs.ranks.own_device import gpu_on_the_bus
 from kempner.jobs.ranks.placement import World, discover_world
@@ -62,23 +64,33 @@ def main() -> int:
     if driver_has_ended(address, port):
         return 0
     task = TaskChannel(address, port, world.rank)
-    while True:
-        question = task.question()
-        what = question.pop("what")
-        if what == "end":
-            task.answer({})
-            return 0
-        if what == "node":
-            answer = describe_node(local_rank=world.local_rank)
-        elif what == "time":
-            answer = {"time": time.time()}
-        elif what == "write":
-            answer = write_token(preflight_directory(), new_token())
-        elif what == "read":
-            answer = see_token(preflight_directory(), new_token())
-        else:
-            answer = measure_all_reduce(address, world, **question)
-        task.answer(answer)
+    try:
+        while (question := task.question())["what"] != "end":
+            task.answer(answer_question(address, world, **question))
+    finally:
+        remove_written()
+    task.answer({})
+    return 0
+
+
+def answer_question(address: str, world: World, what: str, **question: Any) -> dict[str, Any]:
+    """Do what the driver asks."""
+    if what == "node":
+        return describe_node(local_rank=world.local_rank)
+    if what == "time":
+        return {"time": time.time()}
+    if what == "device":
+        return measure_device(question["kind"], world.local_rank, question["seconds"])
+    if what == "measure":
+        return measure_all_reduce(address, world, **question)
+    folder = preflight_directory()
+    if what == "write":
+        return write_token(folder, new_token())
+    if what == "read":
+        return see_token(folder, new_token())
+    if what == "write files":
+        return write_rate(folder, world.rank, **question)
+    return read_rate(folder, **question)
 
 
 def driver_has_ended(address: str, port: int) -> bool:

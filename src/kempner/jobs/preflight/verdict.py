@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kempner.jobs.ranks.nccl_transport import expected_transports
+from kempner.jobs.report.tables import format_amount
 
 Figure = dict[str, Any]
 
@@ -32,6 +33,8 @@ class NodeResult:
     transport: str = ""
     late: str = ""  # which of its tasks did not answer
     pairs: dict[str, Figure] = field(default_factory=dict)
+    devices: dict[int, Figure] = field(default_factory=dict)  # of each task
+    storage: Figure | None = None  # of the run directory, when all nodes use it
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -49,6 +52,16 @@ class NodeResult:
         """Bytes per second of its best pair."""
         return max((f.get("bus_bytes_per_s", 0.0) for f in self.pairs.values()), default=0.0)
 
+    def slowest(self, key: str) -> float | None:
+        """Return the least of a figure of its devices."""
+        return min((f[key] for f in self.devices.values() if key in f), default=None)
+
+    @property
+    def ports_bytes_per_s(self) -> float:
+        """Nominal rate of the RDMA ports that its tasks can use, the fastest one for each task."""
+        rates = [float(port.split()[1]) for port in self.facts["ports"] if " Gb/sec" in port]
+        return sum(sorted(rates, reverse=True)[: len(self.ranks)]) * 1e9 / 8
+
 
 @dataclass
 class Report:
@@ -59,6 +72,7 @@ class Report:
     least: float = 0.0
     gpus: int = 0  # expected on each node; 0: not checked
     whole: Figure | None = None
+    storage_alone: Figure | None = None  # rates of the run directory while one node uses it
     seconds: float = 0.0
     faults: list[str] = field(default_factory=list)  # that no single node can be blamed for
     notes: list[str] = field(default_factory=list)
@@ -86,6 +100,7 @@ class Report:
             "seconds": round(self.seconds, 1),
             "device": self.kind,
             "whole": self.whole,
+            "storage_alone": self.storage_alone,
             "nodes": {
                 node.name: {
                     "faults": node.faults,
@@ -94,6 +109,8 @@ class Report:
                     "inside": node.inside,
                     "transport": node.transport,
                     "pairs": node.pairs,
+                    "devices": node.devices,
+                    "storage": node.storage,
                     **node.facts,
                 }
                 for node in self.nodes
@@ -102,7 +119,8 @@ class Report:
 
     def table(self) -> str:
         """Format a row for each node and a line for each fault."""
-        rows = [("node", "GPUs", "memory", "clock", "network", "inside", "best pair", "")]
+        names = ("node", "GPUs", "memory", "clock", "product", "copy", "network", "inside")
+        rows = [(*names, "best pair", "")]
         for node in self.nodes:
             facts = node.facts
             gpus = facts.get("gpus")
@@ -113,9 +131,12 @@ class Report:
                 "-" if not self.gpus else f"{gpus or 0}/{self.expected_of(node)}",
                 f"{facts['memory_free'] / 2**30:.0f} GiB" if "memory_free" in facts else "-",
                 clock,
+                format_amount(node.slowest("flops_per_s"), "FLOP/s"),
+                format_amount(node.slowest("copy_bytes_per_s"), "B/s"),
                 " ".join(filter(None, (facts.get("interface"), facts.get("network"), used))) or "-",
                 format_figure(node.inside),
-                format_figure(max(node.pairs.values(), key=format_bandwidth, default=None)),
+                format_figure(max(node.pairs.values(), key=format_bandwidth, default=None))
+                + self.share_of_ports(node),
                 "FAULTY" if node.faults else "late" if node.late else "ok",
             ))  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -128,6 +149,7 @@ class Report:
             lines.append(
                 f"all-reduce of all {ranks} tasks ({self.kind}): {format_figure(self.whole)}"
             )
+        lines += self.storage_lines()
         for node in self.nodes:
             lines += [f"{node.name}: {fault}" for fault in node.faults]
             lines += [f"note: {node.name}: {note}" for note in node.notes]
@@ -137,6 +159,29 @@ class Report:
             lines.append(f"exclude: {bad} (sbatch --exclude={bad})")
         lines.append(f"preflight took {self.seconds:.1f} s")
         return "\n".join(lines)
+
+    def share_of_ports(self, node: NodeResult) -> str:
+        """Format the share of its ports' nominal rate that its best pair has reached. Over gloo it
+        would say nothing about them."""
+        if self.kind != "cuda" or not node.best or not node.ports_bytes_per_s:
+            return ""
+        return f", {node.best / node.ports_bytes_per_s:.0%} of its ports"
+
+    def storage_lines(self) -> list[str]:
+        """Format the rates of the run directory: of one node alone, and the sum of all at once."""
+        used = [node.storage for node in self.nodes if node.storage]
+        together = {
+            key: sum(figure.get(key, 0.0) for figure in used)
+            for key in ("write_bytes_per_s", "read_bytes_per_s")
+        }
+        rows = [("one node alone", self.storage_alone)]
+        rows += [(f"{len(used)} nodes at once", together)] if len(used) > 1 else []
+        return [
+            f"run directory, {who}: writes {format_amount(figure.get('write_bytes_per_s'), 'B/s')}"
+            f", reads {format_amount(figure.get('read_bytes_per_s'), 'B/s')}"
+            for who, figure in rows
+            if figure
+        ]
 
     def drivers(self) -> list[str]:
         """Driver of the GPUs and CUDA of torch side by side, a line for each pair of them."""
@@ -229,6 +274,13 @@ def compare_nodes(report: Report) -> None:
             f"with {name} {format_figure(figure)}" for name, figure in node.pairs.items()
         )
         node.faults.append(f"all-reduce between nodes: {pairs}")
+    for node in answered:
+        if report.share_of_ports(node) and node.best < SLOW_BANDWIDTH * node.ports_bytes_per_s:
+            ports = format_amount(node.ports_bytes_per_s, "B/s")
+            node.notes.append(
+                f"its best all-reduce with another node reached "
+                f"{node.best / node.ports_bytes_per_s:.0%} of its ports' {ports}"
+            )
     check_whole(report)
 
 

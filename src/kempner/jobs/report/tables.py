@@ -54,3 +54,14 @@ def format_duration(seconds: float) -> str:
     return (
         f"{minutes} min {int(seconds) % 60} s" if minutes < 60 else f"{hours} h {minutes % 60} min"
     )
+
+
+def format_amount(amount: float | None, unit: str) -> str:
+    """Format an amount per second: 6.1e14, "FLOP/s" -> 610 TFLOP/s."""
+    if not amount:
+        return "-"
+    size, prefix = next(
+        ((size, name) for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if amount >= size),
+        (1e3, "k"),
+    )
+    return f"{amount / size:.3g} {prefix}{unit}"

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 MARGIN = 10.0  # a difference so many times that of sound devices is a fault
 MOST_HOSTS = 2  # that a fault excludes
-ENDS = "this attempt ends, and the next one goes on from the last checkpoint"
+ATTEMPT_ENDS = "this attempt ends, and the next one goes on from the last checkpoint"
 COST_REPLAYS = 3  # after so many the log says what they cost
 
 Numbers = dict[str, "Tensor | float"]
@@ -274,7 +274,7 @@ class Replay:
         who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} on {', '.join(hosts)}"
         if len(ranks) > 1:
             who = f"one of {who}"
-        then = "it was computed again, and is right" if mended else ENDS
+        then = "it was computed again, and is right" if mended else ATTEMPT_ENDS
         reason = f"wrong numbers in step {step} by {who}: {what}; {then}"
         # Nodes are only left out where it is one of two: more would cost too many sound ones.
         self._run.wrong_numbers(reason, ranks, hosts if len(hosts) <= MOST_HOSTS else ())

@@ -17,6 +17,7 @@ from kempner.train.resilience.requests import ASKS_TIMED_SAVE
 if TYPE_CHECKING:
     from kempner.checkpoint.timer import SaveTimer
 
+SLOW_WRITE = 2.0  # times the mean write of the other ranks, and WAIT_S more
 WAIT_S = 1.0  # a shorter wait for the save before is not worth a word
 
 
@@ -40,6 +41,7 @@ class Saves:
         """`patient`: suspends the watchdog."""
         self.checkpointer, self._recorder, self._patient = checkpointer, recorder, patient
         self._clock, self._say, self._step = recorder.clock, run.announce, 0
+        self._run = run
         self._timer: SaveTimer | None = None
         if isinstance(run.cfg.checkpoint.interval, str):
             from kempner.checkpoint.timer import open_timer
@@ -102,6 +104,7 @@ class Saves:
         seconds = self.checkpointer.seconds
         if seconds is None or self.checkpointer.saved_step != begun.step:  # it has failed
             return
+        self._name_slow_rank(begun.step)
         stall = max(begun.stall - begun.wait, self.checkpointer.stall)  # of the slowest rank
         self._recorder.write({
             "step": self._step,
@@ -117,3 +120,11 @@ class Saves:
         if self._timer is not None:
             slower = math.fsum(max(0.0, seconds - begun.quiet) for seconds in flight)
             self._timer.learn(begun.stall - begun.wait + slower)
+
+    def _name_slow_rank(self, step: int) -> None:
+        """Name the rank whose part of a save took much longer than those of the others."""
+        rank, seconds, others = self.checkpointer.slowest_write or (0, 0.0, 0.0)
+        if seconds > max(SLOW_WRITE * others, others + WAIT_S):
+            from kempner.train.resilience.straggler_report import describe_slow_save
+
+            self._say(describe_slow_save(step, self._run.hosts[rank], rank, seconds, others))

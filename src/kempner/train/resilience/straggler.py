@@ -6,28 +6,39 @@ scaled to all of them, and the wait for data. Where ranks wait for each other wi
 (tensor, context and expert parallelism), it is that of the one product in it that comes after all
 of its siblings, and waits for nobody.
 
-Every WINDOW steps each rank puts its median work into the step's all-reduce; from the sum it knows
-the mean of the others and how much slower it is itself. A second reduction, of one number, keeps
-the slowest rank and how slow it is. No list of ranks is ever made.
+Every WINDOW steps each rank puts its median work, and what of it is the wait for data, into the
+step's all-reduce; from the sums it knows the means of the others, how much slower it is itself, and
+by which part. A second reduction, of two numbers, keeps the slowest rank, its part and how slow it
+is. No list of ranks is ever made. A slow link delays all ranks alike, so that no rank can be named:
+then the time outside of every rank's own work grows.
+
+A single rank has nobody to wait for: its run does not load this module.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from kempner.train.resilience.straggler_report import StragglerReport
+
 WINDOW = 10  # steps of one comparison
-SLOW_WINDOWS = 2  # in a row: one alone is noise, such as another job's burst on a shared node
 SLOW_RATIO = 1.5  # times the mean work of the other ranks
+# Before, and of a step: to say that collectives are slower.
+LEAST_WINDOWS, MOST_WINDOWS, LEAST_GROWTH = 5, 100, 0.2
 # Forward and backward of a block are about three times its forward.
 WORK_PER_FORWARD = 3
-RANKS = 1 << 20  # more than any world has; a ratio and a rank travel as ratio * 1e6 * RANKS + rank
+PARTS = ("compute", "input")  # of a rank's own work
+# More than any world has, times the parts. A ratio, a rank and the part that makes it slow travel
+# as ratio * 1e6 * PLACES + rank * len(PARTS) + part.
+PLACES = len(PARTS) << 20
 
 
 class BlockClock:
@@ -102,47 +113,66 @@ class Stragglers:
 
     def __init__(self, hosts: list[str], device: torch.device, say: Callable[[str], None]) -> None:
         """`hosts`: of each rank; needed where `say` reaches somebody (rank 0)."""
-        self._report = StragglerReport(hosts, say)
-        self._device = device
+        self._hosts, self._say, self._device = hosts, say, device
+        self._report: StragglerReport | None = None
         self._rank, self._others = dist.get_rank(), dist.get_world_size() - 1
-        self._window: list[float] = []
-        self._mine = 0.0
+        self._window: list[tuple[float, float]] = []
+        self._work = self._waited = 0.0
+        self._rest: list[tuple[float, float]] = []  # of each window, on rank 0
         self._pending: tuple[int, Tensor, torch.Event | None] | None = None
 
-    def contribution(self, work: float) -> float:
-        """Return this rank's term of the step's sum: its median over the window at its end, else 0.
-        `work`: seconds of this rank in this step."""
-        self._window.append(work)
+    def contribution(self, compute: float, waited: float) -> dict[str, float]:
+        """Return this rank's terms of the step's sum: its medians over the window at its end, else
+        0. `compute`, `waited`: seconds of this rank in this step, on its own and for data."""
+        self._window.append((compute + waited, waited))
         if len(self._window) < WINDOW:
-            return 0.0
-        self._mine, self._window = statistics.median(self._window), []
-        return self._mine
+            return {"work": 0.0, "input": 0.0}
+        self._work, self._waited = map(statistics.median, zip(*self._window, strict=True))
+        self._window = []
+        return {"work": self._work, "input": self._waited}
 
-    def update(self, step: int, total: float) -> None:
+    def update(self, step: int, values: Mapping[str, float]) -> None:
         """Start the search for the slowest rank at the end of a window, and report it one step
-        later, so that nothing waits. `total`: the sum of the contributions to `step`, not 0 at the
-        end of a window."""
+        later, so that nothing waits. `values`: the sums of the contributions to `step`, of which
+        "work" is not 0 at the end of a window; and its "step_time"."""
         if self._pending is not None:
             last_step, result, event = self._pending
             self._pending = None
             if event is not None:
                 event.synchronize()
             packed, late = result.tolist()
-            ratio, rank = divmod(int(packed), RANKS)
+            ratio, place = divmod(int(packed), PLACES)
             if self._rank == 0:
-                self._report.update(last_step, rank, ratio / 1e6, late)
-        if total and self._others:
-            self._pending = (step, *self._search(total))
+                self._judge(last_step, *divmod(place, len(PARTS)), ratio / 1e6, late)
+        if values["work"] and self._others:
+            work = values["work"] / (self._others + 1)
+            del self._rest[:-MOST_WINDOWS]
+            self._rest.append((work, max(0.0, values["step_time"] - work)))
+            self._pending = (step, *self._search(values["work"], values["input"]))
 
-    def _search(self, total: float) -> tuple[Tensor, torch.Event | None]:
-        """Return [packed ratio and rank, seconds a step that the slowest one is late], on their way
-        to the host. The ratio is that of a rank's work to the mean of the others'."""
-        others = (total - self._mine) / self._others
+    def _judge(self, step: int, rank: int, part: int, ratio: float, late: float) -> None:
+        """Hand rank 0's result on: to a module that most runs never load."""
+        slow, grown = ratio > SLOW_RATIO, have_collectives_grown(self._rest)
+        if self._report is None and (slow or grown):
+            from kempner.train.resilience.straggler_report import StragglerReport
+
+            self._report = StragglerReport(self._hosts, WINDOW, self._say)
+        if self._report is not None:
+            self._report.update(step, rank if slow else -1, ratio, late, PARTS[part])
+            self._report.collectives(step, self._rest, grown and not slow)
+
+    def _search(self, total: float, total_input: float) -> tuple[Tensor, torch.Event | None]:
+        """Return [packed ratio, rank and part, seconds a step that the slowest one is late], on
+        their way to the host. The ratio is that of a rank's work to the mean of the others'."""
+        others = (total - self._work) / self._others
+        late = max(0.0, self._work - others)
+        late_input = self._waited - (total_input - self._waited) / self._others
         # Bounded, so that it fits into the packed number below.
-        ratio = min(self._mine / others, 1e3) if others > 0 else 1.0
-        # fp64 keeps integers up to 2^53: 1e3 * 1e6 * 2^20 is 2^50. The seconds are a maximum of
+        ratio = min(self._work / others, 1e3) if others > 0 else 1.0
+        place = self._rank * len(PARTS) + (late_input > late / 2)
+        # fp64 keeps integers up to 2^53: 1e3 * 1e6 * 2^21 is 2^51. The seconds are a maximum of
         # their own: the rank with the largest ratio has the largest delay, too.
-        mine = [round(ratio * 1e6) * RANKS + self._rank, max(0.0, self._mine - others)]
+        mine = [round(ratio * 1e6) * PLACES + place, late]
         cuda = self._device.type == "cuda"
         host = torch.tensor(mine, dtype=torch.float64, pin_memory=cuda)
         worst = host.to(self._device, non_blocking=True)
@@ -155,32 +185,14 @@ class Stragglers:
         return host, event
 
 
-class StragglerReport:
-    """Reports of a rank that stays slow, with exponential back-off, and of its recovery."""
-
-    def __init__(self, hosts: list[str], say: Callable[[str], None]) -> None:
-        self._hosts, self._say = hosts, say
-        self._rank, self._since = -1, 0  # the slow one, and the first step of its first slow window
-        self._said = False
-
-    def update(self, step: int, rank: int, ratio: float, late: float) -> None:
-        """Take the slowest rank of the window that ended with `step`: `late` in seconds a step."""
-        slow = rank if ratio > SLOW_RATIO else -1
-        if self._rank >= 0 and slow != self._rank:
-            if self._said:
-                self._say(
-                    f"straggler: rank {self._rank} on {self._hosts[self._rank]} is as fast as the "
-                    f"others again, after steps {self._since} to {step}"
-                )
-            self._rank, self._said = -1, False
-        if slow < 0:
-            return
-        if self._rank < 0:
-            self._rank, self._since = slow, step - WINDOW + 1
-        windows = (step - self._since + 1) // WINDOW
-        if windows >= SLOW_WINDOWS and windows & (windows - 1) == 0:  # a power of two
-            self._said = True
-            self._say(
-                f"straggler: rank {slow} on {self._hosts[slow]} is {ratio:.1f} times slower than "
-                f"the other ranks since step {self._since} ({1000 * late:.0f} ms a step)"
-            )
+def have_collectives_grown(windows: list[tuple[float, float]]) -> bool:
+    """Return whether the time outside of the ranks' own work has grown to SLOW_RATIO times the
+    median of the windows before, in itself and beside their work, which alone grows with a larger
+    batch. `windows`: (mean work, rest) of each, in seconds a step."""
+    *before, (work, rest) = windows
+    if len(before) < LEAST_WINDOWS or not work:
+        return False
+    usual = statistics.median(rest for _, rest in before)
+    share = statistics.median(rest / work for work, rest in before if work)
+    least = LEAST_GROWTH * (work + rest)  # less is noise
+    return rest > SLOW_RATIO * usual and rest / work > SLOW_RATIO * share and rest - usual > least

@@ -1,0 +1,60 @@
+"""Figures of each node that preflight keeps beside the runs: kempner.jobs.records.node_speed."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from kempner.jobs.preflight.verdict import NodeResult, Report
+from kempner.jobs.records.node_speed import (
+    NODE_FIGURES,
+    append_speed,
+    is_worse,
+    load_speed,
+    share_under,
+    values_of,
+)
+
+
+def keep_speeds(report: Report, folder: Path) -> None:
+    """Add a line for each node that was measured, and a note where it is worse than the same node
+    was before. A directory that cannot be written does no harm."""
+    for node in report.nodes:
+        if not (node.devices or node.pairs):
+            continue
+        line = speed_line(report, node)
+        lines = [*load_speed(folder, node.name), line]
+        for key, figure in NODE_FIGURES.items():
+            if is_worse(lines, key):
+                under = share_under(values_of(lines, key)) or 0.0
+                node.notes.append(f"{figure.label}: {under:.0%} under its own median before")
+        try:
+            append_speed(folder, node.name, line)
+        except OSError as error:
+            report.notes.append(f"the figures are not kept over time: {error}")
+            return
+
+
+def speed_line(report: Report, node: NodeResult) -> dict[str, Any]:
+    """Return a node's figures, as its file keeps them: of its devices the slowest, of its pairs the
+    best; bytes and operations a second."""
+    storage = node.storage or {}
+    names = {figure.get("device") for figure in node.devices.values()} - {None}
+    line = {
+        "time": round(time.time()),
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "kind": report.kind,
+        "device": ", ".join(sorted(map(str, names))),
+        "tasks": len(node.ranks),
+        "torch": node.facts.get("packages", {}).get("torch"),
+        "ok": not node.faults,
+        "product": node.slowest("flops_per_s"),
+        "copy": node.slowest("copy_bytes_per_s"),
+        "inside": (node.inside or {}).get("bus_bytes_per_s"),
+        "pair": node.best or None,
+        "write": storage.get("write_bytes_per_s"),
+        "read": storage.get("read_bytes_per_s"),
+    }
+    return {key: value for key, value in line.items() if value is not None}

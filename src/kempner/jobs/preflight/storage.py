@@ -1,0 +1,163 @@
+"""Rates at which nodes write files to the run directory and read those of others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kempner.jobs.preflight.allreduce import run_in_child
+from kempner.jobs.preflight.channel import Driver, new_token
+from kempner.jobs.preflight.verdict import Figure, NodeResult, Report
+
+LARGEST_FILE, LARGEST_SUM = 1 << 28, 1 << 36  # bytes, of one node and of all
+SMALLEST_FILE = 1 << 20
+ROOM = 10  # of the free space, all files take one part in this many
+STORAGE_PIECE, STORAGE_SYNC = 1 << 22, 1 << 24  # bytes of a call, and between two calls of fsync
+_written: set[Path] = set()  # by this task, until they are removed
+STORAGE_S = 20.0  # for a measurement whose last call is slow
+SLOW_STORAGE = 0.5  # of the median node
+
+
+def data_file(folder: Path, rank: int) -> Path:
+    """Name the file of a task: the folder comes from the batch script, the token is secret."""
+    return folder / f".preflight-{new_token()}-{int(rank)}"
+
+
+def write_rate(folder: Path, rank: int, size: int, seconds: float) -> Figure:
+    """Write this task's file, with fsync, until it has `size` bytes or the time is over. Returns
+    write_bytes_per_s and bytes, or {"error": ...}. Asked for 0 bytes it removes the file."""
+    path = data_file(folder, rank)
+    if not size:
+        remove_written()
+        return {}
+    _written.add(path)
+
+    def run(connected: Callable[[], None]) -> Figure:
+        connected()
+        piece, count = os.urandom(min(STORAGE_PIECE, size)), 0  # a file system may compress zeros
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        began = synced = time.perf_counter()
+        while count < size and synced - began < seconds:
+            for _ in range(STORAGE_SYNC // STORAGE_PIECE):
+                count += os.write(fd, piece) if count < size else 0
+            os.fsync(fd)
+            synced = time.perf_counter()
+        os.close(fd)
+        return {"write_bytes_per_s": count / (synced - began), "bytes": count}
+
+    figure = run_in_child(run, STORAGE_S, STORAGE_S + seconds)
+    if "error" in figure:
+        remove_written()
+    return figure
+
+
+def remove_written() -> None:
+    """Remove what this task has written, also where the driver has gone."""
+    while _written:
+        _remove(_written.pop())
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def read_rate(folder: Path, owner: int, seconds: float) -> Figure:
+    """Read the file of the task `owner` until its end or the time is over. Returns
+    read_bytes_per_s, or {"error": ...}."""
+
+    def run(connected: Callable[[], None]) -> Figure:
+        connected()
+        os.listdir(folder)  # makes an NFS client ask the server again
+        fd = os.open(data_file(folder, owner), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # With a single node the file is its own, and in its memory.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        count, began = 0, time.perf_counter()
+        while time.perf_counter() - began < seconds and (part := os.read(fd, STORAGE_PIECE)):
+            count += len(part)
+        return {"read_bytes_per_s": count / (time.perf_counter() - began)}
+
+    return run_in_child(run, STORAGE_S, STORAGE_S + seconds)
+
+
+def ask_storage(driver: Driver, report: Report, folder: Path, seconds: float) -> None:
+    """Measure the directory by one node alone, then by all at once. Each reads what another has
+    written, which is not in its memory."""
+    nodes = [node for node in report.nodes if node.answered and not node.faults]
+    if not nodes:
+        return
+    size = min(LARGEST_FILE, LARGEST_SUM // len(nodes), free_bytes(folder) // ROOM // len(nodes))
+    if size < SMALLEST_FILE:
+        report.notes.append(f"run directory: too little room in {folder} to measure its rates")
+        return
+    try:
+        (report.storage_alone,) = _rates(driver, nodes[:1], nodes[1:2] or nodes, size, seconds)
+        if len(nodes) > 1:
+            figures = _rates(driver, nodes, [*nodes[1:], nodes[0]], size, seconds)
+        else:
+            figures = [report.storage_alone]
+        for node, figure in zip(nodes, figures, strict=True):
+            node.storage = figure
+    finally:
+        question = {"what": "write files", "size": 0, "seconds": 0.0}
+        driver.answers(driver.ask([n.first for n in nodes], question), time.monotonic() + 5.0)
+        for node in nodes:
+            _remove(data_file(folder, node.first))
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the bytes that are free where the directory is; 0 if it cannot tell."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0
+
+
+def _rates(
+    driver: Driver, writers: list[NodeResult], readers: list[NodeResult], size: int, seconds: float
+) -> list[Figure]:
+    """Let all `writers` write at once, then each of `readers` read the file of the writer at its
+    place; returns the figures of each node of `writers`: what it wrote and read itself."""
+    limit = STORAGE_S + seconds + 3.0
+    silent = {"error": f"no answer after {limit:.0f} s"}
+    question = {"what": "write files", "size": size, "seconds": seconds}
+    keys = driver.ask([node.first for node in writers], question)
+    answers = driver.answers(keys, time.monotonic() + limit)
+    wrote = [answers.get(node.first, silent) for node in writers]
+    keys = {}
+    for writer, reader, figure in zip(writers, readers, wrote, strict=True):
+        if "error" not in figure:
+            question = {"what": "read files", "owner": writer.first, "seconds": seconds}
+            keys |= driver.ask([reader.first], question)
+    answers = driver.answers(keys, time.monotonic() + limit)
+    read = {name: answers.get(rank, silent) for name, rank in ((n.name, n.first) for n in readers)}
+    if len(writers) == 1:
+        return [wrote[0] | read[readers[0].name]]
+    return [
+        figure | (read[node.name] if node.first in keys else {})
+        for node, figure in zip(writers, wrote, strict=True)
+    ]
+
+
+def judge_storage(report: Report) -> None:
+    """Note what is slow or fails in the run directory: it belongs to all, and is no node's
+    fault."""
+    for node in report.nodes:
+        if node.storage and "error" in node.storage:
+            node.notes.append(f"run directory: {node.storage['error']}")
+    for key, verb in (("write_bytes_per_s", "writes"), ("read_bytes_per_s", "reads")):
+        rates = {node.name: (node.storage or {}).get(key) for node in report.nodes}
+        known = [rate for rate in rates.values() if rate]
+        for node in report.nodes:
+            rate, usual = rates[node.name], statistics.median(known or [0.0])
+            if rate is not None and rate < SLOW_STORAGE * usual:
+                node.notes.append(
+                    f"run directory: it {verb} {rate / 1e6:,.0f} MB/s, the median node "
+                    f"{usual / 1e6:,.0f} MB/s"
+                )

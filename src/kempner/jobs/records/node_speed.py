@@ -1,0 +1,97 @@
+"""Figures of nodes over time: preflight adds a line to FOLDER/NODE.jsonl beside the runs, in
+`node-speeds`. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import statistics
+from pathlib import Path
+from typing import NamedTuple
+
+from kempner.jobs.records.attempts import Record
+from kempner.jobs.records.run_history import is_number
+from kempner.jobs.system.files import end_torn_line, read_jsonl, write_atomic
+
+SPEED_FOLDER = "node-speeds"
+MOST_BYTES = 1 << 18  # of a node's file: over a thousand lines; then the older half goes
+LEAST_BEFORE = 3  # earlier figures, of which a median says something
+ALIKE = ("kind", "device", "tasks", "torch")  # figures with other ones are not compared
+
+
+class NodeFigure(NamedTuple):
+    """A figure of a node. `worse`: share under its own median that is named, on GPUs and on CPUs;
+    0 where it says nothing about the node."""
+
+    label: str
+    unit: str
+    worse: tuple[float, float] = (0.0, 0.0)
+
+
+# Of a node's devices the slowest. The all-reduces vary with the partner, the files with the others
+# who use the file system; CPUs are shared on virtual hosts.
+NODE_FIGURES = {
+    "product": NodeFigure("matrix product", "FLOP/s", (0.05, 0.8)),
+    "copy": NodeFigure("copy in memory", "B/s", (0.05, 0.8)),
+    "inside": NodeFigure("all-reduce inside", "B/s", (0.5, 0.8)),
+    "pair": NodeFigure("all-reduce, best pair", "B/s", (0.5, 0.8)),
+    "write": NodeFigure("run directory, write", "B/s"),
+    "read": NodeFigure("run directory, read", "B/s"),
+}
+
+
+def load_speeds(folder: Path) -> dict[str, list[Record]]:
+    """Read the lines of each node, in order; {} if there are none, or they cannot be read."""
+    lines = {path.stem: load_speed(folder, path.stem) for path in sorted(folder.glob("*.jsonl"))}
+    return {node: found for node, found in lines.items() if found}
+
+
+def load_speed(folder: Path, node: str) -> list[Record]:
+    """Read the lines of a node, in order."""
+    path = folder / f"{node}.jsonl"
+    lines = read_jsonl(path, MOST_BYTES) if path.is_file() else []  # not a pipe
+    return [line for line in lines if is_number(line.get("time"))]
+
+
+def append_speed(folder: Path, node: str, line: Record) -> None:
+    """Add a line to a node's file. Raises OSError: also where another user could have made the
+    directory or the file, as a link to one of this user's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{node}.jsonl"
+    for each in (folder, path):
+        if each.is_symlink() or (each.exists() and each.stat().st_uid != os.getuid()):
+            raise PermissionError(f"{each} is a link, or belongs to another user")
+    if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+        raise PermissionError(f"{path} is not a file")
+    if path.exists() and path.stat().st_size > MOST_BYTES:
+        lines = path.read_bytes().splitlines(keepends=True)
+        write_atomic(path, b"".join(lines[len(lines) // 2 :]))
+    end_torn_line(path)
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(fd, "ab", buffering=0) as file:
+        file.write(json.dumps(line).encode() + b"\n")
+
+
+def values_of(lines: list[Record], key: str) -> list[float]:
+    """List the values of a figure that can be compared with that of the last line, which is the
+    last one; [] if the last line has none."""
+    if not lines or not is_number(lines[-1].get(key)):
+        return []
+    alike = [line for line in lines if all(line.get(k) == lines[-1].get(k) for k in ALIKE)]
+    return [float(line[key]) for line in alike if is_number(line.get(key))]
+
+
+def share_under(values: list[float]) -> float | None:
+    """Return the share by which the last value is under the median of those before; None if there
+    are too few."""
+    *before, last = values or [0.0]
+    usual = statistics.median(before) if len(before) >= LEAST_BEFORE else 0.0
+    return 1 - last / usual if usual > 0 else None
+
+
+def is_worse(lines: list[Record], key: str) -> bool:
+    """Return whether the last line's figure is worse than those of the same node before."""
+    under = share_under(values_of(lines, key))
+    limit = NODE_FIGURES[key].worse[lines[-1].get("kind") != "cuda"] if lines else 0.0
+    return under is not None and 0 < limit <= under
