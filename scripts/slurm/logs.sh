@@ -21,7 +21,8 @@ source "$KP_LIB/find_run.sh"
 
 USAGE="usage: bash scripts/slurm/logs.sh RUN|JOBID"
 USAGE+=" [--rank R | --part NAME] [--warnings] [--no-follow]"
-WARNINGS='error|warning|traceback|straggler|slow collectives|watchdog|not finite|non-finite|is a spike'
+WARNINGS='error|warning|traceback|straggler|slow collectives|watchdog|not finite|non-finite'
+WARNINGS+='|is a spike'
 WARNINGS+='|killed|cancelled|failed|timed out|out of memory|corrupt|no step for'
 WARNINGS+='|kempner: (requeue|end|leave):'
 WARNINGS+='|(^|[^a-z])(faults?|hangs?|hung|oom)([^a-z]|$)'

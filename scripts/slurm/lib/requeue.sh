@@ -37,13 +37,17 @@ kp_refusal() { # what a program has said of its bad input: the first problem in 
         head -n 1 || true
 }
 
-kp_verdict() { # sets KP_STATE to what status.json says of this attempt, or to nothing; KP_IDLE, why
-    # it has given the job back
-    local text='' pattern='"state": *"([a-z]+)"' idle='"reason": *"(idle for [^"]*)"'
+kp_verdict() { # sets KP_STATE to what status.json says of this attempt, or to nothing
+    local text='' pattern='"state": *"([a-z]+)"'
     { read -r -d '' text <"$KP_RUN_DIR/status.json"; } 2>/dev/null || true
     [[ $text == *"\"$KEMPNER_ATTEMPT_ID\""* && $text =~ $pattern ]] &&
         KP_STATE=${BASH_REMATCH[1]} || KP_STATE=''
-    [[ -n $KP_STATE && $text =~ $idle ]] && KP_IDLE=${BASH_REMATCH[1]} || KP_IDLE=''
+}
+
+kp_idle_reason() { # prints why an interrupted attempt has given the job back, if it was idle
+    local text='' pattern='"reason": *"(idle for [^"]*)"'
+    { read -r -d '' text <"$KP_RUN_DIR/status.json"; } 2>/dev/null || true
+    [[ ! $text =~ $pattern ]] || printf ': %s' "${BASH_REMATCH[1]}"
 }
 
 # --- the record -----------------------------------------------------------------------------------
@@ -263,7 +267,7 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
     [[ -z $KP_DECIDED ]] || return 0 # a second signal has come while the first one was handled
     kp_read_state
     [[ $KP_STATE != interrupted ]] ||
-        what=${KP_INTERRUPTED:-interrupted and saved}${KP_IDLE:+: $KP_IDLE}
+        what=${KP_INTERRUPTED:-interrupted and saved}$(kp_idle_reason)
     what+=" ($(kp_reached))"
     kp_judge "$what"
     # a subshell may have died of the signal, and it changes what follows

@@ -176,7 +176,8 @@ class Training:
                 self.stop,
             )
             if isinstance(sets, Verdict):
-                return sets
+                # A replica of [lowcomm] leaves with its round.
+                return sets if self.replicas.patience == 1.0 else GO_ON
             if sets:
                 self.recorder.validation(self.progress.step, sets)
         return requests.GO_ON

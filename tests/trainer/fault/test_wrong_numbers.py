@@ -1,4 +1,4 @@
-"""A host that computes wrong numbers, on Slurm."""
+"""A host that computes wrong numbers, on Slurm: docs/guide/integrity.md."""
 
 from __future__ import annotations
 

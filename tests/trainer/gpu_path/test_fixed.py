@@ -10,6 +10,7 @@ import torch
 
 from kempner.extensions.generate.config import Sampling
 from kempner.extensions.generate.engine import Engine, GenerationRequest
+from kempner.extensions.generate.token_step import TokenStep
 from kempner.model.decoder import Decoder
 from tests.trainer.gpu_path.test_step import SHAPE, T
 
@@ -28,7 +29,14 @@ def shapes(monkeypatch: pytest.MonkeyPatch, fixed: bool) -> set[tuple[int, ...]]
         found.add(tuple(tokens.shape))
         return forward(self, tokens, *words, **named)
 
+    logits = TokenStep.logits
+
+    def watched_step(self: Any, tokens: Any, *words: Any) -> Any:
+        found.add((len(tokens), 1))
+        return logits(self, tokens, *words)
+
     monkeypatch.setattr(Decoder, "forward", watched)
+    monkeypatch.setattr(TokenStep, "logits", watched_step)
     sampling = Sampling(max_tokens=8)
     for number, prompt in enumerate(([1, 2, 3], [4], [1, 2, 3], [5, 6])):
         engine.join([GenerationRequest(number, prompt, sampling)])

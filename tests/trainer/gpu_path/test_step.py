@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kempner.data.batch import MicroBatch
+from kempner.extensions.generate import token_step
 from kempner.extensions.generate.config import Sampling
 from kempner.extensions.generate.engine import Engine, GenerationRequest
 from kempner.extensions.preference.losses import DPO, Reward, token_losses, token_scores
@@ -234,7 +235,10 @@ def test_policy(name: str) -> None:
 GENERATION = {
     "engine.py: _draw: to": "the tokens and the random numbers of a step",
     "engine.py: _draw: tolist": "what was drawn",
+    "engine.py: _prefill: to": "the tokens that rows begin with",
     "engine.py: _read: to": "a prompt",
+    "token_step.py: _replay: copy_": "the tokens of a step and their places",
+    "token_step.py: _replay: to": "the same, for a graph that is captured",
     "cache.py: __init__: from memory that is not pinned": "places, and lengths of prompts",
     "sampling.py: draw_rows: from memory that is not pinned": "the rows with the same filters",
 }
@@ -242,9 +246,12 @@ GENERATION = {
 
 @pytest.mark.parametrize(("fixed", "window"), [(False, None), (False, 9), (True, None)])
 def test_generation(monkeypatch: pytest.MonkeyPatch, fixed: bool, window: int | None) -> None:
-    for name in ("_draw", "_read"):  # the wrapped tensors know no inference_mode
+    for name in ("_prefill", "_grow", "_read"):  # the wrapped tensors know no inference_mode
         plain = getattr(Engine, name).__wrapped__
         monkeypatch.setattr(Engine, name, torch.no_grad()(plain))
+    # Nor have they an address.
+    monkeypatch.setattr(token_step, "join_weights", torch.cat)
+    monkeypatch.setattr(token_step, "weight_pointers", lambda model: [])
     model = build(sliding_window=window).eval()
     engine: Engine[GenerationRequest] = Engine(model, 64, T, 3, fixed)
     filters = [{}, {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1}, {"temperature": 0}]

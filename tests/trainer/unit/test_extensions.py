@@ -63,8 +63,8 @@ def test_help_lists_an_extension_that_is_asked_for() -> None:
     assert plain.returncode == section.returncode == every.returncode == 0
     assert "--train.max_steps int" in plain.stdout and "--rl." not in plain.stdout
     assert (
-        "More sections: lora, freeze, experts, trackers, profile, lowcomm, preference, rl, bench;"
-        in plain.stdout
+        "More sections: lora, freeze, experts, trackers, resilience, profile, lowcomm, preference, "
+        "rl, bench;" in plain.stdout
     )
     assert "--rl.loss.kl float" in section.stdout and "--train.max" not in section.stdout
     for option in ("--train.max_steps", "--rl.loss.kl", "--lowcomm.tau", "--bench.steps"):

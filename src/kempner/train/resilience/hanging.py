@@ -1,4 +1,4 @@
-"""Names and helpers that the watchdog and its inquiry have in common."""
+"""Names and functions that the watchdog and its inquiry have in common."""
 
 from __future__ import annotations
 
