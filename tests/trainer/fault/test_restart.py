@@ -135,7 +135,7 @@ def test_the_host_of_the_batch_script_is_lost(
 def test_a_host_that_fails_twice_is_replaced(pair: Submit, tmp_path: Path) -> None:
     """Until then the spare has had other work to do, at a low priority."""
     twice = "at=kempner.train.step:reduce_step:before rank=1 nth"
-    work = f"echo $(uname -n) $(nice) $$ >>{tmp_path}/work; exec sleep 1000"
+    work = f"echo $(uname -n) $(nice) $$ >>{tmp_path}/work; exec sleep 1013"
     run = pair(
         options=["--nodes=3"],
         faults=f"kill {twice}=4 once={tmp_path}/a\nkill {twice}=14 once={tmp_path}/b",
@@ -169,10 +169,10 @@ def test_a_replaced_host_is_left_out_of_later_starts(three: Cluster, tmp_path: P
 
 
 def spare_works() -> bool:
-    """Whether KEMPNER_SPARE_COMMAND, sleep 1000, runs."""
+    """Whether KEMPNER_SPARE_COMMAND, sleep 1013, runs."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if path.read_bytes().startswith(b"sleep\0001000\0"):
+            if path.read_bytes().startswith(b"sleep\0001013\0"):
                 return True
     return False
 
