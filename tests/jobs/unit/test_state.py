@@ -193,10 +193,10 @@ def test_the_batch_script_says_why_a_job_was_given_back(tmp_path: Path) -> None:
     for reason in (why, "asked to make room"):
         state = {"state": "interrupted", "attempt_id": "7.0", "reason": reason}
         (tmp_path / "status.json").write_text(json.dumps(state))
-        script = f'source "{requeue}"; KP_RUN_DIR={tmp_path}; kp_verdict; echo "$KP_IDLE"'
+        script = f'source "{requeue}"; KP_RUN_DIR={tmp_path}; kp_idle_reason'
         env = {**os.environ, "KEMPNER_ATTEMPT_ID": "7.0"}
         said.append(subprocess.check_output(["bash", "-euc", script], env=env, text=True).strip())
-    assert said == [why, ""]
+    assert said == [f": {why}", ""]
 
 
 def test_the_batch_script_says_the_same(tmp_path: Path) -> None:

@@ -120,9 +120,12 @@ def test_a_wait_of_all_ranks_is_no_ranks_own_work(waits_for_all: bool, seconds: 
     at: Any = SimpleNamespace(
         loader=SimpleNamespace(waits_for_all=waits_for_all),
         clock=SimpleNamespace(last={"data": 2.0}),
-        work=SimpleNamespace(take=lambda: 3.0),
+        stragglers=(
+            SimpleNamespace(take=lambda: 3.0),
+            SimpleNamespace(contribution=lambda compute, waited: {"work": compute + waited}),
+        ),
     )
-    assert Training.own_work(at) == seconds
+    assert Training.own_work(at) == {"work": seconds}
 
 
 def test_a_run_whose_feed_is_ahead_goes_back_in_a_new_attempt() -> None:
