@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,12 @@ def choose_checkpoint(
                 continue
             set_damaged_aside(path, error, log)
             continue
-        if only is None and (root / LATEST_LINK).is_symlink() and not latest_checkpoint(root):
-            where = (root / LATEST_LINK).readlink()
-            log(f"WARNING: latest names {where}, which is not a checkpoint: {path.name} is loaded")
+        link = root / LATEST_LINK
+        if only is None and os.path.lexists(link) and not latest_checkpoint(root):
+            what = "is not a link"
+            if link.is_symlink():
+                what = f"names {link.readlink()}, which is not a checkpoint"
+            log(f"WARNING: latest {what}: {path.name} is loaded")
         return path, with_skip(path, manifest), table
     aside = sorted(path.name for path in root.glob("step_*.corrupt*") if is_own(path))
     if only is None and aside:

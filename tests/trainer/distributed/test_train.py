@@ -248,16 +248,18 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(train: Train, tmp_
     assert losses(tmp_path / "run") == before
 
 
-@pytest.mark.parametrize("target", ["step_00000099", "latest"])
+@pytest.mark.parametrize("target", ["step_00000099", "latest", ""])
 def test_a_latest_that_names_nothing(train: Train, tmp_path: Path, target: str) -> None:
-    """The newest checkpoint is loaded, which one line says; so where the link leads to itself."""
+    """The newest checkpoint is loaded, which one line says; so where the link leads to itself, or
+    is none."""
     run_dir = tmp_path / "run"
     train(run_dir, "--train.max_steps=2", "--checkpoint.interval=1")
     latest = run_dir / "checkpoints/latest"
     latest.unlink()
-    latest.symlink_to(target)
+    latest.symlink_to(target) if target else latest.touch()
     done = train(run_dir, "--train.max_steps=3")
-    text = f"WARNING: latest names {target}, which is not a checkpoint: step_00000002 is loaded"
+    what = f"names {target}, which is not a checkpoint" if target else "is not a link"
+    text = f"WARNING: latest {what}: step_00000002 is loaded"
     assert done.stdout.count("WARNING") == 1 and text in done.stdout
     assert list(losses(run_dir)) == [1, 2, 3] and os.readlink(latest) == "step_00000003"
 
