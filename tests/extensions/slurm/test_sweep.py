@@ -45,7 +45,7 @@ gpus_per_node = 1
 """
 SLOW = """
 [rules]  # one of the points takes some seconds
-train.max_steps = "3 + 800 * (train.seed == 2) * (optimizer.lr < 5e-3)"
+train.max_steps = "3 + 4000 * (train.seed == 2) * (optimizer.lr < 5e-3)"
 """
 SHARE = 'share = true\ncpus_per_task = 1\nmem = "1G"'
 
@@ -187,9 +187,9 @@ def test_points_that_follow_from_results(
 def test_packed_points(cluster: Cluster, sweep: Callable[..., Sweep]) -> None:
     """Where Slurm gives whole nodes: two and two on a node. One fails, and its neighbour does not
     care; one is stopped by the warning of the time limit, and its job goes on with it alone."""
-    run = sweep(seeds=[1, 2], rates=[1e-3, 1e-2], steps=803, resources=f"pack = 2{SLOW}")
+    run = sweep(seeds=[1, 2], rates=[1e-3, 1e-2], steps=4003, resources=f"pack = 2{SLOW}")
     file = run.folder / "lr.toml"
-    file.write_text(file.read_text().replace("train.max_steps = 803", ""))
+    file.write_text(file.read_text().replace("train.max_steps = 4003", ""))
     plan = run("plan").stdout
     assert "--array=0-1 --nodes=1 --gpus-per-node=2 pack.sh 2" in plan
     names = [word for word in plan.split() if word.startswith("seed")]

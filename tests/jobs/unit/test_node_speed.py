@@ -1,4 +1,5 @@
-"""Figures of nodes over time: what preflight keeps, and what report.py --nodes shows of it."""
+"""Figures of nodes over time, as docs/guide/preflight.md shows them: what preflight keeps, and what
+report.py --nodes says of it."""
 
 from __future__ import annotations
 

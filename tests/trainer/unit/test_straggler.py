@@ -133,7 +133,13 @@ def test_a_rank_that_is_slow_to_save_is_named(slowest: Any, named: bool) -> None
     run: Any = SimpleNamespace(cfg=cfg, announce=said.append, hosts=["a", "b", "c"])
     recorder: Any = SimpleNamespace(clock=Clock(), write=lambda record: None)
     checkpointer: Any = SimpleNamespace(
-        slowest_write=slowest, in_flight=None, seconds=13.0, saved_step=-1, wait=lambda: None
+        slowest_write=slowest,
+        in_flight=None,
+        seconds=13.0,
+        stall=0.0,
+        waves=0,
+        saved_step=-1,
+        wait=lambda: None,
     )
     checkpointer.save = lambda step, _: setattr(checkpointer, "saved_step", step)
     progress: Any = SimpleNamespace(step=40, record=dict)

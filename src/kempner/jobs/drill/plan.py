@@ -88,8 +88,8 @@ def parse_plan(argv: Sequence[str]) -> Plan:
             problems.append(f"{word}: the drill sets this for each of its jobs; leave it out")
         else:
             request.append(word)
-    empty = [word for word in request if word.endswith("=")]
-    empty += [f"--{name}=" for name, value in values.items() if not value]
+    empty = [word[:-1] for word in request if word.endswith("=")]
+    empty += [f"--{name}" for name, value in values.items() if not value]
     problems += [f"{word}: a value is missing" for word in empty]
     values = {"minutes": "20", "only": "", **values}
     minutes = values["minutes"]
