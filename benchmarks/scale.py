@@ -121,16 +121,18 @@ def inquiry_of(rank: int, ranks: int, store: dist.TCPStore) -> Inquiry:
 def question(ranks: int) -> float:
     """All ranks hang, and find out where the others are."""
 
-    def ask(rank: int, store: dist.TCPStore) -> None:
-        answers = inquiry_of(rank, ranks, store).ask(
-            "on node1234 after step 1000: in train.py:88 train > all_reduce"
-        )
+    def ask(rank: int, store: dist.TCPStore, inquiry: Inquiry) -> None:
+        answers = inquiry.ask("on node1234 after step 1000: in train.py:88 train > all_reduce")
         if rank == 0:
             assert len(answers) == ranks, f"{len(answers)} of {ranks} ranks answered in time"
             store.set(HANG_VERDICT, "")
 
     with clients(ranks) as stores:
-        return together([lambda r=r: ask(r, stores[r]) for r in range(ranks)])  # type: ignore[misc]
+        # Opened before: each rank has done so when its step was late.
+        opened = [inquiry_of(rank, ranks, stores[rank]) for rank in range(ranks)]
+        return together([
+            lambda r=r: ask(r, stores[r], opened[r]) for r in range(ranks)  # type: ignore[misc]
+        ])  # fmt: skip
 
 
 def round_of_answers(ranks: int) -> float:
