@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from kempner.train.integrity import fingerprint
 from kempner.train.integrity.fingerprint import NO_PLACE, Places, Trace, checksum
 from kempner.train.integrity.votes import Ballot, Difference, difference, suspects
 
@@ -29,6 +30,17 @@ def test_any_bit_changes_a_checksum(dtype: torch.dtype, size: int) -> None:
         assert checksum(values) != before
         bits[place, byte] ^= 1 << bit
     assert checksum(values) == before
+
+
+def test_a_checksum_does_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole gradient at once would be copied to a dtype of up to four times its size."""
+    values = torch.randn(5000, generator=torch.Generator().manual_seed(1))
+    whole = fingerprint.fingerprint(values)
+    monkeypatch.setattr(fingerprint, "SUMMED_AT_ONCE", 2 * fingerprint.ROW)
+    pieces = fingerprint.fingerprint(values)
+    assert pieces[0] == whole[0]
+    norms = (each[1:].view(torch.float64).item() for each in (whole, pieces))
+    assert next(norms) == pytest.approx(next(norms), rel=1e-12)
 
 
 def test_two_numbers_that_change_places_change_a_checksum() -> None:

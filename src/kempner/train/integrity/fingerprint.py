@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from kempner.checkpoint.format.plan import local_part
-from kempner.train.integrity.messages import Messages
+from kempner.train.integrity.messages import SUMMED_AT_ONCE, Messages
 
 ROW = 1024  # elements that a checksum weighs each by its place
 NO_PLACE = 1 << 40  # a place after all others: nothing differs
@@ -32,10 +32,12 @@ def checksum(values: Tensor) -> Tensor:
     and when two elements of a row change places."""
     flat = values.detach().contiguous().view(-1)
     flat = flat.view(torch.uint8) if flat.is_complex() else flat.view(INTEGERS[flat.itemsize])
-    rows, rest = divmod(flat.numel(), ROW)
     places = torch.arange(1, 2 * ROW, 2, device=flat.device)  # odd: no bit is shifted out
-    sums = flat[: rows * ROW].view(rows, ROW).sum(0, dtype=torch.int64)
-    sums[:rest] += flat[rows * ROW :]
+    sums = torch.zeros_like(places)
+    for piece in torch.split(flat, SUMMED_AT_ONCE):
+        rows, rest = divmod(piece.numel(), ROW)
+        sums += piece[: rows * ROW].view(rows, ROW).sum(0, dtype=torch.int64)
+        sums[:rest] += piece[rows * ROW :]
     return (sums * places).sum()
 
 
@@ -43,7 +45,11 @@ def fingerprint(values: Tensor) -> Tensor:
     """Return the checksum of a tensor, and the bits of its norm in fp64, int64 [2]: the norm serves
     where kernels are not exact to the bit."""
     values = local_part(values.detach())
-    norm = torch.linalg.vector_norm(values, dtype=torch.float64)
+    norms = [
+        torch.linalg.vector_norm(piece, dtype=torch.float64)
+        for piece in torch.split(values.contiguous().view(-1), SUMMED_AT_ONCE)
+    ]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
     return torch.stack((checksum(values), norm.view(torch.int64)))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kempner.checkpoint.format.plan import local_part
 
+SUMMED_AT_ONCE = 1 << 24  # elements; torch first copies them to the wider dtype
 ROUNDINGS = 64.0  # a difference of so many roundings is a fault
 
 
@@ -34,10 +35,8 @@ class Messages:
 
     def add(self, received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
         """Add a reduce-scatter: sent [R n] of this rank, received [n]."""
-        parts = sent.view(group.size(), -1)
-        sums = parts.sum(1, dtype=torch.float64)
-        squares = torch.linalg.vector_norm(parts, dim=1, dtype=torch.float64).square()
-        total = received.sum(dtype=torch.float64)
+        sums, squares = _sums(sent.view(group.size(), -1))
+        total = _sums(received.view(1, -1))[0].sum()
         rounding = ROUNDINGS * torch.finfo(sent.dtype).eps
         self._messages.append(_Message(group, torch.stack((sums, squares)), total, rounding))
 
@@ -61,8 +60,17 @@ class Messages:
         gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
         if not gradients or not received:
             return False
-        total = math.fsum(float(gradient.sum(dtype=torch.float64)) for gradient in gradients)
+        total = math.fsum(float(_sums(gradient.reshape(1, -1))[0]) for gradient in gradients)
         return not _close(total, math.fsum(received), math.fsum(squares), max(roundings))
+
+
+def _sums(rows: Tensor) -> Tensor:
+    """Return the sum of each row, and that of its squares, fp64 [2, R]."""
+    found = torch.zeros(2, len(rows), dtype=torch.float64, device=rows.device)
+    for piece in torch.split(rows, max(1, SUMMED_AT_ONCE // len(rows)), 1):
+        found[0] += piece.sum(1, dtype=torch.float64)
+        found[1] += torch.linalg.vector_norm(piece, dim=1, dtype=torch.float64).square()
+    return found
 
 
 def _close(received: float, expected: float, squares: float, rounding: float) -> bool:
