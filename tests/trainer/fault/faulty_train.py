@@ -7,6 +7,7 @@ FAULTS holds one fault a line. With `once=FILE` it strikes a single time in the 
     kill at=MODULE:FUNCTION:before nth=2    SIGKILL to itself at the nth call (also :after; 0: any)
     kill at=... signal=SIGTERM              or another signal
     hold at=MODULE:FUNCTION:before s=3      that call takes so much longer
+    wait at=MODULE:FUNCTION:before path=P   that call waits until the path exists, a minute at most
     read at=MODULE:FUNCTION:before s=3      before that call a file is read so long, again and again
     fail at=MODULE:FUNCTION:before          that call raises OSError
     keep_gil at=...                         that call never ends, and no other thread runs
@@ -98,6 +99,15 @@ def kill(fault: dict[str, str]) -> None:
 
 def hold(fault: dict[str, str]) -> None:
     at_call(fault, lambda: time.sleep(float(fault["s"])))
+
+
+def wait(fault: dict[str, str]) -> None:
+    def waits() -> None:
+        until = time.monotonic() + 60
+        while not os.path.exists(fault["path"]) and time.monotonic() < until:
+            time.sleep(0.01)
+
+    at_call(fault, waits)
 
 
 def read(fault: dict[str, str]) -> None:
@@ -337,6 +347,7 @@ def slow_validation(fault: dict[str, str]) -> None:
 KINDS = {
     "kill": kill,
     "hold": hold,
+    "wait": wait,
     "read": read,
     "fail": fail,
     "keep_gil": keep_gil,

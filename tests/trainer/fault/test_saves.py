@@ -50,9 +50,15 @@ def test_crash_in_a_save(broken_run: Submit, tmp_path: Path, point: str) -> None
 
 def test_a_save_that_is_slower_than_the_steps(broken_run: Submit, tmp_path: Path) -> None:
     """It ends steps later; what it holds is of the step at which it was begun."""
-    hold = f"hold at={SAVER}:write_file:before s=1 rank=1 once={tmp_path / 'held'}"
-    where = "kempner.train.step:reduce_step:before nth=39 rank=1"
-    run = broken_run("--checkpoint.interval=20", faults=f"{hold}\nkill at={where}\nslow ms=10")
+    step, reached = "kempner.train.step:reduce_step:before", tmp_path / "reached"
+    durable = tmp_path / "run" / "checkpoints" / "step_00000020"
+    faults = f"""
+        hold at={step} nth=26 rank=1 s=0 once={reached}
+        wait at={SAVER}:write_file:before rank=1 path={reached}
+        wait at={step} nth=32 rank=1 path={durable}
+        kill at={step} nth=39 rank=1
+    """
+    run = broken_run("--checkpoint.interval=20", faults=faults)
     assert run.wait() == 0
     log = run.log
     assert (
