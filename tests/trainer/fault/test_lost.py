@@ -84,6 +84,20 @@ def test_a_frozen_rank(broken_run: Submit, rank: int) -> None:
 
 
 @pytest.mark.soak
+def test_a_frozen_rank_long_before_the_limit(broken_run: Submit) -> None:
+    """The rank beside it on its host sees that it is stopped, and the others hear nothing."""
+    run = broken_run("--resilience.hang_timeout=1000", tasks=2)
+    run.wait_for_step(13)
+    strike(run, 2, number=signal.SIGSTOP)
+    assert run.wait(300) == 0
+    run.assert_complete(attempts=2, recomputed=LOST)
+    (hang,) = [event for event in run.events("fault") if event["kind"] == "hang"]
+    assert hang["ranks"] == [2] and hang["hosts"] == ["node2"]
+    assert "is stopped (SIGSTOP) (answers and kernel" in hang["reason"]
+    assert run.decisions() == ["restart", "end"]
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("again", [True, False], ids=["comes-back", "stays-away"])
 def test_unplugged_network(broken_run: Submit, again: bool) -> None:
     run = broken_run("--resilience.hang_timeout=6")
