@@ -235,7 +235,7 @@ kp_dry_tell() { # says it all, and ends the script
     kp_dry_tell_request
 
     echo
-    echo "the configuration fits: $KP_NODES nodes x $KP_TASKS tasks = world size" \
+    echo "the configuration fits: $KP_NODES node(s) x $KP_TASKS task(s) = world size" \
         "$((KP_NODES * KP_TASKS)), $KP_GPUS GPU(s) a node, $KP_CPUS CPU(s) a task;" \
         "device $KP_DEVICE"
     line="a requeue"

@@ -63,7 +63,7 @@ def test_a_dry_run_and_bad_input(cluster: Cluster, tmp_path: Path, model: Path) 
     at = command.index(str(model))
     assert command[at - 1].endswith("scripts/serve.py")
     assert command[at + 1 : at + 5] == ["--slots=2", "--device", "cpu", "--host=0.0.0.0"]
-    assert "2 nodes x 2 tasks" in done.stdout and "sbatch --test-only says" in done.stdout
+    assert "2 node(s) x 2 task(s)" in done.stdout and "sbatch --test-only says" in done.stdout
     assert list(tmp_path.iterdir()) == []
     for wrong, problem in (
         ([tmp_path / "gone"], "gone"),

@@ -367,6 +367,7 @@ BAD = [
     ({"temperature": 1e-9}, "temperature = 1e-09: must be 0, or"),
     ({"temperature": float("nan")}, "temperature = NaN: must be a number"),
     ({"top_p": -1}, "top_p = -1: must be a number from 0 to 1"),
+    ({"top_k": -2}, "top_k = -2: must be a whole number from -1"),
     ({"stop": [""]}, "stop = ['']: must not be empty"),
     ({"stop": 3}, "stop = 3: must be a string"),
     ({"stream": 1}, "stream = 1: must be true or false"),

@@ -207,6 +207,12 @@ def test_top_p_0_is_the_most_likely_token(plain: Client) -> None:
     assert plain.complete("a few", top_p=0)[0]["token_ids"] == greedy["token_ids"]
 
 
+@pytest.mark.parametrize("none", [0, -1])
+def test_a_top_k_that_leaves_out_nothing(plain: Client, none: int) -> None:
+    (all_tokens,) = plain.complete("a few", seed=1)
+    assert plain.complete("a few", seed=1, top_k=none)[0]["token_ids"] == all_tokens["token_ids"]
+
+
 @pytest.mark.parametrize(
     ("path", "change", "problem"),
     [

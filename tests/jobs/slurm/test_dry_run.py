@@ -35,7 +35,7 @@ def test_it_says_what_a_job_then_does(cluster: Cluster, tmp_path: Path) -> None:
     told = done.stdout
     assert re.search(r"--nodes=2 +the command line", told)
     assert re.search(r"--signal=B:SIGTERM@120 +the header", told)
-    assert "2 nodes x 2 tasks = world size 4, 2 GPU(s) a node" in told
+    assert "2 node(s) x 2 task(s) = world size 4, 2 GPU(s) a node" in told
     assert re.search(r"\n  SRUN_CPUS_PER_TASK=2\n", told)
     assert "sbatch --test-only says:\n  sbatch: Job " in told
     assert not (tmp_path / "a run").exists()
@@ -59,7 +59,7 @@ def test_spare_nodes(cluster: Cluster, tmp_path: Path) -> None:
     env["SBATCH_NO_KILL"] = "set"
     done = dry(cluster, tmp_path, "multinode.sh", *arguments, env=env)
     assert done.returncode == 0, done.stderr
-    assert "1 nodes x 4 tasks = world size 4" in done.stdout
+    assert "1 node(s) x 4 task(s) = world size 4" in done.stdout
     assert "up to 10 restart(s) in place, then a requeue; spare nodes: 1" in done.stdout
     assert "--nodes=1" in command(done.stdout)
 
@@ -116,7 +116,7 @@ def test_whole_nodes(cluster: Cluster, tmp_path: Path) -> None:
     env = {"SBATCH_PARTITION": "urgent", "SBATCH_TIMELIMIT": "60"}
     done = dry(cluster, tmp_path, "singlenode.sh", *arguments, "--dry-run", env=env)
     assert done.returncode == 0, done.stderr
-    assert "1 nodes x 4 tasks = world size 4, 4 GPU(s) a node, 1 CPU(s) a task" in done.stdout
+    assert "1 node(s) x 4 task(s) = world size 4, 4 GPU(s) a node, 1 CPU(s) a task" in done.stdout
     assert re.search(r"--partition=urgent +SBATCH_PARTITION", done.stdout)
     assert re.search(r"--time=60 +SBATCH_TIMELIMIT", done.stdout)
 
@@ -154,7 +154,7 @@ def test_without_a_controller(cluster: Cluster, tmp_path: Path) -> None:
     done = dry(cluster, tmp_path, "multinode.sh", *arguments, "--dry-run", *request, env=env)
     assert (done.returncode, done.stderr) == (0, "")
     assert "no Slurm controller answers here" in done.stdout
-    assert "2 nodes x 4 tasks = world size 8, 4 GPU(s) a node" in done.stdout
+    assert "2 node(s) x 4 task(s) = world size 8, 4 GPU(s) a node" in done.stdout
     assert "--gpus-per-node=4" in command(done.stdout)
     assert "PYTORCH_CUDA_ALLOC_CONF" not in done.stdout  # the trainer sets it for itself
     assert "not asked" in done.stdout.split("the command:")[1]

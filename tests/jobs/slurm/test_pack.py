@@ -99,7 +99,7 @@ def test_dry_run(cluster: Cluster, tmp_path: Path) -> None:
     words = ["2", f"{tmp_path}/a.txt", f"{tmp_path}/b.txt", "--dry-run", "--gpus-per-node=4"]
     done = cluster.run("bash", SCRIPTS / "pack.sh", *words, cwd=tmp_path, env=FAKE)
     assert done.returncode == 0, done.stderr
-    assert "1 nodes x 2 tasks = world size 2" in done.stdout
+    assert "1 node(s) x 2 task(s) = world size 2" in done.stdout
     assert "--gpus-per-node=2 " in done.stdout and " --exact --mem=0" in done.stdout
     assert not (tmp_path / "a").exists()
 

@@ -45,7 +45,7 @@ def test_a_profile(cluster: Cluster, tmp_path: Path, profile: Path) -> None:
     assert re.search(rf"--time=40 +the command line \({file} has 30\)\n", told.stdout)
     where = rf"SBATCH_GPUS_PER_NODE \({file} has 2\)"
     assert re.search(rf"--gpus-per-node=1 +{where}\n", told.stdout)
-    assert "1 nodes x 1 tasks" in told.stdout
+    assert "1 node(s) x 1 task(s)" in told.stdout
     done = script(cluster, tmp_path, *words, "--submit", **given)
     assert done.returncode == 0, done.stderr
     job = done.stdout.split()[-1]

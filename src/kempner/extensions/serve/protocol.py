@@ -217,7 +217,8 @@ def read_sampling(fields: Fields, most: int) -> Sampling:
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(one, str) for one in stop):
         raise BadRequest(f"stop = {shorten_value(stop)}: must be a string or a list of strings")
-    top_p, top_k = fields.number("top_p", 1.0, 0, 1, float), fields.number("top_k", None, 1, 2**31)
+    top_p, top_k = fields.number("top_p", 1.0, 0, 1, float), fields.number("top_k", 0, -1, 2**31)
+    top_k = top_k if top_k > 0 else None  # 0 and -1: all tokens, as in vLLM
     if top_p == 0:  # the most likely token alone, as OpenAI has it
         top_p, top_k = 1.0, 1
     sampling = Sampling(
