@@ -18,7 +18,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = (sys.executable, "-m", "pytest")
-WORKERS = ("-n", "2", "--dist", "loadfile")  # half of the time they wait for Slurm
+# Most of the time these tests wait: for time limits, requeues and hangs. A file is not one
+# worker's, because that of the pages alone takes an hour.
+WORKERS = ("-n", "4", "--dist", "worksteal")
 
 
 def find_tests(*kinds: str) -> list[str]:
