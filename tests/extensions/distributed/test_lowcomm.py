@@ -135,14 +135,15 @@ MESHES = {
     "name", [pytest.param(x, marks=pytest.mark.soak if x != "FSDP" else ()) for x in MESHES]
 )
 def test_any_mesh_within_a_replica(name: str, data_dir: Path, two: Path, tmp_path: Path) -> None:
-    """Two replicas, with AdamW: as far from those of one rank as sums in another order."""
+    """Two replicas, with AdamW: as far from those of one rank as sums in another order. Single
+    weights are further off, where a gradient is so near 0 that its sign depends on that order."""
     words, ranks = MESHES[name]
     run = finished(tmp_path / "run", data_dir, *BOTH, *words, nproc=2 * ranks)
     for ours, theirs in ((run, two), (second(run), second(two))):
         assert losses(ours) == pytest.approx(losses(theirs), rel=1e-5)
     expected = weights(two)
     for key, found in weights(run).items():
-        torch.testing.assert_close(found, expected[key], rtol=0, atol=1e-5)
+        assert (found - expected[key]).norm() <= 1e-4 * expected[key].norm(), key
     ours, theirs = records(run, "round"), records(two, "round")
     for x, y in zip(ours, theirs, strict=True):
         assert x["round_loss"] == pytest.approx(y["round_loss"], rel=1e-5)
