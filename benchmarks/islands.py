@@ -109,6 +109,7 @@ def main() -> None:
     given = parser.parse_args()
     print(f"{'fault':12} {'noticed, s':>18} {'pause, s':>18}   median (most) of {given.times}")
     for fault in FAULTS:
+        # What is sent is [2, size]: see delta() in tests/extensions/distributed/islands.py.
         found = [measure(fault, int(given.million * 5e5)) for _ in range(given.times)]
         cells = [f"{statistics.median(x):.2f} ({max(x):.2f})" for x in zip(*found, strict=True)]
         print(f"{fault:12} {cells[0]:>18} {cells[1]:>18}", flush=True)

@@ -116,8 +116,10 @@ def carry(ready: Any, count: Synchronized[int]) -> None:
         wait = max(0.0, coming[0][0] - now) if coming else 1.0
         for fd in select.select(ends, [], [], wait)[0]:
             packet, way = os.read(fd, 1 << 16), ends.index(fd)
+            # A packet waits until those before it are on the line.
             free[way] = max(free[way], time.monotonic()) + len(packet) / RATE
             order += 1
+            # `order` keeps packets that arrive at one time in their sequence.
             heapq.heappush(coming, (free[way] + DELAY_S, order, ends[1 - way], packet))
             count.value += len(packet)
         while coming and coming[0][0] <= time.monotonic():
@@ -136,6 +138,7 @@ class Link:
         self._carrier = multiprocessing.Process(target=carry, args=(ready, self.bytes), daemon=True)
         self._carrier.start()
         assert ready.wait(20), "no TUN device: this needs root, and /dev/net/tun"
+        # Only now: the devices exist once the carrier has made them.
         for number, name in enumerate(NAMES, 1):
             inside = f"ip netns exec {name} ip"
             sh(f"{inside} link set lo up")

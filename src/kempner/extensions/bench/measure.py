@@ -50,6 +50,8 @@ BENCH_FIGURES = {
     "peak memory, GiB": ".2f",
     "publish, s": ".3f",  # of rl.py
 }
+# In the message of torch: Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of
+# which 1.20 GiB is free.
 FREED = re.compile(r"Tried to allocate ([\d.]+) (\w+).*? of which ([\d.]+) (\w+) is free", re.S)
 BYTE_UNITS = {"bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
 

@@ -79,6 +79,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         scores: dict[int, tuple[float, bool]] = {}
         for start in range(0, len(order), self.batch):
             numbers = order[start : start + self.batch]
+            # One more than the window: the last token is only a target.
             rows = [[*pairs[i][0], *pairs[i][1]][-self.window - 1 :] for i in numbers]
             width = whole_blocks(len(rows[0]) - 1, self.window)
             # padded behind: what comes later changes nothing in a causal model

@@ -24,6 +24,7 @@ class Uniforms:
     """
 
     def __init__(self, sampling: Sampling, number: int) -> None:
+        # A plain sum would give neighbouring seeds the numbers of each other's texts.
         self._seed = (sampling.seed * 1_000_003 + number) % 2**63
         self._generator: torch.Generator | None = None
         self._drawn: list[float] = []

@@ -112,6 +112,7 @@ def merged_adapter(checkpoint: Path, manifest: dict[str, Any]) -> Iterator[Calla
 
 def adapter_names(cfg: ModelConfig, lora: Lora) -> list[str]:
     """List the prefixes of weight, lora_a and lora_b: `blocks.0.attention.wq.` and so on."""
+    # w1 to w3 are the feed-forward layer's, wq to wo attention's.
     matrices = [
         f"{'ffn' if '1' <= name[1] <= '3' else 'attention'}.{name}." for name in lora["targets"]
     ]

@@ -77,6 +77,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str, shard_bytes: int)
         )
         names = tensor_names(cfg, kind)
         _write_tensors(unfinished, _Reader(checkpoint, names, torch_dtype), names, shard_bytes)
+        # After all files: what has the mark is unfinished, and a later export removes it.
         (unfinished / MARK_FILE).unlink()
         fsync(unfinished)
         if unfinished != out:
@@ -180,6 +181,7 @@ def _write_tensors(out: Path, reader: _Reader, names: dict[str, str], shard_byte
     shards = list(_groups(reader.sizes, shard_bytes))
     files: dict[str, str] = {}
     with ThreadPoolExecutor(1) as writer:
+        # Done at once: the first part has no write before it.
         pending: Future[object] = writer.submit(bool)
         for number, shard in enumerate(shards, 1):
             file = SINGLE
@@ -193,6 +195,7 @@ def _write_tensors(out: Path, reader: _Reader, names: dict[str, str], shard_byte
         pending.result()
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(reader.sizes.values())}, "weight_map": files}
+        # Last: readers look for it first.
         write_json(out / INDEX_FILE, index)
 
 

@@ -59,6 +59,7 @@ class Stored:
                 self.places |= _places(directory / file)
             if absent := sorted(set(index) - set(self._files)):
                 raise ConfigError(f"{directory / INDEX_FILE}: {_some(absent)} in none of its files")
+            # All are sound: from here on they stay open.
             self._open = files.pop_all()
 
     def __enter__(self) -> Stored:

@@ -69,6 +69,7 @@ def product_flops(cfg: RunConfig, axes: Axes, tokens: float, share: float) -> fl
     model, frozen, each = cfg.model, cfg.lora.rank > 0, flops_per_weight(cfg)
     blocks = model.flops_per_token(cfg.train.seq_len, frozen, keys=0.0)
     blocks -= each * model.vocab_size * model.dim
+    # The forward pass has 2 of 6 operations, or of 4 where the weights are frozen.
     again = 1 + recomputed_share(cfg, "products") / (2 if frozen else 3)
     experts = each * expert_weights(cfg) * again
     side, pass_tokens = product_side(cfg, axes), tokens_of_pass(cfg, axes)
@@ -201,8 +202,10 @@ def weight_copy_bytes(cfg: RunConfig, axes: Axes, passes: float) -> float:
     how, n = cfg.distributed, axes.shard * axes.cp
     if is_alone(axes, how):
         copies = 0.0 if cfg.train.weights == "bf16" else 6.0
+        # 6 + 10 (passes - 1).
         each = 0.0 if cfg.lora.rank else copies + 10 * passes - 4
         return each * whole_model(cfg, axes)
+    # To gather: of the whole 2 bytes are read and 2 written, of this part 4 and 2.
     gather, reduce = 4 + 6 / n, 6 + 20 / n
     gather -= (2 + 1 / n) * fp8_gathered(cfg, axes) / whole_model(cfg, axes)  # half the bytes
     often = 1.0 if how.sync_once or not how.reshard_after_forward else 2.0

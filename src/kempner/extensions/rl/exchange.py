@@ -122,6 +122,7 @@ class RolloutExchange:
         """Return the newest version that is published."""
         if not self.weights.is_dir():
             return None
+        # Numbers have leading zeros: sorted as texts they are in order.
         manifests = sorted(self.weights.glob("v*/manifest.json"))
         return int(manifests[-1].parent.name[1:]) if manifests else None
 

@@ -202,6 +202,7 @@ class Worker:
             cause = repr(error)
             # A failed pass leaves the cache in an unknown state.
             self.texts.engine.clear()
+            # Texts that still wait were not in the pass.
             failures = [text for text in self._jobs if text not in self.texts.waiting]
             why = "the engine has failed; see its log"
         for job in {self._jobs[text] for text in failures if text in self._jobs}:
@@ -233,6 +234,7 @@ class Worker:
                 answer.set_result(action())
             except Exception as error:  # of the caller
                 answer.set_exception(error)
+            # After the first one, only those that are there already: texts go on.
             idle = False
 
     def _take(self, request: Asked, job: CompletionJob) -> None:
@@ -284,6 +286,7 @@ class Worker:
             self._refuse_all(self.broken)
             raise Unavailable(self.broken) from None
         self.broken = ""
+        # Keys and values of the old weights are worth nothing.
         self.texts.read_again()
         engine.version = version
         return version

@@ -79,6 +79,7 @@ def _look(
         state = CANCELLED_STATE
     elif not run.attempts and not is_refused:
         state = RunState("killed", f"job {task} ended before the run began", attention=True)
+    # Whatever its files say: a second array would be a second job of the run.
     if any(point.name in each.points for each in journal.open):
         state = RunState("unknown", "Slurm has not said whether it took the job")
     submissions = journal.of(point.name)

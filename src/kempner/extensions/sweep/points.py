@@ -67,6 +67,7 @@ def expand_points(sweep: Sweep) -> list[SweepPoint]:
         raise ConfigError(f"{sweep.file}: no combination fulfils all conditions of where")
     by_hash: dict[str, SweepPoint] = {}
     for point in points:
+        # By the hash alone: names have variables, too, which need not change the configuration.
         other = by_hash.setdefault(point.name.rpartition("-")[2], point)
         if other is not point:
             first, second = (describe_point(sweep, each) for each in (other, point))

@@ -123,6 +123,7 @@ def tune(command: Command, cfg: RunConfig, options: TuneOptions, stop: StopReque
     if world.rank:
         return orders.follow(stop.wants_to_leave)
     print_warnings(cfg)
+    # What the other ranks end with where this one raises ConfigError.
     code = 2
     try:
         code = _lead(command, cfg, options, stop, world, orders)

@@ -52,6 +52,7 @@ class TuneJournal:
                 self.spent += result.wall
                 name = f"{line['overrides']}{line['rung']}"
                 killed[name] += result.killed
+                # Killed twice, it counts as a failure, but never for the configuration itself.
                 if not result.killed or (line["overrides"] and killed[name] > 1):
                     self.results.append((line["overrides"], line["rung"], result))
 

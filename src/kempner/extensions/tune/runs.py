@@ -88,11 +88,13 @@ class Orders:
         names = [os.environ.get(variable, "") for variable in START_VARIABLES]
         local = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's, which may repeat the names
         if local is not None and local == os.environ.get("WORLD_SIZE"):
+            # On one host all ranks are children of the same torchrun.
             names.append(str(os.getppid()))
         name = re.sub(r"\W+", "_", "-".join(names)).strip("_")
         self.folder, self._number = folder / "orders" / (name or "alone"), 0
 
     def post(self, order: dict[str, Any]) -> None:
+        # Not in __init__: the other ranks make an Orders, too, perhaps after the first order.
         if not self._number:  # what an earlier start of the same name has left
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
@@ -166,6 +168,7 @@ class Runs:
         words = trial_of(self._command, overrides, run_dir, warmup, steps).words
         order = {"words": words, "run_dir": str(run_dir), "number": number, "seconds": limit}
         log, began = run_dir.with_suffix(".out"), time.monotonic()
+        # Before its own run: the processes of all ranks meet in it.
         self._orders.post(order)
         with open(log, "w") as out:
             code = run_trial(order, out, self._beat)

@@ -100,6 +100,7 @@ def shorter_batch(cfg: RunConfig, ranks: int, per_node: int, machine: RankDevice
     passes = train.sequences // unit
     if train.sequences % unit or passes < 4:
         return None
+    # The fewest passes, from 2 on, of which the whole step is a multiple.
     return unit * next(n for n in range(2, passes + 1) if passes % n == 0)
 
 
@@ -167,6 +168,7 @@ class Space:
         """List the meshes that pass the checks, the fastest by the planner's estimate first."""
         allowed = [mesh for mesh in mesh_choices(self._ranks) if self.is_allowed(mesh)]
         if len(allowed) > MESHES:
+            # Of a device that is not known only the order of the meshes is wanted.
             spec = self.machine.spec or GPUS["H100"]
             allowed.sort(key=lambda mesh: self._seconds(mesh, spec))
         return allowed[:MESHES]
@@ -253,6 +255,7 @@ class Space:
         near = list(found.values())
         if spec := self.machine.spec:
             here = self._seconds(overrides, spec)
+            # In tenths: the sort is stable, and among equals the order of the axes stays.
             near.sort(key=lambda other: round(self._seconds(other, spec) / here, 1))
         return near
 

@@ -110,6 +110,7 @@ class Flight:
     def add(self, opened: socket.socket) -> None:
         with self._lock:
             self._sockets.add(opened)
+            # cancel() came before this connection was opened, and has not closed it.
             if self.cancelled:
                 shut_socket(opened)
 
@@ -210,6 +211,7 @@ class KitEngine:
         # Afterwards: another run may have given it weights meanwhile.
         self._own(answer.get("run", ""))
         try:
+            # In the order of the samples' numbers, from which their seeds follow.
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
             texts = [
                 Completion(
@@ -228,6 +230,7 @@ class KitEngine:
 
     def alive(self) -> None:
         code, _ = self._exchange("/health", None, ENGINE_HEARTBEAT_S)
+        # Not through _ask(): 503 is an answer, too.
         if code not in self.living:
             raise Lost(f"/health: {code}")
 
@@ -465,6 +468,7 @@ class VllmEngine(KitEngine):
         if "path" not in body:
             raise Rejected("vLLM takes weights from files alone")
         reload = {"method": "reload_weights", "kwargs": {"weights_path": body["path"]}}
+        # No step of the model may run on weights that are read by half.
         self._do("/pause?mode=keep", {})
         try:
             # If the next call fails the weights are neither the old ones nor the new ones.
@@ -474,6 +478,7 @@ class VllmEngine(KitEngine):
             new = f"{body['version']}@{self._run}" if self._run else f"{body['version']}"
             self._do("/update_weight_version", {"new_version": new})
         finally:
+            # Also after an error: a paused engine would never answer the requests that it has.
             self._do("/resume", {})
         return int(body["version"])
 
@@ -491,6 +496,7 @@ class VllmEngine(KitEngine):
         answer = self._ask("/inference/v1/generate", body, SCORE_S)
         try:
             (version,) = self._versions(answer["choices"][0]["weight_versions"])  # of its token
+            # The first token has no log-probability: nothing is before it.
             entries = zip(tokens[1:], answer["prompt_logprobs"][1:], strict=True)
             logprobs = [float(entry[str(token)]["logprob"]) for token, entry in entries]
             return Scores(logprobs, version)

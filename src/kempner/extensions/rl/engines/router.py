@@ -113,6 +113,7 @@ class Router:
                 flight.begin(member.version)
                 found = engine.complete(prompts, n, sampling, flight)
             except Busy:
+                # The place is given back after the pause; Busy is no failure of the request.
                 time.sleep(BUSY_S)
                 continue
             except Lost as error:
@@ -148,6 +149,7 @@ class Router:
         others."""
         waiter = Waiter(size, least, threading.Condition(self._change))
         with self._change:
+            # A new batch cannot begin before the slowest request of the old one has ended.
             (self._waiting.appendleft if again else self._waiting.append)(waiter)
             self._hand_out()
             while waiter.member is None:
@@ -165,6 +167,7 @@ class Router:
             for waiter in self._waiting:
                 waiter.given.notify()
             return
+        # Samples that end early free their slots: on average a slot holds 1 / held of them.
         capacity = self._slots / self._held + self._queued
         alive = [each for each in self._members.values() if each.alive]
         room = any(each.load == 0 or each.load < capacity for each in alive)
@@ -177,6 +180,7 @@ class Router:
             elif waiter.choose(alive, capacity) is None:
                 rest.append(waiter)
                 refused.append(waiter)
+        # In front of those that were not looked at, in their order.
         self._waiting.extendleft(reversed(rest))
 
     def _learn(self, lengths: Sequence[int]) -> None:
@@ -281,6 +285,7 @@ class Router:
 
     def _beat(self, member: Member) -> None:
         with self._change:
+            # Noted before the question: an answer about an earlier life says nothing of this one.
             engine, life = member.engine, member.life
             before = member.version, member.updating
         try:
@@ -298,6 +303,7 @@ class Router:
         except (Lost, Rejected) as error:
             with self._change:
                 member.misses += 1
+                # Only a timeout may be due to its load; a refused connection means that it is gone.
                 over = member.misses >= HEARTBEAT_MISSES or "timed out" not in str(error)
             if over:
                 self._lose(member, life, str(error))
@@ -359,6 +365,7 @@ class Router:
             elif problem and target == self._target[0]:
                 self._say(f"{member.name} at {engine.url} refuses weights {target}: {problem}")
                 member.refused += 1
+                # The fault is the engine's own where another engine has taken these weights.
                 taken = any(each.version >= target for each in self._members.values())
                 if member.refused >= UPDATE_TRIES and not taken:
                     self._failure = Rejected(f"{member.name} refuses weights {target}: {problem}")
@@ -378,5 +385,6 @@ class Router:
             member.life += 1
             engine = member.engine
             self._hand_out()
+        # Outside of the lock, which the threads that it wakes will want.
         if cut:
             engine.abort()

@@ -146,6 +146,8 @@ class ModelProgram(run_program.Peer):
         self._answers, ours = os.pipe()
         with limits.own_processes():
             self._process = subprocess.Popen(
+                # -I: no PYTHON* variable, user's package or current directory changes what it
+                # imports.
                 [sys.executable, "-I", run_program.__file__, str(theirs), str(ours)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -169,7 +171,9 @@ class ModelProgram(run_program.Peer):
         cannot be sent."""
         self._failed, self._unfit = False, None
         tree = ast.parse(tests.source)
+        # Otherwise the tests would have the `annotations` future of this module.
         code = compile(tree, "tests", "exec", dont_inherit=True)
+        # Tests may use modules without importing them, as in math.pi.
         parts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
         modules = {node.id for node in parts if isinstance(node, ast.Name)} & MODULES.keys()
         try:
@@ -252,6 +256,7 @@ class ModelProgram(run_program.Peer):
         by_tests = by_tests and kind._kind_.judges
         if (number, by_tests) not in self._objects:
             new: Any = kind.__new__(kind, *base)  # type: ignore[arg-type]
+            # StandIn.__setattr__() would ask the program.
             object.__setattr__(new, "_self_", (number, base, by_tests))
             self._objects[number, by_tests] = new
         return self._objects[number, by_tests]

@@ -16,6 +16,7 @@ from kempner.extensions.rl.environments.protocol import Environment, Task
 
 DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)"  # commas stand before groups of three, or are no part of it
 NUMBER_PATTERN = re.compile(rf"-?\$?{DIGITS}(?:\.\d+)?(?:[eE][+-]?\d+|/\d+)?")
+# Two digits of an exponent: the Fraction of 1e999999999 has a billion digits.
 WHOLE = re.compile(rf"[+-]?{DIGITS}?(?:\.\d*)?(?:[eE][+-]?\d{{1,2}}|/\d+)?")
 DIGIT_GROUPS = re.compile(r"(?<![\d.])(\d{1,3})((?: \d{3})+)(?!\d)")
 ANSWER_MARK = re.compile(r"####\s*(.+)")
@@ -62,6 +63,7 @@ class Qa(Environment):
             )
         number = number_value(reply or "")
         if reply is not None and number is None:
+            # A marked answer that is more than a number must not count for the last number in it.
             bare = UNIT_PATTERN.sub("", reply).strip()
             if bare.startswith(("(", "[", "{", "\\{")):  # a pair, an interval, a set
                 return 0.0
@@ -165,6 +167,7 @@ def read_rows(
     rows = []
     path = Path(file).expanduser()
     try:
+        # Not splitlines(), which also ends a line at the U+2028 that JSON may hold.
         lines = path.read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from None

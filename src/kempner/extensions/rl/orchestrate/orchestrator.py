@@ -96,6 +96,7 @@ class Orchestrator:
         self._data_ranks, self._step = start.data_ranks, start.step
         self._log = SampleLog(Path(self._cfg.run.dir), start.step, self._say)
         if self._cfg.of(RlConfig).eval_interval:
+            # An attempt that got further than the checkpoint has evaluated weights that are lost.
             done = results.evaluated_steps(Path(self._cfg.run.dir))
             self._evaluated = max((each for each in done if each <= start.step), default=-1)
         if start.state is not None:
@@ -134,6 +135,7 @@ class Orchestrator:
             self._tidy()
             return
         self._newest = newest
+        # Before anything else: engines take the version while this thread tidies up.
         self._router.offer(newest, self._exchange.update(newest))
         # These weights have learned from them: no rank reads these batches again.
         for step in range(newest, 0, -1):
@@ -253,6 +255,7 @@ class Orchestrator:
         try:
             flight, result = self._come.get(timeout=VERSION_POLL_S)
             while True:
+                # _cancel() has put the task of a cancelled one back in line.
                 if not flight.cancelled:
                     if isinstance(result, Exception):
                         raise result
@@ -278,6 +281,7 @@ class Orchestrator:
         metrics = reward_figures(come, groups, self._step, stale, self._cancelled)
         metrics |= self._router.figures() | self._mismatch.take()
         self._cancelled = 0
+        # Before _state(): tasks whose groups are dropped here belong to this step's checkpoint.
         self._cancel()
         arrays = packing.pack_batch(
             [each.sample for group in groups for each in group.scored],
@@ -293,6 +297,7 @@ class Orchestrator:
 
         def write() -> None:
             packing.write_rank_files(self._exchange.rollouts(batch.step), arrays)
+            # Last: the trainer reads the rank files as soon as it sees the batch.
             self._exchange.hand_over(batch)
 
         self._write(f"batch of step {self._step}", write)
@@ -304,6 +309,7 @@ class Orchestrator:
         """Write, and retry on a full disk, which may be cleared: samples are not thrown away at
         once."""
         until, waits = time.monotonic() + DISK_S, False
+        # One wait, then all that has come meanwhile.
         while True:
             try:
                 write()

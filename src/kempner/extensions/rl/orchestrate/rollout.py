@@ -107,6 +107,7 @@ class RolloutSampler:
         while going:
             turn_sampling = replace(sampling, seed=seed_of(self._seed, place, turn))
             if turn == 0:
+                # One prompt with many samples: the engine reads it once for all of them.
                 texts = self._router.ask([prompt], count, turn_sampling, least, flight)[0]
             else:
                 tokens = [talk.tokens for talk in going]
@@ -115,6 +116,7 @@ class RolloutSampler:
                 ]
             for talk, text in zip(going, texts, strict=True):
                 talk.say(text, self._writer.text(text.token_ids))
+            # A turn that was cut at max_tokens gets no reply.
             going = [talk for talk in going if talk.open]
             going = self._replies(env, task, going, why)
             turn += 1

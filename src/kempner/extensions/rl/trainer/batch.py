@@ -75,6 +75,7 @@ def micro_batches(
             logprobs=part["logprobs"],
             advantages=part["advantages"],
             fresh=part["fresh"],
+            # The probe is a sample of the first row, which is in the first micro-batch.
             own=None if at else own,
         )
         yield batch._map(lambda tensor: tensor.pin_memory()) if pin else batch

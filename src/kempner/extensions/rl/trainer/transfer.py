@@ -73,6 +73,7 @@ def pieces_of_rank(table: Table, rank: int) -> list[TransferPiece]:
     """List the pieces that a rank sends: what it would write, but small tensors, which each rank
     has, are sent by one."""
     chunks = (TransferPiece(*chunk) for chunk in chunks_of(table, rank))
+    # In a checkpoint each rank writes them; an engine wants them once.
     first = {name for name, spec in table.items() if spec.everywhere and rank > 0}
     return [piece for piece in chunks if piece.elements and piece.name not in first]
 
@@ -152,6 +153,7 @@ def receive_weights(model: Decoder, manifest: Mapping[str, Any], token: str) -> 
     senders = range(len(manifest["senders"]))
     try:
         with ThreadPoolExecutor(min(SENDERS, len(senders))) as pool:
+            # list(): map() raises an error only where its result is taken.
             list(pool.map(read_from, senders))
     except OSError as error:
         # Some weights may be overwritten: the model is neither the old one nor the new one.
@@ -201,6 +203,7 @@ class DirectPublisher:
         weights; one that is offered already stays."""
         if version == self._offer.version:
             return
+        # Before the next copy is made: the host needs room for one version only.
         self._offer.withdraw()
         if self._first or version == self._last:
             self._first = False
@@ -209,6 +212,7 @@ class DirectPublisher:
         parameters = parameter_names(self._model)
         table = make_table(parameters, {}, self._ranks.size)
         parts = pack_buckets(parameters, table, self._ranks.rank, self._dtype)
+        # An engine that has read the manifest asks every rank: all must offer before it is written.
         self._ranks.on_all(lambda: self._offer.make(version, parts))
         count = sum(math.prod(spec.shape) for spec in table.values())
         facts = {
@@ -277,6 +281,7 @@ class Offer:
         with self._changed:
             self.version = None
             self._changed.wait_for(lambda: self._sending == 0, TIMEOUT_S)
+            # A client that is still reading has a reference of its own.
             self._parts = []
 
     def _listen(self) -> None:

@@ -174,6 +174,7 @@ class Peer:
         def items(values: Iterable[Any]) -> list[Any]:
             values = list(values)
             kinds = set(map(type, values))
+            # A list of plain values is JSON as it is; most are, and large.
             if kinds <= SMALL_TYPES or (
                 kinds == {int} and -LARGE < min(values) <= max(values) < LARGE
             ):
@@ -230,6 +231,7 @@ class Peer:
             new = array_of_text(*payload) if key == "numpy.ndarray" else import_name(key)()
             self.shared.append(new)
             self.places[id(new)] = place
+        # The message may come from a program that lies about what it was handed.
         if type(self.shared[place]) is not import_name(key):
             raise TypeError(key)
         return self.shared[place]
@@ -354,6 +356,7 @@ class ProgramPeer(Peer):
         return getattr(self, what)(*arguments)
 
     def run(self, source: str) -> None:
+        # Without the `annotations` future of this file.
         exec(compile(source, "program.py", "exec", dont_inherit=True), self.module.__dict__)
 
     def name(self, name: str) -> Any:
