@@ -126,6 +126,7 @@ def read_whole(path: Path) -> dict[str, str] | None:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         size = os.fstat(file.fileno()).st_size
+        # {} is the shortest header.
         if not 2 <= length <= size:
             return None
         try:

@@ -133,6 +133,7 @@ def run_variant(
     process = subprocess.Popen(command, env=env, **popen)
     while True:
         try:
+            # Once a second: that another rank has failed is only seen in a file.
             return process.wait(min(1.0, max(end - time.monotonic(), 0.01)))
         except subprocess.TimeoutExpired:
             if time.monotonic() >= end:
@@ -150,6 +151,7 @@ def run_variant(
 def _failed(status: Path, since: float) -> bool:
     try:
         return (
+            # An earlier measurement in this directory may have left one.
             status.stat().st_mtime > since and json.loads(status.read_text())["state"] == "failed"
         )
     except (OSError, ValueError):

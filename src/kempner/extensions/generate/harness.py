@@ -52,6 +52,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return self._score([(self._begun(context), rest) for _, context, rest in requests])
 
     def _begun(self, context: list[int]) -> list[int]:
+        # Where a task has no context the harness gives this token itself.
         return context if context == [self.prefix_token_id] else [*self.begin, *context]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: object) -> list[float]:

@@ -101,6 +101,7 @@ def _clear(unfinished: Path, out: Path) -> None:
     if unfinished != out:
         shutil.rmtree(unfinished, ignore_errors=True)
         return
+    # Names that an export writes, and no others: the directory is the user's.
     for path in out.iterdir():
         if any(
             fnmatch(path.name, pattern) for pattern in (*CARRIED, "model*.safetensors*", MARK_FILE)

@@ -210,6 +210,7 @@ def activation_bytes(
         # To the experts and back, in the forward and in the backward pass.
         count = 2 * often * len(model.mixtures) / axes.pp
         group = Group.of(n, axes.tp, per_node)
+        # Rows for experts of the same node do not leave it.
         far = (n - group.ways) / n if group.nodes > 1 else (n - 1) / n  # of the tokens
         size = count * stream * model.experts_per_token * buffer_share(cfg) * far
         group = group._replace(ways=1)  # each token takes the link of its own rank
@@ -220,6 +221,7 @@ def activation_bytes(
         sent = group.traffic(
             "pipeline: activations", 2 * stages * stream / axes.tp, True, 2 * stages * passes
         )
+        # A stage sends to the next one alone.
         traffic.append(sent._replace(nodes=min(2, group.nodes)))
     return traffic
 

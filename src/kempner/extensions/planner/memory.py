@@ -110,6 +110,7 @@ def weight_bytes(cfg: RunConfig, axes: Axes, gpu: bool) -> dict[str, float]:
     width = 2 if cfg.train.weights == "bf16" else FP32
     if cfg.lora.rank:
         adapters = FP32 * trained_elements(cfg)
+        # The base is frozen in bf16 (parallel/lora.py).
         state = {"weights": 2 * count + adapters, "gradients": adapters}
     else:
         state = {"weights": width * count, "gradients": width * count}

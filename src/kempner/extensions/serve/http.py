@@ -323,6 +323,7 @@ class Handler(BaseHTTPRequestHandler):
         fields = Fields(body)
         manifest = fields.take("manifest")
         path = fields.text("path") if manifest is None else ""
+        # Above 2**53 a number of JSON need not be exact.
         version = fields.number("version", None, 0, 2**53)
         run = fields.text("run", "")
         fields.end()
@@ -376,6 +377,7 @@ class Handler(BaseHTTPRequestHandler):
                 request, job, CompletionResponse(request, model, worker.pieces)
             )
         except (ClientGone, OSError):
+            # Its texts would go on in slots, and nobody waits for them.
             with contextlib.suppress(Unavailable):
                 worker.drop(job)
             raise

@@ -282,6 +282,7 @@ class Worker:
         except LeaseRefused:
             raise
         except Exception as error:
+            # The model may have some of the new tensors and some of the old ones.
             self.broken = f"no weights are loaded: those of {source} could not be read ({error})"
             self._refuse_all(self.broken)
             raise Unavailable(self.broken) from None

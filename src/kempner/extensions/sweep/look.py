@@ -45,6 +45,7 @@ def look_at_points(
     statuses = [
         _look(point, journal, jobs, None if whole else METRICS_TAIL_BYTES) for point in points
     ]
+    # sacct may be slow, or have no database: it is asked where nothing else is known.
     unknown = [
         status
         for status in statuses

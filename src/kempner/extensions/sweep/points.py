@@ -119,6 +119,7 @@ def make_point(sweep: Sweep, base: RunConfig, combination: PointValues) -> Sweep
     try:
         for name, rule in sweep.rules.items():
             point_values[name] = variables[name] = _converted(name, rule.value(variables))
+            # A later rule may read it.
             if name.startswith("model."):
                 variables["parameters"] = _parameters(variables)
         if not all(condition.value(variables) for condition in sweep.where):
@@ -148,6 +149,7 @@ def make_point(sweep: Sweep, base: RunConfig, combination: PointValues) -> Sweep
             "point whenever another has ended; leave it out"
         )
     try:
+        # On a run's own way, so that a point is refused for what its run would be.
         cfg = load_config(sweep.bases[combination["base"]], words)
     except ConfigError as error:
         raise ConfigError(error.problems, problems) from None

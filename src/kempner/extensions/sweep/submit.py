@@ -264,6 +264,7 @@ def find_job(journal: Journal, submission: Submission) -> str | None:
     run_events = [
         event for run in runs for event in event_reader.read_events(run / "attempts.jsonl")
     ]
+    # Runs that began after the intent: earlier ones belong to another array.
     since = [e.job.partition("_")[0] for e in run_events if e.job and e.time > submission.time]
     return next(iter([*jobs, *since]), "")
 

@@ -38,6 +38,7 @@ class TuneJournal:
         self._file, self._subject = LineFile(path), subject
         self.runs: int = sum(line.get("event") == "start" for line in lines)  # of all subjects
         if lines and lines[-1].get("event") == "start":  # killed in a run
+            # Up to the last beat: nobody knows how long it lived after it.
             cut = {**lines[-1], "event": "cut", "wall": max(lived - lines[-1]["time"], 0.0)}
             self._append(cut)
             lines.append(cut)

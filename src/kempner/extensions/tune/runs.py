@@ -68,6 +68,7 @@ def trial_of(
     if cfg.data.document_mask and cfg.of(BenchConfig).data == "fake":
         words.append("--bench.length=variable")  # rows are packed in the run, too
         cfg = load_config(command.files, words)
+    # These follow from the configuration, and are then checked with it.
     words += bench_overrides(cfg, str(run_dir))
     cfg = load_config(command.files, words)
     return Variant(" ".join(changes), [*command.files, *words], cfg)
@@ -181,6 +182,7 @@ class Runs:
             self._journal.cut(overrides, rung, wall)
             raise
         self._journal.end(overrides, rung, result)
+        # A run that has failed stays, to be read.
         if code == 0:
             shutil.rmtree(run_dir, ignore_errors=True)
             log.unlink(missing_ok=True)
@@ -231,6 +233,7 @@ def _failure(
     if wall >= limit:
         return Measurement(failed=f"took over {limit:.0f} s", wall=wall)
     faults = event_reader.read_kind(run_dir / "attempts.jsonl", events.FaultEvent)
+    # A rank that has only lost its peer says nothing about the candidate.
     own = [fault for fault in faults if not fault.lost_peer]
     if not own and (peer_killed or code == -signal.SIGKILL):
         return Measurement(failed=KILLED, killed=True, wall=wall)

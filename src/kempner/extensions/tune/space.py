@@ -191,9 +191,11 @@ class Space:
     def canonical(self, overrides: Mapping[str, Any]) -> Overrides:
         """Return the same candidate with its real changes alone, sorted."""
         changes = dict(overrides)
+        # Without compilation the scope has no effect: one candidate must have one name.
         if changes.get("train.compile") is False:
             changes["train.compile_scope"] = "block"
         changes = lever_changes(self.cfg, changes, self._ranks, self._near)
+        # A size that equals the whole share is the configuration itself.
         if self.cfg.train.micro_batch is None and changes.get("train.micro_batch"):
             train = replace(self.cfg.train, micro_batch=None)
             try:

@@ -395,6 +395,7 @@ class VllmEngine(KitEngine):
             "logprobs": 0,
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
+            # 0 are all tokens for vLLM.
             "top_k": sampling.top_k or 0,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
@@ -429,6 +430,7 @@ class VllmEngine(KitEngine):
             return list(pool.map(one, prompts))
 
     def version(self) -> int | None:
+        # First, with its short limit: the core may take long to answer what comes next.
         self.alive()
         if not self._probed:
             missing = ROUTES - set(self._ask("/openapi.json", None, VERSION_S).get("paths", ()))
@@ -520,6 +522,7 @@ def _read(path: str, code: int, text: bytes) -> dict[str, Any]:
         why = text[:200].decode(errors="replace")
     if code == 503:
         raise Busy(why)
+    # Of a Lease: serve/http.py and vllm_engine.py answer so.
     if code == 409:
         raise EngineLeased(why)
     if code in (400, 422):

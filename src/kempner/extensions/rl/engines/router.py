@@ -170,6 +170,7 @@ class Router:
         # Samples that end early free their slots: on average a slot holds 1 / held of them.
         capacity = self._slots / self._held + self._queued
         alive = [each for each in self._members.values() if each.alive]
+        # Without room nobody needs to be looked at, and thousands may wait.
         room = any(each.load == 0 or each.load < capacity for each in alive)
         rest: deque[Waiter] = deque()
         refused: list[Waiter] = []  # whoever asks for as much, or more, gets none either
@@ -248,6 +249,7 @@ class Router:
             for name, url in self._find().items():
                 member = self._members.get(name)
                 if member is None:
+                    # Before the member is there: whoever finds it sets this event.
                     self._wake[name] = threading.Event()
                     member = Member(name, self._make(url), trusted=self._patience is None)
                     with self._change:
@@ -323,6 +325,7 @@ class Router:
         """Record that an engine is alive, with this version; `before`: its version when it was
         asked, and whether it was taking another one."""
         with self._change:
+            # It is under another URL meanwhile: this answer was of its old process.
             if self._closed or member.engine is not engine:
                 return
             if not member.alive:
@@ -380,6 +383,7 @@ class Router:
                 self._say(f"{member.name} at {member.engine.url} is lost: {why}")
             member.account()
             member.alive, member.version, member.why = False, -1, why
+            # Engines that others have started may come back with any weights.
             member.trusted = self._patience is None
             # Requests and updates of the old life must not change the new one.
             member.life += 1

@@ -71,6 +71,7 @@ class Allowed:
             await self.app(scope, receive, send)
         elif not allowed:
             if scope["type"] == "websocket":
+                # 1008: policy violation (RFC 6455).
                 await send({"type": "websocket.close", "code": 1008})
             else:
                 await refuse_request(send, 401, "give the token of this engine: " + BEARER)

@@ -131,6 +131,7 @@ class ModelProgram(run_program.Peer):
     """A program in a process of its own, as tests see it. They run in this process: expected values
     and verdicts are out of the program's reach."""
 
+    # Over and NotPlain, which end the tests, pass.
     caught = Exception
 
     def __init__(self, source: str, seconds: float) -> None:
@@ -346,6 +347,7 @@ class StandInType(type):
     _kind_: Any
 
     def __new__(cls, name: str, bases: Any, space: dict[str, Any]) -> StandInType:
+        # A class statement of the tests, with a base that is the program's.
         if bases and "_kind_" not in space:
             program = next(each for each in bases if isinstance(each, cls))._kind_.program
             program._unfit = NotPlain("no class of theirs derives from one of a program")
@@ -357,6 +359,7 @@ class StandInType(type):
         return program.made(program.ask("__call__", cls, *arguments, **keywords))
 
     def __getattr__(cls, name: str) -> Any:
+        # StandIn itself, which no program has.
         if cls.__dict__.get("_kind_") is None:
             raise AttributeError(name)
         return cls._kind_.program.attribute(cls, name)
@@ -376,6 +379,7 @@ class StandInType(type):
     def __getitem__(cls, key: Any) -> Any:
         return cls._kind_.program.ask("__getitem__", cls, key)
 
+    # Otherwise Python would ask __len__() whether a class is true.
     def __bool__(cls) -> bool:
         return True
 

@@ -96,6 +96,7 @@ def boxed_answer(text: str) -> str | None:
 def number_value(text: str) -> Fraction | None:
     """Parse a number as people write it: $1,000.50, 1e3, 3/4, \\frac{3}{4}, 12%, 5 \\text{ cm}^2,
     10{,}000, 3\\frac{1}{2}."""
+    # LaTeX writes a comma between digits as {,}, which leaves no space after it.
     text = UNIT_PATTERN.sub("", text.translate(SIGN_TABLE).replace("{,}", ","))
     if mixed := MIXED.fullmatch(text.strip(" $.")):
         sign, whole, *parts = mixed.groups("")

@@ -292,6 +292,7 @@ class Orchestrator:
             self._cfg.train.micro_batch or 1,
         )
         tokens = packing.tokens_that_count(arrays)
+        # Without a sample of the newest weights the mismatch is measured apart: mismatch.py.
         newest = max(each.oldest for group in groups for each in group.scored)
         batch = Batch(self._step, tokens, metrics, self._state(), scored=newest < self._step - 1)
 

@@ -69,6 +69,7 @@ def micro_batches(
     for at in range(0, count, rows or count):
         part = {name: tensor[at : at + (rows or count)] for name, tensor in arrays.items()}
         batch = Rollouts(
+            # The files have int32, half of the bytes; an embedding takes int64.
             part["inputs"].long(),
             part["targets"].long(),
             Documents.of(part["documents"], reset_positions=True),

@@ -290,6 +290,7 @@ class Offer:
         while True:
             arrivals.poll()
             for link in self._entrance.take():
+                # A client that stands still keeps the memory of a version that was withdrawn.
                 link.settimeout(TIMEOUT_S)
                 threading.Thread(target=self._answer, args=(link,), daemon=True).start()
 
