@@ -111,7 +111,7 @@ def pinned_rate() -> float:
     size = 1 << 28
     memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
     cuda = torch.cuda.cudart()
-    # As the checkpoint does: memory of mmap() that is pinned afterwards, not pin_memory().
+    # The checkpoint's buffer is pinned like this: memory of mmap(), not of pin_memory().
     torch.cuda.check_error(int(cuda.cudaHostRegister(memory.data_ptr(), size, 0)))
     source = torch.ones(size, dtype=torch.uint8, device="cuda")
     # The first copy also pays for what the driver sets up.

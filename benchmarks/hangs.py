@@ -65,7 +65,7 @@ def measure(
         struck = folder / "struck"
         line = f"{fault.replace('%s', place)} rank={culprit} once={struck}\nslow ms=100"
         processes = [start(folder, rank, ranks, line, device) for rank in range(ranks)]
-        # The rank that leads the inquiry; rank 1 where rank 0 can answer nothing any more.
+        # Rank 0 leads the inquiry, or rank 1 where rank 0 can answer nothing any more.
         leader = processes[1 if culprit == 0 and fault.startswith(("kill", "keep_gil")) else 0]
         began = named = 0.0
         lines: list[str] = []

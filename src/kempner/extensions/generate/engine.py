@@ -31,7 +31,7 @@ class GenerationRequest:
         """Return the tokens that the model reads when the request joins: all, or, if they would
         leave no room in the window for new ones, the last ones."""
         tokens = (*self.prompt, *self.new)
-        # Room for all that may come, but at least half a window is kept of the text.
+        # There is room for all that may come, but at least half a window is kept of the text.
         tokens_left = self.sampling.max_tokens - len(self.new) - 1  # the last one is never read
         return tokens if len(tokens) < window else tokens[min(tokens_left, window // 2) - window :]
 

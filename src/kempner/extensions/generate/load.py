@@ -228,7 +228,7 @@ def read_base(
     from kempner.parallel.lora import add_adapters
 
     dtype = compute_dtype("auto", device.type)
-    # Without memory: weights of the wrong dtype would be made on the host first.
+    # On the meta device: otherwise weights in fp32 would be allocated first.
     with torch.device("meta"):
         model = Decoder(cfg).cast(dtype)
     if lora is not None:  # rounds the base, as in the training

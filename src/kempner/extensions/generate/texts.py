@@ -104,7 +104,7 @@ class Texts:
         running = list(self.engine.requests)
         for text in running:
             self.engine.leave(text)
-        # In front of those that have not begun.
+        # They go in front of those that have not begun.
         self.waiting.extendleft(reversed(running))
         self.engine.forget()
 

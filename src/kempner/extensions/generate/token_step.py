@@ -57,7 +57,7 @@ class TokenStep:
         low, high = cache.span(lengths)
         rows = cache.slots if cache.fixed else count
         if self.uses_graphs:
-            # Few shapes: each needs a capture, and memory for its graph.
+            # Rounded up to few shapes: each needs a capture, and memory for its graph.
             low, rows = 0, cache.slots if cache.fixed else min(power_of_two(count), cache.slots)
             high = min(power_of_two(high // CACHE_BLOCK) * CACHE_BLOCK, cache.length)
             # A window that is no whole number of blocks was rounded down.

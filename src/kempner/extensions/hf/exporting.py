@@ -196,7 +196,7 @@ def _write_tensors(out: Path, reader: _Reader, names: dict[str, str], shard_byte
         pending.result()
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(reader.sizes.values())}, "weight_map": files}
-        # Last: readers look for it first.
+        # The index comes last: a reader takes a directory that has one for whole.
         write_json(out / INDEX_FILE, index)
 
 

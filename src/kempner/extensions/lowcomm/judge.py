@@ -91,7 +91,7 @@ class JudgeServer:
                 except Exception as error:
                     _say(f"error: {type(error).__name__}: {error}")
                     if key.fileobj in self._heard:
-                        # Its next bytes would fail again.
+                        # The connection is closed: its next bytes would fail again.
                         self._lose(key.fileobj, "not understood")
             self._tell()
             before, awake = awake, time.monotonic()

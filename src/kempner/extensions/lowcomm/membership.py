@@ -223,7 +223,7 @@ class Membership:
         last, self._last = self._last, epoch
         if last is None or epoch.members[0] != self.me:
             return
-        # The keys under which gloo publishes each peer's address: device 0, one for each place.
+        # gloo publishes each peer's address under these keys: device 0, and the peer's place.
         keys = [f"group/{last.number}/{self.rank}/0/{i}" for i in range(len(last.everyone))]
         if self.rank == 0:
             self.store.set(FIRST_EPOCH_KEY, str(epoch.number))

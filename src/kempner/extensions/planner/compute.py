@@ -202,7 +202,7 @@ def weight_copy_bytes(cfg: RunConfig, axes: Axes, passes: float) -> float:
     how, n = cfg.distributed, axes.shard * axes.cp
     if is_alone(axes, how):
         copies = 0.0 if cfg.train.weights == "bf16" else 6.0
-        # 6 + 10 (passes - 1).
+        # A gradient moves 6 bytes to its sum in the first pass, and 10 in each other one.
         each = 0.0 if cfg.lora.rank else copies + 10 * passes - 4
         return each * whole_model(cfg, axes)
     # To gather: of the whole 2 bytes are read and 2 written, of this part 4 and 2.

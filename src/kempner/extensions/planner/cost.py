@@ -130,7 +130,7 @@ def of_a_round(cfg: RunConfig, replicas: int, numbers: float) -> float:
     how, raw = cfg.of(LowcommConfig), raw_numbers(cfg) / trained_elements(cfg)
     if how.compress == "none":
         return 2 * FP32 * numbers * (replicas - 1) / replicas
-    # Of the largest numbers each has its place, in int32.
+    # Each of the largest numbers is sent with its place, in int32.
     code = 2 * FP32 * how.top_k if how.compress == "top-k" else how.bits / 8
     return (replicas - 1) * numbers * (FP32 * raw + code * (1 - raw))
 

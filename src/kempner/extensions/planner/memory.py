@@ -76,7 +76,7 @@ def memory_peaks(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> l
         so_far *= FP32 / 2
     alone = is_alone(axes, cfg.distributed)
     if often and cfg.distributed.sync_once and not cfg.lora.rank and not alone:
-        # Not reduced before the last pass: whole on each rank.
+        # Gradients are reduced after the last pass: until then each rank has them whole.
         so_far = FP32 * whole_model(cfg, axes)
     stream = cfg.model.dim * tokens * compute / axes.tp
     ends = 2 * stream  # the input of the last norm, and its output
@@ -302,7 +302,7 @@ def block_activation_bytes(
     whole = (2 * model.dim + moved) * (1 - 1 / axes.tp)
     per_block = tokens * compute * (block / axes.tp + whole)
     most = 2 * inner + moved
-    # Of the block that needs most, where blocks with experts and others take turns.
+    # The block that needs most decides, where blocks with experts and others take turns.
     if share:
         widest = model.ffn_dim * (chosen + model.shared_experts)
         most = 2 * max(widest + chosen * model.dim, (share < 1) * model.dense_width)

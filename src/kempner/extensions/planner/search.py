@@ -83,7 +83,7 @@ def best_candidates(
             candidates.append(Candidate(overrides, memory, time))
     candidates.sort(
         key=lambda candidate: (
-            # To the millisecond: among equals fewer changes win.
+            # Rounded to milliseconds: among equals the one with fewer changes wins.
             round(candidate.time.step, 3),
             len(candidate.overrides),
             candidate.memory.peak,

@@ -157,7 +157,8 @@ class Handler(BaseHTTPRequestHandler):
         self._say(code, error_body(code, message or explain or HTTPStatus(code).phrase))
 
     def _answer(self, routes: dict[str, Callable[[Handler, bytes], None]]) -> None:
-        # Its head is here: service_actions() must not end it for the time that its answer takes.
+        # The head has arrived: service_actions() must not end it for the time that the answer
+        # takes.
         self.server.heads.pop(self)
         with self.server.answering():
             try:

@@ -95,7 +95,7 @@ class Expression:
             is_function = isinstance(node.func, ast.Name) and node.func.id in EXPRESSION_FUNCTIONS
             allowed, parts = is_function and not node.keywords and bool(node.args), [*node.args]
         elif isinstance(node, ast.BoolOp):
-            # Without the operator, which is a child node, too.
+            # The operator is a child node, too, and is left out here.
             allowed, parts = True, [*node.values]
         elif isinstance(node, ast.UnaryOp):
             allowed, parts = isinstance(node.op, ast.USub | ast.Not), [node.operand]

@@ -19,7 +19,7 @@ def run_here(own: Path, points: Sequence[SweepPoint], more: Mapping[str, str]) -
     Ctrl-C, which reaches the script too: its run saves and stops."""
     configs = write_points(own, points)
     failures, interrupts = [], []
-    # By default Python would end at once, and the script, which is saving, without a parent.
+    # Python's own handler would end this process while the script is still saving.
     before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
     try:
         for number, point in enumerate(points, 1):

@@ -119,7 +119,7 @@ def arrays_of(
 def _limited(arrays: Sequence[Array], limit: int) -> list[Array]:
     """Divide the limit of running tasks by size, at least 1 task for each array and none that it
     cannot use."""
-    # One task each, and the rest by size.
+    # Each array gets one task, and the rest is divided by size.
     spare = limit - sum(array.pack for array in arrays)
     total = sum(len(array.points) for array in arrays)
     tasks = [
@@ -264,7 +264,7 @@ def find_job(journal: Journal, submission: Submission) -> str | None:
     run_events = [
         event for run in runs for event in event_reader.read_events(run / "attempts.jsonl")
     ]
-    # Runs that began after the intent: earlier ones belong to another array.
+    # Only runs that began after the intent count: earlier ones belong to another array.
     since = [e.job.partition("_")[0] for e in run_events if e.job and e.time > submission.time]
     return next(iter([*jobs, *since]), "")
 

@@ -94,7 +94,7 @@ def configure_tune(command: Command) -> tuple[RunConfig, TuneOptions]:
     refuse_others(cfg.run.dir, "run.dir", (Kind.STARTED,), OWN_DIRECTORY)
     out = Path(flags["out"] or f"{cfg.run.dir}/tuned.toml").expanduser()
     _refuse_out(out)
-    # As the first measurement will be, which must not find its errors after minutes.
+    # Checked as the first measurement will run, which must not find its errors after minutes.
     trial = trial_of(command, {}, Path(cfg.run.dir, "tune/trials/0000"), 1, 1)
     if problems := check_config(trial.cfg, {**flags, **NO_BUILD}):
         raise ConfigError(dict.fromkeys(problems))
@@ -124,7 +124,7 @@ def tune(command: Command, cfg: RunConfig, options: TuneOptions, stop: StopReque
     if world.rank:
         return orders.follow(stop.wants_to_leave)
     print_warnings(cfg)
-    # What the other ranks end with where this one raises ConfigError.
+    # The other ranks end with this code if this one raises ConfigError.
     code = 2
     try:
         code = _lead(command, cfg, options, stop, world, orders)

@@ -38,7 +38,7 @@ class TuneJournal:
         self._file, self._subject = LineFile(path), subject
         self.runs: int = sum(line.get("event") == "start" for line in lines)  # of all subjects
         if lines and lines[-1].get("event") == "start":  # killed in a run
-            # Up to the last beat: nobody knows how long it lived after it.
+            # The time counts up to the last beat: nobody knows how long it lived after that.
             cut = {**lines[-1], "event": "cut", "wall": max(lived - lines[-1]["time"], 0.0)}
             self._append(cut)
             lines.append(cut)
@@ -53,7 +53,8 @@ class TuneJournal:
                 self.spent += result.wall
                 name = f"{line['overrides']}{line['rung']}"
                 killed[name] += result.killed
-                # Killed twice, it counts as a failure, but never for the configuration itself.
+                # A candidate that was killed twice has failed; the configuration itself is tried
+                # again.
                 if not result.killed or (line["overrides"] and killed[name] > 1):
                     self.results.append((line["overrides"], line["rung"], result))
 

@@ -168,7 +168,7 @@ class Space:
         """List the meshes that pass the checks, the fastest by the planner's estimate first."""
         allowed = [mesh for mesh in mesh_choices(self._ranks) if self.is_allowed(mesh)]
         if len(allowed) > MESHES:
-            # Of a device that is not known only the order of the meshes is wanted.
+            # Only the order of the meshes matters here: any GPU will do for an unknown device.
             spec = self.machine.spec or GPUS["H100"]
             allowed.sort(key=lambda mesh: self._seconds(mesh, spec))
         return allowed[:MESHES]
@@ -257,7 +257,7 @@ class Space:
         near = list(found.values())
         if spec := self.machine.spec:
             here = self._seconds(overrides, spec)
-            # In tenths: the sort is stable, and among equals the order of the axes stays.
+            # Rounded to tenths: the sort is stable, so that near-equals keep the order of the axes.
             near.sort(key=lambda other: round(self._seconds(other, spec) / here, 1))
         return near
 

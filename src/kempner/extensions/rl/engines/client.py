@@ -211,7 +211,7 @@ class KitEngine:
         # Afterwards: another run may have given it weights meanwhile.
         self._own(answer.get("run", ""))
         try:
-            # In the order of the samples' numbers, from which their seeds follow.
+            # The order of their numbers counts, from which their seeds follow.
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
             texts = [
                 Completion(
@@ -230,7 +230,7 @@ class KitEngine:
 
     def alive(self) -> None:
         code, _ = self._exchange("/health", None, ENGINE_HEARTBEAT_S)
-        # Not through _ask(): 503 is an answer, too.
+        # Not by _ask(), which raises Busy at 503: an engine without weights is alive.
         if code not in self.living:
             raise Lost(f"/health: {code}")
 
@@ -522,7 +522,7 @@ def _read(path: str, code: int, text: bytes) -> dict[str, Any]:
         why = text[:200].decode(errors="replace")
     if code == 503:
         raise Busy(why)
-    # Of a Lease: serve/http.py and vllm_engine.py answer so.
+    # Both kinds of engines answer so where another run has the lease.
     if code == 409:
         raise EngineLeased(why)
     if code in (400, 422):

@@ -149,7 +149,7 @@ class Router:
         others."""
         waiter = Waiter(size, least, threading.Condition(self._change))
         with self._change:
-            # A new batch cannot begin before the slowest request of the old one has ended.
+            # It has waited longest, and a batch waits for its slowest request.
             (self._waiting.appendleft if again else self._waiting.append)(waiter)
             self._hand_out()
             while waiter.member is None:
@@ -167,7 +167,8 @@ class Router:
             for waiter in self._waiting:
                 waiter.given.notify()
             return
-        # Samples that end early free their slots: on average a slot holds 1 / held of them.
+        # Samples that end early free their slots: in a request's time a slot serves 1 / held of
+        # them.
         capacity = self._slots / self._held + self._queued
         alive = [each for each in self._members.values() if each.alive]
         # Without room nobody needs to be looked at, and thousands may wait.
@@ -181,7 +182,7 @@ class Router:
             elif waiter.choose(alive, capacity) is None:
                 rest.append(waiter)
                 refused.append(waiter)
-        # In front of those that were not looked at, in their order.
+        # They go back in front of those that were not looked at, in their order.
         self._waiting.extendleft(reversed(rest))
 
     def _learn(self, lengths: Sequence[int]) -> None:

@@ -103,7 +103,7 @@ class Tasks:
 
     def _draw(self, number: int, held_out: bool) -> Task:
         for attempt in range(PROMPT_DRAWS):
-            # Of all that names the task: it is the same in whatever order tasks are asked for.
+            # The seed follows from the task alone, not from the order in which tasks are asked for.
             seed = f"{self.seed} {self.cfg.label} {held_out} {number} {attempt}"
             task = self.environment.task(number, random.Random(seed))
             if self._is_held_out(task) == held_out:

@@ -172,7 +172,7 @@ class ModelProgram(run_program.Peer):
         cannot be sent."""
         self._failed, self._unfit = False, None
         tree = ast.parse(tests.source)
-        # Otherwise the tests would have the `annotations` future of this module.
+        # The tests must not inherit the `annotations` future of this module.
         code = compile(tree, "tests", "exec", dont_inherit=True)
         # Tests may use modules without importing them, as in math.pi.
         parts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
@@ -347,7 +347,7 @@ class StandInType(type):
     _kind_: Any
 
     def __new__(cls, name: str, bases: Any, space: dict[str, Any]) -> StandInType:
-        # A class statement of the tests, with a base that is the program's.
+        # This is a class statement of the tests, with a base that is the program's.
         if bases and "_kind_" not in space:
             program = next(each for each in bases if isinstance(each, cls))._kind_.program
             program._unfit = NotPlain("no class of theirs derives from one of a program")
@@ -359,7 +359,7 @@ class StandInType(type):
         return program.made(program.ask("__call__", cls, *arguments, **keywords))
 
     def __getattr__(cls, name: str) -> Any:
-        # StandIn itself, which no program has.
+        # This is StandIn itself, which belongs to no program.
         if cls.__dict__.get("_kind_") is None:
             raise AttributeError(name)
         return cls._kind_.program.attribute(cls, name)

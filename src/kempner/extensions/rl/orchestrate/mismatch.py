@@ -73,7 +73,7 @@ class Mismatch:
             old = self._steps.popleft()
             self._probes.pop(old, None)
             self._scored.pop(old, None)
-            # Taken, and so deleted: nobody compares it any more.
+            # This deletes the trainer's file, which nobody compares any more.
             self._exchange.handed_back(old)
 
     def look(self) -> None:

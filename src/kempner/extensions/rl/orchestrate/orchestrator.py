@@ -310,7 +310,7 @@ class Orchestrator:
         """Write, and retry on a full disk, which may be cleared: samples are not thrown away at
         once."""
         until, waits = time.monotonic() + DISK_S, False
-        # One wait, then all that has come meanwhile.
+        # After one wait, all that has come meanwhile is taken.
         while True:
             try:
                 write()

@@ -51,7 +51,7 @@ class RolloutSampler:
         env = self._envs[at.env]
         try:
             task = env.task(at.number)
-            # Written once here, too, where an error is the fault of this task alone.
+            # A trial: here an error is known to be the fault of this task alone.
             self._writer.prompt(task)
         # No task at all is a mistake in the configuration, and ends the run.
         except ConfigError:

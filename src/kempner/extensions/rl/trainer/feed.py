@@ -207,7 +207,7 @@ class Feed:
 
     def record(self, result: StepResult, lap: Mapping[str, float], counted: str) -> dict[str, Any]:
         """Return the metrics of the newest batch's step: the orchestrator's, and the trainer's."""
-        # A step after the loss has run: the copy to the host waits for nothing.
+        # This runs a step after the loss: by then the copy to the host waits for nothing.
         if self._own:
             self._exchange.hand_back(self._step, self._own[0].cpu().numpy())
         metrics = {name: value for name, value in self._metrics.items() if name != "samples"}

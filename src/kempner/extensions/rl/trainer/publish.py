@@ -218,6 +218,5 @@ def full_tensor(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
-    # full_tensor() is a collective; a world of one rank need not have a process group for it.
     own = local_part(tensor)  # of a world of one rank that is all of it
     return own if tensor.device_mesh.size() == 1 else tensor.full_tensor()

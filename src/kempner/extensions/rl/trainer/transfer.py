@@ -73,7 +73,6 @@ def pieces_of_rank(table: Table, rank: int) -> list[TransferPiece]:
     """List the pieces that a rank sends: what it would write, but small tensors, which each rank
     has, are sent by one."""
     chunks = (TransferPiece(*chunk) for chunk in chunks_of(table, rank))
-    # In a checkpoint each rank writes them; an engine wants them once.
     first = {name for name, spec in table.items() if spec.everywhere and rank > 0}
     return [piece for piece in chunks if piece.elements and piece.name not in first]
 

@@ -93,7 +93,7 @@ def _seal() -> tuple[list[str], str]:
     scratch = ""
     try:
         _check(_libc.unshare(NEWNS))
-        # Neither do these mounts reach the host, nor its later ones this process.
+        # Private: these mounts do not reach the host, and its later ones do not reach this process.
         _check(_libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
         _make_devices()
         own = MS_NO_SUID | MS_NO_DEVICES

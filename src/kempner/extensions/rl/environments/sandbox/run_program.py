@@ -174,7 +174,8 @@ class Peer:
         def items(values: Iterable[Any]) -> list[Any]:
             values = list(values)
             kinds = set(map(type, values))
-            # A list of plain values is JSON as it is; most are, and large.
+            # A list of plain values is sent as it is, without a node for each: most large lists are
+            # such.
             if kinds <= SMALL_TYPES or (
                 kinds == {int} and -LARGE < min(values) <= max(values) < LARGE
             ):
@@ -356,7 +357,7 @@ class ProgramPeer(Peer):
         return getattr(self, what)(*arguments)
 
     def run(self, source: str) -> None:
-        # Without the `annotations` future of this file.
+        # A program must not inherit the `annotations` future of this file.
         exec(compile(source, "program.py", "exec", dont_inherit=True), self.module.__dict__)
 
     def name(self, name: str) -> Any:

@@ -152,7 +152,8 @@ class OuterProcess:
             serve_rewards(theirs, ours, notes, self.lacks)
             code = 0
         finally:
-            # No clean-up of the interpreter, whose exit handlers are those of the outer process.
+            # The interpreter must not clean up: its exit handlers are copies of the outer
+            # process's.
             os._exit(code)
 
     def _end(self) -> None:
