@@ -369,6 +369,7 @@ def main(name: str, file: str) -> None:
 
     say({"loss": FRAMEWORKS[name].loop(job, Gate(job, say))})
     sys.stdout.flush()
+    # Exit handlers of a framework may wait for threads that it has left.
     os._exit(0)
 
 

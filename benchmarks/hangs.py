@@ -74,6 +74,7 @@ def measure(
             while leader.poll() is None and time.time() < until:
                 time.sleep(0.1)
                 if not began and struck.exists():
+                    # faulty_train.py makes the file when the fault strikes.
                     began = struck.stat().st_mtime
                 for log in folder.glob("run/logs/attempt-0/rank-*.log"):
                     for text in log.read_text(errors="replace").splitlines():

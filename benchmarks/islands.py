@@ -54,6 +54,7 @@ def measure(fault: str, size: int) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as name:
         play(fault, size, Path(name))
         folder = Path(name, "x")
+        # replicas.jsonl has the time of day; the islands' own lines have time.monotonic().
         wall, clock = map(float, (folder / "struck").read_text().split())
         gone = next(line for line in lines(folder / "replicas.jsonl") if line["event"] == "gone")
         others = [

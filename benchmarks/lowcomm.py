@@ -98,6 +98,7 @@ def enter(namespace: str) -> None:
 def tun() -> int:
     """The packets of a new device `slow0` of this namespace."""
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    # A struct ifreq: the name, flags, and what is left of its 40 bytes.
     fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH22x", b"slow0", IFF_TUN | IFF_NO_PI))
     return fd
 

@@ -92,6 +92,7 @@ def rows_of(source: dict[str, Any], text: dict[str, Any]) -> Iterator[Row]:
         cfg = replace(cfg, train=replace(cfg.train, global_batch=batch))
         if own.get("overlap"):
             cfg = changed_by(cfg, {"distributed.overlap": ("tp",)})
+        # Constants are fitted to every second row; the others check them.
         yield Row(
             source["name"], own["model"], number % 2 == 0, cfg, own["gpus"], per_node,
             gpu._replace(**platform), own["tokens"], source["differs"],

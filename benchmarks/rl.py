@@ -107,6 +107,7 @@ def update(place: Path, rounds: int, size: int) -> None:
         with open(file, "wb", buffering=0) as out:
             done = 0
             while done < len(data):
+                # One call moves 2 GiB at most.
                 done += out.write(memoryview(data)[done:])
 
     def read_plain() -> None:

@@ -167,6 +167,7 @@ def show(done: list[tuple[float, float, float]], engines: list[Slots]) -> None:
         count, said = 0, -1
         for at, change in changes:
             count += change
+            # A line when all, none or less than half are in use: one for each text is too many.
             level = SLOTS if count == SLOTS else 0 if count == 0 else SLOTS // 2
             if level != said and (level != SLOTS // 2 or count < SLOTS // 2):
                 said = level

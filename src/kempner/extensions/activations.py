@@ -209,6 +209,7 @@ class DocumentNumbers:
         ends = np.flatnonzero(flat == self._eod)
         places = np.arange(len(flat))
         before = np.searchsorted(ends, places)  # documents that have ended
+        # The first document may have begun in an earlier batch: before place 0 of this one.
         begins = np.concatenate(([-self._position], ends + 1))[before]
         documents, positions = self._document + before, places - begins
         at_end = bool(len(flat)) and flat[-1] == self._eod

@@ -33,6 +33,7 @@ class Uniforms:
         if self._generator is None:
             self._generator = torch.Generator().manual_seed(self._seed)
         while token >= len(self._drawn):
+            # A few at a time: a text may have 131,000 tokens, and most end long before.
             self._drawn += torch.rand(DRAWN, generator=self._generator).tolist()
         return self._drawn[token]
 

@@ -49,6 +49,7 @@ def weights_fingerprint(source: WeightsSource) -> str:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(f"{path.name} {size}".encode())
+            # To read all of a large model would take minutes.
             for at in range(0, size, max(FINGERPRINT_BYTES, size // FINGERPRINT_SAMPLES)):
                 file.seek(at)
                 digest.update(file.read(FINGERPRINT_BYTES))

@@ -143,6 +143,7 @@ def _write_tokenizer(out: Path, run: Path, sidecar: Sidecar) -> None:
     if own and read_vocabulary(run / TOKENIZER_FILE).items() <= own.items():
         return
     same = file.is_file() and file.read_bytes() == (run / TOKENIZER_FILE).read_bytes()
+    # A file that stayed of the model's tokenizer would be read together with this one.
     for pattern in ("chat_template*",) if same else TOKENIZER_FILES:
         for stale in out.glob(pattern):
             stale.unlink()

@@ -59,6 +59,7 @@ def compute_seconds(cfg: RunConfig, axes: Axes, gpu: GpuSpec) -> dict[str, float
         "update": update_bytes(cfg, axes) / rate,
         "gaps": GAP * kernels_of_step(cfg, axes),
     }
+    # The host launches kernels ahead of the GPU: only what it takes longer is a wait.
     waits = host_seconds(cfg, axes) - sum(by_part.values())
     return by_part | ({"launches": waits} if waits > 0 else {})
 
@@ -68,6 +69,7 @@ def product_flops(cfg: RunConfig, axes: Axes, tokens: float, share: float) -> fl
     peak that the largest products reach."""
     model, frozen, each = cfg.model, cfg.lora.rank > 0, flops_per_weight(cfg)
     blocks = model.flops_per_token(cfg.train.seq_len, frozen, keys=0.0)
+    # That is the output layer: see output_flops().
     blocks -= each * model.vocab_size * model.dim
     # The forward pass has 2 of 6 operations, or of 4 where the weights are frozen.
     again = 1 + recomputed_share(cfg, "products") / (2 if frozen else 3)
@@ -79,6 +81,7 @@ def product_flops(cfg: RunConfig, axes: Axes, tokens: float, share: float) -> fl
     fast = peak * rising_efficiency(share, FP8_PEAK * PRODUCT_HALF, side)
     flops = plain / rising_efficiency(share, PRODUCT_HALF, side) + eight / fast
     if experts:
+        # Of one expert: so few rows, with many experts, that they decide how fast its products are.
         rows = pass_tokens * cfg.distributed.ep * model.experts_per_token / model.n_experts
         inner = min(model.dim, model.ffn_dim / axes.tp, rows)
         flops += experts / rising_efficiency(share, PRODUCT_HALF, inner)

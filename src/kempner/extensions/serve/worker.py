@@ -46,6 +46,7 @@ class CompletionJob:
     def __init__(self, stream: bool) -> None:
         self.stream = stream  # news of every token, not only of the last one
         self.texts: list[Text] = []
+        # No SimpleQueue: up to Python 3.12 its get(timeout) may wait for ever after a signal.
         self.news: Queue[News | Unavailable] = Queue()
 
 

@@ -148,6 +148,7 @@ def _value(node: ast.AST, values: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.BoolOp):
+        # The rest is not computed, as in Python: `width and dim / width > 2` has a value for 0.
         stop_at = isinstance(node.op, ast.Or)
         return next((stop_at for e in node.values if bool(_value(e, values)) == stop_at),
                     not stop_at)  # fmt: skip

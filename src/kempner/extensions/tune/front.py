@@ -108,6 +108,7 @@ def _refuse_out(out: Path) -> None:
     what = ""
     if not there.is_dir():
         what = f"{there} is not a directory"
+    # Where a container has not mounted it yet (container.sh) this is a directory of the image.
     elif not os.access(there, os.W_OK | os.X_OK) and "KP_UNMOUNTED" not in os.environ:
         what = f"{there} is not writable"
     elif out.exists() and not out.is_file():

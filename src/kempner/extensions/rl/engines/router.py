@@ -339,6 +339,7 @@ class Router:
             target, body = self._target
             begin = not member.updating and member.version < target
             member.updating = member.updating or begin
+            # Most beats change nothing, and there are half as many a second as engines.
             if state_before != (True, member.version):
                 self._hand_out()
         if begin:

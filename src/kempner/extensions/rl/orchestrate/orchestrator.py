@@ -62,6 +62,7 @@ class Orchestrator:
         self._cfg, self._exchange, self._envs = cfg, exchange, envs
         self._sampler, self._router, self._say, self._stop = sampler, router, say, stop
         self._curriculum, self._beat = curriculum, Beat(exchange, "orchestrator")
+        # No SimpleQueue: up to Python 3.12 its get(timeout) may wait for ever after a signal.
         self._come: Queue[tuple[Flight, SampleGroup | Exception]] = Queue()
         self._again: deque[TaskPlace] = deque()  # asked before, and not trained
         self._flying: dict[Flight, TaskPlace] = {}  # asked, and not here

@@ -116,6 +116,7 @@ class Peer:
     caught: type[BaseException] = BaseException
 
     def __init__(self) -> None:
+        # The lists also keep their values alive: the id() of one that is gone may become another's.
         self.kept: list[Any] = []  # what the other side knows by a number
         self.numbers: dict[int, int] = {}  # by id()
         self.depth = 0
@@ -123,6 +124,7 @@ class Peer:
         self.places: dict[int, int] = {}  # by id()
         self.received: list[Any] = []  # the same of the last message
 
+    # `/`: the function that is called may have keywords of its own named `what` or `self`.
     def ask(self, what: str, /, *arguments: Any, **keywords: Any) -> Any:
         if not self.depth:
             self.shared, self.places = [], {}
@@ -164,6 +166,7 @@ class Peer:
         numbers: dict[int, int] = {}
 
         def refer(value: Any) -> Any:
+            # By type(): an instance of a class that derives from int may be more than a number.
             if type(value) in SMALL_TYPES or (type(value) is int and -LARGE < value < LARGE):
                 return value
             if id(value) not in numbers:
@@ -246,6 +249,8 @@ class Peer:
         if kind != "value":
             return self.stand_in(key, *rest, items)
         parts = items(rest[0])
+        # In place of an atom there may be a stand-in for an object of the program, whose methods
+        # would then be called.
         if key in VALUE_PARTS.keys() - HOLDERS and not set(map(type, parts)) <= ATOMS:
             raise TypeError(key)
         how = VALUE_PARTS[key][1] if key in VALUE_PARTS else None
