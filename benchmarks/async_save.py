@@ -115,6 +115,7 @@ def limit(job: Job) -> Save:
     tensors = [local_part(tensor) for tensor in job.state().values()]
     buffer = torch.frombuffer(allocate_pages(sum(t.nbytes for t in tensors)), dtype=torch.uint8)
     targets, at = [], 0
+    # The widest first: each then begins at a multiple of its own width, as view() wants.
     for tensor in sorted(tensors, key=lambda t: -t.itemsize):
         targets.append(buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         at += tensor.nbytes
@@ -122,6 +123,7 @@ def limit(job: Job) -> Save:
 
     def write(path: Path, done: Future[float]) -> None:
         path.mkdir()
+        # O_DIRECT takes whole blocks from aligned memory: allocate_pages() gives both.
         fd = os.open(path / "data", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
         data, at = buffer.numpy().data, 0
         while at < len(data):
@@ -283,6 +285,7 @@ def main() -> None:
             for kind in kinds:
                 cost = measure(job, saves[kind], root / "plain")
                 shutil.rmtree(root / "plain", ignore_errors=True)
+                # The first round, in which each kind allocates, does not count.
                 if number:
                     costs[kind].append(cost)
                 elif kind == "kempner":

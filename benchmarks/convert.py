@@ -45,6 +45,7 @@ def forget(path: Path) -> None:
     """Take the files out of the page cache."""
     for file in files_of(path):
         fd = os.open(file, os.O_RDONLY)
+        # DONTNEED leaves dirty pages where they are.
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
@@ -82,7 +83,9 @@ def measured(act: Callable[..., None], path: Path, out: Path, results: Any) -> N
     import kempner.extensions.hf.exporting
     import kempner.extensions.hf.importing  # noqa: F401
 
+    # Conversions are work of one thread; others would only blur the figure.
     torch.set_num_threads(1)
+    # Made before the clock starts: a rank has this memory already.
     if act is init_from:
         quarter(path)
     peak, base, done = 0, anonymous(), threading.Event()
@@ -204,6 +207,7 @@ def main() -> None:
             os.sync()
             worker = spawn.Process(target=measured, args=(act, path, to, results))
             worker.start()
+            # Before join(): a process does not end while its queue holds what nobody has taken.
             costs.setdefault(name, []).append(results.get())
             worker.join()
 

@@ -90,6 +90,7 @@ def faults_table(folder: Path, only: Sequence[str]) -> str:
         for often in ("once", "always"):
             run = folder / f"{what}-{often}"
             until = BATCH * FIRST if often == "once" else 10**6
+            # faulty_train.py counts samples that are consumed, not steps.
             fault = f"flip of={what} rank=1 from={BATCH * (FIRST - 1)} to={until}"
             fault += f" once={run}.struck" if often == "once" else ""
             watch = ("--resilience.replay_every=2", "--resilience.checksum_every=1")

@@ -50,6 +50,7 @@ class Lean(nn.Module):
         """With a copy of the weights of `model`."""
         lean = cls(model.cfg)
         for name, parameter in model.named_parameters():
+            # A key of ParameterDict must not have a dot.
             lean.weights[name.replace(".", "/")] = nn.Parameter(parameter.detach().clone())
         return lean
 
@@ -172,6 +173,7 @@ def by_turns(first: Step, second: Step, repeats: int) -> list[float]:
     ratios = []
     for turn in range(WARM_UP + repeats):
         seconds = {}
+        # Whoever comes second finds the caches warm.
         for step in (first, second) if turn % 2 else (second, first):
             began = time.process_time()
             step()

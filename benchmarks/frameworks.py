@@ -146,6 +146,7 @@ def hf_model(job: Job) -> tuple[Any, Callable[[Any], Any]]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype="float32")
+    # Otherwise the forward pass also fills a cache of keys, which a training does not need.
     model.config.use_cache = False
 
     def loss(rows: Any) -> Any:
@@ -354,6 +355,7 @@ FRAMEWORKS = {
 
 
 def main(name: str, file: str) -> None:
+    # Answers keep standard output; whatever a framework prints goes to standard error.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     import torch
@@ -367,6 +369,7 @@ def main(name: str, file: str) -> None:
 
     say({"loss": FRAMEWORKS[name].loop(job, Gate(job, say))})
     sys.stdout.flush()
+    # Exit handlers of a framework may wait for threads that it has left.
     os._exit(0)
 
 

@@ -25,9 +25,11 @@ TOKENS, WORDS = 512, 8192
 
 def main() -> None:
     logs = logging.getLogger("torch._inductor")
+    # Only the counters are wanted: the lines themselves go nowhere.
     logs.propagate = False
     torch._logging.set_logs(inductor_metrics=True)  # it counts only for its log
     logs.handlers.clear()
+    # A kernel from the cache is not counted again.
     config.force_disable_caches = True
     torch.manual_seed(0)
     logits = torch.randn(TOKENS, WORDS).bfloat16()

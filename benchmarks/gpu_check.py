@@ -46,6 +46,7 @@ def main(argv: list[str]) -> int:
         fix = "--device cpu --quick checks what can be checked without one"
         print(f"gpu_check: error: torch sees no GPU on this machine; {fix}", file=sys.stderr)
         return 2
+    # SystemExit, so that `finally` ends the check that runs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         for name in ("report.json", "report.md"):

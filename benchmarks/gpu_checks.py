@@ -111,8 +111,10 @@ def pinned_rate() -> float:
     size = 1 << 28
     memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
     cuda = torch.cuda.cudart()
+    # The checkpoint's buffer is pinned like this: memory of mmap(), not of pin_memory().
     torch.cuda.check_error(int(cuda.cudaHostRegister(memory.data_ptr(), size, 0)))
     source = torch.ones(size, dtype=torch.uint8, device="cuda")
+    # The first copy also pays for what the driver sets up.
     memory.copy_(source, non_blocking=True)
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -332,6 +334,7 @@ def synchronization(job: Job) -> Figures:
             stacks[" > ".join(f"{Path(f.filename).name}:{f.lineno}" for f in frames)] = None
 
     TrainLoader.__next__ = watched  # type: ignore[method-assign]
+    # A warning is otherwise shown once for each line of torch, whoever called it.
     warnings.simplefilter("always")
     warnings.showwarning = note
     stop = requests.StopRequests()
@@ -365,6 +368,7 @@ def attention(job: Job) -> Figures:
             for n in (heads, kv_heads, kv_heads)
         )  # fmt: skip
         gqa = heads != kv_heads
+        # The choice itself: a slow kernel would only show as a low figure.
         choice = torch._fused_sdp_choice(q, k, v, None, 0.0, True, enable_gqa=gqa)
         backend = SDPBackend(choice).name
         if backend == "MATH":
@@ -479,6 +483,7 @@ def bench(job: Job, shape: str, accumulate: int) -> Figures:
             if len(lines) >= BENCH_STEPS and sum(x["step_time"] for x in lines) >= BENCH_S:
                 break  # it is killed: its last save would write all of its state
             time.sleep(0.2)
+    # Any other end came before there were enough steps.
     if process.returncode != -signal.SIGKILL:
         raise failure(log)
     used = max(x["memory_gib"] for x in lines)

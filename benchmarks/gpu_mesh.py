@@ -29,6 +29,7 @@ def main(rank: str, directory: str, axis: str) -> None:
 
     def without_nccl(backend: str, *, device_id: Any, **options: Any) -> None:
         init(backend.replace("nccl", "gloo"), **options)
+        # A bound device is what makes torch split the NCCL communicator for new groups.
         dist.distributed_c10d._get_default_group().bound_device_id = device_id
 
     replaced: dict[Any, dict[str, Any]] = {

@@ -106,6 +106,7 @@ def beside(job: Job, name: str, without: tuple[str, ...], lever: str, ranks: int
     """Train without a lever and with it. Raises Skipped where the run refuses it for want of what
     this machine lacks."""
     rates = {}
+    # Without comes first: what it lacks is no fault of the lever.
     for which, words in ((f"without-{name}", without), (name, (*without, lever))):
         try:
             train(job, job.words(which, *words), ranks)
@@ -114,6 +115,7 @@ def beside(job: Job, name: str, without: tuple[str, ...], lever: str, ranks: int
             if which == name and (why := re.search(f".*({LACKS}).*", text)):
                 raise Skipped(why[0].strip()) from None
             raise
+        # The first ten steps warm up: kernels are compiled, and memory is allocated.
         steps = metrics(job.work / which)[10:]
         rates[which] = statistics.median(line["tokens_per_s"] for line in steps)
     worst = compare(name, losses(job.work / name), losses(job.work / f"without-{name}"))
@@ -248,6 +250,7 @@ def ring_attention(size: int, q: Any, k: Any, v: Any, dy: Any) -> list[Any]:
             out = context._Ring.forward(ctx, *part[:3], Ring.Group(group, rank))  # type: ignore[arg-type]
             found[rank] = [out, *context._Ring.backward(ctx, part[3])[:3]]
 
+    # The code of the ring is the trainer's; only the messages are replaced.
     real, context._Passing = context._Passing, Ring.Passing  # type: ignore[misc,assignment]
     try:
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
@@ -329,6 +332,7 @@ def experts(job: Job) -> Figures:
     rows, spare = sum(load), 20
     made = [(rows + spare, outer), (4, inner, outer), (4, outer, inner), (4, inner, outer)]
     tensors = [torch.randn(shape, device=job.device, dtype=torch.bfloat16) * 0.1 for shape in made]
+    # NaN shows whether any product reads them.
     tensors[0][rows:] = float("nan")
     counts = torch.tensor(load, device=job.device)
     results = []

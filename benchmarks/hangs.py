@@ -65,6 +65,7 @@ def measure(
         struck = folder / "struck"
         line = f"{fault.replace('%s', place)} rank={culprit} once={struck}\nslow ms=100"
         processes = [start(folder, rank, ranks, line, device) for rank in range(ranks)]
+        # Rank 0 leads the inquiry, or rank 1 where rank 0 can answer nothing any more.
         leader = processes[1 if culprit == 0 and fault.startswith(("kill", "keep_gil")) else 0]
         began = named = 0.0
         lines: list[str] = []
@@ -73,6 +74,7 @@ def measure(
             while leader.poll() is None and time.time() < until:
                 time.sleep(0.1)
                 if not began and struck.exists():
+                    # faulty_train.py makes the file when the fault strikes.
                     began = struck.stat().st_mtime
                 for log in folder.glob("run/logs/attempt-0/rank-*.log"):
                     for text in log.read_text(errors="replace").splitlines():

@@ -105,6 +105,7 @@ def arrows_up(source: Path, trees: dict[Path, ast.Module]) -> Iterator[tuple[str
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kempner"):
                 inner = (node.module or "").removeprefix("kempner").lstrip(".")
                 within = [f"{inner}.{alias.name}".lstrip(".") for alias in node.names]
+                # `from a import b` names a module only where there is one of that name.
                 targets |= {each if each in names else inner for each in within}
         for other in sorted(targets - {""}):
             if (
@@ -136,6 +137,7 @@ def comment_lines(path: Path) -> tuple[int, int]:
                 comments.add(token.start[0])
             elif token.type not in {*skipped, tokenize.ENCODING, tokenize.ENDMARKER}:
                 code.update(range(token.start[0], token.end[0] + 1))
+    # A comment behind code is none of its own.
     return len(comments - code), len(code)
 
 

@@ -54,6 +54,7 @@ def measure(fault: str, size: int) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as name:
         play(fault, size, Path(name))
         folder = Path(name, "x")
+        # replicas.jsonl has the time of day; the islands' own lines have time.monotonic().
         wall, clock = map(float, (folder / "struck").read_text().split())
         gone = next(line for line in lines(folder / "replicas.jsonl") if line["event"] == "gone")
         others = [
@@ -109,6 +110,7 @@ def main() -> None:
     given = parser.parse_args()
     print(f"{'fault':12} {'noticed, s':>18} {'pause, s':>18}   median (most) of {given.times}")
     for fault in FAULTS:
+        # What is sent is [2, size]: see delta() in tests/extensions/distributed/islands.py.
         found = [measure(fault, int(given.million * 5e5)) for _ in range(given.times)]
         cells = [f"{statistics.median(x):.2f} ({max(x):.2f})" for x in zip(*found, strict=True)]
         print(f"{fault:12} {cells[0]:>18} {cells[1]:>18}", flush=True)

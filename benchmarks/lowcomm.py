@@ -98,6 +98,7 @@ def enter(namespace: str) -> None:
 def tun() -> int:
     """The packets of a new device `slow0` of this namespace."""
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    # A struct ifreq: the name, flags, and what is left of its 40 bytes.
     fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH22x", b"slow0", IFF_TUN | IFF_NO_PI))
     return fd
 
@@ -116,8 +117,10 @@ def carry(ready: Any, count: Synchronized[int]) -> None:
         wait = max(0.0, coming[0][0] - now) if coming else 1.0
         for fd in select.select(ends, [], [], wait)[0]:
             packet, way = os.read(fd, 1 << 16), ends.index(fd)
+            # A packet waits until those before it are on the line.
             free[way] = max(free[way], time.monotonic()) + len(packet) / RATE
             order += 1
+            # `order` keeps packets that arrive at one time in their sequence.
             heapq.heappush(coming, (free[way] + DELAY_S, order, ends[1 - way], packet))
             count.value += len(packet)
         while coming and coming[0][0] <= time.monotonic():
@@ -136,6 +139,7 @@ class Link:
         self._carrier = multiprocessing.Process(target=carry, args=(ready, self.bytes), daemon=True)
         self._carrier.start()
         assert ready.wait(20), "no TUN device: this needs root, and /dev/net/tun"
+        # Only now: the devices exist once the carrier has made them.
         for number, name in enumerate(NAMES, 1):
             inside = f"ip netns exec {name} ip"
             sh(f"{inside} link set lo up")

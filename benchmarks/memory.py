@@ -66,6 +66,7 @@ class Peak(TorchDispatchMode):
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
+        # The address of the storage itself: views share it, and data may be freed and used again.
         key, size = storage._cdata, storage.nbytes()
         if key in self._known or storage.data_ptr() in self._elsewhere:
             return
@@ -92,6 +93,7 @@ def build(cfg: ModelConfig, name: str) -> Decoder:
     if name == "plain loss":
         model.loss = plain_loss
     for parameter in model.parameters():
+        # Before the count: gradients of weights are no activations.
         parameter.grad = torch.zeros_like(parameter)
     return model
 
@@ -102,6 +104,7 @@ def peak(step: Callable[[], object], model: Decoder) -> int:
     real = offload.allocate_host_memory
 
     def on_the_host(size: int, pin: bool) -> Tensor:
+        # Otherwise Peak would count it before its address is known to be the host's.
         with torch.utils._python_dispatch._disable_current_modes():
             host.append(real(size, pin))
         counted.add(host[-1].data_ptr())

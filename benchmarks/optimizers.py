@@ -48,6 +48,7 @@ class Case:
         now = time.perf_counter if on_gpu else time.process_time
         began = now()
         self.optimizer.step()
+        # Kernels only start in step().
         if on_gpu:
             torch.cuda.synchronize()
         self.seconds.append(now() - began)

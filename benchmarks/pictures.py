@@ -135,6 +135,7 @@ def screen(cluster: Cluster, home: Path) -> str:
 
     command = f"bash {SCRIPTS / 'tmux.sh'} runs/two-nodes"
     size = ("-x", str(COLUMNS), "-y", str(ROWS))
+    # With TMUX set the inner tmux would refuse to be nested.
     tmux("outer", "new-session", "-d", *size, f"env -u TMUX {command}")
     try:
         time.sleep(25)

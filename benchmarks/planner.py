@@ -85,6 +85,7 @@ def measured(cfg: RunConfig) -> float:
             update_weights(optimizer, reduce_step(found, layout), tokens, 1e-3, cfg.train.grad_clip)
         loader.close()
     events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    # Bytes are negative where memory is freed.
     sizes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     now = most = 0
     for _, size in sizes:
@@ -136,6 +137,7 @@ def main(argv: list[str]) -> int:
     print("planned, MiB  measured  ratio  variant (where memory is largest)", flush=True)
     for variant in options.variants[: 1 if options.quick else None]:
         command = [sys.executable, "-m", "benchmarks.planner", "one", *words_of(variant)]
+        # A process for each: what one leaves in the allocator would change the next peak.
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         if done.returncode:
             raise ConfigError(f"--variants={variant}: does not run here; the reason is above")

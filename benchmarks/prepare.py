@@ -57,6 +57,7 @@ def measure(folder: Path, texts: list[str], options: argparse.Namespace) -> None
     file = options.tokenizer or folder / "tokenizer.json"
     if options.tokenizer is None:
         file.write_bytes(train_bpe(texts, 1000 if options.quick else 32_000))
+    # Before the import, which reads it: both sides get one thread.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from tokenizers import Tokenizer
 
@@ -79,6 +80,7 @@ def measure(folder: Path, texts: list[str], options: argparse.Namespace) -> None
     cpu_seconds(alone)  # what is loaded and allocated once
     for k in range(options.rounds):
         turns = [("alone", alone), ("kempner", kempner)]
+        # Whoever comes second finds the text in the caches.
         for name, act in turns if k % 2 else reversed(turns):
             seconds[name].append(cpu_seconds(act))
     best = min(seconds["alone"]) / min(seconds["kempner"])

@@ -92,6 +92,7 @@ def rows_of(source: dict[str, Any], text: dict[str, Any]) -> Iterator[Row]:
         cfg = replace(cfg, train=replace(cfg.train, global_batch=batch))
         if own.get("overlap"):
             cfg = changed_by(cfg, {"distributed.overlap": ("tp",)})
+        # Constants are fitted to every second row; the others check them.
         yield Row(
             source["name"], own["model"], number % 2 == 0, cfg, own["gpus"], per_node,
             gpu._replace(**platform), own["tokens"], source["differs"],
@@ -174,6 +175,7 @@ def misfit(rows: Iterable[Row]) -> float:
     by_source: dict[str, list[float]] = {}
     for row in rows:
         if row.fitted:
+            # Bounded: a row that no constant can explain must not bend all of them.
             by_source.setdefault(row.source, []).append(min(abs(math.log1p(row.error)), 0.5))
     weights = {source: len(errors) ** 0.5 for source, errors in by_source.items()}
     found = sum(weights[source] * statistics.mean(errors) for source, errors in by_source.items())
@@ -184,6 +186,7 @@ def misfit_beside(name: str, factor: float) -> float:
     """Return the misfit with one of FITTED times `factor`."""
     if name in FITTED:
         module = FITTED[name]
+        # Rows are read anew: each keeps the estimate that it has once made.
         with patch.object(module, name, factor * getattr(module, name)):
             return misfit(published_rows())
     card, _, share = name.partition(" ")

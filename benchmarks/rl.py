@@ -100,12 +100,14 @@ def update(place: Path, rounds: int, size: int) -> None:
     publisher.publish(0)
     engine = load_model_and_tokenizer(str(exchange.version(0)), "cpu").model
     total = json.loads((exchange.version(0) / "manifest.json").read_text())["bytes"]
+    # Random: some file systems compress, or leave out zeros.
     data, file = bytearray(os.urandom(1 << 20) * (total >> 20)), place / "plain"
 
     def write_plain() -> None:
         with open(file, "wb", buffering=0) as out:
             done = 0
             while done < len(data):
+                # One call moves 2 GiB at most.
                 done += out.write(memoryview(data)[done:])
 
     def read_plain() -> None:

@@ -71,6 +71,7 @@ class Slots(FakeEngine):
         with self.lock:
             for index in range(body["n"]):
                 length = self.draw(self.lengths)
+                # The slot that is free first; with the lock, so that texts keep their order.
                 begin = max(now, heapq.heappop(self.free))
                 heapq.heappush(self.free, begin + length * self.token_s)
                 self.used.append((begin, begin + length * self.token_s))
@@ -84,6 +85,7 @@ class Slots(FakeEngine):
                         "weight_versions": [self.version],
                     }
                 )
+        # Without the lock: the texts of other requests run beside these.
         time.sleep(max(0.0, end - time.monotonic()))
         return choices
 
@@ -165,6 +167,7 @@ def show(done: list[tuple[float, float, float]], engines: list[Slots]) -> None:
         count, said = 0, -1
         for at, change in changes:
             count += change
+            # A line when all, none or less than half are in use: one for each text is too many.
             level = SLOTS if count == SLOTS else 0 if count == 0 else SLOTS // 2
             if level != said and (level != SLOTS // 2 or count < SLOTS // 2):
                 said = level

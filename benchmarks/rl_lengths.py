@@ -134,6 +134,7 @@ class Simulation:
         task, _, version = self.flying.pop(ticket)
         self.written += self.lengths[task].sum()
         rollouts = [
+            # Rewards all differ: no group is without variance.
             Rollout(Sampled(Count(int(n))), "", float(i), False, version)  # type: ignore[arg-type]
             for i, n in enumerate(self.lengths[task])
         ]

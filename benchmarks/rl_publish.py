@@ -46,6 +46,7 @@ def rank(number: int, ranks: int, megabytes: int, rate: float, folder: str) -> N
 
     publish.write_all = write_slowly
     for version, writers in enumerate(w for w in (1, 2, 4, 8) if w <= ranks):
+        # Looked up when a publisher is made.
         publish.WRITERS = writers
         publisher = publish.DirectoryPublisher(cfg, model, exchange, CPU)
         dist.barrier()

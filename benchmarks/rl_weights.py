@@ -80,6 +80,7 @@ def trainer(run: Path, megabytes: int) -> None:
         with torch.no_grad():
             for p in names.values():
                 p.add_(0.01)
+        # The first round has one update of each kind.
         if number <= 2:
             sums = {name: full_tensor(p).double().sum().item() for name, p in names.items()}
             if dist.get_rank() == 0:
@@ -102,6 +103,7 @@ class Engine:
         manifest = place / "manifest.json"
         (self.run / f"new-{self.number}").write_text(kind)
         began = time.monotonic()
+        # Renamed, so that a rank never reads an empty file.
         (self.run / f"new-{self.number}").rename(self.run / str(self.number))
         while not manifest.exists():
             time.sleep(0.005)

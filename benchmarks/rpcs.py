@@ -151,6 +151,7 @@ def measure(nodes: int, folder: Path, data: Path, port: int, minute: float) -> C
         job.script.wait(timeout=300)
         since(now, "a crash, requeue")
     finally:
+        # To kill the script alone would leave the rank behind.
         if job.script.poll() is None:
             job.kill_rank()
             job.script.kill()

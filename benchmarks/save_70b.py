@@ -73,6 +73,7 @@ def print_plans() -> None:
           f"{'DCP parts':>10} {'.metadata, s':>13}")  # fmt: skip
     shape = shape_of(1)
     for ranks in MORE:
+        # Each number of ranks pays for it, as a process that starts does.
         torch_save_frame.cache_clear()
         with fake_world(ranks):
             state, own = state_of(shape, ranks), {"rng.*.cpu": torch.get_rng_state()}

@@ -85,6 +85,7 @@ def clients(count: int) -> Iterator[list[dist.TCPStore]]:
 
 def together(acts: Sequence[Callable[[], Any]]) -> float:
     """Run all at once, a thread each; seconds until the last has ended."""
+    # One more than the acts: the clock starts when all threads are there.
     gate = threading.Barrier(len(acts) + 1)
 
     def run(act: Callable[[], Any]) -> None:
@@ -179,6 +180,7 @@ def open_sockets() -> int:
 
 
 OPENED: list[str] = []
+# An audit hook sees every open() of Python, whatever module calls it.
 sys.addaudithook(lambda event, args: OPENED.append(str(args[0])) if event == "open" else None)
 
 
@@ -330,6 +332,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--plot", help="with --before: draw both into this file")
     options = parser.parse_args(argv)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # All clients and the server are in this process: two descriptors for each connection.
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     rows = measure(options.quick)
     before = read(options.before) if options.before else None

@@ -143,6 +143,7 @@ def stragglers(model: Decoder, slots: int, mean: int, rounds: int) -> str:
     prompts = make_prompts(count)
     low, high = round(2 * mean / 9), round(16 * mean / 9)  # a factor of 8 around the mean
     varied = [low + (high - low) * i // (count - 1) for i in range(count)]
+    # What rounding has changed: the sums must be equal.
     varied[0] += mean * count - sum(varied)
     random.Random(0).shuffle(varied)
 
@@ -165,6 +166,7 @@ def stragglers(model: Decoder, slots: int, mean: int, rounds: int) -> str:
 
         sides = {"equal": lambda: run([mean] * count), "varied": fed, "wave": waves}
         seconds = by_turns(sides, rounds)
+    # by_turns() leaves out the first round, too.
     seconds["steady"] = steady[1:]
     lost = (
         100 * (1 - statistics.median(map(operator.truediv, seconds["equal"], seconds[name])))

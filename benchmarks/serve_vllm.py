@@ -43,6 +43,7 @@ def start(place: Path, model: transformers.LlamaForCausalLM, slots: int) -> subp
     model.save_pretrained(version)
     (version / "manifest.json").write_text(json.dumps({"version": 1, "transport": "directory"}))
     words = ["--weights", place / "weights", "--publish", place, "--slots", slots]
+    # Without the cache: each round has the same prompts, and would read them once.
     words += ["--max-model-len", LENGTH, "--no-enable-prefix-caching"]
     command = [sys.executable, "-m", "kempner.extensions.rl.engines.vllm_engine", *map(str, words)]
     with open(place / "log", "w") as log:
@@ -73,6 +74,7 @@ def cpu_seconds(pid: int) -> float:
     ticks = 0
     for one in descendants(pid):
         fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+        # utime and stime, fields 14 and 15 of proc(5); pid and name, the first two, are cut off.
         ticks += int(fields[11]) + int(fields[12])
     return ticks / TICK
 
@@ -84,6 +86,7 @@ def measure(size: str, batch: int, new: int, rounds: int) -> str:
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         process = start(place, theirs, batch)
+        # Callbacks run in reverse: the signal first, then the wait.
         stack.callback(process.wait)
         stack.callback(process.send_signal, signal.SIGTERM)
         port, _ = stack.enter_context(serving(ours, batch))

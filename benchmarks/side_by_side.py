@@ -123,6 +123,7 @@ def prepare(options: argparse.Namespace, work: Path) -> Job:
     names, tensors = tensor_names(cfg.model, "llama"), dict(model.named_parameters())
     weights = {theirs: tensors[own].detach() for own, theirs in names.items()}
     save_file(weights, job.model / "model.safetensors", metadata={"format": "pt"})
+    # A stand-in with as much of a layout as a loader asks for.
     alone = SimpleNamespace(data_rank=0, share=0, shares=1)
     loader = open_loader(cfg, alone, False, Progress())  # type: ignore[arg-type]
     steps = [batch for _ in range(job.total) for batch in next(loader)]

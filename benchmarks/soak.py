@@ -195,10 +195,12 @@ class Soak(BrokenRun):
         """The newest line of a step, whatever attempt it is of."""
         try:
             with open(self.dir / "metrics.jsonl", "rb") as file:
+                # The end alone: this is read 20 times a second.
                 file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
                 text = file.read().decode()
         except OSError:
             return {"step": 0}
+        # The last line may still be on its way to the file.
         whole = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
         return dict(json.loads(whole[-1])) if whole else {"step": 0}
 
@@ -222,6 +224,7 @@ class Soak(BrokenRun):
             self._in_a_pause()
             self._in_a_pause = None
         if state == "PENDING":
+            # Sooner, Slurm takes the end of the old attempt for that of the new one.
             if now - self._pending_since > 2 and self.cluster.field(self.job, "Restarts") != "0":
                 self.cluster.run("scontrol", "update", f"JobId={self.job}", "StartTime=now")
         elif state in ENDED:

@@ -236,6 +236,7 @@ def count_rounds(lines: list[Line]) -> Rounds:
         for (entry, number), same in told.items():
             wrong += [f"round {number}: {problem}" for problem in problems_of(same)]
             if entry:
+                # Rounds after the last save are done again.
                 undone = [n for n in counted if n > number]
                 starts.append((same[0]["time"], len(undone)))
                 for n in undone:

@@ -180,6 +180,7 @@ def soak_site(
         say(f"the site has {', '.join(site.parts[1:])}")
         unbroken = run_unbroken(cluster, folder, plan)
         work = site.folder("soak")
+        # The run is alice's, and the second job that of another user.
         work.chmod(0o777)
         soak = SiteSoak(site, work, plan)
         wrong = live(soak) or differences(soak, unbroken)

@@ -40,6 +40,7 @@ def kernels(folder: Path) -> None:
         command += ["--train.global_batch=8", "--eval.interval=0", "--metrics.log_interval=1"]
         command += [f"--train.max_steps={number}", "--schedule.name=constant"]
         env = {**os.environ, "SLURMD_NODENAME": host}
+        # The user's own cache would make the cold start warm.
         env.pop("TORCHINDUCTOR_CACHE_DIR", None)
         subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
         events = run / "attempts.jsonl"

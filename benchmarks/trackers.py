@@ -57,6 +57,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def silent_server() -> Iterator[str]:
+    # The kernel accepts connections up to the backlog; nobody ever answers them.
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 

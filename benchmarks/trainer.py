@@ -201,6 +201,7 @@ def by_turns(repeats: int, argv: list[str]) -> None:
             if dist.get_rank() == 0:
                 found = {clock: seconds[WARM_UP:] for clock, seconds in pairs.items()}
                 print(json.dumps({"tokens": EVERY * step_tokens, **found}), flush=True)
+            # No rank may end while another one still needs its messages.
             dist.barrier()
             requests.end_process(0)
         mark = now()
@@ -302,6 +303,7 @@ def data(options: argparse.Namespace, work: Path) -> None:
     from kempner.data.text import chat_marks
 
     if hasattr(os, "sched_setaffinity"):
+        # One core: threads of NumPy or torch cannot help.
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     count, vocab = 1_000_000 if options.quick else 100_000_000, 50_000
@@ -373,6 +375,7 @@ def checkpoint(options: argparse.Namespace, work: Path) -> None:
                 files = Path(run_dir, "checkpoints/latest/").iterdir()
                 size = sum(file.stat().st_size for file in files) / 1e6
             durable = re.findall(r"step (\d+) is durable after ([\d.]+) s", out)
+            # The second half of the steps between two saves: by then the save is written.
             quiet = [s["step_time"] for n, s in steps.items() if n % interval > interval // 2]
             first, *later = save_costs(steps, dict(durable), interval, statistics.median(quiet))
             firsts[kind].append(first[0])

@@ -72,6 +72,7 @@ def runs_in(folder: Path, words: list[str], seconds: float) -> tuple[Runs, float
 def count_cpu_time(folder: Path) -> None:
     """Make the clock of the trainers, in processes that start from now on, one of CPU time."""
     folder.mkdir()
+    # Python imports this module by itself at each start, before the trainer reads the clock.
     (folder / "sitecustomize.py").write_text("import time\ntime.perf_counter = time.process_time\n")
     paths = [str(folder), os.environ.get("PYTHONPATH", "")]
     os.environ |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
@@ -100,6 +101,7 @@ def exhaust(space: Space, runs: Runs, rounds: int, steps: int) -> Overrides:
 def tune_for(space: Space, folder: Path, words: list[str], seconds: float) -> Overrides:
     runs, began = runs_in(folder, words, seconds)
     search = Search(space, runs, lambda: seconds - (time.monotonic() - began))
+    # Nothing is left out for want of memory: the exhaustive search has all, too.
     search.memory = LearnedMemory(math.inf, False)
     search.run()
     print(report.tune_table(search), flush=True)

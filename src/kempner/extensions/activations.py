@@ -126,6 +126,7 @@ def read_whole(path: Path) -> dict[str, str] | None:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         size = os.fstat(file.fileno()).st_size
+        # {} is the shortest header.
         if not 2 <= length <= size:
             return None
         try:
@@ -208,6 +209,7 @@ class DocumentNumbers:
         ends = np.flatnonzero(flat == self._eod)
         places = np.arange(len(flat))
         before = np.searchsorted(ends, places)  # documents that have ended
+        # The first document may have begun in an earlier batch: before place 0 of this one.
         begins = np.concatenate(([-self._position], ends + 1))[before]
         documents, positions = self._document + before, places - begins
         at_end = bool(len(flat)) and flat[-1] == self._eod

@@ -56,6 +56,7 @@ def inspect_data(argv: Sequence[str]) -> None:
             command.problems.append(f"{extra[0]}: give one DIR alone, or configurations")
         open_sidecar(folders[0])  # says what it is, if it is no data set
         overrides = [f"--data.dataset_path={folders[0]}", f"--train.seq_len={INSPECTED_TOKENS}"]
+        # More than any tokenizer has: data with larger ids than the model's are refused.
         overrides += [f"--model.vocab_size={1 << 24}", "--train.max_steps=1", *command.overrides]
         cfg = load_config([], overrides, command.problems)
     else:

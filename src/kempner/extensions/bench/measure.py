@@ -50,6 +50,8 @@ BENCH_FIGURES = {
     "peak memory, GiB": ".2f",
     "publish, s": ".3f",  # of rl.py
 }
+# In the message of torch: Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of
+# which 1.20 GiB is free.
 FREED = re.compile(r"Tried to allocate ([\d.]+) (\w+).*? of which ([\d.]+) (\w+) is free", re.S)
 BYTE_UNITS = {"bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
 
@@ -131,6 +133,7 @@ def run_variant(
     process = subprocess.Popen(command, env=env, **popen)
     while True:
         try:
+            # Once a second: that another rank has failed is only seen in a file.
             return process.wait(min(1.0, max(end - time.monotonic(), 0.01)))
         except subprocess.TimeoutExpired:
             if time.monotonic() >= end:
@@ -148,6 +151,7 @@ def run_variant(
 def _failed(status: Path, since: float) -> bool:
     try:
         return (
+            # An earlier measurement in this directory may have left one.
             status.stat().st_mtime > since and json.loads(status.read_text())["state"] == "failed"
         )
     except (OSError, ValueError):

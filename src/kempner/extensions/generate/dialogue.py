@@ -37,6 +37,7 @@ def generate_reply(
     `messages`."""
     words, room = loaded.words, max(1, loaded.window - sampling.max_tokens)
     while len(ids := words.chat(messages)) > room and len(messages) > 1:
+        # A turn with its answer: templates want the roles to alternate.
         del messages[:2]
     window = min(loaded.window, len(ids) + sampling.max_tokens)
     engine = Engine[Text](loaded.model, words.tokenizer.vocab_size, window, 1)

@@ -31,6 +31,7 @@ class GenerationRequest:
         """Return the tokens that the model reads when the request joins: all, or, if they would
         leave no room in the window for new ones, the last ones."""
         tokens = (*self.prompt, *self.new)
+        # There is room for all that may come, but at least half a window is kept of the text.
         tokens_left = self.sampling.max_tokens - len(self.new) - 1  # the last one is never read
         return tokens if len(tokens) < window else tokens[min(tokens_left, window // 2) - window :]
 
@@ -94,6 +95,7 @@ class Engine(Generic[_R]):
                 self._read(request, context)
         elif groups:
             first, counts = len(self.requests), [len(context) for context in groups]
+            # Whole blocks: kernels are chosen, or compiled, for each shape.
             width = whole_blocks(max(counts), self.cache.length)
             padded = [[*context] + [0] * (width - len(context)) for context in groups]
             self._held[first : first + len(groups)] = groups
@@ -138,6 +140,7 @@ class Engine(Generic[_R]):
         self.cache.leave(row)
         last = self.requests.pop()
         if last is not request:
+            # The last row fills the gap, as in the cache.
             self.requests[row] = last
             self._held[row] = self._held[len(self.requests)]
 

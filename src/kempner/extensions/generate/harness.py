@@ -52,6 +52,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return self._score([(self._begun(context), rest) for _, context, rest in requests])
 
     def _begun(self, context: list[int]) -> list[int]:
+        # Where a task has no context the harness gives this token itself.
         return context if context == [self.prefix_token_id] else [*self.begin, *context]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: object) -> list[float]:
@@ -79,6 +80,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         scores: dict[int, tuple[float, bool]] = {}
         for start in range(0, len(order), self.batch):
             numbers = order[start : start + self.batch]
+            # One more than the window: the last token is only a target.
             rows = [[*pairs[i][0], *pairs[i][1]][-self.window - 1 :] for i in numbers]
             width = whole_blocks(len(rows[0]) - 1, self.window)
             # padded behind: what comes later changes nothing in a causal model

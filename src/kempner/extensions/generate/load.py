@@ -228,6 +228,7 @@ def read_base(
     from kempner.parallel.lora import add_adapters
 
     dtype = compute_dtype("auto", device.type)
+    # On the meta device: otherwise weights in fp32 would be allocated first.
     with torch.device("meta"):
         model = Decoder(cfg).cast(dtype)
     if lora is not None:  # rounds the base, as in the training
@@ -237,5 +238,6 @@ def read_base(
         fill(model) if fill else load_weights(model, cfg, source)
     except Damaged as error:
         raise ConfigError(f"{error}; name an older checkpoint") from None
+    # to_empty() has left it undefined, and no file of weights has it.
     model.rope = rope_table(cfg).to(device)
     return model.cast(dtype)

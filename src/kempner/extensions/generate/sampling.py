@@ -24,6 +24,7 @@ class Uniforms:
     """
 
     def __init__(self, sampling: Sampling, number: int) -> None:
+        # A plain sum would give neighbouring seeds the numbers of each other's texts.
         self._seed = (sampling.seed * 1_000_003 + number) % 2**63
         self._generator: torch.Generator | None = None
         self._drawn: list[float] = []
@@ -32,6 +33,7 @@ class Uniforms:
         if self._generator is None:
             self._generator = torch.Generator().manual_seed(self._seed)
         while token >= len(self._drawn):
+            # A few at a time: a text may have 131,000 tokens, and most end long before.
             self._drawn += torch.rand(DRAWN, generator=self._generator).tolist()
         return self._drawn[token]
 

@@ -83,6 +83,7 @@ class Texts:
         def fits(text: Text) -> bool:
             context = text.context(self.engine.cache.length)
             contexts[context] = len(context)
+            # All are padded to the longest one.
             return len(contexts) == 1 or len(contexts) * max(contexts.values()) <= PREFILL
 
         first = list(self.waiting)[: self.engine.free]
@@ -103,6 +104,7 @@ class Texts:
         running = list(self.engine.requests)
         for text in running:
             self.engine.leave(text)
+        # They go in front of those that have not begun.
         self.waiting.extendleft(reversed(running))
         self.engine.forget()
 

@@ -57,8 +57,10 @@ class TokenStep:
         low, high = cache.span(lengths)
         rows = cache.slots if cache.fixed else count
         if self.uses_graphs:
+            # Rounded up to few shapes: each needs a capture, and memory for its graph.
             low, rows = 0, cache.slots if cache.fixed else min(power_of_two(count), cache.slots)
             high = min(power_of_two(high // CACHE_BLOCK) * CACHE_BLOCK, cache.length)
+            # A window that is no whole number of blocks was rounded down.
             high = high if high >= max(lengths) else cache.length
         # A free row writes to the last place: what is there is never copied.
         free = rows - count
@@ -207,6 +209,7 @@ def product_of(*layers: nn.Module) -> Product:
     return lambda x: F.linear(x, weight, bias)
 
 
+# A tensor made in inference mode cannot be updated in place outside of it.
 @torch.inference_mode(False)
 @torch.no_grad()
 def join_weights(parts: Sequence[Tensor]) -> Tensor:

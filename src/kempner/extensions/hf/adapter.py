@@ -49,6 +49,7 @@ def weights_fingerprint(source: WeightsSource) -> str:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(f"{path.name} {size}".encode())
+            # To read all of a large model would take minutes.
             for at in range(0, size, max(FINGERPRINT_BYTES, size // FINGERPRINT_SAMPLES)):
                 file.seek(at)
                 digest.update(file.read(FINGERPRINT_BYTES))
@@ -112,6 +113,7 @@ def merged_adapter(checkpoint: Path, manifest: dict[str, Any]) -> Iterator[Calla
 
 def adapter_names(cfg: ModelConfig, lora: Lora) -> list[str]:
     """List the prefixes of weight, lora_a and lora_b: `blocks.0.attention.wq.` and so on."""
+    # w1 to w3 are the feed-forward layer's, wq to wo attention's.
     matrices = [
         f"{'ffn' if '1' <= name[1] <= '3' else 'attention'}.{name}." for name in lora["targets"]
     ]

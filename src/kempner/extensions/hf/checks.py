@@ -45,6 +45,7 @@ def complete_model(values: SectionValues, run_dir: str) -> list[str]:
     if values["run"].get("fork"):
         may_change |= {*OF_CONTEXT}
     whole = asdict(ModelConfig(**shape))  # what a config.json does not name is as by default
+    # None there means a value that follows from others: the one of the weights replaces it.
     unset = [key for key in ("n_kv_heads", "head_dim") if model.get(key) is None]
     model |= {key: value for key, value in shape.items() if key in unset or key not in model}
     return [

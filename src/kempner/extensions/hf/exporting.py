@@ -77,6 +77,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str, shard_bytes: int)
         )
         names = tensor_names(cfg, kind)
         _write_tensors(unfinished, _Reader(checkpoint, names, torch_dtype), names, shard_bytes)
+        # After all files: what has the mark is unfinished, and a later export removes it.
         (unfinished / MARK_FILE).unlink()
         fsync(unfinished)
         if unfinished != out:
@@ -100,6 +101,7 @@ def _clear(unfinished: Path, out: Path) -> None:
     if unfinished != out:
         shutil.rmtree(unfinished, ignore_errors=True)
         return
+    # Names that an export writes, and no others: the directory is the user's.
     for path in out.iterdir():
         if any(
             fnmatch(path.name, pattern) for pattern in (*CARRIED, "model*.safetensors*", MARK_FILE)
@@ -141,6 +143,7 @@ def _write_tokenizer(out: Path, run: Path, sidecar: Sidecar) -> None:
     if own and read_vocabulary(run / TOKENIZER_FILE).items() <= own.items():
         return
     same = file.is_file() and file.read_bytes() == (run / TOKENIZER_FILE).read_bytes()
+    # A file that stayed of the model's tokenizer would be read together with this one.
     for pattern in ("chat_template*",) if same else TOKENIZER_FILES:
         for stale in out.glob(pattern):
             stale.unlink()
@@ -180,6 +183,7 @@ def _write_tensors(out: Path, reader: _Reader, names: dict[str, str], shard_byte
     shards = list(_groups(reader.sizes, shard_bytes))
     files: dict[str, str] = {}
     with ThreadPoolExecutor(1) as writer:
+        # Done at once: the first part has no write before it.
         pending: Future[object] = writer.submit(bool)
         for number, shard in enumerate(shards, 1):
             file = SINGLE
@@ -193,6 +197,7 @@ def _write_tensors(out: Path, reader: _Reader, names: dict[str, str], shard_byte
         pending.result()
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(reader.sizes.values())}, "weight_map": files}
+        # The index comes last: a reader takes a directory that has one for whole.
         write_json(out / INDEX_FILE, index)
 
 

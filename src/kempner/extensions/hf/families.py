@@ -173,6 +173,7 @@ def _keys(family: Family) -> dict[str, str]:
 
 
 def _refusals(config: Config, family: Family) -> list[str]:
+    # First: all others compute with these values.
     if type_problems := _wrong_types(config, family):
         return type_problems
     glm = family is FAMILIES["glm4_moe"]
@@ -293,6 +294,7 @@ def _layer_types(config: Config) -> set[str]:
     if types := config.get("layer_types"):
         return set(types)
     layers = config.get("num_hidden_layers", 0)
+    # 28 is the default of transformers.
     full = min(config.get("max_window_layers", 28), layers)
     if not config.get("use_sliding_window", False) or config.get("sliding_window") is None:
         full = layers
@@ -400,6 +402,7 @@ def config_json(cfg: ModelConfig, carried: Config | None, dtype: str, eos: int |
     came, whose other keys stay; `dtype`: of the tensors, such as bfloat16; `eos`: the end of a
     document."""
     if carried is not None and _same_shape(cfg, carried):
+        # transformers has renamed torch_dtype to dtype: the name that is there stays.
         key = "dtype" if "dtype" in carried else "torch_dtype"
         return {**carried, key: dtype, "max_position_embeddings": cfg.max_seq_len}
     kind = family_of(cfg)

@@ -64,6 +64,7 @@ def start_from(model: nn.Module, cfg: ModelConfig, run_dir: Path | None) -> str:
                 copy_model_files(source.carried, run_dir / HF_FOLDER)
             return source
 
+        # Rank 0 holds the lock in `reading` until all ranks have read.
         source = ranks.on_first(choose)
         try:
             ranks.on_all(lambda: load_weights(model, cfg, source, ranks.rank, ranks.size))
@@ -100,6 +101,7 @@ def load_weights(
             wants.append(Want(key, key, local_part(parameter), boxes[name]))
         read_wanted(source.path, manifest, table, wants, near=rank % manifest["world_size"])
         return
+    # Once: it reads the headers of all files. on_all() raises its error on every rank.
     if rank == 0:
         check_hf_directory(source.path, cfg)
     names = tensor_names(cfg, read_hf_config(source.path)["model_type"])
@@ -167,6 +169,7 @@ def fill_tensors(stored: Stored, jobs: Iterable[ReadJob]) -> None:
             columns = [slice(start, start + length) for start, length in job.box[1:]]
             at = 0
             for rows in files.rows(job):
+                # Whole rows are read; columns that tensor parallelism has cut are taken from them.
                 job.target[at : at + len(rows)].copy_(rows[(slice(None), *columns)])
                 at += len(rows)
 

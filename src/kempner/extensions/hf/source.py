@@ -74,6 +74,7 @@ def find_weights(name: str, download: bool = False, pinned: bool = False) -> Wei
         if not any((directory / file).exists() for file in named.CHECKPOINT_SIGNS):
             raise ConfigError(f"{name}: is neither a model, with a {CONFIG_FILE}, nor a run")
         source = WeightsSource(name, named.find_checkpoint(name), True)
+        # A checkpoint that is named by its own path has its step in it.
         if pinned and step is None and path.resolve() != source.path:
             step = step_of_name(source.path.name)
             raise ConfigError(

@@ -50,6 +50,7 @@ class Stored:
             for file in sorted(set(index.values())) if index else [SINGLE]:
                 handle = files.enter_context(_open(directory / file, framework))
                 for name in handle.keys():  # noqa: SIM118  # no dict
+                    # A tensor in two files would be read from either.
                     if index and index.get(name) != file:
                         raise ConfigError(
                             f"{directory / file}: {name} is not of this file in {INDEX_FILE}; "
@@ -59,6 +60,7 @@ class Stored:
                 self.places |= _places(directory / file)
             if absent := sorted(set(index) - set(self._files)):
                 raise ConfigError(f"{directory / INDEX_FILE}: {_some(absent)} in none of its files")
+            # All are sound: from here on they stay open.
             self._open = files.pop_all()
 
     def __enter__(self) -> Stored:
@@ -132,6 +134,7 @@ class Stored:
             return False
         # Not by numpy, which has no bfloat16.
         with Stored(self.directory, "pt") as same:
+            # In pieces: the two of a large vocabulary are gigabytes.
             step = 4096
             return all(
                 bool((same.slice(head)[at : at + step] == same.slice(embed)[at : at + step]).all())

@@ -63,6 +63,7 @@ class ReplicaCheckpointer(Checkpointer):
         store, world = self._world.store, self._world
         store.set(f"resume {name} {world.replica}", json.dumps(ours))
         keys = [f"resume {name} {number}" for number in range(world.replicas)]
+        # multi_get() waits until all keys are there.
         return [json.loads(each) for each in store.multi_get(keys)]
 
     def _join(self, sibling: int, step: int) -> dict[str, Any] | None:
@@ -88,6 +89,7 @@ class ReplicaCheckpointer(Checkpointer):
     def _root_of(self, number: int) -> Path:
         own = ("replicas", str(self._world.replica)) if self._world.replica else ()
         inner = () if self.cfg.dir else ("checkpoints",)
+        # Up to the directory of the run, and down again to that of the other replica.
         base = self.root
         for _ in (*own, *inner):
             base = base.parent

@@ -58,6 +58,7 @@ class Linear:
 
     def encode(self, x: Tensor) -> Tensor:
         x = x.reshape(self._shape(*x.shape))
+        # FSDP and copies may leave this rank no rows, and amin() over no elements raises.
         if not x.numel():
             return x.new_empty(0, dtype=torch.uint8)
         low = x.amin(1, keepdim=True)
@@ -105,6 +106,7 @@ class Statistical(Linear):
             return x.new_empty(0, dtype=torch.uint8)
         bins = 2**self.bits
         mean = x.mean(1, keepdim=True)
+        # Not std(), whose unbiased form is NaN for a row of one column.
         width = (x - mean).square().mean(1, keepdim=True).sqrt() * (SIGMAS / bins)
         place = (x - mean) / torch.where(width > 0, width, 1.0)
         codes = (place.floor() + bins // 2).clamp(0, bins - 1)
@@ -112,6 +114,7 @@ class Statistical(Linear):
         means = []
         for number in range(bins):
             here = codes == number
+            # The mean of an empty bin is sent, too: 0, not NaN.
             count = here.sum(1).clamp(min=1)
             means.append(torch.where(here, x, 0.0).sum(1) / count)
         return torch.cat((as_bytes(torch.stack(means, 1)), pack_bits(codes, self.bits).flatten()))
@@ -167,6 +170,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """Pack codes under 2^bits [R, C] into uint8 [R, ceil(C * bits / 8)]; the first code in a byte
     has its lowest bits."""
     each = 8 // bits
+    # Each row fills whole bytes, so that a decoder can split the rows before it unpacks them.
     codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, -codes.shape[1] % each))
     parts = codes.view(len(codes), -1, each)
     output: Tensor = parts[..., 0].clone()

@@ -59,8 +59,10 @@ def pieces_of(tensors: Sequence[Tensor], copy: int, count: int) -> list[Paramete
     pieces = []
     for i, tensor in enumerate(tensors):
         rows, columns = matrix_shape(tensor.shape)
+        # Both ends are rounded alike: the pieces meet without a gap, and differ by at most one row.
         first, end = (rows * number // count for number in (copy, copy + 1))
         if rows == 1:
+            # The one row of a vector would always go to the last copy.
             first, end = 0, int(i % count == copy)
         pieces.append(ParameterRows(i, slice(first, end), (end - first, columns)))
     return pieces

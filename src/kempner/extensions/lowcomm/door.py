@@ -58,6 +58,8 @@ class Door:
 
     def close(self) -> None:
         """Leave in order."""
+        # Before the goodbye, at which the judge closes the connection: _wait() would fence
+        # this rank.
         self._leaves = True
         self._say("bye")
         with contextlib.suppress(OSError):
@@ -93,9 +95,11 @@ class Door:
 def _start_beat(connection: int) -> subprocess.Popen[bytes]:
     """Start the heartbeat with the requests to save and stop blocked: they are not for it."""
     blocked = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+    # A mask outlives exec(); a handler does not, and the requests go to each process of the step.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         return subprocess.Popen(
+            # Neither site-packages, often on a slow file system, nor PYTHON* variables.
             [sys.executable, "-S", "-I", beat.__file__, str(connection), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -111,6 +115,7 @@ def _connect(note: Path, timeout: float) -> tuple[str, dict[str, int], socket.so
     deadline, problem = time.monotonic() + timeout, "no such file"
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError, KeyError):
+            # Read in each turn: an older note may not have been replaced yet.
             contents = json.loads(note.read_text())
             for address in contents["addresses"]:
                 try:

@@ -91,6 +91,7 @@ class JudgeServer:
                 except Exception as error:
                     _say(f"error: {type(error).__name__}: {error}")
                     if key.fileobj in self._heard:
+                        # The connection is closed: its next bytes would fail again.
                         self._lose(key.fileobj, "not understood")
             self._tell()
             before, awake = awake, time.monotonic()
@@ -114,6 +115,7 @@ class JudgeServer:
         with contextlib.suppress(OSError):
             while self._untold:
                 self._on(self._untold[0])
+                # Only after it was sent: an event may come twice, but is never lost.
                 del self._untold[0]
 
     def _admit(self) -> None:
@@ -131,6 +133,7 @@ class JudgeServer:
             return self._lose(peer, "its process ended")
         self._heard[peer] = time.monotonic()
         *lines, rest = (self._begun[peer] + data).split(b"\n")
+        # A peer that never ends its line must not fill the memory of the batch host.
         self._begun[peer] = rest[:LONGEST_LINE]
         for line in lines:
             word = line.decode(errors="replace")
@@ -141,6 +144,7 @@ class JudgeServer:
                     self._note_round(json.loads(word))
             elif is_name(word) and peer not in self._names:
                 self._greet(peer, word)
+                # _greet() has closed this very connection: its other lines count for nothing.
                 if peer not in self._heard:
                     return None
         return None
@@ -165,6 +169,7 @@ class JudgeServer:
         number, weights, name, text = (event[key] for key in ("round", "weights", "name", "text"))
         self._append({"event": "round", "time": round(time.time(), 3), **event})
         first_weights = self._weights.setdefault(number, weights)
+        # The very object that was passed: this is the first report of the round.
         if first_weights is weights:
             _say(f"round {number}: {text}; weights {weights}")
         elif first_weights != weights:
@@ -179,9 +184,11 @@ class JudgeServer:
         peer.close()
         if name is None or name in self._gone:
             return
+        # Before its other ranks are dropped below, each of which comes here again.
         self._gone.add(name)
         self.store.append(GONE_KEY, f"{name} {reason}\n")
         self._record("gone", name, reason)
+        # A goodbye is that of one rank: the others of its replica are about to say theirs.
         if reason != "left":
             for other in [x for x, other_name in self._names.items() if other_name == name]:
                 self._lose(other, reason)

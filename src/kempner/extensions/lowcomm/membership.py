@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 MEMBERSHIP_POLL_S = 0.02
 WATCH_S = 0.1  # in the collective, where an error of our own says it first
 ATTEMPTS = 4  # at one round with nobody lost
+# A bound for threads left behind: the judge tells of a stopped peer within seconds.
 COLLECTIVE_S = 600.0
 WITHIN_S = 3600.0  # the watchdog decides what hangs
 NO_VALUE = "-"  # no value of a key
@@ -203,6 +204,8 @@ class Membership:
                 self.roster = epoch.everyone
                 assert result is not None
                 return epoch, result[0]
+            # The first epoch was aborted. Without a roster its members would wait for others to
+            # admit them.
             if not self.roster and self.me in epoch.members:
                 self.roster = epoch.members
             same = same + 1 if epoch.everyone == before else 0
@@ -220,6 +223,7 @@ class Membership:
         last, self._last = self._last, epoch
         if last is None or epoch.members[0] != self.me:
             return
+        # gloo publishes each peer's address under these keys: device 0, and the peer's place.
         keys = [f"group/{last.number}/{self.rank}/0/{i}" for i in range(len(last.everyone))]
         if self.rank == 0:
             self.store.set(FIRST_EPOCH_KEY, str(epoch.number))
@@ -230,7 +234,9 @@ class Membership:
     def _fixed(self, rounds: int, about: dict[str, Any], entry: bool) -> Epoch | str:
         """Return this replica's next epoch, as soon as it is fixed, on rank 0; or why there is
         none, which is "" if the run is over."""
+        # The keys of older epochs are deleted: a late replica would wait for them for ever.
         self._next = max(self._next, self._first_kept())
+        # Only members arrive. One that joins is known by HERE_KEY, and waits for an entry.
         if self.roster or self._next == 0:
             line = json.dumps([self.me, about])
             self.store.append(f"arrived/{self._next}", f"{line}\n")
@@ -253,6 +259,7 @@ class Membership:
             if isinstance(proposed, str):
                 return proposed
             if proposed is not None:
+                # compare_set() with "" sets a key only if there is none.
                 # The first proposal wins; whoever comes later reads that one in the next turn.
                 self.store.compare_set(f"epoch/{self._next}", "", json.dumps(proposed))
                 continue
@@ -281,6 +288,7 @@ class Membership:
         if len(here) < self.least:
             return f"{len(here)} of {self.replicas} replicas came within the time for a start"
         most = max(here.values())
+        # Only those with the most rounds: a round that counted must not be done again.
         members = sorted(name for name, rounds in here.items() if rounds == most)
         if not set(members) <= arrived.keys():
             return None
@@ -329,6 +337,7 @@ class Membership:
         while not over.wait(WATCH_S):
             if names := [name for name in epoch.everyone if name in self._gone()]:
                 return None, f"lost {', '.join(names)}"
+            # It is open for as long as this replica has not voted, unless another one has voted no.
             if self._outcome(epoch.number):
                 return None, "another replica could not finish"
         return (None, problems[0]) if problems else ((results[0],), "")
@@ -358,6 +367,7 @@ class Membership:
                 self.store.compare_set(f"outcome/{number}", "", "commit")
             else:
                 time.sleep(MEMBERSHIP_POLL_S)
+        # Declared gone while it waited: the others may have begun the next round without it.
         if self.me in (departures := self._gone()):
             self.door.fence(departures[self.me])
         return outcome == "commit"

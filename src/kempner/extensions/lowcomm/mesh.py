@@ -23,6 +23,7 @@ class MeshExchange:
     and all parts travel at the same time."""
 
     def __init__(self, world: World, device: torch.device) -> None:
+        # Made by hand: new_group() takes ranks of the default group, which is the replica's own.
         store = dist.PrefixStore(f"between/{world.rank}", world.store)
         self.count = world.replicas
         self.sent = 0

@@ -88,6 +88,7 @@ class Fragment:
         codec, raw = codec_of(cfg), Raw()
         self._codecs = [raw if is_raw(n, p.ndim, cfg) else codec for n, p in parameters.items()]
         self.errors = {  # of the compression, by the parameter's place in the lists
+            # Contiguous whatever the strides of the anchor: contiguous() in send() must not copy.
             i: torch.zeros(anchor.shape, device=anchor.device)
             for i, anchor in enumerate(self.anchors)
             if cfg.feedback and self._codecs[i] is not raw
@@ -117,6 +118,7 @@ class Fragment:
             d = anchor - local_part(p.detach())
             finite = torch.isfinite(d)
             self.spoilt |= ~finite.all()
+            # No product with the mask: infinity times 0 is NaN.
             d = torch.where(finite, d, 0.0)
             if i in self.errors:
                 # In place: the error that remains after encoding is subtracted from this very
@@ -132,6 +134,7 @@ class Fragment:
             own = pieces is self._own
             for piece in pieces:
                 feedback = piece.i in self.errors
+                # The rows of other copies are encoded only to keep their errors here, too.
                 if not own and not feedback:
                     continue
                 codec, d = self._codecs[piece.i], rows_of(changes, piece)

@@ -102,6 +102,7 @@ class LowcommReplicas(Replicas):
         self._sums = shared if self._sums is None else self._sums + shared
         # Sent before the last fragment: behind it the numbers would wait.
         if steps_left == min(max(2 if rounds > 2 else 1, self.cfg.tau + 1), rounds - 1):
+            # Exchanges take fp32.
             ours = torch.cat([self._sums.float(), self._own_spoilt()])
             self._asked = self.exchange.start(ours, f"numbers {step}")
             self._sums = None

@@ -82,6 +82,7 @@ class _Started:
     def __init__(self, exchange: StepsExchange, ours: Tensor, decode: Decode | None) -> None:
         self._exchange, self._ours, self._decode = exchange, ours, decode
         self._round = exchange.round
+        # `ours` is ready only when the stream of the steps gets there: another stream reads it.
         self._ready = torch.cuda.Event() if ours.is_cuda else None  # type: ignore[no-untyped-call]
         if self._ready is not None:
             self._ready.record()
@@ -125,6 +126,7 @@ class _Started:
         with torch.cuda.stream(stream):
             self._ready.wait(stream)
             yield
+            # The result goes to another thread, whose stream does not wait for this one.
             stream.synchronize()
 
 
@@ -143,6 +145,7 @@ class StepsReplicas(LowcommReplicas):
         membership: Membership,
     ) -> None:
         self.membership = membership
+        # Looked up at each use: `waiting` is set after the replicas are made.
         self._exchange = StepsExchange(membership, lambda: self.waiting())
         super().__init__(cfg, world, parameters, self._exchange)
         self._last_step = cfg.train.max_steps
@@ -175,6 +178,7 @@ class StepsReplicas(LowcommReplicas):
 
     def _share(self, group: ReplicaGroup) -> list[Tensor]:
         """Send anchors and momenta from the members to the joiners; returns them on these."""
+        # Only the first member sends: the others need no copy of their state on the host.
         if not group.epoch.joiners or not (group.joins or group.place == 0):
             return []
         state = [_on_host(tensor) for tensor in self._state_tensors()]
@@ -182,6 +186,7 @@ class StepsReplicas(LowcommReplicas):
         return state
 
     def after_step(self, progress: Progress, numbers: ReplicaNumbers) -> ReplicaNumbers:
+        # Before super() starts this step's exchanges, each of which belongs to a round.
         number = self._exchange.round = -(-progress.step // self.cfg.interval)
         result = self._or_too_few(lambda: super(StepsReplicas, self).after_step(progress, numbers))
         self._leaving = self._leaving or any(
@@ -192,6 +197,7 @@ class StepsReplicas(LowcommReplicas):
         epoch = self._exchange.last  # the last fragment's, and all members know the same of it
         assert epoch is not None
         members, over = epoch.members, self._leaving or progress.step == self._last_step
+        # Nobody is admitted to a run that ends.
         if epoch.waiting and not over:
             about = self._about(progress, members)
             with self.waiting():
@@ -269,6 +275,7 @@ class StepsReplicas(LowcommReplicas):
         """Return a checksum of the bits of this replica's anchors: a sum, at the speed of
         memory."""
         anchors = [x for part in self.outer.fragments for x in part.anchors]
+        # Integers: their sum does not depend on the order in which a GPU adds.
         sums = torch.stack([x.view(torch.int32).sum(dtype=torch.int64) for x in anchors]).tolist()
         if self.world.size > 1:
             parts: list[Any] = [None] * self.world.size
@@ -276,6 +283,7 @@ class StepsReplicas(LowcommReplicas):
             sums = [number for part in parts for number in part]
         total = 0
         for number in sums:
+            # The factor makes the order of the tensors count.
             total = (1_000_003 * total + number) % (1 << 64)
         return f"{total:016x}"
 

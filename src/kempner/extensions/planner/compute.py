@@ -59,6 +59,7 @@ def compute_seconds(cfg: RunConfig, axes: Axes, gpu: GpuSpec) -> dict[str, float
         "update": update_bytes(cfg, axes) / rate,
         "gaps": GAP * kernels_of_step(cfg, axes),
     }
+    # The host launches kernels ahead of the GPU: only what it takes longer is a wait.
     waits = host_seconds(cfg, axes) - sum(by_part.values())
     return by_part | ({"launches": waits} if waits > 0 else {})
 
@@ -68,7 +69,9 @@ def product_flops(cfg: RunConfig, axes: Axes, tokens: float, share: float) -> fl
     peak that the largest products reach."""
     model, frozen, each = cfg.model, cfg.lora.rank > 0, flops_per_weight(cfg)
     blocks = model.flops_per_token(cfg.train.seq_len, frozen, keys=0.0)
+    # That is the output layer: see output_flops().
     blocks -= each * model.vocab_size * model.dim
+    # The forward pass has 2 of 6 operations, or of 4 where the weights are frozen.
     again = 1 + recomputed_share(cfg, "products") / (2 if frozen else 3)
     experts = each * expert_weights(cfg) * again
     side, pass_tokens = product_side(cfg, axes), tokens_of_pass(cfg, axes)
@@ -78,6 +81,7 @@ def product_flops(cfg: RunConfig, axes: Axes, tokens: float, share: float) -> fl
     fast = peak * rising_efficiency(share, FP8_PEAK * PRODUCT_HALF, side)
     flops = plain / rising_efficiency(share, PRODUCT_HALF, side) + eight / fast
     if experts:
+        # Of one expert: so few rows, with many experts, that they decide how fast its products are.
         rows = pass_tokens * cfg.distributed.ep * model.experts_per_token / model.n_experts
         inner = min(model.dim, model.ffn_dim / axes.tp, rows)
         flops += experts / rising_efficiency(share, PRODUCT_HALF, inner)
@@ -201,8 +205,10 @@ def weight_copy_bytes(cfg: RunConfig, axes: Axes, passes: float) -> float:
     how, n = cfg.distributed, axes.shard * axes.cp
     if is_alone(axes, how):
         copies = 0.0 if cfg.train.weights == "bf16" else 6.0
+        # A gradient moves 6 bytes to its sum in the first pass, and 10 in each other one.
         each = 0.0 if cfg.lora.rank else copies + 10 * passes - 4
         return each * whole_model(cfg, axes)
+    # To gather: of the whole 2 bytes are read and 2 written, of this part 4 and 2.
     gather, reduce = 4 + 6 / n, 6 + 20 / n
     gather -= (2 + 1 / n) * fp8_gathered(cfg, axes) / whole_model(cfg, axes)  # half the bytes
     often = 1.0 if how.sync_once or not how.reshard_after_forward else 2.0

@@ -94,6 +94,7 @@ def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traff
     # FSDP shards an expert over the ranks that have the same experts.
     volume = others * (n - 1) / n + experts / ep * (1 - ep / n)
     less = (1 - 1 / compute) * fp8_gathered(cfg, axes)  # in elements: 8-bit floats are sent
+    # One unit a block, and one for all that is outside of the blocks.
     group, units = Group.of(n, axes.tp, per_node), model.n_layers / axes.pp + 1
     how, frozen = cfg.distributed, cfg.lora.rank > 0
     if n > 1:
@@ -129,6 +130,7 @@ def of_a_round(cfg: RunConfig, replicas: int, numbers: float) -> float:
     how, raw = cfg.of(LowcommConfig), raw_numbers(cfg) / trained_elements(cfg)
     if how.compress == "none":
         return 2 * FP32 * numbers * (replicas - 1) / replicas
+    # Each of the largest numbers is sent with its place, in int32.
     code = 2 * FP32 * how.top_k if how.compress == "top-k" else how.bits / 8
     return (replicas - 1) * numbers * (FP32 * raw + code * (1 - raw))
 
@@ -208,6 +210,7 @@ def activation_bytes(
         # To the experts and back, in the forward and in the backward pass.
         count = 2 * often * len(model.mixtures) / axes.pp
         group = Group.of(n, axes.tp, per_node)
+        # Rows for experts of the same node do not leave it.
         far = (n - group.ways) / n if group.nodes > 1 else (n - 1) / n  # of the tokens
         size = count * stream * model.experts_per_token * buffer_share(cfg) * far
         group = group._replace(ways=1)  # each token takes the link of its own rank
@@ -218,6 +221,7 @@ def activation_bytes(
         sent = group.traffic(
             "pipeline: activations", 2 * stages * stream / axes.tp, True, 2 * stages * passes
         )
+        # A stage sends to the next one alone.
         traffic.append(sent._replace(nodes=min(2, group.nodes)))
     return traffic
 

@@ -76,6 +76,7 @@ def memory_peaks(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> l
         so_far *= FP32 / 2
     alone = is_alone(axes, cfg.distributed)
     if often and cfg.distributed.sync_once and not cfg.lora.rank and not alone:
+        # Gradients are reduced after the last pass: until then each rank has them whole.
         so_far = FP32 * whole_model(cfg, axes)
     stream = cfg.model.dim * tokens * compute / axes.tp
     ends = 2 * stream  # the input of the last norm, and its output
@@ -109,6 +110,7 @@ def weight_bytes(cfg: RunConfig, axes: Axes, gpu: bool) -> dict[str, float]:
     width = 2 if cfg.train.weights == "bf16" else FP32
     if cfg.lora.rank:
         adapters = FP32 * trained_elements(cfg)
+        # The base is frozen in bf16 (parallel/lora.py).
         state = {"weights": 2 * count + adapters, "gradients": adapters}
     else:
         state = {"weights": width * count, "gradients": width * count}
@@ -300,6 +302,7 @@ def block_activation_bytes(
     whole = (2 * model.dim + moved) * (1 - 1 / axes.tp)
     per_block = tokens * compute * (block / axes.tp + whole)
     most = 2 * inner + moved
+    # The block that needs most decides, where blocks with experts and others take turns.
     if share:
         widest = model.ffn_dim * (chosen + model.shared_experts)
         most = 2 * max(widest + chosen * model.dim, (share < 1) * model.dense_width)
@@ -362,6 +365,7 @@ def loss_memory(cfg: RunConfig, axes: Axes, tokens: int, compute: int, gpu: bool
 
 def loss_rows(cfg: RunConfig, axes: Axes, gpu: bool) -> int:
     """Tokens whose logits exist at once, at most."""
+    # It imports torch, which most callers of this module do without.
     from kempner.model.loss import chunk_rows
 
     large = gpu and cfg.train.compile and not cfg.lora.rank

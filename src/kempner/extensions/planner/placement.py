@@ -164,6 +164,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print("\n".join(f"kempner: error: {text}" for text in error.problems), file=sys.stderr)
         return 2
+    # The script reads what is between the two, whatever a library prints before or after.
     print(ANSWER)
     print(*placement)
     print(inference.tp, inference.resolved_slots, inference.restarts, values["train"]["max_steps"])

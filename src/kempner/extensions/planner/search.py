@@ -75,6 +75,7 @@ def best_candidates(
     for levers in lever_candidates(cfg, ranks):
         overrides = lever_changes(cfg, levers, ranks, near)
         other = changed_by(cfg, overrides)
+        # What is wrong with the configuration itself speaks against none of its changes.
         if problems_of(other) - problems or check(other, world_size, per_node):
             continue
         memory = estimate_memory(other, world_size, per_node)
@@ -83,6 +84,7 @@ def best_candidates(
             candidates.append(Candidate(overrides, memory, time))
     candidates.sort(
         key=lambda candidate: (
+            # Rounded to milliseconds: among equals the one with fewer changes wins.
             round(candidate.time.step, 3),
             len(candidate.overrides),
             candidate.memory.peak,
@@ -130,6 +132,7 @@ def lever_candidates(cfg: RunConfig, world_size: int) -> Iterator[dict[str, Any]
     experts = (1, 2, 4, 8) if cfg.model.n_experts else (1,)
     values = itertools.product(meshes, experts, MICRO_BATCHES, RECOMPUTE, LEVERS)
     for mesh, ep, micro, recompute, lever in values:
+        # A lever with a recompute of its own is one candidate, not one for each of RECOMPUTE.
         if lever.get("train.recompute", recompute) == recompute:
             choice = {"train.micro_batch": micro, "train.recompute": recompute}
             yield {**UNUSED, **choice, **mesh, "distributed.ep": ep, **lever}

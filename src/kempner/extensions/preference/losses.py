@@ -95,6 +95,7 @@ class Reward(Preference):
     def values(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         assert batch.documents is not None
         ends = batch.documents.starts[1:].long() - 1
+        # The score is one logit a document: token_scores() multiplies the row of this token alone.
         targets = torch.full_like(batch.targets, IGNORE).flatten()
         targets = targets.index_fill(0, ends, self._token).view(batch.targets.shape)
         _, scores = model(batch.inputs, targets, batch.documents, token_losses=True)
@@ -136,5 +137,6 @@ def sum_by_document(terms: Tensor, documents: Documents) -> Tensor:
     """Sum terms [B, T] by document, [N]."""
     lengths = documents.starts.diff().long()
     number = torch.arange(len(lengths), device=terms.device)
+    # Without output_size the host would wait for the GPU to learn the sum of the lengths.
     number = number.repeat_interleave(lengths, output_size=terms.numel())
     return terms.new_zeros(len(lengths)).index_add(0, number, terms.flatten())

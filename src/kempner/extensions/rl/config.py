@@ -188,6 +188,7 @@ def rl_problems(cfg: RunConfig) -> list[str]:
         "optimizer.name = schedule_free": cfg.optimizer.name == "schedule_free",
         "lowcomm": cfg.of(LowcommConfig).on,
         f"run.fork = {cfg.run.fork}": bool(cfg.run.fork),
+        # Parameters are sent as they are: a base with its adapters beside it, and not merged.
         f"lora.rank = {cfg.lora.rank} with rl.weights = direct": (
             cfg.lora.rank > 0 and rl.weights == "direct"
         ),
@@ -206,6 +207,7 @@ def rl_problems(cfg: RunConfig) -> list[str]:
     batch = "the batch follows from rl.batch_samples or rl.batch_tokens"
     useless = {
         f"train.global_batch = {cfg.train.global_batch}: {batch}": (
+            # complete() has put rl.batch_samples there.
             cfg.train.global_batch not in (default.global_batch, rl.batch_samples)
         ),
         f"train.global_batch_tokens: {batch}": cfg.train.global_batch_tokens is not None,
@@ -307,5 +309,6 @@ def _server(url: str) -> tuple[str, int] | None:
     with contextlib.suppress(ValueError):  # of the port
         parts = urlsplit(url)
         if parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/"):
+            # One server under two names would be two engines, each with all of its slots.
             return {"localhost": "127.0.0.1"}.get(parts.hostname, parts.hostname), parts.port
     return None

@@ -72,6 +72,7 @@ class RolloutExchange:
     @property
     def run(self) -> str:
         """Name of this attempt for engines, RUN#ATTEMPT: each has versions of its own."""
+        # Quoted: a # in the path would end the part that names the run.
         return f"{quote(str(self.root.parent.parent.absolute()))}#{self.root.name}"
 
     # --- the trainer ---
@@ -122,6 +123,7 @@ class RolloutExchange:
         """Return the newest version that is published."""
         if not self.weights.is_dir():
             return None
+        # Numbers have leading zeros: sorted as texts they are in order.
         manifests = sorted(self.weights.glob("v*/manifest.json"))
         return int(manifests[-1].parent.name[1:]) if manifests else None
 
@@ -150,6 +152,7 @@ class Beat:
         self._name = exchange.root / part
         self._full, self._next = exchange.root / f"{part}.full", 0.0
         with contextlib.suppress(OSError):
+            # An earlier process of this part may have ended while it waited for room.
             self._full.unlink(missing_ok=True)
             self._name.touch()
 
@@ -158,6 +161,7 @@ class Beat:
             return
         self._next = time.monotonic() + EXCHANGE_HEARTBEAT_S
         with contextlib.suppress(OSError):
+            # OSError: while the part waits for room the file has its other name.
             os.utime(self._name)
 
     def full(self) -> None:

@@ -74,6 +74,7 @@ class RlExtension(Extension):
         from kempner.extensions.rl.opening import check_isolation, open_parts
 
         problems = []
+        # With adapters every start reads the weights of the base, else only the first.
         if not rank and (cfg.lora.rank or not begun):
             problems = _other_tokens(cfg)
         try:

@@ -71,6 +71,7 @@ def open_parts(cfg: RunConfig, servers: bool = False) -> tuple[dict[str, Tasks],
             problems += check_prompts(cfg, env, DialogueWriter(words))
         problems += check_servers(cfg, words) if servers and cfg.of(InferenceConfig).urls else []
     if problems:
+        # Entries of [[rl.env]] with one fault between them say it once.
         raise ConfigError(dict.fromkeys(problems))
     assert words is not None
     return {env.label: env for env in envs}, words
@@ -226,11 +227,13 @@ def open_router(
     """Open a router over the engines of this job, or over those that run already. `ends`: tokens
     that end a text. `bench`: engines are only measured, with whatever weights they have."""
     inference, urls = cfg.of(InferenceConfig), cfg.of(InferenceConfig).urls
+    # Processes that are started from here do not inherit it.
     env_token = os.environ.pop(TOKEN_VARIABLE, "").strip()
 
     def token() -> str:
         if urls:
             return env_token
+        # Read for each engine: the trainer may make the token after this process has begun.
         return exchange.token.read_text().strip() if exchange.token.exists() else ""
 
     def find() -> Mapping[str, str]:

@@ -28,6 +28,7 @@ def score_alternatives(
     if len(ids) < 2:
         return scores
     tokens = torch.tensor([ids], device=model.embed.weight.device)
+    # The last token is only looked up.
     logits = model(tokens[:, :-1])[0]  # [T - 1, V]
     for start in range(0, len(ids) - 1, LOGPROB_CHUNK):
         logprobs = (logits[start : start + LOGPROB_CHUNK].float() / temperature).log_softmax(-1)

@@ -68,6 +68,7 @@ class Server(ThreadingHTTPServer):
         super().__init__((host, port), Handler)
 
     def server_bind(self) -> None:  # http.server's own asks the DNS for the name of this host
+        # A port that the user has named is bound as it is; 0 is one of the site's range.
         if self.server_address[1]:
             socketserver.TCPServer.server_bind(self)
         else:
@@ -98,6 +99,7 @@ class Server(ThreadingHTTPServer):
         }
         if len(strangers) > MOST_STRANGERS:
             with contextlib.suppress(OSError):
+                # Shut down, not closed: the socket is still its thread's, which ends by itself.
                 min(strangers, key=lambda handler: strangers[handler]).connection.shutdown(
                     socket.SHUT_RDWR
                 )
@@ -155,9 +157,12 @@ class Handler(BaseHTTPRequestHandler):
         self._say(code, error_body(code, message or explain or HTTPStatus(code).phrase))
 
     def _answer(self, routes: dict[str, Callable[[Handler, bytes], None]]) -> None:
+        # The head has arrived: service_actions() must not end it for the time that the answer
+        # takes.
         self.server.heads.pop(self)
         with self.server.answering():
             try:
+                # Before the body is read: a stranger's may be as large as LARGEST_REQUEST_BYTES.
                 self._allowed()
                 body = self._body()
                 path = self.path.partition("?")[0]
@@ -230,6 +235,7 @@ class Handler(BaseHTTPRequestHandler):
         text = content if isinstance(content, str) else json.dumps(content)
         data = text.encode()
         self.send_response(code)
+        # 0.0.4 is the version of Prometheus's text format.
         kind = "text/plain; version=0.0.4" if isinstance(content, str) else "application/json"
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
@@ -318,6 +324,7 @@ class Handler(BaseHTTPRequestHandler):
         fields = Fields(body)
         manifest = fields.take("manifest")
         path = fields.text("path") if manifest is None else ""
+        # Above 2**53 a number of JSON need not be exact.
         version = fields.number("version", None, 0, 2**53)
         run = fields.text("run", "")
         fields.end()
@@ -326,6 +333,7 @@ class Handler(BaseHTTPRequestHandler):
             if isinstance(manifest, str):
                 worker.receive(manifest, self.server.token)
             else:
+                # Before the update: texts of another run must not go on with these weights.
                 if self.server.lease.take(run):
                     worker.refuse("this engine gets weights of another run")
                 worker.update(path, version)
@@ -370,6 +378,7 @@ class Handler(BaseHTTPRequestHandler):
                 request, job, CompletionResponse(request, model, worker.pieces)
             )
         except (ClientGone, OSError):
+            # Its texts would go on in slots, and nobody waits for them.
             with contextlib.suppress(Unavailable):
                 worker.drop(job)
             raise
@@ -392,6 +401,7 @@ class Handler(BaseHTTPRequestHandler):
     def _stream(self, request: Asked, job: CompletionJob, answer: CompletionResponse) -> None:
         """Send server-sent events, one for each token; closing the connection ends them."""
         self.close_connection = True
+        # Without a Content-Length the end of the connection is that of the answer.
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Cache-Control", "no-store")

@@ -30,6 +30,7 @@ class Lease:
 
     def held(self, run: str) -> bool:
         """Return whether a run other than this one uses the engine."""
+        # Attempts of one run follow one another: none keeps an engine from the next.
         others = bool(self.run) and self.run.partition("#")[0] != run.partition("#")[0]
         return others and time.monotonic() < self._since + self.SECONDS
 

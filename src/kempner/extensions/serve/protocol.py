@@ -157,6 +157,7 @@ def read_request(
         raise BadRequest(f"{'messages' if chat else 'prompt'}: {error}") from None
     longest = max(map(len, prompts))
     most = fields.number("max_completion_tokens", None, 1, window) if chat else None
+    # A chat ends by itself; a completion need not, and gets OpenAI's few tokens.
     default = max(1, window - longest) if chat else DEFAULT_TOKENS
     most = fields.number("max_tokens", most or default, 1 if chat else 0, window)
     # The last token is never read. A client that scores a text asks for one token, or for none.
@@ -298,6 +299,7 @@ class Offsets:
     """Start of each token of a text, in characters."""
 
     def __init__(self, begin: int = 0) -> None:
+        # Incremental: a character's bytes may be spread over several tokens.
         self._next, self._decoder = begin, codecs.getincrementaldecoder("utf-8")("replace")
         self._held = b""  # the beginning of a character
 

@@ -30,6 +30,7 @@ def replace_weights(model: Decoder, name: str) -> None:
     Raises Refused; after any other error the model is unusable."""
     with contextlib.ExitStack() as reading:
         try:
+            # All that can be refused comes before load_weights(), which overwrites the model.
             source = reading.enter_context(held_weights(name))
             check_served_weights(model, source)
             if name := not_finite(source):

@@ -46,6 +46,7 @@ class CompletionJob:
     def __init__(self, stream: bool) -> None:
         self.stream = stream  # news of every token, not only of the last one
         self.texts: list[Text] = []
+        # No SimpleQueue: up to Python 3.12 its get(timeout) may wait for ever after a signal.
         self.news: Queue[News | Unavailable] = Queue()
 
 
@@ -202,6 +203,7 @@ class Worker:
             cause = repr(error)
             # A failed pass leaves the cache in an unknown state.
             self.texts.engine.clear()
+            # Texts that still wait were not in the pass.
             failures = [text for text in self._jobs if text not in self.texts.waiting]
             why = "the engine has failed; see its log"
         for job in {self._jobs[text] for text in failures if text in self._jobs}:
@@ -233,6 +235,7 @@ class Worker:
                 answer.set_result(action())
             except Exception as error:  # of the caller
                 answer.set_exception(error)
+            # After the first one, only those that are there already: texts go on.
             idle = False
 
     def _take(self, request: Asked, job: CompletionJob) -> None:
@@ -280,10 +283,12 @@ class Worker:
         except LeaseRefused:
             raise
         except Exception as error:
+            # The model may have some of the new tensors and some of the old ones.
             self.broken = f"no weights are loaded: those of {source} could not be read ({error})"
             self._refuse_all(self.broken)
             raise Unavailable(self.broken) from None
         self.broken = ""
+        # Keys and values of the old weights are worth nothing.
         self.texts.read_again()
         engine.version = version
         return version

@@ -84,6 +84,7 @@ def _between(spec: Mapping[str, Any], ends: tuple[float, float], part: float) ->
     if "linear" in spec:
         value = low + (high - low) * part
         return round(value) if isinstance(low, int) and isinstance(high, int) else value
+    # The ends stay exactly as they are written: a power of floats may miss them.
     if part in (0.0, 1.0):
         return high if part else low
     return float(f"{low * (high / low) ** part:.6g}")

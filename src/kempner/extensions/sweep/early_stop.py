@@ -62,6 +62,7 @@ def read_validations(run: Path) -> dict[int, float]:
 def main(run: Path) -> int:
     after, least = map(int, os.environ["KEMPNER_EARLY_STOP"].split(":"))
     parent = os.getppid()
+    # It ends with the batch script even where that is killed.
     while os.getppid() == parent:
         start_time = time.monotonic()
         if why := stop_reason(run, after, least):

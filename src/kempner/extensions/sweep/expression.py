@@ -95,6 +95,7 @@ class Expression:
             is_function = isinstance(node.func, ast.Name) and node.func.id in EXPRESSION_FUNCTIONS
             allowed, parts = is_function and not node.keywords and bool(node.args), [*node.args]
         elif isinstance(node, ast.BoolOp):
+            # The operator is a child node, too, and is left out here.
             allowed, parts = True, [*node.values]
         elif isinstance(node, ast.UnaryOp):
             allowed, parts = isinstance(node.op, ast.USub | ast.Not), [node.operand]
@@ -118,6 +119,7 @@ def in_order(rules: Mapping[str, Expression]) -> dict[str, Expression]:
     """Order the rules so that each follows those that it reads: TOML's tables do not keep the order
     of `a.x`, `b`, `a.y`. A rule's own name in it is the value before it. Raises ExpressionError for
     a circle."""
+    # `parameters` is counted from all options of the model.
     of_model = {name for name in rules if name.startswith("model.")}
     needs = {
         name: (rule.names | (of_model if "parameters" in rule.names else set())) - {name}
@@ -146,6 +148,7 @@ def _value(node: ast.AST, values: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.BoolOp):
+        # The rest is not computed, as in Python: `width and dim / width > 2` has a value for 0.
         stop_at = isinstance(node.op, ast.Or)
         return next((stop_at for e in node.values if bool(_value(e, values)) == stop_at),
                     not stop_at)  # fmt: skip

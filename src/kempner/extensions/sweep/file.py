@@ -88,6 +88,7 @@ class _Reader:
         for key in [*self.table]:
             if key not in SWEEP_KEYS:
                 self.wrong(f"{key}: unknown key{did_you_mean(key, SWEEP_KEYS)}")
+            # A bool is an int for Python.
             elif not isinstance(self.table[key], SWEEP_KEYS[key]) or self.table[key] is True:
                 self.wrong(f"{key} = {format_value(self.table.pop(key))}: has the wrong type")
         get = self.table.get

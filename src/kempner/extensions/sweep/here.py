@@ -19,6 +19,7 @@ def run_here(own: Path, points: Sequence[SweepPoint], more: Mapping[str, str]) -
     Ctrl-C, which reaches the script too: its run saves and stops."""
     configs = write_points(own, points)
     failures, interrupts = [], []
+    # Python's own handler would end this process while the script is still saving.
     before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
     try:
         for number, point in enumerate(points, 1):
@@ -26,6 +27,7 @@ def run_here(own: Path, points: Sequence[SweepPoint], more: Mapping[str, str]) -
             script = replace(point.resources, pack=1).script
             env = {**os.environ, **more, "KEMPNER_NPROC": str(point.resources.world_size)}
             code = subprocess.run(["bash", script, configs[point.name]], env=env).returncode
+            # The rest of the points must not begin after Ctrl-C.
             if interrupts or code == 130 or code < 0:
                 return 130
             failures += [point.name] if code else []

@@ -78,6 +78,7 @@ class Journal:
     def append(self, **values: Any) -> None:
         path = self.folder / "journal.jsonl"
         line = {**values, "time": time.time()}
+        # A process that was killed within a line would take this one with it.
         end_torn_line(path)
         with open(path, "a") as file:
             file.write(json.dumps(line) + "\n")
@@ -111,6 +112,7 @@ def locked_journal(folder: Path, patience: float = 0.0) -> Iterator[Journal]:
     with open(folder / ".lock", "a") as file:
         while True:
             try:
+                # flock() has no timeout of its own.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:

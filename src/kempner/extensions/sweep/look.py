@@ -45,6 +45,7 @@ def look_at_points(
     statuses = [
         _look(point, journal, jobs, None if whole else METRICS_TAIL_BYTES) for point in points
     ]
+    # sacct may be slow, or have no database: it is asked where nothing else is known.
     unknown = [
         status
         for status in statuses
@@ -79,6 +80,7 @@ def _look(
         state = CANCELLED_STATE
     elif not run.attempts and not is_refused:
         state = RunState("killed", f"job {task} ended before the run began", attention=True)
+    # Whatever its files say: a second array would be a second job of the run.
     if any(point.name in each.points for each in journal.open):
         state = RunState("unknown", "Slurm has not said whether it took the job")
     submissions = journal.of(point.name)

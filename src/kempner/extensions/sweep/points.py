@@ -67,6 +67,8 @@ def expand_points(sweep: Sweep) -> list[SweepPoint]:
         raise ConfigError(f"{sweep.file}: no combination fulfils all conditions of where")
     by_hash: dict[str, SweepPoint] = {}
     for point in points:
+        # The hash alone decides: a name also has variables, which need not change the
+        # configuration.
         other = by_hash.setdefault(point.name.rpartition("-")[2], point)
         if other is not point:
             first, second = (describe_point(sweep, each) for each in (other, point))
@@ -118,6 +120,7 @@ def make_point(sweep: Sweep, base: RunConfig, combination: PointValues) -> Sweep
     try:
         for name, rule in sweep.rules.items():
             point_values[name] = variables[name] = _converted(name, rule.value(variables))
+            # A later rule may read it.
             if name.startswith("model."):
                 variables["parameters"] = _parameters(variables)
         if not all(condition.value(variables) for condition in sweep.where):
@@ -147,6 +150,7 @@ def make_point(sweep: Sweep, base: RunConfig, combination: PointValues) -> Sweep
             "point whenever another has ended; leave it out"
         )
     try:
+        # As train.py loads it, so that a point is refused for the same reasons as its run would be.
         cfg = load_config(sweep.bases[combination["base"]], words)
     except ConfigError as error:
         raise ConfigError(error.problems, problems) from None

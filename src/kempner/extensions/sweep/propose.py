@@ -92,6 +92,7 @@ def propose_values(
             )
             trial = study.ask(space)
             values = {name: _value(spec, trial.params[name]) for name, spec in sweep.space.items()}
+            # The same draw would be refused each time, for the same reason.
             point = None if values in tried_values else _point(sweep, *base, values)
             tried_values.append(values)
             if point is not None and _hash(point) not in known_hashes:

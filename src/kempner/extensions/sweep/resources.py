@@ -103,6 +103,7 @@ def profile_environment(profile: str) -> dict[str, str]:
     env = {**os.environ, **({"KEMPNER_SITE": profile} if profile else {})}
     if not env.get("KEMPNER_SITE"):
         return env
+    # What the site's file prints must not get among the variables, whose values may have line ends.
     script = 'source "$1/lib/all.sh"; KP_ROOT=$2; kp_read_site >&2; env -0'
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script, "bash", SLURM_SCRIPTS, SWEEP_REPOSITORY],

@@ -66,6 +66,7 @@ def write_results(
     if not has_begun:
         print("sweep: nothing is submitted yet: the table is not written", file=sys.stderr)
         return 0
+    # resolve(): a link to a file elsewhere stays one.
     write_atomic(table.resolve(), as_csv(sweep, kind, rows))
     files = [str(table)]
     if x is not None and any(row.loss is not None for row in rows):

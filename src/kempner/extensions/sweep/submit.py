@@ -119,11 +119,13 @@ def arrays_of(
 def _limited(arrays: Sequence[Array], limit: int) -> list[Array]:
     """Divide the limit of running tasks by size, at least 1 task for each array and none that it
     cannot use."""
+    # Each array gets one task, and the rest is divided by size.
     spare = limit - sum(array.pack for array in arrays)
     total = sum(len(array.points) for array in arrays)
     tasks = [
         min(array.tasks, 1 + spare * len(array.points) // total // array.pack) for array in arrays
     ]
+    # What rounding has left goes to the largest arrays first.
     room = limit - sum(n * array.pack for n, array in zip(tasks, arrays, strict=True))
     for i in sorted(range(len(arrays)), key=lambda i: -len(arrays[i].points)):
         more = min(arrays[i].tasks - tasks[i], room // arrays[i].pack)
@@ -262,6 +264,7 @@ def find_job(journal: Journal, submission: Submission) -> str | None:
     run_events = [
         event for run in runs for event in event_reader.read_events(run / "attempts.jsonl")
     ]
+    # Only runs that began after the intent count: earlier ones belong to another array.
     since = [e.job.partition("_")[0] for e in run_events if e.job and e.time > submission.time]
     return next(iter([*jobs, *since]), "")
 

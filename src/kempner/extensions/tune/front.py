@@ -94,6 +94,7 @@ def configure_tune(command: Command) -> tuple[RunConfig, TuneOptions]:
     refuse_others(cfg.run.dir, "run.dir", (Kind.STARTED,), OWN_DIRECTORY)
     out = Path(flags["out"] or f"{cfg.run.dir}/tuned.toml").expanduser()
     _refuse_out(out)
+    # Checked as the first measurement will run, which must not find its errors after minutes.
     trial = trial_of(command, {}, Path(cfg.run.dir, "tune/trials/0000"), 1, 1)
     if problems := check_config(trial.cfg, {**flags, **NO_BUILD}):
         raise ConfigError(dict.fromkeys(problems))
@@ -107,6 +108,7 @@ def _refuse_out(out: Path) -> None:
     what = ""
     if not there.is_dir():
         what = f"{there} is not a directory"
+    # Where a container has not mounted it yet (container.sh) this is a directory of the image.
     elif not os.access(there, os.W_OK | os.X_OK) and "KP_UNMOUNTED" not in os.environ:
         what = f"{there} is not writable"
     elif out.exists() and not out.is_file():
@@ -123,6 +125,7 @@ def tune(command: Command, cfg: RunConfig, options: TuneOptions, stop: StopReque
     if world.rank:
         return orders.follow(stop.wants_to_leave)
     print_warnings(cfg)
+    # The other ranks end with this code if this one raises ConfigError.
     code = 2
     try:
         code = _lead(command, cfg, options, stop, world, orders)

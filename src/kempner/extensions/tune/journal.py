@@ -38,6 +38,7 @@ class TuneJournal:
         self._file, self._subject = LineFile(path), subject
         self.runs: int = sum(line.get("event") == "start" for line in lines)  # of all subjects
         if lines and lines[-1].get("event") == "start":  # killed in a run
+            # The time counts up to the last beat: nobody knows how long it lived after that.
             cut = {**lines[-1], "event": "cut", "wall": max(lived - lines[-1]["time"], 0.0)}
             self._append(cut)
             lines.append(cut)
@@ -52,6 +53,8 @@ class TuneJournal:
                 self.spent += result.wall
                 name = f"{line['overrides']}{line['rung']}"
                 killed[name] += result.killed
+                # A candidate that was killed twice has failed; the configuration itself is tried
+                # again.
                 if not result.killed or (line["overrides"] and killed[name] > 1):
                     self.results.append((line["overrides"], line["rung"], result))
 

@@ -36,6 +36,8 @@ def main(device: str) -> None:
         import torch
 
         has_torchao = importlib.util.find_spec("torchao") is not None
+        # 8.9 (Ada) is the first with products of 8-bit floats, 10.0 (Blackwell) with a scale
+        # for 32 numbers.
         capability = torch.cuda.get_device_capability()
         facts["fp8"] = has_torchao and capability >= (8, 9)
         facts["mxfp8"] = has_torchao and capability >= (10, 0)

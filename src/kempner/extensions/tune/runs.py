@@ -68,6 +68,7 @@ def trial_of(
     if cfg.data.document_mask and cfg.of(BenchConfig).data == "fake":
         words.append("--bench.length=variable")  # rows are packed in the run, too
         cfg = load_config(command.files, words)
+    # These follow from the configuration, and are then checked with it.
     words += bench_overrides(cfg, str(run_dir))
     cfg = load_config(command.files, words)
     return Variant(" ".join(changes), [*command.files, *words], cfg)
@@ -88,11 +89,13 @@ class Orders:
         names = [os.environ.get(variable, "") for variable in START_VARIABLES]
         local = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's, which may repeat the names
         if local is not None and local == os.environ.get("WORLD_SIZE"):
+            # On one host all ranks are children of the same torchrun.
             names.append(str(os.getppid()))
         name = re.sub(r"\W+", "_", "-".join(names)).strip("_")
         self.folder, self._number = folder / "orders" / (name or "alone"), 0
 
     def post(self, order: dict[str, Any]) -> None:
+        # Not in __init__: the other ranks make an Orders, too, perhaps after the first order.
         if not self._number:  # what an earlier start of the same name has left
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
@@ -166,6 +169,7 @@ class Runs:
         words = trial_of(self._command, overrides, run_dir, warmup, steps).words
         order = {"words": words, "run_dir": str(run_dir), "number": number, "seconds": limit}
         log, began = run_dir.with_suffix(".out"), time.monotonic()
+        # Before its own run: the processes of all ranks meet in it.
         self._orders.post(order)
         with open(log, "w") as out:
             code = run_trial(order, out, self._beat)
@@ -178,6 +182,7 @@ class Runs:
             self._journal.cut(overrides, rung, wall)
             raise
         self._journal.end(overrides, rung, result)
+        # A run that has failed stays, to be read.
         if code == 0:
             shutil.rmtree(run_dir, ignore_errors=True)
             log.unlink(missing_ok=True)
@@ -228,6 +233,7 @@ def _failure(
     if wall >= limit:
         return Measurement(failed=f"took over {limit:.0f} s", wall=wall)
     faults = event_reader.read_kind(run_dir / "attempts.jsonl", events.FaultEvent)
+    # A rank that has only lost its peer says nothing about the candidate.
     own = [fault for fault in faults if not fault.lost_peer]
     if not own and (peer_killed or code == -signal.SIGKILL):
         return Measurement(failed=KILLED, killed=True, wall=wall)

@@ -176,6 +176,7 @@ class Search:
         steps = min(max(round(self._short_s / step), FIRST_STEPS), MOST_STEPS) * FACTOR**rung
         if rung:
             own = self.trials[describe_candidate(overrides)].step
+            # The seconds of a run besides its steps: imports, compilation, the warm-up.
             starts = [
                 run.wall - sum(run.seconds) for one in ranked for run in one.runs if run.seconds
             ]

@@ -100,6 +100,7 @@ def shorter_batch(cfg: RunConfig, ranks: int, per_node: int, machine: RankDevice
     passes = train.sequences // unit
     if train.sequences % unit or passes < 4:
         return None
+    # The fewest passes, from 2 on, of which the whole step is a multiple.
     return unit * next(n for n in range(2, passes + 1) if passes % n == 0)
 
 
@@ -167,6 +168,7 @@ class Space:
         """List the meshes that pass the checks, the fastest by the planner's estimate first."""
         allowed = [mesh for mesh in mesh_choices(self._ranks) if self.is_allowed(mesh)]
         if len(allowed) > MESHES:
+            # Only the order of the meshes matters here: any GPU will do for an unknown device.
             spec = self.machine.spec or GPUS["H100"]
             allowed.sort(key=lambda mesh: self._seconds(mesh, spec))
         return allowed[:MESHES]
@@ -189,9 +191,11 @@ class Space:
     def canonical(self, overrides: Mapping[str, Any]) -> Overrides:
         """Return the same candidate with its real changes alone, sorted."""
         changes = dict(overrides)
+        # Without compilation the scope has no effect: one candidate must have one name.
         if changes.get("train.compile") is False:
             changes["train.compile_scope"] = "block"
         changes = lever_changes(self.cfg, changes, self._ranks, self._near)
+        # A size that equals the whole share is the configuration itself.
         if self.cfg.train.micro_batch is None and changes.get("train.micro_batch"):
             train = replace(self.cfg.train, micro_batch=None)
             try:
@@ -253,6 +257,7 @@ class Space:
         near = list(found.values())
         if spec := self.machine.spec:
             here = self._seconds(overrides, spec)
+            # Rounded to tenths: the sort is stable, so that near-equals keep the order of the axes.
             near.sort(key=lambda other: round(self._seconds(other, spec) / here, 1))
         return near
 

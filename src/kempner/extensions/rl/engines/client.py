@@ -110,6 +110,7 @@ class Flight:
     def add(self, opened: socket.socket) -> None:
         with self._lock:
             self._sockets.add(opened)
+            # cancel() came before this connection was opened, and has not closed it.
             if self.cancelled:
                 shut_socket(opened)
 
@@ -210,6 +211,7 @@ class KitEngine:
         # Afterwards: another run may have given it weights meanwhile.
         self._own(answer.get("run", ""))
         try:
+            # The order of their numbers counts, from which their seeds follow.
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
             texts = [
                 Completion(
@@ -228,6 +230,7 @@ class KitEngine:
 
     def alive(self) -> None:
         code, _ = self._exchange("/health", None, ENGINE_HEARTBEAT_S)
+        # Not by _ask(), which raises Busy at 503: an engine without weights is alive.
         if code not in self.living:
             raise Lost(f"/health: {code}")
 
@@ -392,6 +395,7 @@ class VllmEngine(KitEngine):
             "logprobs": 0,
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
+            # 0 are all tokens for vLLM.
             "top_k": sampling.top_k or 0,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
@@ -426,6 +430,7 @@ class VllmEngine(KitEngine):
             return list(pool.map(one, prompts))
 
     def version(self) -> int | None:
+        # First, with its short limit: the core may take long to answer what comes next.
         self.alive()
         if not self._probed:
             missing = ROUTES - set(self._ask("/openapi.json", None, VERSION_S).get("paths", ()))
@@ -465,6 +470,7 @@ class VllmEngine(KitEngine):
         if "path" not in body:
             raise Rejected("vLLM takes weights from files alone")
         reload = {"method": "reload_weights", "kwargs": {"weights_path": body["path"]}}
+        # No step of the model may run on weights that are read by half.
         self._do("/pause?mode=keep", {})
         try:
             # If the next call fails the weights are neither the old ones nor the new ones.
@@ -474,6 +480,7 @@ class VllmEngine(KitEngine):
             new = f"{body['version']}@{self._run}" if self._run else f"{body['version']}"
             self._do("/update_weight_version", {"new_version": new})
         finally:
+            # Also after an error: a paused engine would never answer the requests that it has.
             self._do("/resume", {})
         return int(body["version"])
 
@@ -491,6 +498,7 @@ class VllmEngine(KitEngine):
         answer = self._ask("/inference/v1/generate", body, SCORE_S)
         try:
             (version,) = self._versions(answer["choices"][0]["weight_versions"])  # of its token
+            # The first token has no log-probability: nothing is before it.
             entries = zip(tokens[1:], answer["prompt_logprobs"][1:], strict=True)
             logprobs = [float(entry[str(token)]["logprob"]) for token, entry in entries]
             return Scores(logprobs, version)
@@ -514,6 +522,7 @@ def _read(path: str, code: int, text: bytes) -> dict[str, Any]:
         why = text[:200].decode(errors="replace")
     if code == 503:
         raise Busy(why)
+    # Both kinds of engines answer so where another run has the lease.
     if code == 409:
         raise EngineLeased(why)
     if code in (400, 422):

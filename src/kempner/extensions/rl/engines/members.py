@@ -73,6 +73,7 @@ class Waiter:
         free = [
             each
             for each in members
+            # A request larger than the capacity goes to an idle engine: it would wait for ever.
             if each.version >= self.least and (each.load == 0 or each.load + self.size <= capacity)
         ]
         if not free:
@@ -80,6 +81,7 @@ class Waiter:
         self.member = min(free, key=lambda each: each.load)
         self.life = self.member.life
         self.member.account()
+        # Its silence is counted from here: without work it had nothing to say.
         if not self.member.load:
             self.member.progressed = self.member.since
         self.member.load += self.size

@@ -113,6 +113,7 @@ class Router:
                 flight.begin(member.version)
                 found = engine.complete(prompts, n, sampling, flight)
             except Busy:
+                # The place is given back after the pause; Busy is no failure of the request.
                 time.sleep(BUSY_S)
                 continue
             except Lost as error:
@@ -148,6 +149,7 @@ class Router:
         others."""
         waiter = Waiter(size, least, threading.Condition(self._change))
         with self._change:
+            # It has waited longest, and a batch waits for its slowest request.
             (self._waiting.appendleft if again else self._waiting.append)(waiter)
             self._hand_out()
             while waiter.member is None:
@@ -165,8 +167,11 @@ class Router:
             for waiter in self._waiting:
                 waiter.given.notify()
             return
+        # Samples that end early free their slots: in a request's time a slot serves 1 / held of
+        # them.
         capacity = self._slots / self._held + self._queued
         alive = [each for each in self._members.values() if each.alive]
+        # Without room nobody needs to be looked at, and thousands may wait.
         room = any(each.load == 0 or each.load < capacity for each in alive)
         rest: deque[Waiter] = deque()
         refused: list[Waiter] = []  # whoever asks for as much, or more, gets none either
@@ -177,6 +182,7 @@ class Router:
             elif waiter.choose(alive, capacity) is None:
                 rest.append(waiter)
                 refused.append(waiter)
+        # They go back in front of those that were not looked at, in their order.
         self._waiting.extendleft(reversed(rest))
 
     def _learn(self, lengths: Sequence[int]) -> None:
@@ -244,6 +250,7 @@ class Router:
             for name, url in self._find().items():
                 member = self._members.get(name)
                 if member is None:
+                    # Before the member is there: whoever finds it sets this event.
                     self._wake[name] = threading.Event()
                     member = Member(name, self._make(url), trusted=self._patience is None)
                     with self._change:
@@ -281,6 +288,7 @@ class Router:
 
     def _beat(self, member: Member) -> None:
         with self._change:
+            # Noted before the question: an answer about an earlier life says nothing of this one.
             engine, life = member.engine, member.life
             before = member.version, member.updating
         try:
@@ -298,6 +306,7 @@ class Router:
         except (Lost, Rejected) as error:
             with self._change:
                 member.misses += 1
+                # Only a timeout may be due to its load; a refused connection means that it is gone.
                 over = member.misses >= HEARTBEAT_MISSES or "timed out" not in str(error)
             if over:
                 self._lose(member, life, str(error))
@@ -317,6 +326,7 @@ class Router:
         """Record that an engine is alive, with this version; `before`: its version when it was
         asked, and whether it was taking another one."""
         with self._change:
+            # It is under another URL meanwhile: this answer was of its old process.
             if self._closed or member.engine is not engine:
                 return
             if not member.alive:
@@ -329,6 +339,7 @@ class Router:
             target, body = self._target
             begin = not member.updating and member.version < target
             member.updating = member.updating or begin
+            # Most beats change nothing, and there are half as many a second as engines.
             if state_before != (True, member.version):
                 self._hand_out()
         if begin:
@@ -359,6 +370,7 @@ class Router:
             elif problem and target == self._target[0]:
                 self._say(f"{member.name} at {engine.url} refuses weights {target}: {problem}")
                 member.refused += 1
+                # The fault is the engine's own where another engine has taken these weights.
                 taken = any(each.version >= target for each in self._members.values())
                 if member.refused >= UPDATE_TRIES and not taken:
                     self._failure = Rejected(f"{member.name} refuses weights {target}: {problem}")
@@ -373,10 +385,12 @@ class Router:
                 self._say(f"{member.name} at {member.engine.url} is lost: {why}")
             member.account()
             member.alive, member.version, member.why = False, -1, why
+            # Engines that others have started may come back with any weights.
             member.trusted = self._patience is None
             # Requests and updates of the old life must not change the new one.
             member.life += 1
             engine = member.engine
             self._hand_out()
+        # Outside of the lock, which the threads that it wakes will want.
         if cut:
             engine.abort()

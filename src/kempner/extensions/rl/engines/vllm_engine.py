@@ -71,6 +71,7 @@ class Allowed:
             await self.app(scope, receive, send)
         elif not allowed:
             if scope["type"] == "websocket":
+                # 1008: policy violation (RFC 6455).
                 await send({"type": "websocket.close", "code": 1008})
             else:
                 await refuse_request(send, 401, "give the token of this engine: " + BEARER)
@@ -191,6 +192,7 @@ def vllm_environment(token: str) -> dict[str, str]:
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
     keep_private()  # vLLM has a place of its own for the model, and torch's for all else
     own = ENVIRONMENT | ({} if os.environ.get("CUDA_VISIBLE_DEVICES") else ON_A_CPU)
+    # The user's own values come after ours, and win.
     return {**own, **os.environ, "PYTHONPATH": path, TOKEN_VARIABLE: token}
 
 
@@ -217,6 +219,7 @@ def stop_process(process: subprocess.Popen[bytes]) -> None:
     for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
         try:
             os.killpg(process.pid, number)
+            # The leader alone: the next turn kills what is left of its group.
             process.wait(patience)
         except ProcessLookupError:
             return

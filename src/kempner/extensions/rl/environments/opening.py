@@ -103,6 +103,7 @@ class Tasks:
 
     def _draw(self, number: int, held_out: bool) -> Task:
         for attempt in range(PROMPT_DRAWS):
+            # The seed follows from the task alone, not from the order in which tasks are asked for.
             seed = f"{self.seed} {self.cfg.label} {held_out} {number} {attempt}"
             task = self.environment.task(number, random.Random(seed))
             if self._is_held_out(task) == held_out:
@@ -234,6 +235,7 @@ def _arguments(maker: type[Environment], args: str, where: str) -> dict[str, Any
     if not isinstance(arguments, dict):
         raise ConfigError(f'{where}: args must be a JSON object, such as {{"below": 100}}')
     parameters = dict(inspect.signature(maker).parameters)
+    # **config takes any name: the environment itself says which are unknown.
     rest = [name for name in parameters if parameters[name].kind is inspect.Parameter.VAR_KEYWORD]
     for name in rest:
         del parameters[name]

@@ -131,6 +131,7 @@ class ModelProgram(run_program.Peer):
     """A program in a process of its own, as tests see it. They run in this process: expected values
     and verdicts are out of the program's reach."""
 
+    # Over and NotPlain, which end the tests, pass.
     caught = Exception
 
     def __init__(self, source: str, seconds: float) -> None:
@@ -146,6 +147,8 @@ class ModelProgram(run_program.Peer):
         self._answers, ours = os.pipe()
         with limits.own_processes():
             self._process = subprocess.Popen(
+                # -I: no PYTHON* variable, user's package or current directory changes what it
+                # imports.
                 [sys.executable, "-I", run_program.__file__, str(theirs), str(ours)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -169,7 +172,9 @@ class ModelProgram(run_program.Peer):
         cannot be sent."""
         self._failed, self._unfit = False, None
         tree = ast.parse(tests.source)
+        # The tests must not inherit the `annotations` future of this module.
         code = compile(tree, "tests", "exec", dont_inherit=True)
+        # Tests may use modules without importing them, as in math.pi.
         parts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
         modules = {node.id for node in parts if isinstance(node, ast.Name)} & MODULES.keys()
         try:
@@ -252,6 +257,7 @@ class ModelProgram(run_program.Peer):
         by_tests = by_tests and kind._kind_.judges
         if (number, by_tests) not in self._objects:
             new: Any = kind.__new__(kind, *base)  # type: ignore[arg-type]
+            # StandIn.__setattr__() would ask the program.
             object.__setattr__(new, "_self_", (number, base, by_tests))
             self._objects[number, by_tests] = new
         return self._objects[number, by_tests]
@@ -341,6 +347,7 @@ class StandInType(type):
     _kind_: Any
 
     def __new__(cls, name: str, bases: Any, space: dict[str, Any]) -> StandInType:
+        # This is a class statement of the tests, with a base that is the program's.
         if bases and "_kind_" not in space:
             program = next(each for each in bases if isinstance(each, cls))._kind_.program
             program._unfit = NotPlain("no class of theirs derives from one of a program")
@@ -352,6 +359,7 @@ class StandInType(type):
         return program.made(program.ask("__call__", cls, *arguments, **keywords))
 
     def __getattr__(cls, name: str) -> Any:
+        # This is StandIn itself, which belongs to no program.
         if cls.__dict__.get("_kind_") is None:
             raise AttributeError(name)
         return cls._kind_.program.attribute(cls, name)
@@ -371,6 +379,7 @@ class StandInType(type):
     def __getitem__(cls, key: Any) -> Any:
         return cls._kind_.program.ask("__getitem__", cls, key)
 
+    # Otherwise Python would ask __len__() whether a class is true.
     def __bool__(cls) -> bool:
         return True
 

@@ -16,6 +16,7 @@ from kempner.extensions.rl.environments.protocol import Environment, Task
 
 DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)"  # commas stand before groups of three, or are no part of it
 NUMBER_PATTERN = re.compile(rf"-?\$?{DIGITS}(?:\.\d+)?(?:[eE][+-]?\d+|/\d+)?")
+# Two digits of an exponent: the Fraction of 1e999999999 has a billion digits.
 WHOLE = re.compile(rf"[+-]?{DIGITS}?(?:\.\d*)?(?:[eE][+-]?\d{{1,2}}|/\d+)?")
 DIGIT_GROUPS = re.compile(r"(?<![\d.])(\d{1,3})((?: \d{3})+)(?!\d)")
 ANSWER_MARK = re.compile(r"####\s*(.+)")
@@ -62,6 +63,7 @@ class Qa(Environment):
             )
         number = number_value(reply or "")
         if reply is not None and number is None:
+            # A marked answer that is more than a number must not count for the last number in it.
             bare = UNIT_PATTERN.sub("", reply).strip()
             if bare.startswith(("(", "[", "{", "\\{")):  # a pair, an interval, a set
                 return 0.0
@@ -94,6 +96,7 @@ def boxed_answer(text: str) -> str | None:
 def number_value(text: str) -> Fraction | None:
     """Parse a number as people write it: $1,000.50, 1e3, 3/4, \\frac{3}{4}, 12%, 5 \\text{ cm}^2,
     10{,}000, 3\\frac{1}{2}."""
+    # LaTeX writes a comma between digits as {,}, which leaves no space after it.
     text = UNIT_PATTERN.sub("", text.translate(SIGN_TABLE).replace("{,}", ","))
     if mixed := MIXED.fullmatch(text.strip(" $.")):
         sign, whole, *parts = mixed.groups("")
@@ -165,6 +168,7 @@ def read_rows(
     rows = []
     path = Path(file).expanduser()
     try:
+        # Not splitlines(), which also ends a line at the U+2028 that JSON may hold.
         lines = path.read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from None

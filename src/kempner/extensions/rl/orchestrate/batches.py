@@ -62,6 +62,7 @@ class Groups:
         for long answers, and groups of an ordinary length do not grow old in a queue, however large
         rl.max_async."""
         there = len(self._ready) + flying
+        # Late groups are asked for twice, but what is there must never exceed what may be trained.
         new = min(ahead, SOON) * self._target - (there - late)
         return max(0, min(new, ahead * self._target - there, self._left(ahead, there)))
 
@@ -95,6 +96,7 @@ class Groups:
             return None
         if (enough := self._enough()) is not None:
             return enough
+        # Groups that are still coming may complete the batch.
         if flying or self._left(ahead, len(self._ready)) > 0:
             return None
         return self._filled(step, [group for group in self._flat if group.oldest >= least])

@@ -92,6 +92,7 @@ class DialogueWriter:
         if not mark:
             raise ValueError("the chat template does not write what the assistant has said")
         ids = self._encode(after)
+        # A turn that a stop string has ended lacks that token: here the template's stays.
         return ids[1:] if ids[:1] == [last] and last in self._words.ends else ids
 
     def text(self, ids: Sequence[int]) -> str:

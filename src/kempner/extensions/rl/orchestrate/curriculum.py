@@ -39,6 +39,7 @@ class Curriculum:
         label = max(self._due, key=lambda each: self._due[each])
         place = TaskPlace(self._place, label, self._wanted(label))
         self._place += 1
+        # Claims are kept, not rounded: over any prefix each has its share to within one task.
         self._due[label] -= 1
         self._number[label] = place.number + 1
         return place

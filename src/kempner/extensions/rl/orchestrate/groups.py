@@ -84,6 +84,7 @@ class SampleGroup:
             return [0.0] * len(self.rewards)
         lengths = np.array([each.length for each in self.scored])
         rewards = np.array(self.rewards) - loss.length_penalty * lengths / max_tokens
+        # The penalty comes first, so that the advantages of a group sum to 0 all the same.
         found = rewards - rewards.mean()
         if loss.name == "grpo" and (deviation := rewards.std()) > SAME:
             found = found / deviation

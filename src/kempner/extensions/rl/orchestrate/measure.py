@@ -61,6 +61,7 @@ class Bench:
         engines, rl = len(self._router.alive()), self._cfg.of(RlConfig)
         batch = max(1, (rl.batch_samples or 0) // rl.group_size)
         room = engines * self._cfg.of(InferenceConfig).resolved_slots
+        # Six times what the engines take at a time: they are full from the first sixth to the last.
         many = max(4 * batch, -(-6 * room // rl.group_size))
         self._measure(batch, room)  # the first one is slower
         alone, stream, read = [], [], self._tokens_read()
@@ -97,6 +98,7 @@ class Bench:
 
         def work() -> None:
             try:
+                # pop() of a list is atomic: each thread has a place of its own.
                 come.put(self._sampler.group(at.pop(), self._cfg.of(RlConfig).group_size, -1))
             except Exception as error:
                 come.put(error)

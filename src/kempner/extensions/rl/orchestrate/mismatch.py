@@ -73,6 +73,7 @@ class Mismatch:
             old = self._steps.popleft()
             self._probes.pop(old, None)
             self._scored.pop(old, None)
+            # This deletes the trainer's file, which nobody compares any more.
             self._exchange.handed_back(old)
 
     def look(self) -> None:
@@ -82,6 +83,7 @@ class Mismatch:
             self._asks = False
             if scores and scores.version == step - 1 and len(scores.logprobs) == len(probe.counts):
                 self._scored[step] = probe, scores
+        # One question at a time, the newest batch first: engines do not have its version for long.
         for step in [] if self._asks else sorted(self._probes, reverse=True):
             if engine := self._router.with_version(step - 1):
                 self._asks, question = True, (step, self._probes.pop(step), engine)

@@ -62,6 +62,7 @@ class Orchestrator:
         self._cfg, self._exchange, self._envs = cfg, exchange, envs
         self._sampler, self._router, self._say, self._stop = sampler, router, say, stop
         self._curriculum, self._beat = curriculum, Beat(exchange, "orchestrator")
+        # No SimpleQueue: up to Python 3.12 its get(timeout) may wait for ever after a signal.
         self._come: Queue[tuple[Flight, SampleGroup | Exception]] = Queue()
         self._again: deque[TaskPlace] = deque()  # asked before, and not trained
         self._flying: dict[Flight, TaskPlace] = {}  # asked, and not here
@@ -96,6 +97,7 @@ class Orchestrator:
         self._data_ranks, self._step = start.data_ranks, start.step
         self._log = SampleLog(Path(self._cfg.run.dir), start.step, self._say)
         if self._cfg.of(RlConfig).eval_interval:
+            # An attempt that got further than the checkpoint has evaluated weights that are lost.
             done = results.evaluated_steps(Path(self._cfg.run.dir))
             self._evaluated = max((each for each in done if each <= start.step), default=-1)
         if start.state is not None:
@@ -134,6 +136,7 @@ class Orchestrator:
             self._tidy()
             return
         self._newest = newest
+        # Before anything else: engines take the version while this thread tidies up.
         self._router.offer(newest, self._exchange.update(newest))
         # These weights have learned from them: no rank reads these batches again.
         for step in range(newest, 0, -1):
@@ -253,6 +256,7 @@ class Orchestrator:
         try:
             flight, result = self._come.get(timeout=VERSION_POLL_S)
             while True:
+                # _cancel() has put the task of a cancelled one back in line.
                 if not flight.cancelled:
                     if isinstance(result, Exception):
                         raise result
@@ -278,6 +282,7 @@ class Orchestrator:
         metrics = reward_figures(come, groups, self._step, stale, self._cancelled)
         metrics |= self._router.figures() | self._mismatch.take()
         self._cancelled = 0
+        # Before _state(): tasks whose groups are dropped here belong to this step's checkpoint.
         self._cancel()
         arrays = packing.pack_batch(
             [each.sample for group in groups for each in group.scored],
@@ -288,11 +293,13 @@ class Orchestrator:
             self._cfg.train.micro_batch or 1,
         )
         tokens = packing.tokens_that_count(arrays)
+        # Without a sample of the newest weights the mismatch is measured apart: mismatch.py.
         newest = max(each.oldest for group in groups for each in group.scored)
         batch = Batch(self._step, tokens, metrics, self._state(), scored=newest < self._step - 1)
 
         def write() -> None:
             packing.write_rank_files(self._exchange.rollouts(batch.step), arrays)
+            # Last: the trainer reads the rank files as soon as it sees the batch.
             self._exchange.hand_over(batch)
 
         self._write(f"batch of step {self._step}", write)
@@ -304,6 +311,7 @@ class Orchestrator:
         """Write, and retry on a full disk, which may be cleared: samples are not thrown away at
         once."""
         until, waits = time.monotonic() + DISK_S, False
+        # After one wait, all that has come meanwhile is taken.
         while True:
             try:
                 write()

@@ -73,6 +73,7 @@ def spread_samples(lengths: NDArray[np.int64], room: int, count: int) -> list[li
     finds no room."""
     rows: list[list[int]] = [[] for _ in range(count)]
     space, cost = np.full(count, room), np.zeros(count)
+    # Stable: the rows of a batch must not depend on how a sort breaks ties.
     for item in np.argsort(-lengths, kind="stable").tolist():
         row = int(np.where(space >= lengths[item], cost, np.inf).argmin())
         if space[row] < lengths[item]:
@@ -115,6 +116,7 @@ def fill_row(row: Arrays, items: Sequence[tuple[Sample, float, int]]) -> None:
     at = 0
     for number, (sample, advantage, version) in enumerate(items):
         there = slice(at, at + sample.places)
+        # The row's targets are the tokens one place further on.
         counts = sample.sampled[1:]
         row["inputs"][there] = sample.tokens[:-1]
         row["targets"][there] = np.where(counts, sample.tokens[1:], IGNORE)

@@ -51,7 +51,9 @@ class RolloutSampler:
         env = self._envs[at.env]
         try:
             task = env.task(at.number)
+            # A trial: here an error is known to be the fault of this task alone.
             self._writer.prompt(task)
+        # No task at all is a mistake in the configuration, and ends the run.
         except ConfigError:
             raise
         except Exception as error:
@@ -107,6 +109,7 @@ class RolloutSampler:
         while going:
             turn_sampling = replace(sampling, seed=seed_of(self._seed, place, turn))
             if turn == 0:
+                # One prompt with many samples: the engine reads it once for all of them.
                 texts = self._router.ask([prompt], count, turn_sampling, least, flight)[0]
             else:
                 tokens = [talk.tokens for talk in going]
@@ -115,6 +118,7 @@ class RolloutSampler:
                 ]
             for talk, text in zip(going, texts, strict=True):
                 talk.say(text, self._writer.text(text.token_ids))
+            # A turn that was cut at max_tokens gets no reply.
             going = [talk for talk in going if talk.open]
             going = self._replies(env, task, going, why)
             turn += 1

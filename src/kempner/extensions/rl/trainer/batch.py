@@ -69,12 +69,14 @@ def micro_batches(
     for at in range(0, count, rows or count):
         part = {name: tensor[at : at + (rows or count)] for name, tensor in arrays.items()}
         batch = Rollouts(
+            # The files have int32, half of the bytes; an embedding takes int64.
             part["inputs"].long(),
             part["targets"].long(),
             Documents.of(part["documents"], reset_positions=True),
             logprobs=part["logprobs"],
             advantages=part["advantages"],
             fresh=part["fresh"],
+            # The probe is a sample of the first row, which is in the first micro-batch.
             own=None if at else own,
         )
         yield batch._map(lambda tensor: tensor.pin_memory()) if pin else batch

@@ -142,6 +142,7 @@ class Feed:
             time.sleep(pause)
             batch, is_wanted = self._exchange.batch(step), self._exchange.wanted.exists()
             is_wanted = is_wanted or (self._tries > 0 and time.monotonic() > self._again)
+        # All ranks act on the same sums: one that left or published alone would hang the others.
         flags = torch.tensor([batch is not None, is_wanted, *self._stop.flags[INTERRUPT_REQUEST:]])
         dist.all_reduce(flags, dist.ReduceOp.MAX, self._ranks.group)
         ready, wants, *leaving = flags.tolist()
@@ -150,6 +151,7 @@ class Feed:
             return verdict
         if wants:
             if self._ranks.rank == 0:
+                # Before the weights are published: a wish that comes meanwhile is for another time.
                 with contextlib.suppress(FileNotFoundError):
                     self._exchange.wanted.unlink()
             self.publish(step - 1)
@@ -205,6 +207,7 @@ class Feed:
 
     def record(self, result: StepResult, lap: Mapping[str, float], counted: str) -> dict[str, Any]:
         """Return the metrics of the newest batch's step: the orchestrator's, and the trainer's."""
+        # This runs a step after the loss: by then the copy to the host waits for nothing.
         if self._own:
             self._exchange.hand_back(self._step, self._own[0].cpu().numpy())
         metrics = {name: value for name, value in self._metrics.items() if name != "samples"}

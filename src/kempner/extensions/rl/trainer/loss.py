@@ -77,6 +77,7 @@ class Policy:
         self._cfg, self._temperature = cfg.of(LossConfig), cfg.of(SamplingConfig).temperature
         self._chunk = cfg.train.loss_chunk
         self._batch: Rollouts | None = None
+        # On the device: to read a number in each micro-batch would wait for the GPU.
         self._sums = torch.zeros(len(SUMS), device=device)
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
@@ -124,6 +125,7 @@ class Policy:
 
         def judge(losses: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
             old, advantages, fresh, counts = (tensor[rows] for tensor in columns)
+            # It is called within the forward() of an autograd.Function, where gradients are off.
             with torch.enable_grad():
                 losses = losses.detach().requires_grad_()
                 ours, log_ratio, clip_mask = policy_losses(self._cfg, -losses, old, advantages)
@@ -133,6 +135,7 @@ class Policy:
                 there.copy_(-losses.detach()[: len(there), 0])
             distance = log_ratio.detach().abs()
             # Over the sampler's samples its mean is KL(sampler, model), and it is never negative.
+            # expm1(): in fp32 exp(x) - 1 has few digits left where x is small.
             kl = log_ratio.detach().expm1() - log_ratio.detach()
             mine = (distance, distance * fresh, fresh.float(), clip_mask.float(), kl)
             for i, values in enumerate(mine):

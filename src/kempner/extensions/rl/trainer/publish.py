@@ -79,6 +79,7 @@ class DirectoryPublisher:
         sizes = {n: math.prod(shape) * self.dtype.itemsize for n, shape in self._shapes.items()}
         self._bytes = sum(sizes.values())
         count = min(WRITERS, self._ranks.size, len(sizes))
+        # Spread over the ranks, and so over the nodes: each has a network link of its own.
         writers = [i * self._ranks.size // count for i in range(count)]
         self._writer = writers_of(sizes, writers)
         used = sorted(set(self._writer.values()))
@@ -122,6 +123,7 @@ class DirectoryPublisher:
 
     def _begin(self, folder: Path) -> bool:
         """Prepare the directory; returns whether the version exists already."""
+        # The manifest is written last: without it the directory is a rest of an earlier try.
         if (folder / "manifest.json").exists():
             return True
         shutil.rmtree(folder, ignore_errors=True)
@@ -147,15 +149,18 @@ class DirectoryPublisher:
             failed: OSError | None = None
             waiting: list[memoryview] = []
             writer = opened.enter_context(ThreadPoolExecutor(1))
+            # Done at once: the first lot has no write before it.
             written: Future[object] = writer.submit(bool)
             try:
                 if path is not None:
+                    # Without a buffer, which would only copy tensors of many MB once more.
                     file = opened.enter_context(open(path, "wb", buffering=0))
                     shapes = {name: self._shapes[name] for name in mine}
                     write_all(file, header_of(shapes, self._names, self.dtype))
             except OSError as error:  # the others wait for our part of each tensor all the same
                 failed = error
             for name, tensor in whole_tensors(self._model, self._scale):
+                # A rank that cannot write goes on taking part in the gathering, a collective.
                 if self._writer[name] != self._ranks.rank or failed is not None:
                     continue
                 data = tensor.to("cpu", self.dtype).contiguous().view(torch.uint8).flatten()

@@ -152,6 +152,7 @@ def receive_weights(model: Decoder, manifest: Mapping[str, Any], token: str) -> 
     senders = range(len(manifest["senders"]))
     try:
         with ThreadPoolExecutor(min(SENDERS, len(senders))) as pool:
+            # list(): map() raises an error only where its result is taken.
             list(pool.map(read_from, senders))
     except OSError as error:
         # Some weights may be overwritten: the model is neither the old one nor the new one.
@@ -201,6 +202,7 @@ class DirectPublisher:
         weights; one that is offered already stays."""
         if version == self._offer.version:
             return
+        # Before the next copy is made: the host needs room for one version only.
         self._offer.withdraw()
         if self._first or version == self._last:
             self._first = False
@@ -209,6 +211,7 @@ class DirectPublisher:
         parameters = parameter_names(self._model)
         table = make_table(parameters, {}, self._ranks.size)
         parts = pack_buckets(parameters, table, self._ranks.rank, self._dtype)
+        # An engine that has read the manifest asks every rank: all must offer before it is written.
         self._ranks.on_all(lambda: self._offer.make(version, parts))
         count = sum(math.prod(spec.shape) for spec in table.values())
         facts = {
@@ -277,6 +280,7 @@ class Offer:
         with self._changed:
             self.version = None
             self._changed.wait_for(lambda: self._sending == 0, TIMEOUT_S)
+            # A client that is still reading has a reference of its own.
             self._parts = []
 
     def _listen(self) -> None:
@@ -285,6 +289,7 @@ class Offer:
         while True:
             arrivals.poll()
             for link in self._entrance.take():
+                # A client that stands still keeps the memory of a version that was withdrawn.
                 link.settimeout(TIMEOUT_S)
                 threading.Thread(target=self._answer, args=(link,), daemon=True).start()
 

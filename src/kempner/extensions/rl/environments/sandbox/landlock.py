@@ -30,11 +30,13 @@ def allow_writing(directory: str, files: Iterable[str]) -> bool:
     try:
         for path, rights in allowed.items():
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            # The kernel declares the record packed: without padding.
             rule = struct.pack("=Qi", rights, fd)
             try:
                 _check(_libc.syscall(ADD_RULE, rules, PATH_BENEATH, rule, 0))
             finally:
                 os.close(fd)
+        # Without privileges a process may restrict itself only after this (landlock(7)).
         _check(_libc.prctl(LANDLOCK_NO_NEW_PRIVS, 1, 0, 0, 0))
         _check(_libc.syscall(RESTRICT_SELF, rules, 0))
     finally:

@@ -51,6 +51,7 @@ def isolate_children() -> list[str]:
         # processes outside, their memory and environment.
         _check(_libc.unshare(NEWUSER | parts))
         for file, text in (
+            # First: without privileges a gid_map is accepted only after it (user_namespaces(7)).
             ("setgroups", "deny"),
             ("uid_map", f"{user} {user} 1"),
             ("gid_map", f"{group} {group} 1"),
@@ -92,6 +93,7 @@ def _seal() -> tuple[list[str], str]:
     scratch = ""
     try:
         _check(_libc.unshare(NEWNS))
+        # Private: these mounts do not reach the host, and its later ones do not reach this process.
         _check(_libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
         _make_devices()
         own = MS_NO_SUID | MS_NO_DEVICES
@@ -113,9 +115,11 @@ def _make_devices() -> None:
     for name in DEVICES:
         path = Path(SCRATCH, name)
         path.touch()
+        # Bound from the host's: mknod() of a device is refused in a user namespace.
         _check(_libc.mount(f"/dev/{name}".encode(), os.fsencode(path), None, MS_BIND, None))
     for name, of in LINKS.items():
         Path(SCRATCH, name).symlink_to(f"/proc/self/fd{of}")
+    # Where SCRATCH itself is mounted once this file system lies over /dev.
     Path(SCRATCH, Path(SCRATCH).name).mkdir()
     _check(_libc.mount(SCRATCH.encode(), b"/dev", None, MS_MOVE, None))
 
@@ -146,6 +150,7 @@ def _make_read_only(scratch: str) -> None:
 
 
 def _set_attributes(path: str, flags: int, attr_set: int, attr_clr: int) -> None:
+    # struct mount_attr: what is set, what is cleared, propagation, user namespace.
     attributes = struct.pack("4Q", attr_set, attr_clr, 0, 0)
     where = (SYS_MOUNT_SETATTR, AT_FDCWD, os.fsencode(path), flags)
     _check(_libc.syscall(*where, attributes, len(attributes)))
@@ -155,6 +160,7 @@ def _mounts() -> Iterator[tuple[str, list[str]]]:
     """Yield path and options of each mount; those below others come after them."""
     for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
         fields = line.split()
+        # mountinfo has spaces and the like as octal numbers: \040.
         path = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), fields[4])
         yield os.fsdecode(path), fields[5].decode().split(",")
 
@@ -221,6 +227,7 @@ def list_descendants(pid: int, most: int | None = None) -> list[int]:
     queue = [pid]
     while queue and (most is None or len(descendants) < most):
         parent = queue.pop()
+        # The kernel lists children by the thread that has started them.
         for task in _listing(f"/proc/{parent}/task"):
             queue += map(int, _text(f"/proc/{parent}/task/{task}/children").split())
         if parent != pid and _text(f"/proc/{parent}/stat").rpartition(")")[2].split()[:1] != ["Z"]:

@@ -37,6 +37,7 @@ def send_message(fd: int, message: bytes, end: float) -> None:
 def receive_message(fd: int, end: float, most: int = LARGEST_PIPE_MESSAGE) -> bytes:
     """Receive a message of at most `most` bytes. Raises Late or Ended."""
     (length,) = PIPE_LENGTH.unpack(_read(fd, PIPE_LENGTH.size, end))
+    # A program of the model may have written any length: it must not cost memory.
     if length > most:
         raise PipeClosed
     return _read(fd, length, end)

@@ -116,6 +116,7 @@ class Peer:
     caught: type[BaseException] = BaseException
 
     def __init__(self) -> None:
+        # The lists also keep their values alive: the id() of one that is gone may become another's.
         self.kept: list[Any] = []  # what the other side knows by a number
         self.numbers: dict[int, int] = {}  # by id()
         self.depth = 0
@@ -123,6 +124,7 @@ class Peer:
         self.places: dict[int, int] = {}  # by id()
         self.received: list[Any] = []  # the same of the last message
 
+    # `/`: the function that is called may have keywords of its own named `what` or `self`.
     def ask(self, what: str, /, *arguments: Any, **keywords: Any) -> Any:
         if not self.depth:
             self.shared, self.places = [], {}
@@ -164,6 +166,7 @@ class Peer:
         numbers: dict[int, int] = {}
 
         def refer(value: Any) -> Any:
+            # By type(): an instance of a class that derives from int may be more than a number.
             if type(value) in SMALL_TYPES or (type(value) is int and -LARGE < value < LARGE):
                 return value
             if id(value) not in numbers:
@@ -174,6 +177,8 @@ class Peer:
         def items(values: Iterable[Any]) -> list[Any]:
             values = list(values)
             kinds = set(map(type, values))
+            # A list of plain values is sent as it is, without a node for each: most large lists are
+            # such.
             if kinds <= SMALL_TYPES or (
                 kinds == {int} and -LARGE < min(values) <= max(values) < LARGE
             ):
@@ -230,6 +235,7 @@ class Peer:
             new = array_of_text(*payload) if key == "numpy.ndarray" else import_name(key)()
             self.shared.append(new)
             self.places[id(new)] = place
+        # The message may come from a program that lies about what it was handed.
         if type(self.shared[place]) is not import_name(key):
             raise TypeError(key)
         return self.shared[place]
@@ -243,6 +249,8 @@ class Peer:
         if kind != "value":
             return self.stand_in(key, *rest, items)
         parts = items(rest[0])
+        # In place of an atom there may be a stand-in for an object of the program, whose methods
+        # would then be called.
         if key in VALUE_PARTS.keys() - HOLDERS and not set(map(type, parts)) <= ATOMS:
             raise TypeError(key)
         how = VALUE_PARTS[key][1] if key in VALUE_PARTS else None
@@ -354,6 +362,7 @@ class ProgramPeer(Peer):
         return getattr(self, what)(*arguments)
 
     def run(self, source: str) -> None:
+        # A program must not inherit the `annotations` future of this file.
         exec(compile(source, "program.py", "exec", dont_inherit=True), self.module.__dict__)
 
     def name(self, name: str) -> Any:

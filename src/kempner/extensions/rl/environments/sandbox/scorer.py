@@ -52,6 +52,7 @@ class Scorer:
     ) -> None:
         """`workers`: processes, each started when it is first needed. `tell` takes a line for the
         log: which limits this host does not allow."""
+        # The last one used comes first: no more processes are started than work at a time.
         self._free: queue.LifoQueue[_Process] = queue.LifoQueue()
         self._all = [_Process(self._tell_once, namespaces) for _ in range(workers)]
         for process in self._all:
@@ -174,6 +175,7 @@ class _Process:
         assert process.stdin and process.stdout
         process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
+            # Longer than the 10 s that it may take to end its descendants.
             process.wait(15)
         process.kill()
         process.wait()

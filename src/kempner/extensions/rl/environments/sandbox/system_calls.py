@@ -65,11 +65,13 @@ def forbid_calls() -> list[str]:
     if machine is None:
         return [f"no filter of system calls on {platform.machine()}: it may use Unix sockets"]
     missing = (*machine.ipc, machine.memfd_create, *machine.keys, IO_URING_SETUP, MEMFD_SECRET)
+    # ENOSYS, as of a kernel without the call: libraries go another way.
     refused = {**dict.fromkeys(missing, errno.ENOSYS), machine.flock: 0}
     tests = [
         *_if(machine.socket, 0, ANY, (socket.AF_INET, socket.AF_INET6), errno.EACCES, False),
         *_if(machine.socketpair, 0, ANY, (socket.AF_UNIX,), errno.EACCES, False),
         # An end of a pair of datagrams can be connected to another socket.
+        # 0xF: SOCK_NONBLOCK and SOCK_CLOEXEC are in the same argument.
         *_if(machine.socketpair, 1, 0xF, (socket.SOCK_STREAM,), errno.EACCES, False),
         *_if(machine.fcntl, 1, ANY, LOCKS, 0),
         *_if(machine.fcntl, 1, ANY, (SET_LEASE,), errno.EACCES),
@@ -87,6 +89,7 @@ def install_filter(refused: Mapping[int, int], tests: list[Instruction] | None =
     audit = MACHINES[platform.machine()].audit
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE_OFFSET),
+        # In another architecture, such as that of 32 bits, the same numbers are other calls.
         (EQUAL, 1, 0, audit),
         (RETURN, 0, 0, ERRNO | errno.ENOSYS),
         (LOAD, 0, 0, NUMBER_OFFSET),
@@ -97,9 +100,11 @@ def install_filter(refused: Mapping[int, int], tests: list[Instruction] | None =
         program += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | code)]
     program += [*(tests or []), (RETURN, 0, 0, ALLOW)]
     text = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+    # A name of its own: the structure has an address only, which keeps nothing alive.
     buffer = ctypes.create_string_buffer(text, len(text))
     found = _Program(len(program), ctypes.addressof(buffer))
     for words in (
+        # Without privileges a filter is accepted only after this (seccomp(2)).
         (PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
         (PR_SET_SECCOMP, MODE_FILTER, ctypes.byref(found), 0, 0),
     ):

@@ -111,6 +111,7 @@ class OuterProcess:
                     raise Late(f"had more than {limits.PROCESSES} processes")
                 if limits.process_memory([self.inner, *family]) - before > env.memory:
                     raise Late(f"took more than {env.memory} MiB")
+                # WNOWAIT leaves the exit code for the reason below.
                 if os.waitid(os.P_PID, self.inner, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                     raise PipeClosed
                 if time.monotonic() > end:
@@ -151,6 +152,8 @@ class OuterProcess:
             serve_rewards(theirs, ours, notes, self.lacks)
             code = 0
         finally:
+            # The interpreter must not clean up: its exit handlers are copies of the outer
+            # process's.
             os._exit(code)
 
     def _end(self) -> None:
@@ -214,6 +217,7 @@ def leave_answer(notes: int, answer: bytes) -> bool:
     """Put an answer into the pipe that the outer process reads even if this one is gone, without
     waking it up: that takes longer than most rewards. Returns False if there is no room."""
     try:
+        # Up to PIPE_BUF bytes a write to a pipe is whole or not at all (pipe(7)).
         return len(answer) < select.PIPE_BUF and os.write(notes, answer + b"\n") > 0
     except BlockingIOError:
         return False
@@ -239,6 +243,7 @@ def ask_apart(
     with contextlib.suppress(PipeClosed, ValueError):
         found = json.loads(receive_message(ours, EVER))
     os.close(ours)
+    # Its pipe alone does not say how it has ended.
     status = os.waitpid(pid, 0)[1]
     return {"why": _how(status)} if status == signal.SIGKILL else found
 
@@ -278,6 +283,7 @@ def main() -> None:
     requests, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
+    # What is printed goes to the log: on 1 it would get among the answers.
     os.dup2(2, 1)
     lacks = (
         ["no namespaces (not wanted)"]
