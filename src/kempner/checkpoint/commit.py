@@ -101,6 +101,8 @@ def commit_save(
     }
     # The manifest comes last: a directory without one is not a checkpoint.
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1))
+    # Writing took long enough for another attempt to take the run over. Who has lost it must not
+    # move `latest`.
     check()
     if final.exists():  # the run went back behind this step and has now reached it again
         _check_own(final)
@@ -216,6 +218,7 @@ def prune_checkpoints(
             if is_own(path):
                 with deletion_lock(path) as free:
                     if free:
+                        # Under the lock: who gets it afterwards finds no manifest.
                         mark_for_deletion(path)
                         (root / READING / path.name).unlink(missing_ok=True)
     for path in root.glob("step_*.deleted*"):

@@ -50,6 +50,7 @@ def load_fork(checkpointer: Checkpointer, source: str, names: Collection[str]) -
     with contextlib.ExitStack() as locks:
         hold = partial(hold_checkpoint, source, checkpointer.about, locks)
         try:
+            # Rank 0's lock serves all ranks: `locks` stays open until every one of them has read.
             choice = checkpointer.ranks.on_first(hold)
             checkpointer.ranks.on_all(partial(checkpointer.read, choice, providers))
         except Damaged as error:  # it is not ours to set aside

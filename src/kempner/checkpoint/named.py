@@ -22,6 +22,7 @@ STEPPED = re.compile(r"(.+)@(\d+)")
 def split_name(name: str) -> tuple[Path, int | None]:
     """Split RUN[@STEP] into a directory and the step; None: its newest checkpoint."""
     whole, stepped = Path(name).expanduser(), STEPPED.fullmatch(name)
+    # The name of a directory may itself end in @ and a number.
     if stepped is None or whole.is_dir():
         return whole, None
     return Path(stepped[1]).expanduser(), int(stepped[2])

@@ -32,6 +32,7 @@ class Ranks:
             try:
                 result[1] = act()
             except Exception as caught:
+                # The others get words: an exception may not be picklable.
                 error, result = caught, [_kind(caught), self.describe(caught)]
         dist.broadcast_object_list(result, 0, self.group)
         if result[0] != OUTCOME_FINE:
@@ -54,6 +55,7 @@ class Ranks:
         if most:
             most[:] = worst[1:].tolist()
         if kind != OUTCOME_FINE:
+            # All know the failed rank from the number, so that it alone has to send its words.
             messages = [self.describe(error) if error else ""]
             dist.broadcast_object_list(messages, self.size - 1 - place, self.group)
             raise _shared(kind, messages[0], error)
@@ -62,6 +64,7 @@ class Ranks:
     def slowest(self, seconds: float) -> tuple[int, float, float]:
         """Return the rank with the most seconds, these, and the mean of the others'."""
         total = torch.tensor(seconds, dtype=torch.float64)
+        # Time and rank in one integer: one maximum finds both.
         most = torch.tensor(round(seconds * 1e6) * self.size + self.rank)
         dist.all_reduce(total, group=self.group)
         dist.all_reduce(most, dist.ReduceOp.MAX, self.group)

@@ -22,6 +22,7 @@ def checkpoint_bytes(
 def host_bytes_of_node(checkpoint: float, axes: Axes, per_node: int) -> float:
     """Bytes of host memory that the saves of a node's ranks hold: each has the image of the file
     that it writes. `checkpoint`: bytes of the whole."""
+    # Replicas hold the same parts, and up to SPREAD of them share the writing.
     cuts = axes.pp * axes.shard * axes.cp * axes.tp
     return checkpoint / cuts / min(axes.replicate, SPREAD) * per_node
 

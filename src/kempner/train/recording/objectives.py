@@ -32,6 +32,7 @@ class WithExperts:
         multiple of the mean, are those of the whole step: one rank contributes them to the sum over
         ranks."""
         load, losses = self.routings.take(self._device)
+        # Summed over ranks first: the busiest expert of a rank need not be that of the step.
         ours = self.layout.once({"load": load})["load"]
         self.routings.step_load = load = self.layout.sum(ours)  # [L, E]
         over = torch.zeros((), device=self._device) + self.routings.rows_over
