@@ -260,6 +260,7 @@ class Checkpointer:
             table = layout.make_table(shared, own, self.world_size)
             whole = self._of_all_stages(table)
             unchanged = table == self._table and whole == self._whole
+            # exception() also waits until the memory is there; a build that failed is tried again.
             if not unchanged or self._built is None or self._built.exception():
                 self._build(table, whole, shared)
             assert self._built is not None
@@ -317,6 +318,7 @@ class Checkpointer:
         facts = {
             "world_size": self.world_size,
             "torch": torch.__version__,
+            # By it history.run_branches() knows the branch of a run that has gone back.
             "parent": self.saved_step,
             **position,
             **self.about,
@@ -379,6 +381,7 @@ class Checkpointer:
 
         path, manifest, table = choice
         wants = read_targets(providers, table, manifest["world_size"], self.rank, self.world_size)
+        # Where every file has a copy: its own, in a world of the same size.
         read_wanted(path, manifest, table, wants, near=self.rank % manifest["world_size"])
         for provider in providers.values():
             provider.restored()

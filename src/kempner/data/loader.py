@@ -209,6 +209,7 @@ class TrainLoader:
     def _read(self, position: int, step: int) -> list[MicroBatch]:
         stage = stage_at(self._stages, step)
         share = stage.batch // self._world
+        # This rank's share begins behind those of the ranks before it.
         _, first = self._ranges(position, self._rank * share)[-1]
         draws = [self.mixture.draw(begin, end - begin) for begin, end in self._ranges(first, share)]
         numbers, indices = (np.concatenate(column) for column in zip(*draws, strict=True))
@@ -253,6 +254,7 @@ class _Reader:
         return result
 
     def stop(self) -> None:
+        # Before the release: the thread that it wakes must see it.
         self._stopped = True
         self._free.release()
         self._thread.join()

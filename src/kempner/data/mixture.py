@@ -230,6 +230,7 @@ def mixture_pattern(parts: Parts) -> tuple[Int64, Int64]:
         gap: NDArray[np.float64] = 1.0 / share
     due = gap.copy()  # (count + 1) / share
     for place in range(len(order)):
+        # In whole numbers: rounding must not break the quota.
         may = counts * whole < (place + 1) * share
         i = int(np.where(may, due, np.inf).argmin())
         order[place], ranks[place] = i, counts[i]

@@ -207,6 +207,7 @@ def choose_kernel(
     )
     causal, grouped = visible.mask is None, cfg.n_heads != cfg.kv_heads
     try:
+        # q and k require gradients: not every kernel has a backward pass for every shape.
         choice = torch._fused_sdp_choice(
             q, k, k, visible.mask, 0.0, is_causal=causal, enable_gqa=grouped
         )

@@ -127,6 +127,7 @@ def chunk_loss(
     counts = (labels != IGNORE).unsqueeze(1)
     rows_of = labels.unsqueeze(1) - (vocabulary.first if vocabulary else 0)
     here = counts & (rows_of >= 0) & (rows_of < kept.shape[1]) if vocabulary else counts
+    # gather() needs an index that exists; what it finds there is not used.
     rows_of = torch.where(here, rows_of, 0)
     hits: Tensor | None = None
     if torch.compiler.is_compiling():  # neither gather nor scatter fuses, comparisons do

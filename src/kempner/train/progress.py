@@ -46,6 +46,7 @@ class Progress:
         for phase in cfg.data.phases[len(starts) :]:
             if (first := phase.start_step) is None:
                 assert phase.start_token is not None
+                # Rounded up: a phase begins with a whole sample.
                 samples = -((self.tokens - phase.start_token) // cfg.train.seq_len)
                 first = step_of_sample(stages, self.step, samples)
             start = self.samples + samples_between(stages, self.step, first)
@@ -55,6 +56,7 @@ class Progress:
                     "the run is; a phase that is added begins in the future, at "
                     f"start_step = {self.step} or later"
                 )
+            # Samples that are left out have numbers, too.
             for begin, end in self.skip:
                 start += end - begin if self.samples <= begin < start else 0
             starts.append(start)

@@ -180,6 +180,7 @@ class Recorder:
         """Write one line; numbers that JSON does not know (a non-finite loss) become null."""
         if self._file is None:
             return
+        # "step" comes first: has_validation() looks for it where a line begins.
         head = {"step": record["step"], "time": round(time.time(), 3), "attempt": self.run.attempt}
         values = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value

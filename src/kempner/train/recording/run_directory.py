@@ -90,6 +90,7 @@ class Run:
         self.lock: RunLock | None = None
         self._trackers: Trackers | None = None
         self._gpus: GpuWatch | None = None
+        # Problems are sent, not raised: the other ranks wait for rank 0 here.
         answer = [self._open() if world.rank == 0 else Opened()]
         dist.broadcast_object_list(answer, src=0)
         if answer[0].problems:
@@ -272,6 +273,7 @@ class Run:
         if self._begun or not bad_input:
             # The next start would need as much, unless steps have fit before, or others hold the
             # memory.
+            # Two steps, as the optimizer makes its state in the first update.
             early = self.step - self._began_at < 2
             final = bad_input or (no_memory and early and memory_is_ours())
             self._records.event(

@@ -29,6 +29,7 @@ def within(seconds: float, act: Callable[[], _T]) -> _T | None:
         with contextlib.suppress(Exception):
             results.append(act())
 
+    # Daemon: a call that never returns must not keep the process.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)

@@ -95,6 +95,7 @@ class Watchdog:
         self._own_store: Any = None
         self._inquiry: Inquiry | None = None
         self._tell_limit(max(self._limit, HANG_PATIENCE_S))
+        # Its handler is in C, and works while something holds the GIL.
         faulthandler.register(STACKS_SIGNAL, file=log)
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
@@ -206,6 +207,7 @@ class Watchdog:
         have found one to move much; the old numbers if the store does not respond."""
         now = bytes_moved()
         much = int(now - moved > MUCH)
+        # add() of 0 only reads: one request tells of this rank and hears of all.
         found = within(self.patience, lambda: self.store.add(HANG_MOVES, much))
         return now, looks if found is None else found
 
@@ -240,6 +242,7 @@ class Watchdog:
         if self._inquiry is not None:
             self._inquiry.end(what)
         within(WRITE_S, lambda: self.on_hang(what, [], False))
+        # Not sys.exit(): the thread that would unwind is the one that hangs.
         os._exit(EXIT_CODE)
 
     def _write_stacks(self, what: str) -> None:
