@@ -63,6 +63,7 @@ class Sidecar:
         """Read dataset.json (or the record of an unfinished preparation, of the same form)."""
         try:
             values = json.loads(path.read_bytes())
+            # Before anything else: another format may have other keys.
             if values["format"] != SIDECAR_FORMAT:
                 raise DataError(
                     f"{path}: format {values['format']}, not {SIDECAR_FORMAT}; prepare it again"

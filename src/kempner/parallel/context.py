@@ -149,12 +149,14 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse, *state = ctx.saved_tensors
         group = ctx.group
         kv = torch.stack((k, v))
+        # Summed over the rounds in fp32: in bf16 each addition would be rounded.
         dq = torch.zeros_like(q, dtype=torch.float32)
         passing = _Passing(kv, group)
         dq_part, dk, dv = kernel_backward(dout, q, k, v, out, lse, state, causal=True)
         dq += dq_part
         dkv = torch.stack((dk, dv)).float()  # travels with its keys and values, a round behind
         for rounds in range(1, group.size()):
+            # The sum so far goes on to the rank that adds the next part for these keys.
             kv, returning = passing.wait(), _Passing(dkv, group, tag=1)
             if rounds + 1 < group.size():
                 passing = _Passing(kv, group)
@@ -194,6 +196,7 @@ class _Passing:
         """`tag`: tells apart transfers that are under way at the same time."""
         to, of = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
         self._sent, self._arrives = tensor.contiguous(), torch.empty_like(tensor)
+        # As a batch: a ring of sends and receives one by one can wait for itself on NCCL.
         self._works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, self._sent, group=group, tag=tag, group_peer=to),
@@ -251,6 +254,7 @@ def ulysses_attention(
     the pattern `seen` of whole rows: [B, H, t, E]. n divides H; if it does not divide K, several
     ranks get the same keys and values."""
     n, tokens = group.size(), q.shape[2]
+    # As many copies as it takes to give each rank the same number of key-value heads.
     if (copies := n // math.gcd(n, k.shape[1])) > 1:
         k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))
     # One message for all three: [n, B, (H + 2 K) / n, t, E], indexed by the receiving rank.

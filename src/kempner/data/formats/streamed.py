@@ -118,6 +118,7 @@ class StreamedDocuments:
 
     def _fill(self, length: int) -> None:
         """Read until `length` tokens are there."""
+        # Only where rows are read next: then the iterator's state and `left` belong together.
         if self._sample >= self._next_mark and len(self._left) < length:
             self._mark()
         while len(self._left) < length:
@@ -159,6 +160,7 @@ class StreamedDocuments:
         """Return the last bookmark that is not past sample `index`."""
         best = START
         for mark in read_jsonl(self._file):
+            # Of other files, or another length, the state would lead to other samples.
             same_stream = mark.get("of") == self.identity() and mark.get("seq_len") == self.seq_len
             if same_stream and best["sample"] < mark["sample"] <= index:
                 best = mark

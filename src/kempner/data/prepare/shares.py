@@ -65,6 +65,7 @@ def write_shards(work: Work) -> Sidecar:
     with encode.progress_bar(_bytes(work.items), start=_bytes(done)) as advance:
         for encoded in encode.in_workers(units.read_or_encode, remaining, work.how, workers):
             documents += encoded.documents
+            # After a bad line nothing more is written, but all are looked for: one correction does.
             if work.skip_bad_lines or not (bad or encoded.bad):
                 writer.add(encoded)
             else:

@@ -108,11 +108,13 @@ class ChatTemplate:
     def _marked_spans(self, messages: Sequence[ChatMessage], tools: Any, text: str) -> list[Span]:
         self._marks = True
         try:
+            # Rendered once more, with marks; without them it must be the same text.
             rendered_text = self.render(messages, tools)
         finally:
             self._marks = False
         spans, start, plain = [], 0, []
         for i, part in enumerate(
+            # Marks alternate: every second part lies between two of them.
             rendered_text.replace(MESSAGE_END, MESSAGE_BEGIN).split(MESSAGE_BEGIN)
         ):
             if i % 2:

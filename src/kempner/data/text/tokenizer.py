@@ -141,6 +141,7 @@ class FileTokenizer:
         result: list[TokenArray] = []
         for start in range(0, len(texts), ENCODE_BATCH):
             batch = [_clean(text) for text in texts[start : start + ENCODE_BATCH]]
+            # _fast leaves out the offsets, which nobody asks for here.
             for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
                 # half the time that np.array takes for a list
                 ids = self._begin + array("I", encoding.ids)
@@ -155,6 +156,7 @@ class FileTokenizer:
             batch = [_clean(text) for text in texts[start : start + ENCODE_BATCH]]
             self._tokenizer.encode_special_tokens = False
             encodings = self._tokenizer.encode_batch(batch, add_special_tokens=False)
+            # Back at once: the same object encodes plain text, which has no special tokens.
             self._tokenizer.encode_special_tokens = True
             yield from ((encoding.ids, encoding.offsets) for encoding in encodings)
 
@@ -245,6 +247,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[BPE_EOD],
+        # All bytes, so that no text is unknown; sorted, as the package lists them in any order.
         initial_alphabet=sorted(pre.ByteLevel.alphabet()),
         show_progress=False,
     )
