@@ -10,12 +10,8 @@ from kempner.config import toml
 from kempner.config.option import ConfigError
 from kempner.jobs.system.files import name_of_step, step_of_name
 
-CHECKPOINT_SIGNS = (
-    "config.toml",
-    "checkpoints",
-    "latest",
-    history.MANIFEST,
-)  # one of them is in whatever has one
+# One of them is in whatever has a checkpoint.
+CHECKPOINT_SIGNS = ("config.toml", "checkpoints", "latest", history.MANIFEST)
 STEPPED = re.compile(r"(.+)@(\d+)")
 
 

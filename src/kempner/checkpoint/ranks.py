@@ -13,9 +13,8 @@ from kempner.checkpoint.history import Damaged
 from kempner.config.option import ConfigError
 
 _T = TypeVar("_T")
-OUTCOME_FINE, OUTCOME_DAMAGED, OUTCOME_CONFIG, OUTCOME_OTHER = range(
-    4
-)  # the worst that any rank met is what all ranks raise
+# The worst that any rank met is what all ranks raise.
+OUTCOME_FINE, OUTCOME_DAMAGED, OUTCOME_CONFIG, OUTCOME_OTHER = range(4)
 
 
 class Ranks:

@@ -280,6 +280,7 @@ def val_batches(
         mine = start + rank * micro
         numbers = np.arange(mine, mine + max(0, min(micro, total - mine)))
         rows = source.read(shuffled_indices(numbers, size, VALIDATION_SEED))
+        # Also a rank without a sample has a batch: FSDP gathers weights on all ranks together.
         if padding := micro - len(numbers):
             rows = _padded(rows, padding)
         yield _tensors(rows, slice(None), False, reset_positions)

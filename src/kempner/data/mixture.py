@@ -138,6 +138,7 @@ class Mixture:
             turn, place = np.divmod(numbers[mine] - segment.start, len(order))
             found = order[place]
             sources[mine] = found
+            # How often the source came before: before this segment, in this turn, in whole turns.
             running[mine] = np.array(segment.base)[found] + ranks[place]
             running[mine] += turn * segment.counts[found]
         indices = np.empty_like(running)

@@ -45,9 +45,8 @@ class Sidecar:
     eod: int  # ends each document
     splits: dict[str, list[Shard]]
     prepared: dict[str, Any]  # the settings and inputs that it was made from
-    kind: str = (
-        "text"  # of chat and preference, the shards have `.loss_mask` and `.ends` beside them
-    )
+    # Of chat and preference, the shards have `.loss_mask` and `.ends` beside them.
+    kind: str = "text"
     format: int = SIDECAR_FORMAT
     bos: int | None = None  # begins each document, where there is one
 

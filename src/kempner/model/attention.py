@@ -80,6 +80,7 @@ def attention_pattern(
     T x T.
     """
     rows, length = tokens.shape
+    # It hides nothing, and without it no mask and no other kernel is needed.
     if window is not None and window >= length:
         window = None
     if window is None and documents is None and softcap is None:
@@ -128,6 +129,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
         )
     rows, _, length, _ = q.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B * T, heads, E]
+    # The kernel counts the keys before a query, and not its own.
     left = -1 if visible.window is None else visible.window - 1
     flash, starts = varlen_kernel(), visible.starts
     assert flash is not None

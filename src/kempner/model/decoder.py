@@ -40,9 +40,8 @@ def rope_frequencies(cfg: ModelConfig) -> Tensor:
         return freqs
     wavelength = 2 * math.pi / freqs
     low, high = cfg.rope_low_freq_factor, cfg.rope_high_freq_factor
-    keep = ((cfg.rope_original_len / wavelength - low) / (high - low)).clamp(
-        0, 1
-    )  # 1: keep, 0: stretch
+    # 1: keep, 0: stretch
+    keep = ((cfg.rope_original_len / wavelength - low) / (high - low)).clamp(0, 1)
     return keep * freqs + (1 - keep) * freqs / cfg.rope_factor
 
 

@@ -135,12 +135,9 @@ class ExactWay:
 
     def __init__(self, sent: Tensor, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._arrived = all_to_all_single(
-            sent, None, None, group
-        )  # [ep, L]: by the rank it is from
-        there, here = torch.stack(
-            (sent.sum(1), self._arrived.sum(1))
-        ).tolist()  # the host must know
+        self._arrived = all_to_all_single(sent, None, None, group)  # [ep, L]: by the sender
+        # The host must know the sizes of the messages: one wait for those of both directions.
+        there, here = torch.stack((sent.sum(1), self._arrived.sum(1))).tolist()
         self._there, self._here = there, here
 
     def send(self, x: Tensor) -> Tensor:

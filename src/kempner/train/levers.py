@@ -23,13 +23,8 @@ SPEED_LEVERS: dict[str, tuple[Any, ...]] = {
     "distributed.prefetch_blocks": (0, 1, 2),
     "experts.spare": (None, 0.25, 0.5, 1.0),
 }
-FP8_LEVERS = (
-    "none",
-    "tensorwise",
-    "tensorwise_gather",
-    "rowwise",
-    "mxfp8",
-)  # with --allow fp8
+# With --allow fp8.
+FP8_LEVERS = ("none", "tensorwise", "tensorwise_gather", "rowwise", "mxfp8")
 FLASH_PACKAGES = {  # by the name in train.attention: what torch imports, and how to have it
     "fa3": ("flash_attn_interface", "build hopper/ of github.com/Dao-AILab/flash-attention"),
     "fa4": (

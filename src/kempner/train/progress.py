@@ -30,11 +30,8 @@ class Progress:
         """Read the progress from a checkpoint's manifest; None: the start."""
         if manifest is None:
             return cls()
-        none: dict[str, Any] = {
-            "phases": [],
-            "lineage": [],
-            "orchestrator": None,
-        }  # in older checkpoints
+        # What older checkpoints do not have.
+        none: dict[str, Any] = {"phases": [], "lineage": [], "orchestrator": None}
         values = none | manifest
         return cls(**{each.name: values[each.name] for each in fields(cls)})
 

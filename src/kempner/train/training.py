@@ -193,6 +193,7 @@ class Training:
         was ended before it could. All ranks must call it."""
         if not self.progress.step or not self.is_validation_due():
             return False
+        # Rank 0 looks into the file, so that all ranks validate or none does.
         missing = not self.run.world.rank and not has_validation(self.run.dir, self.progress.step)
         flag = {"missing": torch.tensor(float(missing), device=self.device)}
         return bool(reduce_step(flag, self.layout)["missing"] > 0)

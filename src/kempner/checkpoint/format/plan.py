@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
-SMALL_TENSOR_BYTES = (
-    1 << 16
-)  # bytes: every rank writes its copy of a replicated tensor of at most this size
+# Every rank writes its copy of a replicated tensor of at most this size.
+SMALL_TENSOR_BYTES = 1 << 16
 FILES_PER_FOLDER = 256  # data files in one directory
 
 Box = tuple[tuple[int, int], ...]  # of a tensor: (start, length) in each dimension

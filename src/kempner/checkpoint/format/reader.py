@@ -37,9 +37,8 @@ from kempner.checkpoint.format.plan import (
 from kempner.checkpoint.format.writer import FILE_MAGIC, FOOTER
 from kempner.checkpoint.history import Damaged
 
-INDEX_TAIL_BYTES = (
-    1 << 16
-)  # bytes read at the end of a file, in the hope that the whole index is in them
+# Read at the end of a file, in the hope that the whole index is in it.
+INDEX_TAIL_BYTES = 1 << 16
 
 
 class Want(NamedTuple):

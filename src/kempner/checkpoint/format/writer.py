@@ -36,9 +36,8 @@ from kempner.checkpoint.format.plan import Box, Table, chunks_of, local_part
 PAGE = 4096  # what O_DIRECT asks of addresses, offsets and lengths, at most, on known file systems
 ALIGN = 64  # torch.save's alignment of the data
 WRITE = 1 << 26  # bytes of a write: large for the device, and summed while they are in the cache
-CRC_BLOCK_BYTES = (
-    1 << 23
-)  # bytes that share a CRC-32: a reader of a part verifies no more than it needs
+# Bytes that share a CRC-32: a reader of a part verifies no more than it needs.
+CRC_BLOCK_BYTES = 1 << 23
 FOOTER = struct.Struct("<8sQQI4x")  # FILE_MAGIC, offset and length of the index, its CRC-32
 FILE_MAGIC = b"kempner2"
 

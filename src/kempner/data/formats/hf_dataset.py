@@ -129,9 +129,8 @@ class MappedTokens(TokenStream):
     @functools.cached_property
     def _first_tokens(self) -> Int64:
         """Return the offset of each document in the stream: 8 bytes a document."""
-        length_of = import_data_package(
-            "pyarrow.compute"
-        ).list_value_length  # lists of any kind, of fixed length too
+        # Lists of any kind, of fixed length too.
+        length_of = import_data_package("pyarrow.compute").list_value_length
         starts = []
         # strict=False: _starts has the end of the stream, too.
         for begin, chunk in zip(self._starts, self._chunks, strict=False):

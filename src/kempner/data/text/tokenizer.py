@@ -34,9 +34,8 @@ BPE_MINIMUM = 257  # 256 bytes and the end of the document
 ENCODE_BATCH = 8
 
 
-BYTE = re.compile(
-    "<0x([0-9A-F]{2})>"
-)  # a token of one byte, of a tokenizer that falls back to them
+# A token of one byte, of a tokenizer that falls back to them.
+BYTE = re.compile("<0x([0-9A-F]{2})>")
 TokenArray = NDArray[np.integer[Any]]  # 1-D
 Span = tuple[int, int]  # characters, from and to
 

@@ -168,6 +168,7 @@ class Run:
             changed += self._records.other_code(code)
         try:
             write_atomic(self.dir / "config.toml", to_toml(self.cfg))
+            # One stands for all: opening.one_vocabulary() has refused others.
             for source in self.cfg.data.mixed[:1]:
                 if source.path != FAKE:
                     from kempner.data.sidecar import copy_tokenizer

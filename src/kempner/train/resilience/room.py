@@ -130,6 +130,7 @@ class _Trials:
             choice.failed = True
             if smaller := self._smaller(choice):
                 return smaller[0]
+            # A finite peak ran, though over the limit: with nothing smaller left it stays.
             if math.isinf(peak):
                 raise torch.OutOfMemoryError(
                     f"train.recompute = auto: a step is out of memory with {choice}, too"

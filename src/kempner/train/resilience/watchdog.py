@@ -215,6 +215,7 @@ class Watchdog:
         """Ask the other ranks if a step is late; returns the reason to end the run now, or ""."""
         late = len(self._durations) >= SURE_STEPS and self.world_size > 1 and not self.starting
         late = late and self.age > LATE_STEPS * self.step_time + LATE_S
+        # Before it is needed, too: when a step is late, the file system may be what hangs.
         if late or (not self.starting and time.monotonic() - self._began > LOADED_S):
             self._open_inquiry()
         if self._inquiry is None:
