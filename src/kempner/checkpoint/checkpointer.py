@@ -71,8 +71,8 @@ class Checkpointer:
         self.ranks = Ranks(dist.new_group(backend="gloo", timeout=timedelta(hours=1)))
         self.rank, self.world_size = self.ranks.rank, self.ranks.size
         self._held_by = layout.ranks_of(collect_state(providers)[0].values(), self.world_size)
-        # new_group() is a collective: ranks that are not in the group call it, too.
         firsts = [*range(0, self.world_size, len(self._held_by))]  # of each stage of a pipeline
+        # new_group() is a collective: ranks that are not in the group call it, too.
         self._firsts = dist.new_group(firsts, backend="gloo") if len(firsts) > 1 else None
         self._background = futures.ThreadPoolExecutor(1, "checkpoint")
         # A thread of its own: deleting may take minutes, and must not hold up the next save.

@@ -102,8 +102,8 @@ def commit_save(
     }
     # The manifest comes last: a directory without one is not a checkpoint.
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1))
-    # Writing took long enough for another attempt to take the run over. Who has lost it must not
-    # move `latest`.
+    # Another attempt may have taken the run over while this one was writing. Who has lost it must
+    # not move `latest`.
     check()
     if final.exists():  # the run went back behind this step and has now reached it again
         _check_own(final)

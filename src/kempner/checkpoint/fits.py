@@ -70,7 +70,7 @@ def fact_differences(
         if (there := manifest["fixed"].get(section, {}).get(key, before.get(key))) != value
         and (name := f"{section}.{key}") != "data.mixture"
     }
-    # The loop above goes over the sections of this run, and without adapters it has no [lora].
+    # Above are the sections of this run, which without adapters has no [lora].
     if (lora := manifest["fixed"].get("lora")) and "lora" not in about["fixed"]:
         differ["lora.rank"] = f"lora.rank is {lora['rank']} there, 0 here"
     was, now = (entry["fixed"].get("preference") for entry in (manifest, about))

@@ -68,6 +68,7 @@ def fork_problems(source: str, run_dir: Path, root: Path) -> list[str]:
             "--run.dir=runs/NAME"
         ]
     try:
+        # A fork that has begun goes on from its own checkpoints, whatever became of the other run.
         if own := history.latest_checkpoint(root):
             return _not_from(source, own)
         find_fork(source)

@@ -214,6 +214,7 @@ def one_by_one(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> T
 def sort_by_expert(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the load [E], the order [N K] that sorts chosen [B, T, K] by expert, and its inverse.
     Deterministic: no atomic addition."""
+    # Counted in the sorted list: torch.bincount would make the host wait for its largest number.
     flat = expert_ids.flatten()
     ranked, order = flat.sort(stable=True)
     edges = torch.arange(experts + 1, device=flat.device)

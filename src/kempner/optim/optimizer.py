@@ -72,6 +72,7 @@ class Optimizer(torch.optim.Optimizer):
             self._stream.wait_stream(torch.cuda.current_stream())
         for group in self.param_groups:
             rule: Rule = group["rule"]
+            # What a step freezes has lost its gradient: see freezing.py.
             present = [p for p in group["params"] if p.grad is not None]
             if self.compiled and rule.pointwise:
                 present = self._kernels.update(present, group, self._state, self._whole, guard)

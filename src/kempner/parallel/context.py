@@ -72,6 +72,7 @@ def own_tokens(mesh: DeviceMesh, method: str) -> Callable[[MicroBatch], MicroBat
     group = mesh.get_group()
 
     def cut(batch: MicroBatch) -> MicroBatch:
+        # The loader reads whole rows on all ranks of a group; each keeps its own part.
         length, device = batch.inputs.shape[1], batch.inputs.device
         return batch.columns(rank_columns(length, group.rank(), group.size(), method, device))
 
@@ -92,6 +93,7 @@ def _place(
     """Run Decoder.place for a part of the tokens: angles of the part, attention pattern of whole
     rows."""
     rows, length = tokens.shape[0], tokens.shape[1] * group.size()
+    # Decoder.place reads the shape alone, not the tokens.
     rope, visible = of_whole(tokens.new_empty(rows, length), documents, cache, dtype)
     mine = rank_columns(length, group.rank(), group.size(), method, tokens.device)
     return rope.index_select(-2, mine), visible
@@ -195,6 +197,7 @@ class _Passing:
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
         """`tag`: tells apart transfers that are under way at the same time."""
         to, of = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
+        # Held until the message has gone: its memory must not be used again before that.
         self._sent, self._arrives = tensor.contiguous(), torch.empty_like(tensor)
         # As a batch: a ring of sends and receives one by one can wait for itself on NCCL.
         self._works = dist.batch_isend_irecv(

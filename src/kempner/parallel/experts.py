@@ -164,6 +164,7 @@ class FixedWay:
         place = torch.arange(places, device=sent.device)
         # For each place of a buffer the row that fills it, if any: what send() gathers.
         row_in = (begins.unsqueeze(1) + place).flatten().clamp(max=rows - 1)  # [ep x places]
+        # Places beyond the rows of their rank were clamped above, and are empty.
         has_row = (place < sent.sum(1, keepdim=True)).flatten()
         row = torch.arange(rows, device=sent.device)
         # The inverse, for each row its place, if any: what the way back and the gradients gather.
@@ -184,6 +185,7 @@ class FixedWay:
         return self._end(x), arrived
 
     def give_back(self, y: Tensor) -> Tensor:
+        # The maps of send() the other way round.
         return _move(self._end(self._begin(y)), *self._fill[2:], *self._fill[:2])
 
     def _begin(self, x: Tensor) -> Tensor:
@@ -199,8 +201,10 @@ def by_expert(arrived: Tensor, rows: int, places: int | None) -> Tensor:
     """Return the order that sorts `rows` rows by expert, int64 [rows]; last what is no row. They
     arrive rank by rank, those of each rank sorted: `arrived` [ep, L]; in buffers of `places`."""
     if places is not None:
+        # Behind the rows of each sender its buffer has empty places: one more expert, the last.
         arrived = torch.cat((arrived, places - arrived.sum(1, keepdim=True)), 1)
     expert = torch.arange(arrived.numel(), device=arrived.device) % arrived.shape[1]
+    # With output_size the host need not wait for the sum of the repeats.
     return expert.repeat_interleave(arrived.flatten(), output_size=rows).argsort(stable=True)
 
 

@@ -187,6 +187,7 @@ class Pipeline:
     def _schedule(self, micro_batches: list[MicroBatch]) -> Schedule1F1B | ScheduleInterleaved1F1B:
         """Make the schedule for micro-batches of this number and shape. All shapes are given: to
         infer them torch would run the model, and add to its counters."""
+        # torch makes buffers for gradients where the example that it is given requires one.
         passing = self._activations(micro_batches[0]).requires_grad_()
         stages = [
             _TorchStage(

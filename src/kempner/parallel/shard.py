@@ -46,6 +46,7 @@ def shard_model(
     offload = CPUOffloadPolicy(pin_memory=cuda) if cfg.fsdp_cpu_offload else OffloadPolicy()
 
     cut = partial(fully_shard, mesh=layout.parameter_mesh, mp_policy=policy, offload_policy=offload)
+    # False, True, or a number: then fully_shard keeps the weights cut over so many ranks.
     between = not cfg.sync_once and (cfg.reshard_island or cfg.reshard_after_forward)
     if layout.ep is not None:
         from kempner.parallel.experts import shard_experts

@@ -150,6 +150,7 @@ def _walk(
 
     for folder, folders, names in os.walk(top, onerror=closed):
         here = Path(folder)
+        # In place: os.walk goes into what is left in the list.
         folders[:] = [
             name
             for name in folders
@@ -187,6 +188,7 @@ def check_readable(pattern: str) -> None:
     fixed = list(itertools.takewhile(lambda part: re.search(r"[*?[]", part) is None, parts))
     rest, top = parts[len(fixed) :], Path(*fixed)
     for folder, folders, _ in os.walk(top, onerror=_unreadable) if rest and top.is_dir() else ():
+        # Only where the pattern can lead: other directories may well be closed to this user.
         level = len(Path(folder).relative_to(top).parts)
         if "**" not in rest:
             folders[:] = [f for f in folders if level + 1 < len(rest) and fnmatch(f, rest[level])]

@@ -112,6 +112,7 @@ def row_conversations(
         answers = [_messages(row, key, "assistant") for key in ("chosen", "rejected")]
         # Many data sets repeat the prompt in the answers, or have it only there.
         answers = [each[len(prompt) * (each[: len(prompt)] == prompt) :] for each in answers]
+        # What both answers still begin with belongs to the prompt, too.
         same = next((i for i, (a, b) in enumerate(zip(*answers, strict=False)) if a != b), -1)
         if same < 0:
             raise ValueError("'chosen' and 'rejected' do not differ, or one of them is empty")

@@ -88,6 +88,7 @@ class Offload:
         group = self._group
         assert group is not None
         if self._stream is not None:
+            # All copies of this block have been enqueued by now.
             group.copied = self._stream.record_event()
         self._leaving.append(group)
         # The computation waits for the oldest copies here, which bounds the memory in flight.

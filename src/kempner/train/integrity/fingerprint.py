@@ -173,7 +173,7 @@ class Witness:
 
     def received(self, output: Tensor, given: Tensor, group: dist.ProcessGroup) -> None:
         """See what has become of it on this rank, in a group of several."""
-        # Among one rank nothing was sent that could have arrived wrong.
+        # In a group of one rank nothing was sent that could have arrived wrong.
         if self._trace is not None and group.size() > 1:
             self.messages.add(output, given, group)
 

@@ -132,6 +132,7 @@ class Replay:
     def _shift(self, step: int) -> int:
         """Return how many data ranks further the batch is computed: 0, its own rank, every second
         time; in turn by each of the others."""
+        # By the number of the step alone: all ranks agree, also after a resume.
         shifts = self._peers.shifts
         turn, own = divmod(step // (self._cfg.resilience.replay_every or 1), 2)
         if not shifts or (own and not self._cfg.checkpoint.is_due(step)):
@@ -248,6 +249,7 @@ class Replay:
         """Find out, with two more computations, whether the kernels are exact to the bit: if they
         are not, most ranks differ from themselves."""
         computed = [rows, self._again(at, batches)[1], self._again(at, batches)[1]]
+        # Three computations: the scatter is the largest difference of any two.
         pairs = list(itertools.combinations(computed, 2))
         comparable = all(a.shape == b.shape for a, b in pairs)
         worst = max(float(relative(a, b).max()) for a, b in pairs) if comparable else 1.0

@@ -129,6 +129,7 @@ class WithLayers:
         for module in model.modules():
             if isinstance(module, FSDPModule):  # else the update would not reach what is gathered
                 module.reshard()
+        # All ranks have the same blocks in the same order, as no pipeline is allowed here.
         top = torch.stack([*largest.values()])
         dist.all_reduce(top, op=dist.ReduceOp.MAX)
         shares = (top / dist.get_world_size()).unbind()

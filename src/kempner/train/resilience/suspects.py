@@ -195,6 +195,7 @@ class Judge:
 
     def _accused(self, now: float, look: Look) -> Iterable[Suspect]:
         ranks = len(look.answers) + len(look.silent)
+        # A rank without an open call waits for nobody, and may be whom the others wait for.
         idle = [r for r, answer in look.answers.items() if not answer.is_waiting]
         waiting = len(look.answers) - len(idle)
         all_wait = bool(waiting) and not idle
