@@ -62,6 +62,7 @@ def begin_save(root: Path, step: int, attempt: str = "") -> Path:
     if partial.exists():
         _check_own(partial)
         remove_directory(partial)
+    # The mark first: what a kill leaves must show whose it is.
     mark_directory(partial, Kind.CHECKPOINT, read_mark(root)[1])
     return partial
 

@@ -37,6 +37,7 @@ class Documents:
     def of(cls, index: Tensor, reset_positions: bool) -> Documents:
         """Build from `index` alone, on the CPU."""
         rows, length = index.shape
+        # A row begins a document, too: none goes on from one row to the next.
         first = torch.ones_like(index, dtype=torch.bool)
         first[:, 1:] = index[:, 1:] != index[:, :-1]
         starts = torch.cat((first.flatten().nonzero().squeeze(1), torch.tensor([rows * length])))

@@ -135,12 +135,14 @@ def chunk_loss(
         target_logits = torch.where(hits, logits, 0.0).sum(1, keepdim=True)
     else:
         target_logits = torch.where(here, logits.gather(1, rows_of), 0.0)
+    # The largest logit is taken off first: no exponential overflows.
     top = logits.amax(1, keepdim=True)
     d = logits.sub_(top).exp_()  # in place, and the only time: exp costs as much as a pass
     over = d.sum(1, keepdim=True)
     total = over.log() + top  # logsumexp
     if vocabulary is not None:
         total, target_logits = vocabulary.over_all(total, target_logits)
+        # The sum over the whole vocabulary, by the largest logit that was taken off here.
         over = (total - top).exp()
     losses, slopes = torch.where(counts, total - target_logits, 0.0), None
     if judge is not None:

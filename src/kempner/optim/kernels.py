@@ -136,4 +136,5 @@ def compile_rule(rule: Rule) -> Callable[..., None]:
             bits = hashed_at(places, copies["step"], salt + k // 2)
             home.copy_(to_bf16(new, (bits >> (16 * (k % 2))) & 0xFFFF))
 
+    # fullgraph: a break would cut the kernel in two, without a word.
     return torch.compile(update, dynamic=True, fullgraph=True)

@@ -73,6 +73,7 @@ def split_matrices(model: Decoder, mesh: DeviceMesh, overlap: bool = False) -> N
     for block in model.blocks:
         _split_block(cast(Block, block), mesh)
     _cut(model.norm, mesh)
+    # Hooks run in the order of their registration: gather, then wait.
     model.norm.register_forward_hook(partial(_gather, mesh.get_group()))
     model.norm.register_forward_hook(_arrived)
     if model.output is not None:  # what goes in and out is the loss's matter

@@ -79,6 +79,7 @@ def _files(cfg: SourceConfig) -> Any:
     if cfg.path.startswith(hub.HF_DATA):
         files = hub.data_files(cfg.path, download=False)
     try:
+        # "train" is what it calls files that were named without a split.
         return package.load_dataset(builder, data_files=files, split="train", streaming=True)
     except FileNotFoundError:
         raise DataError(f"{cfg.path}: no such files") from None

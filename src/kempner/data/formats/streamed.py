@@ -102,6 +102,7 @@ class StreamedDocuments:
                 self._sought = True
             while self._sample <= index:
                 self._fill(length)
+                # Also for samples that are not wanted: a stream is only read forward.
                 row[:], starts[:] = self._left[:length], self._begins[:length]
                 # The last token is also the first input of the next sample.
                 self._left, self._begins = self._left[length - 1 :], self._begins[length - 1 :]

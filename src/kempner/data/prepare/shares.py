@@ -55,6 +55,7 @@ def write_shards(work: Work) -> Sidecar:
     """Write all units as shards. Raises ConfigError with the bad lines, unless they are to be left
     out."""
     writer = ShardWriter(work.out, work.sidecar)
+    # In the order of the input: what is done is a beginning of it.
     done, remaining = work.items[: work.done()], work.items[work.done() :]
     if done:
         shards = sum(map(len, work.sidecar.splits.values()))

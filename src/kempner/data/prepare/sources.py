@@ -418,6 +418,7 @@ def _parquet_documents(piece: SourcePiece, text_key: str) -> Iterator[str]:
     kind = str(file.schema_arrow.field(text_key).type)
     if kind not in ("string", "large_string", "string_view"):
         raise DataError(f"{piece.source.path}: column {text_key!r} is {kind}, not string")
+    # In batches: a row group may hold more text than there is memory.
     for batch in file.iter_batches(row_groups=[piece.start], columns=[text_key], batch_size=1024):
         yield from (text or "" for text in batch.column(0).to_pylist())
 

@@ -82,6 +82,7 @@ def stage_data(path: Path, root: Path) -> str:
     copy, start_time = _copy_of(path, root), time.monotonic()
     sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
     total = sum(sizes.values())
+    # By size, too: a file that was cut short must not pass for whole.
     whole = (copy / SIDECAR).is_file() and all(_size(copy / n) == sizes[n] for n in sizes)
     if whole and not private.why_not(root):
         return f"{path}: its copy in {copy} is kept"

@@ -319,6 +319,7 @@ class Run:
         hosts_by_rank = dict(enumerate(self.hosts))
         guilty = ranks if blame else []
         hosts = {hosts_by_rank[rank] for rank in guilty if rank in hosts_by_rank}
+        # Only rank 0 knows the hosts of all: see all_hosts().
         if unknown := [rank for rank in guilty if rank not in hosts_by_rank]:
             with contextlib.suppress(RuntimeError):
                 hosts.update(ask_hosts(unknown, LAST_WORDS_S))

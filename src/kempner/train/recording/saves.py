@@ -77,6 +77,7 @@ class Saves:
             self.see()
             self.checkpointer.save(step, progress.record())
         if wait > self._said:
+            # Again only when the waits have become clearly longer.
             self._said = 1.2 * wait
             self._say(
                 f"WARNING: the save of step {step} waited {wait:.1f} s for the one before: saves "

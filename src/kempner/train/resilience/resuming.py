@@ -39,6 +39,7 @@ def begin_fork(
     changed = list(fact_differences(manifest, checkpointer.about, ("model.*",)))
     if not manifest["fixed"].get("data", {}).get("mixture"):  # imported, or of an older version
         changed.append("data.sources")
+    # Schedule and totals begin anew; the place in the data is kept where it means the same.
     progress = replace(Progress() if changed else Progress.of(manifest), step=0, tokens=0)
     progress = replace(progress, lineage=lineage).plan(cfg)
     run.announce(
