@@ -15,6 +15,7 @@ def checkpoint_bytes(
     model: ModelConfig, lora: LoraConfig, optimizer: OptimizerConfig, weights: str
 ) -> float:
     """Bytes of the trained weights and the optimizer's state. `weights`: train.weights."""
+    # Adapters are fp32 whatever the weights are.
     width = 2 if weights == "bf16" and not lora.rank else _FP32
     return width * trained_parameters(model, lora) + optimizer_bytes(model, lora, optimizer)
 

@@ -220,6 +220,7 @@ class TrainLoader:
         if stage.pieces > 1:
             rows = rows.cut(stage.pieces)
             sources = None if sources is None else sources.repeat(stage.pieces)
+        # As many tokens as a micro-batch of whole samples has.
         micro = min(self._micro, share) * stage.pieces
         return [
             _tensors(rows, slice(i, i + micro), self._pin, self._reset_positions, sources)

@@ -193,6 +193,7 @@ def _used_up(segment: Segment, remaining: Sequence[float]) -> list[int]:
     exhausted = []
     for i, more in enumerate(remaining):
         if segment.parts[i] and more != math.inf:
+            # The turn in which its samples run out, and the place where one more would be taken.
             turns, rest = divmod(int(more), int(segment.counts[i]))
             place = int(np.flatnonzero(order == i)[rest])
             exhausted.append(segment.start + turns * len(order) + place)

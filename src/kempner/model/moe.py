@@ -287,6 +287,7 @@ class Routings:
         load = torch.stack([layer.load for layer in layers])
         if self.buffers is not None:
             self.rows_over = self.rows_over + self.buffers.rows_over(load)
+        # From the number of a block to that among those with experts.
         first = sum(number < first for number in self._numbers)
         load = F.pad(load, (0, 0, first, self._layers - first - len(layers)))
         self._load = load if self._load is None else self._load + load

@@ -69,6 +69,7 @@ class WithZLoss:
 
     def numbers(self) -> dict[str, Tensor]:
         """Return the sum of log^2 Z over the tokens; a rank without the output layer adds 0."""
+        # Zeros on the device where there is none: every rank has the same names in its sums.
         total = sum(self._squares, torch.zeros((), device=self._device))
         self._squares.clear()
         return {**self.objective.numbers(), "z_loss_sum": total}

@@ -59,6 +59,7 @@ class Recorder:
         self.run, self.device, self.clock = run, device, Clock()
         self._loader, self._objective = loader, objective
         self._replicas, self._spikes = replicas, spikes
+        # Now, where it records from the start on, or has to say that it cannot.
         early = run.cfg.profile.allocations or os.environ.get("KEMPNER_NSYS")
         self._profiler = self._open_profiler() if early else None
         self.skipped = 0
@@ -94,6 +95,7 @@ class Recorder:
         cfg = self.run.cfg
         frozen = cfg.lora.rank > 0  # the adapters themselves hardly count
         pieces = cfg.train.stage(step).pieces
+        # Counted in whole samples: where these are cut, a query sees other keys.
         keys = self._keys if pieces == 1 else None
         return cfg.model.flops_per_token(cfg.train.seq_len // pieces, frozen, keys)
 

@@ -167,6 +167,7 @@ class Watchdog:
         moved = self._look(0, 0)  # connects to the store, too
         within(self.patience, self._meet)
         awake = looked = time.monotonic()
+        # Often enough for START_CHECKS looks within a limit of a few seconds.
         while not self._off.wait(min(1.0, self._limit / START_CHECKS)):
             # A timer in C, in case something holds the GIL: then this loop would not run. It also
             # goes off when a suspended job is continued, so that it ends only who is alone: of
