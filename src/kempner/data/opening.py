@@ -30,7 +30,7 @@ class Opening:
 def open_sources(cfg: DataConfig, how: Opening) -> list[Source]:
     """Open the training split of each source. Raises ConfigError with all their problems."""
     sources, problems = _splits(cfg.mixed, "train", how)
-    # One after the other: each takes for granted what the ones before have found.
+    # One after the other: each relies on what the ones before it have checked.
     problems = problems or _other_kind(cfg) or one_vocabulary(cfg) or _uncounted(cfg, sources)
     if problems:
         raise ConfigError(problems)

@@ -142,7 +142,7 @@ def chunk_loss(
     total = over.log() + top  # logsumexp
     if vocabulary is not None:
         total, target_logits = vocabulary.over_all(total, target_logits)
-        # The sum over the whole vocabulary, by the largest logit that was taken off here.
+        # The sum over the whole vocabulary, relative to the largest logit of this part.
         over = (total - top).exp()
     losses, slopes = torch.where(counts, total - target_logits, 0.0), None
     if judge is not None:

@@ -233,5 +233,3 @@ class Extension:
         """Return advice for a run that is out of memory."""
         return ""
 
-
-# --- Which of them ---

@@ -133,7 +133,7 @@ def guard_update(
     grad_norm = sums["grad_norm_sq"].sqrt() * step_tokens / tokens
     bad = ~(torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & (tokens > 0))
     bad = bad | (sums["rows_over"] > 0) if "rows_over" in sums else bad
-    # A NaN does no harm here: with found_inf no update reads it.
+    # A NaN does no harm here: with found_inf no update makes use of it.
     shrink = (grad_norm / clip).clamp(min=1.0) if clip else torch.ones_like(grad_norm)
     numbers = {**sums, "loss": loss_sum / tokens, "grad_norm": grad_norm}
     if (spikes := getattr(optimizer, "spikes", None)) is not None:

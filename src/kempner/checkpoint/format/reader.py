@@ -153,7 +153,7 @@ class DataFile:
         start = k * self._block_size
         view = memoryview(self._buffer)[: min(self._block_size, self.index["bytes"] - start)]
         if self._in_buffer != k:
-            # Until it is verified the buffer holds no block: a caller may go on after Damaged.
+            # Until it is verified the buffer holds no block.
             self._in_buffer, bytes_read = -1, 0
             while bytes_read < len(view):
                 count = os.preadv(self._fd, [view[bytes_read:]], start + bytes_read)

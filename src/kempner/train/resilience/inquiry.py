@@ -392,7 +392,7 @@ def recorded_calls() -> tuple[int, tuple[Call, ...] | None]:
                 by_group.setdefault((call.group, call.is_message), []).append(call)
     if not known:
         return -1, None
-    # What is in flight counts however old it is: some rank may wait there since long ago.
+    # What is in flight counts however old it is: some rank may have waited there for long.
     last = (call for calls in by_group.values() for call in calls[-RECENT_CALLS:])
     flight = (c for calls in by_group.values() for c in calls[:-RECENT_CALLS] if not c.done)
     return launched, (*islice(flight, MOST_CALLS), *islice(last, MOST_CALLS))

@@ -156,7 +156,7 @@ class Judge:
         """Return the ranks that the others wait for; none while some rank saves or validates.
         `now`: seconds of any clock."""
         if now - self._last > GAP_S:
-            # After a pause of the judge, what has held since before it has not been watched.
+            # The judge was away: nobody knows whether what held before still does.
             self._since, self._seen, self._still = {}, {}, set()
         self._last = now
         places = {rank: answer.place for rank, answer in look.answers.items()}
