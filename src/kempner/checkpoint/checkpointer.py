@@ -72,6 +72,7 @@ class Checkpointer:
         self.rank, self.world_size = self.ranks.rank, self.ranks.size
         self._held_by = layout.ranks_of(collect_state(providers)[0].values(), self.world_size)
         firsts = [*range(0, self.world_size, len(self._held_by))]  # of each stage of a pipeline
+        # new_group() is a collective: ranks that are not in the group call it, too.
         self._firsts = dist.new_group(firsts, backend="gloo") if len(firsts) > 1 else None
         self._background = futures.ThreadPoolExecutor(1, "checkpoint")
         # A thread of its own: deleting may take minutes, and must not hold up the next save.
@@ -117,12 +118,14 @@ class Checkpointer:
         """
         if step == self.saved_step or (self._pending and self._pending[0] == step):
             return
+        # The write before still reads the one image that this save stages into.
         self.wait()
         start_time = time.monotonic()
         # An error is handed on, not raised: the other ranks wait for this one in _write.
         problem = self._stage()
         position = copy.deepcopy(position)  # the caller keeps mutating its dict
         waves = 1 if problem or self._built is None else self._built.result()[0].waves
+        # Integers: they travel in the all-reduce that also says whether all ranks have written.
         most = [int(1e6 * (time.monotonic() - start_time)), waves]
         future = self._background.submit(self._write, step, position, problem, most)
         if not self.cfg.async_save or waves > 1:
@@ -189,6 +192,7 @@ class Checkpointer:
         self.wait(seconds)
         if prune and self._prune_due and self.rank == 0:
             futures.wait([self._retention.submit(self._prune)], LAST_PRUNE_S)
+        # Not waited for: a file system that hangs must not hold up the end beyond `seconds`.
         for executor in (self._background, self._retention):
             executor.shutdown(wait=False)
         # A write in flight still reads that memory.
@@ -238,6 +242,7 @@ class Checkpointer:
     def _of_all_stages(self, table: Table) -> Table:
         """Merge the tables of all pipeline stages. Done at each save: one stage's tensors may
         change while another's stay."""
+        # The first rank of a stage knows all of its tensors, and rank 0 writes the table.
         if self._firsts is None or self.rank != self._held_by.start:
             return table
         tables: list[Any] = [None] * dist.get_world_size(self._firsts)
@@ -255,6 +260,7 @@ class Checkpointer:
             table = layout.make_table(shared, own, self.world_size)
             whole = self._of_all_stages(table)
             unchanged = table == self._table and whole == self._whole
+            # exception() also waits until the memory is there; a build that failed is tried again.
             if not unchanged or self._built is None or self._built.exception():
                 self._build(table, whole, shared)
             assert self._built is not None
@@ -290,6 +296,8 @@ class Checkpointer:
             return time.monotonic() - began
 
         try:
+            # Each of these is a barrier: no rank writes before the directory is there, and nothing
+            # is committed before the fsync of every rank has returned.
             self.ranks.on_first(begin)
             seconds = self.ranks.on_all(write, most)
             if self.world_size > 1:
@@ -310,6 +318,7 @@ class Checkpointer:
         facts = {
             "world_size": self.world_size,
             "torch": torch.__version__,
+            # By it history.run_branches() knows the branch of a run that has gone back.
             "parent": self.saved_step,
             **position,
             **self.about,
@@ -344,6 +353,7 @@ class Checkpointer:
         ):
             path = choice[0]
             try:
+                # Rank 0's lock serves all: on_all() returns when every rank has read.
                 with commit.reading_lock(path) if self.rank == 0 else contextlib.nullcontext():
                     self.ranks.on_all(partial(self.read, choice, self.providers))
             except Damaged as error:
@@ -371,6 +381,7 @@ class Checkpointer:
 
         path, manifest, table = choice
         wants = read_targets(providers, table, manifest["world_size"], self.rank, self.world_size)
+        # Where every file has a copy: its own, in a world of the same size.
         read_wanted(path, manifest, table, wants, near=self.rank % manifest["world_size"])
         for provider in providers.values():
             provider.restored()

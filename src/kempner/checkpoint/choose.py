@@ -33,6 +33,7 @@ def choose_checkpoint(
     for path in history.complete_checkpoints(root):
         if only is not None and path.name != name_of_step(only):
             continue
+        # Here, because a new run does not come here and needs none of it.
         from kempner.checkpoint.fits import check_compatible
         from kempner.checkpoint.format.reader import read_table
 

@@ -62,6 +62,7 @@ def begin_save(root: Path, step: int, attempt: str = "") -> Path:
     if partial.exists():
         _check_own(partial)
         remove_directory(partial)
+    # The mark first: what a kill leaves must show whose it is.
     mark_directory(partial, Kind.CHECKPOINT, read_mark(root)[1])
     return partial
 
@@ -88,6 +89,7 @@ def commit_save(
     for folder in partial.iterdir():
         if folder.is_dir():
             fsync(folder)
+    # The small files alone: those with data carry their own sums.
     files = {
         name: {"bytes": len(content), "crc32": zlib.crc32(content)}
         for name, content in texts.items()
@@ -101,6 +103,8 @@ def commit_save(
     }
     # The manifest comes last: a directory without one is not a checkpoint.
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1))
+    # Another attempt may have taken the run over while this one was writing. Who has lost it must
+    # not move `latest`.
     check()
     if final.exists():  # the run went back behind this step and has now reached it again
         _check_own(final)
@@ -216,6 +220,7 @@ def prune_checkpoints(
             if is_own(path):
                 with deletion_lock(path) as free:
                     if free:
+                        # Under the lock: who gets it afterwards finds no manifest.
                         mark_for_deletion(path)
                         (root / READING / path.name).unlink(missing_ok=True)
     for path in root.glob("step_*.deleted*"):

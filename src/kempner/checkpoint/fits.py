@@ -27,6 +27,7 @@ MAY_CHANGE_IN_A_FORK = (  # which has a position of its own
 
 def check_compatible(path: Path, manifest: dict[str, Any], about: dict[str, Any]) -> None:
     """Raise ConfigError if the checkpoint is of another run or another model."""
+    # An import has weights alone: no optimizer's state, and no position in any data.
     if "imported" in manifest:
         raise ConfigError(
             f"{path} was imported from {manifest['imported']}, and is not a run to continue: start "
@@ -69,6 +70,7 @@ def fact_differences(
         if (there := manifest["fixed"].get(section, {}).get(key, before.get(key))) != value
         and (name := f"{section}.{key}") != "data.mixture"
     }
+    # Above are the sections of this run, which without adapters has no [lora].
     if (lora := manifest["fixed"].get("lora")) and "lora" not in about["fixed"]:
         differ["lora.rank"] = f"lora.rank is {lora['rank']} there, 0 here"
     was, now = (entry["fixed"].get("preference") for entry in (manifest, about))
@@ -78,6 +80,7 @@ def fact_differences(
             f"preference.loss = dpo (fingerprint {was['reference']} there, {now['reference']} here)"
         )
     if mixture := manifest["fixed"].get("data", {}).get("mixture"):
+        # Samples of another length have other numbers: only the tokens can be compared then.
         same_length = "train.seq_len" not in differ
         if (here := about["fixed"]["data"].get("mixture")) is None:
             differ["data.sources"] = "data.sources are read there, here it learns from rewards"

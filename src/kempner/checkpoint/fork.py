@@ -50,6 +50,7 @@ def load_fork(checkpointer: Checkpointer, source: str, names: Collection[str]) -
     with contextlib.ExitStack() as locks:
         hold = partial(hold_checkpoint, source, checkpointer.about, locks)
         try:
+            # Rank 0's lock serves all ranks: `locks` stays open until every one of them has read.
             choice = checkpointer.ranks.on_first(hold)
             checkpointer.ranks.on_all(partial(checkpointer.read, choice, providers))
         except Damaged as error:  # it is not ours to set aside
@@ -67,6 +68,7 @@ def fork_problems(source: str, run_dir: Path, root: Path) -> list[str]:
             "--run.dir=runs/NAME"
         ]
     try:
+        # A fork that has begun goes on from its own checkpoints, whatever became of the other run.
         if own := history.latest_checkpoint(root):
             return _not_from(source, own)
         find_fork(source)

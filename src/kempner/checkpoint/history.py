@@ -46,7 +46,9 @@ class _Commit(NamedTuple):
 
     def may_follow(self, other: _Commit) -> bool:
         """Return whether `other` can be an ancestor of this one."""
+        # A younger one of an earlier step was saved after the run had gone back behind this one.
         older = self.time is None or other.time is None or other.time < self.time
+        # Not only the parent itself: retention may have deleted it.
         return other.step <= self.parent and older
 
 
@@ -101,6 +103,7 @@ def _read_commit(path: Path, step: int) -> _Commit:
         manifest = json.loads((path / MANIFEST).read_text())
         return _Commit(step, int(manifest["parent"]), float(manifest["time"]))
     except (OSError, ValueError, KeyError, TypeError):
+        # It keeps its place by its step: only a load proves that it is damaged.
         return _Commit(step, step - 1, None)
 
 

@@ -10,18 +10,15 @@ from kempner.config import toml
 from kempner.config.option import ConfigError
 from kempner.jobs.system.files import name_of_step, step_of_name
 
-CHECKPOINT_SIGNS = (
-    "config.toml",
-    "checkpoints",
-    "latest",
-    history.MANIFEST,
-)  # one of them is in whatever has one
+# One of them is in whatever has a checkpoint.
+CHECKPOINT_SIGNS = ("config.toml", "checkpoints", "latest", history.MANIFEST)
 STEPPED = re.compile(r"(.+)@(\d+)")
 
 
 def split_name(name: str) -> tuple[Path, int | None]:
     """Split RUN[@STEP] into a directory and the step; None: its newest checkpoint."""
     whole, stepped = Path(name).expanduser(), STEPPED.fullmatch(name)
+    # The name of a directory may itself end in @ and a number.
     if stepped is None or whole.is_dir():
         return whole, None
     return Path(stepped[1]).expanduser(), int(stepped[2])

@@ -91,6 +91,7 @@ def is_own(path: Path) -> bool:
         return all(IN_A_CHECKPOINT.fullmatch(name) for name in os.listdir(path))
     owner = read_mark(path.parent)[1]
     run = run if kind else str(manifest.get("run") or "")
+    # Versions before the mark have no id in one of the two.
     return run == owner or not (run and owner)
 
 

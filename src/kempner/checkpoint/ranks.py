@@ -13,9 +13,8 @@ from kempner.checkpoint.history import Damaged
 from kempner.config.option import ConfigError
 
 _T = TypeVar("_T")
-OUTCOME_FINE, OUTCOME_DAMAGED, OUTCOME_CONFIG, OUTCOME_OTHER = range(
-    4
-)  # the worst that any rank met is what all ranks raise
+# The worst that any rank met is what all ranks raise.
+OUTCOME_FINE, OUTCOME_DAMAGED, OUTCOME_CONFIG, OUTCOME_OTHER = range(4)
 
 
 class Ranks:
@@ -32,6 +31,7 @@ class Ranks:
             try:
                 result[1] = act()
             except Exception as caught:
+                # The others get words: an exception may not be picklable.
                 error, result = caught, [_kind(caught), self.describe(caught)]
         dist.broadcast_object_list(result, 0, self.group)
         if result[0] != OUTCOME_FINE:
@@ -54,6 +54,7 @@ class Ranks:
         if most:
             most[:] = worst[1:].tolist()
         if kind != OUTCOME_FINE:
+            # All know the failed rank from the number, so that it alone has to send its words.
             messages = [self.describe(error) if error else ""]
             dist.broadcast_object_list(messages, self.size - 1 - place, self.group)
             raise _shared(kind, messages[0], error)
@@ -62,6 +63,7 @@ class Ranks:
     def slowest(self, seconds: float) -> tuple[int, float, float]:
         """Return the rank with the most seconds, these, and the mean of the others'."""
         total = torch.tensor(seconds, dtype=torch.float64)
+        # Time and rank in one integer: one maximum finds both.
         most = torch.tensor(round(seconds * 1e6) * self.size + self.rank)
         dist.all_reduce(total, group=self.group)
         dist.all_reduce(most, dist.ReduceOp.MAX, self.group)

@@ -15,6 +15,7 @@ def checkpoint_bytes(
     model: ModelConfig, lora: LoraConfig, optimizer: OptimizerConfig, weights: str
 ) -> float:
     """Bytes of the trained weights and the optimizer's state. `weights`: train.weights."""
+    # Adapters are fp32 whatever the weights are.
     width = 2 if weights == "bf16" and not lora.rank else _FP32
     return width * trained_parameters(model, lora) + optimizer_bytes(model, lora, optimizer)
 
@@ -22,6 +23,7 @@ def checkpoint_bytes(
 def host_bytes_of_node(checkpoint: float, axes: Axes, per_node: int) -> float:
     """Bytes of host memory that the saves of a node's ranks hold: each has the image of the file
     that it writes. `checkpoint`: bytes of the whole."""
+    # Replicas hold the same parts, and up to SPREAD of them share the writing.
     cuts = axes.pp * axes.shard * axes.cp * axes.tp
     return checkpoint / cuts / min(axes.replicate, SPREAD) * per_node
 

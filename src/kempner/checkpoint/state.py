@@ -136,6 +136,7 @@ class RandomState:
         return state
 
     def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+        # The checkpoint may be of another kind of device, and lack the state of this one.
         self._loaded = {kind: state for kind, state in self.tensors().items() if kind in stored}
         return self._loaded
 

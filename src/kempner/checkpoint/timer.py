@@ -60,6 +60,7 @@ class YoungTimer(SaveTimer):
         if len(self._costs) == 1 or max(ratio := self.seconds / self._said, 1 / ratio) > (
             WORTH_SAYING
         ):
+            # Against what was said last, not the last interval: slow drift is reported, too.
             self._said = self.seconds
             self._say(
                 f"checkpoint.interval = auto: a save every {self.seconds / 60:.1f} min (each costs "

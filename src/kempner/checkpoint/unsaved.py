@@ -12,6 +12,7 @@ class Unsaved(Checkpointer):
     """A checkpointer that neither reads nor writes; every step counts as durable."""
 
     def __init__(self) -> None:
+        # Without super().__init__(): that makes groups, threads and a lock.
         self._pending = None
         self.saved_step, self.failed_saves, self.seconds = -1, 0, None
 

@@ -31,6 +31,7 @@ def data_changes(
     new = mixture_of({**here, "phases": here["phases"][:phase_count]}, starts[:phase_count])
     here_by_name = {one["name"]: one for one in here["sources"]}
     own = {"path", "weight", "max_epochs"}  # what may differ while the samples are the same
+    # Another length cuts the same tokens into other samples, and another number of them.
     own |= set() if same_length else {"size", "seq_len"}
     for one in there["sources"]:
         now = here_by_name.get(one["name"], {})
@@ -41,6 +42,7 @@ def data_changes(
             problems.append(
                 f"data source {one['name']}: {what} {one['path']}, on which it was trained{moved}"
             )
+    # The weights themselves may differ, as long as they come to the same order so far.
     if same_length and not problems and old.past(samples) != new.past(samples):
         problems.append(
             f"the mixture of the first {samples} samples is {_told(new, samples)} here, "

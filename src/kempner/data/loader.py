@@ -209,6 +209,7 @@ class TrainLoader:
     def _read(self, position: int, step: int) -> list[MicroBatch]:
         stage = stage_at(self._stages, step)
         share = stage.batch // self._world
+        # This rank's share begins behind those of the ranks before it.
         _, first = self._ranges(position, self._rank * share)[-1]
         draws = [self.mixture.draw(begin, end - begin) for begin, end in self._ranges(first, share)]
         numbers, indices = (np.concatenate(column) for column in zip(*draws, strict=True))
@@ -219,6 +220,7 @@ class TrainLoader:
         if stage.pieces > 1:
             rows = rows.cut(stage.pieces)
             sources = None if sources is None else sources.repeat(stage.pieces)
+        # As many tokens as a micro-batch of whole samples has.
         micro = min(self._micro, share) * stage.pieces
         return [
             _tensors(rows, slice(i, i + micro), self._pin, self._reset_positions, sources)
@@ -253,6 +255,7 @@ class _Reader:
         return result
 
     def stop(self) -> None:
+        # Before the release: the thread that it wakes must see it.
         self._stopped = True
         self._free.release()
         self._thread.join()
@@ -278,6 +281,7 @@ def val_batches(
         mine = start + rank * micro
         numbers = np.arange(mine, mine + max(0, min(micro, total - mine)))
         rows = source.read(shuffled_indices(numbers, size, VALIDATION_SEED))
+        # Also a rank without a sample has a batch: FSDP gathers weights on all ranks together.
         if padding := micro - len(numbers):
             rows = _padded(rows, padding)
         yield _tensors(rows, slice(None), False, reset_positions)

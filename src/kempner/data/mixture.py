@@ -138,6 +138,7 @@ class Mixture:
             turn, place = np.divmod(numbers[mine] - segment.start, len(order))
             found = order[place]
             sources[mine] = found
+            # How often the source came before: before this segment, in this turn, in whole turns.
             running[mine] = np.array(segment.base)[found] + ranks[place]
             running[mine] += turn * segment.counts[found]
         indices = np.empty_like(running)
@@ -192,6 +193,7 @@ def _used_up(segment: Segment, remaining: Sequence[float]) -> list[int]:
     exhausted = []
     for i, more in enumerate(remaining):
         if segment.parts[i] and more != math.inf:
+            # The turn in which its samples run out, and the place where one more would be taken.
             turns, rest = divmod(int(more), int(segment.counts[i]))
             place = int(np.flatnonzero(order == i)[rest])
             exhausted.append(segment.start + turns * len(order) + place)
@@ -230,6 +232,7 @@ def mixture_pattern(parts: Parts) -> tuple[Int64, Int64]:
         gap: NDArray[np.float64] = 1.0 / share
     due = gap.copy()  # (count + 1) / share
     for place in range(len(order)):
+        # In whole numbers: rounding must not break the quota.
         may = counts * whole < (place + 1) * share
         i = int(np.where(may, due, np.inf).argmin())
         order[place], ranks[place] = i, counts[i]

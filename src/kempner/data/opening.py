@@ -30,6 +30,7 @@ class Opening:
 def open_sources(cfg: DataConfig, how: Opening) -> list[Source]:
     """Open the training split of each source. Raises ConfigError with all their problems."""
     sources, problems = _splits(cfg.mixed, "train", how)
+    # One after the other: each relies on what the ones before it have checked.
     problems = problems or _other_kind(cfg) or one_vocabulary(cfg) or _uncounted(cfg, sources)
     if problems:
         raise ConfigError(problems)
@@ -133,6 +134,7 @@ def _open_prepared(cfg: SourceConfig, split: str, how: Opening) -> Source:
 def _prepared_hold_out(cfg: SourceConfig, how: Opening) -> bool:
     from kempner.data.sidecar import open_sidecar
 
+    # More than seq_len: a sample has one token more, its last target.
     return open_sidecar(cfg.path).tokens("val") > how.shape.seq_len
 
 

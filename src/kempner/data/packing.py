@@ -37,10 +37,13 @@ def first_fit_decreasing(lengths: Int64, room: int) -> Packing:
     done = 0
     sizes, counts = np.unique(lengths, return_counts=True)
     for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        # How many items of this size each open row takes: the first rows as many as they can, until
+        # there are no more items.
         takes = row_room[live] // size
         before = np.cumsum(takes) - takes  # items of this size in the rows before
         takes = np.clip(count - before, 0, takes)
         placed, per_row = int(takes.sum()), room // size
+        # The rest fills new rows, one after the other.
         new_rows = np.arange(count - placed) // per_row + len(row_room)
         rows[done : done + count] = np.concatenate([np.repeat(live, takes), new_rows])
         row_room[live] -= takes * size
@@ -50,8 +53,10 @@ def first_fit_decreasing(lengths: Int64, room: int) -> Packing:
             new[-1] = room - rest % per_row * size
         row_room = np.concatenate([row_room, new])
         live = np.concatenate([live, np.arange(first, len(row_room))])
+        # A row without room for the shortest item takes none any more.
         live = live[row_room[live] >= sizes[0]]
         done += count
+    # Stable: within a row the longest item stays the first.
     by_row = np.argsort(rows, kind="stable")
     starts = np.searchsorted(rows[by_row], np.arange(len(row_room) + 1))
     return Packing(order[by_row], starts)

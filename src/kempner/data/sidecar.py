@@ -45,9 +45,8 @@ class Sidecar:
     eod: int  # ends each document
     splits: dict[str, list[Shard]]
     prepared: dict[str, Any]  # the settings and inputs that it was made from
-    kind: str = (
-        "text"  # of chat and preference, the shards have `.loss_mask` and `.ends` beside them
-    )
+    # Of chat and preference, the shards have `.loss_mask` and `.ends` beside them.
+    kind: str = "text"
     format: int = SIDECAR_FORMAT
     bos: int | None = None  # begins each document, where there is one
 
@@ -63,6 +62,7 @@ class Sidecar:
         """Read dataset.json (or the record of an unfinished preparation, of the same form)."""
         try:
             values = json.loads(path.read_bytes())
+            # Before anything else: another format may have other keys.
             if values["format"] != SIDECAR_FORMAT:
                 raise DataError(
                     f"{path}: format {values['format']}, not {SIDECAR_FORMAT}; prepare it again"

@@ -30,6 +30,7 @@ def ramp_stages(
     `over` steps; 1 after them."""
     first, increment, steps = batch_ramp or (batch, 1, 0)
     rises = (batch - first) // increment
+    # Rounded up, so that the last rise is at the step that the option names.
     batches = [(-(-i * steps // max(1, rises)), first + i * increment) for i in range(rises + 1)]
     cuts = [(-(-i * over // len(pieces)), each) for i, each in enumerate(pieces)]
     cuts.append((over if pieces else 0, 1))

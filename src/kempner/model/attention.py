@@ -37,6 +37,7 @@ class Documents:
     def of(cls, index: Tensor, reset_positions: bool) -> Documents:
         """Build from `index` alone, on the CPU."""
         rows, length = index.shape
+        # A row begins a document, too: none goes on from one row to the next.
         first = torch.ones_like(index, dtype=torch.bool)
         first[:, 1:] = index[:, 1:] != index[:, :-1]
         starts = torch.cat((first.flatten().nonzero().squeeze(1), torch.tensor([rows * length])))
@@ -80,6 +81,7 @@ def attention_pattern(
     T x T.
     """
     rows, length = tokens.shape
+    # It hides nothing, and without it no mask and no other kernel is needed.
     if window is not None and window >= length:
         window = None
     if window is None and documents is None and softcap is None:
@@ -128,6 +130,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
         )
     rows, _, length, _ = q.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B * T, heads, E]
+    # The kernel counts the keys before a query, and not its own.
     left = -1 if visible.window is None else visible.window - 1
     flash, starts = varlen_kernel(), visible.starts
     assert flash is not None
@@ -207,6 +210,7 @@ def choose_kernel(
     )
     causal, grouped = visible.mask is None, cfg.n_heads != cfg.kv_heads
     try:
+        # q and k require gradients: not every kernel has a backward pass for every shape.
         choice = torch._fused_sdp_choice(
             q, k, k, visible.mask, 0.0, is_causal=causal, enable_gqa=grouped
         )

@@ -73,6 +73,7 @@ class KVCache:
         if self.fixed:
             return 0, self.length
         window = self.length if self.window is None else self.window
+        # The shortest row decides: its newest token sees furthest towards the beginning.
         low = max(0, min(lengths) - window) // CACHE_BLOCK * CACHE_BLOCK
         return low, whole_blocks(max(lengths), self.length)
 

@@ -40,9 +40,8 @@ def rope_frequencies(cfg: ModelConfig) -> Tensor:
         return freqs
     wavelength = 2 * math.pi / freqs
     low, high = cfg.rope_low_freq_factor, cfg.rope_high_freq_factor
-    keep = ((cfg.rope_original_len / wavelength - low) / (high - low)).clamp(
-        0, 1
-    )  # 1: keep, 0: stretch
+    # 1: keep, 0: stretch
+    keep = ((cfg.rope_original_len / wavelength - low) / (high - low)).clamp(0, 1)
     return keep * freqs + (1 - keep) * freqs / cfg.rope_factor
 
 
@@ -74,6 +73,7 @@ class Attention(nn.Module):
         self.k_norm = (
             nn.RMSNorm(cfg.resolved_head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         )
+        # An attribute, so that ranks that share a row can put theirs here (parallel/context.py).
         self.attend: Callable[[Tensor, Tensor, Tensor, Visible], Tensor] = attend
 
     def forward(
@@ -178,6 +178,7 @@ class Decoder(nn.Module):
         self.output = (
             None if cfg.tie_embeddings else OutputLayer(cfg.dim, cfg.vocab_size, bias=False)
         )
+        # Not persistent: it follows from the configuration, and no checkpoint holds it.
         self.register_buffer("rope", rope if rope.is_meta else rope_table(cfg), persistent=False)
         if cfg.n_experts:
             from kempner.model.moe import Routings

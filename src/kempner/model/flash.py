@@ -39,6 +39,7 @@ def use_newer_flash(
     cuda = device.type == "cuda"
     major = torch.cuda.get_device_capability(device)[0] if cuda else 0
     chosen = kernel if kernel in MAJORS else OF_GPU.get(major, "")
+    # With auto, an older torch goes on with its own kernel; a named one gets an error below.
     if not chosen or (kernel != chosen and not hasattr(attention, "activate_flash_attention_impl")):
         return ""
     name = f"FlashAttention {chosen[-1]}"
@@ -69,6 +70,7 @@ def _activate(
         if hasattr(switch, "restore_flash_attention_impl"):
             switch.restore_flash_attention_impl()
         missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+        # Another module that is missing is a fault of the package, and is reported as one.
         if missing.startswith("flash_attn"):
             return NOT_THERE
         return f"it does not run here ({type(error).__name__}: {error}); leave it at auto"

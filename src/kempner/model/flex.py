@@ -50,6 +50,7 @@ def block_mask(
             keep = keep & (index[row, query] == index[row, key])
         return keep
 
+    # None for the heads: all of them see the same keys.
     create = compiled_flex()[1]
     return create(seen, rows, None, length, length, device=device)  # type: ignore[no-any-return]
 

@@ -127,6 +127,7 @@ def chunk_loss(
     counts = (labels != IGNORE).unsqueeze(1)
     rows_of = labels.unsqueeze(1) - (vocabulary.first if vocabulary else 0)
     here = counts & (rows_of >= 0) & (rows_of < kept.shape[1]) if vocabulary else counts
+    # gather() needs an index that exists; what it finds there is not used.
     rows_of = torch.where(here, rows_of, 0)
     hits: Tensor | None = None
     if torch.compiler.is_compiling():  # neither gather nor scatter fuses, comparisons do
@@ -134,12 +135,14 @@ def chunk_loss(
         target_logits = torch.where(hits, logits, 0.0).sum(1, keepdim=True)
     else:
         target_logits = torch.where(here, logits.gather(1, rows_of), 0.0)
+    # The largest logit is taken off first: no exponential overflows.
     top = logits.amax(1, keepdim=True)
     d = logits.sub_(top).exp_()  # in place, and the only time: exp costs as much as a pass
     over = d.sum(1, keepdim=True)
     total = over.log() + top  # logsumexp
     if vocabulary is not None:
         total, target_logits = vocabulary.over_all(total, target_logits)
+        # The sum over the whole vocabulary, relative to the largest logit of this part.
         over = (total - top).exp()
     losses, slopes = torch.where(counts, total - target_logits, 0.0), None
     if judge is not None:

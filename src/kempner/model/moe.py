@@ -79,6 +79,7 @@ class MixtureOfExperts(nn.Module):
         expert_ids = ranked.topk(cfg.experts_per_token, dim=-1).indices
         weights = scores.gather(-1, expert_ids)
         if cfg.router_normalize:
+            # Sigmoids may all be 0 in fp32; DeepSeek-V3's code adds as much.
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         squares = logits.logsumexp(-1).square() if cfg.router_z_loss else None
         return scores, expert_ids, weights * cfg.router_scale, squares
@@ -133,6 +134,7 @@ def through_experts(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor)
     if not CLEARS_IDLE[0]:
         # Only where the kernel leaves garbage: the mask costs a pass over all experts' gradients.
         w1, w2, w3 = (_ClearIdle.apply(w, load) for w in (w1, w2, w3))  # type: ignore[no-untyped-call]
+    # On the device: the kernel finds the groups by itself.
     ends = load.cumsum(0).int()
     gate = grouped_mm(x, w1, ends)  # [M, F]
     return grouped_mm(F.silu(gate) * grouped_mm(x, w3, ends), w2, ends)
@@ -196,6 +198,7 @@ def choose_products(dtype: torch.dtype, device: torch.device) -> str:
 
 def one_by_one(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     """through_experts() by a loop over the experts."""
+    # The host waits here: it cuts the rows by these numbers.
     loads = load.tolist()
     *parts, rest = torch.split(x, [*loads, len(x) - sum(loads)])
     weights = zip(parts, w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
@@ -211,6 +214,7 @@ def one_by_one(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> T
 def sort_by_expert(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the load [E], the order [N K] that sorts chosen [B, T, K] by expert, and its inverse.
     Deterministic: no atomic addition."""
+    # Counted in the sorted list: torch.bincount would make the host wait for its largest number.
     flat = expert_ids.flatten()
     ranked, order = flat.sort(stable=True)
     edges = torch.arange(experts + 1, device=flat.device)
@@ -251,6 +255,7 @@ def balance_loss(scores: Tensor, expert_ids: Tensor) -> Tensor:
     depends neither on the micro-batch nor on the number of ranks.
     """
     rows, _, experts = scores.shape
+    # Of sigmoids as of a softmax: shares that add up to 1.
     shares = (scores / scores.sum(-1, keepdim=True)).mean(1)  # [B, E]
     flat = expert_ids.flatten(1)  # [B, T K]
     counts = torch.zeros(rows, experts, device=flat.device)
@@ -282,6 +287,7 @@ class Routings:
         load = torch.stack([layer.load for layer in layers])
         if self.buffers is not None:
             self.rows_over = self.rows_over + self.buffers.rows_over(load)
+        # From the number of a block to that among those with experts.
         first = sum(number < first for number in self._numbers)
         load = F.pad(load, (0, 0, first, self._layers - first - len(layers)))
         self._load = load if self._load is None else self._load + load

@@ -44,6 +44,7 @@ class AdamW(Rule):
     @staticmethod
     def _plainly(group: ParameterGroup, parts: Sequence[ParameterPart], guard: Guard) -> None:
         guard.prepare(parts)
+        # Without a branch, which would need the host: a bad step changes all by a factor of 0.
         keep, (beta1, beta2) = guard.keep(), group["betas"]
         rate = group["lr"] * keep
         for weight, grad, state, _ in parts:

@@ -63,6 +63,7 @@ class Kernels:
         """Return whether the parameter is updated by a kernel. In fp32, torch's own kernels update
         all parameters at once."""
         rounds = torch.bfloat16 in (p.dtype, self._averages)
+        # A kernel sees a part as one line of elements; see in_lines().
         flat = local_part(p).is_contiguous() and local_part(p.grad).is_contiguous()  # type: ignore[arg-type]
         return rounds and flat and in_lines(whole.shape, own_box(whole, self._rank))
 
@@ -121,14 +122,19 @@ def compile_rule(rule: Rule) -> Callable[..., None]:
         group: dict[str, Any] = {name: floats[i] for i, name in enumerate(rule.numbers)}
         group["betas"] = floats[len(rule.numbers) :]
         copies = {key: x.float() for key, x in state.items()}
+        # clone(): float() of an fp32 gradient is the gradient itself, which a rule may change.
         part = ParameterPart(weight.float(), grad.float().clone(), copies, None)  # type: ignore[arg-type]
         rule.update(group, [part], Guard(grad_scale, found_inf))
+        # Places in the whole tensor, so that every mesh rounds an element alike.
         at = torch.arange(weight.shape[0], device=weight.device, dtype=torch.int32)
         places = first + at + torch.div(at, length, rounding_mode="trunc") * gap
+        # Sorted as in Optimizer._put_back: the k-th tensor gets the same bits both ways.
         pairs = [(weight, part.weight), *((state[key], copies[key]) for key in sorted(state))]
         rounded = [(home, new) for home, new in pairs if home.dtype is torch.bfloat16]
+        # One hash has bits for two tensors, a half for each, as in Optimizer._noise().
         for k, (home, new) in enumerate(rounded):
             bits = hashed_at(places, copies["step"], salt + k // 2)
             home.copy_(to_bf16(new, (bits >> (16 * (k % 2))) & 0xFFFF))
 
+    # fullgraph: a break would cut the kernel in two, without a word.
     return torch.compile(update, dynamic=True, fullgraph=True)

@@ -41,8 +41,10 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     singular values are 0.97 to 1.04. Newton-Schulz iterations, in the dtype of the matrices."""
     x = matrices.reshape(-1, *matrices.shape[-2:])
     tall = x.shape[1] > x.shape[2]
+    # The smaller Gram matrix: rows x rows of the wider form.
     x = x.mT if tall else x
     norm = x.float().norm(dim=(1, 2), keepdim=True)
+    # The Frobenius norm bounds the largest singular value: all of them begin in 0 to 1.
     x = (x / (norm + EPS)).to(matrices.dtype)
     for a, b, c in COEFFICIENTS:
         gram = x @ x.mT
@@ -69,10 +71,12 @@ def orthogonal_parts(
         else part.new_empty(0)
         for i, (part, whole) in enumerate(zip(parts, wholes, strict=True))
     ]
+    # The last batch may have fewer matrices than ranks: those without one send and get nothing.
     outgoing += [parts[0].new_empty(0)] * (world - len(parts))
     boxes: dict[int, Box] = {}
     if mine is not None:
         boxes = {other: own_box(mine, other) for other in ranks_with(mine, mine.whole, near=rank)}
+    # Every rank computes the sizes from the layouts alone: nothing is exchanged beforehand.
     receive_sizes = [_size(boxes[r]) if r in boxes else 0 for r in range(world)]
     incoming = _all_to_all(outgoing, receive_sizes, group)
 
@@ -135,6 +139,7 @@ class Muon(Rule):
         # On a CPU products in bf16 are no faster.
         dtype = torch.bfloat16 if changes[0].is_cuda else torch.float32
         wholes = [part.whole for part in parts]
+        # Rounded before the exchange: it halves the bytes, and the iterations are in bf16 anyway.
         orthogonal = orthogonal_parts([x.to(dtype) for x in changes], wholes, self.ranks)
         rate = group["lr"] * keep
         for part, change in zip(parts, orthogonal, strict=True):

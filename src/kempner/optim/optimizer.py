@@ -72,6 +72,7 @@ class Optimizer(torch.optim.Optimizer):
             self._stream.wait_stream(torch.cuda.current_stream())
         for group in self.param_groups:
             rule: Rule = group["rule"]
+            # What a step freezes has lost its gradient: see freezing.py.
             present = [p for p in group["params"] if p.grad is not None]
             if self.compiled and rule.pointwise:
                 present = self._kernels.update(present, group, self._state, self._whole, guard)
@@ -194,11 +195,13 @@ class Optimizer(torch.optim.Optimizer):
                 self._stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(self._stream):
                     home.copy_(new, non_blocking=True)
+                # It may be freed when this returns, while the copy still reads it.
                 new.record_stream(self._stream)
 
     def _noise(self, p: Tensor, part: ParameterPart) -> Iterator[Tensor]:
         """Yield random bits for one tensor of the parameter after another; one hash serves two."""
         box = plan.own_box(part.whole, dist.get_rank(self._group) if dist.is_initialized() else 0)
+        # As many as kernels.SALTS, so that both ways of an update round alike.
         for salt in itertools.count(8 * self._table[0][p]):
             number = hashed_int32(part.whole.shape, box, part.state["step"], salt)
             yield number.bitwise_and(0xFFFF)

@@ -17,6 +17,8 @@ def to_bf16(value: Tensor, noise: Tensor) -> Tensor:
     """Round `value`, fp32, to bf16 stochastically: up with a probability equal to the distance to
     the number below. `noise`: int32, uniform in 0 to 2^16 - 1. A value that bf16 can represent
     stays."""
+    # bf16 is the upper half of fp32's bits: the noise carries into it as often as the lower half
+    # says, and what is left of that is cut off.
     return (value.view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32).bfloat16()
 
 

@@ -36,6 +36,7 @@ class ScheduleFree(Rule):
             y, z, square = part.weight, part.state["z"], part.state["exp_avg_sq"]
             square.lerp_(part.grad.square(), (1 - beta2) * keep)
             change = part.grad.div_(square.div(correction).sqrt_().add_(group["eps"]))
+            # Decay at y, where the gradient was taken, as the paper's algorithm has it.
             change.add_(y * group["weight_decay"])
             # x is not stored: y = (1 - beta1) z + beta1 x moves by what x and z would move it.
             y.lerp_(z, share).add_(change * (rate * (beta1 * (1 - share) - 1)))

@@ -51,6 +51,7 @@ class Spikes:
         same = torch.ones_like(bad)
         for before, now in zip(last_regime.unbind(), regime, strict=True):
             same = same & (before == now)
+            # In place: unbind() gives views of the state.
             before.fill_(now)
         count.mul_(same)
         # Before this step enters the window: a spike must not raise its own limit.

@@ -121,6 +121,7 @@ def plan_model(
     model.loss = partial(cross_entropy, chunk=train.loss_chunk, z_loss=train.z_loss)
     if frozen or train.weights == "bf16":
         model.cast(dtype).requires_grad_(not frozen)
+    # Before the matrices are cut, because an adapter is cut with its matrix.
     if lora is not None and lora.rank:
         from kempner.parallel.lora import add_adapters
 
@@ -129,6 +130,7 @@ def plan_model(
         from kempner.parallel.tensor import compute_on_parts, split_matrices
 
         split_matrices(model, layout.tp, overlap="tp" in distributed.overlap)
+    # After that, because what a kernel takes depends on the sizes of the parts.
     if train.fp8 != "none":
         from kempner.parallel.fp8 import use_fp8
 

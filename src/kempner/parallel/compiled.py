@@ -63,6 +63,7 @@ def expect_changes(model: Decoder, rows: bool, length: bool, documents: bool) ->
 
     def mark(_: nn.Module, args: tuple[Any, ...]) -> None:
         x, rope, visible = args[:3]
+        # maybe_: mark_dynamic() raises where a graph turns out to need one size.
         vary = torch._dynamo.maybe_mark_dynamic
         for tensor, row, *lengths in (
             (x, 0, 1),
@@ -73,6 +74,8 @@ def expect_changes(model: Decoder, rows: bool, length: bool, documents: bool) ->
                 continue
             if length:
                 vary(tensor, [at % tensor.ndim for at in lengths])
+            # -1 where rows share their angles: these have no dimension of rows. A size of 1 stays
+            # a constant to the compiler, whatever it is marked.
             if rows and row >= 0 and tensor.shape[row] > 1:
                 vary(tensor, row)
         if visible.starts is not None:
@@ -131,6 +134,7 @@ def _prepare(own: Path) -> bool:
             # Made under another name, then renamed: a killed start leaves no half cache.
             new_folder = own.with_name(f".{own.name}.new")
             shutil.rmtree(new_folder, ignore_errors=True)
+            # The newest of this kind of CPU has most of what the run compiles now.
             if others:
                 shutil.copytree(others[-1], new_folder)
             else:

@@ -72,6 +72,7 @@ def own_tokens(mesh: DeviceMesh, method: str) -> Callable[[MicroBatch], MicroBat
     group = mesh.get_group()
 
     def cut(batch: MicroBatch) -> MicroBatch:
+        # The loader reads whole rows on all ranks of a group; each keeps its own part.
         length, device = batch.inputs.shape[1], batch.inputs.device
         return batch.columns(rank_columns(length, group.rank(), group.size(), method, device))
 
@@ -92,6 +93,7 @@ def _place(
     """Run Decoder.place for a part of the tokens: angles of the part, attention pattern of whole
     rows."""
     rows, length = tokens.shape[0], tokens.shape[1] * group.size()
+    # Decoder.place reads the shape alone, not the tokens.
     rope, visible = of_whole(tokens.new_empty(rows, length), documents, cache, dtype)
     mine = rank_columns(length, group.rank(), group.size(), method, tokens.device)
     return rope.index_select(-2, mine), visible
@@ -149,12 +151,14 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse, *state = ctx.saved_tensors
         group = ctx.group
         kv = torch.stack((k, v))
+        # Summed over the rounds in fp32: in bf16 each addition would be rounded.
         dq = torch.zeros_like(q, dtype=torch.float32)
         passing = _Passing(kv, group)
         dq_part, dk, dv = kernel_backward(dout, q, k, v, out, lse, state, causal=True)
         dq += dq_part
         dkv = torch.stack((dk, dv)).float()  # travels with its keys and values, a round behind
         for rounds in range(1, group.size()):
+            # The sum so far goes on to the rank that adds the next part for these keys.
             kv, returning = passing.wait(), _Passing(dkv, group, tag=1)
             if rounds + 1 < group.size():
                 passing = _Passing(kv, group)
@@ -193,7 +197,9 @@ class _Passing:
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
         """`tag`: tells apart transfers that are under way at the same time."""
         to, of = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
+        # Held until the message has gone: its memory must not be used again before that.
         self._sent, self._arrives = tensor.contiguous(), torch.empty_like(tensor)
+        # As a batch: a ring of sends and receives one by one can wait for itself on NCCL.
         self._works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, self._sent, group=group, tag=tag, group_peer=to),
@@ -251,6 +257,7 @@ def ulysses_attention(
     the pattern `seen` of whole rows: [B, H, t, E]. n divides H; if it does not divide K, several
     ranks get the same keys and values."""
     n, tokens = group.size(), q.shape[2]
+    # As many copies as it takes to give each rank the same number of key-value heads.
     if (copies := n // math.gcd(n, k.shape[1])) > 1:
         k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))
     # One message for all three: [n, B, (H + 2 K) / n, t, E], indexed by the receiving rank.

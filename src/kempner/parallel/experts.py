@@ -40,6 +40,8 @@ class ExchangeBuffers:
 
     def __init__(self, spare: float | None, ranks: int) -> None:
         self.ranks = ranks
+        # In whole percent: places() rounds the same way on the host and on the device. At most
+        # as much as all rows of a rank: more never come.
         self._percent = 0 if spare is None else min(round(100 * (1 + spare)), 100 * ranks)
         self._pause, self._exact_steps = FIRST_PAUSE, 0
 
@@ -87,6 +89,7 @@ class ParallelExperts(nn.Module):
         for name, p in base.named_parameters():
             cuts = [Shard(0), *(p.placements if isinstance(p, DTensor) else ())]
             whole = torch.empty(p.shape, dtype=p.dtype, device="meta")
+            # None: every rank cuts for itself. On the meta device there is nothing to be sent.
             part = distribute_tensor(whole, mesh, cuts, src_data_rank=None)
             self.register_parameter(name, nn.Parameter(part, requires_grad=p.requires_grad))
 
@@ -104,6 +107,7 @@ class ParallelExperts(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _exactly(self, x: Tensor, load: Tensor, beside: Any) -> Any:
+        # Its sizes are read on the host and differ each time: a compiled one would compile again.
         return self._exchange(
             x, ExactWay(load.view(self.exchange.ranks, -1), self.mesh.get_group()), beside
         )
@@ -114,6 +118,7 @@ class ParallelExperts(nn.Module):
         x = way.send(x)
         other = beside() if beside is not None else None
         x, arrived = way.receive(x)
+        # Rows arrive by rank, and the grouped product takes them by expert.
         order = by_expert(arrived, len(x), way.places)
         place = order.argsort()
         weights = [_local(w) for w in (self.w1, self.w2, self.w3)]
@@ -130,12 +135,9 @@ class ExactWay:
 
     def __init__(self, sent: Tensor, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._arrived = all_to_all_single(
-            sent, None, None, group
-        )  # [ep, L]: by the rank it is from
-        there, here = torch.stack(
-            (sent.sum(1), self._arrived.sum(1))
-        ).tolist()  # the host must know
+        self._arrived = all_to_all_single(sent, None, None, group)  # [ep, L]: by the sender
+        # The host must know the sizes of the messages: one wait for those of both directions.
+        there, here = torch.stack((sent.sum(1), self._arrived.sum(1))).tolist()
         self._there, self._here = there, here
 
     def send(self, x: Tensor) -> Tensor:
@@ -160,9 +162,12 @@ class FixedWay:
         ends = sent.sum(1).cumsum(0)
         begins = ends - sent.sum(1)
         place = torch.arange(places, device=sent.device)
+        # For each place of a buffer the row that fills it, if any: what send() gathers.
         row_in = (begins.unsqueeze(1) + place).flatten().clamp(max=rows - 1)  # [ep x places]
+        # Places beyond the rows of their rank were clamped above, and are empty.
         has_row = (place < sent.sum(1, keepdim=True)).flatten()
         row = torch.arange(rows, device=sent.device)
+        # The inverse, for each row its place, if any: what the way back and the gradients gather.
         rank = torch.searchsorted(ends, row, right=True)
         at = row - begins[rank]
         place_of = rank * places + at.clamp(max=places - 1)  # [M]
@@ -175,10 +180,12 @@ class FixedWay:
         return self._begin(_move(x, *self._fill))
 
     def receive(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        # What the places hold, for each expert of the receiver: it stays on the device.
         arrived = _wait(_begin(self._fits, [1] * len(self._fits), self._group))
         return self._end(x), arrived
 
     def give_back(self, y: Tensor) -> Tensor:
+        # The maps of send() the other way round.
         return _move(self._end(self._begin(y)), *self._fill[2:], *self._fill[:2])
 
     def _begin(self, x: Tensor) -> Tensor:
@@ -194,8 +201,10 @@ def by_expert(arrived: Tensor, rows: int, places: int | None) -> Tensor:
     """Return the order that sorts `rows` rows by expert, int64 [rows]; last what is no row. They
     arrive rank by rank, those of each rank sorted: `arrived` [ep, L]; in buffers of `places`."""
     if places is not None:
+        # Behind the rows of each sender its buffer has empty places: one more expert, the last.
         arrived = torch.cat((arrived, places - arrived.sum(1, keepdim=True)), 1)
     expert = torch.arange(arrived.numel(), device=arrived.device) % arrived.shape[1]
+    # With output_size the host need not wait for the sum of the repeats.
     return expert.repeat_interleave(arrived.flatten(), output_size=rows).argsort(stable=True)
 
 

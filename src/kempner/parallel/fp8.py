@@ -94,6 +94,7 @@ def use_mxfp8(modules: Sequence[nn.Module], device: torch.device) -> None:
         return y
 
     for module in modules:
+        # The class alone: the parameters, their names and the hooks stay.
         module.__class__ = MxLinear
         module.product = product  # type: ignore[assignment]
 

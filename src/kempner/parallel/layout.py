@@ -225,6 +225,7 @@ class Layout:
             if (grad := parameter.grad) is not None:
                 by_copies.setdefault(self.copies(grad), []).append(local_part(grad))
         parts = [
+            # In fp32, as the squares of bf16 gradients would keep 8 bits.
             torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square().sum() / copies
             for copies, grads in by_copies.items()
         ]

@@ -21,6 +21,7 @@ class LoraLinear(nn.Linear):
     """A linear layer with an adapter. Reuses the parameters of `base`."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
+        # Not nn.Linear's, which would allocate and draw another weight.
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias

@@ -40,6 +40,7 @@ def choose_messages(model: Decoder, layout: Layout, overlap: Sequence[str]) -> N
     if "reduce" in overlap:
         modules[0].set_separate_reduce_scatter_group()  # of all modules, in one call
         states = [module._get_fsdp_state() for module in modules]
+        # In the layout, so that the watchdog sets their timeout as it does for the others.
         parts = [part for state in states for part in state._fsdp_param_groups]
         layout.added_groups.extend({part._reduce_scatter_process_group for part in parts})
     for module in modules if "symm_mem" in overlap else ():
@@ -138,10 +139,12 @@ def _summands(node: Any) -> list[tuple[Any, Any]]:
     if node.target is _aten.reshape.default and node.args[0].target is _aten.mm.default:
         product = node.args[0]
         return [product.args] if len(product.users) == 1 else []
+    # A keyword is alpha, which scales one side: such a sum is not one of products alone.
     if node.target is not _aten.add.Tensor or node.kwargs or len(node.args) != 2:
         return []
     found = []
     for each in node.args:
+        # What others use must be computed all the same: nothing would be saved.
         if not isinstance(each, torch.fx.Node) or len(each.users) > 1:
             return []
         if not (products := _summands(each)):

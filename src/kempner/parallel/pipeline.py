@@ -36,6 +36,7 @@ def split_blocks(cfg: ModelConfig, stages: int) -> list[range]:
     """Return the blocks of each stage, at least one. The output layer costs as much time as some
     blocks, so the last stage has fewer. The remainder goes to late stages: 1F1B keeps the
     activations of fewer passes there."""
+    # By the weights that multiply a token: the output layer's, over those of all blocks.
     output = cfg.vocab_size * cfg.dim / (cfg.count_active() - 2 * cfg.vocab_size * cfg.dim)
     share = cfg.n_layers * (1 + output) / stages
     last = round(share - cfg.n_layers * output)
@@ -57,6 +58,7 @@ class Blocks(nn.ModuleList):
             self.add_module(str(i), blocks[i])
 
     def _get_abs_string_index(self, index: int) -> str:
+        # By position: blocks[0] is the first block here, whatever its number is.
         return [*self._modules][index]
 
 
@@ -159,6 +161,7 @@ class Pipeline:
     def forward_passes(self, loss_of: LossOf, micro_batches: list[MicroBatch]) -> None:
         """Pass activations from rank to rank; each starts the next micro-batch after sending."""
         for batch in micro_batches:
+            # In rising order: what this rank's next stage gets has come round by the other ranks.
             for stage in self._stages:
                 activations = None
                 if not stage.first:
@@ -184,6 +187,7 @@ class Pipeline:
     def _schedule(self, micro_batches: list[MicroBatch]) -> Schedule1F1B | ScheduleInterleaved1F1B:
         """Make the schedule for micro-batches of this number and shape. All shapes are given: to
         infer them torch would run the model, and add to its counters."""
+        # torch makes buffers for gradients where the example that it is given requires one.
         passing = self._activations(micro_batches[0]).requires_grad_()
         stages = [
             _TorchStage(
@@ -236,5 +240,6 @@ class _TorchStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
+        # Before each backward pass: in 1F1B forward passes of other micro-batches come in between.
         self._decoder.begin_micro_batch(last_backward)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)

@@ -40,11 +40,13 @@ def shard_model(
     policy = MixedPrecisionPolicy(
         param_dtype=dtype,
         reduce_dtype=torch.bfloat16 if cfg.reduce_dtype == "bf16" else torch.float32,
+        # FSDP would also cast the angles of RoPE, an input of each block that stays in fp32.
         cast_forward_inputs=False,
     )
     offload = CPUOffloadPolicy(pin_memory=cuda) if cfg.fsdp_cpu_offload else OffloadPolicy()
 
     cut = partial(fully_shard, mesh=layout.parameter_mesh, mp_policy=policy, offload_policy=offload)
+    # False, True, or a number: then fully_shard keeps the weights cut over so many ranks.
     between = not cfg.sync_once and (cfg.reshard_island or cfg.reshard_after_forward)
     if layout.ep is not None:
         from kempner.parallel.experts import shard_experts
@@ -69,6 +71,7 @@ def shard_model(
     model.sync_once = cfg.sync_once  # type: ignore[assignment]
     model.reduces_in_bf16 = cfg.reduce_dtype == "bf16"  # type: ignore[assignment]
     model.begin_micro_batch = partial(begin_micro_batch, model)
+    # Only now: prefetching names modules that fully_shard has wrapped.
     if cfg.prefetch_blocks:
         prefetch_blocks(model, cfg.prefetch_blocks)
     for module in model.modules():

@@ -65,12 +65,15 @@ def split_matrices(model: Decoder, mesh: DeviceMesh, overlap: bool = False) -> N
         from kempner.parallel.overlap import overlap_collectives
 
         overlap_collectives(mesh)
+    # Of an embedding this cuts the vocabulary: each rank looks up its own words and has 0 for the
+    # others, and the sum over ranks is scattered along the sequence.
     words = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE))
     parallelize_module(model.embed, mesh, words)
     model.embed.register_forward_hook(_arrived)
     for block in model.blocks:
         _split_block(cast(Block, block), mesh)
     _cut(model.norm, mesh)
+    # Hooks run in the order of their registration: gather, then wait.
     model.norm.register_forward_hook(partial(_gather, mesh.get_group()))
     model.norm.register_forward_hook(_arrived)
     if model.output is not None:  # what goes in and out is the loss's matter
@@ -104,6 +107,7 @@ def _cut(module: nn.Module, mesh: DeviceMesh, **cuts: Placement) -> None:
     """Cut the module's own parameters, by name; those not named are whole on each rank."""
     for name, p in list(module.named_parameters(recurse=False)):
         cut = cuts.get(name, Replicate())
+        # None: every rank cuts for itself. On the meta device there is nothing to be sent.
         part = distribute_tensor(p.detach(), mesh, [cut], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(part, requires_grad=p.requires_grad))
 
@@ -181,6 +185,7 @@ class VocabularyLoss:
     def _over_all_ranks(self, total: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
         """Combine over the ranks in one small all-gather: the logarithm of the sum, and the
         target's logit, which is 0 on all ranks but one; [N, 1] each."""
+        # Two numbers a token, in place of logits over the whole vocabulary.
         own_part = torch.cat((total, target_logit), dim=1)
         parts = [torch.empty_like(own_part) for _ in range(self._size)]
         dist.all_gather(parts, own_part, group=self._group)

@@ -28,6 +28,7 @@ def _tensor_problems(cfg: RunConfig) -> list[str]:
     """List problems of distributed.tp: each rank has whole heads, as many as the others, and
     between the products the same number of tokens."""
     axes, model, setting = cfg.distributed, cfg.model, f"distributed.tp = {cfg.distributed.tp}"
+    # A ramp doubles its length: what divides the first one divides them all.
     sizes = {
         "model.n_heads": model.n_heads,
         "model.n_kv_heads": model.kv_heads,
@@ -126,6 +127,7 @@ def _context_problems(cfg: RunConfig) -> list[str]:
     if ranks == 1:
         return []
     found = []
+    # Zigzag: each rank has a chunk from the front and one from the back (context.py).
     parts = 2 * ranks if method == "ring" else ranks
     option, shortest = "train.seq_len", cfg.train.seq_len
     if cfg.train.seq_len_ramp is not None:
@@ -195,6 +197,7 @@ def check_pipeline(cfg: TrainConfig, axes: DistributedConfig, data_ranks: int) -
     for batch in sorted({stage.batch for stage in cfg.stages}):
         micro = micro_batch(cfg, data_ranks, batch)
         passes = batch // (micro * data_ranks)
+        # torch's interleaved schedule goes in rounds of as many micro-batches as ranks.
         if passes >= axes.pp and (axes.pp_stages_per_rank == 1 or passes % axes.pp == 0):
             continue
         needs = "at least as many" if axes.pp_stages_per_rank == 1 else "a multiple of them"

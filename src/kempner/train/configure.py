@@ -130,6 +130,7 @@ def check_config(
         used.append(program())
     if wrong := [t for each in used if (t := each.program_problem(cfg, type(each) is program))]:
         return wrong
+    # --check has no ranks, and looks at what rank 0 would.
     problems = check_inputs(cfg, 0 if only else discover_world().rank, only)
     if cfg.train.fp8 != "none" or cfg.train.attention != "auto":
         from kempner.train import levers
@@ -168,6 +169,7 @@ def reject_input(
     """
     with contextlib.suppress(ConfigError):
         if discover_world().rank:
+            # StopRequests has caught it so far.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(RANK_0_SPEAKS_S)
             if stop.wants_to_leave():  # terminated before that

@@ -39,6 +39,7 @@ def validate(
     for name, batches in sets.items():
         totals = torch.zeros(2, dtype=torch.float64)
         rest = iter(batches)
+        # All ranks have equally many batches (val_batches), and so meet in each reduce_step().
         while some := [*islice(rest, at_once(model))]:
             ours = StepSums((), device)
             forward_passes(model, partial(_loss, objective, ours), some, device)

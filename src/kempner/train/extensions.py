@@ -232,6 +232,3 @@ class Extension:
     def advise(self, cfg: RunConfig, world: World) -> str:
         """Return advice for a run that is out of memory."""
         return ""
-
-
-# --- Which of them ---

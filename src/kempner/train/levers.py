@@ -23,13 +23,8 @@ SPEED_LEVERS: dict[str, tuple[Any, ...]] = {
     "distributed.prefetch_blocks": (0, 1, 2),
     "experts.spare": (None, 0.25, 0.5, 1.0),
 }
-FP8_LEVERS = (
-    "none",
-    "tensorwise",
-    "tensorwise_gather",
-    "rowwise",
-    "mxfp8",
-)  # with --allow fp8
+# With --allow fp8.
+FP8_LEVERS = ("none", "tensorwise", "tensorwise_gather", "rowwise", "mxfp8")
 FLASH_PACKAGES = {  # by the name in train.attention: what torch imports, and how to have it
     "fa3": ("flash_attn_interface", "build hopper/ of github.com/Dao-AILab/flash-attention"),
     "fa4": (
@@ -42,6 +37,7 @@ LEAST_TORCH = (2, 11)  # has torch.nn.attention.activate_flash_attention_impl
 
 def fp8_tile(fp8: str) -> int:
     """Return what every size of a product is a multiple of. `fp8`: train.fp8."""
+    # torch._scaled_mm takes multiples of 16; an mxfp8 scale belongs to 32 numbers.
     return 32 if fp8 == "mxfp8" else 16
 
 
@@ -53,6 +49,7 @@ def lever_problems(cfg: RunConfig) -> list[str]:
 def _attention_problems(cfg: RunConfig) -> list[str]:
     kernel, found = cfg.train.attention, []
     setting = f"train.attention = {kernel}"
+    # On a GPU capped scores take flex_attention, which only auto may choose.
     if kernel != "auto" and cfg.model.attention_softcap is not None:
         found.append(
             f"{setting}: this kernel does not cap scores, as model.attention_softcap = "
@@ -173,6 +170,7 @@ def _overlap_problems(cfg: RunConfig) -> list[str]:
         },
     }
     if cfg.resilience.replay_every:
+        # False, as this need is not met while replay_every is set.
         needs["symm_mem"]["resilience.replay_every unset: that looks at FSDP's messages"] = False
     names = dict.fromkeys(axes.overlap)
     twice = [name for name in names if axes.overlap.count(name) > 1]

@@ -52,6 +52,7 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
         leave_compiler_out()
     torch.manual_seed(cfg.train.seed)
     if cfg.train.deterministic:
+        # cuBLAS is deterministic with a fixed workspace alone; without it torch refuses products.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if cfg.train.compile or device.type == "cuda":
             torch.use_deterministic_algorithms(True)  # imports the compiler, to tell it, too

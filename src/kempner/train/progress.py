@@ -30,11 +30,8 @@ class Progress:
         """Read the progress from a checkpoint's manifest; None: the start."""
         if manifest is None:
             return cls()
-        none: dict[str, Any] = {
-            "phases": [],
-            "lineage": [],
-            "orchestrator": None,
-        }  # in older checkpoints
+        # What older checkpoints do not have.
+        none: dict[str, Any] = {"phases": [], "lineage": [], "orchestrator": None}
         values = none | manifest
         return cls(**{each.name: values[each.name] for each in fields(cls)})
 
@@ -46,6 +43,7 @@ class Progress:
         for phase in cfg.data.phases[len(starts) :]:
             if (first := phase.start_step) is None:
                 assert phase.start_token is not None
+                # Rounded up: a phase begins with a whole sample.
                 samples = -((self.tokens - phase.start_token) // cfg.train.seq_len)
                 first = step_of_sample(stages, self.step, samples)
             start = self.samples + samples_between(stages, self.step, first)
@@ -55,6 +53,7 @@ class Progress:
                     "the run is; a phase that is added begins in the future, at "
                     f"start_step = {self.step} or later"
                 )
+            # Samples that are left out have numbers, too.
             for begin, end in self.skip:
                 start += end - begin if self.samples <= begin < start else 0
             starts.append(start)

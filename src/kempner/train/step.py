@@ -35,6 +35,7 @@ def reduce_step(parts: Mapping[str, Tensor | float], layout: Layout) -> StepNumb
     """
     device = next(part.device for part in parts.values() if isinstance(part, Tensor))
     ours = [part for part in parts.values() if not isinstance(part, Tensor)]
+    # fp64, because all ranks together may have more tokens than fp32 counts exactly, 2^24.
     host = torch.tensor(ours, dtype=torch.float64, pin_memory=device.type == "cuda")
     floats = iter(host.to(device, non_blocking=True).unbind())
     values = [  # with fsdp_cpu_offload the gradients, and so their norm, are on the host
@@ -132,6 +133,7 @@ def guard_update(
     grad_norm = sums["grad_norm_sq"].sqrt() * step_tokens / tokens
     bad = ~(torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & (tokens > 0))
     bad = bad | (sums["rows_over"] > 0) if "rows_over" in sums else bad
+    # A NaN does no harm here: with found_inf no update makes use of it.
     shrink = (grad_norm / clip).clamp(min=1.0) if clip else torch.ones_like(grad_norm)
     numbers = {**sums, "loss": loss_sum / tokens, "grad_norm": grad_norm}
     if (spikes := getattr(optimizer, "spikes", None)) is not None:

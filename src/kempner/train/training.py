@@ -124,6 +124,7 @@ class Training:
 
     def judge(self, result: StepResult) -> Verdict | None:
         """Record a step; returns what follows from it, None when nothing does."""
+        # Not recorded: the step is repeated, and has its line then.
         if rows := result.values.get("rows_over"):
             return Verdict(go_back=True, repeat=True, reason=f"{rows:.0f} rows")
         self.judged = result.after
@@ -192,6 +193,7 @@ class Training:
         was ended before it could. All ranks must call it."""
         if not self.progress.step or not self.is_validation_due():
             return False
+        # Rank 0 looks into the file, so that all ranks validate or none does.
         missing = not self.run.world.rank and not has_validation(self.run.dir, self.progress.step)
         flag = {"missing": torch.tensor(float(missing), device=self.device)}
         return bool(reduce_step(flag, self.layout)["missing"] > 0)
@@ -261,6 +263,7 @@ def resume_progress(
 
 def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) -> Training:
     """Make the parts, load the newest checkpoint, and start the watchers."""
+    # The watchdog first: it also ends a start that stands still.
     watchdog, layout = start_watchdog(cfg, run), open_layout(cfg, run.world, device)
     train = cfg.train
     if train.recompute == "auto":

@@ -29,14 +29,17 @@ def crc32(data: memoryview, value: int = 0) -> int:
     at = FAR
     for start in range(0, rounds * NEAR, NEAR):
         if at == len(window):
+            # No fold reaches further back than FAR words.
             window[:FAR] = window[-FAR:]
             at = FAR
+        # A word stands for itself and for what the words NEAR and FAR before it have passed on.
         fold = window[at : at + NEAR]
         np.bitwise_xor(words[start : start + NEAR], window[at - NEAR : at], out=fold)
         fold ^= window[at - FAR : at - FAR + NEAR]
         if start == 0:
             fold[0] ^= np.uint64(value ^ 0xFFFFFFFF)  # the start value is added to the first bits
         at += NEAR
+    # What is folded so far goes on into the words behind, and zlib sums only these.
     rest = bytearray(data[rounds * NEAR * 8 :])
     pending = np.frombuffer(rest, np.uint64, count=FAR)
     pending ^= window[at - FAR : at]

@@ -45,6 +45,7 @@ def pickled_metadata(parts: Iterable[PartEntry]) -> bytes:
         place = MetadataIndex(name, start)
         if place in places:  # a small tensor, of which every rank has a copy
             continue
+        # The bytes that torch.save would have written: DCP gives them to torch.load().
         places[place] = _StorageInfo(file, *entry["framed"])
         if name not in tensors:
             properties = TensorProperties(dtype=dtype_of(entry["dtype"]))

@@ -33,6 +33,7 @@ def write_metadata(path: Path) -> None:
                 for name, entry in file.index["tensors"].items():
                     yield file_of(rank), name, entry
 
+    # The generator opens the data files only now, so all of them are read under the lock.
     with commit.reading_lock(path):
         write_atomic(path / ".metadata", pickled_metadata(parts()))
 

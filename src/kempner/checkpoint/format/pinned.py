@@ -12,6 +12,7 @@ def pin_memory(memory: Tensor, device: torch.device, warn: Callable[[str], None]
     """Lock memory in place for a GPU; False, after a warning, when the driver refuses."""
     torch.cuda.set_device(device)  # this thread's: the default would open a context on GPU 0
     cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    # Not torch's pinned memory: this is pages of mmap(), which O_DIRECT writes from.
     code = int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if code:
         warn(

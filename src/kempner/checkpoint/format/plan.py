@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
-SMALL_TENSOR_BYTES = (
-    1 << 16
-)  # bytes: every rank writes its copy of a replicated tensor of at most this size
+# Every rank writes its copy of a replicated tensor of at most this size.
+SMALL_TENSOR_BYTES = 1 << 16
 FILES_PER_FOLDER = 256  # data files in one directory
 
 Box = tuple[tuple[int, int], ...]  # of a tensor: (start, length) in each dimension
@@ -148,6 +147,7 @@ def _layout_of(
 
     mesh, cuts, late = tensor.device_mesh, list[int | None](), list[int]()
     if (shape := meshes.get(id(mesh))) is None:
+        # CheckpointLayout.at() finds a rank's place by row-major order.
         if mesh.mesh.flatten().tolist() != list(ranks):
             raise TypeError(f"{name}: its mesh does not hold the ranks {ranks} in order")
         shape = meshes[id(mesh)] = tuple(mesh.mesh.shape)
@@ -207,6 +207,7 @@ def _written_box(spec: StoredTensor, rank: int) -> Box | None:
         return spec.whole
     mesh, cuts = spec.layout[:2]
     at = spec.layout.at(rank)
+    # Of the replicas along each axis one writes, and all ranks know which without a message.
     for size, dim, index in zip(mesh, cuts, at, strict=True):
         if dim is None and index != writing_replica(spec.turn, size):
             return None
@@ -222,6 +223,7 @@ def _written_box(spec: StoredTensor, rank: int) -> Box | None:
 
 
 def to_json(table: Table) -> dict[str, Any]:
+    # Thousands of tensors share a few layouts: each is stored once.
     layouts = list(dict.fromkeys(spec.layout for spec in table.values()))
     return {
         "layouts": layouts,

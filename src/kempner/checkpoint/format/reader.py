@@ -37,9 +37,8 @@ from kempner.checkpoint.format.plan import (
 from kempner.checkpoint.format.writer import FILE_MAGIC, FOOTER
 from kempner.checkpoint.history import Damaged
 
-INDEX_TAIL_BYTES = (
-    1 << 16
-)  # bytes read at the end of a file, in the hope that the whole index is in them
+# Read at the end of a file, in the hope that the whole index is in it.
+INDEX_TAIL_BYTES = 1 << 16
 
 
 class Want(NamedTuple):
@@ -81,12 +80,14 @@ def ranks_with(spec: StoredTensor, box: Box, near: int) -> Iterator[int]:
         if cut == len(axes):
             yield rank
             return
+        # In the order in which the axes cut: the second of two on one dimension cuts the parts.
         axis = axes[cut]
         size, dim, apart = mesh[axis], cuts[axis], math.prod(mesh[axis + 1 :])
         if dim is None:
             yield from walk(cut + 1, rank + writing_replica(spec.turn, size) * apart, region)
             return
         start, length = region[dim]
+        # The cuts of plan.own_box(): parts of equal length, of which the last may be shorter.
         step = max(1, -(-length // size))
         first = max(box[dim][0] - start, 0)
         end = min(sum(box[dim]) - start, length)
@@ -111,12 +112,14 @@ class DataFile:
             raise Damaged(f"{self.path}: {error.strerror}") from None
         try:
             self.index = self._read_index()
+            # A file that was copied from another step or rank is whole, and has the right sums.
             for key, value in (("step", manifest["step"]), ("rank", rank)):
                 if self.index[key] != value:
                     raise self._damage(f"its {key} is {self.index[key]}, expected {value}")
             self._block_size: int = self.index["block"]
             self._buffer = bytearray(self._block_size)
             self._in_buffer = -1
+        # __exit__ is not called for what __init__ raises.
         except BaseException:
             os.close(self._fd)
             raise
@@ -150,6 +153,7 @@ class DataFile:
         start = k * self._block_size
         view = memoryview(self._buffer)[: min(self._block_size, self.index["bytes"] - start)]
         if self._in_buffer != k:
+            # Until it is verified the buffer holds no block.
             self._in_buffer, bytes_read = -1, 0
             while bytes_read < len(view):
                 count = os.preadv(self._fd, [view[bytes_read:]], start + bytes_read)
@@ -181,6 +185,7 @@ class DataFile:
     def fill(self, want: Want, spec: StoredTensor) -> None:
         """Copy the part of a wanted box that is in this file."""
         entry = self.index["tensors"].get(want.name)
+        # Index and table have sums of their own, so both may be whole and still not of one save.
         if entry is None or (entry["shape"], f"torch.{entry['dtype']}") != (
             [*spec.shape],
             str(spec.dtype),
@@ -195,6 +200,7 @@ class DataFile:
             return
         # Read whole stored rows in one piece.
         first = entry["at"] + rows[0] * _row_bytes(entry)
+        # Straight into the target where its memory has the order of the file; else by a copy.
         columns = entry["size"][1:]
         if part.is_contiguous() and [length for _, length in inner] == columns:
             self.read(first, part.view(-1), spec.dtype)
@@ -233,6 +239,7 @@ def read_wanted(
     for want in wants:
         spec = table[want.key]
         if spec.layout is None:
+            # Named PREFIX.RANK.NAME, and in that rank's own file.
             by_rank[int(want.name.split(".")[1])].append(want)
             continue
         for rank in ranks_with(spec, want.box, near):

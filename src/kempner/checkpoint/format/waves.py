@@ -60,9 +60,11 @@ class WavedImage(Image):
         for start in range(0, self._size, self._window):
             end = min(start + self._window, self._size)
             piece = self._memory[: end - start]
+            # Between tensors the image has zeros; the wave before has left its bytes there.
             piece.zero_()
             for slot in [slot for slot in waiting if slot.offset < end]:
                 self._copy(slot, piece, start, end)
+            # A tensor that reaches over the end of this wave is continued in the next one.
             waiting = [slot for slot in waiting if slot.offset + slot.length > end]
             yield piece.numpy().data
         self._state = {}
@@ -78,6 +80,7 @@ class WavedImage(Image):
                 piece[low - start : high - start] = part
         low, high = max(start, slot.data), min(end, behind)
         if low < high:
+            # No element is cut: waves are multiples of WRITE, and data begin at multiples of ALIGN.
             width = slot.dtype.itemsize
             first, last = ((at - slot.data) // width for at in (low, high))
             source = self._state[slot.key].reshape(-1)[first:last]

@@ -36,9 +36,8 @@ from kempner.checkpoint.format.plan import Box, Table, chunks_of, local_part
 PAGE = 4096  # what O_DIRECT asks of addresses, offsets and lengths, at most, on known file systems
 ALIGN = 64  # torch.save's alignment of the data
 WRITE = 1 << 26  # bytes of a write: large for the device, and summed while they are in the cache
-CRC_BLOCK_BYTES = (
-    1 << 23
-)  # bytes that share a CRC-32: a reader of a part verifies no more than it needs
+# Bytes that share a CRC-32: a reader of a part verifies no more than it needs.
+CRC_BLOCK_BYTES = 1 << 23
 FOOTER = struct.Struct("<8sQQI4x")  # FILE_MAGIC, offset and length of the index, its CRC-32
 FILE_MAGIC = b"kempner2"
 
@@ -122,6 +121,7 @@ def plan_file(table: Table, rank: int) -> FilePlan:
         name = key.replace("*", str(rank)) if spec.layout is None else key
         data = at + len(before)
         plan.append(Slot(key, name, spec.dtype, spec.shape, box, at, data, size, length))
+        # Aligned, so that the data can be viewed in their dtype where they lie.
         at += -(-length // ALIGN) * ALIGN
     return plan
 
@@ -226,10 +226,12 @@ def write_file(path: Path, pieces: Iterable[memoryview], index: dict[str, Any]) 
                 ]
             index = {**index, "bytes": at, "block": CRC_BLOCK_BYTES, "crc32": sums}
             _write(fd, _trailer(index, at), at)
+            # O_DIRECT skips the page cache, not the disk's own cache nor the file's metadata.
             os.fsync(fd)
         finally:
             os.close(fd)
     except OSError as error:
+        # The errors of pwrite() and fsync() do not name the file.
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -237,6 +239,7 @@ def _trailer(index: dict[str, Any], at: int) -> memoryview:
     """Return the index and the footer, which ends a page."""
     text = json.dumps(index, separators=(",", ":")).encode()
     length = -(-(len(text) + FOOTER.size) // PAGE) * PAGE
+    # In pages of its own: O_DIRECT takes neither an odd address nor an odd length.
     memory = memoryview(allocate_pages(length))
     memory[: len(text)] = text
     memory[length - FOOTER.size : length] = FOOTER.pack(FILE_MAGIC, at, len(text), zlib.crc32(text))

@@ -41,6 +41,7 @@ class ChatDataset:
         self._sizes = [shard.tokens for shard in sidecar.splits[split]]
         counts = [shard.documents for shard in sidecar.splits[split]]
         ends = [
+            # Copied: the map of each of thousands of shards would keep a file open.
             np.array(map_array(files_of_shard(file)["ends"], count, "int64"))
             for file, count in zip(self._files, counts, strict=True)
         ]
@@ -54,6 +55,7 @@ class ChatDataset:
         longer = lengths.reshape(-1, group).sum(1) > self.seq_len
         self.longer = int(longer.sum())
         if shape.cut:
+            # Each answer of a preference gets its half of a row: both must fit into one.
             cut = np.minimum(lengths, self.seq_len // group)
             lengths = np.where(np.repeat(longer, group), cut, lengths)
         # Each conversation's shard, its offset there, and the number of places it takes.
@@ -61,6 +63,7 @@ class ChatDataset:
         size = lengths.reshape(-1, group).sum(1)
         fits = size <= self.seq_len
         if shape.cut:
+            # Only what was cut can have lost its answers: no other loss mask is read.
             whole = [not longer[i] or self._has_answers(i, group) for i in range(len(longer))]
             fits &= np.array(whole, bool)
         self.without_answer = int(longer.sum() - (longer & fits).sum()) if shape.cut else 0
@@ -157,6 +160,7 @@ class ChatDataset:
             for number, (shard, begin, length) in enumerate(self._where[packed].tolist()):
                 tokens, mask = self._map(shard)
                 inputs[row, at : at + length] = tokens[begin : begin + length]
+                # What counts is whether the predicted token is in the loss, not the one before it.
                 after = slice(begin + 1, begin + 1 + length)
                 np.copyto(targets[row, at : at + length], tokens[after], where=mask[after])
                 documents[row, at : at + length] = number

@@ -63,11 +63,13 @@ def unpacked_texts(path: str, step: int) -> Iterator[bytes]:
     with _opened(path) as file:
         carried = b""
         while True:
+            # As sources._borders() does: one byte back, then on to the end of the line.
             part = carried + file.read(step - 1 - len(carried))
             carried = b""
             if len(part) == step - 1:
                 part += file.readline(step)
                 if not part.endswith(b"\n"):
+                    # A character of UTF-8 has three more bytes at most.
                     carried = file.read(3)
                     rest = carried.lstrip(bytes(range(0x80, 0xC0)))
                     part, carried = part + carried[: len(carried) - len(rest)], rest
@@ -94,9 +96,11 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
 
 def _open(path: str) -> Any:
     suffix = Path(path).suffix.lower()
+    # Python's gzip reads all members of a file by itself.
     if suffix == ".gz":
         return gzip.open(path)
     new: Callable[[], Any]
+    # A few bytes may unpack to gigabytes.
     limit: tuple[int, ...] = (READ_BLOCK_BYTES * 8,)
     if suffix == ".bz2":
         new = bz2.BZ2Decompressor
@@ -109,6 +113,7 @@ def _open(path: str) -> Any:
             one = zstd.ZstdDecompressor(max_window_size=1 << WINDOW_LOG)
             new, limit = one.decompressobj, ()
         else:
+            # Without it a file that was compressed with a longer window than 128 MiB is refused.
             window = {zstd.DecompressionParameter.window_log_max: WINDOW_LOG}
             new = partial(zstd.ZstdDecompressor, options=window)
     return io.BufferedReader(_Streams(path, new, limit), READ_BLOCK_BYTES * 8)
@@ -145,6 +150,7 @@ class _Streams(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
             packed, self._packed = self._packed, b""
+            # With a limit a decompressor may hold output back: then it wants no more input.
             if not packed and getattr(self._stream, "needs_input", True):
                 packed = self._file.read(READ_BLOCK_BYTES)
                 if not packed:
@@ -156,6 +162,7 @@ class _Streams(io.RawIOBase):
                     continue
                 self._stream = self._new()
             self._ready = self._stream.decompress(packed, *self._limit)
+            # What follows a stream is the next one, or nothing.
             if self._stream.eof:
                 self._packed, self._stream = self._stream.unused_data, None
         count = min(len(buffer), len(self._ready))

@@ -92,6 +92,7 @@ class TokenDataset(TokenStream):
 
     def begins(self, positions: Int64, rows: Int64) -> NDArray[np.bool_]:
         result = np.empty(rows.shape, np.bool_)
+        # Behind the end of one document begins the next; the first column is never used.
         np.equal(rows[:, :-1], self.sidecar.eod, out=result[:, 1:])
         return result
 

@@ -79,6 +79,7 @@ def _files(cfg: SourceConfig) -> Any:
     if cfg.path.startswith(hub.HF_DATA):
         files = hub.data_files(cfg.path, download=False)
     try:
+        # "train" is what it calls files that were named without a split.
         return package.load_dataset(builder, data_files=files, split="train", streaming=True)
     except FileNotFoundError:
         raise DataError(f"{cfg.path}: no such files") from None
@@ -89,6 +90,7 @@ class MappedTokens(TokenStream):
 
     def __init__(self, name: str, chunks: list[Any], shape: Shape, path: str, key: str) -> None:
         self._path, self._key, self._chunks = path, key, chunks
+        # Not .values, which ignores that a chunk may be a slice of a longer array.
         self._values = [chunk.flatten() for chunk in chunks]
         super().__init__(name, [len(values) for values in self._values], shape)
 
@@ -118,6 +120,7 @@ class MappedTokens(TokenStream):
         return {"fingerprint": self._key}
 
     def part(self, number: int) -> StreamTokens:
+        # It raises where it would have to copy: the arrays are the mapped files themselves.
         values: StreamTokens = self._values[number].to_numpy(zero_copy_only=True)
         return values
 
@@ -127,11 +130,12 @@ class MappedTokens(TokenStream):
     @functools.cached_property
     def _first_tokens(self) -> Int64:
         """Return the offset of each document in the stream: 8 bytes a document."""
-        length_of = import_data_package(
-            "pyarrow.compute"
-        ).list_value_length  # lists of any kind, of fixed length too
+        # Lists of any kind, of fixed length too.
+        length_of = import_data_package("pyarrow.compute").list_value_length
         starts = []
+        # strict=False: _starts has the end of the stream, too.
         for begin, chunk in zip(self._starts, self._chunks, strict=False):
+            # flatten() leaves null lists out, as if they were empty.
             lengths = length_of(chunk).fill_null(0).to_numpy().astype(np.int64)
             starts.append(begin + lengths.cumsum() - lengths)
         return np.concatenate(starts)

@@ -39,6 +39,7 @@ class MegatronDataset(TokenStream):
     def __init__(self, prefix: Path, shape: Shape, name: str) -> None:
         """Raises DataError if the files are missing or are not such a data set."""
         self.prefix = prefix
+        # Not with_suffix(): the name of the prefix may have a dot in it.
         lengths, pointers, documents, dtype = _read_index(prefix.with_name(prefix.name + ".idx"))
         self._lengths, self._documents, self._dtype = lengths, documents, np.dtype(dtype)
         self._bin = prefix.with_name(prefix.name + ".bin")
@@ -47,6 +48,7 @@ class MegatronDataset(TokenStream):
             size = os.stat(self._bin).st_size
         except OSError as error:
             raise DataError(f"{self._bin}: {error.strerror}") from None
+        # A stream only if the sequences lie one behind the other, as Megatron writes them.
         last = int(pointers[-1]) + int(lengths[-1]) * self._dtype.itemsize if len(lengths) else 0
         if not size == last == tokens * self._dtype.itemsize:
             raise DataError(

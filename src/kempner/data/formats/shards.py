@@ -126,6 +126,8 @@ class ShardWriter:
         self._pending = {"train": [train], "val": [held_out]}
 
     def _flush(self) -> None:
+        # Shards and bad lines first, then the record that counts them: what a kill leaves without a
+        # record is written again.
         splits = dict(self.sidecar.splits)
         for split, parts in self._pending.items():
             if sum(map(len, parts)):
@@ -217,6 +219,7 @@ def _npy(parts: list[TokenArray]) -> Callable[[BinaryIO], object]:
 def shard_lock(directory: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
     """Lock the directory so that one process writes shards at a time; the tasks of a job, which
     write units, share the lock (fcntl.LOCK_SH). Raises DataError if another holds it."""
+    # The directory itself is locked: no file is left in the data for it.
     handle = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
@@ -266,6 +269,7 @@ def earlier_preparation(directory: Path, sidecar: Sidecar, overwrite: bool) -> S
             problems = []  # nothing was written yet: nothing is lost
     if problems and not overwrite:
         raise ConfigError(problems)
+    # Also with --overwrite: it is meant for what was prepared, not for a user's own files.
     if finished and (strange := _not_recorded(directory)):
         raise ConfigError(
             f"--out = {directory} has files that its {SIDECAR} does not record, and that would be "
@@ -367,6 +371,7 @@ def _damage(directory: Path, there: Sidecar) -> list[str]:
     problems = []
     for shard in itertools.chain(*there.splits.values()):
         path = directory / shard.file
+        # The numbers alone; a header comes before them.
         least = {path: shard.tokens * np.dtype(there.dtype).itemsize}
         if there.kind != "text":
             least |= dict.fromkeys(chat_marks.files_of_shard(path).values(), shard.documents)

@@ -46,6 +46,7 @@ class TokenStream:
 
     def __len__(self) -> int:
         """Number of samples."""
+        # One token is left for the last target.
         return max(0, int((self._starts[-1] - 1) // self.seq_len))
 
     def read(self, indices: Int64) -> SampleRows:
@@ -77,6 +78,7 @@ class TokenStream:
 
     def _place(self, positions: Int64) -> tuple[Int64, Int64]:
         """Split positions in the stream into parts and offsets in them."""
+        # side="right": of parts that begin at one position only the last has tokens.
         parts = np.searchsorted(self._starts, positions, side="right") - 1
         return parts, positions - self._starts[parts]
 

@@ -102,6 +102,7 @@ class StreamedDocuments:
                 self._sought = True
             while self._sample <= index:
                 self._fill(length)
+                # Also for samples that are not wanted: a stream is only read forward.
                 row[:], starts[:] = self._left[:length], self._begins[:length]
                 # The last token is also the first input of the next sample.
                 self._left, self._begins = self._left[length - 1 :], self._begins[length - 1 :]
@@ -118,6 +119,7 @@ class StreamedDocuments:
 
     def _fill(self, length: int) -> None:
         """Read until `length` tokens are there."""
+        # Only where rows are read next: then the iterator's state and `left` belong together.
         if self._sample >= self._next_mark and len(self._left) < length:
             self._mark()
         while len(self._left) < length:
@@ -159,6 +161,7 @@ class StreamedDocuments:
         """Return the last bookmark that is not past sample `index`."""
         best = START
         for mark in read_jsonl(self._file):
+            # Of other files, or another length, the state would lead to other samples.
             same_stream = mark.get("of") == self.identity() and mark.get("seq_len") == self.seq_len
             if same_stream and best["sample"] < mark["sample"] <= index:
                 best = mark

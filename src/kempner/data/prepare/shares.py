@@ -55,6 +55,7 @@ def write_shards(work: Work) -> Sidecar:
     """Write all units as shards. Raises ConfigError with the bad lines, unless they are to be left
     out."""
     writer = ShardWriter(work.out, work.sidecar)
+    # In the order of the input: what is done is a beginning of it.
     done, remaining = work.items[: work.done()], work.items[work.done() :]
     if done:
         shards = sum(map(len, work.sidecar.splits.values()))
@@ -65,6 +66,7 @@ def write_shards(work: Work) -> Sidecar:
     with encode.progress_bar(_bytes(work.items), start=_bytes(done)) as advance:
         for encoded in encode.in_workers(units.read_or_encode, remaining, work.how, workers):
             documents += encoded.documents
+            # After a bad line nothing more is written, but all are looked for: one correction does.
             if work.skip_bad_lines or not (bad or encoded.bad):
                 writer.add(encoded)
             else:

@@ -97,6 +97,7 @@ def find_source_files(
                     path
                 ):
                     problems.append(f"{path}: {why}, or name the inputs without it")
+                # By the real path: what two links lead to would be in the data twice.
                 files.setdefault(os.path.realpath(path), _source(path, name, named=False))
         elif not top.exists():
             problems.append(f"{path_name}: no such file or directory")
@@ -149,6 +150,7 @@ def _walk(
 
     for folder, folders, names in os.walk(top, onerror=closed):
         here = Path(folder)
+        # In place: os.walk goes into what is left in the list.
         folders[:] = [
             name
             for name in folders
@@ -186,6 +188,7 @@ def check_readable(pattern: str) -> None:
     fixed = list(itertools.takewhile(lambda part: re.search(r"[*?[]", part) is None, parts))
     rest, top = parts[len(fixed) :], Path(*fixed)
     for folder, folders, _ in os.walk(top, onerror=_unreadable) if rest and top.is_dir() else ():
+        # Only where the pattern can lead: other directories may well be closed to this user.
         level = len(Path(folder).relative_to(top).parts)
         if "**" not in rest:
             folders[:] = [f for f in folders if level + 1 < len(rest) and fnmatch(f, rest[level])]
@@ -205,6 +208,7 @@ def sources_fingerprint(sources: Iterable[SourceFile]) -> str:
     digest = hashlib.sha256()
     for source in sources:
         status = os.stat(source.path)
+        # The name of a file need not be UTF-8.
         digest.update(os.fsencode(source.name))
         digest.update(f"\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:32]
@@ -215,6 +219,7 @@ def cut_units(sources: Iterable[SourceFile], unit_bytes: int) -> list[list[Sourc
     worker."""
     units: list[list[SourcePiece]] = []
     problems: list[str] = []
+    # Full, so that the first piece opens a unit.
     filled = unit_bytes
     for source in sources:
         try:
@@ -328,6 +333,7 @@ def _without_none(value: Any) -> Any:
 def _lines(piece: SourcePiece, lines: Lines) -> Iterator[bytes]:
     """Yield the lines without their ends; counted in `lines`."""
     if not piece.source.compression:
+        # A piece without compression is small enough to be read at once: JSON_BYTES, and a line.
         data = _read(piece)
         lines.count = data.count(b"\n")
         yield from data.split(b"\n")
@@ -341,6 +347,7 @@ def _read(piece: SourcePiece) -> bytes:
     with open(piece.source.path, "rb") as file:
         file.seek(piece.start)
         data = file.read(piece.end - piece.start)
+    # The cuts were made from its size: a text that shrinks would lose documents silently.
     if len(data) != piece.end - piece.start:
         raise DataError(f"{piece.source.path}: became shorter while it was read")
     return data.removeprefix(BOM) if piece.start == 0 else data
@@ -373,6 +380,7 @@ def _json_documents(every: Iterable[bytes], text_key: str, lines: Lines) -> Iter
 def _row(line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line.decode())
+    # RecursionError: a line may nest deeper than json's parser goes.
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
     if not isinstance(row, dict):
@@ -410,6 +418,7 @@ def _parquet_documents(piece: SourcePiece, text_key: str) -> Iterator[str]:
     kind = str(file.schema_arrow.field(text_key).type)
     if kind not in ("string", "large_string", "string_view"):
         raise DataError(f"{piece.source.path}: column {text_key!r} is {kind}, not string")
+    # In batches: a row group may hold more text than there is memory.
     for batch in file.iter_batches(row_groups=[piece.start], columns=[text_key], batch_size=1024):
         yield from (text or "" for text in batch.column(0).to_pylist())
 

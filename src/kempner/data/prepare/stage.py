@@ -51,6 +51,7 @@ def staged_dir(directory: str | Path) -> Path:
     path = Path(directory).expanduser()
     if root := os.environ.get("KEMPNER_STAGED"):
         copy = _copy_of(path, Path(root))
+        # The sidecar is copied last: without it the copy is not whole.
         if (copy / SIDECAR).is_file() and not private.why_not(Path(root)):
             return copy
     return path
@@ -81,6 +82,7 @@ def stage_data(path: Path, root: Path) -> str:
     copy, start_time = _copy_of(path, root), time.monotonic()
     sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
     total = sum(sizes.values())
+    # By size, too: a file that was cut short must not pass for whole.
     whole = (copy / SIDECAR).is_file() and all(_size(copy / n) == sizes[n] for n in sizes)
     if whole and not private.why_not(root):
         return f"{path}: its copy in {copy} is kept"
@@ -93,6 +95,7 @@ def stage_data(path: Path, root: Path) -> str:
         copy.mkdir()
         with ThreadPoolExecutor(COPIERS) as pool:
             names = [name for name in sizes if name != SIDECAR]
+            # list(): without it nobody sees the error of a copy.
             list(pool.map(lambda name: _copy(path / name, copy / name), names))
         _copy(path / SIDECAR, copy / SIDECAR)  # the last: now it is whole
     except OSError:
@@ -113,9 +116,11 @@ def _copy(source: Path, target: Path) -> None:
         while data := reader.read(COPY_CHUNK_BYTES):
             digest.update(data)
             writer.write(data)
+    # Only what is on the disk can be dropped from the page cache.
     fsync(target)
     again = hashlib.blake2b()
     with open(target, "rb") as reader:
+        # Else the page cache would be compared, not the disk.
         os.posix_fadvise(reader.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while data := reader.read(COPY_CHUNK_BYTES):
             again.update(data)
@@ -127,6 +132,7 @@ def remove_old(disk: Path, jobs: set[str]) -> None:
     """Remove what other jobs of this user have left on the disk; `jobs` are those that live."""
     for path in disk.iterdir() if disk.is_dir() else ():
         match = OWN_FOLDER.fullmatch(path.name)
+        # lstat(): the disk is shared, and a link of this name may lead anywhere.
         if match and match[1] not in jobs and path.lstat().st_uid == os.getuid():
             remove_staging(path)
 

@@ -116,6 +116,7 @@ def encode_units(
 
     def missing() -> Iterator[Item]:
         for item in itertools.chain(items[rank::tasks], others):
+            # Asked when a worker is free: by then another task may have done it.
             if not leave.state and not item[0].exists():
                 yield item
 

@@ -60,9 +60,11 @@ class ChatEncoding:
             encoded = iter(tokenizer.encode_rendered([text for row in rendered for text, _ in row]))
             for row in rendered:
                 conversations = [mark_tokens(*next(encoded), spans) for _, spans in row]
+                # Not the first token: nothing predicts it.
                 if not all((tokens[1:] & IN_LOSS_BIT).any() for tokens in conversations):
                     result.empty += 1
                     continue
+                # By the first text alone: both answers of a preference go to one split.
                 held_out = is_held_out(row[0][0], how.val_fraction)
                 parts["val" if held_out else "train"] += conversations
         nothing = np.empty(0, np.uint32)
@@ -110,6 +112,7 @@ def row_conversations(
         answers = [_messages(row, key, "assistant") for key in ("chosen", "rejected")]
         # Many data sets repeat the prompt in the answers, or have it only there.
         answers = [each[len(prompt) * (each[: len(prompt)] == prompt) :] for each in answers]
+        # What both answers still begin with belongs to the prompt, too.
         same = next((i for i, (a, b) in enumerate(zip(*answers, strict=False)) if a != b), -1)
         if same < 0:
             raise ValueError("'chosen' and 'rejected' do not differ, or one of them is empty")

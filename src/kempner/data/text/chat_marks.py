@@ -32,7 +32,9 @@ def mark_tokens(ids: list[int], offsets: list[Span], spans: list[Span]) -> Token
     tokens = np.array(ids, np.uint32)
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     for start, end in spans:
+        # A token without a character, such as a prefix, overlaps no span.
         tokens[(starts < end) & (ends > start)] |= IN_LOSS_BIT
+    # A slice, because a text may have no token at all.
     tokens[-1:] |= LAST_BIT
     return tokens
 
@@ -48,6 +50,7 @@ def take_apart(
 
 def split_conversations(tokens: TokenArray, want: int, kind: str) -> tuple[TokenArray, TokenArray]:
     """Cut about `want` tokens off the end, between two conversations (or preferences)."""
+    # Never between the two answers of a preference.
     borders = _ends(tokens)[GROUP[kind] - 1 :: GROUP[kind]]
     cut = int(borders[np.abs(len(tokens) - borders - want).argmin()])
     return tokens[:cut], tokens[cut:]

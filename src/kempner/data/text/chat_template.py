@@ -81,6 +81,7 @@ class ChatTemplate:
         text = self.render(messages, tools)
         self._refuse_unwritten(messages, tools)
         spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        # The marks are around what the assistant says: they serve where just that is in the loss.
         if self._has_generation and sorted(numbers) == spoken:
             return text, self._marked_spans(messages, tools, text)
         return text, [self._span(messages, tools, number, text) for number in sorted(numbers)]
@@ -108,11 +109,13 @@ class ChatTemplate:
     def _marked_spans(self, messages: Sequence[ChatMessage], tools: Any, text: str) -> list[Span]:
         self._marks = True
         try:
+            # Rendered once more, with marks; without them it must be the same text.
             rendered_text = self.render(messages, tools)
         finally:
             self._marks = False
         spans, start, plain = [], 0, []
         for i, part in enumerate(
+            # Marks alternate: every second part lies between two of them.
             rendered_text.replace(MESSAGE_END, MESSAGE_BEGIN).split(MESSAGE_BEGIN)
         ):
             if i % 2:
@@ -134,6 +137,7 @@ class ChatTemplate:
         for i, message in enumerate(messages):
             content = message.get("content")
             if isinstance(content, str) and content.strip():
+                # The x ends the number: written1 would also be found in written12.
                 words[i] = f"written{i}x"
                 message = {**message, "content": content + words[i]}
             probes.append(message)
@@ -169,6 +173,7 @@ class ChatTemplate:
             def parse(self, parser: Any) -> Any:
                 line = next(parser.stream).lineno
                 body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                # A call block, so that mark() gets what its body has written.
                 return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
 
             def mark(self, caller: Any) -> str:

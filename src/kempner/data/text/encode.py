@@ -101,6 +101,7 @@ def encode_pieces(unit: list[SourcePiece], how: Encoding, tokenizer: Tokenizer) 
             parts["val" if is_held_out(text, how.val_fraction) else "train"].append(ids)
     nothing = np.empty(0, how.dtype)
     result.tokens = {
+        # "unsafe", to a narrower dtype: it was chosen to hold every id of the vocabulary.
         split: np.concatenate([nothing, *arrays], dtype=how.dtype, casting="unsafe")
         for split, arrays in parts.items()
     }

@@ -34,9 +34,8 @@ BPE_MINIMUM = 257  # 256 bytes and the end of the document
 ENCODE_BATCH = 8
 
 
-BYTE = re.compile(
-    "<0x([0-9A-F]{2})>"
-)  # a token of one byte, of a tokenizer that falls back to them
+# A token of one byte, of a tokenizer that falls back to them.
+BYTE = re.compile("<0x([0-9A-F]{2})>")
 TokenArray = NDArray[np.integer[Any]]  # 1-D
 Span = tuple[int, int]  # characters, from and to
 
@@ -141,6 +140,7 @@ class FileTokenizer:
         result: list[TokenArray] = []
         for start in range(0, len(texts), ENCODE_BATCH):
             batch = [_clean(text) for text in texts[start : start + ENCODE_BATCH]]
+            # _fast leaves out the offsets, which nobody asks for here.
             for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
                 # half the time that np.array takes for a list
                 ids = self._begin + array("I", encoding.ids)
@@ -155,6 +155,7 @@ class FileTokenizer:
             batch = [_clean(text) for text in texts[start : start + ENCODE_BATCH]]
             self._tokenizer.encode_special_tokens = False
             encodings = self._tokenizer.encode_batch(batch, add_special_tokens=False)
+            # Back at once: the same object encodes plain text, which has no special tokens.
             self._tokenizer.encode_special_tokens = True
             yield from ((encoding.ids, encoding.offsets) for encoding in encodings)
 
@@ -245,6 +246,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[BPE_EOD],
+        # All bytes, so that no text is unknown; sorted, as the package lists them in any order.
         initial_alphabet=sorted(pre.ByteLevel.alphabet()),
         show_progress=False,
     )

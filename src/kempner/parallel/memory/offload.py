@@ -83,10 +83,12 @@ class Offload:
             return
         self._hooks.__exit__()
         self._hooks = None
+        # By address: after this block the memory may be freed, and given to another tensor.
         self._here.clear()
         group = self._group
         assert group is not None
         if self._stream is not None:
+            # All copies of this block have been enqueued by now.
             group.copied = self._stream.record_event()
         self._leaving.append(group)
         # The computation waits for the oldest copies here, which bounds the memory in flight.
@@ -123,6 +125,7 @@ class Offload:
         if self._stream is None:
             entry.host.copy_(flat_bytes(storage))
         else:
+            # The device may still be computing what is to be copied.
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 entry.host.copy_(flat_bytes(storage), non_blocking=True)

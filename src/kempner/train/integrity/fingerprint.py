@@ -33,6 +33,7 @@ def checksum(values: Tensor) -> Tensor:
     flat = values.detach().contiguous().view(-1)
     flat = flat.view(torch.uint8) if flat.is_complex() else flat.view(INTEGERS[flat.itemsize])
     places = torch.arange(1, 2 * ROW, 2, device=flat.device)  # odd: no bit is shifted out
+    # Rows are added up first, and weighed once: the sum of products is the same.
     sums = torch.zeros_like(places)
     for piece in torch.split(flat, SUMMED_AT_ONCE):
         rows, rest = divmod(piece.numel(), ROW)
@@ -49,6 +50,7 @@ def fingerprint(values: Tensor) -> Tensor:
         torch.linalg.vector_norm(piece, dtype=torch.float64)
         for piece in torch.split(values.contiguous().view(-1), SUMMED_AT_ONCE)
     ]
+    # The norm of the pieces' norms is that of the whole.
     norm = torch.linalg.vector_norm(torch.stack(norms))
     return torch.stack((checksum(values), norm.view(torch.int64)))
 
@@ -106,6 +108,7 @@ class Trace:
         """Return place, checksum and norm of each fingerprint on the host, int64 [N, 3]."""
         if not self._values:
             return torch.zeros(0, 3, dtype=torch.int64)
+        # One copy to the host for all: with fsdp_cpu_offload some of them are there already.
         device = self._values[0].device
         values = torch.stack([value.to(device, non_blocking=True) for value in self._values]).cpu()
         return torch.cat((torch.tensor(self._places).unsqueeze(1), values), 1)
@@ -124,6 +127,7 @@ class Witness:
         if model._compiled_call_impl is None:  # hooks within would cut its one graph
             for name, block in model.blocks.named_children():
                 if block._compiled_call_impl is not None:
+                    # Module.compile() compiles a module with its hooks: this one must stay outside.
                     hook = torch.compiler.disable(self._block)  # type: ignore[no-untyped-call]
                 block.register_forward_hook(partial(hook, int(name)))
         for module in model.modules():
@@ -151,6 +155,7 @@ class Witness:
 
     def _block(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
         trace = self._trace
+        # A forward pass without gradients is a validation, and no part of the step.
         if trace is None or not torch.is_grad_enabled():
             return
         x = output[0] if isinstance(output, tuple) else output
@@ -168,6 +173,7 @@ class Witness:
 
     def received(self, output: Tensor, given: Tensor, group: dist.ProcessGroup) -> None:
         """See what has become of it on this rank, in a group of several."""
+        # In a group of one rank nothing was sent that could have arrived wrong.
         if self._trace is not None and group.size() > 1:
             self.messages.add(output, given, group)
 
@@ -199,6 +205,7 @@ class _WitnessedReduce(DefaultReduceScatter):
         async_op: bool = False,
     ) -> Any:
         work = super().__call__(output_tensor, input_tensor, group, op, async_op)
+        # Still under way, the output has nothing to be looked at.
         if not async_op:
             self._witness.received(output_tensor, input_tensor, group)
         return work

@@ -45,6 +45,7 @@ class Messages:
         have another one than it has received. `parameters`: of which each has gradients by these
         messages; none: gradients are not compared. All ranks call it."""
         received, expected, squares, roundings = [], [], [], []
+        # In the order of their first use, which is that of all ranks: each group has an all-reduce.
         for group in dict.fromkeys(message.group for message in self._messages):
             ours = [message for message in self._messages if message.group == group]
             sums = torch.stack([message.sent for message in ours])  # [M, 2, R]
@@ -55,11 +56,13 @@ class Messages:
             received += torch.stack([message.received for message in ours]).tolist()
             roundings += [message.rounding for message in ours]
         rows = zip(received, expected, squares, roundings, strict=True)
+        # First message by message: a sum over all of them hides an error among more roundings.
         if any(not _close(*row) for row in rows):
             return True
         gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
         if not gradients or not received:
             return False
+        # What arrived right may still have been changed on its way into the gradients.
         total = math.fsum(float(_sums(gradient.reshape(1, -1))[0]) for gradient in gradients)
         return not _close(total, math.fsum(received), math.fsum(squares), max(roundings))
 
@@ -75,5 +78,6 @@ def _sums(rows: Tensor) -> Tensor:
 
 def _close(received: float, expected: float, squares: float, rounding: float) -> bool:
     """Compare sums. Numbers that are not finite are not for this: the step is skipped."""
+    # Errors of rounding are independent: their sum grows with the root of the sum of squares.
     difference = received - expected
     return not math.isfinite(difference) or abs(difference) <= rounding * math.sqrt(squares)

@@ -22,6 +22,7 @@ class Peers:
         seen: list[Any] = [None] * self.size
         dist.all_gather_object(seen, (host, device))
         self.hosts = [host for host, _ in seen]
+        # Another kind of GPU may add in another order, and be no witness.
         self.alike = len({device for _, device in seen}) == 1
         ep = 1 if layout.ep is None else layout.ep.size()
         self._unit = max(1, ep // layout.sizes.cp)  # data ranks whose tokens meet in the experts
@@ -33,6 +34,7 @@ class Peers:
         far = [self.hosts[self.at(shift)] != self.hosts[self.rank] for shift in shifts]
         if not far:
             return []
+        # All ranks exchange by the same shift: each must come to another host by it.
         flags = torch.tensor(far, dtype=torch.int64)
         dist.all_reduce(flags, dist.ReduceOp.MIN)
         return [shift for shift, flag in zip(shifts, flags.tolist(), strict=True) if flag] or shifts
@@ -61,6 +63,7 @@ class Peers:
         if to == self.rank:
             return message
         data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+        # Sizes first: what two ranks have pickled differs in length.
         size = _swap(torch.tensor([data.numel()]), torch.zeros(1, dtype=torch.int64), to, source)
         theirs = _swap(data, torch.empty(int(size), dtype=torch.uint8), to, source)
         return pickle.loads(theirs.numpy().tobytes())
@@ -79,6 +82,7 @@ class Peers:
 
 
 def _swap(ours: torch.Tensor, theirs: torch.Tensor, to: int, source: int) -> torch.Tensor:
+    # Both are posted before either is waited for: in a ring, sends alone would wait for each other.
     works = [dist.isend(ours, to), dist.irecv(theirs, source)]
     for work in works:
         assert work is not None

@@ -100,6 +100,7 @@ class Replay:
         checks = replays or (every is not None and step % every == 0)
         state = self._state.take() if checks else {}
         at = _Step(model, objective, sums, step_tokens, self._random() if replays else ())
+        # The first pass already leaves fingerprints, so that a replay costs one step and not two.
         trace = Trace()
         with self._witness.into(trace if replays else None):
             numbers = forward_backward(model, objective, micro_batches, sums, step_tokens, leave)
@@ -131,6 +132,7 @@ class Replay:
     def _shift(self, step: int) -> int:
         """Return how many data ranks further the batch is computed: 0, its own rank, every second
         time; in turn by each of the others."""
+        # By the number of the step alone: all ranks agree, also after a resume.
         shifts = self._peers.shifts
         turn, own = divmod(step // (self._cfg.resilience.replay_every or 1), 2)
         if not shifts or (own and not self._cfg.checkpoint.is_due(step)):
@@ -153,6 +155,7 @@ class Replay:
         """Compute these batches from clean gradients; returns the sums, and the fingerprints."""
         for parameter in self._parameters:
             parameter.grad = None
+        # Whatever is random must be drawn as the first time.
         torch.set_rng_state(at.random[0])
         for state in at.random[1:]:
             torch.cuda.set_rng_state(state, self._device)
@@ -189,6 +192,7 @@ class Replay:
         opinions.append(last)
         shifts.append(0)
         ballot = self._ballot(opinions, shifts, sums=True)
+        # All ranks go on together if one has found a difference: computing again is collective.
         if self._peers.least(min(found.place for found in ballot.differences)) < NO_PLACE:
             self._check_state(step, state)  # which would explain it
             if shift:
@@ -225,7 +229,9 @@ class Replay:
             whole.ranks[a] for a, b, found in whole.pairs() if b == last and found.place == NO_PLACE
         }
         mended = len(confirmed) > 1 or confirmed == {*whole.ranks}
+        # Every rank must be confirmed: what the optimizer sees is the sum of all.
         mended = self._peers.least(int(mended)) == 1
+        # All see one rank's fault in the summed gradients: they count where nothing else differs.
         ballot = self._ballot(opinions, shifts, sums=False)
         if self._peers.least(min(found.place for found in ballot.differences)) == NO_PLACE:
             ballot = whole
@@ -243,11 +249,13 @@ class Replay:
         """Find out, with two more computations, whether the kernels are exact to the bit: if they
         are not, most ranks differ from themselves."""
         computed = [rows, self._again(at, batches)[1], self._again(at, batches)[1]]
+        # Three computations: the scatter is the largest difference of any two.
         pairs = list(itertools.combinations(computed, 2))
         comparable = all(a.shape == b.shape for a, b in pairs)
         worst = max(float(relative(a, b).max()) for a, b in pairs) if comparable else 1.0
         own = self._ballot(computed, (0, 0, 0), sums=False)
         exact = min(found.place for found in own.differences) == NO_PLACE
+        # The median of all ranks: one that is broken cannot hide behind its own scatter.
         answers = sorted(self._peers.gather(0.0 if exact else worst))
         half = len(answers) // 2
         differ = sum(answer > 0 for answer in answers) > half
@@ -287,6 +295,7 @@ class Replay:
 
     def _check_messages(self, step: int) -> None:
         parameters = self._parameters if self._sums_are_gradients else ()
+        # Gathered, not raised here: the others would wait for this rank in the next collective.
         answers = self._peers.gather(self._witness.messages.are_wrong(parameters))
         if ranks := [rank for rank, wrong in enumerate(answers) if wrong]:
             what = "the sum of its gradients is not the sum of those that were sent to it"

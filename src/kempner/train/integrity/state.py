@@ -37,6 +37,7 @@ class StateChecks:
         by_device: dict[torch.device, list[str]] = {}
         for name, value in sums.items():
             by_device.setdefault(value.device, []).append(name)
+        # One wait for each device, not one for each tensor.
         return {
             name: number
             for names in by_device.values()
@@ -48,6 +49,7 @@ class StateChecks:
     def odd_copies(self, sums: Sums, peers: Peers) -> list[int]:
         """Return the ranks whose part of the state differs from that of most replicas; all that
         hold this part, if there is no majority. All ranks call it."""
+        # Python's integers: the sum of many checksums may pass 64 bits.
         found = peers.gather((self._place, sum(sums.values())))
         holders: dict[object, list[tuple[int, int]]] = {}
         for rank, ((place, _), total) in enumerate(found):

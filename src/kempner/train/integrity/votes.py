@@ -23,6 +23,7 @@ class Difference(NamedTuple):
 def difference(ours: Tensor, others: Tensor, tolerance: float = 0.0) -> Difference:
     """Compare the rows of two traces. With a tolerance, norms that differ by no more than that
     share of the larger one are equal."""
+    # Not even the same blocks have run: that differs from the first place on.
     if ours.shape != others.shape or not ours[:, 0].equal(others[:, 0]):
         return Difference(0)
     differs = (ours[:, 1:] != others[:, 1:]).any(1)
@@ -30,6 +31,7 @@ def difference(ours: Tensor, others: Tensor, tolerance: float = 0.0) -> Differen
         differs &= relative(ours, others) > tolerance
     if not differs.any():
         return Difference()
+    # By place, not by row: gradients of weights are reduced while the backward pass goes on.
     i = int(ours[:, 0].masked_fill(~differs, NO_PLACE).argmin())
     return Difference(int(ours[i, 0]), float(_norms(ours)[i]), float(_norms(others)[i]))
 
@@ -83,9 +85,11 @@ def _suspects_of(unit: Sequence[Ballot]) -> frozenset[int]:
     }
     if min(places.values()) == NO_PLACE:
         return frozenset()
+    # Pairs of computations by the same rank that differ.
     unsteady = {
         p for p, place in places.items() if ranks[p[0]] == ranks[p[1]] and place != NO_PLACE
     }
+    # Ranks that another one confirms.
     agreeing = {
         ranks[side]
         for pair, place in places.items()
@@ -97,6 +101,7 @@ def _suspects_of(unit: Sequence[Ballot]) -> frozenset[int]:
     else:
         sides = {side for side, rank in enumerate(ranks) if rank not in agreeing}
     telling = {p for p in unsteady or places if places[p] != NO_PLACE and sides.intersection(p)}
+    # A fault spreads from where it begins, so that only the earliest place tells whose it is.
     first = min(places[pair] for pair in telling)
     return frozenset(
         ballot.ranks[side]

@@ -18,6 +18,7 @@ def what_changed(file: Path, cfg: RunConfig, step: int) -> list[str]:
         before = load_config_files(RunConfig, [file])
     except ConfigError:  # not there, or of a version with other options
         return []
+    # Both get the sections of the other one, so that each option has a value on both sides.
     now = cfg
     for name, section in before.more:  # sections that are not in use have their defaults
         now = now if name in dict(cfg.more) else now.with_section(name, type(section)())

@@ -63,6 +63,7 @@ class WithLayers:
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
         loss, terms, batch = self.objective(model, batch)
+        # Not a validation's: numbers() passes the step's own batch through the model again.
         if torch.is_grad_enabled():
             self._batch = batch
         return loss, terms, batch
@@ -73,6 +74,7 @@ class WithLayers:
             _name("grad_norm_sq", layer): self._layout.norm_sq(parameters)
             for layer, parameters in self._layers.items()
         }
+        # numbers() comes before the update: what is kept in one step shows its update in the next.
         if (self._step() + 1) % self._interval == 0:
             found |= self._updates() | self._loads() | self._activations()
         if (self._step() + 2) % self._interval == 0:  # the update before the next measurement
@@ -94,6 +96,7 @@ class WithLayers:
                 for parameter, old in zip(self._layers[layer], before, strict=True)
             ]
             device = changes[0].device
+            # Sums and counts apart: they add up over ranks, and a mean of means would not.
             found[_name("update_sq", layer)] = torch.stack(
                 [x.square().sum() for x in changes]
             ).sum()
@@ -126,6 +129,7 @@ class WithLayers:
         for module in model.modules():
             if isinstance(module, FSDPModule):  # else the update would not reach what is gathered
                 module.reshard()
+        # All ranks have the same blocks in the same order, as no pipeline is allowed here.
         top = torch.stack([*largest.values()])
         dist.all_reduce(top, op=dist.ReduceOp.MAX)
         shares = (top / dist.get_world_size()).unbind()
@@ -185,6 +189,7 @@ def _with_logits(
     attend: Callable[..., Tensor], largest: dict[str, Tensor], name: str, compiled: bool
 ) -> Callable[..., Tensor]:
     def wrapped(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
+        # Computed beside the attention, whose fused kernels hold no scores.
         largest[name] = largest_logit(q, k)
         # flex_attention is a kernel only if it is compiled
         with torch.compiler.set_stance("default") if compiled else nullcontext():
@@ -198,6 +203,7 @@ def largest_logit(q: Tensor, k: Tensor) -> Tensor:
     []: of SAMPLED_QUERIES queries over all keys up to their own."""
     length = q.shape[2]
     at = torch.arange(0, length, max(1, length // SAMPLED_QUERIES), device=q.device)
+    # One row and some queries: all scores would take T x T numbers for each head.
     queries = q[0, :, at].view(k.shape[1], -1, len(at), q.shape[-1]).float()  # [K, H / K, Q, E]
     scores = queries @ k[0].float().unsqueeze(1).transpose(-2, -1) / q.shape[-1] ** 0.5
     seen = torch.arange(length, device=q.device) <= at.unsqueeze(1)  # [Q, T]
@@ -217,6 +223,7 @@ def layer_figures(values: Mapping[str, float]) -> dict[str, dict[str, float | No
     if not layers:
         return {}
     total = values.get("grad_norm_sq", 0.0) ** 0.5
+    # The sums are those of (sum of losses) / step_tokens; grad_norm is that of the mean loss.
     scale = values["grad_norm"] / total if total else 1.0
     found = {"grad_norm": {k: x**0.5 * scale for k, x in layers["grad_norm_sq"].items()}}
     for figure in ("update", "activation"):

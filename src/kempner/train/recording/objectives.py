@@ -32,6 +32,7 @@ class WithExperts:
         multiple of the mean, are those of the whole step: one rank contributes them to the sum over
         ranks."""
         load, losses = self.routings.take(self._device)
+        # Summed over ranks first: the busiest expert of a rank need not be that of the step.
         ours = self.layout.once({"load": load})["load"]
         self.routings.step_load = load = self.layout.sum(ours)  # [L, E]
         over = torch.zeros((), device=self._device) + self.routings.rows_over
@@ -68,6 +69,7 @@ class WithZLoss:
 
     def numbers(self) -> dict[str, Tensor]:
         """Return the sum of log^2 Z over the tokens; a rank without the output layer adds 0."""
+        # Zeros on the device where there is none: every rank has the same names in its sums.
         total = sum(self._squares, torch.zeros((), device=self._device))
         self._squares.clear()
         return {**self.objective.numbers(), "z_loss_sum": total}

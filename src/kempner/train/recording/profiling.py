@@ -27,6 +27,7 @@ class NsysRange:
 
         torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
         self._names = torch.autograd.profiler.emit_nvtx()  # type: ignore[no-untyped-call]
+        # By hand: the range begins in one step and ends in another.
         self._names.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
@@ -83,6 +84,7 @@ class Profiler:
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
+        # From here on, so that the snapshot has the stacks of what these steps allocate.
         record_allocations(self._device)
         self._running = profile(activities=activities, record_shapes=True, profile_memory=True)
         self._running.start()
@@ -102,6 +104,7 @@ class Profiler:
         self._say(f"profile: {trace}")
         if memory_snapshot(self._device, self._dir / f"{name}.pickle"):
             self._say(f"memory: {self._dir / f'{name}.pickle'}")
+        # Stacks cost time at each allocation: they are kept only where they were asked for.
         if not self._cfg.allocations:
             record_allocations(self._device, False)
         self._running = None

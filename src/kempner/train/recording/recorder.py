@@ -59,6 +59,7 @@ class Recorder:
         self.run, self.device, self.clock = run, device, Clock()
         self._loader, self._objective = loader, objective
         self._replicas, self._spikes = replicas, spikes
+        # Now, where it records from the start on, or has to say that it cannot.
         early = run.cfg.profile.allocations or os.environ.get("KEMPNER_NSYS")
         self._profiler = self._open_profiler() if early else None
         self.skipped = 0
@@ -94,6 +95,7 @@ class Recorder:
         cfg = self.run.cfg
         frozen = cfg.lora.rank > 0  # the adapters themselves hardly count
         pieces = cfg.train.stage(step).pieces
+        # Counted in whole samples: where these are cut, a query sees other keys.
         keys = self._keys if pieces == 1 else None
         return cfg.model.flops_per_token(cfg.train.seq_len // pieces, frozen, keys)
 
@@ -180,6 +182,7 @@ class Recorder:
         """Write one line; numbers that JSON does not know (a non-finite loss) become null."""
         if self._file is None:
             return
+        # "step" comes first: has_validation() looks for it where a line begins.
         head = {"step": record["step"], "time": round(time.time(), 3), "attempt": self.run.attempt}
         values = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value

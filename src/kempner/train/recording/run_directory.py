@@ -90,6 +90,7 @@ class Run:
         self.lock: RunLock | None = None
         self._trackers: Trackers | None = None
         self._gpus: GpuWatch | None = None
+        # Problems are sent, not raised: the other ranks wait for rank 0 here.
         answer = [self._open() if world.rank == 0 else Opened()]
         dist.broadcast_object_list(answer, src=0)
         if answer[0].problems:
@@ -167,6 +168,7 @@ class Run:
             changed += self._records.other_code(code)
         try:
             write_atomic(self.dir / "config.toml", to_toml(self.cfg))
+            # One stands for all: opening.one_vocabulary() has refused others.
             for source in self.cfg.data.mixed[:1]:
                 if source.path != FAKE:
                     from kempner.data.sidecar import copy_tokenizer
@@ -272,6 +274,7 @@ class Run:
         if self._begun or not bad_input:
             # The next start would need as much, unless steps have fit before, or others hold the
             # memory.
+            # Two steps, as the optimizer makes its state in the first update.
             early = self.step - self._began_at < 2
             final = bad_input or (no_memory and early and memory_is_ours())
             self._records.event(
@@ -316,6 +319,7 @@ class Run:
         hosts_by_rank = dict(enumerate(self.hosts))
         guilty = ranks if blame else []
         hosts = {hosts_by_rank[rank] for rank in guilty if rank in hosts_by_rank}
+        # Only rank 0 knows the hosts of all: see all_hosts().
         if unknown := [rank for rank in guilty if rank not in hosts_by_rank]:
             with contextlib.suppress(RuntimeError):
                 hosts.update(ask_hosts(unknown, LAST_WORDS_S))

@@ -77,6 +77,7 @@ class Saves:
             self.see()
             self.checkpointer.save(step, progress.record())
         if wait > self._said:
+            # Again only when the waits have become clearly longer.
             self._said = 1.2 * wait
             self._say(
                 f"WARNING: the save of step {step} waited {wait:.1f} s for the one before: saves "
@@ -89,6 +90,7 @@ class Saves:
         seconds of a step."""
         self._step, self._quiet, before = step, step_time, self._before
         self._before = now = self._clock.spent()
+        # What the loop does besides steps says nothing about how the write slows these down.
         apart = ("checkpoint", "eval")
         spent = {key: now.get(key, 0.0) - before.get(key, 0.0) for key in ("total", *apart)}
         self.checkpointer.poll(step_time)
@@ -118,6 +120,7 @@ class Saves:
             "quiet_step_time": begun.quiet,
         })  # fmt: skip
         if self._timer is not None:
+            # By step: one that happens to be fast does not pay back what a slow one has cost.
             slower = math.fsum(max(0.0, seconds - begun.quiet) for seconds in flight)
             self._timer.learn(begun.stall - begun.wait + slower)
 

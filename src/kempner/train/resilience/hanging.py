@@ -29,6 +29,7 @@ def within(seconds: float, act: Callable[[], _T]) -> _T | None:
         with contextlib.suppress(Exception):
             results.append(act())
 
+    # Daemon: a call that never returns must not keep the process.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -46,5 +47,6 @@ def bytes_moved(pid: int | str = "self") -> int:
     with contextlib.suppress(OSError, ValueError):
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
         counts = {name: int(n) for name, n in (line.split(": ") for line in lines)}
+        # rchar and wchar count the calls of read and write; mapped pages are in read_bytes.
         return counts["rchar"] + counts["wchar"] + counts["read_bytes"]
     return 0

@@ -105,6 +105,7 @@ class Inquiry:
         if now - self._turned > GAP_S:  # this process was stopped, and maybe all were
             self._heard = {}
         self._began, self._turned = self._began or now, now
+        # A request to the store may never return: one thread makes them, and only one is under way.
         if self._thread is not None and self._thread.is_alive():
             if self._dog.rank == 1:
                 self._without_store(now)
@@ -124,6 +125,7 @@ class Inquiry:
                 f"watchdog: the step has come, {time.monotonic() - self._began:.0f} s late"
             )
         if self._order:
+            # Withdrawn: the next late step would read it, and be ended at once.
             within(ROUND_S, lambda: self._dog.store.set(HANG_ORDER, ""))
         self._begin()
 
@@ -138,6 +140,7 @@ class Inquiry:
                 self.reason = words
                 return
             pause = self._round * (PATIENT_ROUNDS if patient else 1)
+            # The store is a thread in C++ of rank 0's process, and answers while its GIL is held.
             if dog.rank == 1 and not patient:
                 answers = self._hear(now, [0])
                 self.leads = self._quiet(now, 0, answers[0]) > 0.0
@@ -168,17 +171,21 @@ class Inquiry:
         """Return what the kernel says of the other rank of this node; its place in the code too,
         where rank 0 has asked for it: a signal makes it write its stacks, GIL or not."""
         pid, ticks, scope = self._dog.process_beside.split() or ("", "", "")
+        # Numbers of processes mean something in their own namespace alone.
         if scope != own_process().split()[2]:
             return None  # there is none, or it is on another node or in another container
+        # The number has been given to another process since.
         if birth_ticks(int(pid)) != ticks:
             return Seen("", now)
         seen = seen_process(int(pid), now)
         if self._dog.beside not in self._shown or seen.state not in ("R", "S", "D"):
             return seen
         log = Path(self._dog.log.name).with_name(f"rank-{self._dog.beside}.log")
+        # Once, and only what the log gains from here on: earlier stacks are of another time.
         if self._signalled < 0:
             self._signalled = log.stat().st_size
             os.kill(int(pid), STACKS_SIGNAL)
+            # It is the other process that writes, in its own time.
             time.sleep(0.5)
         with contextlib.suppress(OSError), open(log, errors="replace") as file:
             file.seek(self._signalled)
@@ -203,6 +210,7 @@ class Inquiry:
 
     def _quiet(self, now: float, rank: int, last: Answer) -> float:
         """Return the seconds without an answer, 0 if they are few."""
+        # Measured by this rank's clock from when an answer was seen: clocks of nodes differ.
         quiet, rounds = now - self._heard[rank][1], PATIENT_ROUNDS if last.patient else 1
         return quiet if quiet > rounds * self._round + QUIET_S else 0.0
 
@@ -280,6 +288,7 @@ class Inquiry:
     def end(self, what: str) -> None:
         """Collect where all ranks are, record the hang, exit. Each part that may block (a store in
         a frozen process, a file system that hangs) gets a bounded time."""
+        # Before all that may block, while the main thread is where it hangs.
         place, wait = self.place(), self._round + QUIET_S if self.stuck else 0.0
         within(WRITE_S, self._dump_recorder)
         answers = None
@@ -295,12 +304,15 @@ class Inquiry:
         dog, answers = self._dog, {self._dog.rank: place}
         if not self.leads:
             dog.store.append(HANG_ANSWERS, f"{dog.rank} {place}\n")
+            # The store ends with the process of rank 0, which has then recorded the hang.
             with contextlib.suppress(RuntimeError):
                 dog.store.wait([HANG_VERDICT])
             return answers
+        # Creates the key: get() would wait for one that nobody has written.
         dog.store.append(HANG_ANSWERS, "")
         deadline = time.monotonic() + dog.patience + wait
         stuck = {suspect.rank for suspect in self.stuck}
+        # Who is stuck will not answer: it would only cost the whole time.
         while len(answers.keys() | stuck) < dog.world_size and time.monotonic() < deadline:
             time.sleep(0.2)
             for line in dog.store.get(HANG_ANSWERS).decode().splitlines():
@@ -315,6 +327,7 @@ class Inquiry:
         leads = self.leads or (answers is None and dog.rank == 1)
         if not leads and answers is not None:
             return
+        # Without an answer of the store it is its own process, rank 0's, that says nothing.
         silent = [0]
         if answers is not None:
             silent = [rank for rank in range(dog.world_size) if rank not in answers]
@@ -329,6 +342,7 @@ class Inquiry:
             if not silent and self.suspects:
                 who = f"; {'; '.join(in_words(self.suspects))}"
             dog.on_hang(f"{what}{who}", silent, True)
+        # The others wait for it in ask(): now the record is written, and they may end.
         if self.leads:
             dog.store.set(HANG_VERDICT, "")
 
@@ -378,6 +392,7 @@ def recorded_calls() -> tuple[int, tuple[Call, ...] | None]:
                 by_group.setdefault((call.group, call.is_message), []).append(call)
     if not known:
         return -1, None
+    # What is in flight counts however old it is: some rank may have waited there for long.
     last = (call for calls in by_group.values() for call in calls[-RECENT_CALLS:])
     flight = (c for calls in by_group.values() for c in calls[:-RECENT_CALLS] if not c.done)
     return launched, (*islice(flight, MOST_CALLS), *islice(last, MOST_CALLS))
@@ -407,6 +422,7 @@ def seen_process(pid: int, now: float) -> Seen:
     """Return what the kernel says of a process on this node. `now`: seconds of its clock."""
     task = f"/proc/{pid}/task/{pid}"
     try:
+        # Fields of proc(5)'s stat from the third on: the second, the name in (), may have blanks.
         main, every = (
             Path(path).read_text().rpartition(")")[2].split()
             for path in (f"{task}/stat", f"/proc/{pid}/stat")
@@ -416,6 +432,7 @@ def seen_process(pid: int, now: float) -> Seen:
     wchan = ""
     with contextlib.suppress(OSError):
         wchan = Path(f"{task}/wchan").read_text().strip("0\n")
+    # utime and stime, fields 14 and 15.
     cpu, cpu_all = ((int(f[11]) + int(f[12])) / TICKS for f in (main, every))
     return Seen(main[0], now, cpu, cpu_all, bytes_moved(pid), wchan)
 
@@ -425,6 +442,7 @@ def place_in(text: str) -> str:
     frame outside of torch and Python's library, and the innermost; "" without one. The main thread
     comes last."""
     names, own = [], ""
+    # "Thread 0x" or "Current thread 0x".
     for line in text[max(0, text.rfind("hread 0x")) :].splitlines():
         words = line.split('"')
         if line.startswith("  File ") and len(words) == 3:

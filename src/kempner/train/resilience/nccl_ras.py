@@ -25,6 +25,7 @@ def ask_ras(address: str = "") -> dict[str, Any] | None:
     host, _, port = (address or os.environ.get("NCCL_RAS_ADDR") or ADDRESS).rpartition(":")
     with contextlib.suppress(OSError, ValueError):
         with socket.create_connection((host.strip("[]"), int(port)), CONNECT_S) as line:
+            # RAS itself waits ASK_S for processes that say nothing before it sends its status.
             line.settimeout(ASK_S + CONNECT_S)
             with line.makefile("rwb") as file:
                 for words in ("CLIENT PROTOCOL 2", f"TIMEOUT {ASK_S}", "SET FORMAT json"):

@@ -139,6 +139,7 @@ class StopRequests:
             time.sleep(FILE_POLL_S)
             for path in paths:
                 with contextlib.suppress(OSError):  # also EIO and ESTALE of a shared file system
+                    # The removal is the question, too: of several that ask, one gets the request.
                     path.unlink()
                     self.request(
                         STOP_REQUEST if path.name == "STOP" else SAVE_REQUEST, f"{path.name} file"

@@ -39,6 +39,7 @@ def begin_fork(
     changed = list(fact_differences(manifest, checkpointer.about, ("model.*",)))
     if not manifest["fixed"].get("data", {}).get("mixture"):  # imported, or of an older version
         changed.append("data.sources")
+    # Schedule and totals begin anew; the place in the data is kept where it means the same.
     progress = replace(Progress() if changed else Progress.of(manifest), step=0, tokens=0)
     progress = replace(progress, lineage=lineage).plan(cfg)
     run.announce(
@@ -65,6 +66,7 @@ def go_back(
     the new progress and verdict. `since`: the progress after the first of these steps."""
     if loader.at_once:  # what feeds the run is ahead, and goes back with it in a new attempt
         raise RuntimeError(verdict.reason)
+    # Numbers arrive a step late: up to the loader's position all batches were drawn since then.
     bad = [since.samples - run.cfg.train.stage(since.step - 1).batch, loader.position]
     manifest = checkpointer.load()
     if manifest is None:
@@ -72,6 +74,7 @@ def go_back(
         return progress, Verdict(state="failed", reason=reason)
     progress = replace(Progress.of(manifest), skip=[bad]).plan(run.cfg)
     checkpointer.remember_skip(progress.skip)  # a restart leaves them out, too
+    # The samples left out move the starts of later phases: see Progress.plan().
     mixture = open_mixture(run.cfg, loader.sources, progress)
     loader.seek(progress.samples, progress.step, progress.skip, mixture)
     run.went_back(progress.step, bad, verdict.reason)

@@ -58,6 +58,7 @@ def memory_limit(device: torch.device) -> float | None:
     ConfigError."""
     limit = math.inf
     if device.type == "cuda":
+        # What torch has reserved counts as used for the driver, and is free for a trial.
         limit = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         limit *= _SHARE
     if text := os.environ.get(MEMORY_VARIABLE):
@@ -69,6 +70,7 @@ def memory_limit(device: torch.device) -> float | None:
                 f"{MEMORY_VARIABLE} = {text}: give a number of GiB over 0, or unset it"
             )
         limit = min(limit, named * _GIB)
+    # The smallest, so that all ranks build the same model.
     smallest = torch.tensor(limit, dtype=torch.float64, device=device)
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
     return None if smallest.isinf() else float(smallest)
@@ -128,12 +130,14 @@ class _Trials:
             choice.failed = True
             if smaller := self._smaller(choice):
                 return smaller[0]
+            # A finite peak ran, though over the limit: with nothing smaller left it stays.
             if math.isinf(peak):
                 raise torch.OutOfMemoryError(
                     f"train.recompute = auto: a step is out of memory with {choice}, too"
                 )
             return choice
         for other in self.choices[: self.choices.index(choice)]:
+            # Corrected by what this trial took beyond its own estimate.
             needs = other.estimate + peak - choice.estimate
             if needs <= self.limit and not (other.tried or other.failed):
                 return other
@@ -191,6 +195,7 @@ class _Trials:
                 stored[0] = {}
             if {key: stored[0].get(key) for key in about} != about:
                 stored[0] = {}
+        # Ranks that read the file by themselves could find different ones.
         dist.broadcast_object_list(stored, src=0)
         return stored[0]
 
@@ -205,6 +210,8 @@ def try_steps(
     optimizer has its state, in bytes; None on a CPU, which has no measure of it."""
     rows = micro_batch(train, layout.shares, train.sequences)
     passes = train.sequences // (rows * layout.shares)
+    # From the second pass on gradients are there beside activations, and later ones need no more.
+    # A pipeline holds the activations of as many passes as are under way.
     passes = passes if layout.pp is not None else min(2, passes)
     model = build_model(cfg.model, layout, train, cfg.distributed, cfg.lora, experts=cfg.experts)
     optimizer = build_optimizer(model, cfg.optimizer)

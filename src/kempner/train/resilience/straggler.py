@@ -166,6 +166,7 @@ class Stragglers:
         their way to the host. The ratio is that of a rank's work to the mean of the others'."""
         others = (total - self._work) / self._others
         late = max(0.0, self._work - others)
+        # How much of the delay is a longer wait for data than the others'.
         late_input = self._waited - (total_input - self._waited) / self._others
         # Bounded, so that it fits into the packed number below.
         ratio = min(self._work / others, 1e3) if others > 0 else 1.0

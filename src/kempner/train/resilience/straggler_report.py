@@ -23,6 +23,7 @@ class StragglerReport:
     def update(self, step: int, slow: int, ratio: float, late: float, part: str) -> None:
         """Take the slow rank of the window that ended with `step`, -1 for none: `late` in seconds a
         step, for the most part by `part`, of WHAT."""
+        # Only what was reported gets an end: a single slow window was noise.
         if self._rank >= 0 and slow != self._rank:
             if self._said:
                 self._say(

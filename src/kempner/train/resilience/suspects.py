@@ -156,6 +156,7 @@ class Judge:
         """Return the ranks that the others wait for; none while some rank saves or validates.
         `now`: seconds of any clock."""
         if now - self._last > GAP_S:
+            # The judge was away: nobody knows whether what held before still does.
             self._since, self._seen, self._still = {}, {}, set()
         self._last = now
         places = {rank: answer.place for rank, answer in look.answers.items()}
@@ -163,10 +164,12 @@ class Judge:
             self._places = (now, places)
         for rank in (*look.answers, *look.silent):
             self._watch(rank, look.seen(rank))
+        # The others may wait for that rank, and nobody knows how long it takes.
         if any(answer.patient for answer in look.answers.values()):
             self._since = {}
             return []
         found = list(self._accused(now, look))
+        # The time of two sources begins when the second one joins, and anew when one falls away.
         keys = {(s.rank, len(s.sources) > 1) for s in found}
         self._since = {key: self._since.get(key, now) for key in keys}
         return [replace(s, held=now - self._since[s.rank, len(s.sources) > 1]) for s in found]
@@ -184,6 +187,7 @@ class Judge:
         worked = seen.state == "R"  # also where it gets little of a busy core
         if before is not None and seconds > 0:
             worked = worked or seen.cpu - before.cpu > STILL_CPU * seconds
+            # Half a core on other threads: the main thread may be waiting for them.
             worked = worked or seen.cpu_all - before.cpu_all > 10 * STILL_CPU * seconds
             worked = worked or seen.moved - before.moved > STILL_BYTES
         (self._still.discard if worked else self._still.add)(rank)
@@ -191,6 +195,7 @@ class Judge:
 
     def _accused(self, now: float, look: Look) -> Iterable[Suspect]:
         ranks = len(look.answers) + len(look.silent)
+        # A rank without an open call waits for nobody, and may be whom the others wait for.
         idle = [r for r, answer in look.answers.items() if not answer.is_waiting]
         waiting = len(look.answers) - len(idle)
         all_wait = bool(waiting) and not idle
@@ -219,6 +224,7 @@ class Judge:
             doing, words = "still", f"does not answer and does nothing{at}{_kernel(seen)}"
         else:
             doing, words = "busy", f"does not answer: its main thread runs and keeps the GIL{at}"
+        # That the main thread runs accuses nobody: such a rank needs the word of the recorders.
         if doing not in ("unseen", "busy"):
             sources.append(KERNEL)
         return self._suspect(rank, look, doing, words, [*sources, *[RECORDERS] * all_wait])
@@ -247,6 +253,7 @@ class Judge:
         calls: dict[tuple[str, int], dict[int, Call]] = {}
         for rank, answer in look.answers.items():
             for call in answer.calls or ():
+                # Sender and receiver of one message make calls of different names.
                 if not call.is_message:
                     calls.setdefault((call.group, call.number), {})[rank] = call
         still = now - self._places[0] > 2.0
@@ -254,6 +261,7 @@ class Judge:
             counts = Counter(call.kind for call in by_rank.values()).most_common()
             if len(counts) < 2 or all(call.done for call in by_rank.values()):
                 continue
+            # Without a majority nobody can say who is right: all are named.
             most = "" if counts[0][1] == counts[1][1] else counts[0][0]
             whose = most or " or ".join(sorted(kind for kind, _ in counts))
             for rank, call in by_rank.items():

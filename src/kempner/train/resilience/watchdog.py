@@ -95,6 +95,7 @@ class Watchdog:
         self._own_store: Any = None
         self._inquiry: Inquiry | None = None
         self._tell_limit(max(self._limit, HANG_PATIENCE_S))
+        # Its handler is in C, and works while something holds the GIL.
         faulthandler.register(STACKS_SIGNAL, file=log)
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
@@ -166,6 +167,7 @@ class Watchdog:
         moved = self._look(0, 0)  # connects to the store, too
         within(self.patience, self._meet)
         awake = looked = time.monotonic()
+        # Often enough for START_CHECKS looks within a limit of a few seconds.
         while not self._off.wait(min(1.0, self._limit / START_CHECKS)):
             # A timer in C, in case something holds the GIL: then this loop would not run. It also
             # goes off when a suspended job is continued, so that it ends only who is alone: of
@@ -206,6 +208,7 @@ class Watchdog:
         have found one to move much; the old numbers if the store does not respond."""
         now = bytes_moved()
         much = int(now - moved > MUCH)
+        # add() of 0 only reads: one request tells of this rank and hears of all.
         found = within(self.patience, lambda: self.store.add(HANG_MOVES, much))
         return now, looks if found is None else found
 
@@ -213,6 +216,7 @@ class Watchdog:
         """Ask the other ranks if a step is late; returns the reason to end the run now, or ""."""
         late = len(self._durations) >= SURE_STEPS and self.world_size > 1 and not self.starting
         late = late and self.age > LATE_STEPS * self.step_time + LATE_S
+        # Before it is needed, too: when a step is late, the file system may be what hangs.
         if late or (not self.starting and time.monotonic() - self._began > LOADED_S):
             self._open_inquiry()
         if self._inquiry is None:
@@ -240,6 +244,7 @@ class Watchdog:
         if self._inquiry is not None:
             self._inquiry.end(what)
         within(WRITE_S, lambda: self.on_hang(what, [], False))
+        # Not sys.exit(): the thread that would unwind is the one that hangs.
         os._exit(EXIT_CODE)
 
     def _write_stacks(self, what: str) -> None:
