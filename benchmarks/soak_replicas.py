@@ -63,8 +63,8 @@ LONGEST_REPLICA_START_S = 60.0
 MEMBERSHIP = "kempner.extensions.lowcomm.membership"
 POINTS = {  # of a round
     "kill before the exchange": f"{MEMBERSHIP}:Membership.round:before",
-    "kill in the exchange": f"{MEMBERSHIP}:Group.mean:before",
-    "kill before the vote": f"{MEMBERSHIP}:Group.mean:after",
+    "kill in the exchange": f"{MEMBERSHIP}:ReplicaGroup.mean:before",
+    "kill before the vote": f"{MEMBERSHIP}:ReplicaGroup.mean:after",
     "kill after the vote": f"{MEMBERSHIP}:Membership._settle:after",
 }
 SLOTS = tuple(f"replica {number}" for number in range(REPLICAS))

@@ -125,7 +125,7 @@ class Cluster:
         pattern = rf"launch task StepId={job}\.\d+ request"
         return sum(len(re.findall(pattern, log.read_text())) for log in logs)
 
-    def wait(self, job: str, timeout: float = 240) -> int:
+    def wait(self, job: str, timeout: float = 600) -> int:
         """Wait for the end of a job, through its requeues; returns its exit code (128 + n: signal
         n)."""
         end = time.monotonic() + timeout
@@ -147,7 +147,7 @@ class Cluster:
         elif time.monotonic() - self._pending.setdefault(job, time.monotonic()) > 2:
             self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
-    def start_again(self, job: str, timeout: float = 120) -> None:
+    def start_again(self, job: str, timeout: float = 300) -> None:
         """Wait until a job that is being requeued runs again."""
         end = time.monotonic() + timeout
         while self.field(job, "Restarts") == "0" or self.state(job) != "RUNNING":
@@ -155,7 +155,7 @@ class Cluster:
             self.hasten(job)
             time.sleep(0.2)
 
-    def wait_for(self, what: str, file: Path, timeout: float = 180) -> str:
+    def wait_for(self, what: str, file: Path, timeout: float = 400) -> str:
         """Wait until a file holds some text; returns all of it."""
         end = time.monotonic() + timeout
         while what not in (text := file.read_text() if file.exists() else ""):

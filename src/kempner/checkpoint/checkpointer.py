@@ -210,9 +210,8 @@ class Checkpointer:
 
     def _prepare(self) -> None:
         with contextlib.suppress(TypeError):  # the save says what cannot be stored
-            shared, own = collect_state(self.providers)
-            table = layout.make_table(shared, own, self.world_size)
-            self._build(table, self._of_all_stages(table), shared)
+            shared, _, table, whole = self._collect()
+            self._build(table, whole, shared)
 
     def _build(self, table: Table, whole: Table, state: dict[str, Tensor]) -> None:
         """Plan and allocate for this table, in the background. `whole`: the table of all stages."""
@@ -239,6 +238,17 @@ class Checkpointer:
 
         self._table, self._whole, self._built = table, whole, self._background.submit(build)
 
+    def _collect(self) -> tuple[dict[str, Tensor], dict[str, Tensor], Table, Table]:
+        """Return the state that ranks share and this rank's own, their table, and that of all
+        stages."""
+        try:
+            shared, own = collect_state(self.providers)
+            table = layout.make_table(shared, own, self.world_size)
+        except Exception:
+            self._of_all_stages({})  # the other stages wait for this one's
+            raise
+        return shared, own, table, self._of_all_stages(table)
+
     def _of_all_stages(self, table: Table) -> Table:
         """Merge the tables of all pipeline stages. Done at each save: one stage's tensors may
         change while another's stay."""
@@ -256,9 +266,7 @@ class Checkpointer:
     def _stage(self) -> Exception | None:
         """Copy the current state. An error is returned: all ranks learn of it in _write."""
         try:
-            shared, own = collect_state(self.providers)
-            table = layout.make_table(shared, own, self.world_size)
-            whole = self._of_all_stages(table)
+            shared, own, table, whole = self._collect()
             unchanged = table == self._table and whole == self._whole
             # exception() also waits until the memory is there; a build that failed is tried again.
             if not unchanged or self._built is None or self._built.exception():

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from kempner.checkpoint.format.plan import Box, StoredTensor, local_part, own_box
 from kempner.jobs.system.compiler import keep_private
-from kempner.optim.rounding import as_int32, hashed_at, to_bf16
+from kempner.optim.rounding import SALTS, as_int32, hashed_at, to_bf16
 from kempner.optim.rule import Guard, ParameterGroup, ParameterPart, ParameterState, Rule
 
-SALTS = 8  # hashes for each parameter; each is enough for two tensors
 MOST_ELEMENTS = 1 << 31  # elements of a part: places are int32
 
 

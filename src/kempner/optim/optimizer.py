@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kempner.checkpoint.format import plan
 from kempner.checkpoint.format.plan import StoredTensor, Table, local_part
-from kempner.optim.rounding import hashed_int32, to_bf16
+from kempner.optim.rounding import SALTS, hashed_int32, to_bf16
 from kempner.optim.rule import Guard, ParameterGroup, ParameterPart, ParameterState, Rule
 
 if TYPE_CHECKING:
@@ -201,8 +201,7 @@ class Optimizer(torch.optim.Optimizer):
     def _noise(self, p: Tensor, part: ParameterPart) -> Iterator[Tensor]:
         """Yield random bits for one tensor of the parameter after another; one hash serves two."""
         box = plan.own_box(part.whole, dist.get_rank(self._group) if dist.is_initialized() else 0)
-        # As many as kernels.SALTS, so that both ways of an update round alike.
-        for salt in itertools.count(8 * self._table[0][p]):
+        for salt in itertools.count(SALTS * self._table[0][p]):
             number = hashed_int32(part.whole.shape, box, part.state["step"], salt)
             yield number.bitwise_and(0xFFFF)
             yield number.bitwise_right_shift_(16).bitwise_and_(0xFFFF)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from kempner.checkpoint.format.plan import Box
 
+SALTS = 8  # hashes for each parameter; each is enough for two tensors
+
 
 def to_bf16(value: Tensor, noise: Tensor) -> Tensor:
     """Round `value`, fp32, to bf16 stochastically: up with a probability equal to the distance to

@@ -131,7 +131,7 @@ def test_the_end_of_a_job(run: RlRun, at: str, options: tuple[str, ...]) -> None
     if at == "preemption":
         other = ["sbatch", "--parsable", "-p", "urgent", "--nodes=3", "--exclusive", "-o/dev/null"]
         run.cluster.ask(*other, "--wrap=sleep 3")
-    assert run.wait(400) == 0, run.log
+    assert run.wait() == 0, run.log
     assert_done(run, tuple(run.decisions()))
     assert len({line["step"] for line in run.lines()}) == len(run.lines()), "none is done twice"
     assert run.decisions()[0] in ("requeue", "leave")
@@ -236,7 +236,7 @@ def test_a_crashed_host_of_engines(run: RlRun) -> None:
     run.wait_for("engine 3 at http://", 240)
     try:
         run.cluster.testbed("crash", "node3")
-        assert run.wait(400) == 0, run.log
+        assert run.wait() == 0, run.log
     finally:
         run.cluster.testbed("revive", "node3")
     assert_done(run)
@@ -253,5 +253,5 @@ def test_a_crashed_host_of_the_trainer(run: RlRun) -> None:
         until(lambda: run.cluster.state(run.job) != "RUNNING", 150)
     finally:
         run.cluster.testbed("revive", "node1")
-    assert run.wait(400) == 0, run.log
+    assert run.wait() == 0, run.log
     assert status(run.dir)["state"] == "done", run.log

@@ -163,7 +163,7 @@ def test_a_run_that_is_stopped_equals_the_unbroken_one(
     if what == "warning":
         run.wait_for_step(4)
         run.cluster.ask("scancel", "--batch", "--signal=TERM", run.job)
-    assert run.wait(400) == 0, run.log
+    assert run.wait() == 0, run.log
     assert run.decisions()[0] == "requeue"
     assert_equal(run, unbroken)
     steps = [line["step"] for line in run.lines()]

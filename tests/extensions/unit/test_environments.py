@@ -282,7 +282,9 @@ def test_turns() -> None:
     messages = talk(calculator, task, ["calc: 123*456", "calc: __import__('os')", "56088"])
     assert messages[2]["content"] == "\n56088\n" and "only numbers" in messages[4]["content"]
     assert calculator.judge(task, messages) == 1.0
-    assert "error" in calculator.reply(task, [*messages, {"content": "calc: 1/0"}]).content  # type: ignore[union-attr]
+    for wrong in ("1/0", "1e308*10", "1e308*10-1e308*10", "True+1"):
+        answer = calculator.reply(task, [*messages, {"content": f"calc: {wrong}"}])
+        assert answer is not None and "error" in answer.content
 
 
 @pytest.mark.parametrize(

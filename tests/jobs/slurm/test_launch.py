@@ -97,7 +97,7 @@ def test_whole_nodes_without_any_option(
     arguments = cluster.debug_run(tmp_path / "run", *TWENTY)
     with over_the_fast_network(cluster):
         job = cluster.sbatch("multinode.sh", *arguments, cwd=tmp_path)
-        assert cluster.wait(job, timeout=200) == 0
+        assert cluster.wait(job) == 0
     assert "world size 8 on node1, node2" in (tmp_path / f"kempner-{job}.out").read_text()
     assert list(losses(tmp_path / "run").values()) == pytest.approx(one_process, 1e-5)
 

@@ -110,7 +110,7 @@ class BrokenRun:
                 found.append(int(path.name))
         return found
 
-    def wait(self, timeout: float = 240) -> int:
+    def wait(self, timeout: float = 600) -> int:
         return self.cluster.wait(self.job, timeout)
 
     def end(self) -> None:

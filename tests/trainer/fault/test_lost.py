@@ -64,7 +64,7 @@ def test_crash_of_a_host(broken_run: Submit, host: str) -> None:
         until(lambda: run.cluster.state(run.job) in ("PENDING", "COMPLETING"), 120)
     finally:
         run.cluster.testbed("revive", host)
-    assert run.wait(300) == 0
+    assert run.wait() == 0
     run.assert_complete(attempts=2, recomputed=LOST)
 
 
@@ -89,7 +89,7 @@ def test_a_frozen_rank_long_before_the_limit(broken_run: Submit) -> None:
     run = broken_run("--resilience.hang_timeout=1000", tasks=2)
     run.wait_for_step(13)
     strike(run, 2, number=signal.SIGSTOP)
-    assert run.wait(300) == 0
+    assert run.wait() == 0
     run.assert_complete(attempts=2, recomputed=LOST)
     (hang,) = [event for event in run.events("fault") if event["kind"] == "hang"]
     assert hang["ranks"] == [2] and hang["hosts"] == ["node2"]
@@ -107,7 +107,7 @@ def test_unplugged_network(broken_run: Submit, again: bool) -> None:
         if again:
             until(lambda: run.decisions() == ["restart"], 60)
             run.cluster.testbed("join", "node2")
-        assert run.wait(300) == 0  # without it: the management network will do
+        assert run.wait() == 0  # without it: the management network will do
     finally:
         run.cluster.testbed("join", "node2")
     run.assert_complete(attempts=2, recomputed=LOST)

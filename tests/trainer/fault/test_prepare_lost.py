@@ -25,7 +25,7 @@ def test_crash_of_a_host(cluster: Cluster, tmp_path: Path, corpus: list[object])
         until(lambda: cluster.state(job) in ("PENDING", "COMPLETING"), 120)
     finally:
         cluster.testbed("revive", "node2")
-    assert cluster.wait(job, 300) == 0
+    assert cluster.wait(job) == 0
     assert cluster.field(job, "Restarts") != "0"
     cluster.ask(sys.executable, ROOT / "scripts/prepare_data.py", *corpus, "--out", alone)
     assert everything(out) == everything(alone)

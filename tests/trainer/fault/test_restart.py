@@ -128,7 +128,7 @@ def test_the_host_of_the_batch_script_is_lost(
         until(lambda: run.cluster.state(run.job) in ("PENDING", "COMPLETING"), 120)
     finally:
         run.cluster.testbed("revive", "node1")
-    assert run.wait(300) == 0
+    assert run.wait() == 0
     run.assert_complete(attempts=2, recomputed=LOST)
 
 

@@ -186,6 +186,15 @@ def test_text_is_streamed_in_its_order(tmp_path: Path, tokenizer: Path, kind: st
     assert "(has: text); name it by `column`" in refused(path, **given, column="content")
 
 
+def test_a_stream_whose_rows_are_all_empty_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+    """It is not read for ever."""
+    pytest.importorskip("datasets")
+    (tmp_path / "x.jsonl").write_text('{"text": ""}\n' * 10)
+    source = opened(tmp_path / "x.jsonl", vocab=400, tokenizer=str(tokenizer), seq_len=16)
+    with pytest.raises(DataError, match="no row has anything in column 'text'"):
+        source.read(np.arange(1))
+
+
 def test_a_stream_resumes_at_a_bookmark(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

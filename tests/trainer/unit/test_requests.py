@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from kempner.train.resilience.requests import (
     REQUEST_FLAGS,
     REQUESTS,
+    SAVE_REQUEST,
     Meanwhile,
     StopRequests,
     requested_verdict,
@@ -27,6 +29,22 @@ def requests() -> StopRequests:
     stop.flags, stop._job_end, stop._profile = [0.0] * len(REQUESTS), None, 0.0
     stop._say = lambda text: None
     return stop
+
+
+class Interleaved(list[float]):
+    """Flags, of which one is set while they are read."""
+
+    def __iter__(self) -> Iterator[float]:
+        yield from list(super().__iter__())
+        self[SAVE_REQUEST] = 1.0
+
+
+def test_a_request_that_comes_while_the_flags_are_taken_is_kept() -> None:
+    stop = requests()
+    stop.flags = Interleaved(stop.flags)
+    assert stop.take_flags()["asks_save"] == 0.0
+    stop.flags = list(stop.flags)
+    assert stop.take_flags()["asks_save"] == 1.0 and stop.take_flags()["asks_save"] == 0.0
 
 
 def test_a_file_system_that_fails_is_asked_again(

@@ -50,6 +50,7 @@ class StreamedDocuments:
         self._column = pick_column(cfg, list(first))
         is_text = isinstance(first[self._column], str)
         self._tokenizer = self._open_tokenizer(cfg) if is_text else None
+        self._found_none = False  # since the last end of the rows
         self._sought = False  # whether the bookmarks were looked at
         self._data: Any = None
         self._rows: Iterator[Any] = iter(())
@@ -132,10 +133,15 @@ class StreamedDocuments:
         """Tokenize the next rows; after the last, the first again."""
         rows = list(itertools.islice(self._rows, READ_AHEAD))
         if not rows:
+            if self._found_none:
+                raise DataError(f"{self._path}: no row has anything in column {self._column!r}")
+            # Not at the first end: what was read may have begun in the middle.
+            self._found_none = True
             self._data = self._make()
             self._rows = iter(self._data)
             rows = list(itertools.islice(self._rows, READ_AHEAD))
         texts = [row[self._column] for row in rows if row[self._column]]
+        self._found_none = self._found_none and not texts
         if self._tokenizer is None:
             return [np.asarray(ids, np.int64) for ids in texts]
         return [ids.astype(np.int64) for ids in self._tokenizer.encode_documents(texts)]

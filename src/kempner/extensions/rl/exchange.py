@@ -2,7 +2,6 @@
 
     start.json                the trainer, once it has resumed: Start
     weights/v00000007/        a model in Hugging Face's form; manifest.json in it comes last
-    weights/wanted            the orchestrator: some engine needs the newest version once more
     rollouts/step_00000008/   rank_0.safetensors ...; batch.json in it comes last
     scores/step_00000008      the trainer: its log-probabilities of the first row, see Batch.scored
     engines/                  engine-K: the URL of each engine
@@ -67,7 +66,7 @@ class RolloutExchange:
         self.root = Path(run_dir, "rl", os.environ.get("KEMPNER_ATTEMPT_ID", "0"))
         self.weights, self.engines = self.root / "weights", self.root / "engines"
         self.scores = self.root / "scores"
-        self.token, self.wanted = self.root / "token", self.weights / "wanted"
+        self.token = self.root / "token"
 
     @property
     def run(self) -> str:

@@ -261,6 +261,7 @@ class Worker:
     def _drop(self, job: CompletionJob) -> None:
         for text in job.texts:
             if self._jobs.pop(text, None) is not None:
+                del self._parts[text]
                 self.texts.drop(text)
                 self.finished["abort"] += 1
 

@@ -157,7 +157,11 @@ class StopRequests:
         """Return the flags for this step's all-reduce. A request to save or to profile is handed
         over once, one to leave stays."""
         flags = {**dict(zip(REQUEST_FLAGS, self.flags, strict=True)), ASKS_PROFILE: self._profile}
-        self.flags[SAVE_REQUEST] = self._profile = 0.0
+        # Only what is handed over: another request may come at any time.
+        if flags[REQUEST_FLAGS[SAVE_REQUEST]]:
+            self.flags[SAVE_REQUEST] = 0.0
+        if flags[ASKS_PROFILE]:
+            self._profile = 0.0
         return flags
 
     def wants_to_leave(self) -> float:

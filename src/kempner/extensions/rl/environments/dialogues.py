@@ -84,13 +84,13 @@ def evaluate_arithmetic(text: str) -> str:
     """The value of numbers with + - * / and parentheses, or what is wrong."""
     try:
         result = _value(ast.parse(text.strip()[:200], mode="eval").body)
+        return str(int(result)) if result == int(result) else str(result)  # int() refuses inf
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
         return f"error: {error}"
-    return str(int(result)) if result == int(result) else str(result)
 
 
 def _value(node: ast.expr) -> float:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand)

@@ -137,23 +137,19 @@ class Feed:
     def _look(self, step: int, pause: float) -> Batch | Verdict | None:
         """Look for the batch once, on all ranks, after `pause` seconds. Rank 0 alone looks into the
         directory."""
-        batch, is_wanted = None, False
+        batch, is_due = None, False
         if self._ranks.rank == 0:
             time.sleep(pause)
-            batch, is_wanted = self._exchange.batch(step), self._exchange.wanted.exists()
-            is_wanted = is_wanted or (self._tries > 0 and time.monotonic() > self._again)
+            batch = self._exchange.batch(step)
+            is_due = self._tries > 0 and time.monotonic() > self._again
         # All ranks act on the same sums: one that left or published alone would hang the others.
-        flags = torch.tensor([batch is not None, is_wanted, *self._stop.flags[INTERRUPT_REQUEST:]])
+        flags = torch.tensor([batch is not None, is_due, *self._stop.flags[INTERRUPT_REQUEST:]])
         dist.all_reduce(flags, dist.ReduceOp.MAX, self._ranks.group)
-        ready, wants, *leaving = flags.tolist()
+        ready, due, *leaving = flags.tolist()
         verdict = requested_verdict(dict(zip(REQUEST_FLAGS, (0.0, *leaving), strict=True)))
         if verdict.state:
             return verdict
-        if wants:
-            if self._ranks.rank == 0:
-                # Before the weights are published: a wish that comes meanwhile is for another time.
-                with contextlib.suppress(FileNotFoundError):
-                    self._exchange.wanted.unlink()
+        if due:
             self.publish(step - 1)
         if not ready:
             return None
