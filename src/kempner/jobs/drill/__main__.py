@@ -39,6 +39,7 @@ def main(argv: list[str]) -> int:
 
     print(cost_of(plan, folder), flush=True)
     interruptible()
+    # As Ctrl-C: whoever ends the drill, its jobs are cancelled.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     site = facts_of_site()
     drill = Drill(plan, folder, say)

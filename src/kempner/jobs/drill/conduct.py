@@ -85,6 +85,7 @@ class Drill:
                 self._submit()
                 jobs = jobs_of(self.folder.name)
                 now = time.monotonic()
+                # Without an answer nothing is known: no job counts as gone, and no time as used.
                 if jobs is not None:
                     self._look(jobs, now - last)
                 last = now

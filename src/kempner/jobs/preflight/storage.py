@@ -46,6 +46,7 @@ def write_rate(folder: Path, rank: int, size: int, seconds: float) -> Figure:
         while count < size and synced - began < seconds:
             for _ in range(STORAGE_SYNC // STORAGE_PIECE):
                 count += os.write(fd, piece) if count < size else 0
+            # Without it the rate would be that of this node's memory.
             os.fsync(fd)
             synced = time.perf_counter()
         os.close(fd)

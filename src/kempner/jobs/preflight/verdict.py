@@ -218,6 +218,7 @@ def slow_nodes(report: Report) -> list[NodeResult]:
     paired = [node for node in report.nodes if node.pairs]
     if not paired:
         return []
+    # The higher of two: with half of the nodes slow the median must not be one of theirs.
     median = statistics.median_high([node.best for node in paired])
     return [node for node in paired if node.best < max(SLOW_BANDWIDTH * median, report.least)]
 
@@ -298,6 +299,7 @@ def check_transport(node: NodeResult, alone: bool) -> None:
 
 def check_whole(report: Report) -> None:
     """Check the all-reduce of all tasks; of two slow nodes neither can be blamed."""
+    # A faulty node explains what the whole lacks.
     if report.whole is None or any(node.faults for node in report.nodes):
         return
     if "error" in report.whole:

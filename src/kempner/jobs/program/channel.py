@@ -21,6 +21,8 @@ class Channel:
         self.socket = connection
         self.open = True
         self._text = b""
+        # A peer that is stopped takes no bytes: its full socket must not hold up the others for
+        # long.
         connection.settimeout(CHANNEL_SEND_S)
 
     @classmethod

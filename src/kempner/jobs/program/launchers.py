@@ -61,8 +61,10 @@ def shell_string(command: Sequence[str]) -> int | None:
     for place, word in enumerate(command):
         if shell and not value and re.fullmatch(r"-[a-z]*c", word):
             return place + 1 if place + 1 < len(command) else None
+        # Options may stand between the shell and -c, and `-o pipefail` has a value.
         shell = Path(word).name in SHELLS or (shell and (value or word[:1] in "-+"))
         value = shell and word in ("-o", "+o", "-O", "+O")
+        # What follows a script is its own: `train.py bash -c x` starts no shell.
         if word.endswith((".py", ".sh")):
             break
     return None

@@ -53,9 +53,8 @@ class StepEnd:
     lost: bool = False  # they do not answer: Slurm itself takes them out
     broken: bool = False  # their hardware is, or they do not see the program: no limit keeps them
     preflight: bool = False  # the preflight has failed
-    spent: tuple[
-        str, ...
-    ] = ()  # nodes with a fault that spares have replaced: Slurm has them still
+    # Nodes with a fault that spares have replaced: Slurm has them still.
+    spent: tuple[str, ...] = ()
     spares: int = 0  # idle nodes of the job
     nodes: int = 1  # of the job, without its spares
     needed: int = 1  # of the job, with them
@@ -156,6 +155,7 @@ def may_restart(end: StepEnd, nodes: Nodes) -> bool:
     # A node that is lost or to be left out must be replaced.
     if (end.lost or end.preflight or nodes.excluded) and not nodes.replaced:
         return False
+    # The warning would come before a restart has done much; a requeue has a whole time limit again.
     if end.left is not None and end.left < 2 * end.start:
         return False
     # A run that fails at once would use up all attempts in seconds: a requeue waits, and may

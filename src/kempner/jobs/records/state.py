@@ -72,10 +72,8 @@ def read_lock(run_dir: Path, now: float) -> Lock:
         return FREE
     except (OSError, ValueError, KeyError, TypeError):
         return Lock(holder=None)
-    if host == host_name() and boot in (
-        None,
-        pid_namespace(),
-    ):  # else that host has another's processes
+    # Under another kernel, or in a container's namespace, the number is of another process.
+    if host == host_name() and boot in (None, pid_namespace()):
         return Lock(birth_ticks(pid) == born, beat, cluster)
     return Lock(now - beat < LOCK_BEAT_LOST_S, beat, cluster)
 
@@ -171,6 +169,7 @@ def _ended(last: Attempt | None, job: SlurmJob | None) -> RunState:
 
 def _silent(last: Attempt, lines: Sequence[Record]) -> RunState | None:
     """Return the state of a run whose process is there, but which trains no more."""
+    # The median of the last gaps: one validation or one slow save does not change it.
     times = [line["time"] for line in lines[-20:] if line.get("attempt", -1) == last.number]
     gaps = [b - a for a, b in itertools.pairwise(times)]
     limit = max(RUN_SILENCE_S, SILENT_INTERVALS * statistics.median(gaps)) if gaps else FIRST_LINE_S

@@ -137,6 +137,7 @@ def read_manifest_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def _kind_of_directory(path: Path, names: set[str]) -> Kind:
+    # The surest sign first; what is guessed from names alone comes last.
     if read_run_id(path):
         return Kind.RUN
     if (marked := read_mark(path)[0]) is not None:

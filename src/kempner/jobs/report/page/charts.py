@@ -22,9 +22,8 @@ CurvePoints = Sequence[
 BUCKETS = 300
 GRID = 1000  # units of the drawing, each way
 LARGEST_DRAWN, SMALLEST_DRAWN = 1e30, 1e-30  # beyond them a value is drawn as not finite, and as 0
-LOG_AXIS_FROM = (
-    3.0  # largest over smallest: from here on a logarithmic axis shows more than the start
-)
+# Largest over smallest: from here on a logarithmic axis shows more than the start.
+LOG_AXIS_FROM = 3.0
 NARROW = 4  # labels of the axis below; on a phone every second one is left out
 
 
