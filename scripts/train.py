@@ -30,6 +30,7 @@ if __name__ == "__main__":
     STOP = StopRequests()  # first of all: a signal during the imports must not kill us
     CFG = configure(sys.argv[1:], STOP)  # --help, --check and bad input end here
 
+# Only now, as it takes seconds: what ends above does without it.
 import torch
 
 from kempner.config.option import ConfigError
@@ -72,6 +73,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             **at.layout.once(batches),
             "grad_norm_sq": at.layout.norm_sq(at.freezer.trained(at.progress.step)),
             **at.own_work(),
+            # The others add 0: the sum over all ranks is rank 0's time.
             "step_time": 0.0 if run.world.rank else at.watchdog.step_time,
             **stop.take_flags(),
             **at.saves.flags(),
@@ -127,6 +129,8 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
     try:
         prepare_torch(cfg, run, device)
         verdict = train(cfg, stop, run, device)
+        # The record first: a rank that fails in the meeting below changes nothing of how the run
+        # has ended.
         run.end(verdict)
         if verdict.state != "failed":
             process_group.leave_process_group(world)

@@ -100,6 +100,7 @@ class _Loader:
 
             self._unread(f"{where}: {why_not_read(path, error)}")
             return
+        # By the real path: a file may be its own base under another name.
         children = (*children, os.path.realpath(path))
         for base in self._bases(table.pop("base", []), where):
             parent = path.parent / base
@@ -201,6 +202,7 @@ class _Loader:
         self.unsound.add(section)
 
     def _nearest(self, name: str, dashes: str = "") -> str:
+        # Loaded for mistakes alone.
         from kempner.config.mistakes import nearest_option
 
         others = self.finds.all_sections().items()

@@ -181,12 +181,15 @@ class Option:
             if value in (self.default, self.minimum, self.maximum):
                 return value
             raise ValueError("must be a finite number; change it")
+        # TOML promises its readers integers of 64 bits, and no more.
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError("must fit in 64 bits; change it")
         if isinstance(value, int | float):
             low, high = self.minimum, self.maximum
             if (low is not None and value < low) or (high is not None and value > high):
                 raise ValueError(f"must be {self.limits}; change it")
+        # Python has surrogates for bytes of the command line that are not UTF-8: no file could hold
+        # them.
         if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
             raise ValueError("must be valid UTF-8; rename it")
         return value

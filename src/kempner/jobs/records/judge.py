@@ -90,7 +90,7 @@ def records_of(run_dir: Path) -> tuple[list[_Record], str]:
     read."""
     try:
         # read_records() takes what cannot be read for empty; here a file system that fails must not
-        # pass for a run that has never started. Some fail only when a byte is read.
+        # pass for a run that has never started.
         with open(run_dir / "attempts.jsonl", "rb") as file:
             file.read(1)
     except FileNotFoundError:

@@ -35,7 +35,8 @@ class RankLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lines = LineFile(self.path)
         self.file: IO[str] = open(self.path, "a", buffering=1)  # noqa: SIM115
-        # The console's, for errors of any rank: of all but the first, the log takes its place below.
+        # The console's, for errors of any rank: but for the first rank, the log takes its place
+        # below.
         self.stderr = os.dup(2)
         self.background = Background(self.to_stderr)
         if world.rank == 0:
