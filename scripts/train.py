@@ -63,6 +63,8 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             batches = next(at.loader)
         if not isinstance(batches, Verdict):  # of all ranks, while they waited for it
             sums = StepSums(at.loader.names, device)
+            # Only in long steps do the ranks ask each other in between: that takes a collective
+            # each time.
             leave = stop if long_steps else None
             step_tokens = at.loader.tokens  # if all count
             batches = gradients_of(at.model, at.objective, batches, sums, step_tokens, leave)

@@ -109,6 +109,7 @@ def ask_storage(driver: Driver, report: Report, folder: Path, seconds: float) ->
         question = {"what": "write files", "size": 0, "seconds": 0.0}
         driver.answers(driver.ask([n.first for n in nodes], question), time.monotonic() + 5.0)
         for node in nodes:
+            # From here, too: a task that does not answer leaves its file.
             _remove(data_file(folder, node.first))
 
 

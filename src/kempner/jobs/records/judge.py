@@ -139,6 +139,8 @@ def collect_facts(
     decisions = [r for r in records if r.get("event") == "decision" and r.get("job") in jobs]
     ours = [r for r in records if r.get("attempt_id") == attempt_id]
     faults = [record for record in ours if record.get("event") == "fault"]
+    # After `faults`: a replica that crashes does not end the step, but a GPU found broken there
+    # counts.
     for path in sorted(run_dir.glob("replicas/*")):
         found_there = read_records(path / "attempts.jsonl")
         ours += [r for r in found_there if r.get("attempt_id") == attempt_id]
@@ -146,6 +148,8 @@ def collect_facts(
 
     broken, device = broken_hosts(ours)
     nodes = facts.words("places")
+    # By the surest sign first: a broken device, a task that did not start, then what ranks and srun
+    # say.
     host = (
         ",".join(broken)
         or launch_failed_on(srun_text, facts.count("tasks", 1), nodes)
@@ -155,6 +159,7 @@ def collect_facts(
     script = sees_no_program(faults, srun_text)
     if script and not os.path.exists(script):  # nor does this host: it is gone
         host = ""
+    # Twice in a row: one crash alone may be the program's.
     again = bool(broken) or (bool(host) and host == blamed_before(decisions))
     bad, lost_hosts = facts.words("bad"), facts.words("lost")
     blind = again and bool(script)
@@ -165,6 +170,8 @@ def collect_facts(
         fault = f"{BROKEN_HOST} {device}"
     faulty = lost_hosts or (bad if facts.flag("preflight") else broken or (host,) * again)
     blamed = ",".join(lost_hosts or (bad if facts.flag("preflight") else (host,)))
+    # Who saves and leaves in order has no fault, but for wrong numbers: the run has mended them,
+    # and leaves the host.
     orderly = facts.text("run") == "interrupted"
     if orderly and not any(record.get("kind") == "corruption" for record in faults):
         faulty, blamed = (), ""
@@ -173,6 +180,7 @@ def collect_facts(
         fault = "was replaced by a spare node"
 
     away = controller_away(srun_text)
+    # Records that cannot be read prove nothing: as bad input this start would end the run.
     trained = bool(unread) or jobs_have_trained(records, jobs, facts.text("command"))
     site = "" if orderly else unread or away or site_fault(faults, len(nodes))
     # A check that has ended otherwise than by bad input: an unreadable file, a lack of memory, a
@@ -184,6 +192,8 @@ def collect_facts(
         before = facts.count("before", -1)
     elif decisions and facts.count("committed_before", -1) > _step(decisions[-1]):
         before = in_vain = 0  # an attempt that could not record its end has come further
+    # A fault of the site is nobody's crash, nor is a start that was asked to leave before it
+    # trained.
     count = before + (0 if site or facts.flag("cut_short") else 1)
     if facts.count("committed", -1) > facts.count("committed_before", -1):
         count = 0
@@ -194,6 +204,8 @@ def collect_facts(
         run=facts.text("run"),
         what=facts.text("what") or "the step has ended",
         refused=(facts.text("refusal") or " ") if facts.count("code", 0) == 2 else "",
+        # The steps of another job, which holds the run directory, do not make this one's input
+        # good.
         trained=bool(unread) or (trained and IN_USE not in facts.text("refusal")),
         final=final_reason(faults),
         site=site,

@@ -134,9 +134,11 @@ def _judge(
         return RunState(refusal.word, refusal.reason, attention=refusal.word == "refused")
     if last is None:
         return RunState("starting") if lives else _ended(last, job)
+    # Unless somebody has requeued it since: then it starts again.
     if last.decision == "leave" and last.why.startswith(CANCELLED_REASON) and _is_ending(job):
         return RunState("cancelled", last.why) if last.state == "killed" else _ended(last, job)
     if last.state != "killed" or last.decision:  # it has ended; does a new one load already?
+        # A beat after that end is of a new start: the lock of the old one may have stayed.
         again = lock.holder and lock.beat > last.ended
         again = again or (queued and last.decision in (*AFTER, "leave"))
         return RunState("starting") if again else _ended(last, job)

@@ -157,6 +157,7 @@ def _kind_of_directory(path: Path, names: set[str]) -> Kind:
         return Kind.MODEL
     if any(_is_sidecar(_object(path / f"dataset.{end}")) for end in ("json", "partial.json")):
         return Kind.DATA
+    # A file of such a name that holds no object is somebody else's.
     ours = all(_object(path / name) for name in names.intersection(OBJECTS))
     sizes = [(path / name).stat().st_size for name in names.intersection(LINES)]
     ours = ours and bool(events or not any(sizes))

@@ -129,6 +129,7 @@ class LineFile:
             data = b"\n" + data
         # Until the line is complete: any error may leave a part of it.
         self._torn = True
+        # A raw write() takes a part of it where the disk fills up.
         if self._file.write(data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._torn = False
