@@ -173,8 +173,7 @@ def run_server(options: argparse.Namespace, token: str, end: threading.Event) ->
     end.wait()
     if place:
         place.unlink(missing_ok=True)
-    # No client finds it any more; then the engine refuses what is in work, the answers go out, and
-    # the server ends.
+    # No client finds it any more: the engine refuses what is in work, then the answers go out.
     worker.end("the engine is ending")
     threads[0].join()
     server.wait_for_answers()

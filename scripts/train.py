@@ -63,8 +63,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             batches = next(at.loader)
         if not isinstance(batches, Verdict):  # of all ranks, while they waited for it
             sums = StepSums(at.loader.names, device)
-            # Only in long steps do the ranks ask each other in between: that takes a collective
-            # each time.
+            # Only in long steps do the ranks ask each other in between: each time by a collective.
             leave = stop if long_steps else None
             step_tokens = at.loader.tokens  # if all count
             batches = gradients_of(at.model, at.objective, batches, sums, step_tokens, leave)
@@ -131,8 +130,7 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
     try:
         prepare_torch(cfg, run, device)
         verdict = train(cfg, stop, run, device)
-        # The record first: a rank that fails in the meeting below changes nothing of how the run
-        # has ended.
+        # The record first: whoever fails in the meeting below changes nothing of the run's end.
         run.end(verdict)
         if verdict.state != "failed":
             process_group.leave_process_group(world)

@@ -29,8 +29,7 @@ def main() -> None:
         if code in (FORGET, BATCH_FORGET, INTERRUPT):  # nobody waits for an answer
             continue
         if code == INIT:
-            # struct fuse_init_out of protocol 7.31, without options; behind a struct
-            # fuse_out_header.
+            # struct fuse_init_out of protocol 7.31, without options, behind a fuse_out_header.
             body = struct.pack("=IIIIHHIIHH32x", 7, 31, 0, 0, 12, 9, 1 << 16, 1, 0, 0)
             os.write(device, struct.pack("=IiQ", 16 + len(body), 0, unique) + body)
         else:

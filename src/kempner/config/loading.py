@@ -138,6 +138,7 @@ class _Loader:
         spelled: dict[str, str] = {}
         for key, value in keys.items():
             inner = f"{name}.{key.replace('-', '_')}"
+            # A table in a table may be a section: [rl.inference].
             if self.knows(inner):
                 self._read_section(inner, value, where)
                 continue
@@ -157,7 +158,9 @@ class _Loader:
         where, name = _one_line(word), name.replace("-", "_")
         if negated := name.startswith("no_"):
             name = name.removeprefix("no_")
+        # A section may have a dot in its name, as rl.inference.
         section, _, key = (name, "", "") if self.knows(name) else name.rpartition(".")
+        # For its effect: the options of a section that is found by its name are known from then on.
         self.knows(section)
         option = self.sections.get(section, {}).get(key)
         if section in self.sections and not key:

@@ -69,8 +69,7 @@ class RunLock:
         self.on_lost = on_lost
         self._self = _self()
         self._text = json.dumps(self._self).encode()
-        # Shared by the beats and release(): a beat after the unlink would find no file, and make it
-        # anew.
+        # Shared by beats and release(): a beat after the unlink would find no file, and make one.
         self._busy, self._released = threading.Lock(), False
         self._take(directory, option)
         self._stop = threading.Event()
@@ -139,20 +138,18 @@ class RunLock:
     def _take(self, directory: Path, option: str) -> None:
         missing = 0
         while not self._create():
-            # Most starts find no lock: they do without this module and Slurm's.
+            # Most starts find no lock: they do without this module.
             from kempner.jobs import lock_holder
 
             lock = _look(self.path)
             if lock is None:
-                # Neither to be made nor to be read: removed in between, or, if that goes on, a
-                # dangling link.
+                # It was removed in between; if that goes on, it is a dangling link.
                 missing += 1
                 if missing == LOCK_TRIES:
                     raise FileExistsError(errno.EEXIST, "is in the way: remove it", str(self.path))
                 time.sleep(LOCK_POLL_S / 10)
             elif lock_holder.follows(self._self, lock.holder):
-                # First the lock, then the wait: the earlier start sees at its next beat that it has
-                # lost it.
+                # First the lock, then the wait: the earlier start sees its loss at its next beat.
                 if self._replace(lock, though_it_beats=True) and self._outwait(lock.holder):
                     return
             elif lock_holder.is_gone(self._self, lock.holder) or self._is_still(lock):
@@ -220,13 +217,11 @@ class RunLock:
             now = _look(self.path)
             if now is None or now.text != lock.text or (now != lock and not though_it_beats):
                 return False
-            # By a rename: a reader sees the old text or the new one. It is made within the
-            # directory, since only a rename on one file system is atomic.
+            # By a rename in one directory: a reader sees the old text or the new one.
             fresh.replace(self.path)
             return True
         finally:
-            # The claims only now: until the rename is done they keep others from replacing the same
-            # text.
+            # The claims last: until the rename is done they keep others off the same text.
             for file in (fresh, *claims):
                 with contextlib.suppress(OSError):
                     file.unlink(missing_ok=True)

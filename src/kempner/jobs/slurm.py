@@ -76,8 +76,7 @@ def _fields(text: str) -> dict[str, str]:
 def end_of(fields: dict[str, str]) -> float | None:
     """Return the end of a job in unix seconds, None if it has none."""
     try:
-        # The local time of this host, in this form whatever SLURM_TIME_FORMAT the user has
-        # exported: plain_environment() drops it.
+        # Local time, in this form: plain_environment() drops the user's SLURM_TIME_FORMAT.
         return time.mktime(time.strptime(fields["EndTime"], "%Y-%m-%dT%H:%M:%S"))
     except (KeyError, ValueError):
         return None

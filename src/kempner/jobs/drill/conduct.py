@@ -207,6 +207,7 @@ class Drill:
             return
         lines = read_jsonl(trial.seen.run / "metrics.jsonl")
         if name == "limit" or not lines or lines[-1].get("step", 0) < STRIKE_CALL:
+            # The time limit strikes by itself.
             if name == "limit" and lines:
                 trial.seen.struck = time.time()
             return
@@ -304,6 +305,7 @@ class Drill:
         """Cancel the drill's jobs that are in the queue still, and wait until they have left it."""
         end = time.monotonic() + CANCEL_S
         while (jobs := jobs_of(self.folder.name)) != [] and time.monotonic() < end:
+            # In each round anew: a busy controller drops an order.
             for job in jobs or []:
                 if job.state != "COMPLETING":
                     tell("scancel", job.number)

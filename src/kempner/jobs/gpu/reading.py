@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-# Without persistence mode nvidia-smi takes seconds on a node of eight GPUs: each start loads the
-# driver's state anew.
+# Without persistence mode each nvidia-smi loads the driver: seconds, on a node of eight GPUs.
 NVIDIA_SMI_TIMEOUT_S = 20.0
 LOST_GPU = re.compile(r"GPU is lost|fallen off the bus|Unable to determine the device handle")
 # Reasons of a slowdown by nvidia-smi's name, with NVML's bit. A power cap that somebody has set

@@ -212,6 +212,7 @@ def take_transport(figure: dict[str, Any], nodes: list[NodeResult]) -> None:
     """Note what NCCL uses on the nodes of a group that was measured."""
     used = iter(figure.pop("transports", []))
     for node in nodes:
+        # Ranks that reach their neighbours inside the node name none.
         node.transport = next(filter(None, [next(used, "") for _ in node.ranks]), node.transport)
 
 

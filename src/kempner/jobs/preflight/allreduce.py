@@ -63,7 +63,7 @@ def run_in_child(
             answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         os.write(write, json.dumps(answer).encode())
         os._exit(0)  # no clean-up: a broken communicator may hang in it
-    # The child alone has it now: if it dies, the reading below ends.
+    # From here on the child alone has it: if it dies, the reading below ends.
     os.close(write)
     text = b""
     limit, deadline = connect_s, time.monotonic() + connect_s
@@ -122,8 +122,7 @@ def measure_allreduce(
         dist.all_reduce(message)
         if kind == "cuda":
             torch.cuda.synchronize()
-        # Every rank chooses the next message by this time: with their own times they would soon
-        # send messages of different sizes.
+        # The next message is chosen by this time: by their own, ranks would choose different sizes.
         slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return float(slowest)

@@ -100,8 +100,7 @@ class Driver:
                 for question in self._questions.get(rank, []):
                     link.send(question)
             elif isinstance(message.get("answer"), dict):
-                # A task answers in the order of the questions: the number of its answers is that of
-                # the question.
+                # Answers come in the order of the questions, and so have their numbers.
                 self._answers[f"answer/{link.rank}/{link.count}"] = message["answer"]
                 link.count += 1
         if not link.open:

@@ -175,8 +175,7 @@ class Child:
         """State of its main process, from /proc: R runs, S sleeps, D waits for a disk, T is
         stopped."""
         with contextlib.suppress(OSError):
-            # The name of the program, in parentheses before the state, may have blanks and
-            # parentheses.
+            # The name before the state, in parentheses, may have blanks and parentheses itself.
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         return ""
 

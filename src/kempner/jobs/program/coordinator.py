@@ -107,8 +107,8 @@ class Coordinator:
         """End before the start: no rank starts, and the records stay as they were."""
         print(f"kempner: error: {problem}", file=sys.stderr, flush=True)
         self.code = code
-        # A rank that finds nobody would leave with an exit code of its own: wait until each can be
-        # told this one.
+        # A rank that finds nobody leaves with a code of its own: wait, so that each is told this
+        # one.
         end = time.monotonic() + RANKS_START_S
         while not self._started and len(self._peers) < self.size and time.monotonic() < end:
             self._receive(0.2)
@@ -168,8 +168,7 @@ class Coordinator:
                     rank = self._meet(channel, message)
                 else:
                     self._answer(rank, message)
-        # One that closes before it has said who it is was refused or is a stranger; a rank that
-        # closes without its end has lost its supervisor.
+        # Without a name: refused, or a stranger. A rank without an end: its supervisor is gone.
         if not channel.open and rank is None:
             self._new = [c for c in self._new if c is not channel]
             channel.close()  # who is refused is told at once

@@ -112,8 +112,7 @@ class OutputReader(threading.Thread):
             if not data:
                 break
             self._write_log(data)
-            # Before the prefix and the cuts: the cause of a crash is searched in what the program
-            # wrote.
+            # Before the prefix and the cuts: the cause of a crash is in what the program wrote.
             self.tail = (self.tail + data)[-CRASH_TAIL_BYTES:]
             self.lines += 1
             if TRACEBACK in data and IGNORED not in data:

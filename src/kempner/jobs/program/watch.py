@@ -120,8 +120,7 @@ class CheckpointWatch(threading.Thread):
         self.written = 0.0  # when the last one of them was first seen as it is, monotonic
         self._files = (run_dir / "STOP", run_dir / f".ask-{os.environ.get('KEMPNER_ATTEMPT_ID')}")
         self._pattern = pattern
-        # The one that was there at the start, the one of the last look, and the last one that was
-        # counted.
+        # Those of the start and of the last look, and the last one that was counted.
         self._first = self._last = self._counted = SeenCheckpoint()
         self._since = self._pause_until = 0.0
         self._paths: list[str] = []  # of complete ones, the newest one last

@@ -62,7 +62,7 @@ class Entrance:
         self._server, self._key, self._open = server, key, True
         self._guests: dict[socket.socket, _Guest] = {}  # the oldest first
         self._let_in: deque[socket.socket] = deque()
-        # A bell of the kind that the owner can poll() together with its connections.
+        # The bell is a socket: the owner can poll() it together with its connections.
         self._here, self._bell = socket.socketpair()
         self._here.setblocking(False)
         self._bell.setblocking(False)

@@ -70,8 +70,7 @@ def start_process_group(
             dist.destroy_process_group()
         # NCCL names a network even inside one host, where it does not use it.
         log = proof.log_nccl(world) if world.size > world.per_node else None
-        # ncclCommInitRank waits for a missing rank without a limit of its own, and cannot be
-        # interrupted.
+        # ncclCommInitRank waits for a missing rank without a limit, and cannot be interrupted.
         with proof.or_exit(start_timeout, lambda: "NCCL does not connect the ranks"):
             _init(dist.PrefixStore("train", store), world, device, start_timeout)
         proof.prove(store, world, "cuda", start_timeout)

@@ -202,8 +202,7 @@ class RayNode:
     def run(self) -> None:
         """Run Ray until a signal or the file ENDED asks for the end. Raises Fault."""
         plan = self.plan
-        # Before Ray starts, so that the job ends with a message that names the port and its
-        # variable.
+        # Before Ray starts, so that the job ends with a message that names the port.
         if busy := busy_ports(plan.ports, plan.index):
             text = f"{plan.name}: {', '.join(busy)}: in use on this host, perhaps by another job:"
             raise RayFault(NOT_UP_EXIT, f"{text} give other ports, or --exclusive nodes")

@@ -63,7 +63,6 @@ def host_of(faults: Sequence[_Record], srun_log: str) -> str:
         if fault.get("kind") == "hang":
             hosts = fault.get("hosts", [])
             return str(hosts[0]) if len(hosts) == 1 else ""
-    # What srun reports later are its own kills, or ours.
     before = ENDED_BY_US.split(srun_log, maxsplit=1)[0]
     killed = DEATH.findall(before)
     if not faults and len(set(killed)) > 1:  # all at once: the cause is not on one host

@@ -51,8 +51,7 @@ class Background:
         `seconds`."""
         done = threading.Event()
         try:
-            # The writes are done in order: once it is this one's turn, all before it are on the
-            # disk.
+            # Writes are done in order: when this one is, so are all before it.
             self._waiting.put((done.set, None), timeout=seconds)
         except queue.Full:
             return False
