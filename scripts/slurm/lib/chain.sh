@@ -173,6 +173,8 @@ kp_chain_script() { # sets KP_CHAIN_SCRIPT to the script to submit: that of the 
 
 kp_chain_variables() { # adds what the variables of the job's own request say
     local name value
+    # The environment that this shell started with: what the kit has exported since is no part of
+    # the request.
     while IFS='=' read -r -d '' name value; do
         [[ -n $value ]] || continue
         case $name in

@@ -79,8 +79,7 @@ def fast_address() -> str | None:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            # struct ifreq: a name of at most 15 bytes and a NUL, then a sockaddr_in, its address at
-            # 20.
+            # struct ifreq: a name of 15 bytes and a NUL, then a sockaddr_in, its address at 20.
             request = struct.pack("256s", interface.encode()[:15])
             return socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
         except OSError:

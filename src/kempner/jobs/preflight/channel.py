@@ -100,7 +100,7 @@ class Driver:
                 for question in self._questions.get(rank, []):
                     link.send(question)
             elif isinstance(message.get("answer"), dict):
-                # Answers come in the order of the questions, and so have their numbers.
+                # Answers come in the order of the questions: both have the same number.
                 self._answers[f"answer/{link.rank}/{link.count}"] = message["answer"]
                 link.count += 1
         if not link.open:

@@ -107,8 +107,7 @@ class Coordinator:
         """End before the start: no rank starts, and the records stay as they were."""
         print(f"kempner: error: {problem}", file=sys.stderr, flush=True)
         self.code = code
-        # A rank that finds nobody leaves with a code of its own: wait, so that each is told this
-        # one.
+        # A rank that finds nobody leaves with a code of its own: wait till each is told this one.
         end = time.monotonic() + RANKS_START_S
         while not self._started and len(self._peers) < self.size and time.monotonic() < end:
             self._receive(0.2)

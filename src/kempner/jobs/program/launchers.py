@@ -88,6 +88,7 @@ def simple_commands(command: Sequence[str]) -> list[list[str]]:
             commands[-1].append(word)
         else:
             commands.append([])
+    # Each may be a shell with a string again.
     return [each for words in commands if words for each in simple_commands(words)]
 
 
@@ -183,12 +184,15 @@ def without_launcher(
             before = before[: -len(options) - 1]
         return [*before, *python, *program]
     text, name = command[place], re.escape(Path(program[0]).name)
+    # Not within a path, an option or quotes.
     launcher = re.compile(rf"(?<![\w/.'\"-]){re.escape(launched[0])}(?![\w/.'\"-])")
     began = next((found.start() for found in launcher.finditer(text)), None)
     if began is None:  # it is quoted
         return ["COMMAND"]
     there = re.compile(rf"(?<!\S)(?!-)\S*{name}(?![\w./-])").search(text, began + 1)
     rest = text[there.start() :] if there else shlex.join(program)
+    # The last one before the program: an earlier word may be the same, as in `conda activate
+    # deepspeed; deepspeed t.py`.
     began = [found.start() for found in launcher.finditer(text[: there and there.start()])][-1]
     # For example `python -m accelerate.commands.launch`.
     before = re.sub(r"\S*python\S* +(-\S+ +)*$", "", text[:began])

@@ -87,6 +87,7 @@ def number_in(paths: Sequence[str], pattern: str) -> int | None:
     if not paths:
         return None
     texts, fixed = [open_part(path, pattern) for path in paths], re.split(r"[*?[]", pattern)[0]
+    # Names of one form alone are compared.
     shape = PATH_NUMBER.sub("0", texts[-1])
     rows = [PATH_NUMBER.findall(text) for text in texts if PATH_NUMBER.sub("0", text) == shape]
     dated = any(map(DATE.fullmatch, rows[-1]))
