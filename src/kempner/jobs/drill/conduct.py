@@ -168,6 +168,7 @@ class Drill:
         mark = self.folder / f"{trial.case.name}.struck"
         with contextlib.suppress(OSError):
             if trial.seen.struck is None:
+                # When it struck, not when this look has found it.
                 trial.seen.struck = mark.stat().st_mtime
                 self.say(f"{trial.case.name}: the fault has struck")
 
@@ -232,6 +233,7 @@ class Drill:
         if began is None or time.time() - began < OWN_RUNS_S:
             return
         said = tell("squeue", "--noheader", "--steps", f"--jobs={trial.number}", "--format=%i")
+        # Not the steps batch and extern, which are not the program's.
         steps = [word for word in said.text.split() if word.rpartition(".")[2].isdecimal()]
         if said.ok and steps and tell("scancel", "--signal=KILL", steps[-1]).ok:
             self._struck(trial, f"scancel --signal=KILL {steps[-1]}")

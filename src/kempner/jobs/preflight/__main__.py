@@ -223,6 +223,7 @@ def pair_rounds(count: int) -> list[list[tuple[int, int]]]:
     if count < 3:
         return []
     edges = [(k, (k + 1) % count) for k in range(count)]
+    # On an odd ring the last edge shares a node with an edge of either half.
     last = [edges.pop()] if count % 2 else []
     return [part for part in (edges[::2], edges[1::2], last) if part]
 
