@@ -99,6 +99,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="configuration files, or what they name on the hub",
     )
     sub.add_argument("--tokenizer-only", action="store_true", help="of a model: not its weights")
+    # prefetch alone takes --section.key=value, for the configuration files that it is given.
     options, overrides = parser.parse_known_args(argv)
     if overrides and options.act is not prefetch_model:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
@@ -125,9 +126,8 @@ def import_(options: argparse.Namespace) -> None:
         run=RunSection(dir=str(options.run)),
         train=TrainConfig(seq_len=min(TrainConfig.seq_len, cfg.max_seq_len)),
     )
-    from kempner.extensions.hf.importing import (
-        import_model,  # torch: what is wrong is said without it
-    )
+    # It imports torch, and what is wrong is said without it.
+    from kempner.extensions.hf.importing import import_model
 
     interruptible()  # what is half written is removed
     path = import_model(source.path, cfg, options.run, to_toml(config), options.source)

@@ -85,9 +85,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def evaluate_once(options: argparse.Namespace, name: str) -> None:
     """Evaluate one model, and record the figures if it is a checkpoint of a run."""
-    with held_weights(
-        name
-    ):  # the packages below take ten seconds, and a wrong name is told at once
+    # The packages below take ten seconds, and a wrong name is told at once.
+    with held_weights(name):
         pass
     try:
         from kempner.extensions.generate.harness import HarnessModel, run_harness

@@ -16,6 +16,7 @@ def start_program():
     sys.excepthook = import_hook
     if sys.version_info < (3, 10):  # noqa: UP036
         refuse_start(f"it is Python {sys.version.split()[0]}, and 3.10 is needed", in_environment())
+    # Not before the check: an older Python could not even parse it.
     from kempner.jobs.system import front_door
 
     front_door.begin_program()

@@ -201,6 +201,7 @@ def prepare_data(options: argparse.Namespace, out: Path) -> None:
     is_new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     if options.only == "units":
+        # Shared: all tasks of prepare.sh do this at the same time.
         with shard_lock(out, fcntl.LOCK_SH):
             encode_task_share(
                 preparation_work(options, out, pieces, begun_preparation(out, new)),
@@ -315,6 +316,7 @@ def make_tokenizer(
 ) -> Tokenizer:
     """Return the tokenizer to encode with; its file is stored in the data directory."""
     if options.train_bpe:
+        # Evenly from all inputs: the first ones may be of another kind.
         sample = pieces[:: math.ceil(sum(piece.size for piece in pieces) / BPE_SAMPLE)]
         print(
             f"training a vocabulary of {options.train_bpe} tokens on {megabytes(sample)}",

@@ -66,6 +66,7 @@ def main(argv: list[str]) -> int:
     os.environ["KEMPNER_ATTEMPT_ID"] = attempt
     exchange = RolloutExchange(cfg.run.dir)
     exchange.engines.mkdir(parents=True)
+    # With its mode before the secret is in it: write_text() alone would make it readable for all.
     exchange.token.touch(0o600)
     exchange.token.write_text(secrets.token_hex(24))
     code = RayRun(cfg, exchange, parts, argv, gpus > 0).follow()

@@ -26,6 +26,7 @@ if __name__ == "__main__":
     STOP = StopRequests()  # first of all: a signal during the imports must not kill us
     CFG = configure(sys.argv[1:], STOP, RlExtension)  # --help, --check and bad input end here
 
+    # Only now: it imports torch.
     import train
 
     requests.end_process(train.main(CFG, STOP))

@@ -52,10 +52,8 @@ def main(argv: list[str]) -> int:
 def check_start(options: argparse.Namespace) -> None:
     """Raise ConfigError for what a start would find when it has read the model, or later. The nodes
     of a job may have what this host lacks: they look themselves."""
-    from kempner.extensions.generate.load import (  # imports NumPy, which --help does without
-        inference_device,
-        model_shape,
-    )
+    # It imports NumPy, which --help does without.
+    from kempner.extensions.generate.load import inference_device, model_shape
 
     here = not (options.check and this_job.is_here())
     if options.device == "cuda" and here:
@@ -81,6 +79,7 @@ def url_file(options: argparse.Namespace) -> Path:
 
 def read_token(options: argparse.Namespace) -> str:
     """Return the token. Raises ConfigError; never with the token in it."""
+    # Taken out of the environment: what this process starts must not inherit it.
     token, file = os.environ.pop(TOKEN_VARIABLE, "").strip(), options.token_file
     if file is not None:
         token = read_text(file, "--token-file").strip()
@@ -169,10 +168,12 @@ def run_server(options: argparse.Namespace, token: str, end: threading.Event) ->
     print(f"serve: {loaded.about} at {url}", flush=True)
     place = options.publish and url_file(options)
     if place:
+        # Once the server answers: clients connect as soon as they can read this.
         write_atomic(place, f"{url}\n")
     end.wait()
     if place:
         place.unlink(missing_ok=True)
+    # No client finds it any more: the engine refuses what is in work, then the answers go out.
     worker.end("the engine is ending")
     threads[0].join()
     server.wait_for_answers()

@@ -246,8 +246,10 @@ def print_search(
         more = next_points(sweep, looks, journal, 1 if options.here else None)
         journal.proposed |= more
         points = proposed_points(sweep, journal)
+        # It raises ConfigError for values that do not fit, before they are recorded.
         plan_arrays(sweep, [point for point in points if point.name in more])
         for name, values in more.items():
+            # Before the submission: once a job has a point of this name, its values must be known.
             journal.append(event="proposed", point=name, values=values)
         looks = look_at_points(points, journal)
         code = max(code, send_arrays(sweep, looks, journal, options))

@@ -30,6 +30,7 @@ if __name__ == "__main__":
     STOP = StopRequests()  # first of all: a signal during the imports must not kill us
     CFG = configure(sys.argv[1:], STOP)  # --help, --check and bad input end here
 
+# Only now, as it takes seconds: what ends above does without it.
 import torch
 
 from kempner.config.option import ConfigError
@@ -62,6 +63,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             batches = next(at.loader)
         if not isinstance(batches, Verdict):  # of all ranks, while they waited for it
             sums = StepSums(at.loader.names, device)
+            # Only in long steps do the ranks ask each other in between: each time by a collective.
             leave = stop if long_steps else None
             step_tokens = at.loader.tokens  # if all count
             batches = gradients_of(at.model, at.objective, batches, sums, step_tokens, leave)
@@ -72,6 +74,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             **at.layout.once(batches),
             "grad_norm_sq": at.layout.norm_sq(at.freezer.trained(at.progress.step)),
             **at.own_work(),
+            # The others add 0: the sum over all ranks is rank 0's time.
             "step_time": 0.0 if run.world.rank else at.watchdog.step_time,
             **stop.take_flags(),
             **at.saves.flags(),
@@ -127,6 +130,7 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
     try:
         prepare_torch(cfg, run, device)
         verdict = train(cfg, stop, run, device)
+        # The record first: whoever fails in the meeting below changes nothing of the run's end.
         run.end(verdict)
         if verdict.state != "failed":
             process_group.leave_process_group(world)

@@ -28,6 +28,7 @@ KP_NOT_HERE='import sys; sys.path[:] = filter(None, sys.path)'
 kp_log() { # <message>: whatever becomes of it; a log is for people, and never ends a run
     # The run directory may be known by now.
     [[ $KP_NO_ROOM != /dev/null || -z ${KP_RUN_DIR:-} ]] || kp_move_log
+    # A reader that has left would end this script by SIGPIPE: so the line alone fails.
     (trap '' PIPE && printf '[%(%F %T)T] kempner: %s\n' -1 "$*") 2>/dev/null && return
     kp_move_log
     printf '[%(%F %T)T] kempner: %s\n' -1 "$*" 2>/dev/null || true

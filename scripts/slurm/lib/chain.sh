@@ -173,6 +173,8 @@ kp_chain_script() { # sets KP_CHAIN_SCRIPT to the script to submit: that of the 
 
 kp_chain_variables() { # adds what the variables of the job's own request say
     local name value
+    # The environment that this shell started with: what the kit has exported since is no part of
+    # the request.
     while IFS='=' read -r -d '' name value; do
         [[ -n $value ]] || continue
         case $name in
@@ -227,8 +229,10 @@ kp_chain_request() { # sets KP_CHAIN_OPTIONS, the options of sbatch that make th
         value=$(kp_rest "${pair#*=}")
         # empty: as the output
         [[ -n $value && ($pair == output=* || $value != "$(kp_rest StdOut)") ]] || continue
+        # In a file name sbatch takes % for the beginning of a pattern.
         value=${value//%/%%}
         [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || value=${value//"$task"/%A_%a}
+        # The record has the name with the number of this job in it; the successor has its own.
         [[ ! ${value##*/} =~ ^(.*[^0-9])?"$SLURM_JOB_ID"([^0-9].*)?$ ]] ||
             value=${value%/*}/${BASH_REMATCH[1]}%j${BASH_REMATCH[2]}
         KP_CHAIN_OPTIONS+=("--${pair%%=*}=$value")
@@ -299,6 +303,7 @@ kp_chain_cancel() { # <why>: takes the successor out of the queue
 
 kp_chain_survives() { # true when Slurm is ending this job, and not because somebody has cancelled
     # it
+    # After scancel both are None; where Slurm itself ends the job, one of them says why.
     [[ -n $KP_SUCCESSOR ]] &&
         [[ ! $(kp_field PreemptTime) =~ ^(None)?$ || ! $(kp_field Reason) =~ ^(None)?$ ]]
 }

@@ -57,6 +57,7 @@ kp_code_go_on() { # <copy>: becomes the launch script in it; in Slurm's copy of 
         [[ -n $script ]] && ! cmp -s -- "$0" "$script" || return 0
     fi
     export KP_BEGAN=$KEMPNER_BATCH_BEGAN KP_PENDING
+    # The copy puts its own src in front: this one must not stay behind it.
     PYTHONPATH=${PYTHONPATH#"$KP_ROOT/src"} PYTHONPATH=${PYTHONPATH#:}
     exec bash "$(kp_script_in "$1")" "${KP_WORDS[@]}"
 }
@@ -260,6 +261,7 @@ kp_code_inputs_to() { # <directory> <files>...: configurations of which one is n
 kp_code_name() { # <copy> <directory>: gives it the name of its content; beside it, commit and
     # difference; sets KP_COPY
     local hash commit
+    # Of names, modes and contents alone: order, times and owners differ from copy to copy.
     hash=$(tar -C "$1" --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -cf - . |
         sha256sum) || return 1
     KP_COPY=$2/${hash:0:12}
@@ -273,6 +275,7 @@ kp_code_name() { # <copy> <directory>: gives it the name of its content; beside 
                 ':(exclude,glob)**/'{.env*,.netrc,site.env,site.d/*.env} >"$1.patch"
         [[ ! -e $1.json ]] || mv -f -- "$1.json" "$KP_COPY.json"
         [[ ! -e $1.patch ]] || mv -f -- "$1.patch" "$KP_COPY.patch"
+        # -T: where another start was first, the copy is not moved into its directory.
         mv -T -- "$1" "$KP_COPY" 2>/dev/null || [[ -d $KP_COPY ]] || return 1
     fi
     rm -rf -- "$1" # another one was first

@@ -228,6 +228,7 @@ kp_python() { # <arguments>...: one Python process on this host, in the containe
     else
         kp_keep
         export KP_MARK
+        # What comes before the mark is of the image, or of a TaskProlog: see inside.sh.
         kp_apart "${KP_INSIDE[@]}" "$KP_PYTHON" "$@" | sed -u "1,/^$KP_MARK\$/d"
     fi
 }
@@ -292,6 +293,7 @@ kp_values() { # <command>...: sets KP_VALUES to what it answers, split at NULs; 
         printf 'end\0'
         exit "$code"
     )
+    # From bash 4.4 on $! is that of a process substitution, too.
     wait "$!" || code=$?
     KP_VALUES=()
     for i in "${!answers[@]}"; do

@@ -64,6 +64,7 @@ def end_node():
 def set_quota(size):
     """Let no file of this process grow over `size` bytes: a write beyond it fails, as on a full
     disk."""
+    # The soft limit alone: it is raised again. Python ignores SIGXFSZ: the write fails by EFBIG.
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 

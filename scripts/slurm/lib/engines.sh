@@ -55,6 +55,7 @@ kp_engines_follow() { # prints each URL and keeps engines.txt, until all engines
             while read -r url; do
                 [[ $'\n'$last$'\n' == *$'\n'"$url"$'\n'* ]] || kp_log "engine at $url"
             done <<<"$urls"
+            # By a rename: who reads it finds the list before, or the whole new one.
             printf '%s\n' "$urls" >"$KP_RUN_DIR/.engines.txt"
             mv -- "$KP_RUN_DIR/.engines.txt" "$KP_RUN_DIR/engines.txt"
             kp_log "$(grep -c . <<<"$urls") of $KP_ENGINES engine(s) are there:" \

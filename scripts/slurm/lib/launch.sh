@@ -271,6 +271,7 @@ kp_srun_command() { # [srun's options]... -- <Python arguments>...: sets KP_SRUN
     [[ -d $PWD ]] || cd /
     KP_SRUN=(
         srun --job-name="$KP_SRUN_NAME" --nodes="$KP_NODES" --ntasks=$((KP_NODES * KP_TASKS))
+        # without the last two, ranks that have lost another one wait for it for ever
         --ntasks-per-node="$KP_TASKS" --cpus-per-task="$KP_CPUS" --kill-on-bad-exit=1 --wait=300
         --mpi="${KEMPNER_MPI:-none}"
         # seconds: a host that dies and comes back at once can leave a step waiting until the time

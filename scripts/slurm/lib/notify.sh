@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Who is told of a run that has ended or stands still, and the page that is written while it goes
-# on: src/kempner/history/{notify,watch}.py, docs/start/monitoring.md.
+# on: src/kempner/jobs/{report/notify,records/watch}.py, docs/start/monitoring.md.
 
 KP_WATCH='' # the process beside the ranks
 

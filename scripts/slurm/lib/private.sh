@@ -48,6 +48,7 @@ kp_is_safe_above() { # <path without links>: nobody but root and this user may r
             echo "$path is not there"
             return 1
         }
+        # In a sticky directory (1000), such as /tmp, only the owner of an entry may rename it.
         if [[ $others != *" $owner "* ]]; then
             echo "$path belongs to another user"
             return 1

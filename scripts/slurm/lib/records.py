@@ -87,6 +87,7 @@ def answer(record, names):
 def main(command, path, *words):
     if command in ("values", "find"):
         sys.stdout.write("kempner-answer\0")
+        # answer() writes to the buffer below, past what is still in this one.
         sys.stdout.flush()
     {"append": append, "write": write, "values": values, "find": find}[command](path, *words)
 

@@ -179,6 +179,7 @@ kp_find_silent() { # <host>...: adds those where no slurmd takes a connection to
         esac
     done
 
+    # The controller itself calls a host down SlurmdTimeout after its last answer: by default 300 s.
     for host; do
         [[ -n ${address[$host]:-} ]] || continue
         at_port=${ports[$host]:-${default:-6818}}

@@ -21,6 +21,7 @@ kp_startup() { # exports KEMPNER_STARTUP, the times of the parts of this start:
 }
 
 kp_mark() { # <part>: has just ended
+    # EPOCHREALTIME is of bash 5, and has the decimal point of the locale.
     local now=${EPOCHREALTIME:-$(date +%s.%N)}
     [[ -z ${KEMPNER_STARTUP+set} ]] || KEMPNER_STARTUP+=" $1=${now/,/.}"
 }

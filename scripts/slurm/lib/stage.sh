@@ -97,6 +97,7 @@ print("kempner-answer", sys.prefix * (sys.prefix != sys.base_prefix), sep="\0", 
     [[ -n $prefix ]] || return 1
     state=$(stat -c '%n %Y' -- "$prefix"/lib/python*/site-packages/* | sha256sum)
     packed=$KP_RUN_DIR/.environment-${state:0:12}.tar fresh=$KP_RUN_DIR/.environment-new.$$
+    # It gets its name last: where it is, its sum is, too.
     [[ ! -e $packed ]] || return 0
     rm -f -- "$KP_RUN_DIR"/.environment-*
     if ! { tar -C "$prefix" -cf - . | tee -- "$fresh" | sha256sum |

@@ -71,6 +71,7 @@ else
     { mkdir -- "$DIR/environment" &&
         tar -C "$DIR/environment" --no-same-owner -xf "$DIR/sent"; } 2>/dev/null ||
         give_up "no room"
+    # Last of all: task.sh uses no environment without it.
     echo "$SUM" >"$DIR/environment/.complete" || give_up "no room"
     rm -f -- "$DIR/sent"
 fi

@@ -39,6 +39,7 @@ accounting_head() {
     word=$(sed -n 's/^StoragePass=//p' "$STATE/slurmdbd.conf")
     [[ -d $db/mysql ]] ||
         mariadb-install-db --no-defaults --user=root --datadir="$db" --skip-test-db >/dev/null
+    # The timeout of locks is that of Slurm's accounting guide.
     mariadbd --no-defaults --user=root --datadir="$db" --socket="$db/socket" --pid-file="$db/pid" \
         --port="$SQL_PORT" --bind-address=127.0.0.1 --innodb-buffer-pool-size=64M \
         --innodb-lock-wait-timeout=900 \

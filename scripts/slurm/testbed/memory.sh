@@ -41,6 +41,7 @@ memory_host() { # <host>
     group=$(<"$STATE/memory")/kempner-testbed-$ID-$1
     mkdir -p "$group"
     echo 2G >"$(memory_limit "$group")"
+    # 0 is the process that writes it: this one, and so all that the host will start.
     echo 0 >"$group/cgroup.procs"
 }
 

@@ -24,6 +24,7 @@ asks_nobody() { # <argument>...: it needs no controller
 exec {calls}<>"$dir/calls"
 flock "$calls"
 number=$(($(wc -l <"$dir/calls") + 1))
+# Not $RANDOM: the same seed fails the same calls.
 draw=$(cksum <<<"$seed $number")
 draw=${draw%% *} how=''
 if ((draw % 10 == 0)); then

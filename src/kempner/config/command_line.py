@@ -12,11 +12,8 @@ from typing import Any, NoReturn
 from kempner.config.option import ConfigError
 from kempner.config.values import format_value
 
-FLAG_MAXIMA = {
-    "nodes": 100_000,
-    "gpus-per-node": 1024,
-    "host-memory": 100_000,
-}  # more is a typing error
+# More is a typing error.
+FLAG_MAXIMA = {"nodes": 100_000, "gpus-per-node": 1024, "host-memory": 100_000}
 
 
 @dataclass(frozen=True)
@@ -49,6 +46,7 @@ def parse_command(argv: Sequence[str], flags: Mapping[str, type]) -> Command:
             _flag(name, flags[name], word, words, command)
         elif near := difflib.get_close_matches(name, flags, n=1, cutoff=0.75):
             command.problems.append(f"{word}: unknown option; did you mean --{near[0]}?")
+            # Its value, or it would be reported as a stray word, too.
             if "=" not in word and flags[near[0]] is not bool and _is_value(words):
                 words.pop(0)
         elif "=" in word or name.startswith("no-") or not _is_value(words):
@@ -103,6 +101,7 @@ def _flag(name: str, kind: type, word: str, words: list[str], command: Command) 
     if not text:
         command.problems.append(f"{word}: a value is missing; write --{name}=VALUE")
     elif kind is int and not (
+        # isdigit() also takes superscripts, which int() does not, nor more than 4,300 digits.
         text.isascii() and text.isdigit() and len(text) < 10 and 0 < int(text) <= FLAG_MAXIMA[name]
     ):
         fix = f"must be a whole number from 1 to {FLAG_MAXIMA[name]:,}; write --{name}=1"

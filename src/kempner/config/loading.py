@@ -100,6 +100,7 @@ class _Loader:
 
             self._unread(f"{where}: {why_not_read(path, error)}")
             return
+        # By the real path: a file may be its own base under another name.
         children = (*children, os.path.realpath(path))
         for base in self._bases(table.pop("base", []), where):
             parent = path.parent / base
@@ -137,6 +138,7 @@ class _Loader:
         spelled: dict[str, str] = {}
         for key, value in keys.items():
             inner = f"{name}.{key.replace('-', '_')}"
+            # A table in a table may be a section: [rl.inference].
             if self.knows(inner):
                 self._read_section(inner, value, where)
                 continue
@@ -156,7 +158,9 @@ class _Loader:
         where, name = _one_line(word), name.replace("-", "_")
         if negated := name.startswith("no_"):
             name = name.removeprefix("no_")
+        # A section may have a dot in its name, as rl.inference.
         section, _, key = (name, "", "") if self.knows(name) else name.rpartition(".")
+        # For its effect: the options of a section that is found by its name are known from then on.
         self.knows(section)
         option = self.sections.get(section, {}).get(key)
         if section in self.sections and not key:
@@ -201,6 +205,7 @@ class _Loader:
         self.unsound.add(section)
 
     def _nearest(self, name: str, dashes: str = "") -> str:
+        # Loaded for mistakes alone.
         from kempner.config.mistakes import nearest_option
 
         others = self.finds.all_sections().items()

@@ -20,6 +20,7 @@ def nearest_option(name: str, known: Schema, every: Schema, dashes: str = "") ->
         near = difflib.get_close_matches(key, known[section], n=1)
         guesses = [f"{section}.{key}" for key in near] or elsewhere
     else:
+        # With cutoff 0: the key is right, and the nearest section is meant, however far it is.
         guesses = difflib.get_close_matches(name, elsewhere, n=1, cutoff=0)
         names += () if dashes else every  # which are no options
         guesses = guesses or difflib.get_close_matches(name, names, n=1)

@@ -36,6 +36,7 @@ S = TypeVar("S")
 R = TypeVar("R", bound="Sections")
 EXAMPLE = {bool: "true", int: "1", float: "0.5", str: '"a"'}
 
+# An object of its own, as None is a value that an option may have.
 REQUIRED_OPTION: Any = type("Required", (), {"__repr__": lambda self: "required"})()
 """The default of an option that every run must set."""
 
@@ -181,12 +182,14 @@ class Option:
             if value in (self.default, self.minimum, self.maximum):
                 return value
             raise ValueError("must be a finite number; change it")
+        # TOML promises its readers integers of 64 bits, and no more.
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError("must fit in 64 bits; change it")
         if isinstance(value, int | float):
             low, high = self.minimum, self.maximum
             if (low is not None and value < low) or (high is not None and value > high):
                 raise ValueError(f"must be {self.limits}; change it")
+        # What Python makes of bytes on the command line that are no UTF-8: no file can hold it.
         if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
             raise ValueError("must be valid UTF-8; rename it")
         return value
@@ -217,6 +220,7 @@ def _fix(item: type, value: Any) -> str:
 def from_text(option: Option, text: str) -> Any:
     """Parse `text` after `--section.key=`: TOML, or else a bare word, a string."""
     is_string = option.item is str and option.size is None
+    # A string takes the text as it is: in TOML, 7 and true would be no strings.
     if is_string and not (len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"):
         return text
     try:

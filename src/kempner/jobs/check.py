@@ -54,6 +54,7 @@ def main(program: str, arguments: Sequence[str]) -> int:
         return done.returncode
     try:
         text = parse_checked_config(done.stdout)
+        # The empty text ends a list of any length, the directories; nothing in it is empty.
         fields = [text, *launch_values(text), "", *map(str, input_files(arguments))]
     except (ValueError, KeyError, TypeError):  # --help among the arguments
         fields = []

@@ -43,6 +43,7 @@ def commit_of(root: Path, copy: bool) -> str:
     none."""
     with contextlib.suppress(OSError, ValueError, KeyError, subprocess.TimeoutExpired):
         if copy:
+            # lib/code.sh writes it beside the copy, which has no .git.
             return str(json.loads(root.with_name(f"{root.name}.json").read_text())["commit"])
         git = ("git", "-C", str(root), "rev-parse", "HEAD")
         done = subprocess.run(git, capture_output=True, text=True, timeout=5)

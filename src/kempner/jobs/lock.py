@@ -30,9 +30,8 @@ LOCK_HEARTBEAT_S = 5.0  # the holder touches its lock, and looks at it, this oft
 MISSED_S = 12.0  # two beats, and more: so long a lock of a job that Slurm has ended must be still
 DEAD_S = 45.0  # the same, where nobody knows anything of the holder
 LOCK_POLL_S = 1.0  # between two looks at another's lock
-LOST_LOCK_WORDS_S = (
-    5.0  # for the last words of one that has lost it: the file system may be what hangs
-)
+# For the last words of one that has lost it: the file system may be what hangs.
+LOST_LOCK_WORDS_S = 5.0
 LOST_LOCK_EXIT = 77  # exit code of a process that has lost its lock
 LOCK_TRIES = 100  # a file that cannot be made, and is not there
 
@@ -70,6 +69,7 @@ class RunLock:
         self.on_lost = on_lost
         self._self = _self()
         self._text = json.dumps(self._self).encode()
+        # Shared by beats and release(): a beat after the unlink would find no file, and make one.
         self._busy, self._released = threading.Lock(), False
         self._take(directory, option)
         self._stop = threading.Event()
@@ -138,15 +138,18 @@ class RunLock:
     def _take(self, directory: Path, option: str) -> None:
         missing = 0
         while not self._create():
+            # Most starts find no lock: they do without this module.
             from kempner.jobs import lock_holder
 
             lock = _look(self.path)
             if lock is None:
+                # It was removed in between; if that goes on, it is a dangling link.
                 missing += 1
                 if missing == LOCK_TRIES:
                     raise FileExistsError(errno.EEXIST, "is in the way: remove it", str(self.path))
                 time.sleep(LOCK_POLL_S / 10)
             elif lock_holder.follows(self._self, lock.holder):
+                # First the lock, then the wait: the earlier start sees its loss at its next beat.
                 if self._replace(lock, though_it_beats=True) and self._outwait(lock.holder):
                     return
             elif lock_holder.is_gone(self._self, lock.holder) or self._is_still(lock):
@@ -163,6 +166,7 @@ class RunLock:
     def _create(self) -> bool:
         """Make the file, unless it is there. No hard link: some file systems have none."""
         try:
+            # A reader that comes before the text sees an unknown holder, and looks again later.
             file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
             return False
@@ -213,9 +217,11 @@ class RunLock:
             now = _look(self.path)
             if now is None or now.text != lock.text or (now != lock and not though_it_beats):
                 return False
+            # By a rename in one directory: a reader sees the old text or the new one.
             fresh.replace(self.path)
             return True
         finally:
+            # The claims last: until the rename is done they keep others off the same text.
             for file in (fresh, *claims):
                 with contextlib.suppress(OSError):
                     file.unlink(missing_ok=True)

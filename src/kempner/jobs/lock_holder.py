@@ -14,6 +14,7 @@ def is_gone(me: dict[str, Any], holder: dict[str, Any]) -> bool:
     place = ("cluster", "host", "kernel")
     if holder.get("kernel") is None or any(holder.get(name) != me[name] for name in place):
         return False
+    # The kernel gives the id of a dead process to another one; its time of birth tells them apart.
     return birth_ticks(holder.get("pid", 0)) != holder.get("born")
 
 
@@ -33,6 +34,7 @@ def follows(me: dict[str, Any], holder: dict[str, Any]) -> bool:
     then, now = _number(holder.get("restart")), _number(me["restart"])
     if then != now:
         return then is not None and now is not None and then < now
+    # JOB.RESTART.PID of the batch script, then the number of the restart in place: restart.sh.
     script = str(me["attempt"]).split(".")[:3]
     before, here = _step(holder.get("step")), _step(me["step"])
     same = me["attempt"] is not None and str(holder.get("attempt")).split(".")[:3] == script

@@ -38,6 +38,7 @@ def plain_environment() -> dict[str, str]:
 def _run(*command: str) -> subprocess.CompletedProcess[str] | None:
     env = plain_environment()
     try:
+        # With its controller away a command of Slurm takes 20 s to fail.
         return subprocess.run(command, capture_output=True, text=True, timeout=10, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -75,6 +76,7 @@ def _fields(text: str) -> dict[str, str]:
 def end_of(fields: dict[str, str]) -> float | None:
     """Return the end of a job in unix seconds, None if it has none."""
     try:
+        # Local time, in this form: plain_environment() drops the user's SLURM_TIME_FORMAT.
         return time.mktime(time.strptime(fields["EndTime"], "%Y-%m-%dT%H:%M:%S"))
     except (KeyError, ValueError):
         return None
@@ -109,11 +111,14 @@ def seconds_to_live(job: str) -> float | None:
 def is_running(job: str) -> bool | None:
     """Return whether this job, one of this user and cluster, holds nodes. False only by Slurm's own
     words; None if it does not answer, or says nothing of it."""
+    # All states: by default squeue leaves out jobs that have ended, and no line would then mean
+    # both this and that it hides the job (PrivateData).
     words = ("--noheader", "--states=all", "--jobs", job, "--format", "%T")
     done = _run("squeue", *words)
     if done is None:
         return None
     if done.returncode:
+        # The controller forgets a job MinJobAge, by default 300 s, after its end.
         return False if "Invalid job id" in done.stderr else None
     states = done.stdout.split()
     return any(not NO_NODES.fullmatch(state) for state in states) if states else None
@@ -142,6 +147,7 @@ class SlurmJob:
 
 def my_jobs() -> dict[str, SlurmJob] | None:
     """Return my jobs in the queue by number, None without an answer."""
+    # With --array each task of an array has a line, by the name that job_name() gives it: 12_3.
     output = _ask("squeue", "--me", "--array", "--noheader", "--format=%i|%T|%L|%r|%S")
     if output is None:
         return None
@@ -187,6 +193,7 @@ def _other_nodes(fields: Mapping[str, str], without: Sequence[str]) -> int | Non
     constraint = _is_set(fields.get("Features", ""))
     if constraint and not re.fullmatch(r"[\w.&|-]+", constraint):
         return None  # counts and brackets: only Slurm knows
+    # A set: a node has a line for each of the partitions that were named.
     nodes = set()
     for line in output.splitlines():
         name, _, rest = line.partition("|")
@@ -234,6 +241,7 @@ def _has_gpus(request: str, gres: str) -> bool:
     return True
 
 
+# status.py asks it for each of many runs.
 @functools.cache
 def cluster_name() -> str | None:
     """Return the name of the cluster that answers here; None without an answer."""
@@ -255,6 +263,7 @@ def accounted_states(jobs: Sequence[str]) -> dict[str, str]:
     words = ("-X", "-P", "-n", "-S", "now-60days", "-j", ",".join(jobs), "-o", "JobID,State")
     output = _ask("sacct", *words) if jobs else None
     lines = (line.partition("|") for line in (output or "").splitlines())
+    # sacct writes "CANCELLED by 1000", with the id of the user.
     return {job: state.partition(" ")[0] for job, _, state in lines if state}
 
 

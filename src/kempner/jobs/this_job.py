@@ -14,7 +14,9 @@ import time
 from collections.abc import Mapping
 
 SIOCGIFADDR = 0x8915
-LAST_STEP = 0xFFFFFF00  # higher numbers are those of steps with a name
+# Slurm numbers the steps that have a name (batch, extern, interactive) from 0xfffffffd downwards:
+# slurm.h. The others count up from 0.
+LAST_STEP = 0xFFFFFF00
 
 
 def job_name(env: Mapping[str, str] = os.environ) -> str | None:
@@ -77,6 +79,7 @@ def fast_address() -> str | None:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
+            # struct ifreq: a name of 15 bytes and a NUL, then a sockaddr_in, its address at 20.
             request = struct.pack("256s", interface.encode()[:15])
             return socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
         except OSError:

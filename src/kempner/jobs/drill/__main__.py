@@ -38,7 +38,9 @@ def main(argv: list[str]) -> int:
         log.write(f"[{time.strftime('%F %H:%M:%S')}] {line}\n")
 
     print(cost_of(plan, folder), flush=True)
+    # From here on there may be jobs to cancel.
     interruptible()
+    # As Ctrl-C: whoever ends the drill, its jobs are cancelled.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     site = facts_of_site()
     drill = Drill(plan, folder, say)

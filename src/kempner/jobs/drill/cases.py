@@ -9,10 +9,10 @@ from pathlib import Path
 from kempner.jobs.records.run_history import History, load_history
 
 DRILL_STEPS, SAVE_INTERVAL = 40, 10  # of each run; between its checkpoints
-STRIKE_CALL = 15  # the step at which a fault strikes
-LAST_CALL = (
-    25  # the last step under the small quota: the save of step 20 fails, that of 30 does not
-)
+# The step at which a fault strikes: between two saves, so that steps have to be done again.
+STRIKE_CALL = 15
+# The last step under the small quota: the save of step 20 fails, that of 30 does not.
+LAST_CALL = 25
 HANG_S = 30  # of the watchdog
 PACE_S = 0.2  # seconds of a step, so that a fault strikes between two saves
 

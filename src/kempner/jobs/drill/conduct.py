@@ -85,6 +85,7 @@ class Drill:
                 self._submit()
                 jobs = jobs_of(self.folder.name)
                 now = time.monotonic()
+                # Without an answer nothing is known: no job counts as gone, and no time as used.
                 if jobs is not None:
                     self._look(jobs, now - last)
                 last = now
@@ -167,6 +168,7 @@ class Drill:
         mark = self.folder / f"{trial.case.name}.struck"
         with contextlib.suppress(OSError):
             if trial.seen.struck is None:
+                # When it struck, not when this look has found it.
                 trial.seen.struck = mark.stat().st_mtime
                 self.say(f"{trial.case.name}: the fault has struck")
 
@@ -206,6 +208,7 @@ class Drill:
             return
         lines = read_jsonl(trial.seen.run / "metrics.jsonl")
         if name == "limit" or not lines or lines[-1].get("step", 0) < STRIKE_CALL:
+            # The time limit strikes by itself.
             if name == "limit" and lines:
                 trial.seen.struck = time.time()
             return
@@ -230,6 +233,7 @@ class Drill:
         if began is None or time.time() - began < OWN_RUNS_S:
             return
         said = tell("squeue", "--noheader", "--steps", f"--jobs={trial.number}", "--format=%i")
+        # Not the steps batch and extern, which are not the program's.
         steps = [word for word in said.text.split() if word.rpartition(".")[2].isdecimal()]
         if said.ok and steps and tell("scancel", "--signal=KILL", steps[-1]).ok:
             self._struck(trial, f"scancel --signal=KILL {steps[-1]}")
@@ -303,6 +307,7 @@ class Drill:
         """Cancel the drill's jobs that are in the queue still, and wait until they have left it."""
         end = time.monotonic() + CANCEL_S
         while (jobs := jobs_of(self.folder.name)) != [] and time.monotonic() < end:
+            # In each round anew: a busy controller drops an order.
             for job in jobs or []:
                 if job.state != "COMPLETING":
                     tell("scancel", job.number)

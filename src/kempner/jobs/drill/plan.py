@@ -143,6 +143,7 @@ def with_shape(plan: Plan) -> Plan:
     or Slurm's, where it refuses the request."""
     words = [*trainer_words(Path("runs/drill"), ANY_BATCH), "--train.micro_batch=1"]
     command = ["bash", str(SCRIPTS_FOLDER / "multinode.sh"), *words]
+    # KEMPNER_TRAIN would have another program checked in the trainer's place.
     env = {k: v for k, v in os.environ.items() if not k.startswith("KEMPNER_TRAIN")}
     done = subprocess.run(
         [*command, "--dry-run", *plan.request], capture_output=True, text=True, env=env

@@ -51,6 +51,7 @@ def choose_cpus(
     near = near_cpus(root, gpu) & allowed
     if not near or near == allowed:
         return set()
+    # Ranks whose GPUs have the same CPUs near them share these.
     others = gpus if len(gpus) > 1 else _same_kind(root, gpu)
     sharing = sum(near_cpus(root, other) & allowed == near for other in others)
     sharing = min(max(sharing, 1), ranks)

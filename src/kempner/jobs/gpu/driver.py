@@ -31,6 +31,7 @@ def driver_version() -> str | None:
 
 def cuda_of_torch() -> str | None:
     """The CUDA that the installed torch was built with, such as 13.0; None: none, or no torch."""
+    # torch.version would say it, too, but `import torch` takes seconds: its file is read as text.
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return None

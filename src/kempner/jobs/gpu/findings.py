@@ -187,6 +187,7 @@ def _link(first: GpuReading, gpu: GpuReading, before: GpuReading | None) -> Iter
     if _narrow(gpu):
         now, most = gpu.number(f"{LINK_WIDTH}.current"), gpu.number(f"{LINK_WIDTH}.max")
         yield Finding("link", "warn", f"PCIe has {now:.0f} of {most:.0f} lanes", gpu)
+    # In two looks: the load is a mean of up to a second, the link's state that of an instant.
     if before is not None and _slow_link(before) and _slow_link(gpu):
         now, most = gpu.number(f"{LINK_GENERATION}.current"), gpu.number(f"{LINK_GENERATION}.max")
         yield Finding("link", "warn", f"PCIe of generation {now:.0f}, not {most:.0f}", gpu)

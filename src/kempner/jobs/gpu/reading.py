@@ -17,9 +17,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-NVIDIA_SMI_TIMEOUT_S = (
-    20.0  # of nvidia-smi, which takes seconds on a node of eight GPUs without persistence mode
-)
+# Without persistence mode each nvidia-smi loads the driver: seconds, on a node of eight GPUs.
+NVIDIA_SMI_TIMEOUT_S = 20.0
 LOST_GPU = re.compile(r"GPU is lost|fallen off the bus|Unable to determine the device handle")
 # Reasons of a slowdown by nvidia-smi's name, with NVML's bit. A power cap that somebody has set
 # (sw_power_cap) is left out: most GPUs reach it in most steps.
@@ -172,6 +171,7 @@ class NvidiaSmi:
             for called in (name, name.replace("event", "throttle")):  # before driver 535
                 with contextlib.suppress(NoAnswer):
                     self._ask([called])
+                    # The new name first; it stays where the driver knows both.
                     names.setdefault(name, called)
         return names
 
@@ -251,6 +251,7 @@ class Nvml:
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
         except pynvml.NVMLError as error:
             raise NoAnswer(str(error)) from None
+        # While all is well: a lost GPU tells neither its bus nor its serial number.
         self._about = [self._identity(index) for index in range(count)]
         self._events = self._maybe(pynvml.nvmlEventSetCreate)
         xid = pynvml.nvmlEventTypeXidCriticalError
@@ -305,6 +306,7 @@ class Nvml:
         figures = [
             None if memory is None else memory / 2**20,
             temperature,
+            # NVML has milliwatts, nvidia-smi watts.
             None if power is None else power / 1000,
             self._maybe(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
             self._maybe(lambda: nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, volatile)),
@@ -315,6 +317,7 @@ class Nvml:
         ]
         rows = self._maybe(lambda: nvml.nvmlDeviceGetRemappedRows(handle)) or (0, 0, 0, 0)
         pages = self._maybe(lambda: nvml.nvmlDeviceGetRetiredPagesPendingStatus(handle))
+        # nvmlDeviceGetRemappedRows: corrected, uncorrected, pending, failure.
         on = dict(zip(SWITCHES, (rows[3], rows[2], pages), strict=True))
         # The older one of two names, which all versions have.
         slow = self._maybe(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0

@@ -159,10 +159,13 @@ class GpuSampler:
             file=sys.stderr,
             flush=True,
         )
+        # Once the rank is gone its id may be another process's; our parent then is no longer it.
         if ends and os.getppid() == self.rank:
             # Collectives would hang now, and the watchdogs of the others wait for minutes.
             text = f"{self.host}: {reason}"
             self._record(FaultEvent(**head, kind="crash", hosts=(self.host,), reason=text))  # type: ignore[arg-type]
+            # Not SIGTERM, which asks it to save: that needs the GPU. Only after the record, from
+            # which the batch script knows the node.
             os.kill(self.rank, signal.SIGKILL)
 
     def _record(self, event: Event) -> None:

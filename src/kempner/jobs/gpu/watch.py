@@ -30,6 +30,7 @@ class GpuWatch:
     def look_once_more(self) -> None:
         """Take a last look after this rank has failed: it may be the GPU's fault."""
         assert self._process.stdin is not None
+        # It waits for its input, and takes the end of it for this request.
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(WATCH_LAST_READ_S)

@@ -83,6 +83,7 @@ def run_preflight(options: argparse.Namespace) -> int:
     began = time.monotonic()
     allow_open_files()  # a connection for each task
     driver = Driver()
+    # Only once it listens: a task that is refused there takes the driver for ended.
     write_atomic(options.meet / "port", f"{driver.port} {options.dir.absolute()}\n")
     nodes = await_tasks(driver, options.meet / "ended", options.nodes.split(","), options.tasks)
     failed = (options.meet / "ended").exists()  # later it is there in any case
@@ -165,6 +166,7 @@ def check_shared_directory(driver: Driver, nodes: list[NodeResult], folder: Path
         answers = driver.answers(keys, time.monotonic() + 15.0)
         for node in group:
             error = answers.get(node.first, {"error": f"{folder}: no answer within 15 s"})
+            # The first node is asked twice: what it could not write it does not see either.
             if "error" in error and not node.faults:
                 node.faults.append(f"run directory: {error['error']}")
     (folder / TOKEN_FILE).unlink(missing_ok=True)
@@ -191,6 +193,7 @@ def measure_all(driver: Driver, nodes: list[NodeResult], kind: str, least: float
     # A node that was slow while other pairs were busy is measured again, alone, with the best node.
     suspects = slow_nodes(report)
     good = [node for node in here if node not in suspects]
+    # Only where most are good: otherwise it is not the suspects that differ.
     if len(good) * 2 > len(here):
         best = max(good, key=lambda node: node.best)
         for node in suspects:
@@ -209,6 +212,7 @@ def take_transport(figure: dict[str, Any], nodes: list[NodeResult]) -> None:
     """Note what NCCL uses on the nodes of a group that was measured."""
     used = iter(figure.pop("transports", []))
     for node in nodes:
+        # Ranks that reach their neighbours inside the node name none.
         node.transport = next(filter(None, [next(used, "") for _ in node.ranks]), node.transport)
 
 
@@ -219,6 +223,7 @@ def pair_rounds(count: int) -> list[list[tuple[int, int]]]:
     if count < 3:
         return []
     edges = [(k, (k + 1) % count) for k in range(count)]
+    # On an odd ring the last edge shares a node with an edge of either half.
     last = [edges.pop()] if count % 2 else []
     return [part for part in (edges[::2], edges[1::2], last) if part]
 
@@ -233,6 +238,7 @@ def measure_groups(
     for number, ranks in enumerate(groups):
         question = {"what": "measure", "name": f"{name}-{number}", "ranks": ranks, "kind": kind}
         keys |= driver.ask(ranks, question | {"store_port": driver.store.port})
+    # Longer than the limit of the tasks themselves: their own error says more than their silence.
     answers = driver.answers(keys, time.monotonic() + limit + 3.0)
     figures = []
     for ranks in groups:

@@ -63,6 +63,7 @@ def run_in_child(
             answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         os.write(write, json.dumps(answer).encode())
         os._exit(0)  # no clean-up: a broken communicator may hang in it
+    # From here on the child alone has it: if it dies, the reading below ends.
     os.close(write)
     text = b""
     limit, deadline = connect_s, time.monotonic() + connect_s
@@ -121,11 +122,13 @@ def measure_allreduce(
         dist.all_reduce(message)
         if kind == "cuda":
             torch.cuda.synchronize()
+        # The next message is chosen by this time: by their own, ranks would choose different sizes.
         slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return float(slowest)
 
     small = torch.ones(1, device=device)
+    # The first all-reduce makes the connections: it belongs to the time for connecting.
     seconds(small)
     connected()
     figures = _measure(seconds, device, len(ranks))

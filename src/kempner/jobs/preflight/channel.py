@@ -96,9 +96,11 @@ class Driver:
                     link.open = False
                     break
                 link.rank, self._tasks[rank] = rank, link
+                # It may have been asked before it came.
                 for question in self._questions.get(rank, []):
                     link.send(question)
             elif isinstance(message.get("answer"), dict):
+                # Answers come in the order of the questions: both have the same number.
                 self._answers[f"answer/{link.rank}/{link.count}"] = message["answer"]
                 link.count += 1
         if not link.open:
@@ -147,6 +149,7 @@ class TaskChannel:
     def __init__(self, address: str, port: int, rank: int) -> None:
         """Raises OSError, ConfigError."""
         self._link = peers.connect_peer(address, port, peers.job_key(), 120.0)
+        # The next question may come minutes later: other nodes are measured in between.
         self._link.settimeout(None)
         self._lines = self._link.makefile("rb")
         self._say({"rank": rank})

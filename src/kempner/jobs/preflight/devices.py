@@ -96,6 +96,7 @@ def _measure_device(device: torch.device, seconds: float) -> Figure:
     if kind == "cpu":  # the order of a sum, and so its bits, may depend on the number of threads
         torch.set_num_threads(1)
     products = [torch.mm(a, b) for _ in range(SAME_BITS)]
+    # As bytes: NumPy has no bf16.
     bits = products[0].view(torch.uint8).cpu().numpy().tobytes()
     return {
         "device": _device_name(device),

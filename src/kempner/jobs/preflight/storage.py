@@ -46,6 +46,7 @@ def write_rate(folder: Path, rank: int, size: int, seconds: float) -> Figure:
         while count < size and synced - began < seconds:
             for _ in range(STORAGE_SYNC // STORAGE_PIECE):
                 count += os.write(fd, piece) if count < size else 0
+            # Without it the rate would be that of this node's memory.
             os.fsync(fd)
             synced = time.perf_counter()
         os.close(fd)
@@ -108,6 +109,7 @@ def ask_storage(driver: Driver, report: Report, folder: Path, seconds: float) ->
         question = {"what": "write files", "size": 0, "seconds": 0.0}
         driver.answers(driver.ask([n.first for n in nodes], question), time.monotonic() + 5.0)
         for node in nodes:
+            # From here, too: a task that does not answer leaves its file.
             _remove(data_file(folder, node.first))
 
 

@@ -234,6 +234,7 @@ def active_ports() -> list[str]:
     """List the active RDMA ports, with their rates."""
     ports = []
     for port in sorted(SYS.glob("class/infiniband/*/ports/*")):
+        # It reads "4: ACTIVE".
         if (port / "state").read_text().startswith("4:"):
             rate = (port / "rate").read_text().split(" (")[0].strip()
             ports.append(f"{port.parents[1].name}:{port.name} {rate}")

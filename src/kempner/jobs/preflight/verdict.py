@@ -15,6 +15,7 @@ Figure = dict[str, Any]
 
 SLOW_BANDWIDTH = 0.5  # of the median node's bandwidth
 CLOCK_S = 5.0  # saves before the end of a job assume that clocks agree better than this
+# The fastest first: of two nodes with different ones, that with the slower kind is at fault.
 NETWORKS = ("InfiniBand", "RoCE", "EFA", "Slingshot", "Ethernet", "")
 LITTLE_MEMORY = 0.5  # of the median node's
 FEW_NODES, FEW_SHARE = 2, 0.03  # nodes that may be broken at the same time
@@ -218,6 +219,7 @@ def slow_nodes(report: Report) -> list[NodeResult]:
     paired = [node for node in report.nodes if node.pairs]
     if not paired:
         return []
+    # The higher of two: with half of the nodes slow the median must not be one of theirs.
     median = statistics.median_high([node.best for node in paired])
     return [node for node in paired if node.best < max(SLOW_BANDWIDTH * median, report.least)]
 
@@ -287,6 +289,7 @@ def compare_nodes(report: Report) -> None:
 def check_transport(node: NodeResult, alone: bool) -> None:
     """Check that NCCL uses the node's fast network: it falls back to TCP without an error."""
     network, used = node.facts["network"], node.transport
+    # NCCL names a network on a single node, too, which never uses it.
     if alone or not used or used in (expected_transports(network) or (used,)):
         return
     what = f"NCCL uses {used}, not the node's {network}"
@@ -298,6 +301,7 @@ def check_transport(node: NodeResult, alone: bool) -> None:
 
 def check_whole(report: Report) -> None:
     """Check the all-reduce of all tasks; of two slow nodes neither can be blamed."""
+    # A faulty node explains what the whole lacks.
     if report.whole is None or any(node.faults for node in report.nodes):
         return
     if "error" in report.whole:

@@ -65,6 +65,7 @@ class Book:
         """`on_lost(why)`: another process has taken the run directory, and this one is about to
         end. Raises ConfigError when another job works there, or the copy of the code is gone,
         OSError when it cannot be written."""
+        # First what may refuse, then the mark, then the lock: nothing is written where others are.
         self._copy = CodeCopy.given()
         self._options, run_dir = options, options.run_dir
         check_run_dir(run_dir)
@@ -140,6 +141,7 @@ class Book:
         if value > self._progress:
             self._progress = value
             text = f"{value}\n" if step is None else f"{value} {step}\n"
+            # The batch script counts attempts without progress by it: it is replaced as a whole.
             self._background.put(lambda: write_atomic(self._file, text), self._file)
 
     def at_checkpoint(self, watch: CheckpointWatch) -> None:
@@ -197,6 +199,7 @@ class Book:
         one."""
         now, (at, step), here = time.time(), self._line, self.step or 0
         moved = here != step
+        # A program that hangs must get no line: status.sh takes each for a sign of life.
         if now - at < (METRICS_LINE_S if moved else ALIVE_S) or not (moved or alive):
             return False
         record: dict[str, Any] = {"step": here, "time": now, "attempt": self.attempt}
@@ -219,5 +222,6 @@ class Book:
 
     def close(self) -> None:
         """Wait for the last writes."""
+        # While writes are pending the lock stays, as they may still come. Missed beats free it.
         if self._background.flush(BOOK_FLUSH_S):
             self._lock.release()

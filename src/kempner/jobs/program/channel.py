@@ -21,6 +21,7 @@ class Channel:
         self.socket = connection
         self.open = True
         self._text = b""
+        # A peer that is stopped takes no bytes: it must not hold up the others for long.
         connection.settimeout(CHANNEL_SEND_S)
 
     @classmethod

@@ -102,6 +102,7 @@ def rank_variables(
         "TORCHELASTIC_RUN_ID": os.environ.get("KEMPNER_ATTEMPT_ID", "kempner"),
         "TORCHELASTIC_RESTART_COUNT": start["attempt"],
         "TORCHELASTIC_MAX_RESTARTS": os.environ.get("KEMPNER_MAX_CRASHES", "3"),
+        # With "True" torch leaves the store to torchrun's agent, and rank 0 serves none.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "KEMPNER_RUN_DIR": options.run_dir,
         "KEMPNER_HEARTBEAT": place.heartbeat,
@@ -174,6 +175,7 @@ class Child:
         """State of its main process, from /proc: R runs, S sleeps, D waits for a disk, T is
         stopped."""
         with contextlib.suppress(OSError):
+            # The name before the state, in parentheses, may have blanks and parentheses itself.
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         return ""
 
@@ -197,12 +199,14 @@ class Child:
         for pid in self._processes.descendants(os.getpid()):
             with contextlib.suppress(OSError):
                 place = Path(f"/proc/{pid}")
+                # This process also has children of its own; only the program's have its variables.
                 if b"KEMPNER_HEARTBEAT=" in (place / "environ").read_bytes():  # not our scontrol
                     names.append(f"{(place / 'comm').read_text().strip()} ({pid})")
         return names[:NAMED_PROCESSES]
 
     def end(self) -> None:
         """End it, and all that it has started."""
+        # poll() has reaped one that has ended: its id may be another process's.
         self._processes.terminate(0 if self.poll() is not None else self.pid)
         self.poll()
 
@@ -218,5 +222,6 @@ def _handles(pid: int, number: signal.Signals) -> bool:
     with contextlib.suppress(OSError, ValueError, IndexError):
         text = Path(f"/proc/{pid}/status").read_text()
         caught = int(text.split("SigCgt:")[1].split()[0], 16)
+        # proc(5): bit 0 is of signal 1.
         return bool(caught >> (number - 1) & 1)
     return False

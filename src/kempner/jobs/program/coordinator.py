@@ -107,6 +107,7 @@ class Coordinator:
         """End before the start: no rank starts, and the records stay as they were."""
         print(f"kempner: error: {problem}", file=sys.stderr, flush=True)
         self.code = code
+        # A rank that finds nobody leaves with a code of its own: wait till each is told this one.
         end = time.monotonic() + RANKS_START_S
         while not self._started and len(self._peers) < self.size and time.monotonic() < end:
             self._receive(0.2)
@@ -118,6 +119,7 @@ class Coordinator:
         self.code = LOST_LOCK_EXIT
         for channel in list(self._peers.values()):
             channel.send(do="leave", code=LOST_LOCK_EXIT)
+        # For the ranks to end their programs before the process that speaks to them is gone.
         time.sleep(COORDINATOR_LEAVE_S)
 
     def _dismiss(self) -> None:
@@ -146,6 +148,7 @@ class Coordinator:
 
     def _receive(self, seconds: float) -> None:
         channels = [c for c in (*self._peers.values(), *self._new) if c.open]
+        # select() takes no descriptor above 1023, and there is one for each rank.
         ready = select.poll()
         of = {c.socket.fileno(): c for c in channels}
         for fd in (*of, self.entrance.fileno()):
@@ -164,6 +167,7 @@ class Coordinator:
                     rank = self._meet(channel, message)
                 else:
                     self._answer(rank, message)
+        # Without a name: refused, or a stranger. A rank without an end: its supervisor is gone.
         if not channel.open and rank is None:
             self._new = [c for c in self._new if c is not channel]
             channel.close()  # who is refused is told at once
@@ -361,6 +365,7 @@ class Coordinator:
         endings = list(self._endings.values())  # in the order of their ends
         # Only a program that left in order has surely completed its last checkpoint.
         by_itself = not self._sent_end and (self._asked or all(e.code == 0 for e in endings))
+        # What is saved after the first crash may be half of a checkpoint: see look_at_last().
         over = self._bad_at or self._finishing or time.monotonic()
         self._watch.look_at_last(bool(by_itself), over)
         self._book.at_checkpoint(self._watch)

@@ -39,5 +39,6 @@ class Deadline:
         seconds_left = 0.0  # Slurm is ending the job
         if fields.get("JobState") == "RUNNING":  # without a limit: somebody wants the nodes
             seconds_left = end - time.time() if end is not None else 2 * last_warning()
+        # SIGKILL comes KillWait after the end; at most half of that is left for the records.
         self.of_listening = now + seconds_left + wait - min(RECORD_MARGIN_S, wait / 2)
         self.of_deaf = now + max(seconds_left - RECORD_MARGIN_S, wait / 2)

@@ -61,8 +61,10 @@ def shell_string(command: Sequence[str]) -> int | None:
     for place, word in enumerate(command):
         if shell and not value and re.fullmatch(r"-[a-z]*c", word):
             return place + 1 if place + 1 < len(command) else None
+        # Options may stand between the shell and -c, and `-o pipefail` has a value.
         shell = Path(word).name in SHELLS or (shell and (value or word[:1] in "-+"))
         value = shell and word in ("-o", "+o", "-O", "+O")
+        # What follows a script is its own: `train.py bash -c x` starts no shell.
         if word.endswith((".py", ".sh")):
             break
     return None
@@ -86,6 +88,7 @@ def simple_commands(command: Sequence[str]) -> list[list[str]]:
             commands[-1].append(word)
         else:
             commands.append([])
+    # Each may be a shell with a string again.
     return [each for words in commands if words for each in simple_commands(words)]
 
 
@@ -181,12 +184,15 @@ def without_launcher(
             before = before[: -len(options) - 1]
         return [*before, *python, *program]
     text, name = command[place], re.escape(Path(program[0]).name)
+    # Not within a path, an option or quotes.
     launcher = re.compile(rf"(?<![\w/.'\"-]){re.escape(launched[0])}(?![\w/.'\"-])")
     began = next((found.start() for found in launcher.finditer(text)), None)
     if began is None:  # it is quoted
         return ["COMMAND"]
     there = re.compile(rf"(?<!\S)(?!-)\S*{name}(?![\w./-])").search(text, began + 1)
     rest = text[there.start() :] if there else shlex.join(program)
+    # The last one before the program: an earlier word may be the same, as in `conda activate
+    # deepspeed; deepspeed t.py`.
     began = [found.start() for found in launcher.finditer(text[: there and there.start()])][-1]
     # For example `python -m accelerate.commands.launch`.
     before = re.sub(r"\S*python\S* +(-\S+ +)*$", "", text[:began])

@@ -24,9 +24,8 @@ EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception|In
 ERROR = re.compile(
     r".*\b(?:[Ee]rror|ERROR|[Ff]atal|FATAL|panic(?:ked)?|Segmentation fault|Killed|Aborted)\b"
 )
-TORCHRUN_ERROR = (
-    "ChildFailedError"  # it counts the errors of its processes, and has none of its own
-)
+# It counts the errors of its processes, and has none of its own.
+TORCHRUN_ERROR = "ChildFailedError"
 ROOT_CAUSE = "Root Cause (first observed failure)"  # torchrun says it last
 ROOT_EXIT = re.compile(r" *exitcode *: (-?\d+)", re.M)
 ROOT_RANK = re.compile(r" *rank *: (\d+)", re.M)
@@ -113,6 +112,7 @@ class OutputReader(threading.Thread):
             if not data:
                 break
             self._write_log(data)
+            # Before the prefix and the cuts: the cause of a crash is in what the program wrote.
             self.tail = (self.tail + data)[-CRASH_TAIL_BYTES:]
             self.lines += 1
             if TRACEBACK in data and IGNORED not in data:
@@ -124,6 +124,7 @@ class OutputReader(threading.Thread):
         """Write to the rank's log. A full disk loses lines of this file alone; the batch log has
         them."""
         try:
+            # Without a buffer: after SIGKILL the last lines are what one looks for.
             written = os.write(self._log, data)
             failed = os.strerror(errno.ENOSPC) if written < len(data) else ""
         except OSError as error:
@@ -134,6 +135,7 @@ class OutputReader(threading.Thread):
 
     def _take(self, data: bytes) -> None:
         data = self._partial + data
+        # Whole lines only: srun mixes the output of the ranks, and each line needs its prefix.
         cut = data.rfind(b"\n") + 1
         if cut or not self._partial:
             self._since = time.monotonic()
@@ -180,6 +182,7 @@ class OutputReader(threading.Thread):
     def _print(data: bytes) -> None:
         with contextlib.suppress(OSError):  # a closed terminal
             while data:
+                # A pipe may take a part of it.
                 data = data[os.write(1, data) :]
 
     def last_words(self, killed: bool) -> str:

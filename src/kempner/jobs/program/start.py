@@ -45,6 +45,7 @@ def supervise_here(options: Options, ranks: int) -> int:
             os._exit(_rank(options, world, server))
         pids.append(pid)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of a terminal that closes, ...: theirs too
+    # The children have it; here it would keep the port open after they have ended.
     server.close()
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     return max((128 - code if code < 0 else code for code in codes), default=0)
@@ -65,9 +66,11 @@ def _rank(options: Options, world: World, server: socket.socket | None) -> int:
     allow_open_files()  # a connection for each rank, here and in torch's store
     entrance = peers.Entrance(server or listen_in_range(), peers.job_key())
     port, host = entrance.port, "127.0.0.1" if here else own_address()
+    # Beside the supervisor, in a thread: it waits for file systems, and rank 0's signals must not.
     coordinator = Coordinator(options, world.size, entrance, host)
     thread = threading.Thread(target=coordinator.run, name="coordinator")
     thread.start()
+    # Only once it listens: the others connect as soon as they read the address.
     if not here and world.size > 1:
         rendezvous.publish_address(options.run_dir, port)
     code = supervisor.main(_join(options, world, ("127.0.0.1", port)))

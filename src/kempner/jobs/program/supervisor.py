@@ -27,6 +27,7 @@ SIGNAL_REQUESTS = {
     signal.SIGINT: "stop",
     signal.SIGURG: "interrupt",  # sbatch --signal=URG@120: programs ignore it
 }
+# SIGCHLD wakes poll() at the program's end; SIGHUP must only not end this process.
 HANDLED = (*SIGNAL_REQUESTS, signal.SIGUSR2, signal.SIGHUP, signal.SIGCHLD)
 SUPERVISOR_TICK_S = 0.5
 SUPERVISOR_HEARTBEAT_S = 2.0  # between two signs of life
@@ -40,11 +41,13 @@ class Signals:
     """The signals of this process, in the order in which they came."""
 
     def __init__(self) -> None:
+        # Python resumes poll() after a signal (PEP 475): the byte of set_wakeup_fd() ends it.
         self.read, self._write = socket.socketpair()
         self.read.setblocking(False)
         self._write.setblocking(False)
         signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         for number in HANDLED:
+            # The byte is the message; without a handler the signal would have its default action.
             signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # task.sh lets them wait until here
 
@@ -251,6 +254,7 @@ class Supervisor:
         if not self._torn and (processes := child.left_behind()):
             self._output.say(f"ends what the program has left behind: {', '.join(processes)}")
         child.end()
+        # They are gone: it reaches the end of the output, and the last words are complete.
         self._output.join(OUTPUT_S)
         if self.world.rank == 0:
             self._tell_progress()

@@ -74,6 +74,7 @@ class Outcome:
 def first_failure(bad: Sequence[Ending]) -> Ending:
     """Return the rank that failed first and by itself: a rank that was killed rather than those
     that failed at about the same time, which may have lost it."""
+    # A rank that was ended because of another one says nothing, unless there is no other.
     bad = sorted([e for e in bad if not e.torn] or bad, key=lambda e: e.failed_at)
     own = [e for e in bad if not e.gone and not e.lost and e.code not in ENDED_BY_OTHERS]
     lost_ranks = [e for e in bad if e.gone]

@@ -87,6 +87,7 @@ def number_in(paths: Sequence[str], pattern: str) -> int | None:
     if not paths:
         return None
     texts, fixed = [open_part(path, pattern) for path in paths], re.split(r"[*?[]", pattern)[0]
+    # Names of one form alone are compared.
     shape = PATH_NUMBER.sub("0", texts[-1])
     rows = [PATH_NUMBER.findall(text) for text in texts if PATH_NUMBER.sub("0", text) == shape]
     dated = any(map(DATE.fullmatch, rows[-1]))
@@ -114,13 +115,13 @@ class CheckpointWatch(threading.Thread):
         self.end: float | None = None  # of the job, unix seconds
         self.count = 0  # of new checkpoints in this attempt
         self.number: int | None = None  # the step in the name of the newest one, also of an old one
-        self.complete = (
-            SeenCheckpoint()
-        )  # the newest one that is whole, so that a program may be ended
+        # The newest one that is whole, so that a program may be ended.
+        self.complete = SeenCheckpoint()
         self.completed = 0  # how many of these there were in this attempt
         self.written = 0.0  # when the last one of them was first seen as it is, monotonic
         self._files = (run_dir / "STOP", run_dir / f".ask-{os.environ.get('KEMPNER_ATTEMPT_ID')}")
         self._pattern = pattern
+        # Those of the start and of the last look, and the last one that was counted.
         self._first = self._last = self._counted = SeenCheckpoint()
         self._since = self._pause_until = 0.0
         self._paths: list[str] = []  # of complete ones, the newest one last
@@ -163,6 +164,7 @@ class CheckpointWatch(threading.Thread):
         before, self._last = self._last, stat_checkpoint(path) if path else SeenCheckpoint()
         if self._last != before:
             self._since = time.monotonic()
+        # Unchanged since the last look, or the next one has begun: then the one before is whole.
         if self._last == before or self._last.path != before.path:
             self._take(before, complete=True)
             return

@@ -55,11 +55,13 @@ def _limits() -> Iterator[tuple[int, int]]:
     with contextlib.suppress(OSError):
         for line in OWN_CGROUPS.read_text().splitlines():
             _, kinds, path = line.split(":", 2)
+            # A line of cgroup v2 names no controllers ("0::/path"); of v1 each line has some.
             if kinds and "memory" not in kinds.split(","):
                 continue
             root = CGROUPS / "memory" if kinds else CGROUPS
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
             own = root / path.lstrip("/")
+            # Slurm sets the limit on the job's or the step's group, above that of the task.
             for folder in (own, *own.parents):
                 if not folder.is_relative_to(root):
                     break

@@ -18,6 +18,7 @@ def all_hosts(world: World) -> list[str]:
     """
     store = dist.distributed_c10d._get_default_store()
     store.set(f"host/{world.rank}", host_name())
+    # multi_get() waits until all these keys are there: rank 0 alone waits for everybody.
     ranks = range(1 if world.rank else world.size)
     return [name.decode() for name in store.multi_get([f"host/{rank}" for rank in ranks])]
 

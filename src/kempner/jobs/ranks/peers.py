@@ -48,6 +48,7 @@ def job_key() -> str:
 
 
 def _proof(key: str, side: bytes, nonces: bytes) -> bytes:
+    # The side is part of it: else one could prove itself with the other's own answer, sent back.
     return hmac.digest(key.encode(), side + nonces, "sha256")
 
 
@@ -61,9 +62,11 @@ class Entrance:
         self._server, self._key, self._open = server, key, True
         self._guests: dict[socket.socket, _Guest] = {}  # the oldest first
         self._let_in: deque[socket.socket] = deque()
+        # The bell is a socket: the owner can poll() it together with its connections.
         self._here, self._bell = socket.socketpair()
         self._here.setblocking(False)
         self._bell.setblocking(False)
+        # The thread waits in select(): close() wakes it by closing the other end of this pair.
         self._end, self._close = socket.socketpair()
         server.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -122,6 +125,7 @@ class Entrance:
         try:
             peer.setblocking(False)
             guest = _Guest(peer)
+            # 24 bytes fit into the buffer of any new socket: no need to wait until it is writable.
             peer.send(PEER_MAGIC + guest.nonce)
             self._selector.register(peer, selectors.EVENT_READ)
         except OSError:
@@ -135,6 +139,7 @@ class Entrance:
         if (guest := self._guests.get(peer)) is None:
             return
         try:
+            # Never more than the proof: what follows it is for the owner of the connection.
             data = peer.recv(NONCE + PROOF - len(guest.said))
             guest.said += data
             if data and len(guest.said) < NONCE + PROOF:

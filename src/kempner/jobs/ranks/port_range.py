@@ -24,6 +24,7 @@ from kempner.jobs.system.front_door import BadPortRange, NoFreePort
 PORTS_VARIABLE = "KEMPNER_PORTS"
 FIRST_USER_PORT, LAST_USER_PORT = 1024, 65535
 FEWEST = 2  # ports: run.sh takes one for itself, and one for its program
+# All ranks may connect at once. The kernel cuts it to net.core.somaxconn, by default 4096.
 BACKLOG = 4096
 
 
@@ -95,6 +96,7 @@ def _free(
     allowed: range, host: str, family: socket.AddressFamily
 ) -> Iterator[tuple[socket.socket, socket.socket]]:
     """Yield bound sockets, each with the lock of its port. Raises NoFreePort after the last one."""
+    # From a random one: jobs that start together would all try the same ports in the same order.
     begin = secrets.randbelow(len(allowed))
     for i in range(len(allowed)):
         port = allowed[(begin + i) % len(allowed)]
@@ -120,6 +122,7 @@ def _bound(host: str, port: int, family: socket.AddressFamily) -> socket.socket:
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
+            # Without a host one socket takes both IPv6 and IPv4.
             server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(bool(host)))
         server.bind((host, port))
     except BaseException:

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 FIRST_COLLECTIVE_S = 60.0
 # A collective must be allowed longer than the watchdog ever waits: see set_timeout().
 LAST_RESORT_S = 60.0
-GROUP_LEAVE_S = (
-    30.0  # a rank that was killed in the middle of its orderly end must not hold up the first
-)
+# A rank that was killed in the middle of its orderly end must not hold up the first.
+GROUP_LEAVE_S = 30.0
 
 
 def start_process_group(
@@ -62,6 +61,7 @@ def start_process_group(
     if replicas > 1:
         world = world.split(replicas, store)
         store = dist.PrefixStore(f"replica/{world.replica}", store)
+        # A process has one default group: that of all replicas makes way for the replica's own.
         dist.destroy_process_group()
         if device.type != "cuda":
             _init(dist.PrefixStore("train", store), world, None, start_timeout)
@@ -70,6 +70,7 @@ def start_process_group(
             dist.destroy_process_group()
         # NCCL names a network even inside one host, where it does not use it.
         log = proof.log_nccl(world) if world.size > world.per_node else None
+        # ncclCommInitRank waits for a missing rank without a limit, and cannot be interrupted.
         with proof.or_exit(start_timeout, lambda: "NCCL does not connect the ranks"):
             _init(dist.PrefixStore("train", store), world, device, start_timeout)
         proof.prove(store, world, "cuda", start_timeout)

@@ -39,6 +39,7 @@ def prove(store: dist.Store, world: World, device: str, seconds: float) -> None:
         who = f"; ranks still in it: {rendezvous.name_ranks(missing)}" if missing else ""
         return f"the first all-reduce ({device}) has not ended after {seconds:.0f} s{who}"
 
+    # Later than the collective's own limit: where that raises, its words say more.
     with or_exit(seconds + 5, message):
         try:
             one = torch.ones(1, device=device)
@@ -61,6 +62,7 @@ def log_nccl(world: World) -> Path | None:
     from kempner.jobs.ranks import nccl_transport
 
     fd, name = tempfile.mkstemp(prefix="kempner-nccl-")
+    # NCCL opens it by its name.
     os.close(fd)
     os.environ.update(nccl_transport.LOG_SETTINGS, NCCL_DEBUG_FILE=name)
     return Path(name)

@@ -71,13 +71,21 @@ def open_store(world: Rank, run_dir: Path, start_timeout: float) -> dist.Store:
         serves = world.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         port = int(env["MASTER_PORT"])
         shared = dist.TCPStore(_numeric(env["MASTER_ADDR"]), port, None, serves, limit)
+        # The agent's store outlives a restart: the keys of the start before must not be found.
         return dist.PrefixStore(f"kempner-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
     if world.rank:
         address, port = find_address(run_dir, world.local_rank, start_timeout)
         return dist.TCPStore(_numeric(address), port, None, False, limit)
     port, server = store_server()
     store = dist.TCPStore(
-        "127.0.0.1", port, None, True, limit, wait_for_workers=False, master_listen_fd=server
+        # The server listens on all addresses; only rank 0's own client goes by the loopback.
+        "127.0.0.1",
+        port,
+        None,
+        True,
+        limit,
+        wait_for_workers=False,
+        master_listen_fd=server,
     )
     publish_address(run_dir, store.port)
     return store
@@ -123,6 +131,7 @@ def forget_copy(run_dir: Path) -> None:
     run = copy_of(run_dir).name.partition(".rendezvous-")[0]
     for path in Path(tempfile.gettempdir()).glob("kempner-*"):
         with contextlib.suppress(OSError):
+            # Not stat(): in a directory that all can write the name may be a link to anything.
             status = path.lstat()
             old = time.time() > status.st_mtime + LITTER_S
             if status.st_uid != os.getuid():
@@ -180,6 +189,7 @@ def _read_file(path: Path, own: bool) -> str:
 
 def await_ranks(store: dist.Store, world: Rank, start_timeout: float) -> None:
     """Every rank counts itself in; rank 0 waits for the count, and names those that do not come."""
+    # First the key, then the count: a rank that is counted is never named as missing.
     store.set(f"here/{world.rank}", socket.gethostname())
     store.add("here", 1)
     if world.rank:

@@ -45,6 +45,7 @@ class LogCopier:
 
     def copy(self) -> None:
         self.failed = 0
+        # Not session_latest, a link to one of them.
         for source in self.temp.glob("session_2*/logs"):
             # The files at the top first: those matter most, and the time may run out.
             for file in sorted(source.rglob("*"), key=lambda file: len(file.parts)):

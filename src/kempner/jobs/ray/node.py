@@ -124,6 +124,7 @@ def make_temp(plan: NodePlan) -> Path:
     """Make this node's own directory for Ray, on a path short enough for its sockets."""
     name = f"ray-{plan.job}.{plan.index}-"
     base = tempfile.gettempdir()
+    # mkdtemp() appends 8 characters.
     if len(os.fsencode(f"{base}/{name}")) + 8 + SOCKET_TAIL > SOCKET_PATH:
         base = "/tmp"
     return Path(tempfile.mkdtemp(prefix=name, dir=base))
@@ -201,10 +202,12 @@ class RayNode:
     def run(self) -> None:
         """Run Ray until a signal or the file ENDED asks for the end. Raises Fault."""
         plan = self.plan
+        # Before Ray starts, so that the job ends with a message that names the port.
         if busy := busy_ports(plan.ports, plan.index):
             text = f"{plan.name}: {', '.join(busy)}: in use on this host, perhaps by another job:"
             raise RayFault(NOT_UP_EXIT, f"{text} give other ports, or --exclusive nodes")
         if plan.is_head:
+            # It reports to ray.sh itself; the processes of Ray do not inherit that channel.
             self.ready = self.processes.start(ready_command(plan), (EVENTS,))
         while not plan.is_head and not is_open(plan.head_address, plan.ports.gcs):
             if self.end_requested():
@@ -264,6 +267,7 @@ class RayNode:
 
     def shut_down(self) -> None:
         self.processes.terminate(self.ray)
+        # After Ray has ended its logs are complete; the directory goes last.
         if missing := self.logs.finish():
             log_text(f"Ray's own logs: {missing}")
         shutil.rmtree(self.temp, ignore_errors=True)

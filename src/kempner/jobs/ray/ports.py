@@ -145,6 +145,7 @@ def default_ports(
     shares = nodes if stride else 1
     before = len(fixed) + stride * (nodes - 1)  # of the workers'
     parts = max(1, len(allowed) // (before + shares * WORKERS_A_CPU * cpus))
+    # By the number of the job: jobs that share a host cannot ask each other.
     digits = re.sub(r"\D", "", variables.get("SLURM_JOB_ID", "")) or "0"
     width = len(allowed) // parts
     first = allowed[0] + int(digits) % parts * width

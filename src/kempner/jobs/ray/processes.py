@@ -49,6 +49,7 @@ class Processes:
     def exit_code(self, pid: int) -> int | None:
         """The exit code of a child that has ended; reaps all that have."""
         with contextlib.suppress(ChildProcessError):
+            # Any child: a subreaper has to reap the orphans that it was given, too.
             while (result := os.waitpid(-1, os.WNOHANG))[0]:
                 self.codes[result[0]] = os.waitstatus_to_exitcode(result[1])
         return self.codes.get(pid)
@@ -57,6 +58,7 @@ class Processes:
     def children(pid: int) -> list[int]:
         text = ""
         with contextlib.suppress(OSError):
+            # Each thread has a list of the children that it has started itself.
             for task in os.listdir(f"/proc/{pid}/task"):
                 text += Path(f"/proc/{pid}/task/{task}/children").read_text()
         return [int(child) for child in text.split()]
@@ -74,6 +76,7 @@ class Processes:
             while self.exit_code(main) is None and time.monotonic() < end:
                 time.sleep(0.05)
         end = time.monotonic() + RAY_STOPS_S
+        # Again until there is none: a process may start another between the look and its end.
         while (pids := list(self.descendants(os.getpid()))) and time.monotonic() < end:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):

@@ -46,7 +46,8 @@ class RayProgram:
             self._process.kill()
 
 
-_Actor: Any = ray.remote(max_concurrency=2)(RayProgram)  # so that end() is heard while run() waits
+# Two calls at a time, so that end() is heard while run() waits.
+_Actor: Any = ray.remote(max_concurrency=2)(RayProgram)
 
 
 def place_programs(count: int, gpus: int) -> list[ray.actor.ActorHandle]:

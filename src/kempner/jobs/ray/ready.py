@@ -26,6 +26,7 @@ def alive_nodes(address: str) -> Census:
     from ray._raylet import GcsClient
 
     client = GcsClient(address=address)
+    # 0 is GcsNodeInfo.ALIVE; nodes that have died stay in the list.
     alive = [node for node in client.get_all_node_info(timeout=5).values() if node.state == 0]
     return {
         f"{node.node_manager_address}:{node.node_manager_port}": (

@@ -32,6 +32,8 @@ AFTER = {  # by decision
 }
 BAD_INPUT_REASON = "bad input"  # the batch script's word for a start that the program has refused
 CANCELLED_REASON = "the job was cancelled"  # its words after scancel
+# ECMA-48's control sequences, then the control characters but tab and line feed: what a program has
+# printed must not steer the terminal of whoever reads the reason.
 CONTROL_CHARACTERS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 REASON_WIDTH = 100  # characters of a reason in one line; the logs have the whole
 
@@ -71,9 +73,8 @@ class Attempt:
     state: AttemptState  # "killed" where nothing says how it ended: only the judge knows if it runs
     reason: str
     spares: tuple[str, ...]  # nodes of the job that were idle when it began
-    decision: (
-        str  # of the batch script: restart, requeue, chain, end, leave; "" where there is none
-    )
+    # Of the batch script: restart, requeue, chain, end, leave; "" where there is none.
+    decision: str
     why: str
     excluded: str  # the host that it left out of the next attempt
     gpu_faults: tuple[GpuFault, ...]

@@ -53,9 +53,8 @@ class StepEnd:
     lost: bool = False  # they do not answer: Slurm itself takes them out
     broken: bool = False  # their hardware is, or they do not see the program: no limit keeps them
     preflight: bool = False  # the preflight has failed
-    spent: tuple[
-        str, ...
-    ] = ()  # nodes with a fault that spares have replaced: Slurm has them still
+    # Nodes with a fault that spares have replaced: Slurm has them still.
+    spent: tuple[str, ...] = ()
     spares: int = 0  # idle nodes of the job
     nodes: int = 1  # of the job, without its spares
     needed: int = 1  # of the job, with them
@@ -124,6 +123,7 @@ def most_excluded(end: StepEnd) -> int:
 def leave_out(end: StepEnd) -> Nodes:
     """Choose the nodes that the next attempt leaves out."""
     hosts, names = end.faulty, ", ".join(end.faulty)
+    # Spares first: the job keeps its place, and nothing counts against KEMPNER_EXCLUDE.
     if hosts and len(hosts) <= end.spares and end.room:
         return Nodes(replaced=hosts)
     if end.lost:
@@ -138,6 +138,7 @@ def leave_out(end: StepEnd) -> Nodes:
     if not end.broken and end.excluded + len(hosts) > most:
         before = f"{end.excluded} were in the last day, " if end.excluded else ""
         return Nodes(note=f"{stays}{before}the limit is {most} (KEMPNER_EXCLUDE)")
+    # A job that is kept off too many nodes waits in the queue for ever.
     if end.others is None:
         return Nodes(note=f"{stays}Slurm did not say whether there are enough other nodes")
     if end.others < end.needed:
@@ -156,6 +157,7 @@ def may_restart(end: StepEnd, nodes: Nodes) -> bool:
     # A node that is lost or to be left out must be replaced.
     if (end.lost or end.preflight or nodes.excluded) and not nodes.replaced:
         return False
+    # The warning would come before a restart has done much; a requeue has a whole time limit again.
     if end.left is not None and end.left < 2 * end.start:
         return False
     # A run that fails at once would use up all attempts in seconds: a requeue waits, and may
@@ -168,6 +170,8 @@ def may_restart(end: StepEnd, nodes: Nodes) -> bool:
 
 OVER = ("done", "stopped", "failed")
 
+# The first rule that holds decides: certain ends of the run, then what Slurm is doing to the job,
+# then faults that end it, then where the next attempt begins.
 DECISION_RULES = (
     DecisionRule(
         "`status.json` of this attempt says done, stopped or failed",
@@ -177,6 +181,7 @@ DECISION_RULES = (
     ),
     DecisionRule(
         "exit code 2, and no start with this command has done a step: bad input",
+        # Where a file system is away, any program says that its input is missing.
         lambda e, n: bool(e.refused) and not e.trained and not e.site,
         "end",
         lambda e, n: BAD_INPUT_REASON + (f": {e.refused}" if e.refused.strip() else ""),
@@ -214,6 +219,7 @@ DECISION_RULES = (
     ),
     DecisionRule(
         "a fault that would come again, such as out of memory",
+        # A run that has saved and left in order goes on, whatever one of its ranks has met.
         lambda e, n: bool(e.final) and e.run != "interrupted",
         "end",
         lambda e, n: f"{e.final}; another attempt would end in the same way",

@@ -135,8 +135,10 @@ def fits_type(hint: Any, value: Any) -> bool:
         return isinstance(value, list) and all(fits_type(item, each) for each in value)
     if origin is dict:
         return isinstance(value, dict) and all(fits_type(float, each) for each in value.values())
+    # "Not less" rather than "at least": a comparison with NaN is always false.
     if isinstance(value, int | float) and not abs(value) < LATEST_TIME:  # NaN, too
         return False
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
+    # In Python true is an int, too.
     return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))

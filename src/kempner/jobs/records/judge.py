@@ -89,6 +89,7 @@ def records_of(run_dir: Path) -> tuple[list[_Record], str]:
     """Read the records of the run, and what is wrong with the file system if they cannot be
     read."""
     try:
+        # read_records() takes what cannot be read for empty: a run that has never started.
         with open(run_dir / "attempts.jsonl", "rb") as file:
             file.read(1)
     except FileNotFoundError:
@@ -137,6 +138,7 @@ def collect_facts(
     decisions = [r for r in records if r.get("event") == "decision" and r.get("job") in jobs]
     ours = [r for r in records if r.get("attempt_id") == attempt_id]
     faults = [record for record in ours if record.get("event") == "fault"]
+    # After `faults`: a replica's crash does not end the step, but a GPU found broken there counts.
     for path in sorted(run_dir.glob("replicas/*")):
         found_there = read_records(path / "attempts.jsonl")
         ours += [r for r in found_there if r.get("attempt_id") == attempt_id]
@@ -144,6 +146,7 @@ def collect_facts(
 
     broken, device = broken_hosts(ours)
     nodes = facts.words("places")
+    # By the surest sign first: a broken device, a task that did not start, then ranks and srun.
     host = (
         ",".join(broken)
         or launch_failed_on(srun_text, facts.count("tasks", 1), nodes)
@@ -153,6 +156,7 @@ def collect_facts(
     script = sees_no_program(faults, srun_text)
     if script and not os.path.exists(script):  # nor does this host: it is gone
         host = ""
+    # Twice in a row: one crash alone may be the program's.
     again = bool(broken) or (bool(host) and host == blamed_before(decisions))
     bad, lost_hosts = facts.words("bad"), facts.words("lost")
     blind = again and bool(script)
@@ -163,6 +167,7 @@ def collect_facts(
         fault = f"{BROKEN_HOST} {device}"
     faulty = lost_hosts or (bad if facts.flag("preflight") else broken or (host,) * again)
     blamed = ",".join(lost_hosts or (bad if facts.flag("preflight") else (host,)))
+    # Who leaves in order has no fault, but for wrong numbers: mended, but the host is left.
     orderly = facts.text("run") == "interrupted"
     if orderly and not any(record.get("kind") == "corruption" for record in faults):
         faulty, blamed = (), ""
@@ -171,6 +176,7 @@ def collect_facts(
         fault = "was replaced by a spare node"
 
     away = controller_away(srun_text)
+    # Records that cannot be read prove nothing: as bad input this start would end the run.
     trained = bool(unread) or jobs_have_trained(records, jobs, facts.text("command"))
     site = "" if orderly else unread or away or site_fault(faults, len(nodes))
     # A check that has ended otherwise than by bad input: an unreadable file, a lack of memory, a
@@ -182,6 +188,7 @@ def collect_facts(
         before = facts.count("before", -1)
     elif decisions and facts.count("committed_before", -1) > _step(decisions[-1]):
         before = in_vain = 0  # an attempt that could not record its end has come further
+    # Not counted: a fault of the site, and a start that was asked to leave before it trained.
     count = before + (0 if site or facts.flag("cut_short") else 1)
     if facts.count("committed", -1) > facts.count("committed_before", -1):
         count = 0
@@ -192,6 +199,7 @@ def collect_facts(
         run=facts.text("run"),
         what=facts.text("what") or "the step has ended",
         refused=(facts.text("refusal") or " ") if facts.count("code", 0) == 2 else "",
+        # Another job's steps in this run directory do not make this one's input good.
         trained=bool(unread) or (trained and IN_USE not in facts.text("refusal")),
         final=final_reason(faults),
         site=site,

@@ -69,6 +69,7 @@ def append_speed(folder: Path, node: str, line: Record) -> None:
         write_atomic(path, b"".join(lines[len(lines) // 2 :]))
     end_torn_line(path)
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC)
+    # Unbuffered: one write() a line, which O_APPEND keeps apart from that of another job.
     with open(fd, "ab", buffering=0) as file:
         file.write(json.dumps(line).encode() + b"\n")
 

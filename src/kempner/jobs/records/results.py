@@ -29,7 +29,8 @@ def record_result(run_dir: Path, step: int, figures: Mapping[str, float]) -> Non
 
 
 def add_without_trainer(run_dir: Path) -> None:
-    from kempner.jobs.records.state import read_lock  # which the trainer does without
+    # The trainer, which calls add_results() alone, does without it.
+    from kempner.jobs.records.state import read_lock
 
     if read_lock(run_dir, time.time()).holder is False:  # None: that is not known
         add_results(run_dir, LineFile(run_dir / "metrics.jsonl").write)

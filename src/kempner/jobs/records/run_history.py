@@ -44,11 +44,8 @@ COUNTED_FIGURES = dict.fromkeys(NONE) | {"checkpoint_time": 0.0, "eval_time": 0.
 ROUND = ("round", "replicas", "bytes_sent", "bytes_data_parallel", "outer_time")
 SAVE = ("saved_step", "save_stall", "save_drain")
 LARGEST_NUMBER = 1e300  # a larger number is damage; the sum of many smaller ones is still finite
-SAMPLE_BLOCKS, SAMPLE_BLOCK_BYTES, SAMPLE_TAIL_BYTES = (
-    64,
-    1 << 12,
-    1 << 15,
-)  # blocks, bytes of one, bytes at the end
+# Of a long file: blocks, bytes of each, and bytes at the end.
+SAMPLE_BLOCKS, SAMPLE_BLOCK_BYTES, SAMPLE_TAIL_BYTES = 64, 1 << 12, 1 << 15
 RECORDS = ("status.json", "attempts.jsonl", "metrics.jsonl", "lock")
 
 

@@ -35,11 +35,13 @@ class RankLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lines = LineFile(self.path)
         self.file: IO[str] = open(self.path, "a", buffering=1)  # noqa: SIM115
-        self.stderr = os.dup(2)  # the console's, of any rank
+        # Kept for errors: on all ranks but the first the log takes its place below.
+        self.stderr = os.dup(2)
         self.background = Background(self.to_stderr)
         if world.rank == 0:
             swap_link(run_dir / "logs" / "latest", f"attempt-{attempt}")
         if not world.leads:
+            # The descriptors themselves: NCCL and child processes write past sys.stdout.
             os.dup2(self.file.fileno(), 1)
             os.dup2(self.file.fileno(), 2)
 

@@ -70,6 +70,7 @@ class RunRecords:
     def last_event(self, event: Event) -> None:
         """Append the event of a process that has lost the run: ahead of pending writes, and where
         another rank 0 does not write. Raises OSError."""
+        # Not through the background: this process ends without waiting for its queue.
         events.append_event(events.own_file(self._all), event)
 
     def status(self, state: str, reason: str, step: int | None, max_steps: int | None) -> None:
@@ -88,6 +89,7 @@ class RunRecords:
             except OSError as error:
                 if error.errno not in FULL:
                     raise
+                # The blocks of the reserve are what makes room for the second try.
                 self._reserve.unlink(missing_ok=True)
                 write()
 

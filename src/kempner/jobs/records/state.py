@@ -72,10 +72,8 @@ def read_lock(run_dir: Path, now: float) -> Lock:
         return FREE
     except (OSError, ValueError, KeyError, TypeError):
         return Lock(holder=None)
-    if host == host_name() and boot in (
-        None,
-        pid_namespace(),
-    ):  # else that host has another's processes
+    # Under another kernel, or in a container's namespace, the number is of another process.
+    if host == host_name() and boot in (None, pid_namespace()):
         return Lock(birth_ticks(pid) == born, beat, cluster)
     return Lock(now - beat < LOCK_BEAT_LOST_S, beat, cluster)
 
@@ -136,9 +134,11 @@ def _judge(
         return RunState(refusal.word, refusal.reason, attention=refusal.word == "refused")
     if last is None:
         return RunState("starting") if lives else _ended(last, job)
+    # Unless somebody has requeued it since: then it starts again.
     if last.decision == "leave" and last.why.startswith(CANCELLED_REASON) and _is_ending(job):
         return RunState("cancelled", last.why) if last.state == "killed" else _ended(last, job)
     if last.state != "killed" or last.decision:  # it has ended; does a new one load already?
+        # A beat after that end is of a new start: the lock of the old one may have stayed.
         again = lock.holder and lock.beat > last.ended
         again = again or (queued and last.decision in (*AFTER, "leave"))
         return RunState("starting") if again else _ended(last, job)
@@ -171,6 +171,7 @@ def _ended(last: Attempt | None, job: SlurmJob | None) -> RunState:
 
 def _silent(last: Attempt, lines: Sequence[Record]) -> RunState | None:
     """Return the state of a run whose process is there, but which trains no more."""
+    # The median of the last gaps: one validation or one slow save does not change it.
     times = [line["time"] for line in lines[-20:] if line.get("attempt", -1) == last.number]
     gaps = [b - a for a, b in itertools.pairwise(times)]
     limit = max(RUN_SILENCE_S, SILENT_INTERVALS * statistics.median(gaps)) if gaps else FIRST_LINE_S

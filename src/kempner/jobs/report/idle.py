@@ -27,6 +27,7 @@ def idle_share(run: History) -> float | None:
     ]
     waited = statistics.fmean(waits) if waits else 0.0
     idle = sum(parts[part] for part in IDLE_PARTS)
+    # A wait is a share of a step's time: it belongs to the steps, also to those done again.
     return (idle + waited * (parts["training"] + parts["lost"])) / allocated
 
 

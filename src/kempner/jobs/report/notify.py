@@ -89,6 +89,7 @@ def notify_event(
     """Tell an event, unless it has been told; returns the problems, one line each. `sure`: also if
     that cannot be noted, such as on a full disk."""
     facts, why = run_facts(run, now), visible_text(" ".join(why[:LONGEST_REASON].split()))
+    # An attempt ends once, but may stall again at a later step.
     key = f"{attempt}-stall-{facts['step']}" if event == "stall" else f"{attempt}-end"
     claim = run.path / "notified" / re.sub(r"[^\w.-]", "_", key)
     name = visible_text(str(run.path))

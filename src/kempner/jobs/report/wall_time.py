@@ -172,6 +172,7 @@ class _Phases:
         stepping -= stalled
         lost_seconds = stepping * stretch.lost / (stretch.last - stretch.first)
         end = self.at + seconds
+        # Where in the stretch is not recorded: stalls come first, saves and validation last.
         if stalled:
             self.until(self.at + stalled, "stalled")
         self.until(self.at + stepping - lost_seconds, "training")
@@ -236,9 +237,11 @@ def _stretches(
         clock += line["step_time"] * count
         when = max(at, min(line["time"], clock))
         if step <= last_step:  # the run went back to a checkpoint after the step `reached`
+            # How far is not recorded; this is the first line since, one interval later at most.
             back = max((step - 1) // every * every, min(first, step - 1))
             undone = reached - done
             if undone > 0:
+                # Steps before the return and those after it share the time between the lines.
                 middle = at + (when - at) * undone / (undone + step - back)
                 stretches.append(Stretch(i, done, reached, at, middle))
                 at = middle

@@ -43,6 +43,7 @@ class Background:
             text = (
                 f"{now[1]}: no answer from the file system for {BEHIND_S:.0f} s; training continues"
             )
+            # In a thread: standard error may be on the same file system.
             threading.Thread(target=self._complain, args=(text,), daemon=True).start()
 
     def flush(self, seconds: float) -> bool:
@@ -50,6 +51,7 @@ class Background:
         `seconds`."""
         done = threading.Event()
         try:
+            # Writes are done in order: when this one is, so are all before it.
             self._waiting.put((done.set, None), timeout=seconds)
         except queue.Full:
             return False

@@ -137,6 +137,7 @@ def read_manifest_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def _kind_of_directory(path: Path, names: set[str]) -> Kind:
+    # The surest sign first; what is guessed from names alone comes last.
     if read_run_id(path):
         return Kind.RUN
     if (marked := read_mark(path)[0]) is not None:
@@ -156,6 +157,7 @@ def _kind_of_directory(path: Path, names: set[str]) -> Kind:
         return Kind.MODEL
     if any(_is_sidecar(_object(path / f"dataset.{end}")) for end in ("json", "partial.json")):
         return Kind.DATA
+    # A file of such a name that holds no object is somebody else's.
     ours = all(_object(path / name) for name in names.intersection(OBJECTS))
     sizes = [(path / name).stat().st_size for name in names.intersection(LINES)]
     ours = ours and bool(events or not any(sizes))

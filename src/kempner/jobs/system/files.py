@@ -41,6 +41,7 @@ def write_atomic(
             else:
                 file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
+            # Before the rename: else a crash of the host may leave the new name with an empty file.
             os.fsync(file.fileno())
         fresh.replace(path)
     except BaseException as error:
@@ -49,6 +50,7 @@ def write_atomic(
         if isinstance(error, OSError):  # a full disk comes without a name, another with `fresh`
             error.filename, error.filename2 = str(path), None
         raise
+    # The rename is durable once the directory is.
     fsync(path.parent)
 
 
@@ -94,6 +96,7 @@ def read_jsonl(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []
+    # Not splitlines(), which also parts at U+2028 and others that a JSON string may have.
     lines = [line for line in text.split("\n") if line]
     try:  # all in one call: a file may have 100,000 lines
         records = json.loads(f"[{','.join(lines)}]")
@@ -124,7 +127,9 @@ class LineFile:
         data = f"{line}\n".encode()
         if self._torn:
             data = b"\n" + data
+        # Until the line is complete: any error may leave a part of it.
         self._torn = True
+        # A raw write() takes a part of it where the disk fills up.
         if self._file.write(data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._torn = False

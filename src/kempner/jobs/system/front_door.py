@@ -90,6 +90,8 @@ def run_module(
 ) -> NoReturn:
     """Run run_program() for a module that a script starts with `least` to `most` positional
     words."""
+    # Not at the top: Ray's parts import this module with the standard library alone, and
+    # configurations take tomli where Python is 3.10.
     from kempner.config.option import ConfigError
 
     def act(words: list[str]) -> int | None:

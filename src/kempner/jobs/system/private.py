@@ -57,6 +57,7 @@ def _wrong_above(path: Path) -> str:
         status = above.stat()
         if status.st_uid not in owners:
             return f"{above} belongs to another user"
+        # With the sticky bit, as on /tmp, only the owner of an entry may rename or remove it.
         if status.st_mode & WRITABLE and not status.st_mode & stat.S_ISVTX:
             return f"{above} may be written by others (mode {stat.S_IMODE(status.st_mode):o})"
     return ""

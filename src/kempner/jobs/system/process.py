@@ -17,6 +17,7 @@ def birth_ticks(pid: int) -> str | None:
     """Return when a process of this host began, in ticks since boot; None if there is none of that
     id, or only a zombie."""
     try:
+        # After the name, which may have blanks: state (3 in proc(5)), num_threads (20), starttime.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         # While a process exits, its first thread is a zombie before its last one has ended.
         state, threads = fields[0], int(fields[17])

@@ -57,6 +57,7 @@ def follow_run(name: str, run_dir: Path, forever: bool) -> int:
         over.set()
     is_over = over.wait  # within so many seconds
     with contextlib.ExitStack() as stack:
+        # Waited for, not refused: an earlier attempt's tracker may be passing on its last points.
         file = stack.enter_context(open(run_dir / f".{name}.lock", "w"))
         while not _lock(file.fileno()):
             if is_over(METRICS_POLL_S):

@@ -32,6 +32,7 @@ class TensorBoard:
         name = f"events.out.tfevents.{time.time_ns() // 1000}.{host_name()}.{os.getpid()}"
         self._file = open(folder / name, "wb")  # noqa: SIM115
         self._writer = RecordWriter(self._file)
+        # In files of an older version TensorBoard does not heed SessionLog.START: see write().
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         text = (run_dir / "config.toml").read_text()
         summary = text_pb(CONFIG_TAG, "\n".join(f"    {line}" for line in text.splitlines()))

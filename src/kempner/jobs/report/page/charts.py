@@ -22,9 +22,8 @@ CurvePoints = Sequence[
 BUCKETS = 300
 GRID = 1000  # units of the drawing, each way
 LARGEST_DRAWN, SMALLEST_DRAWN = 1e30, 1e-30  # beyond them a value is drawn as not finite, and as 0
-LOG_AXIS_FROM = (
-    3.0  # largest over smallest: from here on a logarithmic axis shows more than the start
-)
+# Largest over smallest: from here on a logarithmic axis shows more than the start.
+LOG_AXIS_FROM = 3.0
 NARROW = 4  # labels of the axis below; on a phone every second one is left out
 
 
@@ -61,6 +60,7 @@ def curve_envelope(points: CurvePoints, buckets: int = BUCKETS) -> list[list[Buc
         return []
     low, high = points[0][0], points[-1][0]
     width = (high - low) / buckets or 1.0
+    # Then each point is a bucket of its own.
     few = len(points) <= 2 * buckets
     pieces: list[list[Bucket]] = [[]]
     group: list[tuple[float, float]] = []
@@ -80,6 +80,7 @@ def curve_envelope(points: CurvePoints, buckets: int = BUCKETS) -> list[list[Buc
             place = now
         if y is not None:
             group.append((x, y))
+        # Among many, the other points of the bucket stand for one that is missing.
         elif pieces[-1] and few:
             pieces.append([])
     close()
@@ -91,6 +92,7 @@ class Axis:
 
     def __init__(self, low: float, high: float, log: bool = False, count: int = 5) -> None:
         self.log = log
+        # A constant would have an axis without height.
         if high - low <= 1e-9 * max(abs(low), abs(high)):
             low, high = (low / 1.05, high * 1.05) if log else (low - 0.5, high + 0.5)
         self._low, self._high = self._at(low), self._at(high)
@@ -108,6 +110,7 @@ def axis_ticks(low: float, high: float, count: int) -> list[float]:
     rough = (high - low) / count
     unit = 10.0 ** math.floor(math.log10(rough))
     unit *= next(factor for factor in (1, 2, 5, 10) if factor * unit >= rough * 0.999)
+    # A tick at the very end must not be lost to rounding.
     first = math.ceil(low / unit - 1e-9)
     return [unit * k for k in range(first, math.floor(high / unit + 1e-9) + 1)]
 
@@ -124,6 +127,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 def short_label(value: float) -> str:
     """Format a number for labels: 1234 -> "1.23k"."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # With three digits 999.5 is "1e+03": from there on it is 1k.
         if abs(value) >= size * 0.9995:
             return f"{value / size:.3g}{unit}"
     return f"{value:.3g}"

@@ -73,6 +73,7 @@ def render_bar(
         for column in range(first, last + 1):
             left, right = began + column * width, began + (column + 1) * width
             inside = min(phase.ended, right) - max(phase.began, left)
+            # Never 0: the shares of a column are divided by their sum.
             seconds[column][phase.part] += max(inside, 1e-9)
     boxes: dict[str, list[tuple[int, int, float, float]]] = defaultdict(list)
     for column in sorted(seconds):
@@ -150,6 +151,7 @@ def render_time_axis(began: float, ended: float, now: float) -> str:
         604800,
     )
     unit = next((u for u in units if span / u <= 6), math.ceil(span / 6 / 86400) * 86400)
+    # Round in local time: a tick of a day is at its midnight.
     offset = time.localtime(began).tm_gmtoff
     first = math.ceil((began + offset) / unit) * unit - offset
     labels = []

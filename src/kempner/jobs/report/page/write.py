@@ -65,6 +65,7 @@ def write_page(
     else:
         results = [_tell(each) for each in work]
     lives = any(each.facts["state"] in LISTED_FIRST for each in results)
+    # To the target of a link: a rename would replace the link itself.
     write_atomic(page.resolve(), seal_text(render_document(results, now, every if lives else None)))
     return lives
 
