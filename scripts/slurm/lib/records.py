@@ -43,9 +43,17 @@ def append(path, *words):
 
 
 def write(path, *words):
-    with open(path, "w") as file:
-        json.dump(dict(parse(words), time=int(time.time())), file)
-        file.write("\n")
+    # A reader sees the old record or the new one, and a full disk leaves the old one.
+    unfinished = f"{path}.{os.getpid()}"
+    try:
+        with open(unfinished, "w") as file:
+            json.dump(dict(parse(words), time=int(time.time())), file)
+            file.write("\n")
+        os.replace(unfinished, path)
+    except OSError:
+        if os.path.exists(unfinished):
+            os.unlink(unfinished)
+        raise
 
 
 def values(path, *names):

@@ -28,7 +28,7 @@ def find_fork(source: str) -> Path:
 
 def hold_checkpoint(source: str, about: dict[str, Any], locks: contextlib.ExitStack) -> Choice:
     """Open the checkpoint RUN[@STEP] of another run, which may be training: its retention leaves
-    the checkpoint alone as long as `held` is open.
+    the checkpoint alone as long as `locks` is open.
 
     Raises ConfigError if there is none or it does not fit, Damaged.
     """

@@ -254,7 +254,7 @@ def ulysses_attention(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible, group: dist.ProcessGroup
 ) -> Tensor:
     """Compute attention of q [B, H, t, E] over k and v [B, K, t, E], contiguous parts each, with
-    the pattern `seen` of whole rows: [B, H, t, E]. n divides H; if it does not divide K, several
+    the pattern `visible` of whole rows: [B, H, t, E]. n divides H; if it does not divide K, several
     ranks get the same keys and values."""
     n, tokens = group.size(), q.shape[2]
     # As many copies as it takes to give each rank the same number of key-value heads.

@@ -476,7 +476,9 @@ def test_a_full_queue_says_so(engine: Client, worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_its_slots(engine: Client, stream: bool) -> None:
+def test_a_client_that_goes_away_frees_its_slots(
+    engine: Client, worker: Worker, stream: bool
+) -> None:
     """While its texts are paused, and while they are generated."""
     body = {"prompt": PROMPT, "max_tokens": 100, "n": 6, "stream": stream}
     engine.ask("/pause", {})
@@ -488,6 +490,7 @@ def test_a_client_that_goes_away_frees_its_slots(engine: Client, stream: bool) -
         connection.close()
         until(lambda: engine.busy() == 0)
     assert engine.figures()['texts_total{finish_reason="abort"}'] >= 6
+    assert not worker._jobs and not worker._parts  # nor their memory
     assert len(engine.complete(PROMPT, temperature=0)[0]["token_ids"]) == 16
 
 

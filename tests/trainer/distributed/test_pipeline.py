@@ -130,6 +130,21 @@ def test_a_stop_and_a_step_that_is_not_finite_on_one_rank(
     assert [found[i] for i in range(1, 9)] == pytest.approx([one[i] for i in range(1, 9)], rel=1e-5)
 
 
+def test_a_stage_that_cannot_save_does_not_stop_the_others(data_dir: Path, tmp_path: Path) -> None:
+    """They wait for its table, and a save that fails is only missing."""
+    run, fault = tmp_path / "run", "fail at=kempner.checkpoint.checkpointer:collect_state:before"
+    words = (*TINY, *SHAPE, PP, "--train.micro_batch=2", "--eval.interval=0")
+    process = start_train(
+        *words, f"--data.dataset_path={data_dir}", f"--run.dir={run}", "--train.max_steps=8",
+        "--checkpoint.interval=4", nproc=2, program="tests/trainer/fault/faulty_train.py",
+        FAULTS=f"{fault} rank=1 nth=3",
+    )  # fmt: skip
+    said, err = process.communicate(timeout=240)
+    assert process.returncode == 0, said + err
+    assert "the checkpoint of step 4 failed" in said and "the test has broken this call" in said
+    assert [path.name for path in (run / "checkpoints").glob("step_*")] == ["step_00000008"]
+
+
 # --- Loss and every gradient ---------------------------------------------------------------------
 
 MANY = ["--model.n_layers=5", "--distributed.pp_stages_per_rank=2"]

@@ -19,7 +19,7 @@ from kempner.config.option import ConfigError
 from kempner.data.config import DataConfig, SourceConfig
 from kempner.data.mixture import Mixture
 from kempner.data.opening import Opening, open_held_out, open_sources
-from kempner.data.source import IGNORE, Shape, Source
+from kempner.data.source import IGNORE, DataError, Shape, Source
 from kempner.data.text.tokenizer import FileTokenizer, train_bpe
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=9), min_size=8, max_size=30)

@@ -108,7 +108,7 @@ def _open(path: str) -> Any:
         new = lzma.LZMADecompressor
     else:
         zstd = _zstd()
-        assert zstd is not None, "unreadable() was not asked"
+        assert zstd is not None, "compression_problem() was not asked"
         if zstd.__name__ == ZSTD:
             one = zstd.ZstdDecompressor(max_window_size=1 << WINDOW_LOG)
             new, limit = one.decompressobj, ()

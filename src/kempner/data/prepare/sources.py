@@ -64,7 +64,7 @@ class BadLine:
     path: str
     name: str  # of the source
     piece: int  # in its unit, from 0
-    number: int  # in that piece, from 0; of Writer.bad_lines: in the file, from 1
+    number: int  # in that piece, from 0; of ShardWriter.bad_lines: in the file, from 1
     reason: str
 
 

@@ -15,8 +15,8 @@ from kempner.extensions.hf.source import CONFIG_FILE
 
 
 def compare_with_transformers(directory: Path, own_config: dict[str, Any]) -> str:
-    """Compare `ours`, the [model] section from a config.json, with transformers' reading of the
-    same file. Returns a line about it; raises ConfigError with the differences."""
+    """Compare `own_config`, the [model] section from a config.json, with transformers' reading of
+    the same file. Returns a line about it; raises ConfigError with the differences."""
     try:
         import transformers
     except ImportError:

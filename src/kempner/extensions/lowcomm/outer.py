@@ -9,7 +9,7 @@ steps later, while the replicas train on, and a replica keeps alpha of its own w
 Everything here works on the part of each parameter that this rank has, so anchors and momentum are
 cut as FSDP cuts the parameters, and rank i of a replica talks to rank i of the others alone. Where
 a replica has copies of the weights (HSDP), each sends some rows, and gets the others from its like,
-over the fast network. How replicas talk is not known here: see Exchange.
+over the fast network. How replicas talk is not known here: see ReplicaExchange.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Exchange between the processes of one attempt, as files in RUN/rl/ATTEMPT. No torch.
 
-    start.json                the trainer, once it has resumed: Start
+    start.json                the trainer, once it has resumed: ExchangeStart
     weights/v00000007/        a model in Hugging Face's form; manifest.json in it comes last
     rollouts/step_00000008/   rank_0.safetensors ...; batch.json in it comes last
     scores/step_00000008      the trainer: its log-probabilities of the first row, see Batch.scored

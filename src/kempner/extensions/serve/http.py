@@ -180,7 +180,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
 
     def _no_route(self, path: str, is_route: bool) -> None:
-        """Answer an unknown path. `known`: some routes have the method."""
+        """Answer an unknown path. `is_route`: some routes have the method."""
         methods = "GET, HEAD" if path in GET or path.startswith(MODEL) else "POST"
         if is_route or (path not in GET | POST and not path.startswith(MODEL)):
             message = f"{self.command} {path[:80]}: the routes are {', '.join(GET | POST)}"

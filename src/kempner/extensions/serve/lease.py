@@ -45,7 +45,7 @@ class Lease:
 
     def take(self, run: str) -> bool:
         """Take the engine for a run; returns whether the weights were of another attempt, or of
-        none. Raises Leased."""
+        none. Raises LeaseHeld."""
         with self._lock:
             if self.held(run):
                 raise LeaseHeld(

@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 def replace_weights(model: Decoder, name: str) -> None:
     """Read the weights of a directory in Hugging Face's form, or of RUN[@STEP], into the model.
-    Raises Refused; after any other error the model is unusable."""
+    Raises LeaseRefused; after any other error the model is unusable."""
     with contextlib.ExitStack() as reading:
         try:
             # All that can be refused comes before load_weights(), which overwrites the model.

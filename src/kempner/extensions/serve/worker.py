@@ -143,7 +143,7 @@ class Worker:
 
     def update(self, source: str, version: int | None) -> int:
         """Load new weights; texts in work continue with them. Returns their version. Raises
-        Refused: the old ones stay; Unavailable: none are loaded now."""
+        LeaseRefused: the old ones stay; Unavailable: none are loaded now."""
 
         def read(model: Decoder) -> int:
             weights.replace_weights(model, source)

@@ -52,7 +52,7 @@ def meeting_failure_causes() -> str:
 
 
 class Rank(Protocol):
-    """The part of a process_group.World that ranks need to meet."""
+    """The part of a placement.World that ranks need to meet."""
 
     @property
     def rank(self) -> int: ...

@@ -200,7 +200,7 @@ class RayNode:
         return bool(self.signal)
 
     def run(self) -> None:
-        """Run Ray until a signal or the file ENDED asks for the end. Raises Fault."""
+        """Run Ray until a signal or the file ENDED asks for the end. Raises RayFault."""
         plan = self.plan
         # Before Ray starts, so that the job ends with a message that names the port.
         if busy := busy_ports(plan.ports, plan.index):

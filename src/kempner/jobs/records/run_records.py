@@ -74,7 +74,7 @@ class RunRecords:
         events.append_event(events.own_file(self._all), event)
 
     def status(self, state: str, reason: str, step: int | None, max_steps: int | None) -> None:
-        """Write status.json, which the batch script and the history package read. `step`,
+        """Write status.json, which the batch script and run_history.py read. `step`,
         `max_steps`: None if unknown."""
         head = self.head(step)
         del head["restart"]

@@ -180,8 +180,8 @@ class KitEngine:
     counters: tuple[str, ...] = ("kempner_prefill_tokens_total", "kempner_generated_tokens_total")
 
     def __init__(self, url: str, token: str, run: str | None = "") -> None:
-        """`run`: see Exchange.run; an engine with weights of another attempt must first be given
-        those of this one. None: it may have any weights, unless another run uses it."""
+        """`run`: see RolloutExchange.run; an engine with weights of another attempt must first be
+        given those of this one. None: it may have any weights, unless another run uses it."""
         self.url, self._token, self._run = url, token, run
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 80
@@ -245,7 +245,8 @@ class KitEngine:
             raise Lost(f"it has weights of another run, {run}")
 
     def _ours(self, run: str, leased: Callable[[], bool]) -> None:
-        """Check the weights before a request. Raises Busy; Leased if that run uses the engine."""
+        """Check the weights before a request. Raises Busy; EngineLeased if that run uses the
+        engine."""
         if run not in ("", self._run) and leased():
             raise EngineLeased(f"it has weights of another run, {run}, which uses it")
         try:

@@ -5,7 +5,7 @@
 
 It waits for the first version of the weights, starts `vllm serve` with it, and publishes the URL
 when requests are taken. vLLM is found in the Python that KEMPNER_VLLM names, else in this one. The
-client of its routes is VllmEngine in engines.py. Exit code: vLLM's, 0 after SIGTERM, 2 on bad
+client of its routes is VllmEngine in client.py. Exit code: vLLM's, 0 after SIGTERM, 2 on bad
 input.
 
 In vLLM's process this module is the middleware that asks each request for the token, and lets one

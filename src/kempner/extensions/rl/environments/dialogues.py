@@ -90,8 +90,10 @@ def evaluate_arithmetic(text: str) -> str:
 
 
 def _value(node: ast.expr) -> float:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return node.value
+    if isinstance(node, ast.Constant):
+        value = node.value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand)
     if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:

@@ -3,7 +3,6 @@ orchestrator's."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import shutil

@@ -1,5 +1,5 @@
-"""Text of the page as HTML: everything that comes from a file goes through `shown`, and every link
-through `link`. No torch."""
+"""Text of the page as HTML: everything that comes from a file goes through `escape_html`, and every
+link through `file_link`. No torch."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class PipeClosed(Exception):
 
 
 def send_message(fd: int, message: bytes, end: float) -> None:
-    """Send a message by the time `end`, of the monotonic clock. Raises Late or Ended."""
+    """Send a message by the time `end`, of the monotonic clock. Raises Late or PipeClosed."""
     os.set_blocking(fd, False)
     rest = memoryview(PIPE_LENGTH.pack(len(message)) + message)
     while rest:
@@ -35,7 +35,7 @@ def send_message(fd: int, message: bytes, end: float) -> None:
 
 
 def receive_message(fd: int, end: float, most: int = LARGEST_PIPE_MESSAGE) -> bytes:
-    """Receive a message of at most `most` bytes. Raises Late or Ended."""
+    """Receive a message of at most `most` bytes. Raises Late or PipeClosed."""
     (length,) = PIPE_LENGTH.unpack(_read(fd, PIPE_LENGTH.size, end))
     # A program of the model may have written any length: it must not cost memory.
     if length > most:
