@@ -273,8 +273,8 @@ kp_start_spare_command() { # with KEMPNER_SPARE_COMMAND: runs it once on each id
     [[ -n ${KEMPNER_SPARE_COMMAND:-} ]] && ((${#KP_SPARES[@]} > 0)) || return 0
     ((KP_GPUS == 0)) || gpus=(--gpus-per-node="$KP_GPUS")
     kp_log "${KP_SPARES[*]}: idle, and run KEMPNER_SPARE_COMMAND (logs/spare.log)"
-    kp_beside spare "${gpus[@]}" --cpus-per-task="$cpus" "${KP_SPARES[@]}" -- \
-        nice -n 19 bash -c "$KEMPNER_SPARE_COMMAND"
+    KEMPNER_RUN_DIR=$KP_RUN_DIR kp_beside spare "${gpus[@]}" --cpus-per-task="$cpus" \
+        "${KP_SPARES[@]}" -- nice -n 19 bash -c "$KEMPNER_SPARE_COMMAND"
     KP_SPARE=$!
 }
 

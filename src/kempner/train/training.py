@@ -131,6 +131,11 @@ class Training:
         self.recorder.step(result)
         if self.stragglers is not None:
             self.stragglers[1].update(result.step, result.values)
+        if (asked := result.values[requests.ASKS_REPLAY]) > 0:
+            if self.replay is None:
+                self.run.announce("REPLAY file: no effect without resilience.replay_every")
+            else:
+                self.replay.ask(int(asked) - 2)
         if self.replay is not None and self.replay.verdict is not None:
             return self.replay.verdict
         return self.nonfinite.judge(result, self.replicas.may_go_back(self.progress))
@@ -153,6 +158,9 @@ class Training:
                 self.run,
             )
         self.judged = self.progress
+        self.run.step = self.progress.step
+        if self.replay is not None:
+            self.replay.begin(self.progress.step)
         self.recorder.begin(self.progress)
         return verdict
 

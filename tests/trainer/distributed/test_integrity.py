@@ -40,10 +40,15 @@ def runs(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """A run of that name, done once."""
     place = tmp_path_factory.mktemp("integrity")
 
-    def run(name: str, *words: str, nproc: int = 2, faults: str = "", code: int = 0) -> Path:
+    def run(
+        name: str, *words: str, nproc: int = 2, faults: str = "", code: int = 0, replay: str = ""
+    ) -> Path:
         path: Path = place / name
         if path.exists():
             return path
+        if replay:
+            path.mkdir()
+            (path / "REPLAY").write_text(replay)
         words = (*TINY, *SETTINGS, f"--data.dataset_path={data_dir}", f"--run.dir={path}", *words)
         process = start_train(
             *words, nproc=nproc, program="tests/trainer/fault/faulty_train.py", FAULTS=faults
@@ -136,6 +141,19 @@ def test_a_device_that_is_always_wrong(runs: Runs, what: str, place: str) -> Non
     assert status(run)["state"] == "running", "not the end of the run: it is started again"
     sound = losses(runs("sound", "--train.deterministic", nproc=3))
     assert {step: sound[step] for step in range(1, 5)}.items() <= losses(run).items()
+
+
+@pytest.mark.parametrize(("replay", "ranks"), [("1\n", [1]), (" ", [0, 1])])
+def test_a_spare_decides_between_two(runs: Runs, replay: str, ranks: list[int]) -> None:
+    """Without it either of them could be the one that is always wrong."""
+    words = (
+        "--resilience.replay_every=1000000",
+        "--train.max_steps=100000",
+        "--train.deterministic",
+    )
+    more = {"faults": "flip of=product from=0 to=9999999 rank=1", "replay": replay, "code": 1}
+    (fault,) = faults_of(runs(f"asked {len(ranks)}", *words, "--checkpoint.interval=0", **more))
+    assert fault["ranks"] == ranks and "its own gradients of the weights" in fault["reason"]
 
 
 @pytest.mark.parametrize(

@@ -406,6 +406,7 @@ ARGUMENTS = {
     "activations.py model": "read", "activations.py data": "read",
     "activations.py --layers": "numbers", "activations.py --steps": "numbers",
     "activations.py --parts": "names", "activations.py --out": "activations.py --out",
+    "audit.py run": "its own names in a run with audit.json: REPLAY, attempts/HOST.jsonl",
     "convert.py source": "read", "convert.py run": "convert.py import RUN",
     "convert.py out": "convert.py export DIR", "convert.py --max-shard-size": "not a path",
     "convert.py directory": "read", "convert.py name": "a name on the hub",

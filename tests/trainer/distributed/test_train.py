@@ -214,6 +214,7 @@ def test_files_ask_for_a_save_and_for_a_stop(data_dir: Path, tmp_path: Path) -> 
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "SAVE").touch()
+    (run_dir / "REPLAY").touch()
     words = [*TINY, "--train.max_steps=100000", f"--data.dataset_path={data_dir}"]
     process = start_train(*words, f"--run.dir={run_dir}", nproc=2)
     deadline = time.monotonic() + 60
@@ -225,7 +226,8 @@ def test_files_ask_for_a_save_and_for_a_stop(data_dir: Path, tmp_path: Path) -> 
     assert process.returncode == 0, out + err
     assert status(run_dir)["state"] == "stopped"
     assert len(list(run_dir.glob("checkpoints/step_*"))) == 2
-    assert not list(run_dir.glob("S*"))
+    assert not list(run_dir.glob("S*")) and not (run_dir / "REPLAY").exists()
+    assert "REPLAY file: no effect without resilience.replay_every" in out
 
 
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(train: Train, tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 FAULTS holds one fault a line. With `once=FILE` it strikes a single time in the life of a run, with
 `rank=R` on that rank alone, with `start=N` in that start of the job by Slurm, from 0, with
-`replica=R` on that replica alone, with `program=NAME` in that program of rl.sh alone (faulty_rl/):
+`replica=R` on that replica alone, with `host=NAME` on that node of Slurm's alone, with
+`program=NAME` in that program of rl.sh alone (faulty_rl/):
 
     kill at=MODULE:FUNCTION:before nth=2    SIGKILL to itself at the nth call (also :after; 0: any)
     kill at=... signal=SIGTERM              or another signal
     hold at=MODULE:FUNCTION:before s=3      that call takes so much longer
-    wait at=MODULE:FUNCTION:before path=P   that call waits until the path exists, a minute at most
+    wait at=MODULE:FUNCTION:before path=P   that call waits until the path exists, a minute at most,
+                                            or s=300
     read at=MODULE:FUNCTION:before s=3      before that call a file is read so long, again and again
     fail at=MODULE:FUNCTION:before          that call raises OSError
     keep_gil at=...                         that call never ends, and no other thread runs
@@ -58,6 +60,9 @@ def strikes(fault: dict[str, str]) -> bool:
     starts = os.environ.get("SLURM_RESTART_COUNT") or "0"
     if fault.get("start", starts) != starts:
         return False
+    host = os.environ.get("SLURMD_NODENAME", "")
+    if fault.get("host", host) != host:
+        return False
     replica = os.environ.get("KEMPNER_REPLICA", "0")
     if fault.get("replica", replica) != replica:
         return False
@@ -103,7 +108,7 @@ def hold(fault: dict[str, str]) -> None:
 
 def wait(fault: dict[str, str]) -> None:
     def waits() -> None:
-        until = time.monotonic() + 60
+        until = time.monotonic() + float(fault.get("s", "60"))
         while not os.path.exists(fault["path"]) and time.monotonic() < until:
             time.sleep(0.01)
 

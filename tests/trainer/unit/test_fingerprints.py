@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from kempner.jobs.ranks.placement import World
 from kempner.train.integrity import fingerprint
 from kempner.train.integrity.fingerprint import NO_PLACE, Places, Trace, checksum
+from kempner.train.integrity.first_steps import AUDIT_FILE, FirstSteps, read_first_steps
 from kempner.train.integrity.votes import Ballot, Difference, difference, suspects
+from kempner.train.sections import RunConfig
 
 OUTPUT, OWN = 3, 17  # places: the output of block 3, own gradients of 8 blocks
 
@@ -129,3 +135,16 @@ def test_in_a_unit_the_first_place_counts() -> None:
         ballot((3, 5, 3, 1, 3), "zcccc", place=5),
     ]
     assert suspects(votes, [0, 0, 1, 1]) == {3}
+
+
+def test_records_of_a_branch_that_was_left_are_dropped(tmp_path: Path) -> None:
+    """Their checkpoints are about to be replaced by others of the same steps."""
+    file = tmp_path / AUDIT_FILE
+    file.write_text('[{"checkpoint": 4}, {"checkpoint": 8}]')
+    run: Any = SimpleNamespace(dir=tmp_path, world=World(0, 0, 1, "single"), cfg=RunConfig())
+    steps = FirstSteps(run, torch.device("cpu"))
+    steps.begin(8)
+    assert [record["checkpoint"] for record in read_first_steps(tmp_path)] == [4, 8]
+    steps.begin(4)
+    assert [record["checkpoint"] for record in read_first_steps(tmp_path)] == [4]
+    assert [steps.is_due(step) for step in (4, 5, 6)] == [False, True, False]

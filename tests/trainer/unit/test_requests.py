@@ -26,7 +26,7 @@ from kempner.train.resilience.requests import (
 def requests() -> StopRequests:
     """Without the handlers of signals, which are this process's."""
     stop = StopRequests.__new__(StopRequests)
-    stop.flags, stop._job_end, stop._profile = [0.0] * len(REQUESTS), None, 0.0
+    stop.flags, stop._job_end, stop._once = [0.0] * len(REQUESTS), None, {}
     stop._say = lambda text: None
     return stop
 

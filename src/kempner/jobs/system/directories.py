@@ -29,7 +29,7 @@ SHOWN_FILES = 3  # names of other files that a message has
 # have put there: sbatch's output, and configurations (config.toml is the run's own).
 BEFORE_THE_RUN = re.compile(
     r"(attempts|chain|gpu|metrics|replicas)\.jsonl|(status|bench|recompute)\.json|lock|report\.html"
-    r"|STOP|SAVE|PROFILE|README(\.\w+)?|attempts|logs|code|eval|rl|tune|replicas|notified|\d+"
+    r"|STOP|SAVE|PROFILE|REPLAY|README(\.\w+)?|attempts|logs|code|eval|rl|tune|replicas|notified|\d+"
     r"|\.(reserve|lock\.|rendezvous-|ask-|door|environment-|size-).*"
     r"|\..*\.new|.*\.(out|err|log)|(?!config\.toml$).*\.toml"
 )

@@ -1,1 +1,1 @@
-"""Wrong numbers that nobody reports: steps that are computed twice, checksums of the weights."""
+"""Wrong numbers that nobody reports: steps that are computed twice, checksums, audits."""

@@ -30,6 +30,7 @@ from kempner.train.resilience.requests import StopRequests, Verdict
 from kempner.train.step import StepSums, forward_backward
 
 if TYPE_CHECKING:
+    from kempner.train.integrity.first_steps import FirstSteps
     from kempner.train.objective import Objective
     from kempner.train.recording.run_directory import Run
     from kempner.train.sections import RunConfig
@@ -84,6 +85,13 @@ class Replay:
         self._tolerance: float | None = 0.0 if cfg.train.deterministic else None
         self._seconds: list[float] = []  # of replays
         self.verdict: Verdict | None = None  # once a fault was mended: leave its host
+        self._asked, self._suspect = False, -1  # for a comparison of the next step
+        self._first_steps: FirstSteps | None = None
+        if os.environ.get("KEMPNER_IDLE"):  # the job's spares, which may be auditors
+            from kempner.train.integrity.first_steps import FirstSteps, obstacle
+
+            self._first_steps = None if obstacle(cfg) else FirstSteps(run, device)
+        self.begin(run.step)
 
     def __call__(
         self,
@@ -100,21 +108,43 @@ class Replay:
         checks = replays or (every is not None and step % every == 0)
         state = self._state.take() if checks else {}
         at = _Step(model, objective, sums, step_tokens, self._random() if replays else ())
+        recorded = self._first_steps if self._tolerance is not None else None
+        if recorded is not None and not recorded.is_due(step):
+            recorded = None
         # The first pass already leaves fingerprints, so that a replay costs one step and not two.
         trace = Trace()
-        with self._witness.into(trace if replays else None):
+        with self._witness.into(trace if replays or recorded else None):
             numbers = forward_backward(model, objective, micro_batches, sums, step_tokens, leave)
-        if isinstance(numbers, Verdict) or not checks:
+        if isinstance(numbers, Verdict):
             return numbers
-        if replays:
+        if replays or recorded:
             self._finish(trace, numbers)
+            rows = trace.rows()
+        if recorded:
+            recorded.add(micro_batches, rows, self._tolerance or 0.0)
+        if replays:
             with self._patient(0.0):
-                numbers = self._replay(step, at, micro_batches, trace.rows(), state)
-        self._check_state(step, state)
+                numbers = self._replay(step, at, micro_batches, rows, state)
+            if self._asked and self.verdict is None:
+                self._run.announce(f"replay: all computations of step {step} agree")
+            self._asked, self._suspect = False, -1
+        if checks:
+            self._check_state(step, state)
         return numbers
+
+    def ask(self, suspect: int) -> None:
+        """Let the next step be computed again, by a rank of another host, too. `suspect`: the rank
+        that a spare differs from; -1: none."""
+        self._asked, self._suspect = True, suspect
+
+    def begin(self, step: int) -> None:
+        """The weights are now those of the checkpoint of `step`."""
+        if self._first_steps is not None:
+            self._first_steps.begin(step)
 
     def before_save(self) -> None:
         """Compare the replicas: none may be saved that differs."""
+        self.begin(self._run.step)
         if self._state.copies > 1:
             self._check_copies(self._run.step, self._state.take())
 
@@ -126,8 +156,8 @@ class Replay:
         every = self._cfg.resilience.replay_every
         saved = self._cfg.checkpoint.is_due(step) or step == self._cfg.train.max_steps
         if every is None:
-            return False
-        return step % every == 0 or (saved and self._cfg.checkpoint.save)
+            return self._asked
+        return step % every == 0 or (saved and self._cfg.checkpoint.save) or self._asked
 
     def _shift(self, step: int) -> int:
         """Return how many data ranks further the batch is computed: 0, its own rank, every second
@@ -135,7 +165,7 @@ class Replay:
         # By the number of the step alone: all ranks agree, also after a resume.
         shifts = self._peers.shifts
         turn, own = divmod(step // (self._cfg.resilience.replay_every or 1), 2)
-        if not shifts or (own and not self._cfg.checkpoint.is_due(step)):
+        if not shifts or (own and not (self._asked or self._cfg.checkpoint.is_due(step))):
             return 0
         return shifts[turn % len(shifts)]
 
@@ -237,6 +267,8 @@ class Replay:
             ballot = whole
         votes = self._peers.gather((ballot, self._peers.unit))
         found = suspects([ballot for ballot, _ in votes], [unit for _, unit in votes])
+        if self._suspect in found:  # by the vote of a spare, too
+            found = frozenset({self._suspect})
         differences = [d for b, _ in votes for d in b.differences if found.intersection(b.ranks)]
         telling = min((d for d in differences if d.place < NO_PLACE), default=Difference())
         what = (

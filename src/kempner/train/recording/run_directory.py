@@ -4,6 +4,7 @@ config.toml      the configuration of the last start
 status.json      state and step; attempts.jsonl: one line an event (jobs/records/events.py), those
                  of other ranks in attempts/HOST.jsonl
 metrics.jsonl    one line a logged step (recorder.py)
+audit.json       what each rank has computed after a checkpoint (integrity/first_steps.py)
 recompute.json   what train.recompute = auto has come to (resilience/room.py)
 logs/            attempt-K/rank-R.log; `latest` names the newest attempt
 lock             held by the run while it lives

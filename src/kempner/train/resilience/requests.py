@@ -68,6 +68,8 @@ SAVE_REQUEST, INTERRUPT_REQUEST, STOP_REQUEST = range(len(REQUESTS))
 REQUEST_FLAGS = ("asks_save", "asks_interrupt", "asks_stop")  # their names in the step's all-reduce
 ASKS_TIMED_SAVE = "asks_timed_save"  # of rank 0, where checkpoint.interval is no number of steps
 ASKS_PROFILE = "asks_profile"  # no verdict: the run goes on, and profiling.py does the rest
+# Nor this: integrity/replay.py compares the next step. 2 + R: a spare differs from rank R.
+ASKS_REPLAY = "asks_replay"
 
 OF_SIGNAL = {
     signal.SIGUSR2: SAVE_REQUEST,
@@ -94,7 +96,7 @@ class StopRequests:
         self._unsaid: list[str] = []  # what came before there was a log
         self._say: Callable[[str], None] = self._unsaid.append
         self._job_end: float | None = None
-        self._profile = 0.0
+        self._once = dict.fromkeys((ASKS_PROFILE, ASKS_REPLAY), 0.0)
         on_signals(OF_SIGNAL, lambda number: self.request(OF_SIGNAL[number], number.name))
 
     @staticmethod
@@ -102,8 +104,8 @@ class StopRequests:
         threading.Thread(target=target, args=args, daemon=True, name=name).start()
 
     def begin(self, run: RunView, reserve: Callable[[], float]) -> None:
-        """Log requests from now on. On rank 0 two more kinds count: the files STOP, SAVE and
-        PROFILE in the run directory, and the end of the SLURM job, `reserve()` seconds before it
+        """Log requests from now on. On rank 0 two more kinds count: the files STOP, SAVE, PROFILE
+        and REPLAY in the run directory, and the end of the SLURM job, `reserve()` seconds before it
         comes. A thread asks for each, because a file system or a controller that does not answer
         must not hold up the steps."""
         self._say = run.announce
@@ -144,24 +146,26 @@ class StopRequests:
                     self.request(
                         STOP_REQUEST if path.name == "STOP" else SAVE_REQUEST, f"{path.name} file"
                     )
-            with contextlib.suppress(OSError):
-                (run_dir / "PROFILE").unlink()
-                self._profile = 1.0
-                self._say("PROFILE file: a profile was requested")
+            for flag, what in ((ASKS_PROFILE, "a profile"), (ASKS_REPLAY, "a comparison")):
+                path = run_dir / flag.removeprefix("asks_").upper()
+                with contextlib.suppress(OSError):
+                    text = path.read_text(errors="replace").strip()
+                    path.unlink()
+                    self._once[flag] = 2.0 + int(text) if text.isdecimal() else 1.0
+                    self._say(f"{path.name} file: {what} was requested")
 
     def request(self, kind: int, name: str) -> None:
         self.flags[kind] = 1.0
         self._say(f"{name}: {REQUESTS[kind].reason}")
 
     def take_flags(self) -> dict[str, float]:
-        """Return the flags for this step's all-reduce. A request to save or to profile is handed
-        over once, one to leave stays."""
-        flags = {**dict(zip(REQUEST_FLAGS, self.flags, strict=True)), ASKS_PROFILE: self._profile}
+        """Return the flags for this step's all-reduce. A request to leave stays, all others are
+        handed over once."""
+        flags = {**dict(zip(REQUEST_FLAGS, self.flags, strict=True)), **self._once}
         # Only what is handed over: another request may come at any time.
         if flags[REQUEST_FLAGS[SAVE_REQUEST]]:
             self.flags[SAVE_REQUEST] = 0.0
-        if flags[ASKS_PROFILE]:
-            self._profile = 0.0
+        self._once |= {name: 0.0 for name in self._once if flags[name]}
         return flags
 
     def wants_to_leave(self) -> float:
