@@ -7,7 +7,8 @@ With resilience.replay_every a job with spares records what each rank has comput
 after a checkpoint. This program loads the checkpoint, computes the same for one rank after the
 other, and compares, bit for bit where the run's kernels are exact. Where a rank differs, and this
 device agrees with itself, the run is asked to compare its next step (RUN/REPLAY): its votes find
-the host. Exit code 0; 1 if this device computes wrong numbers; 2 on bad input.
+the host. Exit code 0; 3 if numbers were wrong: those of a rank, by hand, or of this device; 2 on
+bad input.
 """
 
 if __name__ == "__main__":
@@ -20,10 +21,13 @@ if __name__ == "__main__":
     first.start_program()  # before anything that may be missing or slow
 
 import argparse
+import contextlib
 import os
 import random
 import sys
 import time
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +38,11 @@ from kempner.config.command_line import argument_parser
 from kempner.config.loading import config_hash, load_config_files
 from kempner.jobs import slurm
 from kempner.jobs.records.event_reader import read_kind
-from kempner.jobs.records.events import FaultEvent, StartEvent, append_event, own_file
+from kempner.jobs.records.events import GpuFault, StartEvent, append_event, own_file
 from kempner.jobs.records.run_history import load_history
 from kempner.jobs.records.state import LIVE_STATES
 from kempner.jobs.system.files import name_of_step, write_atomic
-from kempner.jobs.system.front_door import run_program
+from kempner.jobs.system.front_door import explain_os_error, run_program
 from kempner.jobs.this_job import host_name
 from kempner.train.configure import set_allocator
 from kempner.train.sections import RunConfig
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
     from kempner.train.integrity.audit import Auditor
 
 POLL_S = 5.0
+WRONG = 3  # exit code: 1 is that of an error
 
 
 def main(argv: list[str]) -> int:
@@ -60,9 +65,9 @@ def main(argv: list[str]) -> int:
         stays = not options.by_hand or is_live(options.run)
         if audit.find():
             if not audit.compare_next():
-                return 1
+                return WRONG
         elif not stays or (options.by_hand and audit.obstacle):
-            return 0
+            return WRONG if audit.differed else 0
         else:
             time.sleep(POLL_S)
 
@@ -74,7 +79,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     options.by_hand = options.run is not None
     options.run = options.run or Path(os.environ.get("KEMPNER_RUN_DIR", ""))
-    if not options.run.name:
+    if options.run == Path():
         parser.error("outside of a job name a run, such as runs/7b")
     if options.by_hand and not (options.run / "config.toml").is_file():
         parser.error(f"{options.run}: is not a run that has begun: it has no config.toml")
@@ -89,16 +94,15 @@ class Audit:
     """One rank after the other of the newest first step whose checkpoint is there."""
 
     def __init__(self, run_dir: Path, by_hand: bool) -> None:
-        """`by_hand`: it may have ended."""
+        """`by_hand`: the run may have ended, and its records are left as they are."""
         self._dir, self._by_hand, self.obstacle = run_dir, by_hand, ""
         self._auditor: Auditor | None = None
-        self._records: list[dict[str, Any]] = []
-        self._stamp = 0  # of their file
-        self._record: dict[str, Any] = {"time": 0.0}
+        self._stamp = -1  # of the record's file
+        self._record: dict[str, Any] = {}
         self._manifest: dict[str, Any] = {}
         self._left: list[int] = []  # ranks of this record
         self._turn = random.randrange(1 << 16)  # several spares begin with several ranks
-        self._differed: set[str] = set()  # hosts
+        self.differed: set[str] = set()  # hosts
         self._said: set[str] = set()
 
     def _say(self, text: str, once: bool = False) -> None:
@@ -108,9 +112,9 @@ class Audit:
 
     def find(self) -> bool:
         """Load the weights of a newer record, if there is one; returns whether a rank is left."""
-        from kempner.train.integrity.first_steps import AUDIT_FILE, obstacle, read_first_steps
+        from kempner.train.integrity.first_steps import AUDIT_FILE, obstacle, read_first_step
 
-        file = self._dir / "config.toml"
+        file, there = self._dir / "config.toml", self._dir / AUDIT_FILE
         if not file.is_file():  # the run has not begun
             return False
         cfg = load_config_files(RunConfig, [file])
@@ -118,28 +122,41 @@ class Audit:
         if self.obstacle:
             self._say(f"one device cannot do what a rank of this run does: {self.obstacle}", True)
             return False
-        records = self._dir / AUDIT_FILE
-        stamp = records.stat().st_mtime_ns if records.exists() else 0
-        if stamp != self._stamp:
-            self._records, self._stamp = read_first_steps(self._dir), stamp
-        for record in reversed(self._records):
-            path = checkpoints_of(self._dir) / name_of_step(record["checkpoint"])
-            newer = record["time"] > self._record["time"]
-            if newer and record["config"] == config_hash(cfg) and (path / MANIFEST).is_file():
-                self._open(cfg, record, path)
-                break
+        stamp = there.stat().st_mtime_ns if there.exists() else 0
+        if stamp == self._stamp:
+            return bool(self._left)
+        self._stamp = stamp
+        try:
+            record = read_first_step(self._dir)
+        except (ValueError, OSError) as error:
+            self._say(f"{there}: cannot be read, or was written by another version: {error}")
+            return bool(self._left)
+        if record is None:
+            self._say(
+                f"{there} is not there yet: a job with spares (KEMPNER_SPARES) writes it after "
+                "the first step that follows a checkpoint"
+            )
+        elif record["config"] != config_hash(cfg):
+            self._say(f"{there} is of another configuration than {file}: nothing is compared")
+        else:
+            self._open(cfg, record)
         return bool(self._left)
 
-    def _open(self, cfg: RunConfig, record: dict[str, Any], path: Path) -> None:
+    def _open(self, cfg: RunConfig, record: dict[str, Any]) -> None:
         from kempner.train.integrity.audit import Auditor
 
+        path = checkpoints_of(self._dir) / name_of_step(record["checkpoint"])
+        mesh = (record["config"], record["ranks"], record["per_node"])
         if self._auditor is None:
-            self._auditor = Auditor(cfg, record, self._say)
-        elif (self._record["config"], self._record["ranks"]) != (record["config"], record["ranks"]):
+            self._auditor, self._mesh = Auditor(cfg, record, self._say), mesh
+        elif self._mesh != mesh:
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # it is another model
         self._record, self._left = record, []
         try:
             with reading_lock(path):  # retention leaves it alone until then
+                if zlib.crc32((path / MANIFEST).read_bytes()) != record["manifest"]:
+                    self._say(f"{path} has been replaced: nothing is compared")
+                    return
                 self._manifest = read_manifest(path)
                 self._auditor.load(path)
         except (Damaged, OSError) as error:
@@ -165,7 +182,7 @@ class Audit:
         self._left.remove(rank)
         self._turn = rank + 1
         computed, tolerance = self._record["computed"][rank], self._record["tolerance"]
-        step = self._record["checkpoint"] + 1
+        step, places = self._record["checkpoint"] + 1, self._auditor.places
         where = f"step {step} of rank {rank} on {computed['host']}"
         began = time.perf_counter()
         torch.set_num_threads(computed["threads"])
@@ -173,7 +190,7 @@ class Audit:
         if fingerprint_of_batch(share.batches) != computed["batch"]:
             self._say(f"{where}: not compared: the data have changed")
             return True
-        theirs = self._auditor.comparable(torch.tensor(computed["rows"]))
+        theirs = self._auditor.comparable(computed["rows"])
         ours = self._auditor.compute(share)
         found = difference(theirs, ours, tolerance)
         if found.place == NO_PLACE:
@@ -181,47 +198,63 @@ class Audit:
             return True
         own = difference(ours, self._auditor.compute(share), tolerance)
         if own.place != NO_PLACE:
-            what = f"{self._auditor.places.name(own.place)} had the norm {own.first!r} once and"
-            what = f"wrong numbers by the spare {host_name()}: {what} {own.second!r} once"
-            self._record_fault(step, (), what)
+            self._retire(f"it differs from itself: {own.describe(places, 'once', 'once')}")
             return False
-        what = self._auditor.places.name(found.place)
-        self._record_fault(
-            step,
-            (rank,),
+        self._warn(
             f"wrong numbers in step {step} by one of rank {rank} on {computed['host']} and the "
-            f"spare {host_name()}: {what} had the norm {found.first!r} there and "
-            f"{found.second!r} here, twice",
+            f"spare {host_name()}: {found.describe(places, 'there', 'here, twice')}"
         )
-        self._differed.add(computed["host"])
-        if len(self._differed) > 1:
-            self._say(
-                f"this device differs from ranks on {', '.join(sorted(self._differed))}: it is "
-                "wrong, or what they all have received"
-            )
+        self.differed.add(computed["host"])
+        if len(self.differed) > 1:
+            hosts = ", ".join(sorted(self.differed))
+            self._retire(f"it differs from ranks on {hosts}, unless all have received wrong data")
             return False
-        if not self._by_hand or is_live(self._dir):
-            write_atomic(self._dir / "REPLAY", f"{rank}\n")
+        if not self._by_hand:
+            with explained(self._say):
+                write_atomic(self._dir / "REPLAY", f"{rank} {self._record['attempt_id']}\n")
         return True
 
-    def _record_fault(self, step: int, ranks: tuple[int, ...], reason: str) -> None:
-        """Add an event to the run's newest attempt. It excludes no host: the votes of the run do
-        that."""
+    def _retire(self, why: str) -> None:
+        """Say that this device is not to be trusted. As a spare it takes no node's place."""
+        self._warn(f"the spare {host_name()} computes wrong numbers: {why}")
+        if not self._by_hand and (job := os.environ.get("SLURM_JOB_ID")):
+            node = os.environ.get("SLURMD_NODENAME", host_name())
+            with explained(self._say):
+                (self._dir / f".unfit-{job}-{node}").touch()
+
+    def _warn(self, reason: str) -> None:
+        """Say what was found, and add it to the attempt's findings about devices, which exclude no
+        host: the votes of the run do that."""
         self._say(f"ERROR: {reason}")
         file = self._dir / "attempts.jsonl"
-        start = read_kind(file, StartEvent)[-1]
-        fault = FaultEvent(
+        attempt = self._record["attempt_id"]
+        starts = [s for s in read_kind(file, StartEvent) if (s.attempt_id or "0") == attempt]
+        if self._by_hand or not starts:
+            return
+        start = starts[-1]
+        finding = GpuFault(
             time=time.time(),
             job=start.job,
             restart=start.restart,
             attempt_id=start.attempt_id,
             attempt=start.attempt,
-            step=step - 1,
-            kind="corruption",
-            ranks=ranks,
+            step=None,
+            kind="numbers",
+            answer="warn",
             reason=reason,
+            host=host_name(),
         )
-        append_event(own_file(file), fault)
+        with explained(self._say):
+            append_event(own_file(file), finding)
+
+
+@contextlib.contextmanager
+def explained(say: Callable[[str], None]) -> Iterator[None]:
+    """Say what cannot be written, and go on."""
+    try:
+        yield
+    except OSError as error:
+        say(f"WARNING: {explain_os_error(error)}")
 
 
 if __name__ == "__main__":

@@ -114,6 +114,7 @@ kp_judge() { # <what happened>: asks what follows, once (kempner.jobs.records.ju
     local KP_DEADLINE=$((SECONDS + KP_JUDGE_S)) KP_ANSWER='' facts start=''
     answered='' why='' notes=''
     kp_history # a container may take longer to start than there is time
+    kp_drop_unfit_spares
     kp_facts "$1"
     if ! kp_is_batch; then # nothing follows but an end: no container is started for that
         kp_judge_alone "$1"

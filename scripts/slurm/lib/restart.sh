@@ -127,6 +127,18 @@ kp_is_over() { # true when the run has recorded an orderly end
     [[ $KP_STATE =~ ^(done|stopped|interrupted|failed)$ ]]
 }
 
+kp_drop_unfit_spares() { # those whose device audit.py has found wrong
+    local host spares=()
+    for host in "${KP_SPARES[@]}"; do
+        if [[ -e $KP_RUN_DIR/.unfit-$SLURM_JOB_ID-$host ]]; then
+            kp_log "the spare node $host computes wrong numbers (logs/spare.log): it is dropped"
+        else
+            spares+=("$host")
+        fi
+    done
+    KP_SPARES=("${spares[@]}")
+}
+
 kp_find_lost() { # sets KP_LOST, the nodes of this run that can start no task; such spares are
     # dropped
     local KP_DEADLINE=$((SECONDS + KP_PATIENCE)) KP_ANSWER=''

@@ -124,7 +124,7 @@ def forget_compiled(run_dir: Path) -> None:
 
 
 def _own_place(run_dir: Path) -> Path:
-    return run_dir / ".cache" / "compile" / f"{_kind_of_cpu()}-{host_name()}"
+    return run_dir / ".cache" / "compile" / f"{kind_of_cpu()}-{host_name()}"
 
 
 def _prepare(own: Path) -> bool:
@@ -149,7 +149,7 @@ def _prepare(own: Path) -> bool:
     return True
 
 
-def _kind_of_cpu() -> str:
+def kind_of_cpu() -> str:
     """Identify the CPU: compiled kernels are for this very model of it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():

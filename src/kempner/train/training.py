@@ -160,7 +160,7 @@ class Training:
         self.judged = self.progress
         self.run.step = self.progress.step
         if self.replay is not None:
-            self.replay.begin(self.progress.step)
+            self.replay.begin(self.progress.step, is_loaded=True)
         self.recorder.begin(self.progress)
         return verdict
 
@@ -300,7 +300,7 @@ def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.de
     if cfg.resilience.replay_every or cfg.resilience.checksum_every:
         from kempner.train.integrity.replay import Replay
 
-        replay = Replay(cfg, run, layout, model, optimizer, device, watchdog.patient)
+        replay = Replay(cfg, run, layout, model, optimizer, device, watchdog.patient, checkpointer)
     watchdog.begin(progress.step, layout.groups)
 
     def seconds_to_leave() -> float:

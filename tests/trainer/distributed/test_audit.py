@@ -7,12 +7,18 @@ import json
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kempner.jobs.records.event_reader import read_records
-from tests.conftest import ROOT, TINY, load_program, start_train, status
+from kempner.jobs.records.faulty_host import broken_hosts
+from kempner.jobs.records.run_history import load_history
+from kempner.jobs.report.summary import summary_facts
+from tests.conftest import ROOT, TINY, load_program, start_train
 
 FAULTY_TRAINER = "tests/trainer/fault/faulty_train.py"
 FAULTY_AUDITOR = "tests/trainer/fault/faulty_audit.py"
@@ -45,9 +51,16 @@ def audited(run: Path, code: int = 0, faults: str = "") -> str:
     return out
 
 
-def corruption(run: Path) -> list[dict[str, object]]:
+def findings(run: Path) -> list[dict[str, object]]:
+    """Of audits, and faults."""
     records = read_records(run / "attempts.jsonl")
-    return [each for each in records if each.get("kind") == "corruption"]
+    return [each for each in records if each.get("event") in ("gpu", "fault")]
+
+
+def change_record(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    record = json.loads((run / "audit.json").read_text())
+    change(record)
+    (run / "audit.json").write_text(json.dumps(record))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +93,7 @@ def test_a_sound_run(small_data: Path, tmp_path: Path, nproc: int, words: tuple[
     for rank in range(nproc):
         assert f"step 5 of rank {rank} on " in out
     assert out.count(": equal, in ") == nproc
-    assert not corruption(run) and not (run / "REPLAY").exists()
+    assert not findings(run) and not (run / "REPLAY").exists()
 
 
 @pytest.fixture(scope="module")
@@ -93,53 +106,116 @@ def wrong_rank(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture
 def wrong(wrong_rank: Path, tmp_path: Path) -> Path:
-    assert not corruption(wrong_rank)
     return Path(shutil.copytree(wrong_rank, tmp_path / "run", symlinks=True))
 
 
 def test_a_rank_that_is_wrong_is_found(wrong: Path) -> None:
-    out = audited(wrong)
+    """By hand the records of a run that has ended stay as they are."""
+    before = summary_facts(load_history(wrong))
+    out = audited(wrong, code=3)
     assert "step 5 of rank 0 on " in out and out.count(": equal, in ") == 1
-    (fault,) = corruption(wrong)
-    assert (fault["ranks"], fault["hosts"], fault["step"], fault["attempt"]) == ([1], [], 4, 0)
-    reason = str(fault["reason"])
-    assert "by one of rank 1 on " in reason and "and the spare " in reason
-    assert "its own gradients of the weights had the norm " in reason and reason in out
-    assert not (wrong / "REPLAY").exists(), "the run has ended"
-    assert status(wrong)["state"] == "done"
+    assert "wrong numbers in step 5 by one of rank 1 on " in out and " and the spare " in out
+    assert "its own gradients of the weights had the norm " in out
+    assert not (wrong / "REPLAY").exists() and not findings(wrong)
+    assert summary_facts(load_history(wrong)) == before
+
+
+def test_what_a_spare_finds_is_a_warning_of_the_run(wrong: Path) -> None:
+    """It is no end of the attempt, no fault of a host, and no time of the run."""
+    (wrong / "attempts.jsonl").write_text(
+        "".join(
+            line
+            for line in (wrong / "attempts.jsonl").read_text().splitlines(keepends=True)
+            if '"event": "end"' not in line
+        )
+    )
+    before = load_history(wrong)
+    spare = start_train(program=FAULTY_AUDITOR, KEMPNER_RUN_DIR=str(wrong))
+    end = time.monotonic() + 240
+    while not (wrong / "REPLAY").exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    spare.kill()
+    spare.communicate()
+    assert (wrong / "REPLAY").read_text() == "1 0\n"
+    (finding,) = findings(wrong)
+    assert (finding["kind"], finding["answer"]) == ("numbers", "warn")
+    after = load_history(wrong)
+    assert after.attempts[0].device_warning.endswith(", twice")
+    for name in ("state", "reason", "ended", "last_step"):
+        assert getattr(after.attempts[0], name) == getattr(before.attempts[0], name)
+    assert broken_hosts([finding]) == ((), "")
 
 
 def test_a_spare_that_is_wrong_says_so(wrong: Path, tmp_path: Path) -> None:
     once = f"flip of=activation from=0 to=9999 once={tmp_path / 'once'}"
-    assert "wrong numbers by the spare " in audited(wrong, code=1, faults=once)
-    (fault,) = corruption(wrong)
-    assert fault["ranks"] == fault["hosts"] == []
+    assert "computes wrong numbers: it differs from itself: " in audited(wrong, 3, once)
+    environment = {"KEMPNER_RUN_DIR": str(wrong), "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n3"}
+    spare = start_train(program=FAULTY_AUDITOR, FAULTS=f"{once}2", **environment)
+    out, err = spare.communicate(timeout=240)
+    assert spare.returncode == 3, out + err
+    assert (wrong / ".unfit-7-n3").exists() and not (wrong / "REPLAY").exists()
 
 
 def test_a_spare_that_differs_from_two_hosts_doubts_itself(wrong: Path) -> None:
     """It agrees with itself."""
-    records = json.loads((wrong / "audit.json").read_text())
-    for record in records:
-        record["computed"][0]["host"] = "another"
-    (wrong / "audit.json").write_text(json.dumps(records))
-    out = audited(wrong, code=1, faults="flip of=activation from=0 to=9999")
-    assert "this device differs from ranks on another, " in out
-    assert len(corruption(wrong)) == 2
+    change_record(wrong, lambda record: record["computed"][0].update(host="another"))
+    out = audited(wrong, 3, "flip of=activation from=0 to=9999")
+    assert "it differs from ranks on another, " in out and out.count("ERROR: ") == 3
 
 
 def test_what_has_changed_meanwhile(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Data are no fault of a device, and retention deletes checkpoints."""
+    """Data are no fault of a device, retention deletes checkpoints, and a run that goes back
+    replaces them."""
     audit = load_program("audit").main
-    records = json.loads((wrong / "audit.json").read_text())
-    for computed in records[-1]["computed"]:
-        computed["batch"][0] += 1
-    (wrong / "audit.json").write_text(json.dumps(records))
+    good = (wrong / "audit.json").read_text()
+
+    def other_data(record: dict[str, Any]) -> None:
+        for computed in record["computed"]:
+            computed["batch"][0] += 1
+
+    change_record(wrong, other_data)
     assert audited(wrong).count(": not compared: the data have changed") == 2
-    shutil.rmtree(wrong / "checkpoints/step_00000004")
+    manifest = wrong / "checkpoints/step_00000004/manifest.json"
+    (wrong / "audit.json").write_text(good)
+    manifest.write_text(manifest.read_text() + " ")
+    assert "has been replaced: nothing is compared" in audited(wrong)
+    shutil.rmtree(manifest.parent)
+    assert "the checkpoint of step 4 is not read" in audited(wrong)
+    change_record(wrong, lambda record: record.update(config="other"))
     assert audit([str(wrong)]) == 0
-    (wrong / "audit.json").write_text("[")
+    assert "is of another configuration than" in capsys.readouterr().out
+    (wrong / "audit.json").unlink()
     assert audit([str(wrong)]) == 0
-    assert capsys.readouterr().out == "" and not corruption(wrong)
+    assert "a job with spares (KEMPNER_SPARES) writes it" in capsys.readouterr().out
+    assert not findings(wrong)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: record.update(computed=[1]),
+        lambda record: record.update(ranks=3),
+        lambda record: record.update(checkpoint="four"),
+        lambda record: record.update(format=99),
+        lambda record: record["computed"][0].update(threads=0),
+        lambda record: record["computed"][0].update(rows="AAAA"),
+        lambda record: record["computed"][0].pop("batch"),
+    ],
+)
+def test_a_damaged_record(
+    wrong: Path, capsys: pytest.CaptureFixture[str], change: Callable[[dict[str, Any]], object]
+) -> None:
+    change_record(wrong, change)
+    assert load_program("audit").main([str(wrong)]) == 0
+    (said,) = capsys.readouterr().out.splitlines()
+    assert "cannot be read, or was written by another version: " in said
+
+
+@pytest.mark.parametrize("text", ["[1]", "5", "null", "["])
+def test_a_record_that_is_none(wrong: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (wrong / "audit.json").write_text(text)
+    assert load_program("audit").main([str(wrong)]) == 0
+    assert "cannot be read, or was written by another version: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_a_device_that_is_always_wrong(runs: Runs, what: str, place: str) -> Non
     assert {step: sound[step] for step in range(1, 5)}.items() <= losses(run).items()
 
 
-@pytest.mark.parametrize(("replay", "ranks"), [("1\n", [1]), (" ", [0, 1])])
+@pytest.mark.parametrize(("replay", "ranks"), [("1 0\n", [1]), ("1\n", [0, 1])])
 def test_a_spare_decides_between_two(runs: Runs, replay: str, ranks: list[int]) -> None:
     """Without it either of them could be the one that is always wrong."""
     words = (

@@ -152,6 +152,23 @@ def test_a_host_that_fails_twice_is_replaced(pair: Submit, tmp_path: Path) -> No
     assert line.startswith("node3 19 ")
 
 
+@pytest.mark.soak
+def test_a_spare_that_computes_wrong_numbers_takes_no_place(pair: Submit, tmp_path: Path) -> None:
+    """As audit.py says of its own device. The run stays on the nodes that it has."""
+    unfit = "touch $KEMPNER_RUN_DIR/.unfit-$SLURM_JOB_ID-$SLURMD_NODENAME; exit 3"
+    twice = "at=kempner.train.step:reduce_step:before rank=1 nth"
+    run = pair(
+        options=["--nodes=3"],
+        faults=f"kill {twice}=4 once={tmp_path}/a\nkill {twice}=14 once={tmp_path}/b",
+        KEMPNER_SPARE_COMMAND=unfit,
+        **SPARE,
+    )
+    assert run.wait() == 0, run.log
+    assert "the spare node node3 computes wrong numbers (logs/spare.log): it is dropped" in run.log
+    assert run.events("start")[1]["nodes"] == ["node1", "node2"]
+    assert "is replaced by the spare node node3" not in run.log
+
+
 def test_a_replaced_host_is_left_out_of_later_starts(three: Cluster, tmp_path: Path) -> None:
     """Slurm would give it to the job again."""
     words = (f"--run.dir={tmp_path}/run", "--plan=kill,kill,wait")

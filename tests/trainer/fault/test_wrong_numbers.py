@@ -74,9 +74,10 @@ def test_a_spare_finds_it_between_two_replays(four: Cluster, tmp_path: Path) -> 
     finally:
         run.end()
     run.assert_complete(attempts=2, recomputed=10)
-    audited, compared = (e for e in run.events("fault") if e["kind"] == "corruption")
-    assert (audited["ranks"], audited["hosts"], audited["step"]) == ([1], [], 10)
+    (audited,) = (event for event in run.events("gpu") if event["kind"] == "numbers")
+    assert (audited["host"], audited["answer"], audited["step"]) == ("node4", "warn", None)
     assert "by one of rank 1 on node2 and the spare node4: its own grad" in audited["reason"]
+    (compared,) = (event for event in run.events("fault") if event["kind"] == "corruption")
     assert (compared["ranks"], compared["hosts"]) == ([1], ["node2"])
     assert run.events("decision")[0]["excluded"] == "node2"
     assert "node2 is replaced by the spare node node4" in run.log

@@ -41,7 +41,7 @@ def test_each_host_keeps_its_own_and_a_new_one_begins_with_a_copy(
     assert place("a", tmp_path, monkeypatch) == first
     second = place("b", tmp_path, monkeypatch)
     assert second != first and (second / "kernel.so").read_text() == "1"
-    monkeypatch.setattr(compiled, "_kind_of_cpu", lambda: "other")
+    monkeypatch.setattr(compiled, "kind_of_cpu", lambda: "other")
     assert not (place("c", tmp_path, monkeypatch) / "kernel.so").exists()
 
 

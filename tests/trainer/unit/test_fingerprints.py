@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,9 @@ import torch
 from kempner.jobs.ranks.placement import World
 from kempner.train.integrity import fingerprint
 from kempner.train.integrity.fingerprint import NO_PLACE, Places, Trace, checksum
-from kempner.train.integrity.first_steps import AUDIT_FILE, FirstSteps, read_first_steps
+from kempner.train.integrity.first_steps import FirstSteps, read_first_step
 from kempner.train.integrity.votes import Ballot, Difference, difference, suspects
+from kempner.train.resilience.requests import named_rank
 from kempner.train.sections import RunConfig
 
 OUTPUT, OWN = 3, 17  # places: the output of block 3, own gradients of 8 blocks
@@ -137,14 +139,50 @@ def test_in_a_unit_the_first_place_counts() -> None:
     assert suspects(votes, [0, 0, 1, 1]) == {3}
 
 
-def test_records_of_a_branch_that_was_left_are_dropped(tmp_path: Path) -> None:
-    """Their checkpoints are about to be replaced by others of the same steps."""
-    file = tmp_path / AUDIT_FILE
-    file.write_text('[{"checkpoint": 4}, {"checkpoint": 8}]')
+def test_a_record_waits_for_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one of the same step may be there, of a branch that the run has left; and a save may
+    fail."""
+    monkeypatch.setattr("torch.distributed.gather_object", lambda x, found: found.__setitem__(0, x))
+    for step in (4, 8):
+        folder = tmp_path / f"step_{step:08d}"
+        folder.mkdir()
+        (folder / "manifest.json").write_text(f"of step {step}")
     run: Any = SimpleNamespace(dir=tmp_path, world=World(0, 0, 1, "single"), cfg=RunConfig())
-    steps = FirstSteps(run, torch.device("cpu"))
-    steps.begin(8)
-    assert [record["checkpoint"] for record in read_first_steps(tmp_path)] == [4, 8]
-    steps.begin(4)
-    assert [record["checkpoint"] for record in read_first_steps(tmp_path)] == [4]
+    saves: Any = SimpleNamespace(root=tmp_path, in_flight=None, saved_step=8, failed_saves=0)
+    steps = FirstSteps(run, torch.device("cpu"), saves)
+
+    def written() -> int | None:
+        steps.write()
+        if steps._writer is not None:
+            steps._writer.join()
+        record = read_first_step(tmp_path)
+        return record and record["checkpoint"]
+
+    rows = torch.arange(6).view(2, 3)
+    steps.begin(4, is_loaded=True)
     assert [steps.is_due(step) for step in (4, 5, 6)] == [False, True, False]
+    steps.add((), rows, 0.0)
+    assert written() == 4
+    record = read_first_step(tmp_path)
+    assert record is not None and record["computed"][0]["rows"].equal(rows)
+    saves.in_flight = 8
+    steps.begin(8, is_loaded=False)
+    steps.add((), rows, 0.0)
+    assert written() == 4
+    saves.in_flight, saves.failed_saves = None, 1
+    assert written() == 4
+    steps.begin(8, is_loaded=False)
+    steps.add((), rows, 0.0)
+    saves.failed_saves = 0
+    assert written() == 8
+
+
+def test_requests_to_replay(tmp_path: Path) -> None:
+    """A rank counts only with the attempt that a spare has audited, and a FIFO is not opened."""
+    for text, rank in [("1 0\n", 1), ("1\n", -1), ("1 other\n", -1), ("7 0\n", -1),
+                       ("9" * 400, -1), ("-1 0", -1), ("", -1)]:  # fmt: skip
+        (tmp_path / "REPLAY").write_text(text)
+        assert named_rank(tmp_path / "REPLAY", 2) == rank
+    (tmp_path / "REPLAY").unlink()
+    os.mkfifo(tmp_path / "REPLAY")
+    assert named_rank(tmp_path / "REPLAY", 2) == -1

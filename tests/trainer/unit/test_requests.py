@@ -64,7 +64,7 @@ def test_a_file_system_that_fails_is_asked_again(
     stop, said = requests(), []
     replica = tmp_path / "replicas/1"  # the first one, in whose directory the file is, is away
     run: Any = SimpleNamespace(
-        dir=replica, announce=said.append, world=SimpleNamespace(rank=0, replica=1)
+        dir=replica, announce=said.append, world=SimpleNamespace(rank=0, size=1, replica=1)
     )
     stop._unsaid = []
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)

@@ -89,10 +89,11 @@ class FaultEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFault(Event):
-    """A finding of a node's sampler about a GPU (jobs/gpu/findings.py), once an attempt."""
+    """A finding about a GPU: of a node's sampler (jobs/gpu/findings.py), once an attempt, or of a
+    spare that audits (numbers)."""
 
     kind_of_event = "gpu"
-    kind: Literal["xid", "lost", "ecc", "memory", "throttled", "link", "silent"] = "xid"
+    kind: Literal["xid", "lost", "ecc", "memory", "throttled", "link", "silent", "numbers"] = "xid"
     answer: Literal["end", "exclude", "warn", "note"] = "note"
     reason: str = ""  # with the GPU
     host: str = ""

@@ -30,7 +30,7 @@ SHOWN_FILES = 3  # names of other files that a message has
 BEFORE_THE_RUN = re.compile(
     r"(attempts|chain|gpu|metrics|replicas)\.jsonl|(status|bench|recompute)\.json|lock|report\.html"
     r"|STOP|SAVE|PROFILE|REPLAY|README(\.\w+)?|attempts|logs|code|eval|rl|tune|replicas|notified|\d+"
-    r"|\.(reserve|lock\.|rendezvous-|ask-|door|environment-|size-).*"
+    r"|\.(reserve|lock\.|rendezvous-|ask-|door|environment-|size-|unfit-).*"
     r"|\..*\.new|.*\.(out|err|log)|(?!config\.toml$).*\.toml"
 )
 # Other files that its user may have put there: no program of this kit writes such a name in a run.

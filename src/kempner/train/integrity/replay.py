@@ -30,6 +30,7 @@ from kempner.train.resilience.requests import StopRequests, Verdict
 from kempner.train.step import StepSums, forward_backward
 
 if TYPE_CHECKING:
+    from kempner.checkpoint.checkpointer import Checkpointer
     from kempner.train.integrity.first_steps import FirstSteps
     from kempner.train.objective import Objective
     from kempner.train.recording.run_directory import Run
@@ -66,6 +67,7 @@ class Replay:
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         patient: Callable[[float], AbstractContextManager[None]],
+        checkpointer: Checkpointer,
     ) -> None:
         """`patient`: the watchdog's: a step that is computed several times is not late."""
         self._cfg, self._run, self._device, self._patient = cfg, run, device, patient
@@ -90,8 +92,8 @@ class Replay:
         if os.environ.get("KEMPNER_IDLE"):  # the job's spares, which may be auditors
             from kempner.train.integrity.first_steps import FirstSteps, obstacle
 
-            self._first_steps = None if obstacle(cfg) else FirstSteps(run, device)
-        self.begin(run.step)
+            self._first_steps = None if obstacle(cfg) else FirstSteps(run, device, checkpointer)
+        self.begin(run.step, is_loaded=True)
 
     def __call__(
         self,
@@ -108,6 +110,8 @@ class Replay:
         checks = replays or (every is not None and step % every == 0)
         state = self._state.take() if checks else {}
         at = _Step(model, objective, sums, step_tokens, self._random() if replays else ())
+        if self._first_steps is not None:
+            self._first_steps.write()
         recorded = self._first_steps if self._tolerance is not None else None
         if recorded is not None and not recorded.is_due(step):
             recorded = None
@@ -137,14 +141,14 @@ class Replay:
         that a spare differs from; -1: none."""
         self._asked, self._suspect = True, suspect
 
-    def begin(self, step: int) -> None:
-        """The weights are now those of the checkpoint of `step`."""
+    def begin(self, step: int, is_loaded: bool) -> None:
+        """The weights are now those of the checkpoint of `step`: see FirstSteps."""
         if self._first_steps is not None:
-            self._first_steps.begin(step)
+            self._first_steps.begin(step, is_loaded)
 
     def before_save(self) -> None:
         """Compare the replicas: none may be saved that differs."""
-        self.begin(self._run.step)
+        self.begin(self._run.step, is_loaded=False)
         if self._state.copies > 1:
             self._check_copies(self._run.step, self._state.take())
 
@@ -271,10 +275,7 @@ class Replay:
             found = frozenset({self._suspect})
         differences = [d for b, _ in votes for d in b.differences if found.intersection(b.ranks)]
         telling = min((d for d in differences if d.place < NO_PLACE), default=Difference())
-        what = (
-            f"{self._witness.places.name(telling.place)} had the norm {telling.first!r} once and "
-            f"{telling.second!r} once"
-        )
+        what = telling.describe(self._witness.places, "once", "once")
         self._blame(step, found, what, mended)
 
     def _measure(self, at: _Step, batches: list[MicroBatch], rows: Tensor) -> None:

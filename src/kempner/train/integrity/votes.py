@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kempner.train.integrity.fingerprint import NO_PLACE
+from kempner.train.integrity.fingerprint import NO_PLACE, Places
 
 
 class Difference(NamedTuple):
@@ -18,6 +18,13 @@ class Difference(NamedTuple):
     place: int = NO_PLACE
     first: float = 0.0
     second: float = 0.0
+
+    def describe(self, places: Places, first: str, second: str) -> str:
+        """Say what differs. `first`, `second`: when or where each was computed."""
+        what = places.name(self.place)
+        if self.first == self.second:  # such as a sign
+            return f"{what} had other bits {first} than {second}, and the same norm {self.first!r}"
+        return f"{what} had the norm {self.first!r} {first} and {self.second!r} {second}"
 
 
 def difference(ours: Tensor, others: Tensor, tolerance: float = 0.0) -> Difference:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -114,7 +116,7 @@ class StopRequests:
         if run.world.rank:
             return
         first = run.dir.parents[1] if run.world.replica else run.dir
-        self._start_thread("stop files", self._watch_files, run.dir, first)
+        self._start_thread("stop files", self._watch_files, run.dir, first, run.world.size)
         if (job := this_job.job_name()) is not None:
             self._start_thread("job end", self._watch_end, job, reserve)
 
@@ -133,7 +135,7 @@ class StopRequests:
                 )
             time.sleep(1.0)
 
-    def _watch_files(self, run_dir: Path, first: Path) -> None:
+    def _watch_files(self, run_dir: Path, first: Path, ranks: int) -> None:
         """Watch the files. A file is one request: it is removed; one that cannot be removed counts
         once. Every replica looks into the directory of the first one, too, which may be away."""
         paths = [path / name for path in {run_dir, first} for name in ("STOP", "SAVE")]
@@ -149,9 +151,9 @@ class StopRequests:
             for flag, what in ((ASKS_PROFILE, "a profile"), (ASKS_REPLAY, "a comparison")):
                 path = run_dir / flag.removeprefix("asks_").upper()
                 with contextlib.suppress(OSError):
-                    text = path.read_text(errors="replace").strip()
+                    rank = named_rank(path, ranks)
                     path.unlink()
-                    self._once[flag] = 2.0 + int(text) if text.isdecimal() else 1.0
+                    self._once[flag] = 2.0 + rank
                     self._say(f"{path.name} file: {what} was requested")
 
     def request(self, kind: int, name: str) -> None:
@@ -180,6 +182,18 @@ class StopRequests:
 
         seconds = slurm.seconds_to_live(job)
         return seconds and max(seconds - LEAVE_MARGIN_S, 0.0)
+
+
+def named_rank(path: Path, ranks: int) -> int:
+    """Return the rank that a spare names in REPLAY, with the attempt that it has audited; -1 in
+    all other files. Raises OSError if there is none."""
+    if not stat.S_ISREG(path.stat().st_mode):  # to open a FIFO would take for ever
+        return -1
+    with open(path, errors="replace") as file:
+        number, _, attempt = file.read(256).strip().partition(" ")
+    is_ours = attempt == os.environ.get("KEMPNER_ATTEMPT_ID", "0")
+    named = int(number) if is_ours and re.fullmatch("[0-9]{1,9}", number) else -1
+    return named if named < ranks else -1
 
 
 def requested_verdict(values: Mapping[str, float], before: Verdict = GO_ON) -> Verdict:
