@@ -217,7 +217,8 @@ class Audit:
     def _retire(self, why: str) -> None:
         """Say that this device is not to be trusted. As a spare it takes no node's place."""
         self._warn(f"the spare {host_name()} computes wrong numbers: {why}")
-        if not self._by_hand and (job := os.environ.get("SLURM_JOB_ID")):
+        job = os.environ.get("SLURM_JOB_ID")
+        if job and not self._by_hand:
             node = os.environ.get("SLURMD_NODENAME", host_name())
             with explained(self._say):
                 (self._dir / f".unfit-{job}-{node}").touch()

@@ -50,7 +50,7 @@ kp_dry_ask() { # <where from> <option>: notes one option of sbatch's; a later on
         w) name=nodelist ;; x) name=exclude ;;
     esac
     [[ -n $value || ! $name =~ $full ]] ||
-        kp_die "--dry-run: write --$name=VALUE as one word"
+        kp_die "--$name: write --$name=VALUE as one word"
     kp_is_sbatch_option "$2" || [[ $1 != "the command line" ]] || KP_STRANGE+=("$2")
     kp_dry_check "$name" "$value"
     name=${name//-/_}
