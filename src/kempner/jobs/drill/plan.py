@@ -149,7 +149,7 @@ def with_shape(plan: Plan) -> Plan:
         [*command, "--dry-run", *plan.request], capture_output=True, text=True, env=env
     )
     found = re.search(
-        r"configuration fits: (\d+) nodes x (\d+) tasks .*?, (\d+) GPU", done.stdout, re.S
+        r"configuration fits: (\d+) node\(s\) x (\d+) task\(s\) .*?, (\d+) GPU", done.stdout, re.S
     )
     if done.returncode != 0 or found is None:
         said = done.stderr.strip().split("\n")
