@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import threading
-import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,7 +79,7 @@ def read_first_step(run_dir: Path) -> dict[str, Any] | None:
             raise ValueError(f"its format is {record['format']}, not {FORMAT}")
         for name in ("checkpoint", "manifest", "ranks", "per_node"):
             record[name] = int(record[name])
-        record["tolerance"], record["time"] = float(record["tolerance"]), float(record["time"])
+        record["tolerance"] = float(record["tolerance"])
         for each in record["computed"]:
             rows = np.frombuffer(base64.b64decode(each["rows"]), np.int64).reshape(-1, 3)
             each["rows"] = torch.from_numpy(rows.copy())
@@ -133,7 +132,7 @@ class FirstSteps:
         found: list[Any] | None = [None] * self._run.world.size if first else None
         dist.gather_object(mine, found)
         if first:
-            facts = {"time": time.time(), "checkpoint": self._base, "tolerance": tolerance}
+            facts = {"checkpoint": self._base, "tolerance": tolerance}
             self._unwritten = {**self._about, **facts, "computed": found}
 
     def write(self) -> None:
