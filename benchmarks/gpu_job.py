@@ -86,12 +86,18 @@ def trainer(
 
 def train(job: Job, words: list[str], ranks: int = 1, **env: str) -> str:
     """Run the trainer to its end; returns what it printed."""
-    log = job.work / "train.out"
+    log = log_of(job, words)
     with trainer(words, log, ranks, **env) as process:
         process.wait()
     if process.returncode:
         raise failure(log)
     return log.read_text()
+
+
+def log_of(job: Job, words: list[str]) -> Path:
+    """The file with what train() of the same words has printed."""
+    run_dir = next(word for word in words if word.startswith("--run.dir="))
+    return job.work / f"{Path(run_dir).name}.out"
 
 
 def failure(log: Path) -> Failed:

@@ -22,6 +22,7 @@ from benchmarks.gpu_job import (
     Job,
     Skipped,
     compare,
+    log_of,
     losses,
     metrics,
     train,
@@ -103,16 +104,16 @@ LACKS = "is not installed|has no way to it|does not run|torch .* has no|cannot h
 
 
 def beside(job: Job, name: str, without: tuple[str, ...], lever: str, ranks: int = 1) -> Figures:
-    """Train without a lever and with it. Raises Skipped where the run refuses it for want of what
-    this machine lacks."""
+    """Train without a lever and with it. Raises Skipped where a run refuses its words for want of
+    what this machine lacks."""
     rates = {}
-    # Without comes first: what it lacks is no fault of the lever.
-    for which, words in ((f"without-{name}", without), (name, (*without, lever))):
+    for which, more in ((f"without-{name}", ()), (name, (lever,))):
+        words = job.words(which, *without, *more)
         try:
-            train(job, job.words(which, *words), ranks)
+            train(job, words, ranks)
         except Failed:
-            text = (job.work / "train.out").read_text()
-            if which == name and (why := re.search(f".*({LACKS}).*", text)):
+            text = log_of(job, words).read_text()
+            if why := re.search(f".*({LACKS}).*", text):
                 raise Skipped(why[0].strip()) from None
             raise
         # The first ten steps warm up: kernels are compiled, and memory is allocated.
@@ -277,7 +278,7 @@ def waves(job: Job) -> Figures:
     from kempner.checkpoint.format.waves import WavedImage
     from kempner.checkpoint.format.writer import WRITE, Image, plan_file
 
-    device = torch.device(job.device)
+    device = torch.device("cuda:0" if job.device == "cuda" else "cpu")  # pinning wants the number
     state = {str(i): torch.randn(3 << 22, device=device) for i in range(4)}  # 192 MiB
     plan = plan_file(make_table(state, {}, world=1), 0)
     gpu = device if device.type == "cuda" else None

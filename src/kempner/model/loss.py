@@ -101,6 +101,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if ctx.needs_input_grad[1]:  # not where the weight is frozen
                 product = d.t() @ part
                 dw = product.float() if dw is None else dw.add_(product)
+                del product
+            del d  # or there are two while the next chunk computes its own
         ctx.save_for_backward(dx, dw)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(terms, squares)

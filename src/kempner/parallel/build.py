@@ -92,7 +92,8 @@ def build_model(
     if is_alone(layout.sizes, distributed):
         from kempner.parallel.single import keep_whole
 
-        keep_whole(model, compute_dtype(train.dtype, device_type))
+        compiled = train.compile and device_type == "cuda"
+        keep_whole(model, compute_dtype(train.dtype, device_type), compiled)
     return model
 
 

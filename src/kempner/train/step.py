@@ -191,17 +191,14 @@ class PendingStep:
         self._after, self._lr, self._names = after, lr, list(numbers)
         self._clock, self._spent = clock, clock.spent()
         values = torch.stack(list(numbers.values()))
-        self._event = torch.Event(values.device.type) if values.is_cuda else None
         # Pinned, or the copy would wait for the device.
         self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
         self._host.copy_(values, non_blocking=True)
-        if self._event is not None:
-            self._event.record()
+        self._event = clock.mark() if values.is_cuda else None
 
     def read(self) -> StepResult:
         if self._event is not None:
-            self._event.synchronize()
-            self._spent = self._clock.spent()  # the device is done now, not when the host was
+            self._spent["total"] = self._clock.reach(self._event)
         values = dict(zip(self._names, self._host.tolist(), strict=True))
         return StepResult(self._after, self._lr, values, self._spent)
 

@@ -282,8 +282,9 @@ def block_activation_bytes(
 
     Kept of a block, eager: the stream before attention and SwiGLU, and after each norm (4 D), q, k,
     v and the output of attention, and four of SwiGLU's inner width (both products, the gate, and
-    their product); compiled, pointwise functions of the others are recomputed. A CPU has no fused
-    RMSNorm, and keeps its input. With post_norms the outputs of attention and SwiGLU are kept, too.
+    their product); compiled, the gate is recomputed: what a product reads is kept, since torch
+    (_functorch/partitioners.py, ban_recompute_materialized_backward) would have to write it again
+    for the backward pass. A CPU has no fused RMSNorm, and keeps its input. With post_norms the outputs of attention and SwiGLU are kept, too.
     Tensor parallelism divides all of it, but for the whole inputs of attention, SwiGLU and experts.
     A pipeline stage has its layers alone, for as many passes as there are stages. A token's experts
     have what SwiGLU has, each, and its input and output once more, in their order.
@@ -297,8 +298,9 @@ def block_activation_bytes(
     inner += (1 - share) * model.dense_width
     moved = 2 * experts * model.dim
     norms = 4 if model.post_norms else 2
-    eager = (2 + norms * (1 if gpu else 2)) * model.dim + heads + 4 * inner + moved
-    block = norms * model.dim + heads + 2 * inner + moved if cfg.train.compile else eager
+    fused = gpu or cfg.train.compile
+    gates = 3 if cfg.train.compile else 4  # of SwiGLU's inner width
+    block = (2 + norms * (1 if fused else 2)) * model.dim + heads + gates * inner + moved
     whole = (2 * model.dim + moved) * (1 - 1 / axes.tp)
     per_block = tokens * compute * (block / axes.tp + whole)
     most = 2 * inner + moved
@@ -314,9 +316,9 @@ def block_activation_bytes(
     train, again = cfg.train, blocks / cfg.train.recompute_every
     dropped = 0.0  # of a block that is recomputed
     if train.recompute_modules:  # what is within these; their inputs are outputs of others
-        within = {"attention": heads, "ffn": (2 if train.compile else 4) * inner + moved}
+        within = {"attention": heads, "ffn": gates * inner + moved}
         if train.recompute == "selective":
-            within = {"ffn": (0 if train.compile else 2) * inner}
+            within = {"ffn": (gates - 2) * inner}
         dropped = sum(within.get(name, 0) for name in train.recompute_modules) / axes.tp
         dropped *= tokens * compute
     elif train.recompute in BUDGETS:

@@ -101,7 +101,7 @@ class Recorder:
 
     def begin(self, progress: Progress) -> None:
         """Start the rates: at a start, and when the run has gone back."""
-        self._last = (progress.step, progress.tokens, self.clock.spent())
+        self._last = (progress.step, progress.tokens, self.clock.begin(self.device))
 
     def step(self, result: StepResult) -> None:
         """Record a step, if its line is due; one that was skipped always, with its samples."""
