@@ -7,6 +7,7 @@ import ctypes
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -121,9 +122,16 @@ class Cluster:
 
     def steps(self, job: str) -> int:
         """How many times a host has started its part of a step of this job, by its own log."""
+        return len(re.findall(rf"launch task StepId={job}\.\d+ request", self._host_logs()))
+
+    def has_signalled(self, job: str, name: str) -> bool:
+        """Whether a host has sent this signal to the job's batch script."""
+        number = signal.Signals[f"SIG{name}"].value
+        return bool(re.search(rf"sent signal {number} to .*StepId={job}\.batch", self._host_logs()))
+
+    def _host_logs(self) -> str:
         logs = Path(self.env["SLURM_CONF"]).parent.glob("log/node*.log")
-        pattern = rf"launch task StepId={job}\.\d+ request"
-        return sum(len(re.findall(pattern, log.read_text())) for log in logs)
+        return "".join(log.read_text() for log in logs)
 
     def wait(self, job: str, timeout: float = 600) -> int:
         """Wait for the end of a job, through its requeues; returns its exit code (128 + n: signal

@@ -127,6 +127,7 @@ SlurmctldPidFile=$STATE/pid/slurmctld
 SlurmdPidFile=$STATE/pid/slurmd-%n
 SlurmctldLogFile=$STATE/log/slurmctld.log
 SlurmdLogFile=$STATE/log/%n.log
+SlurmdDebug=verbose
 JobCompType=jobcomp/filetxt
 JobCompLoc=$STATE/log/jobcomp.log
 AccountingStorageType=accounting_storage/none

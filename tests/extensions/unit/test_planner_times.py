@@ -222,14 +222,14 @@ def test_cards_beside_the_estimates(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "no entries yet" in capsys.readouterr().out
     (tmp_path / "7b-h100.toml").write_text(card.text())
     facts = dict.fromkeys(("commit", "device", "driver", "torch", "cuda", "kempner"), "")
-    measured = measured_by(facts, 6000.0, 0.3, 120.0)
+    measured = measured_by(facts, 6000.0, 0.3, 160.0)
     (tmp_path / "7b-twice.toml").write_text(card._replace(measured=measured).text())
     print_verified(tmp_path)
     _, nobody, twice, problem = capsys.readouterr().out.splitlines()
     assert nobody.split()[0] == "7b-h100" and nobody.count(" - ") + nobody.endswith(" -") == 4
     speed, memory = (int(word[:-1]) for word in twice.split() if word.endswith("%"))
     assert 60 < speed < 150 and -60 < memory < -40
-    assert problem.startswith("7b-twice: memory_gib = 120.0: the planner says ")
+    assert problem.startswith("7b-twice: memory_gib = 160.0: the planner says ")
 
 
 @pytest.mark.parametrize(

@@ -142,8 +142,9 @@ def test_a_signal_between_two_attempts(
     while not deciding.exists():
         time.sleep(0.05)
     cluster.ask("scancel", "--batch", f"--signal={signal}", job)
-    time.sleep(2)  # the shell has it, and hears it when scontrol has answered
-    go.unlink()
+    while not cluster.has_signalled(job, signal):
+        time.sleep(0.05)
+    go.unlink()  # the shell has it, and hears it when scontrol has answered
     cluster.wait(job)
     assert [d["decision"] for d in decisions(tmp_path)] == story
 

@@ -60,10 +60,7 @@ def test_a_save_that_is_slower_than_the_steps(broken_run: Submit, tmp_path: Path
     """
     run = broken_run("--checkpoint.interval=20", faults=faults)
     assert run.wait() == 0
-    log = run.log
-    assert (
-        log.index("step 24/") < log.index("checkpoint of step 20 is durable") < log.index("Killed")
-    )
+    assert run.log.index("step 24/") < run.log.index("checkpoint of step 20 is durable")
     run.assert_complete(attempts=2, recomputed=19)
     assert [event["step"] for event in run.events("start")] == [0, 20]
 

@@ -95,7 +95,9 @@ FIRST = {
     "spikes.py: judge: to": "the state of the spikes",
     "kernels.py: _update_one: to": "where the parts of parameters are",
 }
-READ = "metrics.py: reach: synchronize"  # the numbers of a step, for which the next one does not wait
+READ = (
+    "metrics.py: reach: synchronize"  # the numbers of a step, for which the next one does not wait
+)
 # Additions in no certain order, and why they may be.
 UNORDERED = {
     "loss.py: chunk_loss: scatter_add_": "adds one number to each row",

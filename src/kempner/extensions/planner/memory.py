@@ -282,9 +282,10 @@ def block_activation_bytes(
 
     Kept of a block, eager: the stream before attention and SwiGLU, and after each norm (4 D), q, k,
     v and the output of attention, and four of SwiGLU's inner width (both products, the gate, and
-    their product); compiled, the gate is recomputed: what a product reads is kept, since torch
-    (_functorch/partitioners.py, ban_recompute_materialized_backward) would have to write it again
-    for the backward pass. A CPU has no fused RMSNorm, and keeps its input. With post_norms the outputs of attention and SwiGLU are kept, too.
+    their product); compiled, only the gate is recomputed: what a product reads is kept, as it would
+    have to be written again (torch/_functorch/partitioners.py, of ban_recompute_*). A CPU has no
+    fused RMSNorm, and keeps its input. With post_norms the outputs of attention and SwiGLU are
+    kept, too.
     Tensor parallelism divides all of it, but for the whole inputs of attention, SwiGLU and experts.
     A pipeline stage has its layers alone, for as many passes as there are stages. A token's experts
     have what SwiGLU has, each, and its input and output once more, in their order.
