@@ -2,10 +2,12 @@
 
     make gpu-check                                          with .venv, or PYTHON=... that has torch
     python -m benchmarks.gpu_check --out runs/gpu-check     the same
+    python -m benchmarks.gpu_check --only "bench 7b,save"   these alone, and what they need
     python -m benchmarks.gpu_check --device cpu --quick     what can be checked without a GPU
 
 Each check runs in a process of its own with a time limit, so that a failure does not stop the
-others; what each compiles, the next ones find. Writes report.md, report.json and the log of each
+others; what each compiles, the next ones find. Checks that measure run alone, the others up to six
+at a time. Writes report.md, report.json and the log of each
 check. Exit code 0: all passed or do not apply to this machine; 1: some failed, or the time ran out
 before them; 2: bad input.
 """
@@ -13,6 +15,7 @@ before them; 2: bad input.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -20,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,7 @@ LEAST_S = 10.0  # no check starts with less than that
 GRACE_S = 5.0  # for a check that is stopped to stop what it started
 SIGNS = ('"checks"', "# GPU check of")  # of a report, as JSON and as Markdown
 OUT_OF_TIME = "out of time"
+FIRST = ("environment", "data")  # of all others
 
 
 def main(argv: list[str]) -> int:
@@ -46,8 +51,8 @@ def main(argv: list[str]) -> int:
         fix = "--device cpu --quick checks what can be checked without one"
         print(f"gpu_check: error: torch sees no GPU on this machine; {fix}", file=sys.stderr)
         return 2
-    # SystemExit, so that `finally` ends the check that runs.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    running = Running()
+    signal.signal(signal.SIGTERM, running.end)
     try:
         for name in ("report.json", "report.md"):
             refuse_other_file(options.out / name, "a file of --out", SIGNS)
@@ -58,16 +63,22 @@ def main(argv: list[str]) -> int:
     began = time.monotonic()
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as work:
-        for name, check in CHECKS.items():
-            left = options.seconds - (time.monotonic() - began)
+
+        def run(name: str) -> dict[str, Any]:
+            check, left = CHECKS[name], options.seconds - (time.monotonic() - began)
             if check.needs_gpu and options.device == "cpu":
-                results[name] = {"status": "skipped", "why": "no GPU", "seconds": 0.0}
-            elif left < LEAST_S:
-                results[name] = {"status": "skipped", "why": OUT_OF_TIME, "seconds": 0.0}
-            else:
-                limit = left if options.quick else min(check.limit, left)  # a busy machine is slow
-                results[name] = run_apart(name, limit, Path(work), options)
-            print(row(name, results[name]), flush=True)
+                return {"status": "skipped", "why": "no GPU", "seconds": 0.0}
+            if left < LEAST_S or running.is_over:
+                return {"status": "skipped", "why": OUT_OF_TIME, "seconds": 0.0}
+            limit = left if options.quick else min(check.limit, left)  # a busy machine is slow
+            return run_apart(name, limit, Path(work), options, running)
+
+        for together, group in itertools.groupby(options.only, lambda name: CHECKS[name].together):
+            names = list(group)
+            with ThreadPoolExecutor(side_by_side() if together else 1) as pool:
+                for name, result in zip(names, pool.map(run, names), strict=True):
+                    results[name] = result
+                    print(row(name, result), flush=True)
     record = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "command": f"python -m benchmarks.gpu_check {' '.join(argv)}".strip(),
@@ -79,7 +90,7 @@ def main(argv: list[str]) -> int:
     if late := [name for name, result in results.items() if result.get("why") == OUT_OF_TIME]:
         print(f"not checked for want of time (--seconds): {', '.join(late)}")
     print(f"{record['seconds']:.0f} s; the report is {options.out / 'report.md'}")
-    if command := results["tune"].get("figures", {}).get("use"):
+    if command := results.get("tune", {}).get("figures", {}).get("use"):
         print(f"the fastest settings found for 125m on this machine:\n    {command}")
     bad = [r for r in results.values() if r["status"] == "FAIL" or r.get("why") == OUT_OF_TIME]
     return 1 if bad else 0
@@ -95,10 +106,41 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/gpu-check"), help="default: runs/gpu-check"
     )
+    names = "of: " + ", ".join(name for name in CHECKS if name not in FIRST)
+    parser.add_argument("--only", type=chosen, default=list(CHECKS), metavar="NAME,...", help=names)
     parser.add_argument("--check", choices=CHECKS, help=argparse.SUPPRESS)  # run_apart() gives them
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
+
+
+def chosen(text: str) -> list[str]:
+    """Return the names in a list, and the checks that they need, in the order of CHECKS."""
+    names = {name.strip() for name in text.split(",")}
+    if unknown := names - CHECKS.keys():
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: no such check")
+    needed = {name for each in names for name in CHECKS[each].needs}
+    return [name for name in CHECKS if name in {*FIRST, *names, *needed}]
+
+
+def side_by_side() -> int:
+    """Checks at a time: each starts trainers, which import torch and compile."""
+    return max(1, min(6, (os.cpu_count() or 1) // 2))
+
+
+class Running:
+    """The processes of checks, each a group of its own."""
+
+    def __init__(self) -> None:
+        self.processes: set[subprocess.Popen[bytes]] = set()
+        self.is_over = False
+
+    def end(self, *_: object) -> None:
+        """End them all, and this program; no other check starts."""
+        self.is_over = True
+        for process in [*self.processes]:
+            end_group(process)
+        sys.exit(1)
 
 
 def gpu_count() -> int:
@@ -125,7 +167,9 @@ def result_file(work: Path, name: str) -> Path:
     return work / f"{name.replace(' ', '-')}.result.json"
 
 
-def run_apart(name: str, limit: float, work: Path, options: argparse.Namespace) -> dict[str, Any]:
+def run_apart(
+    name: str, limit: float, work: Path, options: argparse.Namespace, running: Running
+) -> dict[str, Any]:
     """One check in a process of its own; never raises."""
     log = options.out / f"{name.replace(' ', '-')}.log"
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--check", name, "--work", str(work)]
@@ -136,6 +180,7 @@ def run_apart(name: str, limit: float, work: Path, options: argparse.Namespace) 
         process = subprocess.Popen(
             command, cwd=ROOT, env=clean_env(work), stdout=out, stderr=out, start_new_session=True
         )
+    running.processes.add(process)
     late = False
     try:
         process.wait(timeout=limit)
@@ -143,6 +188,7 @@ def run_apart(name: str, limit: float, work: Path, options: argparse.Namespace) 
         late = True
     finally:
         end_group(process)
+        running.processes.discard(process)
     file = result_file(work, name)
     if late:
         result: dict[str, Any] = {"status": "FAIL", "why": f"not over after {limit:.0f} s"}

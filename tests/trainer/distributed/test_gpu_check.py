@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from benchmarks.gpu_check import run_apart
+from benchmarks.gpu_check import Running, run_apart
 from benchmarks.gpu_checks import CHECKS
 from tests import zygote
 from tests.conftest import ROOT, clean_env
@@ -124,12 +124,23 @@ def test_without_a_gpu(tmp_path: Path) -> None:
 
 def test_a_check_that_hangs_or_breaks_does_not_stop_the_others(tmp_path: Path) -> None:
     options = argparse.Namespace(device="cpu", quick=True, ranks=2, out=tmp_path)
-    late = run_apart("environment", 0.05, tmp_path, options)
+    running = Running()
+    late = run_apart("environment", 0.05, tmp_path, options, running)
     assert late["status"] == "FAIL" and late["why"] == "not over after 0 s"
-    broken = run_apart("preflight", 60, tmp_path / "nowhere", options)
+    broken = run_apart("preflight", 60, tmp_path / "nowhere", options, running)
     assert broken["status"] == "FAIL" and "FileNotFoundError" in broken["why"]
-    failed = run_apart("resume", 60, tmp_path, options)  # its data were never made
+    failed = run_apart("resume", 60, tmp_path, options, running)  # its data were never made
     assert failed["status"] == "FAIL" and failed["why"] == "the run ended before it could be killed"
+    assert not running.processes
+
+
+def test_one_check_and_what_it_needs(tmp_path: Path) -> None:
+    words = ("--device", "cpu", "--quick", "--only")
+    done, checks = gpu_check(tmp_path, *words, "generate,meshes")
+    assert done.returncode == 0
+    assert list(checks) == ["environment", "data", "save", "generate", "meshes"]
+    done, _ = gpu_check(tmp_path, *words, "nothing")
+    assert done.returncode == 2 and "--only: nothing: no such check" in done.stderr
 
 
 def test_make_without_torch(tmp_path: Path) -> None:
