@@ -149,6 +149,49 @@ def test_a_line_every_interval_and_at_the_last_step(tmp_path: Path, clock: Simpl
     assert [text for text in run.said if text.startswith("step 3/7 loss 2.0000")]
 
 
+class Event:
+    """In the place of torch.Event: `now` is the time of the device."""
+
+    now = 5.0
+
+    def __init__(self, device: str, enable_timing: bool) -> None:
+        assert device == "cuda" and enable_timing
+
+    def record(self) -> None:
+        self.at = Event.now
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+def test_a_step_ends_when_the_gpu_has_done_it(
+    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host is held up by a full queue, and reads two steps at once: seen on an H200, where a
+    step of 2.7 s was recorded as one of 0.1 s, and the next but one as 5.2 s."""
+    monkeypatch.setattr(torch, "Event", Event)
+    run = FakeRun(tmp_path, log_interval=1)
+    parts = (LOADER, NextToken(), Replicas(), Spikes(6.0, 8))
+    made = Recorder(run, torch.device("cpu"), Progress(), *parts)  # type: ignore[arg-type]
+    made.device = torch.device("cuda")
+    monkeypatch.setattr("kempner.train.recording.recorder.memory_gib", lambda device: 0.0)
+    made.begin(Progress())
+    for step, host in enumerate((2.6, 0.1, 5.2, 0.0), 1):
+        with made.clock.part("data"):
+            clock.value += 0.25
+        Event.now += 2.0
+        spent, mark = made.clock.spent(), made.clock.mark()
+        clock.value += host
+        made.step(result(step, spent | {"total": made.clock.reach(mark)}))
+    lines = [json.loads(text) for text in (run.dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step_time"] for line in lines] == pytest.approx([2.0] * 4)
+    assert [line["data_time"] for line in lines] == pytest.approx([0.25] * 4)
+    assert [line["tokens_per_s"] for line in lines] == pytest.approx([16.0] * 4)
+
+
 def test_not_finite_is_null_and_counted(tmp_path: Path, clock: SimpleNamespace) -> None:
     run = FakeRun(tmp_path, log_interval=1)
     lines = record(run, clock, step4={"loss": math.nan, "bad": True})

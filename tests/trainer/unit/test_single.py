@@ -4,11 +4,13 @@ fewer bytes."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,6 +21,7 @@ from kempner.data.batch import MicroBatch
 from kempner.model.decoder import Decoder
 from kempner.optim.build import build_optimizer, published_weights
 from kempner.parallel import build as plans
+from kempner.parallel import single
 from kempner.parallel.build import build_model, parameter_names
 from kempner.parallel.layout import build_layout
 from kempner.train.objective import NextToken
@@ -106,6 +109,21 @@ def test_the_numbers_are_those_of_fsdp(case: str, monkeypatch: pytest.MonkeyPatc
         assert LATER_TORCH, name
         error = (value.float() - sharded[name].float()).norm() / sharded[name].float().norm()
         assert error < 0.05, name  # in bf16, after three updates
+
+
+def test_the_compiled_sum_is_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel for the first part and one for the others, of vectors and of matrices."""
+    cfg, kernels = load_config_files(RunConfig, [], [*SHAPE, BF16]), CompileCounter()
+    expected, keep = training(cfg), single.keep_whole
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=kernels))
+    monkeypatch.setattr(single, "keep_whole", lambda model, dtype, _: keep(model, dtype, True))
+    found = training(cfg)
+    assert found.keys() == expected.keys() and kernels.frame_count == 4
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    part = torch.randn(6, 4, dtype=torch.bfloat16)
+    for each in (part, part.t()):
+        total = single.compile_sum()(None, each, torch.float32)
+        assert torch.equal(single.compile_sum()(total, each, torch.float32), 2 * each.float())
 
 
 def test_parameters_are_plain_and_in_fp32() -> None:
