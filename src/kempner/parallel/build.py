@@ -90,10 +90,14 @@ def build_model(
 
         model.fp32_sums = GradientSums(model)
     if is_alone(layout.sizes, distributed):
-        from kempner.parallel.single import keep_whole
+        from kempner.parallel.single import add_up, keep_whole
 
-        compiled = train.compile and device_type == "cuda"
-        keep_whole(model, compute_dtype(train.dtype, device_type), compiled)
+        add = add_up
+        if train.compile and device_type == "cuda":
+            from kempner.parallel.compiled import compile_sum
+
+            add = compile_sum()
+        keep_whole(model, compute_dtype(train.dtype, device_type), add)
     return model
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from kempner.config.option import ConfigError
 from kempner.jobs.ranks.placement import World
@@ -23,8 +23,25 @@ from kempner.jobs.system.compiler import CACHE, keep_private
 from kempner.jobs.this_job import host_name
 from kempner.model.decoder import Decoder
 from kempner.model.loss import chunk_loss
+from kempner.parallel.single import AddUp, add_up
 
 UNQUOTED = re.compile(r"""[\s"'\\]""")  # shlex.split() would not take it as it is
+
+
+def compile_sum() -> AddUp:
+    """Return add_up(), compiled: torch's own kernels convert element by element, and on an H200
+    reach 0.4 of the memory's rate."""
+    keep_private()
+    kernel = torch.compile(add_up, dynamic=True, fullgraph=True)
+
+    def compiled(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
+        if not part.is_contiguous() or not (total is None or total.is_contiguous()):
+            return add_up(total, part, dtype)
+        # Of one dimension: one kernel for all matrices.
+        flat: Tensor = kernel(None if total is None else total.view(-1), part.view(-1), dtype)
+        return flat.view_as(part) if total is None else total
+
+    return compiled
 
 
 def compile_model(model: Decoder, scope: str, budget: float = 1.0) -> None:

@@ -19,10 +19,10 @@ from kempner.model.decoder import Decoder
 AddUp = Callable[[Tensor | None, Tensor, torch.dtype], Tensor]
 
 
-def keep_whole(model: Decoder, dtype: torch.dtype, compiled: bool) -> None:
-    """Let the model, which has its memory, compute in `dtype` on this rank alone. `compiled`: sum
-    its gradients by a compiled kernel."""
-    copies = ComputeCopies(model, dtype, compile_sum() if compiled else add_up)
+def keep_whole(model: Decoder, dtype: torch.dtype, add: AddUp) -> None:
+    """Let the model, which has its memory, compute in `dtype` on this rank alone. `add`: add_up(),
+    or the same compiled."""
+    copies = ComputeCopies(model, dtype, add)
     model.begin_micro_batch = copies.begin_micro_batch
     if copies.any:
         # A hook of the model: also a validation, or whoever calls it, computes with new weights.
@@ -35,7 +35,6 @@ class ComputeCopies:
     copy in the place of the parameter; whoever lists parameters finds the parameters."""
 
     def __init__(self, model: Decoder, dtype: torch.dtype, add: AddUp) -> None:
-        """`add`: see add_up()."""
         self._model, self._add_up = model, add
         self._weights: list[Tensor] = []
         self._copies: list[Tensor] = []
@@ -84,21 +83,3 @@ class ComputeCopies:
 def add_up(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
     """Return total + part in `dtype`, in the memory of `total` if there is one yet."""
     return part.to(dtype) if total is None else total.add_(part)
-
-
-def compile_sum() -> AddUp:
-    """Return add_up(), compiled: torch's own kernels convert element by element, and on an H200
-    reach 0.4 of the memory's rate."""
-    from kempner.jobs.system.compiler import keep_private
-
-    keep_private()
-    kernel = torch.compile(add_up, dynamic=True, fullgraph=True)
-
-    def compiled(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
-        if not part.is_contiguous() or not (total is None or total.is_contiguous()):
-            return add_up(total, part, dtype)
-        # Of one dimension: one kernel for all matrices.
-        flat: Tensor = kernel(None if total is None else total.view(-1), part.view(-1), dtype)
-        return flat.view_as(part) if total is None else total
-
-    return compiled

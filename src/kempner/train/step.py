@@ -194,11 +194,10 @@ class PendingStep:
         # Pinned, or the copy would wait for the device.
         self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
         self._host.copy_(values, non_blocking=True)
-        self._event = clock.mark() if values.is_cuda else None
+        self._mark = clock.mark()
 
     def read(self) -> StepResult:
-        if self._event is not None:
-            self._spent["total"] = self._clock.reach(self._event)
+        self._spent["total"] = self._clock.reach(self._mark)
         values = dict(zip(self._names, self._host.tolist(), strict=True))
         return StepResult(self._after, self._lr, values, self._spent)
 

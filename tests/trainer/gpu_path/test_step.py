@@ -32,7 +32,7 @@ from kempner.parallel.layout import build_layout
 from kempner.parallel.lora import add_adapters
 from kempner.parallel.memory.recompute import add_recompute
 from kempner.train.objective import NextToken
-from kempner.train.recording.metrics import Clock
+from kempner.train.recording.gpu_clock import GpuClock
 from kempner.train.recording.objectives import WithExperts
 from kempner.train.sections import RunConfig, TrainConfig
 from kempner.train.step import PendingStep, StepSums, forward_backward, reduce_step, update_weights
@@ -95,9 +95,7 @@ FIRST = {
     "spikes.py: judge: to": "the state of the spikes",
     "kernels.py: _update_one: to": "where the parts of parameters are",
 }
-READ = (
-    "metrics.py: reach: synchronize"  # the numbers of a step, for which the next one does not wait
-)
+READ = "gpu_clock.py: reach: synchronize"  # the numbers of a step, for which the next one does not wait
 # Additions in no certain order, and why they may be.
 UNORDERED = {
     "loss.py: chunk_loss: scatter_add_": "adds one number to each row",
@@ -134,9 +132,9 @@ def step(model: Decoder, optimizer: Any, objective: Any, batches: list[MicroBatc
     }
     before = [p.detach().inner.clone() for p in model.parameters() if p.requires_grad]
     numbers = update_weights(optimizer, reduce_step(parts, layout), tokens, 1e-2, 1.0)
-    clock = Clock()
-    clock.begin(torch.device("cuda"))
-    pretend.waits.remove("metrics.py: begin: synchronize")  # of a start, not of a step
+    clock = GpuClock()
+    clock.begin()
+    pretend.waits.remove("gpu_clock.py: begin: synchronize")  # of a start, not of a step
     values = PendingStep(None, 1e-2, numbers, clock).read().values  # type: ignore[arg-type]
     assert values["bad"] == 0.0
     after = [p.detach().inner for p in model.parameters() if p.requires_grad]

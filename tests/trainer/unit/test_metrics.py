@@ -19,6 +19,7 @@ from kempner.optim.spikes import Spikes
 from kempner.train.objective import NextToken
 from kempner.train.progress import Progress
 from kempner.train.recording.config import MetricsConfig
+from kempner.train.recording.gpu_clock import GpuClock
 from kempner.train.recording.metrics import Clock, console_line, short_number
 from kempner.train.recording.peak import peak_flops
 from kempner.train.recording.recorder import Recorder
@@ -176,8 +177,7 @@ def test_a_step_ends_when_the_gpu_has_done_it(
     run = FakeRun(tmp_path, log_interval=1)
     parts = (LOADER, NextToken(), Replicas(), Spikes(6.0, 8))
     made = Recorder(run, torch.device("cpu"), Progress(), *parts)  # type: ignore[arg-type]
-    made.device = torch.device("cuda")
-    monkeypatch.setattr("kempner.train.recording.recorder.memory_gib", lambda device: 0.0)
+    made.clock = GpuClock()
     made.begin(Progress())
     for step, host in enumerate((2.6, 0.1, 5.2, 0.0), 1):
         with made.clock.part("data"):

@@ -23,6 +23,7 @@ from kempner.optim.build import build_optimizer, published_weights
 from kempner.parallel import build as plans
 from kempner.parallel import single
 from kempner.parallel.build import build_model, parameter_names
+from kempner.parallel.compiled import compile_sum
 from kempner.parallel.layout import build_layout
 from kempner.train.objective import NextToken
 from kempner.train.sections import RunConfig
@@ -116,14 +117,16 @@ def test_the_compiled_sum_is_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> N
     cfg, kernels = load_config_files(RunConfig, [], [*SHAPE, BF16]), CompileCounter()
     expected, keep = training(cfg), single.keep_whole
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=kernels))
-    monkeypatch.setattr(single, "keep_whole", lambda model, dtype, _: keep(model, dtype, True))
+    monkeypatch.setattr(
+        single, "keep_whole", lambda model, dtype, _: keep(model, dtype, compile_sum())
+    )
     found = training(cfg)
     assert found.keys() == expected.keys() and kernels.frame_count == 4
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     part = torch.randn(6, 4, dtype=torch.bfloat16)
     for each in (part, part.t()):
-        total = single.compile_sum()(None, each, torch.float32)
-        assert torch.equal(single.compile_sum()(total, each, torch.float32), 2 * each.float())
+        total = compile_sum()(None, each, torch.float32)
+        assert torch.equal(compile_sum()(total, each, torch.float32), 2 * each.float())
 
 
 def test_parameters_are_plain_and_in_fp32() -> None:

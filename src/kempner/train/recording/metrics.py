@@ -7,26 +7,18 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 SHARE_SHOWN = 0.05  # of a step
 
 
 @dataclass
 class Clock:
-    """A clock that splits the wall time of a run into named parts of the host; the remainder is
-    compute. A step ends when the device has done it: the host queues steps ahead of a GPU, is held
-    up when the queue is full, and reads the numbers of a step at different times before a save and
-    elsewhere, so that its own time says little about one step."""
+    """A clock that splits the wall time of the host into named parts; the remainder is compute."""
 
     parts: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)  # newest time of each part
     began: float = field(default_factory=time.perf_counter)
-    _newest: torch.Event | None = None  # that was reached, `_reached` seconds after `began`
-    _reached: float = 0.0
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -41,32 +33,17 @@ class Clock:
         """Seconds so far: `total` and the parts."""
         return {"total": time.perf_counter() - self.began, **self.parts}
 
-    def begin(self, device: torch.device) -> dict[str, float]:
-        """Wait for the device, from whose next mark on its events tell the time; returns the
-        seconds so far."""
-        if device.type == "cuda":
-            self._newest = self.mark()
-            self._newest.synchronize()
-            self._reached = time.perf_counter() - self.began
+    def begin(self) -> dict[str, float]:
+        """Return spent(), before steps."""
         return self.spent()
 
-    @staticmethod
-    def mark() -> torch.Event:
-        """Return an event of the GPU that marks all work so far."""
-        import torch  # here: --check and reports use this module without it
+    def mark(self) -> Any:
+        """Mark the end of a step."""
+        return time.perf_counter() - self.began
 
-        event = torch.Event("cuda", enable_timing=True)
-        event.record()
-        return event
-
-    def reach(self, event: torch.Event) -> float:
-        """Wait for the next mark; returns the seconds from `began` until the device reached it."""
-        assert self._newest is not None, "begin() comes first"
-        event.synchronize()
-        # From mark to mark: a long time in milliseconds has few digits left in CUDA's fp32.
-        self._reached += self._newest.elapsed_time(event) / 1e3
-        self._newest = event
-        return self._reached
+    def reach(self, mark: Any) -> float:
+        """Wait for a mark, each in its turn; returns its `total`."""
+        return float(mark)
 
 
 def console_line(record: dict[str, Any], max_steps: int) -> str:

@@ -57,6 +57,10 @@ class Recorder:
         """`loader`, `objective`, `replicas`, `spikes`: say how their numbers are recorded."""
         cfg, world_size = run.cfg.metrics, run.world.size * run.world.replicas
         self.run, self.device, self.clock = run, device, Clock()
+        if device.type == "cuda":
+            from kempner.train.recording.gpu_clock import GpuClock
+
+            self.clock = GpuClock()
         self._loader, self._objective = loader, objective
         self._replicas, self._spikes = replicas, spikes
         # Now, where it records from the start on, or has to say that it cannot.
@@ -101,7 +105,7 @@ class Recorder:
 
     def begin(self, progress: Progress) -> None:
         """Start the rates: at a start, and when the run has gone back."""
-        self._last = (progress.step, progress.tokens, self.clock.begin(self.device))
+        self._last = (progress.step, progress.tokens, self.clock.begin())
 
     def step(self, result: StepResult) -> None:
         """Record a step, if its line is due; one that was skipped always, with its samples."""
