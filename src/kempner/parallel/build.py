@@ -90,9 +90,9 @@ def build_model(
 
         model.fp32_sums = GradientSums(model)
     if is_alone(layout.sizes, distributed):
-        from kempner.parallel.single import add_up, keep_whole
+        from kempner.parallel.single import AddUp, add_up, keep_whole
 
-        add = add_up
+        add: AddUp = add_up
         if train.compile and device_type == "cuda":
             from kempner.parallel.compiled import compile_sum
 

@@ -95,7 +95,8 @@ FIRST = {
     "spikes.py: judge: to": "the state of the spikes",
     "kernels.py: _update_one: to": "where the parts of parameters are",
 }
-READ = "gpu_clock.py: reach: synchronize"  # the numbers of a step, for which the next one does not wait
+# The numbers of a step, for which the next one does not wait.
+READ = "gpu_clock.py: reach: synchronize"
 # Additions in no certain order, and why they may be.
 UNORDERED = {
     "loss.py: chunk_loss: scatter_add_": "adds one number to each row",
