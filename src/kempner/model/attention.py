@@ -62,6 +62,9 @@ class Visible:
     starts: Tensor | None = None  # for varlen_attn: of the documents, or of the rows
     mask: Tensor | None = None  # bool [B or 1, 1, T, T], True: seen; where no kernel does without
     blocks: BlockMask | None = None  # for flex_attention
+    # What computes it, of varlen_kernel() or compiled_flex(): asked for here, outside of what is
+    # compiled, which would trace their imports.
+    kernel: Callable[..., Any] | None = None
 
 
 def attention_pattern(
@@ -88,18 +91,20 @@ def attention_pattern(
         return Visible(None)
     device = tokens.device
     if device.type == "cuda" and kernel in ("auto", *FLASH_KERNELS):
-        if softcap is None and dtype in FLASH and varlen_kernel() is not None:
+        if softcap is None and dtype in FLASH and (varlen := varlen_kernel()) is not None:
             if documents is not None:
-                return Visible(window, starts=documents.starts)
+                return Visible(window, starts=documents.starts, kernel=varlen)
             ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device)
-            return Visible(window, starts=ends)
+            return Visible(window, starts=ends, kernel=varlen)
         if kernel == "auto":
-            from kempner.model.flex import block_mask, causal_blocks
+            from kempner.model.flex import block_mask, causal_blocks, compiled_flex
 
+            flex = compiled_flex()[0]
             if documents is None:
-                return Visible(window, softcap, blocks=causal_blocks(length, window, device))
-            blocks = block_mask(rows, length, window, documents.index, device)
-            return Visible(window, softcap, blocks=blocks)
+                blocks = causal_blocks(length, window, device)
+            else:
+                blocks = block_mask(rows, length, window, documents.index, device)
+            return Visible(window, softcap, blocks=blocks, kernel=flex)
     at = torch.arange(length, device=device)
     behind = at[:, None] - at  # [T, T]: how far a key lies behind its query
     is_visible = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
@@ -114,11 +119,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
     """Attention of q [B, H, T, E] over k and v [B, K, T, E]: [B, H, T, E]."""
     grouped = q.shape[1] != k.shape[1]
     if visible.blocks is not None:
-        from kempner.model.flex import compiled_flex, score_change
+        from kempner.model.flex import score_change
 
         change = None if visible.softcap is None else score_change(visible.softcap)
-        flex = compiled_flex()[0]
-        y: Tensor = flex(q, k, v, score_mod=change, block_mask=visible.blocks, enable_gqa=grouped)
+        assert visible.kernel is not None
+        y: Tensor = visible.kernel(
+            q, k, v, score_mod=change, block_mask=visible.blocks, enable_gqa=grouped
+        )
         return y
     if visible.softcap is not None:
         groups = q.shape[1] // k.shape[1]
@@ -132,7 +139,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B * T, heads, E]
     # The kernel counts the keys before a query, and not its own.
     left = -1 if visible.window is None else visible.window - 1
-    flash, starts = varlen_kernel(), visible.starts
+    flash, starts = visible.kernel, visible.starts
     assert flash is not None
     # A document never leaves its row, so that T is a bound for its length that the host knows.
     y = flash(q, k, v, starts, starts, length, length, window_size=(left, 0), enable_gqa=grouped)

@@ -12,7 +12,7 @@ import torch
 from torch.nn import attention
 
 from kempner.config.option import ConfigError
-from kempner.model.attention import Visible, attend
+from kempner.model.attention import Visible, attend, varlen_kernel
 from kempner.model.config import ModelConfig
 
 MAJORS = {"fa3": (9,), "fa4": (9, 10)}  # compute capabilities of their GPUs
@@ -91,7 +91,7 @@ def _probe(cfg: ModelConfig, dtype: torch.dtype, device: torch.device, by_length
     if by_length:
         starts = torch.tensor([0, PROBE_TOKENS // 2, PROBE_TOKENS], device=device).int()
         window = PROBE_TOKENS // 4 if cfg.sliding_window else None
-        y = attend(q, k, k, Visible(window, starts=starts))
+        y = attend(q, k, k, Visible(window, starts=starts, kernel=varlen_kernel()))
     else:  # SDPA may take another kernel than flash
         y = torch.ops.aten._scaled_dot_product_flash_attention(q, k, k, is_causal=True)[0]
     if not all(x.isfinite().all() for x in torch.autograd.grad(y.sum(), (q, k))):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from benchmarks.gpu_parts import ring_attention
 from kempner.config.option import ConfigError
 from kempner.model import flash
-from kempner.model.attention import Visible, attend
+from kempner.model.attention import Visible, attend, varlen_kernel
 from kempner.parallel.memory.recompute import kept_operators
 from tests.trainer.gpu_path import kernels
 from tests.trainer.gpu_path.kernels import CPU, GPU, OnCpu, registered
@@ -167,7 +167,7 @@ def test_selective_recomputation_keeps_its_output() -> None:
         return create_selective_checkpoint_contexts(kept_operators())
 
     def doubled(*x: Tensor) -> Tensor:
-        return attend(*x, Visible(9, starts=starts)) * 2
+        return attend(*x, Visible(9, starts=starts, kernel=varlen_kernel())) * 2
 
     y = checkpoint(doubled, *inputs, use_reentrant=False, context_fn=contexts)
     with_gradients(y, inputs)

@@ -104,7 +104,7 @@ def test_flex_attention_gets_the_same_pattern(
     index = INDEX if packed else None
     blocks = block_mask(2, 16, window, index, torch.device("cpu"))
     documents = None if index is None else Documents.of(index, False)
-    flex = attend(*heads, Visible(window, softcap, blocks=blocks))
+    flex = attend(*heads, Visible(window, softcap, blocks=blocks, kernel=eager[0]))
     dense = attend(*heads, attention_pattern(TOKENS, window, documents, torch.float32, softcap))
     torch.testing.assert_close(flex, dense)
 

@@ -168,7 +168,7 @@ def test_packed_documents_do_not_see_each_other(window: int | None, reset: bool)
                 torch.testing.assert_close(logits, model(alone[None])[0], atol=1e-5, rtol=1e-4)
 
 
-def test_the_flash_kernel_gets_documents_and_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flash_kernel_gets_documents_and_windows() -> None:
     """What varlen_attn is given on a GPU, by a stand-in that attends to one sequence after the
     other as its documentation says."""
 
@@ -186,7 +186,6 @@ def test_the_flash_kernel_gets_documents_and_windows(monkeypatch: pytest.MonkeyP
             parts.append(y[0].transpose(0, 1))
         return torch.cat(parts)
 
-    monkeypatch.setattr("kempner.model.attention.varlen_kernel", lambda: one_by_one)
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
     documents = Documents.of(torch.tensor([[0] * 5 + [1] * 11, [0] * 16]), True)
@@ -194,7 +193,7 @@ def test_the_flash_kernel_gets_documents_and_windows(monkeypatch: pytest.MonkeyP
     for window in (None, 3):
         dense = attention_pattern(tokens, window, documents, q.dtype)
         assert dense.mask is not None
-        flash = Visible(window, starts=documents.starts)
+        flash = Visible(window, starts=documents.starts, kernel=one_by_one)
         torch.testing.assert_close(attend(q, k, v, flash), attend(q, k, v, dense))
 
 
