@@ -418,7 +418,7 @@ def patterns(job: Job) -> Figures:
         for kernel in ("auto", "math"):
             seen = attention_pattern(tokens, what[0], what[1], q.dtype, what[2], kernel)
             y = attend(q, k, v, seen)
-            results.append((y, *torch.autograd.grad(y.float().square().sum(), (q, k, v))))
+            results.append((y.detach(), *torch.autograd.grad(y.float().square().sum(), (q, k, v))))
         pairs = zip(*results, strict=True)
         found[name] = max(float((a - b).float().norm() / b.float().norm()) for a, b in pairs)
         if not found[name] < SAME:

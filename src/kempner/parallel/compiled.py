@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import shutil
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,9 @@ def compile_model(model: Decoder, scope: str, budget: float = 1.0) -> None:
     from torch._functorch import config
 
     config.activation_memory_budget = budget
+    # Remarks of the compiler on a GPU: products in fp32 are meant to be exact, and it chooses well.
+    for remark in ("TensorFloat32 tensor cores", r"\s*Online softmax is disabled"):
+        warnings.filterwarnings("ignore", remark)
     keep_private()
     # Not the loop over chunks: the compiler would reorder it, until all logits exist at once.
     loss = functools.partial(model.loss, compiled=torch.compile(chunk_loss))  # type: ignore[call-arg]
