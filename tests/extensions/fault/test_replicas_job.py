@@ -54,6 +54,7 @@ def assert_as_unbroken(pair: BrokenRun, unbroken: Path) -> None:
     assert first != second  # of different samples
 
 
+@pytest.mark.soak
 def test_a_warning_in_the_middle_of_a_round(pair: BrokenRun, unbroken_pair: Path) -> None:
     """Both replicas save the end of the round, and go on from it."""
     pair.submit(*OVER_NODES, options=["--nodes=4"], faults="slow ms=200 rank=1")

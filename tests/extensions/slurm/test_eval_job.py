@@ -34,6 +34,7 @@ def tasks(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.soak
 def test_a_job_follows_the_run_through_its_own_requeue(
     cluster: Cluster, tmp_path: Path, tasks: Path
 ) -> None:

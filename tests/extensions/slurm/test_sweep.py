@@ -184,6 +184,7 @@ def test_points_that_follow_from_results(
     assert len(jobs) == 2
 
 
+@pytest.mark.soak
 def test_packed_points(cluster: Cluster, sweep: Callable[..., Sweep]) -> None:
     """Where Slurm gives whole nodes: two and two on a node. One fails, and its neighbour does not
     care; one is stopped by the warning of the time limit, and its job goes on with it alone."""

@@ -177,6 +177,7 @@ def hostile_surroundings(submit: Submit) -> RayJob:
     )
 
 
+@pytest.mark.soak
 @pytest.mark.job(make=hostile_surroundings)
 def test_a_batch_job_on_two_hosts(job: RayJob) -> None:
     """Its exit code is the command's. No secret and no token is in a file; no variable of Slurm is

@@ -100,6 +100,7 @@ def submit(cluster: Cluster, checkout: Path, *command: object) -> str:
     return done.stdout.split()[-1]
 
 
+@pytest.mark.soak
 def test_a_checkout_that_is_broken_after_sbatch(
     cluster: Cluster, tmp_path: Path, checkout: Path
 ) -> None:

@@ -136,7 +136,8 @@ def test_a_node_that_names_its_port_differently(cluster: Cluster, tmp_path: Path
     assert "network of node1: ib0 " in log and "network of node2: ibp12s0 " in log
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("times", [2, 20])
 def test_three_jobs_on_the_same_hosts(cluster: Cluster, tmp_path: Path, times: int) -> None:
     """They start at once, and every rank meets the ranks of its own job."""
     env = {"KEMPNER_TRAIN": str(Path(__file__).parent / "meet.py")}

@@ -35,10 +35,12 @@ def test_kill_of_one_rank(broken_run: Submit, rank: int) -> None:
 
 def test_kill_in_the_step_after_a_save(broken_run: Submit, tmp_path: Path) -> None:
     """The numbers of a step are read a step late, those of a saved one before the save."""
-    run = broken_run(
-        "--checkpoint.interval=10",
-        faults=f"kill at=kempner.train.step:guard_update:before nth=11 rank=0 once={tmp_path}/once",
-    )
+    durable = tmp_path / "run" / "checkpoints" / "latest"
+    faults = f"""
+        wait at=kempner.train.step:reduce_step:before nth=11 rank=0 path={durable}
+        kill at=kempner.train.step:guard_update:before nth=11 rank=0 once={tmp_path}/once
+    """
+    run = broken_run("--checkpoint.interval=10", faults=faults)
     assert run.wait() == 0
     run.assert_complete(attempts=2, recomputed=0)
 
