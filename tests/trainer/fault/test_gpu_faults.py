@@ -105,4 +105,4 @@ def test_a_broken_gpu_where_there_is_no_other_node(broken_run: Submit, shim: Shi
     shim.xid(79, 0)  # both nodes read this log
     assert run.wait() == 0
     run.assert_complete(attempts=2, recomputed=LOST)
-    assert "not excluded: the other nodes of the partition, 1, are too few" in run.log
+    assert "not excluded: the other nodes that could take this job, 1, are too few" in run.log
