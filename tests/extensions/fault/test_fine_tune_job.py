@@ -75,7 +75,7 @@ def test_an_imported_model_learns_to_answer(hosts: Cluster, work: Path) -> None:
     words = [
         ROOT / "configs/train/sft.toml", f"--run.dir={run}", f"--data.dataset_path={work / 'chat'}",
         f"--model.init_from={work / 'base'}", "--train.seq_len=128", "--train.global_batch=4",
-        "--train.micro_batch=1", "--train.max_steps=1200", "--no-train.compile",
+        "--train.micro_batch=1", "--train.max_steps=600", "--no-train.compile",
         "--train.recompute=none", "--train.dtype=fp32", "--optimizer.lr=3e-3",
         "--distributed.device=cpu", "--eval.interval=0", "--checkpoint.interval=100",
         "--metrics.log_interval=10",
@@ -90,7 +90,7 @@ def test_an_imported_model_learns_to_answer(hosts: Cluster, work: Path) -> None:
     assert hosts.wait(judge) == 0, (work / f"eval-{judge}.out").read_text()
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     found = {line["step"]: line["eval/choose/acc"] for line in lines if "eval/choose/acc" in line}
-    assert len(found) > 1 and 1200 in found, found
+    assert len(found) > 1 and 600 in found, found
     script(work, ROOT / "scripts/convert.py", "export", run, work / "mine")
     for source in (run, work / "mine"):
         asked = ["--chat", "--prompt", "two", "--temperature", 0, "--device", "cpu"]
