@@ -129,7 +129,7 @@ def test_three_time_limits(chain: Chain) -> None:
             1,
             2,
             1,
-            "the last job of its chain (KEMPNER_CHAIN=1): submit it again to go on",
+            "it was the last job of its chain: submit it again to go on",
             marks=SOAK,
         ),
     ],
