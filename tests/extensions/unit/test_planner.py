@@ -19,12 +19,21 @@ from kempner.extensions.planner.cost import (
     step_seconds,
 )
 from kempner.extensions.planner.gpus import GPUS
-from kempner.extensions.planner.memory import GIB, estimate_memory, memory_peaks, optimizer_state
+from kempner.extensions.planner.memory import (
+    FP32,
+    GIB,
+    block_activation_bytes,
+    estimate_memory,
+    memory_peaks,
+    optimizer_state,
+)
 from kempner.extensions.planner.out_of_memory import memory_advice
 from kempner.extensions.planner.search import best_candidates, changed_by, lever_changes
+from kempner.model.attention import Visible
 from kempner.model.decoder import Decoder
 from kempner.optim.build import build_optimizer
 from kempner.optim.config import STATE
+from kempner.parallel.layout import axis_sizes
 from kempner.train.configure import check_world, load_config
 from kempner.train.sections import BUDGETS, RunConfig
 from tests.conftest import ROOT
@@ -425,3 +434,26 @@ def test_recomputation_by_need_on_a_gpu() -> None:
                      GPUS["H100"]).step for values, _ in found
     ]  # fmt: skip
     assert times == sorted(times)
+
+
+def test_a_compiled_block_keeps_what_is_counted() -> None:
+    """As torch's partitioner divides it, on a CPU as on a GPU: 4 D, q, k, v, the output of
+    attention, and three of SwiGLU's inner width."""
+    words = ["--model.dim=64", "--model.n_layers=1", "--model.n_heads=4", "--model.n_kv_heads=2",
+             "--model.ffn_dim=176", "--train.seq_len=256", "--model.max_seq_len=256",
+             "--train.global_batch=1", "--train.compile"]  # fmt: skip
+    cfg = load_config([], [*words, "--data.dataset_path=fake:"])
+    model, kept = Decoder(cfg.model), dict[int, int]()
+    known = {p.data_ptr() for p in (*model.parameters(), *model.buffers())}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        if x.untyped_storage().data_ptr() not in known:
+            kept[x.untyped_storage().data_ptr()] = x.nbytes
+        return x
+
+    block = torch.compile(model.blocks[0], backend="aot_eager_decomp_partition")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        block(torch.randn(1, 256, 64, requires_grad=True), model.rope[:, :256], Visible(None))
+    axes = axis_sizes(cfg.distributed, 1, 1)
+    planned, _ = block_activation_bytes(cfg, axes, 256, FP32, gpu=True)
+    assert sum(kept.values()) == pytest.approx(planned, rel=0.03)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ from kempner.extensions.hf.families import family_of
 from kempner.model.attention import Documents, Visible, attend, attention_pattern
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
-from kempner.model.loss import cross_entropy
+from kempner.model.loss import chunk_loss, cross_entropy
 from kempner.model.shapes import ROUTER_BIAS, tensor_shapes
 from kempner.train.sections import RunConfig
 
@@ -278,6 +279,22 @@ def test_chunked_loss_equals_the_plain_sum(monkeypatch: pytest.MonkeyPatch, igno
         torch.testing.assert_close(loss.double(), expected, atol=1e-4, rtol=1e-6)
         for got, want in zip(grads, expected_grads, strict=True):
             torch.testing.assert_close(got, want.float(), atol=1e-5, rtol=1e-5)
+
+
+def test_the_gradient_of_a_chunk_is_gone_before_the_next() -> None:
+    """With a large vocabulary it takes a GiB."""
+    gradients: list[weakref.ref[torch.Tensor]] = []
+
+    def chunk(*arguments: Any) -> Any:
+        assert all(each() is None for each in gradients)
+        found = chunk_loss(*arguments)
+        assert found[2] is not None
+        gradients.append(weakref.ref(found[2]))
+        return found
+
+    x, weight = (torch.randn(n, 8, requires_grad=True) for n in (12, 20))
+    cross_entropy(x, weight, torch.randint(20, (12,)), chunk=4, compiled=chunk)
+    assert len(gradients) == 3
 
 
 def test_the_z_loss_is_that_of_the_plain_formula(monkeypatch: pytest.MonkeyPatch) -> None:
