@@ -6,10 +6,9 @@
     python -m benchmarks.gpu_check --device cpu --quick     what can be checked without a GPU
 
 Each check runs in a process of its own with a time limit, so that a failure does not stop the
-others; what each compiles, the next ones find. Checks that measure run alone, the others up to six
-at a time. Writes report.md, report.json and the log of each
-check. Exit code 0: all passed or do not apply to this machine; 1: some failed, or the time ran out
-before them; 2: bad input.
+others; what each compiles, the next ones find. Checks that measure time run alone, the others up to
+six at a time. Writes report.md, report.json and the log of each check. Exit code 0: all passed or
+do not apply to this machine; 1: some failed, or the time ran out before them; 2: bad input.
 """
 
 from __future__ import annotations

@@ -579,48 +579,40 @@ class Check(NamedTuple):
     needs: tuple[str, ...] = ()
 
 
-def gpu(run: Callable[[Job], Figures], limit: float, **more: Any) -> Check:
-    return Check(run, limit, needs_gpu=True, **more)
-
-
-def apart(run: Callable[[Job], Figures], limit: float, *needs: str, on_gpu: bool = False) -> Check:
-    return Check(run, limit, on_gpu, together=True, needs=needs)
-
-
 # The figures that are asked for come first; then what measures no time, side by side; then what
 # needs two GPUs, and the tune.
 CHECKS = {
     "environment": Check(environment, 60),
     "data": Check(data, 60),
-    "bench 7b": gpu(lambda job: bench(job, "7b", 8), 240),
-    "bench 1b": gpu(lambda job: bench(job, "1b", 8), 150),
-    "bench 125m": gpu(lambda job: bench(job, "125m", 16), 120),
+    "bench 7b": Check(lambda job: bench(job, "7b", 8), 240, needs_gpu=True),
+    "bench 1b": Check(lambda job: bench(job, "1b", 8), 150, needs_gpu=True),
+    "bench 125m": Check(lambda job: bench(job, "125m", 16), 120, needs_gpu=True),
     "save": Check(save, 90),
     "generate": Check(generation, 60, needs=("save",)),
     "decode": Check(decoding, 90),
     "preflight": Check(preflight, 120),
     "attention": Check(attention, 45),
-    "loss": gpu(loss, 60),
-    "resume": apart(resume, 120, "save"),
-    "meshes": apart(meshes, 90),
-    "gpu faults": apart(gpu_faults, 90, on_gpu=True),
-    "synchronization": apart(synchronization, 60),
-    "ring": apart(ring, 60),
-    "waves": apart(waves, 60),
-    "experts": apart(experts, 60),
-    "muon": apart(muon, 60),
-    "update": apart(update, 90, on_gpu=True),
-    "offload": apart(offload, 120, "save"),
-    "compile": apart(compiled, 120, "save", on_gpu=True),
-    "recompute": apart(recompute, 120, "save", on_gpu=True),
-    "patterns": apart(patterns, 120, on_gpu=True),
-    "fp8": apart(fp8, 150, "save", on_gpu=True),
+    "loss": Check(loss, 60, needs_gpu=True),
+    "gpu faults": Check(gpu_faults, 90, needs_gpu=True),
+    "compile": Check(compiled, 120, needs_gpu=True, needs=("save",)),
+    "resume": Check(resume, 120, together=True, needs=("save",)),
+    "meshes": Check(meshes, 90, together=True),
+    "synchronization": Check(synchronization, 60, together=True),
+    "ring": Check(ring, 60, together=True),
+    "waves": Check(waves, 60, together=True),
+    "experts": Check(experts, 60, together=True),
+    "muon": Check(muon, 60, together=True),
+    "update": Check(update, 90, needs_gpu=True, together=True),
+    "offload": Check(offload, 120, together=True, needs=("save",)),
+    "recompute": Check(recompute, 120, needs_gpu=True, together=True, needs=("save",)),
+    "patterns": Check(patterns, 120, needs_gpu=True, together=True),
+    "fp8": Check(fp8, 150, needs_gpu=True, together=True, needs=("save",)),
     "distributed": Check(distributed, 90, needs=("save",)),
-    "flash": gpu(flash, 240),
-    "fp8 gathers": gpu(fp8_gathers, 180),
-    "overlap": gpu(overlap, 300),
-    "exchange": gpu(exchange, 120),
+    "flash": Check(flash, 240, needs_gpu=True),
+    "fp8 gathers": Check(fp8_gathers, 180, needs_gpu=True),
+    "overlap": Check(overlap, 300, needs_gpu=True),
+    "exchange": Check(exchange, 120, needs_gpu=True),
     "axes": Check(axes, 300, needs=("save",)),
-    "hang": gpu(hang, 240),
+    "hang": Check(hang, 240, needs_gpu=True),
     "tune": Check(tuned, 360),
 }

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,6 +142,17 @@ def test_one_check_and_what_it_needs(tmp_path: Path) -> None:
     assert list(checks) == ["environment", "data", "save", "generate", "ring"]
     done, _ = gpu_check(tmp_path, *words, "nothing")
     assert done.returncode == 2 and "--only: nothing: no such check" in done.stderr
+
+
+def test_sigterm_ends_what_runs(tmp_path: Path) -> None:
+    words = ["--device", "cpu", "--quick", "--only", "ring", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.gpu_check", *words]
+    process = subprocess.Popen(command, cwd=ROOT, env=clean_env(), stdout=subprocess.PIPE)
+    while not (tmp_path / "environment.log").exists():
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(timeout=60) == 1
+    assert not (tmp_path / "ring.log").exists()
 
 
 def test_make_without_torch(tmp_path: Path) -> None:

@@ -176,9 +176,10 @@ def test_a_step_ends_when_the_gpu_has_done_it(
     monkeypatch.setattr(torch, "Event", Event)
     run = FakeRun(tmp_path, log_interval=1)
     parts = (LOADER, NextToken(), Replicas(), Spikes(6.0, 8))
-    made = Recorder(run, torch.device("cpu"), Progress(), *parts)  # type: ignore[arg-type]
-    made.clock = GpuClock()
-    made.begin(Progress())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
+    made = Recorder(run, torch.device("cuda"), Progress(), *parts)  # type: ignore[arg-type]
+    assert isinstance(made.clock, GpuClock)
     for step, host in enumerate((2.6, 0.1, 5.2, 0.0), 1):
         with made.clock.part("data"):
             clock.value += 0.25
