@@ -20,7 +20,9 @@ LAST = {
 }
 
 
-@pytest.mark.parametrize("command", LAST)
+@pytest.mark.parametrize(
+    "command", ["overhead", "data", "checkpoint", pytest.param("startup", marks=pytest.mark.soak)]
+)
 def test_quick(command: str, data_dir: Path) -> None:
     words = [] if command == "data" else ["--", f"--data.dataset_path={data_dir}"]
     done = zygote.run(

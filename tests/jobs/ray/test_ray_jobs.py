@@ -50,7 +50,8 @@ def a_dedicated_head(submit: Submit) -> RayJob:
     bashrc = "export PATH=/nowhere:/usr/bin:/bin; export FROM_BASHRC=1\n"
     (base / "work/.bashrc").write_text(bashrc)
     more = {"DEDICATED_RAY_HEAD": "1", "GPUS_PER_NODE": "1", "HF_TOKEN": SECRET}
-    more["KEMPNER_PORTS"] = "20000-20999"
+    # Not the ports of a test bed: its Slurm has two of 20010 to 22501.
+    more["KEMPNER_PORTS"] = "24000-24999"
     return submit(3, MARKER="the job's", RAY_LOG_SYNC_FREQUENCY="1", **more)
 
 
@@ -265,6 +266,7 @@ def test_a_batch_job_on_four_hosts(job: RayJob) -> None:
 ON_THE_SECOND = "((SLURM_NODEID != 1)) ||"
 
 
+@pytest.mark.soak
 @pytest.mark.job(
     make=lambda submit: submit(
         2, "touch ran", SETUP_COMMAND=f"{ON_THE_SECOND} sleep 600", START_TIMEOUT="40"

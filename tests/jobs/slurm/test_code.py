@@ -179,6 +179,7 @@ def test_submit_copies_before_the_job_waits(
     assert before == (ROOT / "scripts/train.py").read_text()
 
 
+@pytest.mark.soak
 def test_what_was_edited_while_the_job_waited_is_named(
     cluster: Cluster, tmp_path: Path, checkout: Path
 ) -> None:
@@ -368,6 +369,7 @@ def test_the_code_of_a_program_is_checked(cluster: Cluster, project: Path, tmp_p
         assert where in begins, begins
 
 
+@pytest.mark.soak
 def test_a_changed_copy_of_a_launch_script_runs_as_it_is_written(
     cluster: Cluster, tmp_path: Path, checkout: Path
 ) -> None:

@@ -72,7 +72,7 @@ def test_two_hosts_train_over_the_fast_network(
     arguments = cluster.debug_run(run_dir, *TWENTY, "--optimizer.betas=[0.9, 0.95]")
     with over_the_fast_network(cluster):
         options = ["--gpus-per-node=2", "--ntasks-per-node=2"]
-        env = {"KEMPNER_PORTS": "21000-21001"}
+        env = {"KEMPNER_PORTS": "24000-24001"}
         job = cluster.sbatch("multinode.sh", *arguments, options=options, cwd=tmp_path, env=env)
         assert cluster.wait(job) == 0
     log = (tmp_path / f"kempner-{job}.out").read_text()

@@ -95,6 +95,7 @@ def test_no_traces_on_a_busy_machine(hosts: Cluster, tmp_path: Path) -> None:
             process.wait()
 
 
+@pytest.mark.soak
 def test_a_slow_network_is_named(hosts: Cluster, tmp_path: Path) -> None:
     with shaped(hosts, "node2", "1mbit"):
         code, log, told = preflight(hosts, tmp_path)
@@ -165,6 +166,7 @@ def test_a_slow_device_with_other_bits_is_named(hosts: Cluster, tmp_path: Path) 
     assert "note: node2: CPU of task 1: matrix product" in log
 
 
+@pytest.mark.soak
 def test_a_node_whose_python_does_not_start_is_named(hosts: Cluster, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(
@@ -178,6 +180,7 @@ def test_a_node_whose_python_does_not_start_is_named(hosts: Cluster, tmp_path: P
     assert told["whole"]["bus_bytes_per_s"] > 0  # the other two have been measured
 
 
+@pytest.mark.soak
 def test_a_directory_that_is_not_shared_is_named(hosts: Cluster, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()

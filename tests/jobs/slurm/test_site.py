@@ -22,6 +22,7 @@ def seen(run_dir: Path) -> dict[str, list[str]]:
     return json.loads((run_dir / "seen.jsonl").read_text().splitlines()[-1])
 
 
+@pytest.mark.soak
 def test_a_hostile_name_through_every_script(cluster: Cluster, tmp_path: Path) -> None:
     """The configuration's own path and the run directory, of the real trainer."""
     folder = tmp_path / 'it\'s "$HOME" `id` [a-z]* é'

@@ -75,6 +75,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     return Report(done.returncode, done.stdout + done.stderr, checks, text)
 
 
+@pytest.mark.soak
 def test_all_that_needs_no_gpu_passes(report: Report) -> None:
     assert report.code == 0, report.said
     status = {name: result["status"] for name, result in report.checks.items()}
@@ -82,16 +83,19 @@ def test_all_that_needs_no_gpu_passes(report: Report) -> None:
     assert list(report.checks) == list(CHECKS)
 
 
+@pytest.mark.soak
 def test_what_needs_a_gpu_says_so(report: Report) -> None:
     assert all("no GPU" in report.checks[name]["why"] for name in GPU_ONLY)
 
 
+@pytest.mark.soak
 def test_the_report_has_every_check(report: Report) -> None:
     assert f"torch {torch.__version__}" in report.text
     for name, result in report.checks.items():
         assert f"\n| {name} | {result['status']} | " in report.text
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "figure", "most"), [("experts", "dw1", 0.02), ("ring", "dk", 1e-5)]
 )
@@ -101,10 +105,12 @@ def test_kernels_are_near_their_plain_form(
     assert report.figures(name)[figure] < most
 
 
+@pytest.mark.soak
 def test_a_resumed_run_has_the_losses_of_the_unbroken_one(report: Report) -> None:
     assert report.figures("resume")["equal_losses"] == 40
 
 
+@pytest.mark.soak
 def test_it_generates(report: Report) -> None:
     assert report.figures("generate")["tokens"] == 32
 

@@ -33,6 +33,7 @@ def test_kill_of_one_rank(broken_run: Submit, rank: int) -> None:
     assert run.decisions() == ["restart", "end"]
 
 
+@pytest.mark.soak
 def test_kill_in_the_step_after_a_save(broken_run: Submit, tmp_path: Path) -> None:
     """The numbers of a step are read a step late, those of a saved one before the save."""
     durable = tmp_path / "run" / "checkpoints" / "latest"

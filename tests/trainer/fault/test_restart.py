@@ -132,6 +132,7 @@ def test_the_host_of_the_batch_script_is_lost(
     run.assert_complete(attempts=2, recomputed=LOST)
 
 
+@pytest.mark.soak
 def test_a_host_that_fails_twice_is_replaced(pair: Submit, tmp_path: Path) -> None:
     """Until then the spare has had other work to do, at a low priority."""
     twice = "at=kempner.train.step:reduce_step:before rank=1 nth"
@@ -210,6 +211,7 @@ def test_a_host_that_fails_the_preflight_is_replaced(three: Cluster, pair: Submi
     assert run.cluster.field(run.job, "Restarts") == "0"
 
 
+@pytest.mark.soak
 def test_a_spare_that_fails_the_preflight_is_dropped(three: Cluster, tmp_path: Path) -> None:
     words = (f"--run.dir={tmp_path}/run", "--plan=done")
     env = {"KEMPNER_TRAIN": str(FAKE_TRAINER), "KEMPNER_PREFLIGHT": "1", **SPARE}

@@ -28,6 +28,7 @@ def warn(run: BrokenRun) -> None:
     run.cluster.ask("scancel", "--batch", "--signal=TERM", run.job)
 
 
+@pytest.mark.soak
 def test_warning_before_the_time_limit_twice(broken_run: Submit) -> None:
     run = broken_run()
     for time_, step in enumerate((5, 20), 1):
@@ -117,6 +118,7 @@ def test_one_rank_alone(broken_run: Submit) -> None:
     assert run.events("end")[0]["state"] == "interrupted"
 
 
+@pytest.mark.soak
 def test_in_the_middle_of_a_long_step(broken_run: Submit, tmp_path: Path) -> None:
     """Of four micro-batches of two seconds: the rest of the step may be all the time there is."""
     faults = f"slow_forward ms=2000 once={tmp_path}/once rank=0"

@@ -21,7 +21,13 @@ ONE_NODE = {"options": ["--nodes=1"], "script": "singlenode.sh", "tasks": 2}
     [
         # Of steps 21 and after; of step 25 alone.
         ("from=160 to=9999", False, 10, "the next one goes on from the last checkpoint"),
-        ("from=192 to=200", True, 0, "it was computed again, and is right"),
+        pytest.param(
+            "from=192 to=200",
+            True,
+            0,
+            "it was computed again, and is right",
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_the_run_goes_on_elsewhere(
