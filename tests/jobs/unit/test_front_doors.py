@@ -352,6 +352,22 @@ def test_a_shape_that_cannot_be_exported_is_a_warning(forks: Forks, world: Path)
     assert "the one model of transformers with such a router, Glm4Moe" in done.err
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--rl.batch_samples=32", "[rl] has no effect: rl.env names no environment"),
+        ("--lowcomm.interval=4", "[lowcomm] has no effect: it has no replicas"),
+        ("--preference.beta=0.2", "[preference] has no effect: preference.loss = "),
+    ],
+)
+def test_a_section_that_has_no_effect_is_a_warning(
+    forks: Forks, world: Path, word: str, said: str
+) -> None:
+    done = forks.run(*TRAIN, OWN, *SMALL, "--train.max_steps=20", "--check", word, cwd=world)
+    assert done.code == 0 and done.err.count("warning:") == 1, done.err
+    assert f"warning: {said}" in done.err
+
+
 def test_an_empty_directory_is_exported_to(forks: Forks, world: Path) -> None:
     """Where it is, by way of a link, too; and it stays, empty, when there is no room."""
     for place in ("blank", "at-blank"):

@@ -27,6 +27,13 @@ class LowcommExtension(Extension):
     def problems(self, cfg: RunConfig) -> list[str]:
         return config.replica_problems(cfg)
 
+    def warnings(self, cfg: RunConfig) -> list[str]:
+        off = (
+            "[lowcomm] has no effect: it has no replicas; give --lowcomm.replicas=N, "
+            "gpus_per_replica or nodes_per_replica"
+        )
+        return [] if cfg.of(LowcommConfig).on else [off]
+
     def count_replicas(self, cfg: RunConfig, world_size: int, per_node: int) -> int:
         return cfg.of(LowcommConfig).count(world_size, per_node)
 

@@ -27,6 +27,10 @@ class PreferenceExtension(Extension):
     def problems(self, cfg: RunConfig) -> list[str]:
         return preference_problems(cfg)
 
+    def warnings(self, cfg: RunConfig) -> list[str]:
+        off = '[preference] has no effect: preference.loss = "none"; give dpo or reward'
+        return [] if cfg.of(PreferenceConfig).loss != "none" else [off]
+
     def sample_shape(self, cfg: RunConfig, shape: Shape) -> Shape:
         return shape._replace(preferences=cfg.of(PreferenceConfig).loss != "none")
 

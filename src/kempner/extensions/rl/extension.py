@@ -59,6 +59,10 @@ class RlExtension(Extension):
     def problems(self, cfg: RunConfig) -> list[str]:
         return config.rl_problems(cfg)
 
+    def warnings(self, cfg: RunConfig) -> list[str]:
+        off = "[rl] has no effect: rl.env names no environment"
+        return [] if cfg.of(RlConfig).on else [off]
+
     def program_problem(self, cfg: RunConfig, own: bool) -> str | None:
         return None if cfg.of(RlConfig).on == own else OTHER_PROGRAM[own]
 
