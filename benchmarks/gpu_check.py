@@ -117,7 +117,9 @@ def chosen(text: str) -> list[str]:
     """Return the names in a list, and the checks that they need, in the order of CHECKS."""
     names = {name.strip() for name in text.split(",")}
     if unknown := names - CHECKS.keys():
-        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: no such check")
+        raise argparse.ArgumentTypeError(
+            f"{', '.join(sorted(unknown))}: no such check; choose from {', '.join(CHECKS)}"
+        )
     needed = {name for each in names for name in CHECKS[each].needs}
     return [name for name in CHECKS if name in {*FIRST, *names, *needed}]
 

@@ -55,7 +55,7 @@ def refuse_start(why, fix):
         sys.stdout.flush()
         os._exit(0)
     name = os.path.splitext(os.path.basename(sys.argv[0]))[0]
-    sys.stderr.write(f"{name}: error: {sys.executable} does not serve here: {why}; {fix}\n")
+    sys.stderr.write(f"{name}: error: {sys.executable} cannot run the kit: {why}; {fix}\n")
     sys.stderr.flush()
     os._exit(2)
 

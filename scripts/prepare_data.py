@@ -155,7 +155,7 @@ def wrong_options(options: argparse.Namespace) -> list[str]:
         "--eod requires --tokenizer FILE: bytes and --train-bpe have a token of their own": (
             options.eod is not None and not file
         ),
-        "--bos requires --tokenizer FILE, and text: a chat template begins as it likes": (
+        "--bos requires --tokenizer FILE and plain text: chat templates have their own": (
             options.bos is not None and not (file and options.kind == "text")
         ),
         f"--val-fraction {options.val_fraction}: must be from 0 to 0.5": (

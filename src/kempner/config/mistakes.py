@@ -22,6 +22,8 @@ def nearest_option(name: str, known: Schema, every: Schema, dashes: str = "") ->
     else:
         # With cutoff 0: the key is right, and the nearest section is meant, however far it is.
         guesses = difflib.get_close_matches(name, elsewhere, n=1, cutoff=0)
+        # Without a section the trainer's own is meant, which comes before those of extensions.
+        guesses = guesses if section else elsewhere[:1]
         names += () if dashes else every  # which are no options
         guesses = guesses or difflib.get_close_matches(name, names, n=1)
     if guesses:

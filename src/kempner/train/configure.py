@@ -245,6 +245,14 @@ def print_warnings(cfg: RunConfig) -> None:
     for one in lookup.used(cfg):
         for text in one.warnings(cfg):
             print(f"warning: {text}", file=sys.stderr)
+    batch, tokens = cfg.train.global_batch, cfg.train.global_batch_tokens
+    if tokens is not None and batch != type(cfg.train).global_batch:
+        print(
+            f"warning: train.global_batch = {batch} has no effect: train.global_batch_tokens = "
+            f"{tokens} replaces it; give --train.global_batch_tokens={batch * cfg.train.seq_len}, "
+            "or none",
+            file=sys.stderr,
+        )
     warmup, last = cfg.schedule.warmup_steps, cfg.train.max_steps
     if warmup > last:
         print(

@@ -372,7 +372,7 @@ BAD = [
     ({"stop": 3}, "stop = 3: must be a string"),
     ({"stream": 1}, "stream = 1: must be true or false"),
     ({"model": "large"}, "the model here is small"),
-    ({"best_of": 2}, "best_of = 2: is not supported here but for 1"),
+    ({"best_of": 2}, "best_of = 2: is not supported here; only 1 is"),
     ({"guided_json": {}}, "guided_json: is not supported here"),
 ]
 
@@ -473,6 +473,9 @@ def test_a_full_queue_says_so(engine: Client, worker: Worker) -> None:
         assert f"the queue is full: {QUEUE} of {QUEUE} texts wait" in refused["error"]["message"]
         engine.ask("/resume", {})
         assert len(waits.result()) == QUEUE
+    body = {"prompt": [PROMPT] * (QUEUE + 1)}
+    refused = engine.ask("/v1/completions", body, code=400)["error"]["message"]
+    assert f"{QUEUE + 1} texts in one request, and the queue holds {QUEUE}" in refused
 
 
 @pytest.mark.parametrize("stream", [False, True])

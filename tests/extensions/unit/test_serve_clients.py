@@ -198,7 +198,7 @@ def test_a_value_that_changes_nothing_passes_and_another_is_refused(
         body = {"prompt": "a", "max_tokens": 1, name: value}
         assert plain.ask(TEXT, body)["choices"]
     message = plain.ask(TEXT, {"prompt": "a", name: ["other"]}, code=400)["error"]["message"]
-    assert message.startswith(f'{name} = ["other"]: is not supported here but for ')
+    assert message.startswith(f'{name} = ["other"]: is not supported here; only ')
     assert f"`{name}`" in PAGE
 
 

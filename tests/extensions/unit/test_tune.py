@@ -381,3 +381,26 @@ def test_a_tune_of_a_gpu_from_its_front_to_the_table(
     assert not verified.entry_problems(entry)
     overlay = (tmp_path / "run/tuned.toml").read_text()
     assert "driver 580.65.06, commit abc" in overlay and "global_batch" not in overlay
+
+
+def test_a_state_that_the_host_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first run: the kernel might end the processes of others."""
+    monkeypatch.setattr(front, "available_memory", lambda: 8 * GIB)
+    words = ["--run.dir=r", "--data.dataset_path=fake:"]
+    cfg = load_config([str(ROOT / "configs/train/7b.toml")], words)
+    with pytest.raises(ConfigError, match=r"need 100\.\d GiB, and 8\.0 GiB are available"):
+        front._refuse_large_state(cfg, 1, 1)
+    front._refuse_large_state(space_of().cfg, 1, 1)
+
+
+def test_the_configuration_has_two_minutes_in_any_case() -> None:
+    """Killed by the host, it is measured once more within what is left of them."""
+    limits: list[float] = []
+
+    def measure(*words: Any) -> Measurement:
+        limits.append(words[-1])
+        return Measurement(failed="killed", killed=True, wall=1.0)
+
+    search = Search(space_of(), measure, lambda: 25.0 if limits else 60.0, [], print)
+    search._try({}, 0)
+    assert limits == [120.0, 25.0]

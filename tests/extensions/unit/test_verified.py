@@ -75,6 +75,9 @@ def test_a_figure_is_replaced_by_a_faster_one_alone(
     path.write_text(path.read_text().replace("mfu = ", "mfU = "))
     with pytest.raises(ConfigError, match="mfu, mfU: not as in other entries"):
         verified.read_entry("7b", "H100")
+    path.write_text('shape = "7b\n')
+    with pytest.raises(ConfigError, match=r"7b-h100.toml: not a TOML file: .* correct or remove"):
+        verified.read_entry("7b", "H100")
 
 
 def test_the_command_of_several_nodes() -> None:

@@ -173,6 +173,13 @@ WORDS: list[tuple[str, list[object], str, dict[str, str]]] = [
     ("run.sh", ["--heartbeat=abc", "--", "true"], "must be seconds, a number >= 1", {}),
     ("run.sh", ["--dryrun", "--", "true"], "did you mean --dry-run?", {}),
     ("run.sh", ["--dry-run", "--gpu-per-node=2", "--", "true"], "mean --gpus-per-node?", {}),
+    (
+        "run.sh",
+        ["--", sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "nope.py"],
+        "no file 'nope.py' in",
+        {},
+    ),
+    ("run.sh", ["--", "nowhere"], "no command 'nowhere' here: give its path, or load", {}),
     ("rl.sh", [], "no configuration given", {}),
     ("rl.sh", [ROOT / "configs/rl/arithmetic.toml", "--dryrun"], "did you mean --dry-run?", {}),
     ("pack.sh", ["abc", "a.toml"], "'abc' is not a number of runs: sbatch", {}),

@@ -358,12 +358,15 @@ def test_a_shape_that_cannot_be_exported_is_a_warning(forks: Forks, world: Path)
         ("--rl.batch_samples=32", "[rl] has no effect: rl.env names no environment"),
         ("--lowcomm.interval=4", "[lowcomm] has no effect: it has no replicas"),
         ("--preference.beta=0.2", "[preference] has no effect: preference.loss = "),
+        (
+            "--train.global_batch=64 --train.global_batch_tokens=2048",
+            "train.global_batch = 64 has no effect: train.global_batch_tokens = 2048",
+        ),
     ],
 )
-def test_a_section_that_has_no_effect_is_a_warning(
-    forks: Forks, world: Path, word: str, said: str
-) -> None:
-    done = forks.run(*TRAIN, OWN, *SMALL, "--train.max_steps=20", "--check", word, cwd=world)
+def test_what_has_no_effect_is_a_warning(forks: Forks, world: Path, word: str, said: str) -> None:
+    words = ("--train.max_steps=20", "--check", *word.split())
+    done = forks.run(*TRAIN, OWN, *SMALL, *words, cwd=world)
     assert done.code == 0 and done.err.count("warning:") == 1, done.err
     assert f"warning: {said}" in done.err
 

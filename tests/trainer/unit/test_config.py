@@ -267,6 +267,7 @@ def test_a_wrong_line_of_a_file(folder: Path, line: str, expected: str) -> None:
         ("--optimizer.milestones=[1, -1]", "must be at least 0"),
         ("--train.note=\udcff", "must be valid UTF-8"),
         ("--train.max_step=5", "unknown option; did you mean --train.max_steps?"),
+        ("--lr=5", "unknown option; did you mean --optimizer.lr?"),
         ("--trian.max_steps=5", "unknown option; did you mean --train.max_steps?"),
         ("--max_steps=5", "unknown option; did you mean --train.max_steps?"),
         ("--optimizer.max-steps=5", "unknown option; did you mean --train.max_steps?"),

@@ -843,3 +843,16 @@ def test_data_that_an_older_version_has_begun_are_finished(tmp_path: Path) -> No
     (tmp_path / "out/dataset.json").rename(tmp_path / "out/dataset.partial.json")
     assert "resuming after" in done(*words)
     done(*words, "--train-bpe", "260", "--overwrite")
+
+
+def test_a_json_file_of_rows(tmp_path: Path) -> None:
+    """Two rows are JSON lines under any name; one object, as of a program's settings, is a text."""
+    (tmp_path / "rows.json").write_text('{"text": "one"}\n{"text": "two"}\n')
+    (tmp_path / "package.json").write_text('{"name": "x"}\n')
+    for name, documents in (("rows", ["one", "two"]), ("package", ['{"name": "x"}\n'])):
+        out = tmp_path / f"of-{name}"
+        done = prepare(tmp_path / f"{name}.json", "--out", out, "--val-fraction=0")
+        assert done.returncode == 0, done.stderr
+        tokens = np.concatenate([np.load(path) for path in sorted(out.glob("*.npy"))])
+        texts = bytes(t if t < 256 else 0 for t in tokens).split(b"\0")
+        assert [text.decode() for text in texts if text] == documents

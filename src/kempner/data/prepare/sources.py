@@ -200,7 +200,20 @@ def _source(path: Path, name: str, named: bool) -> SourceFile:
     kinds, kind = FILE_KINDS, path.suffix.lower()
     if compression:
         kinds, kind = KINDS_COMPRESSED, Path(path.stem).suffix.lower()
+    elif kind == ".json" and _has_json_lines(path):
+        kinds = KINDS_COMPRESSED
     return SourceFile(str(path), name, kinds.get(kind, "text"), named, compression)
+
+
+def _has_json_lines(path: Path) -> bool:
+    """Return whether the first two lines are a JSON object each: other .json files, such as those
+    of programs among their sources, are text."""
+    try:
+        with path.open("rb") as file:
+            first = [json.loads(file.readline(JSON_BYTES)) for _ in range(2)]
+    except (OSError, ValueError, RecursionError):  # cut_units() says what cannot be read
+        return False
+    return all(isinstance(value, dict) for value in first)
 
 
 def sources_fingerprint(sources: Iterable[SourceFile]) -> str:

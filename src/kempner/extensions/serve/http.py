@@ -200,7 +200,7 @@ class Handler(BaseHTTPRequestHandler):
             raise ClientGone
         if not self.server.token and not self._is_direct():
             self.close_connection = True
-            reason = "for clients of this machine; others need a token: docs/extensions/serve.md"
+            reason = "clients of other machines need a token: docs/extensions/serve.md"
             self._say(403, error_body(403, reason))
             raise ClientGone
         self.known = True

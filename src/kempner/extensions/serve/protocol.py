@@ -125,7 +125,7 @@ class Fields:
             if value is not None and not any(value == neutral_value for neutral_value in neutral):
                 values = " or ".join(json.dumps(neutral_value) for neutral_value in neutral)
                 raise BadRequest(
-                    f"{name} = {shorten_value(value)}: is not supported here but for {values}"
+                    f"{name} = {shorten_value(value)}: is not supported here; only {values} is"
                 )
         self._left = {name: value for name, value in self._left.items() if value is not None}
         if self._left:

@@ -20,7 +20,7 @@ from kempner.extensions.generate.texts import Text, Texts
 from kempner.extensions.serve import weights
 from kempner.extensions.serve.alternatives import Looked, score_alternatives
 from kempner.extensions.serve.lease import LeaseRefused
-from kempner.extensions.serve.protocol import Asked
+from kempner.extensions.serve.protocol import Asked, BadRequest
 from kempner.model.decoder import Decoder
 
 _T = TypeVar("_T")
@@ -242,6 +242,11 @@ class Worker:
         if self.broken:
             raise Unavailable(self.broken)
         count, waiting = len(request.prompts) * request.n, len(self.texts.waiting)
+        if count > self.queue:
+            raise BadRequest(
+                f"{count} texts in one request, and the queue holds {self.queue}: send fewer "
+                "prompts at once, or start the server with a larger --queue"
+            )
         if waiting + count > self.queue:
             raise Unavailable(f"the queue is full: {waiting} of {self.queue} texts wait; try later")
         tokenizer, ends = self.words.tokenizer, self.words.ends

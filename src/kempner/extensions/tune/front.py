@@ -16,6 +16,7 @@ from kempner.config.command_line import Command
 from kempner.config.loading import to_toml
 from kempner.config.option import ConfigError
 from kempner.extensions.bench.measure import write_bench_status
+from kempner.extensions.planner.memory import GIB, estimate_memory
 from kempner.extensions.tune import report, verified
 from kempner.extensions.tune.journal import TuneJournal
 from kempner.extensions.tune.machine import ask_machine, machine_of
@@ -28,6 +29,7 @@ from kempner.extensions.tune.space import (
     Space,
     shorter_batch,
 )
+from kempner.jobs.ranks.host_memory import available_memory
 from kempner.jobs.ranks.placement import World, discover_world
 from kempner.jobs.report.tables import format_duration
 from kempner.jobs.system.directories import Kind, refuse_others
@@ -170,6 +172,8 @@ def _lead(
         _say(f"measured are steps of {short:,} sequences, not {cfg.train.sequences:,}")
         of_trials = with_batch(command, cfg, short)
         cfg = load_config(of_trials.files, of_trials.overrides, (), "tune-")
+    if not machine.is_gpu:
+        _refuse_large_state(cfg, ranks, world.per_node)
     near, cut = world.per_node, short is not None
     space = Space(cfg, ranks, near, machine, check_world, options.allow, cut)
     journal = TuneJournal(folder, _subject(cfg, facts, world))
@@ -198,6 +202,18 @@ def _lead(
     code = _report(subject, search, took)
     write_bench_status(subject.run_dir, _state(stop, code), "a tune")
     return code
+
+
+def _refuse_large_state(cfg: RunConfig, ranks: int, per_node: int) -> None:
+    """Raise ConfigError where the ranks of this host would drive it out of memory, and the kernel
+    would end other programs, too."""
+    parts = estimate_memory(cfg, ranks, per_node, gpu=False).parts
+    need = per_node * sum(parts.get(name, 0.0) for name in ("weights", "gradients", "optimizer"))
+    if need > (there := available_memory()):
+        raise ConfigError(
+            f"weights, gradients and optimizer of this host's ranks need {need / GIB:.1f} GiB, and "
+            f"{there / GIB:.1f} GiB are available; tune it on more hosts, or on GPUs"
+        )
 
 
 def _gpu_of_table(machine: RankDevice) -> str:

@@ -153,11 +153,13 @@ class Search:
         walls = [run.wall for trial in self.trials.values() for run in trial.runs]
         usual = statistics.median(walls or [RUN_PATIENCE_S]) * FACTOR**rung
         limit = max(RUN_PATIENCE_S, RUN_PATIENCE * usual)
-        if self.trials:  # the configuration itself is measured in any case
-            limit = min(self._left(), limit)
+        left = self._left()
+        # The configuration itself is measured in any case: all others are compared with it.
+        limit = min(left if self.trials else max(RUN_PATIENCE_S, left), limit)
         result = self._measure(overrides, rung, warmup, steps, limit)
         if result.killed and not overrides:  # all others are compared with it
             self._say(f"  {describe_candidate(overrides)}: {result.failed}; once more")
+            limit = min(self._left(), limit)
             result = self._measure(overrides, rung, warmup, steps, limit)
         trial = self.take(overrides, rung, result)
         tokens = self.space.tokens

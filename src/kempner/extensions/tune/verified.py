@@ -104,7 +104,10 @@ def read_entry(shape: str, gpu: str) -> Entry | None:
 
 def load_entry(path: Path) -> Entry:
     """Read a file of the table. Raises ConfigError."""
-    table = toml.loads(path.read_text())
+    try:
+        table = toml.loads(path.read_text())
+    except (toml.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a TOML file: {error}; correct or remove it") from None
     figures = table.pop("measured", {})
     wrong = [name for name, kind in ENTRY_FIELDS.items() if not isinstance(table.get(name), kind)]
     wrong += [name for name in table if name not in ENTRY_FIELDS]

@@ -140,14 +140,21 @@ def check_command(command: Sequence[str]) -> None:
     """Raise ConfigError if there is nothing to start. A script in a container may not be seen from
     here."""
     if shutil.which(command[0]) is None:
-        raise ConfigError(
-            f"no command '{command[0]}' here: give its path, load its module in site.env, or, for "
-            f"a script, write: -- python {command[0]}"
-        )
+        fix = "give its path, or load its module in site.env"
+        if Path(command[0]).is_file():
+            fix = f"for a script, write: -- python {command[0]}"
+        elif command[0] == "torchrun":
+            fix += ", or write: -- python -m torch.distributed.run"
+        raise ConfigError(f"no command '{command[0]}' here: {fix}")
     script = next((word for word in command[1:] if not word.startswith("-")), "")
     modules = {"-c", "-m"} & set(command[1 : command.index(script)] if script else ())
-    python = re.fullmatch(r"python[\d.]*", Path(command[0]).name)
-    if python and script.endswith(".py") and not modules and not Path(script).exists():
+    is_python = bool(re.fullmatch(r"python[\d.]*", Path(command[0]).name))
+    if Path(command[0]).name == "torchrun" or script == "torch.distributed.run":
+        # Its options have values, so its script is the first word that looks like one.
+        rest = command[command.index(script) :] if script else ()
+        script = next((word for word in rest if word.endswith(".py")), "")
+        is_python, modules = True, {"-m", "--module"} & set(rest)
+    if is_python and script.endswith(".py") and not modules and not Path(script).exists():
         raise ConfigError(f"no file '{script}' in {Path.cwd()}: correct its name, or give its path")
 
 

@@ -48,9 +48,10 @@ def summary_facts(run: History) -> dict[str, str]:
     if not run.losses:
         return {"state": run.state.word, "step": run.step_text}
     losses = [line for line in run.losses if line["loss"] is not None]  # None: not finite
+    last = run.status.get("max_steps")
     return {
         "state": state_words(run),
-        "step": f"{run.step_text} of {run.status.get('max_steps', 0):,}",
+        "step": run.step_text + (f" of {last:,}" if last else ""),
         "loss, first": at_step(losses[:1], "loss"),
         "loss, last": at_step(losses[-1:], "loss"),
         "loss, best": at_step(best_lines(losses, "loss"), "loss"),
