@@ -5,6 +5,11 @@
 # The user's shell may export functions in place of commands; others, such as module, belong to the
 # site.
 unset -f cd echo exec export kill printf pwd read source trap wait declare type unset mapfile
+
+# without a trap, bash goes on when the command that it waits for has ended well; see kp_listen.
+# So this stands before the first command that it waits for.
+trap 'exit 130' INT
+
 while read -r _ _ KP_FUNCTION; do
     [[ $KP_FUNCTION =~ ^(module|ml|scl|spack|conda|mamba|micromamba|_.*)$ ]] ||
         ! type -P "$KP_FUNCTION" >/dev/null ||
@@ -12,9 +17,6 @@ while read -r _ _ KP_FUNCTION; do
 done <<<"$(declare -Fx)"
 
 shopt -u nullglob failglob dotglob nocasematch nocaseglob # BASHOPTS may be exported
-
-# without a trap, bash goes on when the command that it waits for has ended well; see kp_listen
-trap 'exit 130' INT
 
 KP_OWN_STEPS='' # the script that starts lost steps again by itself
 KP_LAUNCHER=''  # of run.sh: torchrun, where that is the command
