@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +101,12 @@ def test_the_words() -> None:
     plan = parse_plan(["--only=own", "--", "python", "--only=x"])
     assert [c.name for c in plan.cases] == ["own"] and plan.command == ("python", "--only=x")
     with pytest.raises(ConfigError) as error:
-        parse_plan(["--minutes=0", "--only=kil", "--time=5", "-J", "x", "--export=NONE"])
+        parse_plan(
+            ["--minutes=0", "--only=kil", "--time=5", "-J", "x", "--export=NONE", "--run.dir=x"]
+        )
     said = str(error.value)
     assert "--minutes=0: must be from 1 to 1440" in said and "no case 'kil'; choose" in said
+    assert "--run.dir=x: is the trainer's" in said
     assert said.count("the drill sets this") == 3 and "'x' is not an option" in said
 
 
@@ -158,3 +163,21 @@ def test_how_a_job_could_be_preempted(
     monkeypatch.setattr(site, "job_fields", lambda job: {"Partition": "gpu", "QOS": "normal"})
     monkeypatch.setattr(site, "tell", lambda *words: site.SlurmAnswer(True, ""))
     assert site.preempting_option("7") == found
+
+
+@pytest.mark.parametrize(("struck", "broken"), [(None, False), (10.0, False), (600.0, True)])
+def test_a_drill_without_time_breaks_no_promise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, struck: float | None, broken: bool
+) -> None:
+    """A job is cancelled at the end of --minutes: that was no fault of the site, unless the fault
+    has struck long ago."""
+    monkeypatch.setattr(Drill, "cancel", lambda self: None)
+    drill = Drill(parse_plan(["--minutes=1", "--only=freeze"]), tmp_path, print)
+    [trial] = [trial for trial in drill.trials if trial.case.name == "freeze"]
+    trial.over, trial.seen.not_tried, trial.seen.started = False, "", True
+    if struck is not None:
+        (tmp_path / "freeze.struck").touch()
+        os.utime(tmp_path / "freeze.struck", 2 * (time.time() - struck,))
+    drill._end_at(61.0)
+    assert trial.over and bool(trial.seen.broken) == broken
+    assert broken or "--minutes" in trial.seen.not_tried

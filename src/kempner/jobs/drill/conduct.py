@@ -28,6 +28,7 @@ from kempner.jobs.system.files import read_jsonl
 DRILL_POLL_S = 5.0  # seconds between two questions to the controller: one for all jobs
 GONE = 2  # questions in a row that do not show a job, after which it is over
 OWN_RUNS_S = 20.0  # seconds after the start of the user's program at which it is killed
+MENDED_S = 180.0  # after a strike: Slurm itself holds a requeued job for up to two minutes
 PREEMPT_S = 60.0  # for the job that preempts to do so
 REFUSAL = "[Dd]enied|disabled|[Oo]nly batch|Invalid"  # of scontrol requeue
 MOST_TRIES = 4  # jobs for a case, each without the hosts that have lost one
@@ -274,6 +275,12 @@ class Drill:
 
     # --- the end ---
 
+    def _struck_at(self, trial: DrillTrial) -> float:
+        """Return the time of the strike, from outside or by the program itself; 0: not yet."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.folder / f"{trial.case.name}.struck").stat().st_mtime
+        return trial.seen.struck or 0.0
+
     def _end_at(self, seconds: float) -> None:
         """Close what is not over when the time, or the budget, is used up."""
         why = ""
@@ -283,8 +290,13 @@ class Drill:
             why = f"{self.plan.minutes} minutes are over (--minutes)"
         for trial in self._open() if why else []:
             trial.over = True
-            if trial.seen.started:
+            # A promise is broken only where a fault has struck, and there was time to mend it: a
+            # slow queue breaks none.
+            struck = self._struck_at(trial)
+            if trial.seen.started and struck and time.time() - struck > MENDED_S:
                 trial.seen.broken = f"{why}, and the job is {trial.state or 'gone'}"
+            elif trial.seen.started:
+                trial.seen.not_tried = f"{why}, and its job needs longer; give more"
             else:
                 trial.seen.not_tried = f"{why}; its job waited in the queue: {trial.why or '-'}"
         if not why:

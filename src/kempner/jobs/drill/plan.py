@@ -21,6 +21,8 @@ OWN_OPTIONS = (  # of sbatch, which the drill sets for each job
     "dependency", "d", "parsable", "test-only", "wait", "W", "hold", "H", "signal", "open-mode",
     "input", "i", "dry-run", "begin", "b",
 )  # fmt: skip
+OTHER_RUN_DIR = "give another --run.dir"  # the trainer's words
+OTHER_DIRECTORY = "change to a directory that you can write to"
 ANY_BATCH = 2**12 * 3**2 * 5 * 7 * 11  # a multiple of any usual number of ranks
 LEAST_MINUTES, MOST_MINUTES = 1, 24 * 60
 
@@ -84,6 +86,8 @@ def parse_plan(argv: Sequence[str]) -> Plan:
                 f"{word!r} is not an option: write --NAME=VALUE as one word, and your program"
                 " after --"
             )
+        elif re.match(r"--[a-z]+\.[a-z]", word):
+            problems.append(f"{word}: is the trainer's, and not an option of sbatch; leave it out")
         elif name in OWN_OPTIONS or (word[1:2] in OWN_OPTIONS and not word.startswith("--")):
             problems.append(f"{word}: the drill sets this for each of its jobs; leave it out")
         else:
@@ -138,23 +142,35 @@ def trainer_words(run: Path, batch: int) -> list[str]:
     ]
 
 
-def with_shape(plan: Plan) -> Plan:
-    """Ask the launch script what jobs of this request would be. Raises ConfigError with its words,
-    or Slurm's, where it refuses the request."""
-    words = [*trainer_words(Path("runs/drill"), ANY_BATCH), "--train.micro_batch=1"]
+def _dry_run(plan: Plan, batch: int) -> subprocess.CompletedProcess[str]:
+    words = [*trainer_words(Path("runs/drill"), batch), "--train.micro_batch=1"]
     command = ["bash", str(SCRIPTS_FOLDER / "multinode.sh"), *words]
     # KEMPNER_TRAIN would have another program checked in the trainer's place.
     env = {k: v for k, v in os.environ.items() if not k.startswith("KEMPNER_TRAIN")}
-    done = subprocess.run(
+    return subprocess.run(
         [*command, "--dry-run", *plan.request], capture_output=True, text=True, env=env
     )
+
+
+def with_shape(plan: Plan) -> Plan:
+    """Ask the launch script what jobs of this request would be. Raises ConfigError with its words,
+    or Slurm's, where it refuses the request."""
+    if plan.command and "/" in plan.command[0] and not Path(plan.command[0]).exists():
+        raise ConfigError(f"no file {plan.command[0]!r} here; correct its path")
+    done = _dry_run(plan, ANY_BATCH)
+    if ranks := re.search(r"sequences do not divide by (\d+) ranks", done.stderr):
+        done = _dry_run(plan, int(ranks[1]))
     found = re.search(
         r"configuration fits: (\d+) node\(s\) x (\d+) task\(s\) .*?, (\d+) GPU", done.stdout, re.S
     )
     if done.returncode != 0 or found is None:
         said = done.stderr.strip().split("\n")
         problems = [line[4:] for line in said if line.startswith("  - ")]
+        problems = [text.replace(OTHER_RUN_DIR, OTHER_DIRECTORY) for text in problems]
         errors = [line.partition("error: ")[2] for line in said if "error: " in line]
+        slurms = done.stdout.partition("sbatch --test-only says:\n")[2].split("\n")
+        if slurms := [line.strip() for line in slurms if line.strip()]:
+            errors = [f"Slurm refuses this request: {'; '.join(slurms)}"]
         raise ConfigError(problems or errors[:1] or said[-1:])
     if "no Slurm controller answers here" in done.stdout:
         raise ConfigError("no Slurm controller answers here: `scontrol ping` says more; try later")
