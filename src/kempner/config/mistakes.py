@@ -20,10 +20,11 @@ def nearest_option(name: str, known: Schema, every: Schema, dashes: str = "") ->
         near = difflib.get_close_matches(key, known[section], n=1)
         guesses = [f"{section}.{key}" for key in near] or elsewhere
     else:
-        # With cutoff 0: the key is right, and the nearest section is meant, however far it is.
-        guesses = difflib.get_close_matches(name, elsewhere, n=1, cutoff=0)
         # Without a section the trainer's own is meant, which comes before those of extensions.
-        guesses = guesses if section else elsewhere[:1]
+        guesses = elsewhere[:1]
+        if section:
+            # With cutoff 0: the key is right, and the nearest section is meant, however far it is.
+            guesses = difflib.get_close_matches(name, elsewhere, n=1, cutoff=0)
         names += () if dashes else every  # which are no options
         guesses = guesses or difflib.get_close_matches(name, names, n=1)
     if guesses:

@@ -21,7 +21,8 @@ LAST = {
 
 
 @pytest.mark.parametrize(
-    "command", ["overhead", "data", "checkpoint", pytest.param("startup", marks=pytest.mark.soak)]
+    "command",
+    [pytest.param(name, marks=[pytest.mark.soak] * (name == "startup")) for name in LAST],
 )
 def test_quick(command: str, data_dir: Path) -> None:
     words = [] if command == "data" else ["--", f"--data.dataset_path={data_dir}"]

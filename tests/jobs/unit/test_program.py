@@ -641,6 +641,7 @@ def test_a_launcher_in_a_shell_is_refused_with_the_line_to_write(text: str, line
         ("timeout -k 5 100 accelerate launch -m a.b", "write -- timeout -k 5 100 python -m a.b;"),
         ("conda run -n accelerate accelerate launch t.py", "conda run -n accelerate python t.py;"),
         ("python none.py", "no file 'none.py' in "),
+        ("python -u -m torch.distributed.run --max-restarts 1 none.py", "no file 'none.py' in "),
     ],
 )
 def test_commands_that_are_refused(command: str, message: str) -> None:
@@ -648,6 +649,19 @@ def test_commands_that_are_refused(command: str, message: str) -> None:
         check_launcher(command.split(), 2)
         check_command(command.split())
     assert len(error.value.problems) == 1 and message in error.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python -m torch.distributed.run -m pkg.train new.py",
+        "python -m torch.distributed.run --no-python sh -c new.py",
+        "python -m pkg.train new.py",
+        "python -c pass new.py",
+    ],
+)
+def test_a_file_that_the_program_may_make_is_no_script(command: str) -> None:
+    check_command(command.split())
 
 
 def test_a_command_without_dashes_is_one_problem() -> None:

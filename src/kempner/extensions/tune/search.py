@@ -157,7 +157,7 @@ class Search:
         # The configuration itself is measured in any case: all others are compared with it.
         limit = min(left if self.trials else max(RUN_PATIENCE_S, left), limit)
         result = self._measure(overrides, rung, warmup, steps, limit)
-        if result.killed and not overrides:  # all others are compared with it
+        if result.killed and not overrides:
             self._say(f"  {describe_candidate(overrides)}: {result.failed}; once more")
             limit = min(self._left(), limit)
             result = self._measure(overrides, rung, warmup, steps, limit)

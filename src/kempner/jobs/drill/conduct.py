@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import time
 from collections.abc import Callable
@@ -275,12 +276,6 @@ class Drill:
 
     # --- the end ---
 
-    def _struck_at(self, trial: DrillTrial) -> float:
-        """Return the time of the strike, from outside or by the program itself; 0: not yet."""
-        with contextlib.suppress(FileNotFoundError):
-            return (self.folder / f"{trial.case.name}.struck").stat().st_mtime
-        return trial.seen.struck or 0.0
-
     def _end_at(self, seconds: float) -> None:
         """Close what is not over when the time, or the budget, is used up."""
         why = ""
@@ -292,11 +287,12 @@ class Drill:
             trial.over = True
             # A promise is broken only where a fault has struck, and there was time to mend it: a
             # slow queue breaks none.
-            struck = self._struck_at(trial)
-            if trial.seen.started and struck and time.time() - struck > MENDED_S:
+            self._note_strike(trial)
+            since = time.time() - (trial.seen.struck or math.inf)
+            if trial.seen.started and since > MENDED_S:
                 trial.seen.broken = f"{why}, and the job is {trial.state or 'gone'}"
             elif trial.seen.started:
-                trial.seen.not_tried = f"{why}, and its job needs longer; give more"
+                trial.seen.not_tried = f"{why}, and its job was not over"
             else:
                 trial.seen.not_tried = f"{why}; its job waited in the queue: {trial.why or '-'}"
         if not why:

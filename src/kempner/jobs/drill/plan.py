@@ -21,8 +21,6 @@ OWN_OPTIONS = (  # of sbatch, which the drill sets for each job
     "dependency", "d", "parsable", "test-only", "wait", "W", "hold", "H", "signal", "open-mode",
     "input", "i", "dry-run", "begin", "b",
 )  # fmt: skip
-OTHER_RUN_DIR = "give another --run.dir"  # the trainer's words
-OTHER_DIRECTORY = "change to a directory that you can write to"
 ANY_BATCH = 2**12 * 3**2 * 5 * 7 * 11  # a multiple of any usual number of ranks
 LEAST_MINUTES, MOST_MINUTES = 1, 24 * 60
 
@@ -157,6 +155,9 @@ def with_shape(plan: Plan) -> Plan:
     or Slurm's, where it refuses the request."""
     if plan.command and "/" in plan.command[0] and not Path(plan.command[0]).exists():
         raise ConfigError(f"no file {plan.command[0]!r} here; correct its path")
+    place = Path("runs" if Path("runs").exists() else ".").absolute()
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{place} is not writable; change to a directory that you can write to")
     done = _dry_run(plan, ANY_BATCH)
     if ranks := re.search(r"sequences do not divide by (\d+) ranks", done.stderr):
         done = _dry_run(plan, int(ranks[1]))
@@ -166,7 +167,6 @@ def with_shape(plan: Plan) -> Plan:
     if done.returncode != 0 or found is None:
         said = done.stderr.strip().split("\n")
         problems = [line[4:] for line in said if line.startswith("  - ")]
-        problems = [text.replace(OTHER_RUN_DIR, OTHER_DIRECTORY) for text in problems]
         errors = [line.partition("error: ")[2] for line in said if "error: " in line]
         slurms = done.stdout.partition("sbatch --test-only says:\n")[2].split("\n")
         if slurms := [line.strip() for line in slurms if line.strip()]:

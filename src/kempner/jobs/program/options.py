@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kempner.config.option import ConfigError
+from kempner.jobs.program.launchers import TORCHRUN_NAMES
 from kempner.jobs.system.directories import Kind, refuse_others
 
 # Options by name, with the form of their values.
@@ -146,16 +147,27 @@ def check_command(command: Sequence[str]) -> None:
         elif command[0] == "torchrun":
             fix += ", or write: -- python -m torch.distributed.run"
         raise ConfigError(f"no command '{command[0]}' here: {fix}")
-    script = next((word for word in command[1:] if not word.startswith("-")), "")
-    modules = {"-c", "-m"} & set(command[1 : command.index(script)] if script else ())
-    is_python = bool(re.fullmatch(r"python[\d.]*", Path(command[0]).name))
-    if Path(command[0]).name == "torchrun" or script == "torch.distributed.run":
-        # Its options have values, so its script is the first word that looks like one.
-        rest = command[command.index(script) :] if script else ()
-        script = next((word for word in rest if word.endswith(".py")), "")
-        is_python, modules = True, {"-m", "--module"} & set(rest)
-    if is_python and script.endswith(".py") and not modules and not Path(script).exists():
+    script = _script_of(command)
+    if script and not Path(script).exists():
         raise ConfigError(f"no file '{script}' in {Path.cwd()}: correct its name, or give its path")
+
+
+def _script_of(command: Sequence[str]) -> str:
+    """Return the file NAME.py that Python or torchrun is told to run; "": none, or a module."""
+    name, words = Path(command[0]).name, list(command[1:])
+    launcher = next((i for i, word in enumerate([name, *words]) if word in TORCHRUN_NAMES), None)
+    if launcher is not None:
+        words = words[launcher:]
+        # Its options have values: its script is the first word that looks like one.
+        at = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
+        others = {"-m", "--module", "--no-python", "--no_python"}
+    elif re.fullmatch(r"python[\d.]*", name):
+        at = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
+        others = {"-c", "-m"}
+    else:
+        return ""
+    script = "".join(words[at : at + 1])
+    return script if script.endswith(".py") and not others.intersection(words[:at]) else ""
 
 
 def check_run_dir(run_dir: Path) -> None:
