@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import LIMIT_S
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "scripts/slurm"
 TESTBED = SCRIPTS / "testbed.sh"
@@ -133,15 +135,15 @@ class Cluster:
         logs = Path(self.env["SLURM_CONF"]).parent.glob("log/node*.log")
         return "".join(log.read_text() for log in logs)
 
-    def wait(self, job: str, timeout: float = 600) -> int:
+    def wait(self, job: str) -> int:
         """Wait for the end of a job, through its requeues; returns its exit code (128 + n: signal
         n)."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + LIMIT_S
         while (state := self.state(job)) not in ENDED:
             # Newer Slurm calls a job this that was preempted once, however its last start ends.
             if state == "PREEMPTED" and self.field(job, "Requeue") == "0":
                 break
-            assert time.monotonic() < end, f"job {job} is still {state} after {timeout} s"
+            assert time.monotonic() < end, f"job {job} is still {state} after {LIMIT_S} s"
             self.hasten(job)
             time.sleep(0.2)
         code, number = map(int, self.field(job, "ExitCode").split(":"))
@@ -155,19 +157,19 @@ class Cluster:
         elif time.monotonic() - self._pending.setdefault(job, time.monotonic()) > 2:
             self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
-    def start_again(self, job: str, timeout: float = 300) -> None:
+    def start_again(self, job: str) -> None:
         """Wait until a job that is being requeued runs again."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + LIMIT_S
         while self.field(job, "Restarts") == "0" or self.state(job) != "RUNNING":
-            assert time.monotonic() < end, f"job {job} has not started again after {timeout} s"
+            assert time.monotonic() < end, f"job {job} has not started again after {LIMIT_S} s"
             self.hasten(job)
             time.sleep(0.2)
 
-    def wait_for(self, what: str, file: Path, timeout: float = 400) -> str:
+    def wait_for(self, what: str, file: Path) -> str:
         """Wait until a file holds some text; returns all of it."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + LIMIT_S
         while what not in (text := file.read_text() if file.exists() else ""):
-            assert time.monotonic() < end, f"no {what!r} in {file} after {timeout} s:\n{text}"
+            assert time.monotonic() < end, f"no {what!r} in {file} after {LIMIT_S} s:\n{text}"
             time.sleep(0.1)
         return text
 

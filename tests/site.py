@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import ROOT, TESTBED, Cluster, boot
+from tests.waiting import LIMIT_S
 
 KIT = "kit"  # the repository, where the users read it
 
@@ -95,10 +96,10 @@ class Site:
         """A command on a host, as root."""
         return self.cluster.root("bash", TESTBED, "exec", node, *command)
 
-    def until(self, job: str, state: str, timeout: float = 120) -> None:
-        end = time.monotonic() + timeout
+    def until(self, job: str, state: str) -> None:
+        end = time.monotonic() + LIMIT_S
         while (now := self.cluster.state(job)) != state:
-            assert time.monotonic() < end, f"job {job} is {now}, not {state}, after {timeout} s"
+            assert time.monotonic() < end, f"job {job} is {now}, not {state}, after {LIMIT_S} s"
             time.sleep(0.2)
 
 

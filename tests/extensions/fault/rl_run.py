@@ -11,7 +11,8 @@ from typing import Any
 
 from tests.cluster import Cluster
 from tests.conftest import ROOT
-from tests.trainer.fault.broken_run import BrokenRun, until
+from tests.trainer.fault.broken_run import BrokenRun
+from tests.waiting import until
 
 FAKE = ROOT / "tests/extensions/slurm/fake_rl"
 ROLES = {
@@ -84,7 +85,7 @@ class RlRun(BrokenRun):
         self, role: str, engine: int | None = None, number: int = signal.SIGKILL
     ) -> list[int]:
         """kill -9, or another signal, to the first process of a role that is there."""
-        until(lambda: bool(self.processes(role, engine)), 60)
+        until(lambda: bool(self.processes(role, engine)))
         struck = self.processes(role, engine)[:1]
         os.kill(struck[0], number)
         return struck
@@ -95,11 +96,11 @@ class RlRun(BrokenRun):
         return [line for line in found if "tasks" in line or "reward" in line]
 
     def wait_for_step(self, step: int) -> None:
-        until(lambda: any(line["step"] >= step for line in self.lines()), 120)
+        until(lambda: any(line["step"] >= step for line in self.lines()))
 
     def assert_nothing_left(self) -> None:
         """No process on any host, no token, nothing of the exchange."""
-        until(lambda: not any(self.processes(role) for role in ROLES), 30)
+        until(lambda: not any(self.processes(role) for role in ROLES))
         assert not (self.dir / "rl").exists(), list(self.dir.glob("rl/*/*"))
         steps = self.cluster.ask("squeue", "-h", "-s", "-j", self.job)
         assert all("extern" in line for line in steps.splitlines()), steps

@@ -13,7 +13,8 @@ import pytest
 
 from tests.cluster import Cluster, boot
 from tests.conftest import status
-from tests.trainer.fault.broken_run import BrokenRun, until
+from tests.trainer.fault.broken_run import BrokenRun
+from tests.waiting import until
 
 ROUNDS, H = 10, 4
 LOWCOMM = [
@@ -183,7 +184,7 @@ def test_the_network_of_the_batch_host(islands: Islands) -> None:
     islands.wait_for("round 2: ")
     try:
         islands.cluster.testbed("cut", "node1")
-        until(lambda: islands.decisions() == ["requeue"], 120)
+        until(lambda: islands.decisions() == ["requeue"])
     finally:
         islands.cluster.testbed("join", "node1")
     assert islands.wait() == 0
@@ -209,11 +210,11 @@ def test_too_few_after_a_crashed_host(islands: Islands) -> None:
     islands.submit_slowly(rounds=30)
     islands.wait_for("round 2: ")
     islands.cluster.testbed("crash", "node3")
-    until(lambda: "DOWN" in islands.cluster.ask("scontrol", "show", "node", "node3"), 90)
+    until(lambda: "DOWN" in islands.cluster.ask("scontrol", "show", "node", "node3"))
     islands.cluster.testbed("revive", "node3")
     for pid in islands.pids(0, replica=1):
         os.kill(pid, signal.SIGKILL)
-    until(lambda: islands.decisions() == ["requeue"], 60)
+    until(lambda: islands.decisions() == ["requeue"])
     assert islands.wait() == 0
     assert status(islands.dir)["state"] == "done", islands.log
 
@@ -225,7 +226,7 @@ def test_the_batch_host_is_lost(islands: Islands) -> None:
     islands.wait_for("round 2: ")
     islands.cluster.testbed("crash", "node1")
     try:
-        until(lambda: islands.cluster.field(islands.job, "Restarts") == "1", 90)
+        until(lambda: islands.cluster.field(islands.job, "Restarts") == "1")
     finally:
         islands.cluster.testbed("revive", "node1")
     assert islands.wait() == 0
@@ -239,7 +240,7 @@ def test_a_replica_comes_back_after_a_host_was_lost(islands: Islands) -> None:
     islands.wait_for("round 2: ")
     islands.cluster.testbed("crash", "node3")
     try:
-        until(lambda: "replica 2 stays away" in islands.log, 90)
+        until(lambda: "replica 2 stays away" in islands.log)
         for pid in islands.pids(0, replica=1):
             os.kill(pid, signal.SIGKILL)
         islands.wait_for("joined by 1")
@@ -253,7 +254,7 @@ def test_a_request_to_leave(islands: Islands) -> None:
     islands.submit_slowly()
     islands.wait_for("round 2: ")
     islands.cluster.run("scancel", "--batch", "--signal=TERM", islands.job)
-    until(lambda: islands.decisions() == ["requeue"], 60)
+    until(lambda: islands.decisions() == ["requeue"])
     saved = [os.readlink(path) for path in islands.dir.glob("**/checkpoints/latest")]
     assert len(saved) == 3 and len(set(saved)) == 1
     assert islands.wait() == 0

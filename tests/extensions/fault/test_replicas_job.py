@@ -9,7 +9,8 @@ import pytest
 
 from tests.cluster import Cluster, boot
 from tests.conftest import losses, status
-from tests.trainer.fault.broken_run import BrokenRun, until
+from tests.trainer.fault.broken_run import BrokenRun
+from tests.waiting import until
 
 H, STEPS = 5, 25
 ROUNDS = (
@@ -60,7 +61,7 @@ def test_a_warning_in_the_middle_of_a_round(pair: BrokenRun, unbroken_pair: Path
     pair.submit(*OVER_NODES, options=["--nodes=4"], faults="slow ms=200 rank=1")
     pair.wait_for_step(2 * H)
     pair.cluster.ask("scancel", "--batch", "--signal=TERM", pair.job)
-    until(lambda: pair.decisions() == ["requeue"], 60)
+    until(lambda: pair.decisions() == ["requeue"])
     first, second = (status(pair.dir / place)["step"] for place in BOTH)
     assert first == second and 2 * H < second < STEPS and second % H == 0
     assert pair.wait() == 0
@@ -73,8 +74,8 @@ def test_the_time_limit(pair: BrokenRun, unbroken_pair: Path) -> None:
     """The first attempt has no time for all steps, and enough for the end of a round."""
     options = ["--nodes=4", "--time=2", "--signal=B:SIGTERM@40"]
     pair.submit(*OVER_NODES, options=options, faults="slow ms=4500 rank=3")
-    pair.wait_for("interrupted after step", timeout=180)
-    until(lambda: pair.decisions()[:1] == ["requeue"], 60)
+    pair.wait_for("interrupted after step")
+    until(lambda: pair.decisions()[:1] == ["requeue"])
     assert status(pair.dir)["step"] == status(pair.dir / "replicas/1")["step"]
     assert pair.wait() == 0
     assert_as_unbroken(pair, unbroken_pair)

@@ -14,7 +14,7 @@ import pytest
 from tests.cluster import SCRIPTS, Cluster, boot
 from tests.conftest import status
 from tests.extensions.fault.rl_run import FAKE, ROLES, THREE, RlRun
-from tests.trainer.fault.broken_run import until
+from tests.waiting import until
 
 STEPS = 30
 
@@ -47,9 +47,9 @@ def test_engines_come_back_and_the_end_is_orderly(run: RlRun) -> None:
     ended, and the orchestrator evaluates when the trainer has."""
     more = {"FAKE_STEP_S": "0.2", "FAKE_EVALUATION_S": "2", "KEMPNER_CODE": "1"}
     run.start(f"--train.max_steps={STEPS}", **more)
-    run.wait_for("engine 3 at http://", 240)
+    run.wait_for("engine 3 at http://")
     logs = run.dir / "logs/latest"
-    until(lambda: (logs / "engine-3.log").exists(), 10)
+    until(lambda: (logs / "engine-3.log").exists())
     token = next(run.dir.glob("rl/*/token")).read_text()
     run.wait_for_step(3)
     pid = run.processes("trainer")[0]
@@ -96,15 +96,15 @@ def test_kill_of_trainer_and_orchestrator(run: RlRun, role: str, step: int) -> N
 def test_no_engine_is_left(run: RlRun) -> None:
     """And cancelled afterwards: nothing stays on the nodes."""
     run.start(f"--train.max_steps={STEPS}", "--rl.inference.restarts=0", FAKE_STEP_S="0.1")
-    run.wait_for("engine 3 at http://", 240)
+    run.wait_for("engine 3 at http://")
     run.wait_for_step(3)
     for engine in range(4):
         run.strike("engine", engine)
-    until(lambda: run.decisions() == ["requeue"], 60)
+    until(lambda: run.decisions() == ["requeue"])
     assert "no engine is left" in run.log
     saved = int(os.readlink(run.dir / "checkpoints/latest").rpartition("_")[2])
     assert saved == run.lines()[-1]["step"]
-    until(lambda: run.cluster.state(run.job) == "PENDING", 30)
+    until(lambda: run.cluster.state(run.job) == "PENDING")
     run.cluster.ask("scancel", run.job)
     run.assert_nothing_left()
 
@@ -125,7 +125,7 @@ def test_the_end_of_a_job(run: RlRun, at: str, options: tuple[str, ...]) -> None
     if at == "scancel":
         run.cluster.ask("scancel", run.job)
         run.cluster.wait(run.job)
-        until(lambda: not any(map(run.processes, ("trainer", "orchestrator", "engine"))), 30)
+        until(lambda: not any(map(run.processes, ("trainer", "orchestrator", "engine"))))
         assert run.decisions() in ([], ["leave"]) and run.cluster.field(run.job, "Restarts") == "0"
         return
     if at == "preemption":
@@ -142,7 +142,7 @@ def test_a_request_to_leave(run: RlRun) -> None:
     run.start(f"--train.max_steps={STEPS}", options=("--nodes=1",), FAKE_STEP_S="0.3")
     run.wait_for_step(3)
     run.cluster.ask("scancel", "--batch", "--signal=TERM", run.job)
-    until(lambda: run.decisions() == ["requeue"], 60)
+    until(lambda: run.decisions() == ["requeue"])
     assert run.wait() == 0, run.log
     assert_done(run, ("requeue", "end"))
     steps = [line["step"] for line in run.lines()]
@@ -208,7 +208,7 @@ def test_without_slurm(three: Cluster, tmp_path: Path) -> None:
     assert len(children) >= 3
     script.kill()
     script.wait()
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), 20)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
     assert status(run.dir)["state"] == "interrupted", "the trainer has saved"
     step = run.lines()[-1]["step"]
     done = three.run("bash", SCRIPTS / "rl.sh", *words, f"--train.max_steps={step + 3}", env=env)
@@ -221,10 +221,10 @@ def test_without_slurm(three: Cluster, tmp_path: Path) -> None:
 def test_an_engine_that_is_stopped(run: RlRun) -> None:
     """The others go on; it is ended, and started again."""
     run.start(f"--train.max_steps={STEPS}", FAKE_STEP_S="3")
-    run.wait_for("engine 3 at http://", 240)
+    run.wait_for("engine 3 at http://")
     run.strike("engine", 2, signal.SIGSTOP)
-    run.wait_for(r"engine 2 does not answer for 60 s", 120)
-    run.wait_for(r"engine 2 is started again\n(.*\n)*.*engine 2 at http", 60)
+    run.wait_for(r"engine 2 does not answer for 60 s")
+    run.wait_for(r"engine 2 is started again\n(.*\n)*.*engine 2 at http")
     assert run.wait() == 0, run.log
     assert_done(run)
 
@@ -233,7 +233,7 @@ def test_an_engine_that_is_stopped(run: RlRun) -> None:
 def test_a_crashed_host_of_engines(run: RlRun) -> None:
     """The job goes on with the engines of the other host."""
     run.start(f"--train.max_steps={STEPS}", FAKE_STEP_S="2")
-    run.wait_for("engine 3 at http://", 240)
+    run.wait_for("engine 3 at http://")
     try:
         run.cluster.testbed("crash", "node3")
         assert run.wait() == 0, run.log
@@ -250,7 +250,7 @@ def test_a_crashed_host_of_the_trainer(run: RlRun) -> None:
     run.wait_for_step(7)
     try:
         run.cluster.testbed("crash", "node1")
-        until(lambda: run.cluster.state(run.job) != "RUNNING", 150)
+        until(lambda: run.cluster.state(run.job) != "RUNNING")
     finally:
         run.cluster.testbed("revive", "node1")
     assert run.wait() == 0, run.log

@@ -18,7 +18,7 @@ from tests.cluster import SCRIPTS, Cluster, boot
 from tests.conftest import ROOT, status
 from tests.extensions.fault.rl_run import ROLES, THREE, RlRun
 from tests.jobs.ray.ray_job import processes
-from tests.trainer.fault.broken_run import until
+from tests.waiting import until
 
 STEPS = 8
 FAULTY = ROOT / "tests/extensions/fault/faulty_rl"
@@ -202,8 +202,8 @@ def test_a_full_disk(
     more = f"--checkpoint.dir={run.folder}/checkpoints"
     start(run, more, FAULTS=f"hold program={program} at={at} nth={nth} s=4 once={mark}")
     try:
-        until(mark.exists, 120)
-        until(lambda: filled(ballast) and f"{part}.full" in names(run.dir), 60)
+        until(mark.exists)
+        until(lambda: filled(ballast) and f"{part}.full" in names(run.dir))
         run.wait_for("has no room: waits for it, for 10 minutes: " + part)
         told = run.cluster.run("bash", SCRIPTS / "status.sh", run.dir).stdout
         assert f"! disk full: {part} waits" in told, told
@@ -243,7 +243,7 @@ def test_an_orchestrator_that_hangs(
     )
     run.wait_for_step(2)
     run.strike("orchestrator", number=signal.SIGSTOP)
-    run.wait_for("the orchestrator does nothing for 120 s: ending it", 180)
+    run.wait_for("the orchestrator does nothing for 120 s: ending it")
     assert run.wait() == 0, run.log
     assert run.decisions() == ["requeue", "end"], run.log
     assert_equal(run, unbroken)
@@ -258,7 +258,7 @@ def left_in(run: RlRun) -> list[str]:
 def test_a_cut_cable_and_an_engine_that_is_stopped(run: RlRun) -> None:
     start(run, "--rl.max_async=1", options=THREE, FAULTS="hold program=rl "
           "at=kempner.extensions.rl.trainer.feed:Feed.next:before nth=0 s=2")  # fmt: skip
-    run.wait_for("engine 3 at http://", 240)
+    run.wait_for("engine 3 at http://")
     run.wait_for_step(2)
     (stopped,) = run.strike("engine", 1, signal.SIGSTOP)
     try:
@@ -268,14 +268,14 @@ def test_a_cut_cable_and_an_engine_that_is_stopped(run: RlRun) -> None:
         run.cluster.testbed("join", "node3")
     assert status(run.dir)["state"] == "done", run.log
     run.assert_nothing_left()
-    until(lambda: not Path(f"/proc/{stopped}").exists(), 10)
+    until(lambda: not Path(f"/proc/{stopped}").exists())
 
 
 @pytest.mark.soak
 def test_it_learns_on_three_hosts(run: RlRun) -> None:
     """From reward alone."""
     run.start("configs/rl/arithmetic.toml", "--metrics.log_interval=1", fake=False)
-    assert run.wait(900) == 0, run.log
+    assert run.wait() == 0, run.log
     rewards = [line["reward"] for line in run.lines()]
     assert rewards[0] < 0.1 and max(rewards) > 0.6, rewards
     assert os.path.exists(run.dir / "rl-samples.jsonl")

@@ -16,6 +16,7 @@ import pytest
 
 from kempner.jobs.system.directories import Kind, mark_directory
 from tests.cluster import ROOT, TESTBED, Cluster, program
+from tests.waiting import LIMIT_S
 
 SWEEP = """
 base = "{root}/configs/train/debug.toml"
@@ -74,8 +75,8 @@ class Sweep:
         cells = [row.split() for row in rows if row.startswith("seed")]
         return {name.rpartition("-")[0]: state for name, state, *_ in cells}
 
-    def until(self, holds: Callable[[dict[str, str]], bool], timeout: float = 240) -> None:
-        end = time.monotonic() + timeout
+    def until(self, holds: Callable[[dict[str, str]], bool]) -> None:
+        end = time.monotonic() + LIMIT_S
         while not holds(states := self.states()):
             assert time.monotonic() < end, states
             self.hurry()
@@ -275,7 +276,7 @@ def test_a_sweep_of_twelve(cluster: Cluster, sweep: Callable[..., Sweep], tmp_pa
         time.sleep(30)
     finally:
         cluster.testbed("revive", node)
-    run.until(settled, 500)
+    run.until(settled)
     states = run.states()
     assert [states.pop("seed2-lr0.01")] != ["done"] and set(states.values()) == {"done"}
     attempts = {point: len(run.events(point, "start")) for point in states}

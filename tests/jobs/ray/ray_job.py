@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster import ENDED, Cluster
+from tests.waiting import LIMIT_S
 
 DRIVER = Path(__file__).parent / "ray_driver.py"
 SECRET = "hf_" + "neverseenanywhere"
@@ -40,9 +41,9 @@ class RayJob:
         listed = self.cluster.field(self.job, "NodeList")
         return self.cluster.ask("scontrol", "show", "hostnames", listed).splitlines()
 
-    def end(self, timeout: float = 120) -> int:
+    def end(self) -> int:
         """The exit code of the job; whatever it was, nothing is left behind."""
-        code = self.cluster.wait(self.job, timeout)
+        code = self.cluster.wait(self.job)
         self.nothing_is_left()
         return code
 
@@ -57,9 +58,9 @@ class RayJob:
     def traces(self) -> set[str]:
         return {*processes(self.cluster, self.job), *files(self.job)}
 
-    def until(self, what: str, timeout: float = 120) -> str:
+    def until(self, what: str) -> str:
         """Wait for some text in the batch log; fails at once when the job ends without it."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + LIMIT_S
         while what not in self.text():
             assert self.cluster.state(self.job) not in ENDED and time.monotonic() < end, self.all()
             time.sleep(0.1)
@@ -97,7 +98,7 @@ class Submit:
         for job in self.jobs:
             if self.cluster.state(job.job) not in ENDED:
                 self.cluster.ask("scancel", job.job)
-                self.cluster.wait(job.job, 60)
+                self.cluster.wait(job.job)
 
 
 def processes(cluster: Cluster, job: str = "") -> Iterator[str]:

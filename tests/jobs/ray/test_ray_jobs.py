@@ -19,7 +19,7 @@ import pytest
 from tests.cluster import ROOT, Cluster, apptainer, program, pyxis
 from tests.conftest import losses, status
 from tests.jobs.ray.ray_job import DRIVER, SECRET, RayJob, Submit, processes, report
-from tests.trainer.fault.broken_run import until
+from tests.waiting import until
 
 
 def driver(base: Path, *words: str) -> str:
@@ -82,7 +82,7 @@ def test_reinforcement_learning_from_a_ray_program(job: RayJob) -> None:
     program = ["python", ROOT / "scripts/ray_rl.py", config, *words]
     with ThreadPoolExecutor() as pool:
         driver = pool.submit(job.run, "--", *program)
-        until(lambda: [*run.glob("rl/*/engines/engine-0")] or driver.done(), 100)
+        until(lambda: [*run.glob("rl/*/engines/engine-0")] or driver.done())
         assert not driver.done(), driver.result()
         [engine] = [p for p in processes(job.cluster, job.job) if "scripts/serve.py" in p]
         os.kill(int(engine.split()[0]), signal.SIGKILL)
@@ -240,7 +240,7 @@ SAVES = f'python -c "{SAVE}; print(1); time.sleep(600)"'
 @pytest.mark.job(make=lambda submit: submit(1, SAVES))
 def test_a_warning_ends_it_with_128_and_the_signal(job: RayJob) -> None:
     """The command has some seconds to save; its exit code 0 then does not count."""
-    job.cluster.wait_for("1\n", job.logs / "ray-driver.log", 90)
+    job.cluster.wait_for("1\n", job.logs / "ray-driver.log")
     job.cluster.ask("scancel", "--batch", "--signal=USR1", job.job)  # --signal=B:USR1@60
     assert job.end() == 128 + signal.SIGUSR1, job.all()
     assert "saved" in (job.logs / "ray-driver.log").read_text()
@@ -414,7 +414,7 @@ def test_apptainer(job: RayJob) -> None:
 def test_a_signal_to_the_steps_alone(job: RayJob) -> None:
     """As preemption with a grace time sends it, and --signal without B: the batch shell gets none.
     A command that saves and ends with 0 has not finished its work."""
-    job.cluster.wait_for("1\n", job.logs / "ray-driver.log", 90)
+    job.cluster.wait_for("1\n", job.logs / "ray-driver.log")
     job.cluster.ask("scancel", "--signal=TERM", job.job)
     assert job.end() == 128 + signal.SIGTERM, job.all()
     assert "SIGTERM: ending the cluster" in job.text()
@@ -428,7 +428,7 @@ def test_a_signal_to_the_steps_alone(job: RayJob) -> None:
 def test_the_end_comes_from_slurm(submit: Submit, tmp_path: Path, how: str) -> None:
     """Actors that ignore SIGTERM, and their children, end with the job: within KillWait (5 s)."""
     job = submit(2, driver(tmp_path, "--stay"), options="--time=2")
-    job.cluster.wait_for("stubborn", tmp_path / "report.json", 90)
+    job.cluster.wait_for("stubborn", tmp_path / "report.json")
     if how == "scancel":
         job.cluster.ask("scancel", job.job)
     else:
@@ -482,10 +482,10 @@ def test_ray_dies_under_the_driver(
 ) -> None:
     """`ray start --block` keeps blocking after SIGTERM to its raylet; the job ends all the same."""
     job = submit(2, driver(tmp_path, "--stay"))
-    job.cluster.wait_for("stubborn", tmp_path / "report.json", 90)
+    job.cluster.wait_for("stubborn", tmp_path / "report.json")
     began = time.monotonic()
     job.run(node, "--", "pkill", f"-{kill}", "-x", what)  # a host sees only its own processes
-    code = job.cluster.wait(job.job, 30)
+    code = job.cluster.wait(job.job)
     assert code == 70 and time.monotonic() - began < 15, job.all()
     job.nothing_is_left()
     assert f"{node}: Ray's " in job.text() or f"{node}: ray start has ended" in job.text()
@@ -501,11 +501,11 @@ def test_a_host_that_is_down(submit: Submit, four_hosts: Cluster, tmp_path: Path
         time.sleep(0.2)
     job = submit(2, driver(tmp_path, "--stay"))
     cluster = job.cluster
-    cluster.wait_for("stubborn", tmp_path / "report.json", 90)
+    cluster.wait_for("stubborn", tmp_path / "report.json")
     began, plug = time.monotonic(), ("ip", "link", "set", f"m{cluster.number}-2")
     cluster.testbed("crash", "node2") if how == "crash" else cluster.ask(*plug, "down")
     try:
-        cluster.wait_for("end: exit code 70", job.log, 40)
+        cluster.wait_for("end: exit code 70", job.log)
         took = time.monotonic() - began  # Slurm itself waits longer for the host
     finally:
         cluster.testbed("revive", "node2") if how == "crash" else cluster.ask(*plug, "up")

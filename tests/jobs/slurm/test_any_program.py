@@ -173,7 +173,7 @@ def test_a_program_and_its_faults(small: Cluster, tmp_path: Path, program: Progr
     saved_again(3)
     small.testbed("crash", "node2")
     small.testbed("revive", "node2")
-    code = small.wait(job, timeout=400)
+    code = small.wait(job)
     text = log.read_text()
     assert code == 0, text
 

@@ -11,7 +11,8 @@ import pytest
 
 from tests.cluster import ENDED, FAKE_TRAINER, SCRIPTS, Cluster, boot, calls_of, program
 from tests.conftest import losses
-from tests.trainer.fault.broken_run import STEPS, until, words
+from tests.trainer.fault.broken_run import STEPS, words
+from tests.waiting import until
 
 SOAK = pytest.mark.soak
 HOSTILE = ["two words", "'single' \"double\"", "$HOME `id` *", ""]
@@ -57,7 +58,7 @@ class Chain:
 
     def runs(self, job: object) -> None:
         """Until the trainer of this job is there, and so is what comes before it."""
-        self.cluster.wait_for("here is attempt", self.folder / f"kempner-{job}.out", 60)
+        self.cluster.wait_for("here is attempt", self.folder / f"kempner-{job}.out")
 
     def warn(self, job: object) -> None:
         """What --signal=B:SIGTERM@N does before the time limit."""
@@ -71,7 +72,7 @@ class Chain:
 
     def over(self) -> None:
         """Until nothing is left in the queue."""
-        until(lambda: self.cluster.ask("squeue", "--noheader") == "", 60)
+        until(lambda: self.cluster.ask("squeue", "--noheader") == "")
 
     def decisions(self) -> list[str]:
         path = self.dir / "attempts.jsonl"
@@ -139,7 +140,7 @@ def test_ends_that_are_final(
 ) -> None:
     job = chain.submit(plan, most=most)
     last = int(job) + starts - 1
-    until(lambda: chain.decisions()[-1:] == ["end"], 60)
+    until(lambda: chain.decisions()[-1:] == ["end"])
     chain.over()
     assert chain.decisions() == ["chain"] * (starts - 1) + ["end"]
     assert why in chain.log(last) and chain.cluster.wait(str(last)) == code
@@ -190,7 +191,7 @@ def test_scancel_leaves_nothing(chain: Chain, away: str) -> None:
     job = chain.submit("wait,done", **env)
     chain.runs(job)
     chain.cluster.ask("scancel", job)
-    until(lambda: chain.cluster.state(job) in ENDED, 30)
+    until(lambda: chain.cluster.state(job) in ENDED)
     chain.over()
     assert len(chain.jobs()) == 2
     log = chain.log(int(job) + 1)
@@ -230,7 +231,7 @@ def test_kill_around_the_submission(chain: Chain, after: bool, jobs: int) -> Non
     real = '$sbatch "$@"'
     text = f"{real}\n{kill}" if after else f"{kill}\n[[ -e {marker}.2 ]] && {real}"
     job = chain.submit("done", sbatch=text)
-    until(lambda: chain.cluster.state(job) in ENDED, 30)
+    until(lambda: chain.cluster.state(job) in ENDED)
     chain.over()
     started = (chain.dir / "seen.jsonl").read_text().count("\n") if after else 0
     assert started == int(after)
@@ -243,7 +244,7 @@ def test_kill_around_the_submission(chain: Chain, after: bool, jobs: int) -> Non
 @pytest.mark.soak
 def test_an_answer_of_sbatch_that_is_lost(chain: Chain) -> None:
     job = chain.submit("crash,done", most=1, sbatch='$sbatch "$@" >/dev/null; exit 1')
-    until(lambda: chain.decisions() == ["chain", "end"], 60)
+    until(lambda: chain.decisions() == ["chain", "end"])
     chain.over()
     assert chain.journal() == [("intent", 1, ""), ("submitted", 1, str(int(job) + 1))]
     assert len(chain.jobs()) == 2
@@ -251,7 +252,7 @@ def test_an_answer_of_sbatch_that_is_lost(chain: Chain) -> None:
 
 def test_a_host_that_fails_twice_is_left_out(chain: Chain) -> None:
     job = chain.submit("kill,kill,done")
-    until(lambda: chain.decisions()[-1:] == ["end"], 60)
+    until(lambda: chain.decisions()[-1:] == ["end"])
     assert chain.decisions() == ["chain", "chain", "end"]
     hosts = [chain.cluster.field(str(int(job) + i), "NodeList") for i in range(3)]
     assert hosts == ["node1", "node1", "node2"]
@@ -271,7 +272,7 @@ def test_a_host_is_lost(chain: Chain, host: str, env: dict[str, str]) -> None:
     chain.runs(job)
     chain.cluster.testbed("crash", host)
     try:
-        until(lambda: chain.decisions()[-1:] == ["end"], 120)
+        until(lambda: chain.decisions()[-1:] == ["end"])
         chain.over()
     finally:
         chain.cluster.testbed("revive", host)
@@ -290,7 +291,7 @@ def test_preemption_that_cancels(chain: Chain) -> None:
     chain.runs(job)
     words = ("--partition=urgent", "--exclusive", "--nodelist=node1", "--output=/dev/null")
     chain.cluster.ask("sbatch", *words, f"--chdir={chain.folder}", "--wrap=sleep 1")
-    until(lambda: chain.decisions() == ["chain", "end"], 60)
+    until(lambda: chain.decisions() == ["chain", "end"])
     assert '"state": "done"' in (chain.dir / "status.json").read_text()
 
 
@@ -320,7 +321,7 @@ def test_each_task_of_an_array_has_its_own_chain(chain: Chain) -> None:
     options = ["--array=1-2", "--gpus-per-node=1", "--output=log-%A_%a", "--job-name=two words"]
     job = chain.cluster.sbatch(*arguments, options=options, **more)
     done = [chain.folder / f"run{k}/status.json" for k in (1, 2)]
-    until(lambda: all(file.exists() and "done" in file.read_text() for file in done), 60)
+    until(lambda: all(file.exists() and "done" in file.read_text() for file in done))
     chain.over()
     decided = [(chain.folder / f"run{k}/attempts.jsonl").read_text() for k in (1, 2)]
     for k, text in enumerate(decided, 1):
@@ -365,8 +366,8 @@ def test_three_real_time_limits(strict: Cluster, tmp_path: Path) -> None:
     options = ["--gpus-per-node=1", "--time=1", "--signal=B:SIGTERM@20", f"--output={tmp_path}/%j"]
     root = SCRIPTS.parents[1]
     strict.sbatch("multinode.sh", *arguments, options=options, cwd=root, env=env)
-    until(lambda: "done" in text_of(tmp_path / "run/status.json"), 500)
-    until(lambda: strict.ask("squeue", "--noheader") == "", 60)
+    until(lambda: "done" in text_of(tmp_path / "run/status.json"))
+    until(lambda: strict.ask("squeue", "--noheader") == "")
     events = map(json.loads, (tmp_path / "run/attempts.jsonl").read_text().splitlines())
     made = [event["decision"] for event in events if event["event"] == "decision"]
     assert made[:3] == ["chain"] * 3 and made[-1] == "end"

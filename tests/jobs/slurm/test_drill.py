@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster import SCRIPTS, TESTBED, Cluster
 from tests.site import boot_site
-from tests.trainer.fault.broken_run import until
+from tests.waiting import until
 
 SMALL = ("--nodes=1", "--gpus-per-node=2")  # a case on each of the two hosts
 PROGRAM = "import time; [print('step', i, flush=True) or time.sleep(1) for i in range(3600)]"
@@ -55,7 +55,7 @@ def test_a_rank_that_is_killed(cluster: Cluster, tmp_path: Path) -> None:
 def test_ctrl_c_cancels_its_jobs(cluster: Cluster, tmp_path: Path) -> None:
     process = start_drill(cluster, tmp_path, "--only=freeze", *SMALL)
     names = "squeue", "--noheader", "--format=%j"
-    until(lambda: "-freeze" in cluster.ask(*names), 60)
+    until(lambda: "-freeze" in cluster.ask(*names))
     os.killpg(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 130 and "the jobs of the drill are cancelled" in out

@@ -265,7 +265,7 @@ def log(folder: Path, job: str) -> str:
 
 def assert_done(site: Site, folder: Path, job: str) -> None:
     """The job has come to its end, and the run is done."""
-    site.cluster.wait(job, 120)
+    site.cluster.wait(job)
     assert site.cluster.state(job) == "COMPLETED", log(folder, job)
     assert status(folder / "run")["state"] == "done", log(folder, job)
 

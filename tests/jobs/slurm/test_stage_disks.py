@@ -14,7 +14,7 @@ import torch
 from tests.cluster import Cluster
 from tests.conftest import status
 from tests.containers import container, image
-from tests.trainer.fault.broken_run import until
+from tests.waiting import until
 
 HOSTS = ("node1", "node2")
 
@@ -190,7 +190,7 @@ def test_each_job_of_a_chain_leaves_nothing_behind(
     more = {"KEMPNER_CHAIN": "1", "KEMPNER_RESTARTS": "0", "CRASH": "1"}
     said = job_with(cluster, tmp_path, disk, KEMPNER_PYTHON=python, **more)
     assert "chain: the step ended" in said
-    until(lambda: (tmp_path / "run/status.json").exists(), 60)
-    until(lambda: cluster.ask("squeue", "--noheader") == "", 60)
+    until(lambda: (tmp_path / "run/status.json").exists())
+    until(lambda: cluster.ask("squeue", "--noheader") == "")
     assert [on_disk(cluster, host, disk) for host in HOSTS] == [set(), set()]
     assert not list((tmp_path / "run").glob(".environment*"))

@@ -177,7 +177,7 @@ def test_no_process_stays_behind(
     follower = follow(run_dir)
     follower.wait_for(stamped("rank-1 attempt 0 of rank 1"))
     assert follower.interrupt(number) == code
-    wait_until(lambda: not follower.left(), lambda: str(follower.left()), 3)
+    wait_until(lambda: not follower.left(), lambda: str(follower.left()))
     assert len(follower.lines()) == 2  # and no message
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from kempner.jobs.records.event_reader import read_records
 from tests.cluster import ENDED, Cluster
 from tests.conftest import losses, status
+from tests.waiting import LIMIT_S, until
 
 STEPS = 40
 FAULTY_TRAINER = Path(__file__).with_name("faulty_train.py")
@@ -78,11 +79,11 @@ class BrokenRun:
         path = self.folder / f"job-{self.job}.out"
         return path.read_text() if path.exists() else ""
 
-    def wait_for(self, pattern: str, timeout: float = 90) -> None:
+    def wait_for(self, pattern: str) -> None:
         """Until the batch log has a match."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + LIMIT_S
         while not re.search(pattern, self.log):
-            assert time.monotonic() < end, f"no {pattern!r} after {timeout} s:\n{self.log}"
+            assert time.monotonic() < end, f"no {pattern!r} after {LIMIT_S} s:\n{self.log}"
             state = self.cluster.state(self.job)
             assert state not in ENDED or re.search(pattern, self.log), f"{state}:\n{self.log}"
             time.sleep(0.05)
@@ -110,14 +111,14 @@ class BrokenRun:
                 found.append(int(path.name))
         return found
 
-    def wait(self, timeout: float = 600) -> int:
-        return self.cluster.wait(self.job, timeout)
+    def wait(self) -> int:
+        return self.cluster.wait(self.job)
 
     def end(self) -> None:
         """Leave nothing behind for the next test."""
         if self.job:
             self.cluster.run("scancel", self.job)
-            until(lambda: self.cluster.state(self.job) in ENDED, 180)
+            until(lambda: self.cluster.state(self.job) in ENDED)
 
     # --- afterwards ---
 
@@ -148,10 +149,3 @@ class BrokenRun:
         assert not [name for name in left if ".partial" in name], left
         assert not list(self.dir.glob(".rendezvous*")), list(self.dir.iterdir())
         assert not (self.dir / "lock").exists()
-
-
-def until(true: Callable[[], bool], timeout: float) -> None:
-    end = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < end, f"not so after {timeout} s"
-        time.sleep(0.1)

@@ -12,8 +12,9 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.gpus import Shim, gpu
-from tests.trainer.fault.broken_run import BrokenRun, until
+from tests.trainer.fault.broken_run import BrokenRun
 from tests.trainer.fault.test_lost import LOST, strike
+from tests.waiting import until
 
 Submit = Callable[..., BrokenRun]
 OFTEN = "--resilience.gpu_interval=0.5"
@@ -69,7 +70,7 @@ def test_a_gpu_that_is_slowed_down_and_a_driver_that_hangs(broken_run: Submit, s
     shim.say(hot, host="node2")
     shim.say(hangs=True, host="node1")
     run = broken_run(OFTEN, **shim.env)
-    until(lambda: bool(run.events("gpu")), 90)
+    until(lambda: bool(run.events("gpu")))
     told = run.cluster.run(sys.executable, ROOT / "scripts/status.py", run.dir)
     what = "node2: GPU 0: slowed down: hw_thermal_slowdown"
     assert what in told.stdout and "running" in told.stdout, told.stdout + told.stderr
@@ -87,7 +88,7 @@ def test_memory_errors_before_a_crash(broken_run: Submit, shim: Shim) -> None:
     run.wait_for_step(13)
     host = run.cluster.field(run.job, "NodeList")
     shim.say(gpu(0, ecc__errors__uncorrected__volatile__total="1"))
-    until(lambda: bool(run.events("gpu")), 30)
+    until(lambda: bool(run.events("gpu")))
     strike(run, 0, number=signal.SIGKILL)
     assert run.wait() == 0
     run.assert_complete(attempts=2, recomputed=LOST)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.fault.broken_run import BrokenRun, until
+from tests.trainer.fault.broken_run import BrokenRun
+from tests.waiting import until
 
 Submit = Callable[..., BrokenRun]
 # Steps are saved every 10; those since then are done again, and what was in flight with them.
@@ -64,7 +65,7 @@ def test_crash_of_a_host(broken_run: Submit, host: str) -> None:
     assert run.cluster.field(run.job, "BatchHost") == "node1"
     try:
         run.cluster.testbed("crash", host)
-        until(lambda: run.cluster.state(run.job) in ("PENDING", "COMPLETING"), 120)
+        until(lambda: run.cluster.state(run.job) in ("PENDING", "COMPLETING"))
     finally:
         run.cluster.testbed("revive", host)
     assert run.wait() == 0
@@ -108,7 +109,7 @@ def test_unplugged_network(broken_run: Submit, again: bool) -> None:
     try:
         run.cluster.testbed("cut", "node2")
         if again:
-            until(lambda: run.decisions() == ["restart"], 60)
+            until(lambda: run.decisions() == ["restart"])
             run.cluster.testbed("join", "node2")
         assert run.wait() == 0  # without it: the management network will do
     finally:
@@ -128,7 +129,7 @@ def test_a_host_that_fails_twice_is_left_out(broken_run: Submit, exclude: str) -
         first = first or host
         assert host == first  # Slurm takes the first node that is free
         strike(run, 0)
-        until(lambda n=step: len(run.decisions()) == (n + 7) // 20, 30)  # type: ignore[misc]
+        until(lambda n=step: len(run.decisions()) == (n + 7) // 20)  # type: ignore[misc]
     assert run.wait() == 0
     run.assert_complete(attempts=3, recomputed=2 * LOST)
     assert [event["blamed"] for event in run.events("decision")[:2]] == [first, first]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster import ROOT, Cluster
 from tests.jobs.slurm.test_prepare import corpus, everything, wait_for_units
-from tests.trainer.fault.broken_run import until
+from tests.waiting import until
 
 __all__ = ["corpus"]  # a fixture
 
@@ -22,7 +22,7 @@ def test_crash_of_a_host(cluster: Cluster, tmp_path: Path, corpus: list[object])
     wait_for_units(out, 20)
     try:
         cluster.testbed("crash", "node2")
-        until(lambda: cluster.state(job) in ("PENDING", "COMPLETING"), 120)
+        until(lambda: cluster.state(job) in ("PENDING", "COMPLETING"))
     finally:
         cluster.testbed("revive", "node2")
     assert cluster.wait(job) == 0

@@ -12,7 +12,8 @@ import pytest
 
 from tests.cluster import FAKE_TRAINER, Cluster, boot
 from tests.conftest import losses
-from tests.trainer.fault.broken_run import BrokenRun, until
+from tests.trainer.fault.broken_run import BrokenRun
+from tests.waiting import until
 
 Submit = Callable[..., BrokenRun]
 # Steps are saved every 10; those since then are done again, and what was in flight with them.
@@ -102,7 +103,7 @@ def test_no_spare_is_left(pair: Submit) -> None:
     try:
         for host in ("node3", "node2"):
             run.cluster.testbed("crash", host)
-        until(lambda: run.cluster.state(run.job) in ("PENDING", "COMPLETING"), 90)
+        until(lambda: run.cluster.state(run.job) in ("PENDING", "COMPLETING"))
     finally:
         for host in ("node3", "node2"):
             run.cluster.testbed("revive", host)
@@ -125,7 +126,7 @@ def test_the_host_of_the_batch_script_is_lost(
     run.wait_for_step(13)
     run.cluster.testbed("crash", "node1")
     try:
-        until(lambda: run.cluster.state(run.job) in ("PENDING", "COMPLETING"), 120)
+        until(lambda: run.cluster.state(run.job) in ("PENDING", "COMPLETING"))
     finally:
         run.cluster.testbed("revive", "node1")
     assert run.wait() == 0
@@ -143,7 +144,7 @@ def test_a_host_that_fails_twice_is_replaced(pair: Submit, tmp_path: Path) -> No
         KEMPNER_SPARE_COMMAND=work,
         **SPARE,
     )
-    until(lambda: len(run.events("start")) == 3, 120)
+    until(lambda: len(run.events("start")) == 3)
     assert not spare_works()  # the run has the spare to itself
     assert_in_place(run, ["restart", "restart", "end"])
     made = run.events("decision")
@@ -177,12 +178,12 @@ def test_a_replaced_host_is_left_out_of_later_starts(three: Cluster, tmp_path: P
     options = ["--nodes=2", "--gpus-per-node=1"]
     job = three.sbatch("multinode.sh", *words, options=options, cwd=tmp_path, env=env)
     log = tmp_path / f"kempner-{job}.out"
-    three.wait_for("here is attempt 2", log, 60)
+    three.wait_for("here is attempt 2", log)
     three.ask("scancel", "--batch", "--signal=TERM", job)
-    text = three.wait_for("excluded from the next starts", log, 60)
+    text = three.wait_for("excluded from the next starts", log)
     assert "node1 is replaced by the spare node node2" in text
     assert "without node1: was replaced by a spare node" in text
-    until(lambda: three.field(job, "ExcNodeList") == "node1", 10)
+    until(lambda: three.field(job, "ExcNodeList") == "node1")
     three.ask("scancel", job)
 
 

@@ -17,7 +17,8 @@ import pytest
 
 from tests.cluster import SCRIPTS
 from tests.conftest import status
-from tests.trainer.fault.broken_run import STEPS, BrokenRun, until
+from tests.trainer.fault.broken_run import STEPS, BrokenRun
+from tests.waiting import until
 
 Submit = Callable[..., BrokenRun]
 HOLD_SAVE = "hold at=kempner.checkpoint.checkpointer:write_file:before s=2 rank=1"
@@ -34,7 +35,7 @@ def test_warning_before_the_time_limit_twice(broken_run: Submit) -> None:
     for time_, step in enumerate((5, 20), 1):
         run.wait_for_step(step)
         warn(run)
-        until(lambda n=time_: run.decisions() == ["requeue"] * n, 60)  # type: ignore[misc]
+        until(lambda n=time_: run.decisions() == ["requeue"] * n)  # type: ignore[misc]
     assert run.wait() == 0
     run.assert_complete(attempts=3)
     assert run.decisions() == ["requeue", "requeue", "end"]
@@ -61,8 +62,8 @@ def test_time_limit(broken_run: Submit, form: str) -> None:
         options=["--time=1", f"--signal={form}"],
         faults="slow ms=300 rank=1",
     )
-    run.wait_for("interrupted after step", timeout=120)
-    until(lambda: run.decisions() == ["requeue"], 30)
+    run.wait_for("interrupted after step")
+    until(lambda: run.decisions() == ["requeue"])
     (end,) = run.events("end")
     assert (end["state"], end["step"]) == ("interrupted", status(run.dir)["step"])
     run.cluster.ask("scancel", run.job)
@@ -73,10 +74,10 @@ def test_the_clock_alone(broken_run: Submit) -> None:
     """No warning comes that means anything: the trainer knows itself when the job ends."""
     options = ["--time=1", "--signal=B:URG@1"]
     run = broken_run("--train.max_steps=900", options=options, faults="slow ms=300 rank=1")
-    run.wait_for("interrupted after step", timeout=120)
+    run.wait_for("interrupted after step")
     log = (run.dir / "logs/attempt-0/rank-0.log").read_text()
     assert re.search(r"the job ends in \d+ s: ", log)
-    until(lambda: run.decisions() == ["requeue"], 30)
+    until(lambda: run.decisions() == ["requeue"])
     assert "SIGTERM" not in run.log
 
 
@@ -162,12 +163,12 @@ def test_during_validation(broken_run: Submit, tmp_path: Path) -> None:
         "--train.micro_batch=1",
         faults=f"slow_validation ms=400 once={tmp_path}/once",
     )
-    until((tmp_path / "once").exists, 60)
+    until((tmp_path / "once").exists)
     time.sleep(1.0)
     assert "step 10  validation" not in run.log
     began = time.monotonic()
     warn(run)
-    until(lambda: run.decisions() == ["requeue"], 60)
+    until(lambda: run.decisions() == ["requeue"])
     assert time.monotonic() - began < 15
     assert "step 10  validation" not in run.log  # a part of the tokens is no validation
     assert run.wait() == 0
@@ -182,9 +183,9 @@ def test_before_the_first_step(broken_run: Submit, when: str) -> None:
     pattern = {"check": "", "imports": "network of node1", "first step": "world size 2 on"}[when]
     run.wait_for(pattern)
     if when == "imports":
-        until(lambda: bool(run.pids(1)), 30)
+        until(lambda: bool(run.pids(1)))
     if when == "check":
-        until(lambda: run.cluster.state(run.job) == "RUNNING", 30)
+        until(lambda: run.cluster.state(run.job) == "RUNNING")
         time.sleep(0.5)
     warn(run)
     assert run.wait() == 0
@@ -249,7 +250,7 @@ def test_scancel_never_comes_back(broken_run: Submit, when: str) -> None:
     if when != "early":
         run.wait_for_step(7 if when == "late" else 10)
     else:
-        until(lambda: run.cluster.state(run.job) == "RUNNING", 30)
+        until(lambda: run.cluster.state(run.job) == "RUNNING")
     run.cluster.ask("scancel", run.job)
     run.wait()
     assert run.cluster.state(run.job) == "CANCELLED"
@@ -272,7 +273,7 @@ def test_the_last_task_of_an_array(broken_run: Submit, tmp_path: Path) -> None:
     options = ["--array=1-2", "--requeue", "--nodes=1", f"--output={tmp_path}/job-%a.out"]
     run = broken_run(script=str(script), options=[*options, "--open-mode=append"])
     logs = [tmp_path / f"job-{task}.out" for task in (1, 2)]
-    until(lambda: all(path.exists() and "step  7/" in path.read_text() for path in logs), 90)
+    until(lambda: all(path.exists() and "step  7/" in path.read_text() for path in logs))
     run.cluster.ask("scancel", "--batch", "--signal=TERM", f"{run.job}_2")
     assert [run.cluster.wait(f"{run.job}_{task}") for task in (1, 2)] == [0, 0]
     assert [run.cluster.field(f"{run.job}_{task}", "Restarts") for task in (1, 2)] == ["0", "1"]
@@ -287,7 +288,7 @@ def test_one_run_on_1_2_4_and_8_tasks_in_turn(broken_run: Submit) -> None:
     for start, (step, nodes, tasks) in enumerate(((5, 2, 1), (12, 2, 2), (19, 2, 4)), 1):
         run.wait_for_step(step)
         run.cluster.ask("scancel", "--signal=USR1", run.job)
-        until(lambda n=start: run.decisions().count("requeue") == n, 90)  # type: ignore[misc]
+        until(lambda n=start: run.decisions().count("requeue") == n)  # type: ignore[misc]
         run.cluster.ask("scancel", run.job)  # to continue in another shape
         run.wait()
         run.submit(tasks=tasks, options=[f"--nodes={nodes}"], faults=slow)

@@ -74,7 +74,7 @@ def test_a_spare_finds_it_between_two_replays(four: Cluster, tmp_path: Path) -> 
         KEMPNER_SPARE_COMMAND=f"{four.env['KEMPNER_PYTHON']} scripts/audit.py",
     )
     try:
-        run.wait_for("REPLAY file: a comparison was requested", 300)
+        run.wait_for("REPLAY file: a comparison was requested")
         (tmp_path / "go").touch()
         assert run.wait() == 0, run.log
     finally:
