@@ -137,6 +137,7 @@ def test_the_end_of_a_job(run: RlRun, at: str, options: tuple[str, ...]) -> None
     assert run.decisions()[0] in ("requeue", "leave")
 
 
+@pytest.mark.soak
 def test_a_request_to_leave(run: RlRun) -> None:
     """On one node, whose GPUs both share."""
     run.start(f"--train.max_steps={STEPS}", options=("--nodes=1",), FAKE_STEP_S="0.3")

@@ -191,7 +191,8 @@ HELD = {  # so that the disk is full when it goes on
 }
 
 
-@pytest.mark.parametrize("part", ["orchestrator", pytest.param("trainer", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("part", ["orchestrator", "trainer"])
 def test_a_full_disk(
     run: RlRun, unbroken: dict[int, tuple[float, float, float]], part: str
 ) -> None:

@@ -140,6 +140,7 @@ exit 1
     return program(folder / "bin", "sbatch", text)
 
 
+@pytest.mark.soak
 def test_a_sweep_of_four(cluster: Cluster, sweep: Callable[..., Sweep], tmp_path: Path) -> None:
     """sbatch fails once, then takes the array, and sweep.py dies before it hears so: the next one
     finds it. One point fails by itself, and it alone is submitted again; twice is once."""

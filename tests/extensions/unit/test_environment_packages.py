@@ -71,6 +71,7 @@ def test_reasoning_gym() -> None:
         opened("reasoning_gym", dataset="chain_sum", terms=2)
 
 
+@pytest.mark.soak
 @needs("verifiers")
 def test_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sums_of_a_test.py").write_text(TASKSET)

@@ -252,6 +252,7 @@ def uv_cache(submit: Submit) -> RayJob:
     return submit(4, driver(base, "--hand-on"), PORT_STRIDE="20", UV_CACHE_DIR_OVERRIDE=uv)
 
 
+@pytest.mark.soak
 @pytest.mark.job(make=uv_cache)
 def test_a_batch_job_on_four_hosts(job: RayJob) -> None:
     """Each node may have ports of its own; uv's cache is where the user wants it. The driver
@@ -349,6 +350,7 @@ def test_two_nodes_on_one_host(job: RayJob, given: dict[str, str], message: str)
     assert job.end() == 2 and message in job.text(), job.text()
 
 
+@pytest.mark.soak
 @pytest.mark.job(make=lambda submit: submit(1))
 def test_requeue(job: RayJob) -> None:
     job.until("interactive: ")
@@ -491,6 +493,7 @@ def test_ray_dies_under_the_driver(
     assert f"{node}: Ray's " in job.text() or f"{node}: ray start has ended" in job.text()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("how", ["crash", pytest.param("unplug", marks=pytest.mark.soak)])
 def test_a_host_that_is_down(submit: Submit, four_hosts: Cluster, tmp_path: Path, how: str) -> None:
     """It cannot report that itself: the head does, long before Slurm notices. A host that is

@@ -385,6 +385,7 @@ def test_a_changed_copy_of_a_launch_script_runs_as_it_is_written(
     cluster.ask("scancel", job)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", [pytest.param("mine.sh", marks=pytest.mark.soak), "multinode.sh"])
 def test_a_changed_copy_outside_of_the_repository_runs_as_it_is_written(
     cluster: Cluster, tmp_path: Path, checkout: Path, name: str

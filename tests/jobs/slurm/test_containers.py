@@ -93,7 +93,10 @@ def no_python(env: dict[str, str], folder: Path) -> dict[str, str]:
     return env | {"PATH": f"{folder}/old:{env['PATH']}"}
 
 
-@pytest.mark.parametrize("host", ["with Python", "without", "without, in a hurry"])
+@pytest.mark.parametrize(
+    "host",
+    ["with Python", pytest.param("without", marks=pytest.mark.soak), "without, in a hurry"],
+)
 def test_a_container_that_takes_its_time(
     cluster: Cluster, tmp_path: Path, elsewhere: Path, host: str
 ) -> None:

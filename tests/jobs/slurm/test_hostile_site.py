@@ -95,6 +95,7 @@ def test_the_controller_goes_away_and_keeps_its_jobs(slow: Site) -> None:
 # --- users, accounts, homes ---------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_users_may_not(site: Site) -> None:
     """Alice is nobody on this machine, cannot write the repository, and can run its Python."""
     assert site.ask("alice", "id", "-un") == "alice"
@@ -316,7 +317,7 @@ def test_no_answer_when_a_rank_dies(site: Site) -> None:
     assert_done(site, folder, job)
 
 
-@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("later", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_no_answer_at_a_start(site: Site, later: bool) -> None:
     """Once the script has begun, at a first start and at a later one."""
     folder = site.folder(f"no-answer-{later}")

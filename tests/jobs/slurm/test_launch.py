@@ -90,6 +90,7 @@ def test_two_hosts_train_over_the_fast_network(
     assert list(losses(run_dir).values()) == pytest.approx(one_process, 1e-5)
 
 
+@pytest.mark.soak
 def test_whole_nodes_without_any_option(
     cluster: Cluster, tmp_path: Path, one_process: list[float]
 ) -> None:

@@ -149,6 +149,7 @@ torch.mm = flawed
 """
 
 
+@pytest.mark.soak
 def test_a_slow_device_with_other_bits_is_named(hosts: Cluster, tmp_path: Path) -> None:
     """Of CPUs only the bits are a fault."""
     flawed, python = tmp_path / "flawed", tmp_path / "python"
@@ -193,6 +194,7 @@ def test_a_directory_that_is_not_shared_is_named(hosts: Cluster, tmp_path: Path)
     assert f"what the first node wrote to {shared} is not visible on this node" in log
 
 
+@pytest.mark.soak
 def test_missing_gpus_are_named(hosts: Cluster, tmp_path: Path) -> None:
     """A shim stands for nvidia-smi: node2 has lost a GPU, and one of node3 has a fault."""
     shim = Shim(tmp_path / "gpus")
@@ -229,6 +231,7 @@ def train_without_a_network(
     return code, (tmp_path / f"kempner-{job}.out").read_text()
 
 
+@pytest.mark.soak
 def test_a_training_leaves_the_bad_node_out(hosts: Cluster, tmp_path: Path) -> None:
     """Requeued without the node, it trains to its end on the others."""
     code, log = train_without_a_network(hosts, tmp_path, 2)
@@ -245,6 +248,7 @@ def test_a_training_leaves_the_bad_node_out(hosts: Cluster, tmp_path: Path) -> N
     assert len(load_speeds(tmp_path / "node-speeds")) == 3  # beside the run
 
 
+@pytest.mark.soak
 def test_no_spare_nodes(hosts: Cluster, tmp_path: Path) -> None:
     """All three are needed: the job ends, and says why."""
     code, log = train_without_a_network(hosts, tmp_path, 3, "--train.global_batch=12")

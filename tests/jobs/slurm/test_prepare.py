@@ -58,6 +58,7 @@ def wait_for_units(out: Path, more_than: int) -> int:
     return count
 
 
+@pytest.mark.soak
 def test_two_nodes_write_what_one_machine_writes_also_after_a_kill_and_a_warning(
     cluster: Cluster, tmp_path: Path, corpus: list[object]
 ) -> None:

@@ -296,6 +296,7 @@ def test_a_job_that_came_back_without_its_gpus(cluster: Cluster, tmp_path: Path)
     assert said in log.read_text()
 
 
+@pytest.mark.soak
 def test_a_job_that_came_back_with_fewer_nodes(cluster: Cluster, tmp_path: Path) -> None:
     """Where the request allows it, it trains on, and that is said."""
     options = ["--nodes=1-2", "--gpus-per-node=1"]

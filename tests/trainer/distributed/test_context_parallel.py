@@ -55,7 +55,10 @@ def expected(
     return numbers(run_dir)
 
 
-@pytest.mark.parametrize("more", ["--train.recompute=full", "--distributed.tp=2"])
+@pytest.mark.parametrize(
+    "more",
+    ["--train.recompute=full", pytest.param("--distributed.tp=2", marks=pytest.mark.soak)],
+)
 def test_a_ring_beside_another_axis_gives_the_numbers_of_one_process(
     data_dir: Path, tmp_path: Path, expected: dict[tuple[int, str], float], more: str
 ) -> None:

@@ -141,6 +141,7 @@ def test_a_check_that_hangs_or_breaks_does_not_stop_the_others(tmp_path: Path) -
     assert not running.processes
 
 
+@pytest.mark.soak
 def test_one_check_and_what_it_needs(tmp_path: Path) -> None:
     words = ("--device", "cpu", "--quick", "--only")
     done, checks = gpu_check(tmp_path, *words, "generate, ring")

@@ -216,7 +216,9 @@ def test_a_model_says_what_it_said(forks: Forks, exact: bool, tmp_path: Path) ->
         assert not exact or found.out == text, source
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize(
+    "name", ["quickstart", pytest.param("quickstart-fsdp", marks=pytest.mark.soak)]
+)
 def test_the_quickstart_computes_what_it_did(
     name: str, place: Path, tmp_path: Path, exact: bool
 ) -> None:

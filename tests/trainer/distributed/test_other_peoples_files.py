@@ -328,6 +328,7 @@ def test_a_run_begins_beside_notes(door: str, forks: Forks, shared: Path, tmp_pa
     assert snapshot(place).items() > before.items()
 
 
+@pytest.mark.soak
 def test_a_sweep_keeps_to_its_directory(forks: Forks, shared: Path, tmp_path: Path) -> None:
     """Where another has its files every command is refused; before submit none writes anything; a
     few notes are nobody's, and stay."""

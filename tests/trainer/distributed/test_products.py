@@ -70,7 +70,6 @@ COMMON = ["--model.n_layers=2", "--train.micro_batch=4", "--train.z_loss=0.05"]
 ALL = {f"{a}: {b}": [*PRODUCTS[a], *LEVERS[b]] for a, b in product(PRODUCTS, LEVERS)}
 SOME = [  # soak has all
     "dp2 x tp2: compiled, selective",
-    "tp2 x cp2: compiled, full",
     "ep2 x tp2: selective",
     "ep2 of dp1 x cp2: selective",
     "pp2 x ep2, every second block: selective",

@@ -149,6 +149,7 @@ def test_a_later_start_of_the_job_goes_on_once_the_earlier_one_has_left(start: S
     assert_nothing_is_lost(run_dir)
 
 
+@pytest.mark.soak
 def test_one_of_two_newcomers_trains(start: Start, tmp_path: Path) -> None:
     """On a lock that a dead trainer has left, on another host of another cluster."""
     (tmp_path / "run").mkdir()

@@ -28,6 +28,7 @@ def elsewhere() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "runtime",
     [

@@ -64,6 +64,7 @@ def test_a_gpu_that_falls_off_the_bus(broken_run: Submit, shim: Shim) -> None:
     assert not watched(run, host)
 
 
+@pytest.mark.soak
 def test_a_gpu_that_is_slowed_down_and_a_driver_that_hangs(broken_run: Submit, shim: Shim) -> None:
     """status.sh says so; the run goes on with both."""
     hot = gpu(0, clocks_event_reasons__hw_thermal_slowdown="Active", temperature__gpu="94")

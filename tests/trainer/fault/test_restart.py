@@ -64,6 +64,7 @@ def pair(
         run.end()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "fault",
     [

@@ -48,6 +48,7 @@ def test_crash_in_a_save(broken_run: Submit, tmp_path: Path, point: str) -> None
     assert [event["step"] for event in run.events("start")] == [0, step]
 
 
+@pytest.mark.soak
 def test_a_save_that_is_slower_than_the_steps(broken_run: Submit, tmp_path: Path) -> None:
     """It ends steps later; what it holds is of the step at which it was begun."""
     step, reached = "kempner.train.step:reduce_step:before", tmp_path / "reached"

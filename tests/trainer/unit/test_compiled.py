@@ -110,6 +110,7 @@ model(torch.ones(2))
 """
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("what", ["model", pytest.param("attention", marks=pytest.mark.soak)])
 def test_nothing_of_the_compiler_is_where_others_can_be_first(tmp_path: Path, what: str) -> None:
     """Precompiled headers too, for which torch asks no option where to put them."""
