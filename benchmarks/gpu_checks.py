@@ -556,7 +556,7 @@ def hang(job: Job) -> Figures:
         raise Skipped("needs two GPUs")
     figures: Figures = {}
     for name, agree in (("stopped", "answers and kernel"), ("collective", "flight recorders")):
-        named, ended, _, reason = measure(FAULTS[name], 2, 1, job.device)
+        named, ended, _, reason = measure(FAULTS[name], 2, 1, f"--distributed.device={job.device}")
         if agree not in reason or ended > 60:
             raise Failed(f"{name}: ended after {ended:.0f} s: {reason}")
         figures |= {f"{name}_named_s": named, f"{name}_ended_s": ended, f"{name}_reason": reason}

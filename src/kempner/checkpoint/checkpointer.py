@@ -36,6 +36,7 @@ from kempner.jobs.lock import RunLock
 from kempner.jobs.this_job import attempt_name, short_window
 
 LAST_PRUNE_S = 10.0
+SAVE_THREAD = "checkpoint"  # the start of its name
 
 
 class Checkpointer:
@@ -74,7 +75,7 @@ class Checkpointer:
         firsts = [*range(0, self.world_size, len(self._held_by))]  # of each stage of a pipeline
         # new_group() is a collective: ranks that are not in the group call it, too.
         self._firsts = dist.new_group(firsts, backend="gloo") if len(firsts) > 1 else None
-        self._background = futures.ThreadPoolExecutor(1, "checkpoint")
+        self._background = futures.ThreadPoolExecutor(1, SAVE_THREAD)
         # A thread of its own: deleting may take minutes, and must not hold up the next save.
         self._retention = futures.ThreadPoolExecutor(1, "retention")
         self._pruning: futures.Future[None] | None = None

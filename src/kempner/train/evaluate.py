@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 
@@ -31,21 +32,26 @@ def validate(
     layout: Layout,
     device: torch.device,
     stop: StopRequests,
+    part: Callable[[str], AbstractContextManager[None]],
 ) -> dict[str, tuple[float, int]] | Verdict:
     """Return for each set, by its name, the mean loss over the held-out tokens of all ranks, and
     their number; the verdict if a request to leave comes in between: a mean over a part of the
-    tokens is not comparable with the others, and the next attempt measures the whole."""
+    tokens is not comparable with the others, and the next attempt measures the whole. `part(name)`:
+    entered for each batch, the watchdog's."""
     results = {}
     for name, batches in sets.items():
         totals = torch.zeros(2, dtype=torch.float64)
         rest = iter(batches)
         # All ranks have equally many batches (val_batches), and so meet in each reduce_step().
-        while some := [*islice(rest, at_once(model))]:
-            ours = StepSums((), device)
-            forward_passes(model, partial(_loss, objective, ours), some, device)
-            flags = dict(zip(("leave", "end"), stop.flags[INTERRUPT_REQUEST:], strict=True))
-            sums = reduce_step({**layout.once(ours.numbers()), **flags}, layout)
-            values = torch.stack([*sums.values()]).cpu()
+        while True:
+            with part(name):
+                if not (some := [*islice(rest, at_once(model))]):
+                    break
+                ours = StepSums((), device)
+                forward_passes(model, partial(_loss, objective, ours), some, device)
+                flags = dict(zip(("leave", "end"), stop.flags[INTERRUPT_REQUEST:], strict=True))
+                sums = reduce_step({**layout.once(ours.numbers()), **flags}, layout)
+                values = torch.stack([*sums.values()]).cpu()
             if (verdict := leaving_verdict(values[2:].tolist())).state:
                 return verdict
             totals += values[:2]

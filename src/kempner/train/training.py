@@ -183,6 +183,7 @@ class Training:
                 self.layout,
                 self.device,
                 self.stop,
+                self.watchdog.part,
             )
             if isinstance(sets, Verdict):
                 # A replica of [lowcomm] leaves with its round.

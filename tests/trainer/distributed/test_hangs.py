@@ -13,6 +13,7 @@ import pytest
 
 from tests.trainer.distributed.test_start_hang import start
 from tests.trainer.unit.test_nccl_ras import Server, status
+from tests.waiting import LIMIT_S
 
 STEP = "at=kempner.train.step:reduce_step:before nth=15"
 SAID = "watchdog: no step for"
@@ -26,7 +27,7 @@ def hang(
     faults = f"{fault} rank={culprit}\nhasty\nslow ms=20"
     ranks = [start(run, rank, faults, "--train.max_steps=100000", *words) for rank in (0, 1)]
     try:
-        _, said = ranks[leader].communicate(timeout=100)
+        _, said = ranks[leader].communicate(timeout=LIMIT_S)
     finally:
         for process in ranks:
             process.kill()
@@ -58,6 +59,28 @@ def test_a_rank_that_is_stopped(tmp_path: Path, culprit: int) -> None:
     assert event["ranks"] == [culprit] and len(event["hosts"]) == 1
     assert f"rank {culprit} " in event["reason"] and "is stopped (SIGSTOP)" in event["reason"]
     assert "answers and kernel" in event["reason"] and SAID in log
+
+
+@pytest.mark.soak
+def test_a_rank_that_is_stopped_in_a_validation(tmp_path: Path) -> None:
+    """It is judged as in a step, once a first batch has been validated: that may compile."""
+    words = ("--eval.interval=10", "--eval.samples=12")
+    fault = "kill at=kempner.train.evaluate:reduce_step:before nth=5 signal=SIGSTOP"
+    event, log = hang(tmp_path, fault, words=words)
+    assert event["ranks"] == [1] and "is stopped (SIGSTOP)" in event["reason"] and SAID in log
+
+
+@pytest.mark.soak
+def test_a_save_that_takes_long_says_where(tmp_path: Path) -> None:
+    """A file system that hangs in a save has half an hour; the user hears of it before."""
+    fault = "hold at=kempner.checkpoint.checkpointer:Checkpointer._write:before s=8 rank=1"
+    faults = f"{fault} once={tmp_path}/once\nhasty\nslow ms=20"
+    words = ("--train.max_steps=40", "--checkpoint.interval=20")
+    ranks = [start(tmp_path / "run", rank, faults, *words) for rank in (0, 1)]
+    said = [process.communicate(timeout=LIMIT_S) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], said
+    assert "in a save or a validation: rank 1 after step 40 in checkpointer.py:" in said[0][0], said
+    assert ", writes in faulty_train.py:" in said[0][0], said
 
 
 @pytest.mark.soak
@@ -98,7 +121,7 @@ def test_a_slow_step_is_named_and_goes_on(tmp_path: Path) -> None:
     """A rank that works is not ended, as long as the limit allows."""
     faults = f"read {STEP} s=8 rank=1\nhasty\nslow ms=20"
     ranks = [start(tmp_path / "run", rank, faults, "--train.max_steps=40") for rank in (0, 1)]
-    said = [process.communicate(timeout=100) for process in ranks]
+    said = [process.communicate(timeout=LIMIT_S) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], said
     assert "rank 1 on " in said[0][0] and " lags: after step 14 in faulty_train.py:" in said[0][0]
     assert "watchdog: the step has come, " in said[0][0]

@@ -287,7 +287,7 @@ def hasty(fault: dict[str, str]) -> None:
     from kempner.train.resilience import inquiry, suspects, watchdog
 
     watchdog.LATE_S = inquiry.ROUND_S = inquiry.LOOK_S = inquiry.RAS_S = 1.0
-    inquiry.QUIET_S = 0.5
+    inquiry.QUIET_S, watchdog.TOLD_S = 0.5, 3.0
     suspects.HOLD_S |= dict.fromkeys(suspects.HOLD_S, 2.0)
 
 

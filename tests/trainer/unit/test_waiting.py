@@ -46,13 +46,19 @@ def test_a_wait_is_no_part_of_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     watchdog = Watchdog.__new__(Watchdog)
-    watchdog.hang_timeout, watchdog._limit, watchdog._longest = 8.0, 8.0, HANG_PATIENCE_S
-    watchdog._durations, watchdog._beat, watchdog.is_patient = deque(), 100.0, False
+    watchdog.hang_timeout, watchdog._step_limit, watchdog._longest = 8.0, 8.0, HANG_PATIENCE_S
+    watchdog._durations, watchdog._beat, watchdog._patience = deque(), 100.0, 0.0
+    watchdog._parts, watchdog._on_limit = set(), lambda *_: None
     now[0] += 2.0
     with watchdog.patient():
-        assert watchdog._limit == HANG_PATIENCE_S and watchdog.is_patient
+        assert watchdog.limit == HANG_PATIENCE_S and watchdog.is_patient
         now[0] += 500.0
-    assert watchdog._limit == 8.0 and not watchdog.is_patient
+        for number in range(3):  # the first one may compile
+            with watchdog.part("held out"):
+                assert watchdog.is_patient == (number == 0) and watchdog.age == 0.0
+                assert watchdog.limit == (HANG_PATIENCE_S if number == 0 else 8.0)
+                now[0] += 5.0
+    assert watchdog.limit == 8.0 and not watchdog.is_patient
     now[0] += 1.0
     watchdog.beat(1)
     assert watchdog.step_time == 3.0
@@ -64,7 +70,7 @@ def test_only_a_late_step_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> Non
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     watchdog = Watchdog.__new__(Watchdog)
-    watchdog.hang_timeout, watchdog._limit, watchdog._longest = None, 600.0, HANG_PATIENCE_S
+    watchdog.hang_timeout, watchdog._step_limit, watchdog._longest = None, 600.0, HANG_PATIENCE_S
     watchdog._durations, watchdog.step_time, watchdog.world_size = deque(maxlen=50), 0.0, 2
     watchdog._beat = watchdog._began = 100.0
     inquiry: Any = SimpleNamespace(

@@ -11,7 +11,8 @@ from kempner.config.option import option
 class ResilienceConfig:
     hang_timeout: float | None = option(
         None,
-        "seconds without a step after which the run is ended as hung; unset: from the step times",
+        "seconds without a step, or a batch of a validation, after which the run is ended as hung; "
+        "unset: from the step times",
         minimum=1.0,
         maximum=30 * 86400.0,
     )

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from kempner.checkpoint.checkpointer import SAVE_THREAD
 from kempner.jobs.system.process import birth_ticks
 from kempner.train.resilience.hanging import (
     EXIT_CODE,
@@ -35,6 +36,7 @@ from kempner.train.resilience.hanging import (
     within,
 )
 from kempner.train.resilience.suspects import (
+    ANSWERS,
     GAP_S,
     Answer,
     Call,
@@ -82,11 +84,13 @@ class Inquiry:
         self._thread: threading.Thread | None = None
         self._hosts: dict[int, str] = {}
         self._sent = 0.0
+        self._numbers: dict[int, int] = {}  # of each rank's last answer, of whatever inquiry
         self._begin()
 
     def _begin(self) -> None:
         self._judge, self._began, self._next, self._turned = Judge(), 0.0, 0.0, 0.0
         self._heard: dict[int, tuple[int, float]] = {}  # the number of an answer, and when
+        self._stale = set[int]()  # ranks whose last answer is of an earlier inquiry
         self._named: set[tuple[int, str, bool]] = set()
         self._order, self._shown, self._signalled = "", set[int](), -1
         self._ras: threading.Thread | None = None
@@ -204,8 +208,11 @@ class Inquiry:
             last = self._heard.get(rank, (-1, now))[0]
             if answer.number != last:
                 # An answer of an earlier inquiry is none to this one.
-                stale = last < 0 and (not answer.number or answer.step < self._dog.step - 1)
+                seen = answer.number == self._numbers.get(rank, 0)
+                stale = last < 0 and (seen or answer.step < self._dog.step - 1)
                 self._heard[rank] = (answer.number, self._began if stale else now)
+                (self._stale.add if stale else self._stale.discard)(rank)
+            self._numbers[rank] = answer.number
         return answers
 
     def _quiet(self, now: float, rank: int, last: Answer) -> float:
@@ -221,8 +228,7 @@ class Inquiry:
             names = self._dog.store.multi_get([f"host/{rank}" for rank in ranks])
             self._hosts = {rank: name.decode() for rank, name in enumerate(names)}
         silent = {r: quiet for r, last in answers.items() if (quiet := self._quiet(now, r, last))}
-        # The first answer of a rank is that of its start, until it has given one.
-        heard = {r: a for r, a in answers.items() if r not in silent and a.number}
+        heard = {r: a for r, a in answers.items() if r not in silent and r not in self._stale}
         self._ask_ras(now)
         self._judge_look(now, Look(heard, silent, self._hosts, self._behind))
         show = [
@@ -248,6 +254,10 @@ class Inquiry:
             for line in in_words(self.suspects):
                 self._dog.say(f"watchdog: no step for {self._dog.age:.0f} s: {line}")
         self.stuck = [suspect for suspect in self.suspects if suspect.is_stuck]
+        if any(suspect.doing != "differs" for suspect in self.stuck):
+            # Others that say nothing have not been silent for as long, but go with it.
+            quiet = [s for s in self.suspects if not s.is_stuck and ANSWERS in s.sources]
+            self.stuck += quiet
         if self.stuck:
             sources = dict.fromkeys(name for s in self.stuck for name in s.sources)
             self.reason = (
@@ -282,6 +292,20 @@ class Inquiry:
 
         self._ras = threading.Thread(target=ask, daemon=True)
         self._ras.start()
+
+    def tell_wait(self) -> None:
+        """Say how long a save or a validation takes so far, and where the ranks are; those that
+        wait for others only if all do."""
+        dog = self._dog
+        places, waiting = dict[int, str](), dict[int, str]()
+        if dog.world_size > 1 and not self._is_store_silent(time.monotonic()):
+            ranks = list(range(dog.world_size))
+            for rank, answer in self._hear(time.monotonic(), ranks).items():
+                if rank not in self._stale:
+                    (waiting if answer.is_waiting else places)[rank] = answer.place
+        places = places or waiting or {dog.rank: self.place()}
+        where = "; ".join(_lines(places, [])[:NAMED_HUNG_RANKS])
+        dog.say(f"watchdog: no step for {dog.age:.0f} s, in a save or a validation: {where}")
 
     # --- the end ---
 
@@ -347,19 +371,17 @@ class Inquiry:
             dog.store.set(HANG_VERDICT, "")
 
     def place(self) -> str:
-        """Return where the main thread stands: its innermost frame outside of torch and Python's
-        library, and the innermost."""
-        frame = sys._current_frames().get(self._dog.main)
-        inner = own = None
-        while frame is not None:
-            name = _frame_name(frame)
-            inner = inner or name
-            if not _is_library(frame.f_code.co_filename):
-                own = name
-                break
-            frame = frame.f_back
-        when = "at the start" if self._dog.starting else f"after step {self._dog.step}"
-        return f"{when} in {own or inner}" + (f" > {inner}" if inner != own else "")
+        """Return where the main thread stands, and where the thread does that writes a checkpoint,
+        if the main one may wait for that."""
+        frames, when = sys._current_frames(), "at the start"
+        if not self._dog.starting:
+            when = f"after step {self._dog.step}"
+        place = f"{when} in {_place_of(frames.get(self._dog.main))}"
+        if self._dog.is_patient:
+            for thread in threading.enumerate():
+                if thread.name.startswith(SAVE_THREAD) and thread.ident in frames:
+                    place += f", writes in {_place_of(frames[thread.ident])}"
+        return place
 
     def _dump_recorder(self) -> None:
         """Dump NCCL's flight recorder for torchfrtrace, if there is one."""
@@ -459,6 +481,19 @@ def _is_library(path: str) -> bool:
     return "torch" in path or path.startswith((LIBRARY, "<"))
 
 
+def _place_of(frame: FrameType | None) -> str:
+    """Return the innermost frame outside of torch and Python's library, and the innermost."""
+    inner = own = None
+    while frame is not None:
+        name = _frame_name(frame)
+        inner = inner or name
+        if not _is_library(frame.f_code.co_filename):
+            own = name
+            break
+        frame = frame.f_back
+    return f"{own or inner}" + (f" > {inner}" if inner != own else "")
+
+
 def _frame_name(frame: FrameType) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
 
@@ -481,7 +516,8 @@ def _lines(answers: dict[int, str], silent: list[int]) -> list[str]:
     for rank, answer in sorted(answers.items()):
         at.setdefault(answer, []).append(rank)
     lines = [f"{_ranks(ranks)} {place}" for place, ranks in at.items()]
-    return lines + ([f"{_ranks(silent)} does not answer"] if silent else [])
+    do = "does" if len(silent) == 1 else "do"
+    return lines + ([f"{_ranks(silent)} {do} not answer"] if silent else [])
 
 
 def _named(ranks: list[int]) -> str:

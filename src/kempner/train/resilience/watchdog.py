@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 FLOOR_S = 120.0  # no derived limit is shorter
 STEPS = 20  # the derived limit in median step times
-HANG_PATIENCE_S = 1800.0  # for a save or a validation
+HANG_PATIENCE_S = 1800.0  # for a save, or the first batch of a validation
+TOLD_S = 60.0  # then such a wait is told, and each time that it has doubled
 HANG_ANSWER_S = 5.0  # that rank 0 waits for the others' answers, and they for its verdict
 ANSWERS_PER_S = 2000  # that the store takes; rank 0 waits longer in a large world
 HANG_MOVES = "hang/moves"
@@ -79,7 +80,9 @@ class Watchdog:
         self.hang_timeout, self.log, self.say, self.on_hang = hang_timeout, log, say, on_hang
         self._on_limit, self._longest = on_limit, 0.0
         self._groups: Sequence[dist.ProcessGroup] = ()
-        self._limit = max(first_limit, hang_timeout or 0.0)
+        self._step_limit = max(first_limit, hang_timeout or 0.0)
+        self._patience, self._told = 0.0, TOLD_S  # seconds for a patient() section; 0: in none
+        self._parts = set[str]()  # that have been done once
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         first = self.rank - self.rank % per_node
         size = min(per_node, self.world_size - first)
@@ -89,12 +92,12 @@ class Watchdog:
         self._durations: deque[float] = deque(maxlen=50)
         self.step_time = 0.0  # seconds, the median of the last ones; 0 before the first
         self._beat, self.step, self.starting = time.monotonic(), 0, True
-        self._began, self.is_patient = self._beat, False
+        self._began = self._beat
         self.main = threading.get_ident()
         self._off = threading.Event()
         self._own_store: Any = None
         self._inquiry: Inquiry | None = None
-        self._tell_limit(max(self._limit, HANG_PATIENCE_S))
+        self._tell_limit(max(self._step_limit, HANG_PATIENCE_S))
         # Its handler is in C, and works while something holds the GIL.
         faulthandler.register(STACKS_SIGNAL, file=log)
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
@@ -112,10 +115,20 @@ class Watchdog:
         self.step_time = statistics.median(self._durations)
         self._beat, self.step = now, step
         if self.hang_timeout is not None:
-            self._limit = self.hang_timeout
+            self._step_limit = self.hang_timeout
         else:
-            self._limit = max(FLOOR_S, STEPS * self.step_time)
-        self._tell_limit(self._limit)
+            self._step_limit = max(FLOOR_S, STEPS * self.step_time)
+        self._tell_limit(self._step_limit)
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether something may take longer than a step."""
+        return self._patience > 0.0
+
+    @property
+    def limit(self) -> float:
+        """Seconds without a beat after which the run is ended."""
+        return max(self._step_limit, self._patience)
 
     @property
     def age(self) -> float:
@@ -147,16 +160,29 @@ class Watchdog:
     def patient(self, seconds: float = HANG_PATIENCE_S) -> Iterator[None]:
         """Suspend the step's limit for sections that may outlast a step without a beat: a save, a
         validation, a load, the wait for another replica. They do not count into the time of their
-        step, and may take `seconds`, where that is longer than a step may."""
-        began, limit, before = time.monotonic(), self._limit, self.is_patient
-        self._limit, self.is_patient = max(limit, seconds), True
+        step, and may take `seconds` (0: no longer than a step, but nobody asks who lags)."""
+        began, beat, before = time.monotonic(), self._beat, self._patience
+        self._patience = max(before, seconds, self._step_limit)
         try:
             yield
         finally:
             now = time.monotonic()
             # The section is taken out of the step's time: the beat moves by as much.
-            self._beat, self._limit = min(now, self._beat + now - began), limit
-            self.is_patient = before
+            self._beat, self._patience = min(now, beat + now - began), before
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """In a patient() section, a part that takes no longer than a step does, such as a batch of
+        a validation: it has the step's limit. The first one of a name has not: it may compile."""
+        patience = self._patience
+        self._beat = time.monotonic()
+        if name in self._parts:
+            self._patience = 0.0
+        try:
+            yield
+        finally:
+            self._parts.add(name)
+            self._beat, self._patience = time.monotonic(), patience
 
     def stop(self) -> None:
         self._off.set()
@@ -168,30 +194,31 @@ class Watchdog:
         within(self.patience, self._meet)
         awake = looked = time.monotonic()
         # Often enough for START_CHECKS looks within a limit of a few seconds.
-        while not self._off.wait(min(1.0, self._limit / START_CHECKS)):
+        while not self._off.wait(min(1.0, self.limit / START_CHECKS)):
             # A timer in C, in case something holds the GIL: then this loop would not run. It also
             # goes off when a suspended job is continued, so that it ends only who is alone: of
             # several ranks another one ends the run.
             alone = self.world_size == 1
-            faulthandler.dump_traceback_later(self._limit + 30, exit=alone, file=self.log)
+            faulthandler.dump_traceback_later(self.limit + 30, exit=alone, file=self.log)
             before, awake = awake, time.monotonic()
-            if awake - before > self._limit / 2:
+            if awake - before > self.limit / 2:
                 # This process was suspended (SIGSTOP, scontrol suspend): no other rank is to
                 # blame, and all of them may continue.
                 print(f"watchdog: stopped for {awake - before:.0f} s", file=self.log)
                 self._beat = awake
-            if self.starting and awake - looked >= self._limit / START_CHECKS:
+            if self.starting and awake - looked >= self.limit / START_CHECKS:
                 looks, moved = moved[1], self._look(*moved)
                 if moved[1] != looks and self.starting:
                     self._beat = time.monotonic()
                 looked = awake = time.monotonic()  # the store may have taken its time
             if reason := self._inquire():
                 self._end(reason)
-            if self.age > self._limit:
-                what = f"no step for {self._limit:.0f} s after step {self.step}"
+            if self.age > (limit := self.limit):
+                what = f"no step for {limit:.0f} s after step {self.step}"
                 if self.starting:
-                    what = f"the start has stood still for {self._limit:.0f} s"
+                    what = f"the start has stood still for {limit:.0f} s"
                 self._end(what)
+            self._tell_wait()
 
     def _meet(self) -> None:
         """Publish this process, and learn the one beside it: later there may be no store."""
@@ -225,6 +252,16 @@ class Watchdog:
             return self._inquiry.turn()
         self._inquiry.over()
         return ""
+
+    def _tell_wait(self) -> None:
+        """Say where the ranks are when a save or a validation takes long: nothing else does."""
+        if not self.is_patient or self.starting:
+            self._told = TOLD_S
+        elif self.rank == 0 and self.age > self._told:
+            self._told *= 2
+            self._open_inquiry()
+            if self._inquiry is not None:
+                within(WRITE_S, self._inquiry.tell_wait)
 
     def _open_inquiry(self) -> None:
         """Load what a hang takes, within some seconds: the main thread may hang in an import."""
