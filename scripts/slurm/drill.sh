@@ -12,8 +12,9 @@
 #   --only CASES      these alone, of unbroken,kill,freeze,node,disk,requeue,limit,preempt,own
 #
 # It says first what it will cost, and ends itself at 10 GPU hours. It strikes its own jobs alone,
-# and at Ctrl-C it cancels them. Exit code 0: no promise is broken here; 1: some are, or nothing
-# could be tried; 2: bad options, or no Slurm. docs/guide/drill.md
+# and at Ctrl-C it cancels them, and prints the table of what it knows. Exit code 0: no promise is
+# broken here; 1: some are, or nothing could be tried; 2: bad options, or no Slurm; 130: Ctrl-C.
+# docs/guide/drill.md
 set -euo pipefail
 
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh

@@ -29,11 +29,16 @@ kp_check_settings() { # stops at values that make no sense: later they would end
     # middle of its run
     local name
     for name in KEMPNER_MAX_CRASHES KEMPNER_MAX_WAIT KEMPNER_IDLE_LIMIT KEMPNER_NPROC; do
-        [[ ${!name:-1} =~ ^[1-9][0-9]{0,5}$ ]] || kp_die "$name=${!name}: must be a number from 1"
+        [[ ${!name:-1} =~ ^[1-9][0-9]{0,5}$ ]] ||
+            kp_die "$name=${!name}: must be a whole number from 1"
     done
     for name in KEMPNER_EXCLUDE KEMPNER_SIGNAL_LEAD; do
         [[ ${!name:-0} =~ ^(0|[1-9][0-9]{0,5})$ ]] ||
-            kp_die "$name=${!name}: must be a number from 0"
+            kp_die "$name=${!name}: must be a whole number from 0"
+    done
+    for name in KEMPNER_PREFLIGHT_LEAST KEMPNER_PREFLIGHT_SECONDS; do
+        [[ ${!name:-0} =~ ^[0-9]{1,9}([.][0-9]+)?$ ]] ||
+            kp_die "$name=${!name}: must be a number from 0, such as 12.5"
     done
     for name in KEMPNER_PREFLIGHT KEMPNER_STAGE_ENVIRONMENT; do
         [[ ${!name:-0} =~ ^[01]$ ]] ||

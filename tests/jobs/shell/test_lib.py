@@ -647,12 +647,13 @@ def test_spares_that_make_no_sense(given: dict[str, str], why: str) -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"KEMPNER_MAX_CRASHES": "0"}, "KEMPNER_MAX_CRASHES=0: must be a number from 1"),
+        ({"KEMPNER_MAX_CRASHES": "0"}, "KEMPNER_MAX_CRASHES=0: must be a whole number from 1"),
         ({"KEMPNER_PORTS": "15000"}, "KEMPNER_PORTS=15000: must be the first and the last port of"),
         ({"KEMPNER_PORTS": "20000-15000"}, "from 1024 to 65535, such as 15000-20000"),
         ({"KEMPNER_PORTS": "15000-70000"}, "from 1024 to 65535, such as 15000-20000"),
-        ({"KEMPNER_EXCLUDE": "all"}, "KEMPNER_EXCLUDE=all: must be a number from 0"),
-        ({"KEMPNER_SIGNAL_LEAD": "2m"}, "KEMPNER_SIGNAL_LEAD=2m: must be a number from 0"),
+        ({"KEMPNER_EXCLUDE": "all"}, "KEMPNER_EXCLUDE=all: must be a whole number from 0"),
+        ({"KEMPNER_SIGNAL_LEAD": "2m"}, "KEMPNER_SIGNAL_LEAD=2m: must be a whole number from 0"),
+        ({"KEMPNER_PREFLIGHT_LEAST": "nan"}, "LEAST=nan: must be a number from 0, such as 12.5"),
         ({"KEMPNER_NUMA": "off"}, "KEMPNER_NUMA=off: must be 0, or 1"),
         ({"KEMPNER_PREFLIGHT": "off"}, "KEMPNER_PREFLIGHT=off: must be 1, or 0"),
         ({"KEMPNER_STAGE": "local"}, "KEMPNER_STAGE=local: must be an absolute path"),

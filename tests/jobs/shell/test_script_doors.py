@@ -148,7 +148,7 @@ WORDS: list[tuple[str, list[object], str, dict[str, str]]] = [
     ("multinode.sh", [DEBUG], "scontrol knows no job 77", {"SLURM_JOB_ID": "77"}),
     ("multinode.sh", [DEBUG], "no Python at '/nope'", {"KEMPNER_PYTHON": "/nope"}),
     ("multinode.sh", [DEBUG], "lacks torch", {"KEMPNER_PYTHON": "/usr/bin/python3"}),
-    ("multinode.sh", [DEBUG], "must be a number from 1", {"KEMPNER_MAX_CRASHES": "0"}),
+    ("multinode.sh", [DEBUG], "must be a whole number from 1", {"KEMPNER_MAX_CRASHES": "0"}),
     ("singlenode.sh", [DEBUG, "--dryrun"], "did you mean --dry-run?", {}),
     ("singlenode.sh", [*DRY, "--nodes=2"], "give --nodes=1, or submit multinode.sh", {}),
     ("replicas.sh", FAKE, "replicas.sh runs in a job: sbatch scripts/slurm/replicas.sh", {}),

@@ -59,6 +59,7 @@ def test_ctrl_c_cancels_its_jobs(cluster: Cluster, tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 130 and "the jobs of the drill are cancelled" in out
+    assert "0 of 2 promises hold here, 2 could not be tried" in out
     assert "drill-" not in cluster.ask(*names)
 
 

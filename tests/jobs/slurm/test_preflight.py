@@ -262,4 +262,6 @@ def test_driver_refuses_bad_options(hosts: Cluster, tmp_path: Path) -> None:
     code, log, _ = preflight(hosts, tmp_path, env={"KEMPNER_PREFLIGHT_SLOW": "15,5"})
     assert code == 2 and "argument --slow: '15,5': must be two percentages" in log
     code, log, _ = preflight(hosts, tmp_path, env={"KEMPNER_PREFLIGHT_LEAST": "fast"})
-    assert code == 2 and "argument --least: invalid float value: 'fast'" in log
+    assert code == 2 and "KEMPNER_PREFLIGHT_LEAST=fast: must be a number from 0" in log
+    code, log, _ = preflight(hosts, tmp_path, "--dir", tmp_path / "none")
+    assert code == 2 and "none: No such file or directory: give a directory that exists" in log

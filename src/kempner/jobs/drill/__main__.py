@@ -4,7 +4,7 @@
 
 Prints what it will cost, what it does, and a table, which it also writes to runs/drill-TIME/, with
 the logs and records of its jobs. Exit code 0: no promise is broken; 1: some are, or none was tried;
-2: bad input.
+2: bad input; 130: ended by Ctrl-C or SIGTERM, with the table of what is known.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     site = facts_of_site()
     drill = Drill(plan, folder, say)
+    interrupted = False
     try:
-        outcomes = drill.run()
+        drill.run()
     except KeyboardInterrupt:
-        say("ended by Ctrl-C; the jobs of the drill are cancelled")
-        raise
-    rows = judge_all(outcomes) + host_rows(drill.broken_hosts)
+        interrupted = True
+        say("ended by a signal; the jobs of the drill are cancelled")
+        drill.leave_out_rest("the drill was ended before")
+    rows = judge_all([trial.seen for trial in drill.trials]) + host_rows(drill.broken_hosts)
     text = f"{result_table(rows)}\n\n{closing_words(rows, drill)}"
     (folder / "table.txt").write_text(text + "\n")
     answer = {"schema": JSON_SCHEMA, "time": round(time.time(), 3), "request": plan.request,
@@ -57,6 +59,8 @@ def main(argv: list[str]) -> int:
               "rows": [vars(row) for row in rows]}  # fmt: skip
     (folder / "table.json").write_text(json.dumps(answer, indent=2) + "\n")
     print(f"\n{text}\n{folder}/ has the table (table.txt, table.json) and the logs of each case")
+    if interrupted:
+        return 128 + signal.SIGINT
     return int(any(row.holds is False for row in rows) or not any(row.holds for row in rows))
 
 
@@ -81,7 +85,7 @@ def cost_of(plan: Plan, folder: Path) -> str:
     lines = [
         f"drill: {jobs} of {plan.nodes} node(s) with {plan.gpus} GPU(s), {plan.tasks} rank(s) on"
         f" each: {cost}; it ends itself at {MOST_GPU_HOURS:.0f} GPU hours and after {plan.minutes}"
-        " minutes",
+        f" minute{'s' if plan.minutes != 1 else ''}",
         "it strikes its own jobs alone; Ctrl-C cancels them",
         f"directory: {folder}",
     ]

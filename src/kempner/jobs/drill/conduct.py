@@ -79,7 +79,7 @@ class Drill:
                 seen.not_tried = "one rank alone: nobody is left to notice; ask for two tasks"
             self.trials.append(DrillTrial(seen, f"{prefix}-{case.name}", over=bool(seen.not_tried)))
 
-    def run(self) -> list[CaseOutcome]:
+    def run(self) -> None:
         """Conduct all cases, to their ends or until a limit. Cancels what is left, in any case."""
         began = last = time.monotonic()
         try:
@@ -96,7 +96,6 @@ class Drill:
                     time.sleep(DRILL_POLL_S)
         finally:
             self.cancel()
-        return [trial.seen for trial in self.trials]
 
     def _open(self) -> list[DrillTrial]:
         return [trial for trial in self.trials if not trial.over]
@@ -268,6 +267,11 @@ class Drill:
         job = shown.get(trial.urgent)
         if job is not None and job.state == "PENDING" and late and len(starts) < 2:
             self._leave_out(trial, f"nothing was preempted in {PREEMPT_S:.0f} s: {job.why}")
+
+    def leave_out_rest(self, why: str) -> None:
+        """Note why the cases that are not over were not tried; their jobs are cancelled."""
+        for trial in self._open():
+            trial.seen.not_tried, trial.over = why, True
 
     def _leave_out(self, trial: DrillTrial, why: str) -> None:
         trial.seen.not_tried, trial.over = why, True

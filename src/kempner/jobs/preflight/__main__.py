@@ -12,8 +12,11 @@ failed. """
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import math
 import sys
+import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,6 +73,15 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if not 0 <= options.seconds <= LONGEST_MEASUREMENT_S:
         parser.error(f"--seconds {options.seconds:g}: must be 0 to {LONGEST_MEASUREMENT_S:.0f}")
+    if not 0 <= options.least < math.inf:
+        parser.error(f"--least {options.least:g}: must be a number of MB/s from 0")
+    try:
+        with tempfile.TemporaryFile(dir=options.dir):
+            pass
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # these are told below
+            fix = "give a directory that exists, that you may write, and that all nodes share"
+            parser.error(f"--dir {options.dir}: {error.strerror}: {fix}")
     try:
         return run_preflight(options)
     except OSError as error:  # a full disk is neither a node's fault nor bad input
