@@ -69,4 +69,4 @@ def test_a_write_that_fails_is_told_once_and_the_next_one_is_done() -> None:
     for write in (full, full, done.set):
         made.put(write, PATH)
     assert made.flush(60) and done.is_set()
-    assert len(said) == 1 and said[0].startswith(f"{PATH}: No space left on device; training")
+    assert len(said) == 1 and said[0].startswith(f"{PATH}: No space left on device: what was")

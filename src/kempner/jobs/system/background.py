@@ -78,4 +78,4 @@ class Background:
     def _tell_once(self, problem: str) -> None:
         if problem not in self._failed:
             self._failed.add(problem)
-            self._complain(f"{problem}; training continues, what was to be written there is lost")
+            self._complain(f"{problem}: what was to be written there is lost; no step waits for it")

@@ -48,7 +48,8 @@ def write_atomic(
         with contextlib.suppress(OSError):  # it may be the very file system that fails
             fresh.unlink(missing_ok=True)
         if isinstance(error, OSError):  # a full disk comes without a name, another with `fresh`
-            error.filename, error.filename2 = str(path), None
+            error.filename = str(path)
+            del error.filename2  # None would be shown: "-> None"
         raise
     # The rename is durable once the directory is.
     fsync(path.parent)
