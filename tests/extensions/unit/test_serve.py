@@ -421,6 +421,11 @@ def test_other_methods_and_models(engine: Client) -> None:
         assert method == "FOO" or headers["Allow"] == "GET, HEAD"
     assert send("PUT", "/v1/completions")[2]["Allow"] == "POST"
     assert send("PUT", "/nowhere")[0] == 404
+    code, _, headers = send("GET", "/v1/completions")
+    assert code == 405 and headers["Allow"] == "POST"
+    # The client has sent all of it before it reads.
+    code, text, _ = send("POST", "/v1/completions", " " * (http.LARGEST_REQUEST_BYTES + 1))
+    assert code == 413 and b"the body has 67,108,865 bytes: at most 67,108,864" in text
     for path in ("/health", "/v1/models", "/v1/models/small", "/metrics"):
         code, text, headers = send("HEAD", path)
         assert (code, text) == (200, b"") and headers["Content-Length"] == str(

@@ -32,7 +32,8 @@ from kempner.extensions.serve.protocol import (
 from kempner.extensions.serve.worker import CompletionJob, News, Unavailable, Worker
 from kempner.jobs.ranks.port_range import listen_in_range
 
-LARGEST_REQUEST_BYTES = 64 << 20  # of a request
+LARGEST_REQUEST_BYTES = 64 << 20
+DISCARDED_BYTES = 1 << 30  # of one that is larger
 CLIENT_POLL_S = 0.5  # between two looks whether a client is still there
 CLIENT_SILENCE_S = 60.0  # a client that neither sends nor takes anything for so long is gone
 MOST_STRANGERS = 256  # connections that have not been allowed anything; of more, the oldest ends
@@ -40,6 +41,14 @@ MODEL = "/v1/models/"  # and its name
 EMPTY: Mapping[str, str] = {}
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 LAST_ANSWERS_S = 3.0  # at the end, for the answers that are being written
+
+
+class TooLarge(Exception):
+    """A body of more than LARGEST_REQUEST_BYTES."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(f"the body has {length:,} bytes: at most {LARGEST_REQUEST_BYTES:,}")
+        self.length = length
 
 
 class ClientGone(Exception):
@@ -171,7 +180,10 @@ class Handler(BaseHTTPRequestHandler):
                 elif (route := routes.get(path)) is not None:
                     route(self, body)
                 else:
-                    self._no_route(path, bool(routes))
+                    self._no_route(path)
+            except TooLarge as problem:
+                self._say(413, error_body(413, str(problem)))
+                self._discard(problem.length)
             except BadRequest as problem:
                 self._say(400, error_body(400, str(problem)))
             except Unavailable as problem:
@@ -179,10 +191,10 @@ class Handler(BaseHTTPRequestHandler):
             except (ClientGone, OSError):
                 self.close_connection = True
 
-    def _no_route(self, path: str, is_route: bool) -> None:
-        """Answer an unknown path. `is_route`: some routes have the method."""
+    def _no_route(self, path: str) -> None:
+        """Answer a path that this method has not."""
         methods = "GET, HEAD" if path in GET or path.startswith(MODEL) else "POST"
-        if is_route or (path not in GET | POST and not path.startswith(MODEL)):
+        if path not in GET | POST and not path.startswith(MODEL):
             message = f"{self.command} {path[:80]}: the routes are {', '.join(GET | POST)}"
             self._say(404, error_body(404, message))
         else:
@@ -223,13 +235,23 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # what it has sent is not read
             return b""
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or len(length) > 12 or int(length) > LARGEST_REQUEST_BYTES:
+        if not length.isdecimal() or len(length) > 12:
             self.close_connection = True
             raise BadRequest(f"Content-Length: is required, at most {LARGEST_REQUEST_BYTES}")
+        if int(length) > LARGEST_REQUEST_BYTES:
+            self.close_connection = True
+            raise TooLarge(int(length))
         body = self.rfile.read(int(length))
         if len(body) < int(length):
             raise ClientGone
         return body
+
+    def _discard(self, length: int) -> None:
+        """Read what a client sends that was refused, up to DISCARDED_BYTES: it reads the answer
+        only then, and would find a connection that is closed."""
+        left = min(length, DISCARDED_BYTES)
+        while left > 0 and (part := self.rfile.read(min(left, 1 << 20))):
+            left -= len(part)
 
     def _say(self, code: int, content: Json | str, headers: Mapping[str, str] = EMPTY) -> None:
         text = content if isinstance(content, str) else json.dumps(content)
