@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
         print(f"--fabric: {', '.join(FABRICS)} (default: that of the GPU)")
         return 0 if argv else 2
     nodes, per_node = command.flags["nodes"] or 1, command.flags["gpus-per-node"] or 8
-    name = command.flags["gpu"] or DEFAULT
+    name = (command.flags["gpu"] or DEFAULT).upper()
     problems = list(command.problems)
     if name not in GPUS:
         problems.append(f"--gpu={name}: is not known; give one of {', '.join(GPUS)}")
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> int:
         gib = f"{each.memory.peak / GIB:.1f}"
         words = each.words or "(as configured)"
         rate = f"{tokens / slow:,.0f} to {tokens / fast:,.0f}"
-        rows.append([f"{fast:.2f} to {slow:.2f}", rate, gib, words])
+        rows.append([f"{seconds(fast)} to {seconds(slow)}", rate, gib, words])
     if candidates:
         print(align_table(rows, 2, range(3)))
         return 0
@@ -158,7 +158,7 @@ def print_plan(cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec, hos
     print(align_table(rows, 2, (1,)))
     times = step_seconds(cfg, world_size, per_node, gpu)
     parts = sorted(times.parts.items(), key=lambda part: -part[1])
-    rows = [["computation of a step", "s"], *([f"  {name}", f"{t:.2f}"] for name, t in parts)]
+    rows = [["computation of a step", "s"], *([f"  {name}", seconds(t)] for name, t in parts)]
     print(align_table(rows, 2, (1,)))
     low, high = (
         model_flops_utilisation(cfg, world_size, t, gpu) for t in (times.slowest, times.fastest)
@@ -166,11 +166,16 @@ def print_plan(cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec, hos
     kind, (least, most) = kind_of_run(cfg, world_size, per_node), times.spread
     network = f"; {gpu.fabric} between nodes" if world_size > per_node else ""
     print(
-        f"estimated step: {times.fastest:.2f} to {times.slowest:.2f} s, MFU {low:.0%} to "
+        f"estimated step: {seconds(times.fastest)} to {seconds(times.slowest)} s, MFU {low:.0%} to "
         f"{high:.0%} ({kind}: published figures are\n  {least:.2f} to {most:.2f} times the "
-        f"estimate, {times.step:.2f} s: computation {times.compute:.2f}, communication behind it "
-        f"{times.hidden:.2f},\n  beside it {times.exposed:.2f}{network})"
+        f"estimate, {seconds(times.step)} s: computation {seconds(times.compute)}, communication "
+        f"behind it {seconds(times.hidden)},\n  beside it {seconds(times.exposed)}{network})"
     )
+
+
+def seconds(value: float) -> str:
+    """Format seconds to the hundredth, or to two digits if they are fewer."""
+    return f"{value:.2f}" if value >= 0.1 or not value else f"{value:.2g}"
 
 
 if __name__ == "__main__":

@@ -40,6 +40,9 @@ kp_check_settings() { # stops at values that make no sense: later they would end
         [[ ${!name:-0} =~ ^[0-9]{1,9}([.][0-9]+)?$ ]] ||
             kp_die "$name=${!name}: must be a number from 0, such as 12.5"
     done
+    [[ ${KEMPNER_MEMORY_GIB:-1} =~ ^[0-9]{1,6}([.][0-9]+)?$ &&
+        ${KEMPNER_MEMORY_GIB:-1} == *[1-9]* ]] ||
+        kp_die "KEMPNER_MEMORY_GIB=$KEMPNER_MEMORY_GIB: must be a number of GiB over 0"
     for name in KEMPNER_PREFLIGHT KEMPNER_STAGE_ENVIRONMENT; do
         [[ ${!name:-0} =~ ^[01]$ ]] ||
             kp_die "$name=${!name}: must be 1, or 0, which is the same as unset"

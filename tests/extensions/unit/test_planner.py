@@ -338,6 +338,8 @@ def test_plan_prints_the_parts_and_the_overrides() -> None:
     assert three.returncode == 1 and why in three.stdout.splitlines()[-1], three
     small = command("scripts/plan.py", SEVEN, "--gpus-per-node=1", "--gpu=L40S")
     assert small.returncode == 1 and "none: use more GPUs, or a smaller model" in small.stdout
+    tiny = command("scripts/plan.py", "--model.dim=64", "--gpus-per-node=1", "--gpu=h100")
+    assert tiny.returncode == 0 and " 0.00 " not in tiny.stdout, tiny.stdout
     wrong = command(
         "scripts/plan.py", SEVEN, "--gpu=H1000", "--fabric=ib-900", "--train.max_step=5"
     )

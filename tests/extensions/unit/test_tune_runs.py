@@ -14,7 +14,7 @@ import pytest
 
 from kempner.config.command_line import parse_command
 from kempner.config.option import ConfigError
-from kempner.extensions.tune import front, runs
+from kempner.extensions.tune import front, report, runs
 from kempner.extensions.tune.journal import TuneJournal
 from kempner.extensions.tune.search import OutOfTime, Search
 from kempner.extensions.tune.space import RankDevice, Space
@@ -162,15 +162,10 @@ def test_a_kill_does_not_undo_what_was_measured() -> None:
     assert Trial({}, 1.0, runs=[KILLED]).failed
 
 
-@pytest.mark.parametrize("out", ["file/tuned.toml", "notes.toml", "/dev/null", "closed/tuned.toml"])
-def test_a_file_that_cannot_be_written_is_refused_first(
-    tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    access = os.access  # root may write everywhere
-    monkeypatch.setattr(
-        os, "access", lambda path, mode: path.name != "closed" and access(path, mode)
-    )
-    (tmp_path / "closed").mkdir()
+@pytest.mark.parametrize(
+    "out", ["file/tuned.toml", "notes.toml", "/dev/null", "/proc/1/tuned.toml"]
+)
+def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path, out: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "notes.toml").write_text("of somebody")
     words = [*TINY, "--data.dataset_path=fake:", f"--run.dir={tmp_path}/r"]
@@ -178,6 +173,19 @@ def test_a_file_that_cannot_be_written_is_refused_first(
     with pytest.raises(ConfigError, match=r"^--out = .*name another file"):
         front.configure_tune(command)
     assert os.path.exists("/dev/null") and not Path("/dev/null").is_file()
+
+
+def test_what_an_earlier_tune_has_found_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, first = tmp_path / "tuned.toml", report.overlay_text({"train.micro_batch": 2}, ["first"])
+    front._keep_earlier(out, first)
+    out.write_text(first)
+    front._keep_earlier(out, report.overlay_text({"train.micro_batch": 2}, ["second"]))
+    assert os.listdir(tmp_path) == ["tuned.toml"]
+    front._keep_earlier(out, report.overlay_text({"train.micro_batch": 4}, ["third"]))
+    (kept,) = tmp_path.iterdir()
+    assert kept.read_text() == first and f"differs, and is {kept} now" in capsys.readouterr().out
 
 
 def test_a_full_disk_ends_the_tune_with_what_it_has(

@@ -654,6 +654,7 @@ def test_spares_that_make_no_sense(given: dict[str, str], why: str) -> None:
         ({"KEMPNER_EXCLUDE": "all"}, "KEMPNER_EXCLUDE=all: must be a whole number from 0"),
         ({"KEMPNER_SIGNAL_LEAD": "2m"}, "KEMPNER_SIGNAL_LEAD=2m: must be a whole number from 0"),
         ({"KEMPNER_PREFLIGHT_LEAST": "nan"}, "LEAST=nan: must be a number from 0, such as 12.5"),
+        ({"KEMPNER_MEMORY_GIB": "0.0"}, "MEMORY_GIB=0.0: must be a number of GiB over 0"),
         ({"KEMPNER_NUMA": "off"}, "KEMPNER_NUMA=off: must be 0, or 1"),
         ({"KEMPNER_PREFLIGHT": "off"}, "KEMPNER_PREFLIGHT=off: must be 1, or 0"),
         ({"KEMPNER_STAGE": "local"}, "KEMPNER_STAGE=local: must be an absolute path"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
 import shlex
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,12 +113,21 @@ def _refuse_out(out: Path) -> None:
     if not there.is_dir():
         what = f"{there} is not a directory"
     # Where a container has not mounted it yet (container.sh) this is a directory of the image.
-    elif not os.access(there, os.W_OK | os.X_OK) and "KP_UNMOUNTED" not in os.environ:
-        what = f"{there} is not writable"
+    elif (problem := _unwritable(there)) and "KP_UNMOUNTED" not in os.environ:
+        what = f"{there} is not writable: {problem}"
     elif out.exists() and not out.is_file():
         what = "is not a regular file"
     if what:
         raise ConfigError(f"--out = {out}: {what}; name another file")
+
+
+def _unwritable(folder: Path) -> str:
+    """Return why no file can be made there; "" if one can. os.access() knows nothing of /proc."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return str(error.strerror)
 
 
 def tune(command: Command, cfg: RunConfig, options: TuneOptions, stop: StopRequests) -> int:
@@ -268,6 +279,17 @@ def _verified(space: Space, command: Command, facts: dict[str, Any]) -> list[Ove
     return [space.canonical(values)]
 
 
+def _keep_earlier(out: Path, text: str) -> None:
+    """Keep what an earlier tune has found under another name, if it differs in a value."""
+    with contextlib.suppress(FileNotFoundError):
+        before = out.read_text()
+        if report.values_in(before) != report.values_in(text):
+            when = time.strftime("%Y%m%d-%H%M%S", time.localtime(out.stat().st_mtime))
+            kept = out.with_name(f"{out.stem}-{when}{out.suffix}")
+            out.rename(kept)
+            _say(f"the earlier {out} differs, and is {kept} now")
+
+
 def _report(subject: TuneSubject, search: Search, took: float) -> int:
     """Print the table and write the files; returns the exit code."""
     best, tokens, facts, out = search.best, search.space.tokens, subject.facts, subject.options.out
@@ -288,6 +310,7 @@ def _report(subject: TuneSubject, search: Search, took: float) -> int:
     text = report.overlay_text(best.overrides, lines)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        _keep_earlier(out, text)
         write_atomic(out, text)
     except OSError as error:  # what took its time to be found is not lost
         _say(f"WARNING: --out = {out}: cannot be written: {error.strerror}")

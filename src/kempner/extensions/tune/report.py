@@ -92,11 +92,21 @@ def overlay_text(overrides: Mapping[str, Any], about: Sequence[str]) -> str:
     )
 
 
+def values_in(overlay: str) -> list[str]:
+    """Return the lines of overlay_text() without its comments."""
+    return [line for line in overlay.splitlines() if not line.startswith("#")]
+
+
 def command_with(command: Command, overrides: Overrides, out: Path, world: World) -> str:
     """Return the command that trains with the overlay. A word of the tune that sets the same
-    option would win, and is left out; so is the tune's own directory."""
+    option would win, and is left out; so are the tune's own directory and what only --bench
+    reads."""
     theirs = {*overrides, "run.dir"}
-    words = [word for word in command.overrides if option_of(word) not in theirs]
+    words = [
+        word
+        for word in command.overrides
+        if option_of(word) not in theirs and not option_of(word).startswith("bench.")
+    ]
     files = [*command.files, *([str(out)] if overrides else [])]
     start = how_to_run("train.py")
     if world.source == "slurm" and "KEMPNER_ATTEMPT_ID" in os.environ:
