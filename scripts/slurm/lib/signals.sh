@@ -67,7 +67,7 @@ kp_postpone() { # true for the warning of a short time limit, which comes again 
     KP_EARLY=''
     kp_log "SIGTERM, $left s before the end of the job: passed on $KEMPNER_SIGNAL_LEAD s before" \
         "it, a second one at once"
-    (kp_ignore_signals && sleep $((left - KEMPNER_SIGNAL_LEAD)) && kill -TERM $$) &
+    (kp_ignore_signals && sleep $((left - KEMPNER_SIGNAL_LEAD)) && kill -TERM $$ 2>/dev/null) &
 }
 
 kp_seconds_left() { # until the job's time limit; fails during a preemption, which moves the end

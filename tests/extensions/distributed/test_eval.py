@@ -16,10 +16,12 @@ import torch
 
 from kempner import load_model
 from kempner.config.option import ConfigError
+from kempner.data.text.tokenizer import FileTokenizer
 from kempner.jobs.records import results
 from kempner.jobs.records.run_history import load_history
 from tests import zygote
 from tests.conftest import ROOT, TINY, clean_env, start_train
+from tests.templates import write_tokenizer
 
 pytest.importorskip("lm_eval")
 import lm_eval.tasks
@@ -151,6 +153,18 @@ def test_results_wait_for_the_trainer_that_writes_the_file(tmp_path: Path) -> No
     results.add_results(tmp_path, taken.append)
     assert [json.loads(text)["eval/choose/acc"] for text in taken] == [0.5]
     assert results.evaluated_steps(tmp_path) == {4}
+
+
+def test_special_tokens_of_a_text_are_those_of_transformers(tmp_path: Path) -> None:
+    """A task on a chat model spells its template out."""
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer(tmp_path)
+    model = harness.HarnessModel.__new__(harness.HarnessModel)
+    model.text = FileTokenizer(tmp_path / "tokenizer.json", eod="<|im_end|>")
+    text = "<|im_start|>user\nhow many?<|im_end|>\n<|im_start|>assistant\n"
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert model.tok_encode(text) == theirs.encode(text, add_special_tokens=False)
+    assert len(model.tok_encode("<|im_start|>")) == 1 and len(model.text.encode("<|im_start|>")) > 1
 
 
 def test_a_task_that_there_is_not(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
