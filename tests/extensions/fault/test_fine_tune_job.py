@@ -1,4 +1,4 @@
-"""A model of another program, fine-tuned through time limits, evaluated meanwhile, and exported."""
+"""A model of another program, fine-tuned through an interruption, evaluated meanwhile, and exported."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def script(work: Path, *words: object) -> str:
 
 @pytest.mark.soak
 def test_an_imported_model_learns_to_answer(hosts: Cluster, work: Path) -> None:
-    """Over two hosts, interrupted by its time limit, with nobody at the keyboard."""
+    """Over two hosts, interrupted by Slurm, with nobody at the keyboard."""
     prepare = ["--kind", "chat", "--tokenizer", work / "base", "--workers", 1]
     prepare += ["--out", work / "chat", "--val-fraction", 0]
     script(work, ROOT / "scripts/prepare_data.py", work / "chats.jsonl", *prepare)
@@ -82,8 +82,9 @@ def test_an_imported_model_learns_to_answer(hosts: Cluster, work: Path) -> None:
         "--metrics.log_interval=10",
     ]  # fmt: skip
     options = ["--nodelist=node1,node2", "--nodes=2", "--gpus-per-node=2"]
-    options += ["--time=1", "--signal=B:SIGTERM@35"]
     job = hosts.sbatch("multinode.sh", *words, options=options, cwd=work)
+    hosts.wait_for("step  90/", work / f"kempner-{job}.out")
+    hosts.ask("scancel", "--batch", "--signal=TERM", job)  # as for a preemption
     assert hosts.wait(job) == 0, (work / f"kempner-{job}.out").read_text()
     assert status(run)["state"] == "done" and status(run)["attempt"] != 0
     events = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
