@@ -1,4 +1,4 @@
-"""A model of another program, fine-tuned through an interruption, evaluated meanwhile, and exported."""
+"""A model of another program, fine-tuned through an interruption, evaluated meanwhile, exported."""
 
 from __future__ import annotations
 

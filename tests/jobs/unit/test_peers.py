@@ -303,4 +303,14 @@ def test_preflight_writes_nothing_that_the_network_says(
     driver.end([0])
     thread.join(60)
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
-    assert (tmp_path / "runs/.preflight").read_text() == channel.new_token()
+    assert channel.token_file(tmp_path / "runs").read_text() == channel.new_token()
+
+
+def test_two_preflights_in_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one's token took the place of the first one's, whose nodes were all refused."""
+    for key in (KEY, KEY[::-1]):
+        monkeypatch.setenv(peers.PEER_KEY_VARIABLE, key)
+        assert task.write_token(tmp_path) == {}
+    for key in (KEY, KEY[::-1]):
+        monkeypatch.setenv(peers.PEER_KEY_VARIABLE, key)
+        assert task.see_token(tmp_path) == {}

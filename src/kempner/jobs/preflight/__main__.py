@@ -30,7 +30,7 @@ if __name__ == "__main__" and find_spec("torch") is None:  # of an image: nobody
 
 from kempner.config.command_line import argument_parser
 from kempner.jobs.preflight.allreduce import MEASURE_S, connect_limit
-from kempner.jobs.preflight.channel import TOKEN_FILE, Driver, NodeAnswer
+from kempner.jobs.preflight.channel import Driver, NodeAnswer, token_file
 from kempner.jobs.preflight.devices import SlowLimits, ask_devices, judge_devices, slow_limits
 from kempner.jobs.preflight.history import keep_speeds
 from kempner.jobs.preflight.storage import ask_storage, judge_storage
@@ -181,7 +181,7 @@ def check_shared_directory(driver: Driver, nodes: list[NodeResult], folder: Path
             # The first node is asked twice: what it could not write it does not see either.
             if "error" in error and not node.faults:
                 node.faults.append(f"run directory: {error['error']}")
-    (folder / TOKEN_FILE).unlink(missing_ok=True)
+    token_file(folder).unlink(missing_ok=True)
 
 
 def measure_all(driver: Driver, nodes: list[NodeResult], kind: str, least: float) -> Report:

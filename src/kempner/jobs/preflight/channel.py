@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -24,7 +25,6 @@ from kempner.jobs.ranks import peers
 from kempner.jobs.ranks.port_range import listen_in_range, store_server
 
 NodeAnswer = dict[str, Any]
-TOKEN_FILE = ".preflight"  # in the directory that must be shared
 PREFLIGHT_POLL_S = 0.2
 PREFLIGHT_SEND_S = 10.0
 PREFLIGHT_LEAVE_S = 10.0  # for the tasks to say that they leave
@@ -34,6 +34,12 @@ LONGEST_ANSWER = 1 << 24  # bytes of an answer: a node may have thousands of pac
 def new_token() -> str:
     """Return the token that the first node writes for the others to see. It does not travel."""
     return hashlib.sha256(f"preflight {peers.job_key()}".encode()).hexdigest()[:16]
+
+
+def token_file(folder: Path) -> Path:
+    """Name the token's file in the directory that must be shared: of this job alone, because
+    several may look at one directory at the same time."""
+    return folder / f".preflight-{new_token()}"
 
 
 class Driver:

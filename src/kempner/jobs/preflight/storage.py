@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kempner.jobs.preflight.allreduce import run_in_child
-from kempner.jobs.preflight.channel import Driver, new_token
+from kempner.jobs.preflight.channel import Driver, token_file
 from kempner.jobs.preflight.verdict import Figure, NodeResult, Report
 
 LARGEST_FILE, LARGEST_SUM = 1 << 28, 1 << 36  # bytes, of one node and of all
@@ -25,7 +25,7 @@ SLOW_STORAGE = 0.5  # of the median node
 
 def data_file(folder: Path, rank: int) -> Path:
     """Name the file of a task: the folder comes from the batch script, the token is secret."""
-    return folder / f".preflight-{new_token()}-{int(rank)}"
+    return token_file(folder).with_name(f"{token_file(folder).name}-{int(rank)}")
 
 
 def write_rate(folder: Path, rank: int, size: int, seconds: float) -> Figure:

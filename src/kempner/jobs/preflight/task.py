@@ -43,7 +43,7 @@ from kempner.jobs.preflight.allreduce import (
     measure_allreduce,
     run_in_child,
 )
-from kempner.jobs.preflight.channel import TOKEN_FILE, TaskChannel, new_token
+from kempner.jobs.preflight.channel import TaskChannel, new_token, token_file
 from kempner.jobs.preflight.devices import measure_device
 from kempner.jobs.preflight.storage import read_rate, remove_written, write_rate
 from kempner.jobs.ranks.nccl_transport import chosen_by_user
@@ -85,9 +85,9 @@ def answer_question(address: str, world: World, what: str, **question: Any) -> d
         return measure_all_reduce(address, world, **question)
     folder = preflight_directory()
     if what == "write":
-        return write_token(folder, new_token())
+        return write_token(folder)
     if what == "read":
-        return see_token(folder, new_token())
+        return see_token(folder)
     if what == "write files":
         return write_rate(folder, world.rank, **question)
     return read_rate(folder, **question)
@@ -241,24 +241,24 @@ def active_ports() -> list[str]:
     return ports
 
 
-def write_token(folder: Path, text: str) -> dict[str, Any]:
+def write_token(folder: Path) -> dict[str, Any]:
     """Write a token for the other nodes to see."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / TOKEN_FILE).write_text(text)
+        token_file(folder).write_text(new_token())
     except OSError as error:
         return {"error": str(error)}
     return {}
 
 
-def see_token(folder: Path, text: str) -> dict[str, Any]:
+def see_token(folder: Path) -> dict[str, Any]:
     """Check that this node sees the first node's token, and can write beside it."""
-    file = folder / TOKEN_FILE
+    file = token_file(folder)
     for _ in range(50):  # NFS may take seconds to show a new file
         try:
             # Listing the directory makes an NFS client ask the server again.
             os.listdir(file.parent)
-            if file.read_text() == text:
+            if file.read_text() == new_token():
                 break
         except OSError:
             pass
