@@ -3,6 +3,7 @@ is in the loss."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from kempner.config.option import ConfigError
 from kempner.data.text.chat_template import ChatTemplate, read_tokenizer_config
+from kempner.data.text.tokenizer import FileTokenizer
 from tests.templates import (
     CHATML,
     GENERATION,
@@ -66,6 +68,22 @@ CASES = {
         [TOOL],
     ),
 }
+
+
+def test_threads_encode_beside_each_other(tmp_path: Path) -> None:
+    """Prompts of conversations and plain texts, as in reinforcement learning: one object that was
+    switched between the two gave a thread what the other one wanted."""
+    tokenizer = FileTokenizer(write_tokenizer(tmp_path) / "tokenizer.json", eod="<|im_end|>")
+    text = "<|im_start|>user\n" + "hello world " * 40 + "<|im_end|>\n<|im_start|>assistant\n"
+    right = {True: tokenizer.encode_prompt(text), False: tokenizer.encode(text)}
+    assert len(right[True]) < len(right[False])
+
+    def is_right(number: int) -> bool:
+        prompt = number % 4 > 0
+        return (tokenizer.encode_prompt if prompt else tokenizer.encode)(text) == right[prompt]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(is_right, range(1000)))
 
 
 def ours(directory: Path) -> ChatTemplate:

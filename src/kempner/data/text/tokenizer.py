@@ -54,6 +54,10 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Encode what a user gives a model to continue: a special token that is spelled out there
+        is one, as with transformers and vLLM."""
+
     def encode_documents(self, texts: Sequence[str]) -> list[TokenArray]:
         """Encode each text, with the end-of-document id after it and `bos`, if there is one, before
         it."""
@@ -75,6 +79,8 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", "replace"))
+
+    encode_prompt = encode
 
     def encode_documents(self, texts: Sequence[str]) -> list[TokenArray]:
         result: list[TokenArray] = []
@@ -114,8 +120,8 @@ class FileTokenizer:
         the token before each document; None: nothing."""
         import_data_package("tokenizers")
         try:
-            data = path.read_bytes()
-            self._tokenizer, vocabulary = _parse(data)
+            self._data = data = path.read_bytes()
+            self._tokenizer, vocabulary = _parse(data, False)
         except OSError as error:
             raise DataError(f"tokenizer {path}: {error.strerror}") from None
         except Exception as error:  # the package raises bare Exception and ValueError
@@ -148,16 +154,21 @@ class FileTokenizer:
                 result.append(np.frombuffer(ids, np.uint32))
         return result
 
+    def encode_prompt(self, text: str) -> list[int]:
+        return next(self.encode_rendered([text]))[0]
+
     def encode_rendered(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[Span]]]:
         """Return ids and the characters that each was made from, for the output of a chat template:
         a special token spelled out there is one."""
         for start in range(0, len(texts), ENCODE_BATCH):
             batch = [_clean(text) for text in texts[start : start + ENCODE_BATCH]]
-            self._tokenizer.encode_special_tokens = False
-            encodings = self._tokenizer.encode_batch(batch, add_special_tokens=False)
-            # Back at once: the same object encodes plain text, which has no special tokens.
-            self._tokenizer.encode_special_tokens = True
+            encodings = self._with_special.encode_batch(batch, add_special_tokens=False)
             yield from ((encoding.ids, encoding.offsets) for encoding in encodings)
+
+    @functools.cached_property
+    def _with_special(self) -> Any:
+        # Not the other one, switched over: threads that encode at the same time would get either.
+        return _parse(self._data, True)[0]
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids))
@@ -255,13 +266,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     return content.encode()
 
 
-@functools.lru_cache(1)  # a large vocabulary takes 0.3 s, and is asked for several times
-def _parse(data: bytes) -> tuple[Any, dict[str, int]]:
-    """Parse the tokenizer and its vocabulary. Raises whatever the package does."""
+@functools.lru_cache(2)  # a large vocabulary takes 0.3 s, and is asked for several times
+def _parse(data: bytes, special: bool) -> tuple[Any, dict[str, int]]:
+    """Parse the tokenizer and its vocabulary. `special`: a special token that a text spells out is
+    one. Raises whatever the package does."""
     tokenizer = import_data_package("tokenizers").Tokenizer.from_buffer(data)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
+    tokenizer.encode_special_tokens = not special
     return tokenizer, tokenizer.get_vocab()
 
 

@@ -13,7 +13,6 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from kempner.config.option import ConfigError
-from kempner.data.text.tokenizer import FileTokenizer
 from kempner.extensions.generate.config import Sampling
 from kempner.extensions.generate.engine import Engine
 from kempner.extensions.generate.load import Loaded
@@ -45,10 +44,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
-        # As transformers does: a context in the format of a chat has special tokens in it.
-        if isinstance(self.text, FileTokenizer):
-            return next(self.text.encode_rendered([string]))[0]
-        return self.text.encode(string)
+        return self.text.encode_prompt(string)  # a context may spell a chat's template out
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[object, list[int], list[int]]], **_: object

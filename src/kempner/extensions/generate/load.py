@@ -58,7 +58,7 @@ class Words(NamedTuple):
     def prompt(self, text: str) -> list[int]:
         """Encode a text that the model continues."""
         # A model without a first token has at least one that ends a text.
-        return [*self.begin, *self.tokenizer.encode(text)] or [self.tokenizer.eod]
+        return [*self.begin, *self.tokenizer.encode_prompt(text)] or [self.tokenizer.eod]
 
     def fingerprint(self) -> str:
         """Return a fingerprint of the meaning of the token ids. Raises ConfigError."""
@@ -85,8 +85,7 @@ class Words(NamedTuple):
             )
         template = ChatTemplate(read_tokenizer_config(self.folder), date.today())
         assert isinstance(self.tokenizer, FileTokenizer)  # bytes have no tokenizer_config.json
-        ((ids, _),) = self.tokenizer.encode_rendered([template.render(messages, None, True)])
-        return ids
+        return self.tokenizer.encode_prompt(template.render(messages, None, True))
 
 
 class Loaded(NamedTuple):

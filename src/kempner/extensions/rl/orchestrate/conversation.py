@@ -70,7 +70,7 @@ class DialogueWriter:
                 "its prompts are conversations, and the tokenizer has no chat template; give "
                 "rl.tokenizer one that has"
             )
-        return self._encode(self._template.render(task.prompt, None, True))
+        return self._words.tokenizer.encode_prompt(self._template.render(task.prompt, None, True))
 
     def reply(self, task: Task, reply: Reply, last: int) -> list[int]:
         """Return the tokens between the model's turn and its next one. `last`: the token that the
@@ -91,7 +91,7 @@ class DialogueWriter:
         _, mark, after = text.partition(REPLY_PLACEHOLDER)
         if not mark:
             raise ValueError("the chat template does not write what the assistant has said")
-        ids = self._encode(after)
+        ids = self._words.tokenizer.encode_prompt(after)
         # A turn that a stop string has ended lacks that token: here the template's stays.
         return ids[1:] if ids[:1] == [last] and last in self._words.ends else ids
 
@@ -99,11 +99,6 @@ class DialogueWriter:
         """Decode a turn, without the token that ends it."""
         text_ids = ids[:-1] if ids and ids[-1] in self._words.ends else ids
         return self._words.tokenizer.decode(text_ids)
-
-    def _encode(self, text: str) -> list[int]:
-        assert isinstance(self._words.tokenizer, FileTokenizer)
-        ((ids, _),) = self._words.tokenizer.encode_rendered([text])
-        return ids
 
 
 class Dialogue:
