@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,10 +114,3 @@ def lines(run: Path) -> list[dict[str, float]]:
     """Of the steps, the newest of each."""
     found = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return list({line["step"]: line for line in found if "loss" in line}.values())
-
-
-def wait_for(path: Path, seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < until, f"{path} has not come"
-        time.sleep(0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable
+from typing import Any
 
 LIMIT_S = 900
 
@@ -12,7 +13,7 @@ LIMIT_S = 900
 def until(
     true: Callable[[], object],
     otherwise: Callable[[], object] = lambda: "",
-    alive: tuple[subprocess.Popen[str], ...] = (),
+    alive: tuple[subprocess.Popen[Any], ...] = (),
 ) -> None:
     """Wait until `true()` holds. Fails with `otherwise()` after LIMIT_S, and at once with the
     output of a process of `alive` that has ended."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from kempner.extensions.bench.measure import _table, why_failed
 from kempner.jobs.records import events
 from kempner.train.configure import load_config
 from tests.conftest import TINY, Train, start_train, status
+from tests.waiting import until
 
 BENCH = ("--bench", "--bench.warmup=1", "--bench.steps=3", "--metrics.peak_tflops=0.001")
 
@@ -85,9 +85,7 @@ def test_a_profile_file_gives_a_trace_of_the_next_steps(tmp_path: Path) -> None:
     try:
         (run_dir / "PROFILE").parent.mkdir(exist_ok=True)
         (run_dir / "PROFILE").touch()
-        end = time.monotonic() + 120
-        while not list(run_dir.glob("profile/*")) and time.monotonic() < end:
-            time.sleep(0.1)
+        until(lambda: list(run_dir.glob("profile/*")), alive=(process,))
         (run_dir / "STOP").touch()
         _, err = process.communicate(timeout=120)
     finally:

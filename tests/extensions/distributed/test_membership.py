@@ -14,6 +14,7 @@ import torch
 from tests import zygote
 from tests.conftest import ROOT, clean_env
 from tests.extensions.distributed.islands import DONE, LR, MU, ROUNDS, TOO_FEW, delta
+from tests.waiting import LIMIT_S
 
 SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -52,7 +53,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env=clean_env(GLOO_SOCKET_IFNAME="lo"),
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     return folder

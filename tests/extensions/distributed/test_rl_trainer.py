@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 from kempner.extensions.rl.exchange import RolloutExchange
 from tests.conftest import ROOT, clean_env, start_train, status
-from tests.scripted import arrays, lines, orchestrator, samples, wait_for
+from tests.scripted import arrays, lines, orchestrator, samples
 from tests.trainer.distributed.runs import state
+from tests.waiting import until
 
 STEPS = 6
 WORDS = ["--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2",
@@ -32,7 +33,8 @@ def train(run: Path, *words: str, nproc: int = 1, last: int = 0) -> list[object]
     process = start_train(*WORDS, f"--run.dir={run}", *words, nproc=nproc, program="scripts/rl.py")
     with orchestrator(run, STEPS, last=last) as heard:
         if last:  # then it is told to leave, while it waits for a batch that does not come
-            wait_for(RolloutExchange(run).version(last) / "manifest.json")
+            newest = RolloutExchange(run).version(last)
+            until((newest / "manifest.json").exists, alive=(process,))
             (run / "STOP").touch()
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err

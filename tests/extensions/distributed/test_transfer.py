@@ -26,6 +26,7 @@ from kempner.parallel.build import parameter_names
 from kempner.train.sections import RunConfig
 from tests.conftest import ROOT, clean_env
 from tests.extensions.distributed import sender
+from tests.waiting import LIMIT_S, until
 
 # An engine in a process of its own; it stops for good in the middle of a version.
 LOST = """
@@ -65,10 +66,7 @@ class Trainer:
         )  # fmt: skip
 
     def wait(self, path: Path) -> Path:
-        end = time.monotonic() + 60
-        while not path.exists():
-            assert time.monotonic() < end and self.process.poll() is None, self.end()
-            time.sleep(0.01)
+        until(path.exists, self.end, alive=(self.process,))
         return path
 
     def manifest(self, number: int, how: str = "") -> Path:
@@ -85,7 +83,7 @@ class Trainer:
 
     def end(self) -> str:
         self.process.terminate()
-        return self.process.communicate(timeout=60)[0]
+        return self.process.communicate(timeout=LIMIT_S)[0]
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +150,7 @@ def test_a_rank_lost_in_the_middle_is_an_error(trainer: Trainer) -> None:
     manifest = trainer.manifest(6, "dies")
     with pytest.raises(OSError, match="the transfer has broken off"):
         take(manifest)
-    assert trainer.process.wait(timeout=60) != 0
+    assert trainer.process.wait(timeout=LIMIT_S) != 0
 
 
 def test_another_model_is_not_touched() -> None:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from kempner.extensions.tune.runs import Orders
 from kempner.jobs.system.compiler import CACHE
 from tests import zygote
 from tests.conftest import ROOT, TINY, clean_env, status
+from tests.waiting import LIMIT_S, until
 
 
 def words(run: Path, *more: str) -> list[str]:
@@ -44,7 +44,7 @@ def test_a_tune_and_the_command_that_uses_it(tmp_path: Path) -> None:
     assert "--run.dir" not in done.stdout.splitlines()[-1]
     checked = zygote.run(
         [sys.executable, *command[1:], "--check"],
-        cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=60,
+        cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert checked.returncode == 0, checked.stderr
 
@@ -54,12 +54,9 @@ def test_a_signal_ends_it_with_the_best_so_far(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = zygote.Popen(words(run), cwd=ROOT, env=clean_env(), stdout=subprocess.PIPE, text=True)
     journal = run / "tune/journal.jsonl"
-    end = time.monotonic() + 100
-    while not (journal.exists() and '"result"' in journal.read_text()):
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: journal.exists() and '"result"' in journal.read_text(), alive=(process,))
     process.terminate()
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0 and status(run)["state"] == "interrupted", out
     assert "use it by:" in out and (run / "tuned.toml").exists()
 

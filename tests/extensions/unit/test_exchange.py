@@ -3,7 +3,6 @@ processes."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from kempner.extensions.lowcomm.membership import Epoch, TooFew
 from kempner.extensions.lowcomm.steps import StepsExchange, _Started
+from tests.waiting import until
 
 
 class Alone:
@@ -41,10 +41,7 @@ def start(most: int, count: int) -> tuple[StepsExchange, list[_Started]]:
 
 def test_an_exchange_is_done_before_its_result_is_asked_for() -> None:
     exchange, started = start(2, 2)
-    end = time.monotonic() + 20
-    while not all(each.done.done() for each in started):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: all(each.done.done() for each in started))
     # In the order of their start, whatever is asked for first.
     assert started[1].wait().tolist() == [1.0] * 3 and exchange.last.number == 2
     assert started[0].wait().tolist() == [0.0] * 3 and exchange.last.number == 1

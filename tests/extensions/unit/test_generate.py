@@ -38,6 +38,7 @@ from tests.conftest import ROOT, TINY, clean_env, load_program, start_train
 from tests.hf_models import make
 from tests.served import Client
 from tests.templates import GENERATION, write_tokenizer
+from tests.waiting import LIMIT_S
 
 SCRIPT = ROOT / "scripts/generate.py"
 SEQ_LEN = 32  # of TINY
@@ -364,7 +365,7 @@ def test_the_server_of_its_document(text: Any, run: Path, tmp_path: Path) -> Non
                     time.sleep(0.01)
                 process.send_signal(signal.SIGTERM)
                 assert waits.result()["error"]["message"] == "the engine is ending"
-            assert process.wait(60) == 0
+            assert process.wait(LIMIT_S) == 0
         finally:
             process.kill()
     step = run / "checkpoints/step_00000015"

@@ -24,6 +24,7 @@ from kempner.extensions.rl.environments.sandbox import landlock, limits
 from kempner.extensions.rl.environments.sandbox.scorer import Scorer
 from tests.conftest import ROOT, clean_env
 from tests.rewards import score
+from tests.waiting import LIMIT_S
 
 HOSTILE = EnvConfig(f"{ROOT}/tests/hostile_environment.py:Hostile", timeout=30.0, memory=200)
 
@@ -238,7 +239,7 @@ def without_namespaces(
         env=clean_env(**env),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=LIMIT_S,
     )
 
 

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from kempner.extensions.rl.opening import open_parts
 from tests import fake_engine, rl_loop
 from tests.conftest import ROOT
 from tests.fake_engine import TOKEN, FakeEngine
+from tests.waiting import LIMIT_S, until
 
 PROGRAM = [sys.executable, str(ROOT / "scripts" / "orchestrate.py")]
 
@@ -44,12 +44,12 @@ def words(folder: Path, *more: str) -> list[str]:
 
 
 def run(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=100)
+    return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=LIMIT_S)
 
 
 def test_check_is_light(tmp_path: Path) -> None:
     command = [sys.executable, "-X", "importtime", *PROGRAM[1:], *words(tmp_path), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0 and "batch_samples = 12" in done.stdout
     assert not [line for line in done.stderr.splitlines() if line.endswith("| torch")]
     assert not (tmp_path / "run").exists()
@@ -162,12 +162,9 @@ def test_a_run_and_its_end(tmp_path: Path, engine: FakeEngine) -> None:
     env = {**os.environ, "KEMPNER_SERVE_TOKEN": TOKEN}
     command = [*PROGRAM, *given]
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
-        until = time.monotonic() + 60
-        while exchange.batch(1) is None and process.poll() is None:
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        until(lambda: exchange.batch(1) is not None, alive=(process,))
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0 and "ends as it was told to" in said
     assert engine.updates == [0]  # a server that runs already has other weights
     assert TOKEN not in said
@@ -195,7 +192,7 @@ def test_bench_of_engines_that_another_run_has_used(tmp_path: Path, engine: Fake
     def bench() -> subprocess.CompletedProcess[str]:
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         command = [*PROGRAM, *given]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
 
     engine.owner = {"run": "/elsewhere/runs/other"}
     done = bench()

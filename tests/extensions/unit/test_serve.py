@@ -13,7 +13,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.client import HTTPConnection
@@ -50,6 +50,7 @@ from kempner.train.configure import load_config
 from tests.conftest import ROOT, load_program
 from tests.pages import blocks
 from tests.served import Client, make_model
+from tests.waiting import LIMIT_S, until
 
 FEW = Words(ByteTokenizer(), [], set(), Path())
 PROMPT, WINDOW, SLOTS, QUEUE = [40, 69, 76, 76, 79], 128, 3, 16
@@ -150,7 +151,7 @@ def test_the_command_of_the_page_keeps_the_token_to_itself(engine: Client, tmp_p
     done = subprocess.run(
         ["bash", "-ec", block.text.replace("node1:34113", f"127.0.0.1:{engine.port}")],
         cwd=tmp_path, env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=LIMIT_S, check=True,
     )  # fmt: skip
     assert json.loads(done.stdout)["status"] == "ok"
     assert "/health" in (words := (tmp_path / "words").read_text()) and "secret" not in words
@@ -173,13 +174,6 @@ def test_strangers_who_say_nothing_keep_nobody_out(
     for stranger in strangers:
         stranger.close()
     ours.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_completion_is_what_the_model_says(engine: Client, folder: Path) -> None:

@@ -20,6 +20,7 @@ from kempner.extensions.generate.load import load_model_and_tokenizer
 from kempner.extensions.serve.protocol import NEUTRAL
 from tests.conftest import ROOT, clean_env
 from tests.served import TEMPLATE, Client, make_model
+from tests.waiting import LIMIT_S
 
 openai = pytest.importorskip("openai")
 MESSAGES = [{"role": "user", "content": "a few words"}]
@@ -51,7 +52,7 @@ def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
         time.sleep(0.05)
     yield found[0].read_text().split()[0].rstrip("/")
     program.send_signal(signal.SIGTERM)
-    assert program.wait(60) == 0
+    assert program.wait(LIMIT_S) == 0
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ from kempner.jobs import slurm
 from kempner.jobs.records.run_history import is_run
 from kempner.jobs.system.directories import Kind, mark_directory
 from tests.conftest import load_program
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).parents[3]
 SWEEPS = ROOT / "configs/sweeps"
@@ -775,7 +776,7 @@ def test_early_stop(tmp_path: Path) -> None:
     bad = write("d", s10=None)
     env = {**os.environ, "KEMPNER_EARLY_STOP": "10:3"}
     command = [sys.executable, "-m", "kempner.extensions.sweep.early_stop", str(bad)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     assert "early stop of d: validation loss inf" in done.stdout and (bad / "STOP").exists()
     assert not (last / "STOP").exists()
 
@@ -800,7 +801,7 @@ def test_the_profile_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(folder: Path, *argv: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, ROOT / "scripts/sweep.py", *argv]
     return subprocess.run(
-        [str(word) for word in command], cwd=folder, capture_output=True, text=True, timeout=60
+        [str(word) for word in command], cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
     )
 
 

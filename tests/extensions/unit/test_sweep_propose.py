@@ -23,6 +23,7 @@ from kempner.extensions.sweep.look import PointStatus, look_at_points
 from kempner.extensions.sweep.propose import proposal_room, propose_values, proposed_points
 from kempner.jobs import slurm
 from tests.extensions.unit.test_sweep_points import BASE, ROOT, SWEEP, TRAINER, Capture
+from tests.waiting import LIMIT_S
 
 TEXT = """
 max_running = {running}
@@ -294,6 +295,6 @@ def test_here(data_dir: Path) -> None:
     env |= {"KEMPNER_TRAIN": str(Path("train.py").absolute()), "KEMPNER_SITE": os.devnull}
     env |= {"KEMPNER_PYTHON": sys.executable}
     command = [sys.executable, str(ROOT / "scripts/sweep.py"), "s.toml", "submit", "--here"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.stdout.count("1 of 1: ") == 3 and "nothing to submit; " in done.stdout
     assert len(looks()) == 3

@@ -20,6 +20,7 @@ from kempner.jobs.ranks.placement import World
 from kempner.train.configure import check_world, load_config
 from tests import zygote
 from tests.conftest import ROOT, clean_env
+from tests.waiting import LIMIT_S
 
 FILES = sorted((ROOT / "configs/verified").glob("*.toml"))
 FACTS = {"commit": "abc", "device": "NVIDIA H100 80GB HBM3", "driver": "580.65.06"}
@@ -42,7 +43,7 @@ def test_an_entry_of_the_table(path: Path) -> None:
     words = ["--check", f"--nodes={found.nodes}", f"--gpus-per-node={found.gpus_per_node}"]
     done = zygote.run(
         [sys.executable, "scripts/train.py", *found.words, *words],
-        cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=60,
+        cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

@@ -36,6 +36,7 @@ from kempner.extensions.rl.engines.router import Router
 from kempner.jobs.system.compiler import CACHE, HEADERS
 from kempner.train.checks import combination_problems as problems_across
 from kempner.train.sections import RunConfig
+from tests.waiting import LIMIT_S, until
 
 
 class Server(ThreadingHTTPServer):
@@ -205,9 +206,7 @@ def test_a_reload_that_is_slower_than_the_beats(
     one = Router(lambda: {"engine-0": engine.url}, lambda url: engine, 8, 0, said.append, 60.0)
     one.offer(4, {"path": "/w", "version": 4})
     one.start()
-    until = time.monotonic() + 30
-    while one.oldest() != 4 and time.monotonic() < until:
-        time.sleep(0.02)
+    until(lambda: one.oldest() == 4)
     one.close()
     assert one.oldest() == 4 and server.version == "4"
     assert [path for path, _ in server.asked].count("/collective_rpc") == 1
@@ -294,19 +293,17 @@ def test_its_port_is_of_the_range_that_a_firewall_opens(tmp_path: Path) -> None:
     command += [f"--publish={tmp_path}", f"--token-file={token}"]
     env = {**os.environ, "KEMPNER_VLLM": str(python), "KEMPNER_PORTS": f"{port}-{port + 1}"}
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
-        until = time.monotonic() + 60
-        while not published.exists() and process.poll() is None and time.monotonic() < until:
-            time.sleep(0.05)
+        until(published.exists, alive=(process,))
         url = published.read_text()
         done = subprocess.run(
             [*command, f"--publish={tmp_path / 'other'}"],
             env=env,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=LIMIT_S,
         )
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0 and url == f"http://127.0.0.1:{port}\n"
     other.close()
     assert done.returncode == 1 and "none of these 2 ports is free" in done.stderr

@@ -23,6 +23,7 @@ from kempner.extensions.rl.engines.client import Completion, Lost, VllmEngine
 from tests import hf_models
 from tests.conftest import ROOT, clean_env
 from tests.served import make_model
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.vllm
 PROMPT = [40, 69, 76, 76, 79]
@@ -66,7 +67,7 @@ def engine(place: Path) -> Iterator[VllmEngine]:
     url = (engines / "engine-0").read_text().strip()
     yield VllmEngine(url, "secret", {256})
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0 and not list(engines.iterdir())
+    assert process.wait(LIMIT_S) == 0 and not list(engines.iterdir())
 
 
 def vllm() -> dict[str, str]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import time
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
@@ -26,6 +25,7 @@ import pytest
 
 from tests.cluster import Cluster, boot
 from tests.jobs.ray.ray_job import RayJob, Submit, processes
+from tests.waiting import until
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,10 +43,7 @@ def four_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
         # Jobs of tests that did not run: one has failed, and pytest has -x.
         cluster.ask("scancel", f"--user={cluster.user}")
-        end = time.monotonic() + 60
-        while cluster.ask("squeue", "-h"):
-            assert time.monotonic() < end, cluster.ask("squeue")
-            time.sleep(0.2)
+        until(lambda: not cluster.ask("squeue", "-h"), lambda: cluster.ask("squeue"))
         assert not set(processes(cluster)) - before  # whatever environment they have
 
 

@@ -19,7 +19,7 @@ import pytest
 from tests.cluster import ROOT, Cluster, apptainer, program, pyxis
 from tests.conftest import losses, status
 from tests.jobs.ray.ray_job import DRIVER, SECRET, RayJob, Submit, processes, report
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 
 def driver(base: Path, *words: str) -> str:
@@ -122,7 +122,7 @@ def test_an_interactive_job(job: RayJob) -> None:
     pty = subprocess.run(
         **job.cluster.typed(["script", "-qec", shell, "/dev/null"], {"MARKER": "mine"}),
         input=typed,
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert pty.returncode == 5, pty.stdout
     assert f"[the job's] [1] {nodes[1]} {work}" in pty.stdout
@@ -355,7 +355,7 @@ def test_two_nodes_on_one_host(job: RayJob, given: dict[str, str], message: str)
 def test_requeue(job: RayJob) -> None:
     job.until("interactive: ")
     job.cluster.ask("scontrol", "requeue", job.job)
-    end = time.monotonic() + 90
+    end = time.monotonic() + LIMIT_S
     second = job.folder / f"{job.job}-logs-r1"
     while job.text().count("interactive: ") < 2:
         assert time.monotonic() < end, job.text()
@@ -498,10 +498,10 @@ def test_ray_dies_under_the_driver(
 def test_a_host_that_is_down(submit: Submit, four_hosts: Cluster, tmp_path: Path, how: str) -> None:
     """It cannot report that itself: the head does, long before Slurm notices. A host that is
     merely silent has 10 s."""
-    end = time.monotonic() + 60
-    while four_hosts.ask("sinfo", "-h", "-p", "gpu", "-o", "%t").split() != ["idle"]:
-        assert time.monotonic() < end, four_hosts.ask("sinfo", "-N")  # back from the other case
-        time.sleep(0.2)
+    until(  # back from the other case
+        lambda: four_hosts.ask("sinfo", "-h", "-p", "gpu", "-o", "%t").split() == ["idle"],
+        lambda: four_hosts.ask("sinfo", "-N"),
+    )
     job = submit(2, driver(tmp_path, "--stay"))
     cluster = job.cluster
     cluster.wait_for("stubborn", tmp_path / "report.json")

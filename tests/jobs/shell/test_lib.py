@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import LIMIT_S
+
 ROOT = Path(__file__).parents[3]
 LIB = ROOT / "scripts/slurm/lib/all.sh"
 
@@ -60,7 +62,7 @@ def bash(script: str, **env: str) -> subprocess.CompletedProcess[str]:
         env={"PATH": "/usr/bin:/bin", **env},
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=LIMIT_S,
         start_new_session=True,
     )
 
@@ -285,7 +287,7 @@ def test_other_code_does_not_replace_a_copy_that_is_gone(
     env = slurm(tmp_path, f"echo '{told}'") | {"SLURM_SUBMIT_DIR": str(ROOT)}
     (tmp_path / "slurm_script").write_text((ROOT / "scripts/slurm" / name).read_text())
     words = ["bash", tmp_path / "slurm_script", "configs/train/debug.toml"]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and f"{GONE}{copy}: put it back, or submit" in done.stderr, done
 
 
@@ -360,7 +362,7 @@ def test_a_batch_host_that_does_not_see_the_shared_directory(tmp_path: Path, nam
     env |= {"SLURM_JOB_PARTITION": "gpu", "SLURM_JOB_NUM_NODES": "2"}
     (tmp_path / "slurm_script").write_text((ROOT / "scripts/slurm" / name).read_text())
     words = ["bash", tmp_path / "slurm_script"]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0 and "node4 does not see /unseen: " in done.stderr, done
     asked = (tmp_path / "asked").read_text()
     order = "update JobId=75 StartTime=now+10minutes"
@@ -377,11 +379,13 @@ def test_a_batch_host_that_does_not_see_the_shared_directory(tmp_path: Path, nam
         (tmp_path / "asked").unlink()
         (tmp_path / "pending").rmdir()
         more = {"KEMPNER_EXCLUDE": most}
-        done = subprocess.run(words, env=env | more, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            words, env=env | more, capture_output=True, text=True, timeout=LIMIT_S
+        )
         asked = (tmp_path / "asked").read_text()
         assert done.returncode == 0 and f"{order}{excluded}\n" in asked, (asked, done)
     env["SLURM_RESTART_COUNT"] = "0"
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and "no kit beside this script" in done.stderr, done
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import LIMIT_S
+
 TASK = Path(__file__).parents[3] / "scripts/slurm/lib/task.sh"
 SOCKETS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 PREFIXES = ("NCCL_", "GLOO_", "TP_", "FI_")  # of what task.sh may set
@@ -77,7 +79,11 @@ class Node:
         path = f"{self.bin}:{os.environ['PATH']}"
         clean = {"PATH": path, "KEMPNER_SYS": str(self.sys), "KEMPNER_PEERS": "10.1.0.1 10.1.0.2"}
         return subprocess.run(
-            ["bash", str(TASK), "env"], env=clean | env, capture_output=True, text=True, timeout=20
+            ["bash", str(TASK), "env"],
+            env=clean | env,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
         )
 
     def choice(self, **env: str) -> dict[str, str]:
@@ -305,5 +311,5 @@ def test_the_command_starts_with_the_signals_ignored(tmp_path: Path) -> None:
     words = ["a b", "$HOME", "*", "", '"', "[0.9, 0.95]"]
     code = "import signal as s, sys; print(sys.argv[1:], *map(s.getsignal, (15, 2, 10, 12)))"
     command = ["bash", str(TASK), "python3", "-c", code, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.stdout.splitlines()[-1] == f"{words} 1 1 1 1"  # SIG_IGN

@@ -12,6 +12,7 @@ import torch
 from kempner.train.recording.config import ProfileConfig
 from kempner.train.recording.profiling import Profiler
 from tests.conftest import ROOT
+from tests.waiting import LIMIT_S
 
 TASK = ROOT / "scripts/slurm/lib/task.sh"
 
@@ -27,7 +28,7 @@ def test_the_ranks_that_are_named(tmp_path: Path, rank: str, under: bool) -> Non
     env = {"PATH": f"{nsys.parent}:{os.environ['PATH']}", "KEMPNER_NSYS": "0,8"}
     env |= {"SLURM_PROCID": rank, "KP_RUN_DIR": str(tmp_path / "my run")}
     words = ["bash", str(TASK), "echo", "two words"]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "two words", done
     assert ("nsys profile" in done.stdout) == under
     if under:
@@ -40,7 +41,9 @@ def test_a_node_without_it(tmp_path: Path) -> None:
     """The rank runs, and says what is missing."""
     env = {"PATH": "/usr/bin:/bin", "KEMPNER_NSYS": "0", "SLURM_PROCID": "0", "KP_RUN_DIR": "run"}
     words = ["bash", str(TASK), "echo", "done"]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run(
+        words, env=env, capture_output=True, text=True, timeout=LIMIT_S, cwd=tmp_path
+    )
     assert done.stdout.splitlines()[-1] == "done"
     assert "KEMPNER_NSYS=0: " in done.stderr and "has no nsys" in done.stderr
 
@@ -55,7 +58,7 @@ def test_ranks_that_are_none(tmp_path: Path, ranks: str, word: str) -> None:
     done = subprocess.run(
         ["bash", "-c", f"set -euo pipefail; {script}; kp_nsys"],
         env={"PATH": "/usr/bin:/bin", "KEMPNER_NSYS": ranks, "KP_RUN_DIR": str(tmp_path)},
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode == (0 if "WARNING" in word else 2), done
     assert word in done.stdout + done.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.shell.test_lib import ROOT
+from tests.waiting import LIMIT_S
 
 NODE = ROOT / "scripts/slurm/lib/ray_node.sh"
 
@@ -31,7 +32,7 @@ def node(tmp_path: Path, version: str, metadata: bool = False, **env: str) -> st
         "PYTHONPATH": str(tmp_path / "site"),
     }
     words = ["bash", NODE, tmp_path, "", "--no-such-option"]
-    done = subprocess.run(words, env=fixed | env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, env=fixed | env, capture_output=True, text=True, timeout=LIMIT_S)
     log = (tmp_path / "ray-head.log").read_text()
     started = "kempner.jobs.ray.node" in log or "Traceback" in log
     assert started == (not done.stdout), done.stdout + log

@@ -17,6 +17,7 @@ import pytest
 
 from tests.cluster import ROOT, SCRIPTS
 from tests.trainer.distributed.test_bad_input import without_privileges
+from tests.waiting import LIMIT_S
 
 TAIL = "\n# --- the kit, where it is not beside this file"
 SLURM = ("sbatch", "scontrol", "squeue", "srun", "scancel", "salloc", "sinfo", "sacct")
@@ -289,7 +290,7 @@ def test_a_run_that_cannot_be_read_is_named(bench: Bench) -> None:
     (bench.path / "half/status.json").chmod(0)
     (bench.path / "closed").chmod(0)
     command = [*without_privileges(), sys.executable, ROOT / "scripts/status.py", "."]
-    done = subprocess.run(command, cwd=bench.path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=bench.path, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and re.search(r"^read +done", done.stdout, re.M), done
     told = done.stderr.splitlines()
     assert [line.split()[2] for line in told] == ["closed:", "half/status.json:", "link:"], told
@@ -332,7 +333,7 @@ def test_a_broken_profile(bench: Bench) -> None:
     done = subprocess.run(
         ["bash", "-c", read, "-", SCRIPTS / "lib/all.sh"],
         env={**bench.env, "PATH": str(bench.tools), "KEMPNER_SITE": "gpu"},
-        cwd=bench.path, capture_output=True, text=True, timeout=60,
+        cwd=bench.path, capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
     assert "site.d/gpu.env, line 2: 'A = 5': write NAME=VALUE" in done.stderr
@@ -402,7 +403,7 @@ def test_readers_that_leave(bench: Bench, redirect: str) -> None:
         cwd=bench.path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
     )
     codes = [line for line in done.stdout.splitlines() if line.isdecimal()]
     assert codes == ["0"] * len(commands) and done.stderr == "", done.stdout + done.stderr
@@ -430,7 +431,12 @@ def test_a_copy_of_a_script_waits_for_slurms_answer(tmp_path: Path, script: str)
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
     done = subprocess.run(
-        ["bash", copy, "--help"], env=env, capture_output=True, text=True, timeout=60, cwd=tmp_path
+        ["bash", copy, "--help"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        cwd=tmp_path,
     )
     assert done.returncode == 0 and "sbatch" in done.stdout, done.stderr
     assert (tmp_path / "asked").read_text().count("asked") == 3
@@ -453,7 +459,7 @@ def test_a_copy_that_is_in_no_job_does_not_wait(tmp_path: Path) -> None:
             env=env | {"KEMPNER_ROOT": root},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=LIMIT_S,
             cwd=tmp_path,
         )
         assert (done.returncode, text in done.stderr) == (code, True), done.stderr

@@ -19,6 +19,7 @@ import pytest
 from tests.cluster import ENDED, TESTBED, pyxis
 from tests.conftest import status
 from tests.site import Site, boot_site, decisions
+from tests.waiting import until
 
 PARTS = "noise,accounting,home,nodes,twin,clock,memory"
 SEED = "56"  # of the first twenty calls the 4th, the 6th and the 11th fail, and none is late
@@ -83,10 +84,7 @@ def test_the_controller_goes_away_and_keeps_its_jobs(slow: Site) -> None:
     slow.until(job, "RUNNING")
     command = ["bash", str(TESTBED), "away", "3"]
     away = subprocess.Popen(command, env=slow.cluster.env)
-    end = time.monotonic() + 60
-    while slow.cluster.run("scontrol", "ping").returncode == 0:
-        assert time.monotonic() < end and away.poll() is None
-        time.sleep(0.1)
+    until(lambda: slow.cluster.run("scontrol", "ping").returncode != 0, alive=(away,))
     assert away.wait(timeout=120) == 0
     assert slow.cluster.state(job) == "RUNNING"
     slow.cluster.ask("scancel", job)
@@ -137,10 +135,7 @@ def test_a_qos_preempts(site: Site) -> None:
     site.until(job, "RUNNING")
     urgent = ["--exclusive", "--nodelist=node1", "--qos=urgent"]
     other = site.wrap("true", *urgent, cwd=folder)
-    end = time.monotonic() + 60
-    while site.cluster.field(job, "PreemptTime") == "None":
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    until(lambda: site.cluster.field(job, "PreemptTime") != "None")
     site.cluster.ask("scancel", job, other)
 
 
@@ -198,10 +193,7 @@ def test_a_host_is_broken_while_it_is_up(slow: Site) -> None:
     slow.cluster.testbed("break", "node1", "eio")
     assert "Input/output error" in slow.on("node1", *see).stderr
     slow.cluster.testbed("revive", "node1")
-    end = time.monotonic() + 60  # it boots
-    while slow.on("node1", *see).returncode != 0:
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    until(lambda: slow.on("node1", *see).returncode == 0)  # it boots
 
 
 def test_two_clusters_with_the_same_names(site: Site) -> None:
@@ -410,11 +402,12 @@ def train(site: Site, folder: Path, user: str = "alice", **env: str) -> str:
 def assert_refused(site: Site, folder: Path, first: str, second: str) -> None:
     """The second job leaves the run to the first one: no step of it is in the log."""
     refused = "is in use by"
-    end = time.monotonic() + 90
-    while refused not in log(folder, second) and "step  " not in log(folder, second):
-        assert site.cluster.state(second) not in ENDED or refused in log(folder, second)
-        assert time.monotonic() < end, log(folder, second)
-        time.sleep(0.2)
+
+    def decided() -> bool:
+        ended = site.cluster.state(second) in ENDED
+        return ended or any(words in log(folder, second) for words in (refused, "step  "))
+
+    until(decided, lambda: log(folder, second))
     try:
         assert refused in log(folder, second), log(folder, second)
         assert site.cluster.state(first) == "RUNNING"
@@ -462,12 +455,10 @@ def test_a_second_job_of_another_cluster(site: Site, tmp_path: Path) -> None:
         jobs.append(site.cluster.sbatch("multinode.sh", *words, options=options, **more))
         if where == "here":
             site.cluster.wait_for("step    20/", tmp_path / "here.out")
-    end = time.monotonic() + 90
     there = tmp_path / "there.out"
     try:
-        while "is in use by" not in there.read_text():
-            assert "step    " not in there.read_text() and time.monotonic() < end
-            time.sleep(0.2)
+        until(lambda: any(words in there.read_text() for words in ("is in use by", "step    ")))
+        assert "is in use by" in there.read_text()
         assert site.cluster.state(jobs[0]) == "RUNNING"
     finally:
         site.cluster.run("scancel", jobs[0])

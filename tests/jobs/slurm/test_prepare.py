@@ -7,12 +7,12 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.cluster import ROOT, Cluster
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -51,11 +51,12 @@ def task_of(job: str) -> int:
 
 def wait_for_units(out: Path, more_than: int) -> int:
     """Until more units are encoded; returns how many."""
-    end = time.monotonic() + 120
-    while (count := len(list(out.glob("units/*.npz")))) <= more_than:
-        assert time.monotonic() < end, f"{count} units"
-        time.sleep(0.01)
-    return count
+
+    def count() -> int:
+        return len(list(out.glob("units/*.npz")))
+
+    until(lambda: count() > more_than, lambda: f"{count()} units")
+    return count()
 
 
 @pytest.mark.soak

@@ -22,6 +22,7 @@ from kempner.jobs.records.event_reader import of_kind, read_events, read_kind
 from kempner.jobs.records.events import DecisionEvent, Event, FaultEvent, StartEvent
 from tests.cluster import ENDED, ROOT, SCRIPTS, Cluster, program
 from tests.conftest import clean_env, status
+from tests.waiting import LIMIT_S
 
 FOREIGN = ROOT / "tests/jobs/slurm/foreign.py"
 STEPS = r"--steps=step (\d+)"
@@ -56,7 +57,7 @@ class Here:
             self.log += line
 
     def wait(self, code: int = 0) -> Here:
-        self.log += self.process.communicate(timeout=60)[0]
+        self.log += self.process.communicate(timeout=LIMIT_S)[0]
         assert self.process.returncode == code, self.log
         return self
 
@@ -379,7 +380,7 @@ def progress(run_dir: Path) -> int:
 
 def wait_until(cluster: Cluster, job: str, true: Callable[[], bool]) -> None:
     """As Cluster.wait(), in the middle of a job."""
-    end = time.monotonic() + 150
+    end = time.monotonic() + LIMIT_S
     while not true():
         state = cluster.state(job)
         assert time.monotonic() < end and state not in ENDED, state
@@ -432,13 +433,13 @@ def test_a_program_that_listens_leaves_by_itself(tmp_path: Path, word: str) -> N
 
 def test_a_program_that_does_not_listen_is_ended(tmp_path: Path) -> None:
     """Also one that ignores SIGTERM, and what it has started in the background."""
-    script = "trap '' TERM; setsid sleep 77.5 & echo it runs; while :; do sleep 0.1; done"
+    script = "trap '' TERM; setsid sleep 7777.5 & echo it runs; while :; do sleep 0.1; done"
     run = Here(tmp_path, ["bash", "-c", script], ranks=1)
     run.wait_for("it runs")
     run.process.send_signal(signal.SIGTERM)
     run.wait(75)
     assert "the program is ended: it listens to no signal" in run.log
-    assert subprocess.run(["pgrep", "-f", "sleep 77.5"]).returncode == 1
+    assert subprocess.run(["pgrep", "-f", "sleep 7777.5"]).returncode == 1
 
 
 def test_a_program_that_is_ended_and_leaves_in_order_is_not_done(tmp_path: Path) -> None:

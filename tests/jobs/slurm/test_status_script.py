@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from tests.cluster import SCRIPTS, Cluster
+from tests.waiting import until
 
 
 def test_status_of_a_run_through_a_requeue(cluster: Cluster, tmp_path: Path) -> None:
@@ -24,9 +24,7 @@ def test_status_of_a_run_through_a_requeue(cluster: Cluster, tmp_path: Path) -> 
     assert state == "running" and step.endswith("/300") and left.startswith("9:")
     cluster.ask("scancel", "--batch", "--signal=TERM", job)
     cluster.wait_for('"decision": "requeue"', run_dir / "attempts.jsonl")
-    end = time.monotonic() + 30
-    while cluster.state(job) != "PENDING" and time.monotonic() < end:
-        time.sleep(0.05)
+    until(lambda: cluster.state(job) == "PENDING")
     assert told()[2] == "waiting" and f"job {job}: " in " ".join(told())
     cluster.ask("scancel", job)
     cluster.wait(job)

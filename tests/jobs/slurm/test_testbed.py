@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import AS_USER, TESTBED, USER, Cluster, need_slurm
+from tests.waiting import LIMIT_S, until
 
 Bed = Callable[..., "subprocess.CompletedProcess[str]"]
 NUMBER = str((os.getpid() + 125) % 249 + 1)  # far from those of tests.cluster
@@ -26,7 +27,9 @@ def bed() -> Iterator[Bed]:
     def call(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
         command = ["bash", str(TESTBED), *map(str, words)]
         variables = {**os.environ, "KEMPNER_TESTBED": NUMBER, **env}
-        return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=LIMIT_S
+        )
 
     yield call
     call("down")
@@ -47,10 +50,7 @@ def test_a_cluster_goes_with_its_owner_and_with_no_other(bed: Bed) -> None:
         for owner in owners:
             owner.kill()
             owner.wait()
-    end = time.monotonic() + 20
-    while STATE.exists():
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    until(lambda: not STATE.exists())
     assert (
         f"kp{NUMBER}-" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
     )

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 
 from tests.cluster import FAKE_TRAINER, SCRIPTS, Cluster
 from tests.conftest import clean_env
+from tests.waiting import LIMIT_S, until
 
 LOGS, TMUX = SCRIPTS / "logs.sh", SCRIPTS / "tmux.sh"
 HOSTILE = 'a run; it\'s "$HOME" #{pid} `x`;'
@@ -32,12 +32,11 @@ class Follower:
                 stdout=file, stderr=file, start_new_session=True, **typed
             )
 
-    def wait_for(self, line: str, timeout: float = 20) -> list[str]:
+    def wait_for(self, line: str) -> list[str]:
         """Wait until that line is there; returns all."""
-        wait_until(
+        until(
             lambda: line in self.lines(),
             lambda: f"no {line!r} in:\n{self.out.read_text()}",
-            timeout,
         )
         return self.lines()
 
@@ -54,7 +53,7 @@ class Follower:
             os.killpg(self.process.pid, number)
         else:
             self.process.send_signal(number)
-        return self.process.wait(10)
+        return self.process.wait(LIMIT_S)
 
 
 def in_session(session: int) -> list[str]:
@@ -67,13 +66,6 @@ def in_session(session: int) -> list[str]:
                 words = (process / "cmdline").read_bytes().decode(errors="replace")
                 found.append(words.replace("\0", " "))
     return found
-
-
-def wait_until(true: Callable[[], bool], otherwise: Callable[[], str], timeout: float = 20) -> None:
-    end = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < end, otherwise()
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -149,7 +141,7 @@ def test_logs_are_followed_into_the_next_attempt(
         "rank-1"
     }
     # The tail of the first attempt alone has ended: it held no batch log.
-    wait_until(
+    until(
         lambda: sum(line.startswith("tail ") for line in one.left()) == 1, lambda: str(one.left())
     )
 
@@ -163,7 +155,7 @@ def test_the_logs_of_a_large_world(tmp_path: Path, env: dict[str, str]) -> None:
     for words, expected in (([], ["rank-0", "rank-70"]), (["--rank", "70"], ["rank-70"])):
         done = subprocess.run(
             ["bash", str(LOGS), "run", "--no-follow", *words],
-            env=env, cwd=tmp_path, capture_output=True, text=True, timeout=20,
+            env=env, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S,
         )  # fmt: skip
         assert [line.split()[0] for line in done.stdout.splitlines()] == expected, done.stderr
 
@@ -177,7 +169,7 @@ def test_no_process_stays_behind(
     follower = follow(run_dir)
     follower.wait_for(stamped("rank-1 attempt 0 of rank 1"))
     assert follower.interrupt(number) == code
-    wait_until(lambda: not follower.left(), lambda: str(follower.left()))
+    until(lambda: not follower.left(), lambda: str(follower.left()))
     assert len(follower.lines()) == 2  # and no message
 
 
@@ -196,7 +188,7 @@ def test_warnings_are_shown_once(tmp_path: Path, env: dict[str, str]) -> None:
     (run_dir / "logs/srun-7.0.1.log").write_text("srun: error: it is in the batch log\n")
     told = subprocess.run(
         ["bash", LOGS, "run", "--warnings", "--no-follow"],
-        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=20,
+        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert told.stdout.splitlines() == [
         f"batch {slow}",
@@ -228,7 +220,7 @@ def test_bad_input_ends_with_two_and_the_fix(
     (tmp_path / "empty").mkdir()
     done = subprocess.run(
         ["bash", script, *arguments],
-        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=20,
+        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("kempner: error: ") and done.stderr.count("\n") == 1
@@ -264,7 +256,7 @@ def test_a_job_that_is_still_looking_for_its_run(
     forgotten = {**env, "SLURM_CONF": os.devnull}
     done = subprocess.run(
         ["bash", LOGS, "7", "--rank=0", "--no-follow"],
-        env=forgotten, cwd=tmp_path, capture_output=True, text=True, timeout=20,
+        env=forgotten, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.stdout.splitlines() == [stamped("rank-0 attempt 0 of rank 0")], done.stderr
 
@@ -320,7 +312,7 @@ def tmux(
 
     def run(*command: str) -> str:
         done = subprocess.run(
-            ["tmux", *command], env=env, capture_output=True, text=True, timeout=20
+            ["tmux", *command], env=env, capture_output=True, text=True, timeout=LIMIT_S
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
@@ -343,7 +335,8 @@ def test_a_tmux_session_shows_the_run(
     def call(*arguments: object, cwd: Path = tmp_path) -> str:
         done = subprocess.run(
             ["bash", TMUX, *map(str, arguments)],
-            env=env, cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=20,
+            env=env, cwd=cwd, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=LIMIT_S,
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout
@@ -371,7 +364,7 @@ def test_a_tmux_session_shows_the_run(
             text = tmux("capture-pane", "-p", "-J", "-t", panes[title][0])
             return all(word in text for word in words)
 
-        wait_until(there, lambda: f"no {words} in {title}:\n{text}")
+        until(there, lambda: f"no {words} in {title}:\n{text}")
         return text
 
     shows("figures", HOSTILE, "5/5", "1.2500", "999")
@@ -382,7 +375,7 @@ def test_a_tmux_session_shows_the_run(
     tmux("send-keys", "-t", panes["shell"][0], "pwd; echo $((6 * 7))", "Enter")
     shows("shell", f"{tmp_path}\n42")
     tmux("kill-server")
-    wait_until(
+    until(
         lambda: not any(in_session(pid) for _, pid in panes.values()),
         lambda: str([in_session(pid) for _, pid in panes.values()]),
     )
@@ -409,11 +402,11 @@ def test_the_session_of_a_job_that_waits(
         return tmux("capture-pane", "-p", "-t", "=kempner-job-7:.{top}")
 
     assert "kempner-job-7 is made" in call()
-    wait_until(lambda: figures() == "job 7 has no run directory yet", figures)
+    until(lambda: figures() == "job 7 has no run directory yet", figures)
     begin_attempt(tmp_path / "run", 0, 0)
     (tmp_path / "run/status.json").write_text('{"state": "stopped", "step": 5}')
     log.write_text(f"[16:13:09] kempner: run directory {tmp_path / 'run'}\n")
-    wait_until(lambda: "stopped" in figures(), figures)
+    until(lambda: "stopped" in figures(), figures)
     assert "kempner-job-7 was there already" in call()
 
 
@@ -434,10 +427,10 @@ def test_a_terminal_is_attached_to_the_session(
         tmux("send-keys", "-t", pane, f"cd {tmp_path}; {command}", "Enter")
 
     type_in(here, f"env -u TMUX TERM=screen bash {TMUX} one")
-    wait_until(lambda: attached() == ["kempner-one"], lambda: str(attached()))
+    until(lambda: attached() == ["kempner-one"], lambda: str(attached()))
     shell = tmux("list-panes", "-t", "=kempner-one:", "-f", "#{pane_active}", "-F", "#{pane_id}")
     type_in(shell, f"bash {TMUX} two")
-    wait_until(lambda: attached() == ["kempner-two"], lambda: str(attached()))
+    until(lambda: attached() == ["kempner-two"], lambda: str(attached()))
 
 
 def test_without_tmux(tmp_path: Path, env: dict[str, str]) -> None:

@@ -24,6 +24,7 @@ from kempner.jobs.records.run_records import RunRecords
 from kempner.jobs.system.background import Background
 from kempner.jobs.system.files import read_jsonl
 from tests.cluster import SCRIPTS
+from tests.waiting import LIMIT_S
 
 HEAD = {"time": 1.5, "job": "12_3", "restart": 2, "attempt_id": "12.2", "attempt": 4, "step": 7}
 EVENTS: list[Event] = [
@@ -84,7 +85,7 @@ def test_a_decision_of_the_batch_script(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "-euc", script],
         env=os.environ | given | {"KEMPNER_BATCH_BEGAN": "1700000000"},
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (decision,) = event_reader.read_events(tmp_path / "attempts.jsonl")

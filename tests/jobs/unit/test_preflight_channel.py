@@ -17,6 +17,7 @@ from kempner.jobs.preflight import __main__ as program
 from kempner.jobs.preflight.channel import Driver, TaskChannel
 from kempner.jobs.ranks import peers
 from tests.jobs.unit.test_preflight_verdict import node
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).parents[3]
 DRIVER = """
@@ -82,7 +83,7 @@ def test_a_driver_that_is_gone_is_the_end(capfd: pytest.CaptureFixture[str]) -> 
     asked: list[dict[str, Any]] = []
     thread = threading.Thread(target=lambda: asked.append(task.question()))
     thread.start()
-    end = time.monotonic() + 60
+    end = time.monotonic() + LIMIT_S
     while not driver._tasks and time.monotonic() < end:
         driver.answers({0: "none"}, time.monotonic() + 0.1)
     for link in driver._tasks.values():
@@ -102,7 +103,7 @@ def test_a_task_may_come_late_and_twice() -> None:
     assert driver.answers(keys, time.monotonic() + 0.01) == {}
     first = TaskChannel("localhost", driver.port, 1)
     first.answer({"time": 7.0})
-    assert driver.answers(keys, time.monotonic() + 60) == {1: {"time": 7.0}}
+    assert driver.answers(keys, time.monotonic() + LIMIT_S) == {1: {"time": 7.0}}
     second = TaskChannel("localhost", driver.port, 1)
     second.answer({"time": 8.0})
     keys = driver.ask([1], {"what": "time"})
@@ -128,7 +129,7 @@ def test_what_is_not_understood_is_not_heard(says: bytes) -> None:
                 assert odd.recv(100) == b""
                 break
     TaskChannel("localhost", driver.port, 1).answer({"time": 7.0})
-    assert driver.answers(keys, time.monotonic() + 60) == {1: {"time": 7.0}}
+    assert driver.answers(keys, time.monotonic() + LIMIT_S) == {1: {"time": 7.0}}
 
 
 def test_the_run_starts_where_most_nodes_are_late(

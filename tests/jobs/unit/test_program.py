@@ -39,6 +39,7 @@ from kempner.jobs.records.facts import run_facts
 from kempner.jobs.records.run_history import load_history
 from kempner.jobs.report import summary
 from tests.conftest import ROOT, clean_env
+from tests.waiting import LIMIT_S, until
 
 Meet = Callable[..., Coordinator]
 
@@ -137,18 +138,16 @@ def test_a_stranger_is_no_rank(tmp_path: Path) -> None:
 
     tasks = [task(0)]
     try:
-        end = time.monotonic() + 60
-        while not (found := list(run.glob(".rendezvous-*"))):
-            assert time.monotonic() < end and tasks[0].poll() is None
-            time.sleep(0.01)
-        host, port = found[0].read_text().split()
+        until(lambda: list(run.glob(".rendezvous-*")), alive=(tasks[0],))
+        (found,) = run.glob(".rendezvous-*")
+        host, port = found.read_text().split()
         stranger = Channel(socket.create_connection((host, int(port)), 30))
         stranger.send(rank=1, host="n2", attempt_id="7.0.1")
         stranger.send(say="ended", code=0, words="", lost_peer=False, torn=False, ago=0.0)
         while stranger.open:
             stranger.receive()
         tasks.append(task(1))
-        assert [each.wait(60) for each in tasks] == [0, 0]
+        assert [each.wait(LIMIT_S) for each in tasks] == [0, 0]
     finally:
         for each in tasks:
             each.kill()
@@ -203,7 +202,7 @@ def test_a_rank_without_an_instance_of_mig(tmp_path: Path) -> None:
         )
         for rank in range(3)
     ]
-    said = "".join(task.communicate(timeout=60)[0] for task in tasks)
+    said = "".join(task.communicate(timeout=LIMIT_S)[0] for task in tasks)
     assert "[2] kempner: error: local rank 2" in said
     assert "no instance of MIG: 2 are visible" in said
     assert tasks[0].returncode

@@ -21,6 +21,7 @@ from kempner.jobs.report import summary
 from kempner.jobs.system.process import birth_ticks
 from kempner.jobs.this_job import host_name
 from tests.jobs.unit.test_state import STATUS
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).parent.parent.parent.parent
 BEGAN = 1_700_000_000.0
@@ -29,7 +30,7 @@ BEGAN = 1_700_000_000.0
 def report(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts/report.py"), *map(str, args)]
     env = {**os.environ, "COLUMNS": "160", **env}
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=LIMIT_S)
 
 
 def step_line(step: int, attempt: int = 0, loss: float | None = 2.0, **more: object) -> str:
@@ -364,7 +365,7 @@ def test_the_history_needs_no_torch(resumed: Path) -> None:
         "import sys; from pathlib import Path; from kempner.jobs.records import run_history;"
         f"run_history.load_history(Path({str(resumed)!r})); sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S).returncode == 0
 
 
 SOUND = [

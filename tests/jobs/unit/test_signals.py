@@ -10,6 +10,7 @@ import pytest
 
 from kempner.jobs.system.signals import TO_LEAVE
 from tests.conftest import ROOT
+from tests.waiting import LIMIT_S
 
 PROGRAM = """
 import signal, sys
@@ -28,7 +29,7 @@ def test_a_signal_in_the_middle_of_a_wait(number: int) -> None:
         [sys.executable, "-c", PROGRAM, str(int(number))],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
     )
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 

@@ -25,6 +25,7 @@ from kempner.jobs.system.process import birth_ticks
 from kempner.jobs.this_job import host_name
 from tests.cluster import SCRIPTS
 from tests.conftest import load_program
+from tests.waiting import LIMIT_S
 
 STATUS = load_program("status")
 NOW = time.time()
@@ -209,7 +210,7 @@ def test_the_batch_script_says_the_same(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "-euc", script, "bash", *map(str, runs)],
         env={**os.environ, "KEMPNER_ATTEMPT_ID": "7.0"},
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=LIMIT_S, check=True,
     )  # fmt: skip
     for run, verdict in zip(runs, done.stdout.splitlines(), strict=True):
         attempt = load_history(run).attempts[-1]  # what it was before Slurm had it in the queue

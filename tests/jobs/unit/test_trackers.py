@@ -11,8 +11,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import pytest
 from kempner.jobs.trackers.config import TRACKER_NAMES, TrackersConfig
 from kempner.jobs.trackers.points import MetricsReader
 from tests.trackers import FAKE, rows, shown
+from tests.waiting import LIMIT_S, until
 from tests.wandb_server import wandb_server
 
 ROOT = Path(__file__).parents[3]
@@ -72,13 +72,6 @@ def follow(run: Path, *words: str, **env: str) -> subprocess.Popen[bytes]:
     )
 
 
-def wait_until(true: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end, "not so after 60 s"
-        time.sleep(0.02)
-
-
 def append(run: Path, text: str) -> None:
     with open(run / "metrics.jsonl", "a") as file:
         file.write(text)
@@ -127,10 +120,10 @@ def test_tensorboard_killed_in_the_middle(run: Path) -> None:
     run has done again the last value counts."""
     pytest.importorskip("tensorboard")
     process = follow(run, "tensorboard")
-    wait_until(lambda: shown(run).get(5))
+    until(lambda: shown(run).get(5))
     process.send_signal(signal.SIGTERM)  # as Slurm sends it to all processes of a job
     append(run, lines(6, 7, 8))
-    wait_until(lambda: shown(run).get(8))
+    until(lambda: shown(run).get(8))
     process.kill()
     process.communicate()
     (file,) = run.glob("tensorboard/*")
@@ -147,10 +140,10 @@ def test_tensorboard_killed_in_the_middle(run: Path) -> None:
 def test_one_tracker_of_a_kind_at_a_time_and_it_ends_with_the_trainer(run: Path) -> None:
     pytest.importorskip("tensorboard")
     process = follow(run, "tensorboard")
-    wait_until(lambda: list(run.glob("tensorboard/*")))
+    until(lambda: list(run.glob("tensorboard/*")))
     assert "another process keeps" in by_hand(run, "tensorboard", code=1)
     append(run, lines(6))
-    _, said = process.communicate(timeout=60)  # its pipe ends, as when the trainer dies
+    _, said = process.communicate(timeout=LIMIT_S)  # its pipe ends, as when the trainer dies
     assert process.returncode == 0 and b"all points are passed on" in said
     assert list(shown(run)) == [1, 2, 3, 4, 5, 6]
 
@@ -170,7 +163,7 @@ def test_wandb_killed_in_the_middle(run: Path, server: Path) -> None:
     """What was not sent when the tracker died is sent by the next one, under the same id; what was
     sent is not sent again. The first value of a step stays."""
     process = follow(run, FAKE_WANDB=str(server))
-    wait_until(lambda: len(rows(server)) == 4)  # it sends two at a time: the fifth is not sent
+    until(lambda: len(rows(server)) == 4)  # it sends two at a time: the fifth is not sent
     process.kill()
     process.communicate()
     append(run, lines(4, 5, 6, 7, loss=100, attempt=1))
@@ -198,8 +191,8 @@ def test_wandb_fails_until_it_does_not(run: Path, server: Path) -> None:
         if b"once more" in line:
             break
     (server / "broken").unlink()
-    wait_until(lambda: rows(server))
-    process.communicate(timeout=60)
+    until(lambda: rows(server))
+    process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0 and [row["step"] for row in rows(server)] == [1, 2, 3, 4, 5]
     assert (server / "exit_code").read_text() == "1"  # as that of the run
 
@@ -218,7 +211,7 @@ def test_wandb_online(run: Path) -> None:
         assert len(server.history) == 5
         append(run, lines(6, 7))
         process = follow(run, **env)
-        wait_until(lambda: len(list(run.glob("wandb/run-*/run-*.wandb"))) == 2)
+        until(lambda: len(list(run.glob("wandb/run-*/run-*.wandb"))) == 2)
         process.kill()  # while it has rows that are not sent: it sends some every 15 s
         process.wait()
         append(run, lines(6, 7, 8, loss=100, attempt=1))
@@ -237,7 +230,7 @@ def test_wandb_offline(run: Path) -> None:
     by_hand(run)
     append(run, lines(6))
     process = follow(run)
-    wait_until(lambda: len(list(run.glob("wandb/offline-run-*"))) == 2)
+    until(lambda: len(list(run.glob("wandb/offline-run-*"))) == 2)
     process.kill()
     process.communicate()
     append(run, lines(7, 6, 8))

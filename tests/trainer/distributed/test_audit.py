@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from kempner.jobs.records.faulty_host import broken_hosts
 from kempner.jobs.records.run_history import load_history
 from kempner.jobs.report.summary import summary_facts
 from tests.conftest import ROOT, TINY, load_program, start_train
+from tests.waiting import until
 
 FAULTY_TRAINER = "tests/trainer/fault/faulty_train.py"
 FAULTY_AUDITOR = "tests/trainer/fault/faulty_audit.py"
@@ -131,9 +131,7 @@ def test_what_a_spare_finds_is_a_warning_of_the_run(wrong: Path) -> None:
     )
     before = load_history(wrong)
     spare = start_train(program=FAULTY_AUDITOR, KEMPNER_RUN_DIR=str(wrong))
-    end = time.monotonic() + 240
-    while not (wrong / "REPLAY").exists() and time.monotonic() < end:
-        time.sleep(0.1)
+    until(lambda: (wrong / "REPLAY").exists() or spare.poll() is not None)
     spare.kill()
     spare.communicate()
     assert (wrong / "REPLAY").read_text() == "1 0\n"

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT, TINY, clean_env, start_train
+from tests.waiting import LIMIT_S, until
 
 HEAD = re.compile(r"train: error: (\d+) problems? with the input")
 
@@ -313,26 +313,26 @@ def test_two_tasks_speak_once(good: list[str], tmp_path: Path) -> None:
             start_train(*words, **env, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
             for rank in (1, 0)
         )
-        said = first.communicate(timeout=60)[1]
+        said = first.communicate(timeout=LIMIT_S)[1]
         assert first.returncode == 2 and "= 3" in said and said.count("\n") == 2
         if terminated:
             wait_until_it_waits(other.pid)
             other.terminate()
-        said = other.communicate(timeout=60)[1]
+        said = other.communicate(timeout=LIMIT_S)[1]
         assert (other.returncode, "= 3" in said) == ((-15, False) if terminated else (2, True))
     assert list(tmp_path.iterdir()) == []
 
 
 def wait_until_it_waits(pid: int) -> None:
     """Until SIGTERM has its default action in that process again: others of ours are caught."""
-    for _ in range(600):
+
+    def waits() -> bool:
         caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
         usr1, term = (1 << (number - 1) for number in (10, 15))
         mask = int(caught[1], 16) if caught else 0
-        if mask & usr1 and not mask & term:
-            return
-        time.sleep(0.1)
-    pytest.fail("the second rank does not wait")
+        return bool(mask & usr1 and not mask & term)
+
+    until(waits)
 
 
 def test_torchrun(good: list[str], tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def test_torchrun(good: list[str], tmp_path: Path) -> None:
 
 def test_without_any_word() -> None:
     process = start_train()
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 2 and out == ""
     assert err.startswith(f"usage: {sys.executable} scripts/train.py CONFIG.toml")
     assert not (ROOT / "runs" / "default").exists()

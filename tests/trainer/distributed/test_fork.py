@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 
 from kempner.checkpoint.format.reader import read_tensors
 from tests.conftest import ROOT, TINY, Train, losses, start_train
+from tests.waiting import LIMIT_S, until
 
 # A learning rate that depends on no step.
 CONSTANT = ("--schedule.name=constant", "--schedule.warmup_steps=0")
@@ -94,7 +94,7 @@ def test_other_data_and_length_and_a_fork_of_the_fork(
     assert [parent["from"] for parent in lineage] == names
     assert [parent["optimizer"] for parent in lineage] == ["fresh", "keep"]
     report = [sys.executable, "scripts/report.py", str(tmp_path / "second")]
-    told = subprocess.run(report, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+    told = subprocess.run(report, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S).stdout
     assert f"fork of                         {names[0]} <- {names[1]}" in told
 
 
@@ -115,12 +115,9 @@ def test_a_fork_needs_the_other_run_until_its_first_checkpoint(
         "--train.max_steps=9999",
     )
     own = run / "checkpoints/latest"
-    end = time.monotonic() + 60
-    while not own.exists():
-        assert process.poll() is None and time.monotonic() < end, process.communicate()
-        time.sleep(0.01)
+    until(own.exists, alive=(process,))
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=LIMIT_S)
     assert own.readlink() == Path("step_00000000")
     shutil.rmtree(other)
     assert "a fork of" not in train(run, *words).stdout

@@ -18,6 +18,7 @@ from benchmarks.gpu_check import Running, run_apart
 from benchmarks.gpu_checks import CHECKS
 from tests import zygote
 from tests.conftest import ROOT, clean_env
+from tests.waiting import LIMIT_S
 
 GPU_ONLY = {
     "gpu faults",
@@ -158,7 +159,7 @@ def test_sigterm_ends_what_runs(tmp_path: Path) -> None:
     while not (tmp_path / "environment.log").exists():
         time.sleep(0.05)
     process.terminate()
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=LIMIT_S) == 1
     assert not (tmp_path / "ring.log").exists()
 
 

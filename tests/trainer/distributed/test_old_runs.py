@@ -33,11 +33,11 @@ from tests.fixtures.begin_runs import (
     ended,
     figures,
     parts_of,
-    wait_for,
     written,
 )
 from tests.forks import Forks
 from tests.trainer.distributed.runs import begun
+from tests.waiting import until
 
 EXPECTED = json.loads(FIGURES.read_text())
 TOLERANCE = 1e-3
@@ -181,7 +181,7 @@ def test_replicas_of_several_steps_go_on(place: Path, exact: bool) -> None:
     door = run / ".door-1.0"
     words = ["-m", judge.__name__, str(door), "127.0.0.1", "--log", str(run / "replicas.jsonl")]
     with ended(subprocess.Popen([sys.executable, *words], cwd=place, env=clean_env(**FIXED))):
-        wait_for(door.exists)
+        until(door.exists)
         shared = {"KEMPNER_DOOR": str(door), "KEMPNER_REPLICAS": "2"}
         words = [*ISLANDS, "--run.dir=runs/islands"]
         both = [start(place, TRAIN, *words, KEMPNER_REPLICA=i, **shared) for i in "01"]

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from kempner.train.sections import RunConfig, TrainConfig
 from tests import zygote
 from tests.conftest import ROOT, TINY, clean_env, losses, start_train, status
 from tests.trainer.distributed.runs import begun, numbers, state
+from tests.waiting import until
 
 PP = "--distributed.pp=2"
 # Two stages on each of two ranks, each over two ranks.
@@ -114,11 +114,8 @@ def test_a_stop_and_a_step_that_is_not_finite_on_one_rank(
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     env = clean_env(FAULTS="nan from=64 to=72\nslow ms=200", PYTHONPATH=str(ROOT / "src"))
     process = subprocess.Popen([*launcher, str(faulty), *words], cwd=ROOT, env=env)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (run / "metrics.jsonl").exists():
-        time.sleep(0.05)
-    while time.monotonic() < deadline and max(losses(run), default=0) < 10:
-        time.sleep(0.05)
+    until((run / "metrics.jsonl").exists, alive=(process,))
+    until(lambda: max(losses(run), default=0) >= 10, alive=(process,))
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(ranks[0]), signal.SIGTERM)
     assert process.wait(120) == 0

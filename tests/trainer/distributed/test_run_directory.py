@@ -11,20 +11,13 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import TINY, Train, start_train, status
-
-
-def wait_until(true: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + 120
-    while not true():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end, "not so after 120 s"
-        time.sleep(0.02)
+from tests.waiting import LIMIT_S, until
 
 
 def has_step(run: Path, step: int) -> bool:
@@ -63,7 +56,7 @@ def test_a_disk_that_is_full_stops_no_step_and_the_end_is_recorded(
     run = disk / "run"
     words = ["--train.max_steps=100000", "--checkpoint.interval=20"]
     process = start_train(*TINY, f"--data.dataset_path={data_dir}", f"--run.dir={run}", *words)
-    wait_until(lambda: has_step(run, 3), process)
+    until(lambda: has_step(run, 3), alive=(process,))
     fill(disk)
     lines = iter(process.stdout.readline, "")  # type: ignore[union-attr]
     failed = next(line for line in lines if "of step" in line and "failed" in line)
@@ -97,7 +90,7 @@ def test_a_file_system_that_does_not_answer_stops_no_step(tmp_path: Path, data_d
     fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 4096)
     words = ["--train.max_steps=100000"]
     process = start_train(*TINY, f"--data.dataset_path={data_dir}", f"--run.dir={run}", *words)
-    wait_until(lambda: (run / "status.json").exists(), process)
+    until(lambda: (run / "status.json").exists(), alive=(process,))
     assert "metrics.jsonl: no answer from the file system" in process.stderr.readline()  # type: ignore[union-attr]
     text = b""
     process.send_signal(signal.SIGINT)
@@ -105,7 +98,7 @@ def test_a_file_system_that_does_not_answer_stops_no_step(tmp_path: Path, data_d
         with contextlib.suppress(BlockingIOError):
             text += os.read(pipe, 1 << 16)
         time.sleep(0.001)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, out + err
     assert "answers again" in err and status(run)["state"] == "stopped"
     with contextlib.suppress(BlockingIOError):
@@ -124,7 +117,7 @@ def test_out_of_memory_is_recorded_whatever_the_planner_does(
 ) -> None:
     run, step = tmp_path / "run", "kempner.data.loader:TrainLoader.__next__:before nth=2"
     at = "at=kempner.extensions.planner.out_of_memory:estimate_memory:before"
-    faults = {"works": "", "fails": f"fail {at}", "hangs": f"hold {at} s=600"}[planner]
+    faults = {"works": "", "fails": f"fail {at}", "hangs": f"hold {at} s={2 * LIMIT_S}"}[planner]
     process = start_train(
         *TINY, f"--data.dataset_path={data_dir}", f"--run.dir={run}", "--train.max_steps=9",
         program="tests/trainer/fault/faulty_train.py", FAULTS=f"out_of_memory at={step}\n{faults}",
@@ -132,7 +125,7 @@ def test_out_of_memory_is_recorded_whatever_the_planner_does(
     reason = ": OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB."
     if planner == "hangs":
         state = run / "status.json"  # is written after the fault
-        wait_until(lambda: state.exists() and status(run)["state"] == "failed", process)
+        until(lambda: state.exists() and status(run)["state"] == "failed", alive=(process,))
         process.kill()
     _, err = process.communicate(timeout=120)
     events = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]

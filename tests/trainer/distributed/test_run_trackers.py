@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,13 +15,7 @@ import pytest
 
 from tests.conftest import ROOT, TINY, Train, losses, start_train, status
 from tests.trackers import FAKE, rows, shown
-
-
-def wait_until(true: Callable[[], object]) -> None:
-    end = time.monotonic() + 100
-    while not true():
-        assert time.monotonic() < end, "not so after 100 s"
-        time.sleep(0.02)
+from tests.waiting import LIMIT_S, until
 
 
 @pytest.fixture
@@ -71,28 +64,28 @@ def test_trackers_that_fail_do_not_touch_the_training(
         return (run / "metrics.jsonl").exists() and max(losses(run), default=0) >= step
 
     process = start(*words, **env)
-    wait_until(lambda: shown(run))
+    until(lambda: shown(run))
     os.kill(processes(run)["tensorboard"], signal.SIGKILL)
-    wait_until(lambda: "tensorboard" not in processes(run))
+    until(lambda: "tensorboard" not in processes(run))
     step = max(losses(run))
-    wait_until(lambda: has(step + 20))
+    until(lambda: has(step + 20))
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, out + err
     for name in ("tensorboard", "wandb"):
         assert f"WARNING: tracker {name} does not have the last points" in out
     assert status(run)["state"] == "interrupted" and "Traceback" not in out + err
     assert rows(server) == []
-    wait_until(lambda: not processes(run))
+    until(lambda: not processes(run))
     assert list(losses(run)) == list(range(1, 1 + int(str(status(run)["step"]))))
 
     (server / "silent").unlink()
     saved = int(str(status(run)["step"]))
     process = start(*words, **env)
-    wait_until(lambda: has(saved + 5))
+    until(lambda: has(saved + 5))
     process.kill()
     process.communicate()
-    wait_until(lambda: not processes(run))  # they end by themselves
+    until(lambda: not processes(run))  # they end by themselves
     assert list(shown(run)) == list(losses(run))
 
     done = train(run, *more, f"--train.max_steps={saved + 3}", **env)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, TINY, Train, losses, start_train
+from tests.waiting import LIMIT_S
 
 NODES = ("--nodes=128", "--gpus-per-node=8")
 WORDS = ("--checkpoint.keep_last_n=99", "--schedule.name=constant")
@@ -41,7 +42,7 @@ def test_saves_by_the_clock_are_of_one_step_and_cost_what_is_recorded(
     told = [
         subprocess.run(
             [sys.executable, "scripts/report.py", run, *more],
-            cwd=ROOT, capture_output=True, text=True, timeout=60,
+            cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S,
         ).stdout
         for more in ((), ("--html", page))
     ]  # fmt: skip
@@ -78,5 +79,5 @@ def test_saves_by_the_clock_are_of_one_step_and_cost_what_is_recorded(
 def test_the_check_says_what_saves_will_do(words: tuple[str, ...], code: int, told: str) -> None:
     words = (*TINY, "--data.dataset_path=fake:", "--distributed.device=cpu", *words, "--check")
     process = start_train(*words)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == code and told in err, err

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from tests.conftest import (
     start_train,
     status,
 )
+from tests.waiting import LIMIT_S, until
 
 
 def checkpoints(run_dir: Path) -> list[str]:
@@ -197,12 +197,10 @@ def test_a_signal_saves_and_leaves(
     run_dir = tmp_path / "run"
     words = [*TINY, "--train.max_steps=100000", f"--data.dataset_path={data_dir}"]
     process = start_train(*words, f"--run.dir={run_dir}")
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (run_dir / "metrics.jsonl").exists():
-        time.sleep(0.05)
+    until((run_dir / "metrics.jsonl").exists, alive=(process,))
     process.send_signal(number)
     process.send_signal(number)  # the second of a kind changes nothing
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, out + err
     ended = status(run_dir)
     assert ended["state"] == state
@@ -217,12 +215,10 @@ def test_files_ask_for_a_save_and_for_a_stop(data_dir: Path, tmp_path: Path) -> 
     (run_dir / "REPLAY").touch()
     words = [*TINY, "--train.max_steps=100000", f"--data.dataset_path={data_dir}"]
     process = start_train(*words, f"--run.dir={run_dir}", nproc=2)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not list(run_dir.glob("checkpoints/step_*[0-9]")):
-        time.sleep(0.05)
+    until(lambda: list(run_dir.glob("checkpoints/step_*[0-9]")), alive=(process,))
     assert process.poll() is None, process.communicate()
     (run_dir / "STOP").touch()
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, out + err
     assert status(run_dir)["state"] == "stopped"
     assert len(list(run_dir.glob("checkpoints/step_*"))) == 2

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,10 @@ from kempner.jobs.lock import LOST_LOCK_EXIT
 from kempner.jobs.records import event_reader, events
 from kempner.jobs.system.files import read_jsonl
 from tests.conftest import TINY, start_train, status
+from tests.waiting import LIMIT_S, until
 
 BEAT_S = 0.5
 LOCK = f"BEAT_S={BEAT_S} MISSED_S=8 DEAD_S=15 LOOK_S=0.1"
-LIMIT_S = 240.0
 SQUEUE = """#!/bin/bash
 [[ $* == *--me* ]] && exit
 echo 'slurm_load_jobs error: Socket timed out on send/recv operation' >&2
@@ -48,22 +46,13 @@ class Trainer:
 
     def wait_for_lines(self, attempt: int, count: int) -> None:
         """Until this attempt has trained so many steps."""
-        wait_for(lambda: len(lines(self.run_dir, attempt)) >= count, self.process)
+        until(lambda: len(lines(self.run_dir, attempt)) >= count, alive=(self.process,))
 
     def stop(self) -> None:
         """In order, and it saves."""
         (self.run_dir / "STOP").touch()
         code, said = self.end()
         assert code == 0 and status(self.run_dir)["state"] == "stopped", said
-
-
-def wait_for(holds: Callable[[], bool], *alive: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < end
-        for process in alive:
-            assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
 
 
 def lines(run_dir: Path, attempt: int | None = None) -> list[dict[str, Any]]:
@@ -156,7 +145,7 @@ def test_one_of_two_newcomers_trains(start: Start, tmp_path: Path) -> None:
     dead = {"cluster": "b", "host": "node9", "kernel": "gone", "pid": 7, "born": "1", "job": "3"}
     (tmp_path / "run/lock").write_text(json.dumps(dead))
     both = [start(f"node{k}", SLURM_JOB_ID=f"1{k}") for k in (2, 3)]
-    wait_for(lambda: any(each.process.poll() is not None for each in both))
+    until(lambda: any(each.process.poll() is not None for each in both))
     (refused,) = [each for each in both if each.process.poll() is not None]
     (other,) = [each for each in both if each is not refused]
     code, said = refused.end()

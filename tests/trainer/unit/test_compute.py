@@ -32,6 +32,7 @@ from kempner.train.checks import combination_problems
 from kempner.train.levers import package_problems
 from kempner.train.resilience.straggler import BlockClock
 from kempner.train.sections import RunConfig, TrainConfig
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("one_process")
 SHAPE = ModelConfig(vocab_size=64, dim=32, n_layers=3, n_heads=4, ffn_dim=48)
@@ -105,7 +106,9 @@ def test_the_compiler_is_imported_when_something_is_compiled() -> None:
         assert torch._dynamo.config.cache_size_limit and torch._dynamo is not late
         assert len(graphs) == 1
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert done.returncode == 0, done.stderr
 
 

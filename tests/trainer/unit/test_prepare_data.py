@@ -35,6 +35,7 @@ from kempner.data.text.tokenizer import Tokenizer, load_tokenizer
 from kempner.extensions.generate.load import words_of_run
 from tests.conftest import load_program
 from tests.trainer.distributed.test_bad_input import without_privileges
+from tests.waiting import LIMIT_S
 
 REPO = Path(__file__).resolve().parents[3]
 COMMAND = [sys.executable, str(REPO / "scripts/prepare_data.py")]
@@ -502,7 +503,7 @@ def test_ctrl_c_is_answered_in_one_line(tmp_path: Path) -> None:
         assert process.poll() is None, process.communicate()
         time.sleep(0.001)
     os.killpg(process.pid, signal.SIGINT)
-    said = process.communicate(timeout=30)[1]
+    said = process.communicate(timeout=LIMIT_S)[1]
     assert process.returncode == 130
     assert "interrupted; run the same command again" in said and len(said.splitlines()) == 1
 
@@ -516,7 +517,7 @@ def test_a_killed_worker_is_noticed(tmp_path: Path) -> None:
         time.sleep(0.001)
     with contextlib.suppress(ProcessLookupError):
         os.kill(children(process.pid)[-1], signal.SIGKILL)
-    said = process.communicate(timeout=30)[1]
+    said = process.communicate(timeout=LIMIT_S)[1]
     assert process.returncode == 1 and "a worker was killed" in said
 
 

@@ -21,6 +21,7 @@ from kempner.train.resilience.requests import (
     StopRequests,
     requested_verdict,
 )
+from tests.waiting import until
 
 
 def requests() -> StopRequests:
@@ -69,9 +70,7 @@ def test_a_file_system_that_fails_is_asked_again(
     stop._unsaid = []
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     stop.begin(run, lambda: 0.0)
-    end = time.monotonic() + 10
-    while not said and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: said)
     assert said == ["STOP file: stopped by the user"] and not (tmp_path / "STOP").exists()
     assert any(thread.name == "stop files" for thread in threading.enumerate())
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests import zygote
 from tests.conftest import ROOT, clean_env
+from tests.waiting import LIMIT_S
 
 PROBE = """\
 import atexit, json, os, pickle, random, signal, sys, threading
@@ -60,7 +61,7 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ends(start: Any, words: list[str], **more: Any) -> tuple[Any, ...]:
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     process = start([sys.executable, *words], **streams, text=True, **more)
-    out, err = process.communicate("a\nb", timeout=60)
+    out, err = process.communicate("a\nb", timeout=LIMIT_S)
     first, *rest = out.splitlines()
     about = json.loads(first)
     about["env"].pop(zygote.OWNER, None)
@@ -89,7 +90,7 @@ def test_what_a_fork_cannot_have_starts_truly(probe: Path) -> None:
             "stdin": subprocess.DEVNULL,
         } | more
         with zygote.Popen(words, **more) as process:
-            assert process.wait(60) == 0
+            assert process.wait(LIMIT_S) == 0
         return process.forked
 
     script = [sys.executable, probe, "0"]
@@ -118,7 +119,7 @@ def test_signals_and_waits(tmp_path: Path) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.01)
         process.send_signal(number)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=LIMIT_S)
         assert process.returncode == -number and process.poll() == -number
         assert ("KeyboardInterrupt" in err) == (number == signal.SIGINT)
 
@@ -142,7 +143,7 @@ def test_ranks_of_torchrun_are_forks(tmp_path: Path) -> None:
     )
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = zygote.run(
-        [sys.executable, *words], env=clean_env(), capture_output=True, text=True, timeout=100
+        [sys.executable, *words], env=clean_env(), capture_output=True, text=True, timeout=LIMIT_S
     )
     assert sorted(done.stdout.splitlines()) == ["0 True True", "1 True True"]
     assert done.returncode == 1 and "exitcode  : -9" in done.stderr, done.stderr
