@@ -12,10 +12,21 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, TINY, Train, losses, start_train
+from tests.trainer.distributed.test_start_hang import start
 from tests.waiting import LIMIT_S
 
 NODES = ("--nodes=128", "--gpus-per-node=8")
 WORDS = ("--checkpoint.keep_last_n=99", "--schedule.name=constant")
+
+
+def test_a_rank_that_is_slow_to_save_is_named(tmp_path: Path) -> None:
+    """By rank 0; the other ranks, which know no hosts, go on."""
+    fault = "hold at=kempner.checkpoint.checkpointer:write_file:before s=2 rank=1\nslow ms=20"
+    words = ("--train.max_steps=40", "--checkpoint.interval=20")
+    ranks = [start(tmp_path / "run", rank, fault, *words) for rank in (0, 1)]
+    said = [process.communicate(timeout=LIMIT_S) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], said
+    assert "straggler: rank 1 on " in said[0][0] and " is slow to save" in said[0][0], said
 
 
 def saved(run: Path) -> list[int]:

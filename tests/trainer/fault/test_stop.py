@@ -66,7 +66,6 @@ def test_time_limit(broken_run: Submit, form: str) -> None:
     until(lambda: run.decisions() == ["requeue"])
     (end,) = run.events("end")
     assert (end["state"], end["step"]) == ("interrupted", status(run.dir)["step"])
-    run.cluster.ask("scancel", run.job)
 
 
 @pytest.mark.soak

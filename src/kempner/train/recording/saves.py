@@ -126,6 +126,8 @@ class Saves:
 
     def _name_slow_rank(self, step: int) -> None:
         """Name the rank whose part of a save took much longer than those of the others."""
+        if self._run.world.rank:
+            return  # rank 0 alone knows the hosts of all
         rank, seconds, others = self.checkpointer.slowest_write or (0, 0.0, 0.0)
         if seconds > max(SLOW_WRITE * others, others + WAIT_S):
             from kempner.train.resilience.straggler_report import describe_slow_save
