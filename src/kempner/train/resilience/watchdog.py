@@ -122,7 +122,7 @@ class Watchdog:
 
     @property
     def is_patient(self) -> bool:
-        """Whether something may take longer than a step."""
+        """True while something may take longer than a step."""
         return self._patience > 0.0
 
     @property
@@ -172,8 +172,8 @@ class Watchdog:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """In a patient() section, a part that takes no longer than a step does, such as a batch of
-        a validation: it has the step's limit. The first one of a name has not: it may compile."""
+        """Judge a part of a patient() section as a step, such as a batch of a validation, which
+        takes no longer than one. The first part of a name is not: it may compile."""
         patience = self._patience
         self._beat = time.monotonic()
         if name in self._parts:
