@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from kempner.train.resilience.inquiry import Inquiry
 from kempner.train.resilience.suspects import (
     ANSWERS,
     KERNEL,
@@ -127,3 +129,20 @@ def test_a_pause_of_the_judge_is_no_time_of_the_suspect() -> None:
 def test_an_answer_is_read_as_it_was_written() -> None:
     whole = answer(3, other=1, other_seen=Seen("D", 1.0, wchan="f"), place="\u00e9")
     assert Answer.parse(whole.write()) == whole
+
+
+def test_who_says_nothing_is_recorded_with_who_is_stuck() -> None:
+    """Of two stopped ranks of a node the second has nobody beside it who could see that."""
+    words = ("rank 1 does not answer", "rank 2 is stopped (SIGSTOP)")
+    found = [
+        Suspect(2, "stopped", words[1], (ANSWERS, KERNEL), held=11.0),
+        Suspect(1, "unseen", words[0], (ANSWERS,), held=8.0),
+        Suspect(3, "works", "rank 3 lags", (RECORDERS,), held=8.0),
+    ]
+    inquiry = Inquiry.__new__(Inquiry)
+    inquiry._judge = SimpleNamespace(look=lambda *_: found)  # type: ignore[assignment]
+    inquiry._dog = SimpleNamespace(age=20.0, step=24, say=lambda _: None)  # type: ignore[assignment]
+    inquiry._began, inquiry._round, inquiry._named = 0.0, 2.0, set()
+    inquiry._judge_look(20.0, Look({}))
+    assert [suspect.rank for suspect in inquiry.stuck] == [1, 2]
+    assert all(each in inquiry.reason for each in words) and "rank 3" not in inquiry.reason

@@ -257,7 +257,7 @@ class Inquiry:
         if any(suspect.doing != "differs" for suspect in self.stuck):
             # Others that say nothing have not been silent for as long, but go with it.
             quiet = [s for s in self.suspects if not s.is_stuck and ANSWERS in s.sources]
-            self.stuck += quiet
+            self.stuck = sorted([*self.stuck, *quiet], key=lambda suspect: suspect.rank)
         if self.stuck:
             sources = dict.fromkeys(name for s in self.stuck for name in s.sources)
             self.reason = (
