@@ -22,7 +22,7 @@ SETTINGS = (
     "--checkpoint.interval=4",
     "--checkpoint.keep_last_n=99",
 )
-SPIKES = ("--resilience.spike_sigma=8", f"--resilience.spike_window={WINDOW}")
+SPIKES = ("--resilience.spike_sigma=60", f"--resilience.spike_window={WINDOW}")
 LOUD_STEP = f"loud {LOUD} by=100"
 SOAK = pytest.mark.soak
 Runs = Callable[..., Path]

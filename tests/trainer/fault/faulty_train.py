@@ -176,7 +176,9 @@ def change_labels(fault: dict[str, str], label: int) -> None:
 
     def read(self: Any, position: int, step: int) -> Any:
         micro_batches = real(self, position, step)
-        if int(fault["from"]) <= position < int(fault["to"]) and strikes(fault):
+        # A position that is left out is read from behind the gap.
+        first, _ = self._ranges(position, 1)[0]
+        if int(fault["from"]) <= first < int(fault["to"]) and strikes(fault):
             for batch in micro_batches:
                 batch.targets.fill_(label)
         return micro_batches
