@@ -288,8 +288,7 @@ def test_one_run_on_1_2_4_and_8_tasks_in_turn(broken_run: Submit) -> None:
         run.wait_for_step(step)
         run.cluster.ask("scancel", "--signal=USR1", run.job)
         until(lambda n=start: run.decisions().count("requeue") == n)  # type: ignore[misc]
-        run.cluster.ask("scancel", run.job)  # to continue in another shape
-        run.wait()
+        run.end()  # to continue in another shape
         run.submit(tasks=tasks, options=[f"--nodes={nodes}"], faults=slow)
     assert run.wait() == 0
     run.assert_complete(attempts=4)

@@ -159,6 +159,12 @@ def test_two_kinds_of_blocks(
 
 
 @pytest.mark.soak
-def test_the_loss_takes_one_size(blocks: list[tuple[str, bool]]) -> None:
-    run(SHAPE, LONGER, MORE)
-    assert [name for name, _ in blocks].count("loss") == 4  # 2, 3 and 4 rows; the validation's 4
+@pytest.mark.parametrize(
+    ("ramps", "sizes"), [((), [False, False]), ((LONGER, MORE), [False, True, True])]
+)
+def test_the_loss_takes_one_size_until_it_changes(
+    blocks: list[tuple[str, bool]], ramps: tuple[str, ...], sizes: list[bool]
+) -> None:
+    """Of a step and of a validation; with ramps it is compiled once more, for all sizes."""
+    run(SHAPE, *ramps)
+    assert [changes for name, changes in blocks if name == "loss"] == sizes
