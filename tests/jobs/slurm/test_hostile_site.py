@@ -419,7 +419,7 @@ def assert_refused(site: Site, folder: Path, first: str, second: str) -> None:
 def test_a_second_job_of_a_user_with_squeue_states(site: Site) -> None:
     folder = site.folder("second")
     first = train(site, folder)
-    site.cluster.wait_for("step    20/", folder / f"{first}.out")
+    site.cluster.wait_for("step  20/", folder / f"{first}.out")
     assert_refused(site, folder, first, train(site, folder))
 
 
@@ -430,7 +430,7 @@ def test_a_second_job_of_a_teammate(site: Site) -> None:
     folder.chmod(0o777)
     quiet = {"SQUEUE_STATES": "", "SQUEUE_PARTITION": "", "SQUEUE_FORMAT": ""}
     first = train(site, folder, **quiet)
-    site.cluster.wait_for("step    20/", folder / f"{first}.out")
+    site.cluster.wait_for("step  20/", folder / f"{first}.out")
     for path in (folder / "run", *(folder / "run").rglob("*")):
         os.chmod(path, 0o777, follow_symlinks=True) if path.exists() else None
     assert_refused(site, folder, first, train(site, folder, user="mallory", **quiet))
@@ -454,10 +454,11 @@ def test_a_second_job_of_another_cluster(site: Site, tmp_path: Path) -> None:
         more = {"cwd": tmp_path, "env": {**env, **cluster}}
         jobs.append(site.cluster.sbatch("multinode.sh", *words, options=options, **more))
         if where == "here":
-            site.cluster.wait_for("step    20/", tmp_path / "here.out")
+            site.cluster.wait_for("step  20/", tmp_path / "here.out")
     there = tmp_path / "there.out"
     try:
-        until(lambda: any(words in there.read_text() for words in ("is in use by", "step    ")))
+        until(there.exists)
+        until(lambda: any(words in there.read_text() for words in ("is in use by", "step   ")))
         assert "is in use by" in there.read_text()
         assert site.cluster.state(jobs[0]) == "RUNNING"
     finally:
