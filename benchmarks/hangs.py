@@ -35,8 +35,10 @@ FAULTS = {
     # Only named: a save has half an hour.
     "save": "hold at=kempner.checkpoint.checkpointer:Checkpointer._write:before s=600",
 }
-VALIDATES = ("--eval.interval=10", "--eval.samples=18")
-MORE = {"validation": VALIDATES, "save": ("--checkpoint.interval=20",)}
+MORE = {
+    "validation": ("--eval.interval=10", "--eval.samples=18"),
+    "save": ("--checkpoint.interval=20",),
+}
 WORDS = (
     "--model.vocab_size=64", "--model.dim=32", "--model.n_layers=1", "--model.n_heads=4",
     "--model.n_kv_heads=4", "--model.ffn_dim=32", "--train.seq_len=32", "--train.max_steps=100000",

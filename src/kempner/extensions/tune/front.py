@@ -8,7 +8,6 @@ import math
 import os
 import shlex
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,7 @@ from kempner.jobs.ranks.host_memory import available_memory
 from kempner.jobs.ranks.placement import World, discover_world
 from kempner.jobs.report.tables import format_duration
 from kempner.jobs.system.directories import Kind, refuse_others
-from kempner.jobs.system.files import write_atomic
+from kempner.jobs.system.files import try_to_write, write_atomic
 from kempner.jobs.system.seal import refuse_other_file
 from kempner.train import lookup
 from kempner.train.configure import (
@@ -122,12 +121,12 @@ def _refuse_out(out: Path) -> None:
 
 
 def _unwritable(folder: Path) -> str:
-    """Return why no file can be made there; "" if one can. os.access() knows nothing of /proc."""
+    """Return why no file can be made there; "" if one can."""
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            return ""
+        try_to_write(folder)
     except OSError as error:
         return str(error.strerror)
+    return ""
 
 
 def tune(command: Command, cfg: RunConfig, options: TuneOptions, stop: StopRequests) -> int:

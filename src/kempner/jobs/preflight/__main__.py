@@ -16,7 +16,6 @@ import errno
 import json
 import math
 import sys
-import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +35,7 @@ from kempner.jobs.preflight.history import keep_speeds
 from kempner.jobs.preflight.storage import ask_storage, judge_storage
 from kempner.jobs.preflight.verdict import NodeResult, Report, blame_late, compare_nodes, slow_nodes
 from kempner.jobs.ranks.process_group import allow_open_files
-from kempner.jobs.system.files import write_atomic
+from kempner.jobs.system.files import try_to_write, write_atomic
 from kempner.jobs.system.front_door import NoFreePort
 
 CHECK_IN_S = 120.0  # for half of the tasks to start and to import torch,
@@ -76,8 +75,7 @@ def main(argv: list[str]) -> int:
     if not 0 <= options.least < math.inf:
         parser.error(f"--least {options.least:g}: must be a number of MB/s from 0")
     try:
-        with tempfile.TemporaryFile(dir=options.dir):
-            pass
+        try_to_write(options.dir)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # these are told below
             fix = "give a directory that exists, that you may write, and that all nodes share"

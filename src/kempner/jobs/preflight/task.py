@@ -49,6 +49,7 @@ from kempner.jobs.preflight.storage import read_rate, remove_written, write_rate
 from kempner.jobs.ranks.nccl_transport import chosen_by_user
 from kempner.jobs.ranks.own_device import gpu_on_the_bus
 from kempner.jobs.ranks.placement import World, discover_world
+from kempner.jobs.system.files import try_to_write
 
 SYS = Path(os.environ.get("KEMPNER_SYS", "/sys"))
 PREFLIGHT_CONNECT_S = 120.0
@@ -266,10 +267,10 @@ def see_token(folder: Path) -> dict[str, Any]:
     else:
         return {"error": f"what the first node wrote to {file.parent} is not visible on this node"}
     try:
-        with tempfile.TemporaryFile(dir=file.parent):
-            return {}
+        try_to_write(file.parent)
     except OSError as error:
         return {"error": f"{file.parent} is not writable: {error.strerror}"}
+    return {}
 
 
 if __name__ == "__main__":

@@ -25,6 +25,15 @@ def fsync(path: Path) -> None:
         os.close(fd)
 
 
+def try_to_write(folder: Path) -> None:
+    """Make a file there that is gone at once. Raises OSError; os.access() knows nothing of /proc,
+    and for root everything is writable."""
+    import tempfile  # most programs that load this module do without it
+
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
 def write_atomic(
     path: Path, content: str | bytes | Callable[[BinaryIO], object], mode: int = 0o666
 ) -> None:
