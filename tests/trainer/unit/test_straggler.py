@@ -121,16 +121,25 @@ def test_collectives_that_become_slower_are_told_from_a_slow_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slowest", "named"),
-    [((2, 12.5, 2.0), True), ((2, 12.5, 8.0), False), ((2, 1.1, 0.2), False), (None, False)],
+    ("slowest", "rank", "named"),
+    [
+        ((2, 12.5, 2.0), 0, True),
+        ((2, 12.5, 8.0), 0, False),
+        ((2, 1.1, 0.2), 0, False),
+        (None, 0, False),
+        ((2, 12.5, 2.0), 1, False),
+    ],
 )
-def test_a_rank_that_is_slow_to_save_is_named(slowest: Any, named: bool) -> None:
+def test_a_rank_that_is_slow_to_save_is_named(slowest: Any, rank: int, named: bool) -> None:
+    """Rank 0 names it: it alone knows the hosts of all."""
     from kempner.train.recording.metrics import Clock
     from kempner.train.recording.saves import Saves
 
     said: list[str] = []
     cfg = SimpleNamespace(checkpoint=SimpleNamespace(interval=5))
-    run: Any = SimpleNamespace(cfg=cfg, announce=said.append, hosts=["a", "b", "c"])
+    hosts = ["c"] if rank else ["a", "b", "c"]
+    world = SimpleNamespace(rank=rank)
+    run: Any = SimpleNamespace(cfg=cfg, announce=said.append, hosts=hosts, world=world)
     recorder: Any = SimpleNamespace(clock=Clock(), write=lambda record: None)
     checkpointer: Any = SimpleNamespace(
         slowest_write=slowest,

@@ -98,7 +98,9 @@ def test_a_save_waits_for_the_one_before_and_says_so(
     )
     job = Job(tmp_path)
     run: Any = SimpleNamespace(
-        cfg=SimpleNamespace(checkpoint=CheckpointConfig(interval=1)), announce=said.append
+        cfg=SimpleNamespace(checkpoint=CheckpointConfig(interval=1)),
+        announce=said.append,
+        world=SimpleNamespace(rank=0),
     )
     recorder: Any = SimpleNamespace(clock=Clock(), write=lines.append)
     saves = Saves(run, job.checkpointer, recorder, contextlib.nullcontext)
@@ -121,7 +123,9 @@ def test_the_slowest_rank_counts_and_rank_0_says_that_others_save_in_waves(
     """It is in the reduction that a save has anyway."""
     job, lines = Job(tmp_path), list[dict[str, Any]]()
     run: Any = SimpleNamespace(
-        cfg=SimpleNamespace(checkpoint=CheckpointConfig(interval=1)), announce=print
+        cfg=SimpleNamespace(checkpoint=CheckpointConfig(interval=1)),
+        announce=print,
+        world=SimpleNamespace(rank=0),
     )
     recorder: Any = SimpleNamespace(clock=Clock(), write=lines.append)
     saves = Saves(run, job.checkpointer, recorder, contextlib.nullcontext)
