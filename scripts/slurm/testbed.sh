@@ -112,6 +112,8 @@ write_slurm_conf() { # <nodes> <gpus per node>
     ((gpus == 0)) || gres="Gres=gpu:${KEMPNER_TESTBED_GPU:+$KEMPNER_TESTBED_GPU:}$gpus"
     cat <<CONF
 ClusterName=testbed$ID
+# The clusters of one machine share /tmp and /dev/shm: no two of their jobs have the same number.
+FirstJobId=$((1000 * (ID - 1) + 1))
 SlurmctldHost=head(10.77.$ID.254)
 SlurmctldPort=$PORT
 SlurmdPort=$((PORT + 1))

@@ -150,9 +150,9 @@ class ModelConfig:
     def mixtures(self) -> list[int]:
         """Indices of the blocks with experts: the last of every moe_frequency blocks, as in
         Qwen3-MoE."""
-        return [
-            i for i in range(self.n_layers) if self.n_experts and not (i + 1) % self.moe_frequency
-        ]
+        if not self.n_experts:
+            return []
+        return list(range(self.moe_frequency - 1, self.n_layers, self.moe_frequency))
 
     @property
     def dense_width(self) -> int:

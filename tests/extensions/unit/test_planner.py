@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +35,7 @@ from kempner.model.attention import Visible
 from kempner.model.decoder import Decoder
 from kempner.optim.build import build_optimizer
 from kempner.optim.config import STATE
+from kempner.parallel import context
 from kempner.parallel.layout import axis_sizes
 from kempner.train.configure import check_world, load_config
 from kempner.train.sections import BUDGETS, RunConfig
@@ -178,6 +181,40 @@ def test_every_axis_divides_what_it_cuts() -> None:
     layers, tokens, often = 32 / 2, 4_194_304 / 2, 3  # with recomputation
     stream = tokens / 2 * 4096 * 2
     assert sent["tensor parallel"].size == 4 * often * layers * stream / 2
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 4), (1, 8)])
+def test_an_exchange_for_heads_sends_what_is_counted(
+    tp: int, cp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four key-value heads: with eight ranks two have the same."""
+    words = [f"--distributed.{axis}" for axis in (f"tp={tp}", f"cp={cp}", "cp_method=ulysses")]
+    words += ["--model.n_kv_heads=4", "--train.micro_batch=1", "--train.seq_len=64"]
+    cfg = load_config([SEVEN], [*words, "--train.global_batch_tokens=64"])
+    sent: list[int] = []
+
+    def exchange(output: torch.Tensor, x: torch.Tensor, group: object) -> None:
+        sent.append(x.numel())
+        output.copy_(x)
+
+    monkeypatch.setattr(context.dist, "all_to_all_single", exchange)
+    group: Any = SimpleNamespace(size=lambda: cp)
+    heads, kv_heads, width = 32 // tp, 4 // tp, 128
+    q, k, v = (torch.zeros(1, n, 64 // cp, width) for n in (heads, kv_heads, kv_heads))
+    q.requires_grad_()
+    context.ulysses_attention(q, k, v, Visible(None), group).sum().backward()
+    traffic = {each.what: each for each in network_bytes(cfg, tp * cp, 8)}
+    counted = traffic["context parallel: heads"]
+    assert counted.size == 32 * 2 * sum(sent) * (cp - 1) / cp  # blocks, bytes of bf16
+    assert counted.messages == 32 * len(sent) and not counted.hidden
+
+
+def test_the_way_to_share_a_sequence_is_a_proposal_of_its_own() -> None:
+    """The exchange has a faster kernel than the ring, and within a node its wait is short."""
+    words = ["--distributed.cp_method=ring"]
+    cfg = load_config([str(ROOT / "configs/scale/7b-128k.toml")], words)
+    best = best_candidates(cfg, 8, 8, GPUS["H100"], check_world)[0]
+    assert best.overrides == {"distributed.cp_method": "ulysses"}
 
 
 def test_nobody_is_promised_60_percent() -> None:

@@ -27,7 +27,7 @@ SHIPPED = [
 MESHES = {
     "7b-1node": (1, 8), "7b-2nodes": (2, 8), "7b-8nodes": (8, 8), "7b-32nodes": (32, 8),
     "13b-1node": (1, 8), "13b-2nodes": (2, 8), "13b-8nodes": (8, 8), "13b-32nodes": (32, 8),
-    "7b-memory-tight": (1, 1), "7b-muon": (2, 8), "7b-32k": (1, 8), "7b-128k": (1, 1),
+    "7b-memory-tight": (1, 1), "7b-muon": (2, 8), "7b-32k": (1, 4), "7b-128k": (1, 1),
     "moe-30b-1node": (1, 8), "moe-30b-2nodes": (2, 8),
     "70b-2nodes": (1, 16), "70b-8nodes": (1, 64), "70b-32nodes": (4, 64),
     "70b-32nodes-pp": (8, 8),

@@ -201,11 +201,8 @@ def activation_bytes(
         group = Group.of(n, 1, per_node)
         size = count * stream * (n - 1) / n
         traffic.append(group.traffic(TENSOR_PARALLEL, size, False, count * passes))
-    if (n := axes.cp) > 1:
-        keys = 2 * model.kv_heads * model.resolved_head_dim * tokens / axes.cp * compute / axes.tp
-        count = (often + 1) * layers * (n - 1)  # backward sends keys and their gradients
-        group = Group.of(n, axes.tp, per_node)._replace(ways=1)  # a ring: one link between nodes
-        traffic.append(group.traffic("context parallel: keys", count * keys, True, count * passes))
+    if axes.cp > 1:
+        traffic.append(context_traffic(cfg, axes, stream, often * layers, passes, per_node))
     if (n := cfg.distributed.ep) > 1:
         # To the experts and back, in the forward and in the backward pass.
         count = 2 * often * len(model.mixtures) / axes.pp
@@ -224,6 +221,25 @@ def activation_bytes(
         # A stage sends to the next one alone.
         traffic.append(sent._replace(nodes=min(2, group.nodes)))
     return traffic
+
+
+def context_traffic(
+    cfg: RunConfig, axes: Axes, stream: float, calls: float, passes: int, per_node: int
+) -> Traffic:
+    """Traffic of the ranks that share a sequence (parallel/context.py). `stream`: bytes of a rank's
+    activations between two blocks, of all passes; `calls`: of attention, in a pass."""
+    model, n = cfg.model, axes.cp
+    head = stream * model.resolved_head_dim / model.dim  # bytes of one, for all tokens
+    kv_heads, group = model.kv_heads // axes.tp, Group.of(n, axes.tp, per_node)
+    if cfg.distributed.cp_method == "ring":
+        # Backward sends keys and their gradients.
+        count = (calls + model.n_layers / axes.pp) * (n - 1)
+        group = group._replace(ways=1)  # one link between nodes
+        size = count * 2 * kv_heads * head
+        return group.traffic("context parallel: keys", size, True, count * passes)
+    kv_heads *= n // math.gcd(n, kv_heads)  # copies, so that each rank has as many
+    size = calls * 2 * (model.n_heads / axes.tp + kv_heads) * head * (n - 1) / n
+    return group.traffic("context parallel: heads", size, False, 2 * calls * passes)
 
 
 class Time(NamedTuple):

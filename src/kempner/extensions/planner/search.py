@@ -30,6 +30,7 @@ from kempner.train.sections import RunConfig
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 RECOMPUTE = ("none", "selective", "full")
 WITHIN = (1, 2, 4, 8)  # ranks of a node that share a product or a sequence
+METHODS = [{"distributed.cp_method": method} for method in ("ring", "ulysses")]
 MESH = ("dp_shard", "dp_replicate", "nodes_per_fsdp_group", "tp", "cp", "pp")
 UNUSED: dict[str, Any] = {  # where a search begins, whatever the configuration has
     "distributed.sync_once": False,
@@ -139,15 +140,17 @@ def lever_candidates(cfg: RunConfig, world_size: int) -> Iterator[dict[str, Any]
 
 
 def mesh_choices(world_size: int) -> list[dict[str, Any]]:
-    """List the sizes of the axes that divide so many ranks, by section.key."""
+    """List the sizes of the axes that divide so many ranks, by section.key, and both ways to share
+    a sequence."""
     small = [n for n in range(1, math.isqrt(world_size) + 1) if world_size % n == 0]
     shards = sorted({*small, *(world_size // n for n in small)})
     return [
         {"distributed.dp_shard": shard, "distributed.tp": tp, "distributed.cp": cp,
          "distributed.pp": pp, "distributed.dp_replicate": -1,
-         "distributed.nodes_per_fsdp_group": None}
+         "distributed.nodes_per_fsdp_group": None, **method}
         for shard, tp, cp, pp in itertools.product(shards, WITHIN, WITHIN, (1, 2, 4))
         if world_size % (shard * tp * cp * pp) == 0
+        for method in ([{}] if cp == 1 else METHODS)
     ]  # fmt: skip
 
 
