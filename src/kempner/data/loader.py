@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from kempner.data.batch import MicroBatch
-from kempner.data.formats.joined import read_mixed
 from kempner.data.mixture import Mixture
 from kempner.data.permute import shuffled_indices
 from kempner.data.source import IGNORE, Int64, SampleRows, Source
@@ -95,15 +94,22 @@ class TrainLoader:
         if any(source.ordered for source in self.sources):
             return None
         numbers, indices = self.mixture.draw(0, min(LENGTH_SAMPLES, self._stages[0].batch))
-        if read_mixed(self.sources, numbers[:1], indices[:1]).documents is None:
+        if self._rows(numbers[:1], indices[:1]).documents is None:
             return None
-        rows = read_mixed(self.sources, numbers, indices)
+        rows = self._rows(numbers, indices)
         assert rows.documents is not None
         index = np.pad(rows.documents, ((0, 0), (1, 0)), constant_values=-1)
         at = np.arange(rows.documents.shape[1])
         begins = np.where(index[:, 1:] != index[:, :-1], at, 0)
         keys = 1 + at - np.maximum.accumulate(begins, axis=1)  # [N, T]
         return float(np.minimum(keys, window or keys.shape[1]).mean())
+
+    def _rows(self, numbers: Int64, indices: Int64) -> SampleRows:
+        if len(self.sources) == 1:
+            return self.sources[0].read(indices)
+        from kempner.data.formats.joined import read_mixed  # one source needs none of it
+
+        return read_mixed(self.sources, numbers, indices)
 
     # --- what the loop and the recorder ask of any loader (kempner.train.extensions.Loader) ---
 
@@ -213,10 +219,7 @@ class TrainLoader:
         _, first = self._ranges(position, self._rank * share)[-1]
         draws = [self.mixture.draw(begin, end - begin) for begin, end in self._ranges(first, share)]
         numbers, indices = (np.concatenate(column) for column in zip(*draws, strict=True))
-        if len(self.sources) == 1:
-            rows, sources = self.sources[0].read(indices), None
-        else:
-            rows, sources = read_mixed(self.sources, numbers, indices), numbers
+        rows, sources = self._rows(numbers, indices), None if len(self.sources) == 1 else numbers
         if stage.pieces > 1:
             rows = rows.cut(stage.pieces)
             sources = None if sources is None else sources.repeat(stage.pieces)

@@ -8,12 +8,12 @@ import math
 import os
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kempner.jobs.records import results
 from kempner.jobs.system.files import LineFile
 from kempner.train.objective import Objective
 from kempner.train.progress import Progress
@@ -199,7 +199,14 @@ class Recorder:
         """Add the results of scripts/eval.py: this process is the only writer of the file."""
         if (file := self._file) is not None:
             run_dir = self.run.dir
-            self.run.background.put(lambda: results.add_results(run_dir, file.write), self._path)
+            self.run.background.put(lambda: _add_results(run_dir, file.write), self._path)
+
+
+def _add_results(run_dir: Path, write: Callable[[str], object]) -> None:
+    if (run_dir / "eval").is_dir():
+        from kempner.jobs.records.results import add_results  # few runs are evaluated
+
+        add_results(run_dir, write)
 
 
 def memory_gib(device: torch.device) -> float:
