@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -71,18 +71,16 @@ def best_candidates(
 ) -> list[Candidate]:
     """Return the fastest combinations by the estimate that fit; among equals, those with fewer
     changes. `host`: bytes of a node that may be offloaded to."""
-    candidates, problems = [], problems_of(cfg)
-    _, ranks, near = one_replica(cfg, world_size, per_node)
-    for levers in lever_candidates(cfg, ranks):
-        overrides = lever_changes(cfg, levers, ranks, near)
-        other = changed_by(cfg, overrides)
-        # What is wrong with the configuration itself speaks against none of its changes.
-        if problems_of(other) - problems or check(other, world_size, per_node):
-            continue
-        memory = estimate_memory(other, world_size, per_node)
-        if memory.peak <= gpu.usable and host_offload_bytes(other, world_size, per_node) <= host:
-            time = step_seconds(other, world_size, per_node, gpu)
-            candidates.append(Candidate(overrides, memory, time))
+    candidates = []
+    for combination in combinations_of(cfg, world_size, per_node, check):
+        for overrides in combination:
+            other = changed_by(cfg, overrides)
+            memory = estimate_memory(other, world_size, per_node)
+            if memory.peak > gpu.usable:
+                break  # larger micro-batches need more
+            if host_offload_bytes(other, world_size, per_node) <= host:
+                time = step_seconds(other, world_size, per_node, gpu)
+                candidates.append(Candidate(overrides, memory, time))
     candidates.sort(
         key=lambda candidate: (
             # Rounded to milliseconds: among equals the one with fewer changes wins.
@@ -102,12 +100,8 @@ def best_candidates(
 def why_none(cfg: RunConfig, world_size: int, per_node: int, check: Check) -> str:
     """Return what to do if best_candidates() finds nothing: memory is the reason if any combination
     passes the checks."""
-    problems = problems_of(cfg)
-    _, ranks, near = one_replica(cfg, world_size, per_node)
-    for levers in lever_candidates(cfg, ranks):
-        other = changed_by(cfg, lever_changes(cfg, levers, ranks, near))
-        if not (problems_of(other) - problems or check(other, world_size, per_node)):
-            return "use more GPUs, or a smaller model"
+    if any(any(each) for each in combinations_of(cfg, world_size, per_node, check)):
+        return "use more GPUs, or a smaller model"
     smallest = check(changed_by(cfg, {"train.micro_batch": 1}), world_size, per_node)
     return "; ".join(smallest or check(cfg, world_size, per_node)) or "no combination is allowed"
 
@@ -126,17 +120,33 @@ def lever_changes(
     return changes
 
 
-def lever_candidates(cfg: RunConfig, world_size: int) -> Iterator[dict[str, Any]]:
-    """Yield values for every lever that costs or saves memory, by section.key. The ranks of a
-    replica that the axes leave are copies."""
-    meshes = mesh_choices(world_size)
+def combinations_of(
+    cfg: RunConfig, world_size: int, per_node: int, check: Check
+) -> Iterator[Iterator[dict[str, Any]]]:
+    """Yield for each combination of levers the changes with each size of micro-batch that the
+    checks accept, the smallest first. The ranks of a replica that the axes leave are copies."""
+    _, ranks, near = one_replica(cfg, world_size, per_node)
+    # What is wrong with the configuration itself speaks against none of its changes.
+    problems = problems_of(cfg)
+
+    def accepted(levers: dict[str, Any], micro_batches: Sequence[int]) -> Iterator[dict[str, Any]]:
+        for micro in micro_batches:
+            choice = {**UNUSED, "train.micro_batch": micro, **levers}
+            overrides = lever_changes(cfg, choice, ranks, near)
+            other = changed_by(cfg, overrides)
+            if not (problems_of(other) - problems or check(other, world_size, per_node)):
+                yield overrides
+
     experts = (1, 2, 4, 8) if cfg.model.n_experts else (1,)
-    values = itertools.product(meshes, experts, MICRO_BATCHES, RECOMPUTE, LEVERS)
-    for mesh, ep, micro, recompute, lever in values:
-        # A lever with a recompute of its own is one candidate, not one for each of RECOMPUTE.
-        if lever.get("train.recompute", recompute) == recompute:
-            choice = {"train.micro_batch": micro, "train.recompute": recompute}
-            yield {**UNUSED, **choice, **mesh, "distributed.ep": ep, **lever}
+    for mesh, ep in itertools.product(mesh_choices(ranks), experts):
+        axes = {**mesh, "distributed.ep": ep}
+        # Most meshes do not suit the model or the ranks, whatever else is chosen.
+        if any(any(accepted({**axes, "train.recompute": how}, (1,))) for how in RECOMPUTE):
+            for recompute, lever in itertools.product(RECOMPUTE, LEVERS):
+                # A lever with a recompute of its own is one candidate, not one for each of them.
+                if lever.get("train.recompute", recompute) == recompute:
+                    levers = {"train.recompute": recompute, **axes, **lever}
+                    yield accepted(levers, MICRO_BATCHES)
 
 
 def mesh_choices(world_size: int) -> list[dict[str, Any]]:
