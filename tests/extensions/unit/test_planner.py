@@ -30,7 +30,7 @@ from kempner.extensions.planner.memory import (
     optimizer_state,
 )
 from kempner.extensions.planner.out_of_memory import memory_advice
-from kempner.extensions.planner.search import best_candidates, changed_by, lever_changes
+from kempner.extensions.planner.search import best_candidates, changed_by, lever_changes, why_none
 from kempner.model.attention import Visible
 from kempner.model.decoder import Decoder
 from kempner.optim.build import build_optimizer
@@ -215,6 +215,16 @@ def test_the_way_to_share_a_sequence_is_a_proposal_of_its_own() -> None:
     cfg = load_config([str(ROOT / "configs/scale/7b-128k.toml")], words)
     best = best_candidates(cfg, 8, 8, GPUS["H100"], check_world)[0]
     assert best.overrides == {"distributed.cp_method": "ulysses"}
+
+
+def test_a_configuration_that_allows_no_change_is_a_proposal() -> None:
+    cfg = small("--train.micro_batch=1", "--distributed.dp_replicate=1", "--distributed.dp_shard=1")
+
+    def check(other: RunConfig, world_size: int, per_node: int) -> list[str]:
+        return [] if other == cfg else ["refused"]
+
+    assert [each.overrides for each in best_candidates(cfg, 1, 1, GPUS["H100"], check)] == [{}]
+    assert why_none(cfg, 1, 1, check) == "use more GPUs, or a smaller model"
 
 
 def test_nobody_is_promised_60_percent() -> None:

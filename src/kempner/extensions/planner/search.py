@@ -100,7 +100,8 @@ def best_candidates(
 def why_none(cfg: RunConfig, world_size: int, per_node: int, check: Check) -> str:
     """Return what to do if best_candidates() finds nothing: memory is the reason if any combination
     passes the checks."""
-    if any(any(each) for each in combinations_of(cfg, world_size, per_node, check)):
+    every = itertools.chain.from_iterable(combinations_of(cfg, world_size, per_node, check))
+    if next(every, None) is not None:
         return "use more GPUs, or a smaller model"
     smallest = check(changed_by(cfg, {"train.micro_batch": 1}), world_size, per_node)
     return "; ".join(smallest or check(cfg, world_size, per_node)) or "no combination is allowed"
@@ -141,7 +142,8 @@ def combinations_of(
     for mesh, ep in itertools.product(mesh_choices(ranks), experts):
         axes = {**mesh, "distributed.ep": ep}
         # Most meshes do not suit the model or the ranks, whatever else is chosen.
-        if any(any(accepted({**axes, "train.recompute": how}, (1,))) for how in RECOMPUTE):
+        least = (accepted({**axes, "train.recompute": how}, (1,)) for how in RECOMPUTE)
+        if next(itertools.chain.from_iterable(least), None) is not None:
             for recompute, lever in itertools.product(RECOMPUTE, LEVERS):
                 # A lever with a recompute of its own is one candidate, not one for each of them.
                 if lever.get("train.recompute", recompute) == recompute:
