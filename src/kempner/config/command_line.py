@@ -14,6 +14,7 @@ from kempner.config.values import format_value
 
 # More is a typing error.
 FLAG_MAXIMA = {"nodes": 100_000, "gpus-per-node": 1024, "host-memory": 100_000}
+DASHES = "\u2013\u2014"  # that a text program makes of two hyphens
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ def _file_or_stray(word: str, command: Command) -> None:
         fix = "put an override that has spaces in quotes, '--section.key=[1, 2]'"
     elif word and os.path.isfile(f"{word}.toml"):
         fix = f"did you mean {word}.toml?"
-    elif "." in word and "=" in word:
-        fix = f"did you mean --{word.lstrip('-')}?"
+    elif ("." in word and "=" in word) or word.startswith(tuple(DASHES)):
+        fix = f"did you mean --{word.lstrip(DASHES + '-')}?"
     command.problems.append(f"{format_value(word)}: unexpected argument; {fix}")
 
 

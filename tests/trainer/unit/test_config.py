@@ -230,6 +230,7 @@ def test_the_command_line_is_sorted(folder: Path) -> None:
         ("lr = 5", "unknown key; did you mean optimizer.lr?"),
         ('"a\\nb" = 5', "a\\nb = 5: unknown key"),
         ("xyzzy = 5", "unknown key; --help train lists all"),
+        ("base = 'b.toml'", "unknown key; base stands above the first [section]"),
         ("max_steps = 1\nmax-steps = 1", "is max_steps again"),
     ],
 )
@@ -286,6 +287,7 @@ def test_a_wrong_line_of_a_file(folder: Path, line: str, expected: str) -> None:
         ("0.95]", "in quotes, '--section.key=[1, 2]'"),
         ("train.max_steps=5", "did you mean --train.max_steps=5?"),
         ("-train.max_steps=5", "did you mean --train.max_steps=5?"),
+        ("\u2014train.max_steps", "did you mean --train.max_steps?"),
         ("@", "name the file alone, without @"),
         ("@a.toml", "name the file alone, a.toml"),
     ],
