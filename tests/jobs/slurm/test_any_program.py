@@ -231,6 +231,7 @@ def test_a_program_with_mpi(small: Cluster, tmp_path: Path) -> None:
     kill_last_rank(Program("mpi_sum", (), (), ranks=2), tmp_path)
     assert small.wait(job) == 0, log.read_text()
     text = log.read_text()
-    assert "[0] step 100: 2 ranks" in text and "[0] resumed at 20" in text, text
+    # At the last checkpoint before the kill, which may come late.
+    assert "[0] step 100: 2 ranks" in text and re.search(r"\[0\] resumed at [2468]0", text), text
     (fault,) = read_kind(run_dir / "attempts.jsonl", FaultEvent)
     assert fault.ranks == (1,), text
