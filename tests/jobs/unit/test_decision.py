@@ -203,6 +203,16 @@ def test_a_node_that_is_left_out_begins_the_count_anew() -> None:
     assert decide_next(StepEnd(no_progress=2)).no_progress == 2
 
 
+def test_a_node_on_which_the_run_would_end_is_left_out_beyond_the_limit() -> None:
+    """Others were excluded that day, after which the run came further; it is not led from node to
+    node."""
+    third = {"faulty": ("n1",), "others": 9, "no_progress": 3, "trained": True, "excluded": 2}
+    assert decide_next(StepEnd(**third)).excluded == ("n1",)
+    assert decide_next(StepEnd(**third)).answer == "requeue"
+    for more in ({"no_progress": 2}, {"in_vain": 2}, {"trained": False}, {"max_excluded": 0}):
+        assert decide_next(StepEnd(**third | more)).excluded == ()
+
+
 def test_the_table_of_the_page() -> None:
     """Write it there when a rule changes: python -c 'from kempner.jobs.records import decision;
     print(decision.decision_table())'."""

@@ -135,7 +135,12 @@ def leave_out(end: StepEnd) -> Nodes:
         return Nodes()  # there is no next start to keep off them
     names, most = ", ".join(hosts), most_excluded(end)
     stays = f"{names}: {end.fault}, not excluded: "
-    if not end.broken and end.excluded + len(hosts) > most:
+    # The node has failed, and not the program: but a program that fails wherever it runs would
+    # lead the job from node to node.
+    anew = (end.trained or end.broken) and end.in_vain + len(hosts) <= most
+    # Where a run would end on a node, that weighs more than how many were excluded before.
+    would_end = anew and end.no_progress >= end.max_crashes
+    if not (end.broken or would_end) and end.excluded + len(hosts) > most:
         before = f"{end.excluded} were in the last day, " if end.excluded else ""
         return Nodes(note=f"{stays}{before}the limit is {most} (KEMPNER_EXCLUDE)")
     # A job that is kept off too many nodes waits in the queue for ever.
@@ -144,10 +149,7 @@ def leave_out(end: StepEnd) -> Nodes:
     if end.others < end.needed:
         why = f"the other nodes that could take this job, {end.others}, are too few"
         return Nodes(note=f"{stays}{why}", too_few=True)
-    # The node has failed, and not the program: but a program that fails wherever it runs would
-    # lead the job from node to node.
-    certain = end.trained or end.broken
-    return Nodes(excluded=hosts, anew=certain and end.in_vain + len(hosts) <= most)
+    return Nodes(excluded=hosts, anew=anew)
 
 
 def may_restart(end: StepEnd, nodes: Nodes) -> bool:
