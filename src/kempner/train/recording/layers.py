@@ -59,7 +59,9 @@ class WithLayers:
         for name, parameter in parameter_names(model).items():
             self._layers.setdefault(layer_of(name), []).append(parameter)
         self._batch: MicroBatch | None = None
-        self._before: dict[str, list[Tensor]] = {}
+        self._seen = -1  # the step of the last numbers()
+        self._before: dict[str, list[Tensor]] = {}  # samples of the weights a step ago
+        self._kept: dict[str, list[Tensor]] = {}  # and of this step, for the next
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
         loss, terms, batch = self.objective(model, batch)
@@ -69,16 +71,21 @@ class WithLayers:
         return loss, terms, batch
 
     def numbers(self) -> dict[str, Tensor]:
-        """Return this rank's sums, after the backward pass and before the update."""
+        """Return this rank's sums, after the backward pass and before the update. A step that is
+        computed twice has them twice."""
+        step, theirs = self._step(), self.objective.numbers()  # first: the load of this step
+        if step != self._seen:
+            self._before = self._kept if step == self._seen + 1 else {}
+            self._kept, self._seen = {}, step
         found = {
             _name("grad_norm_sq", layer): self._layout.norm_sq(parameters)
             for layer, parameters in self._layers.items()
         }
         # numbers() comes before the update: what is kept in one step shows its update in the next.
-        if (self._step() + 1) % self._interval == 0:
+        if (step + 1) % self._interval == 0:
             found |= self._updates() | self._loads() | self._activations()
-        if (self._step() + 2) % self._interval == 0:  # the update before the next measurement
-            self._before = {
+        if (step + 2) % self._interval == 0:  # the update before the next measurement
+            self._kept = {
                 layer: [sample(parameter).clone() for parameter in parameters]
                 for layer, parameters in self._layers.items()
             }
@@ -86,22 +93,23 @@ class WithLayers:
             sums = torch.stack([value.float() for value in found.values()])
             dist.all_reduce(sums, group=self._layout.tp.get_group())
             found = dict(zip(found, sums.unbind(), strict=True))
-        return self.objective.numbers() | found
+        return theirs | found
 
     def _updates(self) -> dict[str, Tensor]:
         found = {}
         for layer, before in self._before.items():
+            parameters = self._layers[layer]
             changes = [
                 (sample(parameter) - old).float()
-                for parameter, old in zip(self._layers[layer], before, strict=True)
+                for parameter, old in zip(parameters, before, strict=True)
             ]
-            device = changes[0].device
+            # What several ranks hold counts once in all, as in grad_norm.
+            shares = [1.0 / self._layout.copies(parameter) for parameter in parameters]
+            squares = [x.square().sum() * share for x, share in zip(changes, shares, strict=True)]
+            count = sum(x.numel() * share for x, share in zip(changes, shares, strict=True))
             # Sums and counts apart: they add up over ranks, and a mean of means would not.
-            found[_name("update_sq", layer)] = torch.stack(
-                [x.square().sum() for x in changes]
-            ).sum()
-            count = float(sum(change.numel() for change in changes))
-            found[_name("update_count", layer)] = torch.tensor(count, device=device)
+            found[_name("update_sq", layer)] = torch.stack(squares).sum()
+            found[_name("update_count", layer)] = torch.tensor(count, device=changes[0].device)
         return found
 
     def _loads(self) -> dict[str, Tensor]:
