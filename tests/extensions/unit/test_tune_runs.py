@@ -112,6 +112,20 @@ def test_a_full_disk_is_no_result(beds: Beds) -> None:
     assert not beds.journal.results
 
 
+def test_a_disk_that_took_no_words_is_no_result_either(
+    beds: Beds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's log and status lie on it, too."""
+
+    def full(folder: Path, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+    monkeypatch.setattr(runs, "try_to_write", full)
+    with pytest.raises(ConfigError, match="found no room on a disk"):
+        beds.result(OTHER, 1, "")
+    assert not beds.journal.results
+
+
 def test_what_the_host_has_killed_is_tried_once_more(tmp_path: Path) -> None:
     """At the next start; the configuration itself at each."""
     for start, results in enumerate((0, 0, 1, 1)):

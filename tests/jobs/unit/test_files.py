@@ -93,6 +93,8 @@ def test_torn_lines_are_skipped(tmp_path: Path) -> None:
     assert read_jsonl(path) == [{"a": 1}, {"b": 2}]
     assert read_jsonl(path, tail=18) == [{"b": 2}]
     assert read_jsonl(path, tail=10**6) == [{"a": 1}, {"b": 2}]
+    path.write_text('{"a": 1}\n' + "[" * 10**5 + '\n{"b": 2}\n')  # deeper than Python reads
+    assert read_jsonl(path) == [{"a": 1}, {"b": 2}]
 
 
 def test_a_torn_line_is_ended_and_swallows_nothing(tmp_path: Path) -> None:

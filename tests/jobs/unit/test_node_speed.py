@@ -51,6 +51,14 @@ def test_a_node_that_becomes_worse_is_seen(
     assert sum(row[1:3] == ["run", "directory,"] for row in rows) == 4
 
 
+def test_a_time_that_cannot_be_hides_no_other_line(tmp_path: Path) -> None:
+    keep(tmp_path, 1.0)
+    for time in ("1e18", "-1e18", "1" + 30 * "0", "6.7e16", "NaN"):
+        with open(tmp_path / "n1.jsonl", "a") as file:
+            file.write(f'{{"time": {time}, "kind": "cuda", "product": 1.0}}\n')
+    assert [len(lines) for lines in load_speeds(tmp_path).values()] == [1, 1]
+
+
 def test_only_what_is_alike_is_compared(tmp_path: Path) -> None:
     for _ in range(3):
         keep(tmp_path, 1.0)

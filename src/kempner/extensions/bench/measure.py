@@ -40,7 +40,8 @@ from kempner.train.recording.peak import peak_flops
 from kempner.train.sections import RunConfig
 
 SHUTDOWN_S = 10.0  # for the other ranks of a variant, once one has failed
-LEAVE_S = 60.0  # for a variant that is asked to leave
+# For a variant that is asked to leave: half measured it is worth nothing, and KillWait is 30 s.
+LEAVE_S = 10.0
 BENCH_FIGURES = {
     "step, s": ".3f",
     "tokens/s": ",.0f",

@@ -72,7 +72,10 @@ def find_weights(name: str, download: bool = False, pinned: bool = False) -> Wei
     directory, step = named.split_name(name)
     if directory.is_dir():
         if not any((directory / file).exists() for file in named.CHECKPOINT_SIGNS):
-            raise ConfigError(f"{name}: is neither a model, with a {CONFIG_FILE}, nor a run")
+            raise ConfigError(
+                f"{name or 'an empty name'}: is neither a model, with a {CONFIG_FILE}, nor a run; "
+                "name one"
+            )
         source = WeightsSource(name, named.find_checkpoint(name), True)
         # A checkpoint that is named by its own path has its step in it.
         if pinned and step is None and path.resolve() != source.path:

@@ -106,6 +106,8 @@ def configure_tune(command: Command) -> tuple[RunConfig, TuneOptions]:
 
 def _refuse_out(out: Path) -> None:
     """Raise ConfigError unless the file can be written at the end. Creates nothing."""
+    if out.is_dir():
+        raise ConfigError(f"--out = {out}: is a directory; name a file in it, {out}/tuned.toml")
     refuse_other_file(out, "--out", (report.OVERLAY_SIGN,))
     there = next(path for path in out.absolute().parents if os.path.exists(path))
     what = ""
@@ -297,11 +299,13 @@ def _report(subject: TuneSubject, search: Search, took: float) -> int:
     about = {"time": time.time(), "command": shlex.join(sys.argv), "machine": facts}
     report.write_record(record, search, about, subject.ranks)
     if best is None:
-        _say("\nno candidate came to its end: the reasons are above")
+        why = "the reasons are above" if search.trials else "give the same command again to go on"
+        _say(f"\nno candidate came to its end: {why}")
         return 1
+    driver = f"driver {facts['driver']}, " if facts["driver"] else ""
     lines = [
         f"{shlex.join(subject.of_trials.files)} on {subject.ranks} x {facts['device']}, "
-        f"torch {facts['torch']}, driver {facts['driver']}, commit {facts['commit']}",
+        f"torch {facts['torch']}, {driver}commit {facts['commit']}",
         f"{time.strftime('%Y-%m-%d')}: {tokens / best.step:,.0f} tokens/s +- "
         f"{best.error / best.step:.1%}, {best.gib:.2f} GiB; of {len(search.trials)} candidates "
         f"in {format_duration(took)}",

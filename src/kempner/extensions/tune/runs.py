@@ -30,7 +30,7 @@ from kempner.extensions.tune.space import Overrides
 from kempner.extensions.tune.trials import Measurement
 from kempner.jobs.records import event_reader, events
 from kempner.jobs.system.compiler import keep_private
-from kempner.jobs.system.files import FULL, read_jsonl, write_atomic
+from kempner.jobs.system.files import FULL, read_jsonl, try_to_write, write_atomic
 from kempner.jobs.system.front_door import BAD_INPUT_EXIT
 from kempner.train.configure import load_config
 from kempner.train.extensions import Variant
@@ -42,6 +42,7 @@ START_VARIABLES = (  # what names this start of all ranks
 )  # fmt: skip
 TRAIN = Path(__file__).resolve().parents[4] / "scripts" / "train.py"
 POLL_S = 0.2
+PROBE_BYTES = 1 << 20  # bytes that a disk must take after a run that has failed
 REASON = 160  # characters of a reason that are kept
 ERROR_LINE, ITEM = re.compile(r"[\w.-]+: error: (.*)"), "  - "  # print_problems() writes them
 # The kernel kills the process that takes the last memory of a host, and so may a person.
@@ -244,8 +245,12 @@ def _failure(
 
 
 def _refuse_full_disk(run_dir: Path, log: Path, code: int) -> None:
-    said = f"{why_failed(run_dir, code)}\n{log.read_text(errors='replace')}"
-    for line in said.splitlines():
+    said = f"{why_failed(run_dir, code)}\n{log.read_text(errors='replace')}".splitlines()
+    try:
+        try_to_write(run_dir.parent, PROBE_BYTES)  # the words themselves may have found no room
+    except OSError as error:
+        said.append(str(error))
+    for line in said:
         if any(os.strerror(number) in line for number in FULL):
             raise ConfigError(
                 f"a run found no room on a disk: {line.strip()[:REASON]}; what was measured is "

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kempner.jobs.records.attempts import Record
+from kempner.jobs.records.event_reader import is_time
 from kempner.jobs.records.run_history import is_number
 from kempner.jobs.system.files import end_torn_line, read_jsonl, write_atomic
 
@@ -51,7 +52,7 @@ def load_speed(folder: Path, node: str) -> list[Record]:
     """Read the lines of a node, in order."""
     path = folder / f"{node}.jsonl"
     lines = read_jsonl(path, MOST_BYTES) if path.is_file() else []  # not a pipe
-    return [line for line in lines if is_number(line.get("time"))]
+    return [line for line in lines if is_time(line.get("time"))]
 
 
 def append_speed(folder: Path, node: str, line: Record) -> None:

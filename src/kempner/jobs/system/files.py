@@ -25,13 +25,13 @@ def fsync(path: Path) -> None:
         os.close(fd)
 
 
-def try_to_write(folder: Path) -> None:
-    """Make a file there that is gone at once. Raises OSError; os.access() knows nothing of /proc,
-    and for root everything is writable."""
+def try_to_write(folder: Path, size: int = 0) -> None:
+    """Make a file of `size` bytes there that is gone at once. Raises OSError; os.access() knows
+    nothing of /proc, and for root everything is writable."""
     import tempfile  # most programs that load this module do without it
 
-    with tempfile.TemporaryFile(dir=folder):
-        pass
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(size))
 
 
 def write_atomic(
@@ -110,7 +110,7 @@ def read_jsonl(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
     lines = [line for line in text.split("\n") if line]
     try:  # all in one call: a file may have 100,000 lines
         records = json.loads(f"[{','.join(lines)}]")
-    except ValueError:
+    except (ValueError, RecursionError):  # brackets within brackets, in a damaged file
         records = [_record(line) for line in lines]
     return [record for record in records if isinstance(record, dict)]
 
@@ -118,7 +118,7 @@ def read_jsonl(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
 def _record(line: str) -> object:
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

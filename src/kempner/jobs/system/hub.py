@@ -141,7 +141,10 @@ def _refuse_path(name: str, repo: str) -> None:
                 [*near, *(other for other in there if other not in near)][:SHOWN_DIRECTORIES]
             )
             raise ConfigError(f"{name}: no such directory; there are {names or 'none'}")
-        raise ConfigError(f"{name}: no such directory, and no directory {path.parent}")
+        raise ConfigError(
+            f"{name}: no such directory, and no directory {path.parent}; train that model first, "
+            "or name another one"
+        )
 
 
 def _parsed(name: str) -> tuple[str, str | None]:
