@@ -44,6 +44,8 @@ readonly ID=${KEMPNER_TESTBED:-1}
     die "KEMPNER_TESTBED=$ID: must be a number from 1 to 250"
 readonly STATE=/run/kempner-testbed-$ID
 readonly PORT=$((20000 + 10 * ID))
+# The clusters of one machine share /tmp and /dev/shm: no two of their jobs have the same number.
+readonly FIRST_JOB=$((1000 * (ID - 1) + 1))
 SELF=$(realpath "${BASH_SOURCE[0]}")
 readonly SELF
 export SLURM_CONF=$STATE/slurm.conf
@@ -112,8 +114,7 @@ write_slurm_conf() { # <nodes> <gpus per node>
     ((gpus == 0)) || gres="Gres=gpu:${KEMPNER_TESTBED_GPU:+$KEMPNER_TESTBED_GPU:}$gpus"
     cat <<CONF
 ClusterName=testbed$ID
-# The clusters of one machine share /tmp and /dev/shm: no two of their jobs have the same number.
-FirstJobId=$((1000 * (ID - 1) + 1))
+FirstJobId=$FIRST_JOB
 SlurmctldHost=head(10.77.$ID.254)
 SlurmctldPort=$PORT
 SlurmdPort=$((PORT + 1))

@@ -6,8 +6,9 @@ twin_up() {
     local tries number
     for ((tries = 1; tries <= 5; tries++)); do # a number may be taken by another cluster
         number=$(((ID + 60 * tries) % 250 + 1))
-        if KEMPNER_TESTBED=$number KEMPNER_TESTBED_SITE='' bash "$SELF" up 2 "$GPUS" >/dev/null \
-            2>"$STATE/log/twin"; then
+        if KEMPNER_TESTBED=$number KEMPNER_TESTBED_SITE='' \
+            KEMPNER_TESTBED_CONF="${KEMPNER_TESTBED_CONF:-} FirstJobId=$FIRST_JOB" \
+            bash "$SELF" up 2 "$GPUS" >/dev/null 2>"$STATE/log/twin"; then
             echo "$number" >"$STATE/twin"
             return
         fi
