@@ -21,6 +21,7 @@ from kempner.jobs.records.decision import (
     leave_out,
     rule_of,
 )
+from kempner.jobs.records.faulty_host import excluded_in_vain
 
 ROOT = Path(__file__).parents[3]
 
@@ -211,6 +212,20 @@ def test_a_node_on_which_the_run_would_end_is_left_out_beyond_the_limit() -> Non
     assert decide_next(StepEnd(**third)).answer == "requeue"
     for more in ({"no_progress": 2}, {"in_vain": 2}, {"trained": False}, {"max_excluded": 0}):
         assert decide_next(StepEnd(**third | more)).excluded == ()
+
+
+def test_exclusions_with_a_checkpoint_in_between_were_not_in_vain() -> None:
+    """Each sets the count of attempts to 0, also the one that came no further."""
+
+    def gone(host: str, step: int | None) -> dict[str, Any]:
+        return {"decision": "requeue", "excluded": host, "no_progress": 0, "step": step}
+
+    assert excluded_in_vain([gone("n1", 20), gone("n2", 20), gone("n2", 20)]) == 2
+    assert excluded_in_vain([gone("n1", 20), gone("n2", 30)]) == 1
+    assert excluded_in_vain([gone("n1", -1), gone("n2", None), gone("n3", None)]) == 3
+    further = {"decision": "restart", "no_progress": 0, "step": 40}
+    assert excluded_in_vain([gone("n1", 20), further]) == 0
+    assert excluded_in_vain([gone("n1", 20), {**further, "step": 20, "no_progress": 1}]) == 1
 
 
 def test_the_table_of_the_page() -> None:

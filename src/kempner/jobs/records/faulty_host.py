@@ -4,6 +4,7 @@ No torch.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -131,11 +132,15 @@ def excluded_in_vain(decisions: Sequence[_Record]) -> int:
     """Count the nodes excluded since the last new checkpoint. One may be excluded twice, if Slurm
     did not take the first order."""
     hosts: set[str] = set()
+    newest = math.inf
     for decision in decisions:
-        if names := excluded_by(decision):
-            hosts.update(names)
-        elif decision.get("no_progress") == 0:
+        names, step = excluded_by(decision), decision.get("step")
+        step = step if isinstance(step, int) else newest
+        # An exclusion sets the count to 0, with or without progress: there the step tells.
+        if step > newest or (not names and decision.get("no_progress") == 0):
             hosts.clear()
+        hosts.update(names)
+        newest = step
     return len(hosts)
 
 

@@ -191,7 +191,7 @@ def collect_facts(
     # Not counted: a fault of the site, and a start that was asked to leave before it trained.
     count = before + (0 if site or facts.flag("cut_short") else 1)
     if facts.count("committed", -1) > facts.count("committed_before", -1):
-        count = 0
+        count = in_vain = 0
     # Nodes with broken hardware do not count against KEMPNER_EXCLUDE.
     certain = re.compile(f"{BROKEN_HOST}|{BLIND}")
     out = [d for d in decisions if not certain.search(str(d.get("why")))]
