@@ -184,8 +184,8 @@ class _Loader:
     def _set(self, section: str, key: str, value: Any, where: str) -> None:
         option = self.sections[section].get(key)
         if option is None:
-            fix = "; base stands above the first [section]"
-            fix = fix if key == "base" else self._nearest(f"{section}.{key}")
+            above = "; base stands above the first [section]"
+            fix = above if key == "base" else self._nearest(f"{section}.{key}")
             self._wrong(section, f"{where}: unknown key{fix}")
             return
         self.values[section][key] = None  # a wrong value is not a missing one
