@@ -84,15 +84,7 @@ def clean_env(**more: str) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"} | more
 
 
-TRAINER_PYTHON = [sys.executable]
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--trainer-python",
-        metavar="PYTHON",
-        help="run scripts/train.py by this Python, with the packages of the one that runs pytest",
-    )
     parser.addoption(
         "--as-user",
         action="store_true",
@@ -105,11 +97,6 @@ def pytest_configure(config: pytest.Config) -> None:
         AS_USER[0] = True
         # Only root enters pytest's own
         config.option.basetemp = config.option.basetemp or tempfile.mkdtemp(prefix="as-user-")
-    if (python := config.getoption("--trainer-python")) is None:
-        return
-    if problem := cannot_train(python):
-        pytest.exit(f"--trainer-python: {problem}; nothing to test", returncode=0)
-    TRAINER_PYTHON[:] = [python]
 
 
 def pytest_collection_finish() -> None:
@@ -191,9 +178,7 @@ def start_train(
 ) -> subprocess.Popen[str]:
     """The trainer, or `program` in its place, in one process, or in several by torchrun. What of it
     still runs when the test ends is killed."""
-    launcher = [*TRAINER_PYTHON]
-    if launcher != [sys.executable]:
-        env = {**packages(), **env}
+    launcher = [sys.executable]
     if nproc > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
     return zygote.Popen(

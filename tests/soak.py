@@ -1,4 +1,4 @@
-"""The tests that are too slow for every day, one part after the other, and a table at the end:
+"""The tests that are too slow for every day, part after part, and a table at the end:
 
     python -m tests.soak [--only NAME ...] [-- WORDS OF PYTEST]
 
@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = (sys.executable, "-m", "pytest")
@@ -30,16 +33,24 @@ def find_tests(*kinds: str) -> list[str]:
 
 
 FAULTS = (sys.executable, "-m", "benchmarks.soak")
-PARTS: dict[str, tuple[str, ...]] = {
-    "tests": (*PYTEST, "-m", "soak", *WORKERS),
-    "vllm": ("make", "test-vllm"),
-    "as-user": (*PYTEST, *find_tests("slurm", "fault", "ray"), "--as-user", *WORKERS),
-    "other-python": (*PYTEST, *find_tests("distributed"), "--trainer-python=/usr/bin/python3",
-                     *WORKERS),
-    "faults": (*FAULTS, "--faults", "30", "--seed", "1", "--pattern", "kit", "spares"),
-    "site": (*FAULTS, "--site", "hostile", "--faults", "40", "--seed", "1"),
-    "replicas": (*FAULTS[:2], "benchmarks.soak_replicas", "--faults", "30", "--seed", "1"),
-    "rl": (*FAULTS[:2], "benchmarks.soak_rl", "--faults", "20", "--seed", "1"),
+
+
+class Part(NamedTuple):
+    """`beside`: it waits three quarters of its time, and runs beside the others, one such part
+    after the other."""
+
+    command: tuple[str, ...]
+    beside: bool = False
+
+
+PARTS = {
+    "tests": Part((*PYTEST, "-m", "soak", *WORKERS)),
+    "as-user": Part((*PYTEST, *find_tests("slurm", "fault", "ray"), "--as-user", *WORKERS)),
+    "faults": Part((*FAULTS, "--faults", "30", "--seed", "1", "--pattern", "kit", "spares"), True),
+    "site": Part((*FAULTS, "--site", "hostile", "--faults", "40", "--seed", "1"), True),
+    "replicas": Part((*FAULTS[:2], "benchmarks.soak_replicas", "--faults", "30", "--seed", "1"),
+                     True),
+    "rl": Part((*FAULTS[:2], "benchmarks.soak_rl", "--faults", "20", "--seed", "1"), True),
 }  # fmt: skip
 
 
@@ -49,32 +60,54 @@ class Result(NamedTuple):
     code: int
 
 
-def run_parts(
-    parts: Mapping[str, Sequence[str]], words: Sequence[str], say: Callable[[str], None] = print
-) -> list[Result]:
-    """Run the parts in turn; `words` go to those that are pytest's. Ctrl-C ends the part that runs
-    and leaves out the rest."""
-    results = []
-    for name, command in parts.items():
-        more = words if command[1:3] == PYTEST[1:] else ()
-        say(f"\n== {name}: {shlex.join([*command, *more])}")
+class Runner:
+    """Runs parts; `words` go to those that are pytest's."""
+
+    def __init__(self, words: Sequence[str], say: Callable[[str], None] = print) -> None:
+        self.words, self.say = words, say
+        self.results: list[Result] = []
+        self._interrupted = threading.Event()
+
+    def run(self, parts: Mapping[str, Part]) -> list[Result]:
+        beside = threading.Thread(target=self._run_beside, args=(parts,))
+        beside.start()
+        for name, part in parts.items():
+            if not part.beside and not self._interrupted.is_set():
+                self._run_one(name, part)
+        beside.join()
+        return sorted(self.results, key=lambda result: list(parts).index(result.name))
+
+    def leave_out_the_rest(self, *_: object) -> None:
+        """Handle Ctrl-C: the parts that run have it from the terminal, too."""
+        self._interrupted.set()
+
+    def _run_beside(self, parts: Mapping[str, Part]) -> None:
+        for name, part in parts.items():
+            if part.beside and not self._interrupted.is_set():
+                with tempfile.TemporaryFile("w+", prefix=f"soak-{name}-") as output:
+                    self._run_one(name, part, output)
+
+    def _run_one(self, name: str, part: Part, output: IO[str] | None = None) -> None:
+        more = self.words if part.command[1:3] == PYTEST[1:] else ()
+        title = f"\n== {name}: {shlex.join([*part.command, *more])}"
+        self.say(f"{title}{'  (its output follows at its end)' if output else ''}")
         begin = time.monotonic()
-        try:
-            code = subprocess.run([*command, *more], cwd=ROOT).returncode
-        except KeyboardInterrupt:
-            code = 130
-        results.append(Result(name, time.monotonic() - begin, code))
-        if code == 130:
-            break
-    return results
+        code = subprocess.run(
+            [*part.command, *more], cwd=ROOT, stdout=output, stderr=output
+        ).returncode
+        self.results.append(Result(name, time.monotonic() - begin, code))
+        if output:
+            output.seek(0)
+            self.say(f"\n== {name} has ended: exit code {code}\n{output.read()}")
 
 
-def table(results: Sequence[Result], left_out: Sequence[str]) -> str:
+def table(results: Sequence[Result], left_out: Sequence[str], seconds: float) -> str:
+    """`seconds`: of all parts together."""
     lines = [f"{'part':<14}{'seconds':>9}  result"]
-    for name, seconds, code in results:
-        lines.append(f"{name:<14}{seconds:>9.0f}  {f'exit code {code}' if code else 'passed'}")
+    for name, part_seconds, code in results:
+        lines.append(f"{name:<14}{part_seconds:>9.0f}  {f'exit code {code}' if code else 'passed'}")
     lines += [f"{name:<14}{'':>9}  not run" for name in left_out]
-    lines.append(f"{'together':<14}{sum(result.seconds for result in results):>9.0f}")
+    lines.append(f"{'together':<14}{seconds:>9.0f}")
     return "\n".join(lines)
 
 
@@ -84,8 +117,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("words", nargs="*", metavar="WORD", help="after --: given to pytest")
     args = parser.parse_args(argv)
     chosen = {name: PARTS[name] for name in PARTS if name in args.only}
-    results = run_parts(chosen, args.words, lambda text: print(text, flush=True))
-    print("\n" + table(results, [name for name in PARTS if name not in {r.name for r in results}]))
+    begin = time.monotonic()
+    runner = Runner(args.words, lambda text: print(text, flush=True))
+    signal.signal(signal.SIGINT, runner.leave_out_the_rest)
+    results = runner.run(chosen)
+    left_out = [name for name in PARTS if name not in {result.name for result in results}]
+    print("\n" + table(results, left_out, time.monotonic() - begin))
     return int(any(result.code for result in results))
 
 

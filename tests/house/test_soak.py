@@ -2,7 +2,11 @@
 
 import itertools
 import json
+import os
+import signal
+import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,8 @@ import tests.soak
 from benchmarks import soak_replicas
 from benchmarks.soak import GAP, KINDS, Kinds, draw, revived
 from benchmarks.soak_replicas import BATCH, H, Line, count_rounds
+from tests.soak import Part
+from tests.waiting import until
 
 
 @pytest.mark.parametrize(("kinds", "gap"), [(KINDS, GAP), (soak_replicas.KINDS, soak_replicas.GAP)])
@@ -93,25 +99,63 @@ def test_the_parts_of_make_soak(capfd: pytest.CaptureFixture[str]) -> None:
     """Each runs whatever the others do; pytest's get the words, and the table has them all."""
     say = "import sys; print(*sys.argv[1:]); sys.exit(len(sys.argv) - 1)"
     parts = {
-        "fails": (sys.executable, "-c", say, "one"),
-        "passes": (sys.executable, "-c", say),
-        "of-pytest": (*tests.soak.PYTEST, "--version"),
+        "fails": Part((sys.executable, "-c", say, "one")),
+        "beside": Part((sys.executable, "-c", say, "two", "three"), beside=True),
+        "passes": Part((sys.executable, "-c", say)),
+        "of-pytest": Part((*tests.soak.PYTEST, "--version")),
+        "also-beside": Part((sys.executable, "-c", say), beside=True),
     }
-    results = tests.soak.run_parts(parts, ["--quiet"])
+    results = tests.soak.Runner(["--quiet"]).run(parts)
     assert [(name, code) for name, _, code in results] == [
-        ("fails", 1), ("passes", 0), ("of-pytest", 0)
+        ("fails", 1), ("beside", 2), ("passes", 0), ("of-pytest", 0), ("also-beside", 0),
     ]  # fmt: skip
     out = capfd.readouterr().out
     assert "pytest --version --quiet" in out and "one --quiet" not in out
-    text = tests.soak.table([tests.soak.Result("fails", 1.6, 1)], ["rl"]).splitlines()
+    assert "== beside has ended: exit code 2\ntwo three\n" in out
+    text = tests.soak.table([tests.soak.Result("fails", 1.6, 1)], ["rl"], 2.4).splitlines()
     assert [line.split() for line in text] == [
         ["part", "seconds", "result"], ["fails", "2", "exit", "code", "1"],
         ["rl", "not", "run"], ["together", "2"],
     ]  # fmt: skip
 
 
+def test_parts_run_beside_each_other(tmp_path: Path) -> None:
+    """Each waits until the other one has begun; with two of the lane, the second one's turn comes
+    after the first."""
+    wait = "import pathlib, sys, time; own, other = map(pathlib.Path, sys.argv[1:]); own.touch()\n"
+    wait += "while not other.exists(): time.sleep(.02)"
+    paths = [str(tmp_path / name) for name in "ab"]
+    parts = {
+        "tests": Part((sys.executable, "-c", wait, *paths)),
+        "faults": Part((sys.executable, "-c", wait, *paths[::-1]), beside=True),
+        "site": Part(("test", "-e", paths[1]), beside=True),
+    }
+    assert [result.code for result in tests.soak.Runner([]).run(parts)] == [0, 0, 0]
+
+
+def test_ctrl_c_ends_the_parts_that_run_and_leaves_out_the_rest(tmp_path: Path) -> None:
+    program = f"""
+        import sys, tests.soak
+        from tests.soak import Part, main
+        sleep = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
+        part = lambda name: Part((sys.executable, "-c", sleep, "{tmp_path}/" + name), name == "b")
+        tests.soak.PARTS = dict(a=part("a"), b=part("b"), c=part("c"))
+        main(["--only", "a", "b", "c"])
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tests.soak.ROOT)},
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    until(lambda: (tmp_path / "a").exists() and (tmp_path / "b").exists(), alive=(process,))
+    os.killpg(process.pid, signal.SIGINT)
+    lines = process.communicate()[0].splitlines()
+    assert [line.split()[0] for line in lines[-4:]] == ["a", "b", "c", "together"]
+    assert lines[-2].endswith("not run") and "exit code" in lines[-3]
+
+
 def test_the_parts_that_make_soak_names_exist() -> None:
-    for words in tests.soak.PARTS.values():
+    for words, _ in tests.soak.PARTS.values():
         for place in (word for word in words if word.startswith("tests/")):
             assert (tests.soak.ROOT / place).is_dir()
         for module in (word for word in words if word.startswith("benchmarks.")):
