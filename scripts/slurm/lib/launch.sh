@@ -235,8 +235,17 @@ kp_attempt() { # <train.py arguments>...: trains until every rank has left; sets
     kp_watch
     # In a job that survives a lost node a srun may wait for that node until the time limit.
     if ((KP_RESTARTS > 0 || ${#KP_PLACES[@]} > 0)); then kp_await; else kp_wait; fi
+    kp_find_bad_input
     kp_watch_end
     [[ -z $early_stop ]] || kill "$early_stop" 2>/dev/null || true
+}
+
+kp_find_bad_input() { # sets KP_CODE to 2 if the first task to end has found its input bad: the code
+    # of srun is the highest, that of the tasks which it has ended because of this one
+    local first
+    ((KP_CODE == 137 || KP_CODE == 143)) || return 0
+    first=$(grep -m 1 -E '^srun: error: [^ ]+: tasks? ' "$KP_SRUN_LOG" 2>/dev/null) || return 0
+    [[ $first != *': Exited with exit code 2' ]] || KP_CODE=2
 }
 
 kp_blocked() { # prints the words that start a program with its signals blocked: it unblocks them

@@ -736,6 +736,26 @@ def test_who_was_asked_to_leave_has_a_bound(tmp_path: Path, line: str, ends: boo
     assert done.stdout.split()[-1] == ("137" if ends else "0"), done
 
 
+@pytest.mark.parametrize(
+    ("log", "code", "found"),
+    [
+        ("n1: task 0: Exited with exit code 2\nsrun: error: n2: task 1: Terminated", 143, 2),
+        ("n1: tasks 0-3: Exited with exit code 2\nsrun: error: n2: task 4: Killed", 137, 2),
+        ("n2: task 1: Killed\nsrun: error: n1: task 0: Exited with exit code 2", 137, 137),
+        ("n1: task 0: Exited with exit code 1\nsrun: error: n2: task 1: Terminated", 143, 143),
+        ("n1: task 0: Exited with exit code 2\nsrun: error: n2: task 1: Exited", 77, 77),
+        ("Unable to create step", 143, 143),
+    ],
+)
+def test_bad_input_that_one_task_finds_first(
+    tmp_path: Path, log: str, code: int, found: int
+) -> None:
+    """srun ends the other tasks, and its exit code is theirs."""
+    (tmp_path / "srun.log").write_text(f"a line of the program\nsrun: error: {log}\n")
+    script = f"KP_SRUN_LOG={tmp_path}/srun.log KP_CODE={code}; kp_find_bad_input; echo $KP_CODE"
+    assert bash(script).stdout.split() == [str(found)]
+
+
 def test_a_guard_that_hears_no_names_of_hosts_waits(tmp_path: Path) -> None:
     """The batch host is not lost because scontrol has failed."""
     shim = SHIM.replace("*hostnames*) echo node2", "*hostnames*) exit 1")

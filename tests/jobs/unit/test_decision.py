@@ -309,6 +309,26 @@ def test_bad_input_only_before_the_first_step(
     assert ask(tmp_path, capsys, code="2", command="xyz")["decision"] == "end"
 
 
+def test_a_run_that_another_job_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who has trained in it waits for that job's end; who has not is one too many. No host is to
+    blame, however often."""
+    log, run_dir = tmp_path / "srun.log", tmp_path / "run"
+    log.write_text("srun: error: node1: task 0: Exited with exit code 2\n")
+    words = "runs/a is in use by job 9 on node7: wait for it or cancel it, or give this run a ..."
+    first = {"event": "first_step", "time": 1.0, "job": "2", "attempt_id": "2.0.1"}
+    blamed = made("2", blamed="node1", no_progress=1)
+    write(run_dir, [first, blamed])
+    said = ask(run_dir, capsys, log, code="2", refusal=words, room="1")
+    assert (said["decision"], said["kind"], said["no_progress"]) == ("requeue", "site", "1")
+    assert (said["blamed"], said["excluded"], said["pause"]) == ("", "", "1")
+    assert said["why"] == "runs/a is in use by job 9 on node7: the next start waits 1 min"
+    # The same command, and a step of the other job alone.
+    start = {"event": "start", "time": 1.0, "job": "9", "attempt_id": "9.0.1", "command": "abc"}
+    write(run_dir, [start, first | {"job": "9", "attempt_id": "9.0.1"}, blamed])
+    said = ask(run_dir, capsys, log, code="2", refusal=words, command="abc")
+    assert (said["decision"], said["kind"], said["blamed"]) == ("end", "bad input", "")
+
+
 def test_a_file_system_that_is_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is nobody's crash: the count stands still, the pause grows, and the time has a limit."""
     storm = [crash("node1", reason="OSError: [Errno 5] Input/output error: x")]

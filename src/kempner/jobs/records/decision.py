@@ -284,7 +284,7 @@ DECISION_RULES = (
         "host",
     ),
     DecisionRule(
-        "a fault of the site, such as a file system that is away",
+        "a fault of the site, such as a file system that is away, or another job has the run now",
         lambda e, n: bool(e.site) and not e.chain,
         "requeue",
         lambda e, n: f"{e.site}: the next start waits {pause_of(e)} min",

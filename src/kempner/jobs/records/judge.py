@@ -171,6 +171,12 @@ def collect_facts(
     orderly = facts.text("run") == "interrupted"
     if orderly and not any(record.get("kind") == "corruption" for record in faults):
         faulty, blamed = (), ""
+    # The run is another job's: no host is to blame. A job that has trained here has lost the run
+    # between two of its starts, and waits for that job's end; any other one is one too many.
+    refusal, in_use = facts.text("refusal"), ""
+    if IN_USE in refusal:
+        faulty, blamed = (), ""
+        in_use = refusal.split(": wait for it")[0] if jobs_have_trained(records, jobs, "") else ""
     spent_nodes = facts.words("spent")
     if spent_nodes and not faulty:
         fault = "was replaced by a spare node"
@@ -178,7 +184,7 @@ def collect_facts(
     away = controller_away(srun_text)
     # Records that cannot be read prove nothing: as bad input this start would end the run.
     trained = bool(unread) or jobs_have_trained(records, jobs, facts.text("command"))
-    site = "" if orderly else unread or away or site_fault(faults, len(nodes))
+    site = "" if orderly else unread or away or site_fault(faults, len(nodes)) or in_use
     # A check that has ended otherwise than by bad input: an unreadable file, a lack of memory, a
     # missing package.
     if facts.text("early") and trained and facts.count("code", 0) != 2:
@@ -198,9 +204,9 @@ def collect_facts(
     end = StepEnd(
         run=facts.text("run"),
         what=facts.text("what") or "the step has ended",
-        refused=(facts.text("refusal") or " ") if facts.count("code", 0) == 2 else "",
+        refused=(refusal or " ") if facts.count("code", 0) == 2 else "",
         # Another job's steps in this run directory do not make this one's input good.
-        trained=bool(unread) or (trained and IN_USE not in facts.text("refusal")),
+        trained=bool(unread) or (trained and IN_USE not in refusal),
         final=final_reason(faults),
         site=site,
         away=bool(site) and site == away,
