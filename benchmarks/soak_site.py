@@ -5,8 +5,9 @@ soak.py, which keep their shares: the controller away when a rank has just died,
 that breaks under the run, a second job on its directory. Slurm's clients on the hosts fail one call
 in ten all the time.
 
-When the job ends before the run is done, it is submitted again: a hand. Exit code 0 when there was
-none, and the losses are those of an unbroken run, bit by bit.
+An operator takes drained nodes back within half a minute. When the job ends before the run is done,
+it is submitted again: a hand. Exit code 0 when there was none, and the losses are those of an
+unbroken run, bit by bit.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from tests.trainer.fault.broken_run import words
 
 NODES = 8  # of them the last three are broken, where the site has such
 MOST_HANDS = 60
+ROUND_S = 30  # between two looks of the operator at the nodes
 SITE_KINDS: Kinds = {
     **KINDS,
     "controller away": (1, ("60 s", "180 s")),
@@ -61,6 +63,7 @@ class SiteSoak(Soak):
         super().__init__(site.cluster, folder, "kit", plan, hang_limit=60)
         self.site = site
         self.home = site.state / "home/alice"
+        self._next_round = 0.0
 
     @property
     def log(self) -> str:
@@ -99,6 +102,16 @@ class SiteSoak(Soak):
             },
             user=user,
         )
+
+    def tend(self) -> bool:
+        """Also as the site's operator, who takes the nodes back that Slurm has drained: where the
+        controller is away, a step may not end in time, and that is "Kill task failed"."""
+        if time.monotonic() >= self._next_round:
+            self._next_round = time.monotonic() + ROUND_S
+            drained = self.cluster.run("sinfo", "-h", "-N", "-t", "drained", "-o", "%N").stdout
+            for node in sorted({*drained.split()}):
+                self.cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+        return super().tend()
 
     def _ended(self, state: str) -> None:
         if self.hands == MOST_HANDS:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.conftest import losses, status
 from tests.trainer.fault.broken_run import STEPS, BrokenRun
+from tests.waiting import until
 
 Submit = Callable[..., BrokenRun]
 
@@ -84,6 +85,28 @@ def test_two_jobs_in_one_directory(broken_run: Submit, tmp_path: Path) -> None:
     assert f"is in use by job {first.job} on node" in second.log
     assert first.wait() == 0
     first.assert_complete(attempts=1)
+
+
+@pytest.mark.soak
+def test_a_job_whose_run_another_one_has_taken(broken_run: Submit) -> None:
+    """Submitted by mistake while the first job was in the queue. The first one comes again, is
+    refused, blames no host, and goes on once the other has gone."""
+    run = broken_run(options=["--nodes=1"], tasks=2, faults="slow ms=300")
+    first, cluster = run.job, run.cluster
+    run.wait_for_step(12)
+    cluster.ask("scontrol", "requeuehold", first)
+    until(lambda: cluster.state(first) == "PENDING")
+    second = run.submit(options=["--nodes=1"], faults="slow ms=1000")
+    run.wait_for(r"step +1\d/")
+    cluster.ask("scontrol", "release", first)
+    run.job = first
+    waits = rf"requeue: \S+ is in use by job {second} on node\d: the next start waits 1 min"
+    until(lambda: cluster.hasten(first) or re.search(waits, run.log), lambda: run.log)
+    cluster.ask("scancel", second)
+    assert run.wait() == 0
+    run.assert_complete(attempts=3)
+    mine = [event for event in run.events("decision") if event["job"] == first]
+    assert not any(event["blamed"] or event["excluded"] for event in mine), mine
 
 
 @pytest.mark.soak
