@@ -58,13 +58,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("model", metavar="RUN", help="RUN[@STEP], a checkpoint, or a Hugging Face directory")
     add("data", metavar="DATA", help="directory of token shards, made by prepare_data.py")
-    add("--layers", required=True, help="blocks from 0, from the end as -1; commas between; or all")
+    add(
+        "--layers", required=True, help="blocks, from 0, or from the end as -1, with commas; or all"
+    )
     add("--out", required=True, type=Path, metavar="DIR", help="directory for the shards")
     add("--steps", metavar="STEPS", help="checkpoints of the run: 0,1,2,4, or all that it has")
     parts_help = "stream after the block, and what attention and ffn add to it (default: stream)"
     add("--parts", default="stream", metavar="PARTS", help=parts_help)
     add("--split", default="val", choices=("train", "val"), help="of the data (default: val)")
-    add("--samples", type=int, default=256, help="the first so many (default: 256); 0: all")
+    add("--samples", type=int, default=256, help="how many, from the first (default: 256); 0: all")
     add("--batch", type=int, default=8, help="samples at a time (default: 8)")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to run the model")
     options = parser.parse_args(join_layers(argv))

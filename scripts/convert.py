@@ -57,7 +57,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         sub.set_defaults(act=act)
         return sub
 
-    sub = command("import", import_, "make a run of a model, with one checkpoint, of step 0")
+    sub = command("import", import_, "make a run from a model, with one checkpoint, of step 0")
     sub.add_argument("source", metavar="SOURCE", help="directory, or OWNER/NAME[@REVISION] (hub)")
     sub.add_argument("run", type=Path, metavar="RUN", help="run directory to make")
     sub = command(
@@ -91,14 +91,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     sub.add_argument("directory", type=Path, metavar="DIR", help="what export has written")
     sub.add_argument("name", metavar="OWNER/NAME", help="of the model; it is created if need be")
     sub.add_argument("--private", action="store_true", help="create it as a private one")
-    sub = command("prefetch", prefetch_model, "download what a configuration takes from the hub")
+    sub = command("prefetch", prefetch_model, "download what a configuration needs from the hub")
     sub.add_argument(
         "words",
         nargs="+",
         metavar="CONFIG|ID",
         help="configuration files, or what they name on the hub",
     )
-    sub.add_argument("--tokenizer-only", action="store_true", help="of a model: not its weights")
+    sub.add_argument("--tokenizer-only", action="store_true", help="of a model, not the weights")
     # prefetch alone takes --section.key=value, for the configuration files that it is given.
     options, overrides = parser.parse_known_args(argv)
     if overrides and options.act is not prefetch_model:

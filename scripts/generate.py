@@ -65,7 +65,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="TEXT",
-        help="text to continue, also several times (default: start a new document)",
+        help="text to continue; may be given several times (default: start a new document)",
     )
     add("--prompts", type=Path, metavar="FILE", help="a file with one prompt a line")
     add(

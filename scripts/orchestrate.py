@@ -93,7 +93,7 @@ def run_orchestrator(
         router.release()
         return 0
     except Closed:
-        print_line("ends as it was told to")
+        print_line("ends, as asked")
         return 0
     except (Failed, NoEngines, Rejected, Lost, ValueError, OSError) as error:
         print_line(f"error: {error}")

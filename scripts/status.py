@@ -105,7 +105,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("paths", nargs="*", type=Path, default=[Path("runs")], metavar="PATH")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.add_argument("--nodes", action="store_true", help="the hosts and their faults")
-    parser.add_argument("--notify", action="store_true", help="tell what has not been told yet")
+    parser.add_argument("--notify", action="store_true", help="send the notifications that are due")
     options = parser.parse_args(argv)
     if options.notify and not notify.notification_ways():
         parser.error("--notify: set KEMPNER_NOTIFY, KEMPNER_WEBHOOK or KEMPNER_MAIL")

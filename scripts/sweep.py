@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
         raise
     except OSError as error:  # a full disk: an array that was not recorded is asked for by its name
         why = f"{error.filename or sweep_folder(sweep)}: {error.strerror or error}"
-        print_failure(f"{why}; mend that, and call it again: nothing is submitted twice")
+        print_failure(f"{why}; fix that, and run it again: nothing is submitted twice")
         return 1
     except KeyboardInterrupt:
         print_failure("interrupted; what Slurm has taken by then is found by the next command")
@@ -274,7 +274,7 @@ def send_arrays(
     unknown = [each for each in looks if each.state.word == "unknown"]
     if unknown:
         print_status(
-            f"{len(unknown)} point(s) left alone: {unknown[0].state.reason}; call it again when "
+            f"{len(unknown)} point(s) left alone: {unknown[0].state.reason}; run it again when "
             "Slurm answers, or with --here to run them on this machine"
         )
     if not points:

@@ -25,7 +25,7 @@ source "$kit/scripts/slurm/lib/all.sh"
 
 kp_setup
 kp_in_job ||
-    kp_die "preflight.sh looks at the nodes of a job: sbatch --nodes=N" \
+    kp_die "preflight.sh checks the nodes of a job: sbatch --nodes=N" \
         "scripts/slurm/preflight.sh, or call it in a shell of salloc"
 kp_need_packages
 KP_OWN_STEPS=preflight.sh

@@ -43,7 +43,7 @@ kp_code() { # [program in scripts/]: the repository becomes the copy, by exec of
         export KP_CHECKED
     fi
     [[ -n $(kp_script_in "$copy") ]] ||
-        kp_die "the copy of the code has not this launch script, which .gitignore" \
+        kp_die "the copy of the code lacks this launch script, which .gitignore" \
             "excludes: give it another name, or run the repository itself with KEMPNER_CODE=0"
     kp_code_go_on "$copy"
 }
@@ -94,7 +94,7 @@ kp_code_sizes() { # prints the words for the check that follow from the job; fai
 kp_code_keep() { # <directory> <launch script or nothing> <input files>...: makes a copy for this
     # job and its later starts; sets KP_COPY
     if ! kp_code_copy "$@"; then
-        kp_log "the code is not copied: the run uses $KP_ROOT as it is, also after a requeue"
+        kp_log "the code is not copied: the run uses $KP_ROOT as it is, even after a requeue"
         return 1
     fi
     kp_code_later "$KP_COPY"
@@ -169,7 +169,7 @@ kp_code_secrets() { # says which files are left out because of their names
     mapfile -d '' -t withheld < <(comm -z -23 <(kp_code_untracked | sort -z) \
         <(kp_code_untracked "${KP_UNTRACKED_SECRETS[@]}" | sort -z)) 2>/dev/null || return 0
     ((${#withheld[@]} == 0)) ||
-        kp_log "not in the copy of the code, as their names say that they are secrets, and git" \
+        kp_log "not in the copy of the code, because their names suggest secrets, and git" \
             "does not know them: ${withheld[*]:0:5}"
 }
 

@@ -355,7 +355,7 @@ kp_ask_requeue() { # asks until the job is no longer RUNNING; fails when Slurm r
             KP_REFUSED=$said
             return 1
         fi
-        ((tries != 1)) || kp_log "scontrol requeue: ${said:-no answer}; it is asked again"
+        ((tries != 1)) || kp_log "scontrol requeue: ${said:-no answer}; asking again"
         kp_shielded sleep $((tries < 10 ? tries : 10))
     done
 }
@@ -368,7 +368,7 @@ kp_put_off() { # <job>: it starts KP_PAUSE minutes later; of a requeued job, Slu
             return 0
         kp_shielded sleep 0.1
     done
-    kp_log "scontrol refused to put the next start off"
+    kp_log "scontrol refused to postpone the next start"
 }
 
 kp_has_others() { # true when the partition has a node more than the job needs, beside those that it

@@ -71,7 +71,7 @@ kp_hear_orchestrator() { # every 5 s: does it live, and who waits for room on a 
         if [[ -z $full ]]; then
             kp_log "the disk of $KP_RUN_DIR has room again"
         else
-            kp_log "the disk of $KP_RUN_DIR has no room: waits for it, for 10 minutes:" \
+            kp_log "the disk of $KP_RUN_DIR has no room: waiting for it, for 10 minutes:" \
                 "${full//$'\n'/, }"
         fi
     fi

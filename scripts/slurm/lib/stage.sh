@@ -49,13 +49,13 @@ kp_stage_environment() { # the container's image, or the virtual environment as 
     if [[ ${KEMPNER_CONTAINER:-none} != none ]]; then
         file=$KEMPNER_CONTAINER
         if [[ ! -f $file ]]; then
-            kp_log "KEMPNER_CONTAINER=$file is no file: it is not copied to the nodes"
+            kp_log "KEMPNER_CONTAINER=$file is not a file: it is not copied to the nodes"
             return
         fi
         ((${#KP_CONTAINER_FLAGS[@]} > 0)) || export KEMPNER_STAGED_IMAGE=$file
     else
         kp_pack_environment || {
-            kp_log "the environment of $KP_PYTHON is not copied to the nodes: it is no virtual" \
+            kp_log "the environment of $KP_PYTHON is not copied to the nodes: it is not a virtual" \
                 "environment, or there is no room for its archive in $KP_RUN_DIR"
             return
         }

@@ -25,7 +25,7 @@ class SourceConfig:
         None, "its share of the samples, relative to the others; unset: its size", minimum=0.0
     )
     max_epochs: int | None = option(
-        None, "how often each sample is used at most; the others take its share then", minimum=1
+        None, "most times that a sample is used; then the other sources take its share", minimum=1
     )
 
     column: str = option(

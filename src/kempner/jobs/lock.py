@@ -117,7 +117,7 @@ class RunLock:
         lock = _look(self.path)
         why = (
             f"{self.path.parent} is in use by {_name(lock.holder if lock else {})}, which has "
-            "taken this process for dead, or is a later start of its job: it leaves"
+            "taken this process for dead, or is a later start of its job: this process ends"
         )
 
         def tell() -> None:

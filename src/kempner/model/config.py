@@ -61,16 +61,16 @@ class ModelConfig:
         maximum=2**20,
     )
     shared_experts: int = option(
-        0, "experts that every token goes through besides", minimum=0, maximum=2**10
+        0, "additional experts, through which every token goes", minimum=0, maximum=2**10
     )
     router: str = option(
         "softmax", "scores of the experts: over all, or each by itself", choices=ROUTERS
     )
     router_normalize: bool = option(
-        True, "divide the scores of a token's experts by their sum to weigh their outputs"
+        True, "divide the scores of a token's experts by their sum to weight their outputs"
     )
     router_scale: float = option(
-        1.0, "factor of the output of a token's experts, the shared ones aside", minimum=0.0
+        1.0, "factor of the output of a token's experts, without the shared ones", minimum=0.0
     )
     router_bias: bool = option(
         False, "balance the experts by a bias on their scores when experts are chosen"

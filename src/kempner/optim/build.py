@@ -89,7 +89,7 @@ def _check_used(groups: tuple[GroupConfig, ...], names: Sequence[str]) -> None:
     used_groups = {first_match(groups, name) for name in names}
     unused = [
         f"optimizer.groups[{i}].names = {list(group.names)}: no trained parameter is the first to "
-        f"match; the names are such as {', '.join(names[:3])}, and * stands for any text"
+        f"match; the names are such as {', '.join(names[:3])}, and * matches any text"
         for i, group in enumerate(groups)
         if i not in used_groups
     ]

@@ -32,7 +32,7 @@ STATE = {
 class GroupConfig:
     names: tuple[str, ...] = option(
         REQUIRED_OPTION,
-        "patterns of the names of its parameters, such as 'blocks.0.*'; * is any text",
+        "patterns of the names of its parameters, such as 'blocks.0.*'; * matches any text",
     )
     lr_scale: float = option(1.0, "factor of the scheduled learning rate", minimum=0.0)
     weight_decay: float | None = option(
@@ -91,8 +91,8 @@ class OptimizerConfig:
 class FreezeStage:
     patterns: tuple[str, ...] = option(
         REQUIRED_OPTION,
-        "names of parameters, or of what they are in, such as 'embed' or 'blocks.[0-3]'; * is any "
-        "text",
+        "names of parameters, or of what they are in, such as 'embed' or 'blocks.[0-3]'; * matches "
+        "any text",
     )
     from_step: int = option(0, "steps that train them before", minimum=0)
     until_step: int | None = option(

@@ -61,8 +61,8 @@ class DistributedConfig:
     device: str = option("auto", "device to train on", choices=("auto", "cuda", "cpu"))
     start_timeout: float = option(
         600.0,
-        "seconds allowed for all ranks to start, for the first step, and between them without "
-        "anything that a rank reads or writes",
+        "seconds allowed for all ranks to start, for the first step, and between these "
+        "without a rank that reads or writes anything",
         minimum=1.0,
         maximum=LONGEST_TIMEOUT_S,
     )
@@ -89,7 +89,7 @@ class DistributedConfig:
     )
     overlap: tuple[str, ...] = option(
         (),
-        "messages that hide more: tp, those of tp in pieces beside their products (train.compile); "
+        "messages to hide better: tp, those of tp in pieces beside their products (train.compile); "
         "reduce, FSDP's reductions beside its gathers; symm_mem, FSDP's in symmetric memory; "
         "shared, tokens on the way to their experts behind model.shared_experts",
         choices=("tp", "reduce", "symm_mem", "shared"),

@@ -119,9 +119,7 @@ class TrainConfig:
         "activations; auto: as little as fits the memory",
         choices=("none", "selective", *BUDGETS, "full", "auto"),
     )
-    recompute_every: int = option(
-        1, "of the blocks every n-th one is recomputed", minimum=1, maximum=4096
-    )
+    recompute_every: int = option(1, "recompute only every n-th block", minimum=1, maximum=4096)
     recompute_modules: tuple[str, ...] = option(
         (),
         "modules of a block that are recomputed, each by itself; unset: the block",

@@ -205,7 +205,7 @@ def test_a_full_disk(
     try:
         until(mark.exists)
         until(lambda: filled(ballast) and f"{part}.full" in names(run.dir))
-        run.wait_for("has no room: waits for it, for 10 minutes: " + part)
+        run.wait_for("has no room: waiting for it, for 10 minutes: " + part)
         told = run.cluster.run("bash", SCRIPTS / "status.sh", run.dir).stdout
         assert f"! disk full: {part} waits" in told, told
         ballast.unlink()

@@ -165,7 +165,7 @@ def test_a_run_and_its_end(tmp_path: Path, engine: FakeEngine) -> None:
         until(lambda: exchange.batch(1) is not None, alive=(process,))
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0 and "ends as it was told to" in said
+    assert process.returncode == 0 and "ends, as asked" in said
     assert engine.updates == [0]  # a server that runs already has other weights
     assert TOKEN not in said
 

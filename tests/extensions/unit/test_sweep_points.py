@@ -726,7 +726,7 @@ def test_a_full_disk(
     monkeypatch.setattr("kempner.extensions.sweep.journal.os.fsync", sync)
     assert SWEEP.main(["s.toml", "submit"]) == 1
     error = capsys.readouterr().err
-    assert "sweep: error: runs/s/sweep" in error and "No space left on device; mend that" in error
+    assert "sweep: error: runs/s/sweep" in error and "No space left on device; fix that" in error
     monkeypatch.setattr(slurm, "jobs_named", lambda name: ["7"] if full == 2 else [])
     assert SWEEP.main(["s.toml", "submit"]) == 0
     assert calls.count("sbatch") == 1

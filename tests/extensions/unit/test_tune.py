@@ -373,7 +373,7 @@ def test_a_tune_of_a_gpu_from_its_front_to_the_table(
     stop = SimpleNamespace(wants_to_leave=lambda: 0.0, flags=[0.0] * 3)
     assert front.tune(command, cfg, options, stop) == 0  # type: ignore[arg-type]
     said = capsys.readouterr().out
-    assert "measured are steps of 16 sequences, not 256" in said and "of plan" in said
+    assert "the measured steps have 16 sequences, not 256" in said and "of plan" in said
     assert said.splitlines()[-1].endswith("tuned.toml --train.seed=5")
     entry = verified.read_entry("1b", "H100")
     assert entry and "--train.global_batch_tokens=65536" in entry.changes

@@ -61,7 +61,7 @@ def beds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Beds:
 def test_a_kill_by_the_host_is_not_out_of_memory(beds: Beds) -> None:
     result = beds.result(OTHER, -signal.SIGKILL)
     assert result.killed and not result.out_of_memory
-    assert result.failed == runs.KILLED and "perhaps for want of its memory" in result.failed
+    assert result.failed == runs.KILLED and "perhaps because it ran out of memory" in result.failed
     lost = {"kind": "crash", "reason": "PeerFailed: rank 1", "lost_peer": True}
     assert not beds.result(OTHER, 1, "", lost).killed
     own = {"kind": "oom", "reason": "rank 1: OutOfMemoryError: CUDA out of memory. Tried"}
@@ -199,7 +199,7 @@ def test_what_an_earlier_tune_has_found_is_kept(
     assert os.listdir(tmp_path) == ["tuned.toml"]
     front._keep_earlier(out, report.overlay_text({"train.micro_batch": 4}, ["third"]))
     (kept,) = tmp_path.iterdir()
-    assert kept.read_text() == first and f"differs, and is {kept} now" in capsys.readouterr().out
+    assert kept.read_text() == first and f"differs, and is now {kept}" in capsys.readouterr().out
 
 
 def test_a_full_disk_ends_the_tune_with_what_it_has(

@@ -194,7 +194,7 @@ WORDS: list[tuple[str, list[object], str, dict[str, str]]] = [
     ("serve.sh", ["--dry-run", "--bogus=1"], "no model given: sbatch scripts/slurm/serve.sh", {}),
     ("serve.sh", ["runs/nope"], "serve.sh runs in a job: sbatch", {}),
     ("serve.sh", ["runs/nope", "--dry-run", "--node=2"], "did you mean --nodes?", {}),
-    ("preflight.sh", [], "looks at the nodes of a job: sbatch --nodes=N", {}),
+    ("preflight.sh", [], "checks the nodes of a job: sbatch --nodes=N", {}),
     ("drill.sh", ["runs"], "'runs' is not an option: write --NAME=VALUE as one word", {}),
     ("drill.sh", ["--minutes=0"], "--minutes=0: must be from 1 to 1440", {}),
     ("drill.sh", ["--minutes"], "--minutes: a value is missing", {}),

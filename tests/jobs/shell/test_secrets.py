@@ -78,7 +78,7 @@ def test_a_copy_of_the_code_has_no_secret(tmp_path: Path, git: bool) -> None:
             assert not any(word in path.read_text() for word in WORDS), path
     if git:
         assert "+# more" in copy.with_name(f"{copy.name}.patch").read_text()
-        assert "not in the copy of the code, as their names say" in done.stdout
+        assert "not in the copy of the code, because their names suggest secrets" in done.stdout
         assert "credentials.yaml" in done.stdout
     for path in (run / "code", copy, *copy.parent.glob(f"{copy.name}.*")):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path

@@ -217,7 +217,7 @@ def test_too_much_is_not_copied(cluster: Cluster, tmp_path: Path, checkout: Path
     log = checkout / f"kempner-{job}.out"
     assert cluster.wait(job) == 0, log.read_text()
     assert why in log.read_text()
-    assert f"the run uses {checkout} as it is, also after a requeue" in log.read_text()
+    assert f"the run uses {checkout} as it is, even after a requeue" in log.read_text()
     assert list((tmp_path / "run/code").iterdir()) == []
 
 

@@ -358,7 +358,7 @@ def _differences(directory: Path, there: Sidecar, here: Sidecar, finished: bool)
         if key in ("tokenizer", "dtype"):
             what = f"was made with {key} {old.get(key)}, not {new[key]}; the two are never mixed"
         elif key == "inputs":
-            what = "was made from other inputs (their names, sizes or times of writing differ)"
+            what = "was made from other inputs (their names, sizes or modification times differ)"
         else:
             what = f"was made with {key} = {old.get(key)}, not {new[key]}"
         problems.append(

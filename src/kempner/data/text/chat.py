@@ -174,7 +174,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--loss-on", metavar="ROLES", default="assistant", help=loss_on)
     template = "of chat data: a Jinja template in place of the tokenizer's own"
     add("--chat-template", metavar="FILE", type=Path, help=template)
-    today = "of chat data: the day that a template is told, if it asks (default: today)"
+    today = "of chat data: the date for a template that asks for it (default: today)"
     add("--date", metavar="YYYY-MM-DD", type=date.fromisoformat, default=date.today(), help=today)
 
 

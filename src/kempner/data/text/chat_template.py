@@ -100,7 +100,7 @@ class ChatTemplate:
         if not (after.startswith(before) and text.startswith(after)):
             raise ValueError(
                 f"the chat template changes what it wrote before message {number + 1} when that "
-                "message or later ones follow, so what message it wrote cannot be told; put "
+                "message or later ones follow, so the text of that message is not known; put "
                 "{% generation %} ... {% endgeneration %} around the answers in a copy of the "
                 "template and give it by --chat-template"
             )

@@ -56,7 +56,7 @@ class HfExtension(Extension):
             warnings.append(
                 f"model.init_from = {cfg.model.init_from} has experts_per_token = 1 with "
                 "router_normalize: the loss has no gradient for its routers, which stay as they "
-                "are but for rounding and model.aux_loss"
+                "are except for rounding and model.aux_loss"
             )
         try:
             family_of(cfg.model)

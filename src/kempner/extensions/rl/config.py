@@ -37,7 +37,7 @@ class EnvConfig:
     memory: int = option(1024, "MiB that the process of a reward may take", minimum=64)
     unsafe: bool = option(
         False,
-        "run programs of the model also where the kernel cannot isolate them: they can then delete "
+        "run programs of the model even where the kernel cannot isolate them: they can then delete "
         "your files and use the network",
     )
 
@@ -151,19 +151,19 @@ class InferenceConfig:
     slots: int | None = option(
         None,
         "samples that an engine generates at a time; unset: 16, for which the kit's engine takes "
-        "memory at its start, or 128 of vLLM, which takes what it finds",
+        "memory at its start, or 128 with vLLM, which takes what it finds",
         minimum=1,
     )
     urls: tuple[str, ...] = option(
-        (), "engines that run already, in place of any of this job; KEMPNER_SERVE_TOKEN is theirs"
+        (), "engines that run already, in place of any of this job, with KEMPNER_SERVE_TOKEN"
     )
     restarts: int = option(3, "starts of an engine after it was lost, in a row", minimum=0)
     timeout: float = option(
         600.0,
-        "seconds after which an engine that has work, and makes no token, is lost",
+        "seconds after which an engine that has work, and generates no token, is lost",
         minimum=1.0,
     )
-    args: tuple[str, ...] = option((), "more words for the engine's command line")
+    args: tuple[str, ...] = option((), "more arguments for the engine's command line")
 
     @property
     def resolved_slots(self) -> int:

@@ -212,7 +212,7 @@ class Worker:
         self._failures += bool(failures)
         if self._failures >= MOST_FAILURES:
             print(
-                f"serve: ends after {self._failures} failures between which no text has ended: "
+                f"serve: ends after {self._failures} failures without a completed text between: "
                 f"{cause}",
                 file=sys.stderr,
                 flush=True,

@@ -54,7 +54,7 @@ def proposal_room(sweep: Sweep, looks: Sequence[PointStatus]) -> tuple[int, str]
     end_states = [each.state.word for each in looks if each.state.word in ENDED]
     limit = max(PROPOSAL_FAILURES, sweep.max_running)
     if end_states[-limit:] == ["failed"] * limit:
-        return 0, f"the last {limit} points have failed: mend what is wrong, then resubmit"
+        return 0, f"the last {limit} points have failed: fix what is wrong, then resubmit"
     free = sweep.max_running - (len(looks) - len(end_states))
     return max(0, min(sweep.propose.points - len(looks), free)), ""
 

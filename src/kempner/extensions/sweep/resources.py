@@ -29,7 +29,7 @@ class Resources:
     partition: str = option("", "partition")
     account: str = option("", "account")
     qos: str = option("", "quality of service")
-    options: tuple[str, ...] = option((), "more options of sbatch, a word each")
+    options: tuple[str, ...] = option((), "more options of sbatch, one word each")
     tokens_per_s: float | None = option(
         None, "tokens per second and GPU, for the cost that plan prints", minimum=0.0
     )

@@ -181,7 +181,7 @@ def _lead(
         verified.new_entry(command.files, (), _gpu_of_table(machine), 1, 1)
     short, of_trials = shorter_batch(cfg, ranks, world.per_node, machine), command
     if short is not None:
-        _say(f"measured are steps of {short:,} sequences, not {cfg.train.sequences:,}")
+        _say(f"the measured steps have {short:,} sequences, not {cfg.train.sequences:,}")
         of_trials = with_batch(command, cfg, short)
         cfg = load_config(of_trials.files, of_trials.overrides, (), "tune-")
     if not machine.is_gpu:
@@ -288,7 +288,7 @@ def _keep_earlier(out: Path, text: str) -> None:
             when = time.strftime("%Y%m%d-%H%M%S", time.localtime(out.stat().st_mtime))
             kept = out.with_name(f"{out.stem}-{when}{out.suffix}")
             out.rename(kept)
-            _say(f"the earlier {out} differs, and is {kept} now")
+            _say(f"the earlier {out} differs, and is now {kept}")
 
 
 def _report(subject: TuneSubject, search: Search, took: float) -> int:
@@ -300,7 +300,7 @@ def _report(subject: TuneSubject, search: Search, took: float) -> int:
     report.write_record(record, search, about, subject.ranks)
     if best is None:
         why = "the reasons are above" if search.trials else "give the same command again to go on"
-        _say(f"\nno candidate came to its end: {why}")
+        _say(f"\nno candidate finished: {why}")
         return 1
     driver = f"driver {facts['driver']}, " if facts["driver"] else ""
     lines = [

@@ -46,7 +46,7 @@ PROBE_BYTES = 1 << 20  # bytes that a disk must take after a run that has failed
 REASON = 160  # characters of a reason that are kept
 ERROR_LINE, ITEM = re.compile(r"[\w.-]+: error: (.*)"), "  - "  # print_problems() writes them
 # The kernel kills the process that takes the last memory of a host, and so may a person.
-KILLED = "killed by the host (signal 9), perhaps for want of its memory"
+KILLED = "killed by the host (signal 9), perhaps because it ran out of memory"
 # A program that ends with this process, else a killed tune leaves a run that the next one meets. By
 # a program of its own, not by preexec_fn: Python code between fork and exec may crash or wait for
 # ever where the process has threads. 1: PR_SET_PDEATHSIG, which an exec keeps.

@@ -164,7 +164,7 @@ def what_is_wrong(seen: CaseOutcome, run: History, unbroken: dict[int, float]) -
         return how_it_ended(seen, run)
     losses, starts = losses_of(run), count_starts(run)
     if seen.case.name in ("requeue", "limit", "preempt") and starts < 2:
-        return "the run came to its end without another start"
+        return "the run finished without another start"
     if sorted(losses) != list(range(1, DRILL_STEPS + 1)):
         return f"only {len(losses)} of {DRILL_STEPS} steps are on record"
     if seen.case.name == "limit" and (again := repeated_steps(run)):
@@ -252,7 +252,7 @@ def judge_own(seen: CaseOutcome) -> PromiseRow:
         return PromiseRow(OWN.name, OWN.promise, False, how_it_ended(seen, run), OWN.ask)
     because = f"started again {(again[0].began or 0) - seen.struck:.0f} s after the kill"
     done = run.status.get("state") == "done"
-    because += "; it has come to its end" if done else "; the drill has then ended it"
+    because += "; it has finished" if done else "; the drill has then ended it"
     return PromiseRow(OWN.name, OWN.promise, True, because)
 
 

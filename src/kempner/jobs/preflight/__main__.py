@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--slow", type=slow_limits, default=SlowLimits(), metavar="PERCENT,PERCENT",
-        help="under the median of its kind, from which a GPU is named, and faulty (default: 5,15)",
+        help="how far under the median of its kind a GPU is named, and faulty (default: 5,15)",
     )  # fmt: skip
     parser.add_argument("--history", type=Path, help="where the figures of each node are kept")
     parser.add_argument("--meet", type=Path, required=True, help="directory for the port file")

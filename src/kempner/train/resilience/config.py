@@ -24,7 +24,7 @@ class ResilienceConfig:
     )
     spike_sigma: float | None = option(
         None,
-        "skip a step whose loss or gradient norm is so many standard deviations above its mean "
+        "skip a step whose loss or gradient norm is this many standard deviations above its mean "
         "over the last spike_window steps, such as 6; unset: skip none",
         minimum=3.0,
     )
@@ -45,7 +45,7 @@ class ResilienceConfig:
     )
     gpu_interval: float = option(
         30.0,
-        "seconds between two looks at the GPUs of each node, by a process beside its first rank; "
+        "seconds between two checks of the GPUs of each node, by a process beside its first rank; "
         "0: never",
         minimum=0.0,
         maximum=3600.0,

@@ -321,7 +321,7 @@ class Orchestrator:
                     raise Failed(f"the {what}: {error}") from None
                 if not waits:
                     self._beat.full()
-                    self._say(f"the {what} cannot be written: {error}; waits for room")
+                    self._say(f"the {what} cannot be written: {error}; waiting for room")
                 waits = True
             if self._stop.wait(AGAIN_S):
                 raise Closed

@@ -175,7 +175,7 @@ class Feed:
                 raise
             self._again = time.monotonic() + AGAIN_S
             if self._tries == 1:
-                self._say(f"{error}; waits for room")
+                self._say(f"{error}; waiting for room")
                 if self._beat:
                     self._beat.full()
             return

@@ -28,7 +28,7 @@ MEANING = {
     "training": "steps that count",
     UNCOUNTED: "a program whose steps are not known",
     "lost": "steps that a restart has done again",
-    "stalled": "steps that took far longer than the usual",
+    "stalled": "steps that took far longer than usual",
     "start-up": "from the start of the batch script to the first step",
     "shutdown": "from the last step to the end",
     QUEUE_LABEL: "between an attempt and the next one of a requeued job",

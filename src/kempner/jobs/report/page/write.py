@@ -86,7 +86,7 @@ def render_document(runs: list[Told], now: float, every: int | None) -> str:
     again = f'<meta http-equiv="refresh" content="{every}">' if every else ""
     zone = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
     foot = f"As of {zone}. Times are in {time.strftime('%Z', time.localtime(now))}."
-    foot += f" The page is read again every {every} s." if every else ""
+    foot += f" The page reloads every {every} s." if every else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">'
