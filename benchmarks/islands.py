@@ -22,7 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kempner.jobs.system.files import read_jsonl
+from kempner.jobs.system.reading import read_jsonl
 from tests.cluster import make_data
 from tests.conftest import clean_env
 from tests.extensions.distributed.test_steps import judging

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from benchmarks.soak import cluster_of, say, table
-from kempner.jobs.system.files import read_jsonl
+from kempner.jobs.system.reading import read_jsonl
 from tests.cluster import ENDED, Cluster
 from tests.trainer.fault.broken_run import BrokenRun
 

@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from kempner.jobs.system.files import read_jsonl
+from kempner.jobs.system.reading import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
 

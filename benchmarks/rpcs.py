@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from kempner.jobs.system.files import read_jsonl
+from kempner.jobs.system.reading import read_jsonl
 from tests.cluster import ROOT, make_data
 from tests.conftest import clean_env
 

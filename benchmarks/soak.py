@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 
 from kempner.jobs.records.event_reader import read_records
 from kempner.jobs.records.run_history import load_history
-from kempner.jobs.system.files import read_jsonl
+from kempner.jobs.system.reading import read_jsonl
 from tests.cluster import ENDED, ROOT, TESTBED, Cluster, make_data
 from tests.conftest import clean_env, losses, status
 from tests.trainer.fault.broken_run import BrokenRun, words

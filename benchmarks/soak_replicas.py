@@ -53,7 +53,7 @@ from benchmarks.soak import (
     say,
     table,
 )
-from kempner.jobs.system.files import read_jsonl
+from kempner.jobs.system.reading import read_jsonl
 from tests.cluster import Cluster
 from tests.conftest import status
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.soak import Broken, Fault, Kinds, Soak, cluster_of, draw, live, revived, say
 from kempner.jobs.records.run_history import load_history
-from kempner.jobs.system.files import read_jsonl
+from kempner.jobs.system.reading import read_jsonl
 from tests.conftest import status
 from tests.extensions.fault.rl_run import ROLES, RlRun
 from tests.extensions.fault.test_rl_kills import FAULTY, words

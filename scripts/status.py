@@ -33,7 +33,13 @@ from kempner.jobs import slurm
 from kempner.jobs.records.attempts import Record
 from kempner.jobs.records.facts import newest_step, run_facts, run_trouble
 from kempner.jobs.records.nodes import NodeHistory, nodes_of
-from kempner.jobs.records.run_history import History, load_history, runs_in, unreadable_in
+from kempner.jobs.records.run_history import (
+    RECORDS,
+    History,
+    load_history,
+    runs_in,
+    unreadable_in,
+)
 from kempner.jobs.records.state import LIVE_STATES
 from kempner.jobs.report import notify
 from kempner.jobs.report.idle import idle_share
@@ -97,6 +103,8 @@ def why_hidden(path: Path) -> str:
     """Return why a run that may be there is not shown, or not all of it."""
     if path.is_symlink() and not os.path.exists(path):
         return f"{path}: a link to {os.readlink(path)}, which is not there; correct or remove it"
+    if path.name in RECORDS and not path.is_file():
+        return f"{path}: is not a regular file; remove it"
     return f"{path}: cannot be read: Permission denied; ls -ld {path} says who may"
 
 

@@ -102,7 +102,7 @@ kp_look_for_files() { # sets KP_FRESH, those that are not followed yet, and KP_A
         fi
     fi
     for file in "${files[@]}"; do
-        [[ -r $file && -z ${KP_FOLLOWED[$file]:-} ]] || continue
+        [[ -r $file && ! -p $file && -z ${KP_FOLLOWED[$file]:-} ]] || continue
         KP_FOLLOWED[$file]=1
         KP_FRESH+=("$file")
     done

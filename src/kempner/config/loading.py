@@ -12,6 +12,7 @@ Whatever is not understood is an error, and all errors of one configuration are 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -91,6 +92,8 @@ class _Loader:
     def read(self, path: Path, where: str, children: tuple[str, ...]) -> None:
         """Take the values of the files that `base` names, then those of the file itself."""
         try:
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                raise OSError(errno.EINVAL, "not a regular file")  # a FIFO may block for ever
             text = path.read_bytes().decode("utf-8")
             if text.startswith("\ufeff"):
                 raise ValueError("it begins with a byte order mark; save it as UTF-8 without one")

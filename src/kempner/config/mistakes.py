@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def why_not_read(path: Path, error: Exception) -> str:
         return _why_not_toml(error)
     if isinstance(error, IsADirectoryError):
         return "is a directory; name a file in it"
+    if error.errno == errno.EINVAL:
+        return "is not a regular file; name one"
     if not isinstance(error, FileNotFoundError):
         return f"cannot be read: {error.strerror}; change its permissions or name another file"
     if path.is_symlink():

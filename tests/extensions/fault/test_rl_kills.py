@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.jobs.system.files import read_jsonl
+from kempner.jobs.system.reading import read_jsonl
 from tests.cluster import SCRIPTS, Cluster, boot
 from tests.conftest import ROOT, status
 from tests.extensions.fault.rl_run import ROLES, THREE, RlRun

@@ -22,7 +22,7 @@ from kempner.jobs.records.events import (
 )
 from kempner.jobs.records.run_records import RunRecords
 from kempner.jobs.system.background import Background
-from kempner.jobs.system.files import read_jsonl
+from kempner.jobs.system.reading import read_jsonl
 from tests.cluster import SCRIPTS
 from tests.waiting import LIMIT_S
 

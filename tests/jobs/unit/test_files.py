@@ -13,7 +13,6 @@ import pytest
 
 from kempner.jobs.system.files import (
     end_torn_line,
-    read_jsonl,
     step_of_name,
     swap_link,
     write_atomic,

@@ -12,7 +12,7 @@ import pytest
 from kempner.checkpoint import history
 from kempner.jobs.lock import LOST_LOCK_EXIT
 from kempner.jobs.records import event_reader, events
-from kempner.jobs.system.files import read_jsonl
+from kempner.jobs.system.reading import read_jsonl
 from tests.conftest import TINY, start_train, status
 from tests.waiting import LIMIT_S, until
 

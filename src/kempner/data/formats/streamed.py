@@ -24,7 +24,8 @@ from kempner.data.config import SourceConfig
 from kempner.data.formats.stream import StreamTokens, separate_documents
 from kempner.data.source import DataError, Int64, SampleRows, Shape
 from kempner.data.text.tokenizer import FileTokenizer
-from kempner.jobs.system.files import LineFile, read_jsonl
+from kempner.jobs.system.files import LineFile
+from kempner.jobs.system.reading import read_jsonl
 
 READ_AHEAD = 64  # documents that are encoded together
 BOOKMARK = 1024  # samples from one bookmark to the next

@@ -32,7 +32,8 @@ from kempner.jobs.gpu.driver import driver_version
 from kempner.jobs.ranks.placement import World
 from kempner.jobs.records import event_reader, events
 from kempner.jobs.report.tables import align_table
-from kempner.jobs.system.files import read_jsonl, write_atomic
+from kempner.jobs.system.files import write_atomic
+from kempner.jobs.system.reading import read_jsonl
 from kempner.jobs.trackers.config import TRACKER_NAMES, TrackersConfig
 from kempner.train.extensions import Variant
 from kempner.train.recording.metrics import short_number

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from kempner.extensions.rl.orchestrate.groups import SampleGroup
-from kempner.jobs.system.files import LineFile, read_jsonl, write_atomic
+from kempner.jobs.system.files import LineFile, write_atomic
+from kempner.jobs.system.reading import read_jsonl
 
 SAMPLES_FILE = "rl-samples.jsonl"
 RECORDED_GROUPS = 2  # of a step, of which the best and the worst sample are recorded

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kempner.config.option import option
-from kempner.jobs.system.files import read_jsonl
 from kempner.jobs.system.front_door import run_module
+from kempner.jobs.system.reading import read_jsonl
 
 VALIDATION_POLL_S = 2.0
 READ_SHARE = 0.05  # of the time at most goes into reading the neighbours' files

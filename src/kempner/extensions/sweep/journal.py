@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from kempner.jobs.system.directories import Kind, mark_directory
-from kempner.jobs.system.files import end_torn_line, read_jsonl
+from kempner.jobs.system.files import end_torn_line
+from kempner.jobs.system.reading import read_jsonl
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from typing import Any
 from kempner.config.option import ConfigError
 from kempner.extensions.tune.space import Overrides
 from kempner.extensions.tune.trials import Measurement
-from kempner.jobs.system.files import LineFile, read_jsonl
+from kempner.jobs.system.files import LineFile
+from kempner.jobs.system.reading import read_jsonl
 
 
 class TuneJournal:

@@ -30,8 +30,9 @@ from kempner.extensions.tune.space import Overrides
 from kempner.extensions.tune.trials import Measurement
 from kempner.jobs.records import event_reader, events
 from kempner.jobs.system.compiler import keep_private
-from kempner.jobs.system.files import FULL, read_jsonl, try_to_write, write_atomic
+from kempner.jobs.system.files import FULL, try_to_write, write_atomic
 from kempner.jobs.system.front_door import BAD_INPUT_EXIT
+from kempner.jobs.system.reading import read_jsonl
 from kempner.train.configure import load_config
 from kempner.train.extensions import Variant
 from kempner.train.sections import RunConfig

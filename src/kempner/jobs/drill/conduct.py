@@ -24,7 +24,7 @@ from kempner.jobs.drill.site import (
 )
 from kempner.jobs.records.run_history import load_history
 from kempner.jobs.slurm import job_fields
-from kempner.jobs.system.files import read_jsonl
+from kempner.jobs.system.reading import read_jsonl
 
 DRILL_POLL_S = 5.0  # seconds between two questions to the controller: one for all jobs
 GONE = 2  # questions in a row that do not show a job, after which it is over

@@ -19,7 +19,7 @@ from kempner.jobs.records.events import (
     GpuFault,
     StartEvent,
 )
-from kempner.jobs.system.files import read_jsonl
+from kempner.jobs.system.reading import read_jsonl
 
 E = TypeVar("E", bound=Event)
 

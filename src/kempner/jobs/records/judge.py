@@ -38,6 +38,7 @@ from kempner.jobs.records.faulty_host import (
 )
 from kempner.jobs.report.tables import visible_text
 from kempner.jobs.system.front_door import ANSWER, run_module
+from kempner.jobs.system.reading import open_regular
 
 _Record = dict[str, Any]
 
@@ -90,7 +91,7 @@ def records_of(run_dir: Path) -> tuple[list[_Record], str]:
     read."""
     try:
         # read_records() takes what cannot be read for empty: a run that has never started.
-        with open(run_dir / "attempts.jsonl", "rb") as file:
+        with open(run_dir / "attempts.jsonl", "rb", opener=open_regular) as file:
             file.read(1)
     except FileNotFoundError:
         if not run_dir.is_dir():

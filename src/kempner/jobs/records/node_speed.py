@@ -13,7 +13,8 @@ from typing import NamedTuple
 from kempner.jobs.records.attempts import Record
 from kempner.jobs.records.event_reader import is_time
 from kempner.jobs.records.run_history import is_number
-from kempner.jobs.system.files import end_torn_line, read_jsonl, write_atomic
+from kempner.jobs.system.files import end_torn_line, write_atomic
+from kempner.jobs.system.reading import read_jsonl
 
 SPEED_FOLDER = "node-speeds"
 MOST_BYTES = 1 << 18  # of a node's file: over a thousand lines; then the older half goes

@@ -24,7 +24,8 @@ from kempner.jobs.records.state import RunState, judge_state, read_lock, slurm_j
 from kempner.jobs.report.wall_time import WallTime, wall_time_of
 from kempner.jobs.slurm import SlurmJob
 from kempner.jobs.system.directories import NOBODYS
-from kempner.jobs.system.files import read_jsonl, step_of_name
+from kempner.jobs.system.files import step_of_name
+from kempner.jobs.system.reading import open_regular, read_jsonl
 
 # Types of a record's fields, where present: files may be damaged, or written by somebody else.
 STATUS = {"step": int, "max_steps": int, "attempt": int, "state": str, "reason": str}
@@ -147,10 +148,14 @@ def unreadable_in(path: Path) -> list[Path]:
             if entry.is_symlink() and not os.path.exists(entry):
                 found.append(entry)
             elif os.path.isdir(entry):
-                records = [entry / name for name in RECORDS if os.path.isfile(entry / name)]
+                records = [entry / name for name in RECORDS if os.path.exists(entry / name)]
                 if not os.access(entry, os.R_OK | os.X_OK):
                     found.append(entry)
-                found += [record for record in records if not os.access(record, os.R_OK)]
+                found += [
+                    record
+                    for record in records
+                    if not (os.path.isfile(record) and os.access(record, os.R_OK))
+                ]
     return found
 
 
@@ -166,8 +171,8 @@ def load_history(
     and there, and the last ones."""
     status: Record = {}
     with contextlib.suppress(OSError, ValueError, TypeError):
-        file = path / "status.json"
-        status = {"time": file.stat().st_mtime, **json.loads(file.read_text())}
+        with open(path / "status.json", opener=open_regular) as file:
+            status = {"time": os.fstat(file.fileno()).st_mtime, **json.load(file)}
         status = {
             k: v for k, v in status.items() if event_reader.fits_type(STATUS.get(k, object), v)
         }
@@ -217,7 +222,7 @@ def sample_lines(path: Path) -> list[Record]:
     """Read sample lines of a long file: those in SAMPLE_BLOCKS blocks, equally far apart, and the
     last ones. The time that this takes does not grow with the file."""
     text = b""
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open(path, "rb", opener=open_regular) as file:
         size = file.seek(0, os.SEEK_END)
         for k in range(SAMPLE_BLOCKS):
             file.seek(k * size // SAMPLE_BLOCKS)

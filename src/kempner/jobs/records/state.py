@@ -20,6 +20,7 @@ from pathlib import Path
 from kempner.jobs.records.attempts import AFTER, CANCELLED_REASON, Attempt, Record, Refusal
 from kempner.jobs.slurm import SlurmJob, cluster_name
 from kempner.jobs.system.process import birth_ticks, pid_namespace
+from kempner.jobs.system.reading import open_regular
 from kempner.jobs.this_job import host_name
 
 # A run is silent without a new line for this many usual intervals, and at least these seconds.
@@ -64,8 +65,9 @@ FREE = Lock(holder=False)
 def read_lock(run_dir: Path, now: float) -> Lock:
     path = run_dir / "lock"
     try:
-        beat = path.stat().st_mtime
-        record = json.loads(path.read_text())
+        with open(path, opener=open_regular) as file:
+            beat = os.fstat(file.fileno()).st_mtime
+            record = json.load(file)
         host, pid, born = record["host"], int(record["pid"]), record["born"]
         boot, cluster = record.get("kernel"), str(record.get("cluster") or "")
     except FileNotFoundError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kempner.jobs.records.attempts import Record
-from kempner.jobs.system.files import read_jsonl
+from kempner.jobs.system.reading import read_jsonl
 
 
 @dataclass

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kempner.config.option import ConfigError
-from kempner.jobs.system.files import read_jsonl, step_of_name, write_atomic
+from kempner.jobs.system.files import step_of_name, write_atomic
 
 MARK_FILE = ".kempner"  # one JSON object: {"is": the name of a Kind, "run": the id of a run, or ""}
 RUN_ID = re.compile(r"[0-9a-f]{32}\n?")
@@ -142,6 +142,8 @@ def _kind_of_directory(path: Path, names: set[str]) -> Kind:
         return Kind.RUN
     if (marked := read_mark(path)[0]) is not None:
         return marked
+    from kempner.jobs.system.reading import read_jsonl  # most starts see no directory of a run
+
     events = [line["event"] for line in read_jsonl(path / "attempts.jsonl") if _is_event(line)]
     if events and "config.toml" in names:  # a copy that has lost its id
         return Kind.RUN

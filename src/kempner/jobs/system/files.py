@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: the disk, or what the user may have of it
 STEP_NAME = re.compile(r"step_(\d{8,})")
@@ -94,32 +93,6 @@ def step_of_name(name: str) -> int | None:
     name."""
     found = STEP_NAME.fullmatch(name)
     return int(found[1]) if found else None
-
-
-def read_jsonl(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
-    """Read the objects of a JSONL file in order, without lines that a crash has torn; [] if it
-    cannot be read. `tail`: only those of its last bytes."""
-    try:
-        with open(path, "rb") as file:
-            if tail is not None:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    # Not splitlines(), which also parts at U+2028 and others that a JSON string may have.
-    lines = [line for line in text.split("\n") if line]
-    try:  # all in one call: a file may have 100,000 lines
-        records = json.loads(f"[{','.join(lines)}]")
-    except (ValueError, RecursionError):  # brackets within brackets, in a damaged file
-        records = [_record(line) for line in lines]
-    return [record for record in records if isinstance(record, dict)]
-
-
-def _record(line: str) -> object:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
 
 
 class LineFile:

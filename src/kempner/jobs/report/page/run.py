@@ -29,6 +29,7 @@ from kempner.jobs.report.page.markup import (
     format_loss,
     render_pill,
 )
+from kempner.jobs.system.reading import open_regular
 
 DAY = 86400.0
 MARKS = 40  # starts of attempts in a curve; with more, they would be all that is seen
@@ -301,7 +302,7 @@ def modified_time(path: Path) -> float:
 def log_tail(path: Path, most: int, parts: tuple[str, ...]) -> list[str]:
     """Return the last lines that contain one of these parts."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             file.seek(max(0, file.seek(0, 2) - LOG_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
