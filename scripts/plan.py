@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     problems = list(command.problems)
     if name not in GPUS:
         problems.append(f"--gpu={name}: is not known; give one of {', '.join(GPUS)}")
-    fabric = command.flags["fabric"]
+    fabric = (command.flags["fabric"] or "").lower()
     if fabric and fabric not in FABRICS:
         problems.append(f"--fabric={fabric}: is not known; give one of {', '.join(FABRICS)}")
     if fabric and nodes == 1:

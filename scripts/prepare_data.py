@@ -144,7 +144,10 @@ def wrong_options(options: argparse.Namespace) -> list[str]:
     bpe, file = options.train_bpe, options.tokenizer != "bytes"
     checks = {
         "give input files or directories, or --source stdlib": (
-            bool(options.inputs) == bool(options.source)
+            not options.inputs and not options.source
+        ),
+        "give input files or directories, or --source stdlib, but not both": (
+            bool(options.inputs and options.source)
         ),
         "--train-bpe makes a tokenizer and --tokenizer names one: give only one of them": (
             bpe is not None and file

@@ -187,7 +187,9 @@ def find_runs(paths: list[Path]) -> tuple[list[History], list[str]]:
         if run.losses or is_program(run):
             runs.append(run)
         elif file_size(path / "metrics.jsonl") and not run.lines:
-            problems.append(f"{path}/metrics.jsonl: no line of it can be read; it is not text")
+            problems.append(
+                f"{path}/metrics.jsonl: no line of it is a step with its time; is it another file?"
+            )
         elif is_run(path):
             ends = [a for a in run.attempts if a.state != "running"]
             last = f"; the last attempt: {ends[-1].ending}" if ends else ""

@@ -114,11 +114,11 @@ def table(results: Sequence[Result], left_out: Sequence[str], seconds: float) ->
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=PARTS, default=list(PARTS))
-    parser.add_argument("words", nargs="*", metavar="WORD", help="after --: given to pytest")
-    args = parser.parse_args(argv)
+    words = argv[argv.index("--") + 1 :] if "--" in argv else []
+    args = parser.parse_args(argv[: len(argv) - len(words)])
     chosen = {name: PARTS[name] for name in PARTS if name in args.only}
     begin = time.monotonic()
-    runner = Runner(args.words, lambda text: print(text, flush=True))
+    runner = Runner(words, lambda text: print(text, flush=True))
     signal.signal(signal.SIGINT, runner.leave_out_the_rest)
     results = runner.run(chosen)
     left_out = [name for name in PARTS if name not in {result.name for result in results}]

@@ -16,6 +16,7 @@ import difflib
 import functools
 import itertools
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,13 +42,16 @@ REQUIRED_OPTION: Any = type("Required", (), {"__repr__": lambda self: "required"
 """The default of an option that every run must set."""
 
 
+CONTROLS = {n: repr(chr(n))[1:-1] for n in (*range(32), 127)}  # a name may steer a terminal
+
+
 class ConfigError(Exception):
     """Everything that is wrong with a configuration; `problems` holds one line each."""
 
     def __init__(self, *problems: str | Iterable[str]) -> None:
         """Takes the problems one by one, or as a list of them."""
         lines = [[entry] if isinstance(entry, str) else entry for entry in problems]
-        self.problems = [line.replace("\n", "\\n") for line in itertools.chain(*lines)]
+        self.problems = [line.translate(CONTROLS) for line in itertools.chain(*lines)]
         super().__init__(*self.problems)  # what pickle hands to __init__ again
 
     def __str__(self) -> str:
@@ -189,9 +193,9 @@ class Option:
             low, high = self.minimum, self.maximum
             if (low is not None and value < low) or (high is not None and value > high):
                 raise ValueError(f"must be {self.limits}; change it")
-        # What Python makes of bytes on the command line that are no UTF-8: no file can hold it.
-        if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
-            raise ValueError("must be valid UTF-8; rename it")
+        # Surrogates are what Python makes of bytes on the command line that are not UTF-8.
+        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+            raise ValueError("must be valid UTF-8, without NUL; rename it")
         return value
 
 

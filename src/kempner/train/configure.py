@@ -78,6 +78,9 @@ def configure(
         print(f"usage: {usage}", file=sys.stderr)
         sys.exit(2)
     command.problems.extend(["--all: goes with --help"] * flags["all"])
+    only = flags["check"] or flags["build"]
+    asks = [name for name in ("nodes", "gpus-per-node") if flags[name] is not None]
+    command.problems.extend(f"--{name}: goes with --check or --build" for name in asks * (not only))
     try:
         cfg = load_config(
             command.files, command.overrides, command.problems, "bench-" if flags["bench"] else ""
@@ -95,7 +98,6 @@ def configure(
                 print(builder.build(each, *world_of_flags(flags)), file=sys.stderr)
     except ConfigError as error:
         reject_input(error, stop)
-    only = flags["check"] or flags["build"]
     if flags["check"] or not (only or "KEMPNER_ATTEMPT_ID" in os.environ or discover_world().rank):
         print_warnings(cfg)  # once: the scripts have called --check
     if flags["check"]:

@@ -235,6 +235,9 @@ def test_after_a_kill_it_goes_on_where_it_was(tmp_path: Path) -> None:
         TuneJournal(tmp_path, "subject")
     journal.close()
     with open(tmp_path / "journal.jsonl", "a") as file:
+        file.write(
+            '{"event": "cut", "of": "subject", "wall": null}\n{"of": "subject", "wall": -9}\n'
+        )
         file.write('{"event": "resu')  # half a line
 
     again = TuneJournal(tmp_path, "subject")
@@ -249,7 +252,7 @@ def test_after_a_kill_it_goes_on_where_it_was(tmp_path: Path) -> None:
     again.close()
     lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().split("\n")
              if line and not line.endswith("resu")]  # fmt: skip
-    twice = [line["overrides"] for line in lines if line["event"] == "start"]
+    twice = [line["overrides"] for line in lines if line.get("event") == "start"]
     assert sum(one == twice[last - 1] for one in twice[: last + 1]) == 2
     other = TuneJournal(tmp_path, "another machine")
     assert not other.results and other.runs == again.runs

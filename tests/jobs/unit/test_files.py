@@ -17,6 +17,16 @@ from kempner.jobs.system.files import (
     swap_link,
     write_atomic,
 )
+from kempner.jobs.system.reading import open_regular, read_jsonl
+
+
+def test_what_is_not_a_regular_file_is_not_waited_for(tmp_path: Path) -> None:
+    """A FIFO that nobody writes to would keep its reader for ever."""
+    os.mkfifo(tmp_path / "fifo")
+    for name, error in (("fifo", OSError), (".", IsADirectoryError), ("none", FileNotFoundError)):
+        with pytest.raises(error):
+            open(tmp_path / name, opener=open_regular)
+    assert read_jsonl(tmp_path / "fifo") == []
 
 
 def test_text_bytes_and_a_writer(tmp_path: Path) -> None:

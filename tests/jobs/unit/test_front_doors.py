@@ -95,6 +95,11 @@ def damage(here: Path) -> None:
     torn = shutil.copytree(here / "runs/debug", here / "runs/torn", symlinks=True)
     for path in (torn / "checkpoints").glob("step_*/manifest.json"):
         path.write_text("{")
+    (here / "runs/fifo").mkdir()
+    os.mkfifo(here / "runs/fifo/metrics.jsonl")
+    os.mkfifo(here / "fifo.toml")
+    (here / "nul.toml").write_text('[run]\ndir = "a\\u0000"\n')
+    (here / "array.json").write_text('[\n  {"text": "a"}, {"text": "b"}\n]\n')
     (here / "runs/noise").mkdir()
     (here / "runs/noise/metrics.jsonl").write_bytes(bytes(range(128, 256)) * 8)
     (here / "runs/empty").mkdir()
@@ -130,6 +135,15 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a key twice": (("train", "twice.toml"), ("twice.toml: not a TOML file", "overwrite")),
     "a run as a file": (("train", "runs/debug"), ("unexpected argument", "runs/debug/config.toml")),
     "an unknown flag": ((*TRAIN, OWN, "--chek"), ("did you mean --check?",)),
+    "a FIFO": (("train", "fifo.toml", "--check"), ("fifo.toml: is not a regular file; name one",)),
+    "a size without a check": (
+        (*TRAIN, OWN, "--nodes=2", "--gpus-per-node=8"),
+        ("--nodes: goes with --check or --build", "--gpus-per-node: goes with"),
+    ),
+    "a NUL": (
+        ("train", "nul.toml", OWN, "--check"),
+        (r'run.dir = "a\u0000": must be valid UTF-8',),
+    ),
     "not a number": ((*TRAIN, OWN, "--optimizer.lr=nan"), ("must be a finite number",)),
     "too large": ((*TRAIN, OWN, "--optimizer.lr=1e400"), ("--optimizer.lr=1e400",)),
     "too many ranks": (
@@ -243,6 +257,15 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("prepare_data", "corpus", "--out=README.md"),
         ("README.md", "file"),
     ),
+    "prepare: an array": (
+        ("prepare_data", "array.json", "--out=data/new"),
+        ("array.json: is a JSON array; give a file with one object a line: jq -c '.[]'",),
+    ),
+    "prepare: twice": (
+        ("prepare_data", "corpus", "--source=stdlib", "--out=data/new"),
+        ("or --source stdlib, but not both",),
+    ),
+    "prepare: nothing to inspect": (("prepare_data", "inspect"), ("inspect: give a directory",)),
     "prepare: no input": (("prepare_data", "gone", "--out=data/new"), ("gone",)),
     "prepare: only empty": (
         ("prepare_data", "nothing.txt", "--out=data/new"),
@@ -296,7 +319,9 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # report.py, status.py
     "report: runs": (("report", "runs"), ("holds runs", "--html", "runs/debug")),
     "report: a file": (("report", "README.md"), ("README.md is a file",)),
-    "report: noise": (("report", "runs/noise"), ("no line of it can be read",)),
+    "report: a FIFO": (("report", "runs/fifo"), ("runs/fifo is not a run",)),
+    "report: a name for the terminal": (("report", "runs/\x1b[31m"), (r"runs/\x1b[31m: no such",)),
+    "report: noise": (("report", "runs/noise"), ("no line of it is a step",)),
     "report: gone": (("report", "runs/gone"), ("runs/gone: no such directory",)),
     "report: full disk": (("report", "runs/debug", "--out=/proc/x.png"), ("/proc/x.png", "--out")),
     "report: a picture of yours": (
@@ -304,6 +329,10 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("cat.png is there, and was not made by this program",),
     ),
     "report: a format": (("report", "runs/debug", "--out=x.jpeg"), ("must end in .png",)),
+    "status: a FIFO": (
+        ("status", "runs"),
+        ("runs/fifo/metrics.jsonl: is not a regular file; remove it",),
+    ),
     "status: gone": (("status", "runs/gone"), ("runs/gone",)),
     # the others
     "rl: no environment": (("rl", DEBUG, OWN), ("rl.env",)),

@@ -105,6 +105,11 @@ def find_source_files(
             problems.append(f"{path_name}: not a regular file")
         elif why := compressed.kind_of_compression(top) and compressed.compression_problem(top):
             problems.append(f"{path_name}: {why}")
+        elif _is_json_array(top):
+            problems.append(
+                f"{path_name}: is a JSON array; give a file with one object a line: "
+                f"jq -c '.[]' {path_name} >{Path(path_name).with_suffix('.jsonl')}"
+            )
         else:
             # Also in place of the same file of a directory: one that is named must be text.
             files[os.path.realpath(top)] = _source(top, top.name, named=True)
@@ -214,6 +219,18 @@ def _has_json_lines(path: Path) -> bool:
     except (OSError, ValueError, RecursionError):  # cut_units() says what cannot be read
         return False
     return all(isinstance(value, dict) for value in first)
+
+
+def _is_json_array(path: Path) -> bool:
+    """Return whether a .json file is an array of objects, which as text would be its brackets and
+    keys."""
+    if path.suffix.lower() != ".json":
+        return False
+    try:
+        with path.open("rb") as file:
+            return re.match(rb"\s*\[\s*\{", file.read(1 << 12)) is not None
+    except OSError:  # cut_units() says what cannot be read
+        return False
 
 
 def sources_fingerprint(sources: Iterable[SourceFile]) -> str:

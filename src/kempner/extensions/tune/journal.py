@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -35,7 +36,7 @@ class TuneJournal:
                 f"{folder}: another tune.py works here; wait for it, or give another --run.dir"
             ) from None
         self._path = path = folder / "journal.jsonl"
-        lines = read_jsonl(path)
+        lines = [*filter(_is_sound, read_jsonl(path))]
         self._file, self._subject = LineFile(path), subject
         self.runs: int = sum(line.get("event") == "start" for line in lines)  # of all subjects
         if lines and lines[-1].get("event") == "start":  # killed in a run
@@ -93,6 +94,17 @@ class TuneJournal:
         except OSError as error:
             error.filename = str(self._path)  # a full disk comes without a name
             raise
+
+
+def _is_sound(line: dict[str, Any]) -> bool:
+    """Return whether a line is as it was written: a damaged one counts as not there."""
+    try:
+        walls = [line.get("wall", 0.0), line["time"], line["rung"], len(line["overrides"])]
+        if line["event"] == "result":
+            walls.append(_measurement(line["measurement"]).wall)
+        return all(0 <= wall < math.inf for wall in walls)
+    except (KeyError, TypeError):
+        return False
 
 
 def _measurement(values: dict[str, Any]) -> Measurement:
