@@ -25,7 +25,7 @@ def test_what_is_not_a_regular_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for name, error in (("fifo", OSError), (".", IsADirectoryError), ("none", FileNotFoundError)):
         with pytest.raises(error):
-            open(tmp_path / name, opener=open_regular)
+            open_regular(str(tmp_path / name), os.O_RDONLY)
     assert read_jsonl(tmp_path / "fifo") == []
 
 

@@ -97,6 +97,7 @@ def damage(here: Path) -> None:
         path.write_text("{")
     (here / "runs/fifo").mkdir()
     os.mkfifo(here / "runs/fifo/metrics.jsonl")
+    (here / "runs/fifo/status.json").write_text("{}")
     os.mkfifo(here / "fifo.toml")
     (here / "nul.toml").write_text('[run]\ndir = "a\\u0000"\n')
     (here / "array.json").write_text('[\n  {"text": "a"}, {"text": "b"}\n]\n')
@@ -319,7 +320,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # report.py, status.py
     "report: runs": (("report", "runs"), ("holds runs", "--html", "runs/debug")),
     "report: a file": (("report", "README.md"), ("README.md is a file",)),
-    "report: a FIFO": (("report", "runs/fifo"), ("runs/fifo is not a run",)),
+    "report: a FIFO": (("report", "runs/fifo"), ("runs/fifo: no step is recorded yet",)),
     "report: a name for the terminal": (("report", "runs/\x1b[31m"), (r"runs/\x1b[31m: no such",)),
     "report: noise": (("report", "runs/noise"), ("no line of it is a step",)),
     "report: gone": (("report", "runs/gone"), ("runs/gone: no such directory",)),
@@ -330,7 +331,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "report: a format": (("report", "runs/debug", "--out=x.jpeg"), ("must end in .png",)),
     "status: a FIFO": (
-        ("status", "runs"),
+        ("status", "runs/fifo"),
         ("runs/fifo/metrics.jsonl: is not a regular file; remove it",),
     ),
     "status: gone": (("status", "runs/gone"), ("runs/gone",)),

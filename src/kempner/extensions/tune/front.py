@@ -201,9 +201,8 @@ def _lead(
     for result in journal.results:
         search.take(*result)
     if journal.results:
-        _say(
-            f"  {len(journal.results)} runs of an earlier start count; {max(0, left()):.0f} s are left"
-        )
+        rest = max(0.0, left())
+        _say(f"  {len(journal.results)} runs of an earlier start count; {rest:.0f} s are left")
     try:
         search.run()
     except (ConfigError, OSError):  # a full disk: what was measured is kept
