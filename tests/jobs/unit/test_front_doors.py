@@ -330,10 +330,6 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("cat.png is there, and was not made by this program",),
     ),
     "report: a format": (("report", "runs/debug", "--out=x.jpeg"), ("must end in .png",)),
-    "status: a FIFO": (
-        ("status", "runs/fifo"),
-        ("runs/fifo/metrics.jsonl: is not a regular file; remove it",),
-    ),
     "status: gone": (("status", "runs/gone"), ("runs/gone",)),
     # the others
     "rl: no environment": (("rl", DEBUG, OWN), ("rl.env",)),
@@ -364,6 +360,13 @@ def test_wrong_input(forks: Forks, world: Path, case: str) -> None:
     assert "[Errno" not in done.err, done
     assert done.out == "" or case == "report: full disk", done  # the table comes before the picture
     assert picture(world) == before
+
+
+def test_a_record_that_is_a_fifo_is_named_and_the_runs_are_shown(forks: Forks, world: Path) -> None:
+    done = forks.run("status", "runs/fifo", "runs/noise", cwd=world)
+    assert done.code == 2 and "runs/fifo " in done.out and "runs/noise " in done.out
+    problem = "runs/fifo/metrics.jsonl: is not a regular file; remove it"
+    assert done.err == f"status: error: {problem}\n"
 
 
 def test_a_warm_up_that_never_ends_is_a_warning(forks: Forks, world: Path) -> None:
