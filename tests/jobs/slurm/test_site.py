@@ -51,6 +51,7 @@ def test_a_hostile_name_through_every_script(cluster: Cluster, tmp_path: Path) -
         cluster.ask("scancel", job)
     assert json.loads((folder / "the \\ run/status.json").read_text())["step"] == 4
     assert cluster.ask("bash", SCRIPTS / "status.sh", folder / "the \\ run").count("done") == 1
+    (folder / "$(x) y").mkdir()
     job = cluster.sbatch(
         "preflight.sh", "--device", "cpu", "--dir", folder / "$(x) y", options=options, cwd=folder
     )

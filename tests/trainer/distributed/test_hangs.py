@@ -113,7 +113,7 @@ def test_ras_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("NCCL_RAS_ADDR", server.address)
         event, _ = hang(tmp_path, f"keep_gil {STEP}")
         server.shutdown()
-    assert "NCCL's RAS" in event["reason"] and server.lines[-1] == "STATUS"
+    assert "NCCL's RAS" in event["reason"] and "STATUS" in server.lines
 
 
 @pytest.mark.soak
