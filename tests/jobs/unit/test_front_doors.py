@@ -130,7 +130,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a link to no file": (("train", "x.toml"), ("x.toml: is a link to /nonexistent/x.toml",)),
     "a byte order mark": (("train", "bom.toml"), ("bom.toml", "byte order mark", "without one")),
     "UTF-16": (("train", "utf16.toml"), ("utf16.toml", "save it as UTF-8")),
-    "no such file": (("train", "mix.toml"), ("mix.toml: no such file", "has bom.toml, loop.toml,")),
+    "no such file": (("train", "mix.toml"), ("mix.toml: no such file", "has bom.toml, fifo.toml,")),
     "a directory": (("train", "corpus.toml/"), ("corpus.toml/",)),
     "a base of itself": (("train", "loop.toml"), ("cannot be its own base",)),
     "a key twice": (("train", "twice.toml"), ("twice.toml: not a TOML file", "overwrite")),
