@@ -130,7 +130,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="the figures of preflight over time, kept beside the runs: name their directory",
     )
     seconds = {"type": int, "metavar": "SECONDS"}
-    parser.add_argument("--watch", **seconds, help="rewrite the page at this interval")
+    parser.add_argument("--watch", **seconds, help="rewrite the page so often, until all ended")
     parser.add_argument("--refresh", **seconds, help="of a page that is rewritten at this interval")
     options = parser.parse_args(argv)
     if options.nodes and (options.html is not None or options.out is not None):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import os
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def why_not_read(path: Path, error: Exception) -> str:
         return _why_not_toml(error)
     if isinstance(error, IsADirectoryError):
         return "is a directory; name a file in it"
-    if error.errno == errno.EINVAL:
+    if path.exists() and not path.is_file():
         return "is not a regular file; name one"
     if not isinstance(error, FileNotFoundError):
         return f"cannot be read: {error.strerror}; change its permissions or name another file"

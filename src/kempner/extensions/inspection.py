@@ -40,11 +40,10 @@ INSPECTED_TOKENS = 256  # tokens of a sample of a directory
 
 def inspect_data(argv: Sequence[str]) -> None:
     """Inspect data. Raises ConfigError."""
-    usage = INSPECT_USAGE.format(command=how_to_run("prepare_data.py"))
     if not argv:
         raise ConfigError("inspect: give a directory of data, or a configuration; --help shows how")
     if argv[0] in ("-h", "--help"):
-        print(usage)
+        print(INSPECT_USAGE.format(command=how_to_run("prepare_data.py")))
         return
     folders, rest = sorted_words(argv)
     command = parse_command(rest, {"plot": str})

@@ -322,6 +322,9 @@ def test_a_run_that_another_job_has(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (said["decision"], said["kind"], said["no_progress"]) == ("requeue", "site", "1")
     assert (said["blamed"], said["excluded"], said["pause"]) == ("", "", "1")
     assert said["why"] == "runs/a is in use by job 9 on node7: the next start waits 1 min"
+    # Any other end is none of this: "is in use by" may be said of a port, too.
+    said = ask(run_dir, capsys, log, code="1", refusal=words, room="1")
+    assert (said["kind"], said["blamed"], said["excluded"]) == ("host", "node1", "node1")
     # The same command, and a step of the other job alone.
     start = {"event": "start", "time": 1.0, "job": "9", "attempt_id": "9.0.1", "command": "abc"}
     write(run_dir, [start, first | {"job": "9", "attempt_id": "9.0.1"}, blamed])

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import stat
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -106,10 +107,9 @@ def find_source_files(
         elif why := compressed.kind_of_compression(top) and compressed.compression_problem(top):
             problems.append(f"{path_name}: {why}")
         elif _is_json_array(top):
-            problems.append(
-                f"{path_name}: is a JSON array; give a file with one object a line: "
-                f"jq -c '.[]' {path_name} >{Path(path_name).with_suffix('.jsonl')}"
-            )
+            old, new = shlex.quote(path_name), shlex.quote(str(top.with_suffix(".jsonl")))
+            fix = f"give a file with one object a line: jq -c '.[]' {old} >{new}"
+            problems.append(f"{path_name}: is a JSON array; {fix}")
         else:
             # Also in place of the same file of a directory: one that is named must be text.
             files[os.path.realpath(top)] = _source(top, top.name, named=True)

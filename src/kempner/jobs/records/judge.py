@@ -174,7 +174,7 @@ def collect_facts(
         faulty, blamed = (), ""
     # The run is another job's: no host is to blame. A job that has trained here has lost the run
     # between two of its starts, and waits for that job's end; any other one is one too many.
-    refusal, in_use = facts.text("refusal"), ""
+    refusal, in_use = facts.text("refusal") if facts.count("code", 0) == 2 else "", ""
     if IN_USE in refusal:
         faulty, blamed = (), ""
         in_use = refusal.split(": wait for it")[0] if jobs_have_trained(records, jobs, "") else ""

@@ -52,8 +52,7 @@ def load_speeds(folder: Path) -> dict[str, list[Record]]:
 def load_speed(folder: Path, node: str) -> list[Record]:
     """Read the lines of a node, in order."""
     path = folder / f"{node}.jsonl"
-    lines = read_jsonl(path, MOST_BYTES) if path.is_file() else []  # not a pipe
-    return [line for line in lines if is_time(line.get("time"))]
+    return [line for line in read_jsonl(path, MOST_BYTES) if is_time(line.get("time"))]
 
 
 def append_speed(folder: Path, node: str, line: Record) -> None:
