@@ -114,8 +114,8 @@ def table(results: Sequence[Result], left_out: Sequence[str], seconds: float) ->
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=PARTS, default=list(PARTS))
-    words = argv[argv.index("--") + 1 :] if "--" in argv else []
-    args = parser.parse_args(argv[: len(argv) - len(words)])
+    end = argv.index("--") if "--" in argv else len(argv)
+    args, words = parser.parse_args(argv[:end]), argv[end + 1 :]
     chosen = {name: PARTS[name] for name in PARTS if name in args.only}
     begin = time.monotonic()
     runner = Runner(words, lambda text: print(text, flush=True))
