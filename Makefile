@@ -44,7 +44,7 @@ SHELL_FILES += $(addprefix scripts/slurm/lib/,task.sh inside.sh stage_node.sh gu
 # Every script sources all parts of lib/, and the analysis of the data's flow takes two thirds of the time.
 SHELLCHECK := -x -a --extended-analysis=false
 
-train: .venv/train data/stdlib/dataset.json
+train: .venv/core data/stdlib/dataset.json
 	@$(PY) scripts/train.py configs/train/quickstart.toml $(ARGS)
 	$(PY) scripts/report.py runs/quickstart
 	echo
@@ -55,14 +55,14 @@ train: .venv/train data/stdlib/dataset.json
 	echo "checkpoint: runs/quickstart/checkpoints/$$(readlink runs/quickstart/checkpoints/latest)"
 	echo "loss curve: runs/quickstart/report.png"
 
-rl: .venv/train
+rl: .venv/core
 	@bash scripts/slurm/rl.sh configs/rl/arithmetic.toml $(ARGS)
 	$(PY) scripts/report.py runs/arithmetic
 	echo
 	echo "samples:    runs/arithmetic/rl-samples.jsonl"
 	echo "reward:     runs/arithmetic/report.png"
 
-data/stdlib/dataset.json: | .venv/train
+data/stdlib/dataset.json: | .venv/core
 	@$(PY) scripts/prepare_data.py --source stdlib --out data/stdlib
 
 test: .venv/dev data/stdlib/dataset.json
@@ -158,11 +158,16 @@ cluster-down:
 
 # A build of torch that another index has replaces the one that is there.
 ifneq ($(TORCH_INDEX),$(if $(TORCH_INDEX),$(shell cat .venv/torch-index 2>/dev/null)))
-.venv/train: FORCE
+.venv/core: FORCE
 endif
 
+# pip compiles on one core. What no file is for, such as templates, fails and does not matter.
+COMPILE := $(PY) -m compileall -q -j 0 -x '/tests?/' .venv/lib >/dev/null 2>&1 || true
+
+# What `make train` and `make rl` need, without the packages that read other people's data: they take as long to install
+# as the first training.
 # constraints.txt pins torch==2.13.0: anything looser installs another build on some machines. It allows 2.13.0+cu126.
-.venv/train: pyproject.toml constraints.txt
+.venv/core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
 	    echo "make: $(PYTHON) is not Python 3.10 or later; run 'make $(MAKECMDGOALS) PYTHON=...' with one that is" >&2
 	    exit 2
@@ -178,9 +183,13 @@ endif
 	    $(PIP) --index-url "$(TORCH_INDEX)" torch
 	    echo "$(TORCH_INDEX)" >.venv/torch-index
 	fi
-	# pip compiles on one core. What no file is for, such as templates, fails and does not matter.
-	$(PIP) --no-compile -e '.[plot,data]'
-	$(PY) -m compileall -q -j 0 -x '/tests?/' .venv/lib >/dev/null 2>&1 || true
+	$(PIP) --no-compile -e '.[plot]'
+	$(COMPILE)
+	touch $@
+
+.venv/train: .venv/core
+	@$(PIP) --no-compile -e '.[plot,data]'
+	$(COMPILE)
 	touch $@
 
 # Without the packages that only the tests need, which take longer to install than the linters to run.

@@ -42,8 +42,11 @@ source {lib}
 source "$KP_LIB/rl.sh"
 source "$KP_LIB/rl_watch.sh"
 kp_log() {{ :; }}
-KP_ENGINES={count} KP_EXCHANGE=$PWD KP_SIGNAL='' KP_DECIDED='' KP_ORCHESTRATOR=1
-for ((i = 0; i < {count}; i++)); do KP_ENGINE_PIDS[i]=$$; done
+KP_RL=([engines]={count} [exchange]=$PWD) KP_SIGNAL='' KP_DECIDED=''
+# as in kp_run_rl
+orchestrator=1 leaving='' ever_served=''
+engine_pids=() engine_tries=() engine_next=() engine_seen=() engine_there=() probes=()
+for ((i = 0; i < {count}; i++)); do engine_pids[i]=$$; done
 while ((SECONDS < {seconds})); do
     kp_look_at_engines
     sleep 0.2

@@ -24,7 +24,7 @@ kp_need_slurm
 ! kp_in_job || kp_die "this is job $(kp_job_id) already: start the drill from a login node"
 # in a subshell: sbatch must not hand on what the kit exports
 python=$(kp_begin >&2 && kp_enter >&2 && kp_need_packages >&2 && printf '%s' "$KP_PYTHON") || exit
-KP_ROOT=$(cd "$KP_LIB/../../.." && pwd)
+kp_find_root
 kp_read_site
 trap - INT # Python cancels its jobs
 exec "$python" "$KP_MODULE" kempner.jobs.drill "$@"

@@ -31,6 +31,10 @@ kp_committed_step() { # in place of requeue.sh's: checkpoints that are evaluated
     find "$KP_RUN_DIR" -name 'step_*.json' | wc -l
 }
 
+kp_measure() { # in place of requeue.sh's
+    echo "checkpoints evaluated:"
+}
+
 kp_setup # the repository, its Python, site.env
 kp_in_job || kp_die "eval.sh runs in a job: sbatch scripts/slurm/eval.sh RUN --tasks ...;" \
     "here it is scripts/eval.py"
@@ -40,8 +44,9 @@ kp_in_job || kp_die "eval.sh runs in a job: sbatch scripts/slurm/eval.sh RUN --t
     "--dependency=after:JOB+5, 5 minutes after the start of the training's job"
 kp_python "$KP_ROOT/scripts/eval.py" "$@" --follow --check || exit # before anything is made in it
 mkdir -p -- "$1/eval" || kp_die "$1/eval cannot be written"
-KP_RUN_DIR=$(realpath -- "$1/eval") KP_NODES=1 KP_TASKS=1 KP_MEASURE="checkpoints evaluated:"
-KP_COMMITTED_BEFORE=$(kp_committed_step)
+kp_use_run "$(realpath -- "$1/eval")"
+kp_set_size 1 1 0
+kp_note_progress
 kp_mount "$1"
 kp_alone "$KP_ROOT/scripts/eval.py" "$@" --follow
 kp_finish # requeue or not; the exit code

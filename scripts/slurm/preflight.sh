@@ -28,14 +28,16 @@ kp_in_job ||
     kp_die "preflight.sh checks the nodes of a job: sbatch --nodes=N" \
         "scripts/slurm/preflight.sh, or call it in a shell of salloc"
 kp_need_packages
-KP_OWN_STEPS=preflight.sh
+kp_own_steps() { # in place of restart.sh's
+    echo preflight.sh
+}
 kp_tasks
 KEMPNER_PEERS=$(kp_peers | paste -sd' ')
 export KEMPNER_PEERS
 kp_log "preflight of $(kp_field NodeList): $KP_NODES x $KP_TASKS tasks"
 kp_prove_nodes "runs/preflight-$(kp_job_id).json" --dir "$PWD/runs" \
     --history "$PWD/runs/node-speeds" "$@"
-exit "$KP_CODE"
+exit "$code"
 
 # --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------
 if [[ ! -e $kit/scripts/slurm/lib ]]; then

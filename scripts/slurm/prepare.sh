@@ -34,7 +34,7 @@ kp_prepare_in "$@" # --out; nodes and CPUs
 kp_begin_data "$@" # checks the arguments, trains a vocabulary
 kp_encode "$@"     # srun: every task encodes units of the input into files
 kp_make_shards "$@"
-KP_DECIDED=end
+kp_set_decided end
 kp_log "end: the data are complete"
 
 # --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------

@@ -26,7 +26,6 @@ source "$kit/scripts/slurm/lib/all.sh"
 source "$KP_LIB/engines.sh"
 
 KP_NOTHING_GIVEN="no model given: sbatch scripts/slurm/serve.sh MODEL"
-KP_PROGRAM_OPTIONS='slots|queue|window|device' # serve.py's, for --dry-run: the others are sbatch's
 kp_take "$@"
 kp_setup # the repository, its Python, site.env
 [[ -n $KP_DRY ]] || kp_in_job ||

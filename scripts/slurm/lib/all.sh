@@ -10,17 +10,19 @@ unset -f cd echo exec export kill printf pwd read source trap wait declare type 
 # So this stands before the first command that it waits for.
 trap 'exit 130' INT
 
-while read -r _ _ KP_FUNCTION; do
-    [[ $KP_FUNCTION =~ ^(module|ml|scl|spack|conda|mamba|micromamba|_.*)$ ]] ||
-        ! type -P "$KP_FUNCTION" >/dev/null ||
-        unset -f "$KP_FUNCTION"
-done <<<"$(declare -Fx)"
+kp_forget_functions() { # removes those that stand in place of a command
+    local name
+    while read -r _ _ name; do
+        [[ $name =~ ^(module|ml|scl|spack|conda|mamba|micromamba|_.*)$ ]] ||
+            ! type -P "$name" >/dev/null ||
+            unset -f "$name"
+    done <<<"$(declare -Fx)"
+}
+kp_forget_functions
 
 shopt -u nullglob failglob dotglob nocasematch nocaseglob # BASHOPTS may be exported
 
-KP_OWN_STEPS='' # the script that starts lost steps again by itself
-KP_LAUNCHER=''  # of run.sh: torchrun, where that is the command
-KP_NO_ROOM=''   # where the batch log has moved to: see kp_move_log
+KP_NO_ROOM='' # where the batch log has moved to: see kp_move_log
 KP_LIB=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 KP_MODULE=${KP_LIB%/scripts/slurm/lib}/src/kempner_module.py # in place of "python -m"
 # Before what "python -c" runs, which would import from the current directory first, as "python -m"

@@ -3,6 +3,6 @@
 
 kp_alone() { # <Python arguments>...: runs them to their end, and passes signals on; sets KP_CODE
     kp_start "${KP_INSIDE[@]}" "$KP_PYTHON" "$@"
-    [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
+    kp_pass_pending
     kp_wait
 }

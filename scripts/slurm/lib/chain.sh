@@ -163,12 +163,12 @@ kp_rest() { # <name>: that field of KP_JOB where it fills the rest of its line
     [[ ! $KP_JOB =~ $'\n'[[:space:]]*"$1"=([^$'\n']*) ]] || echo "${BASH_REMATCH[1]% }"
 }
 
-kp_chain_script() { # sets KP_CHAIN_SCRIPT to the script to submit: that of the copy of the code,
-    # where it has it
-    KP_CHAIN_SCRIPT=$(kp_script_in "$KP_ROOT")
-    KP_CHAIN_SCRIPT=${KP_CHAIN_SCRIPT:-$(kp_script)}
-    [[ -f $KP_CHAIN_SCRIPT ]] ||
-        kp_die "KEMPNER_CHAIN: this job's script, $KP_CHAIN_SCRIPT, is gone: put it back"
+kp_chain_script() { # sets script, of the caller, to the script to submit: that of the copy of the
+    # code, where it has it
+    script=$(kp_script_in "$KP_ROOT")
+    script=${script:-$(kp_script)}
+    [[ -f $script ]] ||
+        kp_die "KEMPNER_CHAIN: this job's script, $script, is gone: put it back"
 }
 
 kp_chain_variables() { # adds what the variables of the job's own request say
@@ -243,14 +243,14 @@ kp_chain_request() { # sets KP_CHAIN_OPTIONS, the options of sbatch that make th
 }
 
 kp_chain_submit() { # submits the successor; sets KP_SUCCESSOR; fails when sbatch does
-    local link=$((KP_LINK + 1)) said code=0
+    local link=$((KP_LINK + 1)) said code=0 script
     kp_chain_script
     # once: the record of a job that has lost a node asks for fewer
     ((${#KP_CHAIN_OPTIONS[@]} > 0)) || kp_chain_request
     kp_chain_write intent "" "$link"
     said=$(cd -- "${SLURM_SUBMIT_DIR:-.}" && kp_as_submitted env \
         "KEMPNER_CHAIN_LINK=$KP_CHAIN $link $(kp_job_id)" sbatch --parsable \
-        --dependency="afterany:$(kp_job_id)" "${KP_CHAIN_OPTIONS[@]}" "$KP_CHAIN_SCRIPT" \
+        --dependency="afterany:$(kp_job_id)" "${KP_CHAIN_OPTIONS[@]}" "$script" \
         "${KP_CHAIN_ARGUMENTS[@]}" 2>&1) || code=$?
     if ((code == 0)); then
         said=${said##*$'\n'} # warnings come first
@@ -265,17 +265,16 @@ kp_chain_submit() { # submits the successor; sets KP_SUCCESSOR; fails when sbatc
 
 kp_chain_compare() { # stops a first job when Slurm's record of its successor asks for something
     # else; later jobs say so
-    local name there here=$KP_JOB wrong=''
+    local name there wrong='' mine yours
     kp_ask scontrol show job "$KP_SUCCESSOR" || return 0
     there=$KP_ANSWER
     for name in NumNodes "${KP_CHAIN_SAME[@]}"; do
-        local KP_JOB=$here mine yours
-        mine=$(kp_field "$name") KP_JOB=$there yours=$(kp_field "$name")
+        mine=$(kp_field "$name")
+        yours=$(KP_JOB=$there kp_field "$name")
         [[ ${yours/#(null)/} == "${mine/#(null)/}" ||
             ($name == NumNodes && ${yours%%-*} == "$mine") ]] ||
             wrong+="${wrong:+, }$name=$mine here and ${yours:-nothing} there"
     done
-    KP_JOB=$here
     [[ -n $wrong ]] || return 0
     # the site has changed it, or a plugin at each sbatch: the chain has come this far with it
     if ((KP_LINK > 0)); then
@@ -319,8 +318,8 @@ kp_chain_on() { # <what happened>: records whether the successor goes on
     elif ! kp_chain_queued "$KP_SUCCESSOR"; then
         kp_record end "$1; job $KP_SUCCESSOR, which was to continue it, was cancelled"
     else
-        [[ -z $KP_EXCLUDED ]] || kp_exclude "$KP_SUCCESSOR"
-        ((KP_PAUSE == 0)) || kp_put_off "$KP_SUCCESSOR"
+        kp_exclude_decided "$KP_SUCCESSOR"
+        kp_put_off_decided "$KP_SUCCESSOR"
         kp_record chain "$1; job $KP_SUCCESSOR continues it"
     fi
 }

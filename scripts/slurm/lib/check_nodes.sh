@@ -5,16 +5,18 @@ KP_PREFLIGHT='' KP_BAD='' # "failed", and the nodes that failed
 
 kp_preflight() { # with KEMPNER_PREFLIGHT=1: checks the nodes; when some are faulty, requeues
     # without them, or ends
+    local code=0
     [[ ${KEMPNER_PREFLIGHT:-0} != 0 ]] && kp_in_job || return 0
     kp_prove_nodes "$KP_RUN_DIR/logs/preflight-$KEMPNER_ATTEMPT_ID.json" --dir "$KP_RUN_DIR" \
         --device "$KP_DEVICE" --history "${KP_RUN_DIR%/*}/node-speeds"
     kp_mark preflight
-    ((KP_CODE != 0)) || return 0
-    if ((KP_CODE != 1)); then
-        kp_log "preflight itself has failed (exit code $KP_CODE): the run starts nevertheless"
+    ((code != 0)) || return 0
+    if ((code != 1)); then
+        kp_log "preflight itself has failed (exit code $code): the run starts nevertheless"
         return 0
     fi
     kp_drop_bad_spares || return 0
+    kp_set_code 1
     KP_PREFLIGHT=failed
     kp_decide "preflight: ${KP_BAD:-the network} failed" || true
     [[ $KP_DECIDED == restart ]] || kp_finish
@@ -24,36 +26,30 @@ kp_preflight() { # with KEMPNER_PREFLIGHT=1: checks the nodes; when some are fau
 
 kp_drop_bad_spares() { # takes those in KP_BAD out of KP_SPARES and KP_BAD; fails when no other node
     # has failed
-    local host bad=",$KP_BAD," good=()
-    for host in "${KP_SPARES[@]}"; do
-        if [[ $bad == *",$host,"* ]]; then
-            kp_log "the spare node $host failed the preflight: it is dropped"
-            bad=${bad/",$host,"/,}
-        else
-            good+=("$host")
-        fi
-    done
-    ((${#good[@]} < ${#KP_SPARES[@]})) || return 0
-    KP_SPARES=("${good[@]}") bad=${bad#,}
+    local host bad=",$KP_BAD," count=${#KP_SPARES[@]}
+    for host in "${KP_SPARES[@]}"; do bad=${bad/",$host,"/,}; done
+    kp_drop_spares "$KP_BAD" "failed the preflight"
+    ((${#KP_SPARES[@]} < count)) || return 0
+    bad=${bad#,}
     KP_BAD=${bad%,}
     [[ -n $KP_BAD ]]
 }
 
-kp_prove_nodes() { # <JSON file> <options of kempner.jobs.preflight>...: sets KP_CODE, 0 when all
-    # pass, and KP_BAD
-    local json=$1 meet=${1%.json}.meet name=$KP_SRUN_NAME driver step='' tries
+kp_prove_nodes() { # <JSON file> <options of kempner.jobs.preflight>...: sets code, of the
+    # caller, 0 when all pass, and KP_BAD
+    local json=$1 meet=${1%.json}.meet driver step='' tries
     local driver_port directory
     # a spare, too
     local KP_NODES=$((KP_NODES + ${#KP_SPARES[@]})) KP_PLACES=("${KP_PLACES[@]}" "${KP_SPARES[@]}")
-    KP_SRUN_NAME=preflight-$KEMPNER_ATTEMPT_ID
+    local KP_SRUN_NAME=preflight-$KEMPNER_ATTEMPT_ID
+    code=0
     # When one ends, the others still have to say what they see.
     kp_srun_command --kill-on-bad-exit=0 -- "$KP_MODULE" kempner.jobs.preflight.task
-    KP_SRUN_NAME=$name KP_CODE=0
 
     mkdir -p -- "$meet" || {
         kp_log "$meet cannot be made: submit from a directory that can be written," \
             "or make room there"
-        KP_CODE=3
+        code=3
         return
     }
     kp_python "$KP_MODULE" kempner.jobs.preflight --meet "$meet" --json "$json" \
@@ -77,7 +73,7 @@ kp_prove_nodes() { # <JSON file> <options of kempner.jobs.preflight>...: sets KP
         fi
         kp_shielded sleep 0.1
     done
-    wait "$driver" || KP_CODE=$?
+    wait "$driver" || code=$?
 
     if [[ -n $step ]]; then
         # A task that does not come back must not keep the job; on a busy host torch takes seconds
@@ -92,7 +88,7 @@ kp_prove_nodes() { # <JSON file> <options of kempner.jobs.preflight>...: sets KP
     fi
 
     rm -rf -- "$meet"
-    ((KP_CODE != 2)) || exit 2
+    ((code != 2)) || exit 2
     local KP_VALUES=()
     ! kp_values kp_records values "$json" bad || KP_BAD=${KP_VALUES[0]:-}
 }

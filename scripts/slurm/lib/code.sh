@@ -15,7 +15,7 @@ readonly KP_UNTRACKED_SECRETS
 kp_code() { # [program in scripts/]: the repository becomes the copy, by exec of the launch script
     # in it
     local copy='' script='' program=${KEMPNER_TRAIN:-$KP_ROOT/scripts/${1:-train.py}} sizes=()
-    KP_CODE_NOTE="the code is $KP_ROOT itself"
+    kp_tell_code "the code"
     if [[ $KP_ROOT != "$KP_ORIGIN" ]]; then
         KP_CODE_NOTE="the code is ${KP_ROOT##*/}, a copy of $KP_ORIGIN"
         kp_code_inputs
@@ -25,7 +25,7 @@ kp_code() { # [program in scripts/]: the repository becomes the copy, by exec of
     fi
     [[ ${KEMPNER_CODE:-1} == 1 && -z $KP_BESIDE && ! " ${KP_WORDS[*]} " =~ \ --(bench|tune)\  ]] ||
         return 0
-    KP_CODE_NOTE="the code would be a copy of $KP_ROOT, RUN/code/HASH (KEMPNER_CODE=0: itself)"
+    kp_tell_code "the code" copied
     [[ -z $KP_DRY ]] && kp_is_batch || return 0
 
     copy=$(kp_code_of_job)
@@ -46,6 +46,12 @@ kp_code() { # [program in scripts/]: the repository becomes the copy, by exec of
         kp_die "the copy of the code lacks this launch script, which .gitignore" \
             "excludes: give it another name, or run the repository itself with KEMPNER_CODE=0"
     kp_code_go_on "$copy"
+}
+
+kp_tell_code() { # <what it is> [copied]: sets KP_CODE_NOTE, which --dry-run shows
+    KP_CODE_NOTE="$1 is $KP_ROOT itself"
+    [[ -z ${2:-} ]] ||
+        KP_CODE_NOTE="$1 would be a copy of $KP_ROOT, RUN/code/HASH (KEMPNER_CODE=0: itself)"
 }
 
 kp_code_go_on() { # <copy>: becomes the launch script in it; in Slurm's copy of the same text there
@@ -310,14 +316,17 @@ kp_of_copy() { # <file>: its path in the copy, where KP_ROOT is one that has it,
 }
 
 kp_code_inputs() { # makes the configurations those in the copy, whatever became of the others
-    local i file
-    for i in "${!KP_ARGUMENTS[@]}"; do
-        [[ ${KP_ARGUMENTS[i]} == [!-]*.toml ]] || continue
-        file=$(realpath -ms -- "${KP_ARGUMENTS[i]}")
-        if [[ -e $KP_ROOT/.inputs$file ]]; then
-            KP_ARGUMENTS[i]=$KP_ROOT/.inputs$file
-        else
-            KP_ARGUMENTS[i]=$(kp_of_copy "${KP_ARGUMENTS[i]}")
+    local word file arguments=()
+    for word in "${KP_ARGUMENTS[@]}"; do
+        if [[ $word == [!-]*.toml ]]; then
+            file=$(realpath -ms -- "$word")
+            if [[ -e $KP_ROOT/.inputs$file ]]; then
+                word=$KP_ROOT/.inputs$file
+            else
+                word=$(kp_of_copy "$word")
+            fi
         fi
+        arguments+=("$word")
     done
+    kp_set_arguments "${arguments[@]}"
 }

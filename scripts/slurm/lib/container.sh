@@ -2,6 +2,7 @@
 # The Python that trains, in a container if the site names one: docs/guide/containers.md.
 
 KP_INSIDE=() KP_CONTAINER_FLAGS=() # the words that put Python into a container
+KP_PYTHON=python3                  # the Python that trains
 KP_MOUNTS=()                       # what the container sees of the host, each FROM:TO
 KP_STAGED_IMAGE=''                 # the image's copy on the nodes' own disks, for pyxis
 # with a container: a Python of this host, 3.10 or later; "none": there is none
@@ -258,14 +259,14 @@ kp_python_of() { # <module that is needed> <arguments>...: kp_python, or the hos
 kp_checked() { # <module that is needed> <arguments>...: sets KP_VALUES to what a check prints,
     # split at NULs
     # The host may lack what the image has: only its yes counts, but where no container can be
-    # asked.
+    # asked. Its no is a doubt, in a variable of kp_check_run.
     if kp_host_can "$1"; then
         if [[ ${KP_INSIDE[0]} == kp_outside ]]; then
             kp_values kp_apart "$KP_HOST_PYTHON" "${@:2}"
             return
         fi
         ! kp_values kp_apart "$KP_HOST_PYTHON" "${@:2}" 2>/dev/null || return 0
-        KP_DOUBT=1
+        doubt=1
     fi
     if ((${#KP_INSIDE[@]} == 0)); then
         kp_values kp_python "${@:2}"
@@ -276,9 +277,9 @@ kp_checked() { # <module that is needed> <arguments>...: sets KP_VALUES to what 
 
 kp_check_run() { # <arguments of kempner.jobs.check>...: kp_checked; again, where the host has said
     # no, with the run mounted
-    KP_DOUBT=''
+    local doubt=''
     kp_checked numpy "$KP_MODULE" kempner.jobs.check "$@" || return
-    [[ -n $KP_DOUBT && -e ${KP_VALUES[2]:-${KP_VALUES[1]:-}/checkpoints}/latest ]] || return 0
+    [[ -n $doubt && -e ${KP_VALUES[2]:-${KP_VALUES[1]:-}/checkpoints}/latest ]] || return 0
     kp_mount "${KP_VALUES[1]}" ${KP_VALUES[2]:+"${KP_VALUES[2]}"}
     kp_values kp_python "$KP_MODULE" kempner.jobs.check "$@"
 }
@@ -300,4 +301,13 @@ kp_values() { # <command>...: sets KP_VALUES to what it answers, split at NULs; 
         [[ ${answers[i]} != *kempner-answer ]] || KP_VALUES=("${answers[@]:i+1:${#answers[@]}-i-2}")
     done
     return "$code"
+}
+
+kp_set_values() { # <value>...: sets KP_VALUES, which an earlier process has asked for
+    KP_VALUES=("$@")
+}
+
+kp_use_image() { # <file>: tasks run in this copy of the image from here on
+    KP_STAGED_IMAGE=$1
+    kp_container_words
 }

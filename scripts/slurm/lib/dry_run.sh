@@ -8,8 +8,9 @@ source "$KP_LIB/render.sh"
 
 kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS, KP_REQUEST, the options that are
     # sbatch's, KP_SCRIPT
-    local word own=${KP_PROGRAM_OPTIONS:-bench|tune|minutes|out|allow|record}
-    KP_ARGUMENTS=() KP_REQUEST=() KP_DRY_AWAY='' KP_SCRIPT='' KP_STRANGE=()
+    local word own arguments=()
+    own=$(kp_own_options)
+    KP_REQUEST=() KP_DRY_AWAY='' KP_SCRIPT=''
     declare -gA KP_BEFORE=() KP_ASKED=() KP_FROM=()
     for word; do
         if [[ $KP_SCRIPT == next ]]; then
@@ -20,11 +21,12 @@ kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS, KP_REQUEST, t
             --dry-run | --submit) ;;
             --script) [[ $word == *=* ]] && KP_SCRIPT=${word#*=} || KP_SCRIPT=next ;;
             # a name of train.py's has a dot: --train.max_steps=20
-            --*.* | [^-]* | '') KP_ARGUMENTS+=("$word") ;;
-            *) [[ ${word%%=*} =~ ^--($own)$ ]] && KP_ARGUMENTS+=("$word") ||
+            --*.* | [^-]* | '') arguments+=("$word") ;;
+            *) [[ ${word%%=*} =~ ^--($own)$ ]] && arguments+=("$word") ||
                 KP_REQUEST+=("$word") ;;
         esac
     done
+    kp_set_arguments "${arguments[@]}"
     [[ $KP_SCRIPT != next ]] || kp_die "--script: a file is missing; write --script=FILE"
     [[ -z $KP_SCRIPT ]] || ! kp_in_job ||
         kp_die "--script: render it outside the job, where the request is known"
@@ -35,7 +37,7 @@ kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS, KP_REQUEST, t
 }
 
 kp_dry_ask() { # <where from> <option>: notes one option of sbatch's; a later one of the same name
-    # counts
+    # counts. Adds one that sbatch may not know to strange, of the caller
     local name=${2%%=*} value=''
     local full='^(nodes|ntasks|partition|time|gpus|ntasks-per-node|gpus-per-.*|cpus-per-task)$'
     [[ $2 != *=* ]] || value=${2#*=}
@@ -51,7 +53,7 @@ kp_dry_ask() { # <where from> <option>: notes one option of sbatch's; a later on
     esac
     [[ -n $value || ! $name =~ $full ]] ||
         kp_die "--$name: write --$name=VALUE as one word"
-    kp_is_sbatch_option "$2" || [[ $1 != "the command line" ]] || KP_STRANGE+=("$2")
+    kp_is_sbatch_option "$2" || [[ $1 != "the command line" ]] || strange+=("$2")
     kp_dry_check "$name" "$value"
     name=${name//-/_}
     if [[ ${KP_FROM[$name]:-} == site.d/* ]]; then
@@ -101,11 +103,11 @@ kp_dry_request() { # sets KP_ASKED from the script's header, the SBATCH_* variab
 }
 
 kp_dry_strange() { # stops at options that sbatch does not know
-    local word=${KP_STRANGE[0]:-} near
+    local word=${strange[0]:-} near
     [[ -n $word ]] || return 0
     # A site's plugins may add some: sbatch itself knows them.
     if [[ -z $KP_DRY_AWAY ]]; then
-        near=$(sbatch --test-only "${KP_STRANGE[@]}" --wrap=: 2>&1) || true
+        near=$(sbatch --test-only "${strange[@]}" --wrap=: 2>&1) || true
         [[ $near =~ (unrecognized|invalid|ambiguous)" option" ]] || return 0
     fi
     near=$(kp_nearest "${word%%=*}" "${KP_SBATCH_OPTIONS[@]/#/--}")
@@ -135,8 +137,9 @@ kp_dry_node() { # sets KP_DRY_NODE, a sentence about a node, and partition, cpus
 
 kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this request, so far as it can
     # be known before
-    local nodes gpus gres tasks names=''
+    local nodes gpus gres tasks names='' count job
     local partition cpus all # of a node: its CPUs and all of its GRES
+    local strange=()         # options that are not in sbatch's manual
     kp_dry_request
     kp_dry_node
     kp_dry_strange
@@ -151,28 +154,29 @@ kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this reque
     gres=${gpus:+gres:gpu:${gpus##*:}}
     gres=${gres:-${KP_ASKED[gres]:-}}
     kp_count_gpus "${gres:-$all}"
-    tasks=${KP_ASKED[ntasks_per_node]:-$KP_COUNT}
+    tasks=${KP_ASKED[ntasks_per_node]:-$count}
     cpus=${cpus:-$(((tasks > 0 ? tasks : 1) * ${KP_ASKED[cpus_per_task]:-1}))}
-    KP_JOB="JobId=JOBID NodeList=$names JobName=${KP_ASKED[job_name]:-kempner} NumNodes=$nodes"
-    KP_JOB+=" NumCPUs=$((cpus * nodes)) Requeue=1 BatchFlag=0"
-    KP_JOB+="${gres:+ TresPerNode=$gres}"
-    KP_JOB+="${KP_ASKED[gpus]:+ TresPerJob=gres:gpu:${KP_ASKED[gpus]##*:}}"
-    KP_JOB+="${KP_ASKED[gpus_per_task]:+ TresPerTask=gres:gpu:${KP_ASKED[gpus_per_task]##*:}}"
-    KP_JOB+="${KP_ASKED[ntasks_per_node]:+ NtasksPerN:B:S:C=${KP_ASKED[ntasks_per_node]}:0:*:*}"
+    job="JobId=JOBID NodeList=$names JobName=${KP_ASKED[job_name]:-kempner} NumNodes=$nodes"
+    job+=" NumCPUs=$((cpus * nodes)) Requeue=1 BatchFlag=0"
+    job+="${gres:+ TresPerNode=$gres}"
+    job+="${KP_ASKED[gpus]:+ TresPerJob=gres:gpu:${KP_ASKED[gpus]##*:}}"
+    job+="${KP_ASKED[gpus_per_task]:+ TresPerTask=gres:gpu:${KP_ASKED[gpus_per_task]##*:}}"
+    job+="${KP_ASKED[ntasks_per_node]:+ NtasksPerN:B:S:C=${KP_ASKED[ntasks_per_node]}:0:*:*}"
 
     # Without a request the GPUs come with the whole node.
     if [[ -z $gres && -n ${KP_ASKED[gpus]:-} ]]; then
         all=gpu:$((${KP_ASKED[gpus]##*:} / nodes))
     fi
     gres=${gres:-$all}
-    [[ $gres != *gpu* ]] || KP_JOB+=$'\n'"  Nodes=node GRES=$gres"
+    [[ $gres != *gpu* ]] || job+=$'\n'"  Nodes=node GRES=$gres"
 
     SLURM_JOB_ID=JOBID
     SLURM_NTASKS=${KP_ASKED[ntasks]:-$((nodes * ${KP_ASKED[ntasks_per_node]:-1}))}
     [[ -n ${KP_ASKED[ntasks]:-}${KP_ASKED[ntasks_per_node]:-} ]] || SLURM_NTASKS=0
     [[ -z ${KP_ASKED[cpus_per_task]:-} ]] || SLURM_CPUS_PER_TASK=${KP_ASKED[cpus_per_task]}
-    KP_JOB="NumTasks=$SLURM_NTASKS CPUs/Task=${KP_ASKED[cpus_per_task]:-1} $KP_JOB"
-    KEMPNER_ATTEMPT_ID=JOBID.0.0 KP_SRUN_NAME=kempner-JOBID.0.0
+    job="NumTasks=$SLURM_NTASKS CPUs/Task=${KP_ASKED[cpus_per_task]:-1} $job"
+    kp_set_job "$job"
+    kp_name_attempt JOBID.0.0
 }
 
 kp_dry_variables() { # the variables that differ from those before the script

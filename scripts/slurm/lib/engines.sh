@@ -1,7 +1,13 @@
 # shellcheck shell=bash
 # The parts of serve.sh: one engine per task, which publishes its URL in a file of its own.
 
-KP_OWN_STEPS=serve.sh
+kp_own_steps() { # in place of restart.sh's
+    echo serve.sh
+}
+
+kp_own_options() { # in place of launch.sh's: serve.py's
+    echo 'slots|queue|window|device'
+}
 
 kp_engines_check() { # <serve.py arguments>...: checks them in one process; sets KP_RUN_DIR and what
     # srun is told
@@ -10,10 +16,10 @@ kp_engines_check() { # <serve.py arguments>...: checks them in one process; sets
         kp_die "serve.sh takes neither --submit nor --script: use sbatch"
     kp_need_packages
     place=runs/serve-$(kp_job_id)
-    KP_TRAIN=$KP_ROOT/scripts/serve.py KP_RUN_DIR=$PWD/$place
-    KP_CHECKPOINTS=$PWD/$place KP_DEVICE=auto
-    KP_ENGINES=$((KP_NODES * KP_TASKS))
-    KP_ARGUMENTS+=(--host=0.0.0.0 --port=0 --token-file="$place/token" --publish="$place/urls")
+    kp_use_program "$KP_ROOT/scripts/serve.py"
+    kp_use_run "$PWD/$place" "$PWD/$place"
+    kp_set_arguments "${KP_ARGUMENTS[@]}" --host=0.0.0.0 --port=0 --token-file="$place/token" \
+        --publish="$place/urls"
     # One that dies does not end the others.
     KEMPNER_SRUN="--output=$place/logs/engine-%t.log ${KEMPNER_SRUN:-}"
     KEMPNER_SRUN="--kill-on-bad-exit=0 --wait=0 $KEMPNER_SRUN"
@@ -31,7 +37,7 @@ kp_engines_check() { # <serve.py arguments>...: checks them in one process; sets
 
 kp_on_signal() { # <signal>: in place of signals.sh's: ends the engines
     local KP_DEADLINE=$((SECONDS + KP_PATIENCE)) KP_ANSWER=''
-    KP_PENDING=$1 # before they are there
+    kp_set_pending "$1" # before they are there
     [[ -n $KP_CHILD ]] || return 0
     kp_log "SIG$1: the engines end"
     kp_signal TERM
@@ -40,7 +46,8 @@ kp_on_signal() { # <signal>: in place of signals.sh's: ends the engines
 kp_engines_start() { # starts them as one step
     KEMPNER_PEERS=$(kp_peers | paste -sd' ')
     export KEMPNER_PEERS
-    kp_log "job $(kp_job_id), restart count ${SLURM_RESTART_COUNT:-0}: $KP_ENGINES engine(s) on" \
+    kp_log "job $(kp_job_id), restart count ${SLURM_RESTART_COUNT:-0}: $((KP_NODES * KP_TASKS))" \
+        "engine(s) on" \
         "$(kp_field NodeList)"
     [[ -z $KP_PENDING ]] || exit 0
     kp_srun "$KP_TRAIN" "${KP_ARGUMENTS[@]}"
@@ -58,7 +65,7 @@ kp_engines_follow() { # prints each URL and keeps engines.txt, until all engines
             # By a rename: who reads it finds the list before, or the whole new one.
             printf '%s\n' "$urls" >"$KP_RUN_DIR/.engines.txt"
             mv -- "$KP_RUN_DIR/.engines.txt" "$KP_RUN_DIR/engines.txt"
-            kp_log "$(grep -c . <<<"$urls") of $KP_ENGINES engine(s) are there:" \
+            kp_log "$(grep -c . <<<"$urls") of $((KP_NODES * KP_TASKS)) engine(s) are there:" \
                 "$KP_RUN_DIR/engines.txt"
             last=$urls
         fi

@@ -4,7 +4,8 @@
 
 kp_find_run() { # <RUN or JOBID>: sets KP_RUN_DIR or, for a job that has none yet, KP_BATCH_LOG,
     # which will name it
-    KP_RUN_DIR='' KP_BATCH_LOG=''
+    kp_use_run ''
+    KP_BATCH_LOG=''
     if [[ $1 =~ ^[0-9]+(_[0-9]+)?$ ]]; then
         kp_find_job "$1"
         return
@@ -17,7 +18,7 @@ kp_find_run() { # <RUN or JOBID>: sets KP_RUN_DIR or, for a job that has none ye
     [[ -e $1/status.json || -e $1/attempts.jsonl || -d $1/logs ]] ||
         kp_die "'$1' is not a run directory, it has no logs/: give one (ls runs)," \
             "or the number of a job"
-    KP_RUN_DIR=$1
+    kp_use_run "$1"
 }
 
 kp_find_job() { # <JOBID>: the same for a job
@@ -26,11 +27,11 @@ kp_find_job() { # <JOBID>: the same for a job
         [[ -r $file ]] && kp_find_records "$file" "job=$1" -- job || KP_VALUES=()
         if ((${#KP_VALUES[@]} > 0)) &&
             [[ -z $KP_RUN_DIR || $file -nt $KP_RUN_DIR/attempts.jsonl ]]; then
-            KP_RUN_DIR=${file%/*}
+            kp_use_run "${file%/*}"
         fi
     done
     for file in runs/*/logs/"batch-$1.log"; do # the job has not reached its first step
-        [[ -n $KP_RUN_DIR || ! -e $file ]] || KP_RUN_DIR=${file%/logs/*}
+        [[ -n $KP_RUN_DIR || ! -e $file ]] || kp_use_run "${file%/logs/*}"
     done
     [[ -z $KP_RUN_DIR ]] || return 0
     told=$(scontrol show job "$1" 2>/dev/null) ||
@@ -39,7 +40,7 @@ kp_find_job() { # <JOBID>: the same for a job
     KP_BATCH_LOG=$(sed -n '/^ *StdOut=/{s///;p;q}' <<<"$told")
     [[ -n $KP_BATCH_LOG ]] ||
         kp_die "no run of job $1 in $PWD/runs, and the job has no batch log: give the run directory"
-    KP_RUN_DIR=$(kp_named_run)
+    kp_use_run "$(kp_named_run)"
 }
 
 kp_named_run() { # the run directory that the batch log names, or nothing

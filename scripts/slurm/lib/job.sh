@@ -115,6 +115,10 @@ kp_until() { # <time in SECONDS, or nothing> <command>...: its output and exit c
     wait "$!"
 }
 
+kp_set_job() { # <text>: what Slurm would say of a job that is not there yet
+    KP_JOB=$1
+}
+
 kp_show_job() { # sets KP_JOB to what scontrol says about the job now; fails, and leaves it, when it
     # says nothing
     local tries code

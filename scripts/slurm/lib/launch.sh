@@ -3,26 +3,18 @@
 # srun.
 
 KP_DRY=''      # not empty: --dry-run
+KP_DEVICE=auto # cpu, cuda or auto
+KP_DATA=()     # directories of token shards
 KP_CHILD=''    # the running srun; of replicas.sh their judge
 KP_SRUN_LOG='' # what srun says of this attempt
-KP_EARLY=''    # see kp_cap_lead
 
 kp_take() { # <arguments of the script>...: sets KP_WORDS, and KP_ARGUMENTS, those for train.py;
     # --dry-run: dry_run.sh
     local word nothing
-    KP_ARGUMENTS=("$@") KP_WORDS=("$@")
-    for word; do
-        case $word in
-            --dry-run) KP_DRY=1 ;;
-            --submit) KP_DRY=submit ;;
-            *) kp_own_option "$word" ;;
-        esac
-    done
-    if [[ -n $KP_DRY ]]; then
-        # shellcheck source-path=SCRIPTDIR source=lib/dry_run.sh
-        source "$KP_LIB/dry_run.sh"
-        kp_dry_take "$@"
-    else
+    kp_set_arguments "$@"
+    KP_WORDS=("$@")
+    kp_take_dry "$@"
+    if [[ -z $KP_DRY ]]; then
         for word; do # train.py takes --nodes for its own --check
             ! kp_is_sbatch_option "$word" ||
                 kp_die "'$word' is an option of sbatch: put it before the script:" \
@@ -34,6 +26,37 @@ kp_take() { # <arguments of the script>...: sets KP_WORDS, and KP_ARGUMENTS, tho
     [[ ${KP_ARGUMENTS[0]} != @* || $KP_DRY == submit ]] || kp_take_line "${KP_ARGUMENTS[0]#@}"
 }
 
+kp_set_arguments() { # <argument>...: sets KP_ARGUMENTS
+    KP_ARGUMENTS=("$@")
+}
+
+kp_take_dry() { # <arguments of the script>...: sets KP_DRY; with --dry-run or --submit: dry_run.sh
+    local word
+    for word; do
+        case $word in
+            --dry-run) KP_DRY=1 ;;
+            --submit) KP_DRY=submit ;;
+            *) kp_own_option "$word" ;;
+        esac
+    done
+    [[ -n $KP_DRY ]] || return 0
+    # shellcheck source-path=SCRIPTDIR source=lib/dry_run.sh
+    source "$KP_LIB/dry_run.sh"
+    kp_dry_take "$@"
+}
+
+kp_own_options() { # the options that are neither sbatch's nor overrides, for --dry-run
+    echo 'bench|tune|minutes|out|allow|record'
+}
+
+kp_use_program() { # <file>: sets KP_TRAIN, the program that every task runs
+    KP_TRAIN=$1
+}
+
+kp_use_run() { # <run directory> [its checkpoints]: sets KP_RUN_DIR and KP_CHECKPOINTS
+    KP_RUN_DIR=$1 KP_CHECKPOINTS=${2:-$1/checkpoints}
+}
+
 kp_tune() { # with --tune in KP_ARGUMENTS: scripts/tune.py in place of train.py
     local word others=()
     for word in "${KP_ARGUMENTS[@]}"; do [[ $word == --tune ]] || others+=("$word"); done
@@ -41,7 +64,8 @@ kp_tune() { # with --tune in KP_ARGUMENTS: scripts/tune.py in place of train.py
     ((${#others[@]} > 0)) || kp_die "--tune: no configuration given: name one after the script"
     [[ -z ${KEMPNER_TRAIN:-} ]] ||
         kp_die "--tune measures scripts/train.py, not KEMPNER_TRAIN=$KEMPNER_TRAIN: unset it"
-    KP_ARGUMENTS=("${others[@]}") KP_TRAIN=$KP_ROOT/scripts/tune.py
+    kp_set_arguments "${others[@]}"
+    kp_use_program "$KP_ROOT/scripts/tune.py"
 }
 
 kp_take_line() { # <file>: puts the line of this task of an array, a configuration, in place of the
@@ -64,7 +88,7 @@ kp_check() { # <train.py arguments>...: checks them in one process before any GP
     kp_check_notify
     kp_need_packages
     if [[ -n ${KP_CHECKED:-} ]]; then # kp_code has asked, before this script was that of the copy
-        eval "KP_VALUES=($KP_CHECKED)"
+        eval "kp_set_values $KP_CHECKED"
         unset KP_CHECKED
     else
         kp_check_run "$KP_TRAIN" "$@" --nodes "$KP_NODES" --gpus-per-node "$KP_TASKS" || code=$?
@@ -82,7 +106,7 @@ kp_check() { # <train.py arguments>...: checks them in one process before any GP
     mkdir -p -- "$KP_RUN_DIR/logs" ||
         kp_die "run.dir $KP_RUN_DIR cannot be written: give another --run.dir"
     [[ -z ${KEMPNER_NSYS:-} ]] || kp_nsys
-    KP_COMMITTED_BEFORE=$(kp_committed_step)
+    kp_note_progress
     KEMPNER_COMMAND=$(sha256sum <<<"${KP_VALUES[0]}") # what the run is; see Start in events.py
     export KEMPNER_COMMAND=${KEMPNER_COMMAND:0:12}
     kp_mark check
@@ -92,8 +116,8 @@ kp_take_values() { # sets what kp_check sets, and KP_INPUTS (configuration files
     # of kempner.jobs.check
     local i
     [[ -n ${KP_VALUES[1]:-} ]] || return 1
-    KP_RUN_DIR=$(realpath -m -- "${KP_VALUES[1]}")
-    KP_CHECKPOINTS=$(realpath -m -- "${KP_VALUES[2]:-$KP_RUN_DIR/checkpoints}")
+    kp_use_run "$(realpath -m -- "${KP_VALUES[1]}")" \
+        "$(realpath -m -- "${KP_VALUES[2]:-${KP_VALUES[1]}/checkpoints}")"
     KP_DEVICE=${KP_VALUES[3]:-auto}
     for ((i = 4; i < ${#KP_VALUES[@]}; i++)); do
         [[ -n ${KP_VALUES[i]} ]] || break
@@ -170,27 +194,6 @@ kp_batch_script() { # prints the script of the job: a script of the user's own m
     fi
 }
 
-kp_signal_lead() { # <script>: seconds from the warning to the end, by SBATCH_SIGNAL or the header:
-    # Slurm does not say
-    local line given='' pattern='@([0-9]+)'
-    while read -r line; do
-        [[ $line != '#SBATCH --signal='* ]] || given=$line
-    done <"$1"
-    given=${SBATCH_SIGNAL:-$given}
-    [[ ! $given =~ $pattern ]] || echo "${BASH_REMATCH[1]}"
-}
-
-kp_cap_lead() { # makes KEMPNER_SIGNAL_LEAD a quarter of a short time limit, at most; sets KP_EARLY,
-    # what it was
-    local limit pattern='^00:0([0-9]):([0-9]{2})$'
-    [[ ${KEMPNER_SIGNAL_LEAD:-} =~ ^[0-9]+$ && $(kp_field TimeLimit) =~ $pattern ]] || return 0
-    limit=$((60 * BASH_REMATCH[1] + 10#${BASH_REMATCH[2]}))
-    ((4 * KEMPNER_SIGNAL_LEAD > limit)) || return 0
-    kp_log "note: a time limit of $(kp_field TimeLimit) is short: the warning is passed on" \
-        "$((limit / 4)) s before its end, not $KEMPNER_SIGNAL_LEAD s"
-    KP_EARLY=$KEMPNER_SIGNAL_LEAD KEMPNER_SIGNAL_LEAD=$((limit / 4))
-}
-
 kp_keep_log() { # makes the batch log appear in the run directory too, as logs/batch-JOB.log
     local file target
     file=$(readlink "/proc/$$/fd/1") && [[ -f $file ]] || return 0
@@ -208,7 +211,7 @@ kp_run() { # <train.py arguments>...: trains, again after a crash, until kp_deci
         kp_decide "the step ended with exit code $KP_CODE" || true
         # A signal since then: it must not be lost in a start.
         if [[ $KP_DECIDED == restart ]] && kp_asked_to_leave; then
-            KP_DECIDED=''
+            kp_set_decided ''
             kp_decide "asked to leave between two attempts" || true
         fi
         [[ $KP_DECIDED == restart ]] || break
@@ -229,8 +232,8 @@ kp_attempt() { # <train.py arguments>...: trains until every rank has left; sets
         kp_start "${blocked[@]}" "${KP_INSIDE[@]}" "$KP_PYTHON" -m torch.distributed.run \
             --standalone --nproc-per-node="$KP_TASKS" "$KP_TRAIN" "$@"
     fi
-    [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
-    KP_PENDING=''
+    kp_pass_pending
+    kp_set_pending ''
     kp_early_stop
     kp_watch
     # In a job that survives a lost node a srun may wait for that node until the time limit.
@@ -352,4 +355,12 @@ kp_wait() { # waits for KP_CHILD, however many signals end a wait early; sets KP
     KP_CODE=0
     wait "$KP_CHILD" 2>/dev/null || KP_CODE=$?
     KP_CHILD=''
+}
+
+kp_set_child() { # <pid, or nothing>: the process that signals reach
+    KP_CHILD=$1
+}
+
+kp_set_code() { # <exit code>: that of the run
+    KP_CODE=$1
 }

@@ -31,7 +31,7 @@ kp_is_told() { # true when somebody is to be told of this run
 kp_history() { # sets KP_HISTORY, the words that start a module of kempner.jobs.records: outside the
     # container, where the commands of the host are; its python3 is enough, as these need no
     # packages
-    KP_HISTORY=("${KP_INSIDE[@]}" "${KP_PYTHON:=python3}")
+    KP_HISTORY=("${KP_INSIDE[@]}" "$KP_PYTHON")
     ((${#KP_INSIDE[@]} == 0)) && type -P -- "$KP_PYTHON" >/dev/null ||
         ! kp_host_can kempner.jobs.records ||
         KP_HISTORY=("$KP_HOST_PYTHON")
@@ -83,7 +83,7 @@ kp_notify() { # <decision> <why>: the last page of this attempt; and after an en
     [[ $1 == end ]] && kp_is_told || return 0
     if [[ $KP_STATE =~ ^(done|stopped|failed)$ ]]; then
         event=$KP_STATE
-    elif ((${KP_NO_PROGRESS:-0} >= ${KEMPNER_MAX_CRASHES:-3})); then
+    elif ((${KP_DECISION[no_progress]:-0} >= ${KEMPNER_MAX_CRASHES:-3})); then
         event=crash_loop
     fi
     kp_ask "${KP_HISTORY[@]}" "$KP_MODULE" kempner.jobs.report.notify "$KP_RUN_DIR" "$event" "$2" ||

@@ -5,47 +5,56 @@
 
 # The exit code of a subshell whose run has to go on: at once; when the job is requeued; then
 # without this node, too.
-KP_OWN_STEPS=pack.sh
-readonly KP_NOW=100 KP_LATER=101 KP_ELSEWHERE=102
+declare -rA KP_GO_ON=([now]=100 [later]=101 [elsewhere]=102)
+# most: how many runs fit on the node; goes_on: not empty once a run has to go on; excluded: the
+# node, once a run has to go on without it
+declare -A KP_PACK=([goes_on]='' [excluded]='')
+KP_POINTS=() # the configurations of this job's runs
 
-kp_pack_take() { # <K> <CONFIG>... or <K> @FILE: sets KP_PACK, how many runs fit on the node, and
-    # KP_POINTS, this job's
-    local usage="sbatch scripts/slurm/pack.sh 4 CONFIG..., 1 to 4 of them" task
+kp_own_steps() { # in place of restart.sh's
+    echo pack.sh
+}
+
+kp_pack_take() { # <K> <CONFIG>... or <K> @FILE: sets KP_PACK[most] and KP_POINTS
+    local usage="sbatch scripts/slurm/pack.sh 4 CONFIG..., 1 to 4 of them" task most
     kp_take "$@"
-    KP_PACK=${KP_ARGUMENTS[0]} KP_POINTS=("${KP_ARGUMENTS[@]:1}")
-    [[ $KP_PACK =~ ^[1-9][0-9]?$ ]] || kp_die "'$KP_PACK' is not a number of runs: $usage"
+    most=${KP_ARGUMENTS[0]} KP_POINTS=("${KP_ARGUMENTS[@]:1}")
+    [[ $most =~ ^[1-9][0-9]?$ ]] || kp_die "'$most' is not a number of runs: $usage"
+    KP_PACK[most]=$most
     if [[ ${KP_POINTS[0]:-} == @* ]]; then
         kp_own_array
-        task=$((${SLURM_ARRAY_TASK_ID:-0} * KP_PACK))
-        { mapfile -t -s "$task" -n "$KP_PACK" KP_POINTS <"${KP_POINTS[0]#@}"; } 2>/dev/null ||
+        task=$((${SLURM_ARRAY_TASK_ID:-0} * most))
+        { mapfile -t -s "$task" -n "$most" KP_POINTS <"${KP_POINTS[0]#@}"; } 2>/dev/null ||
             kp_die "${KP_POINTS[0]} cannot be read: name a file with a configuration on each line"
     fi
-    ((${#KP_POINTS[@]} > 0 && ${#KP_POINTS[@]} <= KP_PACK)) ||
-        kp_die "${#KP_POINTS[@]} configuration(s) for $KP_PACK runs: $usage"
+    ((${#KP_POINTS[@]} > 0 && ${#KP_POINTS[@]} <= most)) ||
+        kp_die "${#KP_POINTS[@]} configuration(s) for $most runs: $usage"
 }
 
 kp_pack_share() { # makes KP_TASKS and KP_GPUS those of one run; with --dry-run shows the first one,
     # and ends here
+    local most=${KP_PACK[most]} tasks
     kp_in_job || kp_die "pack.sh runs in a job: sbatch scripts/slurm/pack.sh; here singlenode.sh" \
         "starts one run"
     ((KP_NODES == 1)) ||
         kp_die "pack.sh on $KP_NODES nodes: give --nodes=1, and an array for more runs"
-    ((KP_TASKS % KP_PACK == 0)) ||
-        kp_die "$KP_TASKS task(s) for $KP_PACK runs: give --gpus-per-node, or --ntasks-per-node," \
-            "a multiple of $KP_PACK"
-    KP_TASKS=$((KP_TASKS / KP_PACK))
-    ((KP_GPUS == 0)) || KP_GPUS=$KP_TASKS
+    ((KP_TASKS % most == 0)) ||
+        kp_die "$KP_TASKS task(s) for $most runs: give --gpus-per-node, or --ntasks-per-node," \
+            "a multiple of $most"
+    tasks=$((KP_TASKS / most))
+    kp_set_size 1 "$tasks" $((KP_GPUS > 0 ? tasks : 0))
     # Without --mem=0 the first step would take all of the memory, and the others would wait for it.
     KEMPNER_SRUN="--exact --mem=0 ${KEMPNER_SRUN:-}"
     [[ -n $KP_DRY ]] || return 0
     [[ -z ${KP_SCRIPT:-} ]] || kp_die "pack.sh takes no --script: use sbatch"
-    KP_ARGUMENTS=("${KP_POINTS[0]}")
+    kp_set_arguments "${KP_POINTS[0]}"
     kp_check "${KP_ARGUMENTS[@]}"
 }
 
-kp_pack_run() { # runs them all to their ends; sets KP_PACK_GOES_ON if one has to go on, and KP_CODE
+kp_pack_run() { # runs them all to their ends; sets KP_PACK[goes_on] if one has to go on, and
+    # KP_CODE
     local slot code
-    KP_PACK_GOES_ON='' KP_CODE=0 KP_EXCLUDED=''
+    kp_set_code 0
     trap 'kp_pack_signal TERM || true' TERM USR1 HUP
     trap 'kp_pack_signal INT || true' INT
     trap 'kp_pack_signal USR2 || true' USR2
@@ -67,32 +76,33 @@ kp_pack_run() { # runs them all to their ends; sets KP_PACK_GOES_ON if one has t
 
 kp_pack_start() { # <number of the run>
     kp_point "${KP_POINTS[$1]}" &
-    KP_PIDS[$1]=$!
+    kp_set_pid "$1" "$!"
 }
 
 kp_pack_signal() { # <signal>: for each run
     # Pending: of those that are about to start.
-    [[ $1 == USR2 ]] || KP_SIGNAL=$1 KP_PENDING=$1
+    [[ $1 == USR2 ]] || kp_keep_signal "$1"
     ((${#KP_PIDS[@]} == 0)) || kill -s "$1" "${KP_PIDS[@]}" 2>/dev/null || true
 }
 
 kp_pack_ended() { # <number of the run> <exit code of its subshell>
     local name=${KP_POINTS[$1]##*/} code=$2
     # A signal before its trap was set; or one since the run has crashed.
-    [[ -z $KP_SIGNAL ]] || ((code != KP_NOW && code <= 128)) || code=$KP_LATER
+    [[ -z $KP_SIGNAL ]] || ((code != KP_GO_ON[now] && code <= 128)) ||
+        code=${KP_GO_ON[later]}
     case $code in
-        "$KP_NOW")
+        "${KP_GO_ON[now]}")
             kp_log "$name: starts again"
             kp_pack_start "$1"
             ;;
-        "$KP_LATER" | "$KP_ELSEWHERE")
+        "${KP_GO_ON[later]}" | "${KP_GO_ON[elsewhere]}")
             kp_log "$name: goes on when the job is requeued"
-            KP_PACK_GOES_ON=1
-            ((code == KP_LATER)) || KP_EXCLUDED=$(kp_field NodeList)
+            KP_PACK[goes_on]=1
+            ((code == KP_GO_ON[later])) || KP_PACK[excluded]=$(kp_field NodeList)
             ;;
         *)
             kp_log "$name: has ended with exit code $code"
-            ((code == 0)) || KP_CODE=$code
+            ((code == 0)) || kp_set_code "$code"
             ;;
     esac
 }
@@ -100,17 +110,18 @@ kp_pack_ended() { # <number of the run> <exit code of its subshell>
 kp_pack_finish() { # ends the script: requeues the job when a run has to go on; the others see that
     # they have ended
     trap '' TERM INT HUP USR1 USR2
-    KP_DECIDED=end KP_FAULT="failed twice in a row"
+    kp_set_decided end
     # Slurm is ending the job
-    ! kp_wait_for_job || [[ -z $KP_PACK_GOES_ON || $(kp_field JobState) == RUNNING ]] ||
-        KP_DECIDED=leave
-    if [[ -n $KP_PACK_GOES_ON && $KP_DECIDED == end ]]; then
+    ! kp_wait_for_job || [[ -z ${KP_PACK[goes_on]} || $(kp_field JobState) == RUNNING ]] ||
+        kp_set_decided leave
+    if [[ -n ${KP_PACK[goes_on]} && $KP_DECIDED == end ]]; then
         if kp_ask_requeue; then
-            [[ -z $KP_EXCLUDED ]] || kp_exclude "$(kp_job_id)"
-            KP_DECIDED=requeue
+            kp_set_decision excluded="${KP_PACK[excluded]}" fault="failed twice in a row"
+            kp_exclude_decided "$(kp_job_id)"
+            kp_set_decided requeue
         else
-            kp_log "scontrol requeue was refused: $KP_REFUSED: the runs that have to go on must" \
-                "be submitted again"
+            kp_log "scontrol requeue was refused: ${KP_DECISION[refused]}: the runs that have to" \
+                "go on must be submitted again"
         fi
     fi
     kp_log "$KP_DECIDED"
@@ -126,12 +137,11 @@ kp_pack_finish() { # ends the script: requeues the job when a run has to go on; 
 
 kp_point() { # <configuration>: one attempt; ends the subshell
     local turn
+    kp_forget_pids # the other runs' processes are not this one's to signal
     trap 'kp_on_signal TERM || true' TERM USR1 HUP
     trap 'kp_on_signal INT || true' INT
     trap 'kp_on_signal USR2 || true' USR2
-    printf -v KEMPNER_BATCH_BEGAN '%(%s)T' -1
-    KEMPNER_ATTEMPT_ID=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$BASHPID
-    KP_SRUN_NAME=kempner-$KEMPNER_ATTEMPT_ID
+    kp_name_attempt "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$BASHPID"
     kp_check "$1"
     kp_log "run directory $KP_RUN_DIR"
     kp_skip_if_ended
@@ -170,9 +180,9 @@ kp_finish() { # in place of requeue.sh's: ends the subshell, whose exit code say
     [[ -n $KP_DECIDED ]] || kp_decide "the step ended with exit code $KP_CODE" || true
     case $KP_DECIDED in
         requeue)
-            [[ $KP_STATE != interrupted && $KP_SIGNAL != TERM ]] || exit "$KP_LATER"
-            [[ -z $KP_EXCLUDED ]] || exit "$KP_ELSEWHERE"
-            exit "$KP_NOW"
+            [[ $KP_STATE != interrupted && $KP_SIGNAL != TERM ]] || exit "${KP_GO_ON[later]}"
+            [[ -z ${KP_DECISION[excluded]} ]] || exit "${KP_GO_ON[elsewhere]}"
+            exit "${KP_GO_ON[now]}"
             ;;
         end) kp_propose ;;
     esac

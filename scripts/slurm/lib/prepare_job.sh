@@ -4,7 +4,7 @@
 
 kp_prepare_in() { # <arguments of prepare_data.py>...: sets KP_OUT and what the other parts of the
     # library want to know
-    local word before='' there
+    local word before='' there nodes
     kp_in_job ||
         kp_die "prepare.sh runs in a job: sbatch --nodes=N scripts/slurm/prepare.sh;" \
             "here it is scripts/prepare_data.py"
@@ -20,9 +20,10 @@ kp_prepare_in() { # <arguments of prepare_data.py>...: sets KP_OUT and what the 
     there=$KP_OUT
     until [[ -d $there ]]; do there=$(dirname -- "$there"); done
     kp_mount "$there"
-    KP_RUN_DIR=$KP_OUT/units KP_MEASURE="work done:" KP_COMMITTED_BEFORE=$(kp_committed_step)
-    KP_NODES=$(kp_field NumNodes) KP_TASKS=1 KP_GPUS=0
-    KP_CPUS=$(($(kp_field NumCPUs) / KP_NODES))
+    kp_use_run "$KP_OUT/units"
+    kp_note_progress
+    nodes=$(kp_field NumNodes)
+    kp_set_size "$nodes" 1 0 $(($(kp_field NumCPUs) / nodes))
     kp_log "job $(kp_job_id), restart count ${SLURM_RESTART_COUNT:-0}: prepares $KP_OUT on" \
         "$(kp_field NodeList), $KP_CPUS CPU(s) each"
 }
@@ -35,6 +36,10 @@ kp_committed_step() { # in place of requeue.sh's: a point for each unit encoded,
     units=("$KP_RUN_DIR"/[0-9]*.npz) # those that are in shards are gone
     [[ -e ${units[0]} ]] || units=()
     echo $((${#units[@]} + 2 * assembled))
+}
+
+kp_measure() { # in place of requeue.sh's
+    echo "work done:"
 }
 
 kp_begin_data() { # <arguments of prepare_data.py>...: ends the script when they are wrong
@@ -52,7 +57,7 @@ kp_encode() { # <arguments of prepare_data.py>...: on all nodes; ends the script
     # A task that has ended waits for those with the last units.
     KEMPNER_SRUN+=" --wait=0"
     kp_srun "$KP_ROOT/scripts/prepare_data.py" "$@" --only units
-    [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
+    kp_pass_pending
     kp_wait
     kp_end_unless_done
 }

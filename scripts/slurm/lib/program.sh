@@ -2,36 +2,28 @@
 # The parts of run.sh: the words of its command line, and the supervisors (scripts/program.py) in
 # the trainer's place.
 
-# for dry_run.sh: those that are not sbatch's
-KP_PROGRAM_OPTIONS='run-dir|code|checkpoints|steps|heartbeat|signal'
 # One task of a node may drive all of its GPUs: JAX, vLLM, torchrun, ...
 KP_DRIVES_ALL=1
+KP_LAUNCHER=''             # torchrun, where that is the command
 KP_INTERRUPTED=interrupted # it may have saved nothing
 # Requests go by a file, see kp_signal: where Slurm tracks processes by parent, it signals the
 # program itself.
 KP_ASKS=1
 
+kp_own_options() { # in place of launch.sh's
+    echo 'run-dir|code|checkpoints|steps|heartbeat|signal'
+}
+
 kp_take_program() { # <arguments of the script>...: sets KP_ARGUMENTS, those of scripts/program.py;
     # --dry-run, --submit
-    local words=() word
+    local words=()
     while (($# > 0)) && [[ $1 != -- ]]; do
         words+=("$1")
         shift
     done
-    for word in "${words[@]}"; do
-        case $word in
-            --dry-run) KP_DRY=1 ;;
-            --submit) KP_DRY=submit ;;
-            *) kp_own_option "$word" ;;
-        esac
-    done
-    KP_ARGUMENTS=("${words[@]}")
-    if [[ -n $KP_DRY ]]; then
-        # shellcheck source-path=SCRIPTDIR source=lib/dry_run.sh
-        source "$KP_LIB/dry_run.sh"
-        kp_dry_take "${words[@]}"
-    fi
-    KP_ARGUMENTS+=("$@")
+    kp_set_arguments "${words[@]}"
+    kp_take_dry "${words[@]}"
+    kp_set_arguments "${KP_ARGUMENTS[@]}" "$@"
 }
 
 kp_committed_step() { # in place of requeue.sh's: the progress that the supervisors have recorded,
@@ -68,10 +60,9 @@ kp_program_code() { # with --code=DIR: exports KEMPNER_COPY, a copy of DIR, whic
     local KP_ROOT # kp_code_keep takes KP_ROOT
     KP_ROOT=$(kp_program_directory)
     [[ -n $KP_ROOT ]] || return 0
-    KP_CODE_NOTE="the program's code is $KP_ROOT itself"
+    kp_tell_code "the program's code"
     [[ ${KEMPNER_CODE:-1} == 1 ]] || return 0
-    KP_CODE_NOTE="the program's code would be a copy of $KP_ROOT, RUN/code/HASH"
-    KP_CODE_NOTE+=" (KEMPNER_CODE=0: itself)"
+    kp_tell_code "the program's code" copied
     [[ -z $KP_DRY ]] && kp_is_batch || return 0
     if [[ -z ${KEMPNER_COPY:-} ]]; then
         kp_code_keep "$KP_RUN_DIR/code" '' || return 0
@@ -80,11 +71,11 @@ kp_program_code() { # with --code=DIR: exports KEMPNER_COPY, a copy of DIR, whic
     kp_log "the program's code: $KEMPNER_COPY"
 }
 
-kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN_DIR, KP_DEVICE,
+kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN_DIR and
     # KP_LAUNCHER, which is "torchrun" where that is the command
-    local code=0 copy nodes=1
+    local code=0 copy node_count=1
     kp_check_notify
-    KP_TRAIN=$KP_ROOT/scripts/program.py
+    kp_use_program "$KP_ROOT/scripts/program.py"
     unset KEMPNER_COPY
     if [[ ${KEMPNER_CODE:-1} == 1 && -n $(kp_program_directory) ]]; then
         # of an earlier start, or of submit.sh: the repository may be gone by now
@@ -95,13 +86,14 @@ kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN
             export KEMPNER_COPY=$copy
         fi
     fi
-    ! kp_in_job || nodes=$(($(kp_field NumNodes) - ${KEMPNER_SPARES:-0}))
-    kp_checked kempner.config.toml "$KP_TRAIN" --check "$nodes" "${KP_ARGUMENTS[@]}" || code=$?
+    ! kp_in_job || node_count=$(($(kp_field NumNodes) - ${KEMPNER_SPARES:-0}))
+    kp_checked kempner.config.toml "$KP_TRAIN" --check "$node_count" "${KP_ARGUMENTS[@]}" || code=$?
     if ((code != 0)); then
         kp_log "not started: the check of the command line ended with exit code $code"
         exit "$code"
     fi
-    KP_RUN_DIR=${KP_VALUES[0]} KP_LAUNCHER=${KP_VALUES[1]} KP_DEVICE=auto KP_DATA=()
+    kp_use_run "${KP_VALUES[0]}"
+    KP_LAUNCHER=${KP_VALUES[1]}
     export KEMPNER_COMMAND=${KP_VALUES[4]} # what the run is; see Start in events.py
     if [[ -n ${KP_VALUES[3]} ]] && kp_is_batch; then
         kp_log "$KP_RUN_DIR: this command was done at an earlier start of the job: nothing runs;" \
@@ -116,7 +108,7 @@ kp_open_program() { # the copy of the code, and the run directory; sets KP_COMMI
     kp_program_code
     [[ -z $KP_DRY ]] || kp_dry_tell
     mkdir -p -- "$KP_RUN_DIR/logs" || kp_die "$KP_RUN_DIR cannot be written: give another --run-dir"
-    KP_COMMITTED_BEFORE=$(kp_committed_step)
+    kp_note_progress
 }
 
 kp_run_program() { # <program.py arguments>...: as kp_run; outside Slurm the ranks are processes of
@@ -133,7 +125,7 @@ kp_run_program() { # <program.py arguments>...: as kp_run; outside Slurm the ran
     else
         read -ra blocked < <(kp_blocked) || true
         kp_start "${blocked[@]}" "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_TRAIN" --here "$KP_TASKS" "$@"
-        [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
+        kp_pass_pending
         kp_wait
     fi
     rm -f -- "$KP_RUN_DIR/.ask-${KEMPNER_ATTEMPT_ID%%.*}".* # of all attempts of this job

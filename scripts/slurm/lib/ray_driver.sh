@@ -55,11 +55,10 @@ ray_write_attach() { # writes JOBID-attach.sh; sets RAY_SRUN, RAY_ENTER and RAY_
 ray_run_command() { # runs COMMAND on the head, as in an attach shell; ends the script with its exit
     # code
     local end
-    KP_SRUN_NAME=ray-driver-$KEMPNER_ATTEMPT_ID
     kp_log "driver: $RAY_LOGS/ray-driver.log"
     # The command writes its log itself: srun loses the last lines of a task that is killed.
     # shellcheck disable=SC2016 # that shell's own parameters
-    ray_launch driver "${RAY_SRUN[@]}" --job-name="$KP_SRUN_NAME" --input=none \
+    ray_launch driver "${RAY_SRUN[@]}" --job-name="ray-driver-$KEMPNER_ATTEMPT_ID" --input=none \
         --nodelist="${RAY_NODES[0]}" "${RAY_ENTER[@]}" "${RAY_PIDS[0]}" "${RAY_INSIDE[@]}" \
         bash -c 'exec >>"$1" 2>&1; exec bash -c "$2"' - "$RAY_LOGS/ray-driver.log" "$COMMAND"
     until [[ -n ${RAY_CODE[driver]:-} ]]; do
@@ -99,6 +98,7 @@ ray_wait_for() { # <step> <seconds>: waits up to that long for a step to end; tr
 ray_finish() { # on any exit: ends the driver and Ray, removes the token and the attach script,
     # keeps the exit code
     local code=$? state='' patience=8 began end start=$SECONDS
+    local KP_SRUN_NAME=ray-driver-$KEMPNER_ATTEMPT_ID
     set +e # even a full disk must not keep anything running
     began=$(date +%s%N)
     trap '' TERM INT HUP USR1 USR2
@@ -109,7 +109,7 @@ ray_finish() { # on any exit: ends the driver and Ray, removes the token and the
 
     if ! ray_wait_for driver 0; then
         ! kp_show_job || state=$(kp_field JobState)
-        KP_CHILD=${RAY_PID[driver]}
+        kp_set_child "${RAY_PID[driver]}"
         # In any other state Slurm has signalled the driver itself, and time is short. In the
         # background, because scancel takes 10 s when a host is down.
         [[ $state != RUNNING ]] || kp_signal TERM &
@@ -123,7 +123,8 @@ ray_finish() { # on any exit: ends the driver and Ray, removes the token and the
         # cluster gets longer.
         [[ -n $RAY_FAULT ]] || ((${#RAY_PIDS[@]} < KP_NODES)) || patience=15
         if ! : >"$RAY_LOGS/ENDED"; then
-            KP_SRUN_NAME=ray-$KEMPNER_ATTEMPT_ID KP_CHILD=${RAY_PID[ray]}
+            KP_SRUN_NAME=ray-$KEMPNER_ATTEMPT_ID
+            kp_set_child "${RAY_PID[ray]}"
             kp_signal TERM &
         fi
         if ! ray_wait_for ray $((start + patience - SECONDS)); then

@@ -5,7 +5,7 @@
 kp_records() { # <command of records.py> <words>...: fails when the file cannot be, or no Python
     # starts
     local python code
-    for python in "${KP_PYTHON:-python3}" python3; do
+    for python in "$KP_PYTHON" python3; do
         code=0
         kp_shielded "$python" -I -S "$KP_LIB/records.py" "$@" 2>/dev/null || code=$?
         [[ $code != 0 && $code != 3 ]] || return "$code"

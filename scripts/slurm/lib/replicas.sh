@@ -3,7 +3,9 @@
 # replicas.sh, after all.sh. Replica 0 works in the run directory itself, replica I in
 # RUN/replicas/I as a run of its own.
 
-KP_OWN_STEPS=replicas.sh
+kp_own_steps() { # in place of restart.sh's
+    echo replicas.sh
+}
 
 kp_run_replicas() { # <train.py arguments>...: trains until every replica has left; sets KP_CODE
     # Of each replica: its starts in a row without a checkpoint, its newest step at the last one,
@@ -13,8 +15,8 @@ kp_run_replicas() { # <train.py arguments>...: trains until every replica has le
     local KP_TASKS=$KP_TASKS
     mapfile -t hosts < <(kp_hostnames "$(kp_field NodeList)")
     kp_count_replicas # from here on nodes, tasks and GPUs are those of one replica
-    KP_COMMITTED_BEFORE=$(kp_committed_step)
-    KP_PIDS=() KP_CODE=0
+    kp_note_progress
+    kp_set_code 0
     kp_open_srun_log
     export KEMPNER_REPLICAS=$KP_REPLICAS KEMPNER_DOOR=$KP_RUN_DIR/.door-$KEMPNER_ATTEMPT_ID
     kp_open_door
@@ -24,7 +26,7 @@ kp_run_replicas() { # <train.py arguments>...: trains until every replica has le
         tries[slot]=0
         kp_start_replica "$slot" "$@"
     done
-    [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
+    kp_pass_pending
     while ((${#KP_PIDS[@]} + ${#not_before[@]} > 0)); do
         kp_look_after "$@"
         sleep 0.2 || true
@@ -32,7 +34,7 @@ kp_run_replicas() { # <train.py arguments>...: trains until every replica has le
 
     kill -KILL "$KP_CHILD" 2>/dev/null || true # it ignores the signals that end a job
     wait "$KP_CHILD" 2>/dev/null || true
-    KP_CHILD=''
+    kp_set_child ''
     kp_end_guard # or the end of the job would wait for it
     rm -f -- "$KEMPNER_DOOR"*
     kp_write_status
@@ -40,7 +42,7 @@ kp_run_replicas() { # <train.py arguments>...: trains until every replica has le
 
 kp_count_replicas() { # sets KP_REPLICAS, silence, of the caller, and the nodes and tasks per node
     # of each: KP_NODES, KP_TASKS, KP_GPUS
-    local world=$((KP_NODES * KP_TASKS)) ranks KP_VALUES=("${KP_VALUES[@]}")
+    local world=$((KP_NODES * KP_TASKS)) ranks tasks KP_VALUES=("${KP_VALUES[@]}")
     kp_values kp_python_of kempner.extensions.lowcomm.config -c "$KP_NOT_HERE"'
 from kempner.config.toml import loads
 from kempner.extensions.lowcomm.config import LowcommConfig
@@ -57,9 +59,8 @@ print("kempner-answer", count, section.silence, sep="\0", end="\0")' "$world" "$
     ((KP_REPLICAS > 0)) ||
         kp_die "replicas.sh is for lowcomm.mode = steps: submit multinode.sh for this configuration"
     ranks=$((world / KP_REPLICAS))
-    ((ranks >= KP_TASKS)) || KP_TASKS=$ranks
-    KP_NODES=$((ranks / KP_TASKS))
-    ((KP_GPUS == 0)) || KP_GPUS=$KP_TASKS
+    tasks=$((ranks < KP_TASKS ? ranks : KP_TASKS))
+    kp_set_size $((ranks / tasks)) "$tasks" $((KP_GPUS > 0 ? tasks : 0))
     kp_log "$KP_REPLICAS replicas of $KP_NODES node(s) x $KP_TASKS task(s)"
 }
 
@@ -90,7 +91,7 @@ kp_start_replica() { # <replica> <train.py arguments>...
     steps[slot]=$(kp_replica_step "$slot")
     setsid "${KP_SRUN[@]}" </dev/null \
         2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2) &
-    KP_PIDS[slot]=$!
+    kp_set_pid "$slot" "$!"
 }
 
 kp_place() { # <replica>: sets place, of the caller, to srun's words for where it runs; fails when
@@ -163,7 +164,7 @@ kp_replica_ended() { # <replica> <exit code of its srun>: starts it again, unles
     local most=${KEMPNER_MAX_CRASHES:-3}
     kp_replica_verdict "$1"
     kp_log "replica $1 has ended with exit code $2${KP_STATE:+: $KP_STATE}"
-    ((KP_CODE != 0 && $2 != 2)) || KP_CODE=$2
+    ((KP_CODE != 0 && $2 != 2)) || kp_set_code "$2"
     # Not by exit code 0 alone: that is srun's, too, when its node has failed.
     if [[ $2 == 2 ||
         $KP_STATE =~ ^(done|stopped|interrupted|failed)$ || -e $KEMPNER_DOOR.over ]]; then

@@ -2,12 +2,23 @@
 # The end of an attempt: what has happened, whether the job is requeued, and without which hosts.
 # The table of decisions is in docs/reference/slurm.md.
 
-KP_DECIDED=''                # the decision
 KP_JUDGE_S=${KP_JUDGE_S:-20} # seconds that the question what follows may take; tests shorten it
 KP_AWAY_S=10                 # seconds between two questions to a controller that is away
 KP_EARLY_HOST=''             # the host on which a start has ended before its step
-KP_REPLACED=''               # nodes whose places spares take (by commas)
 KP_ENDING=''                 # not empty: Slurm is ending the job, or somebody has cancelled it
+KP_DECIDED=''                # the decision: restart, requeue, chain, end or leave
+# What goes with it: no_progress (attempts in a row without progress), kind (of the fault), blamed
+# (a node), excluded (nodes, by commas), fault (theirs, in words), replaced (nodes whose places
+# spares take, by commas), pause (minutes), refused (what Slurm has said against a requeue)
+declare -A KP_DECISION
+
+kp_set_decision() { # [NAME=VALUE]...: sets KP_DECISION to these alone
+    local word
+    KP_DECISION=([no_progress]='' [kind]='' [blamed]='' [excluded]='' [fault]='' [replaced]=''
+        [pause]=0 [refused]='')
+    for word; do KP_DECISION[${word%%=*}]=${word#*=}; done
+}
+kp_set_decision
 
 kp_newest_step() { # <directory of checkpoints>: the step of the newest complete one, -1 when there
     # is none
@@ -20,12 +31,20 @@ kp_committed_step() { # the step that the run would go on from
     kp_newest_step "$KP_CHECKPOINTS"
 }
 
+kp_note_progress() { # sets KP_COMMITTED_BEFORE, from which the progress of this attempt counts
+    KP_COMMITTED_BEFORE=$(kp_committed_step)
+}
+
 kp_reached() { # the same in words
     if ((KP_COMMITTED < 0)); then
         echo "no checkpoint yet"
     else
-        echo "${KP_MEASURE:-newest checkpoint: step} $KP_COMMITTED"
+        echo "$(kp_measure) $KP_COMMITTED"
     fi
+}
+
+kp_measure() { # what kp_committed_step counts
+    echo "newest checkpoint: step"
 }
 
 kp_step() { # the same as the records have it
@@ -52,16 +71,21 @@ kp_idle_reason() { # prints why an interrupted attempt has given the job back, i
 
 # --- the record -----------------------------------------------------------------------------------
 
+kp_set_decided() { # <decision, or nothing>
+    KP_DECIDED=$1
+}
+
 kp_record() { # <restart, requeue, chain, end or leave> <why>: a line in the log and in
     # attempts.jsonl (events.py)
     local file=$KP_RUN_DIR/attempts.jsonl line
-    KP_DECIDED=$1
+    kp_set_decided "$1"
     kp_log "$1: $2"
     line=(
         append "$file" event=decision decision="$1" why="$2" job="$(kp_job_id)"
         restart:="${SLURM_RESTART_COUNT:-0}" attempt_id="$KEMPNER_ATTEMPT_ID" step:="$(kp_step)"
-        no_progress:="${KP_NO_PROGRESS:-null}" blamed="${KP_BLAMED:-}" excluded="${KP_EXCLUDED:-}"
-        kind="${KP_KIND:-}" batch_began:="${KEMPNER_BATCH_BEGAN:-0}"
+        no_progress:="${KP_DECISION[no_progress]:-null}" blamed="${KP_DECISION[blamed]:-}"
+        excluded="${KP_DECISION[excluded]:-}" kind="${KP_DECISION[kind]:-}"
+        batch_began:="${KEMPNER_BATCH_BEGAN:-0}"
     )
     KP_UNRECORDED=''
     # A container may take longer to start than the job has time; outside of a batch job nothing
@@ -70,7 +94,7 @@ kp_record() { # <restart, requeue, chain, end or leave> <why>: a line in the log
         KP_DEADLINE=$((SECONDS + KP_JUDGE_S)) kp_ask "${KP_HISTORY[@]}" "$KP_LIB/records.py" \
             "${line[@]}"; } || {
         kp_log "the decision cannot be recorded in $file"
-        KP_UNRECORDED=${KP_NO_PROGRESS:-0}
+        KP_UNRECORDED=${KP_DECISION[no_progress]:-0}
     }
     [[ ! $1 =~ ^(end|leave)$ ]] || kp_chain_cancel "$1: $2"
     [[ $1 == requeue ]] || kp_notify "$@" # that takes seconds, and the job may be near its limit
@@ -109,9 +133,8 @@ kp_was_cut_short() { # true when this attempt was asked to leave before its trai
 }
 
 kp_judge() { # <what happened>: asks what follows, once (kempner.jobs.records.judge); sets
-    # answered, why and notes, of kp_decide, and KP_KIND, KP_NO_PROGRESS, KP_BLAMED, KP_EXCLUDED,
-    # KP_REPLACED, KP_FAULT and KP_PAUSE (minutes)
-    local KP_DEADLINE=$((SECONDS + KP_JUDGE_S)) KP_ANSWER='' facts start=''
+    # answered, why and notes, of kp_decide, and KP_DECISION
+    local KP_DEADLINE=$((SECONDS + KP_JUDGE_S)) KP_ANSWER='' facts start='' name
     answered='' why='' notes=''
     kp_history # a container may take longer to start than there is time
     kp_drop_unfit_spares
@@ -125,13 +148,15 @@ kp_judge() { # <what happened>: asks what follows, once (kempner.jobs.records.ju
         # Behind this word: a TaskProlog, or a module that Python loads, may have said something
         # before.
         {
-            read -r answered && read -r why && read -r KP_KIND && read -r KP_NO_PROGRESS &&
-                read -r KP_BLAMED && read -r KP_EXCLUDED && read -r KP_REPLACED &&
-                read -r KP_FAULT && read -r KP_PAUSE && read -r start && read -r notes
+            read -r answered && read -r why
+            for name in kind no_progress blamed excluded replaced fault pause; do
+                read -r "KP_DECISION[$name]"
+            done
+            read -r start && read -r notes
         } <<<"${KP_ANSWER##*kempner-answer$'\n'}" || true
     fi
     if [[ ! $answered =~ ^(restart|requeue|chain|end|leave)$ ||
-        ! $KP_NO_PROGRESS$KP_PAUSE$start =~ ^[0-9]+$ ]]; then
+        ! ${KP_DECISION[no_progress]}${KP_DECISION[pause]}$start =~ ^[0-9]+$ ]]; then
         kp_log "the records of earlier attempts could not be read: only a preflight can" \
             "exclude a host"
         kp_judge_alone "$1"
@@ -206,11 +231,12 @@ kp_in_words() { # the state of the job
 
 kp_judge_alone() { # <what happened>: as kp_judge where Python does not answer; no crash loop goes
     # on without a bound
-    answered=requeue why=$1 KP_KIND='' KP_BLAMED='' KP_EXCLUDED='' KP_REPLACED=''
-    KP_PAUSE=0 notes=''
-    KP_NO_PROGRESS=$(kp_count_crashes)
-    kp_was_cut_short || KP_NO_PROGRESS=$((KP_NO_PROGRESS + 1))
-    ((KP_COMMITTED <= KP_COMMITTED_BEFORE)) || KP_NO_PROGRESS=0
+    local count
+    answered=requeue why=$1 notes=''
+    count=$(kp_count_crashes)
+    kp_was_cut_short || count=$((count + 1))
+    ((KP_COMMITTED <= KP_COMMITTED_BEFORE)) || count=0
+    kp_set_decision no_progress="$count"
     if [[ $KP_STATE =~ ^(done|stopped|failed)$ ]]; then
         answered=end why="the run is $KP_STATE"
     elif [[ -n $KP_ENDING ]]; then
@@ -220,19 +246,20 @@ kp_judge_alone() { # <what happened>: as kp_judge where Python does not answer; 
     elif ! kp_is_batch; then
         answered=end why="$1; only a batch job is requeued"
         [[ ${KP_CODE:-} != 2 ]] || why="bad input: $(kp_refusal)" why=${why%: }
-    elif ((KP_NO_PROGRESS >= ${KEMPNER_MAX_CRASHES:-3})); then
+    elif ((count >= ${KEMPNER_MAX_CRASHES:-3})); then
         answered=end
-        why="$1; $KP_NO_PROGRESS attempts in a row without progress"
+        why="$1; $count attempts in a row without progress"
         why+=" (KEMPNER_MAX_CRASHES=${KEMPNER_MAX_CRASHES:-3})"
     elif kp_could_restart && [[ -z $KP_LOST$KP_PREFLIGHT && ${KP_CODE:-} != 2 ]] &&
-        ((KP_NO_PROGRESS < 2)); then
+        ((count < 2)); then
         answered=restart
     elif [[ -n $KP_CHAIN ]]; then
         answered=chain
     elif [[ $(kp_field Requeue) == 0 ]]; then
         answered=end why="$1; the job was submitted with --no-requeue"
     elif [[ -n $KP_PREFLIGHT && -n $KP_BAD ]]; then
-        KP_EXCLUDED=$KP_BAD KP_FAULT="failed the preflight" why="$1; without $KP_BAD: $KP_FAULT"
+        KP_DECISION[excluded]=$KP_BAD KP_DECISION[fault]="failed the preflight"
+        why="$1; without $KP_BAD: ${KP_DECISION[fault]}"
     fi
 }
 
@@ -242,20 +269,25 @@ kp_excluded() { # the nodes that the job is kept off, as Slurm writes them, or n
     [[ $list == '(null)' ]] || echo "$list"
 }
 
-kp_exclude() { # <job>: keeps it off KP_EXCLUDED. Of a requeued job, Slurm takes this only once the
-    # job is pending again
+kp_exclude() { # <job> <nodes> <their fault>: keeps the job off them. Of a requeued job, Slurm takes
+    # this only once the job is pending again
     local tries list
     list=$(kp_excluded)
     for ((tries = 0; tries < 30; tries++)); do
-        if scontrol update JobId="$1" ExcNodeList="${list:+$list,}$KP_EXCLUDED" 2>/dev/null; then
-            kp_log "$KP_EXCLUDED: $KP_FAULT, excluded from the next starts of this job" \
+        if scontrol update JobId="$1" ExcNodeList="${list:+$list,}$2" 2>/dev/null; then
+            kp_log "$2: $3, excluded from the next starts of this job" \
                 "(KEMPNER_EXCLUDE=0: never)"
             return 0
         fi
         sleep 0.1
     done
-    kp_log "$KP_EXCLUDED: $KP_FAULT, but scontrol refused to exclude it from the job"
-    KP_EXCLUDED=''
+    kp_log "$2: $3, but scontrol refused to exclude it from the job"
+    KP_DECISION[excluded]=''
+}
+
+kp_exclude_decided() { # <job>: those of the decision, where it has some
+    [[ -z ${KP_DECISION[excluded]} ]] ||
+        kp_exclude "$1" "${KP_DECISION[excluded]}" "${KP_DECISION[fault]}"
 }
 
 # --- the decision ---------------------------------------------------------------------------------
@@ -295,8 +327,9 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
             kp_notify requeue "$why"
             return
         fi
-        KP_EXCLUDED=''
-        kp_record end "$why; scontrol requeue was refused${KP_REFUSED:+: $KP_REFUSED}"
+        KP_DECISION[excluded]=''
+        why+="; scontrol requeue was refused"
+        kp_record end "$why${KP_DECISION[refused]:+: ${KP_DECISION[refused]}}"
     fi
 }
 
@@ -306,11 +339,11 @@ kp_ignore_signals() { # a requeue signals this shell, and its subshells would di
 
 kp_read_state() { # at the run and the job: sets KP_STATE, KP_COMMITTED, KP_JOB, KP_JOB_STATE;
     # forgets what kp_judge has said
-    KP_KIND='' KP_BLAMED='' KP_EXCLUDED='' KP_REPLACED='' KP_NO_PROGRESS='' KP_PAUSE=0
-    KP_JOB_STATE='' KP_FAULT=''
+    kp_set_decision
+    KP_JOB_STATE=''
     kp_verdict
     KP_COMMITTED=$(kp_committed_step)
-    ((KP_COMMITTED <= KP_COMMITTED_BEFORE)) || KP_NO_PROGRESS=0
+    ((KP_COMMITTED <= KP_COMMITTED_BEFORE)) || KP_DECISION[no_progress]=0
     ! kp_wait_for_job || KP_JOB_STATE=$(kp_field JobState)
     kp_see_end
 }
@@ -331,20 +364,19 @@ kp_can_wait() { # true in the batch script, also before Slurm has said anything 
     if [[ -n $KP_JOB ]]; then kp_is_batch; else [[ ${ENVIRONMENT:-} == BATCH && -z $KP_BESIDE ]]; fi
 }
 
-kp_requeue() { # starts the job again, without KP_EXCLUDED, and after KP_PAUSE minutes; fails when
-    # Slurm refuses
+kp_requeue() { # starts the job again as KP_DECISION says; fails when Slurm refuses
     kp_ask_requeue || return 1
-    [[ -z $KP_EXCLUDED ]] || kp_exclude "$(kp_job_id)"
-    ((KP_PAUSE == 0)) || kp_put_off "$(kp_job_id)"
+    kp_exclude_decided "$(kp_job_id)"
+    kp_put_off_decided "$(kp_job_id)"
 }
 
 kp_ask_requeue() { # asks until the job is no longer RUNNING; fails when Slurm refuses in words, and
-    # sets KP_REFUSED
+    # sets KP_DECISION[refused]
     # Any other words are of a controller that is away, or not itself: a backup that takes over,
     # munge that restarts, ...
     local said tries=0 most=$((SECONDS + 3600 * ${KEMPNER_MAX_WAIT:-24}))
     local refusal='[Dd]enied|disabled|[Oo]nly batch|Invalid job id|Invalid user'
-    KP_REFUSED=''
+    KP_DECISION[refused]=''
     until said=$(kp_shielded scontrol requeue "$(kp_job_id)" 2>&1); do
         # An answer that was lost is no refusal: the order may have been carried out. A requeue
         # counts at once.
@@ -352,7 +384,7 @@ kp_ask_requeue() { # asks until the job is no longer RUNNING; fails when Slurm r
             [[ $(kp_field Restarts) == "$KP_START" && $(kp_field JobState) != PENDING ]] || return 0
         said=${said//$'\n'/; } tries=$((tries + 1))
         if [[ $said =~ $refusal ]] && ((tries > 2)) || ((SECONDS >= most)); then
-            KP_REFUSED=$said
+            KP_DECISION[refused]=$said
             return 1
         fi
         ((tries != 1)) || kp_log "scontrol requeue: ${said:-no answer}; asking again"
@@ -360,11 +392,12 @@ kp_ask_requeue() { # asks until the job is no longer RUNNING; fails when Slurm r
     done
 }
 
-kp_put_off() { # <job>: it starts KP_PAUSE minutes later; of a requeued job, Slurm takes this once
-    # it is pending again
-    local tries
+kp_put_off_decided() { # <job>: it starts after the decision's pause; of a requeued job, Slurm takes
+    # this once it is pending again
+    local tries minutes=${KP_DECISION[pause]}
+    ((minutes > 0)) || return 0
     for ((tries = 0; tries < 30; tries++)); do
-        kp_shielded scontrol update JobId="$1" StartTime="now+${KP_PAUSE}minutes" 2>/dev/null &&
+        kp_shielded scontrol update JobId="$1" StartTime="now+${minutes}minutes" 2>/dev/null &&
             return 0
         kp_shielded sleep 0.1
     done
@@ -386,12 +419,12 @@ kp_without_this_host() { # <directory>: where an earlier start has used it, star
     [[ -z $KP_DRY && -z $KP_CHAIN && -n ${SLURMD_NODENAME:-} ]] && kp_is_batch &&
         kp_show_job || return 0
     [[ $(kp_field Restarts) != 0 && $(kp_field JobState) == RUNNING ]] || return 0
-    KP_EXCLUDED='' KP_FAULT="does not see $1" KP_PAUSE=10 KP_START=$(kp_field Restarts)
-    if [[ ${KEMPNER_EXCLUDE:-2} != 0 ]] && kp_has_others; then KP_EXCLUDED=$SLURMD_NODENAME; fi
+    kp_set_decision fault="does not see $1" pause=10
+    [[ ${KEMPNER_EXCLUDE:-2} == 0 ]] || ! kp_has_others || KP_DECISION[excluded]=$SLURMD_NODENAME
     kp_ignore_signals
-    kp_log "requeue: $SLURMD_NODENAME does not see $1: the job starts again in $KP_PAUSE minutes"
+    kp_log "requeue: $SLURMD_NODENAME does not see $1: the job starts again in 10 minutes"
     kp_requeue || return 0
-    KP_DECIDED=requeue
+    kp_set_decided requeue
     exit 0
 }
 
@@ -444,10 +477,11 @@ kp_stay_ended() { # <exit code>: the EXIT trap, the door of all ends before a st
 
 kp_end_early() { # <run directory> <what is wrong; what to do>: ends a start for good, on record
     # where there is one
-    local KP_RUN_DIR=$1 why=${*:2}
+    local why=${*:2}
     if kp_is_batch && kp_is_whole_script && [[ -e $1/attempts.jsonl ]]; then
-        KP_CHECKPOINTS=$1/checkpoints KP_BLAMED='' KP_EXCLUDED='' KP_STATE=''
-        KP_PYTHON=${KP_PYTHON:-python3}
+        kp_use_run "$1"
+        kp_set_decision
+        KP_STATE=''
         KP_COMMITTED=$(kp_committed_step)
         kp_record end "$why"
     fi
@@ -458,12 +492,13 @@ kp_ended_early() { # <exit code>: decides after a start that has ended before it
     # An earlier start of this job has come through here with the same command: what stops this one
     # is the host, or the site. Only of a first start it is bad input.
     (($1 != 0 && $1 != 130)) || return 0
-    [[ -n ${KP_RUN_DIR:-} || $KP_ROOT == "$KP_ORIGIN" ]] || KP_RUN_DIR=${KP_ROOT%/code/*}
+    [[ -n ${KP_RUN_DIR:-} || $KP_ROOT == "$KP_ORIGIN" ]] || kp_use_run "${KP_ROOT%/code/*}"
     [[ -n ${KP_RUN_DIR:-} && -e $KP_RUN_DIR/attempts.jsonl && $(kp_field Restarts) != 0 ]] ||
         return 0
-    KP_CODE=$1 KP_RESTARTS=0 KP_PYTHON=${KP_PYTHON:-python3}
-    KP_CHECKPOINTS=${KP_CHECKPOINTS:-$KP_RUN_DIR/checkpoints}
-    KP_COMMITTED_BEFORE=${KP_COMMITTED_BEFORE:-$(kp_committed_step)}
+    kp_set_code "$1"
+    kp_no_restart
+    kp_use_run "$KP_RUN_DIR" "${KP_CHECKPOINTS:-}"
+    [[ -n ${KP_COMMITTED_BEFORE:-} ]] || kp_note_progress
     KP_EARLY_HOST=${SLURMD_NODENAME:-$(uname -n)}
     kp_decide "this start has ended with exit code $1 before its step" || true
 }

@@ -2,6 +2,11 @@
 # Nodes, tasks, GPUs and CPUs of this run, from the request. One task drives one GPU or, under
 # run.sh, all of its node.
 
+kp_set_size() { # <nodes> <tasks of a node> <GPUs of a node> [CPUs of a task]: of the run
+    KP_NODES=$1 KP_TASKS=$2 KP_GPUS=$3
+    [[ -z ${4:-} ]] || KP_CPUS=$4
+}
+
 kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a task); one task drives
     # one GPU
     local asked cpus one="--ntasks-per-node=1 for one process that drives all GPUs of its node"
@@ -9,7 +14,7 @@ kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a ta
     if ! kp_in_job; then
         KP_NODES=1 KP_GPUS=$(kp_gpus_here)
         KP_TASKS=${KEMPNER_NPROC:-$((KP_GPUS > 0 ? KP_GPUS : 1))}
-        [[ -z $KP_LAUNCHER ]] || { export PET_NPROC_PER_NODE=$KP_TASKS && KP_TASKS=1; }
+        [[ -z ${KP_LAUNCHER:-} ]] || { export PET_NPROC_PER_NODE=$KP_TASKS && KP_TASKS=1; }
         return
     fi
     [[ -z $(kp_field HetJobId) ]] ||
@@ -18,7 +23,7 @@ kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a ta
     KP_NODES=$(kp_field NumNodes)
     kp_gpus
     asked=$(kp_tasks_asked)
-    if [[ -n $KP_LAUNCHER ]]; then
+    if [[ -n ${KP_LAUNCHER:-} ]]; then
         ((${asked:-1} == 1)) ||
             kp_die "$asked task(s) per node, each a torchrun of its own: leave --ntasks-per-node" \
                 "out: torchrun starts a process for each GPU, or as many as --nproc-per-node says"
@@ -69,11 +74,11 @@ kp_tasks_asked() { # the tasks per node that the user asked for, or nothing
 
 kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (empty: they came
     # with the nodes)
-    local line counts=() asked
+    local line counts=() asked count
     while read -r line; do
         [[ $line == Nodes=*GRES=* ]] || continue
         kp_count_gpus "${line##*GRES=}"
-        counts+=("$KP_COUNT")
+        counts+=("$count")
     done <<<"$KP_JOB"
     KP_GPUS=${counts[0]:-0} KP_GPUS_ASKED=''
     ((${#KP_DETAILS[@]} > 0)) || KP_GPUS=${SLURM_GPUS_ON_NODE:-0} # see kp_show_job
@@ -81,7 +86,7 @@ kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (
     asked=$(kp_field TresPerNode)
     if [[ $asked == *gpu* ]]; then
         kp_count_gpus "$asked"
-        KP_GPUS=$KP_COUNT
+        KP_GPUS=$count
         KP_GPUS_ASKED=--gpus-per-node=$KP_GPUS
         return
     fi
@@ -89,7 +94,7 @@ kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (
     asked=$(kp_field TresPerSocket)
     if [[ $asked == *gpu* ]]; then
         kp_count_gpus "$asked"
-        asked=$KP_COUNT
+        asked=$count
         KP_GPUS=$((asked * $(kp_field Socks/Node))) # without --sockets-per-node sbatch refuses it
         KP_GPUS_ASKED=--gpus-per-socket=$asked
         return
@@ -98,7 +103,7 @@ kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (
     asked=$(kp_field TresPerJob)
     if [[ $asked == *gpu* ]]; then
         kp_count_gpus "$asked"
-        asked=$KP_COUNT
+        asked=$count
         ((asked % KP_NODES == 0)) ||
             kp_die "--gpus=$asked on $KP_NODES nodes: give --gpus-per-node=N instead"
         KP_GPUS_ASKED=--gpus=$asked
@@ -112,7 +117,7 @@ kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (
     done
     [[ -z $KP_GPUS_ASKED ]] || KP_GPUS=$((asked / KP_NODES))
     asked=$(kp_field TresPerTask)
-    [[ $asked != *gpu* ]] || { kp_count_gpus "$asked" && KP_GPUS_ASKED=--gpus-per-task=$KP_COUNT; }
+    [[ $asked != *gpu* ]] || { kp_count_gpus "$asked" && KP_GPUS_ASKED=--gpus-per-task=$count; }
 }
 
 kp_same_size() { # stops a later start of the job with fewer tasks or GPUs on a node than its first
@@ -136,19 +141,20 @@ kp_same_size() { # stops a later start of the job with fewer tasks or GPUs on a 
         "the first one of job $(kp_job_id) had $tasks and $gpus: nothing runs. Look at GRES in" \
         "'scontrol show job -d $(kp_job_id)' and at the nodes; with --gpus-per-node=$gpus on" \
         "sbatch's command line Slurm waits for them"
-    KP_CODE=1 KP_RESTARTS=0
+    kp_set_code 1
+    kp_no_restart
     kp_decide "fewer GPUs or tasks than at the first start" || true
     kp_finish
 }
 
-kp_count_gpus() { # <GRES or TRES>: sets KP_COUNT, the GPUs in it: gpu, gpu:h100:4(IDX:0-3),
-    # gres/gpu=4, several types
+kp_count_gpus() { # <GRES or TRES>: sets count, of the caller, to the GPUs in it: gpu,
+    # gpu:h100:4(IDX:0-3), gres/gpu=4, several types
     # Of a type, gpu:1g.10gb:4, only the whole is no number. No subshell: a job of 2,000 nodes may
     # have as many lines.
     local text=$1 pattern='gpu([:=/][^:=,(]*[^:=,(0-9][^:=,(]*)?([:=]([0-9]+))?(.*)'
-    KP_COUNT=0
+    count=0
     while [[ $text =~ $pattern ]]; do
-        KP_COUNT=$((KP_COUNT + ${BASH_REMATCH[3]:-1}))
+        count=$((count + ${BASH_REMATCH[3]:-1}))
         text=${BASH_REMATCH[4]}
     done
 }

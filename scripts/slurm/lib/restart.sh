@@ -16,9 +16,13 @@ KP_STUCK=''             # not empty: a task could not be killed
 KP_DROPPED=''           # not empty: the job has lost a node
 KP_GUARD='' KP_SPARE='' # the sruns of guard.sh and of KEMPNER_SPARE_COMMAND
 
+kp_own_steps() { # the script that starts lost steps again by itself, or nothing
+    :
+}
+
 kp_places() { # sets KP_RESTARTS and, in a job that survives a lost node, KP_PLACES, KP_SPARES;
     # takes them off KP_NODES
-    local most=${KEMPNER_RESTARTS:-10} spares=${KEMPNER_SPARES:-0}
+    local most=${KEMPNER_RESTARTS:-10} spares=${KEMPNER_SPARES:-0} own
     [[ $most =~ ^(0|[1-9][0-9]{0,5})$ ]] ||
         kp_die "KEMPNER_RESTARTS=$most: must be a number of restarts, such as 10, or 0 for none"
     [[ $spares =~ ^(0|[1-9][0-9]{0,3})$ ]] ||
@@ -27,9 +31,10 @@ kp_places() { # sets KP_RESTARTS and, in a job that survives a lost node, KP_PLA
         kp_die "KEMPNER_SPARE_COMMAND runs on spare nodes, and there are none:" \
             "give KEMPNER_SPARES, or unset it"
     [[ -n $KP_DRY ]] || kp_is_batch || return 0
-    if [[ -n $KP_OWN_STEPS ]]; then
+    own=$(kp_own_steps)
+    if [[ -n $own ]]; then
         ((spares == 0)) ||
-            kp_die "KEMPNER_SPARES=$spares: $KP_OWN_STEPS takes no spare nodes: unset it"
+            kp_die "KEMPNER_SPARES=$spares: $own takes no spare nodes: unset it"
         return 0
     fi
     KP_RESTARTS=$most
@@ -49,7 +54,11 @@ kp_places() { # sets KP_RESTARTS and, in a job that survives a lost node, KP_PLA
         KP_SPARES=("${KP_PLACES[@]:KP_NODES-spares}")
         KP_PLACES=("${KP_PLACES[@]:0:KP_NODES-spares}")
     fi
-    KP_NODES=$((KP_NODES - spares))
+    kp_set_size $((KP_NODES - spares)) "$KP_TASKS" "$KP_GPUS"
+}
+
+kp_no_restart() { # no step follows in this start of the job
+    KP_RESTARTS=0
 }
 
 kp_survives() { # true when the job was submitted with --no-kill, as far as that can be known: Slurm
@@ -127,11 +136,11 @@ kp_is_over() { # true when the run has recorded an orderly end
     [[ $KP_STATE =~ ^(done|stopped|interrupted|failed)$ ]]
 }
 
-kp_drop_unfit_spares() { # those whose device audit.py has found wrong
+kp_drop_spares() { # <hosts, by commas> <what is wrong>: those of them that are spares
     local host spares=()
     for host in "${KP_SPARES[@]}"; do
-        if [[ -e $KP_RUN_DIR/.unfit-$SLURM_JOB_ID-$host ]]; then
-            kp_log "the spare node $host computes wrong numbers (logs/spare.log): it is dropped"
+        if [[ ,$1, == *",$host,"* ]]; then
+            kp_log "the spare node $host $2: it is dropped"
         else
             spares+=("$host")
         fi
@@ -139,11 +148,19 @@ kp_drop_unfit_spares() { # those whose device audit.py has found wrong
     KP_SPARES=("${spares[@]}")
 }
 
+kp_drop_unfit_spares() { # those whose device audit.py has found wrong
+    local host unfit=()
+    for host in "${KP_SPARES[@]}"; do
+        [[ ! -e $KP_RUN_DIR/.unfit-$SLURM_JOB_ID-$host ]] || unfit+=("$host")
+    done
+    kp_drop_spares "$(kp_comma "${unfit[@]}")" "computes wrong numbers (logs/spare.log)"
+}
+
 kp_find_lost() { # sets KP_LOST, the nodes of this run that can start no task; such spares are
     # dropped
     local KP_DEADLINE=$((SECONDS + KP_PATIENCE)) KP_ANSWER=''
     local hosts=("${KP_PLACES[@]}" "${KP_SPARES[@]}")
-    local host left gone=() spares=() lost=()
+    local host left gone=() lost=()
     local failed='s/^srun: error: Task launch for .* failed on node ([^:]+): .*/\1/p'
     # A host may be back, and still be of no use: Slurm has taken it out of the job, or late orders
     # to end an earlier start of the job have revoked its credentials there.
@@ -160,14 +177,7 @@ kp_find_lost() { # sets KP_LOST, the nodes of this run that can start no task; s
     ((${#gone[@]} > 0)) || return 0
 
     KP_DROPPED=1
-    for host in "${KP_SPARES[@]}"; do
-        if [[ " ${gone[*]} " == *" $host "* ]]; then
-            kp_log "the spare node $host does not answer: it is dropped"
-        else
-            spares+=("$host")
-        fi
-    done
-    KP_SPARES=("${spares[@]}")
+    kp_drop_spares "$(kp_comma "${gone[@]}")" "does not answer"
     for host in "${hosts[@]}"; do
         [[ " ${gone[*]} " != *" $host "* ]] ||
             [[ ${#KP_PLACES[@]} != 0 && " ${KP_PLACES[*]} " != *" $host "* ]] ||
@@ -222,10 +232,10 @@ kp_could_restart() { # true when the job itself allows another step, whatever ha
 kp_next_attempt() { # after the decision to restart: the next attempt has a name of its own, and its
     # nodes
     local host places=() id=$KEMPNER_ATTEMPT_ID number=0 # of this restart
-    if [[ -n $KP_REPLACED ]]; then
+    if [[ -n ${KP_DECISION[replaced]} ]]; then
         kp_end_spare_command
         for host in "${KP_PLACES[@]}"; do
-            if [[ ,$KP_REPLACED, == *",$host,"* ]]; then
+            if [[ ,${KP_DECISION[replaced]}, == *",$host,"* ]]; then
                 kp_log "$host is replaced by the spare node ${KP_SPARES[0]}"
                 [[ -n $KP_LOST ]] || KP_SPENT+=("$host")
                 host=${KP_SPARES[0]} KP_SPARES=("${KP_SPARES[@]:1}")
@@ -236,11 +246,12 @@ kp_next_attempt() { # after the decision to restart: the next attempt has a name
         [[ -z $KP_LOST ]] || kp_end_guard # it may have been there
     fi
     KP_RESTARTS=$((KP_RESTARTS - 1))
-    KP_COMMITTED_BEFORE=$KP_COMMITTED
-    KP_DECIDED='' KP_LOST='' KP_SIGNAL=''
+    kp_note_progress
+    kp_set_decided ''
+    kp_forget_signal
+    KP_LOST=''
     [[ $id != *.*.*.* ]] || number=${id##*.} id=${id%.*}
-    KEMPNER_ATTEMPT_ID=$id.$((number + 1)) KP_SRUN_NAME=kempner-$KEMPNER_ATTEMPT_ID
-    printf -v KEMPNER_BATCH_BEGAN '%(%s)T' -1
+    kp_name_attempt "$id.$((number + 1))"
 }
 
 # --- beside the run -------------------------------------------------------------------------------

@@ -1,15 +1,9 @@
 # shellcheck shell=bash
 # The parts of rl.sh from the start on: what is lost, and what is done about it:
-# docs/extensions/rl.md.
+# docs/extensions/rl.md. Lower-case names without a "local" are variables of kp_run_rl.
 
 # an orchestrator that does nothing for so long is ended: the job is started again
 readonly KP_ORCHESTRATOR_SILENT_S=120
-KP_ENGINE_NEXT=() KP_ENGINE_SEEN=() KP_ENGINE_THERE=() KP_PROBES=()
-KP_LEAVING='' KP_EVER_SERVED=''
-# when this loop last ran
-KP_AWAKE=''
-# when the orchestrator last gave a sign of life
-KP_ORCHESTRATOR_SEEN_AT=0
 
 # --- while they run -------------------------------------------------------------------------------
 
@@ -21,42 +15,40 @@ kp_look_at_run() { # once the trainer has the run: links to the logs of all part
     [[ $latest != "$before" ]] || return 0
     before=''
     ln -sfn -- rank-0.log "$KP_RUN_DIR/logs/$latest/trainer-0.log"
-    for name in orchestrator $(seq -f 'engine-%.0f' 0 $((KP_ENGINES - 1))); do
-        ln -sfn -- "../${KP_RL_LOGS##*/}/$name.log" "$KP_RUN_DIR/logs/$latest/$name.log"
+    for name in orchestrator $(seq -f 'engine-%.0f' 0 $((KP_RL[engines] - 1))); do
+        ln -sfn -- "../${KP_RL[logs]##*/}/$name.log" "$KP_RUN_DIR/logs/$latest/$name.log"
     done
     for name in "$KP_RUN_DIR"/rl/*; do
-        [[ $name == "$KP_EXCHANGE" || ! -d $name/weights || ! -d $name/engines ]] ||
+        [[ $name == "${KP_RL[exchange]}" || ! -d $name/weights || ! -d $name/engines ]] ||
             rm -rf -- "$name"
     done
 }
 
 kp_see_absence() { # a job that was suspended (scontrol suspend, gang scheduling) was silent as a
     # whole: nobody is to blame
-    local gap=$((SECONDS - ${KP_AWAKE:=$SECONDS})) engine
-    KP_AWAKE=$SECONDS
+    local gap=$((SECONDS - ${awake:=$SECONDS})) engine
+    awake=$SECONDS
     ((gap >= 10)) || return 0
     kp_log "this script stood still for $gap s: the silence of that time does not count"
-    KP_ORCHESTRATOR_SEEN_AT=$((KP_ORCHESTRATOR_SEEN_AT + gap))
-    for engine in "${!KP_ENGINE_SEEN[@]}"; do
-        KP_ENGINE_SEEN[engine]=$((KP_ENGINE_SEEN[engine] + gap))
+    orchestrator_seen_at=$((orchestrator_seen_at + gap))
+    for engine in "${!engine_seen[@]}"; do
+        engine_seen[engine]=$((engine_seen[engine] + gap))
     done
 }
 
 kp_look_at_orchestrator() { # without it nothing is left to train on
-    local code=0
-    [[ -n $KP_ORCHESTRATOR ]] || return 0
-    if kill -0 "$KP_ORCHESTRATOR" 2>/dev/null; then
+    local code=0 last
+    [[ -n $orchestrator ]] || return 0
+    if kill -0 "$orchestrator" 2>/dev/null; then
         kp_hear_orchestrator
         return
     fi
-    wait "$KP_ORCHESTRATOR" || code=$?
-    KP_ORCHESTRATOR=''
+    wait "$orchestrator" || code=$?
+    orchestrator=''
     # Its end is orderly once the last version is there: the trainer still saves.
-    if ((code == 0)) &&
-        [[ -e $(printf '%s/weights/v%08d/manifest.json' "$KP_EXCHANGE" "$KP_MAX_STEPS") ]]; then
-        return 0
-    fi
-    kp_log "the orchestrator has ended with exit code $code: see $KP_RL_LOGS/orchestrator.log"
+    printf -v last 'v%08d' "${KP_RL[max_steps]}"
+    ((code != 0)) || [[ ! -e ${KP_RL[exchange]}/weights/$last/manifest.json ]] || return 0
+    kp_log "the orchestrator has ended with exit code $code: see ${KP_RL[logs]}/orchestrator.log"
     kp_leave_because "$code"
 }
 
@@ -65,7 +57,7 @@ kp_hear_orchestrator() { # every 5 s: does it live, and who waits for room on a 
     local beat full
     ((SECONDS >= listened + 5)) || return 0
     listened=$SECONDS
-    full=$(cd "$KP_EXCHANGE" && ls -d -- *.full 2>/dev/null) || true
+    full=$(cd "${KP_RL[exchange]}" && ls -d -- *.full 2>/dev/null) || true
     if [[ $full != "$waits" ]]; then
         waits=$full full=${full//.full/}
         if [[ -z $full ]]; then
@@ -75,51 +67,51 @@ kp_hear_orchestrator() { # every 5 s: does it live, and who waits for room on a 
                 "${full//$'\n'/, }"
         fi
     fi
-    beat=$(stat -c '%n %y' -- "$KP_EXCHANGE"/orchestrator{,.full} 2>/dev/null) || true
+    beat=$(stat -c '%n %y' -- "${KP_RL[exchange]}"/orchestrator{,.full} 2>/dev/null) || true
     if [[ $beat != "$last_beat" || -z $beat ]]; then
-        last_beat=$beat KP_ORCHESTRATOR_SEEN_AT=$SECONDS
-    elif ((SECONDS - KP_ORCHESTRATOR_SEEN_AT > KP_ORCHESTRATOR_SILENT_S)); then
+        last_beat=$beat orchestrator_seen_at=$SECONDS
+    elif ((SECONDS - orchestrator_seen_at > KP_ORCHESTRATOR_SILENT_S)); then
         kp_log "the orchestrator does nothing for $KP_ORCHESTRATOR_SILENT_S s: ending it"
-        KP_ORCHESTRATOR_SEEN_AT=$SECONDS
-        kp_kill_process "$KP_ORCHESTRATOR"
+        orchestrator_seen_at=$SECONDS
+        kp_kill_process "$orchestrator"
     fi
 }
 
 kp_leave_because() { # <exit code>: the trainer saves and leaves; that code is bad input if it is 2
-    [[ -z $KP_LEAVING ]] || return 0
-    KP_LEAVING=1
+    [[ -z $leaving ]] || return 0
+    leaving=1
     (($1 != 2)) || bad_input=1
     kp_signal TERM
 }
 
 kp_run_leaves() { # true once nothing is worth a new engine
-    [[ -n $KP_LEAVING ||
-        $KP_SIGNAL =~ ^(TERM|INT|USR1|HUP)$ || -n $KP_DECIDED || -z $KP_ORCHESTRATOR ]]
+    [[ -n $leaving ||
+        $KP_SIGNAL =~ ^(TERM|INT|USR1|HUP)$ || -n $KP_DECIDED || -z $orchestrator ]]
 }
 
 kp_look_at_engines() { # starts again those that are lost
     local engine code
-    ((KP_ENGINES > 0)) || return 0
-    for engine in "${!KP_ENGINE_PIDS[@]}"; do
-        if kill -0 "${KP_ENGINE_PIDS[engine]}" 2>/dev/null; then
+    ((KP_RL[engines] > 0)) || return 0
+    for engine in "${!engine_pids[@]}"; do
+        if kill -0 "${engine_pids[engine]}" 2>/dev/null; then
             kp_look_at_engine "$engine"
             continue
         fi
         code=0
-        wait "${KP_ENGINE_PIDS[engine]}" || code=$?
-        unset "KP_ENGINE_PIDS[engine]"
-        rm -f -- "$KP_EXCHANGE/engines/engine-$engine"
+        wait "${engine_pids[engine]}" || code=$?
+        unset "engine_pids[engine]"
+        rm -f -- "${KP_RL[exchange]}/engines/engine-$engine"
         kp_run_leaves || kp_engine_ended "$engine" "$code"
     done
-    for engine in "${!KP_ENGINE_NEXT[@]}"; do
+    for engine in "${!engine_next[@]}"; do
         if kp_run_leaves; then
-            unset "KP_ENGINE_NEXT[engine]"
-        elif ((SECONDS >= KP_ENGINE_NEXT[engine])); then
-            unset "KP_ENGINE_NEXT[engine]"
+            unset "engine_next[engine]"
+        elif ((SECONDS >= engine_next[engine])); then
+            unset "engine_next[engine]"
             kp_start_again "$engine"
         fi
     done
-    if ((${#KP_ENGINE_PIDS[@]} + ${#KP_ENGINE_NEXT[@]} == 0)) && ! kp_run_leaves; then
+    if ((${#engine_pids[@]} + ${#engine_next[@]} == 0)) && ! kp_run_leaves; then
         kp_log "no engine is left"
         kp_leave_because 1
     fi
@@ -128,25 +120,25 @@ kp_look_at_engines() { # starts again those that are lost
 kp_look_at_engine() { # <engine>: of one that runs: does it answer? One that answers nothing for
     # MOST seconds is ended, and started again
     local engine=$1 url code=0 most=60
-    if [[ -z ${KP_ENGINE_THERE[engine]:-} ]]; then
-        { read -r url <"$KP_EXCHANGE/engines/engine-$engine"; } 2>/dev/null || return 0
-        KP_ENGINE_THERE[engine]=$SECONDS KP_ENGINE_SEEN[engine]=$SECONDS KP_EVER_SERVED=1
+    if [[ -z ${engine_there[engine]:-} ]]; then
+        { read -r url <"${KP_RL[exchange]}/engines/engine-$engine"; } 2>/dev/null || return 0
+        engine_there[engine]=$SECONDS engine_seen[engine]=$SECONDS ever_served=1
         kp_log "engine $engine at $url"
     fi
-    if [[ -z ${KP_PROBES[engine]:-} ]]; then
-        ((SECONDS - KP_ENGINE_SEEN[engine] >= 5)) || return 0
-        { read -r url <"$KP_EXCHANGE/engines/engine-$engine"; } 2>/dev/null || return 0
+    if [[ -z ${probes[engine]:-} ]]; then
+        ((SECONDS - engine_seen[engine] >= 5)) || return 0
+        { read -r url <"${KP_RL[exchange]}/engines/engine-$engine"; } 2>/dev/null || return 0
         kp_probe "$url" &
-        KP_PROBES[engine]=$!
-    elif ! kill -0 "${KP_PROBES[engine]}" 2>/dev/null; then
-        wait "${KP_PROBES[engine]}" || code=$?
-        unset "KP_PROBES[engine]"
-        ((code != 0)) || KP_ENGINE_SEEN[engine]=$SECONDS
+        probes[engine]=$!
+    elif ! kill -0 "${probes[engine]}" 2>/dev/null; then
+        wait "${probes[engine]}" || code=$?
+        unset "probes[engine]"
+        ((code != 0)) || engine_seen[engine]=$SECONDS
     fi
-    if ((SECONDS - KP_ENGINE_SEEN[engine] > most)); then
+    if ((SECONDS - engine_seen[engine] > most)); then
         kp_log "engine $engine does not answer for $most s: ending it"
-        KP_ENGINE_SEEN[engine]=$SECONDS
-        kp_kill_process "${KP_ENGINE_PIDS[engine]}"
+        engine_seen[engine]=$SECONDS
+        kp_kill_process "${engine_pids[engine]}"
     fi
 }
 
@@ -171,29 +163,29 @@ kp_kill_process() { # <pid>: at once; srun, which kills its tasks then, or the p
 
 kp_engine_ended() { # <engine> <exit code>
     local engine=$1
-    if (($2 == 2)) && [[ -z $KP_EVER_SERVED ]]; then
-        kp_log "engine $engine has refused its input: see $KP_RL_LOGS/engine-$engine.log"
+    if (($2 == 2)) && [[ -z $ever_served ]]; then
+        kp_log "engine $engine has refused its input: see ${KP_RL[logs]}/engine-$engine.log"
         kp_leave_because 2
         return
     fi
     # One that was there for a minute begins to count anew.
-    [[ -z ${KP_ENGINE_THERE[engine]:-} ]] || ((SECONDS - KP_ENGINE_THERE[engine] < 60)) ||
-        KP_ENGINE_TRIES[engine]=0
-    KP_ENGINE_TRIES[engine]=$((KP_ENGINE_TRIES[engine] + 1))
+    [[ -z ${engine_there[engine]:-} ]] || ((SECONDS - engine_there[engine] < 60)) ||
+        engine_tries[engine]=0
+    engine_tries[engine]=$((engine_tries[engine] + 1))
     kp_log "engine $engine has ended with exit code $2"
-    if ((KP_ENGINE_TRIES[engine] > KP_ENGINE_RESTARTS)); then
-        kp_log "engine $engine is not started again: lost $KP_ENGINE_RESTARTS times in a row" \
+    if ((engine_tries[engine] > KP_RL[restarts])); then
+        kp_log "engine $engine is not started again: lost ${KP_RL[restarts]} times in a row" \
             "before (rl.inference.restarts)"
         return
     fi
     # One that is lost again and again waits so much longer each time.
-    KP_ENGINE_NEXT[engine]=$((SECONDS + (KP_ENGINE_TRIES[engine] - 1) * 5))
+    engine_next[engine]=$((SECONDS + (engine_tries[engine] - 1) * 5))
 }
 
 kp_start_again() { # <engine>: unless its node is no longer there
     local node KP_DEADLINE=$((SECONDS + KP_PATIENCE))
     if kp_in_job && kp_show_job; then
-        node=$(kp_names $((KP_ENGINE_NODE + $1 / KP_ON_NODE)) 1)
+        node=$(kp_names $((KP_RL[engine_node] + $1 / KP_RL[on_node])) 1)
         if ! scontrol show hostnames "$(kp_field NodeList)" | grep -qxF -- "$node"; then
             kp_log "engine $1 is not started again: $node is lost"
             return
@@ -207,12 +199,13 @@ kp_start_again() { # <engine>: unless its node is no longer there
 
 kp_end_others() { # after the trainer: the orchestrator, which may have an evaluation to finish;
     # then the engines
-    local engine end=$((SECONDS + 20)) told='' name=$KP_SRUN_NAME
+    local engine end=$((SECONDS + 20)) told='' KP_SRUN_NAME=$KP_SRUN_NAME name=$KP_SRUN_NAME
     kp_verdict
-    if [[ -n $KP_ORCHESTRATOR ]] && kill -0 "$KP_ORCHESTRATOR" 2>/dev/null; then
-        KP_CHILD=$KP_ORCHESTRATOR KP_SRUN_NAME+=-orchestrator # signals reach it now
+    if [[ -n $orchestrator ]] && kill -0 "$orchestrator" 2>/dev/null; then
+        kp_set_child "$orchestrator" # signals reach it now
+        KP_SRUN_NAME+=-orchestrator
         [[ $KP_STATE != 'done' || -n $KP_SIGNAL ]] || told=no
-        while kill -0 "$KP_ORCHESTRATOR" 2>/dev/null; do
+        while kill -0 "$orchestrator" 2>/dev/null; do
             [[ -n $told ]] || { told=1 && kp_tell; }
             # its last evaluation takes as long as it takes
             if [[ $told == no && -z $KP_SIGNAL ]]; then
@@ -221,27 +214,27 @@ kp_end_others() { # after the trainer: the orchestrator, which may have an evalu
                 kp_hear_orchestrator
             elif ((SECONDS >= end)); then
                 kp_log "the orchestrator has not ended by itself: ending it"
-                kp_kill_process "$KP_ORCHESTRATOR"
+                kp_kill_process "$orchestrator"
                 end=$((SECONDS + 10))
             fi
             [[ $told != no ]] || kp_look_at_engines
             sleep 0.1 || true
         done
     fi
-    KP_SRUN_NAME=$name KP_LEAVING=1
+    KP_SRUN_NAME=$name leaving=1
     kp_end_guard
     kp_end_engines
-    KP_CHILD=''
-    rm -rf -- "$KP_EXCHANGE"
+    kp_set_child ''
+    rm -rf -- "${KP_RL[exchange]}"
     rmdir -- "$KP_RUN_DIR/rl" 2>/dev/null || true
-    [[ -z $bad_input ]] || KP_CODE=2
-    KP_NODES=$KP_JOB_NODES # a requeue needs them all
+    [[ -z $bad_input ]] || kp_set_code 2
+    kp_set_size "${KP_RL[job_nodes]}" "$KP_TASKS" "$KP_GPUS" # a requeue needs all nodes
 }
 
 kp_end_engines() {
     local engine tries
-    for engine in "${KP_ENGINE_PIDS[@]}"; do
-        KP_CHILD=$engine
+    for engine in "${engine_pids[@]}"; do
+        kp_set_child "$engine"
         if kp_in_job; then # all of them at once
             KP_SRUN_NAME+=-engine kp_tell && break
         else
@@ -249,8 +242,8 @@ kp_end_engines() {
         fi
     done
     for ((tries = 0; tries < 200; tries++)); do
-        kill -0 "${KP_ENGINE_PIDS[@]}" 2>/dev/null || break # not one of them
-        ((tries != 100)) || for engine in "${KP_ENGINE_PIDS[@]}"; do kp_kill_process "$engine"; done
+        kill -0 "${engine_pids[@]}" 2>/dev/null || break # not one of them
+        ((tries != 100)) || for engine in "${engine_pids[@]}"; do kp_kill_process "$engine"; done
         sleep 0.1 || true
     done
 }

@@ -3,7 +3,8 @@
 
 KP_SIGNAL=''               # the last signal
 KP_PENDING=${KP_PENDING:-} # a signal that came before srun
-KP_PIDS=()                 # of pack.sh and replicas.sh: the running sruns
+KP_EARLY=''                # see kp_cap_lead
+KP_PIDS=()                 # the running sruns of pack.sh and replicas.sh, by number
 
 readonly KP_PATIENCE=5 # seconds that a handler may wait for Slurm's answers, all of them together
 
@@ -12,6 +13,30 @@ kp_listen() { # to the signals that end a job, or ask for a save
     trap 'kp_on_signal TERM || true' TERM USR1 HUP
     trap 'kp_on_signal INT || true' INT
     trap 'kp_on_signal USR2 || true' USR2
+}
+
+kp_set_pending() { # <signal, or nothing>: keeps it until there is somebody to pass it on to
+    KP_PENDING=$1
+}
+
+kp_keep_signal() { # <signal>: of pack.sh, whose runs get it: also those that are about to start
+    KP_SIGNAL=$1 KP_PENDING=$1
+}
+
+kp_set_pid() { # <number> <pid>: of a run of pack.sh, or of a replica
+    KP_PIDS[$1]=$2
+}
+
+kp_forget_pids() {
+    KP_PIDS=()
+}
+
+kp_pass_pending() { # after a start: passes on the signal that came before it
+    [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
+}
+
+kp_forget_signal() { # of an attempt that has ended
+    KP_SIGNAL=''
 }
 
 kp_apart() { # <command>...: in a session of its own: Ctrl-C ends it at once, and Python prints no
@@ -55,6 +80,27 @@ kp_on_signal() { # <signal>: passes a request on to the ranks, unless Slurm is a
         esac
         kp_signal "$1"
     fi
+}
+
+kp_signal_lead() { # <script>: seconds from the warning to the end, by SBATCH_SIGNAL or the header:
+    # Slurm does not say
+    local line given='' pattern='@([0-9]+)'
+    while read -r line; do
+        [[ $line != '#SBATCH --signal='* ]] || given=$line
+    done <"$1"
+    given=${SBATCH_SIGNAL:-$given}
+    [[ ! $given =~ $pattern ]] || echo "${BASH_REMATCH[1]}"
+}
+
+kp_cap_lead() { # makes KEMPNER_SIGNAL_LEAD a quarter of a short time limit, at most; sets KP_EARLY,
+    # what it was
+    local limit pattern='^00:0([0-9]):([0-9]{2})$'
+    [[ ${KEMPNER_SIGNAL_LEAD:-} =~ ^[0-9]+$ && $(kp_field TimeLimit) =~ $pattern ]] || return 0
+    limit=$((60 * BASH_REMATCH[1] + 10#${BASH_REMATCH[2]}))
+    ((4 * KEMPNER_SIGNAL_LEAD > limit)) || return 0
+    kp_log "note: a time limit of $(kp_field TimeLimit) is short: the warning is passed on" \
+        "$((limit / 4)) s before its end, not $KEMPNER_SIGNAL_LEAD s"
+    KP_EARLY=$KEMPNER_SIGNAL_LEAD KEMPNER_SIGNAL_LEAD=$((limit / 4))
 }
 
 kp_postpone() { # true for the warning of a short time limit, which comes again when it is time: see

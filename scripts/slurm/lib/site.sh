@@ -26,17 +26,19 @@ kp_mark() { # <part>: has just ended
     [[ -z ${KEMPNER_STARTUP+set} ]] || KEMPNER_STARTUP+=" $1=${now/,/.}"
 }
 
-kp_begin() { # sets KP_ROOT, KP_ORIGIN (see code.sh) and the names of this attempt; reads site.env
+kp_find_root() { # sets KP_ROOT, the repository, or the copy of it, to which these scripts belong
     KP_ROOT=$(cd "$KP_LIB/../../.." && pwd)
+}
+
+kp_begin() { # sets KP_ROOT, KP_ORIGIN (see code.sh) and the names of this attempt; reads site.env
+    kp_find_root
     KP_ORIGIN=$KP_ROOT
     [[ ! -e $KP_ROOT/.kempner-origin ]] || KP_ORIGIN=$(<"$KP_ROOT/.kempner-origin")
     [[ $KP_DRY != submit ]] || { kp_read_site && kp_submit; }
-    printf -v KEMPNER_BATCH_BEGAN '%(%s)T' -1
+    kp_name_attempt "${SLURM_JOB_ID:-$(uname -n)}.${SLURM_RESTART_COUNT:-0}.$$"
     KEMPNER_BATCH_BEGAN=${KP_BEGAN:-$KEMPNER_BATCH_BEGAN}
     export -n KP_BEGAN KP_PENDING
-    KEMPNER_ATTEMPT_ID=${SLURM_JOB_ID:-$(uname -n)}.${SLURM_RESTART_COUNT:-0}.$$
     export KEMPNER_BATCH_BEGAN KEMPNER_ATTEMPT_ID
-    KP_SRUN_NAME=kempner-$KEMPNER_ATTEMPT_ID
     # By it the processes of this start know each other (src/kempner/jobs/ranks/peers.py): never on
     # a command line.
     KEMPNER_PEER_KEY=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
@@ -44,10 +46,16 @@ kp_begin() { # sets KP_ROOT, KP_ORIGIN (see code.sh) and the names of this attem
     kp_read_site
 }
 
+kp_name_attempt() { # <its identity>: this attempt begins now; sets KP_SRUN_NAME, the name of its
+    # steps
+    KEMPNER_ATTEMPT_ID=$1 KP_SRUN_NAME=kempner-$1
+    printf -v KEMPNER_BATCH_BEGAN '%(%s)T' -1
+}
+
 kp_enter() { # sets KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads the secrets
     kp_check_settings
     kp_read_secrets
-    KP_TRAIN=$(kp_of_copy "${KEMPNER_TRAIN:-$KP_ROOT/scripts/train.py}")
+    kp_use_program "$(kp_of_copy "${KEMPNER_TRAIN:-$KP_ROOT/scripts/train.py}")"
     export PYTHONUNBUFFERED=1 PYTHONPATH=$KP_ROOT/src${PYTHONPATH:+:$PYTHONPATH}
     kp_choose_python
     if kp_in_job; then

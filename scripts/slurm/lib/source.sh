@@ -3,7 +3,11 @@
 # cannot read to its end stops the script before anything starts: half of the settings would be
 # missing in the middle of a job.
 
-readonly KP_READ="source \"\$KP_FILE\"" # bash's words for the command that reads the file
+# file: the file that is being read; hidden: not empty if its lines must not be shown; place, exit:
+# this script's directory and EXIT trap; line, command, status: of the last command in the file
+declare -A KP_READING=()
+# bash's words for the command that reads the file
+readonly KP_READ="source \"\${KP_READING[file]}\""
 
 kp_can_source() { # <file> [secrets]: stops when it is not text that bash can parse
     local file=$1 line mark=$'\xef\xbb\xbf'
@@ -30,7 +34,8 @@ kp_can_source() { # <file> [secrets]: stops when it is not text that bash can pa
 kp_source() { # <file> [secrets]: sources it; what it sets is exported; stops where a line of it
     # ends this script
     # No local variables: where ${NAME:?} ends the script, they are gone before its EXIT trap.
-    KP_FILE=$1 KP_HIDDEN=${2:-} KP_PLACE=$PWD KP_LINE='' KP_COMMAND='' KP_EXIT=$(trap -p EXIT)
+    KP_READING=([file]="$1" [hidden]="${2:-}" [place]="$PWD" [exit]="$(trap -p EXIT)"
+    [line]='' [command]='' [status]='')
     command_not_found_handle() { return 127; } # kp_source_failed says which and where
     trap 'kp_source_left "$?"' EXIT
     trap 'kp_source_failed "$?" "$LINENO" "${BASH_SOURCE[0]}"' ERR
@@ -39,31 +44,32 @@ kp_source() { # <file> [secrets]: sources it; what it sets is exported; stops wh
     set -aT
     trap 'kp_source_at "$LINENO" "$BASH_COMMAND" "${BASH_SOURCE[0]}"' DEBUG
     # shellcheck source=/dev/null
-    source "$KP_FILE"
-    KP_STATUS=$?
+    source "${KP_READING[file]}"
+    KP_READING[status]=$?
     trap - DEBUG ERR
     set +aT
     set -eu -o pipefail
     # the script's own path and its arguments may be relative
-    [[ $PWD == "$KP_PLACE" ]] || cd -- "$KP_PLACE"
-    export -n KP_LINE KP_COMMAND KP_STATUS
-    [[ $KP_COMMAND != "return "* || $KP_STATUS == 0 ]] || kp_source_wrong "$KP_LINE" \
-        "leaves out the rest of the file: 'return' alone does so, when that is meant"
+    [[ $PWD == "${KP_READING[place]}" ]] || cd -- "${KP_READING[place]}"
+    [[ ${KP_READING[command]} != "return "* || ${KP_READING[status]} == 0 ]] ||
+        kp_source_wrong "${KP_READING[line]}" \
+            "leaves out the rest of the file: 'return' alone does so, when that is meant"
     trap - EXIT
-    eval "$KP_EXIT"
+    eval "${KP_READING[exit]}"
     unset -f command_not_found_handle
 }
 
 kp_source_at() { # <line> <command> <file>: before each command
-    [[ $3 != "$KP_FILE" || $2 == "$KP_READ" ]] || KP_LINE=$1 KP_COMMAND=$2
+    [[ $3 != "${KP_READING[file]}" || $2 == "$KP_READ" ]] ||
+        KP_READING[line]=$1 KP_READING[command]=$2
 }
 
 kp_source_failed() { # <exit code> <line> <file>: says which line has failed; stops when it is no
     # command
     local why="ended with exit code $1" text
     local assignment='^[[:space:]]*(export[[:space:]]+)?[A-Za-z_][A-Za-z0-9_]*='
-    [[ $3 == "$KP_FILE" && $BASH_COMMAND != "$KP_READ" ]] || return 0
-    text=$(sed -n "$2p" -- "$KP_FILE")
+    [[ $3 == "${KP_READING[file]}" && $BASH_COMMAND != "$KP_READ" ]] || return 0
+    text=$(sed -n "$2p" -- "${KP_READING[file]}")
     # not X=$(command), which may be meant to be empty
     if (($1 == 127)) && [[ ! $text =~ $assignment ]]; then
         why="there is no such command here: correct the line"
@@ -77,7 +83,7 @@ kp_source_failed() { # <exit code> <line> <file>: says which line has failed; st
 
 kp_source_left() { # <exit code>: the EXIT trap while a file is read; after Ctrl-C it says nothing
     (($1 <= 128)) || exit "$1"
-    kp_source_wrong "$KP_LINE" \
+    kp_source_wrong "${KP_READING[line]}" \
         "ends the script that reads the file: remove it; 'return' leaves the file"
 }
 
@@ -85,13 +91,13 @@ kp_source_wrong() { # <line> <what is wrong; what to do>: ends the script, as kp
     trap - DEBUG ERR EXIT
     set +T
     printf 'kempner: error: %s: %s\n' "$(kp_source_place "$1")" "$2" >&2
-    [[ $KP_EXIT != *kp_stay_ended* ]] || kp_stay_ended 2 || true
+    [[ ${KP_READING[exit]} != *kp_stay_ended* ]] || kp_stay_ended 2 || true
     exit 2
 }
 
 kp_source_place() { # <line>: the file, the line and, unless it may be a secret, what it says
     local text
-    text=$(sed -n "$1{s/^[[:space:]]*//; s/[[:space:]]*\$//; p}" -- "$KP_FILE")
-    if [[ -n $KP_HIDDEN ]]; then text="(not shown)"; else text=": '$text'"; fi
-    echo "$KP_FILE, line $1${KP_HIDDEN:+ }$text"
+    text=$(sed -n "$1{s/^[[:space:]]*//; s/[[:space:]]*\$//; p}" -- "${KP_READING[file]}")
+    if [[ -n ${KP_READING[hidden]} ]]; then text="(not shown)"; else text=": '$text'"; fi
+    echo "${KP_READING[file]}, line $1${KP_READING[hidden]:+ }$text"
 }

@@ -33,14 +33,9 @@ kp_stage() { # copies data sets (KP_DATA) and environment to DIR/kempner-JOB on 
 }
 
 kp_stage_mount() { # with a container: makes the directory on each node, and mounts it
-    local mounts=("${KP_MOUNTS[@]}")
     [[ ${KEMPNER_CONTAINER:-none} != none ]] || return 0
+    kp_on_each_host bash "$KP_LIB/stage_node.sh" "$KEMPNER_STAGED" || return 1
     kp_mount "$KEMPNER_STAGE"
-    kp_on_each_host bash "$KP_LIB/stage_node.sh" "$KEMPNER_STAGED" || {
-        KP_MOUNTS=("${mounts[@]}")
-        kp_container_words
-        return 1
-    }
 }
 
 kp_stage_environment() { # the container's image, or the virtual environment as one file, to each
@@ -74,8 +69,7 @@ kp_stage_environment() { # the container's image, or the virtual environment as 
     ((${#KP_CONTAINER_FLAGS[@]} > 0)) || return 0
     # srun of pyxis names one image for all nodes.
     if kp_on_each_host bash "$KP_LIB/stage_node.sh" --has "$KEMPNER_STAGED" image.sif; then
-        KP_STAGED_IMAGE=$KEMPNER_STAGED/image.sif
-        kp_container_words
+        kp_use_image "$KEMPNER_STAGED/image.sif"
     else
         kp_log "not every node has a copy of $file: all use it where it is"
     fi

@@ -131,7 +131,7 @@ def tasks_of(text: str, **env: str) -> str:
     ],
 )
 def test_counting_gpus(text: str, count: int) -> None:
-    assert bash('kp_count_gpus "$TEXT"; echo $KP_COUNT', TEXT=text).stdout.strip() == str(count)
+    assert bash('kp_count_gpus "$TEXT"; echo $count', TEXT=text).stdout.strip() == str(count)
 
 
 def test_the_gpus_of_many_nodes_are_counted_without_a_process_each() -> None:
@@ -637,14 +637,14 @@ IN_JOB = {"SLURM_JOB_ID": "7"}
         ({"KEMPNER_SPARES": "2"}, "but the job has 2 node(s): give --nodes=N"),
         ({"KEMPNER_SPARES": "1"}, "export SBATCH_NO_KILL=set before sbatch"),
         ({"KEMPNER_SPARES": "1", "KEMPNER_RESTARTS": "0"}, "KEMPNER_RESTARTS must not be 0"),
-        ({"KEMPNER_SPARES": "1", "KP_OWN_STEPS": "rl.sh"}, "rl.sh takes no spare nodes"),
+        ({"KEMPNER_SPARES": "1", "OWN": "rl.sh"}, "rl.sh takes no spare nodes"),
         ({"KEMPNER_RESTARTS": "-1"}, "KEMPNER_RESTARTS=-1: must be a number of restarts"),
         ({"KEMPNER_SPARE_COMMAND": "true"}, "runs on spare nodes, and there are none"),
     ],
 )
 def test_spares_that_make_no_sense(given: dict[str, str], why: str) -> None:
-    own = given.pop("KP_OWN_STEPS", "")
-    done = bash(f"KP_OWN_STEPS={own} KP_BESIDE=''; kp_tasks", KP_JOB=job(*FOUR), **IN_JOB, **given)
+    own = f"kp_own_steps() {{ echo {given.pop('OWN', '')}; }}"
+    done = bash(f"{own}; KP_BESIDE=''; kp_tasks", KP_JOB=job(*FOUR), **IN_JOB, **given)
     assert done.returncode == 2 and why in done.stderr
 
 
@@ -773,11 +773,11 @@ def test_a_suspended_rl_job_blames_nobody() -> None:
     """Its script stood still as well: the silence of that time counts for no engine."""
     told = bash(
         """source "$KP_LIB/rl_watch.sh"
-        SECONDS=100 KP_ORCHESTRATOR_SEEN_AT=95 KP_ENGINE_SEEN=([0]=90 [3]=99)
+        SECONDS=100 awake='' orchestrator_seen_at=95 engine_seen=([0]=90 [3]=99)
         kp_see_absence
         SECONDS=101 && kp_see_absence
         SECONDS=500 && kp_see_absence >/dev/null
-        echo $KP_ORCHESTRATOR_SEEN_AT ${KP_ENGINE_SEEN[0]} ${KP_ENGINE_SEEN[3]}"""
+        echo $orchestrator_seen_at ${engine_seen[0]} ${engine_seen[3]}"""
     )
     assert told.stdout.split() == ["494", "489", "498"], told
 
@@ -788,17 +788,19 @@ kp_verdict() { KP_STATE='done'; }
 kp_tell() { echo told; }
 kp_end_guard() { :; }
 kp_end_engines() { :; }
-KP_RUN_DIR=$PWD KP_EXCHANGE=$PWD/rl/7.0
-KP_SIGNAL='' KP_SRUN_NAME=x KP_JOB_NODES=1 KP_ENGINES=0 looks=0
-listened=0 last_beat='' waits='' bad_input='' # of kp_run_rl
-mkdir -p "$KP_EXCHANGE"
-touch "$KP_EXCHANGE/orchestrator"
+declare -A KP_RL=([exchange]=$PWD/rl/7.0 [job_nodes]=1 [engines]=0)
+KP_RUN_DIR=$PWD KP_TASKS=1 KP_GPUS=0
+KP_SIGNAL='' KP_SRUN_NAME=x looks=0
+listened=0 last_beat='' orchestrator_seen_at=0 waits='' awake='' bad_input='' # of kp_run_rl
+engine_pids=() engine_seen=()
+mkdir -p "${KP_RL[exchange]}"
+touch "${KP_RL[exchange]}/orchestrator"
 command sleep 100 >/dev/null 2>&1 &
-KP_ORCHESTRATOR=$!
+orchestrator=$!
 sleep() { # in place of a moment, 9 s; the evaluation takes 60 of them
     SECONDS=$((SECONDS + 9)) looks=$((looks + 1))
-    ((looks > BEATS)) || touch -d "@$looks" "$KP_EXCHANGE/orchestrator"
-    ((looks < 60)) || { kill "$KP_ORCHESTRATOR" && wait "$KP_ORCHESTRATOR"; } || true
+    ((looks > BEATS)) || touch -d "@$looks" "${KP_RL[exchange]}/orchestrator"
+    ((looks < 60)) || { kill "$orchestrator" && wait "$orchestrator"; } || true
 }
 kp_end_others
 echo "looks: $looks"
@@ -1164,10 +1166,10 @@ def test_a_requeue_is_asked_for_again(
     (tmp_path / "answers").write_text("\n".join(answers) + "\n")
     (tmp_path / "job").write_text(job(""))
     script = """
-        KP_BESIDE='' KP_EXCLUDED='' KP_PAUSE=0
+        KP_BESIDE=''
         kp_shielded() { [[ $1 == sleep ]] || "$@"; }
         kp_show_job
-        if kp_requeue; then echo requeue; else echo "refused: $KP_REFUSED"; fi
+        if kp_requeue; then echo requeue; else echo "refused: ${KP_DECISION[refused]}"; fi
     """
     done = bash(script, SLURM_JOB_ID="7", PATH=f"{tmp_path}:/usr/bin:/bin")
     assert done.stdout.splitlines()[-1] == ends, done.stderr

@@ -180,10 +180,10 @@ words=("${KP_ARGUMENTS[@]}")
 """,
     "rl.sh": """
 source "$KP_LIB/rl.sh"
-KP_EXCHANGE=$PLACE/rl/7.0.1 KP_RL_LOGS=$PLACE/logs
+KP_RL=([exchange]=$PLACE/rl/7.0.1 [logs]=$PLACE/logs [serve]=serve.py [kind]=kit [slots]=8)
 kp_make_exchange
-token=$KP_EXCHANGE/token
-KP_SERVE=serve.py KP_ENGINE_KIND=kit KP_SLOTS=8 KP_DEVICE=auto KP_ENGINE_ARGS=()
+token=${KP_RL[exchange]}/token
+KP_DEVICE=auto KP_ENGINE_ARGS=()
 kp_engine_words
 words=("${KP_ENGINE_WORDS[@]}")
 """,

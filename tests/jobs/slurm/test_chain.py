@@ -361,7 +361,7 @@ def test_three_real_time_limits(strict: Cluster, tmp_path: Path) -> None:
     env = {
         "KEMPNER_TRAIN": str(FAKE_TRAINER.parents[2] / "trainer/fault/faulty_train.py"),
         "FAULTS": "slow ms=2500",
-        "KEMPNER_CHAIN": "9",
+        "KEMPNER_CHAIN": "30",
     }
     options = ["--gpus-per-node=1", "--time=1", "--signal=B:SIGTERM@20", f"--output={tmp_path}/%j"]
     root = SCRIPTS.parents[1]

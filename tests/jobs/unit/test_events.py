@@ -77,11 +77,11 @@ def test_a_decision_of_the_batch_script(tmp_path: Path) -> None:
         kp_log() {{ :; }}
         kp_job_id() {{ echo 12; }}
         kp_notify() {{ :; }}
+        kp_set_decision no_progress=2 blamed=n2 excluded=n2
         kp_record requeue "the step ended with exit code 1"
     """
-    own = {"STEP": "20", "COMMITTED": "20", "STALLED": "2", "NO_PROGRESS": "2", "BLAMED": "n2"}
-    given = {f"KP_{name}": value for name, value in own.items()} | {"KP_EXCLUDED": "n2"}
-    given |= {"KP_RUN_DIR": str(tmp_path), "KEMPNER_ATTEMPT_ID": "12.1", "SLURM_RESTART_COUNT": "1"}
+    given = {"KP_RUN_DIR": str(tmp_path), "KP_COMMITTED": "20"}
+    given |= {"KEMPNER_ATTEMPT_ID": "12.1", "SLURM_RESTART_COUNT": "1"}
     done = subprocess.run(
         ["bash", "-euc", script],
         env=os.environ | given | {"KEMPNER_BATCH_BEGAN": "1700000000"},

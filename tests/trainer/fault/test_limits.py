@@ -96,7 +96,7 @@ def test_a_job_whose_run_another_one_has_taken(broken_run: Submit) -> None:
     run.wait_for_step(12)
     cluster.ask("scontrol", "requeuehold", first)
     until(lambda: cluster.state(first) == "PENDING")
-    second = run.submit(options=["--nodes=1"], faults="slow ms=1000")
+    second = run.submit(options=["--nodes=1"], faults="slow ms=3000")
     run.wait_for(r"step +1\d/")
     cluster.ask("scontrol", "release", first)
     run.job = first
