@@ -185,6 +185,7 @@ class Audit:
         step, places = self._record["checkpoint"] + 1, self._auditor.places
         where = f"step {step} of rank {rank} on {computed['host']}"
         began = time.perf_counter()
+        # On a CPU the order of sums depends on their number.
         torch.set_num_threads(computed["threads"])
         share = self._auditor.share(self._manifest, rank)
         if fingerprint_of_batch(share.batches) != computed["batch"]:
@@ -196,6 +197,7 @@ class Audit:
         if found.place == NO_PLACE:
             self._say(f"{where}: equal, in {time.perf_counter() - began:.1f} s")
             return True
+        # A device that does not agree with itself accuses nobody.
         own = difference(ours, self._auditor.compute(share), tolerance)
         if own.place != NO_PLACE:
             self._retire(f"it differs from itself: {own.describe(places, 'once', 'once')}")

@@ -98,6 +98,7 @@ def evaluate_once(options: argparse.Namespace, name: str) -> None:
     from kempner.extensions.generate.load import load_model_and_tokenizer
 
     with held_weights(name) as source:
+        # By its path: the newest one of this name may be another by now.
         loaded = load_model_and_tokenizer(
             str(source.path) if source.is_checkpoint else name, options.device
         )

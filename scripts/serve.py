@@ -127,6 +127,7 @@ def run_server(options: argparse.Namespace, token: str, end: threading.Event) ->
     allow_open_files()  # a connection for each client
     try:
         name = options.source or str(options.weights)
+        # Before the model is read, which takes minutes: a port that is taken is told at once.
         server = Server(options.host, options.port, name, token)
     except (BadPortRange, NoFreePort):
         raise

@@ -86,6 +86,7 @@ def start_output(out: Path, record: ShardRecord) -> None:
     try:
         before = json.loads((out / RECORD).read_text())
     except FileNotFoundError:
+        # The mark first: what a kill leaves is then known as ours.
         mark_directory(out, Kind.ACTIVATIONS)
         write_atomic(out / RECORD, json.dumps(asdict(record), indent=1) + "\n")
         return
@@ -106,6 +107,7 @@ def identity_of(source: WeightsSource) -> str:
     weights = weights_fingerprint(source)
     if source.is_checkpoint:
         return weights
+    # The same tensors under another RoPE or norm_eps have other activations.
     shape = json.dumps(source.model(), sort_keys=True)
     return hashlib.sha256(f"{weights} {shape}".encode()).hexdigest()[:16]
 
@@ -248,6 +250,7 @@ def _watched(model: Decoder, wanted: Wanted) -> Iterator[dict[str, Tensor]]:
     with ExitStack() as hooks:
         for name in wanted.names:
             block, part = name.rsplit(".", 1)
+            # `stream` is the output of the block itself: no name after the point.
             module = model.get_submodule(f"{block}.{ACTIVATION_PARTS[part]}".rstrip("."))
             handle = module.register_forward_hook(partial(keep, name))
             hooks.callback(handle.remove)

@@ -155,6 +155,7 @@ def _tokenizer(cfg: SourceConfig) -> Tokenizer | None:
 def plot_mixture(cfg: RunConfig, mixture: Mixture, out: Path) -> None:
     """Draw the shares and the learning rate over the steps."""
     try:
+        # Not pyplot, which chooses a backend for windows.
         from matplotlib.figure import Figure
     except ImportError:
         fix = "`.venv/bin/pip install -c constraints.txt -e '.[plot]'`"
@@ -165,12 +166,14 @@ def plot_mixture(cfg: RunConfig, mixture: Mixture, out: Path) -> None:
     figure = Figure(figsize=(9, 5), dpi=130, layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     parts = [each for each in mixture.segments if each.start < samples]
+    # stairs() takes one edge more than values.
     edges = [*(step_of_sample(stages, 0, each.start) for each in parts), last]
     low = np.zeros(len(parts))
     for i, ingredient in enumerate(mixture.ingredients):
         high = low + np.array([each.shares[i] for each in parts]) * 100
         top.stairs(high, edges, baseline=low, fill=True, label=ingredient.name)
         low = high
+    # As many as the picture has pixels across: a run may have a million steps.
     steps = np.unique(np.linspace(0, last - 1, 1000, dtype=int))
     places = [samples_between(stages, 0, int(step)) for step in steps]
     scales = [cfg.data.lr_scales[mixture.phase(place)] for place in places]

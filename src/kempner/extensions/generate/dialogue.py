@@ -39,6 +39,8 @@ def generate_reply(
     while len(ids := words.chat(messages)) > room and len(messages) > 1:
         # A turn with its answer: templates want the roles to alternate.
         del messages[:2]
+    # An engine for each answer: its cache is as long as this one can become, not as the model's
+    # window.
     window = min(loaded.window, len(ids) + sampling.max_tokens)
     engine = Engine[Text](loaded.model, words.tokenizer.vocab_size, window, 1)
     for piece in generate_texts(engine, words.tokenizer, words.ends, [ids], sampling):

@@ -162,6 +162,7 @@ def run_harness(
         tasks=manager.match_tasks(list(tasks)),
         num_fewshot=fewshot,
         limit=limit,
+        # One chunk of lm-eval's: by default there are 100, one after the other in one process.
         bootstrap_iters=1000,
         log_samples=False,
         task_manager=manager,

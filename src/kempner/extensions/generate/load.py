@@ -83,6 +83,7 @@ class Words(NamedTuple):
                 "conversations: let it continue a text instead (generate.py without --chat, or "
                 "/v1/completions)"
             )
+        # Made for each conversation: a template may write the date, and an engine runs for weeks.
         template = ChatTemplate(read_tokenizer_config(self.folder), date.today())
         assert isinstance(self.tokenizer, FileTokenizer)  # bytes have no tokenizer_config.json
         return self.tokenizer.encode_prompt(template.render(messages, None, True))
@@ -176,6 +177,7 @@ def words_of_directory(directory: Path) -> Words:
 def own_beginning(directory: Path) -> list[int]:
     """Return the tokens that a tokenizer itself puts before each text, such as a BOS."""
     file = str(directory / TOKENIZER_FILE)
+    # Its post-processor puts them around any text, and an empty one has no others.
     return list(import_data_package("tokenizers").Tokenizer.from_file(file).encode("").ids)
 
 

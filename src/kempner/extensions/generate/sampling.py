@@ -100,6 +100,7 @@ def filter_probabilities(
     if sampling.top_k is not None or sampling.top_p < 1:
         count = min(sampling.top_k or logits.shape[1], logits.shape[1])
         logits, ids = logits.topk(count)  # the most likely token first
+    # Among those that top_k has left: in transformers, too, each filter sees the last one's.
     chances = logits.softmax(-1)
     if sampling.top_p < 1:  # a token stays while those before it have less than top_p
         before = chances.cumsum(-1) - chances

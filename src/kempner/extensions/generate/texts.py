@@ -82,6 +82,7 @@ class Texts:
 
         def fits(text: Text) -> bool:
             context = text.context(self.engine.cache.length)
+            # Equal prompts count once: the engine reads them once.
             contexts[context] = len(context)
             # All are padded to the longest one.
             return len(contexts) == 1 or len(contexts) * max(contexts.values()) <= PREFILL

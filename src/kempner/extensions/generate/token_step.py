@@ -31,6 +31,7 @@ class TokenStep:
         self.model, self.cache = model, cache
         device, cfg = cache.keys.device, model.cfg
         self.blocks = [PlainBlock.of(block) for block in model.blocks]
+        # It is joined with nothing: on a CPU this stores it by columns.
         join_weights([(model.embed if model.output is None else model.output).weight])
         self.pointers = weight_pointers(model)
         # Turned by a roll: the sign of the second half is in the table.
@@ -106,6 +107,7 @@ class TokenStep:
         if found is None:
             found = self._capture(numbers.to(self.cache.keys.device), high)
             self.by_shape[numbers.shape[1], high] = found
+        # Without pinned memory, too: CUDA has staged the numbers when the call returns.
         found.numbers.copy_(numbers, non_blocking=True)
         found.replay()
         return found.logits
@@ -159,6 +161,7 @@ class PlainBlock(NamedTuple):
     def of(cls, block: nn.Module) -> PlainBlock:
         assert isinstance(block, Block)
         attention, ffn = block.attention, block.ffn
+        # For the order of their memory alone: add_output() multiplies by the weights themselves.
         product_of(attention.wo)
         if type(ffn) is FeedForward:
             product_of(ffn.w2)
@@ -174,6 +177,7 @@ class PlainBlock(NamedTuple):
         if not isinstance(attention.q_norm, nn.Identity):
             q, k = qk[:, :-kv_heads], qk[:, -kv_heads:]
             qk = torch.cat((attention.q_norm(q), attention.k_norm(k)), 1)
+        # Queries and keys at once, and in fp32 as in apply_rope().
         qk = qk.float()
         turned = torch.addcmul(qk * rope[0], qk.roll(width // 2, -1), rope[1]).type_as(v)
         return turned[:, :-kv_heads], turned[:, -kv_heads:], v
@@ -223,6 +227,7 @@ def join_weights(parts: Sequence[Tensor]) -> Tensor:
     stride = (1, sum(sizes)) if columns else first.new_empty((1, *first.shape[1:])).stride()
     places = [first.data_ptr() + at * stride[0] * first.itemsize for at in accumulate(sizes)]
     memory = {part.untyped_storage().data_ptr() for part in parts}
+    # They are views already, if an earlier step of this model has joined them.
     if (
         len(memory) == 1
         and all(part.stride() == stride for part in parts)

@@ -42,6 +42,7 @@ def weights_fingerprint(source: WeightsSource) -> str:
     of the files of a directory."""
     digest = hashlib.sha256()
     if source.is_checkpoint:
+        # The time, too: a run that went back saves the same step a second time.
         manifest = history.read_manifest(source.path)
         digest.update(json.dumps([manifest[key] for key in ("run", "step", "time")]).encode())
         return digest.hexdigest()[:16]
@@ -79,6 +80,7 @@ def base_of(manifest: dict[str, Any]) -> Iterator[WeightsSource]:
 def merged_adapter(checkpoint: Path, manifest: dict[str, Any]) -> Iterator[Callable[[str], Any]]:
     """Yield a function from a tensor's name to its base weights plus alpha / rank B A, fp32. The
     base is rounded to bf16 first, as in the training."""
+    # Not at the top: a check of a configuration asks for weights_identity() without torch.
     import torch
 
     from kempner.checkpoint.format.reader import read_tensors
@@ -104,6 +106,7 @@ def merged_adapter(checkpoint: Path, manifest: dict[str, Any]) -> Iterator[Calla
             prefix = name.removesuffix("weight")
             if prefix in adapters:
                 keys = [f"model.{prefix}lora_{x}" for x in "ba"]
+                # In the order of the keys: B is [out, rank], A is [rank, in].
                 b, a = read_tensors(checkpoint, keys).values()
                 weight += lora["alpha"] / lora["rank"] * (b @ a)
             return weight
@@ -135,13 +138,16 @@ def export_adapter(checkpoint: Path, out: Path) -> Path:
     cfg = ModelConfig(**manifest["fixed"]["model"])
     carried = run_of(checkpoint) / HF_FOLDER
     config = read_hf_config(carried) if (carried / CONFIG_FILE).is_file() else None
+    # The family alone counts: an adapter has no config.json, it names its base.
     names = tensor_names(cfg, config_json(cfg, config, "float32", None)["model_type"])
     tensors, modules = {}, set()
     for prefix in adapter_names(cfg, lora):
         hf_name = names[f"{prefix}weight"].removesuffix(".weight")
+        # peft takes the end of a name for a target: q_proj is that of every layer.
         modules.add(hf_name.rpartition(".")[2])
         keys = [f"model.{prefix}lora_{x}" for x in "ab"]
         for x, tensor in zip("AB", read_tensors(checkpoint, keys).values(), strict=True):
+            # The names of peft: base_model is its LoraModel, whose model is the whole model.
             tensors[f"base_model.model.{hf_name}.lora_{x}.weight"] = tensor
     about = {
         "peft_type": "LORA",

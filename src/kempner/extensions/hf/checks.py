@@ -87,6 +87,7 @@ def check_tokenizer(weights: WeightsSource, cfg: RunConfig) -> list[str]:
             of_bytes = own["kind"] == "bytes"
             name = "bytes" if of_bytes else own["file"]
             fix = f"prepare the data again with --tokenizer {name}"
+            # That of a run cannot be replaced: its hash is in the dataset.json beside it.
             if not weights.is_checkpoint and not of_bytes:
                 fix += (
                     f"; if its ids mean the same, put {TOKENIZER_FILE} of the data in place of that"
@@ -105,6 +106,7 @@ def other_ids(what: str, theirs: Mapping[str, str], own: Mapping[str, str], fix:
 def same_ids(theirs: Mapping[str, str], own: Mapping[str, str]) -> bool:
     """Return whether token ids mean the same to two tokenizers. The files may differ: a tool has
     rewritten one, or it has more tokens, of a chat template."""
+    # Bytes have no file with a vocabulary: they equal bytes alone.
     if theirs["hash"] == own["hash"] or "bytes" in (theirs["kind"], own["kind"]):
         return theirs["hash"] == own["hash"]
     return vocabularies_agree(*(read_vocabulary(Path(each["file"])) for each in (theirs, own)))
@@ -121,6 +123,7 @@ def changed_config(weights: WeightsSource, cfg: RunConfig) -> list[str]:
     copy = Path(cfg.run.dir) / HF_FOLDER  # in a fork what the other run has kept
     if weights.is_checkpoint or cfg.run.fork or not (copy / CONFIG_FILE).is_file():
         return []
+    # Compared as values: a tool that writes the file anew, with other keys, changes nothing.
     before, now = WeightsSource(weights.name, copy, False).model(), weights.model()
     differ = [
         f"{name} is {format_value(before.get(name))} there, {format_value(now.get(name))} here"

@@ -28,6 +28,7 @@ def compare_with_transformers(directory: Path, own_config: dict[str, Any]) -> st
     except Exception as error:  # whatever its versions raise
         text = " ".join(str(error).split())
         raise ConfigError(f"{file}: transformers cannot read it: {text}") from None
+    # to_dict() has the defaults of transformers filled in; the same function reads both.
     values = model_values(hf_config, f"{file}, as transformers {transformers.__version__} reads it")
     if differ := [key for key in own_config if own_config[key] != values.get(key)]:
         problems = [

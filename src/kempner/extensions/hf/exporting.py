@@ -69,6 +69,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str, shard_bytes: int)
     unfinished = out if out.is_dir() else out.with_name(f"{out.name}.partial")
     refuse_others(unfinished, "DIR.partial", (Kind.EXPORT,), "remove it, or give another DIR")
     if unfinished != out:
+        # What a killed export has left: refuse_others() has seen its mark.
         shutil.rmtree(unfinished, ignore_errors=True)
     try:
         mark_directory(unfinished, Kind.EXPORT)
@@ -82,6 +83,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str, shard_bytes: int)
         fsync(unfinished)
         if unfinished != out:
             unfinished.rename(out)
+            # The new name is durable once the directory that holds it is.
             fsync(out.parent)
     except BaseException as error:
         _clear(unfinished, out)
@@ -161,6 +163,8 @@ def _write_end_of_turn(out: Path, sidecar: Sidecar, carried: Config) -> None:
         return
     file = out / GENERATION
     config: Config = json.loads(file.read_bytes()) if file.is_file() else {}
+    # Where transformers finds a generation_config.json, it does not ask config.json for these ids:
+    # so they go along.
     ends = config.get("eos_token_id", carried.get("eos_token_id"))
     ends = [ends] if isinstance(ends, int) else ends or []
     if sidecar.eod not in ends:
@@ -170,7 +174,10 @@ def _write_end_of_turn(out: Path, sidecar: Sidecar, carried: Config) -> None:
 def _tokenizer_config(tokenizer: Path, eos: int) -> Config:
     """Make the config that tells transformers, besides a tokenizer.json, the end of a document."""
     added_tokens = json.loads(tokenizer.read_bytes()).get("added_tokens") or []
+    # eos_token is a text, of which the sidecar has the id.
     names = {token["id"]: token["content"] for token in added_tokens}
+    # Named, as otherwise transformers takes the class of the model_type, which may have rules of
+    # its own, such as a BOS before each text.
     return {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": names.get(eos)}
 
 
@@ -182,6 +189,7 @@ def _write_tensors(out: Path, reader: _Reader, names: dict[str, str], shard_byte
     """Write the tensors in shards. `names`: ours -> theirs."""
     shards = list(_groups(reader.sizes, shard_bytes))
     files: dict[str, str] = {}
+    # One thread: the parts of a file are written in their order, none of them at an offset.
     with ThreadPoolExecutor(1) as writer:
         # Done at once: the first part has no write before it.
         pending: Future[object] = writer.submit(bool)
@@ -245,6 +253,7 @@ def published_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 def write_all(file: RawIOBase, data: bytes | memoryview) -> None:
     remaining = memoryview(data)
     while remaining:
+        # A raw file takes less than a large tensor: one write of Linux ends at 2 GiB - 4 KiB.
         remaining = remaining[file.write(remaining) or 0 :]
 
 
@@ -270,6 +279,7 @@ class _Reader:
             name: shape.numel() * published_dtype(name, dtype).itemsize
             for name, shape in self.shapes.items()
         }
+        # A tensor is one part, however large; a small model needs no more than itself.
         size = min(sum(self.sizes.values()), max(READ_BYTES, *self.sizes.values()))
         self.buffers = [torch.frombuffer(allocate_pages(size), dtype=torch.uint8) for _ in range(2)]
 

@@ -36,6 +36,7 @@ class HfExtension(Extension):
         source = cfg.model.init_from
         # A reference, or the base of adapters: every start reads it.
         again = cfg.of(PreferenceConfig).loss == "dpo" or cfg.lora.rank > 0
+        # Rank 0 alone: it reads the headers of all files, which a thousand ranks need not repeat.
         if source is None or rank or not (again or not (cfg.run.fork or begun)):
             return []
         try:
@@ -78,6 +79,8 @@ class HfExtension(Extension):
         if cfg.model.init_from is not None and (cfg.lora.rank or not begun):
             from kempner.extensions.hf.load import start_from
 
+            # A restart leaves the run's copy of config.json alone: changed_config() compares the
+            # directory with it.
             run.announce(start_from(model, cfg.model, None if begun else run.dir))
 
     def forked(self, checkpoint: Path, run: Run) -> None:

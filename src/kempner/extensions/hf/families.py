@@ -188,7 +188,9 @@ def _refusals(config: Config, family: Family) -> list[str]:
         for key, (value, default) in GLM_FIXED.items()
         if glm and config.get(key, default) != value
     ]
+    # No defaults of sizes: those of transformers are one model's, such as Llama 7B's.
     type_problems += [f"has no {key}" for key in _keys(family).values() if config.get(key) is None]
+    # Where it is missing a Llama takes the number of heads; the others have constants, such as 8.
     if family.architecture != "LlamaForCausalLM" and "num_key_value_heads" not in config:
         type_problems.append("has no num_key_value_heads")
     if (architecture := (config.get("architectures") or [family.architecture])[0]) != (
@@ -207,6 +209,7 @@ def _wrong_types(config: Config, family: Family) -> list[str]:
     problems = [
         f"{key} = {format_value(value)}: must be a whole number, at least 1"
         for key, value in values.items()
+        # By type(): True is an instance of int.
         if key in sizes and (type(value) is not int or value < 1)
     ]
     return problems + [
@@ -241,6 +244,7 @@ def _rope_refusals(config: Config) -> list[str]:
         ]
     part = [place.get("partial_rotary_factor") for place in (config, *sections)]
     part = [value for value in part if value is not None] or [FAMILIES[config["model_type"]].rotary]
+    # Places that differ are among the problems already.
     if part[0] != 1.0 and len({*part}) == 1:
         problems.append(f"partial_rotary_factor = {part[0]}: only 1.0 is supported")
     return problems
@@ -250,11 +254,13 @@ def _scaling(section: Config) -> tuple[Any, ...]:
     """Return a section's scaling in a form to compare."""
     kind = section.get("rope_type", section.get("type", "default"))
     values = sorted((key, value) for key, value in section.items() if key not in ROPE_COMMON)
+    # Plain RoPE reads no other key, whatever a file still has of an earlier scaling.
     return (kind, *values) if kind != "default" else (kind,)
 
 
 def _window_refusals(config: Config) -> list[str]:
     kind, types = config["model_type"], set(config.get("layer_types") or ())
+    # transformers takes 4096 where it is missing, and none where it is null.
     if kind == "mistral" and "sliding_window" not in config:
         return ["has no sliding_window (an int, or null)"]
     if (
@@ -281,6 +287,7 @@ def _window(config: Config) -> int | None:
         return config["sliding_window"]  # type: ignore[no-any-return]
     if config["model_type"] == "mixtral":  # it knows no use_sliding_window
         return config.get("sliding_window")
+    # Its max_window_layers has no effect there: all layers have the window, or none of them.
     if config["model_type"] == "qwen3_moe":
         return config.get("sliding_window") if config.get("use_sliding_window") else None
     has_window = config["model_type"] not in NO_WINDOW and config.get("use_sliding_window", False)
@@ -339,6 +346,7 @@ def family_of(cfg: ModelConfig) -> str:
             "model.post_norms: no model of transformers that is supported here normalises what "
             "its layers return; export a model without it"
         )
+    # Before the others: the config.json of no other family can say any of these.
     if any(getattr(cfg, name) != value for name, value in PLAIN.items() if name != "n_experts"):
         return _glm_of(cfg)
     if cfg.qkv_bias and cfg.qk_norm:
@@ -409,6 +417,7 @@ def config_json(cfg: ModelConfig, carried: Config | None, dtype: str, eos: int |
     config = {**_new_config(cfg, kind), "eos_token_id": eos, "torch_dtype": dtype}
     if carried is None:
         return config
+    # Keys of one family may mean something else in another: only the ids of tokens go along.
     if kind != carried["model_type"]:
         return config | {key: carried[key] for key in TOKEN_FIELDS if key in carried}
     # Mostly a longer context. All other keys stay as they were, above all the end of a text.
@@ -439,6 +448,7 @@ def _new_config(cfg: ModelConfig, kind: str) -> Config:
         | {hf_key: scaling[own_key] for own_key, hf_key in LLAMA3_ROPE.items()}
         if cfg.rope_factor > 1
         else None,
+        # null: a missing one would be that of the class, such as 1 and 2 of a Llama.
         **dict.fromkeys(TOKEN_FIELDS),
     }
     if kind in ("llama", "qwen3", "qwen3_moe"):
@@ -446,6 +456,7 @@ def _new_config(cfg: ModelConfig, kind: str) -> Config:
     if kind not in NO_WINDOW:
         config["sliding_window"] = cfg.sliding_window
     if kind in ("qwen2", "qwen3"):
+        # Always there: by default the first 28 layers have no window, which may be all.
         full = cfg.n_layers if cfg.sliding_window is None else 0
         config |= {"use_sliding_window": full == 0, "max_window_layers": full}
     if kind == "qwen3_moe":
@@ -463,6 +474,7 @@ def _new_config(cfg: ModelConfig, kind: str) -> Config:
             "norm_topk_prob": cfg.router_normalize,
             "use_qk_norm": cfg.qk_norm,
             "attention_bias": cfg.qkv_bias,
+            # Its class turns half of each head by default, our decoder all of it.
             "partial_rotary_factor": 1.0,
             "intermediate_size": cfg.ffn_dim,  # of layers without experts, which there are not
             **{key: value for key, (value, _) in GLM_FIXED.items()},

@@ -45,6 +45,7 @@ def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str,
     """
     root = run / "checkpoints"
     refuse_others(run, "RUN", (Kind.IMPORT,), "give another directory")
+    # Before anything is made: a model that is refused leaves no directory.
     check_hf_directory(directory, cfg)
     shapes = tensor_shapes(cfg)
     size = sum(torch.Size(shape).numel() * 4 for shape in shapes.values())
@@ -77,6 +78,7 @@ def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str,
             texts[".metadata"] = metadata
         facts = {
             "run": run_id,
+            # Its presence makes checkpoint/fits.py refuse to continue this as a run.
             "imported": name,
             "world_size": files,
             "torch": torch.__version__,
@@ -92,6 +94,7 @@ def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str,
         raise
     write_atomic(run / "config.toml", config_toml)
     write_atomic(run / "id", f"{run_id}\n")  # last: what has one is a run
+    # After the id: without either, a killed import would be somebody's files.
     (run / MARK_FILE).unlink()
     return path
 

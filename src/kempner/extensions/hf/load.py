@@ -55,6 +55,7 @@ def start_from(model: nn.Module, cfg: ModelConfig, run_dir: Path | None) -> str:
 
     Raises ConfigError on all ranks if they are not the weights of this model.
     """
+    # Over gloo: outcomes and paths are of the host, and NCCL would want them on the GPU.
     ranks = Ranks(dist.new_group(backend="gloo"))
     with contextlib.ExitStack() as reading:
 
@@ -99,6 +100,7 @@ def load_weights(
             if key not in table or table[key].shape != parameter.shape:
                 raise ConfigError(f"{source.path}: has no {key} of shape {[*parameter.shape]}")
             wants.append(Want(key, key, local_part(parameter), boxes[name]))
+        # Of what every file has a copy, the ranks read different ones.
         read_wanted(source.path, manifest, table, wants, near=rank % manifest["world_size"])
         return
     # Once: it reads the headers of all files. on_all() raises its error on every rank.
@@ -118,6 +120,7 @@ def not_finite(source: WeightsSource) -> str:
     if source.is_checkpoint:
         table = stored_tensors(source.path)
         names = [name for name in table if name.startswith("model.") and table[name].layout]
+        # Lazily: one tensor is in memory at a time, and the first bad one ends it.
         tensors = ((name, read_tensors(source.path, [name])[name]) for name in names)
         return next((name for name, tensor in tensors if not is_finite(tensor)), "")
     with Stored(source.path, "pt") as directory, _Files(directory) as files:
@@ -160,6 +163,7 @@ def fill_tensors(stored: Stored, jobs: Iterable[ReadJob]) -> None:
 
     Not from the mapped file: the kernel reads that page by page, at a third of the speed.
     """
+    # A rank may hold nothing of a tensor with fewer rows than there are ranks.
     jobs = [one for job in jobs if job.target.numel() for one in job.by_expert()]
     with _Files(stored) as files:
         for job, after in zip_longest(jobs, jobs[1:]):
@@ -192,6 +196,7 @@ class _Files(contextlib.ExitStack):
         """Yield the rows of a box, in all columns, in pieces. A piece is valid until the next
         one."""
         file, start, (_, count), row, dtype = self._find(job)
+        # Whole rows: they are in one piece in the file, and a box of columns is not.
         columns = self._stored.shape(job.name)[1:]
         most = max(1, PIECE // row)
         buffer = bytearray(min(most, count) * row)
@@ -202,6 +207,7 @@ class _Files(contextlib.ExitStack):
             while bytes_read < len(view):
                 byte_count = file.readinto(view[bytes_read:])
                 if not byte_count:
+                    # Stored has found it whole: somebody has written to it since.
                     raise ConfigError(f"{file.name}: has become shorter; {DOWNLOAD_AGAIN}")
                 bytes_read += byte_count
             yield torch.frombuffer(view, dtype=dtype).view(-1, *columns)

@@ -53,6 +53,7 @@ class WeightsSource(NamedTuple):
         except history.Damaged as error:
             raise ConfigError(f"{error}; name an older checkpoint") from None
         model = ModelConfig(**fixed["model"])
+        # As numbers, as a config.json has them: unset they would follow from the reader's own keys.
         heads = {"n_kv_heads": model.kv_heads, "head_dim": model.resolved_head_dim}
         values = asdict(model) | heads
         del values["init_from"]
@@ -97,6 +98,7 @@ def held_weights(name: str, download: bool = False) -> Iterator[WeightsSource]:
         yield source
         return
     with commit.reading_lock(source.path):
+        # Only under the lock: retention may have removed it before.
         if (source.path / history.MANIFEST).exists():
             try:
                 yield source
@@ -114,6 +116,7 @@ def run_of(checkpoint: Path) -> Path:
     around = checkpoint.parent.parent
     with contextlib.suppress(OSError, ValueError, KeyError):
         run_dir = Path(toml.loads((checkpoint / "config.toml").read_text())["run"]["dir"])
+        # What is around comes first: a run may have been moved or copied since the save.
         if run_dir.is_dir() and not (around / "config.toml").is_file():
             return run_dir
     return around
@@ -135,6 +138,7 @@ def copy_model_files(source: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
         if file.is_file() and any(fnmatch(file.name, pattern) for pattern in hub.CARRIED):
+            # Each file whole or not at all: a killed start must not leave half of a tokenizer.
             with file.open("rb") as reader:
                 write_atomic(target / file.name, partial(shutil.copyfileobj, reader))
 
@@ -143,6 +147,7 @@ def source_tokenizer(source: WeightsSource) -> dict[str, str] | None:
     """Return name, kind and hash of the tokenizer that the weights were trained with, as a sidecar
     has them, and its file, if it has one; None if it is not with them. Raises ConfigError."""
     run = run_of(source.path)
+    # First: hf/ has the tokenizer of the model that the run came from, its data may have another.
     if source.is_checkpoint and (run / SIDECAR).is_file():
         return {**Sidecar.load(run / SIDECAR).tokenizer, "file": str(run / TOKENIZER_FILE)}
     file = source.carried / TOKENIZER_FILE
@@ -167,6 +172,7 @@ def is_of_bytes(directory: Path) -> bool:
 def end_tokens(directory: Path) -> list[int]:
     """Return the ids that generation_config.json or config.json name, none without either. A chat
     model ends its turn with another token than a document."""
+    # transformers asks them in this order, too.
     for name in (GENERATION, CONFIG_FILE):
         with contextlib.suppress(FileNotFoundError):
             ids = json.loads((directory / name).read_text()).get("eos_token_id")

@@ -72,6 +72,7 @@ class Stored:
     def _listed(self) -> dict[str, str]:
         """Map tensor to file, from the index; {} without one."""
         index = self.directory / INDEX_FILE
+        # Before the index, as in transformers, where both are there.
         if (self.directory / SINGLE).is_file():
             return {}
         if not index.is_file():
@@ -83,6 +84,7 @@ class Stored:
             )
         try:
             files: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+            # An index may come from anywhere: it must not lead out of the directory.
             if all(Path(file).name == file for file in files.values()):
                 return files
             raise ValueError("weight_map names a file in another directory")

@@ -49,6 +49,7 @@ class PreferenceExtension(Extension):
         after every restart, too."""
         if cfg.of(PreferenceConfig).loss == "none":
             return None
+        # Not at the top: this module declares a section, which --help asks for without torch.
         from kempner.data.sidecar import open_sidecar
         from kempner.extensions.hf.load import start_from
         from kempner.extensions.preference.losses import DPO, Reward, token_losses, token_scores

@@ -47,14 +47,17 @@ class Preference:
             right = (second & (margins > 0)).sum()
             margin = torch.where(second, margins, 0.0).sum().detach()
             self._sums += torch.stack((right.float(), margin))
+        # scatter() takes int64 alone; starts are int32 for the attention kernel.
         ends = batch.documents.starts[1:].long() - 1
         places = losses.new_zeros(batch.targets.numel()).scatter(0, ends, losses.detach())
         counts = places.new_zeros(places.shape, dtype=torch.bool).scatter(0, ends, second)
+        # Which token is there does not matter: only IGNORE does not count.
         targets = torch.where(counts, 0, IGNORE).view(batch.targets.shape)
         return losses.sum(), places.view(targets.shape), replace(batch, targets=targets)
 
     def numbers(self) -> dict[str, Tensor]:
         """Return the numbers since the last call, and reset them."""
+        # A copy: it is read a step later, when the sums have begun anew.
         right, margin = self._sums.clone().unbind()
         self._sums.zero_()
         return {"ordered_right": right, "margin_sum": margin}
@@ -123,6 +126,7 @@ def token_scores(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Te
     """Return the sum of the scores, and the scores, fp32 [N]: the logit, not normalized, of each
     target; 0 where it is -100."""
     counts = targets != IGNORE
+    # Any row in place of -100, which would be one from the end: the score of it is dropped.
     rows = weight[torch.where(counts, targets, 0)]
     scores = torch.where(counts, (x.float() * rows.float()).sum(1), 0.0)
     return scores.sum(), scores

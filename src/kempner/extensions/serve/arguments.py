@@ -75,8 +75,10 @@ def parse_serve_arguments(argv: Sequence[str], doc: str | None = None) -> argpar
 def problem_of(words: Sequence[str], least: int, most: int) -> str:
     """Return what is wrong with more words for an engine of a run, whose texts grow up to `least`
     tokens, and whose model sees `most`; empty if nothing."""
+    # They stand for what the run itself will give.
     arguments = ["--weights=.", f"--window={least}"]
     try:
+        # argparse would print it, and end this process.
         if {"-h", "--help"} & {*words}:
             return "--help: cannot be given to an engine of a run; leave it out"
         plain, options = (

@@ -59,6 +59,7 @@ class Server(ThreadingHTTPServer):
     """An HTTP server, bound when it is made; it answers once it has a worker and serve_forever()
     runs."""
 
+    # The process ends while threads still wait for the next request of their clients.
     daemon_threads = True
     request_queue_size = 1024  # connections that come at once
     worker: Worker
@@ -137,6 +138,7 @@ class Handler(BaseHTTPRequestHandler):
     known = False  # a request on this connection was allowed
 
     def handle_one_request(self) -> None:
+        # Also between two requests: a connection that is kept open is waiting for a head.
         self.server.heads[self] = time.monotonic()
         self.server.make_room()
         try:
@@ -162,6 +164,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer as JSON what http.server itself refuses."""
+        # Where the next request would begin is not known.
         self.close_connection = True
         self._say(code, error_body(code, message or explain or HTTPStatus(code).phrase))
 
@@ -175,6 +178,7 @@ class Handler(BaseHTTPRequestHandler):
                 self._allowed()
                 body = self._body()
                 path = self.path.partition("?")[0]
+                # No key of GET: the name of a model is a path, with slashes in it.
                 if routes is GET and path.startswith(MODEL):
                     self.model(unquote(path).removeprefix(MODEL))
                 elif (route := routes.get(path)) is not None:
@@ -203,6 +207,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _allowed(self) -> None:
         scheme, _, token = self.headers.get("Authorization", "").partition(" ")
+        # In constant time: how long it takes must not tell how much of a guess is right.
         is_right = hmac.compare_digest(token.strip().encode(), self.server.token.encode())
         if self.server.token and not (is_right and scheme.lower() == "bearer"):
             self.close_connection = True  # what it has sent is not read
@@ -235,6 +240,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # what it has sent is not read
             return b""
         length = self.headers.get("Content-Length", "")
+        # int() raises for more than 4,300 digits.
         if not length.isdecimal() or len(length) > 12:
             self.close_connection = True
             raise BadRequest(f"Content-Length: is required, at most {LARGEST_REQUEST_BYTES}")

@@ -41,11 +41,13 @@ class Lease:
     def release(self, run: str) -> None:
         """End the lease of a run that has ended."""
         if run == self.run:
+            # The name stays: the weights are still those of that run.
             self._since = -math.inf
 
     def take(self, run: str) -> bool:
         """Take the engine for a run; returns whether the weights were of another attempt, or of
         none. Raises LeaseHeld."""
+        # Two runs may ask at the same time: one of them gets it.
         with self._lock:
             if self.held(run):
                 raise LeaseHeld(

@@ -96,6 +96,7 @@ class Fields:
         if value is None:
             return default
         kinds = (int,) if kind is int else (int, float)
+        # True is an instance of int.
         if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
             what = "a whole number" if kind is int else "a number"
             raise BadRequest(
@@ -151,6 +152,7 @@ def read_request(
             prompts = [encode(words.chat, parse_messages(fields.take("messages")))]
         else:
             prompts = parse_prompts(fields.take("prompt"), words, encode)
+    # A ValueError, too, and it names the field itself.
     except BadRequest:
         raise
     except (ValueError, ConfigError) as error:  # the template's own words; no template
@@ -227,6 +229,7 @@ def read_sampling(fields: Fields, most: int) -> Sampling:
         top_k=top_k,
         top_p=top_p,
         min_p=fields.number("min_p", 0.0, 0, 1, float),
+        # 7 bytes fit: a seed has at most 63 bits.
         seed=fields.number("seed", int.from_bytes(os.urandom(7), "big"), 0, 2**63 - 1),
         max_tokens=most,
         stop=tuple(stop),
@@ -262,6 +265,7 @@ def read_ids(value: Any, name: str, vocab_size: int) -> list[int]:
 
 
 def is_ids(value: Any) -> bool:
+    # By type(): True is an instance of int, and no token.
     return isinstance(value, list) and value != [] and all(type(token) is int for token in value)
 
 
@@ -350,9 +354,11 @@ class CompletionResponse:
                 values = [None, *looked.values[: len(text.prompt) - 1], *values]
                 tops = [None, *tops]
             else:
+                # looked has nothing of the first token: the new ones begin a place earlier.
                 tops = tops[len(text.prompt) - 1 :]
         new = text.new[first:count]
         choice: Json = {"index": text.number, "token_ids": new, "finish_reason": finish or None}
+        # With the last part of a stream: only then are all versions known.
         if finish:
             choice |= {"prompt_token_ids": text.prompt, "weight_versions": text.versions}
         logprobs: Json | None = None
@@ -365,6 +371,7 @@ class CompletionResponse:
         if not self.asked.chat:
             return choice | {"text": grown, "logprobs": logprobs}
         key = "delta" if self.asked.stream else "message"
+        # Once in a stream, with the first token, as OpenAI has it.
         role = {} if self.asked.stream and first else {"role": "assistant"}
         choice[key] = role | {"content": grown}
         return choice | {"logprobs": logprobs}
@@ -377,6 +384,7 @@ class CompletionResponse:
         for top, token, value in zip(
             tops[len(text.prompt) - 1 :], text.new, text.logprobs, strict=True
         ):
+            # Otherwise one token would have two log-probabilities in one answer.
             if top is not None and token in top:
                 top[token] = value
         return tops

@@ -77,6 +77,7 @@ def check_served_weights(model: Decoder, source: WeightsSource) -> None:
 
 def newest_manifest(weights: Path) -> Path | None:
     """Return the manifest of the newest version in a directory."""
+    # Numbers have eight digits, zeros in front: names sort as they do.
     return max(weights.glob("v*/manifest.json"), default=None)
 
 

@@ -94,6 +94,7 @@ class Worker:
         what it raises, and Unavailable if the worker has ended."""
         answer: Future[_T] = Future()
         with self._lock:
+            # Under the lock: run() empties the inbox under it once, after the end has been noted.
             if self._ended:
                 raise Unavailable(self._ended)
             self._inbox.put((action, answer))
@@ -254,6 +255,7 @@ class Worker:
             for _ in range(request.n):
                 text = Text(len(job.texts), prompt, request.sampling, tokenizer, ends)
                 job.texts.append(text)
+        # Nothing is drawn: with echo the prompt is scored, by look().
         if request.sampling.max_tokens == 0:
             for text in job.texts:
                 text.finish = "length"
@@ -286,6 +288,7 @@ class Worker:
         engine = self.texts.engine
         try:
             version = read_weights(engine.model)
+        # Raised before the first tensor was overwritten: the old weights go on.
         except LeaseRefused:
             raise
         except Exception as error:
@@ -300,6 +303,7 @@ class Worker:
         return version
 
     def _refuse_all(self, why: str) -> None:
+        # A copy, as _drop() takes entries out.
         for job in set(self._jobs.values()):
             self._drop(job)
             job.news.put(Unavailable(why))
