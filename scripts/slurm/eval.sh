@@ -44,7 +44,8 @@ kp_in_job || kp_die "eval.sh runs in a job: sbatch scripts/slurm/eval.sh RUN --t
     "--dependency=after:JOB+5, 5 minutes after the start of the training's job"
 kp_python "$KP_ROOT/scripts/eval.py" "$@" --follow --check || exit # before anything is made in it
 mkdir -p -- "$1/eval" || kp_die "$1/eval cannot be written"
-kp_use_run "$(realpath -- "$1/eval")"
+directory=$(realpath -- "$1/eval")
+kp_use_run "$directory"
 kp_set_size 1 1 0
 kp_note_progress
 kp_mount "$1"

@@ -27,24 +27,24 @@ WARNINGS+='|killed|cancelled|failed|timed out|out of memory|corrupt|no step for'
 WARNINGS+='|kempner: (requeue|end|leave):'
 WARNINGS+='|(^|[^a-z])(faults?|hangs?|hung|oom)([^a-z]|$)'
 readonly USAGE WARNINGS
-rank='' part='' only_warnings='' follow=1 line_count=20
-fresh=() attempt_logs=''
-declare -A followed=() # files
+KP_RANK='' KP_PART='' KP_WARN='' KP_FOLLOW=1 KP_LINES=20
+KP_FRESH=() KP_ATTEMPT_LOGS=''
+declare -A KP_FOLLOWED=() # files
 
-kp_options() { # <arguments>...: sets rank, part, only_warnings, follow, line_count, and by what is
+kp_options() { # <arguments>...: sets KP_RANK, KP_PART, KP_WARN, KP_FOLLOW, KP_LINES, and by what is
     # left the run
     local run=''
     while (($# > 0)); do
         case $1 in
-            --rank=?*) rank=${1#*=} ;;
-            --part=?*) part=${1#*=} ;;
+            --rank=?*) KP_RANK=${1#*=} ;;
+            --part=?*) KP_PART=${1#*=} ;;
             --rank | --part | --rank= | --part=)
                 [[ $1 != *= && -n ${2:-} ]] || kp_die "${1%=}: a value is missing; $USAGE"
                 set -- "$1=$2" "${@:3}"
                 continue
                 ;;
-            --warnings) only_warnings=1 line_count=1000 ;; # lines that are looked at
-            --no-follow) follow='' ;;
+            --warnings) KP_WARN=1 KP_LINES=1000 ;; # lines that are looked at
+            --no-follow) KP_FOLLOW='' ;;
             -* | '') kp_die "no option '$1'; $USAGE" ;;
             *)
                 [[ -z $run ]] || kp_die "give one run, not both '$run' and '$1'; $USAGE"
@@ -53,23 +53,23 @@ kp_options() { # <arguments>...: sets rank, part, only_warnings, follow, line_co
         esac
         shift
     done
-    [[ -z $rank || $rank =~ ^[0-9]+$ ]] || kp_die "--rank $rank: must be an integer >= 0"
-    [[ -z $part || $part =~ ^(orchestrator|(engine|trainer)-[0-9]+)$ ]] ||
-        kp_die "--part $part: must be trainer-0, orchestrator or engine-K"
-    [[ -z $part || -z $rank ]] || kp_die "give --rank or --part, not both; $USAGE"
+    [[ -z $KP_RANK || $KP_RANK =~ ^[0-9]+$ ]] || kp_die "--rank $KP_RANK: must be an integer >= 0"
+    [[ -z $KP_PART || $KP_PART =~ ^(orchestrator|(engine|trainer)-[0-9]+)$ ]] ||
+        kp_die "--part $KP_PART: must be trainer-0, orchestrator or engine-K"
+    [[ -z $KP_PART || -z $KP_RANK ]] || kp_die "give --rank or --part, not both; $USAGE"
     [[ -n $run ]] || kp_die "$USAGE"
     kp_find_run "$run"
     kp_check_rank
 }
 
-kp_check_rank() { # stops when the run is known to have no rank rank
+kp_check_rank() { # stops when the run is known to have no rank KP_RANK
     local ranks KP_VALUES=()
-    [[ -n $rank && -n $KP_RUN_DIR && -e $KP_RUN_DIR/attempts.jsonl ]] || return 0
+    [[ -n $KP_RANK && -n $KP_RUN_DIR && -e $KP_RUN_DIR/attempts.jsonl ]] || return 0
     kp_find_records "$KP_RUN_DIR/attempts.jsonl" "world_size=*" -- world_size || true
     ((${#KP_VALUES[@]} == 0)) || ranks=${KP_VALUES[-1]}
-    ((10#$rank < ${ranks:-10#$rank + 1})) ||
-        kp_die "--rank $rank: the run has $ranks rank(s), 0 to $((ranks - 1))"
-    rank=$((10#$rank))
+    ((10#$KP_RANK < ${ranks:-10#$KP_RANK + 1})) ||
+        kp_die "--rank $KP_RANK: the run has $ranks rank(s), 0 to $((ranks - 1))"
+    KP_RANK=$((10#$KP_RANK))
 }
 
 # --- which files ----------------------------------------------------------------------------------
@@ -82,29 +82,32 @@ kp_newest() { # <file>...: the newest of those that there are, or nothing
     echo "$newest"
 }
 
-kp_look_for_files() { # sets fresh, those that are not followed yet, and attempt_logs, the
+kp_look_for_files() { # sets KP_FRESH, those that are not followed yet, and KP_ATTEMPT_LOGS, the
     # directory of the latest
-    local file files=()
-    fresh=()
-    [[ -n $KP_RUN_DIR ]] || kp_use_run "$(kp_named_run)"
-    [[ -n $rank$part ]] || files+=("$(kp_batch_log)")
+    local file files=() run
+    KP_FRESH=()
+    if [[ -z $KP_RUN_DIR ]]; then
+        run=$(kp_named_run)
+        kp_use_run "$run"
+    fi
+    [[ -n $KP_RANK$KP_PART ]] || files+=("$(kp_batch_log)")
     if [[ -n $KP_RUN_DIR && -e $KP_RUN_DIR/logs/latest ]]; then
-        attempt_logs=$KP_RUN_DIR/logs/$(readlink -- "$KP_RUN_DIR/logs/latest")
-        if [[ -n $part ]]; then
-            files+=("$attempt_logs/$part.log")
-        elif [[ -n $rank ]]; then
-            files+=("$attempt_logs/rank-$rank.log" "$attempt_logs"/*/"rank-$rank.log")
+        KP_ATTEMPT_LOGS=$KP_RUN_DIR/logs/$(readlink -- "$KP_RUN_DIR/logs/latest")
+        if [[ -n $KP_PART ]]; then
+            files+=("$KP_ATTEMPT_LOGS/$KP_PART.log")
+        elif [[ -n $KP_RANK ]]; then
+            files+=("$KP_ATTEMPT_LOGS/rank-$KP_RANK.log" "$KP_ATTEMPT_LOGS"/*/"rank-$KP_RANK.log")
         else
-            files+=("$attempt_logs"/rank-?.log "$attempt_logs"/rank-??.log
-                "$attempt_logs"/rank-???*.log)
-            files+=("$attempt_logs"/*/rank-*.log) # a large world: in a directory for each host
-            files+=("$attempt_logs"/orchestrator.log "$attempt_logs"/engine-*.log)
+            files+=("$KP_ATTEMPT_LOGS"/rank-?.log "$KP_ATTEMPT_LOGS"/rank-??.log
+                "$KP_ATTEMPT_LOGS"/rank-???*.log)
+            files+=("$KP_ATTEMPT_LOGS"/*/rank-*.log) # a large world: in a directory for each host
+            files+=("$KP_ATTEMPT_LOGS"/orchestrator.log "$KP_ATTEMPT_LOGS"/engine-*.log)
         fi
     fi
     for file in "${files[@]}"; do
-        [[ -r $file && ! -p $file && -z ${followed[$file]:-} ]] || continue
-        followed[$file]=1
-        fresh+=("$file")
+        [[ -r $file && ! -p $file && -z ${KP_FOLLOWED[$file]:-} ]] || continue
+        KP_FOLLOWED[$file]=1
+        KP_FRESH+=("$file")
     done
 }
 
@@ -124,7 +127,7 @@ kp_batch_log() { # the newest batch log; what srun says is in it too, so srun's 
 
 kp_name_lines() { # stdin: what tail says of several files; puts the name of the file before each
     # line, drops empty ones
-    local only=${only_warnings:+"/$WARNINGS/I!d"}
+    local only=${KP_WARN:+"/$WARNINGS/I!d"}
     # In this locale a dot matches any byte: logs may have some that are no UTF-8.
     LC_ALL=C sed -uE '/^$/d
         /^==> .* <==$/{
@@ -142,7 +145,7 @@ kp_once() { # stdin: named lines; with --warnings, leaves out what another sourc
     # s: ranks echo
     local line words source before
     local -A said=() by=()
-    [[ -n $only_warnings ]] || exec cat
+    [[ -n $KP_WARN ]] || exec cat
     while IFS= read -r line; do
         source=${line%% *} words=${line#* }
         [[ ! $words =~ ^[0-9]{4}-[0-9-]{5}' '[0-9:]{8}' '(.+) ]] || words=${BASH_REMATCH[1]}
@@ -154,13 +157,13 @@ kp_once() { # stdin: named lines; with --warnings, leaves out what another sourc
     done
 }
 
-kp_start_tail() { # <lines>: follows fresh from there on; its lines go to out
-    local label=$attempt_logs file
-    for file in "${fresh[@]}"; do
-        [[ -n $attempt_logs && $file == "$attempt_logs"/* ]] || label=keep
+kp_start_tail() { # <lines>: follows KP_FRESH from there on; its lines go to KP_OUT
+    local label=$KP_ATTEMPT_LOGS file
+    for file in "${KP_FRESH[@]}"; do
+        [[ -n $KP_ATTEMPT_LOGS && $file == "$KP_ATTEMPT_LOGS"/* ]] || label=keep
     done
     # --pid: it ends with this shell even when that is killed
-    tail -v -n "$1" -F --pid=$$ -- "${fresh[@]}" 2>/dev/null > >(kp_name_lines >&"$out") &
+    tail -v -n "$1" -F --pid=$$ -- "${KP_FRESH[@]}" 2>/dev/null > >(kp_name_lines >&"$KP_OUT") &
     tails[$!]=$label
 }
 
@@ -168,7 +171,7 @@ kp_end_tails() { # ends those of earlier attempts, 5 rounds after the new one: t
     # come by then
     local pid
     for pid in "${!tails[@]}"; do
-        [[ ${tails[$pid]} != keep && ${tails[$pid]} != "$attempt_logs" ]] || continue
+        [[ ${tails[$pid]} != keep && ${tails[$pid]} != "$KP_ATTEMPT_LOGS" ]] || continue
         grace[$pid]=$((${grace[$pid]:-5} - 1))
         if ((grace[$pid] == 0)); then
             kill "$pid" 2>/dev/null || true
@@ -181,7 +184,7 @@ kp_leave() { # leaves no process behind
     local tries
     trap '' INT TERM HUP
     kill "${!tails[@]}" 2>/dev/null || true
-    exec {out}>&-
+    exec {KP_OUT}>&-
     for ((tries = 0; tries < 50; tries++)); do
         kill -0 "$last" 2>/dev/null || return 0
         sleep 0.02
@@ -189,10 +192,10 @@ kp_leave() { # leaves no process behind
 }
 
 kp_follow() { # shows what is there, then what comes, until Ctrl-C; ends the script
-    local lines=$line_count last
+    local lines=$KP_LINES last
     # pid -> its attempt, or "keep"; pid -> rounds that are left
     local -A tails=() grace=()
-    exec {out}> >(kp_once)
+    exec {KP_OUT}> >(kp_once)
     last=$!
     trap kp_leave EXIT
     trap 'exit 130' INT
@@ -200,8 +203,8 @@ kp_follow() { # shows what is there, then what comes, until Ctrl-C; ends the scr
     trap - USR1 USR2
     while kill -0 "$last" 2>/dev/null; do # nobody reads it any more: | head
         kp_look_for_files
-        ((${#fresh[@]} == 0)) || kp_start_tail "$lines"
-        [[ $lines == +1 || ${#followed[@]} -gt 0 ]] ||
+        ((${#KP_FRESH[@]} == 0)) || kp_start_tail "$lines"
+        [[ $lines == +1 || ${#KP_FOLLOWED[@]} -gt 0 ]] ||
             echo "logs: no log yet, waiting for the first" >&2
         lines=+1 # a file that comes later is new
         kp_end_tails
@@ -213,10 +216,10 @@ kp_follow() { # shows what is there, then what comes, until Ctrl-C; ends the scr
 kp_begin
 kp_options "$@"
 ulimit -S -n hard 2>/dev/null || true # one open file per rank
-[[ -z $follow ]] || kp_follow
+[[ -z $KP_FOLLOW ]] || kp_follow
 kp_look_for_files
-if ((${#fresh[@]} == 0)); then
+if ((${#KP_FRESH[@]} == 0)); then
     echo "logs: no log yet" >&2
 else
-    tail -v -n "$line_count" -- "${fresh[@]}" | kp_name_lines | kp_once
+    tail -v -n "$KP_LINES" -- "${KP_FRESH[@]}" | kp_name_lines | kp_once
 fi

@@ -16,37 +16,36 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
 source "${0%"${0##*/}"}lib/all.sh"
 
-kp_options() { # <words>...: sets request, sbatch's, launcher, the launch script, elsewhere, the
-    # same where it is not one of the kit's, and KP_ARGUMENTS, those after it
-    request=() launcher='' elsewhere=''
+kp_options() { # <words>...: sets KP_SBATCH, sbatch's, KP_NAME, the launch script,
+    # KP_OWN_LAUNCHER, the same where it is not one of the kit's, and KP_ARGUMENTS, those after it
+    KP_SBATCH=() KP_NAME='' KP_OWN_LAUNCHER=''
     while (($# > 0)); do
         if [[ $1 == *.sh && -f $1 ]]; then
-            launcher=$1
-            [[ $1 -ef $KP_LIB/../${1##*/} ]] || elsewhere=$1
+            KP_NAME=$1
+            [[ $1 -ef $KP_LIB/../${1##*/} ]] || KP_OWN_LAUNCHER=$1
             shift
             kp_set_arguments "$@"
             break
         fi
-        request+=("$1")
+        KP_SBATCH+=("$1")
         shift
     done
-    [[ -n $launcher ]] ||
-        kp_die "${request[*]:-no word} names no launch script: give one of the kit's after" \
+    [[ -n $KP_NAME ]] ||
+        kp_die "${KP_SBATCH[*]:-no word} names no launch script: give one of the kit's after" \
             "sbatch's options: bash scripts/slurm/submit.sh [SBATCH OPTIONS]" \
             "scripts/slurm/multinode.sh CONFIG"
-    if grep -q '^kp_take_program ' "$launcher"; then
-        program=program.py
+    if grep -q '^kp_take_program ' "$KP_NAME"; then
+        KP_PROGRAM=program.py
         return
     fi
-    program=$(sed -nE 's/^kp_code( +([a-z]+\.py))?( *#.*)?$/\2 found/p' "$launcher")
-    if [[ -z $program ]]; then
-        grep -q '^#SBATCH ' "$launcher" ||
-            kp_die "$launcher is not a job: give a launch script," \
-                "such as scripts/slurm/multinode.sh"
-        kp_die "$launcher runs the repository itself, without a copy: sbatch $launcher"
+    KP_PROGRAM=$(sed -nE 's/^kp_code( +([a-z]+\.py))?( *#.*)?$/\2 found/p' "$KP_NAME")
+    if [[ -z $KP_PROGRAM ]]; then
+        grep -q '^#SBATCH ' "$KP_NAME" ||
+            kp_die "$KP_NAME is not a job: give a launch script, such as scripts/slurm/multinode.sh"
+        kp_die "$KP_NAME runs the repository itself, without a copy: sbatch $KP_NAME"
     fi
-    program=${program% found} program=${program:-train.py}
-    ((${#KP_ARGUMENTS[@]} > 0)) || kp_die "no configuration given: name one after $launcher"
+    KP_PROGRAM=${KP_PROGRAM% found} KP_PROGRAM=${KP_PROGRAM:-train.py}
+    ((${#KP_ARGUMENTS[@]} > 0)) || kp_die "no configuration given: name one after $KP_NAME"
     [[ ${KP_ARGUMENTS[0]} != @* ]] ||
         kp_die "${KP_ARGUMENTS[0]}: the tasks of an array copy the code at their starts: use sbatch"
 }
@@ -56,13 +55,13 @@ kp_copy_now() { # prints RUN/code/HASH, which it makes; in a subshell: sbatch mu
     kp_begin >&2
     [[ $KP_ROOT == "$KP_ORIGIN" ]] || kp_die "$KP_ROOT is a copy: submit from $KP_ORIGIN"
     kp_enter >&2
-    if [[ $program == program.py ]]; then
+    if [[ $KP_PROGRAM == program.py ]]; then
         kp_copy_program
         return
     fi
     kp_need_packages
-    kp_code_find "${KEMPNER_TRAIN:-$KP_ROOT/scripts/$program}" "${KP_ARGUMENTS[@]}" || exit 2
-    kp_code_copy "$KP_RUN_DIR/code" "$elsewhere" "${KP_INPUTS[@]}" >&2 ||
+    kp_code_find "${KEMPNER_TRAIN:-$KP_ROOT/scripts/$KP_PROGRAM}" "${KP_ARGUMENTS[@]}" || exit 2
+    kp_code_copy "$KP_RUN_DIR/code" "$KP_OWN_LAUNCHER" "${KP_INPUTS[@]}" >&2 ||
         kp_die "the code could not be copied to $KP_RUN_DIR/code"
     echo "$KP_COPY"
 }
@@ -75,7 +74,7 @@ kp_copy_program() { # as kp_copy_now, of the directory of run.sh's --code
     [[ -n $directory ]] ||
         kp_die "run.sh: nothing to copy; give --code=DIR, the program's repository, or use sbatch"
     # The job checks it again, for its nodes.
-    kp_checked kempner.config.toml "$KP_ROOT/scripts/$program" --check 1 "${KP_ARGUMENTS[@]}" ||
+    kp_checked kempner.config.toml "$KP_ROOT/scripts/$KP_PROGRAM" --check 1 "${KP_ARGUMENTS[@]}" ||
         exit 2
     run=${KP_VALUES[0]}
     local KP_ROOT=$directory # kp_code_copy takes KP_ROOT
@@ -83,16 +82,16 @@ kp_copy_program() { # as kp_copy_now, of the directory of run.sh's --code
     echo "$KP_COPY"
 }
 
-kp_comment() { # <copy>: adds a comment to request that names the copy, after the user's own
+kp_comment() { # <copy>: adds a comment to KP_SBATCH that names the copy, after the user's own
     local i value=${SBATCH_COMMENT:-} left=()
-    for ((i = 0; i < ${#request[@]}; i++)); do
-        case ${request[i]} in
-            --comment=*) value=${request[i]#*=} ;;
-            --comment) value=${request[++i]:-} ;;
-            *) left+=("${request[i]}") ;;
+    for ((i = 0; i < ${#KP_SBATCH[@]}; i++)); do
+        case ${KP_SBATCH[i]} in
+            --comment=*) value=${KP_SBATCH[i]#*=} ;;
+            --comment) value=${KP_SBATCH[++i]:-} ;;
+            *) left+=("${KP_SBATCH[i]}") ;;
         esac
     done
-    request=("${left[@]}" "--comment=$(kp_comment_with "$value" "kempner-code=$1")")
+    KP_SBATCH=("${left[@]}" "--comment=$(kp_comment_with "$value" "kempner-code=$1")")
 }
 
 kp_refresh() { # <job>: gives it a copy of the code as it is now
@@ -126,15 +125,15 @@ if [[ ${1:-} == --refresh ]]; then
 fi
 ! kp_in_job || kp_die "this is job $(kp_job_id) already: submit from a login node"
 kp_options "$@"
-for word in "${request[@]}"; do kp_own_option "$word"; done
+for word in "${KP_SBATCH[@]}"; do kp_own_option "$word"; done
 kp_need_slurm
 copy=$(kp_copy_now) || exit
 kp_log "code: $copy" >&2
 kp_find_root
 kp_read_site
-if [[ $program == program.py ]]; then
+if [[ $KP_PROGRAM == program.py ]]; then
     kp_comment "$copy"
-    exec sbatch "${request[@]}" "$launcher" "${KP_ARGUMENTS[@]}"
+    exec sbatch "${KP_SBATCH[@]}" "$KP_NAME" "${KP_ARGUMENTS[@]}"
 fi
-[[ -z $elsewhere ]] || launcher=own.sh
-exec sbatch "${request[@]}" "$copy/scripts/slurm/${launcher##*/}" "${KP_ARGUMENTS[@]}"
+[[ -z $KP_OWN_LAUNCHER ]] || KP_NAME=own.sh
+exec sbatch "${KP_SBATCH[@]}" "$copy/scripts/slurm/${KP_NAME##*/}" "${KP_ARGUMENTS[@]}"

@@ -19,31 +19,31 @@ readonly USAGE="usage: bash scripts/slurm/tmux.sh RUN|JOBID [--detached | --figu
 readonly FIGURES_S=5
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 readonly HERE
-asked_run='' mode='' session=''
+KP_ASKED_RUN='' KP_MODE='' KP_SESSION=''
 
-kp_options() { # <arguments>...: sets asked_run, as the user names it, and mode
+kp_options() { # <arguments>...: sets KP_ASKED_RUN, as the user names it, and KP_MODE
     local word
     for word; do
         case $word in
-            --detached | --figures) mode=${word#--} ;;
+            --detached | --figures) KP_MODE=${word#--} ;;
             -* | '') kp_die "no option '$word'; $USAGE" ;;
             *)
-                [[ -z $asked_run ]] ||
-                    kp_die "give one run, not both '$asked_run' and '$word'; $USAGE"
-                asked_run=$word
+                [[ -z $KP_ASKED_RUN ]] ||
+                    kp_die "give one run, not both '$KP_ASKED_RUN' and '$word'; $USAGE"
+                KP_ASKED_RUN=$word
                 ;;
         esac
     done
-    [[ -n $asked_run ]] || kp_die "$USAGE"
+    [[ -n $KP_ASKED_RUN ]] || kp_die "$USAGE"
 }
 
 kp_figures() { # status.sh of the run every few seconds, until Ctrl-C
     local text size
     kp_begin
     while true; do
-        [[ -n ${KP_RUN_DIR:-} ]] || kp_find_run "$asked_run"
+        [[ -n ${KP_RUN_DIR:-} ]] || kp_find_run "$KP_ASKED_RUN"
         size=$(stty size 2>/dev/null) || size='0 160'
-        text="job $asked_run has no run directory yet"
+        text="job $KP_ASKED_RUN has no run directory yet"
         [[ -z $KP_RUN_DIR ]] ||
             text=$(COLUMNS=${size#* } bash "$HERE/status.sh" "$KP_RUN_DIR" 2>&1) || true
         printf '\033[H\033[2J%s' "$text"
@@ -54,39 +54,39 @@ kp_figures() { # status.sh of the run every few seconds, until Ctrl-C
 kp_identity() { # one line, the same for each way to name the run: the directory's full path, or the
     # job without one yet
     kp_begin
-    kp_find_run "$asked_run"
-    if [[ -n $KP_RUN_DIR ]]; then realpath -- "$KP_RUN_DIR"; else echo "job-$asked_run"; fi
+    kp_find_run "$KP_ASKED_RUN"
+    if [[ -n $KP_RUN_DIR ]]; then realpath -- "$KP_RUN_DIR"; else echo "job-$KP_ASKED_RUN"; fi
 }
 
-kp_choose_session() { # <identity>: sets session, the name of the run's session; true when it is
+kp_choose_session() { # <identity>: sets KP_SESSION, the name of the run's session; true when it is
     # there already
     local name=${1##*/} number=1 owner
-    session=kempner-job-$asked_run # made when the job had no run directory yet
-    ! tmux has-session -t "=$session" 2>/dev/null || return 0
+    KP_SESSION=kempner-job-$KP_ASKED_RUN # made when the job had no run directory yet
+    ! tmux has-session -t "=$KP_SESSION" 2>/dev/null || return 0
     name=kempner-${name//[^A-Za-z0-9_-]/_}
-    session=$name
-    while tmux has-session -t "=$session" 2>/dev/null; do
-        owner=$(tmux show-options -qv -t "=$session:" @kempner_run)
+    KP_SESSION=$name
+    while tmux has-session -t "=$KP_SESSION" 2>/dev/null; do
+        owner=$(tmux show-options -qv -t "=$KP_SESSION:" @kempner_run)
         [[ $owner != "$1" ]] || return 0
         number=$((number + 1)) # another run of that name
-        session=$name-$number
+        KP_SESSION=$name-$number
     done
     return 1
 }
 
-kp_pane_command() { # <command>...: sets pane_command, the command for tmux, which takes words,
+kp_pane_command() { # <command>...: sets KP_PANE_COMMAND, the command for tmux, which takes words,
     # with this shell's settings
     # Everybody on the host can read the words, of a server that stays: no secret is among them. No
     # pane needs one, nor those who are told of a run.
     local name number
-    pane_command=(env "PATH=$PATH") # a server that is running already has its own
+    KP_PANE_COMMAND=(env "PATH=$PATH") # a server that is running already has its own
     for name in "${!KEMPNER_@}" SLURM_CONF; do
         [[ -z ${!name+set} || $name =~ ^KEMPNER_(NOTIFY|MAIL)$ ]] || kp_is_secret "$name" ||
-            pane_command+=("$name=${!name}")
+            KP_PANE_COMMAND+=("$name=${!name}")
     done
-    pane_command+=("$@")
-    for ((number = 0; number < ${#pane_command[@]}; number++)); do
-        pane_command[number]=$(kp_word "${pane_command[number]}")
+    KP_PANE_COMMAND+=("$@")
+    for ((number = 0; number < ${#KP_PANE_COMMAND[@]}; number++)); do
+        KP_PANE_COMMAND[number]=$(kp_word "${KP_PANE_COMMAND[number]}")
     done
 }
 
@@ -97,7 +97,7 @@ kp_word() { # <word>: as tmux wants it: a bare ; at the end of a word would end 
 kp_add() { # <title> <lines> <pane> <command>...: a pane above that one
     local pane
     kp_pane_command "${@:4}"
-    pane=$(tmux split-window -d -v -b -l "$2" -t "$3" -P -F '#{pane_id}' "${pane_command[@]}")
+    pane=$(tmux split-window -d -v -b -l "$2" -t "$3" -P -F '#{pane_id}' "${KP_PANE_COMMAND[@]}")
     tmux select-pane -t "$pane" -T "$1"
 }
 
@@ -108,41 +108,41 @@ kp_make_session() { # <identity>: panes from top to bottom: figures, rank 0, war
     # less tmux's own line
     rows=$((rows < 24 ? 23 : rows - 1)) columns=$((columns < 80 ? 80 : columns))
     kp_pane_command "${SHELL:-bash}"
-    shell=$(tmux new-session -d -x "$columns" -y "$rows" -s "$session" -P -F '#{pane_id}' \
-        "${pane_command[@]}")
-    tmux set-option -t "=$session:" @kempner_run "$(kp_word "$1")"
-    tmux set-option -q -t "=$session:" status-left-length 40
+    shell=$(tmux new-session -d -x "$columns" -y "$rows" -s "$KP_SESSION" -P -F '#{pane_id}' \
+        "${KP_PANE_COMMAND[@]}")
+    tmux set-option -t "=$KP_SESSION:" @kempner_run "$(kp_word "$1")"
+    tmux set-option -q -t "=$KP_SESSION:" status-left-length 40
     tmux set-option -q -w -t "$shell" pane-border-status top
     tmux set-option -q -w -t "$shell" pane-border-format ' #{pane_title} '
     tmux select-pane -t "$shell" -T shell
-    kp_add figures 4 "$shell" bash "$HERE/tmux.sh" --figures "$asked_run"
+    kp_add figures 4 "$shell" bash "$HERE/tmux.sh" --figures "$KP_ASKED_RUN"
     [[ ! -L $1/logs/latest/orchestrator.log ]] || parts="orchestrator engine-0"
     kp_add "rank 0" $((rows * 2 / (${#parts} > 0 ? 9 : 5))) "$shell" bash "$HERE/logs.sh" --rank 0 \
-        "$asked_run"
+        "$KP_ASKED_RUN"
     for part in $parts; do
-        kp_add "$part" $((rows / 6)) "$shell" bash "$HERE/logs.sh" --part "$part" "$asked_run"
+        kp_add "$part" $((rows / 6)) "$shell" bash "$HERE/logs.sh" --part "$part" "$KP_ASKED_RUN"
     done
     kp_add "warnings of all ranks" $((rows / (${#parts} > 0 ? 6 : 4))) "$shell" \
-        bash "$HERE/logs.sh" --warnings "$asked_run"
+        bash "$HERE/logs.sh" --warnings "$KP_ASKED_RUN"
 }
 
 kp_options "$@"
-[[ $mode != figures ]] || kp_figures
+[[ $KP_MODE != figures ]] || kp_figures
 command -v tmux >/dev/null ||
     kp_die "no tmux here: install it or load its module; without it: bash" \
-        "scripts/slurm/logs.sh $asked_run"
+        "scripts/slurm/logs.sh $KP_ASKED_RUN"
 # In a shell of its own: the tmux server keeps the environment that it is started in.
 identity=$(kp_identity)
 if kp_choose_session "$identity"; then
-    said="session $session was there already"
+    said="session $KP_SESSION was there already"
 else
     kp_make_session "$identity"
-    said="session $session is made"
+    said="session $KP_SESSION is made"
 fi
-if [[ $mode == detached || ! -t 0 || ! -t 1 ]]; then
-    echo "$said; attach to it: tmux attach -t $session"
+if [[ $KP_MODE == detached || ! -t 0 || ! -t 1 ]]; then
+    echo "$said; attach to it: tmux attach -t $KP_SESSION"
 elif [[ -n ${TMUX:-} ]]; then
-    tmux switch-client -t "=$session"
+    tmux switch-client -t "=$KP_SESSION"
 else
-    exec tmux attach-session -t "=$session"
+    exec tmux attach-session -t "=$KP_SESSION"
 fi

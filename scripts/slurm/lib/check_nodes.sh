@@ -26,9 +26,10 @@ kp_preflight() { # with KEMPNER_PREFLIGHT=1: checks the nodes; when some are fau
 
 kp_drop_bad_spares() { # takes those in KP_BAD out of KP_SPARES and KP_BAD; fails when no other node
     # has failed
-    local host bad=",$KP_BAD," count=${#KP_SPARES[@]}
+    local host bad=",$KP_BAD," count=${#KP_SPARES[@]} words
     for host in "${KP_SPARES[@]}"; do bad=${bad/",$host,"/,}; done
-    kp_drop_spares "$KP_BAD" "failed the preflight"
+    IFS=, read -ra words <<<"$KP_BAD"
+    kp_drop_spares "failed the preflight" "${words[@]}"
     ((${#KP_SPARES[@]} < count)) || return 0
     bad=${bad#,}
     KP_BAD=${bad%,}

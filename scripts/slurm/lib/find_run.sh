@@ -40,7 +40,8 @@ kp_find_job() { # <JOBID>: the same for a job
     KP_BATCH_LOG=$(sed -n '/^ *StdOut=/{s///;p;q}' <<<"$told")
     [[ -n $KP_BATCH_LOG ]] ||
         kp_die "no run of job $1 in $PWD/runs, and the job has no batch log: give the run directory"
-    kp_use_run "$(kp_named_run)"
+    file=$(kp_named_run)
+    kp_use_run "$file"
 }
 
 kp_named_run() { # the run directory that the batch log names, or nothing

@@ -5,6 +5,7 @@
 KP_DRY=''      # not empty: --dry-run
 KP_DEVICE=auto # cpu, cuda or auto
 KP_DATA=()     # directories of token shards
+KP_LAUNCHER='' # of run.sh: torchrun, where that is the command
 KP_CHILD=''    # the running srun; of replicas.sh their judge
 KP_SRUN_LOG='' # what srun says of this attempt
 
@@ -51,6 +52,10 @@ kp_own_options() { # the options that are neither sbatch's nor overrides, for --
 
 kp_use_program() { # <file>: sets KP_TRAIN, the program that every task runs
     KP_TRAIN=$1
+}
+
+kp_set_launcher() { # <torchrun, or nothing>
+    KP_LAUNCHER=$1
 }
 
 kp_use_run() { # <run directory> [its checkpoints]: sets KP_RUN_DIR and KP_CHECKPOINTS
@@ -114,10 +119,11 @@ kp_check() { # <train.py arguments>...: checks them in one process before any GP
 
 kp_take_values() { # sets what kp_check sets, and KP_INPUTS (configuration files), from the answer
     # of kempner.jobs.check
-    local i
+    local i run checkpoints
     [[ -n ${KP_VALUES[1]:-} ]] || return 1
-    kp_use_run "$(realpath -m -- "${KP_VALUES[1]}")" \
-        "$(realpath -m -- "${KP_VALUES[2]:-${KP_VALUES[1]}/checkpoints}")"
+    run=$(realpath -m -- "${KP_VALUES[1]}")
+    checkpoints=$(realpath -m -- "${KP_VALUES[2]:-$run/checkpoints}")
+    kp_use_run "$run" "$checkpoints"
     KP_DEVICE=${KP_VALUES[3]:-auto}
     for ((i = 4; i < ${#KP_VALUES[@]}; i++)); do
         [[ -n ${KP_VALUES[i]} ]] || break

@@ -4,7 +4,6 @@
 
 # One task of a node may drive all of its GPUs: JAX, vLLM, torchrun, ...
 KP_DRIVES_ALL=1
-KP_LAUNCHER=''             # torchrun, where that is the command
 KP_INTERRUPTED=interrupted # it may have saved nothing
 # Requests go by a file, see kp_signal: where Slurm tracks processes by parent, it signals the
 # program itself.
@@ -93,7 +92,7 @@ kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN
         exit "$code"
     fi
     kp_use_run "${KP_VALUES[0]}"
-    KP_LAUNCHER=${KP_VALUES[1]}
+    kp_set_launcher "${KP_VALUES[1]}"
     export KEMPNER_COMMAND=${KP_VALUES[4]} # what the run is; see Start in events.py
     if [[ -n ${KP_VALUES[3]} ]] && kp_is_batch; then
         kp_log "$KP_RUN_DIR: this command was done at an earlier start of the job: nothing runs;" \

@@ -58,8 +58,9 @@ ray_least_cpus() { # prints the fewest CPUs that the job has on a node; Slurm wr
 
 ray_resources() { # sets KP_NODES and what each node gives to Ray; stops when that is more than the
     # job has
-    local cpus line
-    kp_set_size "$(kp_field NumNodes)" 1 0
+    local cpus line nodes
+    nodes=$(kp_field NumNodes)
+    kp_set_size "$nodes" 1 0
     kp_gpus
     GPUS_PER_NODE=${GPUS_PER_NODE:-$KP_GPUS}
     cpus=$(ray_least_cpus)

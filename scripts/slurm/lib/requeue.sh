@@ -31,8 +31,9 @@ kp_committed_step() { # the step that the run would go on from
     kp_newest_step "$KP_CHECKPOINTS"
 }
 
-kp_note_progress() { # sets KP_COMMITTED_BEFORE, from which the progress of this attempt counts
-    KP_COMMITTED_BEFORE=$(kp_committed_step)
+kp_note_progress() { # [step]: sets KP_COMMITTED_BEFORE, from which the progress of this attempt
+    # counts
+    KP_COMMITTED_BEFORE=${1-$(kp_committed_step)}
 }
 
 kp_reached() { # the same in words

@@ -14,7 +14,7 @@ kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a ta
     if ! kp_in_job; then
         KP_NODES=1 KP_GPUS=$(kp_gpus_here)
         KP_TASKS=${KEMPNER_NPROC:-$((KP_GPUS > 0 ? KP_GPUS : 1))}
-        [[ -z ${KP_LAUNCHER:-} ]] || { export PET_NPROC_PER_NODE=$KP_TASKS && KP_TASKS=1; }
+        [[ -z $KP_LAUNCHER ]] || { export PET_NPROC_PER_NODE=$KP_TASKS && KP_TASKS=1; }
         return
     fi
     [[ -z $(kp_field HetJobId) ]] ||
@@ -23,7 +23,7 @@ kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a ta
     KP_NODES=$(kp_field NumNodes)
     kp_gpus
     asked=$(kp_tasks_asked)
-    if [[ -n ${KP_LAUNCHER:-} ]]; then
+    if [[ -n $KP_LAUNCHER ]]; then
         ((${asked:-1} == 1)) ||
             kp_die "$asked task(s) per node, each a torchrun of its own: leave --ntasks-per-node" \
                 "out: torchrun starts a process for each GPU, or as many as --nproc-per-node says"

@@ -136,11 +136,11 @@ kp_is_over() { # true when the run has recorded an orderly end
     [[ $KP_STATE =~ ^(done|stopped|interrupted|failed)$ ]]
 }
 
-kp_drop_spares() { # <hosts, by commas> <what is wrong>: those of them that are spares
+kp_drop_spares() { # <what is wrong> <host>...: those of them that are spares
     local host spares=()
     for host in "${KP_SPARES[@]}"; do
-        if [[ ,$1, == *",$host,"* ]]; then
-            kp_log "the spare node $host $2: it is dropped"
+        if [[ " ${*:2} " == *" $host "* ]]; then
+            kp_log "the spare node $host $1: it is dropped"
         else
             spares+=("$host")
         fi
@@ -153,7 +153,7 @@ kp_drop_unfit_spares() { # those whose device audit.py has found wrong
     for host in "${KP_SPARES[@]}"; do
         [[ ! -e $KP_RUN_DIR/.unfit-$SLURM_JOB_ID-$host ]] || unfit+=("$host")
     done
-    kp_drop_spares "$(kp_comma "${unfit[@]}")" "computes wrong numbers (logs/spare.log)"
+    kp_drop_spares "computes wrong numbers (logs/spare.log)" "${unfit[@]}"
 }
 
 kp_find_lost() { # sets KP_LOST, the nodes of this run that can start no task; such spares are
@@ -177,7 +177,7 @@ kp_find_lost() { # sets KP_LOST, the nodes of this run that can start no task; s
     ((${#gone[@]} > 0)) || return 0
 
     KP_DROPPED=1
-    kp_drop_spares "$(kp_comma "${gone[@]}")" "does not answer"
+    kp_drop_spares "does not answer" "${gone[@]}"
     for host in "${hosts[@]}"; do
         [[ " ${gone[*]} " != *" $host "* ]] ||
             [[ ${#KP_PLACES[@]} != 0 && " ${KP_PLACES[*]} " != *" $host "* ]] ||
@@ -246,7 +246,7 @@ kp_next_attempt() { # after the decision to restart: the next attempt has a name
         [[ -z $KP_LOST ]] || kp_end_guard # it may have been there
     fi
     KP_RESTARTS=$((KP_RESTARTS - 1))
-    kp_note_progress
+    kp_note_progress "$KP_COMMITTED" # as the decision has seen it: a later look may see more
     kp_set_decided ''
     kp_forget_signal
     KP_LOST=''

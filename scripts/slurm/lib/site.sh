@@ -53,9 +53,11 @@ kp_name_attempt() { # <its identity>: this attempt begins now; sets KP_SRUN_NAME
 }
 
 kp_enter() { # sets KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads the secrets
+    local program
     kp_check_settings
     kp_read_secrets
-    kp_use_program "$(kp_of_copy "${KEMPNER_TRAIN:-$KP_ROOT/scripts/train.py}")"
+    program=$(kp_of_copy "${KEMPNER_TRAIN:-$KP_ROOT/scripts/train.py}")
+    kp_use_program "$program"
     export PYTHONUNBUFFERED=1 PYTHONPATH=$KP_ROOT/src${PYTHONPATH:+:$PYTHONPATH}
     kp_choose_python
     if kp_in_job; then
