@@ -195,6 +195,7 @@ def rl_problems(cfg: RunConfig) -> list[str]:
         "rl.weights = direct with rl.inference.engine = vllm": (
             rl.weights == "direct" and inference.engine == "vllm"
         ),
+        # Ranks admit whoever has the token of the attempt; servers that run already have their own.
         "rl.weights = direct with rl.inference.urls": (
             rl.weights == "direct" and bool(inference.urls)
         ),
@@ -291,6 +292,7 @@ def _sizes(cfg: RunConfig) -> list[str]:
             )
     except ConfigError as error:
         problems += [f"{text}, and engines get their weights by one" for text in error.problems]
+    # https is refused as well: KitEngine speaks plain HTTP.
     places = [_server(url) for url in cfg.of(InferenceConfig).urls]
     problems += [
         f"rl.inference.urls: {url}: must be http://HOST:PORT, each once"

@@ -83,6 +83,7 @@ class RlExtension(Extension):
             problems = _other_tokens(cfg)
         try:
             envs, _ = open_parts(cfg, servers)
+            # A run does without: its orchestrator looks on the host that computes the rewards.
             if servers:
                 check_isolation(envs.values())
         except ConfigError as error:
@@ -122,6 +123,7 @@ def _other_tokens(cfg: RunConfig) -> list[str]:
     with contextlib.suppress(ConfigError):  # told by the check of the weights
         own = source_tokenizer(find_weights(cfg.model.init_from)) if cfg.model.init_from else None
     theirs = named_tokenizer(name)
+    # A tokenizer that is not there is told by open_parts().
     if own is None or theirs is None or same_ids(theirs, own):
         return []
     return [other_ids(f"rl.tokenizer = {name}", theirs, own, "leave rl.tokenizer out")]

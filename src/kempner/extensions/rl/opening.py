@@ -84,6 +84,7 @@ def check_isolation(envs: Iterable[Tasks]) -> None:
     if not exposed:
         return
     try:
+        # Says nothing: what the host lacks is in the problems.
         with contextlib.closing(Scorer(1, lambda _: None)) as scorer:
             scorer.check(exposed)
     except OSError as error:
@@ -142,6 +143,7 @@ def check_servers(cfg: RunConfig, words: Words) -> list[str]:
     nobody has started them. A job that was started again waits for one that another run has taken
     meanwhile, as for one that is lost."""
     problems, silent = [], []
+    # To refuse it would end a requeued job as bad input, for something that passes.
     again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     run = RolloutExchange(cfg.run.dir).run
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
@@ -245,6 +247,8 @@ def open_router(
     def make(url: str) -> RouterEngine:
         return make_engine(cfg, url, token(), ends, None if bench else exchange.run)
 
+    # No patience with engines of this job: rl.sh starts them again, and ends the run when none is
+    # left.
     slots, queued = inference.resolved_slots, QUEUED * cfg.of(RlConfig).group_size
     silence = inference.timeout
     return Router(find, make, slots, queued, say, silence, silence if urls else None)

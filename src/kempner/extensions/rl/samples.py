@@ -27,12 +27,14 @@ class SampleLog:
         earlier_lines = [line for line in lines if line.get("step", 0) <= step]
         if len(earlier_lines) < len(lines):
             text = "".join(f"{json.dumps(line)}\n" for line in earlier_lines)
+            # Without room the old lines stay, and the log has some steps twice.
             with contextlib.suppress(OSError):
                 write_atomic(self._path, text)
 
     def add(self, step: int, groups: Sequence[SampleGroup]) -> None:
         """Add samples of a step. Training does not depend on it: a full disk is reported once."""
         try:
+            # Opened anew for each step, which ends a line that a full disk has cut.
             file = LineFile(self._path)
             for group in groups[:RECORDED_GROUPS]:
                 scored = sorted(group.scored, key=lambda each: each.reward or 0.0)
@@ -69,6 +71,7 @@ def reward_figures(
         "reward": mean_or_zero(rewards),
         "reward_std": float(np.std(rewards)) if rewards else 0.0,
         "length": mean_or_zero([each.length for each in scored]),
+        # Less than `length` where rl.max_async selects short answers.
         "length_trained": mean_or_zero([each.length for each in trained]),
         "truncated": mean_or_zero([each.truncated for each in scored]),
         "zero_variance": float(sum(not group.failed and group.flat for group in groups)),
@@ -77,6 +80,7 @@ def reward_figures(
         "given_up": float(sum(group.given_up for group in groups)),
         "broken_tasks": float(sum(group.broken for group in groups)),
         "failed_rewards": float(sum(len(group.rollouts) - len(group.rewards) for group in groups)),
+        # Step n trains version n - 1: what that one has sampled is 0 behind.
         "staleness": mean_or_zero([step - 1 - each.oldest for each in trained]),
         "samples": float(len(trained)),
     }

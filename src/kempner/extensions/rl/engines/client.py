@@ -198,6 +198,7 @@ class KitEngine:
         body = {
             "prompt": [list(prompt) for prompt in prompts],
             "n": n,
+            # No alternatives: the log-probability of the sampled token alone.
             "logprobs": 0,
             "seed": sampling.seed,
             "max_tokens": sampling.max_tokens,
@@ -255,6 +256,7 @@ class KitEngine:
             raise Busy(str(other)) from None
 
     def update(self, body: dict[str, Any]) -> int:
+        # Weights straight from the ranks need no lease: no other run has the token of this attempt.
         run_field = {"run": self._run} if self._run and "path" in body else {}
         return self._version_in(self._ask("/update_weights", body | run_field, UPDATE_S))
 
@@ -288,6 +290,7 @@ class KitEngine:
     def _count(self, name: str) -> int | None:
         """Return the sum of a counter over its labels."""
         _, text = self._exchange("/metrics", None, ENGINE_HEARTBEAT_S)
+        # vLLM's Prometheus client writes large numbers as 1.5e+06.
         line = rf"^{re.escape(name)}(?:{{.*}})? ([0-9.e+]+)$".encode()
         found = re.findall(line, text, re.MULTILINE)
         return int(sum(map(float, found))) if found else None
@@ -422,6 +425,7 @@ class VllmEngine(KitEngine):
                 ]
             except (KeyError, TypeError, ValueError) as error:
                 raise Lost(f"its answer is not vLLM's: {error!r}") from None
+            # A text that vLLM has aborted comes as an answer, too.
             if len(texts) != n or any(each.finish not in ("stop", "length") for each in texts):
                 raise Lost("it has not finished all texts")
             return texts
@@ -494,6 +498,7 @@ class VllmEngine(KitEngine):
         other."""
         if temperature != 1.0:
             return None
+        # vLLM refuses to sample no token at all.
         words = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         body = {"token_ids": list(tokens), "sampling_params": words}
         answer = self._ask("/inference/v1/generate", body, SCORE_S)
@@ -521,6 +526,7 @@ def _read(path: str, code: int, text: bytes) -> dict[str, Any]:
         why = str(content["error"]["message"])
     except (KeyError, TypeError):
         why = text[:200].decode(errors="replace")
+    # No weights, or a full queue: it may take the request later.
     if code == 503:
         raise Busy(why)
     # Both kinds of engines answer so where another run has the lease.

@@ -44,6 +44,7 @@ class Member:
         """Return the seconds for which it has had work, and done none. An engine that does not
         count its tokens makes progress with each request that ends."""
         now = time.monotonic()
+        # Without work, and while it reads weights, an engine makes no token: nothing is wrong.
         if progress != self.progress or not self.load or self.updating:
             self.progress, self.progressed = progress, now
         return now - self.progressed

@@ -146,8 +146,10 @@ def main(argv: list[str]) -> int:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(place, f"http://{host}:{port}\n")
             end.wait(VLLM_POLL_S)
+        # A server that ends unasked has failed, whatever its code.
         return 0 if end.is_set() else process.returncode or 1
     finally:
+        # The URL first: nobody may find an engine that is about to end.
         place.unlink(missing_ok=True)
         stop_process(process)
 
@@ -160,6 +162,7 @@ def fail_start(message: str, code: int = 2) -> int:
 def parse_engine_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the options; unknown words are passed to vLLM."""
     parser = argument_parser("python -m kempner.extensions.rl.engines.vllm_engine", __doc__)
+    # Else an option of vLLM's could be taken for the beginning of one of these.
     parser.allow_abbrev = False
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--publish", type=Path, required=True)
@@ -180,6 +183,7 @@ def vllm_arguments(model: Path, options: argparse.Namespace, port: int) -> list[
     those of the distribution that they were drawn from."""
     gpus = [x for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
     words = ["serve", str(model), "--host", options.host, "--port", str(port)]
+    # --enable-scale-out brings /inference/v1/generate: /v1/completions needs a tokenizer.
     words += ["--skip-tokenizer-init", "--enable-scale-out", "--max-num-seqs", str(options.slots)]
     words += ["--logprobs-mode", "processed_logprobs", "--middleware", f"{__spec__.name}.Allowed"]
     if not gpus:  # bf16 where the trainer computes in fp32 would be another policy

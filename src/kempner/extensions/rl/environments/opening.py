@@ -35,6 +35,7 @@ BUILT_IN = {
     "reasoning_gym": "reasoning_gym:ReasoningGym",
     "verifiers": "verifiers:Verifiers",
 }
+# With an eighth of the prompts held out, so many draws miss them with a probability of 1e-58.
 PROMPT_DRAWS = 1000  # of which one must be a new prompt, of the part that is asked for
 PROMPT_MISSES = 100  # draws in a row of prompts that were drawn before: there are no more
 
@@ -104,6 +105,7 @@ class Tasks:
     def _draw(self, number: int, held_out: bool) -> Task:
         for attempt in range(PROMPT_DRAWS):
             # The seed follows from the task alone, not from the order in which tasks are asked for.
+            # As a text: Random hashes one by SHA-512, the same in every process.
             seed = f"{self.seed} {self.cfg.label} {held_out} {number} {attempt}"
             task = self.environment.task(number, random.Random(seed))
             if self._is_held_out(task) == held_out:
@@ -129,6 +131,7 @@ class Tasks:
         return self.environment.task(number, random.Random(f"{self.seed} {number}"))
 
     def _is_held_out(self, task: Task) -> bool:
+        # A key is 16 hexadecimal digits of a hash: spread evenly below 2**64.
         return int(task.key, 16) < self.environment.held_out * 2**64
 
     def _none_left(self, held_out: bool) -> ConfigError:

@@ -162,6 +162,7 @@ class ModelProgram(run_program.Peer):
         return self
 
     def __exit__(self, *_: object) -> None:
+        # It is the init of its namespace: with it the kernel kills whatever it has started.
         self._process.kill()
         self._process.wait()
         os.close(self._requests)
@@ -219,6 +220,7 @@ class ModelProgram(run_program.Peer):
             raise
 
     def find(self, key: str) -> Any:
+        # The program names the type: any other name would import a module into the tests' process.
         if key not in TYPES | ERRORS and not key.startswith("builtins."):
             raise TypeError(key)
         found = run_program.import_name(key)
@@ -255,6 +257,7 @@ class ModelProgram(run_program.Peer):
 
     def _object(self, kind: StandInType, number: int, base: list[Any], by_tests: bool) -> StandIn:
         by_tests = by_tests and kind._kind_.judges
+        # One stand-in for each object, so that `is` holds in the tests as in one process.
         if (number, by_tests) not in self._objects:
             new: Any = kind.__new__(kind, *base)  # type: ignore[arg-type]
             # StandIn.__setattr__() would ask the program.
@@ -285,6 +288,7 @@ class ModelProgram(run_program.Peer):
         if not all(isinstance(each, StandInType) or each is fixed for each in found):
             raise TypeError(name)
         has = {each for each in methods if each in TELLS | JUDGES}
+        # StandIn has these three itself.
         own = has if fixed in BASES else has - {"__eq__", "__bool__", "__hash__"}
         space = {each: special_name(each, fixed) for each in own}
         if "__eq__" in space:
@@ -327,6 +331,7 @@ class Names(dict[str, Any]):
         super().__init__(__name__="tests")
         self.program, self.modules, self.own = program, modules, own
 
+    # CPython asks this of globals that are a subclass of dict, also within functions.
     def __missing__(self, name: str) -> Any:
         if name in self.modules:
             return importlib.import_module(MODULES[name])

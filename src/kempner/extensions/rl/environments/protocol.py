@@ -30,6 +30,7 @@ class Task(NamedTuple):
     @property
     def key(self) -> str:
         """Hash of the prompt, whichever number the task has."""
+        # Not hash(), which differs from process to process.
         return hashlib.sha256(json.dumps(self.prompt).encode()).hexdigest()[:16]
 
     @property

@@ -140,6 +140,7 @@ class Format(Environment):
 
     def score(self, task: Task, completion: str) -> float:
         text = completion.strip()
+        # Else an empty text would be paid for the capitals and commas that it does not have.
         followed = [
             bool(text) and LETTER_RULES[name][1](text, value) for name, value in task.answer
         ]

@@ -21,7 +21,9 @@ WHOLE = re.compile(rf"[+-]?{DIGITS}?(?:\.\d*)?(?:[eE][+-]?\d{{1,2}}|/\d+)?")
 DIGIT_GROUPS = re.compile(r"(?<![\d.])(\d{1,3})((?: \d{3})+)(?!\d)")
 ANSWER_MARK = re.compile(r"####\s*(.+)")
 FRACTION = re.compile(r"(?<!\d)(-?)\\[dt]?frac *(?:\{(-?\d+)\}|(\d)) *(?:\{(\d+)\}|(\d))")
+# At most 9 digits each: int() raises ValueError at more than 4300.
 MIXED = re.compile(r"(-?)(\d{1,9}) *\\[dt]?frac *(?:\{(\d{1,9})\}|(\d)) *(?:\{(\d{1,9})\}|(\d))")
+# Minus signs, hyphens and spaces as they are typeset: the patterns here know those of ASCII.
 SIGN_TABLE = str.maketrans(
     {"\u2212": "-", "\u2011": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " "}
 )
@@ -147,6 +149,7 @@ def problem_of_prompt(prompt: Any) -> str:
         is_talk &= isinstance(message, dict) and {"role", "content"} <= message.keys()
     if not isinstance(prompt, str) and not is_talk:
         return "must be a text or a list of messages, which have role and content"
+    # JSON can spell out half of a surrogate pair, which no tokenizer takes.
     try:
         json.dumps(prompt, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -38,6 +38,7 @@ class Verifiers(Environment):
         self.size = len(self._tasks)
         first = self._tasks[0]
         hooks = [*first.hooks("reward"), *(judge.score for judge in first.plugged_judges())]
+        # The names end the sentence of the message below: it must have ...
         lacks = {
             "rewards": not hooks,
             "no container": first.NEEDS_CONTAINER or any(map(_needs_runtime, hooks)),

@@ -53,6 +53,7 @@ class Groups:
             assert rl.batch_samples is not None
             self._target = rl.batch_samples // rl.group_size
         else:
+            # The first groups count as full; _enough() asks for more where they are shorter.
             tokens = self.tokens_of_group or rl.group_size * self._max_tokens
             self._target = math.ceil(rl.batch_tokens / tokens)
 
@@ -92,6 +93,7 @@ class Groups:
         self.again += old
         # In synchronous training all versions are equal: this is the order of the tasks.
         self._ready = sorted(fresh, key=lambda group: (group.oldest, group.at.place))
+        # The oldest weights whose samples this batch may train are not published yet.
         if ahead == 0:
             return None
         if (enough := self._enough()) is not None:
@@ -121,6 +123,7 @@ class Groups:
         """Fill the batch when rl.refill is used up. Groups without variance fill it: they have no
         part in the gradient, but their tokens count, so that the others do not weigh more than
         elsewhere."""
+        # By their order, not by arrival: a synchronous batch must not depend on timing.
         flat.sort(key=lambda group: group.at.place)
         groups = (self._ready + flat)[: self._target]
         if not groups:

@@ -70,6 +70,7 @@ class DialogueWriter:
                 "its prompts are conversations, and the tokenizer has no chat template; give "
                 "rl.tokenizer one that has"
             )
+        # encode_prompt(): the special tokens that the template spells out are single tokens.
         return self._words.tokenizer.encode_prompt(self._template.render(task.prompt, None, True))
 
     def reply(self, task: Task, reply: Reply, last: int) -> list[int]:
@@ -82,6 +83,7 @@ class DialogueWriter:
         """
         if isinstance(task.prompt, str) or self._template is None:
             return self._words.tokenizer.encode(reply.content)
+        # Without the turns before: only what follows the mark is used.
         messages: list[Message] = [
             *task.prompt,
             {"role": "assistant", "content": REPLY_PLACEHOLDER},

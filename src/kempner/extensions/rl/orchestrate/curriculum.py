@@ -46,6 +46,7 @@ class Curriculum:
 
     def _wanted(self, label: str) -> int:
         number = self._number[label]
+        # Without bounds no task is made only for its key.
         if not self._filters:
             return number
         for each in range(number, number + SKIPPED_TASKS):

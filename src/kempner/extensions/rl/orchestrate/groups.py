@@ -86,6 +86,7 @@ class SampleGroup:
         rewards = np.array(self.rewards) - loss.length_penalty * lengths / max_tokens
         # The penalty comes first, so that the advantages of a group sum to 0 all the same.
         found = rewards - rewards.mean()
+        # The penalty may have made rewards equal that were not.
         if loss.name == "grpo" and (deviation := rewards.std()) > SAME:
             found = found / deviation
         cut = [loss.mask_truncated and each.truncated for each in self.scored]
@@ -94,5 +95,6 @@ class SampleGroup:
 
 def seed_of(seed: int, *numbers: int) -> int:
     """Derive a seed for one request, of 63 bits."""
+    # Engines keep a seed as a signed integer of 64 bits.
     words = " ".join(map(str, (seed, *numbers)))
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "big") >> 1

@@ -98,6 +98,7 @@ class Bench:
 
         def work() -> None:
             try:
+                # -1: by whatever weights an engine has.
                 # pop() of a list is atomic: each thread has a place of its own.
                 come.put(self._sampler.group(at.pop(), self._cfg.of(RlConfig).group_size, -1))
             except Exception as error:

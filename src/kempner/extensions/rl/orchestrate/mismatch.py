@@ -38,6 +38,7 @@ class Probe(NamedTuple):
 def choose_probe(arrays: Mapping[str, NDArray[np.generic]]) -> Probe:
     """Choose the longest sample of a row that is not too long to score, else the shortest.
     `arrays`: of the rank file (exchange.Batch)."""
+    # Row 0 is the most expensive one of the batch (deal_rows), so there is a sample in it.
     inputs, targets, documents = (arrays[name][0] for name in ("inputs", "targets", "documents"))
     mask = targets != IGNORE
     lengths = {
@@ -81,6 +82,7 @@ class Mismatch:
         with contextlib.suppress(Empty):
             step, probe, scores = self._answers.get_nowait()
             self._asks = False
+            # The engine may have taken newer weights between the question and the answer.
             if scores and scores.version == step - 1 and len(scores.logprobs) == len(probe.counts):
                 self._scored[step] = probe, scores
         # One question at a time, the newest batch first: engines do not have its version for long.

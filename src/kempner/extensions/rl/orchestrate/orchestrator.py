@@ -103,6 +103,7 @@ class Orchestrator:
         if start.state is not None:
             self._curriculum.load(start.state["curriculum"])
             self._groups.tokens_of_group = start.state["tokens_of_group"]
+            # An environment may have left the configuration since the checkpoint.
             pending = [TaskPlace(*each) for each in start.state["pending"]]
             self._again.extend(each for each in pending if each.env in self._envs)
         self._groups.new_target()
@@ -112,6 +113,7 @@ class Orchestrator:
         """Return the state after the batch. Groups that wait for a later one are requested again
         after a resume, by newer weights, as those in flight: samples have no place in a
         checkpoint."""
+        # Tasks that came to nothing are done with: others were asked in their place.
         waiting = [*self._flying.values(), *self._groups.carried, *self._again]
         return {
             "curriculum": self._curriculum.state(),
@@ -140,6 +142,7 @@ class Orchestrator:
         self._router.offer(newest, self._exchange.update(newest))
         # These weights have learned from them: no rank reads these batches again.
         for step in range(newest, 0, -1):
+            # Those before went with an earlier version.
             if not (folder := self._exchange.rollouts(step)).exists():
                 break
             shutil.rmtree(folder, ignore_errors=True)

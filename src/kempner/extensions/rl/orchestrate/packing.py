@@ -50,6 +50,7 @@ def pack_batch(
     lengths = np.array([sample.places for sample in samples])
     assert lengths.max() <= seq_len
     packing = first_fit_decreasing(lengths, seq_len)
+    # Each micro-batch has collectives: a rank with one fewer would leave the others waiting.
     unit = ranks * micro_batch
     count = -(-len(packing) // unit) * unit
     # Balanced rows may fail to fit; first-fit decreasing never does.

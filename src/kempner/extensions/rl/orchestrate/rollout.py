@@ -60,6 +60,7 @@ class RolloutSampler:
             self._tell(env, f"task {at.number} is broken: {type(error).__name__}: {error}")
             return SampleGroup(at, "", "", [], broken=True)
         try:
+            # _converse() gives each turn a seed of its own.
             sampling = self._sampling.sampling(0)
             rollouts = self._converse(env, task, size, sampling, at.place, least, flight)
         except GivenUp as error:
@@ -81,6 +82,7 @@ class RolloutSampler:
             temperature=0.0, max_tokens=self._sampling.max_tokens, stop=self._sampling.stop
         )
         try:
+            # Any place will do: it makes the seed, on which a greedy text does not depend.
             rollouts = self._converse(env, task, 1, greedy, 0, least)
         except GivenUp as error:
             self._say(f"{env.label}: task {task.number} is given up: {error}")

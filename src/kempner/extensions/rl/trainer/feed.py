@@ -83,6 +83,7 @@ class Feed:
         self._stop, self._publisher, self._say = stop, publisher, say
         self._seq_len, self._micro = cfg.train.seq_len, cfg.train.micro_batch
         self._pin = layout.mesh.device_type == "cuda"
+        # gloo: the sums of _look() are on the host, and a wait of hours must not run on the GPU.
         self._ranks = Ranks(dist.new_group(backend="gloo"))
         self._beat = Beat(exchange, "trainer") if self._ranks.rank == 0 else None
         self._tries = 0  # of the newest version, for which the disk had no room
@@ -122,8 +123,10 @@ class Feed:
                 idle = f"idle for {waited / 60:.0f} min, without a batch ({IDLE_LIMIT})"
                 self._stop.request(INTERRUPT_REQUEST, idle)
         if isinstance(answer, Verdict):
+            # The verdict itself says "asked to make room"; the batch script repeats this reason.
             return answer._replace(reason=idle) if idle else answer
         self.tokens, self._metrics = answer.tokens, answer.metrics
+        # A row holds several samples: the orchestrator has counted them.
         self.position += int(answer.metrics.get("samples", 0))
         self.state = answer.state
         self._step = step
@@ -138,6 +141,7 @@ class Feed:
         directory."""
         batch, is_due = None, False
         if self._ranks.rank == 0:
+            # The others wait for this rank in the sum below.
             time.sleep(pause)
             batch = self._exchange.batch(step)
             is_due = self._tries > 0 and time.monotonic() > self._again
@@ -145,6 +149,7 @@ class Feed:
         flags = torch.tensor([batch is not None, is_due, *self._stop.flags[INTERRUPT_REQUEST:]])
         dist.all_reduce(flags, dist.ReduceOp.MAX, self._ranks.group)
         ready, due, *leaving = flags.tolist()
+        # A request to save alone can wait: the all-reduce of the next step carries it.
         verdict = requested_verdict(dict(zip(REQUEST_FLAGS, (0.0, *leaving), strict=True)))
         if verdict.state:
             return verdict
@@ -171,6 +176,7 @@ class Feed:
             full = torch.tensor(isinstance(error, OSError) and error.errno in FULL)
             dist.all_reduce(full, dist.ReduceOp.MAX, self._ranks.group)
             self._tries += 1
+            # Tries, not seconds: all ranks count the same, and must give up together.
             if not full or self._tries > DISK_S / AGAIN_S:
                 raise
             self._again = time.monotonic() + AGAIN_S
@@ -202,7 +208,7 @@ class Feed:
 
     def record(self, result: StepResult, lap: Mapping[str, float], counted: str) -> dict[str, Any]:
         """Return the metrics of the newest batch's step: the orchestrator's, and the trainer's."""
-        # This runs a step after the loss: by then the copy to the host waits for nothing.
+        # The numbers of the step have been read: the GPU is done, and the copy waits for nothing.
         if self._own:
             self._exchange.hand_back(self._step, self._own[0].cpu().numpy())
         metrics = {name: value for name, value in self._metrics.items() if name != "samples"}
@@ -238,6 +244,7 @@ class FakeFeed(Feed):
         super().__init__(cfg, exchange, layout, stop, publisher, 0, say)
         separate = cfg.of(BenchConfig).length == "variable"
         shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, separate, False, False)
+        # What random weights give a token on average: the ratios of the loss are near 1.
         self._source, self._guess = FakeDataset("fake", shape), -math.log(cfg.model.vocab_size)
         self._rows = (cfg.of(RlConfig).batch_samples or 64) // layout.data_ranks
 

@@ -44,6 +44,7 @@ def policy_losses(
     `is_cap`, as arXiv:2506.13585 does. masked also leaves out those tokens whose probability has
     moved by more than `mask` to where the advantage pushes it.
     """
+    # The outer clamp has no slope past BOUND: such a token does not push.
     log_ratio = (new.clamp(min=LOWEST) - old.clamp(min=LOWEST)).clamp(-BOUND, BOUND)
     if cfg.name in ("tis", "masked"):
         gain = truncated_ratio(log_ratio, cfg.is_cap) * advantages

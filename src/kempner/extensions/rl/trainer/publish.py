@@ -106,6 +106,7 @@ class DirectoryPublisher:
             if self._ranks.on_first(lambda: self._begin(folder)):
                 return
             self._ranks.on_all(lambda: self._write(folder))
+            # Here the file of every rank is whole: on_all() returns when all have written theirs.
             facts = {"version": version, "bytes": self._bytes, "transport": "directory"}
             facts["seconds"] = round(time.monotonic() - began, 3)
             self._ranks.on_first(lambda: self._exchange.publish(version, facts))

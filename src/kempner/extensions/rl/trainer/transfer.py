@@ -313,6 +313,7 @@ class Offer:
             link.sendall(YES)
             for part in parts:
                 send_part(link, part)
+            # sendall() returns when the kernel has the bytes, not when the engine has them.
             _some(len(link.recv(1)))
         except OSError as error:  # the engine says so, too, and is told again
             print(f"weights: an engine has not taken version {version} ({error})", flush=True)

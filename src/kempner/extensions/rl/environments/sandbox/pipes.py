@@ -22,6 +22,7 @@ class PipeClosed(Exception):
 
 def send_message(fd: int, message: bytes, end: float) -> None:
     """Send a message by the time `end`, of the monotonic clock. Raises Late or PipeClosed."""
+    # A pipe with room for a part is writable: a blocking write of all would wait past `end`.
     os.set_blocking(fd, False)
     rest = memoryview(PIPE_LENGTH.pack(len(message)) + message)
     while rest:
@@ -47,6 +48,7 @@ def _read(fd: int, count: int, end: float) -> bytes:
     data = bytearray()
     while len(data) < count:
         _wait(fd, select.POLLIN, end)
+        # In pieces: os.read() allocates all that it is asked for, and the length may be a lie.
         piece = os.read(fd, min(count - len(data), 1 << 20))
         if not piece:
             raise PipeClosed

@@ -141,6 +141,7 @@ class Peer:
 
     def answer(self, what: str, arguments: Any, keywords: Any) -> None:
         """Answer a call, with all values that came with it and may have changed."""
+        # Noted before the call: messages within it replace the list.
         changed = self.received
         self.depth += 1
         try:
@@ -218,6 +219,8 @@ class Peer:
         def items(values: list[Any]) -> list[Any]:
             return list(map(get, values)) if list in set(map(type, values)) else values
 
+        # A new outermost call: the other side has just begun its lists anew in ask(), so that the
+        # places of both agree.
         if not self.depth:
             self.shared, self.places = [], {}
         changed = [number for number, node in enumerate(nodes) if node[0] in CHANGED]
@@ -358,6 +361,7 @@ class ProgramPeer(Peer):
 
     def serve(self, what: str, /, *arguments: Any, **keywords: Any) -> Any:
         if what.startswith("__"):
+            # Of the type: there Python itself looks for special methods.
             return getattr(type(arguments[0]), what)(*arguments, **keywords)
         return getattr(self, what)(*arguments)
 

@@ -89,6 +89,7 @@ class Scorer:
 
     def close(self) -> None:
         """End all processes, also while they are at work."""
+        # First: a conversation that waits for its turn would start a process again.
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._all:
             process.end()
@@ -146,6 +147,7 @@ class _Process:
             [*module_command("kempner.extensions.rl.environments.sandbox.worker"), *self._words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # pipes.py reads the descriptors: a buffer of Python's would hide what has come.
             bufsize=0,
             env={**variables, **SET},
             start_new_session=True,

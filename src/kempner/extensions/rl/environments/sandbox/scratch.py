@@ -12,8 +12,10 @@ def empty_directory(directory: str) -> bool:
     Directories are moved up before they are deleted: in a chain of thousands no path is too long,
     and nothing here recurses.
     """
+    # The random names of moved directories: a program cannot have taken them.
     top, prefix, number = os.fsencode(directory), os.urandom(8).hex(), 0
     try:
+        # A program may have taken its own rights away, here and below.
         os.chmod(top, 0o700)
         while entries := _listing(top):
             for entry in entries:

@@ -106,6 +106,7 @@ class OuterProcess:
                     # A forked reward's process shares memory with it that is counted for both.
                     before = limits.process_memory([self.inner]) * (1 if failed is None else 2)
                     continue
+                # Not all of them: the processes of a fork bomb come faster than they are listed.
                 family = limits.list_descendants(self.inner, limits.PROCESSES + 1)
                 if len(family) > limits.PROCESSES:
                     raise Late(f"had more than {limits.PROCESSES} processes")
@@ -161,6 +162,7 @@ class OuterProcess:
         it."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.inner, signal.SIGKILL)
+        # Of this process: it is the subreaper to which the inner one's orphans come.
         limits.end_descendants(os.getpid(), 10.0)
         if self.directory:
             empty_directory(self.directory)
@@ -179,6 +181,7 @@ def serve_rewards(requests: int, answers: int, notes: int, lacks: list[str]) -> 
     scratch = own or directory
     os.environ["TMPDIR"] = tempfile.tempdir = scratch
     send_message(answers, json.dumps([lacks, directory]).encode(), EVER)
+    # The outer process reads them only after the last answer: a full pipe would block for ever.
     os.set_blocking(notes, False)
     environments: dict[EnvConfig, Environment] = {}
     with contextlib.suppress(PipeClosed):
