@@ -73,6 +73,7 @@ def bench_overrides(cfg: RunConfig, run_dir: str) -> list[str]:
         f"--bench.steps={steps}",
         f"--train.max_steps={warmup + steps}",
         "--schedule.warmup_steps=0",  # it may be longer than the measurement
+        # With a ramp the steps that count would not have one size.
         "--train.batch_ramp=none",
         "--train.seq_len_ramp=none",
         "--checkpoint.save=false",
@@ -98,6 +99,7 @@ def run_bench(
             return 1
         command = [sys.executable, sys.argv[0], *variant.words]
         codes.append(run_variant(command, Path(variant.cfg.run.dir), number, leaves))
+    # The lines of metrics.jsonl are of all ranks: one of them reads and prints.
     if world.rank:
         return 0
     machine = describe_machine()
@@ -131,6 +133,7 @@ def run_variant(
     env = dict(os.environ)
     if "TORCHELASTIC_RESTART_COUNT" in env:  # the variants share the store of torchrun
         env["TORCHELASTIC_RESTART_COUNT"] += f".{number}"
+    # `began` is compared with the time of a file; `end` must not move when the clock is set.
     status, began, end = run_dir / "status.json", time.time(), time.monotonic() + seconds
     process = subprocess.Popen(command, env=env, **popen)
     while True:
@@ -171,6 +174,7 @@ def _result(variant: Variant, code: int, machine: dict[str, Any], world: World) 
     """One variant as JSON: its steps that count, their summary, or why there is none."""
     cfg, run_dir = variant.cfg, Path(variant.cfg.run.dir)
     lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if "loss" in line]
+    # metrics.jsonl is appended to: an earlier measurement in this directory has left its lines.
     newest = max((line["attempt"] for line in lines), default=0)
     mine = [line for line in lines if line["attempt"] == newest]
     step_lines = (
@@ -219,6 +223,7 @@ def _figures(
     each = speed / ranks
     values = (line["step_time"], speed, each, line["mfu"], full and each * full, line["memory_gib"])
     published = [line["publish_seconds"]] if "publish_seconds" in line else []
+    # The last name is without a value in runs that publish nothing.
     return dict(zip(BENCH_FIGURES, (*values, *published), strict=False))
 
 
@@ -300,6 +305,7 @@ def _comparison(results: Sequence[Result]) -> str:
 
 def describe_machine() -> dict[str, Any]:
     """Describe device, versions and commit, once nobody uses the device."""
+    # After the variants: a CUDA context of this process would take memory from them.
     import torch
 
     gpu = torch.cuda.is_available()

@@ -61,6 +61,7 @@ class ReplicaCheckpointer(Checkpointer):
     def _meet(self, name: str, ours: Any) -> list[Any]:
         """Exchange a value between the first ranks of all replicas; returns all values."""
         store, world = self._world.store, self._world
+        # `name` has the attempt: an answer of an earlier one would be taken for this one's.
         store.set(f"resume {name} {world.replica}", json.dumps(ours))
         keys = [f"resume {name} {number}" for number in range(world.replicas)]
         # multi_get() waits until all keys are there.

@@ -141,6 +141,7 @@ class TopK:
         return torch.cat((as_bytes(flat[places]), as_bytes(places.int())))
 
     def decode(self, data: Tensor, rows: int, columns: int) -> Tensor:
+        # All bytes as both types, of four bytes each: the values come first, then the places.
         values, places = data.clone().view(torch.float32), data.clone().view(torch.int32)
         count = self._count(rows, columns)
         output = torch.zeros(rows * columns, device=data.device)

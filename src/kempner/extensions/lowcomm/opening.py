@@ -34,5 +34,6 @@ def open_lowcomm(
         replicas = LowcommReplicas(cfg, world, parameters, exchange)
     replicas.waiting = waiting
     if replicas.outer.apart:
+        # Weights that differ between replicas are not the run's: its anchors are saved, validated.
         optimizer.published = replicas.outer.published()
     return replicas

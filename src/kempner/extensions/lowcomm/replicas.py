@@ -110,6 +110,7 @@ class LowcommReplicas(Replicas):
         # A step is never abandoned midway: the other replicas would wait for this one.
         result = {**numbers, **dict.fromkeys(REQUEST_FLAGS, zero), "step_time": zero}
         if steps_left == min(1, rounds - 1) and self._asked is not None:
+            # The facts of a round take this dtype: fp32 would round the bytes that were sent.
             mean, self._asked = self._asked.wait().double(), None
             sums, self._spoilt = mean.tensor_split([len(SHARED_NUMBERS)])
             means = dict(zip(SHARED_NUMBERS, sums.unbind(), strict=True))
@@ -142,6 +143,7 @@ class LowcommReplicas(Replicas):
         those of the round before, as the numbers leave before the last fragment. fp32."""
         spoilt = self.outer.take_spoilt().float()
         if self.world.size > 1:
+            # Each rank has looked at its own part of the weights.
             dist.all_reduce(spoilt, dist.ReduceOp.MAX)
         flags = spoilt.new_zeros(self.world.replicas)
         flags[self.world.replica] = spoilt

@@ -25,6 +25,7 @@ def build_without_memory(cfg: RunConfig, world_size: int, per_node: int) -> str:
     from kempner.parallel.build import plan_model
 
     _, ranks, near = one_replica(cfg, world_size, per_node)
+    # Its collectives return at once; on the meta device there is nothing for them to bring.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         layout = build_layout(cfg.distributed, ranks, near, "cpu")

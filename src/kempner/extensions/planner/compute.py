@@ -119,6 +119,7 @@ def expert_weights(cfg: RunConfig) -> float:
 def fp8_casts(cfg: RunConfig, axes: Axes, tokens: float) -> float:
     """Bytes moved by fp8 casts: a product's input and the gradient of its output, twice each, along
     their rows and their columns. The weights' are negligible."""
+    # `tokens` are divided by tp, too, but each rank of it has the whole input of a product.
     widths = sum((n * axes.tp + k) * often for n, k, often in fp8_matrices(cfg, axes))
     return FP8_CAST * 2 * tokens * widths * (1 if cfg.train.compile else EAGER)
 
@@ -128,6 +129,7 @@ def attention_flops(cfg: RunConfig, axes: Axes, tokens: float, gpu: GpuSpec) -> 
     counts as twice the forward pass in the usual formula, but takes 2.5 times its operations at a
     lower rate. Rings, documents, windows and `train.attention = "flash"` have FlashAttention 2."""
     model, length = cfg.model, cfg.train.seq_len
+    # Products do not depend on the number of keys: the difference is attention's.
     flops_per_token = model.flops_per_token(length) - model.flops_per_token(length, keys=0.0)
     ring = axes.cp > 1 and cfg.distributed.cp_method == "ring"
     masked = cfg.data.document_mask or model.sliding_window is not None
@@ -135,6 +137,7 @@ def attention_flops(cfg: RunConfig, axes: Axes, tokens: float, gpu: GpuSpec) -> 
     most = gpu.flash if second else gpu.attention
     share = min(rising_efficiency(1.2 * most, ATTENTION_HALF, length), most)
     share *= math.sqrt(model.resolved_head_dim / 128) * (RING if ring else 1.0)
+    # The forward pass takes about a quarter of the time: the backward pass is slower than twice it.
     return tokens * flops_per_token * (1 + recomputed_share(cfg, "attention") / 4) / share
 
 

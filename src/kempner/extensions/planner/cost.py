@@ -167,6 +167,7 @@ def host_offload_bytes(cfg: RunConfig, world_size: int, per_node: int) -> float:
     weights, needed = weight_bytes(cfg, axes, gpu=False), 0.0
     if cfg.distributed.fsdp_cpu_offload:
         needed += sum(weights.values())
+    # FSDP's offload has the optimizer's state on the host anyway.
     elif cfg.optimizer.cpu_offload:
         needed += weights["optimizer"]
     if cfg.train.offload_activations:
@@ -256,6 +257,7 @@ class Time(NamedTuple):
 
     @property
     def step(self) -> float:
+        # They disturb each other only while both run.
         slowed = self.compute + INTERFERENCE * min(self.hidden, self.compute)
         return max(slowed, self.hidden) + self.exposed
 
@@ -270,6 +272,7 @@ class Time(NamedTuple):
 
 def step_seconds(cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec) -> Time:
     traffic = network_bytes(cfg, world_size, per_node)
+    # Of the whole run: below, world and configuration become those of one replica.
     kind = kind_of_run(cfg, world_size, per_node)
     cfg, world_size, per_node = one_replica(cfg, world_size, per_node)
     cfg = with_choice(cfg, world_size, per_node, gpu.usable)

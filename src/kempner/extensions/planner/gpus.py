@@ -64,6 +64,7 @@ GPUS = {
 
 def gpu_of_device(name: str) -> GpuSpec | None:
     """Return the GPU of a name that the driver gives; None if GPUS has no such card."""
+    # A PCIe or NVL card is found before the SXM one whose name it extends, and has no row here.
     found = next((card for card in PEAK_BF16 if re.search(rf"\b{card}\b", name)), "")
     return GPUS.get(found)
 

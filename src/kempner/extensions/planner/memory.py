@@ -70,6 +70,7 @@ def memory_peaks(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> l
     gathered = Gathered.of(cfg, axes, compute)
     saved, working = block_activation_bytes(cfg, axes, tokens, compute, gpu)
     loss = loss_memory(cfg, axes, tokens, compute, gpu)
+    # Each moment below has gradients of its own, and all of the rest.
     gradients = weights.pop("gradients")
     so_far = gradients if often else 0.0
     if often and cfg.train.weights == "bf16":  # summed in fp32
@@ -220,6 +221,7 @@ class Gathered:
     def of_one(cls, cfg: RunConfig, compute: int) -> Gathered:
         """A gradient is added to those of earlier passes as soon as it is there."""
         table = 0.0 if cfg.lora.rank else float(cfg.model.vocab_size * cfg.model.dim)
+        # Of the gradients that pass by in a block, those of SwiGLU's matrices are the largest.
         matrix = 0.0 if cfg.lora.rank else float(cfg.model.dim * cfg.model.ffn_dim)
         own = 2 if cfg.train.weights == "bf16" else FP32
         passing = compute * table if compute != own else 0.0

@@ -26,6 +26,7 @@ def memory_advice(cfg: RunConfig, world_size: int, per_node: int, check: Check) 
     """Advise a run that is out of memory: the largest parts, and the fastest combination that needs
     a tenth less."""
     needs = estimate_memory(cfg, world_size, per_node)
+    # Only the order of what fits matters here: the speeds of any GPU will do.
     gpu = GPUS["H100"]._replace(gib=0.9 * needs.peak / GIB + RESERVE_GIB)
     parts = sorted(needs.parts.items(), key=lambda part: -part[1])[:3]
     breakdown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)

@@ -40,6 +40,7 @@ def place_processes(
     """Place a job of `nodes` nodes, with `tasks` and `gpus` on each (0: no GPUs). Raises
     ConfigError."""
     own, tp = not inference.urls, inference.tp
+    # The engines then share the only node with the trainer.
     both = deployment.num_infer_nodes == 0
     total = deployment.num_train_nodes + deployment.num_infer_nodes
     if not own and not both:

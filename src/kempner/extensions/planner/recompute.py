@@ -20,6 +20,7 @@ def planned_choices(
     found = []
     for recompute, every in COMPILED_CHOICES if cfg.train.compile else EAGER_CHOICES:
         values: dict[str, Any] = {"recompute": recompute, "recompute_every": every}
+        # Every fourth of three blocks is none of them.
         if every <= cfg.model.n_layers:
             chosen = replace(cfg, train=replace(cfg.train, **values))
             found.append((values, estimate_memory(chosen, world_size, per_node, gpu).peak))

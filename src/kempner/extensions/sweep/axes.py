@@ -26,11 +26,13 @@ def grid_values(spec: Any) -> list[Any]:
     if isinstance(spec, list):
         if not spec:
             raise ValueError("has no values; give one, or leave it out")
+        # By their text: a value may be a list, which no set takes, and 1 equals true in Python.
         if len({format_value(value) for value in spec}) < len(spec):
             raise ValueError("has a value twice; leave one of them out")
         return spec
     ends = _range(spec, {"count"})
     count = spec["count"]
+    # type(), here and below: for isinstance() true and false are whole numbers, too.
     if type(count) is not int or not 2 <= count <= LARGEST_SWEEP:
         raise ValueError(f"count = {format_value(count)}: must be 2 to {LARGEST_SWEEP:,}")
     return [_between(spec, ends, i / (count - 1)) for i in range(count)]
@@ -56,6 +58,7 @@ def draw_axes(axes: Mapping[str, Any], samples: Any, seed: Any) -> list[dict[str
             raise ValueError(f"{name}: has no values; give one, or leave it out")
 
     def draw(name: str, number: int) -> Any:
+        # A string seeds by its SHA-512, alike in every process; its hash() is not.
         part, ends = random.Random(f"{seed} {number} {name}").random(), ranges[name]
         spec = axes[name]
         return spec[int(part * len(spec))] if ends is None else _between(spec, ends, part)

@@ -33,6 +33,8 @@ def gpu_hours(point: SweepPoint, gpu: GpuSpec | None) -> tuple[Hours | None, str
         return Hours(tokens / rate / 3600, tokens / rate / 3600), "given"
     lines = load_history(point.run_dir).losses
     if rates := [line["tokens_per_s"] for line in lines if line.get("tokens_per_s")]:
+        # A run records the rate of all its ranks; resources.tokens_per_s is that of one GPU.
+        # The median, because the first steps of each start also compile.
         hours = tokens / statistics.median(rates) * world / 3600
         return Hours(hours, hours), "measured"
     if gpu is None:

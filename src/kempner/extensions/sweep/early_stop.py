@@ -21,6 +21,8 @@ from kempner.jobs.system.front_door import run_module
 from kempner.jobs.system.reading import read_jsonl
 
 VALIDATION_POLL_S = 2.0
+# Each run of a sweep reads the files of all others, on one file system: the work grows with the
+# square of their number.
 READ_SHARE = 0.05  # of the time at most goes into reading the neighbours' files
 
 

@@ -58,8 +58,10 @@ class Expression:
         self.text = text
         self.names: set[str] = set()
         try:
+            # A leading blank is an indent for the parser.
             self._tree = ast.parse(text.strip(), mode="eval").body
             self._check(self._tree)
+        # ValueError: a NUL, before Python 3.12. The last two: an expression nested too deeply.
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             if isinstance(error, ExpressionError):
                 raise
@@ -92,6 +94,7 @@ class Expression:
         if isinstance(node, ast.Constant):
             allowed = isinstance(node.value, bool | int | float | str)
         elif isinstance(node, ast.Call):
+            # Only its arguments are visited: the name of a function is not one to look up.
             is_function = isinstance(node.func, ast.Name) and node.func.id in EXPRESSION_FUNCTIONS
             allowed, parts = is_function and not node.keywords and bool(node.args), [*node.args]
         elif isinstance(node, ast.BoolOp):
@@ -126,9 +129,11 @@ def in_order(rules: Mapping[str, Expression]) -> dict[str, Expression]:
         for name, rule in rules.items()
     }
     try:
+        # The order also has names that the rules only read.
         return {name: rules[name] for name in TopologicalSorter(needs).static_order()
                 if name in rules}  # fmt: skip
     except CycleError as error:
+        # CycleError lists each name before the one that reads it.
         circle = " needs ".join(reversed(error.args[1]))
         raise ExpressionError(f"{circle}: break the circle") from None
 

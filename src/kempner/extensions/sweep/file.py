@@ -90,6 +90,7 @@ class _Reader:
                 self.wrong(f"{key}: unknown key{did_you_mean(key, SWEEP_KEYS)}")
             # A bool is an int for Python.
             elif not isinstance(self.table[key], SWEEP_KEYS[key]) or self.table[key] is True:
+                # Taken out: the rest of the file is checked as if it were not set.
                 self.wrong(f"{key} = {format_value(self.table.pop(key))}: has the wrong type")
         get = self.table.get
         name = get("name", self.file.stem)
@@ -125,6 +126,7 @@ class _Reader:
             propose, space,
         )  # fmt: skip
         self.check_names(sweep)
+        # A product of lengths: to list the combinations of a few long axes would fill the memory.
         if (count := math.prod(map(len, groups)) * len(sweep.bases)) > LARGEST_SWEEP:
             self.wrong(f"{count:,} combinations: at most {LARGEST_SWEEP:,}; take fewer values")
         if self.problems:

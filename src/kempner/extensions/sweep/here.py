@@ -24,6 +24,7 @@ def run_here(own: Path, points: Sequence[SweepPoint], more: Mapping[str, str]) -
     try:
         for number, point in enumerate(points, 1):
             print(f"{number} of {len(points)}: {point.name}", flush=True)
+            # pack.sh divides the node of a job; here one point runs after another.
             script = replace(point.resources, pack=1).script
             env = {**os.environ, **more, "KEMPNER_NPROC": str(point.resources.world_size)}
             code = subprocess.run(["bash", script, configs[point.name]], env=env).returncode

@@ -40,6 +40,7 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.submissions: dict[str, Submission] = {}  # by name, without those that were refused
+        # The refused ones, too: Slurm may register one of these late (withdraw_late in submit.py).
         self.names: set[str] = set()  # of all that were tried
         self.cancelled: dict[str, float] = {}  # point -> when
         self.proposed: dict[str, dict[str, Any]] = {}  # point -> its values of [propose]
@@ -110,6 +111,7 @@ def locked_journal(folder: Path, patience: float = 0.0) -> Iterator[Journal]:
     `patience` seconds."""
     mark_directory(folder, Kind.SWEEP)
     end = time.monotonic() + patience
+    # The lock ends with the open file, so that a killed process leaves none behind.
     with open(folder / ".lock", "a") as file:
         while True:
             try:
@@ -120,4 +122,5 @@ def locked_journal(folder: Path, patience: float = 0.0) -> Iterator[Journal]:
                 if time.monotonic() >= end:
                     raise
                 time.sleep(0.2)
+        # Read under the lock: the one who had it may have submitted points since.
         yield Journal(folder)

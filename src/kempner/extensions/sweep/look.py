@@ -12,6 +12,7 @@ from kempner.jobs import slurm
 from kempner.jobs.records.run_history import History, is_run, load_history
 from kempner.jobs.records.state import RunState
 
+# The state of a run is in its newest lines; a sweep may have thousands of long files.
 METRICS_TAIL_BYTES = 1 << 16  # bytes of metrics.jsonl
 CANCELLED_STATE = RunState("cancelled")
 HOLDS = ("running", "silent", "starting", "waiting", "unknown")  # a job has it, or may have it
@@ -41,6 +42,8 @@ def look_at_points(
     points: Sequence[SweepPoint], journal: Journal, whole: bool = False
 ) -> list[PointStatus]:
     """Look at the points. `whole`: with all lines of metrics.jsonl."""
+    # Before the directories are read: a run that ends in between has recorded its end. The other
+    # way round its job would be gone, and its records would still say that it runs.
     jobs = slurm.my_jobs()
     statuses = [
         _look(point, journal, jobs, None if whole else METRICS_TAIL_BYTES) for point in points
@@ -68,6 +71,8 @@ def _look(
     over = is_refused or (has_begun and run.attempts[-1].decision == "end")
     if task is None and not is_run(point.run_dir):
         state = RunState("planned")
+    # An orderly end stands, whatever the queue has: the job may still be ending, or run other
+    # points on its node.
     elif task is None or state.word in ("done", "stopped"):
         pass
     elif job is None and not has_begun:

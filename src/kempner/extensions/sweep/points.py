@@ -156,6 +156,7 @@ def make_point(sweep: Sweep, base: RunConfig, combination: PointValues) -> Sweep
         raise ConfigError(error.problems, problems) from None
     if problems:
         raise ConfigError(problems)
+    # After the rules: the name has the values that the run has, not those of the file's axes.
     values = {name: variables[name] for name in sweep.varied}
     name = f"{_slug(values)}-{run_identity(cfg)}"
     cfg = replace(cfg, run=replace(cfg.run, dir=str(sweep.dir / name)))
@@ -181,6 +182,7 @@ def _parameters(variables: Mapping[str, Any]) -> int | None:
     keys = {k.partition(".")[2]: v for k, v in variables.items() if k.startswith("model.")}
     try:
         return ModelConfig(**keys).count_parameters()
+    # A size that is 0, or none until a rule sets it.
     except (ArithmeticError, TypeError):
         return None
 

@@ -53,6 +53,7 @@ def proposal_room(sweep: Sweep, looks: Sequence[PointStatus]) -> tuple[int, str]
     assert sweep.propose is not None
     end_states = [each.state.word for each in looks if each.state.word in ENDED]
     limit = max(PROPOSAL_FAILURES, sweep.max_running)
+    # Points that ran at once were all proposed before the first of them failed.
     if end_states[-limit:] == ["failed"] * limit:
         return 0, f"the last {limit} points have failed: fix what is wrong, then resubmit"
     free = sweep.max_running - (len(looks) - len(end_states))
@@ -84,6 +85,8 @@ def propose_values(
     known_hashes, proposals = {_hash(status.point) for status in looks}, {}
     for number in range(len(looks), len(looks) + count):
         for draw in range(POINT_DRAWS):
+            # Not one generator for all: the same results give the same points in any process, and
+            # the next draw differs from the one that was refused.
             seed = random.Random(f"{rule.seed} {number} {draw}").getrandbits(32)
             # constant_liar: points that run count as bad ones, so that the next ones keep away from
             # them.
@@ -151,6 +154,7 @@ def _params(sweep: Sweep, values: PointValues) -> dict[str, Any]:
             params[name] = spec.index(value)
         else:
             low, high, whole = _range(spec)
+            # create_trial() raises ValueError for a value outside of its distribution.
             sound = isinstance(value, int if whole else (int, float)) and low <= value <= high
             if not sound:
                 return {}
@@ -163,6 +167,7 @@ def _result(state: Any, look: PointStatus) -> dict[str, Any]:
     when it diverges, is worse than any other."""
     loss, step = loss_of(look.run, "val_loss", None)
     if look.state.word == "failed" or (look.state.word == "done" and loss is not None):
+        # optuna takes an infinite value, but refuses NaN.
         value = float("inf") if look.state.word == "failed" else loss
         return {"state": state.COMPLETE, "value": value}
     if look.state.word == "stopped":

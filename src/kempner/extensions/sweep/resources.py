@@ -112,4 +112,5 @@ def profile_environment(profile: str) -> dict[str, str]:
     if done.returncode:
         raise ConfigError(done.stderr.strip().removeprefix("kempner: error: "))
     variables = dict(entry.split("=", 1) for entry in done.stdout.split("\0") if "=" in entry)
+    # Only what sbatch reads: the batch script reads the profile again, in the job.
     return env | {name: text for name, text in variables.items() if name.startswith("SBATCH_")}

@@ -86,6 +86,7 @@ def loss_of(run: History, kind: str, step: int | None) -> tuple[float | None, in
     lines = [line for line in lines if step is None or line["step"] <= step][-LAST_LINES:]
     if not lines:
         return None, None
+    # The loss of one batch is noisy, and a validation is over a whole set.
     last = lines[-1:] if kind == "val_loss" else lines
     values = [line[kind] for line in last]
     if None in values:  # not finite
@@ -143,6 +144,7 @@ def _is_number(value: Any) -> bool:
 def plot_results(sweep: Sweep, rows: Sequence[Row], x: str, kind: str, out: Path) -> None:
     """Draw one line for each value of the other axes; a star at the best finished run, hollow
     points where the run goes on."""
+    # Not pyplot, which may choose a backend that needs a display, and keeps each figure.
     from matplotlib.figure import Figure
 
     lines: dict[str, list[tuple[float, float, bool]]] = {}  # x, loss, done

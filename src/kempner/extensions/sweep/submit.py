@@ -95,6 +95,7 @@ def arrays_of(
     most = MAX_ARRAY_SIZE if largest is None else largest
     if most < 1:
         raise ConfigError("this cluster takes no job arrays (MaxArraySize = 0): ask its operators")
+    # All tasks of an array have the request and the script of one sbatch.
     requests: dict[tuple[int, Path, tuple[str, ...]], list[SweepPoint]] = {}
     for point in points:
         wants = point.resources
@@ -131,6 +132,7 @@ def _limited(arrays: Sequence[Array], limit: int) -> list[Array]:
         more = min(arrays[i].tasks - tasks[i], room // arrays[i].pack)
         tasks[i], room = tasks[i] + more, room - more * arrays[i].pack
     return [
+        # 0 is no limit for ArrayTaskThrottle, too.
         replace(array, running=0 if n == array.tasks else n)
         for array, n in zip(arrays, tasks, strict=True)
     ]
@@ -141,6 +143,7 @@ def held_arrays(looks: Sequence[PointStatus]) -> list[Array]:
     statuses: dict[str, list[PointStatus]] = {}
     for status in looks:
         if status.task and status.state.word in HOLDS:
+            # 12 of 12_3: a limit belongs to the whole array.
             statuses.setdefault(status.task.partition("_")[0], []).append(status)
     return [
         Array([], Path(), [status.point for status in group], group[0].pack, job)

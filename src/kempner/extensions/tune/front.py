@@ -189,6 +189,7 @@ def _lead(
     near, cut = world.per_node, short is not None
     space = Space(cfg, ranks, near, machine, check_world, options.allow, cut)
     journal = TuneJournal(folder, _subject(cfg, facts, world))
+    # Read once: the journal adds this start's runs to it, and the clock below has them already.
     spent, began = journal.spent, time.monotonic()
 
     def left() -> float:
@@ -253,6 +254,7 @@ def _state(stop: StopRequests, code: int) -> str:
 def _subject(cfg: RunConfig, facts: dict[str, Any], world: World) -> str:
     """Return what the results of a journal are of: this configuration and code on such a
     machine."""
+    # Not the host's name: a requeued job goes on with its results on another node of the same kind.
     names = ("device", "memory_gib", "driver", "torch", "cuda", "cpus", "commit")
     of_machine = [facts[name] for name in names]
     text = f"{to_toml(cfg)}{of_machine}{world.size}/{world.per_node}"
@@ -285,6 +287,7 @@ def _keep_earlier(out: Path, text: str) -> None:
     """Keep what an earlier tune has found under another name, if it differs in a value."""
     with contextlib.suppress(FileNotFoundError):
         before = out.read_text()
+        # The comments have date and speed, and differ each time.
         if report.values_in(before) != report.values_in(text):
             when = time.strftime("%Y%m%d-%H%M%S", time.localtime(out.stat().st_mtime))
             kept = out.with_name(f"{out.stem}-{when}{out.suffix}")
@@ -298,6 +301,7 @@ def _report(subject: TuneSubject, search: Search, took: float) -> int:
     _say(f"\n{report.tune_table(search)}")
     record = subject.run_dir / "tune/record.json"
     about = {"time": time.time(), "command": shlex.join(sys.argv), "machine": facts}
+    # Also where no candidate has finished: it has the reason of each.
     report.write_record(record, search, about, subject.ranks)
     if best is None:
         why = "the reasons are above" if search.trials else "give the same command again to go on"

@@ -28,6 +28,7 @@ class TuneJournal:
         """Open it for this process alone. Raises ConfigError if another one has it."""
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = open(folder / "lock", "a")  # noqa: SIM115
+        # Opening it to append has left the time of the last beat.
         lived = (folder / "lock").stat().st_mtime  # see beat()
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -38,6 +39,8 @@ class TuneJournal:
         self._path = path = folder / "journal.jsonl"
         lines = [*filter(_is_sound, read_jsonl(path))]
         self._file, self._subject = LineFile(path), subject
+        # A run is numbered by it, and replaces the directory of its number: runs of other subjects
+        # keep theirs.
         self.runs: int = sum(line.get("event") == "start" for line in lines)  # of all subjects
         if lines and lines[-1].get("event") == "start":  # killed in a run
             # The time counts up to the last beat: nobody knows how long it lived after that.
@@ -47,6 +50,7 @@ class TuneJournal:
         mine = [line for line in lines if line.get("of") == subject]
         self.results: list[tuple[Overrides, int, Measurement]] = []
         self.spent: float = 0.0  # seconds of all runs, those that were cut off among them
+        # Killed runs are results in the file, too, so that every start can count them.
         killed = Counter[str]()
         for line in mine:
             self.spent += line.get("wall", 0.0)

@@ -27,6 +27,7 @@ def main(device: str) -> None:
     from kempner.extensions.planner.memory import GIB
 
     if device == "cpu":
+        # Before torch is imported below: it asks the driver once.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     facts = describe_machine() | {"host": platform.node(), "cpus": os.cpu_count(), "fp8": False}
     if facts["device"] == "CPU":
@@ -47,6 +48,7 @@ def main(device: str) -> None:
 def ask_machine(device: str) -> dict[str, Any]:
     """Return the facts of this process's device. `device`: distributed.device. Raises ConfigError
     if it does not answer."""
+    # First in the path: the package of this process, not another copy that is installed.
     source = str(Path(__file__).parents[3])
     path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
@@ -55,6 +57,7 @@ def ask_machine(device: str) -> dict[str, Any]:
         capture_output=True,
         text=True,
     )
+    # The last line: libraries may print before it.
     lines = (done.stdout if done.returncode == 0 else done.stderr).splitlines() or ["no output"]
     if done.returncode:
         raise ConfigError(f"distributed.device = {device}: torch does not answer: {lines[-1]}")

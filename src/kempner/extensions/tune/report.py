@@ -43,6 +43,7 @@ def tune_table(search: Search) -> str:
 
 
 def _with_best_first(search: Search) -> list[Trial]:
+    # It is chosen among the longest runs, and a shorter one may have been faster by its noise.
     best = search.best
     return [*([best] if best else []), *(one for one in search.ranked if one is not best)]
 

@@ -65,6 +65,7 @@ def trial_of(
     """Return the run that measures a candidate. Raises ConfigError."""
     changes = [f"--{key}={to_text(value)}" for key, value in overrides.items()]
     length = [f"--bench.warmup={warmup}", f"--bench.steps={steps}"]
+    # In this order: of several words for an option the last one counts.
     words = [*command.overrides, *changes, *length]
     cfg = load_config(command.files, words)
     if cfg.data.document_mask and cfg.of(BenchConfig).data == "fake":
@@ -102,6 +103,7 @@ class Orders:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
         self._number += 1
+        # The other ranks read an order as soon as its file is there.
         write_atomic(self.folder / f"{self._number}.json", json.dumps(order))
 
     def follow(self, leaves: Callable[[], float]) -> int:
@@ -116,6 +118,7 @@ class Orders:
             order = json.loads(path.read_text())
             if "code" in order:
                 return int(order["code"])
+            # The signal is known to the parent alone: rank 0 sees no more than a lost peer.
             if run_trial(order, subprocess.DEVNULL, leaves) == -signal.SIGKILL:
                 (self.folder / f"{self._number}.killed").touch()
 
@@ -141,6 +144,7 @@ def run_trial(order: dict[str, Any], out: Any, leaves: Callable[[], float]) -> i
 
 def ends_with_parent() -> list[str]:
     """Return the words before those of a Python program that end it once this process has ended."""
+    # -I -S: it needs the standard library alone, and starts without site-packages.
     return [sys.executable, "-ISc", ENDS_WITH_PARENT, str(os.getpid())]
 
 
@@ -166,6 +170,7 @@ class Runs:
             raise OutOfTime
         number = self._journal.start(overrides, rung)
         run_dir = self._folder / "trials" / f"{number:04d}"
+        # A journal with a damaged line counts a run less, and gives a number again.
         shutil.rmtree(run_dir, ignore_errors=True)
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         words = trial_of(self._command, overrides, run_dir, warmup, steps).words
@@ -219,6 +224,7 @@ class Runs:
 
 
 def _result(lines: Sequence[dict[str, Any]], wall: float) -> Measurement:
+    # None on a device whose peak is not known.
     mfus = [line["mfu"] for line in lines if line["mfu"] is not None]
     return Measurement(
         seconds=tuple(line["step_time"] for line in lines),

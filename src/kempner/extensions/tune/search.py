@@ -98,6 +98,7 @@ class Search:
             trial.rung = max(trial.rung, rung)
         if result.out_of_memory:
             self.memory.learn(unplanned(overrides), planned, None)
+        # Once for each candidate: its longer runs would weigh in the median of the errors again.
         elif rung == 0 and not result.failed:
             self.memory.learn(unplanned(overrides), planned, result.gib * GIB)
         return trial
@@ -109,6 +110,7 @@ class Search:
         fastest; returns whether there was one."""
         count = len(self.trials)
         while (other := next(self._untried(), None)) is not None:
+            # However short the time, one candidate is measured, and so there is a result.
             if self._left() <= keep and self.trials:
                 break
             self._try(other, 0)
@@ -124,6 +126,7 @@ class Search:
                 continue
             kind, planned = unplanned(other), self.space.memory(other)
             if not self.trials or self.memory.fits(kind, planned):
+                # What was learnt since it was left out lets it in.
                 self.skipped.pop(name, None)
                 yield other
             elif name not in self.skipped:
@@ -151,6 +154,7 @@ class Search:
     def _try(self, overrides: Overrides, rung: int) -> None:
         warmup, steps = self._length(overrides, rung)
         walls = [run.wall for trial in self.trials.values() for run in trial.runs]
+        # An upper bound: the start of a run does not grow with its steps.
         usual = statistics.median(walls or [RUN_PATIENCE_S]) * FACTOR**rung
         limit = max(RUN_PATIENCE_S, RUN_PATIENCE * usual)
         left = self._left()

@@ -65,6 +65,7 @@ class RankDevice(NamedTuple):
     @property
     def spec(self) -> GpuSpec | None:
         """The planner's figures of this GPU; None: it has none."""
+        # As a whole word: a GB200 is no B200, and a GH200 no H200.
         found = (gpu for name, gpu in GPUS.items() if re.search(rf"\b{name}\b", self.name))
         return next((gpu._replace(gib=self.gib) for gpu in found), None)
 
@@ -92,12 +93,14 @@ def shorter_batch(cfg: RunConfig, ranks: int, per_node: int, machine: RankDevice
     fits = 1
     for micro in MICRO_BATCHES:
         other = changed_by(cfg, {"train.micro_batch": micro})
+        # Each is twice the one before: none after it divides the batch either.
         if train.sequences % (ranks * micro):
             break
         if estimate_memory(other, ranks, per_node).peak < DOUBT * machine.limit:
             fits = micro
     unit = ranks * max(fits, train.micro_batch)
     passes = train.sequences // unit
+    # Of two or three passes there is no shorter step that divides them and has two.
     if train.sequences % unit or passes < 4:
         return None
     # The fewest passes, from 2 on, of which the whole step is a multiple.
@@ -121,6 +124,7 @@ class Space:
         self._short = short
         self.cfg, self.world_size, self.per_node = cfg, world_size, per_node
         self.machine, self._check = machine, check
+        # What is wrong with the configuration itself speaks against none of its changes.
         self._problems = {*problems_of(cfg), *package_problems(cfg)}
         _, self._ranks, self._near = one_replica(cfg, world_size, per_node)
         self._allowed: dict[str, bool] = {}  # by candidate
@@ -207,6 +211,7 @@ class Space:
                     del changes["train.micro_batch"]
             except ConfigError:
                 pass  # is_allowed() says so
+        # In one order: by its text a candidate is known.
         return dict(sorted(changes.items()))
 
     def is_allowed(self, overrides: Overrides) -> bool:

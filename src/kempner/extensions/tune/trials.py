@@ -59,6 +59,7 @@ class Trial:
         steps = self.seconds
         if len(steps) < 3:
             return self.step  # nothing is known
+        # Quartiles: a few slow steps would move a standard deviation.
         low, _, high = statistics.quantiles(steps, n=4)
         return OF_MEDIAN * (high - low) / TO_SIGMA / math.sqrt(len(steps))
 
