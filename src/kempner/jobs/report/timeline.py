@@ -90,6 +90,7 @@ def draw_steps(axes: Axes, time: WallTime, x: Callable[[float], float]) -> None:
     kept_points: list[tuple[float, float]] = []
     lost_points: list[tuple[float, float]] = []
     gap_points: list[tuple[float, float]] = []  # between attempts, and back
+    # A point that is not finite parts a line: one call draws all pieces.
     gap = (math.nan, math.nan)
     before = None
     for s in time.stretches:
