@@ -46,6 +46,7 @@ def differing_files(one: Path, other: Path) -> list[str] | None:
     return [
         name
         for name in names
+        # shallow=True would take files of the same size and time for equal.
         if not ((one / name).is_file() and (other / name).is_file())
         or not filecmp.cmp(one / name, other / name, shallow=False)
     ]

@@ -104,6 +104,7 @@ CASES = (
         "limit",
         "At its time limit a job saves, is requeued, and repeats no step",
         "do jobs get their --signal before the time limit here? And " + REQUEUE,
+        # 40 steps of 4 s are over two minutes, which is when the warning comes at the latest.
         slow=4.0,
         options=("--signal=B:SIGTERM@60",),
         minutes=3,
@@ -114,6 +115,7 @@ CASES = (
         "A job that is preempted saves in the grace time, and continues by itself",
         "does preemption requeue a job here (PreemptMode=REQUEUE), and how long is its grace time?"
         " Where it cancels, set KEMPNER_CHAIN=K: docs/reference/slurm.md",
+        # From step 15 to the last one there are 75 s: more than the drill waits for a preemption.
         slow=3.0,
     ),
 )
@@ -171,6 +173,7 @@ def what_is_wrong(seen: CaseOutcome, run: History, unbroken: dict[int, float]) -
         return f"the save before the limit came too late: {again} steps were done again"
     if seen.case.name == "disk" and starts > 1:
         return f"the run has started {starts} times"
+    # Exactly: the runs are deterministic, and a resume on as many ranks changes no bit.
     if unbroken and (other := [step for step in losses if losses[step] != unbroken.get(step)]):
         return (
             f"{len(other)} losses are not those of the unbroken run, the first that of step"
@@ -229,6 +232,7 @@ def describe_outcome(seen: CaseOutcome, run: History) -> str:
     if starts > 1:
         parts.append(f"{again} steps done again")
     after = [a.stepped for a in run.attempts if seen.struck and (a.stepped or 0) > seen.struck]
+    # When the limit has struck is not known: there `struck` is the first look at its steps.
     if starts > 1 and seen.struck and after and seen.case.name != "limit":
         parts.append(f"{(after[0] or 0) - seen.struck:.0f} s from the fault to the next step")
     if seen.case.name == "disk":

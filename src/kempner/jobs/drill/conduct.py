@@ -109,6 +109,7 @@ class Drill:
                 continue
             said = self._sbatch(trial)
             if said.ok:
+                # --parsable prints JOBID;CLUSTER where the name of the cluster is known.
                 trial.submitted, trial.number = True, said.text.strip().split(";")[0]
                 self.say(f"{trial.case.name}: job {trial.number}")
                 continue
@@ -126,6 +127,7 @@ class Drill:
         case, out = trial.case, self.folder / f"{trial.case.name}.out"
         mark = self.folder / f"{case.name}.struck"
         options = [
+            # --export: KEMPNER_DRILL has to reach the job, also where SBATCH_EXPORT says NONE.
             *self.plan.request, *case.options, f"--job-name={trial.name}", f"--output={out}",
             f"--time={case.minutes}", "--parsable", "--export=ALL",
         ]  # fmt: skip
@@ -158,6 +160,7 @@ class Drill:
             if own is not None:
                 trial.state, trial.why, trial.number = own.state, own.why, own.number
                 trial.seen.started = trial.seen.started or own.state == "RUNNING"
+            # A job may begin and end between two looks.
             trial.seen.started = trial.seen.started or trial.seen.run.exists()
             self._note_strike(trial)
             if trial.missing >= GONE:
@@ -318,6 +321,7 @@ class Drill:
     def cancel(self) -> None:
         """Cancel the drill's jobs that are in the queue still, and wait until they have left it."""
         end = time.monotonic() + CANCEL_S
+        # None, no answer, is not an empty queue.
         while (jobs := jobs_of(self.folder.name)) != [] and time.monotonic() < end:
             # In each round anew: a busy controller drops an order.
             for job in jobs or []:

@@ -158,6 +158,7 @@ def with_shape(plan: Plan) -> Plan:
     place = Path("runs" if Path("runs").exists() else ".").absolute()
     if not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(f"{place} is not writable; change to a directory that you can write to")
+    # The number of ranks is not known yet: where the batch does not divide, the refusal has it.
     done = _dry_run(plan, ANY_BATCH)
     if ranks := re.search(r"sequences do not divide by (\d+) ranks", done.stderr):
         done = _dry_run(plan, int(ranks[1]))
@@ -172,6 +173,7 @@ def with_shape(plan: Plan) -> Plan:
         if slurms := [line.strip() for line in slurms if line.strip()]:
             errors = [f"Slurm refuses this request: {'; '.join(slurms)}"]
         raise ConfigError(problems or errors[:1] or said[-1:])
+    # A dry run needs no controller.
     if "no Slurm controller answers here" in done.stdout:
         raise ConfigError("no Slurm controller answers here: `scontrol ping` says more; try later")
     nodes, tasks, gpus = map(int, found.groups())

@@ -60,6 +60,7 @@ class QueuedJob:
 
 def jobs_of(prefix: str) -> list[QueuedJob] | None:
     """Return my jobs in the queue whose names begin so, None without an answer."""
+    # Asked once: the drill asks again in seconds, and takes no answer for no news.
     said = tell("squeue", "--me", "--noheader", "--format=%i|%j|%T|%r", seconds=20)
     if not said.ok:
         return None
@@ -70,6 +71,7 @@ def jobs_of(prefix: str) -> list[QueuedJob] | None:
 def nodes_of_job(job: str) -> list[str]:
     """Return the hosts of a running job that nobody shares, [] for any other."""
     fields = job_fields(job)
+    # NO is an exclusive job. With OK, YES or USER another job may be on the same nodes.
     if fields.get("JobState") != "RUNNING" or fields.get("OverSubscribe") != "NO":
         return []
     return (ask("scontrol", "show", "hostnames", fields.get("NodeList", "")) or "").split()
@@ -104,8 +106,10 @@ def _by_partition(fields: dict[str, str]) -> tuple[str, str]:
     text = ask("scontrol", "show", "partition", "-o") or ""
     parts = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in text.splitlines()]
     own = next((p for p in parts if p.get("PartitionName") == fields.get("Partition")), {})
+    # A partition's own mode overrides that of the cluster: slurm.conf(5).
     if own.get("PreemptMode") == "OFF":
         return "", f"jobs of partition {own.get('PartitionName')} are not preempted"
+    # By this plugin a higher tier preempts a lower one; a job's priority does not count.
     least = int(own.get("PriorityTier", "1"))
     for part in parts:
         higher = part.get("State") == "UP" and int(part.get("PriorityTier", "0")) > least
@@ -121,6 +125,7 @@ def _by_qos(fields: dict[str, str]) -> tuple[str, str]:
     mine = ask("sacctmgr", "-nP", "show", "associations", user, "format=QOS") or ""
     allowed = set(re.split(r"[,\s]+", mine))
     for line in text.splitlines():
+        # The column Preempt lists the QOS that this one may preempt.
         name, _, over = line.partition("|")
         if own in over.split(",") and name in allowed and _may_submit(f"--qos={name}"):
             return f"--qos={name}", ""
@@ -128,6 +133,7 @@ def _by_qos(fields: dict[str, str]) -> tuple[str, str]:
 
 
 def _may_submit(option: str) -> bool:
+    # Limits, accounts and access are checked by the controller, and nothing is queued.
     return tell("sbatch", "--test-only", "--time=1", option, "--wrap=:").ok
 
 

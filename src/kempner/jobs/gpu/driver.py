@@ -39,6 +39,7 @@ def cuda_of_torch() -> str | None:
         text = Path(found.origin).with_name("version.py").read_text()
     except OSError:
         return None
+    # A build without CUDA has `cuda: Optional[str] = None`.
     cuda = re.search(r"^cuda\b.*=\s*'([\d.]+)'", text, re.MULTILINE)
     return cuda[1] if cuda else None
 

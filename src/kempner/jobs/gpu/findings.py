@@ -171,6 +171,7 @@ def _name(gpu: GpuReading) -> str:
 
 def _memory(first: GpuReading, gpu: GpuReading) -> Iterator[Finding]:
     """Yield memory errors. Those from before the run are not a reason to leave the node."""
+    # This counter begins when the driver is loaded: it has the errors of earlier jobs, too.
     errors, before = gpu.number(ECC) or 0, first.number(ECC) or 0
     if errors > before:
         text = "memory errors that could not be corrected"

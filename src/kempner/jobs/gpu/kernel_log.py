@@ -51,6 +51,7 @@ class KernelLog:
     def xids(self) -> Iterator[tuple[str, int, str]]:
         """Bus, number and text of each error since the last call."""
         self._rest += b"".join(self._read()) if self._file >= 0 else b""
+        # The journal's pipe may part a line: its beginning waits for the rest.
         *lines, self._rest = self._rest.split(b"\n")
         for line in lines:
             if found := XID.search(line.decode(errors="replace")):

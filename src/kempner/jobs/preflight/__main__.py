@@ -141,6 +141,7 @@ def await_tasks(driver: Driver, end_file: Path, names: list[str], tasks: int) ->
         missing = {rank: key for rank, key in keys.items() if rank not in answers}
         answers |= driver.answers(missing, time.monotonic() + 0.2)
         if not half_here and 2 * len(answers) >= len(keys):
+            # The first half has shown how long a start takes here.
             now, half_here = time.monotonic(), True
             deadline = min(deadline, now + max(STRAGGLERS_S, 2 * (now - began)))
     nodes = []
@@ -160,6 +161,7 @@ def check_clocks(driver: Driver, nodes: list[NodeResult]) -> None:
     """Measure each node's clock minus this host's, as NTP estimates it: the answer is taken to be
     from the middle of the round trip."""
     for node in filter(lambda node: node.answered, nodes):
+        # One node after the other: the driver's own delay would count as part of the round trip.
         ask_time = time.time()
         keys = driver.ask([node.first], {"what": "time"})
         answer = driver.answers(keys, time.monotonic() + 2.0).get(node.first)

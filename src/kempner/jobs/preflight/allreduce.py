@@ -70,8 +70,10 @@ def run_in_child(
     while select.select([read], [], [], max(0.0, deadline - time.monotonic()))[0]:
         part = os.read(read, 1 << 16)
         text += part
+        # The end of the pipe: the child has answered, or has died.
         if not part:
             break
+        # A slow connection must not use up the time of the measurement.
         if limit is connect_s and text.startswith(READY):
             limit, deadline = measure_s, time.monotonic() + measure_s
     os.close(read)
@@ -112,6 +114,7 @@ def measure_allreduce(
         store=store,
         rank=ranks.index(rank),
         world_size=len(ranks),
+        # The parent's two limits end a group that hangs: torch's own must not come before them.
         timeout=timedelta(seconds=connect_limit(len(ranks), kind) + MEASURE_S),
         device_id=device if kind == "cuda" else None,
     )

@@ -53,6 +53,7 @@ class Driver:
         )
         self._entrance = peers.Entrance(listen_in_range(), peers.job_key())
         self.port = self._entrance.port
+        # Not select(), which takes no descriptor above 1023: each task has a connection.
         self._poll = select.poll()
         self._poll.register(self._entrance, select.POLLIN)
         self._links: dict[int, _Lines] = {}  # by file descriptor
@@ -75,6 +76,7 @@ class Driver:
         """The answers that come before the deadline (time.monotonic)."""
         while not self._answers.keys() >= set(keys.values()):
             remaining = deadline - time.monotonic()
+            # Also once after the deadline: what has come by then counts.
             self._listen(max(0.0, min(remaining, PREFLIGHT_POLL_S)))
             if remaining <= 0:
                 break
@@ -98,6 +100,7 @@ class Driver:
         for message in link.receive():
             if link.rank is None:
                 rank = message.get("rank")
+                # The first one keeps the rank: answers are known by their number on a connection.
                 if type(rank) is not int or rank in self._tasks:
                     link.open = False
                     break
@@ -165,6 +168,7 @@ class TaskChannel:
         line = b""
         with contextlib.suppress(OSError):
             line = self._lines.readline()
+        # Half a line: the driver has died in the middle of a question.
         question: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {"what": "end"}
         return question
 

@@ -95,6 +95,7 @@ def _measure_device(device: torch.device, seconds: float) -> Figure:
     flops = _best_rate(multiply, 2 * size**3 * PRODUCTS[kind], seconds)
     if kind == "cpu":  # the order of a sum, and so its bits, may depend on the number of threads
         torch.set_num_threads(1)
+    # Several: a unit that errs now and then shows by bits that change.
     products = [torch.mm(a, b) for _ in range(SAME_BITS)]
     # As bytes: NumPy has no bf16.
     bits = products[0].view(torch.uint8).cpu().numpy().tobytes()
@@ -181,6 +182,7 @@ def _judge_bits(report: Report, name: str, devices: list[tuple[NodeResult, int, 
     ((usual, count), *others) = counts.most_common()
     if not others:
         return
+    # Half is no majority: of two devices that differ either one may be wrong.
     if 2 * count <= len(devices):
         hosts = ", ".join(sorted({node.name for node, *_ in devices}))
         report.notes.append(

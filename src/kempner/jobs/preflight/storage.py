@@ -35,12 +35,14 @@ def write_rate(folder: Path, rank: int, size: int, seconds: float) -> Figure:
     if not size:
         remove_written()
         return {}
+    # Before it is written: a measurement that is killed leaves a part of it.
     _written.add(path)
 
     def run(connected: Callable[[], None]) -> Figure:
         connected()
         piece, count = os.urandom(min(STORAGE_PIECE, size)), 0  # a file system may compress zeros
         path.unlink(missing_ok=True)
+        # O_EXCL: no link that somebody has put there is followed.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         began = synced = time.perf_counter()
         while count < size and synced - began < seconds:

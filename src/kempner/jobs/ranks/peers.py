@@ -132,6 +132,7 @@ class Entrance:
             peer.close()
             return
         self._guests[peer] = guest
+        # Who connects and says nothing must not use up this process's descriptors.
         if len(self._guests) > MOST_PEERS:
             self._drop_oldest()
 
@@ -184,6 +185,7 @@ def connect_peer(address: str, port: int, key: str, seconds: float) -> socket.so
     OSError; PermissionError means that the other side does not have the key."""
     peer = socket.create_connection((address, port), timeout=seconds)
     try:
+        # The other side drops a guest after HELLO_S: then no answer comes any more.
         peer.settimeout(min(seconds, HELLO_S))
         hello = _exactly(peer, len(PEER_MAGIC) + NONCE)
         ours = secrets.token_bytes(NONCE)

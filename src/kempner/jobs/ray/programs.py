@@ -28,6 +28,7 @@ class RayProgram:
     def where(self, meets_here: bool) -> tuple[str, int]:
         """Return its node's address and, if it is rank 0, a port that is reserved for the
         rendezvous there; else 0."""
+        # Kept as long as the actor: nobody takes the port before rank 0 has bound it.
         self._port = ReservedPort() if meets_here else None
         return ray.util.get_node_ip_address(), self._port.port if self._port else 0
 

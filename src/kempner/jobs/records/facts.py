@@ -27,6 +27,7 @@ def run_facts(run: History, now: float) -> dict[str, Any]:
     pace = seconds_per_step(run.lines, run.attempts)
     lives = run.state.word == "running"
     eta = steps_left * pace if lives and steps_left is not None and pace else None
+    # The last line may be of a validation or a save, without the figures of a step.
     last = newest_line(run.lines, "tokens_per_s")
     rates = [
         line["tokens_per_s"] for line in recent_lines(run.lines, run.attempts) if has_rate(line)

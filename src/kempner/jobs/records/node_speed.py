@@ -60,6 +60,7 @@ def append_speed(folder: Path, node: str, line: Record) -> None:
     directory or the file, as a link to one of this user's."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{node}.jsonl"
+    # Several users may have their runs in one directory: a link would have us write elsewhere.
     for each in (folder, path):
         if each.is_symlink() or (each.exists() and each.stat().st_uid != os.getuid()):
             raise PermissionError(f"{each} is a link, or belongs to another user")

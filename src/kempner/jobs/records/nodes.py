@@ -79,6 +79,7 @@ def nodes_of(runs: Iterable[History]) -> list[NodeHistory]:
                 node.seconds += max(0.0, attempt.ended - attempt.began) if attempt.began else 0.0
         accused: dict[tuple[object, str], object] = {}
         for record in run.records:
+            # In order: the sampler's event precedes the crash that it has caused.
             for host, kind in node_faults(record, accused):
                 reason = record.get("reason") or record.get("why") or ""
                 at(host).sins.append(Sin(kind, record["time"], str(run.path), str(reason)))

@@ -195,6 +195,7 @@ def load_history(
     job = slurm_job_of_run(path, name, jobs, lock)
     state = judge_state(attempts, lines, lock, job, later)
     if state.word in ("running", "silent") and attempts:
+        # Its events alone, which have no end yet, say that it was killed.
         attempts[-1] = replace(attempts[-1], state="running")
     run = History(
         path, status, lines, results_of(sound_lines), attempts, state, job, after, records, share,

@@ -120,6 +120,7 @@ def _judge(
 ) -> RunState:
     last = attempts[-1] if attempts else None
     over = last is not None and last.decision == "end"  # a job of several runs may go on for others
+    # A job that waits will start the run again, whatever the records say of its last attempt.
     if job is not None and job.state == "PENDING" and not over:
         when = f", expected {job.start}" if job.start not in ("", "N/A") else ""
         stuck = PASSING.fullmatch(job.why) is None
@@ -129,6 +130,7 @@ def _judge(
     if last is not None and last.state == "failed":
         return RunState("failed", last.reason, attention=True)
     queued = job is not None and job.state != "GONE"
+    # Slurm knows more than the lock, which a killed process leaves behind.
     lives = lock.holder if job is None else queued
     if last is None and refusal is not None and refusal.word == "refused":
         lives = lock.holder  # its job has ended, or goes on for other runs

@@ -36,6 +36,7 @@ def main(run_dir: Path, every: int | None) -> None:
     if notify.notification_ways():
         due[notify_stall] = now + STALL_POLL_S
     past_problems: set[str] = set()  # each problem once: it may last for hours
+    # Once the batch script is gone the kernel gives this process another parent.
     while due and os.getppid() == parent:
         for act in [act for act, at in due.items() if at <= time.monotonic()]:
             due[act] = time.monotonic() + (
@@ -45,6 +46,7 @@ def main(run_dir: Path, every: int | None) -> None:
                 if problem not in past_problems:
                     print(f"kempner: {problem}", flush=True)
                 past_problems.add(problem)
+        # However seldom the page is due, the end of the batch script is seen within a minute.
         time.sleep(max(0.0, min(STALL_POLL_S, min(due.values()) - time.monotonic())))
 
 

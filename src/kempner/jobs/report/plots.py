@@ -34,6 +34,7 @@ def plot_runs(runs: list[History], out: Path) -> None:
     tasks = sorted({name for run in runs for line in run.results for name in main_figures(line)})
     rewarded = any("reward" in line for run in runs for line in run.losses)
     more_rows = (2,) * (bool(tasks) + rewarded)
+    # Not through pyplot, which chooses a backend for a display and keeps each figure.
     figure = Figure(figsize=(9, 8.5 + 2.5 * len(more_rows)), dpi=130, layout="constrained")
     heights = (3, 1.4, 1.1, *more_rows)
     loss, rate, lr, *more = panels = figure.subplots(
@@ -44,6 +45,7 @@ def plot_runs(runs: list[History], out: Path) -> None:
     for i, (run, name) in enumerate(zip(runs, short_names(runs), strict=True)):
         color = colors[i % len(colors)]
         plot_curve(loss, run.losses, "loss", np.mean, color, "training" if alone else name)
+        # A median: a step that waits for a save or a validation would pull a mean down.
         plot_curve(rate, run.losses, "tokens_per_s", np.median, color)
         plot_curve(lr, run.losses, "lr", np.median, color)
         loss.plot(
@@ -145,6 +147,7 @@ def smooth_values(
 
 def mark_starts(panels: Any, run: History, color: Any) -> None:
     """Draw a dotted line at the step from which each later attempt resumed."""
+    # A set: attempts that crash one after another resume from the same step.
     for step in {a.first_step for a in run.attempts[1:] if a.began and a.counted}:
         for panel in panels:
             panel.axvline(step, color=color, linestyle=":", linewidth=1.0, zorder=1)

@@ -62,7 +62,9 @@ def replicas_of(run_dir: Path) -> ReplicaHistory | None:
                 replica.lost.append((line["time"], line["reason"]))
         elif line["event"] == "round":
             rounds[line["round"]] = line
+            # An entry only hands the state to those who join: it is no round of its own.
             replica.rounds += line["name"] in line["members"] and not line["entry"]
+            # `bytes` counts on from the start of the replica: what it has grown by is new.
             total += line["bytes"] - counts.get(line["name"], 0)
             counts[line["name"]] = line["bytes"]
     return ReplicaHistory(dict(sorted(replicas.items())), rounds, total)

@@ -175,6 +175,7 @@ def format_count(count: float) -> str:
 
 def result_rows(run: History) -> dict[str, str]:
     """Return the last figures of each task that eval.py has run, without their errors."""
+    # In the order of steps, so that the newest figures of each task stand.
     last = {name: line for line in run.results for name in line if name.startswith(PREFIX)}
     return {
         name.removeprefix(PREFIX): at_step([line], name)
@@ -229,6 +230,7 @@ def skipped_steps(lines: list[Record]) -> int:
     for line in lines:
         attempt, count = line.get("attempt", 0), line.get("skipped", 0)
         if type(count) is int:
+            # `skipped` counts on within an attempt, and begins at 0 in the next one.
             counts[attempt] = max(count, counts.get(attempt, 0))
     return sum(counts.values())
 
@@ -244,6 +246,7 @@ def wall_time(run: History, several: bool) -> dict[str, str]:
     }
     lost_steps = [n for a, n in zip(run.attempts, times.lost, strict=True) if a.began or n is None]
     counts = [steps for steps in lost_steps if steps is not None]
+    # An attempt whose undone steps are not known adds to the others' sum.
     at_least = " or more" if counts != lost_steps else killed_more(*run.attempts)
     recomputed = f"{sum(counts):,}{at_least}" if counts or not lost_steps else "-"
     return {

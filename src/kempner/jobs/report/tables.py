@@ -40,6 +40,7 @@ def align_table(
             lines.append(line)
         else:
             indent = " " * INDENT
+            # At least 40 columns: on a narrow terminal a column of words could not be read.
             below = textwrap.wrap(
                 last, max(width, 40), initial_indent=indent, subsequent_indent=indent
             )

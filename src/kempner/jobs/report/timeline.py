@@ -90,10 +90,12 @@ def draw_steps(axes: Axes, time: WallTime, x: Callable[[float], float]) -> None:
     kept_points: list[tuple[float, float]] = []
     lost_points: list[tuple[float, float]] = []
     gap_points: list[tuple[float, float]] = []  # between attempts, and back
+    # A point that is not finite parts a line: one call draws all pieces.
     gap = (math.nan, math.nan)
     before = None
     for s in time.stretches:
         kept_to = s.last - s.lost
+        # The kept steps come first; within a stretch all steps are taken to be equally long.
         middle = s.began + (s.ended - s.began) * (kept_to - s.first) / (s.last - s.first)
         kept_points += [(x(s.began), s.first), (x(middle), kept_to), gap]
         lost_points += [(x(middle), kept_to), (x(s.ended), s.last), gap] if s.lost else []
@@ -120,6 +122,7 @@ def draw_phases(axes: Axes, time: WallTime, size: float) -> None:
             if phase.part == part:
                 times += [phase.began - zero, phase.ended - zero]
                 totals += [totals[-1], totals[-1] + phase.ended - phase.began]
+        # The share of a part in an interval: what its summed time grows by from edge to edge.
         top = base + np.diff(np.interp(edges, times, totals)) / np.diff(edges)
         label = f"{part} {seconds / time.total:.1%}"
         axes.stairs(

@@ -23,7 +23,9 @@ def refuse_other_picture(out: Path, option: str, named: bool) -> None:
 def save_picture(figure: Figure, out: Path) -> None:
     """Save the figure. An error leaves the old picture. Raises OSError, ValueError for a suffix
     that is not one of a picture."""
+    # The standard names: PNG has Software, SVG and PDF have Creator.
     key = "Software" if out.suffix == ".png" else "Creator"
     about = {key: MAKER} if out.suffix in (".png", ".svg", ".pdf") else None
     kind = out.suffix[1:] or "png"
+    # To the target of a link: the rename would replace the link itself.
     write_atomic(out.resolve(), lambda file: figure.savefig(file, format=kind, metadata=about))

@@ -60,6 +60,7 @@ class MetricsReader:
             return None
         undoes = any(self._newest.get(name, -1) >= step for name in values)
         if undoes:
+            # For all names: those that this line lacks are undone from its step on, too.
             self._newest = {name: min(at, step - 1) for name, at in self._newest.items()}
         self._newest.update(dict.fromkeys(values, step))
         return MetricsPoint(step, time, values, undoes)

@@ -36,6 +36,7 @@ class TensorBoard:
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         text = (run_dir / "config.toml").read_text()
         summary = text_pb(CONFIG_TAG, "\n".join(f"    {line}" for line in text.splitlines()))
+        # By the number of the start: TensorBoard shows the configuration of each.
         self._write(Event(wall_time=time.time(), step=len(files), summary=summary))
 
     def write(self, points: list[MetricsPoint]) -> None:
@@ -48,6 +49,7 @@ class TensorBoard:
             summary = Summary(value=values)
             self._write(Event(wall_time=point.time, step=point.step, summary=summary))
         self._file.flush()
+        # The next start counts what the files hold, and passes on the rest.
         os.fsync(self._file.fileno())
         self.position += len(points)
 

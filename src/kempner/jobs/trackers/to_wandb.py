@@ -41,6 +41,7 @@ class WeightsAndBiases:
                 dir=run_dir,
                 config=config,
                 mode="offline" if self._offline else "online",
+                # The run may be there already: its id is the same in each start.
                 resume=None if self._offline else "allow",
                 settings=wandb.Settings(
                     console="off",
@@ -52,6 +53,7 @@ class WeightsAndBiases:
         except Exception:
             wandb.teardown()  # its helper process would stay
             raise
+        # W&B's own step is the number of the row: the x axis has to be that of the training.
         self._run.define_metric("*", step_metric="step")
         self.position = 0
         self._row = 0  # number of the next one
@@ -78,6 +80,7 @@ class WeightsAndBiases:
                 continue
             # Rows that W&B has are counted, too: a row has the same number in each start.
             if self._row >= self._sent:
+                # A row with a step stays open until the next one, unless commit is true.
                 row = {**new, "step": point.step, "_timestamp": point.time}
                 self._run.log(row, step=self._row, commit=True)
             self._row += 1

@@ -116,6 +116,7 @@ def axis_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
+    # The densest labels of which at most six fit.
     for factors in ((1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         ticks = [f * 10.0**k for k in decades for f in factors if low <= f * 10.0**k <= high]
@@ -220,6 +221,7 @@ def svg_path(points: Sequence[tuple[int, int]]) -> str:
         out.append("l")
     for qx, qy in rest:
         dy = qy - py
+        # A minus sign also parts two numbers.
         out.append(f"{qx - px}{dy}" if dy < 0 else f"{qx - px} {dy}")
         out.append(" ")
         px, py = qx, qy

@@ -79,9 +79,11 @@ def render_bar(
     for column in sorted(seconds):
         base, total = 0.0, sum(seconds[column].values())
         for part in ORDER:
+            # In one order in all columns, so that the boxes of a part lie side by side.
             if share := seconds[column].get(part, 0.0) / total:
                 before = boxes[part][-1] if boxes[part] else None
                 low, high = round(HEIGHT * base, 1), round(HEIGHT * (base + share), 1)
+                # Equal neighbours become one box: a page has the bars of many attempts.
                 if before and before[1] == column and before[2:] == (low, high):
                     boxes[part][-1] = (before[0], column + 1, low, high)
                 else:
@@ -155,6 +157,7 @@ def render_time_axis(began: float, ended: float, now: float) -> str:
     offset = time.localtime(began).tm_gmtoff
     first = math.ceil((began + offset) / unit) * unit - offset
     labels = []
+    # More than enough: the unit is such that at most six intervals fit.
     for k in range(8):
         at = first + k * unit
         if at > ended:
@@ -190,6 +193,7 @@ def render_attempts(run: History, now: float, name: str, most: int) -> str:
             for p in phases
             if p.ended > a.opened and p.began < a.ended
         ]
+        # The bar of an only attempt would be that of the whole run.
         bar = render_bar(inside, began, ended, BAR_COLUMNS // 2) if last and inside else ""
         rows.append(render_attempt(run, i, now, f"{name}a{i}", bar, notes.get(i, [])))
     rest = len(run.attempts) - len(rows)

@@ -18,6 +18,7 @@ COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of a terminal
 def escape_html(value: object, most: int = 2000) -> str:
     """Escape text as HTML, also within an attribute's double quotes; cut after `most`
     characters."""
+    # Cut first: a reason or a log line may have megabytes.
     text = COLORS.sub("", str(value)[: 2 * most])
     text = text if len(text) <= most else text[: most - 1] + "…"
     return escape(visible_text(text))
@@ -26,6 +27,8 @@ def escape_html(value: object, most: int = 2000) -> str:
 def file_link(path: Path, page: Path, text: str) -> str:
     """Link to a file beside the page, wherever both are copied together; `text`: plain."""
     relative = os.path.relpath(path.absolute(), page.absolute().parent)
+    # As bytes: a name of a file need not be valid text.
+    # With ./ before it a name with a colon is not taken for a scheme, such as javascript:.
     return f'<a href="./{escape(quote(os.fsencode(relative)))}">{escape_html(text)}</a>'
 
 

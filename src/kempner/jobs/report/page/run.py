@@ -164,6 +164,7 @@ def recent_troubles(run: History, now: float) -> str:
         return ""
     kinds = Counter(a.state if a.began else "died before it began" for a in attempts)
     words = [f"{n} {escape_html(state)}" for state, n in kinds.most_common()]
+    # A fault counts by its own time: its attempt may have begun days before.
     hosts = {n.host: sum(s.time >= since for s in n.sins) for n in nodes_of([run])}
     blamed = [f"{escape_html(h, 60)} ({n})" for h, n in hosts.items() if n][:6]
     out = sorted({h for a in attempts for h in a.excluded.split(",") if h})
@@ -281,6 +282,7 @@ def nodes_table(
 def last_lines(run: Path, most: int) -> str:
     """Show the last lines of rank 0's log and of the batch log."""
     rank = run / "logs/latest/rank-0.log"
+    # With more than 64 ranks each host has a folder of its own: log_path() in run_log.py.
     ranks = [rank] if os.path.isfile(rank) else sorted(run.glob("logs/latest/*/rank-0.log"))[:1]
     batch = max(run.glob("logs/batch-*.log"), key=modified_time, default=None)
     sections = []
@@ -303,6 +305,7 @@ def log_tail(path: Path, most: int, parts: tuple[str, ...]) -> list[str]:
     """Return the last lines that contain one of these parts."""
     try:
         with open(path, "rb", opener=open_regular) as file:
+            # A log may have gigabytes; the first line of the rest may be cut.
             file.seek(max(0, file.seek(0, 2) - LOG_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:

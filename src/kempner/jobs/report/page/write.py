@@ -58,7 +58,9 @@ def write_page(
     now = time.time()
     work = [(path, page, jobs, now, f"r{i}", len(runs) > 1) for i, path in enumerate(runs)]
     if len(work) > ALONE:
+        # A fork has all modules loaded; a process that is spawned would import them anew.
         fork = multiprocessing.get_context("fork")
+        # The CPUs that this process may use: a login node or a step may allow fewer than there are.
         count = min(8, len(os.sched_getaffinity(0)))
         with concurrent.futures.ProcessPoolExecutor(count, fork) as pool:
             results = list(pool.map(_tell, work, chunksize=4))
@@ -88,6 +90,8 @@ def render_document(runs: list[Told], now: float, every: int | None) -> str:
     foot = f"As of {zone}. Times are in {time.strftime('%Z', time.localtime(now))}."
     foot += f" The page reloads every {every} s." if every else ""
     return (
+        # A policy in a meta element holds only for what comes after it.
+        # The empty icon keeps the browser from asking for /favicon.ico.
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">'
         f'<meta name="generator" content="kempner {SEAL}">'
