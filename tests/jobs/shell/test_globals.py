@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SCRIPTS = Path(__file__).parents[3] / "scripts/slurm"
-GLOBALS = 119
+GLOBALS = 134
 ASSIGNED = re.compile(r"(?<![\w$!{#])(KP_\w+)(\[[^]]*\])?\+?=(?!=|\*\))")
 READ = re.compile(r"\b(?:printf -v |(?:read|mapfile)\b[^|;<$]*?)\b(KP_\w+)")
 WORD = r"""(?:[^\s"'$\\]|"(?:[^"\\]|\\.)*"|'[^']*'|\$\((?:[^()]|\([^()]*\))*\)|\$|\\.)*"""
