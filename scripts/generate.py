@@ -36,7 +36,6 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     prompts = read_prompts(options)
     loaded = load_model_and_tokenizer(options.source, options.device)
-    ids = prompt_ids(loaded, prompts, options.chat)
     print_note(f"{loaded.about}, {loaded.model.cfg.count_parameters():,} parameters")
     if options.chat and prompts == [""] and sys.stdin.isatty():
         from kempner.extensions.generate.dialogue import run_dialogue
@@ -44,6 +43,7 @@ def main(argv: list[str]) -> int:
         print_note("type a message; Ctrl-D or Ctrl-C ends the dialogue")
         run_dialogue(loaded, sampling_options(options))
         return 0
+    ids = prompt_ids(loaded, prompts, options.chat)
     began = time.perf_counter()
     prompt_texts = [f"{text}\n" for text in prompts] if options.chat else prompts
     count = print_texts(loaded, prompt_texts, ids, sampling_options(options), options.batch)
@@ -146,7 +146,7 @@ def prompt_ids(loaded: Loaded, prompts: list[str], chat: bool) -> list[list[int]
         try:
             return [words.chat([{"role": "user", "content": prompt}]) for prompt in prompts]
         except ValueError as error:
-            raise ConfigError(f"--chat: the template of {words.folder} refuses: {error}") from None
+            raise ConfigError(f"--chat: {words.folder}: {error}") from None
     return [words.prompt(prompt) for prompt in prompts]
 
 

@@ -14,13 +14,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kempner.extensions.generate import whole_texts
 from kempner.extensions.generate.config import Sampling
 from kempner.extensions.generate.engine import Engine
 from kempner.extensions.generate.load import Loaded, load_model_and_tokenizer
 from kempner.extensions.generate.texts import Text, generate_texts
+from kempner.extensions.serve.alternatives import score_alternatives
 from kempner.extensions.serve.http import Server
 from kempner.extensions.serve.worker import Worker
-from kempner.model.cache import CACHE_BLOCK
+from kempner.model.cache import CACHE_BLOCK, KVCache
+from kempner.model.decoder import Decoder
 from tests.served import Client, make_model
 
 SLOTS, WINDOW = 4, 3 * CACHE_BLOCK
@@ -107,6 +110,36 @@ def test_few_shapes_where_texts_are_scored(loaded: Loaded, shapes: set[Any]) -> 
     model.loglikelihood([SimpleNamespace(args=(text[: len(text) // 2], text)) for text in texts])
     model.generate_until([SimpleNamespace(args=(t, {"max_gen_toks": 30})) for t in texts])
     assert 0 < len(shapes) <= MOST, sorted(map(str, shapes))
+
+
+def test_a_task_needs_memory_for_its_texts_alone(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache of the whole window, and the logits of whole texts, were more than a GPU has."""
+    harness = pytest.importorskip("kempner.extensions.generate.harness")
+    lengths, rows = [], []
+    make, predict = KVCache.__init__, Decoder.predict
+
+    def watched_cache(cache: KVCache, *words: Any) -> None:
+        lengths.append(words[2])
+        make(cache, *words)
+
+    def watched(model: Decoder, x: torch.Tensor, targets: None) -> Any:
+        rows.append(x.shape[:-1].numel())
+        return predict(model, x, targets)
+
+    monkeypatch.setattr(KVCache, "__init__", watched_cache)
+    monkeypatch.setattr(Decoder, "predict", watched)
+    monkeypatch.setattr(whole_texts, "LOGPROB_CHUNK", 8)
+    model = harness.HarnessModel(loaded, SLOTS)
+    model.generate_until([SimpleNamespace(args=("a few", {"max_gen_toks": 5}))])
+    assert lengths == [CACHE_BLOCK] and lengths[0] < WINDOW
+    context, rest = [1, 2, 3], [n % 250 for n in range(20)]
+    rows.clear()
+    ((value, _),) = model._loglikelihood_tokens([(None, context, rest)])
+    assert rows == [8, 8, 4]
+    looked = score_alternatives(loaded.model, 259, [*model.begin, *context, *rest], 2)
+    assert max(rows) == 8 and sum(looked.values[-20:]) == pytest.approx(value, abs=1e-3)
 
 
 def test_cudnn_has_no_part(loaded: Loaded) -> None:

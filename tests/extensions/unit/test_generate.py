@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +36,7 @@ from kempner.train.sections import RunConfig
 from tests import hf_models
 from tests.conftest import ROOT, TINY, clean_env, load_program, start_train
 from tests.hf_models import make
-from tests.served import Client
+from tests.served import Client, make_model
 from tests.templates import GENERATION, write_tokenizer
 from tests.waiting import LIMIT_S
 
@@ -324,6 +324,30 @@ def test_a_dialogue(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) 
         [sys.executable, SCRIPT, run, "--chat", "--prompt", "x"], capture_output=True, text=True
     )
     assert done.returncode == 2 and "has no chat template" in done.stderr
+
+
+def test_a_message_that_a_template_refuses(
+    tmp_path: Path, generate: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """It is taken back. The first one need not be empty, which this template refuses, too."""
+    template = "{% for m in messages %}{% if 'a' not in m.content and m.role == 'user' %}" \
+        "{{ raise_exception('say a') }}{% endif %}{{ m.content }}{% endfor %}"  # fmt: skip
+    about = {"eos_token": "<|endoftext|>", "chat_template": template}
+    (make_model(tmp_path) / "tokenizer_config.json").write_text(json.dumps(about))
+    lines = ["a few", "no", "a word"]
+
+    def type_line(_: str) -> str:
+        if not lines:
+            raise EOFError
+        return lines.pop()
+
+    monkeypatch.setattr("builtins.input", type_line)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    words = [str(tmp_path), "--chat", "--device=cpu", "--max-tokens=4"]
+    assert generate.main(words) == 0 and not lines
+    assert capsys.readouterr().err.count("the chat template refuses it: say a") == 1
+    assert generate.main([*words, "--prompt=no"]) == 2
+    assert f"--chat: {tmp_path}: the chat template refuses it: say a" in capsys.readouterr().err
 
 
 def test_the_server_of_its_document(text: Any, run: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -15,10 +16,11 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -334,8 +336,75 @@ def test_a_conversation(engine: Client) -> None:
     with engine.send("/v1/chat/completions", asked) as answer:
         parts = events(answer)
     assert "".join(p["choices"][0]["delta"]["content"] for p in parts) == plain["text"]
+    limits = {"max_tokens": 6, "max_completion_tokens": 2}
+    found = engine.ask("/v1/chat/completions", {"messages": messages, "seed": 1, **limits})
+    assert found["usage"]["completion_tokens"] == 2
     filled = engine.ask("/v1/chat/completions", {"messages": messages, "seed": 1})
     assert filled["usage"]["total_tokens"] <= WINDOW  # as far as the window goes
+
+
+def test_a_template_is_read_once_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All texts of the engine wait while it is; and it may write the date."""
+    words = load_model_and_tokenizer(str(make_model(tmp_path)), "cpu").words
+    about = {"chat_template": "{{ messages[0].content }}{{ strftime_now('%d') }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    days = [date(2026, 12, day) for day in (24, 24, 25)]
+    monkeypatch.setattr(loading, "date", SimpleNamespace(today=lambda: days.pop(0)))
+    read, count = loading.read_tokenizer_config, []
+    monkeypatch.setattr(
+        loading, "read_tokenizer_config", lambda folder: count.append(folder) or read(folder)
+    )
+    said = [words.tokenizer.decode(words.chat([{"role": "user", "content": "a"}])) for _ in "abc"]
+    assert said == ["a24", "a24", "a25"] and len(count) == 2
+
+
+def test_a_request_waits_for_few_steps(
+    engine: Client, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call of the worker waits for one: there was one for every text of a list, and for every
+    place with a new alternative. Nor does a token walk through all that is cached."""
+    calls, call = [], worker.call
+
+    def counted(action: Any) -> Any:
+        calls.append(action)
+        return call(action)
+
+    class Cache(dict[int, TokenPiece]):
+        def keys(self) -> Any:
+            raise AssertionError
+
+    monkeypatch.setattr(worker, "call", counted)
+    monkeypatch.setattr(worker, "_pieces", Cache())
+    engine.complete(["a few"] * 4 + ["words"] * 4, max_tokens=0, echo=True)
+    assert len(calls) == 3  # encode, take, decode
+    calls.clear()
+    engine.complete("a few words", max_tokens=0, echo=True, logprobs=5)
+    assert len(calls) == 5  # and look, and pieces
+
+
+def test_texts_go_on_while_others_are_scored(
+    engine: Client, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many requests follow each other: there is always one that waits."""
+    done = threading.Event()
+
+    def score(*words: Any) -> Any:
+        until(lambda: done.is_set() or not worker._inbox.empty())
+        return score_alternatives(*words)
+
+    def keep_scoring() -> None:
+        while not done.is_set():
+            engine.ask("/score", {"tokens": PROMPT})
+
+    monkeypatch.setattr("kempner.extensions.serve.worker.score_alternatives", score)
+    with ThreadPoolExecutor(2) as pool:
+        scorers = [pool.submit(keep_scoring) for _ in range(2)]
+        try:
+            assert engine.complete(PROMPT, max_tokens=5, seed=1)[0]["finish_reason"] == "length"
+        finally:
+            done.set()
+        for scorer in scorers:
+            scorer.result()
 
 
 def test_where_a_text_ends(engine: Client) -> None:
@@ -394,8 +463,10 @@ def test_other_bad_requests(engine: Client) -> None:
         ("/update_weights", {}, "path: is required"),
         ("/release", {}, "run: is required"),
         ("/update_weights", {"path": "/gone"}, "/gone: "),
+        ("/update_weights", {"manifest": 5, "run": "/runs/b#1"}, "manifest: is required"),
     ]:
         assert problem in engine.ask(path, body, code=400)["error"]["message"]
+    assert "run" not in engine.ask("/health")  # nobody has got it by what was refused
     assert "the routes are /health" in engine.ask("/v1/complete", {}, code=404)["error"]["message"]
 
 
@@ -737,6 +808,33 @@ def test_an_engine_that_fails_says_so_to_all(
         refused = engine.ask("/v1/completions", {"prompt": PROMPT, "seed": 1}, code=503)
         assert "the engine has failed" in refused["error"]["message"]
     assert worker.exit_code == 1 and "MemoryError: no more" in capsys.readouterr().err
+
+
+def test_a_pass_that_finds_no_memory_is_answered(
+    engine: Client, worker: Worker, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """However often: the connection ended without a word. What has filled the memory is free."""
+    left = []
+
+    class Hidden:
+        def __del__(self) -> None:
+            left.append(1)
+
+    def fail(*_: object) -> None:
+        hidden = Hidden()
+        raise RuntimeError(f"out of memory beside {hidden}")
+
+    monkeypatch.setattr("kempner.extensions.serve.worker.score_alternatives", fail)
+    echo = {"prompt": PROMPT, "max_tokens": 1, "echo": True, "logprobs": 1}
+    gc.disable()  # it would find what the error holds, but only later
+    try:
+        for path, body in [("/score", {"tokens": PROMPT}), ("/v1/completions", echo)] * 2:
+            refused = engine.ask(path, body, code=503)["error"]["message"]
+            assert "the engine has failed; see its log" in refused
+        assert engine.complete(PROMPT, max_tokens=2) and len(left) == 4
+    finally:
+        gc.enable()
+    assert worker.exit_code == 0 and "out of memory beside" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("call", ["step", "join"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 from kempner.data.text.chat_template import ChatMessage
@@ -14,14 +15,21 @@ from kempner.extensions.generate.texts import Text, generate_texts
 def run_dialogue(loaded: Loaded, sampling: Sampling) -> None:
     """Answer what the user types, until Ctrl-D or Ctrl-C. The model reads the dialogue so far,
     without its oldest turns where they leave no room for an answer."""
+    loaded.words.chat_template()  # a model without one is refused before anything is typed
     messages: list[ChatMessage] = []
     try:
         while True:
             if not (text := input("> ")).strip():
                 continue
             messages.append({"role": "user", "content": text})
+            try:
+                ids = encode_turns(loaded, messages, sampling)
+            except ValueError as refusal:
+                print(refusal, file=sys.stderr)
+                messages.pop()
+                continue
             answer = ""
-            for piece in generate_reply(loaded, messages, sampling):
+            for piece in generate_reply(loaded, ids, sampling):
                 print(piece, end="", flush=True)
                 answer += piece
             print()
@@ -30,15 +38,19 @@ def run_dialogue(loaded: Loaded, sampling: Sampling) -> None:
         print()
 
 
-def generate_reply(
-    loaded: Loaded, messages: list[ChatMessage], sampling: Sampling
-) -> Iterator[str]:
-    """Yield the model's answer to the last message, piece by piece; removes turns without room from
-    `messages`."""
-    words, room = loaded.words, max(1, loaded.window - sampling.max_tokens)
-    while len(ids := words.chat(messages)) > room and len(messages) > 1:
+def encode_turns(loaded: Loaded, messages: list[ChatMessage], sampling: Sampling) -> list[int]:
+    """Encode the dialogue for the next answer; removes turns without room from `messages`. Raises
+    ValueError if the template refuses it."""
+    room = max(1, loaded.window - sampling.max_tokens)
+    while len(ids := loaded.words.chat(messages)) > room and len(messages) > 1:
         # A turn with its answer: templates want the roles to alternate.
         del messages[:2]
+    return ids
+
+
+def generate_reply(loaded: Loaded, ids: list[int], sampling: Sampling) -> Iterator[str]:
+    """Yield the model's answer to the dialogue `ids`, piece by piece."""
+    words = loaded.words
     # An engine for each answer: its cache is as long as this one can become, not as the model's
     # window.
     window = min(loaded.window, len(ids) + sampling.max_tokens)

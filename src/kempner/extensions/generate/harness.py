@@ -11,12 +11,14 @@ import lm_eval.tasks
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
 
 from kempner.config.option import ConfigError
 from kempner.extensions.generate.config import Sampling
 from kempner.extensions.generate.engine import Engine
 from kempner.extensions.generate.load import Loaded
 from kempner.extensions.generate.texts import Text, generate_texts
+from kempner.extensions.generate.whole_texts import chunk_logits, run_all_blocks
 from kempner.model.cache import whole_blocks
 
 Scored = tuple[list[int], list[int]]  # context and continuation, as tokens
@@ -85,15 +87,21 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             width = whole_blocks(len(rows[0]) - 1, self.window)
             # padded behind: what comes later changes nothing in a causal model
             inputs = [row[:-1] + [0] * (width + 1 - len(row)) for row in rows]
-            logits = self.model(torch.tensor(inputs, device=device))  # [B, T, V]
-            for i, row, out in zip(numbers, rows, logits, strict=True):
-                count = min(len(pairs[i][1]), len(row) - 1)
-                targets = torch.tensor(row[len(row) - count :], device=device)  # [count]
-                own = out[len(row) - 1 - count : len(row) - 1].float()  # [count, V]
-                chances = own.log_softmax(-1).gather(1, targets[:, None])
-                greedy = own[:, : self.text.vocab_size].argmax(-1)  # as a text is generated
-                scores[i] = (float(chances.sum()), bool((greedy == targets).all()))
+            outputs = run_all_blocks(self.model, torch.tensor(inputs, device=device))  # [B, T, D]
+            for i, row, x in zip(numbers, rows, outputs, strict=True):
+                first = len(row) - min(len(pairs[i][1]), len(row) - 1)
+                targets = torch.tensor(row[first:], device=device)  # [count]
+                scores[i] = self._score_targets(x[first - 1 : len(row) - 1], targets)
         return [scores[i] for i in range(len(pairs))]
+
+    def _score_targets(self, x: Tensor, targets: Tensor) -> tuple[float, bool]:
+        """Score the tokens that follow the last block's output x [count, D]."""
+        total, likeliest = 0.0, True
+        for logits, labels in chunk_logits(self.model, x, targets):
+            total += float(logits.log_softmax(-1).gather(1, labels[:, None]).sum())
+            greedy = logits[:, : self.text.vocab_size].argmax(-1)  # as a text is generated
+            likeliest &= bool((greedy == labels).all())
+        return total, likeliest
 
     def generate_until(self, requests: Sequence[Any], **_: object) -> list[str]:
         """Generate texts up to one of the strings that each task names; requests with the same
@@ -107,7 +115,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 [*self.begin, *self.tok_encode(requests[number].args[0])] for number in numbers
             ]
             slots = min(self.batch, len(prompts))
-            engine = Engine[Text](self.model, self.text.vocab_size, self.window, slots)
+            longest = max(map(len, prompts)) + sampling.max_tokens
+            # Memory for no more than that: a cache of the whole window may not fit.
+            window = whole_blocks(longest, self.window)
+            engine = Engine[Text](self.model, self.text.vocab_size, window, slots)
             for piece in generate_texts(engine, self.text, self.ends, prompts, sampling):
                 texts[numbers[piece.prompt]] += piece.text
         return texts

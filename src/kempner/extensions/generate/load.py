@@ -3,10 +3,9 @@ Hugging Face's form."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Callable, Sequence
 from datetime import date
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,13 +13,9 @@ from kempner.checkpoint import history
 from kempner.checkpoint.history import Damaged
 from kempner.config import toml
 from kempner.config.option import ConfigError
-from kempner.data.sidecar import BYTES_TOKENIZER, SIDECAR, TOKENIZER_CONFIG, Sidecar
-from kempner.data.text.chat_template import (
-    TEMPLATE,
-    ChatMessage,
-    ChatTemplate,
-    read_tokenizer_config,
-)
+from kempner.data.sidecar import BYTES_TOKENIZER, SIDECAR, Sidecar
+from kempner.data.source import DataError
+from kempner.data.text.chat_template import ChatMessage, ChatTemplate, read_tokenizer_config
 from kempner.data.text.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
@@ -66,27 +61,29 @@ class Words(NamedTuple):
             return vocabulary_fingerprint(read_vocabulary(self.folder / TOKENIZER_FILE))
         return BYTES_TOKENIZER["kind"]
 
-    @property
-    def has_template(self) -> bool:
-        """False for the tokenizer of a model that only continues texts."""
-        with contextlib.suppress(OSError, ValueError):
-            config = json.loads((self.folder / TOKENIZER_CONFIG).read_bytes())
-            return bool(config.get("chat_template")) or (self.folder / TEMPLATE).is_file()
-        return False
+    def chat_template(self) -> ChatTemplate:
+        """Return the tokenizer's own template. Raises ConfigError without one."""
+        # Of each day: a template may write the date, and an engine runs for weeks.
+        return _read_template(self.folder, date.today())
 
     def chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Encode a conversation up to where the next answer comes, by the tokenizer's own template.
         Raises ConfigError without one, ValueError if it refuses."""
-        if not self.has_template:
-            raise ConfigError(
-                f"{self.folder}: has no chat template, so the model was not trained on "
-                "conversations: let it continue a text instead (generate.py without --chat, or "
-                "/v1/completions)"
-            )
-        # Made for each conversation: a template may write the date, and an engine runs for weeks.
-        template = ChatTemplate(read_tokenizer_config(self.folder), date.today())
+        text = self.chat_template().render(messages, None, True)
         assert isinstance(self.tokenizer, FileTokenizer)  # bytes have no tokenizer_config.json
-        return self.tokenizer.encode_prompt(template.render(messages, None, True))
+        return self.tokenizer.encode_prompt(text)
+
+
+@lru_cache(maxsize=1)  # all texts of an engine would wait while it is parsed for each conversation
+def _read_template(folder: Path, today: date) -> ChatTemplate:
+    try:
+        config = read_tokenizer_config(folder)
+    except DataError:
+        raise ConfigError(
+            f"{folder}: has no chat template, so the model was not trained on conversations: let "
+            "it continue a text instead (generate.py without --chat, or /v1/completions)"
+        ) from None
+    return ChatTemplate(config, today)
 
 
 class Loaded(NamedTuple):

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from kempner.extensions.generate.whole_texts import chunk_logits, run_all_blocks
 from kempner.model.decoder import Decoder
-
-LOGPROB_CHUNK = 256  # tokens whose log-probabilities are in fp32 at a time
 
 
 class Looked(NamedTuple):
@@ -29,10 +28,9 @@ def score_alternatives(
         return scores
     tokens = torch.tensor([ids], device=model.embed.weight.device)
     # The last token is only looked up.
-    logits = model(tokens[:, :-1])[0]  # [T - 1, V]
-    for start in range(0, len(ids) - 1, LOGPROB_CHUNK):
-        logprobs = (logits[start : start + LOGPROB_CHUNK].float() / temperature).log_softmax(-1)
-        target = tokens[0, 1:][start : start + LOGPROB_CHUNK]
+    x = run_all_blocks(model, tokens[:, :-1])[0]  # [T - 1, D]
+    for logits, target in chunk_logits(model, x, tokens[0, 1:]):
+        logprobs = (logits / temperature).log_softmax(-1)
         scores.values.extend(logprobs.gather(1, target.unsqueeze(1)).squeeze(1).tolist())
         values, names = logprobs[:, :vocab_size].topk(min(top, vocab_size))
         scores.tops.extend(

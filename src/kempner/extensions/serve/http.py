@@ -350,15 +350,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def update_weights(self, body: bytes) -> None:
         fields = Fields(body)
-        manifest = fields.take("manifest")
-        path = fields.text("path") if manifest is None else ""
+        manifest = fields.text("manifest", "")
+        path = "" if manifest else fields.text("path")
         # Above 2**53 a number of JSON need not be exact.
         version = fields.number("version", None, 0, 2**53)
         run = fields.text("run", "")
         fields.end()
         worker = self.server.worker
         try:
-            if isinstance(manifest, str):
+            if manifest:
                 worker.receive(manifest, self.server.token)
             else:
                 # Before the update: texts of another run must not go on with these weights.
@@ -395,8 +395,9 @@ class Handler(BaseHTTPRequestHandler):
     def _complete(self, body: bytes, chat: bool) -> None:
         worker, model = self.server.worker, self.server.model
 
-        def encode(function: Callable[[Any], list[int]], argument: Any) -> list[int]:
-            return worker.call(lambda: function(argument))  # a tokenizer is not for two threads
+        def encode(function: Callable[[Any], list[int]], arguments: list[Any]) -> list[list[int]]:
+            # A tokenizer is not for two threads.
+            return worker.call(lambda: [*map(function, arguments)])
 
         request = read_request(body, chat, model, worker.window, worker.words, encode)
         job = CompletionJob(request.stream)
@@ -413,13 +414,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def _whole(self, request: Asked, job: CompletionJob, answer: CompletionResponse) -> None:
         last_news = {news.text: news for news in self._news(job)}
-        choices = []
-        for text in job.texts:
-            news, looked, before = last_news[text], None, ""
+        choices, befores = [], [""] * len(job.texts)
+        if request.echo:
+            befores = self.server.worker.decode([text.prompt for text in job.texts])
+        for text, before in zip(job.texts, befores, strict=True):
+            news, looked = last_news[text], None
             if request.top or (request.echo and request.logprobs):
                 looked = self.server.worker.look(text, request.top)
-            if request.echo:
-                before = self.server.worker.decode(text.prompt)
             choices.append(
                 answer.choice(text, before + news.grown, 0, news.length, news.finish, looked)
             )

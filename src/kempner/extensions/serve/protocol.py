@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kempner.config.option import ConfigError
@@ -142,14 +143,14 @@ def read_request(
     body: bytes, chat: bool, model: str, window: int, words: Words, encode: Callable[..., Any]
 ) -> Asked:
     """Parse a request to /v1/completions, or with `chat` to /v1/chat/completions. `encode(function,
-    argument)` calls the function where the tokenizer may be used. Raises BadRequest."""
+    arguments)` maps them where the tokenizer may be used. Raises BadRequest."""
     fields = Fields(body)
     model_name = fields.take("model", model)
     if model_name != model:
         raise BadRequest(f"model = {shorten_value(model_name)}: the model here is {model}")
     try:
         if chat:
-            prompts = [encode(words.chat, parse_messages(fields.take("messages")))]
+            prompts = encode(words.chat, [parse_messages(fields.take("messages"))])
         else:
             prompts = parse_prompts(fields.take("prompt"), words, encode)
     # A ValueError, too, and it names the field itself.
@@ -158,10 +159,11 @@ def read_request(
     except (ValueError, ConfigError) as error:  # the template's own words; no template
         raise BadRequest(f"{'messages' if chat else 'prompt'}: {error}") from None
     longest = max(map(len, prompts))
-    most = fields.number("max_completion_tokens", None, 1, window) if chat else None
     # A chat ends by itself; a completion need not, and gets OpenAI's few tokens.
     default = max(1, window - longest) if chat else DEFAULT_TOKENS
-    most = fields.number("max_tokens", most or default, 1 if chat else 0, window)
+    most = fields.number("max_tokens", default, 1 if chat else 0, window)
+    if chat:  # OpenAI's newer name of it
+        most = fields.number("max_completion_tokens", most, 1, window)
     # The last token is never read. A client that scores a text asks for one token, or for none.
     if longest + (most if most > 1 else 0) > window:
         raise BadRequest(
@@ -245,10 +247,13 @@ def read_sampling(fields: Fields, most: int) -> Sampling:
 def parse_prompts(prompt: Any, words: Words, encode: Callable[..., Any]) -> list[list[int]]:
     """Read the prompts: a text, token ids, or a list of either."""
     many = prompt if isinstance(prompt, list) and prompt and not is_ids(prompt) else [prompt]
+    texts = [one for one in many if isinstance(one, str)]
+    # All at once: each call waits for a step of the model.
+    encoded = iter(encode(words.prompt, texts) if texts else ())
     prompts = []
     for one in many:
         if isinstance(one, str):
-            prompts.append(encode(words.prompt, one))
+            prompts.append(next(encoded))
         elif is_ids(one):
             prompts.append(read_ids(one, "prompt", words.tokenizer.vocab_size))
         else:
@@ -363,6 +368,8 @@ class CompletionResponse:
             choice |= {"prompt_token_ids": text.prompt, "weight_versions": text.versions}
         logprobs: Json | None = None
         if self.asked.logprobs:
+            # All at once: what is not cached yet takes a call, which waits for a step of the model.
+            self._pieces([*ids, *chain.from_iterable(top or () for top in tops)])
             logprobs = (
                 {"content": self._content(ids, values, tops)}
                 if self.asked.chat

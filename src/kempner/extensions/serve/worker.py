@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from queue import Empty, Queue, SimpleQueue
+from queue import Queue, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
+from kempner.config.option import ConfigError
 from kempner.data.text.tokenizer import TokenPiece
 from kempner.extensions.generate.engine import Engine
 from kempner.extensions.generate.load import Loaded
@@ -25,6 +26,7 @@ from kempner.model.decoder import Decoder
 
 _T = TypeVar("_T")
 MOST_FAILURES = 3
+FAILED = "the engine has failed; see its log"
 
 
 class Unavailable(Exception):
@@ -105,7 +107,8 @@ class Worker:
         self.call(lambda: self._take(request, job))
 
     def look(self, text: Text, top: int) -> Looked:
-        """Compute log-probabilities of a text and its prompt, in one more pass."""
+        """Compute log-probabilities of a text and its prompt, in one more pass. Other texts get a
+        token between two such passes: a call for each."""
         engine = self.texts.engine
         ids = [*text.prompt, *text.new]
         return self.call(lambda: score_alternatives(engine.model, engine.vocab_size, ids, top))
@@ -126,13 +129,14 @@ class Worker:
     def pieces(self, ids: Sequence[int]) -> list[TokenPiece]:
         """Look up the pieces of tokens. A tokenizer is not thread-safe, so each token is looked up
         once, in the worker, and cached."""
-        if new := {*ids} - self._pieces.keys():
+        # Not by a difference of sets, which walks through all that is cached.
+        if new := {token for token in ids if token not in self._pieces}:
             look = self.words.tokenizer.piece
             self.call(lambda: self._pieces.update({token: look(token) for token in new}))
         return [self._pieces[token] for token in ids]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.call(lambda: self.words.tokenizer.decode(ids))
+    def decode(self, texts: Sequence[Sequence[int]]) -> list[str]:
+        return self.call(lambda: [*map(self.words.tokenizer.decode, texts)])
 
     def drop(self, job: CompletionJob) -> None:
         """Drop a job whose client has gone away."""
@@ -206,7 +210,7 @@ class Worker:
             self.texts.engine.clear()
             # Texts that still wait were not in the pass.
             failures = [text for text in self._jobs if text not in self.texts.waiting]
-            why = "the engine has failed; see its log"
+            why = FAILED
         for job in {self._jobs[text] for text in failures if text in self._jobs}:
             self._drop(job)
             job.news.put(Unavailable(why))
@@ -222,22 +226,24 @@ class Worker:
 
     def _fail_for_good(self) -> None:
         self.exit_code = 1
-        self.end("the engine has failed; see its log")
+        self.end(FAILED)
 
     def _answer_calls(self) -> None:
-        """Answer all calls that wait; without work, wait for one."""
+        """Answer the calls that wait now, not those that come meanwhile: texts go on. Without work,
+        wait for one."""
         idle = self.paused or not self.texts.busy
-        while not self._ended:
-            try:
-                action, answer = self._inbox.get(block=idle)
-            except Empty:
+        for _ in range(max(idle, self._inbox.qsize())):
+            if self._ended:
                 return
+            action, answer = self._inbox.get()
             try:
                 answer.set_result(action())
-            except Exception as error:  # of the caller
+            except (ConfigError, Unavailable, ValueError) as error:  # of the caller
                 answer.set_exception(error)
-            # After the first one, only those that are there already: texts go on.
-            idle = False
+            except Exception:  # out of memory, for example
+                traceback.print_exc()
+                # Not the error itself: its frames would hold what has filled the memory.
+                answer.set_exception(Unavailable(FAILED))
 
     def _take(self, request: Asked, job: CompletionJob) -> None:
         if self.broken:
