@@ -39,8 +39,9 @@ from kempner.extensions.activations import (
     identity_of,
     start_output,
 )
-from kempner.extensions.generate.load import Loaded, load_model_and_tokenizer
-from kempner.extensions.hf.source import CONFIG_FILE, WeightsSource, held_weights
+from kempner.extensions.generate.load import Loaded, load_model_and_tokenizer, model_shape
+from kempner.extensions.hf.checks import other_ids, same_ids
+from kempner.extensions.hf.source import CONFIG_FILE, TOKENIZER_FILE, WeightsSource, held_weights
 from kempner.jobs.system.files import step_of_name
 from kempner.jobs.system.front_door import run_program
 
@@ -48,7 +49,7 @@ from kempner.jobs.system.front_door import run_program
 def main(argv: list[str]) -> None:
     options = parse(argv)
     names = models_to_read(options.model, options.steps)
-    check_models(options.out, names)
+    check_models(options.out, names, options.layers)
     for name in names:
         write_activation_shards(options, name)
 
@@ -112,12 +113,14 @@ def models_to_read(name: str, steps: str | None) -> list[str]:
     return [f"{name}@{step_of_name(path.name)}" for path in sorted(there)]
 
 
-def check_models(out: Path, names: list[str]) -> None:
-    """Check that all checkpoints exist, and that existing shards are theirs. Raises ConfigError."""
+def check_models(out: Path, names: list[str], layers: str) -> None:
+    """Check that all checkpoints exist and have these layers, and that existing shards are theirs.
+    Raises ConfigError."""
     problems = []
     for name in names:
         try:
             with held_weights(name) as source:
+                layers_of(layers, model_shape(source)[0].n_layers)
                 check_weights(out / folder_of(source), identity_of(source))
         except ConfigError as error:
             problems += error.problems
@@ -156,11 +159,12 @@ def check_data(path: str, data: TokenDataset, loaded: Loaded) -> None:
     """Check that the data are plain text, in the tokens of the model. Raises ConfigError."""
     if data.sidecar.kind != "text":
         raise ConfigError(f"{path}: is of the kind {data.sidecar.kind}; give data of plain text")
-    if data.sidecar.tokenizer["hash"] != loaded.words.tokenizer.describe()["hash"]:
-        raise ConfigError(
-            f"{path}: its tokenizer is not that of {loaded.about}, so that its tokens mean another "
-            f"text; prepare it with --tokenizer {loaded.words.folder}"
-        )
+    file = str(loaded.words.folder / TOKENIZER_FILE)
+    theirs = {**data.sidecar.tokenizer, "file": str(Path(path).expanduser() / TOKENIZER_FILE)}
+    own = {**loaded.words.tokenizer.describe(), "file": file}
+    if not same_ids(theirs, own):
+        name = "bytes" if own["kind"] == "bytes" else file
+        raise ConfigError(other_ids(path, theirs, own, f"prepare it with --tokenizer {name}"))
 
 
 def write_activation_shards(options: argparse.Namespace, name: str) -> None:
@@ -171,7 +175,8 @@ def write_activation_shards(options: argparse.Namespace, name: str) -> None:
         if source.is_checkpoint:
             identity = history.read_manifest(source.path)["run"]
             config = toml.loads((source.path / "config.toml").read_text()).get("data", {})
-        loaded = load_model_and_tokenizer(name, options.device)
+        # By its path: the newest one of this name may be another by now.
+        loaded = load_model_and_tokenizer(str(source.path), options.device)
     model, cfg = loaded.model, loaded.model.cfg
     mask = config.get("document_mask", False)
     data = TokenDataset.open(

@@ -78,9 +78,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("run", metavar="RUN", nargs="?", type=Path, help=about)
     options = parser.parse_args(argv)
     options.by_hand = options.run is not None
-    options.run = options.run or Path(os.environ.get("KEMPNER_RUN_DIR", ""))
-    if options.run == Path():
+    run_dir = options.run or os.environ.get("KEMPNER_RUN_DIR")
+    if not run_dir:
         parser.error("outside of a job name a run, such as runs/7b")
+    options.run = Path(run_dir)
     if options.by_hand and not (options.run / "config.toml").is_file():
         parser.error(f"{options.run}: is not a run that has begun: it has no config.toml")
     return options

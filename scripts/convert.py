@@ -158,7 +158,8 @@ def run_export(options: argparse.Namespace) -> None:
 def check_conversion(options: argparse.Namespace) -> None:
     with held_weights(options.source, download=True) as source:
         shape = source.model()
-        cfg = ModelConfig(**shape)
+        # As of a start from it: what the training of a new model needs is not asked of this one.
+        cfg = ModelConfig(**shape, init_from=options.source)
         problems = cfg.problems()
         if problems:
             raise ConfigError([f"{options.source}: {problem}" for problem in problems])
@@ -178,6 +179,8 @@ def check_conversion(options: argparse.Namespace) -> None:
 
 
 def run_push(options: argparse.Namespace) -> None:
+    if not options.directory.is_dir():  # of the form of OWNER/NAME it may be in the hub's cache
+        raise ConfigError(f"{options.directory}: no such directory; name what export has written")
     source = find_weights(str(options.directory))
     if source.is_checkpoint:
         raise ConfigError(f"{options.directory}: is a run; export it first, and push the export")

@@ -113,7 +113,7 @@ def evaluate_once(options: argparse.Namespace, name: str) -> None:
         return
     step, run_dir = step_of_name(source.path.name), run_of(source.path)
     if step is not None and is_run(run_dir):
-        results.record_result(run_dir, step, figures)
+        results.record_result(run_dir, step, options.tasks, figures)
         print(f"recorded as step {step} in {run_dir / 'metrics.jsonl'}", flush=True)
 
 
@@ -127,9 +127,8 @@ def follow_checkpoints(options: argparse.Namespace) -> None:
         starts = run.attempts or run.refusals
         is_over = starts and run.state.word not in LIVE_STATES  # without one it has not started yet
         checkpoint = newest_complete(run_dir)
-        if checkpoint is not None and step_of_name(checkpoint.name) not in results.evaluated_steps(
-            run_dir
-        ):
+        done = results.evaluated_steps(run_dir, options.tasks)
+        if checkpoint is not None and step_of_name(checkpoint.name) not in done:
             evaluate_once(options, options.model)  # by now it may be another one
         elif is_over:
             break

@@ -18,6 +18,7 @@ if __name__ == "__main__":
 
     first.start_program()  # before anything that may be missing or slow
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -34,7 +35,7 @@ from kempner.extensions.planner.placement import Placement, engine_words, place_
 from kempner.extensions.rl.config import DeploymentConfig, InferenceConfig, RlConfig
 from kempner.extensions.rl.exchange import EXCHANGE_SILENCE_S, Listener, RolloutExchange
 from kempner.extensions.rl.extension import RlExtension
-from kempner.jobs.ray.programs import place_programs, rank_variables_of
+from kempner.jobs.ray.programs import exit_code_of, place_programs, rank_variables_of
 from kempner.jobs.system.front_door import run_program
 from kempner.train.configure import check_directories, load_config
 from kempner.train.help import help_of
@@ -69,8 +70,11 @@ def main(argv: list[str]) -> int:
     # With its mode before the secret is in it: write_text() alone would make it readable for all.
     exchange.token.touch(0o600)
     exchange.token.write_text(secrets.token_hex(24))
-    code = RayRun(cfg, exchange, parts, argv, gpus > 0).follow()
-    shutil.rmtree(exchange.root if code else exchange.root.parent, ignore_errors=True)
+    code = 1
+    try:
+        code = RayRun(cfg, exchange, parts, argv, gpus > 0).follow()
+    finally:  # the token must not stay, whatever Ray raises
+        shutil.rmtree(exchange.root if code else exchange.root.parent, ignore_errors=True)
     return code
 
 
@@ -127,32 +131,30 @@ class RayRun:
                     "ending it"
                 )
                 print(message, file=sys.stderr)
-                if self.left("trainer"):
-                    return 1
-                break
+                return 1
             if not ready:
                 continue
-            name, code = self.running.pop(ready[0]), self.code(ready[0])
+            name, code = self.running.pop(ready[0]), exit_code_of(ready[0])
             if name.startswith("engine"):
                 self.engine_ended(int(name.split()[1]), code)
+            elif code is None:
+                print(f"ray_rl: the actor of the {name} is lost", file=sys.stderr)
+                return 1
             elif code:
                 print(f"ray_rl: the {name} has ended with exit code {code}", file=sys.stderr)
                 return code
-        ray.get([engine.end.remote() for engine in self.engines])
+        for end in [engine.end.remote() for engine in self.engines]:
+            with contextlib.suppress(ray.exceptions.RayActorError):  # lost before
+                ray.get(end)
         return 0
 
     def left(self, name: str) -> bool:
         return name in self.running.values()
 
-    def code(self, future: Any) -> int:
-        try:
-            return int(ray.get(future))
-        except ray.exceptions.RayActorError:  # its node, or the actor itself
-            return 1
-
-    def engine_ended(self, engine: int, code: int) -> None:
+    def engine_ended(self, engine: int, code: int | None) -> None:
+        """`code`: None where its actor is lost, which cannot start it again."""
         self.tries[engine] += 1
-        if self.tries[engine] > self.cfg.of(InferenceConfig).restarts:
+        if code is None or self.tries[engine] > self.cfg.of(InferenceConfig).restarts:
             print(f"ray_rl: engine {engine} is not started again", file=sys.stderr)
             return
         print(f"ray_rl: engine {engine} has ended with {code}; starting it again", file=sys.stderr)

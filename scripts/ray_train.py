@@ -16,12 +16,13 @@ if __name__ == "__main__":
 
     first.start_program()  # before anything that may be missing or slow
 
+import sys
 from pathlib import Path
 
 import ray
 
 from kempner.config.command_line import argument_parser
-from kempner.jobs.ray.programs import place_programs, rank_variables_of
+from kempner.jobs.ray.programs import exit_code_of, place_programs, rank_variables_of
 from kempner.jobs.system.front_door import run_program
 
 TRAIN = Path(__file__).resolve().parent / "train.py"
@@ -41,7 +42,10 @@ def main(argv: list[str]) -> int:
     code = 0
     while running and not code:  # the first failure ends the run: the other ranks would wait for it
         done, running = ray.wait(running)
-        code = ray.get(done[0])
+        ended = exit_code_of(done[0])
+        if ended is None:
+            print("ray_train: the actor of a rank is lost, perhaps with its node", file=sys.stderr)
+        code = 1 if ended is None else ended
     return code
 
 

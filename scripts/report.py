@@ -120,7 +120,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--html",
         type=Path,
         nargs="?",
-        const=Path(),
+        const=True,  # no Path: "." would equal the empty one
         metavar="FILE",
         help="write a page instead (default: report.html in RUN, or in the directory of runs)",
     )
@@ -141,7 +141,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name} {value}: must be 1 second or more")
-    if options.html not in (None, Path()) and options.html.suffix not in (".html", ".htm"):
+    if options.html not in (None, True) and options.html.suffix not in (".html", ".htm"):
         parser.error(f"--html {options.html}: must end in .html; name the runs before --html")
     if options.html is not None and options.out is not None:
         parser.error("--out is for a picture, and --html writes a page: leave one of them out")
@@ -159,7 +159,7 @@ def write_html(options: argparse.Namespace) -> int:
         fix = "name the run.dir of a training, or what holds several"
         raise ConfigError(f"no run in {names}; {fix}")
     page = options.html
-    if page == Path():
+    if page is True:
         page = (paths[0] if len(paths) == 1 else Path()) / "report.html"
     while True:
         try:

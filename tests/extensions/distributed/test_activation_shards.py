@@ -16,8 +16,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kempner.checkpoint import named
 from kempner.data.formats.dataset import TokenDataset
+from kempner.data.text.tokenizer import train_bpe
+from kempner.extensions.generate import load
 from kempner.extensions.generate.load import load_model_and_tokenizer
+from kempner.jobs.system.files import swap_link
 from kempner.model.attention import Documents
 from tests import hf_models
 from tests.conftest import ROOT, TINY, clean_env, load_program, start_train
@@ -176,13 +180,69 @@ def test_what_does_not_fit_is_refused(
         "@2 is one model: leave out --steps": ("--layers=0", "--steps=0"),
     }
     before = sorted(out.rglob("*"))
+    read = load.read_checkpoint
     for message, words in refused.items():
         model = f"{run}@2" if "is one model" in message else run
         data = "fake:4" if "fake:" in message else data_dir
+        early = message.startswith("--layers")  # before the model is read, which may take minutes
+        monkeypatch.setattr(load, "read_checkpoint", None if early else read)
         assert extract(monkeypatch, model, data, *first[2:], *words) == 2
         said = capsys.readouterr().err
         assert message.replace("[1] there", "[0] there") in said, said
     assert sorted(out.rglob("*")) == before
+
+
+def test_a_checkpoint_that_is_committed_meanwhile_is_not_read(
+    run: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shards of the older one are its own, whenever the newer one comes."""
+    copy, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(run, copy, symlinks=True)
+    root = copy / "checkpoints"
+    newer = (root / "step_00000002").rename(root / "aside")
+    swap_link(root / "latest", "step_00000000")
+    program: Any = load_program("activations")
+
+    def commit(source: Any) -> str:
+        identity: str = identity_of(source)
+        if asked:  # the second time: before it is read
+            newer.rename(root / "step_00000002")
+            swap_link(root / "latest", "step_00000002")
+        asked.append(identity)
+        return identity
+
+    asked: list[str] = []
+    identity_of = program.identity_of
+    monkeypatch.setattr(program, "identity_of", commit)
+    words = [str(copy), str(data_dir), "--layers=-1", "--samples=2", f"--out={out}"]
+    assert program.main(words) == 0 and len(asked) == 2
+    assert named.find_checkpoint(str(copy)).name == "step_00000002"
+    expected = by_hooks(f"{run}@0", TokenDataset.open(data_dir, "val", 32, 257, separate=True), 2)
+    found = shards(out / "step_00000000")["blocks.3.stream"]
+    torch.testing.assert_close(found, expected["blocks.3.stream"], atol=1e-5, rtol=1e-5)
+
+
+def test_a_tokenizer_with_the_same_ids_in_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tool has rewritten it, or the ids are others."""
+    model, corpus = tmp_path / "model", tmp_path / "corpus"
+    hf_models.make("llama2", model)
+    (model / "tokenizer.json").write_bytes(train_bpe(["a few words"] * 3, 257))
+    corpus.mkdir()
+    (corpus / "text.md").write_text("a few words\n" * 2000)
+    data = ["--out", str(tmp_path / "data"), "--tokenizer", str(model), "--val-fraction=0.5"]
+    assert load_program("prepare_data").main([str(corpus), *data]) == 0
+    content = json.loads((model / "tokenizer.json").read_text())
+    (model / "tokenizer.json").write_text(json.dumps(content, indent=8))
+    words = (model, tmp_path / "data", "--layers=0", "--samples=1")
+    assert extract(monkeypatch, *words, "--out", tmp_path / "out") == 0
+    ids = content["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    assert extract(monkeypatch, *words, "--out", tmp_path / "other") == 2
+    said = capsys.readouterr().err
+    assert f"means another text; prepare it with --tokenizer {model}/tokenizer.json" in said, said
 
 
 def test_other_weights_and_damaged_shards_are_noticed(

@@ -117,7 +117,8 @@ def test_the_figures_are_those_of_ten_plain_lines_and_reach_the_metrics(
     assert line["eval/texts/byte_perplexity"] == pytest.approx(math.exp(-total / count), rel=1e-4)
     assert line["eval/answer/exact_match"] == 0.0
     history = load_history(run_dir)
-    assert [r["step"] for r in history.results] == [8] and results.evaluated_steps(run_dir) == {8}
+    assert [r["step"] for r in history.results] == [8]
+    assert results.evaluated_steps(run_dir, words[1]) == {8}
     assert not any("eval/mine/acc" in r for r in history.lines)  # no sign of life of the trainer
     assert history.state.word == "done" and history.attempts[-1].ended < line["time"]
     report = [sys.executable, "scripts/report.py", str(run_dir)]
@@ -146,13 +147,33 @@ def score_rest(model: torch.nn.Module, ids: list[int]) -> float:
 def test_results_wait_for_the_trainer_that_writes_the_file(tmp_path: Path) -> None:
     """One writer: while a trainer holds the lock, the file is its own."""
     (tmp_path / "lock").write_text("not to be read: somebody holds it")
-    results.record_result(tmp_path, 4, {"choose/acc": 0.5})
-    assert not (tmp_path / "metrics.jsonl").exists() and results.evaluated_steps(tmp_path) == {4}
+    results.record_result(tmp_path, 4, "choose", {"choose/acc": 0.5})
+    results.record_result(tmp_path, 4, "other", {"other/acc": 0.25})  # by another job
+    (tmp_path / "eval/step_00000002.json").write_text('{"step": 2}')  # by an earlier version
+    assert not (tmp_path / "metrics.jsonl").exists()
     taken: list[str] = []
-    results.add_results(tmp_path, taken.append)
-    results.add_results(tmp_path, taken.append)
-    assert [json.loads(text)["eval/choose/acc"] for text in taken] == [0.5]
-    assert results.evaluated_steps(tmp_path) == {4}
+
+    def take(text: str) -> None:
+        taken.append(text)
+        if len(taken) == 1:  # a second job adds them at the same time
+            results.add_results(tmp_path, take)
+
+    for _ in range(2):
+        assert results.evaluated_steps(tmp_path, "choose") == {2, 4}
+        assert results.evaluated_steps(tmp_path, "third") == {2}
+        results.add_results(tmp_path, take)
+    figures = {name: value for text in taken for name, value in json.loads(text).items()}
+    assert (figures["eval/choose/acc"], figures["eval/other/acc"]) == (0.5, 0.25)
+    assert sorted(json.loads(text)["step"] for text in set(taken)) == [2, 4, 4]
+
+
+def test_jobs_with_other_tasks_follow_the_same_run(run_dir: Path, tasks: Path) -> None:
+    """What one has evaluated is not done for the other."""
+    results.record_result(run_dir, 8, "mine", {"mine/acc": 1.0})
+    words = [run_dir, "--follow", "--tasks=answer", "--include-path=tasks/"]
+    assert "recorded as step 8" in evaluate(tasks.parent, *words)
+    assert evaluate(tasks.parent, *words) == ""
+    assert load_history(run_dir).results[-1].keys() >= {"eval/mine/acc", "eval/answer/exact_match"}
 
 
 def test_special_tokens_of_a_text_are_those_of_transformers(tmp_path: Path) -> None:

@@ -19,11 +19,13 @@ from kempner.checkpoint.format.plan import CheckpointLayout, StoredTensor, own_b
 from kempner.checkpoint.format.reader import read_tensors, verify_checkpoint
 from kempner.config.option import ConfigError
 from kempner.extensions.hf import exporting, families, importing, load
+from kempner.extensions.hf.adapter import weights_fingerprint
 from kempner.extensions.hf.load import ReadJob, fill_tensors, load_weights
-from kempner.extensions.hf.source import find_weights
+from kempner.extensions.hf.source import find_weights, source_tokenizer
 from kempner.extensions.hf.stored import Stored
 from kempner.extensions.hf.tensors import tensor_names
 from kempner.jobs.system.directories import Kind, mark_directory
+from kempner.jobs.system.front_door import INTERRUPTED
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from tests.hf_models import FAMILIES, convert, load_quietly, make, ours, theirs
@@ -342,6 +344,51 @@ def test_a_bad_model_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_the_first_of_many_wrong_tensors_are_named(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = shutil.copytree(model, tmp_path / "model")
+    rewrite(broken, lambda t: t.update({name: torch.ones(3) for name in t}))
+    convert("import", broken, tmp_path / "run", code=2)
+    first, *lines, last = capsys.readouterr().err.splitlines()
+    assert first.endswith("6 problems with the input") and len(lines) == 5, lines
+    assert "model.embed_tokens.weight has shape [3]" in lines[0]
+    count = len(tensors(broken))
+    assert last.endswith(f": {count - 5} more wrong shapes or dtypes")
+
+
+def test_a_torn_generation_config(model: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(model, tmp_path / "model")
+    for content in ("{", "[]"):
+        (broken / "generation_config.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"generation_config\.json: "):
+            source_tokenizer(find_weights(str(broken)))
+
+
+def test_a_model_whose_router_has_no_choice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it lacks for a training is no problem of the files."""
+    make("mixtral", tmp_path / "model")
+    edit(tmp_path / "model", num_experts_per_tok=1)
+    convert("check", tmp_path / "model")
+    assert "all accounted for" in capsys.readouterr().out
+
+
+def test_weights_in_files_of_any_name_are_told_apart(model: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(model, tmp_path / "model")
+    before = weights_fingerprint(find_weights(str(copy)))
+    index = copy / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"model-0', '"part-0'))
+    for file in sorted(copy.glob("model-*")):
+        last = file.rename(copy / file.name.replace("model-", "part-"))
+    renamed = weights_fingerprint(find_weights(str(copy)))
+    content = bytearray(last.read_bytes())
+    content[-1] ^= 1
+    last.write_bytes(content)
+    assert len({before, renamed, weights_fingerprint(find_weights(str(copy)))}) == 3
+
+
 def test_what_is_there_is_left_alone(
     model: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -354,6 +401,7 @@ def test_what_is_there_is_left_alone(
         (("export", model, tmp_path / "new"), "in Hugging Face's form already"),
         (("import", run, tmp_path / "new"), f"--model.init_from={run}"),
         (("push", run, "me/model"), "export it first"),
+        (("push", "me/gone", "me/model"), "me/gone: no such directory; name what export"),
         (("check", tmp_path / "out"), "neither a model, with a config.json, nor a run"),
         (("check", "./nowhere"), "no such directory, and no id of a model on the hub"),
     ):
@@ -373,6 +421,21 @@ def test_a_full_disk_leaves_nothing(
     convert("export", run, tmp_path / "out", code=2)
     assert "No space left on device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_import_leaves_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "mine").mkdir()
+    for name in ("write_file", "write_atomic"):  # in the weights, and after them
+        with monkeypatch.context() as patch:
+            patch.setattr(importing, name, interrupted)
+            for place in ("new", "mine"):
+                convert("import", model, tmp_path / place, code=INTERRUPTED)
+        assert [*tmp_path.rglob("*")] == [tmp_path / "mine"]
 
 
 def test_a_killed_import_is_no_run(model: Path, tmp_path: Path) -> None:

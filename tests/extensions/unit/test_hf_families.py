@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import fields, replace
 from pathlib import Path
@@ -147,6 +148,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"hidden_act": "gelu"}, 'hidden_act = "gelu": only "silu"'),
     "biases": ({"attention_bias": True}, "attention_bias = true: only false"),
     "rope": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_type "yarn": only default'),
+    "rope-with-a-list": (
+        {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}},
+        'rope_type "longrope": only default and llama3 are supported',
+    ),
+    "theta-as-text": ({"rope_scaling": {"rope_theta": "1e6"}}, 'rope_theta = "1e6": must be a nu'),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config"),
     "mixed-layers": (
         {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
@@ -216,6 +222,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rope-as-text": ({"rope_scaling": "llama3"}, 'rope_scaling = "llama3": must be an object'),
     "size-as-text": ({"hidden_size": "64"}, 'hidden_size = "64": must be a whole number, at'),
     "no-heads": ({"num_key_value_heads": 0}, "num_key_value_heads = 0: must be a whole number"),
+    "no-layers": (QWEN_25_05B | {"num_hidden_layers": None}, "has no num_hidden_layers"),
     "null": ({"hidden_size": None}, "has no hidden_size"),
     "layers-as-text": ({"layer_types": "full"}, 'layer_types = "full": must be a list'),
 }  # fmt: skip
@@ -228,6 +235,31 @@ def test_another_model_is_refused_with_the_reason(case: str) -> None:
     with pytest.raises(ConfigError) as error:
         model_values(whole, "config.json")
     assert len(error.value.problems) == 1 and why in str(error.value), error.value
+
+
+def test_any_value_is_read_or_refused() -> None:
+    """Never a traceback, whatever a file has under a key that is read."""
+    glm = config_json(ModelConfig(**GLM), None, "float32", None)
+    sliding = QWEN_25_05B | {"use_sliding_window": True, "max_window_layers": 0}
+    ropes = ({"rope_type": ["x"]}, {"rope_type": "llama3", "factor": [1]}, {"rope_theta": [1]})
+    keys = {"layer_types", "partial_rotary_factor", "original_max_position_embeddings"}
+    for config in (LLAMA_31_8B, MISTRAL_V01, MIXTRAL_8X7B, QWEN3_30B_A3B, sliding, glm):
+        for key in {*config, *keys, "rope_scaling", "rope_parameters", "num_key_value_heads"}:
+            for value in (None, [], [[1]], {}, {"a": [1]}, "x", -1, 1.5, True, *ropes):
+                with contextlib.suppress(ConfigError):
+                    cfg = ModelConfig(**model_values({**config, key: value}, "config.json"))
+                    assert cfg.problems() or cfg.count_parameters(), (key, value)
+
+
+def test_null_is_as_if_the_key_were_missing() -> None:
+    glm = config_json(ModelConfig(**GLM), None, "float32", None)
+    for config, key in (
+        (QWEN_25_05B, "max_window_layers"),
+        (glm, "routed_scaling_factor"),
+        (glm, "n_shared_experts"),
+    ):
+        missing = {name: value for name, value in config.items() if name != key}
+        assert model_values({**config, key: None}, "") == model_values(missing, "")
 
 
 def test_every_reason_is_named_at_once() -> None:

@@ -215,6 +215,10 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "generate: no run": (("generate", "runs/nope"), ("no such directory", "runs/debug")),
     "generate: no such step": (("generate", "runs/debug@3"), ("of step 3", "steps 4, 5")),
     "generate: damaged": (("generate", "runs/torn"), ("is damaged", "name an older one")),
+    "generate: damaged, by its path": (
+        ("generate", "runs/torn/checkpoints/step_00000005"),
+        ("is damaged", "name an older one", "/runs/torn@STEP"),
+    ),
     "generate: no checkpoint": (("generate", "runs/empty"), ("neither a model",)),
     "generate: data": (("generate", "data/own"), ("neither a model",)),
     "generate: no prompts": (
@@ -319,6 +323,10 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "sweep: a command": (("sweep", "sweep.toml", "plann"), ("did you mean plan?",)),
     # report.py, status.py
     "report: runs": (("report", "runs"), ("holds runs", "--html", "runs/debug")),
+    "report: a page without a name": (
+        ("report", "runs/debug", "--html", "."),
+        ("--html .: must end in .html; name the runs before --html",),
+    ),
     "report: a file": (("report", "README.md"), ("README.md is a file",)),
     "report: a FIFO": (("report", "runs/fifo"), ("runs/fifo: no step is recorded yet",)),
     "report: a name for the terminal": (("report", "runs/\x1b[31m"), (r"runs/\x1b[31m: no such",)),
@@ -332,6 +340,8 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "report: a format": (("report", "runs/debug", "--out=x.jpeg"), ("must end in .png",)),
     "status: gone": (("status", "runs/gone"), ("runs/gone",)),
     # the others
+    "audit: here": (("audit", "."), (".: is not a run that has begun: it has no config.toml",)),
+    "audit: no run": (("audit",), ("outside of a job name a run",)),
     "rl: no environment": (("rl", DEBUG, OWN), ("rl.env",)),
     "orchestrate: none either": (("orchestrate", DEBUG, OWN), ("rl.env",)),
     "program: no command": (("program", "--"), ("no command given",)),

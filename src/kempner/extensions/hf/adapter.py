@@ -24,6 +24,7 @@ from kempner.extensions.hf.source import (
     read_hf_config,
     run_of,
 )
+from kempner.extensions.hf.stored import Stored
 from kempner.extensions.hf.tensors import tensor_names
 from kempner.jobs.system.directories import refuse_others
 from kempner.model.config import ModelConfig
@@ -46,7 +47,9 @@ def weights_fingerprint(source: WeightsSource) -> str:
         manifest = history.read_manifest(source.path)
         digest.update(json.dumps([manifest[key] for key in ("run", "step", "time")]).encode())
         return digest.hexdigest()[:16]
-    for path in sorted(source.path.glob("model*.safetensors")):
+    with Stored(source.path) as stored:  # its index may give the files any names
+        paths = sorted({place.path for place in stored.places.values()})
+    for path in paths:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(f"{path.name} {size}".encode())
@@ -85,7 +88,6 @@ def merged_adapter(checkpoint: Path, manifest: dict[str, Any]) -> Iterator[Calla
 
     from kempner.checkpoint.format.reader import read_tensors
     from kempner.extensions.hf.load import ReadJob, fill_tensors
-    from kempner.extensions.hf.stored import Stored
     from kempner.parallel.lora import FROZEN
 
     lora, cfg = manifest["fixed"]["lora"], ModelConfig(**manifest["fixed"]["model"])

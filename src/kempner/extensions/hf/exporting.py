@@ -162,7 +162,7 @@ def _write_end_of_turn(out: Path, sidecar: Sidecar, carried: Config) -> None:
     if sidecar.kind == "text":
         return
     file = out / GENERATION
-    config: Config = json.loads(file.read_bytes()) if file.is_file() else {}
+    config = read_hf_config(out, GENERATION) if file.is_file() else {}
     # Where transformers finds a generation_config.json, it does not ask config.json for these ids:
     # so they go along.
     ends = config.get("eos_token_id", carried.get("eos_token_id"))

@@ -102,6 +102,10 @@ FIELD_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "architectures": ("a list", (list,)),
     "layer_types": ("a list", (list,)),
     "max_window_layers": ("a whole number", (int,)),
+    "routed_scaling_factor": ("a number", (int, float)),
+    "n_shared_experts": ("a whole number", (int,)),
+    "decoder_sparse_step": ("a whole number", (int,)),
+    "tie_word_embeddings": ("true or false", (bool,)),
 }
 TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NO_WINDOW = ("llama", "glm4_moe")
@@ -125,6 +129,8 @@ def model_values(config: Config, where: str) -> dict[str, Any]:
         )
     if family.experts and "num_local_experts" in config:  # its name in transformers 5
         config = {family.experts: config["num_local_experts"], **config}
+    # Of these keys null says what a missing one says.
+    config = {k: value for k, value in config.items() if value is not None or k not in FIELD_KINDS}
     if problems := _refusals(config, family):
         raise ConfigError([f"{where}: {problem}" for problem in problems])
     keys = _keys(family).items()
@@ -134,7 +140,7 @@ def model_values(config: Config, where: str) -> dict[str, Any]:
         "norm_eps": float(values["norm_eps"]),
         "n_kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or family.head_dim or values["dim"] // heads,
-        "tie_embeddings": config.get("tie_word_embeddings") or False,
+        "tie_embeddings": config.get("tie_word_embeddings", False),
         "qk_norm": kind in ("qwen3", "qwen3_moe"),
         "qkv_bias": kind == "qwen2",
         # Qwen3-MoE alone can weigh the experts by their scores as they are.
@@ -228,11 +234,13 @@ def _rope_refusals(config: Config) -> list[str]:
     problems = []
     for key in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor"):
         places = [place[key] for place in (config, *sections) if place.get(key) is not None]
+        if wrong := [value for value in places if type(value) not in (int, float)]:
+            return [f"{key} = {format_value(wrong[0])}: must be a number"]
         if len({*places}) > 1:
             problems.append(f"{key} is {' and '.join(map(format_value, places))}: give one value")
     scaling = _rope_section(config)
-    kind, about = scaling["rope_type"], {_scaling(section) for section in sections}
-    if len(about) > 1:
+    kind, about = scaling["rope_type"], [_scaling(section) for section in sections]
+    if about[1:] and about[0] != about[1]:
         problems.append(f"{' and '.join(ROPE_SECTIONS)} differ: remove the one that is not meant")
     elif kind not in ("default", "llama3"):
         problems.append(f"rope_type {format_value(kind)}: only default and llama3 are supported")
@@ -259,7 +267,7 @@ def _scaling(section: Config) -> tuple[Any, ...]:
 
 
 def _window_refusals(config: Config) -> list[str]:
-    kind, types = config["model_type"], set(config.get("layer_types") or ())
+    kind, types = config["model_type"], set(map(str, config.get("layer_types") or ()))
     # transformers takes 4096 where it is missing, and none where it is null.
     if kind == "mistral" and "sliding_window" not in config:
         return ["has no sliding_window (an int, or null)"]
@@ -299,8 +307,8 @@ def _layer_types(config: Config) -> set[str]:
     """Return the kinds of attention in a Qwen: its first `max_window_layers` are full in any
     case."""
     if types := config.get("layer_types"):
-        return set(types)
-    layers = config.get("num_hidden_layers", 0)
+        return set(map(str, types))
+    layers = config.get("num_hidden_layers") or 0
     # 28 is the default of transformers.
     full = min(config.get("max_window_layers", 28), layers)
     if not config.get("use_sliding_window", False) or config.get("sliding_window") is None:

@@ -6,9 +6,11 @@ the other: memory for one file is enough, whatever the size of the model.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import uuid
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,7 +21,6 @@ from kempner.checkpoint.format import plan as layout
 from kempner.checkpoint.format.dcp import dcp_metadata
 from kempner.checkpoint.format.plan import TENSORS, CheckpointLayout, StoredTensor, Table
 from kempner.checkpoint.format.writer import Image, plan_file, write_file
-from kempner.checkpoint.ownership import remove_directory
 from kempner.extensions.hf.load import ReadJob, fill_tensors
 from kempner.extensions.hf.source import HF_FOLDER, copy_model_files, read_hf_config
 from kempner.extensions.hf.stored import Stored, check_hf_directory
@@ -41,7 +42,8 @@ TENSOR_FILE_BYTES = 1 << 30
 def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str, name: str) -> Path:
     """Make the run; returns its checkpoint. `name`: the source as the user gave it.
 
-    Raises ConfigError if the tensors are not those of the model, or the run exists already.
+    Raises ConfigError if the tensors are not those of the model, or the run exists already;
+    whatever it raises, nothing is left in `run`.
     """
     root = run / "checkpoints"
     refuse_others(run, "RUN", (Kind.IMPORT,), "give another directory")
@@ -59,12 +61,12 @@ def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str,
     names = tensor_names(cfg, read_hf_config(directory)["model_type"])
     if directory_kind(run) is Kind.IMPORT:
         shutil.rmtree(root, ignore_errors=True)  # what a killed one has left
-    mark_directory(run, Kind.IMPORT)  # until it is a run
-    run_id = uuid.uuid4().hex
-    mark_directory(root, Kind.CHECKPOINTS, run_id)
-    copy_model_files(directory, run / HF_FOLDER)
-    partial = commit.begin_save(root, 0)
-    try:
+    with _removed_on_error(run):
+        mark_directory(run, Kind.IMPORT)  # until it is a run
+        run_id = uuid.uuid4().hex
+        mark_directory(root, Kind.CHECKPOINTS, run_id)
+        copy_model_files(directory, run / HF_FOLDER)
+        partial = commit.begin_save(root, 0)
         with Stored(directory, "pt") as stored:
             for rank in range(files):
                 path = partial / layout.file_of(rank)
@@ -89,14 +91,29 @@ def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str,
             "fixed": {"model": asdict(cfg), "train": {"seq_len": cfg.max_seq_len}, "data": {}},
         }
         path = commit.commit_save(root, 0, texts, facts)
-    except BaseException:
-        remove_directory(partial)
-        raise
-    write_atomic(run / "config.toml", config_toml)
-    write_atomic(run / "id", f"{run_id}\n")  # last: what has one is a run
-    # After the id: without either, a killed import would be somebody's files.
-    (run / MARK_FILE).unlink()
+        write_atomic(run / "config.toml", config_toml)
+        write_atomic(run / "id", f"{run_id}\n")  # last: what has one is a run
+        # After the id: without either, a killed import would be somebody's files.
+        (run / MARK_FILE).unlink()
     return path
+
+
+@contextlib.contextmanager
+def _removed_on_error(run: Path) -> Iterator[None]:
+    """Remove what an import has made, and the directory itself if it made it."""
+    there = run.is_dir()
+    try:
+        yield
+    except BaseException:
+        for folder in (run / "checkpoints", run / HF_FOLDER):
+            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # it may be the very file system that fails
+            # The mark last: what a kill in between leaves is then known as ours.
+            for name in ("config.toml", "id", MARK_FILE):
+                (run / name).unlink(missing_ok=True)
+            if not there:
+                run.rmdir()
+        raise
 
 
 def _write_rank(path: Path, table: Table, rank: int, stored: Stored, names: dict[str, str]) -> None:

@@ -103,8 +103,7 @@ def held_weights(name: str, download: bool = False) -> Iterator[WeightsSource]:
             try:
                 yield source
             except history.Damaged as error:
-                run = named.split_name(name)[0]
-                fix = f"name an older one, {run}@STEP"
+                fix = f"name an older one, {run_of(source.path)}@STEP"
                 raise ConfigError(f"{source.path} is damaged: {error}; {fix}") from None
             return
     with held_weights(name) as source:  # it was removed between the two: now there is a newer one
@@ -122,14 +121,14 @@ def run_of(checkpoint: Path) -> Path:
     return around
 
 
-def read_hf_config(directory: Path) -> Config:
-    """Read the config.json of a directory. Raises ConfigError."""
+def read_hf_config(directory: Path, name: str = CONFIG_FILE) -> Config:
+    """Read the config.json of a directory, or its GENERATION. Raises ConfigError."""
     try:
-        content = json.loads((directory / CONFIG_FILE).read_bytes())
+        content = json.loads((directory / name).read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{directory / CONFIG_FILE}: cannot be read: {error}") from None
+        raise ConfigError(f"{directory / name}: cannot be read: {error}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{directory / CONFIG_FILE}: not an object of keys")
+        raise ConfigError(f"{directory / name}: not an object of keys")
     return content
 
 
@@ -171,11 +170,11 @@ def is_of_bytes(directory: Path) -> bool:
 
 def end_tokens(directory: Path) -> list[int]:
     """Return the ids that generation_config.json or config.json name, none without either. A chat
-    model ends its turn with another token than a document."""
+    model ends its turn with another token than a document. Raises ConfigError."""
     # transformers asks them in this order, too.
     for name in (GENERATION, CONFIG_FILE):
-        with contextlib.suppress(FileNotFoundError):
-            ids = json.loads((directory / name).read_text()).get("eos_token_id")
+        if (directory / name).is_file():
+            ids = read_hf_config(directory, name).get("eos_token_id")
             if ids is not None:
                 return [ids] if isinstance(ids, int) else list(ids)
     return []

@@ -118,15 +118,15 @@ class Stored:
             extra.remove("lm_head.weight")
         if extra:
             problems.append(f"{_some(extra)} not part of the model; nothing is left out silently")
-        for name in expected_shapes.keys() & self._files.keys():
-            if (shape := self.shape(name)) != expected_shapes[name]:
-                problems.append(
-                    f"{name} has shape {[*shape]}, the model needs {[*expected_shapes[name]]}"
-                )
-            if (dtype := self.dtype(name)) not in KNOWN_DTYPES:
-                problems.append(
-                    f"{name} is {dtype}; only {', '.join(sorted(KNOWN_DTYPES))} are read"
-                )
+        wrong = []
+        for name, expected in expected_shapes.items():
+            if name in self._files and (shape := self.shape(name)) != expected:
+                wrong.append(f"{name} has shape {[*shape]}, the model needs {[*expected]}")
+            if name in self._files and (dtype := self.dtype(name)) not in KNOWN_DTYPES:
+                wrong.append(f"{name} is {dtype}; only {', '.join(sorted(KNOWN_DTYPES))} are read")
+        problems += wrong[:SHOWN_TENSORS]
+        if more := wrong[SHOWN_TENSORS:]:
+            problems.append(f"{len(more)} more wrong shapes or dtypes")
         return [f"{self.directory}: {line}" for line in problems]
 
     def _tied_is_equal(self) -> bool:

@@ -67,6 +67,14 @@ def place_programs(count: int, gpus: int) -> list[ray.actor.ActorHandle]:
     ]
 
 
+def exit_code_of(run: Any) -> int | None:
+    """Return what the future of a run() gives; None if its actor is lost, perhaps with its node."""
+    try:
+        return int(ray.get(run))
+    except ray.exceptions.RayActorError:
+        return None
+
+
 def rank_variables_of(actors: Sequence[ray.actor.ActorHandle]) -> list[dict[str, str]]:
     """Return the variables of each rank, as from torchrun: its rank, and where to meet."""
     places = ray.get([actor.where.remote(k == 0) for k, actor in enumerate(actors)])

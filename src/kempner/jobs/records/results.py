@@ -1,30 +1,33 @@
 """Results of evaluations, from the job that evaluates to metrics.jsonl. No torch.
 
 metrics.jsonl has one writer: the trainer while it runs. Two processes that append to one file over
-NFS may overwrite each other's lines. So a result is a file of its own, RUN/eval/step_X.json, and
-the writer of metrics.jsonl adds what it finds there and moves the file to RUN/eval/added.
+NFS may overwrite each other's lines. So a result is a file of its own, RUN/eval/step_X.TASKS.json,
+and the writer of metrics.jsonl adds what it finds there and moves the file to RUN/eval/added. TASKS
+is a digest: several jobs may evaluate a run, each with its own tasks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kempner.jobs.system.files import LineFile, name_of_step, write_atomic
+from kempner.jobs.system.files import LineFile, name_of_step, step_of_name, write_atomic
 
 PREFIX = "eval/"  # of the figures in a line of metrics.jsonl
 
 
-def record_result(run_dir: Path, step: int, figures: Mapping[str, float]) -> None:
-    """Record the figures of a checkpoint. Without a trainer this process is the writer."""
+def record_result(run_dir: Path, step: int, tasks: str, figures: Mapping[str, float]) -> None:
+    """Record the figures of a checkpoint. `tasks`: what they are of, in any words. Without a
+    trainer this process is the writer."""
     line = {"step": step, "time": round(time.time(), 3)}
     line |= {f"{PREFIX}{name}": value for name, value in figures.items()}
     folder = run_dir / "eval"
     folder.mkdir(exist_ok=True)
-    write_atomic(folder / f"{name_of_step(step)}.json", json.dumps(line))
+    write_atomic(folder / f"{name_of_step(step)}.{_digest(tasks)}.json", json.dumps(line))
     add_without_trainer(run_dir)
 
 
@@ -40,14 +43,21 @@ def add_results(run_dir: Path, write: Callable[[str], object]) -> None:
     """Hand each new result to `write`. After a crash in between it is there twice, which does not
     matter: the later line counts."""
     for path in sorted((run_dir / "eval").glob("step_*.json")):
-        write(path.read_text())
-        (path.parent / "added").mkdir(exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):  # another job that evaluates has added it
+            write(path.read_text())
+            (path.parent / "added").mkdir(exist_ok=True)
             path.rename(path.parent / "added" / path.name)
 
 
-def evaluated_steps(run_dir: Path) -> set[int]:
-    """Return the steps that have a result."""
+def evaluated_steps(run_dir: Path, tasks: str) -> set[int]:
+    """Return the steps that have a result of these tasks."""
     folder = run_dir / "eval"
     paths = [*folder.glob("step_*.json"), *folder.glob("added/step_*.json")]
-    return {int(path.stem.removeprefix("step_")) for path in paths}
+    names = [path.stem.partition(".") for path in paths]
+    # A file of an earlier version does not say its tasks: it counts for any.
+    found = {step_of_name(name) for name, _, of in names if of in ("", _digest(tasks))}
+    return {step for step in found if step is not None}
+
+
+def _digest(tasks: str) -> str:
+    return hashlib.sha256(tasks.encode()).hexdigest()[:8]

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 VERSION_POLL_S = 0.02  # between two looks for a new version
 TIDY_S = 1.0
+RL_TASKS = "rl.env"  # of its evaluations, among those of a run
 
 
 class Orchestrator:
@@ -98,7 +99,7 @@ class Orchestrator:
         self._log = SampleLog(Path(self._cfg.run.dir), start.step, self._say)
         if self._cfg.of(RlConfig).eval_interval:
             # An attempt that got further than the checkpoint has evaluated weights that are lost.
-            done = results.evaluated_steps(Path(self._cfg.run.dir))
+            done = results.evaluated_steps(Path(self._cfg.run.dir), RL_TASKS)
             self._evaluated = max((each for each in done if each <= start.step), default=-1)
         if start.state is not None:
             self._curriculum.load(start.state["curriculum"])
@@ -204,7 +205,8 @@ class Orchestrator:
         figures |= {f"{label}/failed": float(all_.count(None)) for label, all_ in rewards.items()}
         folder = Path(self._cfg.run.dir)
         self._write(
-            f"evaluation of step {version}", lambda: results.record_result(folder, version, figures)
+            f"evaluation of step {version}",
+            lambda: results.record_result(folder, version, RL_TASKS, figures),
         )
         text = ", ".join(f"{label} {value:.3f}" for label, value in figures.items())
         self._say(f"step {version}: evaluation: {text or 'no rewards'}")
