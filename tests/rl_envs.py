@@ -74,3 +74,15 @@ class Talk(Digits):
 
     def reply(self, task: Task, messages: Sequence[Message]) -> Reply | None:
         return Reply(" more? ")
+
+
+class Chatty(Talk):
+    """Its replies leave no room for another turn, or do not fit a row themselves."""
+
+    def reply(self, task: Task, messages: Sequence[Message]) -> Reply | None:
+        return Reply("x" * (80 if task.answer % 2 else 200))
+
+    def judge(self, task: Task, messages: Sequence[Message]) -> float:
+        if messages[-1]["role"] != "assistant":
+            raise RuntimeError("a reply is no answer")
+        return super().judge(task, messages)

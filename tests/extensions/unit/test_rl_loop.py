@@ -448,6 +448,13 @@ def test_tokens_of_the_environment_do_not_count(make: Make, tmp_path: Path) -> N
             assert (rank["inputs"] == ord("?")).any()
 
 
+def test_a_reply_without_room_for_another_turn_is_left_out(make: Make, tmp_path: Path) -> None:
+    """What is scored ends with the model's words, and every sample fits a row."""
+    loop = Loop(config(tmp_path, "Chatty"), [make()])
+    figures = [each.batch.metrics for each in loop.run()]
+    assert all(each["failed_rewards"] == 0 and each["truncated"] > 0.5 for each in figures)
+
+
 def test_evaluation(make: Make, tmp_path: Path) -> None:
     """Greedy, before the first step, in its interval and at the end; nothing of it is trained."""
     engine = make()

@@ -147,11 +147,14 @@ class RolloutSampler:
             if isinstance(reply, Score):
                 why[id(talk)] = reply.why
             elif reply is not None:
-                talk.hear(reply, self._writer.reply(task, reply, talk.tokens[-1]))
-                going.append(talk)
-                if not self._room(talk.tokens):
+                tokens = self._writer.reply(task, reply, talk.tokens[-1])
+                # Without room for another turn the reply is left out: it may be longer than the
+                # row, and what is scored ends with the model's own words.
+                if self._room([*talk.tokens, *tokens]):
+                    talk.hear(reply, tokens)
+                    going.append(talk)
+                else:
                     talk.truncated = True
-                    going.pop()
         return going
 
     def _room(self, tokens: Sequence[int]) -> bool:
