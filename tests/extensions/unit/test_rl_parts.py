@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from kempner.extensions.rl.orchestrate.curriculum import Curriculum
 from kempner.extensions.rl.orchestrate.groups import Rollout, SampleGroup, TaskPlace, seed_of
 from kempner.extensions.rl.orchestrate.packing import Sample, pack_batch, tokens_that_count
 from kempner.extensions.rl.trainer.publish import writers_of
-from kempner.extensions.rl.trainer.transfer import Offer, _token
+from kempner.extensions.rl.trainer.transfer import DirectPublisher, Offer, _token
 from tests.served import make_model
 
 KEY = "the same prompt"
@@ -237,6 +239,46 @@ def test_weights_go_over_the_network_that_was_chosen(monkeypatch: pytest.MonkeyP
     ):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
         assert Offer("key").address.rpartition(":")[0] == expected
+
+
+def test_a_version_for_which_the_disk_had_no_room_is_published_by_the_next_try(
+    one_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the number of the error, by which the trainer knows that it may wait. The first version
+    stays the one that is files."""
+    import torch
+
+    from kempner.model.config import ModelConfig
+    from kempner.model.decoder import Decoder
+
+    exchange, published = RolloutExchange(tmp_path), list[int]()
+
+    def by_files(version: int) -> None:
+        fail_once()
+        published.append(version)
+
+    def fail_once(*_: object) -> None:
+        if not failed:
+            failed.append(errno.ENOSPC)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    failed = list[int]()
+    model = Decoder(ModelConfig(dim=16, n_layers=1, n_heads=2, vocab_size=8))
+    publisher = DirectPublisher(by_files, model, exchange, torch.float32, 9)
+    with pytest.raises(OSError, match="No space"):
+        publisher.publish(0)
+    publisher.publish(0)
+    assert published == [0]
+    (exchange.root / "beside").mkdir()
+    (exchange.root / "beside" / "config.json").write_text("{}")
+    (exchange.version(1)).mkdir(parents=True)
+    (exchange.version(1) / "config.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space") as full:
+        publisher.publish(1)
+    assert full.value.errno == errno.ENOSPC and exchange.newest() is None
+    (exchange.version(1) / "config.json").unlink()
+    publisher.publish(1)
+    assert exchange.newest() == 1 and published == [0]
 
 
 def test_a_token_of_ones_own_where_rl_sh_has_made_none(tmp_path: Path) -> None:
