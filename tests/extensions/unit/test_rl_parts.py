@@ -19,7 +19,13 @@ from kempner.extensions.rl.exchange import RolloutExchange
 from kempner.extensions.rl.orchestrate.conversation import Dialogue, DialogueWriter, open_words
 from kempner.extensions.rl.orchestrate.curriculum import Curriculum
 from kempner.extensions.rl.orchestrate.groups import Rollout, SampleGroup, TaskPlace, seed_of
-from kempner.extensions.rl.orchestrate.packing import Sample, pack_batch, tokens_that_count
+from kempner.extensions.rl.orchestrate.packing import (
+    Sample,
+    deal_rows,
+    pack_batch,
+    tokens_that_count,
+    write_rank_files,
+)
 from kempner.extensions.rl.trainer.publish import writers_of
 from kempner.extensions.rl.trainer.transfer import DirectPublisher, Offer, _token
 from tests.served import make_model
@@ -142,6 +148,25 @@ def test_ranks_have_about_the_same_attention() -> None:
         ]
         costs.append(sum(size**2 for size in sizes))
     assert max(costs) < 1.05 * min(costs)
+
+
+def test_rows_are_dealt_to_8000_ranks() -> None:
+    """The most expensive first, each to the rank that has the least: in a moment."""
+    lengths = np.random.default_rng(0).integers(1, 4096, 32_000)
+    dealt = deal_rows([[item] for item in range(32_000)], lengths, 8_000)
+    assert np.array_equal(np.sort(dealt, None), np.arange(32_000)) and np.shape(dealt) == (8000, 4)
+    costs = (lengths[np.array(dealt)] ** 2).sum(1)
+    assert costs.max() < 1.3 * costs.mean()
+    assert deal_rows([[0], [1], [2], [3]], np.array([5, 4, 3, 3]), 2) == [[0, 3], [1, 2]]
+
+
+def test_rank_files_do_not_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No attempt reads those of an earlier one: two fsyncs of each of thousands take minutes."""
+    monkeypatch.setattr(os, "fsync", None)
+    write_rank_files(tmp_path / "step", pack_batch([sample(1, 7)], [1.0], [0], 64, 2, 1))
+    assert len(list((tmp_path / "step").iterdir())) == 2
 
 
 # --- the order of tasks ---
