@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks import rl_lengths
+from kempner.extensions.rl import exchange
 from kempner.extensions.rl.config import RlConfig
 from kempner.extensions.rl.engines import client as engines
 from kempner.extensions.rl.engines import router
 from kempner.extensions.rl.engines.client import NoEngines, Rejected
 from kempner.extensions.rl.environments.opening import Tasks
 from kempner.extensions.rl.environments.protocol import Task
-from kempner.extensions.rl.orchestrate import mismatch, orchestrator
+from kempner.extensions.rl.orchestrate import mismatch, orchestrator, packing
 from kempner.extensions.rl.orchestrate.batches import Failed
 from kempner.extensions.rl.orchestrate.orchestrator import Orchestrator
 from tests.fake_engine import END, LOST, SCORE, TOKEN, FakeEngine, Fault
@@ -296,6 +300,48 @@ def test_a_batch_is_filled_when_refills_are_used_up(make: Make, tmp_path: Path) 
     assert handed[0].batch.metrics["zero_variance"] == 6
     assert not any(rank["advantages"].any() for each in handed for rank in each.ranks)
     assert any("warning: step 1: 0 of 3 groups" in line for line in loop.lines)
+
+
+def test_refill_is_kept_however_many_batches_are_ahead(make: Make, tmp_path: Path) -> None:
+    """Two are filled at a time, as elsewhere."""
+    cfg = config(tmp_path, "Flat", steps=8, refill=2, max_async=16)
+    handed = Loop(cfg, [make(delay=0.02)]).run()
+    assert handed[0].batch.metrics["zero_variance"] <= 2 * 3 + 3
+
+
+def test_a_batch_that_is_smaller_is_said(make: Make, tmp_path: Path) -> None:
+    loop = Loop(config(tmp_path, "Sparse", steps=1), [make()])
+    (only,) = loop.run()
+    assert only.batch.metrics["samples"] == 4
+    assert any("0 of 3 groups" in line and "which has only 1" in line for line in loop.lines)
+
+
+def test_a_stop_string_is_no_part_of_what_is_scored(make: Make, tmp_path: Path) -> None:
+    handed = Loop(config(tmp_path, "Cut", **{"sampling.stop": "['5']"}), [make()]).run()
+    assert all(each.batch.metrics["failed_rewards"] == 0 for each in handed)
+    assert all((rank["targets"] == ord("5")).any() for each in handed for rank in each.ranks)
+
+
+def test_a_wait_for_room_gives_signs_of_life(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be ended before there is room."""
+    monkeypatch.setattr(orchestrator, "AGAIN_S", 0.05)
+    monkeypatch.setattr(exchange, "EXCHANGE_HEARTBEAT_S", 0.0)
+    loop, beats, write = Loop(config(tmp_path, steps=1), [make()]), [], packing.write_rank_files
+
+    def full(*words: Any) -> None:
+        (mark,) = loop.exchange.root.glob("orchestrator*")
+        beats.append((mark.name, mark.stat().st_mtime_ns))
+        if len(beats) < 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(*words)
+
+    monkeypatch.setattr(packing, "write_rank_files", full)
+    loop.run()
+    names, times = zip(*beats, strict=True)
+    assert names == ("orchestrator", *["orchestrator.full"] * 3) and len(set(times[1:])) == 3
+    assert not (loop.exchange.root / "orchestrator.full").exists()
 
 
 def test_samples_without_a_reward_are_left_out(make: Make, tmp_path: Path) -> None:

@@ -326,6 +326,7 @@ class Orchestrator:
                     self._beat.full()
                     self._say(f"the {what} cannot be written: {error}; waiting for room")
                 waits = True
+            self._beat.alive()
             if self._stop.wait(AGAIN_S):
                 raise Closed
         if waits:

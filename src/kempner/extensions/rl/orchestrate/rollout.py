@@ -119,7 +119,7 @@ class RolloutSampler:
                     each[0] for each in self._router.ask(tokens, 1, turn_sampling, least, flight)
                 ]
             for talk, text in zip(going, texts, strict=True):
-                talk.say(text, self._writer.text(text.token_ids))
+                talk.say(text, self._writer.text(text.token_ids, sampling.stop))
             # A turn that was cut at max_tokens gets no reply.
             going = [talk for talk in going if talk.open]
             going = self._replies(env, task, going, why)
