@@ -24,6 +24,7 @@ from kempner.extensions.rl.environments.protocol import Task
 from kempner.extensions.rl.orchestrate import mismatch, orchestrator, packing
 from kempner.extensions.rl.orchestrate.batches import Failed
 from kempner.extensions.rl.orchestrate.orchestrator import Orchestrator
+from kempner.extensions.rl.samples import SampleLog
 from tests.fake_engine import END, LOST, SCORE, TOKEN, FakeEngine, Fault
 from tests.rl_loop import OWN, Handed, Loop, config
 
@@ -279,6 +280,17 @@ def test_what_nobody_reads_any_more_is_removed(
     loop.run()
     assert [sorted(seen) for seen in loop.seen] == [[0], [1], [1, 2], [1, 3]]
     assert not loop.exchange.rollouts(3).exists()
+
+
+def test_versions_do_not_pile_up_behind_an_engine(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that takes long to read a version: then it reads the newest."""
+    monkeypatch.setattr(orchestrator, "TIDY_S", 0.0)
+    lag = make(lambda engine, path: engine.hang() if path == "/update_weights" else None)
+    loop = Loop(config(tmp_path, steps=8, max_async=1), [lag, make()], trains=0.1)
+    loop.run()
+    assert max(map(len, loop.seen)) <= 4, loop.seen
 
 
 # --- what counts toward a batch ---
@@ -565,6 +577,17 @@ def test_a_start_with_tasks_that_raise(make: Make, tmp_path: Path, env: str) -> 
     if env == "Drawn":  # of a list, what raises is not held out
         line = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
         assert line["eval/Drawn/failed"] == 4.0
+
+
+def test_a_resume_reads_the_end_of_the_log_of_samples(tmp_path: Path) -> None:
+    """Its first line is 4 TiB long here."""
+    log = tmp_path / "rl-samples.jsonl"
+    lines = b"".join(b'\n{"step": %d, "env": "a"}' % step for step in (1, 2, 2, 3, 3))
+    with open(log, "wb") as file:
+        file.seek(1 << 42)
+        file.write(lines)
+    SampleLog(tmp_path, 2, print)
+    assert log.stat().st_size == (1 << 42) + lines.index(b'{"step": 3')
 
 
 def test_samples_are_recorded_and_those_of_lost_steps_removed(make: Make, tmp_path: Path) -> None:
