@@ -39,6 +39,22 @@ class Dead(Digits):
         raise RuntimeError("no reward at all")
 
 
+class Sparse(Digits):
+    """Only the first task has rewards."""
+
+    def score(self, task: Task, completion: str) -> float:
+        if task.answer:
+            raise RuntimeError("no reward here")
+        return super().score(task, completion)
+
+
+class Cut(Digits):
+    def score(self, task: Task, completion: str) -> float:
+        if "5" in completion:
+            raise RuntimeError("5 ends a completion")
+        return super().score(task, completion)
+
+
 class Few(Digits):
     size, held_out = 24, 0.5
 
@@ -74,3 +90,15 @@ class Talk(Digits):
 
     def reply(self, task: Task, messages: Sequence[Message]) -> Reply | None:
         return Reply(" more? ")
+
+
+class Chatty(Talk):
+    """Its replies leave no room for another turn, or do not fit a row themselves."""
+
+    def reply(self, task: Task, messages: Sequence[Message]) -> Reply | None:
+        return Reply("x" * (80 if task.answer % 2 else 200))
+
+    def judge(self, task: Task, messages: Sequence[Message]) -> float:
+        if messages[-1]["role"] != "assistant" and task.answer % 2:
+            raise RuntimeError("a reply is no answer")
+        return super().judge(task, messages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -348,6 +349,38 @@ def test_a_row_that_is_none_is_named(tmp_path: Path, identifier: str, row: str, 
         open_environments(RlConfig(env=(env,)))
     (problem,) = error.value.problems
     assert f"{path}, line 3: " in problem and said in problem
+
+
+NAMED = """
+from typing import NamedTuple
+from kempner.extensions.rl.environments.protocol import Environment, Task
+
+class Answer(NamedTuple):
+    file: str
+
+class One(Environment):
+    def task(self, number, rng):
+        return Task(f"{rng.random()}", Answer(__file__))
+
+class Two(One):
+    pass
+"""
+
+
+def test_files_of_any_name(tmp_path: Path) -> None:
+    """Two classes of one file, two files of one name, which is one of a module of Python's."""
+    import queue
+
+    entries = []
+    for folder, name in (("a", "One"), ("a", "Two"), ("b", "One")):
+        path = tmp_path / folder / "queue.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(NAMED)
+        entries.append(EnvConfig(f"{path}:{name}", name=f"{folder}{name}"))
+    for env in open_environments(RlConfig(env=tuple(entries))):
+        task = env.task(0)
+        assert pickle.loads(pickle.dumps(task)) == task and env.cfg.id.startswith(task.answer.file)
+    assert sys.modules["queue"] is queue
 
 
 def test_an_own_environment_and_the_page_that_shows_it() -> None:

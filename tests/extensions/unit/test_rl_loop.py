@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks import rl_lengths
+from kempner.extensions.rl import exchange
 from kempner.extensions.rl.config import RlConfig
 from kempner.extensions.rl.engines import client as engines
 from kempner.extensions.rl.engines import router
 from kempner.extensions.rl.engines.client import NoEngines, Rejected
 from kempner.extensions.rl.environments.opening import Tasks
 from kempner.extensions.rl.environments.protocol import Task
-from kempner.extensions.rl.orchestrate import mismatch, orchestrator
+from kempner.extensions.rl.orchestrate import mismatch, orchestrator, packing
 from kempner.extensions.rl.orchestrate.batches import Failed
 from kempner.extensions.rl.orchestrate.orchestrator import Orchestrator
+from kempner.extensions.rl.samples import SampleLog
 from tests.fake_engine import END, LOST, SCORE, TOKEN, FakeEngine, Fault
 from tests.rl_loop import OWN, Handed, Loop, config
 
@@ -277,6 +282,17 @@ def test_what_nobody_reads_any_more_is_removed(
     assert not loop.exchange.rollouts(3).exists()
 
 
+def test_versions_do_not_pile_up_behind_an_engine(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that takes long to read a version: then it reads the newest."""
+    monkeypatch.setattr(orchestrator, "TIDY_S", 0.0)
+    lag = make(lambda engine, path: engine.hang() if path == "/update_weights" else None)
+    loop = Loop(config(tmp_path, steps=8, max_async=1), [lag, make()], trains=0.1)
+    loop.run()
+    assert max(map(len, loop.seen)) <= 4, loop.seen
+
+
 # --- what counts toward a batch ---
 
 
@@ -296,6 +312,48 @@ def test_a_batch_is_filled_when_refills_are_used_up(make: Make, tmp_path: Path) 
     assert handed[0].batch.metrics["zero_variance"] == 6
     assert not any(rank["advantages"].any() for each in handed for rank in each.ranks)
     assert any("warning: step 1: 0 of 3 groups" in line for line in loop.lines)
+
+
+def test_refill_is_kept_however_many_batches_are_ahead(make: Make, tmp_path: Path) -> None:
+    """Two are filled at a time, as elsewhere."""
+    cfg = config(tmp_path, "Flat", steps=8, refill=2, max_async=16)
+    handed = Loop(cfg, [make(delay=0.02)]).run()
+    assert handed[0].batch.metrics["zero_variance"] <= 2 * 3 + 3
+
+
+def test_a_batch_that_is_smaller_is_said(make: Make, tmp_path: Path) -> None:
+    loop = Loop(config(tmp_path, "Sparse", steps=1), [make()])
+    (only,) = loop.run()
+    assert only.batch.metrics["samples"] == 4
+    assert any("0 of 3 groups" in line and "which has only 1" in line for line in loop.lines)
+
+
+def test_a_stop_string_is_no_part_of_what_is_scored(make: Make, tmp_path: Path) -> None:
+    handed = Loop(config(tmp_path, "Cut", **{"sampling.stop": "['5']"}), [make()]).run()
+    assert all(each.batch.metrics["failed_rewards"] == 0 for each in handed)
+    assert all((rank["targets"] == ord("5")).any() for each in handed for rank in each.ranks)
+
+
+def test_a_wait_for_room_gives_signs_of_life(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be ended before there is room."""
+    monkeypatch.setattr(orchestrator, "AGAIN_S", 0.05)
+    monkeypatch.setattr(exchange, "EXCHANGE_HEARTBEAT_S", 0.0)
+    loop, beats, write = Loop(config(tmp_path, steps=1), [make()]), [], packing.write_rank_files
+
+    def full(*words: Any) -> None:
+        (mark,) = loop.exchange.root.glob("orchestrator*")
+        beats.append((mark.name, mark.stat().st_mtime_ns))
+        if len(beats) < 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(*words)
+
+    monkeypatch.setattr(packing, "write_rank_files", full)
+    loop.run()
+    names, times = zip(*beats, strict=True)
+    assert names == ("orchestrator", *["orchestrator.full"] * 3) and len(set(times[1:])) == 3
+    assert not (loop.exchange.root / "orchestrator.full").exists()
 
 
 def test_samples_without_a_reward_are_left_out(make: Make, tmp_path: Path) -> None:
@@ -448,6 +506,13 @@ def test_tokens_of_the_environment_do_not_count(make: Make, tmp_path: Path) -> N
             assert (rank["inputs"] == ord("?")).any()
 
 
+def test_a_reply_without_room_for_another_turn_is_left_out(make: Make, tmp_path: Path) -> None:
+    """What is scored ends with the model's words, and every sample fits a row."""
+    loop = Loop(config(tmp_path, "Chatty"), [make()])
+    figures = [each.batch.metrics for each in loop.run()]
+    assert all(each["failed_rewards"] == 0 and each["truncated"] > 0.5 for each in figures)
+
+
 def test_evaluation(make: Make, tmp_path: Path) -> None:
     """Greedy, before the first step, in its interval and at the end; nothing of it is trained."""
     engine = make()
@@ -512,6 +577,17 @@ def test_a_start_with_tasks_that_raise(make: Make, tmp_path: Path, env: str) -> 
     if env == "Drawn":  # of a list, what raises is not held out
         line = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
         assert line["eval/Drawn/failed"] == 4.0
+
+
+def test_a_resume_reads_the_end_of_the_log_of_samples(tmp_path: Path) -> None:
+    """Its first line is 4 TiB long here."""
+    log = tmp_path / "rl-samples.jsonl"
+    lines = b"".join(b'\n{"step": %d, "env": "a"}' % step for step in (1, 2, 2, 3, 3))
+    with open(log, "wb") as file:
+        file.seek(1 << 42)
+        file.write(lines)
+    SampleLog(tmp_path, 2, print)
+    assert log.stat().st_size == (1 << 42) + lines.index(b'{"step": 3')
 
 
 def test_samples_are_recorded_and_those_of_lost_steps_removed(make: Make, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +19,15 @@ from kempner.extensions.rl.exchange import RolloutExchange
 from kempner.extensions.rl.orchestrate.conversation import Dialogue, DialogueWriter, open_words
 from kempner.extensions.rl.orchestrate.curriculum import Curriculum
 from kempner.extensions.rl.orchestrate.groups import Rollout, SampleGroup, TaskPlace, seed_of
-from kempner.extensions.rl.orchestrate.packing import Sample, pack_batch, tokens_that_count
+from kempner.extensions.rl.orchestrate.packing import (
+    Sample,
+    deal_rows,
+    pack_batch,
+    tokens_that_count,
+    write_rank_files,
+)
 from kempner.extensions.rl.trainer.publish import writers_of
-from kempner.extensions.rl.trainer.transfer import Offer, _token
+from kempner.extensions.rl.trainer.transfer import DirectPublisher, Offer, _token
 from tests.served import make_model
 
 KEY = "the same prompt"
@@ -142,6 +150,25 @@ def test_ranks_have_about_the_same_attention() -> None:
     assert max(costs) < 1.05 * min(costs)
 
 
+def test_rows_are_dealt_to_8000_ranks() -> None:
+    """The most expensive first, each to the rank that has the least: in a moment."""
+    lengths = np.random.default_rng(0).integers(1, 4096, 32_000)
+    dealt = deal_rows([[item] for item in range(32_000)], lengths, 8_000)
+    assert np.array_equal(np.sort(dealt, None), np.arange(32_000)) and np.shape(dealt) == (8000, 4)
+    costs = (lengths[np.array(dealt)] ** 2).sum(1)
+    assert costs.max() < 1.3 * costs.mean()
+    assert deal_rows([[0], [1], [2], [3]], np.array([5, 4, 3, 3]), 2) == [[0, 3], [1, 2]]
+
+
+def test_rank_files_do_not_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No attempt reads those of an earlier one: two fsyncs of each of thousands take minutes."""
+    monkeypatch.setattr(os, "fsync", None)
+    write_rank_files(tmp_path / "step", pack_batch([sample(1, 7)], [1.0], [0], 64, 2, 1))
+    assert len(list((tmp_path / "step").iterdir())) == 2
+
+
 # --- the order of tasks ---
 
 
@@ -237,6 +264,46 @@ def test_weights_go_over_the_network_that_was_chosen(monkeypatch: pytest.MonkeyP
     ):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
         assert Offer("key").address.rpartition(":")[0] == expected
+
+
+def test_a_version_for_which_the_disk_had_no_room_is_published_by_the_next_try(
+    one_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the number of the error, by which the trainer knows that it may wait. The first version
+    stays the one that is files."""
+    import torch
+
+    from kempner.model.config import ModelConfig
+    from kempner.model.decoder import Decoder
+
+    exchange, published = RolloutExchange(tmp_path), list[int]()
+
+    def by_files(version: int) -> None:
+        fail_once()
+        published.append(version)
+
+    def fail_once(*_: object) -> None:
+        if not failed:
+            failed.append(errno.ENOSPC)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    failed = list[int]()
+    model = Decoder(ModelConfig(dim=16, n_layers=1, n_heads=2, vocab_size=8))
+    publisher = DirectPublisher(by_files, model, exchange, torch.float32, 9)
+    with pytest.raises(OSError, match="No space"):
+        publisher.publish(0)
+    publisher.publish(0)
+    assert published == [0]
+    (exchange.root / "beside").mkdir()
+    (exchange.root / "beside" / "config.json").write_text("{}")
+    (exchange.version(1)).mkdir(parents=True)
+    (exchange.version(1) / "config.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space") as full:
+        publisher.publish(1)
+    assert full.value.errno == errno.ENOSPC and exchange.newest() is None
+    (exchange.version(1) / "config.json").unlink()
+    publisher.publish(1)
+    assert exchange.newest() == 1 and published == [0]
 
 
 def test_a_token_of_ones_own_where_rl_sh_has_made_none(tmp_path: Path) -> None:

@@ -114,6 +114,12 @@ def test_what_fails_has_no_reward_and_the_next_one_has(run: Run, code: str, why:
     assert run("result = 0.5") == Score(0.5)
 
 
+def test_processes_may_have_any_name(run: Run) -> None:
+    name = "ctypes.CDLL(None).prctl(15, bytes([255, 254]))"  # PR_SET_NAME; not UTF-8
+    child = f"import ctypes, os, time\nif not os.fork():\n  {name}\n  time.sleep(0.5)"
+    assert run(f"{child}\n  os._exit(0)\nos.wait()\nresult = 0.5") == Score(0.5)
+
+
 def test_what_is_printed_is_dropped(run: Run) -> None:
     assert run("import os\nprint('x' * 10**8)\nos.write(1, b'{}')\nos.write(2, b'{}')") == Score(
         1.0

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -206,9 +207,9 @@ def test_a_reload_that_is_slower_than_the_beats(
     one = Router(lambda: {"engine-0": engine.url}, lambda url: engine, 8, 0, said.append, 60.0)
     one.offer(4, {"path": "/w", "version": 4})
     one.start()
-    until(lambda: one.oldest() == 4)
+    until(lambda: one.with_version(4) is not None)
     one.close()
-    assert one.oldest() == 4 and server.version == "4"
+    assert server.version == "4"
     assert [path for path, _ in server.asked].count("/collective_rpc") == 1
     assert not any("lost" in line for line in said), said
 
@@ -307,6 +308,34 @@ def test_its_port_is_of_the_range_that_a_firewall_opens(tmp_path: Path) -> None:
     assert process.returncode == 0 and url == f"http://127.0.0.1:{port}\n"
     other.close()
     assert done.returncode == 1 and "none of these 2 ports is free" in done.stderr
+
+
+def test_the_version_that_it_starts_with_stays_until_it_is_read(tmp_path: Path) -> None:
+    """Also when the other engines have a newer one meanwhile, and the orchestrator removes it."""
+    python, token, published = tmp_path / "python", tmp_path / "token", tmp_path / "engine-0"
+    reads = (
+        "import os, time\n"
+        f"open({str(tmp_path / 'begun')!r}, 'w')\n"
+        f"while os.path.exists({str(tmp_path / 'v00000003')!r}): time.sleep(0.05)\n"
+        "assert open(sys.argv[sys.argv.index('serve') + 1] + '/model').read() == 'weights'\n"
+    )
+    python.write_text(FAKE.format(python=sys.executable).replace("\n\nclass", f"\n{reads}\nclass"))
+    python.chmod(0o700)
+    token.touch(0o600)
+    token.write_text("secret")
+    (tmp_path / "v00000003").mkdir()
+    (tmp_path / "v00000003/model").write_text("weights")
+    (tmp_path / "v00000003/manifest.json").write_text("{}")
+    module = "kempner.extensions.rl.engines.vllm_engine"
+    command = [sys.executable, "-m", module, f"--weights={tmp_path}"]
+    command += [f"--publish={tmp_path}", f"--token-file={token}"]
+    env = {**os.environ, "KEMPNER_VLLM": str(python)}
+    with subprocess.Popen(command, env=env) as process:
+        until((tmp_path / "begun").exists, alive=(process,))
+        shutil.rmtree(tmp_path / "v00000003")
+        until(published.exists, alive=(process,))
+        process.terminate()
+    assert process.returncode == 0 and not list(tmp_path.glob("**/model"))
 
 
 def test_strangers_have_no_route_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,10 @@
     token                     what requests to engines must have, mode 600
     orchestrator, trainer     PART's sign of life; PART.full while it waits for room on a full disk
 
-Each is written, then renamed. Version k is what step k has made; step n trains version n - 1. An
-attempt is one start of a job: nothing of an earlier one is ever read. Who has read something
-removes it: the orchestrator removes rollouts when the version that they made is published, and a
-version when a newer one is in use on all engines.
+What readers look for is written, then renamed. Version k is what step k has made; step n trains
+version n - 1. An attempt is one start of a job: nothing of an earlier one is ever read. The
+orchestrator removes rollouts when the version that they made is published, and a version when a
+newer one is published and no engine reads it.
 """
 
 from __future__ import annotations
@@ -159,9 +159,9 @@ class Beat:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + EXCHANGE_HEARTBEAT_S
-        with contextlib.suppress(OSError):
-            # OSError: while the part waits for room the file has its other name.
-            os.utime(self._name)
+        for name in (self._name, self._full):  # one of them is there
+            with contextlib.suppress(OSError):
+                os.utime(name)
 
     def full(self) -> None:
         """Mark that it waits for room."""

@@ -5,31 +5,30 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
+import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from kempner.extensions.rl.orchestrate.groups import SampleGroup
-from kempner.jobs.system.files import LineFile, write_atomic
-from kempner.jobs.system.reading import read_jsonl
+from kempner.jobs.system.files import LineFile
+from kempner.jobs.system.reading import open_regular
 
 SAMPLES_FILE = "rl-samples.jsonl"
 RECORDED_GROUPS = 2  # of a step, of which the best and the worst sample are recorded
 LONGEST_TEXT = 4000  # characters of each text
+STEP_OF_LINE = re.compile(rb'\{"step": (\d+),')
 
 
 class SampleLog:
     def __init__(self, run_dir: Path, step: int, say: Callable[[str], None]) -> None:
         """Open the log. Lines of steps after `step` belong to lost training: they are removed."""
         self._path, self._say, self._failed = run_dir / SAMPLES_FILE, say, False
-        lines = read_jsonl(self._path)
-        earlier_lines = [line for line in lines if line.get("step", 0) <= step]
-        if len(earlier_lines) < len(lines):
-            text = "".join(f"{json.dumps(line)}\n" for line in earlier_lines)
-            # Without room the old lines stay, and the log has some steps twice.
-            with contextlib.suppress(OSError):
-                write_atomic(self._path, text)
+        with contextlib.suppress(OSError):
+            remove_after(self._path, step)
 
     def add(self, step: int, groups: Sequence[SampleGroup]) -> None:
         """Add samples of a step. Training does not depend on it: a full disk is reported once."""
@@ -52,6 +51,24 @@ class SampleLog:
             if not self._failed:
                 self._say(f"{self._path}: {error.strerror}; samples are not recorded")
             self._failed = True
+
+
+def remove_after(path: Path, step: int) -> None:
+    """Remove the lines of later steps, which are the last. Reads no more than these: the log of a
+    long run has gigabytes. Raises OSError."""
+    with open(path, "rb", opener=open_regular) as file:
+        size = end = os.fstat(file.fileno()).st_size
+        if not size:  # an empty file cannot be mapped
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:
+            while end:
+                begin = lines.rfind(b"\n", 0, end - 1) + 1
+                found = STEP_OF_LINE.match(lines, begin)
+                if not found or int(found[1]) <= step:
+                    break
+                end = begin
+    if end < size:
+        os.truncate(path, end)
 
 
 def reward_figures(

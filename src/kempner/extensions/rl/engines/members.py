@@ -26,6 +26,7 @@ class Member:
     life: int = 0  # times that it was lost
     misses: int = 0
     updating: bool = False
+    reads: int = -1  # version, while it is updating
     refused: int = 0  # updates in a row
     progress: int | None = None  # tokens, when it was last asked
     progressed: float = field(default_factory=time.monotonic)  # when it last did something

@@ -201,12 +201,12 @@ class Router:
             for wake in self._wake.values():
                 wake.set()
 
-    def oldest(self) -> int | None:
-        """Return the oldest version of a living engine; None if there is none."""
+    def reading(self) -> set[int]:
+        """Return the versions that engines read now, or will: each begins with the one offered
+        last."""
         with self._change:
-            return min(
-                (each.version for each in self._members.values() if each.alive), default=None
-            )
+            members = self._members.values()
+            return {self._target[0], *(each.reads for each in members if each.updating)}
 
     def alive(self) -> list[RouterEngine]:
         with self._change:
@@ -338,7 +338,8 @@ class Router:
                 member.version = version if member.trusted else -1
             target, body = self._target
             begin = not member.updating and member.version < target
-            member.updating = member.updating or begin
+            if begin:
+                member.updating, member.reads = True, target
             # Most beats change nothing, and there are half as many a second as engines.
             if state_before != (True, member.version):
                 self._hand_out()

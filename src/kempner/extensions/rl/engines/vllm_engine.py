@@ -20,6 +20,7 @@ import http.client
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,7 +118,8 @@ def main(argv: list[str]) -> int:
         return fail_start(f"--token-file {options.token_file}: {error.strerror}")
     if not token or options.token_file.stat().st_mode & 0o077:
         return fail_start(f"--token-file {options.token_file}: must have a token, and mode 600")
-    while (model := newest_version(options.weights)) is None:
+    held = options.weights / f".engine-{engine_number()}"
+    while (model := hold_version(options.weights, held)) is None:
         if end.wait(VLLM_POLL_S):
             return 0
     place = (options.publish / f"engine-{engine_number()}").resolve()
@@ -145,6 +147,7 @@ def main(argv: list[str]) -> int:
                 host = this_job.own_address() if options.host in ("0.0.0.0", "::") else options.host
                 place.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(place, f"http://{host}:{port}\n")
+                shutil.rmtree(held, ignore_errors=True)
             end.wait(VLLM_POLL_S)
         # A server that ends unasked has failed, whatever its code.
         return 0 if end.is_set() else process.returncode or 1
@@ -152,6 +155,7 @@ def main(argv: list[str]) -> int:
         # The URL first: nobody may find an engine that is about to end.
         place.unlink(missing_ok=True)
         stop_process(process)
+        shutil.rmtree(held, ignore_errors=True)
 
 
 def fail_start(message: str, code: int = 2) -> int:
@@ -173,9 +177,18 @@ def parse_engine_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[st
     return parser.parse_known_args(argv)
 
 
-def newest_version(weights: Path) -> Path | None:
-    manifest = max(weights.glob("v*/manifest.json"), default=None)
-    return manifest.parent if manifest else None
+def hold_version(weights: Path, held: Path) -> Path | None:
+    """Return the newest version, None before there is one, as links to its files in `held`: it is
+    removed when there is a newer one, also while vLLM reads it."""
+    shutil.rmtree(held, ignore_errors=True)
+    if (manifest := max(weights.glob("v*/manifest.json"), default=None)) is None:
+        return None
+    version = manifest.parent
+    try:
+        shutil.copytree(version, held / version.name, copy_function=os.link)
+    except OSError:  # it was removed meanwhile, or the file system has no links
+        return version if manifest.exists() else None
+    return held / version.name
 
 
 def vllm_arguments(model: Path, options: argparse.Namespace, port: int) -> list[str]:

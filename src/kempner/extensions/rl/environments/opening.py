@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import json
+import os
 import random
 import sys
 import typing
@@ -207,22 +209,23 @@ def _find(identifier: str, where: str) -> type[Environment]:
     return found
 
 
-@functools.lru_cache
 def _module(path: Path, where: str) -> Any:
-    """Import a user's file, which may import its neighbours."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    """Import a user's file once, which may import its neighbours."""
+    # Its own name may be that of another file, or of a module of Python's.
+    name = f"environment_{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{where}: {path} is not a .py file")
     module = importlib.util.module_from_spec(spec)
-    # pickle looks up the classes of a task's values there.
-    sys.modules[path.stem], before = module, sys.modules.get(path.stem)
+    # pickle looks up the classes of a task's values there, in a reward's process by the same name.
+    sys.modules[name] = module
     sys.path.insert(0, str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # it is the user's code: anything
-        sys.modules.pop(path.stem)
-        if before is not None:
-            sys.modules[path.stem] = before
+        sys.modules.pop(name)
         raise ConfigError(f"{where}: {path}: {type(error).__name__}: {error}") from None
     finally:
         sys.path.pop(0)

@@ -1,7 +1,8 @@
 """Choice of the groups of a batch from those that have come. No torch, no threads.
 
-A group without variance has no gradient. It is replaced before the batch is cut, so that a batch is
-never smaller than requested, and the weight of a token in it is the same in all steps.
+A group without variance has no gradient. It is replaced before the batch is cut, so that the weight
+of a token in it is the same in all steps. A batch is smaller than requested only where groups with
+fewer than two rewards use up rl.refill, and then the log says so.
 """
 
 from __future__ import annotations
@@ -65,12 +66,13 @@ class Groups:
         there = len(self._ready) + flying
         # Late groups are asked for twice, but what is there must never exceed what may be trained.
         new = min(ahead, SOON) * self._target - (there - late)
-        return max(0, min(new, ahead * self._target - there, self._left(ahead, there)))
+        return max(0, min(new, ahead * self._target - there, self._left(ahead, there - late)))
 
     def _left(self, ahead: int, there: int) -> int:
-        """Return the number of groups that rl.refill still allows."""
+        """Return the number of groups that rl.refill still allows, beside those that are there for
+        the batches that are filled now."""
         spare = math.ceil((self._rl.refill - 1) * self._target)
-        return ahead * self._target + spare - there - self._nothing
+        return min(ahead, SOON) * self._target + spare - there - self._nothing
 
     def least(self, step: int) -> int:
         """Return the oldest version whose samples step `step` may train."""
@@ -132,6 +134,7 @@ class Groups:
             f"warning: step {step}: {len(self._ready)} of {self._target} groups have different "
             f"rewards after {len(self._since)} prompts (rl.refill); "
             f"{len(groups) - len(self._ready)} without fill the batch"
+            + (f", which has only {len(groups)}" if len(groups) < self._target else "")
         )
         return groups
 

@@ -97,10 +97,11 @@ class DialogueWriter:
         # A turn that a stop string has ended lacks that token: here the template's stays.
         return ids[1:] if ids[:1] == [last] and last in self._words.ends else ids
 
-    def text(self, ids: Sequence[int]) -> str:
-        """Decode a turn, without the token that ends it."""
+    def text(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
+        """Decode a turn, without the token or the stop string that ends it."""
         text_ids = ids[:-1] if ids and ids[-1] in self._words.ends else ids
-        return self._words.tokenizer.decode(text_ids)
+        text = self._words.tokenizer.decode(text_ids)
+        return text[: min((at for each in stop if (at := text.find(each)) >= 0), default=None)]
 
 
 class Dialogue:

@@ -160,10 +160,9 @@ class Orchestrator:
         return last or newest // interval > self._evaluated // interval
 
     def _tidy(self) -> None:
-        """Remove versions that no engine uses or will use: a starting engine reads the newest
-        directory."""
-        oldest = self._router.oldest()
-        if oldest is None or time.monotonic() < self._tidied + TIDY_S:
+        """Remove versions that no engine reads or will read: a starting engine reads the newest
+        directory. Those that engines have are in their memory."""
+        if time.monotonic() < self._tidied + TIDY_S:
             return
         self._tidied = time.monotonic()
         there = {
@@ -171,8 +170,8 @@ class Orchestrator:
             for manifest in self._exchange.weights.glob("v*/manifest.json")
         }
         directories = [n for n, facts in there.items() if facts["transport"] == "directory"]
-        for number in there:
-            if number < min(oldest, self._newest) and number != max(directories, default=-1):
+        for number in there.keys() - {max(directories, default=-1), *self._router.reading()}:
+            if number < self._newest:
                 folder = self._exchange.version(number)
                 (folder / "manifest.json").unlink()  # first, so that nobody begins to read it
                 shutil.rmtree(folder, ignore_errors=True)
@@ -328,6 +327,7 @@ class Orchestrator:
                     self._beat.full()
                     self._say(f"the {what} cannot be written: {error}; waiting for room")
                 waits = True
+            self._beat.alive()
             if self._stop.wait(AGAIN_S):
                 raise Closed
         if waits:

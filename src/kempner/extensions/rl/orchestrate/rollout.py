@@ -119,7 +119,7 @@ class RolloutSampler:
                     each[0] for each in self._router.ask(tokens, 1, turn_sampling, least, flight)
                 ]
             for talk, text in zip(going, texts, strict=True):
-                talk.say(text, self._writer.text(text.token_ids))
+                talk.say(text, self._writer.text(text.token_ids, sampling.stop))
             # A turn that was cut at max_tokens gets no reply.
             going = [talk for talk in going if talk.open]
             going = self._replies(env, task, going, why)
@@ -147,11 +147,14 @@ class RolloutSampler:
             if isinstance(reply, Score):
                 why[id(talk)] = reply.why
             elif reply is not None:
-                talk.hear(reply, self._writer.reply(task, reply, talk.tokens[-1]))
-                going.append(talk)
-                if not self._room(talk.tokens):
+                tokens = self._writer.reply(task, reply, talk.tokens[-1])
+                # Without room for another turn the reply is left out: it may be longer than the
+                # row, and what is scored ends with the model's own words.
+                if self._room([*talk.tokens, *tokens]):
+                    talk.hear(reply, tokens)
+                    going.append(talk)
+                else:
                     talk.truncated = True
-                    going.pop()
         return going
 
     def _room(self, tokens: Sequence[int]) -> bool:

@@ -78,12 +78,11 @@ def pieces_of_rank(table: Table, rank: int) -> list[TransferPiece]:
 
 
 def buckets_of(pieces: Iterable[TransferPiece], itemsize: int) -> Iterator[list[TransferPiece]]:
-    """Yield the pieces in order, in buckets of at most BUCKET bytes; a larger piece is cut into
-    rows."""
+    """Yield the pieces in order, in buckets of at most BUCKET bytes; a larger piece is cut."""
     bucket: list[TransferPiece] = []
     room = most = BUCKET // itemsize
     for piece in pieces:
-        for one in _rows(piece, most):
+        for one in _cut(piece, most):
             if bucket and one.elements > room:
                 yield bucket
                 bucket, room = [], most
@@ -93,11 +92,17 @@ def buckets_of(pieces: Iterable[TransferPiece], itemsize: int) -> Iterator[list[
         yield bucket
 
 
-def _rows(piece: TransferPiece, most: int) -> Iterator[TransferPiece]:
-    (start, count), *rest = piece.box
-    step = max(1, most * count // piece.elements)
-    for at in range(0, count, step):
-        yield TransferPiece(piece.name, ((start + at, min(step, count - at)), *rest))
+def _cut(piece: TransferPiece, most: int) -> Iterator[TransferPiece]:
+    if piece.elements <= most:
+        yield piece
+        return
+    # A row may be too large itself: of a tensor of experts it is a whole matrix.
+    box = piece.box
+    at = next(dim for dim, (_, length) in enumerate(box) if length > 1)
+    (start, count), step = box[at], max(1, most * box[at][1] // piece.elements)
+    for first in range(0, count, step):
+        part = (start + first, min(step, count - first))
+        yield from _cut(piece._replace(box=(*box[:at], part, *box[at + 1 :])), most)
 
 
 # --- A connection of one rank and one engine ---
@@ -199,14 +204,13 @@ class DirectPublisher:
 
     def publish(self, version: int) -> None:
         """Offer a version. All ranks must call it. Returns when the training may change the
-        weights; one that is offered already stays."""
-        if version == self._offer.version:
-            return
+        weights. Raises OSError on a full disk: the next call offers it anew."""
         # Before the next copy is made: the host needs room for one version only.
         self._offer.withdraw()
         if self._first or version == self._last:
+            self._by_files(version)
             self._first = False
-            return self._by_files(version)
+            return
         began = time.monotonic()
         parameters = parameter_names(self._model)
         table = make_table(parameters, {}, self._ranks.size)
@@ -229,7 +233,8 @@ class DirectPublisher:
         folder, beside = self._exchange.version(version), self._exchange.root / "beside"
         folder.mkdir(parents=True, exist_ok=True)
         if beside.is_dir():  # an engine that starts needs more than the tensors
-            shutil.copytree(beside, folder, dirs_exist_ok=True)
+            for path in beside.iterdir():  # the error of copytree has no number
+                shutil.copyfile(path, folder / path.name)
         self._exchange.publish(version, facts)
 
 

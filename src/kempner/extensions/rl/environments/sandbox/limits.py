@@ -297,6 +297,7 @@ def _listing(path: str) -> list[str]:
 
 def _text(path: str) -> str:
     try:
-        return Path(path).read_text()
+        # A process may have any bytes as its name.
+        return Path(path).read_text(errors="replace")
     except OSError:
         return ""
