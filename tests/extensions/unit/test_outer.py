@@ -7,6 +7,7 @@ import shlex
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,11 @@ from kempner.extensions.lowcomm.outer import (
     OuterOptimizer,
     OuterState,
 )
+from kempner.extensions.lowcomm.replicas import LowcommReplicas
+from kempner.extensions.lowcomm.steps import StepsReplicas
 from kempner.train.configure import check_world, load_config
+from kempner.train.progress import Progress
+from kempner.train.resilience.requests import REQUEST_FLAGS
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted(ROOT.glob("configs/train/lowcomm/*.toml"))
@@ -148,6 +153,19 @@ def test_a_number_that_is_not_finite_counts_as_unchanged() -> None:
         return x.tolist()
 
     assert room.run(replica) == [[0.5, 0.75]] * 2
+
+
+def test_steps_within_a_round_do_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor on the meta device stands for one that is not computed yet: a look at it raises."""
+    flags = dict.fromkeys(REQUEST_FLAGS, torch.zeros((), device="meta"))
+    monkeypatch.setattr(LowcommReplicas, "after_step", lambda self, progress, numbers: numbers)
+    replicas = StepsReplicas.__new__(StepsReplicas)
+    replicas.cfg, replicas._leaving = LowcommConfig(replicas=1, interval=4), False
+    replicas._exchange = SimpleNamespace(round=0)
+    for step in (1, 2):
+        assert replicas.after_step(Progress(step=step), flags) is flags
+    replicas.after_step(Progress(step=3), dict.fromkeys(REQUEST_FLAGS, torch.ones(())))
+    assert replicas._leaving
 
 
 class OneOfTwo(Copies):
