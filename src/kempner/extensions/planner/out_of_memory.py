@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 from kempner.extensions.planner.gpus import GPUS, RESERVE_GIB
 from kempner.extensions.planner.memory import GIB, estimate_memory, one_replica
-from kempner.extensions.planner.search import Candidate, Check, best_candidates, mesh_choices
+from kempner.extensions.planner.search import Check, best_candidates, mesh_choices
 from kempner.jobs.ranks.placement import World
 from kempner.train.recording.profiling import memory_snapshot
 from kempner.train.sections import RunConfig
@@ -34,12 +35,9 @@ def memory_advice(cfg: RunConfig, world_size: int, per_node: int, check: Check) 
     _, ranks, _ = one_replica(cfg, world_size, per_node)
     axes = [f"distributed.{name}" for name in ("dp_shard", "tp", "cp", "pp")]
     full = [mesh for mesh in mesh_choices(ranks) if math.prod(mesh[axis] for axis in axes) == ranks]
-    candidates: list[Candidate] = []
     # Not all meshes, which take minutes for thousands of ranks: each rank without memory asks.
-    for meshes in ([{}], full):
-        candidates = candidates or best_candidates(
-            cfg, world_size, per_node, gpu, check, 1, meshes=meshes
-        )
+    best = partial(best_candidates, cfg, world_size, per_node, gpu, check, 1)
+    candidates = best(meshes=[{}]) or best(meshes=full)
     fix = (
         f"try {candidates[0].words} ({candidates[0].memory.peak / GIB:.1f} GiB)"
         if candidates
