@@ -24,6 +24,7 @@ if __name__ == "__main__":
 import argparse
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -335,16 +336,20 @@ def cancel_sweep(journal: Journal, looks: Sequence[PointStatus]) -> int:
     """Cancel what is queued or running; its run directories stay, and submit continues them."""
     active_points = [each for each in looks if each.task and each.state.word in
             ("running", "silent", "starting", "waiting")]  # fmt: skip
+    left: set[str] = set()
     if active_points:
         tasks = sorted({each.task or "" for each in active_points})
         env = plain_environment()
         done = subprocess.run(["scancel", *tasks], capture_output=True, text=True, env=env)
         if done.returncode:
-            print_failure(f"scancel failed, nothing is recorded: {done.stderr.strip()}")
-            return 1
-        journal.append(event="cancelled", points=[each.point.name for each in active_points])
-    print(f"{len(active_points)} point(s) cancelled")
-    return 0
+            # It names those that it has not cancelled, unless it has cancelled none.
+            left = {*re.findall(r"\b\d+(?:_\d+)?\b", done.stderr)} & {*tasks} or {*tasks}
+            print_failure(f"scancel failed for {', '.join(sorted(left))}: {done.stderr.strip()}")
+    points = [each.point.name for each in active_points if each.task not in left]
+    if points:
+        journal.append(event="cancelled", points=points)
+    print(f"{len(points)} point(s) cancelled")
+    return 1 if left else 0
 
 
 if __name__ == "__main__":

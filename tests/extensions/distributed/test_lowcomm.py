@@ -261,3 +261,15 @@ def test_bad_input(train: Train, tmp_path: Path) -> None:
     done = train(tmp_path / "run", *ROUNDS, "--lowcomm.replicas=3", *world, code=2)
     assert done.stderr.count("  - ") == 1
     assert "lowcomm.replicas = 3: must divide the world of 4 ranks" in done.stderr
+
+
+@pytest.mark.parametrize("tau", [0, 1])
+def test_a_plain_run_goes_on_with_replicas_near_the_end_of_a_round(
+    train: Train, tmp_path: Path, tau: int
+) -> None:
+    """Its first round has one step, in which the weights are averaged, but nothing is agreed."""
+    run, rounds = tmp_path / "run", ("--lowcomm.replicas=1", "--lowcomm.interval=6")
+    train(run, "--train.max_steps=5")
+    train(run, "--train.max_steps=12", "--checkpoint.interval=6", *rounds, f"--lowcomm.tau={tau}")
+    assert sorted(losses(run)) == list(range(1, 13)) and status(run)["state"] == "done"
+    assert [(r["step"], r["round"]) for r in records(run, "round")] == [(12, 2)]

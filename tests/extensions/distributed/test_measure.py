@@ -13,9 +13,10 @@ from kempner.data.formats.fake import FakeDataset
 from kempner.data.source import Shape
 from kempner.extensions.bench.measure import _table, why_failed
 from kempner.jobs.records import events
+from kempner.jobs.system.reading import read_jsonl
 from kempner.train.configure import load_config
 from tests.conftest import TINY, Train, start_train, status
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 BENCH = ("--bench", "--bench.warmup=1", "--bench.steps=3", "--metrics.peak_tflops=0.001")
 
@@ -60,6 +61,12 @@ def test_a_variant_that_is_refused_stops_all_of_them(train: Train, tmp_path: Pat
     variants = '["--train.micro_batch=3", "--train.micro_batch=1"]'
     done = train(tmp_path / "run", *BENCH, f"--bench.compare={variants}", code=2)
     assert "do not divide" in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_a_variant_with_an_open_quote(train: Train, tmp_path: Path) -> None:
+    done = train(tmp_path / "run", *BENCH, """--bench.compare=["--run.name='x"]""", code=2)
+    assert "bench.compare, --run.name='x: No closing quotation" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_out_of_memory_says_by_how_much(tmp_path: Path) -> None:
@@ -108,3 +115,20 @@ def test_replicas_are_measured_in_whole_rounds(train: Train, tmp_path: Path) -> 
     lines = map(json.loads, (tmp_path / "run/1/metrics.jsonl").read_text().splitlines())
     rounds_of = [line["step"] for line in lines if "outer_time" in line]
     assert rounds_of == [4, 8]  # of the warm-up, and what counts
+
+
+def test_a_variant_that_is_ended_has_no_figures(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = (
+        *TINY,
+        "--data.dataset_path=fake:",
+        f"--run.dir={run}",
+        *BENCH,
+        "--bench.steps=1000000",
+    )
+    process = start_train(*words)
+    until(lambda: len(read_jsonl(run / "1/metrics.jsonl")) > 3, alive=(process,))
+    process.terminate()
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1 and "Traceback" not in err, err
+    assert "of warm-up" not in out and not (run / "bench.json").exists()

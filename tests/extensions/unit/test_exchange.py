@@ -3,6 +3,11 @@ processes."""
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -10,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from kempner.extensions.lowcomm import beat
 from kempner.extensions.lowcomm.membership import Epoch, TooFew
 from kempner.extensions.lowcomm.steps import StepsExchange, _Started
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 
 class Alone:
@@ -53,3 +59,18 @@ def test_too_few_replicas_end_every_exchange_that_follows() -> None:
     for each in started[1:]:
         with pytest.raises(TooFew):
             each.wait()
+
+
+def test_a_heartbeat_does_not_cut_a_long_line() -> None:
+    """A report of many replicas reaches the heartbeat in pieces, with more than a beat between."""
+    judge, ours = socket.socketpair()
+    words = [sys.executable, "-S", "-I", beat.__file__, str(ours.fileno()), str(os.getpid())]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=(ours.fileno(),), bufsize=0)
+    ours.close()
+    assert process.stdin is not None
+    process.stdin.write(b"{" * 5000)
+    time.sleep(2 * beat.REPLICA_HEARTBEAT_S)
+    process.stdin.write(b"}\n")
+    process.stdin.close()
+    lines = judge.makefile("rb").read().splitlines()
+    assert b"{" * 5000 + b"}" in lines and process.wait(LIMIT_S) == 0

@@ -355,6 +355,18 @@ def test_the_word_at_out_of_memory_needs_a_tenth_less() -> None:
     assert estimate_memory(other, 8, 8).peak < 0.9 * estimate_memory(cfg, 8, 8).peak
 
 
+def test_the_word_at_out_of_memory_does_not_try_all_meshes_of_a_large_world() -> None:
+    checks = []
+
+    def check(*args: Any) -> list[str]:
+        checks.append(args)
+        return check_world(*args)
+
+    cfg = load_config([SEVEN], ["--train.recompute=none", "--train.micro_batch=4"])
+    assert "; try --" in memory_advice(cfg, 128, 8, check)
+    assert len(checks) < 500
+
+
 def command(program: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, program, *words], cwd=ROOT, capture_output=True, text=True, timeout=120

@@ -163,6 +163,8 @@ def test_7b_toml_fits_the_usual_models(
     said = capsys.readouterr().out
     assert "engines 8 to 15 (vllm, 256 slots, 1 GPU(s) each): on d" in said
     assert "--max-model-len=4096" in said and "memory of an engine" in said
+    values["train"]["dtype"] = "auto"  # bf16 on a GPU
+    assert main(words) == 0 and capsys.readouterr().out == said
     values["rl"]["inference"] = {"engine": "vllm", "slots": "none"}
     assert main(words) == 0
     said = capsys.readouterr().out

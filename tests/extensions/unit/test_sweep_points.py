@@ -254,9 +254,31 @@ def test_a_name_is_what_the_run_does(tmp_path: Path) -> None:
     assert run_identity(points[0].cfg) == points[0].name.rpartition("-")[2]
 
 
+def test_long_values_that_end_differently(tmp_path: Path) -> None:
+    paths = [f"/scratch/{'project/' * 12}{name}.json" for name in "ab"]
+    points = points_of(tmp_path, f"[axes]\ndata.dataset_path = {json.dumps(paths)}\n")
+    assert [p.cfg.data.dataset_path for p in points] == paths
+    assert points[0].name != points[1].name
+
+
+def test_equal_hashes_are_no_equal_configurations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 20 points some have the same one hexadecimal digit."""
+    monkeypatch.setattr("kempner.extensions.sweep.points.HASH", 1)
+    text = "[axes]\ntrain.seed = { linear = [0, 19], count = 20 }\n"
+    assert len(points_of(tmp_path, text)) == 20
+    (problem, *_) = problems_of(tmp_path, f"[axes]\na = [1, 2]\n{text[7:]}[rules]\nb = 'a'\n"
+                                "optimizer.lr = '1e-3 + 0 * b'\n")  # fmt: skip
+    assert "two points have the same configuration: a=1 train.seed=0, and a=2" in problem
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
+        ("[zip]\n", "zip: has no lists; give some, or leave it out"),
+        ("[zip]\ntrain.seed = ['a']", "zip: train.seed = \"a\": must be an int"),
+        ("[random]\nsamples = 1\ntrain.seed = ['a']", "random: train.seed = \"a\": must be an"),
         ("[axes]\noptimizer.lrr = [1]", "unknown option; did you mean optimizer.lr?"),
         ("[axis]\noptimizer.lr = [1]", "axis: unknown key; did you mean axes?"),
         ("[axes]\nlr = [1, 2]", "axes: lr: has no effect, no rule or condition names it"),
@@ -621,14 +643,23 @@ def test_the_shell_of_the_user_does_not_answer_for_scontrol(
     assert "PATH" in seen[0] and "SCONTROL_ALL" not in seen[0]
 
 
-def test_a_policy_is_not_asked_twice(
-    swept: list[SweepPoint], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        FULL.replace("MaxSubmitJobPer", "MaxWall"),
+        "sbatch: error: Batch job submission failed: Invalid partition name specified\n",
+        "sbatch: error: Batch job submission failed: Invalid account or account/partition "
+        "combination specified\n",
+    ],
+)
+def test_a_final_refusal_is_not_asked_twice(
+    swept: list[SweepPoint], monkeypatch: pytest.MonkeyPatch, refusal: str
 ) -> None:
     calls: list[int] = []
 
     def sbatch(*args: object, **more: object) -> subprocess.CompletedProcess[str]:
         calls.append(1)
-        return subprocess.CompletedProcess([], 1, "", FULL.replace("MaxSubmitJobPer", "MaxWall"))
+        return subprocess.CompletedProcess([], 1, "", refusal)
 
     monkeypatch.setattr(submitting.subprocess, "run", sbatch)
     journal = Journal(Path("runs/s/sweep"))
@@ -637,7 +668,32 @@ def test_a_policy_is_not_asked_twice(
     (array,) = arrays_of(sweep, swept, None)
     said: list[str] = []
     assert not submitting.submit_array(sweep, array, journal, {}, said.append)
-    assert len(calls) == 1 and not journal.open and "violates accounting" in said[0]
+    assert len(calls) == 1 and not journal.open and refusal.strip() in said[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "count"),
+    [
+        ("scancel: error: Kill job error on job id 7_1: Invalid job id specified\n", 2),
+        ("scancel: error: slurm_kill_job2: Unable to contact slurm controller\n", 0),
+    ],
+)
+def test_a_cancel_that_fails_for_some(
+    swept: list[SweepPoint], monkeypatch: pytest.MonkeyPatch, error: str, count: int
+) -> None:
+    with locked_journal(Path("runs/s/sweep")) as journal:
+        name = journal.intend("s", [p.name for p in swept]).name
+        journal.append(event="submitted", name=name, job="7")
+    jobs = {f"7_{i}": slurm.SlurmJob(f"7_{i}", "PENDING") for i in range(3)}
+    monkeypatch.setattr(slurm, "my_jobs", lambda: jobs)
+    monkeypatch.setattr(
+        SWEEP.subprocess, "run",
+        lambda words, **more: subprocess.CompletedProcess(words, 1, "", error),
+    )  # fmt: skip
+    monkeypatch.setattr(SWEEP, "settle_all", lambda journal, options: None)
+    assert SWEEP.main(["s.toml", "cancel"]) == 1
+    cancelled = Journal(Path("runs/s/sweep")).cancelled
+    assert [*cancelled] == [p.name for p in swept if count and p is not swept[1]]
 
 
 @pytest.mark.parametrize(
@@ -774,6 +830,8 @@ def test_early_stop(tmp_path: Path) -> None:
         write("d", s10=9.0, s20=9.0, s30=9.0), 10, 3
     )  # ahead
     bad = write("d", s10=None)
+    with (last / "metrics.jsonl").open("a") as file:
+        file.write('{"val_loss": 1.0}\n')  # damaged
     env = {**os.environ, "KEMPNER_EARLY_STOP": "10:3"}
     command = [sys.executable, "-m", "kempner.extensions.sweep.early_stop", str(bad)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
@@ -788,6 +846,8 @@ def test_the_profile_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     env = profile_environment("example")
     found = [env[f"SBATCH_{name}"] for name in ("PARTITION", "QOS")]
     assert (env["KEMPNER_SITE"], found) == ("example", ["gpu", "mine"])
+    monkeypatch.setenv("SBATCH_COMMENT", "\udcff")  # a byte that is no UTF-8
+    assert profile_environment("example")["SBATCH_COMMENT"] == "\udcff"
     with pytest.raises(ConfigError, match=r"there is no site\.d/exampel\.env"):
         profile_environment("exampel")
     monkeypatch.setenv("KEMPNER_SITE", "other")

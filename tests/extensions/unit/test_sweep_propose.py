@@ -139,6 +139,8 @@ def test_what_optuna_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = [("done", 2.0), ("done", None), ("stopped", 3.0), ("failed", None), ("crashed", 1.0)]
     for name, (state, loss) in zip(more(6), ends, strict=False):
         end(name, loss, state)
+    with (looks()[2].point.run_dir / "metrics.jsonl").open("a") as file:
+        file.writelines(f'{{"step": {i}, "time": 1.0, "loss": 1.0}}\n' for i in range(41, 2500))
     rates = [each.point.cfg.optimizer.lr for each in looks()]
     studies: list[optuna.Study] = []
 
@@ -151,7 +153,7 @@ def test_what_optuna_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told = [(t.state.name, t.values, t.intermediate_values) for t in studies[0].trials[:-1]]
     assert told == [
         ("COMPLETE", [2.0], {}), ("COMPLETE", [math.inf], {}), ("PRUNED", None, {40: 3.0}),
-        ("COMPLETE", [math.inf], {}), ("RUNNING", None, {}), ("RUNNING", None, {}),
+        ("PRUNED", None, {}), ("RUNNING", None, {}), ("RUNNING", None, {}),
     ]  # fmt: skip
     assert [t.params["optimizer.lr"] for t in studies[0].trials[:-1]] == rates
     text = Path("s.toml").read_text()

@@ -14,9 +14,11 @@ import pytest
 
 from kempner.config.command_line import Command, parse_command
 from kempner.config.option import ConfigError
+from kempner.extensions.planner.gpus import GPUS
 from kempner.extensions.planner.memory import GIB
 from kempner.extensions.tune import front, report, verified
 from kempner.extensions.tune.journal import TuneJournal
+from kempner.extensions.tune.machine import ask_machine
 from kempner.extensions.tune.runs import with_batch
 from kempner.extensions.tune.search import OutOfTime, Search
 from kempner.extensions.tune.space import (
@@ -407,3 +409,21 @@ def test_the_configuration_has_two_minutes_in_any_case() -> None:
     search = Search(space_of(), measure, lambda: 25.0 if limits else 60.0, [], print)
     search._try({}, 0)
     assert limits == [120.0, 25.0]
+
+
+def test_a_prime_number_of_passes_is_measured_whole() -> None:
+    """Seven passes of 8 sequences."""
+    words = ("--train.global_batch_tokens=none", "--train.global_batch=56")
+    assert shorter_batch(space_of(*words, file="1b").cfg, 1, 1, H100) is None
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL"])
+def test_a_card_without_a_row_is_not_that_of_another_form(name: str) -> None:
+    assert RankDevice(name, 93.0).spec is None
+    assert H100.spec == GPUS["H100"]
+
+
+def test_a_machine_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kempner.extensions.tune.machine.MACHINE_S", 0)
+    with pytest.raises(ConfigError, match="auto: torch has not answered in 0 s"):
+        ask_machine("auto")

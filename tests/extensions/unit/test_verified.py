@@ -87,6 +87,8 @@ def test_the_command_of_several_nodes() -> None:
     assert shlex.split(new.command)[:3] == ["sbatch", "--nodes=4", "scripts/slurm/multinode.sh"]
     assert new.words == ["configs/train/7b.toml", "--train.micro_batch=2", "--bench"]
     assert new.changes == ["--train.micro_batch=2"]
+    one = new._replace(command=new.command.replace("multinode", "singlenode"))
+    assert one.words == new.words
     with pytest.raises(ConfigError, match="the table has the shapes of configs/"):
         verified.new_entry([file, file], [], "H100", 1, 8)
 

@@ -99,6 +99,8 @@ def run_bench(
             return 1
         command = [sys.executable, sys.argv[0], *variant.words]
         codes.append(run_variant(command, Path(variant.cfg.run.dir), number, leaves))
+    if leaves():  # the last one may have ended with code 0, half measured
+        return 1
     # The lines of metrics.jsonl are of all ranks: one of them reads and prints.
     if world.rank:
         return 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kempner.config.option import ConfigError, option
+from kempner.config.values import to_text
 
 if TYPE_CHECKING:
     from kempner.train.sections import RunConfig
@@ -112,6 +113,11 @@ class LowcommConfig:
                 f"rank{'s' * (world_size > 1)}; give "
                 "another number, or start as many tasks"
             )
+        if self.min_replicas > replicas:
+            raise ConfigError(
+                f"lowcomm.min_replicas = {self.min_replicas}: more than the {replicas} of the job; "
+                "give at most that"
+            )
         inner = world_size // replicas
         if inner > per_node and inner % per_node:
             raise ConfigError(
@@ -150,12 +156,13 @@ class LowcommConfig:
 
     def _idle(self) -> list[str]:
         """List options without an effect."""
-        problems = []
-        if self.compress == "none" and self.feedback:
-            problems.append(
-                f"lowcomm.feedback = {self.feedback}: nothing is compressed; give lowcomm.compress,"
-                " or leave feedback out"
-            )
+        of_codes = ("bits", "scale", "top_k", "feedback", "raw") if self.compress == "none" else ()
+        problems = [
+            f"lowcomm.{name} = {to_text(value)}: nothing is compressed; give lowcomm.compress, or "
+            f"leave {name} out"
+            for name in of_codes
+            if (value := getattr(self, name)) != getattr(LowcommConfig, name)
+        ]
         if self.mode == "mesh" and self.min_replicas > 1:
             problems.append(
                 f"lowcomm.min_replicas = {self.min_replicas}: with mode = mesh all replicas are "

@@ -98,7 +98,7 @@ class Fragment:
         self._pieces = [pieces_of(self.anchors, copy, count) for copy in range(count)]
         self._own = self._pieces[self._copies.index]
         self._sizes = [self._codecs[piece.i].size(*piece.shape) for piece in self._own]
-        self._handle: Handle | None = None
+        self.handle: Handle | None = None  # of what is on its way
         self.spoilt = torch.zeros((), dtype=torch.bool, device=self.anchors[0].device)
 
     @staticmethod
@@ -109,6 +109,7 @@ class Fragment:
         """Set the anchors to the weights: at a start, and after a checkpoint has been loaded."""
         for anchor, p in zip(self.anchors, self.parameters, strict=True):
             anchor.copy_(local_part(p.detach()))
+        self.handle = None
 
     def send(self, exchange: ReplicaExchange, name: str) -> None:
         """Start to exchange the changes of the weights. A number that is not finite counts as
@@ -127,7 +128,7 @@ class Fragment:
             changes.append(d.contiguous())
         if self.cfg.compress == "none":
             ours = torch.cat([rows_of(changes, piece).flatten() for piece in self._own])
-            self._handle = exchange.start(ours, name)
+            self.handle = exchange.start(ours, name)
             return
         codes = []
         for pieces in self._pieces:
@@ -143,7 +144,7 @@ class Fragment:
                     codes.append(code)
                 if feedback:  # all copies have the same errors; `changes` holds these very tensors
                     d.sub_(codec.decode(code, *piece.shape))
-        self._handle = exchange.start(torch.cat(codes), name, self._decode)
+        self.handle = exchange.start(torch.cat(codes), name, self._decode)
 
     def _decode(self, data: Tensor) -> Tensor:
         parts = zip(self._own, torch.split(data, self._sizes), strict=True)
@@ -170,8 +171,8 @@ class Fragment:
         u = mu u + d; anchor -= lr (d + mu u): the learning rate outside of the momentum, so that it
         may change from round to round.
         """
-        assert self._handle is not None, "nothing was sent"
-        mean, self._handle = self._handle.wait(), None
+        assert self.handle is not None, "nothing was sent"
+        mean, self.handle = self.handle.wait(), None
         lr, mu, alpha = self.cfg.lr, self.cfg.momentum, self.cfg.alpha
         for i, d in enumerate(self._whole(mean)):
             anchor, weights = self.anchors[i], local_part(self.parameters[i].detach())
@@ -239,7 +240,10 @@ class OuterOptimizer:
             fragment.send(self.exchange, f"turn {turn - 1}")
         turn, rest = divmod(step, self.turn_steps)
         if rest == 0:
-            self.fragments[(turn - 1) % len(self.fragments)].receive()
+            fragment = self.fragments[(turn - 1) % len(self.fragments)]
+            if fragment.handle is None:  # resumed in the last tau steps of the turn
+                fragment.send(self.exchange, f"turn {turn - 1}")
+            fragment.receive()
 
 
 def fragment_of(name: str, fragments: int) -> int:

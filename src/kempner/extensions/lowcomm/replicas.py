@@ -62,7 +62,8 @@ class LowcommReplicas(Replicas):
         self._sums: Tensor | None = None
         self._waited = 0.0
         self._sent = 0
-        self._loss: Tensor
+        # Of this round, once all have agreed; a start that has only its end does not agree in it.
+        self._loss: Tensor | None = None
         self._spoilt: Tensor  # [replicas], over 0: has had numbers that were not finite
         ring = 2 * (world.replicas - 1) / world.replicas * 4  # bytes for each number, fp32
         self._data_parallel = ring * sum(p.numel() for p in parameters.values())  # bytes a step
@@ -117,7 +118,9 @@ class LowcommReplicas(Replicas):
             self._loss = means.pop("loss_sum") / means.pop("tokens")
             result |= means
         self._waited += time.monotonic() - began
-        return result if steps_left else {**result, **self._facts(step)}
+        if steps_left or self._loss is None:
+            return result
+        return {**result, **self._facts(step)}
 
     def record(self, result: StepResult) -> tuple[dict[str, Any], list[str]]:
         """Return the numbers that all replicas share, at the end of a round."""
@@ -160,7 +163,8 @@ class LowcommReplicas(Replicas):
             "outer_time": self._waited,
         }
         self._sent, self._waited = self.exchange.sent, 0.0
-        place = self._loss
+        place, self._loss = self._loss, None
+        assert place is not None
         return {
             "round_loss": place,
             **{f"spoilt {i}": spoilt for i, spoilt in enumerate(self._spoilt.unbind())},

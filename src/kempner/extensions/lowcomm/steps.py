@@ -189,9 +189,9 @@ class StepsReplicas(LowcommReplicas):
         # Before super() starts this step's exchanges, each of which belongs to a round.
         number = self._exchange.round = -(-progress.step // self.cfg.interval)
         result = self._or_too_few(lambda: super(StepsReplicas, self).after_step(progress, numbers))
-        self._leaving = self._leaving or any(
-            result[flag] > 0 for flag in REQUEST_FLAGS[INTERRUPT_REQUEST:]
-        )
+        # The step that the flags of all arrive in: elsewhere the host would wait for the device.
+        if -progress.step % self.cfg.interval == 1:
+            self._leaving |= any(result[flag] > 0 for flag in REQUEST_FLAGS[INTERRUPT_REQUEST:])
         if progress.step % self.cfg.interval:
             return result
         epoch = self._exchange.last  # the last fragment's, and all members know the same of it

@@ -35,8 +35,8 @@ def engine_memory(
     model: ModelConfig, inference: InferenceConfig, window: int, dtype: str
 ) -> EngineMemory:
     """Estimate an engine's memory. `window`: the most tokens of a text; `dtype`: the trainer's,
-    which its versions have."""
-    size, own = 2 if dtype == "bf16" else 4, inference.engine == "kit"
+    which its versions have; auto: on a GPU."""
+    size, own = 4 if dtype == "fp32" else 2, inference.engine == "kit"
     texts, cut = (inference.resolved_slots, 1) if own else (1, inference.tp)
     token = 2 * model.n_layers * model.kv_heads * model.resolved_head_dim * size
     return EngineMemory(size * model.count_parameters() / cut, texts * window * token / cut, texts)

@@ -32,15 +32,18 @@ class PlannerExtension(Extension):
             refuse_other_file(file, "bench.output_json", (bench.BENCH_SIGN,))
         variants, problems = [], []
         for number, name in enumerate(cfg.of(BenchConfig).compare or ("",), 1):
-            more = parse_command(shlex.split(name), {})
-            files, overrides = [*command.files, *more.files], [*command.overrides, *more.overrides]
             try:
+                more = parse_command(shlex.split(name), {})
+                files = [*command.files, *more.files]
+                overrides = [*command.overrides, *more.overrides]
                 own = load_config(files, overrides, more.problems)  # its [bench] says which data
                 overrides += bench.bench_overrides(own, f"{cfg.run.dir}/{number}")
                 own = load_config(files, overrides)
                 variants.append(Variant(name, [*files, *overrides], own))
             except ConfigError as error:
                 problems += [f"bench.compare, {name}: {text}" for text in error.problems]
+            except ValueError as error:
+                problems.append(f"bench.compare, {name}: {error}; quote it as in a shell")
         if problems:
             raise ConfigError(problems)
         return variants

@@ -68,11 +68,13 @@ def best_candidates(
     check: Check,
     count: int = 3,
     host: float = HOST_BYTES,
+    meshes: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[Candidate]:
     """Return the fastest combinations by the estimate that fit; among equals, those with fewer
-    changes. `host`: bytes of a node that may be offloaded to."""
+    changes. `host`: bytes of a node that may be offloaded to; `meshes`: to choose from; None:
+    all."""
     candidates = []
-    for combination in combinations_of(cfg, world_size, per_node, check):
+    for combination in combinations_of(cfg, world_size, per_node, check, meshes):
         for overrides in combination:
             other = changed_by(cfg, overrides)
             memory = estimate_memory(other, world_size, per_node)
@@ -122,7 +124,11 @@ def lever_changes(
 
 
 def combinations_of(
-    cfg: RunConfig, world_size: int, per_node: int, check: Check
+    cfg: RunConfig,
+    world_size: int,
+    per_node: int,
+    check: Check,
+    meshes: Sequence[Mapping[str, Any]] | None = None,
 ) -> Iterator[Iterator[dict[str, Any]]]:
     """Yield for each combination of levers the changes with each size of micro-batch that the
     checks accept, the smallest first. The ranks of a replica that the axes leave are copies."""
@@ -139,7 +145,8 @@ def combinations_of(
                 yield overrides
 
     experts = (1, 2, 4, 8) if cfg.model.n_experts else (1,)
-    for mesh, ep in itertools.product(mesh_choices(ranks), experts):
+    meshes = mesh_choices(ranks) if meshes is None else meshes
+    for mesh, ep in itertools.product(meshes, experts):
         axes = {**mesh, "distributed.ep": ep}
         # Most meshes do not suit the model or the ranks, whatever else is chosen.
         least = (accepted({**axes, "train.recompute": how}, (1,)) for how in RECOMPUTE)

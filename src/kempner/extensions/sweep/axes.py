@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kempner.config.option import option
-from kempner.config.values import format_value
+from kempner.config.values import format_value, to_text
 
 LARGEST_SWEEP = 10_000  # points, or values of an axis
 
@@ -27,7 +27,7 @@ def grid_values(spec: Any) -> list[Any]:
         if not spec:
             raise ValueError("has no values; give one, or leave it out")
         # By their text: a value may be a list, which no set takes, and 1 equals true in Python.
-        if len({format_value(value) for value in spec}) < len(spec):
+        if len({*map(to_text, spec)}) < len(spec):
             raise ValueError("has a value twice; leave one of them out")
         return spec
     ends = _range(spec, {"count"})

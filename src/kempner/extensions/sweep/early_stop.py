@@ -55,7 +55,8 @@ def stop_reason(run: Path, after: int, least: int) -> str:
 
 def read_validations(run: Path) -> dict[int, float]:
     """Map step to validation loss; a loss that is not finite counts as infinite."""
-    lines = [line for line in read_jsonl(run / "metrics.jsonl") if "val_loss" in line]
+    lines = read_jsonl(run / "metrics.jsonl")
+    lines = [line for line in lines if "val_loss" in line and type(line.get("step")) is int]
     return {
         line["step"]: math.inf if line["val_loss"] is None else line["val_loss"] for line in lines
     }

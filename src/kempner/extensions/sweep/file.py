@@ -178,8 +178,7 @@ class _Reader:
             space = {}
         for name, spec in space.items():  # each choice; the ends of a range, and a value between
             every = spec if isinstance(spec, list) else {**spec, "count": 3}
-            for value in self.axis("propose", name, every):
-                self.convert("propose", name, value)
+            self.axis("propose", name, every)
         return self.section("propose", Propose, own), space
 
     def wrong(self, problem: str) -> None:
@@ -256,6 +255,8 @@ class _Reader:
                     f"zip = {format_value(zip_tables)}: must be a table, or several, [[zip]]"
                 )
                 continue
+            if not table:
+                self.wrong("zip: has no lists; give some, or leave it out")
             columns: dict[str, list[Any]] = {
                 n: self.axis("zip", n, spec) for n, spec in self.flat("zip", table).items()
             }
@@ -267,14 +268,11 @@ class _Reader:
             groups.append([dict(zip(columns, values, strict=True)) for values in rows])
         if "random" in self.table:
             groups.append(self.draws(dict(self.table["random"])))
-        for group in groups:
-            for row in group:
-                row |= {name: self.convert("axes", name, value) for name, value in row.items()}
         return [group for group in groups if group]
 
     def axis(self, where: str, name: str, spec: Any) -> list[Any]:
         try:
-            return grid_values(spec)
+            return [self.convert(where, name, value) for value in grid_values(spec)]
         except ValueError as error:
             self.wrong(f"{where}: {name} = {format_value(spec)}: {error}")
             return []
@@ -282,10 +280,11 @@ class _Reader:
     def draws(self, table: dict[str, Any]) -> list[PointValues]:
         samples, seed = table.pop("samples", None), table.pop("seed", 0)
         try:
-            return draw_axes(self.flat("random", table), samples, seed)
+            rows = draw_axes(self.flat("random", table), samples, seed)
         except ValueError as error:
             self.wrong(f"random: {error}")
             return []
+        return [{name: self.convert("random", name, row[name]) for name in row} for row in rows]
 
     def expressions(self, where: str, table: Mapping[str, Any]) -> dict[str, Expression]:
         expressions = {}

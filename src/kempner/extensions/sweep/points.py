@@ -65,18 +65,20 @@ def expand_points(sweep: Sweep) -> list[SweepPoint]:
     _raise(problems)
     if not points:
         raise ConfigError(f"{sweep.file}: no combination fulfils all conditions of where")
-    by_hash: dict[str, SweepPoint] = {}
+    points_by_sign: dict[tuple[str, str], SweepPoint] = {}
     for point in points:
-        # The hash alone decides: a name also has variables, which need not change the
-        # configuration.
-        other = by_hash.setdefault(point.name.rpartition("-")[2], point)
-        if other is not point:
-            first, second = (describe_point(sweep, each) for each in (other, point))
-            problems.setdefault(
-                f"{sweep.file}: two points have the same configuration: {first}, and {second}; "
-                "leave one of them out",
-                [],
-            )
+        # A name also has variables, which need not change the configuration; and the short hashes
+        # of two of many configurations may be equal.
+        for sign in (("configuration", _identity_text(point.cfg)), ("name", point.name)):
+            other = points_by_sign.setdefault(sign, point)
+            if other is not point:
+                first, second = (describe_point(sweep, each) for each in (other, point))
+                problems.setdefault(
+                    f"{sweep.file}: two points have the same {sign[0]}: {first}, and {second}; "
+                    "leave one of them out",
+                    [],
+                )
+                break
     _raise(problems)
     return points
 
@@ -188,8 +190,13 @@ def _parameters(variables: Mapping[str, Any]) -> int | None:
 
 
 def run_identity(cfg: RunConfig) -> str:
-    """Hash the run's configuration without its directory. Options at their default are left out, so
-    that a new option of a later version renames no run."""
+    """Hash the run's configuration without its directory."""
+    return hashlib.sha256(_identity_text(cfg).encode()).hexdigest()[:HASH]
+
+
+def _identity_text(cfg: RunConfig) -> str:
+    """Write the run's configuration without its directory. Options at their default are left out,
+    so that a new option of a later version renames no run."""
     plain, defaults = as_dict(cfg), _defaults()
     del plain["run"]["dir"]
     options = {
@@ -198,7 +205,7 @@ def run_identity(cfg: RunConfig) -> str:
         for key, value in keys.items()
         if value != defaults[section][key]
     }
-    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:HASH]
+    return json.dumps(options, sort_keys=True)
 
 
 @functools.cache

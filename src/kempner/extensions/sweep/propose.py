@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kempner.config.option import ConfigError
+from kempner.extensions.sweep.early_stop import read_validations
 from kempner.extensions.sweep.file import Sweep
 from kempner.extensions.sweep.journal import Journal
 from kempner.extensions.sweep.keys import RUN_OPTIONS, PointValues
@@ -166,11 +167,13 @@ def _result(state: Any, look: PointStatus) -> dict[str, Any]:
     """Return a point's result for optuna. A stopped point has its last validation; a failed one, as
     when it diverges, is worse than any other."""
     loss, step = loss_of(look.run, "val_loss", None)
-    if look.state.word == "failed" or (look.state.word == "done" and loss is not None):
-        # optuna takes an infinite value, but refuses NaN.
-        value = float("inf") if look.state.word == "failed" else loss
-        return {"state": state.COMPLETE, "value": value}
+    if look.state.word == "done" and loss is not None:
+        return {"state": state.COMPLETE, "value": loss}
+    if look.state.word == "failed":
+        # TPE puts what is complete before what was pruned, and that without a value last of all.
+        return {"state": state.PRUNED, "intermediate_values": {}}
     if look.state.word == "stopped":
-        losses = {} if step is None else {step: loss}
+        # The end of a long file may hold no validation.
+        losses = read_validations(look.point.run_dir) if step is None else {step: loss}
         return {"state": state.PRUNED, "intermediate_values": losses}
     return {"state": state.RUNNING}

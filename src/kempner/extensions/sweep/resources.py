@@ -107,7 +107,7 @@ def profile_environment(profile: str) -> dict[str, str]:
     script = 'source "$1/lib/all.sh"; KP_ROOT=$2; kp_read_site >&2; env -0'
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script, "bash", SLURM_SCRIPTS, SWEEP_REPOSITORY],
-        env=env, capture_output=True, text=True,
+        env=env, capture_output=True, text=True, errors="surrogateescape",  # as in os.environ
     )  # fmt: skip
     if done.returncode:
         raise ConfigError(done.stderr.strip().removeprefix("kempner: error: "))

@@ -25,7 +25,8 @@ DELAYS_S = (1, 2, 4, 8, 16, 32)  # before sbatch is tried again
 # Messages of an sbatch that has sent nothing; after any other, Slurm may have the job.
 NO_CLUSTER = "Could not establish a configuration source"
 POLICY_REFUSAL = "violates accounting/QOS policy"  # of limits: the same request is refused again
-FINAL = (NO_CLUSTER, POLICY_REFUSAL)
+INVALID = "Batch job submission failed: Invalid"  # partition, account, QOS, feature, ...
+FINAL = (NO_CLUSTER, POLICY_REFUSAL, INVALID)
 NOT_SENT = (*FINAL, "(connect failure)", "Connection refused")
 REGISTER_S = 15  # in which a busy controller registers a job whose answer was lost
 MAX_SUBMIT = "MaxSubmitJob"  # in the name of the limit that sbatch gives, of a user, account or QOS

@@ -21,6 +21,8 @@ from kempner.config.option import ConfigError
 from kempner.extensions.tune.space import RankDevice
 from kempner.jobs.system.front_door import run_module
 
+MACHINE_S = 600  # for the import of torch from a slow file system, and the driver
+
 
 def main(device: str) -> None:
     from kempner.extensions.bench.measure import describe_machine
@@ -51,12 +53,15 @@ def ask_machine(device: str) -> dict[str, Any]:
     # First in the path: the package of this process, not another copy that is installed.
     source = str(Path(__file__).parents[3])
     path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-m", "kempner.extensions.tune.machine", device],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "kempner.extensions.tune.machine", device]
+    env = {**os.environ, "PYTHONPATH": path}
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=MACHINE_S)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"distributed.device = {device}: torch has not answered in {MACHINE_S} s: does "
+            "nvidia-smi answer?"
+        ) from None
     # The last line: libraries may print before it.
     lines = (done.stdout if done.returncode == 0 else done.stderr).splitlines() or ["no output"]
     if done.returncode:

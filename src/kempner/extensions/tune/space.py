@@ -7,7 +7,6 @@ A candidate is what it changes of the configuration, by section.key: {} is the c
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from kempner.config.option import ConfigError
 from kempner.config.values import to_text
 from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.extensions.planner.cost import step_seconds
-from kempner.extensions.planner.gpus import GPUS, RESERVE_GIB, GpuSpec
+from kempner.extensions.planner.gpus import GPUS, RESERVE_GIB, GpuSpec, gpu_of_device
 from kempner.extensions.planner.memory import GIB, estimate_memory, loss_rows, one_replica
 from kempner.extensions.planner.search import (
     LEVERS,
@@ -65,9 +64,8 @@ class RankDevice(NamedTuple):
     @property
     def spec(self) -> GpuSpec | None:
         """The planner's figures of this GPU; None: it has none."""
-        # As a whole word: a GB200 is no B200, and a GH200 no H200.
-        found = (gpu for name, gpu in GPUS.items() if re.search(rf"\b{name}\b", self.name))
-        return next((gpu._replace(gib=self.gib) for gpu in found), None)
+        found = gpu_of_device(self.name)
+        return found and found._replace(gib=self.gib)
 
 
 @dataclass(frozen=True)
@@ -103,8 +101,9 @@ def shorter_batch(cfg: RunConfig, ranks: int, per_node: int, machine: RankDevice
     # Of two or three passes there is no shorter step that divides them and has two.
     if train.sequences % unit or passes < 4:
         return None
-    # The fewest passes, from 2 on, of which the whole step is a multiple.
-    return unit * next(n for n in range(2, passes + 1) if passes % n == 0)
+    # The fewest passes, from 2 on, of which the whole step is a multiple; of a prime number all.
+    fewest = next(n for n in range(2, passes + 1) if passes % n == 0)
+    return unit * fewest if fewest < passes else None
 
 
 class Space:

@@ -73,7 +73,8 @@ class Entry(NamedTuple):
     def words(self) -> list[str]:
         """The words of the trainer in the command: a file, overrides, --bench."""
         words = shlex.split(self.command)
-        return words[2 if words[0] == "bash" else next(map(words.index, SCRIPTS)) + 1 :]
+        start = 2 if words[0] == "bash" else next(map(words.index, {*SCRIPTS} & {*words})) + 1
+        return words[start:]
 
     @property
     def changes(self) -> list[str]:
