@@ -3,6 +3,7 @@ requests before all ranks are there, and signals without a name."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -33,6 +34,7 @@ from kempner.jobs.program.watch import CheckpointWatch, SeenCheckpoint, number_i
 from kempner.jobs.ranks.peers import PEER_KEY_VARIABLE, Entrance, new_key
 from kempner.jobs.ranks.placement import World
 from kempner.jobs.ranks.port_range import listen_in_range
+from kempner.jobs.ranks.process_group import allow_open_files
 from kempner.jobs.records.event_reader import read_kind
 from kempner.jobs.records.events import DecisionEvent, FaultEvent, FirstStep, append_event
 from kempner.jobs.records.facts import run_facts
@@ -735,6 +737,21 @@ def test_the_batch_log_is_bounded(
     shown = capfd.readouterr().out
     assert len(shown) < 2 << 20 and shown.count("is in ") == 1
     assert (tmp_path / "log").stat().st_size == 64 << 16
+
+
+def test_output_is_read_where_each_rank_has_a_connection(tmp_path: Path) -> None:
+    """Above about 1,000 ranks rank 0's descriptors do not fit select(): its program waited for
+    ever for somebody to read its output."""
+    allow_open_files()
+    low, target = os.pipe()
+    source = fcntl.fcntl(low, fcntl.F_DUPFD, 1024)
+    os.close(low)
+    output = OutputReader(source, 0, tmp_path / "log", parse_options(["--", "true"]))
+    output.start()
+    os.write(target, b"step 1\n")
+    os.close(target)
+    output.join(LIMIT_S)
+    assert (tmp_path / "log").read_text() == "step 1\n"
 
 
 def test_exit_code_2_after_progress_is_a_crash() -> None:
