@@ -178,7 +178,7 @@ class OutputReader(threading.Thread):
 
     def say(self, text: str) -> None:
         """Print a line of the supervisor's own."""
-        self._print(self._prefix + f"kempner: {text}\n".encode())
+        self._print(self._prefix + f"kempner: {text}\n".encode(errors="replace"))
 
     @staticmethod
     def _print(data: bytes) -> None:
