@@ -43,6 +43,7 @@ NODE_S = 0.5  # more for each node: a file system that has nothing cached serves
 LONGEST_PREFLIGHT_S = 900.0
 STRAGGLERS_S = 30.0  # and then for the other half, or twice as long as the first one took
 LONGEST_MEASUREMENT_S = 600.0
+FULL = (errno.ENOSPC, errno.EDQUOT)
 NOTHING_PROVED = 3  # the exit code: preflight itself has failed
 
 
@@ -77,13 +78,13 @@ def main(argv: list[str]) -> int:
     try:
         try_to_write(options.dir)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # these are told below
+        if error.errno not in FULL:  # these are told below
             fix = "give a directory that exists, that you may write, and that all nodes share"
             parser.error(f"--dir {options.dir}: {error.strerror}: {fix}")
     try:
         return run_preflight(options)
     except OSError as error:  # a full disk is neither a node's fault nor bad input
-        fix = "" if isinstance(error, NoFreePort) else ": make room"
+        fix = ": make room" if error.errno in FULL else ""
         where = "" if isinstance(error, NoFreePort) else f"{error.filename or options.json}: "
         print_problems("preflight", [f"{where}{error.strerror}{fix}"])
         return NOTHING_PROVED
