@@ -139,6 +139,7 @@ def _may_submit(option: str) -> bool:
 
 
 def without_sizes(options: Sequence[str]) -> list[str]:
-    """Return the options of a request that say who asks, not for what."""
+    """Return the options of a request that say who asks, and for what kind of node: partitions of
+    GPUs may take no job without one. None of them says how many nodes, or how long."""
     kept = r"--(account|reservation|clusters|gpus-per-node|gres|constraint)\b|-[AMC]"
     return [option for option in options if re.match(kept, option)]
