@@ -152,6 +152,7 @@ def test_results_wait_for_the_trainer_that_writes_the_file(tmp_path: Path) -> No
     results.add_results(tmp_path, taken.append)
     results.add_results(tmp_path, taken.append)
     assert [json.loads(text)["eval/choose/acc"] for text in taken] == [0.5]
+    (tmp_path / "eval/step_x.json").touch()  # none of ours
     assert results.evaluated_steps(tmp_path) == {4}
 
 

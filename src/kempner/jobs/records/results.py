@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kempner.jobs.system.files import LineFile, name_of_step, write_atomic
+from kempner.jobs.system.files import LineFile, name_of_step, step_of_name, write_atomic
 
 PREFIX = "eval/"  # of the figures in a line of metrics.jsonl
 
@@ -50,4 +50,4 @@ def evaluated_steps(run_dir: Path) -> set[int]:
     """Return the steps that have a result."""
     folder = run_dir / "eval"
     paths = [*folder.glob("step_*.json"), *folder.glob("added/step_*.json")]
-    return {int(path.stem.removeprefix("step_")) for path in paths}
+    return {step for path in paths if (step := step_of_name(path.stem)) is not None}
