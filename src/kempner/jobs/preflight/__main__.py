@@ -12,7 +12,6 @@ failed. """
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import math
 import sys
@@ -35,7 +34,7 @@ from kempner.jobs.preflight.history import keep_speeds
 from kempner.jobs.preflight.storage import ask_storage, judge_storage
 from kempner.jobs.preflight.verdict import NodeResult, Report, blame_late, compare_nodes, slow_nodes
 from kempner.jobs.ranks.process_group import allow_open_files
-from kempner.jobs.system.files import try_to_write, write_atomic
+from kempner.jobs.system.files import FULL, try_to_write, write_atomic
 from kempner.jobs.system.front_door import NoFreePort
 
 CHECK_IN_S = 120.0  # for half of the tasks to start and to import torch,
@@ -43,7 +42,6 @@ NODE_S = 0.5  # more for each node: a file system that has nothing cached serves
 LONGEST_PREFLIGHT_S = 900.0
 STRAGGLERS_S = 30.0  # and then for the other half, or twice as long as the first one took
 LONGEST_MEASUREMENT_S = 600.0
-FULL = (errno.ENOSPC, errno.EDQUOT)
 NOTHING_PROVED = 3  # the exit code: preflight itself has failed
 
 
