@@ -114,13 +114,12 @@ class RunLock:
             return self._create()
 
     def _leave(self) -> None:
-        lock = _look(self.path)
-        why = (
-            f"{self.path.parent} is in use by {_name(lock.holder if lock else {})}, which has "
-            "taken this process for dead, or is a later start of its job: this process ends"
-        )
-
         def tell() -> None:
+            lock = _look(self.path)
+            why = (
+                f"{self.path.parent} is in use by {_name(lock.holder if lock else {})}, which has "
+                "taken this process for dead, or is a later start of its job: this process ends"
+            )
             if self.on_lost is not None:
                 self.on_lost(why)
             else:
@@ -157,7 +156,7 @@ class RunLock:
                     return
             # Refuse only if it is still the same holder; it may have left or been replaced
             # meanwhile.
-            elif (now := _look(self.path)) is not None and now.text == lock.text:
+            elif self._is(lock, though_it_beats=True):
                 raise ConfigError(
                     f"{directory} is in use by {_name(lock.holder)}: wait for it or cancel it, or "
                     f"give this run a directory of its own: {option}"
@@ -187,11 +186,16 @@ class RunLock:
         limit = MISSED_S if lock_holder.has_ended(self._self, lock.holder) else DEAD_S
         return self._stays(lock, limit)
 
-    def _stays(self, lock: SeenLock, seconds: float) -> bool:
+    def _is(self, lock: SeenLock, though_it_beats: bool) -> bool:
+        """Return whether this lock is there still."""
+        now = _look(self.path)
+        return now == lock or (though_it_beats and now is not None and now.text == lock.text)
+
+    def _stays(self, lock: SeenLock, seconds: float, though_it_beats: bool = False) -> bool:
         deadline = time.monotonic() + seconds
         while (remaining := deadline - time.monotonic()) > 0:
             time.sleep(min(remaining, LOCK_POLL_S))
-            if _look(self.path) != lock:
+            if not self._is(lock, though_it_beats):
                 return False
         return True
 
@@ -209,13 +213,12 @@ class RunLock:
             except FileExistsError:
                 # Somebody else claims it. If nothing comes of that, its process has died: the next
                 # claim.
-                if not self._stays(lock, MISSED_S):
+                if not self._stays(lock, MISSED_S, though_it_beats):
                     return False
         try:
             fresh.write_bytes(self._text)
             # Once more, with the claim in hand: the holder may have come back.
-            now = _look(self.path)
-            if now is None or now.text != lock.text or (now != lock and not though_it_beats):
+            if not self._is(lock, though_it_beats):
                 return False
             # By a rename in one directory: a reader sees the old text or the new one.
             fresh.replace(self.path)

@@ -21,7 +21,7 @@ def is_gone(me: dict[str, Any], holder: dict[str, Any]) -> bool:
 def _is_of_mine(me: dict[str, Any], holder: dict[str, Any]) -> bool:
     """Return whether Slurm, as this process may ask it, knows the holder's job: it hides other
     users' jobs, and another cluster on this file system has numbers of its own."""
-    are_jobs = me["slurm_id"] is not None and holder.get("slurm_id") is not None
+    are_jobs = me["slurm_id"] is not None and isinstance(holder.get("slurm_id"), str)
     return are_jobs and all(holder.get(name) == me[name] for name in ("cluster", "uid"))
 
 
@@ -50,7 +50,7 @@ def has_ended(me: dict[str, Any], holder: dict[str, Any]) -> bool:
 
     if holder["slurm_id"] != me["slurm_id"]:
         return slurm.is_running(holder["slurm_id"]) is False
-    return slurm.step_runs(holder.get("step")) is False
+    return slurm.step_runs(_step(holder.get("step"))) is False
 
 
 def _number(text: Any) -> int | None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kempner.jobs.this_job import LAST_STEP, own_job, signal_lead
+from kempner.jobs.this_job import own_job, signal_lead
 
 # Slurm's commands read these as options: with SQUEUE_STATES=PENDING a job that runs is not there.
 SLURM_OPTIONS = re.compile(
@@ -39,7 +39,8 @@ def _run(*command: str) -> subprocess.CompletedProcess[str] | None:
     env = plain_environment()
     try:
         # With its controller away a command of Slurm takes 20 s to fail.
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, env=env)
+        # A name in its answer may have any bytes.
+        return subprocess.run(command, capture_output=True, errors="replace", timeout=10, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return None
 
@@ -124,11 +125,11 @@ def is_running(job: str) -> bool | None:
     return any(not NO_NODES.fullmatch(state) for state in states) if states else None
 
 
-def step_runs(step: str | None) -> bool | None:
+def step_runs(step: int | None) -> bool | None:
     """Return whether this step (0, 1, ...) of our own job exists. None if SLURM does not answer,
-    and for a step that it shows by a name: batch, interactive."""
+    and for a step that has no number."""
     job = own_job()
-    if job is None or step is None or int(step) > LAST_STEP:
+    if job is None or step is None:
         return None
     steps = _ask("squeue", "--noheader", "--steps", "--jobs", job, "--format", "%i")
     return None if steps is None else any(x.endswith(f".{step}") for x in steps.split())
@@ -198,7 +199,7 @@ def _other_nodes(fields: Mapping[str, str], without: Sequence[str]) -> int | Non
     for line in output.splitlines():
         name, _, rest = line.partition("|")
         state, features, gres = (*rest.split("|"), "", "", "")[:3]
-        if re.match(r"down|drain|drng|fail|maint|unk", state) or name in left_out:
+        if re.match(r"down|drain|drng|fail|futr|inval|maint|unk", state) or name in left_out:
             continue
         if allowed is not None and name not in allowed:
             continue

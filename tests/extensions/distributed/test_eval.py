@@ -165,6 +165,8 @@ def test_results_wait_for_the_trainer_that_writes_the_file(tmp_path: Path) -> No
     figures = {name: value for text in taken for name, value in json.loads(text).items()}
     assert (figures["eval/choose/acc"], figures["eval/other/acc"]) == (0.5, 0.25)
     assert sorted(json.loads(text)["step"] for text in set(taken)) == [2, 4, 4]
+    (tmp_path / "eval/step_x.json").touch()  # none of ours
+    assert results.evaluated_steps(tmp_path, "choose") == {2, 4}
 
 
 def test_jobs_with_other_tasks_follow_the_same_run(run_dir: Path, tasks: Path) -> None:

@@ -209,4 +209,12 @@ def test_the_figures_of_the_whole_loop(rewarded: Path, capsys: pytest.CaptureFix
     assert loop_bench.main(rewarded) == 0
     found = json.loads((rewarded / "bench.json").read_text())
     assert found["steps"] == 4 and found["trainer_waits"] == pytest.approx(0.1)
+    assert found["samples_per_s"] == pytest.approx(8 / found["step_seconds"])
     assert "engines idle" in capsys.readouterr().out
+    metrics = rewarded / "metrics.jsonl"
+    *head, line, last = metrics.read_text().splitlines()
+    nulls = {**json.loads(line), "step_time": None, "wait": None}
+    metrics.write_text("\n".join([*head, json.dumps(nulls), last, ""]))
+    assert loop_bench.main(rewarded) == 0
+    again = json.loads((rewarded / "bench.json").read_text())
+    assert again == pytest.approx({**found, "steps": 3})

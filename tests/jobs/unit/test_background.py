@@ -66,7 +66,11 @@ def test_a_write_that_fails_is_told_once_and_the_next_one_is_done() -> None:
     def full() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for write in (full, full, done.set):
+    def fail() -> None:
+        raise ValueError("not JSON")
+
+    for write in (full, full, fail, done.set):
         made.put(write, PATH)
     assert made.flush(60) and done.is_set()
-    assert len(said) == 1 and said[0].startswith(f"{PATH}: No space left on device: what was")
+    assert len(said) == 2 and said[0].startswith(f"{PATH}: No space left on device: what was")
+    assert said[1].startswith(f"{PATH}: ValueError('not JSON'): what was")

@@ -165,6 +165,31 @@ def test_how_a_job_could_be_preempted(
     assert site.preempting_option("7") == found
 
 
+def test_a_job_without_a_qos_is_preempted_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A QOS that preempts nothing has an empty list."""
+    answers = {
+        "config": CONFIG.format(kind="preempt/qos"),
+        "qos": "low|\n",
+        "associations": "low\n",
+    }
+    monkeypatch.setattr(
+        site, "ask", lambda *words: next(answers[word] for word in words if word in answers)
+    )
+    monkeypatch.setattr(site, "job_fields", lambda job: {})
+    monkeypatch.setattr(site, "tell", lambda *words: site.SlurmAnswer(True, ""))
+    assert site.preempting_option("7")[0] == ""
+
+
+def test_sbatch_fails_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, script in (("sbatch", "exit 3"), ("squeue", "")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    drill = Drill(parse_plan(["--only=kill"]), tmp_path, print)
+    drill._submit()
+    assert drill.trials[0].seen.broken == "sbatch: exit code 3"
+
+
 @pytest.mark.parametrize(("struck", "broken"), [(None, False), (10.0, False), (600.0, True)])
 def test_a_drill_without_time_breaks_no_promise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, struck: float | None, broken: bool

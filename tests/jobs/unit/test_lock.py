@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -153,6 +155,42 @@ def test_an_earlier_start_of_the_job_leaves_before_the_later_one_begins(
     assert not [path.name for path in tmp_path.iterdir()], "no file is left"
 
 
+def test_a_start_that_was_killed_while_it_claimed_the_lock(
+    hold: Hold, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has left its claim, and the earlier start of the job beats still: each later start waited
+    for something to come of the claim, for ever and without a word."""
+    held = hold(**SLURM)
+    text = (tmp_path / "lock").read_bytes()
+    (tmp_path / f".lock.{hashlib.sha256(text).hexdigest()[:16]}.0").touch()
+    be(monkeypatch, **{**SLURM, "SLURM_RESTART_COUNT": "2"})
+    monkeypatch.setattr(lock, "MISSED_S", 2.0)
+    taken: list[RunLock] = []
+    start = threading.Thread(target=lambda: taken.append(RunLock(tmp_path)), daemon=True)
+    start.start()
+    assert "is in use by job 12" in lost_by(held)
+    start.join(LIMIT_S)
+    taken[0].release()
+    assert not [path.name for path in tmp_path.iterdir()], "no file is left"
+
+
+def test_who_has_lost_the_lock_leaves_though_the_file_system_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = RunLock(tmp_path)
+    mine._stop.set()
+    (tmp_path / "lock").write_text(record())
+    left, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr(lock, "_look", lambda path: left.wait(LIMIT_S) and None)
+    monkeypatch.setattr(lock, "LOST_LOCK_WORDS_S", 0.1)
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    threading.Thread(target=mine.check, daemon=True).start()
+    try:
+        assert ended.wait(LIMIT_S / 2)
+    finally:
+        left.set()
+
+
 def test_whoever_has_lost_the_lock_leaves_before_it_commits(hold: Hold, tmp_path: Path) -> None:
     held = hold("beat=1000")
     assert held.stdin is not None and held.stdout is not None
@@ -208,6 +246,9 @@ def record(**values: object) -> str:
         ({"step": "1"}, "printf '12.batch\\n12.0\\n'", "MISSED_S"),
         ({"step": "4294967290"}, "printf '12.interactive\\n12.0\\n'", "DEAD_S"),
         ({"step": None}, "printf '12.batch\\n12.0\\n'", "DEAD_S"),
+        ({"step": "1x"}, "printf '12.batch\\n12.0\\n'", "DEAD_S"),  # damaged
+        ({"step": [1]}, "printf '12.batch\\n12.0\\n'", "DEAD_S"),
+        ({"slurm_id": 11}, "touch asked; exit 1", "DEAD_S"),
     ],
 )
 def test_how_long_a_lock_must_be_still(
@@ -321,9 +362,9 @@ def test_the_second_one_waits_for_the_first_one_at_its_most_delicate_moment(
             assert went_on.wait(LIMIT_S)
         return replace(self, target)
 
-    def seen_waiting(self: RunLock, seen: lock.SeenLock, seconds: float) -> bool:
+    def seen_waiting(self: RunLock, *about: Any) -> bool:
         went_on.set()
-        return stays(self, seen, seconds)
+        return stays(self, *about)
 
     def come() -> None:
         with contextlib.suppress(ConfigError):

@@ -59,6 +59,16 @@ def test_a_time_that_cannot_be_hides_no_other_line(tmp_path: Path) -> None:
     assert [len(lines) for lines in load_speeds(tmp_path).values()] == [1, 1]
 
 
+def test_a_file_that_cannot_be_written_hides_no_other_node(tmp_path: Path) -> None:
+    for _ in range(3):
+        keep(tmp_path, 1.0)
+    (tmp_path / "n0.jsonl").unlink()
+    (tmp_path / "n0.jsonl").mkdir()
+    report = keep(tmp_path, 0.5)
+    assert report.nodes[1].notes and len(report.notes) == 1
+    assert (tmp_path / "n1.jsonl").stat().st_mode & 0o111 == 0, "no program"
+
+
 def test_only_what_is_alike_is_compared(tmp_path: Path) -> None:
     for _ in range(3):
         keep(tmp_path, 1.0)

@@ -47,6 +47,7 @@ def hostile_run(parent: Path) -> Path:
         step_line(10, loss=float("nan"), lr="<b>"),
         step_line(20, loss=1e308, tokens_per_s=float("inf")),
         step_line(30, loss=-1e-320, grad_norm=SCRIPT),
+        step_line(35, attempt=1, layers={"activation_rms": {"²": 1.0, SCRIPT: 1.0, "0": SCRIPT}}),
         step_line(40, attempt=1, loss=2.0, checkpoint_time=SCRIPT, eval_time=float("nan")),
         json.dumps({"step": 10**400, "time": 1}) + "\n",
         json.dumps({"step": 50, "time": "now", "loss": 1}) + "\n[1, 2]\n\x00\xff\n",

@@ -165,8 +165,8 @@ def test_rates_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 class Answering:
     """A driver whose tasks answer at once, from this process."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, full: tuple[int, ...] = ()) -> None:
+        self.folder, self.full = folder, full
 
     def ask(self, ranks: Any, question: dict[str, Any]) -> dict[int, Any]:
         return dict.fromkeys(ranks, question)
@@ -177,6 +177,8 @@ class Answering:
             if question["what"] == "read files":
                 owner = data_file(self.folder, question["owner"])
                 found[rank] = {"read_bytes_per_s": 1e6 * int(owner.read_text())}
+            elif question["size"] and rank in self.full:
+                found[rank] = {"error": "no room"}
             elif question["size"]:
                 data_file(self.folder, rank).write_text(str(rank + 1))
                 found[rank] = {"write_bytes_per_s": 1e9 * (1 if rank else 0.1), "bytes": 1}
@@ -201,6 +203,22 @@ def test_one_alone_and_all_at_once(
     judge_storage(report)
     assert bool(report.nodes[0].notes) is (count > 1) and not report.faulty
     assert ("nodes at once" in report.table()) is (count > 1)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_writer_that_fails_says_why(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody was asked to read its file: no answer of a reader is missing."""
+    monkeypatch.setenv(peers.PEER_KEY_VARIABLE, peers.new_key())
+    report = Report([node(f"n{k}") for k in range(count)])
+    for k, one in enumerate(report.nodes):
+        one.ranks = [k]
+    driver: Any = Answering(tmp_path, full=(0,))
+    storage.ask_storage(driver, report, tmp_path, 1.0)
+    judge_storage(report)
+    assert report.nodes[0].notes[0] == "run directory: no room"
+    assert report.storage_alone == {"error": "no room"}
 
 
 def test_without_room_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,13 @@ requests before all ranks are there, and signals without a name."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import select
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +23,7 @@ from typing import Any
 import pytest
 
 from kempner.config.option import ConfigError
+from kempner.jobs.program import coordinator
 from kempner.jobs.program.book import Book
 from kempner.jobs.program.channel import Channel
 from kempner.jobs.program.child import RankPlace, rank_variables
@@ -33,6 +37,7 @@ from kempner.jobs.program.watch import CheckpointWatch, SeenCheckpoint, number_i
 from kempner.jobs.ranks.peers import PEER_KEY_VARIABLE, Entrance, new_key
 from kempner.jobs.ranks.placement import World
 from kempner.jobs.ranks.port_range import listen_in_range
+from kempner.jobs.ranks.process_group import allow_open_files
 from kempner.jobs.records.event_reader import read_kind
 from kempner.jobs.records.events import DecisionEvent, FaultEvent, FirstStep, append_event
 from kempner.jobs.records.facts import run_facts
@@ -118,6 +123,56 @@ def test_a_rank_that_is_there_is_not_replaced(meet: Meet, tmp_path: Path) -> Non
 
     assert meet(act).code == 0
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "interrupted"
+
+
+def test_a_rank_that_hangs_and_ends_counts_once(
+    meet: Meet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three that had to answer it was two: the other one was blamed before it could."""
+    monkeypatch.setattr(coordinator, "RANK_ANSWER_S", LIMIT_S)
+    heard: list[Any] = []
+
+    def act(rank: Channel) -> None:
+        other = Channel.connect("127.0.0.1", rank.socket.getpeername()[1], 10.0)
+
+        def hear(what: str) -> None:
+            while what not in heard:
+                heard.extend(message["do"] for message in other.receive())
+
+        other.send(rank=1, host="n2", attempt_id="7.0")
+        hear("start")
+        rank.send(say="hung", condition="S", step=7, silence=9.0)
+        rank.send(say="ended", code=1, words="", lost_peer=False, torn=False, ago=0.0)
+        hear("report")
+        while select.select([other.socket], [], [], 1.0)[0]:  # several turns of the coordinator
+            heard.extend(message["do"] for message in other.receive())
+        other.send(say="condition", condition="S", step=7, silence=9.0)
+        hear("end")
+        other.send(say="ended", code=-15, words="", lost_peer=False, torn=True, ago=0.0)
+
+    meet(act)
+    assert heard == ["start", "report", "end"]
+    [fault] = read_kind(tmp_path / "run/attempts.jsonl", FaultEvent)
+    assert (fault.kind, fault.ranks, fault.hosts) == ("hang", (), ())
+
+
+def test_words_in_another_encoding(tmp_path: Path) -> None:
+    """Of the command, and the name of its process and of one that it leaves behind."""
+    sleeper = tmp_path / os.fsdecode(b"sl\xe9eper")
+    shutil.copy("/bin/sleep", sleeper)
+    script = tmp_path / os.fsdecode(b"caf\xe9")
+    script.write_bytes(b"#!/bin/sh\necho ran\n./sl\xe9eper 1000 &\n")
+    script.chmod(0o755)
+    # A true start: the zygote takes UTF-8 alone.
+    words = ["env", sys.executable, ROOT / "scripts/program.py", "--here", "1", "--run-dir=run"]
+    done = subprocess.run(
+        [*words, "--", f"./{script.name}", os.fsdecode(b"\xff")],
+        cwd=tmp_path, env=clean_env(), capture_output=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == 0 and b"Traceback" not in done.stderr, done
+    assert b": ./caf? ?: 1 process(es) on " in done.stdout
+    assert "left behind: sl\ufffdeper (" in done.stdout.decode()
+    assert load_history(tmp_path / "run").state.word == "done"
 
 
 def test_a_stranger_is_no_rank(tmp_path: Path) -> None:
@@ -541,6 +596,8 @@ def test_steps_that_are_not_known_are_not_zero(tmp_path: Path) -> None:
             time.sleep(0.05)
             book.end("interrupted", "asked to make room")
             book.close()
+        status = tmp_path / name / "status.json"  # of somebody else's, with a field that is ours
+        status.write_text(json.dumps({**json.loads(status.read_text()), "max_steps": 9}))
     numbered, silent = load_history(tmp_path / "a"), load_history(tmp_path / "b")
     assert (numbered.step_text, silent.step_text) == ("40", "-")
     for run in (numbered, silent):
@@ -623,6 +680,7 @@ def test_a_launcher_in_a_shell_is_refused_with_the_line_to_write(text: str, line
     [
         ("torchrun --standalone train.py", "torchrun --standalone on 2 nodes"),
         ("torchrun --nnodes=1 train.py", "torchrun --nnodes=1 on 2 nodes"),
+        ("torchrun --standalone -m pkg.train --lr 3", "torchrun --standalone on 2 nodes"),
         ("torchrun --nnodes=2 --node_rank 0 train.py", "torchrun --node_rank 0 on 2 nodes"),
         ("accelerate launch --num_processes 8 train.py --lr 3", "write -- python train.py --lr 3;"),
         ("python -m accelerate.commands.launch train.py", "write -- python train.py;"),
@@ -661,6 +719,24 @@ def test_commands_that_are_refused(command: str, message: str) -> None:
 )
 def test_a_file_that_the_program_may_make_is_no_script(command: str) -> None:
     check_command(command.split())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "torchrun train.py --standalone --nnodes=1",
+        "torchrun --nnodes=2 --rdzv-backend c10d -m pkg.train --standalone",
+        "uv run torchrun --no-python ./train --node_rank 0",
+        "bash -c 'torchrun train.py --standalone'",
+    ],
+)
+def test_what_torchrun_passes_on_is_the_programs_own(command: str) -> None:
+    check_launcher(shlex.split(command), 2)
+
+
+def test_an_option_given_twice() -> None:
+    with pytest.raises(ConfigError, match=r"--steps=b\(.\): given twice; leave one out"):
+        parse_options(["--steps=a(.)", "--steps=b(.)", "--", "true"])
 
 
 def test_a_command_without_dashes_is_one_problem() -> None:
@@ -735,6 +811,21 @@ def test_the_batch_log_is_bounded(
     shown = capfd.readouterr().out
     assert len(shown) < 2 << 20 and shown.count("is in ") == 1
     assert (tmp_path / "log").stat().st_size == 64 << 16
+
+
+def test_output_is_read_where_each_rank_has_a_connection(tmp_path: Path) -> None:
+    """Above about 1,000 ranks rank 0's descriptors do not fit select(): its program waited for
+    ever for somebody to read its output."""
+    allow_open_files()
+    low, target = os.pipe()
+    source = fcntl.fcntl(low, fcntl.F_DUPFD, 1024)
+    os.close(low)
+    output = OutputReader(source, 0, tmp_path / "log", parse_options(["--", "true"]))
+    output.start()
+    os.write(target, b"step 1\n")
+    os.close(target)
+    output.join(LIMIT_S)
+    assert (tmp_path / "log").read_text() == "step 1\n"
 
 
 def test_exit_code_2_after_progress_is_a_crash() -> None:

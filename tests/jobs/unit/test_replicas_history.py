@@ -51,5 +51,19 @@ def test_the_bytes_of_all_starts_of_the_job_count(tmp_path: Path) -> None:
     assert found is not None and found.sent == 5_400_000
 
 
+def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path)
+    log = tmp_path / "replicas.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    whole = replicas_of(tmp_path)
+    rounds = [line for line in lines if line["event"] == "round"][-1:]
+    damaged = [{k: v for k, v in line.items() if k != key} for line in rounds for key in line]
+    damaged += [{**line, key: None} for line in rounds for key in line]
+    log.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *damaged]))
+    found = replicas_of(tmp_path)
+    assert whole and found and (found.sent, found.by_number) == (whole.sent, whole.by_number)
+    assert replica_table(found) == replica_table(whole)
+
+
 def test_a_run_without_replicas_has_none(tmp_path: Path) -> None:
     assert replicas_of(tmp_path) is None

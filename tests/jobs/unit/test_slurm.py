@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import pytest
 
 from kempner.jobs import slurm
+from kempner.jobs.drill import site
 from kempner.jobs.this_job import short_window, tasks_per_node
 
 
@@ -43,6 +45,16 @@ def test_the_shell_of_the_user_does_not_answer_for_slurm(
         monkeypatch.setenv(name, "relative")
     seen = slurm._ask("env") or ""
     assert "SLURM_CONF=relative" in seen and not [name for name in names if name in seen]
+
+
+def test_a_name_in_another_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sbatch --comment takes any bytes."""
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'JobState=RUNNING Comment=caf\\351\\n'\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert slurm.job_fields("7")["JobState"] == "RUNNING"
+    said = site.tell("scontrol", "show", "job")
+    assert said.ok and said.text.startswith("JobState=RUNNING")
 
 
 @pytest.mark.parametrize(
@@ -102,6 +114,8 @@ n5|drain|h100,ib|gpu:h100:8
 n6|idle|a100,ib|gpu:a100:8
 n7|idle|h100,ib|gpu:h100:4
 n8|idle|(null)|(null)
+n9|inval|h100,ib|gpu:h100:8
+n10|futr|h100,ib|gpu:h100:8
 """
 
 

@@ -10,7 +10,9 @@ import pytest
 
 from kempner.jobs.records.facts import run_facts
 from kempner.jobs.records.run_history import load_history
+from kempner.jobs.report.idle import idle_share
 from kempner.jobs.report.page.write import write_page
+from tests.jobs.unit.test_report import BEGAN, step_line, write_run
 from tests.jobs.unit.test_state import STATUS
 
 
@@ -116,6 +118,27 @@ def test_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head, first, *_ = capsys.readouterr().out.splitlines()
     assert head.split()[:5] == ["host", "runs", "attempts", "hours", "excluded"]
     assert first.startswith("n1") and "2 died, 2 gpu xid 79" in first
+
+
+def test_the_idle_share_of_a_long_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of its metrics is read: where that began with a save, all steps before counted as
+    such saves."""
+    clock, lines = BEGAN + 20.0, []
+    for step in range(10, 20_001, 10):
+        save = 60.0 if step % 500 == 0 else 0.0
+        clock += 10 + save
+        times = {"time": clock, "step_time": 1 + save / 10, "checkpoint_time": save / 10}
+        lines.append(step_line(step, **times | {"eval_time": 0.0}))
+    run = write_run(tmp_path / "a", "".join(lines), max_steps=20_000, time=clock)
+    whole = load_history(run)
+    monkeypatch.setattr(STATUS, "STATUS_TAIL_BYTES", sum(map(len, lines[-251:])))
+    assert json.loads(lines[-251])["checkpoint_time"]
+    STATUS.main([str(run), "--json"])
+    assert json.loads(capsys.readouterr().out)["runs"][0]["idle"] == pytest.approx(
+        idle_share(whole), abs=0.01
+    )
 
 
 def test_a_later_start_that_asked_for_fewer_steps(

@@ -17,7 +17,8 @@ TRIES, BETWEEN_S = 3, 2.0  # a busy controller drops one question and answers th
 
 @dataclass(frozen=True)
 class SlurmAnswer:
-    """The answer of a command: `ok` by its exit code; `text`: what it printed, or its error."""
+    """The answer of a command: `ok` by its exit code; `text`: what it printed, or its error, which
+    is never empty."""
 
     ok: bool
     text: str
@@ -28,14 +29,14 @@ def tell(*command: str, env: dict[str, str] | None = None, seconds: float = 60) 
     env = {**plain_environment(), **(env or {})}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, env=env,
+            command, capture_output=True, errors="replace", timeout=seconds, env=env,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         return SlurmAnswer(False, str(error))
-    return SlurmAnswer(
-        done.returncode == 0, done.stdout if done.returncode == 0 else done.stderr.strip()
-    )
+    if done.returncode:
+        return SlurmAnswer(False, done.stderr.strip() or f"exit code {done.returncode}")
+    return SlurmAnswer(True, done.stdout)
 
 
 def ask(*command: str) -> str | None:
@@ -127,7 +128,7 @@ def _by_qos(fields: dict[str, str]) -> tuple[str, str]:
     for line in text.splitlines():
         # The column Preempt lists the QOS that this one may preempt.
         name, _, over = line.partition("|")
-        if own in over.split(",") and name in allowed and _may_submit(f"--qos={name}"):
+        if own and own in over.split(",") and name in allowed and _may_submit(f"--qos={name}"):
             return f"--qos={name}", ""
     return "", f"no QOS of yours preempts jobs of QOS {own}"
 
@@ -138,6 +139,7 @@ def _may_submit(option: str) -> bool:
 
 
 def without_sizes(options: Sequence[str]) -> list[str]:
-    """Return the options of a request that say who asks, not for what."""
+    """Return the options of a request that say who asks, and for what kind of node: partitions of
+    GPUs may take no job without one. None of them says how many nodes, or how long."""
     kept = r"--(account|reservation|clusters|gpus-per-node|gres|constraint)\b|-[AMC]"
     return [option for option in options if re.match(kept, option)]

@@ -12,7 +12,6 @@ failed. """
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import math
 import sys
@@ -35,7 +34,7 @@ from kempner.jobs.preflight.history import keep_speeds
 from kempner.jobs.preflight.storage import ask_storage, judge_storage
 from kempner.jobs.preflight.verdict import NodeResult, Report, blame_late, compare_nodes, slow_nodes
 from kempner.jobs.ranks.process_group import allow_open_files
-from kempner.jobs.system.files import try_to_write, write_atomic
+from kempner.jobs.system.files import FULL, try_to_write, write_atomic
 from kempner.jobs.system.front_door import NoFreePort
 
 CHECK_IN_S = 120.0  # for half of the tasks to start and to import torch,
@@ -77,13 +76,13 @@ def main(argv: list[str]) -> int:
     try:
         try_to_write(options.dir)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # these are told below
+        if error.errno not in FULL:  # these are told below
             fix = "give a directory that exists, that you may write, and that all nodes share"
             parser.error(f"--dir {options.dir}: {error.strerror}: {fix}")
     try:
         return run_preflight(options)
     except OSError as error:  # a full disk is neither a node's fault nor bad input
-        fix = "" if isinstance(error, NoFreePort) else ": make room"
+        fix = ": make room" if error.errno in FULL else ""
         where = "" if isinstance(error, NoFreePort) else f"{error.filename or options.json}: "
         print_problems("preflight", [f"{where}{error.strerror}{fix}"])
         return NOTHING_PROVED

@@ -63,18 +63,19 @@ class Driver:
 
     def ask(self, ranks: Iterable[int], question: dict[str, Any]) -> dict[int, str]:
         """Put a question to some ranks; returns the key under which each will answer."""
-        keys = {}
+        # One text for all of them: that of all tasks has all their numbers in it.
+        keys, text = {}, json.dumps(question).encode() + b"\n"
         for rank in ranks:
             questions = self._questions.setdefault(rank, [])
-            questions.append(json.dumps(question).encode() + b"\n")
+            questions.append(text)
             keys[rank] = f"answer/{rank}/{len(questions) - 1}"
             if rank in self._tasks:
-                self._tasks[rank].send(questions[-1])
+                self._tasks[rank].send(text)
         return keys
 
     def answers(self, keys: dict[int, str], deadline: float) -> dict[int, NodeAnswer]:
         """The answers that come before the deadline (time.monotonic)."""
-        while not self._answers.keys() >= set(keys.values()):
+        while not all(key in self._answers for key in keys.values()):
             remaining = deadline - time.monotonic()
             # Also once after the deadline: what has come by then counts.
             self._listen(max(0.0, min(remaining, PREFLIGHT_POLL_S)))

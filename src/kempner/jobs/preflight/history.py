@@ -21,6 +21,7 @@ from kempner.jobs.records.node_speed import (
 def keep_speeds(report: Report, folder: Path) -> None:
     """Add a line for each node that was measured, and a note where it is worse than the same node
     was before. A directory that cannot be written does no harm."""
+    problem = ""
     for node in report.nodes:
         if not (node.devices or node.pairs):
             continue
@@ -32,9 +33,10 @@ def keep_speeds(report: Report, folder: Path) -> None:
                 node.notes.append(f"{figure.label}: {under:.0%} under its own median before")
         try:
             append_speed(folder, node.name, line)
-        except OSError as error:
-            report.notes.append(f"the figures are not kept over time: {error}")
-            return
+        except OSError as error:  # the nodes after this one are compared still
+            problem = problem or f"the figures are not kept over time: {error}"
+    if problem:
+        report.notes.append(problem)
 
 
 def speed_line(report: Report, node: NodeResult) -> dict[str, Any]:

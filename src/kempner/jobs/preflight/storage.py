@@ -140,13 +140,11 @@ def _rates(
             question = {"what": "read files", "owner": writer.first, "seconds": seconds}
             keys |= driver.ask([reader.first], question)
     answers = driver.answers(keys, time.monotonic() + limit)
-    read = {name: answers.get(rank, silent) for name, rank in ((n.name, n.first) for n in readers)}
+    # Nobody reads what was not written: that error says more.
+    read = {rank: answers.get(rank, silent) for rank in keys}
     if len(writers) == 1:
-        return [wrote[0] | read[readers[0].name]]
-    return [
-        figure | (read[node.name] if node.first in keys else {})
-        for node, figure in zip(writers, wrote, strict=True)
-    ]
+        return [wrote[0] | read.get(readers[0].first, {})]
+    return [figure | read.get(node.first, {}) for node, figure in zip(writers, wrote, strict=True)]
 
 
 def judge_storage(report: Report) -> None:

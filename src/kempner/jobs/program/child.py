@@ -176,7 +176,8 @@ class Child:
         stopped."""
         with contextlib.suppress(OSError):
             # The name before the state, in parentheses, may have blanks and parentheses itself.
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            text = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")
+            return text.rpartition(")")[2].split()[0]
         return ""
 
     def write_stacks(self) -> None:
@@ -201,7 +202,10 @@ class Child:
                 place = Path(f"/proc/{pid}")
                 # This process also has children of its own; only the program's have its variables.
                 if b"KEMPNER_HEARTBEAT=" in (place / "environ").read_bytes():  # not our scontrol
-                    names.append(f"{(place / 'comm').read_text().strip()} ({pid})")
+                    name = (place / "comm").read_text(
+                        errors="replace"
+                    )  # it may end in half a letter
+                    names.append(f"{name.strip()} ({pid})")
         return names[:NAMED_PROCESSES]
 
     def end(self) -> None:
@@ -220,7 +224,7 @@ def _is_torchrun(pid: int) -> bool:
 
 def _handles(pid: int, number: signal.Signals) -> bool:
     with contextlib.suppress(OSError, ValueError, IndexError):
-        text = Path(f"/proc/{pid}/status").read_text()
+        text = Path(f"/proc/{pid}/status").read_text(errors="replace")
         caught = int(text.split("SigCgt:")[1].split()[0], 16)
         # proc(5): bit 0 is of signal 1.
         return bool(caught >> (number - 1) & 1)

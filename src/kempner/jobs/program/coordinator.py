@@ -52,7 +52,8 @@ DEAF_S = 2.0  # for a program that has not come to its signal handler yet
 
 def log_line(text: str) -> None:
     with contextlib.suppress(OSError):  # whoever reads it has left: the program goes on
-        os.write(1, f"[{time.strftime('%F %T')}] kempner: {text}\n".encode())
+        # The command may have bytes that are no UTF-8.
+        os.write(1, f"[{time.strftime('%F %T')}] kempner: {text}\n".encode(errors="replace"))
 
 
 class Coordinator:
@@ -196,7 +197,9 @@ class Coordinator:
                     self._book.at_steps(OutputSteps(*message["steps"]))
             case "hung":
                 self._hung[rank] = message
-                self._hang_at = self._hang_at or time.monotonic()
+                if not self._hang_at:
+                    self._hang_at = time.monotonic()
+                    self._tell(do="report")
             case "condition":
                 self._hung.setdefault(rank, message)
             case "looked":
@@ -324,19 +327,14 @@ class Coordinator:
             self._tell(do="end")
 
     def _end_hang(self) -> None:
-        if not self._hung.get(-1):
-            # A mark that all ranks have been asked; it is not a rank.
-            self._hung[-1] = {}
-            self._tell(do="report")
-        answered = len(self._hung) - 1 + len(self._endings) >= self.size
+        # A rank may have said that it hangs, and then have ended.
+        answered = len(self._hung.keys() | self._endings.keys()) >= self.size
         if not self._sent_end and (answered or time.monotonic() > self._hang_at + RANK_ANSWER_S):
-            self._hung.pop(-1)
             fault = hang_fault(self._hung, self._hosts, self._endings, self._book.head())
             self._book.event(fault)
             self._sent_end, self._finishing = "hang", time.monotonic()
             log_line(fault.reason)
             self._tell(do="end", stacks=True)
-            self._hung[-1] = {"done": True}
 
     # --- what the watching thread has found ---
 

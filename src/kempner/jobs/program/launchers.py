@@ -158,7 +158,7 @@ def check_launcher(command: Sequence[str], nodes: int) -> None:
             )
     if nodes == 1 or not uses_torchrun(command):
         return
-    text = " ".join(command)
+    text = " ".join(itertools.chain(*map(_without_program, simple_commands(command))))
     alone = re.search(r"--standalone|--node[-_]rank[= ]\d+", text)
     count = re.search(r"--nnodes[= ](?:\d+:)?(\d+)", text)
     if count and int(count[1]) != nodes:
@@ -169,6 +169,14 @@ def check_launcher(command: Sequence[str], nodes: int) -> None:
             " tells it of the others: leave out --nnodes, --node-rank, --standalone, --master-addr,"
             " --master-port and --rdzv-endpoint"
         )
+
+
+def _without_program(words: Sequence[str]) -> Sequence[str]:
+    """Strip torchrun's program and its arguments, whose options are its own."""
+    place = find_launcher(TORCHRUN_NAMES, starter_words(words))
+    if place is None:
+        return words
+    return words[: len(words) - len(program_in(words[place + 1 :])[1])]
 
 
 def without_launcher(

@@ -68,6 +68,8 @@ def parse_options(words: Sequence[str]) -> Options:
             problems.append(f"'{word}': {_advice(word, name)}")
         elif not value:
             problems.append(f"--{name}: write --{name}={OPTION_NAMES[name]}")
+        elif name in values:
+            problems.append(f"--{name}={value}: given twice; leave one out")
         else:
             values[name] = value
     fields = {

@@ -100,9 +100,11 @@ class OutputReader(threading.Thread):
             self._log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def run(self) -> None:
+        # Not select(), which takes no descriptor above 1023: rank 0 has one for each rank.
+        ready = select.poll()
+        ready.register(self._source, select.POLLIN)
         while True:
-            wait = PARTIAL_S if self._partial else None
-            if not select.select([self._source], [], [], wait)[0]:
+            if not ready.poll(PARTIAL_S * 1000 if self._partial else None):
                 self._flush()
                 continue
             try:
@@ -176,7 +178,7 @@ class OutputReader(threading.Thread):
 
     def say(self, text: str) -> None:
         """Print a line of the supervisor's own."""
-        self._print(self._prefix + f"kempner: {text}\n".encode())
+        self._print(self._prefix + f"kempner: {text}\n".encode(errors="replace"))
 
     @staticmethod
     def _print(data: bytes) -> None:

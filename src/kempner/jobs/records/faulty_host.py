@@ -85,13 +85,13 @@ def sees_no_program(faults: Sequence[_Record], srun_log: str) -> str:
     return found[1] if found else ""
 
 
-def site_fault(faults: Sequence[_Record], nodes: int) -> str:
+def site_fault(faults: Sequence[_Record]) -> str:
     """Describe a file system that fails on several hosts at once; "" without one. On one host of
     several it is a fault of that host."""
     failed = [f for f in faults if FILE_SYSTEM.search(str(f.get("reason", "")))]
     host_lists = [fault.get("hosts") for fault in failed]
     hosts = {str(host) for each in host_lists if isinstance(each, list) for host in each}
-    if len(hosts) < min(2, nodes) or len(hosts) < 2:
+    if len(hosts) < 2:
         return ""
     reason = " ".join(str(failed[0].get("reason", "")).split())
     return f"a file system fails on {len(hosts)} hosts: {reason}"

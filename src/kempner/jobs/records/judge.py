@@ -185,7 +185,7 @@ def collect_facts(
     away = controller_away(srun_text)
     # Records that cannot be read prove nothing: as bad input this start would end the run.
     trained = bool(unread) or jobs_have_trained(records, jobs, facts.text("command"))
-    site = "" if orderly else unread or away or site_fault(faults, len(nodes)) or in_use
+    site = "" if orderly else unread or away or site_fault(faults) or in_use
     # A check that has ended otherwise than by bad input: an unreadable file, a lack of memory, a
     # missing package.
     if facts.text("early") and trained and facts.count("code", 0) != 2:

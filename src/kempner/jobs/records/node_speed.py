@@ -70,7 +70,8 @@ def append_speed(folder: Path, node: str, line: Record) -> None:
         lines = path.read_bytes().splitlines(keepends=True)
         write_atomic(path, b"".join(lines[len(lines) // 2 :]))
     end_torn_line(path)
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o666)
     # Unbuffered: one write() a line, which O_APPEND keeps apart from that of another job.
     with open(fd, "ab", buffering=0) as file:
         file.write(json.dumps(line).encode() + b"\n")

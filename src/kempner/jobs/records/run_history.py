@@ -202,7 +202,7 @@ def load_history(
         refusals, later,
     )  # fmt: skip
     if "max_steps" in status:  # a later start may have asked for fewer than are done
-        status["max_steps"] = max(status["max_steps"], run.step)
+        status["max_steps"] = max(status["max_steps"], run.step or 0)
     return run
 
 

@@ -12,29 +12,36 @@ import statistics
 import sys
 from pathlib import Path
 
-from kempner.jobs.records.run_history import load_history
+from kempner.jobs.records.run_history import is_number, load_history
 from kempner.jobs.report.tables import align_table
 from kempner.jobs.system.files import write_atomic
 from kempner.jobs.system.front_door import run_module
 
 WARMUP_STEPS = 2  # steps that are left out: engines start, caches are cold
+NEEDED = ("step_time", "samples", "wait")  # of each line
 
 
 def main(run: Path) -> int:
     lines = [line for line in load_history(run).losses if "reward" in line][WARMUP_STEPS:]
+    # A figure that was not finite is null.
+    lines = [line for line in lines if all(map(is_number, map(line.get, NEEDED)))]
     if len(lines) < 2:
         print(f"loop_bench: error: {run} has no {WARMUP_STEPS + 2} steps", file=sys.stderr)
         return 1
     seconds = sum(line["step_time"] for line in lines)
+    samples, steps = (lines[-1][key] - lines[0][key] for key in ("samples", "step"))
 
     def mean(name: str) -> float:
         """Average over the steps that have it."""
-        return float(statistics.mean([line[name] for line in lines if name in line] or [0.0]))
+        return float(
+            statistics.mean([line[name] for line in lines if is_number(line.get(name))] or [0.0])
+        )
 
     figures = {
         "steps": len(lines),
         "step_seconds": statistics.median(line["step_time"] for line in lines),
-        "samples_per_s": (lines[-1]["samples"] - lines[0]["samples"]) / max(seconds, 1e-9),
+        # Of n lines: n step times, and the samples of one step fewer.
+        "samples_per_s": samples / steps / max(seconds / len(lines), 1e-9),
         "trainer_waits": sum(line["wait"] * line["step_time"] for line in lines) / seconds,
         "engines_idle": mean("engine_idle"),
         "engines": mean("engines"),

@@ -3,11 +3,13 @@ writes (extensions/lowcomm/judge.py). No torch."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kempner.jobs.records.attempts import Record
+from kempner.jobs.records.event_reader import is_time
 from kempner.jobs.system.reading import read_jsonl
 
 
@@ -44,27 +46,30 @@ class ReplicaHistory:
 
 def replicas_of(run_dir: Path) -> ReplicaHistory | None:
     """Read the replicas; None if the run has none that can be lost alone."""
-    lines = [line for line in read_jsonl(run_dir / "replicas.jsonl") if "event" in line]
+    lines = [line for line in read_jsonl(run_dir / "replicas.jsonl") if is_time(line.get("time"))]
     if not lines:
         return None
     replicas: dict[int, Replica] = {}
     rounds: dict[int, Record] = {}
     counts, total = dict[str, int](), 0  # so far, by the start that counts it
     for line in lines:
-        number = int(line["name"].partition(".")[0])
-        replica = replicas.setdefault(number, Replica())
-        if line["event"] == "here":
-            replica.starts, replica.here = replica.starts + 1, True
-            counts[line["name"]] = 0  # an earlier start of the job had a replica of this name
-        elif line["event"] == "gone":
-            replica.here = False
-            if line["reason"] != "left":
-                replica.lost.append((line["time"], line["reason"]))
-        elif line["event"] == "round":
-            rounds[line["round"]] = line
-            # An entry only hands the state to those who join: it is no round of its own.
-            replica.rounds += line["name"] in line["members"] and not line["entry"]
-            # `bytes` counts on from the start of the replica: what it has grown by is new.
-            total += line["bytes"] - counts.get(line["name"], 0)
-            counts[line["name"]] = line["bytes"]
+        # A damaged line lacks a field, or has something else there.
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            event, name = line["event"], line["name"]
+            replica = replicas.setdefault(int(name.partition(".")[0]), Replica())
+            if event == "here":
+                replica.starts, replica.here = replica.starts + 1, True
+                counts[name] = 0  # an earlier start of the job had a replica of this name
+            elif event == "gone":
+                replica.here = False
+                if line["reason"] != "left":
+                    replica.lost.append((line["time"], line["reason"]))
+            elif event == "round":
+                # `bytes` counts on from the start of the replica: what it has grown by is new.
+                new = line["bytes"] - counts.get(name, 0)
+                # An entry only hands the state to those who join: it is no round of its own.
+                counts_here = name in line["members"] and not line["entry"]
+                rounds[int(line["round"])] = line
+                replica.rounds += counts_here
+                total, counts[name] = total + new, line["bytes"]
     return ReplicaHistory(dict(sorted(replicas.items())), rounds, total)

@@ -196,13 +196,19 @@ def _all_stretches(attempts: list[Attempt], lines: list[Record]) -> list[list[St
     gaps = [b["step"] - a["step"] for n in of for a, b in itertools.pairwise(timed[n])]
     every = statistics.mode([gap for gap in gaps if gap > 0] or [1])  # metrics.log_interval
     paces = {n: [_pace(line) for line in timed[n]] for n in of}
+    later = [*itertools.chain(*(own[1:] for own in timed.values()))]
+    usual = {
+        key: statistics.fmean(line.get(key, 0.0) for line in later)
+        for key in ("checkpoint_time", "eval_time")
+        if later
+    }
     # The first line counts only where there is no other: a first step may compile.
     everybody = [*itertools.chain(*(own[1:] for own in paces.values()))]
     everybody = everybody or [*itertools.chain(*paces.values())] or [math.inf]
     stretches = []
     for i, attempt in enumerate(attempts):
         pace = statistics.median(paces.get(attempt.number, [])[1:] or everybody)
-        stretches.append(_stretches(i, attempt, of.get(attempt.number, []), every, pace))
+        stretches.append(_stretches(i, attempt, of.get(attempt.number, []), every, pace, usual))
     return stretches
 
 
@@ -214,10 +220,10 @@ def _pace(line: Record) -> float:
 
 
 def _stretches(
-    i: int, attempt: Attempt, lines: list[Record], every: int, pace: float
+    i: int, attempt: Attempt, lines: list[Record], every: int, pace: float, usual: Record
 ) -> list[Stretch]:
     """Return the attempt's steps. `every`: steps between its lines; `pace`: seconds of a step that
-    has no line.
+    has no line; `usual`: those of saves and validation in it, by the names of lines.
 
     A line is written after its step has ended: the numbers are read one step late, and a save may
     come in between. The sum of step_time since the start gives the right time.
@@ -235,6 +241,9 @@ def _stretches(
             continue
         count = max(1, step - last_step)
         clock += line["step_time"] * count
+        if usual and last_step == first < step - every:
+            # The lines before it were not read: it only marks where their steps end.
+            line, clock = line | usual, line["time"]
         when = max(at, min(line["time"], clock))
         if step <= last_step:  # the run went back to a checkpoint after the step `reached`
             # How far is not recorded; this is the first line since, one interval later at most.

@@ -32,7 +32,7 @@ class Background:
 
     def put(self, write: Callable[[], object], path: Path | None = None) -> None:
         """Do this write soon; never waits. `path`: where it writes to, for messages. When it raises
-        OSError the user is told once, and it is dropped."""
+        an exception the user is told once, and it is dropped."""
         try:
             self._waiting.put_nowait((write, path))
         except queue.Full:
@@ -66,6 +66,8 @@ class Background:
                 write()
             except OSError as error:
                 self._tell_once(f"{error.filename or path}: {error.strerror}")
+            except Exception as error:  # the thread goes on: a later write is not lost with it
+                self._tell_once(f"{path}: {error!r}")
             self._now = None
             if self._blocked:
                 self._blocked, dropped, self._dropped = False, self._dropped, 0

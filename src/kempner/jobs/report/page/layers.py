@@ -55,7 +55,7 @@ def layers_table(run: History) -> str:
 
 def _place(layer: str) -> tuple[int, int]:
     """The embedding comes first, and what follows the blocks last."""
-    if layer.isdigit():
+    if layer.isdecimal():
         # The name is as the file has it: int() refuses a text of thousands of digits.
         return 1, int(layer[:9])
     return (0, 0) if layer == "embed" else (2, 0)

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from kempner.jobs.records.attempts import AFTER, Attempt, Record
-from kempner.jobs.records.event_reader import EVENT_KINDS
 from kempner.jobs.records.run_history import History
 from kempner.jobs.report.page.markup import (
     escape_html,
@@ -51,7 +50,7 @@ def phases_of(run: History, now: float) -> list[TimePhase]:
     for phase in run.wall_time.phases:
         part = phase.part
         if part == "not running":
-            before = [end for end in ends if end <= phase.began + 1]
+            before = [end for end in ends if end <= phase.began]
             part = QUEUE_LABEL if before and goes_on[before[-1]] else IDLE_LABEL
         phases.append(phase._replace(part=part))
     if phases and run.state.word in ("waiting", "starting") and now > phases[-1].ended:
@@ -272,7 +271,7 @@ def notes_of(run: History) -> dict[int, list[Record]]:
     numbers = {a.number: i for i, a in enumerate(run.attempts)}
     ids = {a.attempt_id: i for i, a in enumerate(run.attempts) if a.attempt_id}
     for record in run.records:
-        if record.get("event") in TOLD & EVENT_KINDS.keys():
+        if record.get("event") in TOLD:
             continue
         number, name = record.get("attempt"), record.get("attempt_id")
         place = numbers.get(number) if type(number) is int else None
