@@ -202,9 +202,8 @@ class Child:
                 place = Path(f"/proc/{pid}")
                 # This process also has children of its own; only the program's have its variables.
                 if b"KEMPNER_HEARTBEAT=" in (place / "environ").read_bytes():  # not our scontrol
-                    name = (place / "comm").read_text(
-                        errors="replace"
-                    )  # it may end in half a letter
+                    # A name is cut at 15 bytes, perhaps within a letter.
+                    name = (place / "comm").read_text(errors="replace")
                     names.append(f"{name.strip()} ({pid})")
         return names[:NAMED_PROCESSES]
 

@@ -43,9 +43,13 @@ def add_results(run_dir: Path, write: Callable[[str], object]) -> None:
     """Hand each new result to `write`. After a crash in between it is there twice, which does not
     matter: the later line counts."""
     for path in sorted((run_dir / "eval").glob("step_*.json")):
-        with contextlib.suppress(FileNotFoundError):  # another job that evaluates has added it
-            write(path.read_text())
-            (path.parent / "added").mkdir(exist_ok=True)
+        try:
+            text = path.read_text()
+        except FileNotFoundError:  # another job that evaluates has added it
+            continue
+        write(text)
+        (path.parent / "added").mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
             path.rename(path.parent / "added" / path.name)
 
 
