@@ -24,7 +24,7 @@ USAGE+=" [--rank R | --part NAME] [--warnings] [--no-follow]"
 WARNINGS='error|warning|traceback|straggler|slow collectives|watchdog|not finite|non-finite'
 WARNINGS+='|is a spike'
 WARNINGS+='|killed|cancelled|failed|timed out|out of memory|corrupt|no step for'
-WARNINGS+='|kempner: (requeue|end|leave):'
+WARNINGS+='|kempner: (restart|requeue|chain|end|leave):'
 WARNINGS+='|(^|[^a-z])(faults?|hangs?|hung|oom)([^a-z]|$)'
 readonly USAGE WARNINGS
 KP_RANK='' KP_PART='' KP_WARN='' KP_FOLLOW=1 KP_LINES=20

@@ -9,10 +9,11 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from kempner.jobs.records.decision import BatchAction
 from tests.cluster import FAKE_TRAINER, SCRIPTS, Cluster
 from tests.conftest import clean_env
 from tests.waiting import LIMIT_S, until
@@ -184,7 +185,8 @@ def test_warnings_are_shown_once(tmp_path: Path, env: dict[str, str]) -> None:
             "step 5  loss 1.0, the default changed",
         )
     write(run_dir / "logs/attempt-0/rank-3.log", "RuntimeError: x", *["step 6"] * 100)
-    (run_dir / "logs/batch-7.log").write_text(f"{slow}\n[16:13:09] kempner: requeue: interrupted\n")
+    decided = [f"[16:13:09] kempner: {word}: exit code 1" for word in get_args(BatchAction)]
+    (run_dir / "logs/batch-7.log").write_text("\n".join([slow, *decided, ""]))
     (run_dir / "logs/srun-7.0.1.log").write_text("srun: error: it is in the batch log\n")
     told = subprocess.run(
         ["bash", LOGS, "run", "--warnings", "--no-follow"],
@@ -192,7 +194,7 @@ def test_warnings_are_shown_once(tmp_path: Path, env: dict[str, str]) -> None:
     )  # fmt: skip
     assert told.stdout.splitlines() == [
         f"batch {slow}",
-        "batch [16:13:09] kempner: requeue: interrupted",
+        *(f"batch {line}" for line in decided),
         stamped("rank-3 RuntimeError: x"),
     ]
 
