@@ -88,7 +88,8 @@ def test_names_and_what_is_no_point(tmp_path: Path) -> None:
     texts = [
         json.dumps(record),
         '{"step": 1, "time": 6.0, "val_loss": 2, "val_tokens": 64}',
-        '{"step": 1, "time": 7.0, "eval": {"arc": {"acc": 0.25}, "n": 3}}',
+        '{"step": 1, "time": 7.0, "eval/arc/acc": 0.25, "eval/n": 3}',
+        '{"step": 1, "time": 7.5, "val_sets": {"web": {"loss": 2.5}}}',
         '{"step": 2, "time": 8.0, "not_finite": true, "sample_numbers": [1, 2]}',
         '{"step": 2, "ti',  # torn by a crash, and ended by the next writer
         '{"step": 3, "time": 9.0, "loss": 1.5}',
@@ -99,6 +100,7 @@ def test_names_and_what_is_no_point(tmp_path: Path) -> None:
         (1, {"train/lr": 0.5}),
         (1, {"val/loss": 2.0, "val/tokens": 64.0}),
         (1, {"eval/arc/acc": 0.25, "eval/n": 3.0}),
+        (1, {"val_sets/web/loss": 2.5}),
     ]
     append(tmp_path, "\n")  # now the last line is whole
     assert [point.values for point in points.more()] == [{"train/loss": 1.5}]
@@ -110,6 +112,17 @@ def test_a_step_that_is_done_again_undoes_what_came_after(tmp_path: Path) -> Non
     (tmp_path / "metrics.jsonl").write_text(lines(1, 2, 3, 4) + val + again)
     points = list(MetricsReader(tmp_path / "metrics.jsonl").more())
     assert [point.step for point in points if point.undoes] == [2]
+
+
+def result(step: int) -> str:
+    """A line that scripts/eval.py adds."""
+    return json.dumps({"step": step, "time": 1e9, "eval/arc/acc": step / 100}) + "\n"
+
+
+def test_an_evaluation_of_an_older_checkpoint_undoes_nothing(run: Path) -> None:
+    """Nor does one that is there twice: the run has not gone back."""
+    append(run, result(4) + result(2) + result(4))
+    assert not any(point.undoes for point in MetricsReader(run / "metrics.jsonl").more())
 
 
 # --- TensorBoard --------------------------------------------------------------------------------
@@ -175,6 +188,13 @@ def test_wandb_killed_in_the_middle(run: Path, server: Path) -> None:
     assert about["config"]["train"] == {"seed": 3} and about["name"] == "7b"
     by_hand(run, FAKE_WANDB=str(server))
     assert len(rows(server)) == 7
+
+
+def test_wandb_has_the_evaluation_of_an_older_checkpoint(run: Path, server: Path) -> None:
+    append(run, result(4) + result(2) + result(4))
+    by_hand(run, "wandb", FAKE_WANDB=str(server))
+    found = [(row["step"], row["eval/arc/acc"]) for row in rows(server) if "eval/arc/acc" in row]
+    assert found == [(4, 0.04), (2, 0.02)]
 
 
 def test_wandb_fails_until_it_does_not(run: Path, server: Path) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kempner.jobs.records.results import PREFIX
+
 POINT_HEAD = ("step", "time", "attempt")
 
 
@@ -58,7 +60,9 @@ class MetricsReader:
         values = dict(_values(record))
         if not values:
             return None
-        undoes = any(self._newest.get(name, -1) >= step for name in values)
+        # An evaluation may be of a checkpoint before the last one that was evaluated.
+        of_steps = [name for name in values if not name.startswith(PREFIX)]
+        undoes = any(self._newest.get(name, -1) >= step for name in of_steps)
         if undoes:
             # For all names: those that this line lacks are undone from its step on, too.
             self._newest = {name: min(at, step - 1) for name, at in self._newest.items()}
@@ -67,8 +71,8 @@ class MetricsReader:
 
 
 def _values(record: dict[str, Any], group: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a line by name: val_loss -> val/loss, {"eval": {"task": 1}} ->
-    eval/task, and all others below train/. A number that is not finite is null in the file, and is
+    """Yield the numbers of a line by name: val_loss -> val/loss, eval/task as it is, {"a": {"b":
+    1}} -> a/b, and all others below train/. A number that is not finite is null in the file, and is
     skipped."""
     for key, value in record.items():
         if isinstance(value, dict):
@@ -78,5 +82,8 @@ def _values(record: dict[str, Any], group: str = "") -> Iterator[tuple[str, floa
         ):
             if not math.isfinite(value):
                 continue
-            name = f"val/{key[4:]}" if key.startswith("val_") else f"train/{key}"
-            yield (f"{group}{key}" if group else name), float(value)
+            if group or key.startswith(PREFIX):
+                yield f"{group}{key}", float(value)
+            else:
+                name = f"val/{key[4:]}" if key.startswith("val_") else f"train/{key}"
+                yield name, float(value)

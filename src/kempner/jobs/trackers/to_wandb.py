@@ -18,6 +18,7 @@ from typing import Any
 import wandb
 
 from kempner.config import toml
+from kempner.jobs.records.results import PREFIX
 from kempner.jobs.system.files import write_atomic
 from kempner.jobs.trackers.points import MetricsPoint
 
@@ -59,6 +60,7 @@ class WeightsAndBiases:
         self._row = 0  # number of the next one
         self._sent = rows if self._offline else self._run.starting_step
         self._newest: dict[str, int] = {}
+        self._evaluated: set[tuple[str, int]] = set()  # in any order, unlike the steps of a run
 
     def _clean(self, name: str) -> int:
         """Remove directories that were not closed; returns the rows in the others."""
@@ -74,8 +76,9 @@ class WeightsAndBiases:
         """Hand the points to W&B's own process, which has them when it returns, and writes or sends
         them."""
         for point in points:
-            new = {k: v for k, v in point.values.items() if self._newest.get(k, -1) < point.step}
+            new = {k: v for k, v in point.values.items() if self._is_new(k, point.step)}
             self._newest.update(dict.fromkeys(new, point.step))
+            self._evaluated.update((k, point.step) for k in new if k.startswith(PREFIX))
             if not new:
                 continue
             # Rows that W&B has are counted, too: a row has the same number in each start.
@@ -84,6 +87,11 @@ class WeightsAndBiases:
                 row = {**new, "step": point.step, "_timestamp": point.time}
                 self._run.log(row, step=self._row, commit=True)
             self._row += 1
+
+    def _is_new(self, name: str, step: int) -> bool:
+        if name.startswith(PREFIX):
+            return (name, step) not in self._evaluated
+        return self._newest.get(name, -1) < step
 
     def close(self, failed: bool) -> None:
         folder = Path(self._run.dir).parent
