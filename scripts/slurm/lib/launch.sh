@@ -112,7 +112,7 @@ kp_check() { # <train.py arguments>...: checks them in one process before any GP
         kp_die "run.dir $KP_RUN_DIR cannot be written: give another --run.dir"
     [[ -z ${KEMPNER_NSYS:-} ]] || kp_nsys
     kp_note_progress
-    KEMPNER_COMMAND=$(sha256sum <<<"${KP_VALUES[0]}") # what the run is; see Start in events.py
+    KEMPNER_COMMAND=$(sha256sum <<<"${KP_VALUES[0]}") # what the run is; see StartEvent in events.py
     export KEMPNER_COMMAND=${KEMPNER_COMMAND:0:12}
     kp_mark check
 }
