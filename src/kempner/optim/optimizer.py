@@ -118,8 +118,11 @@ class Optimizer(torch.optim.Optimizer):
 
     def _state(self, p: Tensor, rule: Rule) -> ParameterState:
         """Return a parameter's state as the rule wants it. A checkpoint may hold the state of
-        another optimizer, or another dtype: what fits is kept, the rest starts anew."""
+        another optimizer, or another dtype. It is kept if it has all averages of this rule."""
         state: ParameterState = self.state[p]
+        # All of them or none: "step" counts the updates of each, and their bias is corrected by it.
+        if not state.keys() >= {*rule.averages}:
+            state.clear()
         dtypes = dict.fromkeys(rule.averages, self._averages)
         dtypes |= dict.fromkeys(rule.copies, torch.float32)
         for key in state.keys() - dtypes.keys() - set(rule.scalars):

@@ -4,6 +4,7 @@ step, bf16 and another mesh do to them."""
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import threading
 from collections.abc import Callable
@@ -292,6 +293,25 @@ def test_a_checkpoint_has_the_published_weights_and_the_way_back() -> None:
     assert torch.equal(other.first.weight, x)
     train(other, adamw, [1e-2])
     assert set(adamw.state[other.first.weight]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize(("before", "after"), [*itertools.permutations(RULES, 2)])
+def test_the_state_of_another_optimizer_is_kept_as_a_whole(before: str, after: str) -> None:
+    """One count corrects all averages of a parameter. With an average that began later than the
+    count the first updates were up to 13 times too large, or too small."""
+    model = Net()
+    old = build_optimizer(model, OptimizerConfig(name=before))
+    train(model, old, [1e-3] * 20)
+    twin = copy.deepcopy(model)
+    new, fresh = (build_optimizer(each, OptimizerConfig(name=after)) for each in (model, twin))
+    for p, state in old.state.items():
+        new.state[p] = dict(state)
+    train(model, new, [1e-3], seed=2)
+    train(twin, fresh, [1e-3], seed=2)
+    weight = model.first.weight  # Muon's, too
+    kept = (before, after) in {("adamw", "lion"), ("adamw", "schedule_free")}
+    assert new.state[weight]["step"] == (21 if kept else 1)
+    assert kept != torch.equal(weight, twin.first.weight)
 
 
 # --- What holds for all -------------------------------------------------------------------------
