@@ -218,6 +218,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def averaging(self) -> dict[Tensor, Callable[[], Tensor]]:
         """Map each parameter whose published weights differ to the function that computes them."""
+        self.wait()  # it reads the state, which may still be on its way to the host
         return dict(self.published) | {
             p: functools.partial(self._average, p, group)
             for group in self.param_groups

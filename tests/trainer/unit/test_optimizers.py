@@ -295,6 +295,22 @@ def test_a_checkpoint_has_the_published_weights_and_the_way_back() -> None:
     assert set(adamw.state[other.first.weight]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
+def test_an_average_is_made_of_state_that_has_arrived() -> None:
+    """With cpu_offload the state of the last update may still be on its way to the host."""
+    model = Net()
+    cfg = OptimizerConfig(name="schedule_free", betas=(0.9, 0.99), cpu_offload=True)
+    optimizer = build_optimizer(model, cfg)
+    train(model, optimizer, [1e-2] * 5)
+    weight = model.first.weight
+    expected, z = optimizer.averaging()[weight](), optimizer.state[weight]["z"]
+    arriving = z.clone()
+    z.zero_()
+    stream: Any = SimpleNamespace(synchronize=lambda: z.copy_(arriving))
+    optimizer._stream = stream
+    with published_weights(model, optimizer):
+        assert torch.equal(weight, expected)
+
+
 @pytest.mark.parametrize(("before", "after"), [*itertools.permutations(RULES, 2)])
 def test_the_state_of_another_optimizer_is_kept_as_a_whole(before: str, after: str) -> None:
     """One count corrects all averages of a parameter. With an average that began later than the
