@@ -16,6 +16,7 @@ from kempner.jobs.ranks.placement import World
 from kempner.train.integrity import fingerprint
 from kempner.train.integrity.fingerprint import NO_PLACE, Places, Trace, checksum
 from kempner.train.integrity.first_steps import FirstSteps, read_first_step
+from kempner.train.integrity.messages import Messages
 from kempner.train.integrity.votes import Ballot, Difference, difference, suspects
 from kempner.train.resilience.requests import named_rank
 from kempner.train.sections import RunConfig
@@ -137,6 +138,43 @@ def test_in_a_unit_the_first_place_counts() -> None:
         ballot((3, 5, 3, 1, 3), "zcccc", place=5),
     ]
     assert suspects(votes, [0, 0, 1, 1]) == {3}
+
+
+class Group:
+    """Of so many ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def size(self) -> int:
+        return self._ranks
+
+
+def test_sums_over_many_ranks_are_rounded_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all ranks have nearly the same gradients, as in the first steps of a run. Each adds its
+    own to the sum of those before it, as in a ring."""
+    generator, ranks = torch.Generator().manual_seed(1), 1024
+    alike = torch.randn(8, 1024, generator=generator)  # of eight messages
+    received, totals = torch.zeros_like(alike), torch.zeros(2, 8, dtype=torch.float64)
+    for _ in range(ranks):
+        sent = alike + 0.3 * torch.randn(alike.shape, generator=generator)
+        received += sent
+        totals += torch.stack((sent.double().sum(1), sent.double().square().sum(1)))
+    # [M, 2, R]: every rank received the same.
+    all_sent = totals.t().unsqueeze(2).expand(-1, -1, ranks)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda sums, group: sums.copy_(all_sent))
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group: 0)
+    group: Any = Group(ranks)
+
+    def is_wrong(received: torch.Tensor) -> bool:
+        messages = Messages()
+        for each in received:
+            messages.add(each, torch.zeros(ranks * len(each)), group)
+        return messages.are_wrong(())
+
+    assert not is_wrong(received)
+    received[2, 7] *= 1.5  # a bit of a mantissa
+    assert is_wrong(received)
 
 
 def test_a_record_waits_for_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kempner.checkpoint.format.plan import local_part
 
 SUMMED_AT_ONCE = 1 << 24  # elements; torch first copies them to the wider dtype
-ROUNDINGS = 64.0  # a difference of so many roundings is a fault
+ROUNDINGS = 64.0  # a difference of so many roundings is a fault; of as many as ranks, if more
 
 
 class _Message(NamedTuple):
@@ -37,7 +37,9 @@ class Messages:
         """Add a reduce-scatter: sent [R n] of this rank, received [n]."""
         sums, squares = _sums(sent.view(group.size(), -1))
         total = _sums(received.view(1, -1))[0].sum()
-        rounding = ROUNDINGS * torch.finfo(sent.dtype).eps
+        # Each rank adds to the sum of those before it: where gradients are alike on all ranks, that
+        # sum, and what rounding takes from it, grows with their number.
+        rounding = max(ROUNDINGS, group.size()) * torch.finfo(sent.dtype).eps
         self._messages.append(_Message(group, torch.stack((sums, squares)), total, rounding))
 
     def are_wrong(self, parameters: Iterable[nn.Parameter]) -> bool:
