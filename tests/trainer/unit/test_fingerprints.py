@@ -17,6 +17,7 @@ from kempner.train.integrity import fingerprint
 from kempner.train.integrity.fingerprint import NO_PLACE, Places, Trace, checksum
 from kempner.train.integrity.first_steps import FirstSteps, read_first_step
 from kempner.train.integrity.messages import Messages
+from kempner.train.integrity.replay import Replay
 from kempner.train.integrity.votes import Ballot, Difference, difference, suspects
 from kempner.train.resilience.requests import named_rank
 from kempner.train.sections import RunConfig
@@ -175,6 +176,19 @@ def test_sums_over_many_ranks_are_rounded_more(monkeypatch: pytest.MonkeyPatch) 
     assert not is_wrong(received)
     received[2, 7] *= 1.5  # a bit of a mantissa
     assert is_wrong(received)
+
+
+@pytest.mark.parametrize(("every", "often"), [(None, "each"), (200, "every 200 steps")])
+def test_what_a_replay_costs(every: int | None, often: str) -> None:
+    """RUN/REPLAY asks for one without resilience.replay_every, too."""
+    said: list[str] = []
+    replay = Replay.__new__(Replay)
+    replay._cfg = SimpleNamespace(resilience=SimpleNamespace(replay_every=every))  # type: ignore[assignment]
+    replay._run = SimpleNamespace(announce=said.append)  # type: ignore[assignment]
+    replay._seconds = []
+    for seconds in (9.0, 2.0, 2.5, 3.0):
+        replay._account(seconds)
+    assert said == [f"replay: costs 2.50 s {often}"]
 
 
 def test_a_record_waits_for_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -356,4 +356,5 @@ class Replay:
         if len(self._seconds) == COST_REPLAYS:
             every = self._cfg.resilience.replay_every
             usual = sorted(self._seconds)[COST_REPLAYS // 2]
-            self._run.announce(f"replay: costs {usual:.2f} s every {every} steps")
+            often = f"every {every} steps" if every else "each"  # asked for by RUN/REPLAY alone
+            self._run.announce(f"replay: costs {usual:.2f} s {often}")
