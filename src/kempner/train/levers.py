@@ -169,9 +169,10 @@ def _overlap_problems(cfg: RunConfig) -> list[str]:
             "weights on the GPU; give --no-distributed.fsdp_cpu_offload": not axes.fsdp_cpu_offload,
         },
     }
-    if cfg.resilience.replay_every:
-        # False, as this need is not met while replay_every is set.
-        needs["symm_mem"]["resilience.replay_every unset: that looks at FSDP's messages"] = False
+    for name in ("replay_every", "checksum_every"):  # which RUN/REPLAY serves, too
+        if getattr(cfg.resilience, name):
+            # False, as this need is not met while the option is set.
+            needs["symm_mem"][f"resilience.{name} unset: that looks at FSDP's messages"] = False
     names = dict.fromkeys(axes.overlap)
     twice = [name for name in names if axes.overlap.count(name) > 1]
     found = [f"distributed.overlap: {name} is there twice; write it once" for name in twice]

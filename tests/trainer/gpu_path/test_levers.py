@@ -127,6 +127,14 @@ def test_what_cannot_work_is_refused_before_a_gpu_is_used(words: str) -> None:
     assert any(REFUSED[words] in problem for problem in error.value.problems), str(error.value)
 
 
+@pytest.mark.parametrize("name", ["replay_every", "checksum_every"])
+def test_messages_that_a_replay_looks_at(name: str) -> None:
+    """It takes the place of FSDP's reduction from symmetric memory."""
+    words = ["--distributed.overlap=['symm_mem']", f"--resilience.{name}=10"]
+    with pytest.raises(ConfigError, match=f"symm_mem needs resilience.{name} unset: that looks"):
+        load_config([], [*WORDS, *words])
+
+
 def test_messages_of_one_rank_alone_are_refused() -> None:
     cfg = load_config([], [*WORDS, "--distributed.overlap=['symm_mem']"])
     (problem,) = check_world(cfg, 1, 1)
