@@ -255,8 +255,8 @@ def balance_loss(scores: Tensor, expert_ids: Tensor) -> Tensor:
     depends neither on the micro-batch nor on the number of ranks.
     """
     rows, _, experts = scores.shape
-    # Of sigmoids as of a softmax: shares that add up to 1.
-    shares = (scores / scores.sum(-1, keepdim=True)).mean(1)  # [B, E]
+    # Of sigmoids as of a softmax: shares that add up to 1; sigmoids may all be 0 in fp32.
+    shares = (scores / (scores.sum(-1, keepdim=True) + 1e-20)).mean(1)  # [B, E]
     flat = expert_ids.flatten(1)  # [B, T K]
     counts = torch.zeros(rows, experts, device=flat.device)
     counts.scatter_add_(1, flat, torch.ones_like(flat, dtype=counts.dtype))  # whole numbers: exact

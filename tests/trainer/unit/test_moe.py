@@ -164,6 +164,10 @@ def test_the_auxiliary_loss_is_that_of_the_paper() -> None:
         torch.testing.assert_close(value, expected)
     alike = torch.arange(6).view(1, 2, 3)
     torch.testing.assert_close(balance_loss(torch.ones(1, 2, 6), alike), torch.ones(1))
+    logits = torch.full((1, 2, 6), -200.0, requires_grad=True)  # their sigmoids are 0 in fp32
+    loss = balance_loss(logits.sigmoid(), alike)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert loss == 0.0 and not grad.any()
 
 
 def gradients(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
