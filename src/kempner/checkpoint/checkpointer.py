@@ -30,7 +30,7 @@ from kempner.checkpoint.format.plan import TENSORS, Table, local_part
 from kempner.checkpoint.format.writer import WRITE, Image, image_bytes, plan_file, write_file
 from kempner.checkpoint.history import Damaged
 from kempner.checkpoint.ownership import claim_directory, is_own, remove_directory
-from kempner.checkpoint.ranks import Ranks
+from kempner.checkpoint.ranks import PeersLost, Ranks, in_touch
 from kempner.checkpoint.state import StateProvider, collect_state
 from kempner.jobs.lock import RunLock
 from kempner.jobs.this_job import attempt_name, short_window
@@ -115,7 +115,8 @@ class Checkpointer:
         into the manifest.
 
         A step that is saved, or being saved, is not saved again. A failed save is logged and
-        counted; the run continues, and `latest` stays what it was.
+        counted; the run continues, and `latest` stays what it was. Raises PeersLost, here or where
+        the save is seen to have ended, if the ranks have lost each other.
         """
         if step == self.saved_step or (self._pending and self._pending[0] == step):
             return
@@ -156,6 +157,8 @@ class Checkpointer:
         step, start_time, future = self._pending
         self._pending = None
         if error := future.exception():
+            if isinstance(error, PeersLost):
+                raise error  # so would every later save fail
             self.failed_saves += 1
             self.log(
                 f"WARNING: the checkpoint of step {step} failed: {self.ranks.describe(error)}; "
@@ -257,7 +260,8 @@ class Checkpointer:
         if self._firsts is None or self.rank != self._held_by.start:
             return table
         tables: list[Any] = [None] * dist.get_world_size(self._firsts)
-        dist.all_gather_object(tables, table, self._firsts)
+        with in_touch():
+            dist.all_gather_object(tables, table, self._firsts)
         return {name: spec for table in tables for name, spec in table.items()}
 
     def _unpin(self) -> None:

@@ -3,7 +3,8 @@ collectives of a constant size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +34,8 @@ class Ranks:
             except Exception as caught:
                 # The others get words: an exception may not be picklable.
                 error, result = caught, [_kind(caught), self.describe(caught)]
-        dist.broadcast_object_list(result, 0, self.group)
+        with in_touch():
+            dist.broadcast_object_list(result, 0, self.group)
         if result[0] != OUTCOME_FINE:
             raise _shared(result[0], result[1], error)
         return result[1]  # type: ignore[no-any-return]
@@ -49,14 +51,16 @@ class Ranks:
         # One number orders by the worst kind first, then by the lowest rank.
         own_kind = _kind(error) * self.size + self.size - 1 - self.rank
         worst = torch.tensor([own_kind, *(most or ())])
-        dist.all_reduce(worst, dist.ReduceOp.MAX, self.group)
+        with in_touch():
+            dist.all_reduce(worst, dist.ReduceOp.MAX, self.group)
         kind, place = divmod(int(worst[0]), self.size)
         if most:
             most[:] = worst[1:].tolist()
         if kind != OUTCOME_FINE:
             # All know the failed rank from the number, so that it alone has to send its words.
             messages = [self.describe(error) if error else ""]
-            dist.broadcast_object_list(messages, self.size - 1 - place, self.group)
+            with in_touch():
+                dist.broadcast_object_list(messages, self.size - 1 - place, self.group)
             raise _shared(kind, messages[0], error)
         return result  # type: ignore[return-value]
 
@@ -65,8 +69,9 @@ class Ranks:
         total = torch.tensor(seconds, dtype=torch.float64)
         # Time and rank in one integer: one maximum finds both.
         most = torch.tensor(round(seconds * 1e6) * self.size + self.rank)
-        dist.all_reduce(total, group=self.group)
-        dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
+        with in_touch():
+            dist.all_reduce(total, group=self.group)
+            dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
         micros, rank = divmod(int(most), self.size)
         return rank, micros / 1e6, (total.item() - micros / 1e6) / max(1, self.size - 1)
 
@@ -79,6 +84,20 @@ class Ranks:
 
 class PeerFailed(RuntimeError):
     """Another rank failed; the message has its rank and its error."""
+
+
+class PeersLost(PeerFailed):
+    """A collective itself has failed. Gloo then closes its connections: no later one of the group
+    can succeed."""
+
+
+@contextlib.contextmanager
+def in_touch() -> Iterator[None]:
+    """Raise PeersLost for an error of the collectives within."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeersLost(f"the ranks have lost each other: {error}") from error
 
 
 def _kind(error: BaseException | None) -> int:

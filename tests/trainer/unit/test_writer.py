@@ -46,9 +46,12 @@ from kempner.checkpoint.format.writer import (
     torch_save_frame,
     write_file,
 )
+from kempner.checkpoint.ranks import PeersLost
 from kempner.checkpoint.state import run_state
 from kempner.jobs.system.files import name_of_step
 from kempner.parallel.build import parameter_names
+from kempner.train.progress import Progress
+from kempner.train.resilience.requests import Verdict, final_verdict
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -419,3 +422,27 @@ def test_three_ranks_write_one_state_and_fail_together(tmp_path: Path) -> None:
     files = {path.name: path.stat().st_size for path in path.glob("ranks-000/*.distcp")}
     assert sorted(files) == [f"__{rank}_0.distcp" for rank in range(3)]
     assert sum(files.values()) < 2 * 400_000  # the replica is there once
+
+
+def of_two(rank: int, root: Path) -> None:
+    """One of two ranks, of which rank 1 is killed while it writes the last checkpoint."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(root / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    saver, log = checkpointer(root / "checkpoints", Holder(weight=torch.arange(7.0)))
+    saver.save(1, {})
+    saver.wait()
+    assert saver.saved_step == 1, log
+    if rank == 1:
+        checkpoints.write_file = lambda *_: os._exit(0)
+    leave = Verdict(save=True, state="interrupted")
+    with pytest.raises(PeersLost, match="the ranks have lost each other"):
+        final_verdict(leave, Progress(step=2), saver, None)
+    assert history.latest_checkpoint(root / "checkpoints") == root / "checkpoints" / name_of_step(1)
+    with pytest.raises(PeersLost):  # gloo has closed the connections: this would be so for ever
+        saver.ranks.on_all(lambda: None)
+
+
+def test_a_rank_that_is_lost_in_the_last_save_is_no_failed_run(tmp_path: Path) -> None:
+    """A run that has failed is never started again; one that has crashed is."""
+    mp.spawn(of_two, (tmp_path,), nprocs=2)
