@@ -129,6 +129,9 @@ class Checkpointer:
         waves = 1 if problem or self._built is None else self._built.result()[0].waves
         # Integers: they travel in the all-reduce that also says whether all ranks have written.
         most = [int(1e6 * (time.monotonic() - start_time)), waves]
+        # The steps of all ranks wait for one that saves in waves. They wait here: to the watchdog a
+        # rank that waits in its next step hangs.
+        waves = self.ranks.largest(waves)
         future = self._background.submit(self._write, step, position, problem, most)
         if not self.cfg.async_save or waves > 1:
             futures.wait([future])

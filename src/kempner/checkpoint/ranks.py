@@ -64,6 +64,13 @@ class Ranks:
             raise _shared(kind, messages[0], error)
         return result  # type: ignore[return-value]
 
+    def largest(self, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
+        most = torch.tensor(number)
+        with in_touch():
+            dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
+        return int(most)
+
     def slowest(self, seconds: float) -> tuple[int, float, float]:
         """Return the rank with the most seconds, these, and the mean of the others'."""
         total = torch.tensor(seconds, dtype=torch.float64)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from kempner.checkpoint import checkpointer as checkpoints
 from kempner.checkpoint import commit, history
@@ -153,6 +155,32 @@ def test_the_slowest_rank_counts_and_rank_0_says_that_others_save_in_waves(
     said = [line for line in job.log if "waves" in line]
     assert len(said) == 1 and "on some ranks the memory is too small" in said[0]
     job.checkpointer.close()
+
+
+def of_two_hosts(rank: int, root: Path) -> None:
+    """One of two ranks, of which the host of rank 1 has no room for its part."""
+    for module in (writer, waves, checkpoints):
+        module.WRITE = 2 * PAGE  # type: ignore[attr-defined]
+    host_memory.memory_of_rank = lambda: 1 if rank else 1 << 40
+    real = checkpoints.write_file
+
+    def slow(*given: Any) -> None:
+        time.sleep(0.5 * rank)
+        real(*given)
+
+    checkpoints.write_file = slow
+    store = dist.FileStore(str(root / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    job = Job(root / "checkpoints")
+    job.train()
+    job.checkpointer.save(1, {})
+    # Or rank 0 would wait for rank 1 in its next step, where the watchdog would end the run.
+    assert job.checkpointer.saved_step == 1, job.log
+    dist.destroy_process_group()
+
+
+def test_all_ranks_wait_for_one_that_saves_in_waves(tmp_path: Path) -> None:
+    mp.spawn(of_two_hosts, (tmp_path,), nprocs=2)
 
 
 V2 = {"memory.max": "{limit}", "memory.current": "{used}", "memory.stat": "{cached}"}
