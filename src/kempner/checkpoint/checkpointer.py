@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +29,7 @@ from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.format import plan as layout
 from kempner.checkpoint.format.plan import TENSORS, Table, local_part
 from kempner.checkpoint.format.writer import WRITE, Image, image_bytes, plan_file, write_file
-from kempner.checkpoint.history import Damaged
+from kempner.checkpoint.history import MANIFEST, Damaged
 from kempner.checkpoint.ownership import claim_directory, is_own, remove_directory
 from kempner.checkpoint.ranks import PeersLost, Ranks, in_touch
 from kempner.checkpoint.state import StateProvider, collect_state
@@ -371,7 +372,7 @@ class Checkpointer:
             try:
                 # Rank 0's lock serves all: on_all() returns when every rank has read.
                 with commit.reading_lock(path) if self.rank == 0 else contextlib.nullcontext():
-                    self.ranks.on_all(partial(self.read, choice, self.providers))
+                    self.ranks.on_all(partial(self._read_seen, choice))
             except Damaged as error:
                 self.ranks.on_first(partial(set_damaged_aside, path, error, self.log))
                 continue
@@ -380,6 +381,17 @@ class Checkpointer:
             self.saved_step = int(choice[1]["step"])
             return choice[1]
         return None
+
+    def _read_seen(self, choice: Choice) -> None:
+        """Read all state. That a host without the file system finds no file proves no damage: rank
+        0 has read the manifest."""
+        try:
+            self.read(choice, self.providers)
+        except Damaged:
+            if not (choice[0] / MANIFEST).is_file():
+                what = "is not seen from this host"
+                raise FileNotFoundError(errno.ENOENT, what, str(choice[0])) from None
+            raise
 
     def remember_skip(self, skip: list[list[int]]) -> None:
         """Record durably which samples the run leaves out since it went back to the checkpoint just

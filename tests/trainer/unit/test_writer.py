@@ -46,7 +46,7 @@ from kempner.checkpoint.format.writer import (
     torch_save_frame,
     write_file,
 )
-from kempner.checkpoint.ranks import PeersLost
+from kempner.checkpoint.ranks import PeerFailed, PeersLost
 from kempner.checkpoint.state import run_state
 from kempner.jobs.system.files import name_of_step
 from kempner.parallel.build import parameter_names
@@ -446,3 +446,30 @@ def of_two(rank: int, root: Path) -> None:
 def test_a_rank_that_is_lost_in_the_last_save_is_no_failed_run(tmp_path: Path) -> None:
     """A run that has failed is never started again; one that has crashed is."""
     mp.spawn(of_two, (tmp_path,), nprocs=2)
+
+
+def of_two_hosts(rank: int, root: Path) -> None:
+    """One of two ranks, of which rank 1 has another disk where the checkpoints of rank 0 are."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(root / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    saver, log = checkpointer(root / "checkpoints", Holder(weight=torch.arange(7.0)))
+    saver.save(1, {})
+    saver.wait()
+    if rank == 1:
+        real = saver.ranks.on_first
+
+        def moved(act: Callable[[], Any]) -> Any:
+            result = real(act)
+            return (root / "disk" / "step_00000001", *result[1:]) if result else result
+
+        saver.ranks.on_first = moved  # type: ignore[method-assign]
+    error = FileNotFoundError if rank else PeerFailed
+    with pytest.raises(error, match="is not seen from this host"):
+        saver.load()
+    dist.barrier()
+    assert sorted(path.name for path in (root / "checkpoints").glob("s*")) == [name_of_step(1)], log
+
+
+def test_a_host_that_does_not_see_a_checkpoint_does_not_set_it_aside(tmp_path: Path) -> None:
+    mp.spawn(of_two_hosts, (tmp_path,), nprocs=2)
