@@ -29,6 +29,7 @@ from kempner.checkpoint.history import (
     CHECKPOINT_FORMAT,
     LATEST_LINK,
     MANIFEST,
+    commit_time,
     latest_checkpoint,
     run_branches,
 )
@@ -98,7 +99,7 @@ def commit_save(
         **facts,
         "format": CHECKPOINT_FORMAT,
         "step": step,
-        "time": time.time(),
+        "time": _time_after(latest_checkpoint(root)),
         "files": files,
     }
     # The manifest comes last: a directory without one is not a checkpoint.
@@ -115,6 +116,13 @@ def commit_save(
     fsync(root)
     point_latest(root, final.name)
     return final
+
+
+def _time_after(latest: Path | None) -> float:
+    """Return the time, later than that of `latest` whatever the clock of this host says: by it a
+    run knows its own branch."""
+    now = time.time()
+    return max(now, commit_time(latest) + 0.001) if latest else now
 
 
 def point_latest(root: Path, target: str) -> None:

@@ -98,6 +98,11 @@ def has_checkpoint(root: Path) -> bool:
     return False
 
 
+def commit_time(path: Path) -> float:
+    """Return when a checkpoint was committed; 0 if its manifest does not say."""
+    return _read_commit(path, 0).time or 0.0
+
+
 def _read_commit(path: Path, step: int) -> _Commit:
     try:
         manifest = json.loads((path / MANIFEST).read_text())

@@ -458,6 +458,17 @@ def test_the_newest_and_the_multiples_stay(
     assert kept(ten, last, every) == expected
 
 
+def test_a_clock_that_is_behind_loses_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of another host, on which the next attempt runs, or one that was set back."""
+    claim_directory(tmp_path, "a")
+    for step, now in ((1, 5000.0), (2, 6000.0), (3, 4000.0), (4, 4100.0)):
+        monkeypatch.setattr(commit.time, "time", lambda now=now: now)
+        save(tmp_path, step)
+    assert kept(tmp_path, 3, 0) == [2, 3, 4]
+
+
 def test_latest_stays_when_it_is_old(ten: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit.point_latest(ten, "step_00000002")
     monkeypatch.chdir(ten.parent)
