@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -209,10 +210,10 @@ class Training:
 
     def end(self, verdict: Verdict) -> Verdict:
         """Make the last step durable; returns how the run ends."""
-        self.loader.close()
         with self.watchdog.patient():
-            seconds = self.stop.seconds_left(self.run.world.rank)
+            seconds = partial(self.stop.seconds_left, self.run.world.rank)
             verdict = requests.final_verdict(verdict, self.progress, self.checkpointer, seconds)
+        self.loader.close()  # after the save: its thread may be in the middle of a read
         self.watchdog.stop()
         return verdict
 

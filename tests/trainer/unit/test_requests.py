@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from kempner.train.progress import Progress
 from kempner.train.resilience.requests import (
     REQUEST_FLAGS,
     REQUESTS,
     SAVE_REQUEST,
     Meanwhile,
     StopRequests,
+    Verdict,
+    final_verdict,
     requested_verdict,
 )
 from tests.waiting import until
@@ -105,3 +108,35 @@ def test_a_request_to_leave_is_seen_in_the_middle_of_a_long_step(kind: int) -> N
 def test_the_strongest_request_wins() -> None:
     assert requested_verdict(dict.fromkeys(REQUEST_FLAGS, 0.0)).state == ""
     assert requested_verdict(dict.fromkeys(REQUEST_FLAGS, 2.0)).state == "stopped"
+
+
+class Saver:
+    """A checkpointer whose save does not end in time. The one before has failed."""
+
+    saved_step, failed_saves = 5, 1
+    in_flight: int | None = None
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def save(self, step: int, position: dict[str, Any]) -> None:
+        self.in_flight = step
+        self.said.append("save")
+
+    def close(self, seconds: float | None, prune: bool) -> None:
+        self.said += [seconds, prune]
+
+
+def test_the_last_save_begins_before_slurm_is_asked_how_long_it_may_take() -> None:
+    """Slurm may take as long to answer as there is. A save that is not over has not failed: such a
+    run is started again."""
+    saver: Any = Saver()
+    leave = Verdict(save=True, state="interrupted")
+
+    def seconds() -> float:
+        saver.said.append("asked")
+        return 3.0
+
+    with pytest.raises(TimeoutError, match="the checkpoint of step 7 was not durable in time"):
+        final_verdict(leave, Progress(step=7), saver, seconds)
+    assert saver.said == ["save", "asked", 3.0, False]

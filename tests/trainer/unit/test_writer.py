@@ -437,7 +437,7 @@ def of_two(rank: int, root: Path) -> None:
         checkpoints.write_file = lambda *_: os._exit(0)
     leave = Verdict(save=True, state="interrupted")
     with pytest.raises(PeersLost, match="the ranks have lost each other"):
-        final_verdict(leave, Progress(step=2), saver, None)
+        final_verdict(leave, Progress(step=2), saver, lambda: None)
     assert history.latest_checkpoint(root / "checkpoints") == root / "checkpoints" / name_of_step(1)
     with pytest.raises(PeersLost):  # gloo has closed the connections: this would be so for ever
         saver.ranks.on_all(lambda: None)

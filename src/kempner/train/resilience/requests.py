@@ -249,18 +249,22 @@ class Meanwhile:
 
 
 def final_verdict(
-    verdict: Verdict, progress: Progress, checkpointer: Checkpointer, seconds: float | None
+    verdict: Verdict,
+    progress: Progress,
+    checkpointer: Checkpointer,
+    seconds: Callable[[], float | None],
 ) -> Verdict:
-    """Save, wait and return how the run ends, at most `seconds` from now (None: no limit): an end
-    is orderly only when its last step is durable."""
+    """Save, wait and return how the run ends: an end is orderly only when its last step is durable.
+    `seconds()`: that the wait may take, None: no limit. Slurm may take long to say it, and is asked
+    when the save has begun."""
     if verdict.save:  # nothing new, unless a step was left undone: then the one before it
         checkpointer.save(progress.step, progress.record())
     # An interrupted job has no time to delete old checkpoints; its next start does that.
-    checkpointer.close(seconds, prune=verdict.state != "interrupted")
+    checkpointer.close(seconds(), prune=verdict.state != "interrupted")
     step = progress.step
     if verdict.state == "failed" or checkpointer.saved_step == step:
         return verdict if verdict.state else DONE
-    if checkpointer.failed_saves:
+    if checkpointer.in_flight is None and checkpointer.failed_saves:
         return Verdict(state="failed", reason="the last checkpoint was not written")
     raise TimeoutError(f"the checkpoint of step {step} was not durable in time")
 
