@@ -37,7 +37,7 @@ from kempner.jobs.lock import RunLock
 from kempner.jobs.this_job import attempt_name, short_window
 
 LAST_PRUNE_S = 10.0
-SAVE_THREAD = "checkpoint"  # the start of its name
+SAVE_THREAD = SAVE_GROUP = "checkpoint"  # the start of its name; the description of its group
 
 
 class Checkpointer:
@@ -70,7 +70,8 @@ class Checkpointer:
         self.cfg, self.root, self.providers, self.log = cfg, root, providers, log
         self.texts, self.about = contents
         # A timeout of its own: a slow file system makes ranks wait longer than a step ever may.
-        self.ranks = Ranks(dist.new_group(backend="gloo", timeout=timedelta(hours=1)))
+        limit = timedelta(hours=1)
+        self.ranks = Ranks(dist.new_group(backend="gloo", timeout=limit, group_desc=SAVE_GROUP))
         self.rank, self.world_size = self.ranks.rank, self.ranks.size
         self._held_by = layout.ranks_of(collect_state(providers)[0].values(), self.world_size)
         firsts = [*range(0, self.world_size, len(self._held_by))]  # of each stage of a pipeline

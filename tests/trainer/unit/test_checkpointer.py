@@ -25,6 +25,7 @@ from kempner.checkpoint.format.reader import DataFile
 from kempner.checkpoint.state import ModelState, run_state
 from kempner.config.option import ConfigError
 from kempner.jobs.lock import RunLock
+from kempner.train.resilience.inquiry import recorded_calls
 
 DATA = "ranks-000/__0_0.distcp"
 DOCS = Path(__file__).parents[3] / "docs/reference/checkpoints.md"
@@ -156,6 +157,17 @@ def test_a_load_in_the_middle_takes_the_save_in_flight(tmp_path: Path) -> None:
     job.checkpointer.save(1, {"samples": 8, "tokens": 80})
     manifest = job.checkpointer.load()
     assert manifest is not None and manifest["step"] == 1
+
+
+def test_a_save_in_the_background_is_no_wait_of_a_step(tmp_path: Path) -> None:
+    """A rank that is slow to write would be the only one that waits for nobody."""
+    before = recorded_calls(saves=False)[1]
+    job = Job(tmp_path)
+    job.train()
+    job.save(1)
+    assert recorded_calls(saves=False)[1] == before
+    # Where a rank waits for its save it does count.
+    assert "all_reduce" in {call.name for call in recorded_calls(saves=True)[1] or ()}
 
 
 # --- A disk that does not take it ---------------------------------------------------------------

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from kempner.checkpoint.checkpointer import SAVE_THREAD
+from kempner.checkpoint.checkpointer import SAVE_GROUP, SAVE_THREAD
 from kempner.jobs.system.process import birth_ticks
 from kempner.train.resilience.hanging import (
     EXIT_CODE,
@@ -156,7 +156,7 @@ class Inquiry:
     def _answer(self, now: float) -> Answer:
         dog = self._dog
         self._number += 1
-        launched, recorded = recorded_calls()
+        launched, recorded = recorded_calls(saves=dog.is_patient)
         return Answer(
             own_process(),
             self._number,
@@ -394,10 +394,10 @@ class Inquiry:
             print(f"watchdog: NCCL's flight recorder is in {path}", file=self._dog.log)
 
 
-def recorded_calls() -> tuple[int, tuple[Call, ...] | None]:
+def recorded_calls(saves: bool) -> tuple[int, tuple[Call, ...] | None]:
     """Return how many collectives this process has launched, -1 if unknown, and the last calls of
     each group with all that are in flight, None if unknown: from torch's flight recorders, of NCCL
-    and of gloo."""
+    and of gloo. `saves`: also those of saves, for which no step waits."""
     launched, by_group, known = 0, dict[tuple[str, bool], list[Call]](), False
     firsts = _first_ranks()
     for name in ("_dump_nccl_trace", "_dump_fr_trace"):
@@ -410,6 +410,8 @@ def recorded_calls() -> tuple[int, tuple[Call, ...] | None]:
             known = known or bool(status)
             launched += sum(max(0, int(s["last_enqueued_collective"])) for s in status.values())
             for entry in trace.get("entries", []):
+                if not saves and entry["process_group"][1] == SAVE_GROUP:
+                    continue
                 call = _call(entry, firsts)
                 by_group.setdefault((call.group, call.is_message), []).append(call)
     if not known:
