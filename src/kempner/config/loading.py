@@ -170,12 +170,13 @@ class _Loader:
             fix = f"{section} is a section; write --{section}.key=value"
             self._wrong(section, f"{where}: {fix}")
         elif option is None:
-            problem = f"unknown option{self._nearest(name, '--')}"
+            problem = f"unknown option{self._nearest(name, '--no-' if negated else '--')}"
             if problem.endswith("lists all"):
                 problem = NO_SLURM if section == "slurm" else problem + OTHER_KITS
             self._wrong(section, f"{where}: {problem}")
         elif equals and negated:
-            self._wrong(section, f"{where}: --no- takes no value; write --{name}={text}")
+            fix = f"no-{name}" if option.item is bool else f"{name}={text}"
+            self._wrong(section, f"{where}: --no- takes no value; write --{fix}")
         elif equals:
             self._set(section, key, from_text(option, text), where)
         elif option.item is bool and option.size is None:

@@ -38,7 +38,8 @@ def why_not_read(path: Path, error: Exception) -> str:
         return _why_not_toml(error)
     if isinstance(error, IsADirectoryError):
         return "is a directory; name a file in it"
-    if path.exists() and not path.is_file():
+    # Not path.exists(), which raises where a directory may not be entered, or a name is too long.
+    if os.path.exists(path) and not os.path.isfile(path):
         return "is not a regular file; name one"
     if not isinstance(error, FileNotFoundError):
         return f"cannot be read: {error.strerror}; change its permissions or name another file"

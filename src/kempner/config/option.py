@@ -122,8 +122,10 @@ class Option:
             return to_text(self.default)
         if self.choices:
             return f"[{to_text(self.choices[0])}]" if self.size == 0 else to_text(self.choices[0])
-        items = ", ".join([EXAMPLE[self.item]] * (self.size or 2))
-        return EXAMPLE[self.item] if self.size is None else f"[{items}]"
+        one = EXAMPLE[self.item]
+        if self.minimum is not None and float(one) < self.minimum:
+            one = to_text(self.item(self.minimum))
+        return one if self.size is None else f"[{', '.join([one] * (self.size or 2))}]"
 
     def convert(self, value: Any) -> Any:
         """Convert `value` to this option's type. Raises ValueError("the limit; the fix"); for

@@ -23,6 +23,7 @@ from kempner.config.option import (
     ConfigError,
     Sections,
     config_schema,
+    from_text,
     option,
     whole_schema,
 )
@@ -255,7 +256,9 @@ def test_a_wrong_line_of_a_file(folder: Path, line: str, expected: str) -> None:
         ("--train.max_steps=1\ncompile = true", "must be an int"),
         ("--train.max_steps", "a value is missing; write --train.max_steps=1000"),
         ("--no-train.max_steps", "only true or false can be negated"),
-        ("--no-train.compile=true", "--no- takes no value"),
+        ("--no-train.max_steps=5", "--no- takes no value; write --train.max_steps=5"),
+        ("--no-train.compile=true", "--no- takes no value; write --no-train.compile"),
+        ("--no-train.compil", "unknown option; did you mean --no-train.compile?"),
         ("--optimizer.lr=1.5", "must be from 0 to 1"),
         ("--optimizer.lr=nan", "must be a finite number"),
         ("--optimizer.lr=1" + "0" * 400, "must be a finite number"),
@@ -359,6 +362,17 @@ def test_a_file_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Path, "read_bytes", refuse)  # as root, the mode of a file refuses nothing
     assert "a.toml: cannot be read: Permission denied" in problem("a.toml")
+
+
+def test_a_path_that_cannot_be_followed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "x.toml: cannot be read: File name too long" in problem("x" * 300 + ".toml")
+
+    def refuse(path: Path, **_: bool) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    for name in ("stat", "read_bytes"):  # in another user's directory that is closed
+        monkeypatch.setattr(Path, name, refuse)
+    assert "theirs/a.toml: cannot be read: Permission denied" in problem("theirs/a.toml")
 
 
 def test_a_base_that_is_missing_wrong_or_circular(folder: Path) -> None:
@@ -498,6 +512,13 @@ def test_help_lists_every_option_on_lines_that_fit() -> None:
         line.find(word) for word in ("compile the", "any text") for line in text.splitlines()
     ]
     assert len(set(columns)) == 2  # one column, and -1 for the other lines
+
+
+def test_the_example_of_each_option_is_a_value_of_it() -> None:
+    """Messages end with it, as what to write."""
+    known = [one for keys in whole_schema(RunConfig).values() for one in keys.values()]
+    for each in known + [inner for one in known for inner in (one.keys or {}).values()]:
+        each.convert(from_text(each, each.example))
 
 
 def test_help_wraps_a_long_option_and_a_long_meaning() -> None:
