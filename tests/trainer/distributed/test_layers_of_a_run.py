@@ -115,3 +115,10 @@ def test_parts() -> None:
     assert largest_logit(q, k) == 3.0
     values: dict[str, Any] = {"grad_norm": 1.0, "grad_norm_sq": 1.0, "loss": 2.0}
     assert layer_figures(values) == {}
+
+
+def test_the_norms_say_which_layers_are_not_finite() -> None:
+    nan = float("nan")
+    values = {"grad_norm": nan, "grad_norm_sq": nan}
+    values |= {f"layers grad_norm_sq {name}": x for name, x in (("embed", nan), ("0", 4.0))}
+    assert layer_figures(values) == {"grad_norm": {"embed": None, "0": 2.0}}

@@ -204,6 +204,16 @@ def test_not_finite_is_null_and_counted(tmp_path: Path, clock: SimpleNamespace) 
     assert losses[7]["mfu"] is None  # a CPU has no peak
 
 
+def test_no_number_of_a_part_is_nan(
+    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON has none: jq, among others, refuses the line."""
+    parts = {"experts": {"aux_loss": math.nan, "load_max": 2.0}, "shares": [math.inf, 1]}
+    monkeypatch.setattr(LOADER, "record", lambda *_: parts)
+    line = record(FakeRun(tmp_path), clock)[0]
+    assert line["experts"] == {"aux_loss": None, "load_max": 2.0} and line["shares"] == [None, 1]
+
+
 def test_rank_0_alone_writes(tmp_path: Path, clock: SimpleNamespace) -> None:
     assert record(FakeRun(tmp_path, rank=1), clock) == []
 

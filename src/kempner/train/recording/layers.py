@@ -222,7 +222,7 @@ def largest_logit(q: Tensor, k: Tensor) -> Tensor:
 def layer_figures(values: Mapping[str, float]) -> dict[str, dict[str, float | None]]:
     """Return LAYER_FIGURES by layer, as far as a step's `values` have them; None for what is not
     finite. The gradients are those of grad_norm: of the mean over the tokens, before they are
-    clipped."""
+    clipped; where that is not finite, over all tokens, whether their targets count or not."""
     layers: dict[str, dict[str, float]] = {}
     for name, value in values.items():
         if name.startswith(_PREFIX):
@@ -232,7 +232,7 @@ def layer_figures(values: Mapping[str, float]) -> dict[str, dict[str, float | No
         return {}
     total = values.get("grad_norm_sq", 0.0) ** 0.5
     # The sums are those of (sum of losses) / step_tokens; grad_norm is that of the mean loss.
-    scale = values["grad_norm"] / total if total else 1.0
+    scale = values["grad_norm"] / total if total and math.isfinite(total) else 1.0
     found = {"grad_norm": {k: x**0.5 * scale for k, x in layers["grad_norm_sq"].items()}}
     for figure in ("update", "activation"):
         sums, numbers = layers.get(f"{figure}_sq"), layers.get(f"{figure}_count", {})

@@ -174,8 +174,7 @@ class Recorder:
         record: dict[str, Any] = {"step": step, "val_loss": loss, "val_tokens": tokens}
         if len(sets) > 1:
             record["val_sets"] = {
-                name: {"loss": loss if math.isfinite(loss) else None, "tokens": tokens}
-                for name, (loss, tokens) in sets.items()
+                name: {"loss": loss, "tokens": tokens} for name, (loss, tokens) in sets.items()
             }
         self.write(record)
         for name, (loss, tokens) in sets.items():
@@ -188,11 +187,7 @@ class Recorder:
             return
         # "step" comes first: has_validation() looks for it where a line begins.
         head = {"step": record["step"], "time": round(time.time(), 3), "attempt": self.run.attempt}
-        values = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in record.items()
-        }
-        text, file = json.dumps({**head, **values}), self._file
+        text, file = json.dumps(_known_to_json({**head, **record})), self._file
         self.run.background.put(lambda: file.write(text), self._path)
 
     def _add_results(self) -> None:
@@ -200,6 +195,14 @@ class Recorder:
         if (file := self._file) is not None:
             run_dir = self.run.dir
             self.run.background.put(lambda: _add_results(run_dir, file.write), self._path)
+
+
+def _known_to_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _known_to_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_known_to_json(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _add_results(run_dir: Path, write: Callable[[str], object]) -> None:
