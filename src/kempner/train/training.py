@@ -149,6 +149,7 @@ class Training:
         with self.watchdog.patient():
             if verdict.repeat:
                 self.progress = repeat_step(self.judged, self.loader, self.model, self.run, verdict)
+                self.run.step = self.progress.step
                 return GO_ON
             self.progress, verdict = go_back(
                 self.progress,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ from kempner.config.loading import as_dict, load_config_files, to_toml
 from kempner.config.option import ConfigError
 from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.extensions.rl.config import RlConfig, SamplingConfig
+from kempner.parallel.config import ExpertsConfig
 from kempner.train import lookup
 from kempner.train.configure import load_config
 from kempner.train.progress import Progress
@@ -102,6 +104,18 @@ def test_the_file_of_an_older_run_has_all_sections_and_is_the_same_run(tmp_path:
     assert what_changed(file, now, 3) == ["lowcomm.lr: 0.7 -> 0.5"]
 
 
+@pytest.mark.parametrize("name", ["cosine", "constant"])
+def test_a_change_of_the_steps_that_stretches_the_schedule_is_told(
+    tmp_path: Path, name: str
+) -> None:
+    words = [*PLAIN[1:], f"--schedule.name={name}"]
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(load_config(PLAIN[:1], words)))
+    words += ["--train.max_steps=5000", "--optimizer.lr=1e-5"]
+    told = what_changed(file, load_config(PLAIN[:1], words), 50)
+    assert len([text for text in told if "is stretched" in text]) == (name == "cosine")
+
+
 def test_the_sections_of_a_run_are_read_back(tmp_path: Path) -> None:
     words = [*RL, "--rl.sampling.max_tokens=64", "--rl.batch_samples=48"]
     cfg, file = load_config([], words), tmp_path / "config.toml"
@@ -126,6 +140,21 @@ def test_a_wait_of_all_ranks_is_no_ranks_own_work(waits_for_all: bool, seconds: 
         ),
     )
     assert Training.own_work(at) == {"work": seconds}
+
+
+def test_a_step_that_is_repeated_has_its_own_number() -> None:
+    """By it replays and measurements of the layers are due, and faults are recorded."""
+    sought: list[int] = []
+    at: Any = SimpleNamespace(
+        watchdog=SimpleNamespace(patient=contextlib.nullcontext),
+        progress=Progress(step=11),
+        judged=Progress(step=9, samples=72),
+        loader=SimpleNamespace(seek=lambda position, step, *_: sought.append(step)),
+        model=SimpleNamespace(routings=SimpleNamespace(repeat=lambda: 8)),
+        run=SimpleNamespace(step=11, cfg=RunConfig(experts=ExpertsConfig(0.25)), announce=str),
+    )
+    Training.go_back(at, Verdict(go_back=True, repeat=True, reason="3 rows"))
+    assert (at.run.step, at.progress.step, sought) == (9, 9, [9])
 
 
 def test_a_run_whose_feed_is_ahead_goes_back_in_a_new_attempt() -> None:

@@ -34,7 +34,8 @@ def what_changed(file: Path, cfg: RunConfig, step: int) -> list[str]:
     rates = [
         learning_rate(c.schedule, c.optimizer.lr, step, c.train.max_steps) for c in (before, cfg)
     ]
-    if before.train.max_steps != cfg.train.max_steps and rates[0] != rates[1]:
+    same_steps = learning_rate(cfg.schedule, cfg.optimizer.lr, step, before.train.max_steps)
+    if rates[1] != same_steps:
         changes.append(
             f"learning rate after step {step}: {rates[0]:.2e} -> {rates[1]:.2e}; "
             f"schedule.name = {cfg.schedule.name} is stretched to train.max_steps"
