@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from torch import nn
 from kempner.config.option import ConfigError
 from kempner.model.decoder import Decoder
 from kempner.optim.adamw import AdamW
-from kempner.optim.config import GroupConfig, OptimizerConfig
+from kempner.optim.config import GroupConfig, OptimizerConfig, first_match
 from kempner.optim.optimizer import Optimizer
 from kempner.optim.rule import ParameterGroup, Rule
 from kempner.parallel.build import parameter_names
@@ -66,7 +65,8 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> Optimizer:
             },
         )
         group["params"].append(p)
-    _check_used(cfg.groups, [*parameters, *getattr(model, "elsewhere", ())])
+    if unused := cfg.unused_groups([*parameters, *getattr(model, "elsewhere", ())]):
+        raise ConfigError(unused)
     ordered = [groups[key] for key in sorted(groups, key=lambda key: not key[1])]
     averages = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.moments]
     optimizer = Optimizer(ordered, averages, cfg.cpu_offload)
@@ -75,26 +75,6 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> Optimizer:
             lambda optimizer, *_: model.move_router_biases(unless=optimizer.found_inf)
         )
     return optimizer
-
-
-def first_match(groups: tuple[GroupConfig, ...], name: str) -> int | None:
-    """The first group with a pattern that the name of a parameter matches."""
-    for number, group in enumerate(groups):
-        if any(fnmatchcase(name, pattern) for pattern in group.names):
-            return number
-    return None
-
-
-def _check_used(groups: tuple[GroupConfig, ...], names: Sequence[str]) -> None:
-    used_groups = {first_match(groups, name) for name in names}
-    unused = [
-        f"optimizer.groups[{i}].names = {list(group.names)}: no trained parameter is the first to "
-        f"match; the names are such as {', '.join(names[:3])}, and * matches any text"
-        for i, group in enumerate(groups)
-        if i not in used_groups
-    ]
-    if unused:
-        raise ConfigError(unused)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

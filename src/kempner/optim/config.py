@@ -40,6 +40,14 @@ class GroupConfig:
     )
 
 
+def first_match(groups: Sequence[GroupConfig], name: str) -> int | None:
+    """The first group with a pattern that the name of a parameter matches."""
+    for number, group in enumerate(groups):
+        if any(fnmatchcase(name, pattern) for pattern in group.names):
+            return number
+    return None
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     name: str = option(
@@ -85,6 +93,17 @@ class OptimizerConfig:
                 "which must be over 0"
             )
         return problems
+
+    def unused_groups(self, names: Sequence[str]) -> list[str]:
+        """List the problems: groups that are the first match of no parameter. `names`: of those
+        that are trained."""
+        used_groups = {first_match(self.groups, name) for name in names}
+        return [
+            f"optimizer.groups[{i}].names = {list(group.names)}: no trained parameter is the first "
+            f"to match; the names are such as {', '.join(names[:3])}, and * matches any text"
+            for i, group in enumerate(self.groups)
+            if i not in used_groups
+        ]
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def combination_problems(cfg: RunConfig) -> list[str]:
         from kempner.train import axis_checks
 
         problems += axis_checks.layers_problems(cfg)
-    problems += _freeze_problems(cfg)
+    problems += _freeze_problems(cfg) + _group_problems(cfg)
     problems += _block_problems(cfg) + _spike_problems(cfg)
     axes = cfg.distributed
     if (
@@ -99,6 +99,15 @@ def _freeze_problems(cfg: RunConfig) -> list[str]:
     from kempner.model.shapes import tensor_shapes
 
     return problems + cfg.freeze.unused(list(tensor_shapes(cfg.model)))
+
+
+def _group_problems(cfg: RunConfig) -> list[str]:
+    if not cfg.optimizer.groups or cfg.lora.rank:  # adapters have names of their own
+        return []
+    from kempner.model.shapes import ROUTER_BIAS, tensor_shapes
+
+    names = [name for name in tensor_shapes(cfg.model) if not name.endswith(ROUTER_BIAS)]
+    return cfg.optimizer.unused_groups(names)
 
 
 def _spike_problems(cfg: RunConfig) -> list[str]:
