@@ -279,7 +279,7 @@ def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:
     ]
     try:
         sources, held_out = open_data(cfg, rank == 0)
-        if sources:
+        if sources and not (begun and cfg.checkpoint.save):  # else see check_checkpoint()
             open_mixture(cfg, sources, Progress().plan(cfg))
         if cfg.distributed.cp > 1 and cfg.distributed.cp_method == "ring":
             problems += [
@@ -315,9 +315,14 @@ def check_checkpoint(cfg: RunConfig) -> list[str]:
                 open_mixture(cfg, open_data(cfg, True)[0], Progress.of(manifest).plan(cfg))
         elif cfg.run.fork:
             from kempner.checkpoint import fits, fork
+            from kempner.train.resilience.resuming import fork_position
 
             path = fork.find_fork(cfg.run.fork)
-            fits.check_fork(cfg.run.fork, path, history.read_manifest(path), about)
+            manifest = history.read_manifest(path)
+            fits.check_fork(cfg.run.fork, path, manifest, about)
+            if not lookup.bringer(cfg):
+                progress, _ = fork_position(manifest, about)
+                open_mixture(cfg, open_data(cfg, True)[0], progress.plan(cfg))
             return [text for one in lookup.used(cfg) for text in one.check_fork(cfg, path)]
     except history.Damaged:  # the load sees to it
         pass

@@ -4,6 +4,7 @@ the other run."""
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -153,6 +154,18 @@ def test_what_is_refused(base: Path, train: Train, tmp_path: Path) -> None:
     assert "model.dim is 64 there, 32 here. Use what is there" in shape
     assert "seq_len is" not in shape  # a fork may
     assert not (run / "status.json").exists() and not list(run.glob("checkpoints/step*"))
+
+
+def test_samples_that_the_other_run_has_used_are_counted(
+    base: Path, data_dir: Path, train: Train, tmp_path: Path
+) -> None:
+    once = [f"--data.sources=[{{path = '{data_dir}', max_epochs = 1}}]", "--data.dataset_path="]
+    words = [*once, f"--run.fork={base}@8", "--check"]
+    told = train(tmp_path / "run", *words, "--train.max_steps=99999999", code=2).stderr
+    (size,) = map(int, re.findall(r"have (\d+); raise max_epochs", told))
+    train(tmp_path / "run", *words, f"--train.max_steps={size // 8 - 8}")
+    told = train(tmp_path / "run", *words, f"--train.max_steps={size // 8 - 7}", code=2).stderr
+    assert f"have {size}; raise max_epochs" in told
 
 
 def test_a_run_with_checkpoints_is_no_fork_of_another(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kempner.data.sidecar import SIDECAR, Shard, Sidecar
-from tests.conftest import TINY, losses, start_train
+from tests.conftest import TINY, Train, losses, start_train
 
 FIRST = {"web": 10, "code": 100, "talk": 200}  # the tokens of each source are from here on
 
@@ -96,6 +96,14 @@ def test_a_mixture_resumes_at_another_world_size(mix: Path, unbroken: Path, tmp_
     assert tokens[0] == tokens[1]
     manifest = json.loads((tmp_path / "checkpoints/latest/manifest.json").read_text())
     assert manifest["phases"] == [48]
+
+
+def test_a_phase_that_has_begun_stays_whatever_the_batch_is(train: Train, tmp_path: Path) -> None:
+    """Counted from the start of the run with the new batch, the second would begin first."""
+    phases = "--data.phases=[{start_token = 1000}, {start_step = 6}]"
+    train(tmp_path / "run", phases)
+    done = train(tmp_path / "run", phases, "--train.global_batch=4", "--train.max_steps=9")
+    assert "continues after step 8" in done.stdout
 
 
 def test_the_past_may_not_change_and_a_phase_may_be_added(mix: Path, unbroken: Path) -> None:

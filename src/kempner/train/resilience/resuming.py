@@ -4,7 +4,7 @@ a run that goes it."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kempner.checkpoint.fits import fact_differences
 from kempner.checkpoint.fork import fork_generation, load_fork
@@ -35,12 +35,7 @@ def begin_fork(
             each.forked(path, run)
     keeps_state = "optim" in names and any(name.startswith("optim.") for name in table)
     lineage = fork_generation(cfg.run.fork, manifest, "keep" if keeps_state else "fresh")
-    # With the same samples in the same order the fork goes on where the other run was.
-    changed = list(fact_differences(manifest, checkpointer.about, ("model.*",)))
-    if not manifest["fixed"].get("data", {}).get("mixture"):  # imported, or of an older version
-        changed.append("data.sources")
-    # Schedule and totals begin anew; the place in the data is kept where it means the same.
-    progress = replace(Progress() if changed else Progress.of(manifest), step=0, tokens=0)
+    progress, changed = fork_position(manifest, checkpointer.about)
     progress = replace(progress, lineage=lineage).plan(cfg)
     run.announce(
         f"a fork of {lineage[0]['from']}: the weights, "
@@ -52,6 +47,17 @@ def begin_fork(
         replicas.forget_errors()  # the first one sends them
     checkpointer.save(0, progress.record())  # from then on the fork does not need the other run
     return progress
+
+
+def fork_position(manifest: dict[str, Any], about: dict[str, Any]) -> tuple[Progress, list[str]]:
+    """Return where a fork of the checkpoint begins, and which of its facts are others. `about`: of
+    the fork."""
+    # With the same samples in the same order the fork goes on where the other run was.
+    changed = list(fact_differences(manifest, about, ("model.*",)))
+    if not manifest["fixed"].get("data", {}).get("mixture"):  # imported, or of an older version
+        changed.append("data.sources")
+    # Schedule and totals begin anew; the place in the data is kept where it means the same.
+    return replace(Progress() if changed else Progress.of(manifest), step=0, tokens=0), changed
 
 
 def go_back(
