@@ -255,6 +255,8 @@ def print_warnings(cfg: RunConfig) -> None:
             "or none",
             file=sys.stderr,
         )
+    for text in _without_effect(cfg):
+        print(f"warning: {text}", file=sys.stderr)
     warmup, last = cfg.schedule.warmup_steps, cfg.train.max_steps
     if warmup > last:
         print(
@@ -262,6 +264,23 @@ def print_warnings(cfg: RunConfig) -> None:
             f"learning rate never reaches its peak; consider --schedule.warmup_steps={last // 10}",
             file=sys.stderr,
         )
+
+
+def _without_effect(cfg: RunConfig) -> list[str]:
+    schedule, found = cfg.schedule, []
+    default = type(schedule)()
+    of_wsd = {"decay_steps": schedule.decay_steps, "decay_shape": schedule.decay_shape}
+    for key, value in of_wsd.items():
+        if schedule.name != "wsd" and value != getattr(default, key):
+            found.append(
+                f"schedule.{key} = {value} has no effect with schedule.name = {schedule.name}; "
+                "give --schedule.name=wsd"
+            )
+    if cfg.eval.sets and not cfg.eval.interval:
+        found.append("eval.sets has no effect: eval.interval = 0; give --eval.interval=500")
+    if cfg.run.fork_optimizer == "fresh" and not cfg.run.fork:
+        found.append("run.fork_optimizer = fresh has no effect without run.fork; give --run.fork")
+    return found
 
 
 def count_replicas(cfg: RunConfig, world_size: int, per_node: int) -> int:

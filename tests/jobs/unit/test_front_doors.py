@@ -406,6 +406,9 @@ def test_a_shape_that_cannot_be_exported_is_a_warning(forks: Forks, world: Path)
             "--train.global_batch=64 --train.global_batch_tokens=2048",
             "train.global_batch = 64 has no effect: train.global_batch_tokens = 2048",
         ),
+        ("--schedule.decay_steps=5", "schedule.decay_steps = 5 has no effect with"),
+        ("--eval.interval=0 --eval.sets=[{path='x'}]", "eval.sets has no effect: eval.interval"),
+        ("--run.fork_optimizer=fresh", "run.fork_optimizer = fresh has no effect without run.fork"),
     ],
 )
 def test_what_has_no_effect_is_a_warning(forks: Forks, world: Path, word: str, said: str) -> None:

@@ -22,7 +22,7 @@ from kempner.train.recording.config import MetricsConfig
 from kempner.train.recording.gpu_clock import GpuClock
 from kempner.train.recording.metrics import Clock, console_line, short_number
 from kempner.train.recording.peak import peak_flops
-from kempner.train.recording.recorder import Recorder
+from kempner.train.recording.recorder import Recorder, has_validation
 from kempner.train.replicas import Replicas
 from kempner.train.sections import RunConfig, TrainConfig
 from kempner.train.step import StepResult
@@ -212,6 +212,12 @@ def test_no_number_of_a_part_is_nan(
     monkeypatch.setattr(LOADER, "record", lambda *_: parts)
     line = record(FakeRun(tmp_path), clock)[0]
     assert line["experts"] == {"aux_loss": None, "load_max": 2.0} and line["shares"] == [None, 1]
+
+
+def test_a_validation_is_found_among_damaged_lines(tmp_path: Path) -> None:
+    lines = b'{"step": 4, "val_lo\xff\x00\n{"step": 8, "time": 1.5, "val_loss": null}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(lines)
+    assert has_validation(tmp_path, 8) and not has_validation(tmp_path, 4)
 
 
 def test_rank_0_alone_writes(tmp_path: Path, clock: SimpleNamespace) -> None:

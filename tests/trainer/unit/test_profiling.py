@@ -46,6 +46,15 @@ def test_a_profile_of_a_gpu_has_a_snapshot(tmp_path: Path, calls: list[str], alw
     assert (tmp_path / f"profile/{name}.json.gz").is_file() and len(said) == 2
 
 
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "profile").touch()  # in place of a full disk
+    profiler = Profiler(ProfileConfig(steps=1), tmp_path, 0, torch.device("cpu"), said.append)
+    for step in range(1, 6):
+        profiler.step(step, asked=step == 2)
+    assert len(said) == 1 and said[0].startswith(f"profile: cannot be written: {tmp_path}/profile")
+
+
 def test_nsight_systems_records_these_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

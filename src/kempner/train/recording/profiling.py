@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kempner.jobs.system.front_door import explain_os_error
 from kempner.train.recording.config import ProfileConfig
 
 if TYPE_CHECKING:
@@ -97,17 +98,22 @@ class Profiler:
             self._running = None
             self._say(f"profile: Nsight Systems has recorded steps {self._first} to {step}")
             return
-        name = f"steps-{self._first}-{step}-rank-{self._rank}"
-        self._dir.mkdir(exist_ok=True)
-        trace = self._dir / f"{name}.json.gz"
-        self._running.export_chrome_trace(str(trace))
-        self._say(f"profile: {trace}")
-        if memory_snapshot(self._device, self._dir / f"{name}.pickle"):
-            self._say(f"memory: {self._dir / f'{name}.pickle'}")
+        try:
+            self._write(self._running, f"steps-{self._first}-{step}-rank-{self._rank}")
+        except OSError as error:  # a full disk, which the run itself survives
+            self._say(f"profile: cannot be written: {explain_os_error(error)}")
         # Stacks cost time at each allocation: they are kept only where they were asked for.
         if not self._cfg.allocations:
             record_allocations(self._device, False)
         self._running = None
+
+    def _write(self, profile: torch.profiler.profile, name: str) -> None:
+        self._dir.mkdir(exist_ok=True)
+        trace = self._dir / f"{name}.json.gz"
+        profile.export_chrome_trace(str(trace))
+        self._say(f"profile: {trace}")
+        if memory_snapshot(self._device, self._dir / f"{name}.pickle"):
+            self._say(f"memory: {self._dir / f'{name}.pickle'}")
 
 
 def record_allocations(device: torch.device, on: bool = True) -> None:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 def has_validation(run_dir: Path, step: int) -> bool:
     """Return whether metrics.jsonl has a validation of this step."""
-    with contextlib.suppress(OSError), open(run_dir / "metrics.jsonl") as file:
+    path = run_dir / "metrics.jsonl"
+    with contextlib.suppress(OSError), open(path, errors="replace") as file:
         # Not each of 100,000 lines is parsed; write() makes them.
         return any(line.startswith(f'{{"step": {step},') and '"val_loss":' in line for line in file)
     return False
