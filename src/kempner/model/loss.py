@@ -25,6 +25,7 @@ class VocabularyPart(NamedTuple):
     """Some rows of a vocabulary whose others are on other ranks."""
 
     first: int
+    rows: int  # of the largest part: all ranks cut their tokens into the same chunks by it
     over_all: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     """From logsumexp over these rows, and the target's logit or 0, to those over all rows."""
 
@@ -57,8 +58,9 @@ def cross_entropy(
     learns = torch.is_grad_enabled()  # within a Function's forward it never is
     large = compiled is not None and x.is_cuda and learns and weight.requires_grad
     of_chunk = partial(compiled or chunk_loss, learns, part, temperature, judge, z_loss)
+    rows = chunk or chunk_rows(part.rows if part else len(weight), large)
     result: tuple[Tensor, ...] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x, weight, targets, chunk or chunk_rows(len(weight), large), of_chunk
+        x, weight, targets, rows, of_chunk
     )
     return result if z_loss else result[:2]
 

@@ -178,8 +178,8 @@ class VocabularyLoss:
         self, x: Tensor, weight: Tensor, targets: Tensor, **more: Any
     ) -> tuple[Tensor, ...]:
         assert isinstance(weight, DTensor)
-        first = self._rank * -(-weight.shape[0] // self._size)  # as torch.chunk cuts it
-        part = VocabularyPart(first, self._over_all_ranks)
+        rows = -(-weight.shape[0] // self._size)  # as torch.chunk cuts it
+        part = VocabularyPart(self._rank * rows, rows, self._over_all_ranks)
         return self._loss(x, weight.to_local(), targets, part=part, **more)
 
     def _over_all_ranks(self, total: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kempner.config.option import ConfigError
+from kempner.model.loss import LOSS_TILE, cross_entropy
 from kempner.parallel.config import DistributedConfig
 from kempner.parallel.layout import Axes, Layout, axis_sizes, build_layout
+from kempner.parallel.tensor import VocabularyLoss
 
 
 @pytest.mark.parametrize(
@@ -208,3 +211,23 @@ def test_nodes_that_do_not_divide_are_named() -> None:
 def test_sizes_that_contradict_each_other(wrong: dict[str, int]) -> None:
     (problem,) = DistributedConfig(**wrong).problems()
     assert "distributed." in problem and ("only one" in problem or "leave both out" in problem)
+
+
+def test_ranks_cut_the_loss_into_the_same_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk is a message between ranks that have 4 and 3 rows of a vocabulary of 7."""
+    monkeypatch.setattr("kempner.model.loss.CHUNK_LOGITS", 3 * 4 * LOSS_TILE)
+    sizes: dict[int, list[int]] = {0: [], 1: []}
+    for rank, seen in sizes.items():
+
+        def over_all(_: Any, total: Tensor, known: Tensor, seen: Any = seen) -> tuple[Tensor, ...]:
+            seen.append(len(total))
+            return total, known
+
+        monkeypatch.setattr(VocabularyLoss, "_over_all_ranks", over_all)
+        with rank_of(2, rank):
+            layout = build_layout(DistributedConfig(tp=2), 2, 2, "cpu")
+            assert layout.tp is not None
+            weight = distribute_tensor(torch.randn(7, 8), layout.tp, [Shard(0)], src_data_rank=None)
+            loss, targets = VocabularyLoss(cross_entropy, layout.tp), torch.zeros(1000).long()
+            loss(torch.randn(1000, 8), weight, targets)
+    assert sizes == {0: [768, 232], 1: [768, 232]}

@@ -374,4 +374,4 @@ def loss_rows(cfg: RunConfig, axes: Axes, gpu: bool) -> int:
     from kempner.model.loss import chunk_rows
 
     large = gpu and cfg.train.compile and not cfg.lora.rank
-    return cfg.train.loss_chunk or chunk_rows(cfg.model.vocab_size // axes.tp, large)
+    return cfg.train.loss_chunk or chunk_rows(-(-cfg.model.vocab_size // axes.tp), large)
