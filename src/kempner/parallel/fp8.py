@@ -104,11 +104,18 @@ def _compute_scales(model: nn.Module, _: Any) -> None:
     """Compute the scales of all weights with one all-reduce, before the first micro-batch of a step
     and outside of steps; otherwise each gather would compute its own. While gradients are summed
     the weights stay as they are."""
+    from torch.distributed.fsdp import FSDPModule
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     within_step = any(parameter.grad is not None for parameter in model.parameters())
-    if not (within_step and torch.is_grad_enabled()):
-        precompute_float8_dynamic_scale_for_fsdp(model)
+    if within_step and torch.is_grad_enabled():
+        return
+    precompute_float8_dynamic_scale_for_fsdp(model)
+    if isinstance(model, FSDPModule):
+        # FSDP's own hook ran before this one: its stream, which rounds the first block's weights,
+        # has waited for what came before the scales, and not for these.
+        state = model._get_fsdp_state()
+        state._comm_ctx.all_gather_copy_in_stream.wait_stream(state._device_handle.current_stream())
 
 
 def need_fp8(device: torch.device, fp8: str) -> None:

@@ -50,10 +50,11 @@ def test_each_message_of_tensor_parallelism_has_its_product(tmp_path: Path, case
 
 
 def test_gathers_in_fp8_are_the_same_products(tmp_path: Path) -> None:
-    """In fp32 a master is rounded to 8 bits once, before the gather or after it."""
+    """In fp32 a master is rounded to 8 bits once, before the gather or after it; and never in a
+    stream that has not waited for the scales."""
     pytest.importorskip("torchao")
     found = two_ranks(tmp_path, "fp8")
-    assert found["worst"] == 0 and found["in_fp8"] > 0.6
+    assert found["worst"] == 0 and found["in_fp8"] > 0.6 and not found["unsafe"]
 
 
 @pytest.mark.skipif(
