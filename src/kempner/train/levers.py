@@ -141,6 +141,8 @@ def _fp8_gather_problems(cfg: RunConfig) -> list[str]:
         f"distributed.tp = {cfg.distributed.tp}": cfg.distributed.tp > 1,
         "train.weights = bf16": cfg.train.weights == "bf16",
         "distributed.fsdp_cpu_offload": cfg.distributed.fsdp_cpu_offload,
+        # FSDP cannot gather 8-bit floats again from what a rank keeps between the passes.
+        "distributed.reshard_island": cfg.distributed.reshard_island is not None,
         "train.compile_scope = model": cfg.train.compile_scope == "model",
     }
     return [
@@ -167,6 +169,8 @@ def _overlap_problems(cfg: RunConfig) -> list[str]:
             "a GPU, and distributed.device is cpu; give --distributed.device=cuda": not on_cpu,
             "all of symmetric memory, which tp uses, too; leave tp out": "tp" not in axes.overlap,
             "weights on the GPU; give --no-distributed.fsdp_cpu_offload": not axes.fsdp_cpu_offload,
+            # torch registers memory with communicators, and connects only those of whole gathers.
+            "gathers by the same ranks; leave reshard_island out": axes.reshard_island is None,
         },
     }
     for name in ("replay_every", "checksum_every"):  # which RUN/REPLAY serves, too

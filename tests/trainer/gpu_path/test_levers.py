@@ -110,8 +110,10 @@ REFUSED = {
     "overlap=['reduce','reduce']": "distributed.overlap: reduce is there twice; write it once",
     "overlap=['symm_mem'] device=cpu": "symm_mem needs a GPU, and distributed.device is cpu",
     "overlap=['tp','symm_mem'] tp=2 compile": "symm_mem needs all of symmetric memory, w",
+    "overlap=['symm_mem'] reshard_island=2": "symm_mem needs gathers by the same ranks; lea",
     "overlap=['shared']": "overlap: shared needs distributed.ep over 1",
     "fp8=tensorwise_gather tp=2": "tensorwise_gather: not built for distributed.tp = 2; leave that",
+    "fp8=tensorwise_gather reshard_island=2": "not built for distributed.reshard_island; le",
     "fp8=tensorwise_gather weights=bf16 dtype=bf16": "not built for train.weights = bf16; leave",
 }
 
