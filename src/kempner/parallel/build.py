@@ -179,10 +179,11 @@ def _shard(
 ) -> None:
     if is_alone(layout.sizes, distributed):
         return
-    from kempner.parallel.shard import shard_model
+    from kempner.parallel.shard import one_island, shard_model
 
     dtype = compute_dtype(train.dtype, layout.mesh.device_type)
-    shard_model(model, layout, dtype, distributed, frozen, whole=train.compile_scope == "model")
+    with one_island(layout):
+        shard_model(model, layout, dtype, distributed, frozen, whole=train.compile_scope == "model")
 
 
 def _compile(model: Decoder, train: ModelSettings, dtype: torch.dtype) -> None:

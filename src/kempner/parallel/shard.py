@@ -3,6 +3,8 @@ are reduced."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard import _fully_shard
 
 from kempner.model.decoder import Decoder
 from kempner.parallel.config import DistributedConfig
@@ -82,6 +85,29 @@ def shard_model(
         from kempner.parallel.overlap import choose_messages
 
         choose_messages(model, layout, cfg.overlap)
+
+
+@contextmanager
+def one_island(layout: Layout) -> Iterator[None]:
+    """Let all modules that are wrapped meanwhile have one mesh for distributed.reshard_island. By
+    default fully_shard makes one for each: every group of it anew, and a communicator of NCCL."""
+    fsdp: Any = _fully_shard
+    make, found = fsdp._get_post_forward_mesh_info, list[Any]()
+
+    def island(between: bool | int, whole: Any) -> Any:
+        if isinstance(between, bool) or between == whole.shard_mesh_size:
+            return make(bool(between), whole)
+        if not found:
+            found.append(make(between, whole))
+            # In the layout, so that the watchdog sets their timeout as it does for the others.
+            layout.added_groups.extend(found[0].mesh.get_all_groups())
+        return found[0]
+
+    fsdp._get_post_forward_mesh_info = island
+    try:
+        yield
+    finally:
+        fsdp._get_post_forward_mesh_info = make
 
 
 def prefetch_blocks(model: Decoder, count: int) -> None:

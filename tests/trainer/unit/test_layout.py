@@ -15,11 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from kempner.config.loading import load_config_files
 from kempner.config.option import ConfigError
 from kempner.model.loss import LOSS_TILE, cross_entropy
+from kempner.parallel.build import plan_model
 from kempner.parallel.config import DistributedConfig
 from kempner.parallel.layout import Axes, Layout, axis_sizes, build_layout
 from kempner.parallel.tensor import VocabularyLoss
+from kempner.train.sections import RunConfig
 
 
 @pytest.mark.parametrize(
@@ -231,3 +234,17 @@ def test_ranks_cut_the_loss_into_the_same_chunks(monkeypatch: pytest.MonkeyPatch
             loss, targets = VocabularyLoss(cross_entropy, layout.tp), torch.zeros(1000).long()
             loss(torch.randn(1000, 8), weight, targets)
     assert sizes == {0: [768, 232], 1: [768, 232]}
+
+
+def test_all_blocks_have_the_groups_of_one_island() -> None:
+    """Its own, and those of the ranks with the same part in other islands; the watchdog sets their
+    timeout, too."""
+    words = ["--distributed.reshard_island=2", "--model.n_layers=5", "--data.dataset_path=fake:"]
+    cfg = load_config_files(RunConfig, [], words)
+    with rank_of(8, 5):
+        layout = build_layout(cfg.distributed, 8, 8, "cpu")
+        before = layout.groups
+        plan_model(cfg.model, layout, cfg.train, cfg.distributed)
+        new = {*layout.groups} - {*before}
+        assert new == {*dist.distributed_c10d._world.pg_map} - {*before}
+        assert sorted(map(dist.get_process_group_ranks, new)) == [[1, 3, 5, 7], [4, 5]]
