@@ -129,7 +129,7 @@ def keep_compiled(run_dir: Path, world: World) -> None:
         return
     own = _own_place(run_dir)
     usable = True
-    if world.local_rank == 0:
+    if world.local_rank == 0 or world.rank == 0:  # a replica may begin in the middle of a host
         usable = not UNQUOTED.search(str(own)) and _prepare(own)
     failure = torch.tensor(float(not usable))
     dist.all_reduce(failure)  # also a barrier: no rank compiles into the directory before it exists

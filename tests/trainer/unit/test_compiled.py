@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from kempner.jobs.ranks.placement import World
 from kempner.jobs.system.compiler import CACHE, HEADERS, keep_private
@@ -73,6 +74,16 @@ def test_nobody_else_can_hold_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyP
     own.chmod(0o755)  # of an older version
     assert mode(place("a", tmp_path, monkeypatch)) == 0o700
     assert mode(place("b", tmp_path, monkeypatch)) == 0o700
+
+
+@pytest.mark.parametrize(("rank", "makes"), [(4, True), (5, False)])
+def test_a_replica_that_shares_a_host_makes_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, makes: bool
+) -> None:
+    monkeypatch.setattr(compiled, "host_name", lambda: "a")
+    world = World(rank, rank, 8, "slurm", per_node=8).split(2, dist.HashStore())
+    keep_compiled(tmp_path, world)
+    assert world.replica == 1 and Path(os.environ[CACHE]).is_dir() == makes
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
