@@ -29,8 +29,9 @@ from kempner.config.option import ConfigError
 from kempner.data.formats import compressed
 from kempner.data.formats.dataset import TokenDataset
 from kempner.data.prepare import sources
+from kempner.data.prepare.units import load_unit, save_unit
 from kempner.data.sidecar import copy_tokenizer
-from kempner.data.text.encode import Encoding, in_workers
+from kempner.data.text.encode import Encoded, Encoding, in_workers
 from kempner.data.text.tokenizer import Tokenizer, load_tokenizer
 from kempner.extensions.generate.load import words_of_run
 from tests.conftest import load_program
@@ -705,6 +706,33 @@ def test_bad_lines_are_named_and_counted_or_skipped(tmp_path: Path) -> None:
     splits = json.loads((tmp_path / "out/dataset.json").read_text())["splits"]
     assert sum(shard["documents"] for shards in splits.values() for shard in shards) == 19_992
     assert str(tmp_path) not in names.read_text()
+
+
+def test_bad_lines_with_any_character_are_listed_one_a_line(tmp_path: Path) -> None:
+    """Keys and names of files with line ends and with what is not UTF-8."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    lines = ['{"text": "good"}', r'{"\ud800\n": 1}', r'{"\u2028": 1}']
+    (folder / "a\udcff\n.jsonl").write_text("\n".join(lines))
+    words = [folder, "--out", tmp_path / "out", "--workers", "1"]
+    assert "choose by --text-key" in refused(*words)
+    done(*words, "--skip-bad-lines")
+    found = (tmp_path / "out/bad_lines.txt").read_text().splitlines()
+    assert [line.split(":")[1] for line in found] == ["2", "3"]
+
+
+def test_a_unit_that_is_damaged_at_any_byte_is_as_it_was_or_missing(tmp_path: Path) -> None:
+    path = tmp_path / "00000000.npz"
+    train, val = np.arange(50, dtype=np.uint16), np.arange(5, dtype=np.uint16)
+    save_unit(path, Encoded({"train": train, "val": val}, documents=3))
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        for bit in (1, 4, 8):
+            damaged = bytearray(whole)
+            damaged[place] ^= bit
+            path.write_bytes(damaged)
+            unit = load_unit(path)
+            assert unit is None or unit.tokens["train"].tolist() == train.tolist()
 
 
 def test_a_wrong_key_stops_at_the_first_thousand_lines(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class ShardWriter:
         self._count["skipped_names"] = list(names)[:SHOWN_SKIPPED]
         self._count["empty"] += unit.empty
         bad = self.bad_lines(unit)
-        self._bad_lines += (f"{line.name}:{line.number}: {line.reason}" for line in bad)
+        self._bad_lines += (one_line(line.name, line) for line in bad)
         self._count["bad_lines"] = len(self._bad_lines)
 
     def bad_lines(self, unit: Encoded) -> list[BadLine]:
@@ -159,6 +159,13 @@ class ShardWriter:
             documents=documents,
             max_id=max(int(part.max()) for part in parts if len(part)),
         )
+
+
+def one_line(where: str, bad: BadLine) -> str:
+    """Format a bad line for BAD_LINES: names of files and keys of JSON may hold line ends, and what
+    is not UTF-8."""
+    text = " ".join(f"{where}:{bad.number}: {bad.reason}".splitlines())
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def skipped_remarks(progress: dict[str, Any]) -> list[str]:

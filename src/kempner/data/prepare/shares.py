@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kempner.config.option import ConfigError
-from kempner.data.formats.shards import SHOWN_SKIPPED, ShardWriter
+from kempner.data.formats.shards import SHOWN_SKIPPED, ShardWriter, one_line
 from kempner.data.prepare import units
 from kempner.data.prepare.sources import BadLine
 from kempner.data.sidecar import BAD_LINES, SIDECAR, Sidecar
@@ -81,7 +81,7 @@ def write_shards(work: Work) -> Sidecar:
 
 def _refuse(out: Path, bad: list[BadLine], stopped: bool) -> tuple[list[str], str]:
     """Return the first bad lines and the fix; all of them go into a file."""
-    lines = [f"{line.path}:{line.number}: {line.reason}" for line in bad]
+    lines = [one_line(line.path, line) for line in bad]
     write_atomic(out / BAD_LINES, "\n".join([*lines, ""]))
     more = f"{len(bad) - SHOWN_SKIPPED} more such lines, " if len(bad) > SHOWN_SKIPPED else ""
     where = f"{more}all named in {out / BAD_LINES}; "

@@ -64,12 +64,13 @@ def save_unit(path: Path, unit: Encoded) -> None:
 
 
 def load_unit(path: Path) -> Encoded | None:
-    """Read a unit; None if it is missing or damaged: npz has a CRC-32 of each array."""
+    """Read a unit; None if it is missing or damaged: npz has a CRC-32 of each array. Of a damaged
+    header zipfile may say that it is encrypted, or of a later version (RuntimeError)."""
     try:
         with np.load(path) as parts:
             about = json.loads(parts["about"].tobytes())
             about["tokens"] = {split: parts[split] for split in DATA_SPLITS}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile):
         return None
     about["bad"] = [BadLine(**bad) for bad in about["bad"]]
     return Encoded(**about)
