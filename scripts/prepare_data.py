@@ -195,6 +195,7 @@ def prepare_data(options: argparse.Namespace, out: Path) -> None:
         "val_fraction": options.val_fraction,
         "shard_tokens": options.shard_tokens,
     }
+    chat.keep_date(options, out, settings)
     nothing = {"units": 0, "empty": 0, "skipped": 0, "skipped_names": []}
     nothing |= {"left_out": len(left_out), "left_out_names": left_out[:SHOWN_SKIPPED]}
     progress = {**nothing, "bad_lines": 0, "lines": 0}

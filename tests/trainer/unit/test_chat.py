@@ -280,9 +280,28 @@ def test_a_template_that_asks_for_the_date_is_told_the_same_one_each_time(tmp_pa
     prepared(tmp_path, THREE, "--date", "2024-07-26", template=LLAMA3)
     shard = (tmp_path / "data/train_00000.npy").read_bytes()
     assert "complete" in prepared(tmp_path, THREE, "--date", "2024-07-26", template=LLAMA3)
-    with pytest.raises(ConfigError, match="date = 2024-07-26, not"):
-        prepared(tmp_path, THREE, template=LLAMA3)
+    assert "complete" in prepared(tmp_path, THREE, template=LLAMA3)  # on another day
+    with pytest.raises(ConfigError, match="date = 2024-07-26, not 2024-07-27"):
+        prepared(tmp_path, THREE, "--date", "2024-07-27", template=LLAMA3)
     assert (tmp_path / "data/train_00000.npy").read_bytes() == shard
+
+
+def test_a_preparation_goes_on_with_the_date_on_which_it_began(tmp_path: Path) -> None:
+    """As a job of prepare.sh does that is requeued after midnight."""
+    prepared(tmp_path / "a", THREE, "--date", "2024-07-26", template=LLAMA3)
+    prepared(tmp_path / "b", THREE, "--date", "2024-07-26", "--only", "begin", template=LLAMA3)
+    prepared(tmp_path / "b", THREE, template=LLAMA3)
+    one, other = (np.load(tmp_path / name / "data/train_00000.npy") for name in "ab")
+    assert one.tolist() == other.tolist()
+    prepared(tmp_path / "b", THREE, "--overwrite", template=LLAMA3)  # anew, with that of today
+    assert np.load(tmp_path / "b/data/train_00000.npy").tolist() != one.tolist()
+
+
+def test_roles_may_have_spaces_between_them(tmp_path: Path) -> None:
+    prepared(tmp_path / "a", THREE, "--loss-on", "user,assistant")
+    prepared(tmp_path / "b", THREE, "--loss-on", "user, assistant")
+    one, other = (np.load(tmp_path / x / "data/train_00000.loss_mask.npy") for x in "ab")
+    assert one.tolist() == other.tolist()
 
 
 def test_wrong_options(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ chosen roles wrote (see chat_template); of a preference only what comes after th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import json
@@ -25,8 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from kempner.config.option import ConfigError
 from kempner.data.prepare.sources import BadLine, Lines, SourcePiece, is_held_out, read_piece_rows
-from kempner.data.sidecar import DATA_SPLITS, TOKENIZER_CONFIG
+from kempner.data.sidecar import DATA_SPLITS, PROGRESS, SIDECAR, TOKENIZER_CONFIG, Sidecar
 from kempner.data.text.chat_marks import GROUP, IN_LOSS_BIT, mark_tokens
 from kempner.data.text.chat_template import ChatMessage, ChatTemplate, read_tokenizer_config
 from kempner.data.text.encode import Encoded, Encoding
@@ -174,8 +176,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--loss-on", metavar="ROLES", default="assistant", help=loss_on)
     template = "of chat data: a Jinja template in place of the tokenizer's own"
     add("--chat-template", metavar="FILE", type=Path, help=template)
-    today = "of chat data: the date for a template that asks for it (default: today)"
-    add("--date", metavar="YYYY-MM-DD", type=date.fromisoformat, default=date.today(), help=today)
+    today = "of chat data: the date for a template that asks for it (default: the day of the start)"
+    add("--date", metavar="YYYY-MM-DD", type=date.fromisoformat, help=today)
 
 
 def chat_option_problems(options: argparse.Namespace) -> list[str]:
@@ -200,21 +202,46 @@ def end_of_turn(options: argparse.Namespace) -> str | None:
     """Return the tokenizer's own end-of-sequence token for chat data: it ends generation."""
     if options.kind == "text" or options.eod is not None:
         return None
-    return ChatTemplate(_config(options), options.date).special.get("eos_token")
+    return ChatTemplate(_config(options), _date(options)).special.get("eos_token")
+
+
+def _roles(options: argparse.Namespace) -> list[str]:
+    return [role.strip() for role in options.loss_on.split(",")]
+
+
+def _date(options: argparse.Namespace) -> date:
+    day: date = options.date or date.today()
+    return day
 
 
 def chat_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings, besides tokenizer and inputs, that the prepared data depend on."""
     config = _config(options)
-    template = ChatTemplate(config, options.date)
+    template = ChatTemplate(config, _date(options))
     sources = json.dumps([template.sources, template.special], sort_keys=True)
     return {
         "kind": options.kind,
-        "loss_on": sorted(options.loss_on.split(",")),
+        "loss_on": sorted(_roles(options)),
         "chat_template": "sha256:" + hashlib.sha256(sources.encode()).hexdigest(),
         # Without a date in the template the data are the same on any day.
-        **({"date": str(options.date)} if template.uses_date else {}),
+        **({"date": str(_date(options))} if template.uses_date else {}),
     }
+
+
+def keep_date(options: argparse.Namespace, out: Path, settings: dict[str, Any]) -> None:
+    """Take the date of an earlier start with the same settings, unless --date names one: a job that
+    is requeued goes on on another day."""
+    if "date" not in settings:
+        return
+    finished = (out / SIDECAR).is_file()
+    earlier: dict[str, Any] = {}
+    if not (options.date or (finished and options.overwrite)):
+        with contextlib.suppress(ConfigError):  # nothing has begun, or what has cannot be resumed
+            record = Sidecar.load(out / (SIDECAR if finished else PROGRESS))
+            earlier = record.prepared.get("settings", {})
+    if settings == {**earlier, "date": settings["date"]}:
+        settings["date"] = earlier.get("date", settings["date"])
+    options.date = date.fromisoformat(settings["date"])
 
 
 def write_template(options: argparse.Namespace, out: Path) -> None:
@@ -223,5 +250,4 @@ def write_template(options: argparse.Namespace, out: Path) -> None:
 
 
 def chat_encoding(options: argparse.Namespace, out: Path) -> ChatEncoding:
-    loss_on = tuple(options.loss_on.split(","))
-    return ChatEncoding(str(out), options.kind, loss_on, options.date)
+    return ChatEncoding(str(out), options.kind, tuple(_roles(options)), _date(options))
