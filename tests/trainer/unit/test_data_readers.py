@@ -195,6 +195,36 @@ def test_a_stream_whose_rows_are_all_empty_is_refused(tmp_path: Path, tokenizer:
         source.read(np.arange(1))
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "saved"])
+def test_the_first_row_of_a_column_may_be_empty_and_another_column_is_refused(
+    tmp_path: Path, tokenizer: Path, kind: str
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    rows = {"text": [None, *TEXTS], "n": [7] * 301, "x": [[0.5] * 9] * 301, "w": [["a"]] * 301}
+    data, path = datasets.Dataset.from_dict(rows), tmp_path / f"data.{kind}"
+    data.save_to_disk(path) if kind == "saved" else data.to_json(path)
+    given = {"vocab": 400, "tokenizer": str(tokenizer), "seq_len": 16, "separate": True}
+    encoded = [ids.tolist() for ids in FileTokenizer(tokenizer).encode_documents(TEXTS)]
+    check_samples(opened(path, **given), encoded, 16)
+    for column in ("n", "x", "w"):
+        said = refused(path, **given, column=column)
+        assert f"column {column} holds neither text nor lists of token ids" in said
+
+
+def test_text_of_a_saved_validation_split_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+    """It is streamed: a shuffle over samples that nobody has counted was read for ever."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    splits = {name: datasets.Dataset.from_dict({"text": TEXTS}) for name in ("train", "test")}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    cfg = DataConfig(sources=(SourceConfig(str(tmp_path / "saved"), tokenizer=str(tokenizer)),))
+    how = Opening(Shape(16, 400), True, tmp_path / "marks")
+    assert len(open_sources(cfg, how)) == 1
+    with pytest.raises(ConfigError, match=r"streamed and has no validation .* --eval.interval=0"):
+        open_held_out(cfg, (), how)
+
+
 def test_a_stream_resumes_at_a_bookmark(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,9 +53,21 @@ def open_hugging_face(
         return StreamedDocuments(cfg, shape, functools.partial(_files, cfg), file, check)
     data = _saved(cfg, folder, split)
     name = pick_column(cfg, data.column_names)
-    if isinstance(data[0][name], str):
-        return StreamedDocuments(cfg, shape, data.to_iterable_dataset, file, check)
-    return MappedTokens.of(cfg, split, data, name, shape, check)
+    if _is_mapped(data.data.column(name).type):
+        return MappedTokens.of(cfg, split, data, name, shape, check)
+    if split != "train":  # nobody has counted its samples
+        raise DataError(
+            f"{cfg.path}: its column {name} is text, which is streamed and has no validation "
+            "split; prepare it with prepare_data.py"
+        )
+    return StreamedDocuments(cfg, shape, data.to_iterable_dataset, file, check)
+
+
+def _is_mapped(kind: Any) -> bool:
+    """Return whether a column holds lists of whole numbers."""
+    types = import_data_package("pyarrow.types")
+    lists = types.is_list, types.is_large_list, types.is_fixed_size_list
+    return any(is_one(kind) for is_one in lists) and types.is_integer(kind.value_type)
 
 
 def _saved(cfg: SourceConfig, folder: Path, split: str) -> Any:

@@ -45,12 +45,20 @@ class StreamedDocuments:
         self.name, self.seq_len, self._path = cfg.label, shape.seq_len, cfg.path
         self._vocab_size, self._separate = shape.vocab_size, shape.separate
         self._make, self._file, self._write = make, file, write
-        first = next(iter(make()), None)
+        rows = iter(make())
+        first = next(rows, None)
         if first is None:
             raise DataError(f"{cfg.path}: has no rows")
         self._column = pick_column(cfg, list(first))
-        is_text = isinstance(first[self._column], str)
-        self._tokenizer = self._open_tokenizer(cfg) if is_text else None
+        values = (row[self._column] for row in itertools.chain([first], rows))
+        # The first rows may be empty.
+        value = next(filter(None, values), first[self._column])
+        self._tokenizer = self._open_tokenizer(cfg) if isinstance(value, str) else None
+        if value and not (isinstance(value, str) or _are_ids(value)):
+            raise DataError(
+                f"{cfg.path}: column {self._column} holds neither text nor lists of token ids; "
+                "name the one that does by `column` in data.sources"
+            )
         self._found_none = False  # since the last end of the rows
         self._sought = False  # whether the bookmarks were looked at
         self._data: Any = None
@@ -184,6 +192,10 @@ class StreamedDocuments:
         if mark["state"] is not None:
             self._data.load_state_dict(mark["state"])
         self._rows = iter(self._data)
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, int) for item in value)
 
 
 def pick_column(cfg: SourceConfig, names: list[str]) -> str:
