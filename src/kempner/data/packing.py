@@ -8,6 +8,8 @@ import numpy as np
 
 from kempner.data.source import Int64
 
+BLOCK = 256  # rows that are looked at together
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -32,31 +34,40 @@ def first_fit_decreasing(lengths: Int64, room: int) -> Packing:
     """
     order = np.argsort(-lengths, kind="stable")
     rows = np.empty_like(order)  # of the items in `order`
-    row_room = np.empty(0, np.int64)  # room left in each row
-    live = np.empty(0, np.int64)  # rows that can take the shortest item
-    done = 0
+    # Room left in each row, by blocks; of rows that are not begun 0.
+    left = np.zeros((-(-len(lengths) // BLOCK), BLOCK), np.int64)
+    largest = left.max(axis=1)  # of each block
+    begun = done = 0  # rows, items
     sizes, counts = np.unique(lengths, return_counts=True)
     for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        # How many items of this size each open row takes: the first rows as many as they can, until
-        # there are no more items.
-        takes = row_room[live] // size
-        before = np.cumsum(takes) - takes  # items of this size in the rows before
-        takes = np.clip(count - before, 0, takes)
-        placed, per_row = int(takes.sum()), room // size
+        end = done + count
+        # The first rows take as many as they can, until there are no more items. Only the blocks
+        # with room are looked at: else time grows as rows times sizes.
+        with_room = np.flatnonzero(largest[: -(-begun // BLOCK)] >= size)
+        at, width = 0, 1
+        while done < end and at < len(with_room):
+            blocks = with_room[at : at + width]
+            takes = (left[blocks] // size).ravel()
+            before = np.cumsum(takes) - takes  # items of this size in the rows before
+            takes = np.clip(end - done - before, 0, takes)
+            numbers = (blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel()
+            placed = int(takes.sum())
+            rows[done : done + placed] = np.repeat(numbers, takes)
+            left[blocks] -= takes.reshape(-1, BLOCK) * size
+            largest[blocks] = left[blocks].max(axis=1)
+            done, at, width = done + placed, at + width, 2 * width
         # The rest fills new rows, one after the other.
-        new_rows = np.arange(count - placed) // per_row + len(row_room)
-        rows[done : done + count] = np.concatenate([np.repeat(live, takes), new_rows])
-        row_room[live] -= takes * size
-        first, rest = len(row_room), count - placed
+        rest, per_row = end - done, room // size
+        rows[done:end] = begun + np.arange(rest) // per_row
         new = np.full(-(-rest // per_row), room - per_row * size)
         if rest % per_row:
             new[-1] = room - rest % per_row * size
-        row_room = np.concatenate([row_room, new])
-        live = np.concatenate([live, np.arange(first, len(row_room))])
-        # A row without room for the shortest item takes none any more.
-        live = live[row_room[live] >= sizes[0]]
-        done += count
+        left.reshape(-1)[begun : begun + len(new)] = new
+        first, begun, done = begun // BLOCK, begun + len(new), end
+        if rest:
+            changed = slice(first, -(-begun // BLOCK))
+            largest[changed] = left[changed].max(axis=1)
     # Stable: within a row the longest item stays the first.
     by_row = np.argsort(rows, kind="stable")
-    starts = np.searchsorted(rows[by_row], np.arange(len(row_room) + 1))
+    starts = np.searchsorted(rows[by_row], np.arange(begun + 1))
     return Packing(order[by_row], starts)

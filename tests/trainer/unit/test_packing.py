@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kempner.data.packing import first_fit_decreasing
+from kempner.data.packing import BLOCK, first_fit_decreasing
 
 
 def by_the_book(lengths: list[int], room: int) -> list[list[int]]:
@@ -21,6 +23,14 @@ def by_the_book(lengths: list[int], room: int) -> list[list[int]]:
         else:
             rows.append([item])
     return rows
+
+
+@pytest.fixture(params=[2, BLOCK], autouse=True, scope="module")
+def block(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Rows that are looked at together: a few of these cases fill more than one such block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kempner.data.packing.BLOCK", request.param)
+        yield
 
 
 @settings(deadline=None, max_examples=200)
