@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -260,15 +261,24 @@ def mixture_of(facts: Mapping[str, Any], starts: Sequence[int], seed: int = 0) -
     parts = [Ingredient(*(one[key] for key in keys)) for one in facts["sources"]]
     own = [one["size"] if one["weight"] is None else one["weight"] for one in facts["sources"]]
 
-    def phase(start: int, weights: Sequence[float]) -> MixturePhase:
-        power = 1.0 / facts["temperature"]
-        return MixturePhase(start, tuple(weight**power if weight else 0.0 for weight in weights))
-
     later = zip(starts, facts["phases"], strict=True)
-    phases = [phase(0, own), *(phase(start, entry["weights"] or own) for start, entry in later)]
+    weights = [(0, own), *((start, entry["weights"] or own) for start, entry in later)]
+    power = 1.0 / facts["temperature"]
+    phases = [MixturePhase(start, _to_the_power(each, power)) for start, each in weights]
     if any(b.start <= a.start for a, b in pairwise(phases)):
         raise ConfigError(
             "data.phases: must be in the order in which they begin, but begin at samples "
             f"{', '.join(str(start) for start in starts)}; correct start_step or start_token"
         )
     return Mixture(parts, phases, seed)
+
+
+def _to_the_power(weights: Sequence[float], power: float) -> tuple[float, ...]:
+    """Raise weights to a power; where that leaves the range of floats, their ratios to the
+    largest."""
+    with contextlib.suppress(OverflowError):
+        powers = tuple(weight**power if weight else 0.0 for weight in weights)
+        if any(powers):
+            return powers
+    largest = max(weights)
+    return tuple((weight / largest) ** power for weight in weights)

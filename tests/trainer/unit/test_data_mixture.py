@@ -162,6 +162,19 @@ def test_weights_are_sizes_unless_given_and_a_temperature_evens_them_out(tmp_pat
         assert code == pytest.approx([shares[0], *shares])
 
 
+@pytest.mark.parametrize("weights", [(None, None), (1e-9, 3e-9)])
+def test_a_small_temperature_leaves_the_range_of_no_float(
+    weights: tuple[float | None, ...],
+) -> None:
+    """900,000 and 100 samples to the power of 1000, or weights whose powers are all 0."""
+    sources = [
+        {"name": name, "size": size, "weight": weight, "max_epochs": None, "ordered": False}
+        for name, size, weight in zip(("a", "b"), (100, 900_000), weights, strict=True)
+    ]
+    mixed = mixture_of({"sources": sources, "phases": [], "temperature": 0.001}, [])
+    assert mixed.end is None and mixed.segment(0).shares[1] == pytest.approx(1.0, abs=1e-3)
+
+
 def test_sources_of_another_tokenizer_are_refused(words: list[str], tmp_path: Path) -> None:
     assert check_inputs(load_config_files(RunConfig, [], words), 0) == []
     sidecar = tmp_path / "code" / "dataset.json"
