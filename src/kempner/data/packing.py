@@ -8,7 +8,7 @@ import numpy as np
 
 from kempner.data.source import Int64
 
-BLOCK = 256  # rows that are looked at together
+ROW_BLOCK = 256  # rows that are looked at together
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def first_fit_decreasing(lengths: Int64, room: int) -> Packing:
     order = np.argsort(-lengths, kind="stable")
     rows = np.empty_like(order)  # of the items in `order`
     # Room left in each row, by blocks; of rows that are not begun 0.
-    left = np.zeros((-(-len(lengths) // BLOCK), BLOCK), np.int64)
+    left = np.zeros((-(-len(lengths) // ROW_BLOCK), ROW_BLOCK), np.int64)
     largest = left.max(axis=1)  # of each block
     begun = done = 0  # rows, items
     sizes, counts = np.unique(lengths, return_counts=True)
@@ -43,17 +43,17 @@ def first_fit_decreasing(lengths: Int64, room: int) -> Packing:
         end = done + count
         # The first rows take as many as they can, until there are no more items. Only the blocks
         # with room are looked at: else time grows as rows times sizes.
-        with_room = np.flatnonzero(largest[: -(-begun // BLOCK)] >= size)
+        with_room = np.flatnonzero(largest[: -(-begun // ROW_BLOCK)] >= size)
         at, width = 0, 1
         while done < end and at < len(with_room):
             blocks = with_room[at : at + width]
             takes = (left[blocks] // size).ravel()
             before = np.cumsum(takes) - takes  # items of this size in the rows before
             takes = np.clip(end - done - before, 0, takes)
-            numbers = (blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel()
+            numbers = (blocks[:, None] * ROW_BLOCK + np.arange(ROW_BLOCK)).ravel()
             placed = int(takes.sum())
             rows[done : done + placed] = np.repeat(numbers, takes)
-            left[blocks] -= takes.reshape(-1, BLOCK) * size
+            left[blocks] -= takes.reshape(-1, ROW_BLOCK) * size
             largest[blocks] = left[blocks].max(axis=1)
             done, at, width = done + placed, at + width, 2 * width
         # The rest fills new rows, one after the other.
@@ -63,9 +63,9 @@ def first_fit_decreasing(lengths: Int64, room: int) -> Packing:
         if rest % per_row:
             new[-1] = room - rest % per_row * size
         left.reshape(-1)[begun : begun + len(new)] = new
-        first, begun, done = begun // BLOCK, begun + len(new), end
+        first, begun, done = begun // ROW_BLOCK, begun + len(new), end
         if rest:
-            changed = slice(first, -(-begun // BLOCK))
+            changed = slice(first, -(-begun // ROW_BLOCK))
             largest[changed] = left[changed].max(axis=1)
     # Stable: within a row the longest item stays the first.
     by_row = np.argsort(rows, kind="stable")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kempner.data.packing import BLOCK, first_fit_decreasing
+from kempner.data.packing import ROW_BLOCK, first_fit_decreasing
 
 
 def by_the_book(lengths: list[int], room: int) -> list[list[int]]:
@@ -25,11 +25,11 @@ def by_the_book(lengths: list[int], room: int) -> list[list[int]]:
     return rows
 
 
-@pytest.fixture(params=[2, BLOCK], autouse=True, scope="module")
+@pytest.fixture(params=[2, ROW_BLOCK], autouse=True, scope="module")
 def block(request: pytest.FixtureRequest) -> Iterator[None]:
     """Rows that are looked at together: a few of these cases fill more than one such block."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kempner.data.packing.BLOCK", request.param)
+        patch.setattr("kempner.data.packing.ROW_BLOCK", request.param)
         yield
 
 
