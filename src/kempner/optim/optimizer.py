@@ -21,7 +21,6 @@ from torch import Tensor
 
 from kempner.checkpoint.format import plan
 from kempner.checkpoint.format.plan import StoredTensor, Table, local_part
-from kempner.optim.rounding import SALTS, hashed_int32, to_bf16
 from kempner.optim.rule import Guard, ParameterGroup, ParameterPart, ParameterState, Rule
 
 if TYPE_CHECKING:
@@ -191,6 +190,8 @@ class Optimizer(torch.optim.Optimizer):
                 if home.data_ptr() == new.data_ptr():
                     continue
                 if home.dtype is torch.bfloat16:
+                    from kempner.optim.rounding import to_bf16
+
                     new = to_bf16(new, next(bits))
                 if self._stream is None or home.device == new.device:
                     home.copy_(new)
@@ -203,6 +204,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _noise(self, p: Tensor, part: ParameterPart) -> Iterator[Tensor]:
         """Yield random bits for one tensor of the parameter after another; one hash serves two."""
+        from kempner.optim.rounding import SALTS, hashed_int32
+
         box = plan.own_box(part.whole, dist.get_rank(self._group) if dist.is_initialized() else 0)
         for salt in itertools.count(SALTS * self._table[0][p]):
             number = hashed_int32(part.whole.shape, box, part.state["step"], salt)

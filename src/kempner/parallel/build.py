@@ -4,6 +4,7 @@ weights. One rank alone is not sharded."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import zlib
 from functools import partial
@@ -182,7 +183,7 @@ def _shard(
     from kempner.parallel.shard import one_island, shard_model
 
     dtype = compute_dtype(train.dtype, layout.mesh.device_type)
-    with one_island(layout):
+    with one_island(layout) if distributed.reshard_island else contextlib.nullcontext():
         shard_model(model, layout, dtype, distributed, frozen, whole=train.compile_scope == "model")
 
 

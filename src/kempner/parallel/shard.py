@@ -3,6 +3,7 @@ are reduced."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +18,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard import _fully_shard
 
 from kempner.model.decoder import Decoder
 from kempner.parallel.config import DistributedConfig
@@ -91,7 +91,8 @@ def shard_model(
 def one_island(layout: Layout) -> Iterator[None]:
     """Let all modules that are wrapped meanwhile have one mesh for distributed.reshard_island. By
     default fully_shard makes one for each: every group of it anew, and a communicator of NCCL."""
-    fsdp: Any = _fully_shard
+    name = "torch.distributed.fsdp._fully_shard._fully_shard"
+    fsdp: Any = importlib.import_module(name)
     make, found = fsdp._get_post_forward_mesh_info, list[Any]()
 
     def island(between: bool | int, whole: Any) -> Any:
