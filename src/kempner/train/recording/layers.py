@@ -90,7 +90,9 @@ class WithLayers:
                 for layer, parameters in self._layers.items()
             }
         if self._layout.tp is not None:  # of whose ranks one counts: see Layout.once()
-            sums = torch.stack([value.float() for value in found.values()])
+            # Sums of what is offloaded are on the host.
+            device = self._layout.mesh.device_type
+            sums = torch.stack([value.to(device, torch.float32) for value in found.values()])
             dist.all_reduce(sums, group=self._layout.tp.get_group())
             found = dict(zip(found, sums.unbind(), strict=True))
         return theirs | found
@@ -208,9 +210,9 @@ def _with_logits(
 
 def largest_logit(q: Tensor, k: Tensor) -> Tensor:
     """Return the largest scaled score of q [B, H, T, E] and k [B, K, T, E] in the first row, fp32
-    []: of SAMPLED_QUERIES queries over all keys up to their own."""
+    []: of at most SAMPLED_QUERIES queries over all keys up to their own."""
     length = q.shape[2]
-    at = torch.arange(0, length, max(1, length // SAMPLED_QUERIES), device=q.device)
+    at = torch.arange(0, length, -(-length // SAMPLED_QUERIES), device=q.device)
     # One row and some queries: all scores would take T x T numbers for each head.
     queries = q[0, :, at].view(k.shape[1], -1, len(at), q.shape[-1]).float()  # [K, H / K, Q, E]
     scores = queries @ k[0].float().unsqueeze(1).transpose(-2, -1) / q.shape[-1] ** 0.5
