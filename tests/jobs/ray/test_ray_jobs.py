@@ -443,6 +443,29 @@ def test_the_end_comes_from_slurm(submit: Submit, tmp_path: Path, how: str) -> N
     assert (job.logs / f"ray/{job.nodes[1]}/raylet.out").exists()
 
 
+LATE_AGENT = """
+import os, sys, time
+mark = os.path.join({folder!r}, os.uname().nodename)
+if any(word.endswith("dashboard/agent.py") for word in sys.orig_argv) and not os.path.exists(mark):
+    open(mark, "w").close()
+    time.sleep(40)
+"""
+
+
+@pytest.mark.soak
+def test_agents_that_are_late(submit: Submit, tmp_path: Path) -> None:
+    """As on a file system that is slow at the first imports: Ray's limit is 15 s."""
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text(LATE_AGENT.format(folder=str(slow)))
+    setup = f"export PYTHONPATH='{slow}'${{PYTHONPATH:+:$PYTHONPATH}}"
+    job = submit(2, driver(tmp_path), SETUP_COMMAND=setup)
+    assert job.end() == 0, job.all()
+    check_everywhere(report(tmp_path / "report.json"), ["node1", "node2"])
+    for name in ("ray-head.log", "ray-worker-1.log"):
+        assert "starting Ray again" in (job.logs / name).read_text(), job.all()
+
+
 @pytest.mark.soak
 def test_two_jobs_on_the_same_hosts(submit: Submit, tmp_path: Path) -> None:
     """The end of one leaves the other alone; `ray stop` would not."""

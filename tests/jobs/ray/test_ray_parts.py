@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -193,6 +194,45 @@ def test_a_worker_whose_head_was_not_up_starts_again(monkeypatch: pytest.MonkeyP
         with pytest.raises(node.RayFault, match="b: ray start has ended with exit code 1") as fault:
             worker.poll()
     assert len(started) == 3 and fault.value.code == node.NOT_UP_EXIT
+
+
+def test_a_raylet_whose_agent_was_late_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each such end; another node may do so until the cluster is complete."""
+    started: list[list[str]] = []
+
+    class Gone:
+        def start(self, command: list[str], *_: object, **__: str) -> int:
+            started.append(command)
+            return len(started)
+
+        def exit_code(self, pid: int) -> None:
+            pass
+
+        def terminate(self, main: int) -> None:
+            pass
+
+    monkeypatch.setattr(node, "Processes", Gone)
+    monkeypatch.setattr(ports.PortProbe, "fault", lambda probe: "gone" * probe.refusals)
+    head = node.RayNode(plan(0, dict.fromkeys("ab", "127.0.0.1")))
+    logs_of_ray = head.temp / "session_2026-11-28/logs"
+    logs_of_ray.mkdir(parents=True)
+    late = "Check failed: status.has_value() Timed out waiting for file metrics_agent_port_5\n"
+    try:
+        head.start_ray()
+        head.ready = 7
+        for times in (1, 2):
+            (logs_of_ray / "raylet.err").write_text(late)
+            head.probes[0].refusals = 1
+            head.poll()
+            assert len(started) == 1 + 2 * times and "kempner.jobs.ray.ready" in started[-2]
+        assert "start" in started[-1] and not head.probes[0].refusals
+        head.peers[0].refusals, head.peers_probed = 1, 0.0
+        head.poll()
+        head.ready, head.peers_probed = 0, 0.0  # complete
+        with pytest.raises(node.RayFault, match="gone"):
+            head.poll()
+    finally:
+        shutil.rmtree(head.temp)
 
 
 def test_a_port_that_was_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,9 @@ SOCKET_PATH = 107  # bytes that the kernel allows
 # Ray appends the session, "sockets" and a name to its temporary directory; this is the longest.
 SOCKET_TAIL = len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.sock")
 OBJECT_STORE_LEAST = 78643200  # bytes; Ray refuses less
+AGENT_IS_LATE = (
+    "Timed out waiting for file"  # in raylet.err; github.com/ray-project/ray/issues/65983
+)
 
 
 def emit_line(*words: object) -> None:
@@ -232,7 +235,49 @@ class RayNode:
         self.ray = self.processes.start(ray_start(plan, self.temp), TMPDIR=str(self.temp))
 
     def poll(self) -> None:
-        """Check Ray once; the head also probes the other nodes, whose hosts may be down."""
+        """Check Ray once, and start it again if it was only too slow to start, here or on the
+        head."""
+        try:
+            self.check()
+        except RayFault:
+            if self.agent_was_late():
+                why = "Ray's agent took more than the 15 s that Ray allows"
+            elif self.head_is_starting():
+                why = "the head has not started yet, or starts again"
+            else:
+                raise
+            log_text(f"{why}: starting Ray again")
+            self.start_again()
+
+    def agent_was_late(self) -> bool:
+        """Return whether a raylet of this node has ended because its agent, whose imports come from
+        a file system that may be slow, was not ready in time. Each such end is reported once."""
+        for path in sorted(self.temp.glob("session_2*/logs/raylet.err")):
+            with contextlib.suppress(OSError):
+                if AGENT_IS_LATE in path.read_text(errors="replace"):
+                    path.rename(path.with_name(f"raylet-{time.time():.0f}.err"))  # the next appends
+                    return True
+        return False
+
+    def head_is_starting(self) -> bool:
+        """Return whether the head's raylet is away while the cluster may still become complete. If
+        it has died for good, the head reports that."""
+        plan = self.plan
+        away = not plan.is_head and not is_open(plan.head_address, plan.ports.node_manager(0))
+        return away and time.time() < plan.deadline
+
+    def start_again(self) -> None:
+        """End all that Ray has left on this node, and start it anew."""
+        self.processes.terminate(self.ray)
+        for probe in self.probes:
+            probe.opened, probe.refusals, probe.silent = 0.0, 0, 0
+        if self.ready:
+            self.ready = self.processes.start(ready_command(self.plan), (EVENTS,))
+        self.start_ray()
+
+    def check(self) -> None:
+        """Raise RayFault for what is wrong; the head also probes the other nodes, whose hosts may
+        be down."""
         code = DIED_EXIT if self.probes[0].opened else NOT_UP_EXIT
         if (exit_code := self.processes.exit_code(self.ray)) is not None:
             if self.head_was_up:
@@ -260,7 +305,9 @@ class RayNode:
             probes = probes + self.peers
             self.peers_probed = began
         for probe in probes:
-            if fault := probe.fault():
+            fault = probe.fault()
+            # Until the cluster is complete another node may start its Ray again.
+            if fault and not (self.ready and probe.refusals and probe in self.peers):
                 raise RayFault(code, fault)
             if time.monotonic() - began > PORT_CONNECT_S:
                 break  # each silent host costs a timeout, and there may be many
