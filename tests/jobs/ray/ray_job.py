@@ -58,16 +58,18 @@ class RayJob:
     def traces(self) -> set[str]:
         return {*processes(self.cluster, self.job), *files(self.job)}
 
-    def until(self, what: str) -> str:
-        """Wait for some text in the batch log; fails at once when the job ends without it."""
+    def until(self, what: str, file: Path | None = None) -> str:
+        """Wait for some text in the batch log, or in another file; fails at once when the job ends
+        without it."""
         end = time.monotonic() + LIMIT_S
-        while what not in self.text():
+        while what not in self.text(file):
             assert self.cluster.state(self.job) not in ENDED and time.monotonic() < end, self.all()
             time.sleep(0.1)
-        return self.text()
+        return self.text(file)
 
-    def text(self) -> str:
-        return self.log.read_text() if self.log.exists() else ""
+    def text(self, file: Path | None = None) -> str:
+        file = file or self.log
+        return file.read_text() if file.exists() else ""
 
     def all(self) -> str:
         """The batch log and the logs of Ray and of the driver, for a test that fails."""
@@ -96,7 +98,8 @@ class Submit:
     def cancel(self) -> None:
         """End what is still running."""
         for job in self.jobs:
-            if self.cluster.state(job.job) not in ENDED:
+            # Slurm soon forgets one that has ended.
+            if job.job in self.cluster.ask("squeue", "-h", "-o", "%A").split():
                 self.cluster.ask("scancel", job.job)
                 self.cluster.wait(job.job)
 

@@ -240,7 +240,7 @@ SAVES = f'python -c "{SAVE}; print(1); time.sleep(600)"'
 @pytest.mark.job(make=lambda submit: submit(1, SAVES))
 def test_a_warning_ends_it_with_128_and_the_signal(job: RayJob) -> None:
     """The command has some seconds to save; its exit code 0 then does not count."""
-    job.cluster.wait_for("1\n", job.logs / "ray-driver.log")
+    job.until("1\n", job.logs / "ray-driver.log")
     job.cluster.ask("scancel", "--batch", "--signal=USR1", job.job)  # --signal=B:USR1@60
     assert job.end() == 128 + signal.SIGUSR1, job.all()
     assert "saved" in (job.logs / "ray-driver.log").read_text()
@@ -416,7 +416,7 @@ def test_apptainer(job: RayJob) -> None:
 def test_a_signal_to_the_steps_alone(job: RayJob) -> None:
     """As preemption with a grace time sends it, and --signal without B: the batch shell gets none.
     A command that saves and ends with 0 has not finished its work."""
-    job.cluster.wait_for("1\n", job.logs / "ray-driver.log")
+    job.until("1\n", job.logs / "ray-driver.log")
     job.cluster.ask("scancel", "--signal=TERM", job.job)
     assert job.end() == 128 + signal.SIGTERM, job.all()
     assert "SIGTERM: ending the cluster" in job.text()
@@ -430,7 +430,7 @@ def test_a_signal_to_the_steps_alone(job: RayJob) -> None:
 def test_the_end_comes_from_slurm(submit: Submit, tmp_path: Path, how: str) -> None:
     """Actors that ignore SIGTERM, and their children, end with the job: within KillWait (5 s)."""
     job = submit(2, driver(tmp_path, "--stay"), options="--time=2")
-    job.cluster.wait_for("stubborn", tmp_path / "report.json")
+    job.until("stubborn", tmp_path / "report.json")
     if how == "scancel":
         job.cluster.ask("scancel", job.job)
     else:
@@ -507,7 +507,7 @@ def test_ray_dies_under_the_driver(
 ) -> None:
     """`ray start --block` keeps blocking after SIGTERM to its raylet; the job ends all the same."""
     job = submit(2, driver(tmp_path, "--stay"))
-    job.cluster.wait_for("stubborn", tmp_path / "report.json")
+    job.until("stubborn", tmp_path / "report.json")
     began = time.monotonic()
     job.run(node, "--", "pkill", f"-{kill}", "-x", what)  # a host sees only its own processes
     code = job.cluster.wait(job.job)
@@ -527,7 +527,7 @@ def test_a_host_that_is_down(submit: Submit, four_hosts: Cluster, tmp_path: Path
     )
     job = submit(2, driver(tmp_path, "--stay"))
     cluster = job.cluster
-    cluster.wait_for("stubborn", tmp_path / "report.json")
+    job.until("stubborn", tmp_path / "report.json")
     began, plug = time.monotonic(), ("ip", "link", "set", f"m{cluster.number}-2")
     cluster.testbed("crash", "node2") if how == "crash" else cluster.ask(*plug, "down")
     try:
