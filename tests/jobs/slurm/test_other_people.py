@@ -76,6 +76,7 @@ def watching(found: dict[str, str]) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.as_root("the variables of another user's commands are words of the test bed's login")
 def test_a_stranger_on_the_nodes_of_a_run(cluster: Cluster, tmp_path: Path) -> None:
     """Who knows the name of the step, as squeue shows it, told the coordinator that the run is
     done. And no process of a run has a secret in its words, from sbatch to the end."""

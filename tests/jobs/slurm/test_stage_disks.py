@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cluster import Cluster
+from tests.cluster import AS_USER, USER_ID, Cluster
 from tests.conftest import status
 from tests.containers import container, image
 from tests.waiting import until
@@ -36,10 +36,17 @@ def on_disk(cluster: Cluster, host: str, disk: Path) -> set[str]:
     return {line.removeprefix(f"{disk}/") for line in lines}
 
 
+OWN_PYTHON = pytest.mark.as_root(
+    "an environment or image here has this machine's Python, which may be in root's home"
+)
+
+
 def of_a_dead_job(cluster: Cluster, disk: Path) -> None:
     """What a job that was killed has left on node1."""
     text = """mkdir -p "$0/shards" && echo '{"is": "STAGE", "run": ""}' >"$0/.kempner\""""
-    cluster.testbed("exec", "node1", "bash", "-c", text, disk / "kempner-999999")
+    left = disk / "kempner-999999"
+    cluster.testbed("exec", "node1", "bash", "-c", text, left)
+    cluster.testbed("exec", "node1", "chown", "-R", USER_ID if AS_USER[0] else 0, left)
 
 
 def readable(path: Path) -> str:
@@ -139,6 +146,7 @@ def ranks(tmp_path: Path) -> list[str]:
     return [(tmp_path / f"run/rank-{rank}").read_text() for rank in (0, 1)]
 
 
+@OWN_PYTHON
 @pytest.mark.parametrize("full", [False, True])
 def test_the_environment_is_sent_to_each_node_as_one_file(
     cluster: Cluster, tmp_path: Path, disk: Path, full: bool
@@ -159,6 +167,7 @@ def test_the_environment_is_sent_to_each_node_as_one_file(
     assert not list((tmp_path / "run").glob(".environment*"))
 
 
+@OWN_PYTHON
 @pytest.mark.parametrize("runtime", ["pyxis", "apptainer"])
 @pytest.mark.parametrize("disk", ["disk"], indirect=True)  # pyxis takes no blanks
 def test_an_image_and_data_are_sent_to_each_node(
@@ -181,6 +190,7 @@ def test_an_image_and_data_are_sent_to_each_node(
     assert [on_disk(cluster, host, disk) for host in HOSTS] == [set(), set()]
 
 
+@OWN_PYTHON
 def test_each_job_of_a_chain_leaves_nothing_behind(
     cluster: Cluster, tmp_path: Path, disk: Path
 ) -> None:
