@@ -424,8 +424,8 @@ def test_three_ranks_write_one_state_and_fail_together(tmp_path: Path) -> None:
     assert sum(files.values()) < 2 * 400_000  # the replica is there once
 
 
-def of_two(rank: int, root: Path) -> None:
-    """One of two ranks, of which rank 1 is killed while it writes the last checkpoint."""
+def saved_by_two(rank: int, root: Path) -> tuple[checkpoints.Checkpointer, list[str]]:
+    """Join the group of two ranks, which save step 1; returns the checkpointer, and its log."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(root / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -433,6 +433,12 @@ def of_two(rank: int, root: Path) -> None:
     saver.save(1, {})
     saver.wait()
     assert saver.saved_step == 1, log
+    return saver, log
+
+
+def of_two(rank: int, root: Path) -> None:
+    """One of two ranks, of which rank 1 is killed while it writes the last checkpoint."""
+    saver, _ = saved_by_two(rank, root)
     if rank == 1:
         checkpoints.write_file = lambda *_: os._exit(0)
     leave = Verdict(save=True, state="interrupted")
@@ -450,12 +456,7 @@ def test_a_rank_that_is_lost_in_the_last_save_is_no_failed_run(tmp_path: Path) -
 
 def of_two_hosts(rank: int, root: Path) -> None:
     """One of two ranks, of which rank 1 has another disk where the checkpoints of rank 0 are."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(root / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    saver, log = checkpointer(root / "checkpoints", Holder(weight=torch.arange(7.0)))
-    saver.save(1, {})
-    saver.wait()
+    saver, log = saved_by_two(rank, root)
     if rank == 1:
         real = saver.ranks.on_first
 

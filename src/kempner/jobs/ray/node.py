@@ -38,9 +38,8 @@ SOCKET_PATH = 107  # bytes that the kernel allows
 # Ray appends the session, "sockets" and a name to its temporary directory; this is the longest.
 SOCKET_TAIL = len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.sock")
 OBJECT_STORE_LEAST = 78643200  # bytes; Ray refuses less
-AGENT_IS_LATE = (
-    "Timed out waiting for file"  # in raylet.err; github.com/ray-project/ray/issues/65983
-)
+# In raylet.err, after 15 s that nobody can change: github.com/ray-project/ray/issues/65983.
+AGENT_IS_LATE = "Timed out waiting for file"
 
 
 def emit_line(*words: object) -> None:
