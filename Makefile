@@ -19,7 +19,7 @@
 #
 # ONLY="faults rl" runs these parts of soak alone; tests/soak.py names them. A table of all parts comes at the end.
 #
-# The tests run in three workers: a part of the time they wait for Slurm. ARGS="-n 0" runs them in one process.
+# The tests run in four workers: half of the time they wait for Slurm. ARGS="-n 0" runs them in one process.
 #
 # Everything is installed into .venv; PYTHON=python3.12 chooses the Python that makes it. Where .venv does not exist,
 # gpu-check uses $(PYTHON) itself if that has torch. ARGS="..." is passed on to the program.
@@ -67,7 +67,7 @@ data/stdlib/dataset.json: | .venv/core
 
 test: .venv/dev data/stdlib/dataset.json
 	@$(INSTALL_SLURM)
-	$(PY) -m pytest -n 3 --dist loadfile $(ARGS)
+	$(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-vllm: .venv/dev .venv-vllm/ready
 	@KEMPNER_VLLM=$(PWD)/.venv-vllm/bin/python $(PY) -m pytest -m vllm $(ARGS)

@@ -33,6 +33,8 @@ __all__ = ["cluster"]  # a fixture
 # A shell that starts us in the background ignores SIGINT, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+WAITING = {"slurm", "ray", "fault"}  # directories of tests that mostly wait
+
 TINY = [
     "configs/train/debug.toml",
     "--model.dim=64",
@@ -97,6 +99,22 @@ def pytest_configure(config: pytest.Config) -> None:
         AS_USER[0] = True
         # Only root enters pytest's own
         config.option.basetemp = config.option.basetemp or tempfile.mkdtemp(prefix="as-user-")
+
+
+@pytest.hookimpl(trylast=True)  # without the tests that are deselected
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests wait for Slurm, Ray or a hang come evenly between those that compute: then
+    the workers of one machine neither compete for its cores nor leave them idle. The files with
+    most tests come first, as with xdist's own order, which `make test` turns off."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    places = dict[Path, float]()
+    for wait in (False, True):
+        some = [path for path in files if (path.parent.name in WAITING) == wait]
+        some.sort(key=lambda path: -len(files[path]))
+        places |= {path: (number + 0.5) / len(some) for number, path in enumerate(some)}
+    items[:] = [item for path in sorted(files, key=places.__getitem__) for item in files[path]]
 
 
 def pytest_collection_finish() -> None:
