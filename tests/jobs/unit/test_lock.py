@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 
 from kempner.config.option import ConfigError
-from kempner.jobs import lock
+from kempner.jobs import lock, lock_takeover
 from kempner.jobs.lock import LOST_LOCK_EXIT, RunLock
+from kempner.jobs.lock_takeover import Takeover
 from kempner.jobs.system.process import pid_namespace
+from kempner.jobs.this_job import host_name
 
 BEAT_S, LIMIT_S = 0.2, 120.0
 SLURM = {"SLURM_CLUSTER_NAME": "a", "SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "0"}
@@ -53,13 +55,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A beat takes 0.2 s here, and is missed after 15 s even on the busiest machine."""
     for name in [name for name in os.environ if name.startswith(("SLURM", "KEMPNER_ATTEMPT"))]:
         monkeypatch.delenv(name)
-    for name, seconds in (
-        ("LOCK_HEARTBEAT_S", BEAT_S),
-        ("MISSED_S", 15.0),
-        ("DEAD_S", 30.0),
-        ("LOCK_POLL_S", 0.1),
-    ):
-        monkeypatch.setattr(lock, name, seconds)
+    monkeypatch.setattr(lock, "LOCK_HEARTBEAT_S", BEAT_S)
+    for name, seconds in (("MISSED_S", 15.0), ("DEAD_S", 30.0), ("LOCK_POLL_S", 0.1)):
+        monkeypatch.setattr(lock_takeover, name, seconds)
 
 
 def be(monkeypatch: pytest.MonkeyPatch, **env: str) -> None:
@@ -164,7 +162,7 @@ def test_a_start_that_was_killed_while_it_claimed_the_lock(
     text = (tmp_path / "lock").read_bytes()
     (tmp_path / f".lock.{hashlib.sha256(text).hexdigest()[:16]}.0").touch()
     be(monkeypatch, **{**SLURM, "SLURM_RESTART_COUNT": "2"})
-    monkeypatch.setattr(lock, "MISSED_S", 2.0)
+    monkeypatch.setattr(lock_takeover, "MISSED_S", 2.0)
     taken: list[RunLock] = []
     start = threading.Thread(target=lambda: taken.append(RunLock(tmp_path)), daemon=True)
     start.start()
@@ -181,7 +179,7 @@ def test_who_has_lost_the_lock_leaves_though_the_file_system_hangs(
     mine._stop.set()
     (tmp_path / "lock").write_text(record())
     left, ended = threading.Event(), threading.Event()
-    monkeypatch.setattr(lock, "_look", lambda path: left.wait(LIMIT_S) and None)
+    monkeypatch.setattr(lock_takeover, "look", lambda path: left.wait(LIMIT_S) and None)
     monkeypatch.setattr(lock, "LOST_LOCK_WORDS_S", 0.1)
     monkeypatch.setattr(os, "_exit", lambda code: ended.set())
     threading.Thread(target=mine.check, daemon=True).start()
@@ -264,9 +262,9 @@ def test_how_long_a_lock_must_be_still(
     be(monkeypatch, **SLURM, SLURM_STEP_ID="2")
     (tmp_path / "lock").write_text(record(**{"slurm_id": "12", **values}))
     waited = []
-    monkeypatch.setattr(RunLock, "_stays", lambda self, seen, limit: not waited.append(limit))
+    monkeypatch.setattr(Takeover, "_stays", lambda self, seen, limit: not waited.append(limit))
     RunLock(tmp_path).release()
-    assert waited == [getattr(lock, waits)]
+    assert waited == [getattr(lock_takeover, waits)]
     assert not (tmp_path / "asked").exists()
 
 
@@ -285,9 +283,9 @@ def test_only_its_own_kernel_knows_at_once_that_a_process_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, object], free: bool
 ) -> None:
     be(monkeypatch, SLURM_CLUSTER_NAME="a")
-    (tmp_path / "lock").write_text(record(**{"host": lock.host_name(), **values}))
+    (tmp_path / "lock").write_text(record(**{"host": host_name(), **values}))
     waited = []
-    monkeypatch.setattr(RunLock, "_stays", lambda self, seen, limit: not waited.append(limit))
+    monkeypatch.setattr(Takeover, "_stays", lambda self, seen, limit: not waited.append(limit))
     RunLock(tmp_path).release()
     assert (not waited) == free
 
@@ -310,7 +308,7 @@ def test_the_age_decides_over_a_lock_that_cannot_be_understood(
         RunLock(tmp_path)
     stop.set()
     beating.join()
-    monkeypatch.setattr(lock, "DEAD_S", BEAT_S)
+    monkeypatch.setattr(lock_takeover, "DEAD_S", BEAT_S)
     RunLock(tmp_path).release()
 
 
@@ -318,8 +316,8 @@ def test_what_cannot_be_read_for_a_moment_is_not_dead(
     hold: Hold, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """EIO, ESTALE of a shared file system."""
-    held, looks, look = hold(), iter([lock.SeenLock()] * 3), lock._look
-    monkeypatch.setattr(lock, "_look", lambda path: next(looks, None) or look(path))
+    held, looks, look = hold(), iter([lock_takeover.SeenLock()] * 3), lock_takeover.look
+    monkeypatch.setattr(lock_takeover, "look", lambda path: next(looks, None) or look(path))
     with pytest.raises(ConfigError, match=f"is in use by process {held.pid}"):
         RunLock(tmp_path)
 
@@ -331,7 +329,8 @@ NEWCOMERS = 3
 
 def _take_overs(folder: Path, trials: int, ready: object, over: object) -> None:
     """A newcomer to each of these directories, whose lock a dead process has left."""
-    lock.LOCK_HEARTBEAT_S, lock.LOCK_POLL_S, lock.MISSED_S, lock.DEAD_S = 0.02, 0.01, 30.0, 60.0
+    lock.LOCK_HEARTBEAT_S, lock_takeover.LOCK_POLL_S = 0.02, 0.01
+    lock_takeover.MISSED_S, lock_takeover.DEAD_S = 30.0, 60.0
     for trial in range(trials):
         ready.wait(LIMIT_S)  # type: ignore[attr-defined]
         directory, held = folder / str(trial), None
@@ -350,9 +349,9 @@ def test_the_second_one_waits_for_the_first_one_at_its_most_delicate_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both have seen the dead one's lock, and the first one is about to replace it."""
-    (tmp_path / "lock").write_text(record(kernel=pid_namespace(), host=lock.host_name()))
+    (tmp_path / "lock").write_text(record(kernel=pid_namespace(), host=host_name()))
     about_to, went_on = threading.Event(), threading.Event()
-    replace, stays, held = Path.replace, RunLock._stays, []
+    replace, stays, held = Path.replace, Takeover._stays, []
 
     def slowly(self: Path, target: Path) -> Path:
         if about_to.is_set():
@@ -362,7 +361,7 @@ def test_the_second_one_waits_for_the_first_one_at_its_most_delicate_moment(
             assert went_on.wait(LIMIT_S)
         return replace(self, target)
 
-    def seen_waiting(self: RunLock, *about: Any) -> bool:
+    def seen_waiting(self: Takeover, *about: Any) -> bool:
         went_on.set()
         return stays(self, *about)
 
@@ -372,7 +371,7 @@ def test_the_second_one_waits_for_the_first_one_at_its_most_delicate_moment(
 
     monkeypatch.setattr(os, "_exit", lambda code: None)  # of one that has lost it
     monkeypatch.setattr(Path, "replace", slowly)
-    monkeypatch.setattr(RunLock, "_stays", seen_waiting)
+    monkeypatch.setattr(Takeover, "_stays", seen_waiting)
     newcomers = [threading.Thread(target=come) for _ in range(2)]
     newcomers[0].start()
     assert about_to.wait(LIMIT_S)
@@ -386,7 +385,7 @@ def test_the_second_one_waits_for_the_first_one_at_its_most_delicate_moment(
 
 @pytest.mark.parametrize("trials", [30, pytest.param(1000, marks=pytest.mark.soak)])
 def test_one_of_several_newcomers_takes_a_dead_lock(tmp_path: Path, trials: int) -> None:
-    dead = {"kernel": pid_namespace(), "host": lock.host_name()}
+    dead = {"kernel": pid_namespace(), "host": host_name()}
     for trial in range(trials):
         (tmp_path / str(trial)).mkdir()
         if trial % 5:  # else there is none yet

@@ -17,7 +17,7 @@ from tests.conftest import TINY, start_train, status
 from tests.waiting import LIMIT_S, until
 
 BEAT_S = 0.5
-LOCK = f"BEAT_S={BEAT_S} MISSED_S=8 DEAD_S=15 LOOK_S=0.1"
+LOCK = f"LOCK_HEARTBEAT_S={BEAT_S} MISSED_S=8 DEAD_S=15 LOCK_POLL_S=0.1"
 SQUEUE = """#!/bin/bash
 [[ $* == *--me* ]] && exit
 echo 'slurm_load_jobs error: Socket timed out on send/recv operation' >&2
