@@ -423,8 +423,24 @@ def loss(job: Job) -> Figures:
 
 
 def decoding(job: Job) -> Figures:
-    """A model of 1.2 billion parameters draws tokens, one graph a step, and those of steps without;
-    its speed beside that of reading its weights and keys once for each token."""
+    """Models of 1.2 and 6.7 billion parameters draw tokens, one graph a step, and those of steps
+    without; their speed beside that of reading weights and keys once for each token."""
+    import torch
+
+    shapes = {"": (256, 2, 512, 1024)} if job.quick else {"": (2048, 16, 128_256, 8192)}
+    if job.device == "cuda" and torch.cuda.mem_get_info()[0] > 30e9:
+        shapes["7b_"] = (4096, 32, 32_000, 11_008)
+    rate = copy_rate(job.device, 1 << (20 if job.quick else 30))
+    found: Figures = {}
+    for name, shape in shapes.items():
+        found |= {name + key: value for key, value in decode(job, *shape, rate).items()}
+    return found
+
+
+def decode(
+    job: Job, width: int, layers: int, words: int, ffn: int, rate: float
+) -> dict[str, float]:
+    """Draw 128 tokens, one a step, with graphs and without. `rate`: of a copy, bytes/s."""
     import torch
 
     from kempner.extensions.generate.config import Sampling
@@ -432,11 +448,10 @@ def decoding(job: Job) -> Figures:
     from kempner.model.config import ModelConfig
     from kempner.model.decoder import Decoder
 
-    width, layers, words = (256, 2, 512) if job.quick else (2048, 16, 128_256)
-    gpu = job.device == "cuda"
+    gpu, groups = job.device == "cuda", 4 if words > 32_000 else 1
     cfg = ModelConfig(
-        vocab_size=words, dim=width, n_layers=layers, n_heads=width // 32,
-        n_kv_heads=width // 128, ffn_dim=4 * width, max_seq_len=1024, tie_embeddings=True,
+        vocab_size=words, dim=width, n_layers=layers, n_heads=width // (128 // groups),
+        n_kv_heads=width // 128, ffn_dim=ffn, max_seq_len=1024, tie_embeddings=groups == 4,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device(job.device):
@@ -448,20 +463,17 @@ def decoding(job: Job) -> Figures:
         request = GenerationRequest(0, [1] * 64, Sampling(temperature=0, max_tokens=count))
         engine.join([request])
         engine.step()
-        assert engine._token_step is not None
-        engine._token_step.uses_graphs = graphs and gpu
+        step = engine._token_step
+        assert step is not None
+        step.uses_graphs = graphs and gpu
         seconds.clear()
         while len(request.new) < count:
             began = time.perf_counter()
             engine.step()
             seconds.append(time.perf_counter() - began)  # tokens are on the host by now
         texts.append(request.new)
-        found = engine._token_step.by_shape.values()
-        if (
-            graphs
-            and gpu
-            and not all(isinstance(each.graph, torch.cuda.CUDAGraph) for each in found)
-        ):
+        captured = [*step.by_shape.values(), *step.draws.values()]
+        if graphs and gpu and any(each.graph is None for each in captured):
             raise Failed("torch cannot capture a step as a graph")
     # Later on the order of sums, which differs, may decide between two tokens of a random model.
     equal = next((n for n, pair in enumerate(zip(*texts, strict=True)) if len({*pair}) > 1), count)
@@ -469,8 +481,10 @@ def decoding(job: Job) -> Figures:
         raise Failed(f"a graph draws other tokens: {texts[1][:9]}..., not {texts[0][:9]}...")
     heads = 2 * cfg.n_layers * cfg.kv_heads * cfg.resolved_head_dim
     keys = heads * (64 + count // 2) * model.embed.weight.itemsize
-    moved = sum(p.nbytes for p in model.parameters()) + keys
-    token, rate = statistics.median(seconds), copy_rate(job.device, 1 << (20 if job.quick else 30))
+    # Of an embedding of its own, a step reads one row.
+    unread = 0 if cfg.tie_embeddings else model.embed.weight.nbytes
+    moved = sum(p.nbytes for p in model.parameters()) - unread + keys
+    token = statistics.median(seconds)
     return {
         "equal_tokens": equal,
         "tokens_per_s": 1 / token,

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,11 +129,11 @@ def test_a_graph_for_each_of_few_shapes(
     model, prompts = build(**CASES[case], max_seq_len=192), prompts_of(5, 70, 20)
     expected = [without_cache(model, prompt, MOST, 192) for prompt in prompts]
 
-    def capture(numbers: torch.Tensor, step: Callable[[], torch.Tensor]) -> token_step.StepGraph:
+    def capture(work: Callable[[], object]) -> SimpleNamespace:
         if fails:
             raise RuntimeError("not permitted when a stream is capturing")
-        logits = step()
-        return token_step.StepGraph(numbers, logits, lambda: logits.copy_(step()))
+        work()
+        return SimpleNamespace(replay=work)
 
     monkeypatch.setattr(token_step, "capture_graph", capture)
     engine = Engine[GenerationRequest](model, VOCAB, 192, 3)
@@ -149,6 +150,37 @@ def test_a_graph_for_each_of_few_shapes(
             engine.step()
     assert [request.new[:MOST] for request in requests] == expected
     assert set(steps.by_shape) <= {(rows, places) for rows in (1, 2, 3) for places in (64, 128)}
+    assert set(steps.draws) <= {(rows, GREEDY.filters) for rows in (1, 2, 3)}
+
+
+def test_draws_by_graphs_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with the same filters, others, and more filters than may have a graph."""
+
+    def capture(work: Callable[[], object]) -> SimpleNamespace:
+        work()
+        return SimpleNamespace(replay=work)
+
+    monkeypatch.setattr(token_step, "capture_graph", capture)
+    monkeypatch.setattr(token_step, "MOST_DRAWS", 3)
+    model, prompts = build(), prompts_of(5, 9, 20)
+    plain, engine = (Engine[GenerationRequest](model, VOCAB, 64, 3) for _ in range(2))
+    steps = engine._token_step = TokenStep(model, engine.cache)
+    steps.uses_graphs = True
+    mixed = [Sampling(0.7, seed=5), Sampling(0), Sampling(1.3, top_k=7, seed=1)]
+    batches = [[Sampling(t, top_p=0.9, seed=3)] * 3 for t in (0.5, 1.0, 1.5, 0.0)]
+    for batch in [*batches, mixed] * 2:
+        texts = []
+        for each in (plain, engine):
+            pairs = enumerate(zip(prompts, batch, strict=True))
+            requests = [GenerationRequest(n, *pair) for n, pair in pairs]
+            each.join(requests)
+            for _ in range(MOST):
+                each.step()
+            texts.append([(request.new, request.logprobs) for request in requests])
+            for request in requests:
+                each.leave(request)
+        assert texts[0] == texts[1]
+    assert set(steps.draws) == {(3, batch[0].filters) for batch in batches[:3]}
 
 
 def test_weights_of_one_product_stay_the_models_own() -> None:

@@ -236,8 +236,10 @@ def test_policy(name: str) -> None:
 
 # The engine hands its token to the host in each step, and puts what it draws with on the GPU.
 GENERATION = {
-    "engine.py: _draw: to": "the tokens and the random numbers of a step",
+    "engine.py: draw: to": "the random numbers of first tokens",
     "engine.py: _draw: tolist": "what was drawn",
+    "token_step.py: draw: to": "the random numbers of a step",
+    "token_step.py: draw: cpu": "what a step has drawn",
     "engine.py: _prefill: to": "the tokens that rows begin with",
     "engine.py: _read: to": "a prompt",
     "token_step.py: _replay: copy_": "the tokens of a step and their places",

@@ -3,7 +3,7 @@ when done; each forward pass draws a token for each. B requests, T tokens, V voc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -40,6 +40,7 @@ class GenerationRequest:
         return self.new[-1] if self.new else self.prompt[-1]
 
 
+Draw = Callable[[Sequence[Sampling], Sequence[float], int], tuple[Tensor, Tensor]]
 _R = TypeVar("_R", bound=GenerationRequest)
 
 
@@ -160,23 +161,29 @@ class Engine(Generic[_R]):
     @torch.inference_mode()
     def _prefill(self, requests: Sequence[_R], tokens: Tensor, counts: Sequence[int]) -> None:
         """Read tokens [B, T] into new rows, and draw a token for each."""
-        device = self.cache.keys.device
-        self._draw(requests, self.model(tokens.to(device), cache=self.cache.join(counts))[:, 0])
+        tokens = tokens.to(self.cache.keys.device)
+        logits = self.model(tokens, cache=self.cache.join(counts))[:, 0]
+
+        def draw(
+            samplings: Sequence[Sampling], uniform: Sequence[float], size: int
+        ) -> tuple[Tensor, Tensor]:
+            return draw_rows(logits, samplings, torch.tensor(uniform).to(logits.device), size)
+
+        self._draw(requests, draw)
 
     @torch.inference_mode()
     def _grow(self, requests: Sequence[_R]) -> None:
         """Read the last token of every row, and draw the next one."""
         if self._token_step is None:
             self._token_step = TokenStep(self.model, self.cache)
-        last = [request.last for request in requests]
-        self._draw(requests, self._token_step(last, self.cache.advance()))
+        self._token_step([request.last for request in requests], self.cache.advance())
+        self._draw(requests, self._token_step.draw)
 
-    def _draw(self, requests: Sequence[_R], logits: Tensor) -> None:
-        """Draw one token for each request from logits [B, V]."""
-        device = logits.device
-        uniform = torch.tensor([request.uniforms[len(request.new)] for request in requests])
+    def _draw(self, requests: Sequence[_R], draw: Draw) -> None:
+        """Draw one token for each request."""
+        uniform = [request.uniforms[len(request.new)] for request in requests]
         samplings = [request.sampling for request in requests]
-        new_tokens, logprobs = draw_rows(logits, samplings, uniform.to(device), self.vocab_size)
+        new_tokens, logprobs = draw(samplings, uniform, self.vocab_size)
         for request, token, logprob in zip(
             requests, new_tokens.tolist(), logprobs.tolist(), strict=True
         ):

@@ -16,12 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kempner.extensions.generate.config import Sampling
+from kempner.extensions.generate.sampling import draw_rows, sample_tokens
 from kempner.model.attention import capped_attention
 from kempner.model.cache import CACHE_BLOCK, KVCache
 from kempner.model.decoder import Block, Decoder
 from kempner.model.feed_forward import FeedForward
 
 Product = Callable[[Tensor], Tensor]
+Filters = tuple[float, int | None, float, float]  # Sampling.filters
+MOST_DRAWS = 32  # graphs of draws: each has memory of its own, and clients choose their filters
 
 
 class TokenStep:
@@ -45,6 +49,9 @@ class TokenStep:
         # The sizes of what the experts of a layer compute depend on the tokens.
         self.uses_graphs = device.type == "cuda" and not cfg.n_experts
         self.by_shape: dict[tuple[int, int], StepGraph] = {}
+        self.outputs: dict[int, Tensor] = {}  # logits of all graphs of so many rows
+        self.draws: dict[tuple[int, Filters], DrawGraph] = {}
+        self._last: tuple[Tensor, int]
 
     @property
     def is_valid(self) -> bool:
@@ -54,6 +61,34 @@ class TokenStep:
     def __call__(self, tokens: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """Read the next token of each row, and return logits [B, V], which another call overwrites.
         `lengths`: tokens that each row then holds."""
+        logits, rows = self._compute(tokens, lengths)
+        self._last = logits[: len(tokens)], rows
+        return self._last[0]
+
+    def draw(
+        self, samplings: Sequence[Sampling], uniform: Sequence[float], size: int
+    ) -> tuple[Tensor, Tensor]:
+        """Draw from the last call's logits, as draw_rows() does; tokens and logs of probabilities
+        are on the host. Rows with the same filters are drawn by a graph, too: some twenty kernels
+        and four waits for the GPU take as long as a small model's step."""
+        logits, rows = self._last
+        key = (rows, samplings[0].filters)
+        alike = rows and all(each.filters == key[1] for each in samplings)
+        if not alike or (key not in self.draws and len(self.draws) == MOST_DRAWS):
+            numbers = torch.tensor(uniform).to(logits.device)
+            tokens, logprobs = draw_rows(logits, samplings, numbers, size)
+            return tokens.cpu(), logprobs.cpu()
+        if key not in self.draws:
+            self.draws[key] = self._capture_draw(rows, samplings[0], size)
+        found = self.draws[key]
+        if samplings[0].temperature:
+            found.uniform[: len(uniform)].copy_(torch.tensor(uniform), non_blocking=True)
+        found.replay()
+        drawn = found.drawn[:, : len(samplings)].cpu()
+        return drawn[0].long(), drawn[1].float()
+
+    def _compute(self, tokens: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, int]:
+        """Return logits, and of how many rows they are in self.outputs, or 0."""
         cache, count = self.cache, len(tokens)
         low, high = cache.span(lengths)
         rows = cache.slots if cache.fixed else count
@@ -68,9 +103,9 @@ class TokenStep:
         numbers = torch.tensor([[*tokens, *[0] * free], [*lengths, *[cache.length] * free]])
         numbers[1] -= 1
         if self.uses_graphs:
-            return self._replay(numbers, high)[:count]
+            return self._replay(numbers, high), rows
         numbers = numbers.to(cache.keys.device)
-        return self.logits(numbers[0], numbers[1], low, high)[:count]
+        return self.logits(numbers[0], numbers[1], low, high), 0
 
     def logits(self, tokens: Tensor, positions: Tensor, low: int, high: int) -> Tensor:
         """Compute the step for int64 tokens [B] at `positions` [B], which see the places from `low`
@@ -103,51 +138,82 @@ class TokenStep:
         return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).flatten(1)
 
     def _replay(self, numbers: Tensor, high: int) -> Tensor:
-        found = self.by_shape.get((numbers.shape[1], high))
+        rows = numbers.shape[1]
+        found = self.by_shape.get((rows, high))
         if found is None:
             found = self._capture(numbers.to(self.cache.keys.device), high)
-            self.by_shape[numbers.shape[1], high] = found
+            self.by_shape[rows, high] = found
         # Without pinned memory, too: CUDA has staged the numbers when the call returns.
         found.numbers.copy_(numbers, non_blocking=True)
         found.replay()
-        return found.logits
+        return self.outputs[rows]
 
     def _capture(self, numbers: Tensor, high: int) -> StepGraph:
-        """Capture a graph for so many rows and places; where torch cannot, each step starts its
-        kernels one by one. Every trial writes what the step itself will write."""
-        try:
-            return capture_graph(numbers, lambda: self.logits(numbers[0], numbers[1], 0, high))
-        except RuntimeError as error:
-            text = str(error).partition("\n")[0]
-            print(f"no graph of a step, which takes longer: {text}", file=sys.stderr)
-            found = StepGraph(numbers, self.logits(numbers[0], numbers[1], 0, high), lambda: None)
+        """Capture a step of so many rows and places. Every trial writes what the step itself will
+        write."""
+        rows = numbers.shape[1]
+        if rows not in self.outputs:
+            self.outputs[rows] = torch.empty_like(self.logits(numbers[0], numbers[1], 0, high))
+        out = self.outputs[rows]
 
-            def run() -> None:
-                found.logits.copy_(self.logits(numbers[0], numbers[1], 0, high))
+        def step() -> Tensor:
+            return out.copy_(self.logits(numbers[0], numbers[1], 0, high))
 
-            return found._replace(replay=run)
+        return StepGraph(numbers, *capture_or_run("a step", step))
+
+    def _capture_draw(self, rows: int, sampling: Sampling, size: int) -> DrawGraph:
+        logits, device = self.outputs[rows], self.cache.keys.device
+        uniform = torch.zeros(rows, device=device)
+        drawn = torch.zeros(2, rows, device=device, dtype=torch.float64)  # a token number is exact
+
+        def draw() -> Tensor:
+            return torch.stack(sample_tokens(logits, sampling, uniform, size), out=drawn)
+
+        return DrawGraph(uniform, drawn, *capture_or_run("a draw", draw))
 
 
 class StepGraph(NamedTuple):
-    """A graph, whose input and output stay where they are."""
+    """A step, whose input stays where it is."""
 
     numbers: Tensor  # int64 [2, B]: tokens and positions
-    logits: Tensor  # [B, V]
-    replay: Callable[[], None]
+    replay: Callable[[], object]
     graph: torch.cuda.CUDAGraph | None = None
 
 
-def capture_graph(numbers: Tensor, step: Callable[[], Tensor]) -> StepGraph:
-    """Capture `step`, which reads `numbers` on a GPU."""
+class DrawGraph(NamedTuple):
+    """A draw, whose input and output stay where they are."""
+
+    uniform: Tensor  # fp32 [B]
+    drawn: Tensor  # fp64 [2, B]: tokens, and logs of their probabilities
+    replay: Callable[[], object]
+    graph: torch.cuda.CUDAGraph | None = None
+
+
+def capture_or_run(
+    what: str, work: Callable[[], Tensor]
+) -> tuple[Callable[[], object], torch.cuda.CUDAGraph | None]:
+    """Return a function for `work`, and the graph that it starts; where torch cannot capture one,
+    each call starts the kernels one by one."""
+    try:
+        graph = capture_graph(work)
+    except RuntimeError as error:
+        text = str(error).partition("\n")[0]
+        print(f"no graph of {what}, which takes longer: {text}", file=sys.stderr)
+        return work, None
+    return graph.replay, graph
+
+
+def capture_graph(work: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
+    """Capture what `work` does on a GPU."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # cuBLAS allocates its workspace, kernels are loaded
-        step()
+        work()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        logits = step()
-    return StepGraph(numbers, logits, graph.replay, graph)
+        work()
+    return graph
 
 
 class PlainBlock(NamedTuple):
