@@ -25,6 +25,7 @@ from kempner.parallel.config import (
     is_adapter,
 )
 from kempner.parallel.layout import Layout, is_alone
+from kempner.parallel.single import AddUp, add_up, keep_whole
 
 
 class ModelSettings(Protocol):
@@ -86,18 +87,17 @@ def build_model(
         # Buffers are undefined, too.
         model.rope.copy_(rope_table(cfg))
         init_weights(model, train.seed, layout)
+    alone = is_alone(layout.sizes, distributed)
+    add: AddUp = add_up
+    if alone and train.compile and device_type == "cuda":
+        from kempner.parallel.compiled import compile_sum
+
+        add = compile_sum()
     if train.weights == "bf16" and not frozen:
         from kempner.parallel.shard import GradientSums
 
-        model.fp32_sums = GradientSums(model)
-    if is_alone(layout.sizes, distributed):
-        from kempner.parallel.single import AddUp, add_up, keep_whole
-
-        add: AddUp = add_up
-        if train.compile and device_type == "cuda":
-            from kempner.parallel.compiled import compile_sum
-
-            add = compile_sum()
+        model.fp32_sums = GradientSums(model, add)
+    if alone:
         keep_whole(model, compute_dtype(train.dtype, device_type), add)
     return model
 

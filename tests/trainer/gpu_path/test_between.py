@@ -24,6 +24,7 @@ from kempner.parallel.config import LoraConfig
 from kempner.parallel.experts import ExchangeBuffers, ParallelExperts
 from kempner.parallel.lora import add_adapters
 from kempner.parallel.shard import GradientSums, begin_micro_batch
+from kempner.parallel.single import add_up
 from kempner.train.objective import NextToken
 from kempner.train.progress import Progress
 from kempner.train.resilience.requests import REQUEST_FLAGS
@@ -56,7 +57,7 @@ class Sharded:
 
     def __init__(self, model: Decoder) -> None:
         self.sync_once, self.reduces_in_bf16 = True, False
-        self.fp32_sums, self.told = GradientSums(model), []
+        self.fp32_sums, self.told = GradientSums(model, add_up), []
 
     def set_requires_gradient_sync(self, last: bool) -> None:
         self.told.append(("sync", last))
