@@ -285,6 +285,26 @@ def test_what_fp8_saves() -> None:
     assert parts(fp8, *experts)["products"] > 0.8 * parts(*experts)["products"]
 
 
+IN_BF16 = "--train.weights=bf16 --optimizer.moments=bf16"
+
+
+@pytest.mark.parametrize(
+    ("words", "gib"),
+    [
+        ("--train.micro_batch=1", 130.18),
+        (f"{IN_BF16} --train.micro_batch=2", 96.39),
+        (f"{IN_BF16} --train.micro_batch=4", 129.22),
+        ("--train.micro_batch=1 --train.fp8=tensorwise", 125.49),
+        (f"{IN_BF16} --train.micro_batch=2 --train.fp8=tensorwise", 87.02),
+        (f"{IN_BF16} --train.micro_batch=4 --train.fp8=tensorwise", 110.48),
+    ],
+)
+def test_peaks_of_an_h200(words: str, gib: float) -> None:
+    """As measured with torch 2.11; docs/reference/benchmarks.md has the runs."""
+    cfg = load_config([SEVEN], ["--train.global_batch_tokens=32768", *words.split()])
+    assert estimate_memory(cfg, 1, 1).peak / 2**30 == pytest.approx(gib, rel=0.003)
+
+
 def test_gathers_in_8_bits_are_half_the_bytes() -> None:
     """Of the matrices that are multiplied so; embedding, output and norms are not."""
 

@@ -285,9 +285,10 @@ def block_activation_bytes(
     Kept of a block, eager: the stream before attention and SwiGLU, and after each norm (4 D), q, k,
     v and the output of attention, and four of SwiGLU's inner width (both products, the gate, and
     their product); compiled, only the gate is recomputed: what a product reads is kept, as it would
-    have to be written again (torch/_functorch/partitioners.py, of ban_recompute_*). A CPU has no
-    fused RMSNorm, and keeps its input. With post_norms the outputs of attention and SwiGLU are
-    kept, too.
+    have to be written again (torch/_functorch/partitioners.py, of ban_recompute_*). A product in
+    8-bit floats with one scale a tensor reads a cast, so that the norms and the product of SwiGLU
+    are recomputed, too. A CPU has no fused RMSNorm, and keeps its input. With post_norms the
+    outputs of attention and SwiGLU are kept, too.
     Tensor parallelism divides all of it, but for the whole inputs of attention, SwiGLU and experts.
     A pipeline stage has its layers alone, for as many passes as there are stages. A token's experts
     have what SwiGLU has, each, and its input and output once more, in their order.
@@ -303,7 +304,12 @@ def block_activation_bytes(
     norms = 4 if model.post_norms else 2
     fused = gpu or cfg.train.compile
     gates = 3 if cfg.train.compile else 4  # of SwiGLU's inner width
-    block = (2 + norms * (1 if fused else 2)) * model.dim + heads + gates * inner + moved
+    swiglu = gates * inner
+    block: float = (2 + norms * (1 if fused else 2)) * model.dim
+    if cfg.train.compile and cfg.train.fp8.startswith("tensorwise"):
+        block -= 2 * model.dim
+        swiglu -= (1 - share) * model.dense_width  # experts stay in bf16
+    block += heads + swiglu + moved
     whole = (2 * model.dim + moved) * (1 - 1 / axes.tp)
     per_block = tokens * compute * (block / axes.tp + whole)
     most = 2 * inner + moved
@@ -319,16 +325,16 @@ def block_activation_bytes(
     train, again = cfg.train, blocks / cfg.train.recompute_every
     dropped = 0.0  # of a block that is recomputed
     if train.recompute_modules:  # what is within these; their inputs are outputs of others
-        within = {"attention": heads, "ffn": gates * inner + moved}
+        within = {"attention": heads, "ffn": swiglu + moved}
         if train.recompute == "selective":
-            within = {"ffn": (gates - 2) * inner}
+            within = {"ffn": swiglu - 2 * inner}
         dropped = sum(within.get(name, 0) for name in train.recompute_modules) / axes.tp
         dropped *= tokens * compute
     elif train.recompute in BUDGETS:
         dropped = (1 - budget_share(train.recompute)) * (per_block - tokens * compute * model.dim)
     elif train.recompute != "none":  # auto: at most all
         products = 2 * model.dim + heads + 2 * inner if train.recompute == "selective" else 0
-        dropped = per_block - tokens * compute * (model.dim + products) / axes.tp
+        dropped = max(0.0, per_block - tokens * compute * (model.dim + products) / axes.tp)
     saved = per_block * blocks - dropped * again
     return on_device(cfg, saved, blocks, gpu), working + dropped
 

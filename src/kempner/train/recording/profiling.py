@@ -5,6 +5,7 @@ one records the steps."""
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,7 +89,11 @@ class Profiler:
         # From here on, so that the snapshot has the stacks of what these steps allocate.
         record_allocations(self._device)
         self._running = profile(activities=activities, record_shapes=True, profile_memory=True)
-        self._running.start()
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", ".*clears events"
+            )  # torch 2.11, of cycles: here is one
+            self._running.start()
 
     def _stop(self, step: int) -> None:
         """Write the files; the run waits meanwhile."""
