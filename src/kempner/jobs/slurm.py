@@ -279,7 +279,8 @@ def stop_requested() -> bool:
     place = os.environ.get("KEMPNER_STOP_FILE")
     if place is None:
         return False
-    if not _asks:  # the supervisor then sends no signal
+    # By this file the supervisor learns that the program needs no signal.
+    if not _asks:
         _asks.append(True)
         with contextlib.suppress(OSError):
             open(os.path.join(os.path.dirname(place), "asks"), "w").close()

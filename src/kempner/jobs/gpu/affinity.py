@@ -63,6 +63,7 @@ def choose_cpus(
 def near_cpus(root: Path, gpu: str) -> set[int]:
     """Return the CPUs that the kernel calls local to a GPU: all without NUMA, none for an unknown
     one."""
+    # CUDA does not name the PCI function (the .0 of 0000:3b:00.0); all of a card share their CPUs.
     for function in sorted(root.glob(f"bus/pci/devices/{gpu}.*")):
         with contextlib.suppress(OSError, ValueError):
             return parse_cpu_list((function / "local_cpulist").read_text())
@@ -78,6 +79,7 @@ def _same_kind(root: Path, gpu: str) -> list[str]:
 
     own = next(iter(sorted(root.glob(f"bus/pci/devices/{gpu}.*"))))
     found = set()
+    # /sys has every card of the host, also those that Slurm's cgroup hides from CUDA.
     for function in root.glob("bus/pci/devices/*"):
         with contextlib.suppress(OSError):
             if kind(function) == kind(own):

@@ -25,6 +25,8 @@ def driver_version() -> str | None:
         text = Path(root, "driver/nvidia/version").read_text()
     except OSError:
         return None
+    # The open driver writes "Open Kernel Module for x86_64  580.65.06", the other one
+    # "x86_64 Kernel Module  535.104.05".
     found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", text)
     return found[1] if found else None
 

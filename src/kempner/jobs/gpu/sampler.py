@@ -79,6 +79,8 @@ class GpuSampler:
         self.log.close()
 
     def _rank_lives(self) -> bool:
+        # Two signs: a child that the rank has forked, such as a worker of a loader, keeps the pipe
+        # open; and if the rank is gone before getppid() is first asked, the answer never changes.
         readable, _, _ = select.select([sys.stdin], [], [], min(GPU_POLL_S, self.interval))
         return not readable and os.getppid() == self.rank
 
@@ -88,7 +90,8 @@ class GpuSampler:
 
     def _read(self) -> None:
         while self._due.wait():
-            self._due.clear()  # before it looks: who asks meanwhile wants another look
+            # Before the look, not after it: whoever asks while it lasts wants another one.
+            self._due.clear()
             count = self._asked
             try:
                 self._looks.put(of_this_job(self.reader.read()))
@@ -113,6 +116,7 @@ class GpuSampler:
             self.figures.add(look)
             for finding in self.watch.look(look):
                 self._found(finding)
+        # Where the looks are further apart than that, one without an answer is no silence yet.
         if time.monotonic() - self._answered > max(DRIVER_SILENCE_S, 3 * self.interval):
             text = f"{self.reader.name} does not answer"
             self._found(Finding("silent", "warn", text))
@@ -152,7 +156,8 @@ class GpuSampler:
         )
         if answer == "note":
             return
-        self.figures.write()  # how was it then? Nothing may be left of the minute
+        # The figures of this moment: the node may not live until the minute's line is due.
+        self.figures.write()
         ends = answer == "end"
         print(
             f"WARNING: {self.host}: {reason}{': the run is ended here' if ends else ''}",
@@ -216,7 +221,8 @@ def _figures(index: int, looks: list[GpuReading]) -> dict[str, object]:
 
 
 def main(run_dir: Path, attempt: int, interval: float) -> None:
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):  # the rank's
+    # Requests to the rank: Slurm sends a step's signals to all of its processes.
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if (reader := open_reader()) is None:
         return

@@ -24,7 +24,8 @@ class GpuWatch:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
-            start_new_session=True,  # signals to the ranks are not for it
+            # Signals to the rank's process group, such as that of Ctrl-C, are not for it.
+            start_new_session=True,
         )
 
     def look_once_more(self) -> None:

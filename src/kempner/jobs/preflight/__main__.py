@@ -145,7 +145,8 @@ def await_tasks(driver: Driver, end_file: Path, names: list[str], tasks: int) ->
             deadline = min(deadline, now + max(STRAGGLERS_S, 2 * (now - began)))
     nodes = []
     for k, name in enumerate(names):
-        ranks = range(k * tasks, (k + 1) * tasks)  # srun fills one node after the other
+        # srun fills one node after the other: these are the ranks of node k.
+        ranks = range(k * tasks, (k + 1) * tasks)
         node = NodeResult(name, [rank for rank in ranks if rank in answers])
         if len(node.ranks) < tasks:
             why = " before srun ended" if end_file.exists() else ""

@@ -62,7 +62,8 @@ def run_in_child(
         except Exception as error:  # whatever it is, the table shows it
             answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         os.write(write, json.dumps(answer).encode())
-        os._exit(0)  # no clean-up: a broken communicator may hang in it
+        # Without any clean-up, in which a broken communicator may hang.
+        os._exit(0)
     # From here on the child alone has it: if it dies, the reading below ends.
     os.close(write)
     text = b""
@@ -152,11 +153,13 @@ def _measure(
         message = torch.ones(size // 4, device=device)
         took = seconds(message)
         if took * GROWTH < BUDGET_S:
-            took = min(took, seconds(message))  # the first of a size also allocates
+            # The first message of a size also allocates memory: the second one shows the speed.
+            took = min(took, seconds(message))
         if took * GROWTH > BUDGET_S or size * GROWTH > LARGEST_MESSAGE[device.type]:
             break
         size *= GROWTH
-    total = took  # a host that is busy for some milliseconds does not have a slow network
+    # The best of several: a host that is busy for some milliseconds does not have a slow network.
+    total = took
     for _ in range(REPEATS):
         if total + took > BUDGET_S:
             break

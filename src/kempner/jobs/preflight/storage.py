@@ -77,7 +77,8 @@ def read_rate(folder: Path, owner: int, seconds: float) -> Figure:
 
     def run(connected: Callable[[], None]) -> Figure:
         connected()
-        os.listdir(folder)  # makes an NFS client ask the server again
+        # Another node has written the file just now: a listing makes an NFS client ask the server.
+        os.listdir(folder)
         fd = os.open(data_file(folder, owner), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         # With a single node the file is its own, and in its memory.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

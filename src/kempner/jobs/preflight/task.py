@@ -188,7 +188,8 @@ def gpus_seen() -> tuple[int | None, list[str]]:
         if reader is not None:
             gpus = of_this_job(reader.read())
             faults = [f"{gpu.label}: {n} = {v}" for gpu in gpus for n, v in at_rest(gpu)]
-            if not instances:  # other jobs may have other instances of the card
+            # Other jobs may have other instances of the same card, and use its memory.
+            if not instances:
                 faults += memory_in_use(reader)
             return len(instances) or len(gpus), faults
     return None if gpu_names is None else len(gpu_names), []
@@ -255,7 +256,8 @@ def write_token(folder: Path) -> dict[str, Any]:
 def see_token(folder: Path) -> dict[str, Any]:
     """Check that this node sees the first node's token, and can write beside it."""
     file = token_file(folder)
-    for _ in range(50):  # NFS may take seconds to show a new file
+    # For five seconds: an NFS client may take that long to show a new file.
+    for _ in range(50):
         try:
             # Listing the directory makes an NFS client ask the server again.
             os.listdir(file.parent)

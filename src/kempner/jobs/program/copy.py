@@ -55,6 +55,7 @@ class CodeCopy(NamedTuple):
             for entry in path.split(os.pathsep)
             if entry
         ]
+        # PYTHONPATH comes before what an editable installation adds to sys.path.
         own = [str(each) for each in (self.root / "src", self.root) if each.is_dir()]
         return os.pathsep.join(dict.fromkeys([*own, *entries]))
 

@@ -76,6 +76,7 @@ def simple_commands(command: Sequence[str]) -> list[list[str]]:
     if place is None:
         return [[*command]]
     # punctuation_chars parts words at ; & | < > and parentheses, as the shell does.
+    # A line end separates commands, too; shlex would take it for a blank.
     lexer = shlex.shlex(command[place].replace("\n", " ; "), posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     try:

@@ -44,7 +44,9 @@ def supervise_here(options: Options, ranks: int) -> int:
             world = World(rank, rank, ranks, "single", ranks)
             os._exit(_rank(options, world, server))
         pids.append(pid)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of a terminal that closes, ...: theirs too
+    # Whoever sends it to the process group reaches the children as well: they act on it, and this
+    # process has to wait for their ends.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # The children have it; here it would keep the port open after they have ended.
     server.close()
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
@@ -63,7 +65,9 @@ def _rank(options: Options, world: World, server: socket.socket | None) -> int:
         if not here and world.local_rank == 0:
             rendezvous.forget_copy(options.run_dir)
         return code
-    allow_open_files()  # a connection for each rank, here and in torch's store
+    # For a connection of each rank: here, and in the program, which inherits the limit and in which
+    # torch's store listens.
+    allow_open_files()
     entrance = peers.Entrance(server or listen_in_range(), peers.job_key())
     port, host = entrance.port, "127.0.0.1" if here else own_address()
     # Beside the supervisor, in a thread: it waits for file systems, and rank 0's signals must not.

@@ -49,7 +49,8 @@ class Signals:
         for number in HANDLED:
             # The byte is the message; without a handler the signal would have its default action.
             signal.signal(number, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # task.sh lets them wait until here
+        # task.sh was started with them blocked, so that none is lost before the handlers are there.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
     def take(self) -> bytes:
         with contextlib.suppress(BlockingIOError):
@@ -250,7 +251,8 @@ class Supervisor:
     def _report_end(self, child: Child) -> None:
         self._reported = True
         assert self._output is not None and child.code is not None
-        self._output.join(OUTPUT_S)  # a process that it has left behind may keep it open
+        # With a limit: a process that the program has left behind may keep its output open.
+        self._output.join(OUTPUT_S)
         if not self._torn and (processes := child.left_behind()):
             self._output.say(f"ends what the program has left behind: {', '.join(processes)}")
         child.end()

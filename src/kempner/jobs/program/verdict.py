@@ -94,7 +94,8 @@ def judge_endings(
     # A user's stop counts whatever the program made of it.
     if request == "stop":
         return Outcome("stopped", "stopped by the user", 0)
-    has_lost_host = any(ending.gone for ending in bad)  # Slurm ends the step of a host that is lost
+    # Slurm ends the step of a host that is lost, and its SIGTERM looks like a request to leave.
+    has_lost_host = any(ending.gone for ending in bad)
     if request == "interrupt" and not has_lost_host and (bad or not unheard):
         return Outcome("interrupted", "asked to save and leave", 0)
     if not bad:

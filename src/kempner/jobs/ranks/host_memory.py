@@ -59,6 +59,7 @@ def _limits() -> Iterator[tuple[int, int]]:
             if kinds and "memory" not in kinds.split(","):
                 continue
             root = CGROUPS / "memory" if kinds else CGROUPS
+            # In v1 only the figures that begin with total_ count the groups below this one.
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
             own = root / path.lstrip("/")
             # Slurm sets the limit on the job's or the step's group, above that of the task.
@@ -74,6 +75,7 @@ def _limit(folder: Path, names: tuple[str, str, str]) -> Iterator[tuple[int, int
         figures = dict(
             line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines()
         )
+        # Not the figure "file", which counts shared memory as well: that cannot be dropped.
         cached = sum(int(figures[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
         yield (
             int((folder / limit).read_text()),

@@ -44,7 +44,8 @@ def prove(store: dist.Store, world: World, device: str, seconds: float) -> None:
         try:
             one = torch.ones(1, device=device)
             dist.all_reduce(one)
-            met = int(one.item())  # waits for the device
+            # On a GPU all_reduce() returns at once: item() waits for the result.
+            met = int(one.item())
         except RuntimeError as error:
             raise RuntimeError(
                 f"the first all-reduce ({device}) failed: "
@@ -97,10 +98,12 @@ def or_exit(seconds: float, message: Callable[[], str]) -> Iterator[None]:
     def give_up() -> None:
 
         text = f"error: {socket.gethostname()}: {{}}\n{rendezvous.meeting_failure_causes()}"
-        backstop = threading.Timer(10.0, os._exit, (1,))  # the store may hang, too
+        # message() asks the store, which may hang, too.
+        backstop = threading.Timer(10.0, os._exit, (1,))
         backstop.daemon = True
         backstop.start()
         print(text.format(message()), file=sys.stderr, flush=True)
+        # Not sys.exit(), which ends this thread alone: the main one hangs in the collective.
         os._exit(1)
 
     timer = threading.Timer(seconds, give_up)

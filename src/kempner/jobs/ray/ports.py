@@ -231,6 +231,7 @@ def main() -> int:
 
 def _note(text: str) -> None:
     """Write a note to the batch log."""
+    # Not to standard output, which ray.sh reads as the ports.
     print(f"[{time.strftime('%F %T')}] kempner: note: {text}", file=sys.stderr)
 
 
@@ -294,6 +295,7 @@ class PortProbe:
             self.refusals, self.silent = self.refusals + refused, self.silent + (not refused)
         else:
             self.opened, self.refusals, self.silent = time.monotonic(), 0, 0
+        # Ray is still starting: whether it comes up is for kempner.jobs.ray.ready and its deadline.
         if not self.opened:
             return ""
         if self.refusals >= DEAD_REFUSALS:

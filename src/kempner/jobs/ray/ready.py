@@ -60,6 +60,7 @@ def main() -> int:
     if options.dedicated_head:
         target[next(iter(target))] = (0.0, 0.0)
     error, lacks = "", list(nodes)
+    # By the wall clock: the deadline comes from the batch script, another process.
     while time.time() < options.deadline:
         try:
             lacks = list(missing_nodes(nodes, target, alive_nodes(os.environ["RAY_ADDRESS"])))

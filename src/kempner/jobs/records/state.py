@@ -31,6 +31,7 @@ LIVE_STATES = ("running", "silent", "starting", "waiting")
 LOCK_BEAT_LOST_S = 120.0  # the holder touches the lock every 5 s; clocks of two hosts may differ
 
 # Slurm's reasons to wait that pass by themselves: squeue(1), "JOB REASON CODES".
+# The last alternative is empty: Slurm may give no reason at all.
 PASSING = re.compile(
     r"None|Priority|Resources|BeginTime|Dependency|Licenses|Reservation|JobArrayTaskLimit|Prolog"
     r"|Cleaning|FrontEndDown|PartitionDown|(QOS|Assoc|Max).*|"

@@ -46,7 +46,8 @@ def main(argv: list[str]) -> int:
         problem = problem or (missing_package(name) if name in TRACKER_NAMES else wrong)
     if problem:
         raise ConfigError(problem)
-    if len(names) > 1:  # one must not wait for the other
+    # In a process each, so that a tracker whose server does not answer holds up no other.
+    if len(names) > 1:
         again = [*module_command("kempner.jobs.trackers"), str(options.run)]
         flags = ["--follow"] if options.follow else []
         each = [subprocess.Popen([*again, name, *flags]) for name in names]

@@ -49,7 +49,9 @@ def open_sink(name: str, run_dir: Path) -> Sink:
 def follow_run(name: str, run_dir: Path, forever: bool) -> int:
     """Bring a tracker up to date and, if `forever`, keep it so until standard input ends: it is a
     pipe that the trainer holds, and that ends with it. Returns the exit code."""
-    environment = dict(os.environ)  # W&B leaves the address of its helper in there
+    # A copy from before the start: W&B leaves its helper's address in os.environ, where the next
+    # start would find it.
+    environment = dict(os.environ)
     over = threading.Event()
     if forever:
         threading.Thread(target=watch_stdin, args=(over,), daemon=True).start()
@@ -80,7 +82,8 @@ def deliver_points(sink: Sink, run_dir: Path, is_over: Callable[[float], bool]) 
     points = MetricsReader(run_dir / "metrics.jsonl")
     skip, over = sink.position, False
     while not over:
-        over = is_over(METRICS_POLL_S)  # asked before the file is read: it is whole then
+        # Asked before the file is read: what is read after the end is all that there will be.
+        over = is_over(METRICS_POLL_S)
         new = points.more()
         skip -= sum(1 for _ in islice(new, skip))
         for batch in batch_points(new):
