@@ -98,7 +98,8 @@ def flash_problem(kernel: str) -> str | None:
     module, fix = FLASH_PACKAGES[kernel]
     top, *below = module.split(".")
     spec = find_spec(top)
-    for name in below:  # not find_spec() of the whole name: it imports the packages on the way
+    # One after the other: find_spec() of the whole name would import the packages on the way.
+    for name in below:
         spec = spec and PathFinder.find_spec(name, spec.submodule_search_locations)
     if spec is None:
         return f"its package, which has {module}, is not installed; {fix}"

@@ -138,8 +138,8 @@ def object_store(plan: NodePlan) -> list[str]:
     jobs."""
     size = plan.object_store
     if not size and plan.memory:
-        # Where /dev/shm has too little room, Ray refuses to start, or puts a small store into its
-        # temporary directory, on a disk.
+        # Where /dev/shm has too little room, Ray refuses to start or, for a small store, takes its
+        # temporary directory, which is slow.
         size = min(plan.memory * 2**20 * 3 // 10, shutil.disk_usage("/dev/shm").free * 9 // 10)
         size = max(size, OBJECT_STORE_LEAST)
     return [f"--object-store-memory={size}"] if size else []

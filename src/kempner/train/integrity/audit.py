@@ -68,6 +68,7 @@ class _FromWhole(DefaultAllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> None:
         ranks = group.size()
+        # Row r is what rank r would send: its chunk of each parameter, padded as FSDP pads it.
         torch._chunk_cat(self._parts, 0, ranks, out=output_tensor.view(ranks, -1))
 
 
@@ -78,10 +79,13 @@ class Auditor:
         self, cfg: RunConfig, record: dict[str, Any], announce: Callable[[str], None]
     ) -> None:
         """`record`: a first step of the run. One auditor a process."""
-        if cfg.train.recompute == "auto":  # what is computed again has the same bits
+        # No trial of the memory is needed: what is computed again has the same bits.
+        if cfg.train.recompute == "auto":
             cfg = replace(cfg, train=replace(cfg.train, recompute="full"))
         cfg = replace(
             cfg,
+            # This only says when messages are sent, and here there are none; the two below are not
+            # part of a step.
             distributed=replace(cfg.distributed, overlap=()),
             eval=replace(cfg.eval, interval=0),
             profile=replace(cfg.profile, layers_interval=0),
@@ -89,8 +93,10 @@ class Auditor:
         self._cfg, self._ranks = cfg, record["ranks"]
         self._device = own_device.pick_device(cfg.distributed.device, 0)
         self.kind = kind_of_device(self._device)
+        # Of the run's size, by which FSDP cuts the weights and the gradients.
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self._ranks)
-        world = World(1, 0, self._ranks, "audit", record["per_node"])  # rank 0 writes files
+        # Not as rank 0, which would write files into the run's directory.
+        world = World(1, 0, self._ranks, "audit", record["per_node"])
         run: Any = _Place(Path(cfg.run.dir), world, announce)
         prepare_torch(cfg, run, self._device)
         self._layout = build_layout(
@@ -127,7 +133,8 @@ class Auditor:
 
     def load(self, checkpoint: Path) -> None:
         """Read the weights that the step is computed with. Raises Damaged or OSError."""
-        trained = {*stored_tensors(checkpoint)}  # where the published ones are averages
+        # The weights under model. may be averages: those of the steps are then the optimizer's.
+        trained = {*stored_tensors(checkpoint)}
         read_into(
             checkpoint,
             {
@@ -159,6 +166,7 @@ class Auditor:
 
     def compute(self, share: Share) -> Tensor:
         """Return the fingerprints of such a step, but of the sums over ranks."""
+        # The shares of several ranks are computed one after another: gradients must not add up.
         for parameter in self._model.parameters():
             parameter.grad = None
         trace, sums = Trace(), StepSums(share.names, self._device)

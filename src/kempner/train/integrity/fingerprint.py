@@ -32,7 +32,8 @@ def checksum(values: Tensor) -> Tensor:
     and when two elements of a row change places."""
     flat = values.detach().contiguous().view(-1)
     flat = flat.view(torch.uint8) if flat.is_complex() else flat.view(INTEGERS[flat.itemsize])
-    places = torch.arange(1, 2 * ROW, 2, device=flat.device)  # odd: no bit is shifted out
+    # Odd: an even factor would shift the highest bits of a sum out of its 64.
+    places = torch.arange(1, 2 * ROW, 2, device=flat.device)
     # Rows are added up first, and weighed once: the sum of products is the same.
     sums = torch.zeros_like(places)
     for piece in torch.split(flat, SUMMED_AT_ONCE):
@@ -124,7 +125,8 @@ class Witness:
         self._trace: Trace | None = None
         self._model = model
         hook: Callable[..., Any] = self._block
-        if model._compiled_call_impl is None:  # hooks within would cut its one graph
+        # Of a model that is compiled as a whole, hooks within would cut the one graph.
+        if model._compiled_call_impl is None:
             for name, block in model.blocks.named_children():
                 if block._compiled_call_impl is not None:
                     # Module.compile() compiles a module with its hooks: this one must stay outside.

@@ -82,6 +82,7 @@ def read_first_step(run_dir: Path) -> dict[str, Any] | None:
         record["tolerance"] = float(record["tolerance"])
         for each in record["computed"]:
             rows = np.frombuffer(base64.b64decode(each["rows"]), np.int64).reshape(-1, 3)
+            # A copy: b64decode() gives bytes, and torch warns of memory that it may not write.
             each["rows"] = torch.from_numpy(rows.copy())
             each["threads"], each["batch"] = int(each["threads"]), [int(x) for x in each["batch"]]
             if not (rows.size and 0 < each["threads"] <= MOST_THREADS):
@@ -151,5 +152,6 @@ class FirstSteps:
     def _write(self, record: dict[str, Any]) -> None:
         manifest = self._checkpointer.root / name_of_step(record["checkpoint"]) / MANIFEST
         with contextlib.suppress(OSError):  # the next one is written again
+            # By it an auditor sees that the checkpoint of this step has been replaced since.
             record["manifest"] = zlib.crc32(manifest.read_bytes())
             write_atomic(self._run.dir / AUDIT_FILE, json.dumps(record))

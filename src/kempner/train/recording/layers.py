@@ -84,12 +84,14 @@ class WithLayers:
         # numbers() comes before the update: what is kept in one step shows its update in the next.
         if (step + 1) % self._interval == 0:
             found |= self._updates() | self._loads() | self._activations()
-        if (step + 2) % self._interval == 0:  # the update before the next measurement
+        # The next measurement is of the update that comes now: these are the weights before it.
+        if (step + 2) % self._interval == 0:
             self._kept = {
                 layer: [sample(parameter).clone() for parameter in parameters]
                 for layer, parameters in self._layers.items()
             }
-        if self._layout.tp is not None:  # of whose ranks one counts: see Layout.once()
+        # Of the ranks along tp one alone counts in the step's sum, as Layout.once() has it.
+        if self._layout.tp is not None:
             # Sums of what is offloaded are on the host.
             device = self._layout.mesh.device_type
             sums = torch.stack([value.to(device, torch.float32) for value in found.values()])
@@ -137,7 +139,8 @@ class WithLayers:
         with watch_blocks(model, squares, counts, largest):
             model(batch.inputs, batch.targets, batch.documents)
         for module in model.modules():
-            if isinstance(module, FSDPModule):  # else the update would not reach what is gathered
+            # What stayed gathered would keep the weights from before the update.
+            if isinstance(module, FSDPModule):
                 module.reshard()
         # All ranks have the same blocks in the same order, as no pipeline is allowed here.
         top = torch.stack([*largest.values()])
@@ -201,7 +204,7 @@ def _with_logits(
     def wrapped(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
         # Computed beside the attention, whose fused kernels hold no scores.
         largest[name] = largest_logit(q, k)
-        # flex_attention is a kernel only if it is compiled
+        # flex_attention is a kernel only if it is compiled.
         with torch.compiler.set_stance("default") if compiled else nullcontext():
             return attend(q, k, v, visible)
 

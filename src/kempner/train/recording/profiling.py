@@ -36,7 +36,8 @@ class NsysRange:
         import torch
 
         self._names.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()  # what the last step has started is still running
+        # The host is ahead: what the last step has started may still be running.
+        torch.cuda.synchronize()
         torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
 
 

@@ -22,6 +22,7 @@ CONNECT_S = 2.0
 def ask_ras(address: str = "") -> dict[str, Any] | None:
     """Return the status of the job's communicators as NCCL's RAS gives it, None without an answer
     in ASK_S and some seconds, or of an NCCL that speaks no JSON."""
+    # From the right: an IPv6 address, which stands in brackets, has colons of its own.
     host, _, port = (address or os.environ.get("NCCL_RAS_ADDR") or ADDRESS).rpartition(":")
     with contextlib.suppress(OSError, ValueError):
         with socket.create_connection((host.strip("[]"), int(port)), CONNECT_S) as line:

@@ -70,7 +70,8 @@ def go_back(
 ) -> tuple[Progress, Verdict]:
     """Go back to the last checkpoint, leaving out the samples of the bad steps from there; returns
     the new progress and verdict. `since`: the progress after the first of these steps."""
-    if loader.at_once:  # what feeds the run is ahead, and goes back with it in a new attempt
+    # What feeds this run is ahead of it: the two go back together, in a new attempt.
+    if loader.at_once:
         raise RuntimeError(verdict.reason)
     # Numbers arrive a step late: up to the loader's position all batches were drawn since then.
     bad = [since.samples - run.cfg.train.stage(since.step - 1).batch, loader.position]

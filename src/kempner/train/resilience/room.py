@@ -229,6 +229,7 @@ def try_steps(
 
 
 def release_memory(device: torch.device) -> None:
-    gc.collect()  # a model refers to itself
+    # A model refers to itself, as by its begin_micro_batch: only the collector frees it.
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -89,7 +89,8 @@ class BlockClock:
         device still works on count the next time: reading their events now would be an error, and
         waiting for them would stop the host."""
         spans = [span for span in self._spans if not self._cuda or span[1].query()]
-        self._spans = self._spans[len(spans) :]  # a stream ends them in their order
+        # Those that have ended are the first ones: a stream reaches its events in their order.
+        self._spans = self._spans[len(spans) :]
         return self._scale * sum(_seconds(*span) for span in spans)
 
 

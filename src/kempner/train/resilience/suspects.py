@@ -184,7 +184,8 @@ class Judge:
         seconds = seen.at - before.at if before is not None else 0.0
         if before is not None and 0.0 <= seconds < 1.0:
             return  # no new sample yet
-        worked = seen.state == "R"  # also where it gets little of a busy core
+        # Ready to run counts as work: on a busy core the thread may get little of the time.
+        worked = seen.state == "R"
         if before is not None and seconds > 0:
             worked = worked or seen.cpu - before.cpu > STILL_CPU * seconds
             # Half a core on other threads: the main thread may be waiting for them.
@@ -199,7 +200,8 @@ class Judge:
         idle = [r for r, answer in look.answers.items() if not answer.is_waiting]
         waiting = len(look.answers) - len(idle)
         all_wait = bool(waiting) and not idle
-        few = 2 * len(look.silent) <= ranks  # else this side of the network may be the lost one
+        # If most say nothing, it may be this side of the network that is cut off.
+        few = 2 * len(look.silent) <= ranks
         for rank in look.silent:
             yield self._silent(rank, look, all_wait and few)
         if 0 < len(idle) <= waiting:
