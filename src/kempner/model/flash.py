@@ -67,6 +67,7 @@ def _activate(
         switch.activate_flash_attention_impl(name)
         _probe(cfg, dtype, device, by_length)
     except Exception as error:  # of a package: anything
+        # Not every torch that can switch can switch back.
         if hasattr(switch, "restore_flash_attention_impl"):
             switch.restore_flash_attention_impl()
         missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""

@@ -186,7 +186,8 @@ def choose_products(dtype: torch.dtype, device: torch.device) -> str:
         return "one by one"
     idle = [1, 3]
     CLEARS_IDLE[0] = True
-    for _ in range(2):  # the accumulator of the first product may happen to be 0
+    # Twice: what the accumulator held before the first product may happen to be 0.
+    for _ in range(2):
         load = torch.tensor([5, 0, 7, 0], device=device)
         y = grouped_mm(x, weight, load.cumsum(0).int())
         (grad,) = torch.autograd.grad(y, weight, torch.ones_like(y))

@@ -47,6 +47,8 @@ def hashed_int32(shape: torch.Size, box: Box, step: Tensor, salt: int) -> Tensor
 def hashed_at(places: Tensor, step: Tensor, salt: Tensor) -> Tensor:
     """Hash elements at these places of the whole tensor, counted along its rows; int32, as `salt`
     []."""
+    # Factors with scattered bits (2^32 over the golden ratio, and one of MurmurHash3): with small
+    # ones the noise of the next step would be this one's, moved by a few places.
     x = step.to(torch.int32) * as_int32(0x9E3779B9) + salt * as_int32(0x85EBCA6B) + places
     x = _mixed(x, 16, 0x7FEB352D)
     x = _mixed(x, 15, 0x846CA68B)
@@ -54,7 +56,8 @@ def hashed_at(places: Tensor, step: Tensor, salt: Tensor) -> Tensor:
 
 
 def _mixed(x: Tensor, shift: int, factor: int) -> Tensor:
-    high = x.bitwise_right_shift(shift).bitwise_and_((1 << (32 - shift)) - 1)  # without the sign
+    # A shift of int32 repeats the sign bit; the hash is of unsigned numbers, with zeros there.
+    high = x.bitwise_right_shift(shift).bitwise_and_((1 << (32 - shift)) - 1)
     return x.bitwise_xor_(high).mul_(as_int32(factor))
 
 

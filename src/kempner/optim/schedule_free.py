@@ -39,6 +39,8 @@ class ScheduleFree(Rule):
             # Decay at y, where the gradient was taken, as the paper's algorithm has it.
             change.add_(y * group["weight_decay"])
             # x is not stored: y = (1 - beta1) z + beta1 x moves by what x and z would move it.
+            # With the share c and z's own step d that is x' = (1 - c) x + c (z - d), and therefore
+            # y' = (1 - c) y + c z - (1 - beta1 (1 - c)) d.
             y.lerp_(z, share).add_(change * (rate * (beta1 * (1 - share) - 1)))
             z.sub_(change.mul_(rate))
 
@@ -54,5 +56,6 @@ class ScheduleFree(Rule):
 
     def average(self, group: ParameterGroup, weight: Tensor, state: ParameterState) -> Tensor:
         """Compute x from y and z."""
+        # x = y / beta1 + (1 - 1 / beta1) z: it lies beyond y, and the weight of z is negative.
         x = weight.float().lerp(state["z"].to(weight.device), 1 - 1 / group["betas"][0])
         return x.to(weight.dtype)

@@ -129,7 +129,8 @@ def keep_compiled(run_dir: Path, world: World) -> None:
         return
     own = _own_place(run_dir)
     usable = True
-    if world.local_rank == 0 or world.rank == 0:  # a replica may begin in the middle of a host
+    # Also on rank 0 of a replica, which may begin in the middle of a host.
+    if world.local_rank == 0 or world.rank == 0:
         usable = not UNQUOTED.search(str(own)) and _prepare(own)
     failure = torch.tensor(float(not usable))
     dist.all_reduce(failure)  # also a barrier: no rank compiles into the directory before it exists
@@ -161,9 +162,11 @@ def _prepare(own: Path) -> bool:
             else:
                 new_folder.mkdir(parents=True)
             new_folder.rename(own)
-        own.chmod(0o700)  # who can open a lock can hold it, and there are torch's own in it, too
+        # Whoever can open a lock can hold it, and torch's own locks are in there, too.
+        own.chmod(0o700)
         lock = os.open(own / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with open(lock, "w") as file:  # some parallel file systems are mounted without
+        # A trial: some parallel file systems are mounted without locks, which torch needs here.
+        with open(lock, "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (OSError, shutil.Error):
         return False

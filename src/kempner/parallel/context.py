@@ -156,7 +156,8 @@ class _Ring(torch.autograd.Function):
         passing = _Passing(kv, group)
         dq_part, dk, dv = kernel_backward(dout, q, k, v, out, lse, state, causal=True)
         dq += dq_part
-        dkv = torch.stack((dk, dv)).float()  # travels with its keys and values, a round behind
+        # The sum travels after its keys and values, a round behind: each rank adds its part.
+        dkv = torch.stack((dk, dv)).float()
         for rounds in range(1, group.size()):
             # The sum so far goes on to the rank that adds the next part for these keys.
             kv, returning = passing.wait(), _Passing(dkv, group, tag=1)

@@ -101,7 +101,8 @@ def sum_in_one_product(graph: torch.fx.Graph) -> None:
             def add(target: Any, *args: Any) -> torch.fx.Node:
                 node = graph.call_function(target, args)
                 values = torch.fx.node.map_arg(args, lambda x: x.meta["val"])
-                node.meta["val"] = target(*values)  # fake: the passes that follow read its shape
+                # Values are fake tensors: the passes that follow read their shapes.
+                node.meta["val"] = target(*values)
                 return node
 
             apart = [(a, [*shape[:-1], _shape(a)[1]]) for a, _ in products]

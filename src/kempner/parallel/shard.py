@@ -65,7 +65,8 @@ def shard_model(
     if model.output is not None and not whole:
         cut(model.embed, reshard_after_forward=frozen or between)
         assert isinstance(model.embed, FSDPModule)
-        model.embed.set_unshard_in_backward(False)  # its gradient needs no weight
+        # The gradient of a lookup needs no weight: it would be gathered for nothing.
+        model.embed.set_unshard_in_backward(False)
         # The last modules of the forward pass come first in the backward pass: freeing them would
         # gather them again at once.
         cut([model.norm, model.output], reshard_after_forward=frozen)
@@ -80,7 +81,8 @@ def shard_model(
         prefetch_blocks(model, cfg.prefetch_blocks)
     for module in model.modules():
         if isinstance(module, FSDPModule) and layout.parameter_mesh.size() > 1:
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+            # gloo has no pre-multiplied sum, by which FSDP would apply a factor of its own.
+            module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     if cfg.overlap:
         from kempner.parallel.overlap import choose_messages
@@ -141,7 +143,8 @@ class GradientSums:
         """Take over a micro-batch's gradient; after the last, give the sum to the parameter."""
         gradient, total = parameter.grad, self._sums.pop(parameter, None)
         assert gradient is not None
-        if self.last and total is None:  # the only one, or summed by FSDP2 before it was cast
+        # It is the only one, or with sync_once FSDP2 has summed them before it cast the sum.
+        if self.last and total is None:
             return
         if gradient.device.type == "cpu" and torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()  # it is copied to the host (fsdp_cpu_offload)

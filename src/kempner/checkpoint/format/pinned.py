@@ -10,7 +10,8 @@ from torch import Tensor
 
 def pin_memory(memory: Tensor, device: torch.device, warn: Callable[[str], None]) -> bool:
     """Lock memory in place for a GPU; False, after a warning, when the driver refuses."""
-    torch.cuda.set_device(device)  # this thread's: the default would open a context on GPU 0
+    # The device is a thread's own: by default it is GPU 0, and a context would be opened there.
+    torch.cuda.set_device(device)
     cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     # Not torch's pinned memory: this is pages of mmap(), which O_DIRECT writes from.
     code = int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))

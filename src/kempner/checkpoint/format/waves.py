@@ -51,7 +51,8 @@ class WavedImage(Image):
         """Take the tensors, which must not change until pieces() has ended."""
         self._state = {slot.key: local_part(state[slot.key]) for slot in self._plan}
         if any(tensor.is_cuda for tensor in self._state.values()):
-            torch.cuda.current_stream().synchronize()  # another thread copies, on its own stream
+            # Another thread copies, on a stream of its own, which does not wait for this one.
+            torch.cuda.current_stream().synchronize()
 
     @torch.no_grad()
     def pieces(self) -> Iterator[memoryview]:

@@ -136,7 +136,8 @@ class _Streams(io.RawIOBase):
         """`new`: makes a decompressor of one stream; `limit`: bytes that one call may unpack, for
         decompressors that take a limit."""
         self._file, self._new, self._limit = open(path, "rb"), new, limit  # noqa: SIM115
-        self._padded = path.lower().endswith(".xz")  # zeros may come after each of its streams
+        # xz allows zeros after each of its streams, as padding.
+        self._padded = path.lower().endswith(".xz")
         self._stream: Any = None  # that is not whole yet
         self._packed = self._ready = b""
 

@@ -100,7 +100,8 @@ class TokenDataset(TokenStream):
     def _map(self) -> Callable[[int], StreamTokens]:
         """Map shard number -> tokens. The shuffle reads all shards in turn, so half the limit of
         open files stay mapped: each mmap keeps a descriptor."""
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # at the first read: start() raises it
+        # Asked at the first read, because the start of the process group raises it.
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = MOST_MAPS if soft == resource.RLIM_INFINITY else min(MOST_MAPS, soft // 2)
 
         def map_shard(number: int) -> StreamTokens:

@@ -56,7 +56,8 @@ class ShardWriter:
         self._pending: dict[str, list[TokenArray]] = {split: [] for split in DATA_SPLITS}
         self._count = dict(sidecar.prepared["progress"])
         self._bad_lines: list[str] = []  # those that were left out
-        if bad_lines := self._count["bad_lines"]:  # the file is written before the count
+        # The file is written before the count, and may have more lines than that: see _flush().
+        if bad_lines := self._count["bad_lines"]:
             self._bad_lines = (directory / BAD_LINES).read_text().splitlines()[:bad_lines]
 
     @property
@@ -307,7 +308,8 @@ def _examine(record: Path, sidecar: Sidecar, finished: bool) -> tuple[Sidecar | 
 
 def discard_data(directory: Path) -> None:
     """Remove prepared data, the sidecar first: no reader finds a sidecar without its shards."""
-    mark_directory(directory, Kind.DATA)  # for who is killed in the middle of it
+    # First: the next start then knows what a kill has left for data of its own.
+    mark_directory(directory, Kind.DATA)
     for name in (SIDECAR, PROGRESS, SIDECAR_TOKENIZER, TOKENIZER_CONFIG, BAD_LINES):
         (directory / name).unlink(missing_ok=True)
     remove_units(directory)

@@ -97,7 +97,8 @@ def stage_data(path: Path, root: Path) -> str:
             names = [name for name in sizes if name != SIDECAR]
             # list(): without it nobody sees the error of a copy.
             list(pool.map(lambda name: _copy(path / name, copy / name), names))
-        _copy(path / SIDECAR, copy / SIDECAR)  # the last: now it is whole
+        # Last: staged_dir() takes a copy with a sidecar for whole.
+        _copy(path / SIDECAR, copy / SIDECAR)
     except OSError:
         shutil.rmtree(copy, ignore_errors=True)
         raise

@@ -95,7 +95,8 @@ class ChatTemplate:
         except ValueError:
             if number:
                 raise
-            before = ""  # many templates look at messages[0]
+            # Many templates look at messages[0], and so refuse an empty conversation.
+            before = ""
         after = self.render(messages[: number + 1], tools)
         if not (after.startswith(before) and text.startswith(after)):
             raise ValueError(

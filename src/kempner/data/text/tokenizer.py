@@ -148,7 +148,7 @@ class FileTokenizer:
             batch = [_clean(text) for text in texts[start : start + ENCODE_BATCH]]
             # _fast leaves out the offsets, which nobody asks for here.
             for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-                # half the time that np.array takes for a list
+                # array("I") takes half the time that np.array takes for a list.
                 ids = self._begin + array("I", encoding.ids)
                 ids.append(self.eod)
                 result.append(np.frombuffer(ids, np.uint32))
@@ -266,7 +266,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     return content.encode()
 
 
-@functools.lru_cache(2)  # a large vocabulary takes 0.3 s, and is asked for several times
+# A large vocabulary takes 0.3 s, and is asked for several times.
+@functools.lru_cache(2)
 def _parse(data: bytes, special: bool) -> tuple[Any, dict[str, int]]:
     """Parse the tokenizer and its vocabulary. `special`: a special token that a text spells out is
     one. Raises whatever the package does."""
