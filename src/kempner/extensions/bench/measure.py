@@ -99,7 +99,8 @@ def run_bench(
             return 1
         command = [sys.executable, sys.argv[0], *variant.words]
         codes.append(run_variant(command, Path(variant.cfg.run.dir), number, leaves))
-    if leaves():  # the last one may have ended with code 0, half measured
+    # Asked to leave, the last one may have ended with code 0, half measured.
+    if leaves():
         return 1
     # The lines of metrics.jsonl are of all ranks: one of them reads and prints.
     if world.rank:
@@ -133,7 +134,8 @@ def run_variant(
     another rank has failed, as it may wait for that one in a collective, and after `seconds`.
     `number`: of the variant, in this process; `popen`: more for subprocess.Popen."""
     env = dict(os.environ)
-    if "TORCHELASTIC_RESTART_COUNT" in env:  # the variants share the store of torchrun
+    # All variants share torchrun's store, in which keys begin with this count.
+    if "TORCHELASTIC_RESTART_COUNT" in env:
         env["TORCHELASTIC_RESTART_COUNT"] += f".{number}"
     # `began` is compared with the time of a file; `end` must not move when the clock is set.
     status, began, end = run_dir / "status.json", time.time(), time.monotonic() + seconds

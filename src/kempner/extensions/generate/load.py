@@ -74,7 +74,8 @@ class Words(NamedTuple):
         return self.tokenizer.encode_prompt(text)
 
 
-@lru_cache(maxsize=1)  # all texts of an engine would wait while it is parsed for each conversation
+# All texts of an engine would wait while it is parsed anew for each conversation.
+@lru_cache(maxsize=1)
 def _read_template(folder: Path, today: date) -> ChatTemplate:
     try:
         config = read_tokenizer_config(folder)
@@ -229,7 +230,8 @@ def read_base(
     # On the meta device: otherwise weights in fp32 would be allocated first.
     with torch.device("meta"):
         model = Decoder(cfg).cast(dtype)
-    if lora is not None:  # rounds the base, as in the training
+    # This rounds the base to bf16, as the training with adapters does.
+    if lora is not None:
         add_adapters(model, lora)
     model = model.to_empty(device=device).eval().requires_grad_(False)
     try:

@@ -207,7 +207,8 @@ def capture_graph(work: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
     """Capture what `work` does on a GPU."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # cuBLAS allocates its workspace, kernels are loaded
+    # Once before the capture: cuBLAS allocates its workspace, and kernels are loaded.
+    with torch.cuda.stream(stream):
         work()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()

@@ -200,7 +200,8 @@ def _write_tensors(out: Path, reader: _Reader, names: dict[str, str], shard_byte
             for own_name in shard:
                 files |= dict.fromkeys(stored_parts(names[own_name], reader.shapes[own_name]), file)
             for act in _acts(out / file, reader, names, shard):
-                pending.result()  # one part is written while the next one is read
+                # One part is written while the next one is read, into the other of two buffers.
+                pending.result()
                 pending = writer.submit(act)
         pending.result()
     if len(shards) > 1:
@@ -220,7 +221,8 @@ def _acts(
         for part in reader.parts(shard):
             yield partial(write_all, file, part.numpy().data)
         yield partial(os.fsync, file.fileno())
-        yield bool  # the file is closed when its fsync is done
+        # It does nothing, but is begun after the fsync has ended: only then is the file closed.
+        yield bool
 
 
 def header_of(

@@ -92,7 +92,8 @@ def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str,
         }
         path = commit.commit_save(root, 0, texts, facts)
         write_atomic(run / "config.toml", config_toml)
-        write_atomic(run / "id", f"{run_id}\n")  # last: what has one is a run
+        # After all else: a directory with an id is a run.
+        write_atomic(run / "id", f"{run_id}\n")
         # After the id: without either, a killed import would be somebody's files.
         (run / MARK_FILE).unlink()
     return path

@@ -43,7 +43,8 @@ def main() -> None:
             if is_whole and not is_stopped(status):
                 judge.sendall(b".\n")
         ready, _, _ = select.select([0, judge.fileno()], [], [], due - now)
-        if judge.fileno() in ready:  # it never says anything: this is the end
+        # The judge never says anything: that there is something to read means that it has closed.
+        if judge.fileno() in ready:
             return
         if ready:
             data = os.read(0, 65536)

@@ -95,7 +95,8 @@ class JudgeServer:
                         self._lose(key.fileobj, "not understood")
             self._tell()
             before, awake = awake, time.monotonic()
-            if awake - before > self._silence / 2:  # it was this process that was stopped
+            # It was this process that was stopped, and heard nobody.
+            if awake - before > self._silence / 2:
                 # Its own silence must not be held against the replicas.
                 self._heard = dict.fromkeys(self._heard, awake)
             for peer, last in list(self._heard.items()):
@@ -222,8 +223,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--log", type=Path)
     options = parser.parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # the replicas need it until they have saved
-    process_group.allow_open_files()  # each rank holds two
+        # The replicas are asked to leave by the same signals, and need it until they have saved.
+        signal.signal(number, signal.SIG_IGN)
+    # Each rank holds two connections.
+    process_group.allow_open_files()
     # The fast network first, which the replicas use: one whose cable there is cut falls silent.
     fast = this_job.fast_address()
     addresses = dict.fromkeys([*([fast] if fast else []), *(options.address or ["localhost"])])

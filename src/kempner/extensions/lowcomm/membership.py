@@ -358,7 +358,8 @@ class Membership:
         number = epoch.number
         self.store.append(f"votes/{number}", f"{self.me} {'no' if problem else 'yes'}\n")
         while not (outcome := self._outcome(number)):
-            departures = self._gone()  # before the votes: one that voted and then left has voted
+            # Read before the votes, so that one that left after its vote has voted.
+            departures = self._gone()
             votes = dict(line.split() for line in self._lines(f"votes/{number}"))
             if "no" in votes.values() or any(
                 name in departures and name not in votes for name in epoch.everyone

@@ -241,7 +241,8 @@ class OuterOptimizer:
         turn, rest = divmod(step, self.turn_steps)
         if rest == 0:
             fragment = self.fragments[(turn - 1) % len(self.fragments)]
-            if fragment.handle is None:  # resumed in the last tau steps of the turn
+            # The run has resumed in the last tau steps of the turn, after the time to send.
+            if fragment.handle is None:
                 fragment.send(self.exchange, f"turn {turn - 1}")
             fragment.receive()
 

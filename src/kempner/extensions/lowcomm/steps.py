@@ -95,7 +95,8 @@ class _Started:
 
     def wait(self) -> Tensor:
         exchange = self._exchange
-        with exchange.waiting():  # a slow replica is no hang: the judge knows who is lost
+        # Not a hang to the watchdog: a replica may be slow, and the judge knows which one is lost.
+        with exchange.waiting():
             exchange.last, mean, byte_count, exchange.seconds = self.done.result()
         exchange.sent += byte_count
         if mean.is_cuda:

@@ -99,7 +99,8 @@ def check_isolation(envs: Iterable[Tasks]) -> None:
 
 def check_words(cfg: RunConfig, words: Words) -> list[str]:
     size, own = words.tokenizer.vocab_size, cfg.model.init_from is None
-    if own and size < cfg.model.vocab_size:  # weights that were trained never say the others
+    # Weights that were trained never sample ids that the tokenizer lacks; new ones would.
+    if own and size < cfg.model.vocab_size:
         return [
             f"model.vocab_size = {cfg.model.vocab_size}: the engines sample the {size} tokens of "
             f"rl.tokenizer alone, and the trainer sees all; give --model.vocab_size={size}"

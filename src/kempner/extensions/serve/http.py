@@ -77,7 +77,8 @@ class Server(ThreadingHTTPServer):
         self.lock = threading.Lock()
         super().__init__((host, port), Handler)
 
-    def server_bind(self) -> None:  # http.server's own asks the DNS for the name of this host
+    # http.server's own asks the DNS for the name of this host.
+    def server_bind(self) -> None:
         # A port that the user has named is bound as it is; 0 is one of the site's range.
         if self.server_address[1]:
             socketserver.TCPServer.server_bind(self)
@@ -134,7 +135,8 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
     timeout = CLIENT_SILENCE_S
-    disable_nagle_algorithm = True  # a token is sent when it is there
+    # A token of a stream is sent when it is there, not together with the next ones.
+    disable_nagle_algorithm = True
     known = False  # a request on this connection was allowed
 
     def handle_one_request(self) -> None:

@@ -187,7 +187,8 @@ def submit_array(
         if job:
             submitted_arrays.append(replace(part, job=job))
             points = points[len(part.points) :]
-            if array.running and points:  # each part would run so many at once
+            # The limit is one of an array: each of several would run so many at once.
+            if array.running and points:
                 break
         elif full:
             # Nobody says how much room there is.

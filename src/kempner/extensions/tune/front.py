@@ -177,7 +177,8 @@ def _lead(
     folder, ranks = Path(cfg.run.dir, "tune"), world.size * world.replicas
     facts = ask_machine(cfg.distributed.device)
     machine = machine_of(facts, world.per_node)
-    if options.record:  # before it has taken ten minutes
+    # Now, so that it is not refused after ten minutes of measurements.
+    if options.record:
         verified.new_entry(command.files, (), _gpu_of_table(machine), 1, 1)
     short, of_trials = shorter_batch(cfg, ranks, world.per_node, machine), command
     if short is not None:

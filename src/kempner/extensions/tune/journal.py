@@ -96,7 +96,8 @@ class TuneJournal:
         try:
             self._file.write(json.dumps(line))
         except OSError as error:
-            error.filename = str(self._path)  # a full disk comes without a name
+            # The error of a write, as on a full disk, does not name the file.
+            error.filename = str(self._path)
             raise
 
 

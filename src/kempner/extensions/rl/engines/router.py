@@ -174,7 +174,8 @@ class Router:
         # Without room nobody needs to be looked at, and thousands may wait.
         room = any(each.load == 0 or each.load < capacity for each in alive)
         rest: deque[Waiter] = deque()
-        refused: list[Waiter] = []  # whoever asks for as much, or more, gets none either
+        # Whoever asks for as much as one of these, or more, gets no engine either.
+        refused: list[Waiter] = []
         while self._waiting and room:
             waiter = self._waiting.popleft()
             if any(waiter.asks_more(each) for each in refused):
@@ -292,7 +293,8 @@ class Router:
             engine, life = member.engine, member.life
             before = member.version, member.updating
         try:
-            if member.updating:  # the answer to the update says the rest
+            # Its version and progress follow from the answer to the update.
+            if member.updating:
                 engine.alive()
                 member.misses = 0
                 return
@@ -334,7 +336,8 @@ class Router:
             state_before = member.alive, member.version
             member.account()
             member.alive, member.why = True, ""
-            if (member.version, member.updating) == before:  # not if an update was done meanwhile
+            # If an update has ended since the question, the answer may be of the weights before it.
+            if (member.version, member.updating) == before:
                 member.version = version if member.trusted else -1
             target, body = self._target
             begin = not member.updating and member.version < target

@@ -199,7 +199,8 @@ def vllm_arguments(model: Path, options: argparse.Namespace, port: int) -> list[
     # --enable-scale-out brings /inference/v1/generate: /v1/completions needs a tokenizer.
     words += ["--skip-tokenizer-init", "--enable-scale-out", "--max-num-seqs", str(options.slots)]
     words += ["--logprobs-mode", "processed_logprobs", "--middleware", f"{__spec__.name}.Allowed"]
-    if not gpus:  # bf16 where the trainer computes in fp32 would be another policy
+    # On a CPU the trainer computes in fp32: an engine in bf16 would have another policy.
+    if not gpus:
         return [*words, "--dtype", "float32", "--enforce-eager"]
     return [*words, "--tensor-parallel-size", str(len(gpus))]
 
@@ -207,7 +208,8 @@ def vllm_arguments(model: Path, options: argparse.Namespace, port: int) -> list[
 def vllm_environment(token: str) -> dict[str, str]:
     source = str(Path(__file__).parents[4])  # for the middleware
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-    keep_private()  # vLLM has a place of its own for the model, and torch's for all else
+    # vLLM has a place of its own for the compiled model, and takes torch's for all else.
+    keep_private()
     own = ENVIRONMENT | ({} if os.environ.get("CUDA_VISIBLE_DEVICES") else ON_A_CPU)
     # The user's own values come after ours, and win.
     return {**own, **os.environ, "PYTHONPATH": path, TOKEN_VARIABLE: token}

@@ -341,7 +341,8 @@ class Names(dict[str, Any]):
             value = self.program.named(name, self.program.ask("name", name))
         except NameError:
             raise KeyError(name) from None
-        if callable(value):  # other values may change: they are asked for each time
+        # Values other than functions and classes may change, and are asked for each time.
+        if callable(value):
             self[name] = value
         return value
 

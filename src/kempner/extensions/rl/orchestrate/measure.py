@@ -65,7 +65,8 @@ class Bench:
         many = max(4 * batch, -(-6 * room // rl.group_size))
         self._measure(batch, room)  # the first one is slower
         alone, stream, read = [], [], self._tokens_read()
-        for _ in range(MEASURE_ROUNDS):  # by turns: the machine may be busy
+        # By turns, so that a machine that is busy for a while slows both alike.
+        for _ in range(MEASURE_ROUNDS):
             alone.append(self._measure(batch, room))
             stream.append(self._measure(many, room))
         after = self._tokens_read()

@@ -157,7 +157,8 @@ class Feed:
             self.publish(step - 1)
         if not ready:
             return None
-        message = [batch._replace(state={}) if batch else None]  # the state may be long
+        # Without the orchestrator's state, which may be long, and which rank 0 alone keeps.
+        message = [batch._replace(state={}) if batch else None]
         dist.broadcast_object_list(message, 0, self._ranks.group)
         return batch or message[0]
 

@@ -51,7 +51,8 @@ def policy_losses(
         clip_mask = log_ratio > math.log(cfg.is_cap)
         if cfg.name == "masked":
             clip_mask = (new.exp() - old.exp()) * advantages.sign() > cfg.mask
-            gain = torch.where(clip_mask, 0.0, gain)  # no product: 0 times infinity is NaN
+            # Not a product with the mask: 0 times infinity is NaN.
+            gain = torch.where(clip_mask, 0.0, gain)
     else:
         ratio = log_ratio.exp()
         gain = ratio * advantages
@@ -132,7 +133,8 @@ class Policy:
                 ours, log_ratio, clip_mask = policy_losses(self._cfg, -losses, old, advantages)
                 (slopes,) = torch.autograd.grad(ours.sum(), losses)
             if first is not None:
-                there = first[rows.start : rows.stop]  # nothing of rows after the first one
+                # `first` is of the first row: of a chunk of later rows this is empty.
+                there = first[rows.start : rows.stop]
                 there.copy_(-losses.detach()[: len(there), 0])
             distance = log_ratio.detach().abs()
             # Over the sampler's samples its mean is KL(sampler, model), and it is never negative.

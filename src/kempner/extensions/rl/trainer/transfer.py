@@ -233,7 +233,8 @@ class DirectPublisher:
         folder, beside = self._exchange.version(version), self._exchange.root / "beside"
         folder.mkdir(parents=True, exist_ok=True)
         if beside.is_dir():  # an engine that starts needs more than the tensors
-            for path in beside.iterdir():  # the error of copytree has no number
+            # Not by copytree(), whose error has no errno: a full disk could not be told from it.
+            for path in beside.iterdir():
                 shutil.copyfile(path, folder / path.name)
         self._exchange.publish(version, facts)
 

@@ -71,7 +71,8 @@ def confine_process(isolated: bool) -> tuple[list[str], str]:
     become_subreaper()  # where it is not the init of a namespace
     # Otherwise a program that it runs could open its pipes in /proc, and write a reward there.
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    for capability in range(64):  # so that a program run as root cannot mount anything again
+    # Without these even a program that is run as root cannot mount anything again.
+    for capability in range(64):
         _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: REWARD_FILE_BYTES}
     if isolated and _kernel() >= NPROC_OF_NAMESPACE:
@@ -250,7 +251,8 @@ def end_descendants(pid: int, seconds: float) -> bool:
     while pids := list_descendants(pid):
         if time.monotonic() > limit:
             return False
-        for signal_number in (signal.SIGSTOP, signal.SIGKILL):  # what is stopped starts no others
+        # All are stopped first: what is stopped starts no others while these are killed.
+        for signal_number in (signal.SIGSTOP, signal.SIGKILL):
             for member in pids:
                 _kill(member, signal_number)
         reap_children()

@@ -129,7 +129,8 @@ class OuterProcess:
         for fd in (self.from_inner, self.requests):
             poll.register(fd, select.POLLIN)
         ready = [fd for fd, _ in poll.poll(REWARD_POLL_S * 1000)]
-        if self.requests in ready:  # the Scorer sends nothing while it waits: it is gone
+        # The Scorer sends nothing while it waits for an answer: this is its end.
+        if self.requests in ready:
             raise SystemExit
         return self.from_inner in ready
 
@@ -172,8 +173,10 @@ class OuterProcess:
 
 def serve_rewards(requests: int, answers: int, notes: int, lacks: list[str]) -> None:
     """Run the inner process. `lacks`: what the kernel did not allow before."""
-    os.setsid()  # a signal to our group must not reach the outer one
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which the init of a namespace does not get
+    # A signal that is sent to our group must not reach the outer process.
+    os.setsid()
+    # The init of a namespace gets only signals that it has a handler for: this takes Python's away.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     more, own = limits.confine_process(not lacks)
     lacks = lacks + more
     # Only a directory made for it is ever emptied: its own file system, or else a new directory.
