@@ -65,8 +65,7 @@ def shard_model(
     if model.output is not None and not whole:
         cut(model.embed, reshard_after_forward=frozen or between)
         assert isinstance(model.embed, FSDPModule)
-        # The gradient of a lookup needs no weight: it would be gathered for nothing.
-        model.embed.set_unshard_in_backward(False)
+        model.embed.set_unshard_in_backward(False)  # its gradient needs no weight
         # The last modules of the forward pass come first in the backward pass: freeing them would
         # gather them again at once.
         cut([model.norm, model.output], reshard_after_forward=frozen)
@@ -81,8 +80,7 @@ def shard_model(
         prefetch_blocks(model, cfg.prefetch_blocks)
     for module in model.modules():
         if isinstance(module, FSDPModule) and layout.parameter_mesh.size() > 1:
-            # gloo has no pre-multiplied sum, by which FSDP would apply a factor of its own.
-            module.set_force_sum_reduction_for_comms(True)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
             module.set_gradient_divide_factor(1.0)
     if cfg.overlap:
         from kempner.parallel.overlap import choose_messages

@@ -129,7 +129,7 @@ class DirectoryPublisher:
             return True
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        # Not by copytree(), whose error has no errno: a full disk could not be told from it.
+        # Not by copytree(), whose error has no errno: nothing would show that the disk is full.
         for path in (self._exchange.root / BESIDE).iterdir():
             shutil.copyfile(path, folder / path.name)
         if len(self._files) > 1:
@@ -159,8 +159,8 @@ class DirectoryPublisher:
                     file = opened.enter_context(open(path, "wb", buffering=0))
                     shapes = {name: self._shapes[name] for name in mine}
                     write_all(file, header_of(shapes, self._names, self.dtype))
-            # Kept, not raised: the others wait for our part of each tensor all the same.
             except OSError as error:
+                # Kept, not raised: the others wait for our part of each tensor all the same.
                 failed = error
             for name, tensor in whole_tensors(self._model, self._scale):
                 # A rank that cannot write goes on taking part in the gathering, a collective.

@@ -233,7 +233,7 @@ class DirectPublisher:
         folder, beside = self._exchange.version(version), self._exchange.root / "beside"
         folder.mkdir(parents=True, exist_ok=True)
         if beside.is_dir():  # an engine that starts needs more than the tensors
-            # Not by copytree(), whose error has no errno: a full disk could not be told from it.
+            # Not by copytree(), whose error has no errno: nothing would show that the disk is full.
             for path in beside.iterdir():
                 shutil.copyfile(path, folder / path.name)
         self._exchange.publish(version, facts)
