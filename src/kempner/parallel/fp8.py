@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kempner.checkpoint.format.plan import local_part
 from kempner.config.option import ConfigError
 from kempner.model.decoder import Decoder
+from kempner.model.moe import ExpertRouter
 
 LEAST_CAPABILITY = (8, 9)  # of a GPU: Ada, Hopper and later multiply 8-bit floats
 FP8_MATRIX_TILE = 16  # both sizes of a matrix are multiples of this, or its kernels refuse it
@@ -32,19 +33,20 @@ def use_fp8(model: Decoder, fp8: str, device: torch.device, gathers: bool = Fals
     need_fp8(device, fp8)
     tile = MX_BLOCK if fp8 == "mxfp8" else FP8_MATRIX_TILE
 
-    def fits(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, nn.Linear) or name.endswith("router"):  # it compares its scores
+    def fits(module: nn.Module, name: str = "") -> bool:
+        # A router compares its scores, in fp32.
+        if not isinstance(module, nn.Linear) or isinstance(module, ExpertRouter):
             return False
         return not any(n % tile for n in local_part(module.weight).shape)
 
     linear = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
-    if not any(fits(module, "") for module in linear):
+    if not any(fits(module) for module in linear):
         raise ConfigError(
             f"train.fp8 = {fp8}: no projection has both sizes a multiple of {tile}, "
             "which the kernels need; give such a model.dim and model.ffn_dim, or --train.fp8=none"
         )
     if fp8 == "mxfp8":
-        use_mxfp8([module for module in linear if fits(module, "")], device)
+        use_mxfp8([module for module in linear if fits(module)], device)
         return
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

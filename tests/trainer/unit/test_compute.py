@@ -230,13 +230,17 @@ def test_projections_multiply_in_mxfp8(monkeypatch: pytest.MonkeyPatch) -> None:
         assert cosine > 0.98, (name, cosine)
 
 
-def test_a_router_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_a_router_is_not_rounded(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     torchao = pytest.importorskip("torchao.float8.float8_linear")
     monkeypatch.setattr(fp8, "need_fp8", lambda *_: None)
     with torch.device("meta"):
-        model = Decoder(replace(SHAPE, n_experts=16, experts_per_token=2))
-    fp8.use_fp8(model, "rowwise", torch.device("cpu"))
-    converted = {name for name, m in model.named_modules() if isinstance(m, torchao.Float8Linear)}
+        model = Decoder(replace(SHAPE, n_experts=32, experts_per_token=2))
+    if recipe == "mxfp8":
+        pytest.importorskip("torchao.prototype.moe_training.mxfp8_linear")
+    fp8.use_fp8(model, recipe, torch.device("cpu"))
+    kind = fp8.MxLinear if recipe == "mxfp8" else torchao.Float8Linear
+    converted = {name for name, m in model.named_modules() if isinstance(m, kind)}
     assert {name.rpartition(".")[2] for name in converted} == {"wq", "wk", "wv", "wo"}
 
 
