@@ -25,6 +25,7 @@ import contextlib
 import fcntl
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -422,7 +423,8 @@ def print_report(out: Path, sidecar: Sidecar) -> None:
     print(
         f"  tokenizer {sidecar.tokenizer['name']}, vocabulary {sidecar.vocab_size}, {sidecar.dtype}"
     )
-    print(f"train on it: --data.dataset_path={out} --model.vocab_size={sidecar.vocab_size}")
+    path = shlex.quote(f"--data.dataset_path={out}")
+    print(f"train on it: {path} --model.vocab_size={sidecar.vocab_size}")
 
 
 def megabytes(pieces: Iterable[sources.SourcePiece]) -> str:

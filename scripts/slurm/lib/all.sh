@@ -20,7 +20,14 @@ kp_forget_functions() { # removes those that stand in place of a command
 }
 kp_forget_functions
 
-shopt -u nullglob failglob dotglob nocasematch nocaseglob # BASHOPTS may be exported
+kp_plain_words() { # bash takes words and patterns apart as it does by default, whatever a user's file
+    # has set; SHELLOPTS and BASHOPTS may be exported
+    IFS=$' \t\n'
+    unset -v GLOBIGNORE
+    set +f
+    shopt -u nullglob failglob dotglob nocasematch nocaseglob
+}
+kp_plain_words
 
 KP_NO_ROOM='' # where the batch log has moved to: see kp_move_log
 KP_LIB=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

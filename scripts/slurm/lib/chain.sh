@@ -172,7 +172,8 @@ kp_chain_script() { # sets script, of the caller, to the script to submit: that 
 }
 
 kp_chain_variables() { # adds what the variables of the job's own request say
-    local name value
+    # Turkish has another small letter for I
+    local name value LC_ALL=C
     # The environment that this shell started with: what the kit has exported since is no part of
     # the request.
     while IFS='=' read -r -d '' name value; do

@@ -86,7 +86,8 @@ kp_dry_check() { # <option> <value>: stops at a number that is none; what else s
 
 kp_dry_request() { # sets KP_ASKED from the script's header, the SBATCH_* variables and the command
     # line
-    local line name
+    # Turkish has another small letter for I
+    local line name LC_ALL=C
     while read -r line; do
         [[ $line != '#SBATCH '* ]] || kp_dry_ask "the header" "${line#'#SBATCH '}"
     done <"$0"

@@ -4,7 +4,7 @@
 
 kp_prepare_in() { # <arguments of prepare_data.py>...: sets KP_OUT and what the other parts of the
     # library want to know
-    local word before='' there nodes
+    local word before='' there nodes cpus
     kp_in_job ||
         kp_die "prepare.sh runs in a job: sbatch --nodes=N scripts/slurm/prepare.sh;" \
             "here it is scripts/prepare_data.py"
@@ -23,7 +23,8 @@ kp_prepare_in() { # <arguments of prepare_data.py>...: sets KP_OUT and what the 
     kp_use_run "$KP_OUT/units"
     kp_note_progress
     nodes=$(kp_field NumNodes)
-    kp_set_size "$nodes" 1 0 $(($(kp_field NumCPUs) / nodes))
+    kp_cpus "$nodes"
+    kp_set_size "$nodes" 1 0 "$cpus"
     kp_log "job $(kp_job_id), restart count ${SLURM_RESTART_COUNT:-0}: prepares $KP_OUT on" \
         "$(kp_field NodeList), $KP_CPUS CPU(s) each"
 }

@@ -69,7 +69,8 @@ kp_profile_from() { # <SBATCH_ variable>: where its value comes from, for --dry-
 }
 
 kp_profile_note() { # says where the job differs from the profile: sbatch itself reads none
-    local name have want
+    # Turkish has another capital letter for i
+    local name have want LC_ALL=C
     [[ -n $KP_PROFILE ]] || return 0
     for name in Partition Account QOS; do
         want=SBATCH_${name^^} have=$(kp_field "$name")

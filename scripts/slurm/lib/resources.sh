@@ -45,7 +45,7 @@ kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a ta
         KP_GPUS=$KP_TASKS
     fi
 
-    cpus=$(($(kp_field NumCPUs) / KP_NODES))
+    kp_cpus "$KP_NODES"
     ((cpus >= KP_TASKS)) ||
         kp_die "$KP_TASKS task(s) per node, but $cpus CPU(s): give --ntasks-per-node=$KP_TASKS" \
             "--cpus-per-task=N"
@@ -54,6 +54,23 @@ kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a ta
     asked=$(kp_field CPUs/Task)
     [[ $asked == 1 || ${SLURM_CPUS_PER_TASK:-} != "$asked" ]] || KP_CPUS=$asked
     kp_places # from here on KP_NODES are those that train
+}
+
+kp_cpus() { # <nodes>: sets cpus, of the caller, to the CPUs of each; where nodes have different
+    # numbers, to those of the smallest
+    # srun takes one number for all nodes, and starts nothing where one of them has fewer.
+    local line part count least=0 most=0
+    while read -r line; do
+        [[ $line =~ ^Nodes=.*\ CPU_IDs=([0-9,-]+) ]] || continue
+        count=0
+        for part in ${BASH_REMATCH[1]//,/ }; do
+            count=$((count + ${part#*-} - ${part%-*} + 1))
+        done
+        least=$((least == 0 || count < least ? count : least))
+        most=$((count > most ? count : most))
+    done <<<"$KP_JOB"
+    cpus=$(($(kp_field NumCPUs) / $1))
+    ((least == most || least >= cpus)) || cpus=$least
 }
 
 kp_tasks_asked() { # the tasks per node that the user asked for, or nothing

@@ -86,9 +86,12 @@ kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.en
     kp_source "$file"
 }
 
-kp_is_secret() { # <variable>: true when its value must not be shown
-    [[ $1 =~ (TOKEN|SECRET|WEBHOOK|PASSWORD|PASSWD|CREDENTIAL|_KEY$|^KEY$|_PAT$) ||
-        " $KP_SECRET_NAMES " == *" $1 "* ]]
+kp_is_secret() { # <variable>: true when its value must not be shown: by its name, or as the URL of a
+    # proxy with a password
+    local LC_ALL=C # Turkish has another capital letter for i
+    [[ ${1^^} =~ (TOKEN|SECRET|WEBHOOK|PASSWORD|PASSWD|CREDENTIAL|APIKEY|_KEY$|^KEY$|_PAT$) ||
+        " $KP_SECRET_NAMES " == *" $1 "* ||
+        $1 =~ ^[A-Za-z_][A-Za-z_0-9]*$ && ${!1:-} =~ ://[^/@[:space:]]*:[^/@[:space:]]+@ ]]
 }
 
 kp_read_secrets() { # reads KEMPNER_SECRETS, a file of NAME=value lines that nobody else may read
@@ -100,7 +103,7 @@ kp_read_secrets() { # reads KEMPNER_SECRETS, a file of NAME=value lines that nob
     [[ ! -d $file ]] ||
         kp_die "KEMPNER_SECRETS=$file is a directory: give a file of NAME=value lines"
     [[ $mode =~ ^[0-7]00$ ]] ||
-        kp_die "KEMPNER_SECRETS=$file may be read by others (mode $mode): chmod 600 '$file'"
+        kp_die "KEMPNER_SECRETS=$file may be read by others (mode $mode): chmod 600 ${file@Q}"
     kp_can_source "$file" secrets
     kp_source "$file" secrets
     KP_SECRET_NAMES=$(sed -nE "$pattern" "$file" | paste -sd' ')

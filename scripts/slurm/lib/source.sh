@@ -18,17 +18,18 @@ kp_can_source() { # <file> [secrets]: stops when it is not text that bash can pa
         kp_die "$file is a binary file: give a text file of NAME=value lines"
     [[ $(head -c 3 -- "$file") != "$mark" ]] ||
         kp_die "$file, line 1: begins with a byte order mark: remove it by: sed -i" \
-            "'1s/^\\xef\\xbb\\xbf//' '$file'"
+            "'1s/^\\xef\\xbb\\xbf//' ${file@Q}"
     line=$(grep -nm 1 $'\r$' -- "$file") &&
         kp_die "$file, line ${line%%:*}: ends with a carriage return, as" \
-            "Windows writes lines: remove them by: sed -i 's/\\r\$//' '$file'"
+            "Windows writes lines: remove them by: sed -i 's/\\r\$//' ${file@Q}"
     # extglob: a line of the file may switch it on, which the parser alone does not see
-    line=$(BASH_ENV='' LC_ALL=C bash -O extglob -n -- "$file" 2>&1) && return
+    line=$(BASH_ENV='' LC_ALL=C bash -O extglob -n -- "$file" 2>&1) &&
+        [[ $line != *"here-document at line "* ]] && return # one without its end is only warned of
     # "FILE: line 5: syntax error: unexpected end of file"; of secrets it may quote one
     line=${line%%$'\n'*} line=${line#"$file: line "}
     [[ -z ${2:-} ]] || line="${line%%:*}: it is not shown here"
     kp_die "$file, line ${line%%:*}: bash cannot parse it:${line#*:}; look for a quote," \
-        "a bracket or an if that is not closed"
+        "a bracket, an if or a here-document that is not closed"
 }
 
 kp_source() { # <file> [secrets]: sources it; what it sets is exported; stops where a line of it
@@ -49,6 +50,7 @@ kp_source() { # <file> [secrets]: sources it; what it sets is exported; stops wh
     trap - DEBUG ERR
     set +aT
     set -eu -o pipefail
+    kp_plain_words
     # the script's own path and its arguments may be relative
     [[ $PWD == "${KP_READING[place]}" ]] || cd -- "${KP_READING[place]}"
     [[ ${KP_READING[command]} != "return "* || ${KP_READING[status]} == 0 ]] ||

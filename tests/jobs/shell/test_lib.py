@@ -207,6 +207,24 @@ def test_cpus_that_were_asked_for_stay() -> None:
     assert tasks(job(*FOUR), SLURM_CPUS_PER_TASK="6") == "2 4 4 6"
 
 
+def test_nodes_of_different_sizes(tmp_path: Path) -> None:
+    """srun starts nothing with more CPUs than the smallest node has."""
+    text = job(*FOUR, cpus=36).replace("node1 CPU_IDs=0-3", "node1 CPU_IDs=0-7,16-23,30-35,40,41")
+    text = text.replace("node2 CPU_IDs=0-3", "node[2-3] CPU_IDs=0-7")
+    text = text.replace("NumNodes=2 NumCPUs=36", "NumNodes=3 NumCPUs=40")
+    assert tasks(text) == "3 4 4 2"
+    script = """
+        source "$LIB/prepare_job.sh"
+        kp_mount() { :; }
+        kp_note_progress() { :; }
+        KP_BESIDE='' SLURM_JOB_ID=7
+        kp_prepare_in --out "$OUT" >/dev/null
+        echo $KP_NODES $KP_TASKS $KP_CPUS
+    """
+    done = bash(script, KP_JOB=text, LIB=str(LIB.parent), OUT=str(tmp_path), HOME="/")
+    assert done.stdout == "3 1 8\n", done.stderr
+
+
 def test_the_request_of_a_job_around_this_one_is_not_its_own() -> None:
     """In a shell of `salloc --ntasks=3 --cpus-per-task=1` sbatch hands both on."""
     around = {"SLURM_NTASKS": "3", "SLURM_CPUS_PER_TASK": "1"}
@@ -922,6 +940,35 @@ def test_site_file(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["A=x y", "B=2"] and done.returncode == 1
     missing = bash("kp_read_site", KEMPNER_SITE=str(tmp_path / "no"))
     assert missing.returncode == 2 and "cannot be read" in missing.stderr
+
+
+def test_a_site_file_does_not_change_how_bash_reads_words(tmp_path: Path) -> None:
+    site = tmp_path / "site.env"
+    for line in ("IFS=,", "set -f", "shopt -s nullglob dotglob", "GLOBIGNORE='*'"):
+        site.write_text(f"{line}\nA=1\n")
+        script = 'kp_read_site; read -ra words <<<"--a --b"; cd "$1"; echo ${#words[@]} *.env *.no'
+        done = bash(f"set -- {tmp_path}; {script}", KEMPNER_SITE=str(site))
+        assert done.stdout == "2 site.env *.no\n", (line, done)
+
+
+def test_a_user_who_writes_turkish(tmp_path: Path) -> None:
+    """Where the small letter of I has no dot, and the capital letter of i has one."""
+    if subprocess.run(
+        ["localedef", "-i", "tr_TR", "-f", "UTF-8", tmp_path / "tr_TR.UTF-8"], capture_output=True
+    ).returncode:
+        pytest.skip("localedef cannot make the locale tr_TR")
+    script = """
+        source "$KP_LIB/dry_run.sh"
+        KP_REQUEST=() BASH_ARGV0=/dev/null # $0
+        kp_dry_request
+        kp_chain_variables
+        ! kp_is_secret a_credential || echo secret
+        echo "${!KP_ASKED[@]} ${KP_CHAIN_OPTIONS[@]}"
+    """
+    declared = "declare -A KP_ASKED=() KP_FROM=(); KP_CHAIN_OPTIONS=()"
+    env = {"LOCPATH": str(tmp_path), "LC_ALL": "tr_TR.UTF-8", "SLURM_HINT": "compute_bound"}
+    done = bash(f"{declared}\n{script}", SBATCH_PARTITION="gpu", **env)
+    assert done.stdout == "secret\npartition --hint=compute_bound\n", done
 
 
 def test_programs_of_the_repository_are_those_of_the_copy(tmp_path: Path) -> None:

@@ -302,6 +302,7 @@ def test_a_run_that_cannot_be_read_is_named(bench: Bench) -> None:
 SITES = {
     "unterminated if": ("X=1\nif true; then\nY=2\n", "line 4: bash cannot parse it: syntax"),
     "lost quote": ('X=1\nY="lost\nZ=2\n', 'line 2: bash cannot parse it: unexpected EOF'),
+    "lost end": ("X=1\ncat <<END\nY=lost\n", "bash cannot parse it: warning: here-document"),
     "blanks around =": ("X=1\nA = 5\n", "line 2: 'A = 5': write NAME=VALUE, without blanks around"),
     "no such command": ("X=1\nmodule load x\n", "line 2: 'module load x': there is no such"),
     "binary": ("X=1\n\0\0\n", "is a binary file: give a text file"),

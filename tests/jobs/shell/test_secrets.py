@@ -213,6 +213,23 @@ cat "$token"
     assert len(tokens) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "secret"),
+    [
+        ("HF_TOKEN", "x", True),
+        ("my_token", "x", True),
+        ("OPENAI_APIKEY", "x", True),
+        ("https_proxy", "http://me:passw0rd@proxy:3128", True),
+        ("https_proxy", "http://proxy:3128/a@b", False),
+        ("MONKEY", "x", False),
+        ("BASH_FUNC_module%%", "() { :; }", False),
+    ],
+)
+def test_what_is_a_secret(name: str, value: str, secret: bool) -> None:
+    done = bash('kp_is_secret "$NAME" && echo True || echo False', NAME=name, **{name: value})
+    assert (done.stdout, done.stderr) == (f"{secret}\n", "")
+
+
 @pytest.mark.parametrize("name", ["SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU"])
 def test_a_profile_asks_for_nothing_that_sbatch_drops(tmp_path: Path, name: str) -> None:
     (tmp_path / "site.d").mkdir()

@@ -12,6 +12,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import signal
 import struct
 import subprocess
@@ -882,3 +883,11 @@ def test_a_json_file_of_rows(tmp_path: Path) -> None:
         out = tmp_path / f"of-{name}"
         done(tmp_path / f"{name}.json", "--out", out, "--val-fraction", "0")
         assert documents(out, "train") == expected
+
+
+def test_the_options_to_train_with_are_for_a_shell(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text\n" * 10)
+    out = tmp_path / "it's two words"
+    last = done(tmp_path / "a.txt", "--out", out, "--workers", "1").splitlines()[-1]
+    words = shlex.split(last.partition(": ")[2])
+    assert words == [f"--data.dataset_path={out}", "--model.vocab_size=257"]
