@@ -16,10 +16,19 @@ def start_program():
     sys.excepthook = import_hook
     if sys.version_info < (3, 10):  # noqa: UP036
         refuse_start(f"it is Python {sys.version.split()[0]}, and 3.10 is needed", in_environment())
+    use_own_package()
     # Not before the check: an older Python could not even parse it.
     from kempner.jobs.system import front_door
 
     front_door.begin_program()
+
+
+def use_own_package():
+    """Import the package beside this program, also where Python has that of another clone."""
+    import importlib.util
+
+    if importlib.util.find_spec("kempner"):  # else import_hook() says what to do
+        sys.path.insert(0, os.path.join(PROGRAM_ROOT, "src"))
 
 
 def import_hook(kind, error, trace):

@@ -128,8 +128,9 @@ kp_batch_log() { # the newest batch log; what srun says is in it too, so srun's 
 kp_name_lines() { # stdin: what tail says of several files; puts the name of the file before each
     # line, drops empty ones
     local only=${KP_WARN:+"/$WARNINGS/I!d"}
-    # In this locale a dot matches any byte: logs may have some that are no UTF-8.
-    LC_ALL=C sed -uE '/^$/d
+    # In this locale a dot matches any byte: logs may have some that are no UTF-8. Not sed -u, which
+    # also reads byte by byte: seconds for each MB.
+    LC_ALL=C stdbuf -oL sed -E '/^$/d
         /^==> .* <==$/{
             s#^==> .*/((rank|trainer|engine)-[0-9]+|orchestrator)\.log <==$#\1#; t name
             s#^==> .*/srun-[^/]* <==$#srun#; t name

@@ -20,8 +20,8 @@ kp_forget_functions() { # removes those that stand in place of a command
 }
 kp_forget_functions
 
-kp_plain_words() { # bash takes words and patterns apart as it does by default, whatever a user's file
-    # has set; SHELLOPTS and BASHOPTS may be exported
+kp_plain_words() { # bash reads words and patterns as it does by default, whatever a user's file has
+    # set; SHELLOPTS and BASHOPTS may be exported
     IFS=$' \t\n'
     unset -v GLOBIGNORE
     set +f

@@ -86,8 +86,8 @@ kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.en
     kp_source "$file"
 }
 
-kp_is_secret() { # <variable>: true when its value must not be shown: by its name, or as the URL of a
-    # proxy with a password
+kp_is_secret() { # <variable>: true when its value must not be shown, by its name, or because it is
+    # a URL with a password, as of a proxy
     local LC_ALL=C # Turkish has another capital letter for i
     [[ ${1^^} =~ (TOKEN|SECRET|WEBHOOK|PASSWORD|PASSWD|CREDENTIAL|APIKEY|_KEY$|^KEY$|_PAT$) ||
         " $KP_SECRET_NAMES " == *" $1 "* ||

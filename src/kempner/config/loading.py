@@ -38,6 +38,7 @@ NO_SLURM = (  # as in files of prime-rl
     "the request is made to sbatch; give its options, SBATCH_* variables or site.env, and leave "
     "this out (docs/reference/slurm.md)"
 )
+MOST_BASES = 100  # each of the one before: far below Python's limit of nested calls
 _T = TypeVar("_T")
 SectionValues = dict[str, dict[str, Any]]  # section -> key -> value, of those that were given
 
@@ -110,6 +111,9 @@ class _Loader:
             if os.path.realpath(parent) in children:
                 fix = "a file cannot be its own base; remove it"
                 self._unread(f"{where}: base = {format_value(base)}: {fix}")
+            elif len(children) > MOST_BASES:
+                fix = f"over {MOST_BASES} files, each the base of the one before; merge some"
+                self._unread(f"{path}: base = {format_value(base)}: {fix}")
             else:
                 self.read(parent, f"{parent} (base of {where})", children)
         for section, keys in table.items():

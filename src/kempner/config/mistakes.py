@@ -45,9 +45,13 @@ def why_not_read(path: Path, error: Exception) -> str:
         return f"cannot be read: {error.strerror}; change its permissions or name another file"
     if path.is_symlink():
         return f"is a link to {os.readlink(path)}, which is not there; name another file"
+    try:
+        whole = path.absolute()
+    except FileNotFoundError:
+        return "no such file: the current directory is gone; cd to one that is there"
     folder = path.parent
     if not folder.is_dir():
-        return f"no such file: the directory {folder.absolute()} does not exist; correct the path"
+        return f"no such file: the directory {whole.parent} does not exist; correct the path"
     names = sorted(other.stem for other in folder.glob("*.toml") if other.name != "pyproject.toml")
     near = difflib.get_close_matches(path.stem, names, n=3)
     hint = f"did you mean {' or '.join(str(folder / name) + '.toml' for name in near)}?"
@@ -55,7 +59,7 @@ def why_not_read(path: Path, error: Exception) -> str:
         hint = (
             f"{folder}/ has {', '.join(name + '.toml' for name in names[:12]) or 'no .toml file'}"
         )
-    return f"no such file: looked at {path.absolute()}; {hint}"
+    return f"no such file: looked at {whole}; {hint}"
 
 
 def _why_not_toml(error: Exception) -> str:

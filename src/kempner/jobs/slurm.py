@@ -261,9 +261,11 @@ def max_array_size() -> int | None:
 def accounted_states(jobs: Sequence[str]) -> dict[str, str]:
     """Return the last state of jobs by Slurm's accounting, by name (12, or 12_3 of an array);
     unknown jobs are left out, or all if there is no accounting."""
-    words = ("-X", "-P", "-n", "-S", "now-60days", "-j", ",".join(jobs), "-o", "JobID,State")
-    output = _ask("sacct", *words) if jobs else None
-    lines = (line.partition("|") for line in (output or "").splitlines())
+    words = ("-X", "-P", "-n", "-S", "now-60days", "-o", "JobID,State", "-j")
+    # Linux takes no word of over 128 KiB.
+    parts = (jobs[begin : begin + 1000] for begin in range(0, len(jobs), 1000))
+    output = "".join(_ask("sacct", *words, ",".join(part)) or "" for part in parts)
+    lines = (line.partition("|") for line in output.splitlines())
     # sacct writes "CANCELLED by 1000", with the id of the user.
     return {job: state.partition(" ")[0] for job, _, state in lines if state}
 

@@ -21,7 +21,13 @@ from kempner.config.loading import SectionValues, load_config_files, to_toml
 from kempner.config.option import ConfigError
 from kempner.jobs.ranks.placement import discover_world
 from kempner.jobs.system.directories import Kind, read_run_id, refuse_others
-from kempner.jobs.system.front_door import how_to_run, list_problems, print_problems, run_program
+from kempner.jobs.system.front_door import (
+    explain_os_error,
+    how_to_run,
+    list_problems,
+    print_problems,
+    run_program,
+)
 from kempner.train import checks as combinations
 from kempner.train import lookup
 from kempner.train.parts import fixed_facts, open_data, open_mixture
@@ -366,8 +372,12 @@ def check_directories(cfg: RunConfig, rank: int) -> list[str]:
     for key, path in (("run.dir", cfg.run.dir), ("checkpoint.dir", cfg.checkpoint.dir)):
         if not path:
             continue  # in the run directory
+        try:
+            places = (Path(path), *Path(path).absolute().parents)
+        except FileNotFoundError as error:
+            return [f"{key} = {path}: {explain_os_error(error)}"]
         # os.path.exists: a directory that may not be entered hides what is in it, without an error
-        there = next(p for p in (Path(path), *Path(path).absolute().parents) if os.path.exists(p))
+        there = next(place for place in places if os.path.exists(place))
         # Where a container has not mounted it yet (container.sh) this is a directory of the image.
         closed = not os.access(there, os.W_OK | os.X_OK) and "KP_UNMOUNTED" not in os.environ
         if not there.is_dir() or closed:

@@ -3,6 +3,7 @@ readers that leave. Slurm's commands are shims that note what they are asked."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -388,6 +389,31 @@ def test_ctrl_c_is_quiet(bench: Bench, script: str, after: float) -> None:
     assert process.returncode in (0, 130, -signal.SIGINT, 2) and not TRACE.search(out + err), err
     status = bench.path / "prog/status.json"
     assert not status.exists() or '"running"' not in status.read_text()
+
+
+def test_logs_are_not_read_byte_by_byte(bench: Bench) -> None:
+    """A progress bar may have written one line of many MB."""
+    (bench.path / "run/logs/attempt-0").mkdir(parents=True)
+    (bench.path / "run/logs/latest").symlink_to("attempt-0")
+    (bench.path / "run/logs/attempt-0/rank-0.log").write_text(f"{9999 * 'a bar'}\nthe end\n")
+    process = bench.start("logs.sh", "run")
+    assert process.stdout
+    try:
+        while (line := process.stdout.readline()) != "rank-0 the end\n":
+            assert line, "logs.sh has ended"
+        reads = [n for pid in Path("/proc").glob("[0-9]*") for n in reads_of(pid, process)]
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.communicate(timeout=LIMIT_S)
+    assert len(reads) == 1 and reads[0] < 999, reads
+
+
+def reads_of(pid: Path, leader: subprocess.Popen[str]) -> list[int]:
+    """The calls of read() so far, if it is a sed of that session."""
+    with contextlib.suppress(OSError):  # it may have ended
+        if os.getsid(int(pid.name)) == leader.pid and (pid / "comm").read_text() == "sed\n":
+            return [int(count) for count in re.findall(r"syscr: (\d+)", (pid / "io").read_text())]
+    return []
 
 
 @pytest.mark.parametrize("redirect", ["| head -n 1", ">&-", "<&-", "2>&-", ">&- 2>&- <&-"])

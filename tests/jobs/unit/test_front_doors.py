@@ -522,6 +522,28 @@ def test_a_python_that_does_not_look_beside_the_program() -> None:
     assert done.returncode == 0 and "--notify" in done.stdout and not done.stderr, done
 
 
+GONE = [("train", DEBUG, "--check"), ("train", "a.toml"), ("prepare_data", "a", "--out=b")]
+
+
+@pytest.mark.parametrize("words", GONE)
+def test_a_current_directory_that_is_gone(tmp_path: Path, words: tuple[str, ...]) -> None:
+    program = ROOT / f"scripts/{words[0]}.py"
+    leave = f"cd '{tmp_path}'; mkdir gone; cd gone; rmdir ../gone; exec \"$@\""
+    command = ["bash", "-c", leave, "-", sys.executable, program, *words[1:]]
+    done = subprocess.run(
+        command, cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done
+    assert "the current directory is gone; cd to one that is there" in done.stderr
+
+
+def test_a_python_with_the_package_of_another_clone(tmp_path: Path) -> None:
+    (tmp_path / "kempner").mkdir()
+    (tmp_path / "kempner/__init__.py").write_text("raise SystemExit('another clone')")
+    done = start("status", "--help", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0 and "--notify" in done.stdout and not done.stderr, done
+
+
 def test_a_package_that_is_missing(tmp_path: Path) -> None:
     """numpy, before the program can ask for it by itself."""
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('No numpy', name='numpy')")

@@ -74,6 +74,19 @@ def test_garbage_is_named(name: str, value: str | None) -> None:
     assert f"{name}={'(unset)' if value is None else value}" in problem and "srun" in problem
 
 
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"RANK": "0", "WORLD_SIZE": "2"},  # torch itself needs no LOCAL_RANK
+        TORCHRUN | {"RANK": "2"},
+        TORCHRUN | {"RANK": "-1"},
+    ],
+)
+def test_ranks_that_cannot_be(env: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"unset them all for one process"):
+        discover_world(env)
+
+
 def test_job_as_users_name_it() -> None:
     assert job_name({}) is None
     assert job_name({"SLURM_JOB_ID": "12"}) == "12"

@@ -47,6 +47,19 @@ def test_the_shell_of_the_user_does_not_answer_for_slurm(
     assert "SLURM_CONF=relative" in seen and not [name for name in names if name in seen]
 
 
+def test_the_jobs_of_a_large_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sacct").write_text(
+        """#!/bin/bash
+        IFS=,; while [[ $1 != -j ]]; do shift; done; printf '%s|FAILED\\n' $2
+        """
+    )
+    (tmp_path / "sacct").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    jobs = [f"12345678_{task}" for task in range(20_000)]
+    assert slurm.accounted_states(jobs) == dict.fromkeys(jobs, "FAILED")
+    assert slurm.accounted_states([]) == {}
+
+
 def test_a_name_in_another_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """sbatch --comment takes any bytes."""
     (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'JobState=RUNNING Comment=caf\\351\\n'\n")

@@ -387,6 +387,13 @@ def test_a_base_that_is_missing_wrong_or_circular(folder: Path) -> None:
         assert "must be a file name or a list of them" in problem("a.toml")
 
 
+def test_a_chain_of_bases_has_an_end(folder: Path) -> None:
+    Path("0.toml").touch()
+    for number in range(1, 1500):
+        Path(f"{number}.toml").write_text(f'base = "{number - 1}.toml"\n')
+    assert "each the base of the one before; merge some" in problem("1499.toml")
+
+
 def test_all_problems_are_reported_together(folder: Path) -> None:
     Path("a.toml").write_text("[train]\nmax_step = 5\ncompile = 'ture'\n[modle]\ndim = 1\n")
     Path("b.toml").write_text("[train]\nmax_steps = 0\n")

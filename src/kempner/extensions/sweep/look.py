@@ -55,7 +55,10 @@ def look_at_points(
         if status.failed and status.task and not (status.run.attempts or status.run.refusals)
     ]
     states = slurm.accounted_states([status.task for status in unknown if status.task])
-    return [_accounted(status, states) if status in unknown else status for status in statuses]
+    names = {status.point.name for status in unknown}
+    return [
+        _accounted(status, states) if status.point.name in names else status for status in statuses
+    ]
 
 
 def _look(

@@ -59,22 +59,28 @@ def discover_world(env: Mapping[str, str] = os.environ) -> World:
     or salloc shell already has SLURM_NTASKS and SLURM_PROCID, and a plain `python` in it would wait
     for ranks that do not exist.
     """
-    if all(name in env for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+    in_step = "SLURM_STEP_NUM_TASKS" in env
+    # Some launchers set only what torch needs; each rank would train alone.
+    of_several = not in_step and "RANK" in env and env.get("WORLD_SIZE", "1") != "1"
+    if of_several or all(name in env for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         names, source = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), "torchrun"
         per_node = env.get("LOCAL_WORLD_SIZE")
-    elif "SLURM_STEP_NUM_TASKS" in env:
+    elif in_step:
         names, source = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"), "slurm"
         per_node = str(this_job.tasks_per_node(env) or 1)
     else:
         return _of_step(World(0, 0, 1, "single"), env)
     try:
         rank, local_rank, size = (int(env[name]) for name in names)
+        if not 0 <= rank < size:
+            raise ValueError
         return _of_step(World(rank, local_rank, size, source, int(per_node or 1)), env)
     except (KeyError, ValueError):
         settings = ", ".join(f"{name}={env.get(name, '(unset)')}" for name in names)
         raise ConfigError(
-            f"{source} environment: {settings}: must be integers; start the ranks by srun or "
-            "torchrun, which set them, or unset them all for one process"
+            f"{source} environment: {settings}: must be integers, the first from 0 and below the "
+            "last; start the ranks by srun or torchrun, which set them, or unset them all for one "
+            "process"
         ) from None
 
 

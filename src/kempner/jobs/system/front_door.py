@@ -144,6 +144,8 @@ def list_problems(problems: Sequence[str]) -> str:
 def explain_os_error(error: OSError) -> str:
     """Format the path, what is wrong with it, and what to do."""
     path = error.filename2 or error.filename
+    if error.errno == errno.ENOENT and path is None:  # of os.getcwd() alone
+        return "the current directory is gone; cd to one that is there"
     where = f"{path}: " if path else ""
     free = f" ({_free(path):,} bytes are free)" if error.errno == errno.ENOSPC and path else ""
     fix = FIXES.get(error.errno or 0)
