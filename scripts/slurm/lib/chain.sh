@@ -172,8 +172,7 @@ kp_chain_script() { # sets script, of the caller, to the script to submit: that 
 }
 
 kp_chain_variables() { # adds what the variables of the job's own request say
-    # Turkish has another small letter for I
-    local name value LC_ALL=C
+    local name value
     # The environment that this shell started with: what the kit has exported since is no part of
     # the request.
     while IFS='=' read -r -d '' name value; do
@@ -182,7 +181,7 @@ kp_chain_variables() { # adds what the variables of the job's own request say
             SLURM_NTASKS | SLURM_NTASKS_PER_* | SLURM_GPUS | SLURM_GPUS_PER_* | \
                 SLURM_CPUS_PER_TASK | SLURM_CPUS_PER_GPU | SLURM_MEM_PER_GPU | \
                 SLURM_TRES_PER_TASK | SLURM_GPU_BIND | SLURM_HINT | SLURM_THREADS_PER_CORE)
-                name=${name#SLURM_} name=${name,,}
+                name=$(kp_lower "${name#SLURM_}")
                 KP_CHAIN_OPTIONS+=("--${name//_/-}=$value")
                 ;;
             # given where --signal was

@@ -86,13 +86,12 @@ kp_dry_check() { # <option> <value>: stops at a number that is none; what else s
 
 kp_dry_request() { # sets KP_ASKED from the script's header, the SBATCH_* variables and the command
     # line
-    # Turkish has another small letter for I
-    local line name LC_ALL=C
+    local line name
     while read -r line; do
         [[ $line != '#SBATCH '* ]] || kp_dry_ask "the header" "${line#'#SBATCH '}"
     done <"$0"
     for name in "${!SBATCH_@}"; do
-        line=${name#SBATCH_} line=${line,,} line=${line//_/-}
+        line=$(kp_lower "${name#SBATCH_}") line=${line//_/-}
         case $line in
             timelimit) line='time' ;;
             array-inx) line=array ;;

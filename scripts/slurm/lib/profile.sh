@@ -69,11 +69,10 @@ kp_profile_from() { # <SBATCH_ variable>: where its value comes from, for --dry-
 }
 
 kp_profile_note() { # says where the job differs from the profile: sbatch itself reads none
-    # Turkish has another capital letter for i
-    local name have want LC_ALL=C
+    local name have want
     [[ -n $KP_PROFILE ]] || return 0
     for name in Partition Account QOS; do
-        want=SBATCH_${name^^} have=$(kp_field "$name")
+        want=SBATCH_$(kp_upper "$name") have=$(kp_field "$name")
         want=${KP_OVERRULED[$want]:-${!want:-}}
         [[ -z $want || -z $have || ,$want, == *",$have,"* ]] ||
             kp_log "note: the job has $name=$have, and $KP_PROFILE $want (sbatch reads no" \

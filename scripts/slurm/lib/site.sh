@@ -88,8 +88,9 @@ kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.en
 
 kp_is_secret() { # <variable>: true when its value must not be shown, by its name, or because it is
     # a URL with a password, as of a proxy
-    local LC_ALL=C # Turkish has another capital letter for i
-    [[ ${1^^} =~ (TOKEN|SECRET|WEBHOOK|PASSWORD|PASSWD|CREDENTIAL|APIKEY|_KEY$|^KEY$|_PAT$) ||
+    local name pattern='TOKEN|SECRET|WEBHOOK|PASSWORD|PASSWD|CREDENTIAL|APIKEY|_KEY$|^KEY$|_PAT$'
+    name=$(kp_upper "$1")
+    [[ $name =~ $pattern ||
         " $KP_SECRET_NAMES " == *" $1 "* ||
         $1 =~ ^[A-Za-z_][A-Za-z_0-9]*$ && ${!1:-} =~ ://[^/@[:space:]]*:[^/@[:space:]]+@ ]]
 }

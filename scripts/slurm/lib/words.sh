@@ -22,6 +22,10 @@ kp_is_sbatch_option() { # <word>: true when it is one of them, or one of their l
         [[ $name == --?* && " ${KP_SBATCH_OPTIONS[*]} " == *" ${name#--} "* ]]
 }
 
+# Also in Turkish, which has another small letter for I, and another capital letter for i.
+kp_lower() { (LC_ALL=C && printf '%s\n' "${1,,}"); } # <word>: prints it in small letters
+kp_upper() { (LC_ALL=C && printf '%s\n' "${1^^}"); } # <word>: prints it in capital letters
+
 kp_nearest() { # <word> <name>...: the name that shares the most letters with the word at its two
     # ends, over half of it
     local name head tail best='' most=$((${#1} / 2))

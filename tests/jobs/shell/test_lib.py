@@ -966,9 +966,12 @@ def test_a_user_who_writes_turkish(tmp_path: Path) -> None:
         echo "${!KP_ASKED[@]} ${KP_CHAIN_OPTIONS[@]}"
     """
     declared = "declare -A KP_ASKED=() KP_FROM=(); KP_CHAIN_OPTIONS=()"
-    env = {"LOCPATH": str(tmp_path), "LC_ALL": "tr_TR.UTF-8", "SLURM_HINT": "compute_bound"}
-    done = bash(f"{declared}\n{script}", SBATCH_PARTITION="gpu", **env)
-    assert done.stdout == "secret\npartition --hint=compute_bound\n", done
+    env = {"LOCPATH": str(tmp_path), "SLURM_HINT": "compute_bound"}
+    for locale, warnings in (("tr_TR.UTF-8", 0), ("xx_XX.UTF-8", 1)):  # bash's own, at its start
+        env["LC_ALL"] = locale
+        done = bash(f"{declared}\n{script}", SBATCH_PARTITION="gpu", **env)
+        assert done.stdout == "secret\npartition --hint=compute_bound\n", done
+        assert done.stderr.count("setlocale") == warnings, done.stderr
 
 
 def test_programs_of_the_repository_are_those_of_the_copy(tmp_path: Path) -> None:
