@@ -43,7 +43,7 @@ from kempner.extensions.planner.spread import kind_of_run
 from kempner.extensions.rl.config import InferenceConfig, RlConfig
 from kempner.jobs.report.tables import align_table
 from kempner.jobs.system.front_door import run_program
-from kempner.train.configure import check_world, load_config
+from kempner.train.configure import check_world, load_config, print_warnings
 from kempner.train.sections import RunConfig
 
 PLAN_FLAGS = {
@@ -79,6 +79,7 @@ def main(argv: list[str]) -> int:
             "--gpu, or --train.fp8=none"
         )
     cfg.of(LowcommConfig).count(nodes * per_node, per_node)
+    print_warnings(cfg)
     gpu = GPUS[name]._replace(fabric=fabric or GPUS[name].fabric)
     count = f"{nodes} node{'s' * (nodes > 1)} x {per_node}"
     where = f"{count} {gpu.name} ({gpu.gib:.0f} GiB, {RESERVE_GIB:.0f} of it kept)"

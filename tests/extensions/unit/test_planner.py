@@ -365,6 +365,22 @@ def test_proposals_differ() -> None:
     assert len({(round(each.time.step, 2), round(each.memory.peak / GIB)) for each in found}) == 3
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["", "--train.micro_batch=4", "--train.global_batch=64",
+     "--train.global_batch=96 --train.micro_batch=48"],
+)  # fmt: skip
+def test_no_step_that_is_shorter_than_the_proposals_is_left_out(words: str) -> None:
+    """Steps of a small model take milliseconds. The configuration's own micro-batch is a choice,
+    also if it is unset, or no power of two."""
+    files = [str(ROOT / "configs/train/quickstart.toml")]
+    cfg = load_config(files, ["--data.dataset_path=fake:", *words.split()])
+    found = best_candidates(cfg, 1, 1, GPUS["H100"], check_world)
+    own = step_seconds(cfg, 1, 1, GPUS["H100"]).step
+    assert len(found) == 3
+    assert any(not each.overrides for each in found) or found[-1].time.step < own
+
+
 def test_the_word_at_out_of_memory_needs_a_tenth_less() -> None:
     cfg = load_config([SEVEN], ["--train.recompute=none", "--train.micro_batch=4"])
     told = memory_advice(cfg, 8, 8, check_world)
@@ -412,7 +428,9 @@ def test_plan_prints_the_parts_and_the_overrides() -> None:
     assert fp8.returncode == 2 and "A100 does not multiply 8-bit floats" in fp8.stderr
     huge = command("scripts/plan.py", SEVEN, "--nodes=99999999999999999999", "--gpus-per-node=1025")
     assert huge.returncode == 2 and huge.stderr.count("a whole number from 1 to 1") == 2
-    three = command("scripts/plan.py", SEVEN, "--nodes=3")  # there is room, but 24 ranks
+    # There is room, but 24 ranks.
+    three = command("scripts/plan.py", SEVEN, "--nodes=3", "--train.global_batch=48")
+    assert "warning: train.global_batch = 48 has no effect: " in three.stderr
     why = "do not divide by 24 ranks x micro_batch 1 = 24; give a multiple of 24 sequences"
     assert three.returncode == 1 and why in three.stdout.splitlines()[-1], three
     small = command("scripts/plan.py", SEVEN, "--gpus-per-node=1", "--gpu=L40S")

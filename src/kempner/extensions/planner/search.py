@@ -85,8 +85,8 @@ def best_candidates(
                 candidates.append(Candidate(overrides, memory, time))
     candidates.sort(
         key=lambda candidate: (
-            # Rounded to milliseconds: among equals the one with fewer changes wins.
-            round(candidate.time.step, 3),
+            # Rounded: among equals the one with fewer changes wins.
+            rounded(candidate.time.step, 3),
             len(candidate.overrides),
             candidate.memory.peak,
         )
@@ -94,9 +94,14 @@ def best_candidates(
     different: dict[tuple[float, int], Candidate] = {}  # the same numbers are no choice
     for candidate in candidates:
         different.setdefault(
-            (round(candidate.time.step, 2), round(candidate.memory.peak / GIB)), candidate
+            (rounded(candidate.time.step, 2), round(candidate.memory.peak / GIB)), candidate
         )
     return list(different.values())[:count]
+
+
+def rounded(step: float, digits: int) -> float:
+    """Round seconds to so many decimals, those of a short step to so many digits."""
+    return round(step, digits) if step >= 0.1 else float(f"{step:.{digits}g}")
 
 
 def why_none(cfg: RunConfig, world_size: int, per_node: int, check: Check) -> str:
@@ -136,7 +141,9 @@ def combinations_of(
     # What is wrong with the configuration itself speaks against none of its changes.
     problems = problems_of(cfg)
 
-    def accepted(levers: dict[str, Any], micro_batches: Sequence[int]) -> Iterator[dict[str, Any]]:
+    def accepted(
+        levers: dict[str, Any], micro_batches: Sequence[int | None]
+    ) -> Iterator[dict[str, Any]]:
         for micro in micro_batches:
             choice = {**UNUSED, "train.micro_batch": micro, **levers}
             overrides = lever_changes(cfg, choice, ranks, near)
@@ -144,6 +151,8 @@ def combinations_of(
             if not (problems_of(other) - problems or check(other, world_size, per_node)):
                 yield overrides
 
+    own = cfg.train.micro_batch
+    sizes = sorted({*MICRO_BATCHES, own}) if own else [*MICRO_BATCHES, None]  # None: the share
     experts = (1, 2, 4, 8) if cfg.model.n_experts else (1,)
     meshes = mesh_choices(ranks) if meshes is None else meshes
     for mesh, ep in itertools.product(meshes, experts):
@@ -155,7 +164,7 @@ def combinations_of(
                 # A lever with a recompute of its own is one candidate, not one for each of them.
                 if lever.get("train.recompute", recompute) == recompute:
                     levers = {"train.recompute": recompute, **axes, **lever}
-                    yield accepted(levers, MICRO_BATCHES)
+                    yield accepted(levers, sizes)
 
 
 def mesh_choices(world_size: int) -> list[dict[str, Any]]:
