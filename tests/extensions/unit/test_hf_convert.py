@@ -404,6 +404,8 @@ def test_what_is_there_is_left_alone(
         (("push", "me/gone", "me/model"), "me/gone: no such directory; name what export"),
         (("check", tmp_path / "out"), "neither a model, with a config.json, nor a run"),
         (("check", "./nowhere"), "no such directory, and no id of a model on the hub"),
+        (("check", tmp_path / "ou"), f"ou: no such directory; there are {tmp_path / 'out'}\n"),
+        (("check", f"{run}@last"), f"last is not a step; name one, as {run}@250"),
     ):
         convert(*words, code=2)
         err = capsys.readouterr().err

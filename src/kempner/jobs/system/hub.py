@@ -35,8 +35,8 @@ def hub_snapshot(name: str, download: bool, weights: bool = True) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    _refuse_path(name, name.rpartition("@")[0] or name)
     repo, revision = _parsed(name)
-    _refuse_path(name, repo)
     words = "" if weights else "--tokenizer-only "
     try:
         path = huggingface_hub.snapshot_download(
@@ -133,6 +133,8 @@ def _refuse_path(name: str, repo: str) -> None:
         raise ConfigError(
             f"{name}: {name.rpartition('@')[2]} is not a step; name one, as {repo}@250"
         )
+    if path.parent == Path("."):
+        return  # perhaps the name of a model without its owner
     if path.parent.is_dir() or path.parent.name in USUAL:
         with contextlib.suppress(OSError):
             there = sorted(str(other) for other in path.parent.iterdir() if other.is_dir())
