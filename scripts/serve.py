@@ -32,6 +32,7 @@ from kempner.extensions.hf.stored import check_source
 from kempner.extensions.planner.engine import check_room, no_room
 from kempner.extensions.serve.arguments import TOKEN_VARIABLE, check_window, parse_serve_arguments
 from kempner.jobs import this_job
+from kempner.jobs.system.compiler import missing_compiler
 from kempner.jobs.system.files import write_atomic
 from kempner.jobs.system.front_door import explain_os_error, read_text, run_program
 from kempner.jobs.system.seal import refuse_other_file
@@ -58,6 +59,8 @@ def check_start(options: argparse.Namespace) -> None:
     here = not (options.check and this_job.is_here())
     if options.device == "cuda" and here:
         inference_device(options.device)
+    if options.compile and here:
+        check_compile(inference_device(options.device).type)
     if options.source:
         with held_weights(options.source) as source:
             cfg, window = model_shape(source)
@@ -69,6 +72,14 @@ def check_start(options: argparse.Namespace) -> None:
     if options.publish:
         refuse_other_file(url_file(options), "--publish", ("http://",))
         check_place(options.publish, make=not options.check)
+
+
+def check_compile(device: str) -> None:
+    """Raise ConfigError if --compile has no effect there, or no compiler."""
+    if device != "cuda":
+        raise ConfigError("--compile: it is for a GPU; leave it out")
+    if text := missing_compiler("cuda", option="--compile", off="or leave --compile out"):
+        raise ConfigError(text)
 
 
 def url_file(options: argparse.Namespace) -> Path:
@@ -148,7 +159,13 @@ def run_server(options: argparse.Namespace, token: str, end: threading.Event) ->
     check_room(cfg, options.slots, window, device)  # also of a version of a trainer
     try:
         worker = server.worker = Worker(
-            loaded, options.slots, window, options.queue, version, options.deterministic
+            loaded,
+            options.slots,
+            window,
+            options.queue,
+            version,
+            fixed=options.deterministic,
+            compiled=options.compile,
         )
     except RuntimeError as error:  # PyTorch has no class of its own for the host
         if "memory" not in str(error):

@@ -14,6 +14,7 @@ import torch
 
 from kempner.data.text.tokenizer import ByteTokenizer
 from kempner.extensions.generate import token_step
+from kempner.extensions.generate.compiled_step import CompiledBlock
 from kempner.extensions.generate.config import Sampling
 from kempner.extensions.generate.engine import Engine, GenerationRequest
 from kempner.extensions.generate.sampling import filter_probabilities, sample_tokens
@@ -151,6 +152,28 @@ def test_a_graph_for_each_of_few_shapes(
     assert [request.new[:MOST] for request in requests] == expected
     assert set(steps.by_shape) <= {(rows, places) for rows in (1, 2, 3) for places in (64, 128)}
     assert set(steps.draws) <= {(rows, GREEDY.filters) for rows in (1, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["qwen", *(pytest.param(each, marks=pytest.mark.soak) for each in ("capped", "experts"))],
+)
+def test_a_compiled_step(case: str) -> None:
+    """Rows that join and leave; blocks with experts are computed as they are."""
+    model, prompts = build(**CASES[case]), prompts_of(5, 30)
+    expected = [without_cache(model, prompt, MOST, 64) for prompt in prompts]
+    engine = Engine[GenerationRequest](model, VOCAB, 64, 2, compiled=True)
+    requests = [GenerationRequest(n, prompt, GREEDY) for n, prompt in enumerate(prompts)]
+    engine.join(requests)
+    while engine.requests:
+        engine.step()
+        for request in [each for each in engine.requests if len(each.new) == MOST]:
+            engine.leave(request)
+    assert [request.new for request in requests] == expected
+    steps = engine._token_step
+    assert steps is not None
+    compiled = [isinstance(block, CompiledBlock) for block in steps.blocks]
+    assert compiled == [case != "experts"] * 2
 
 
 def test_draws_by_graphs_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -975,6 +975,7 @@ def serve() -> Iterator[ModuleType]:
         (["MODEL", "--token-file=OPEN"], "may be read by others; chmod 600 it"),
         (["MODEL", "--token-file=/gone"], "/gone"),
         (["MODEL", "--window=129", "--port=0"], "--window 129: the model sees 128 tokens at most"),
+        (["MODEL", "--compile"], "--compile: it is for a GPU; leave it out"),
         (["MODEL", "--port=TAKEN"], "Address already in use; 0 takes a free one"),
     ],
 )

@@ -52,13 +52,21 @@ class Engine(Generic[_R]):
     """
 
     def __init__(
-        self, model: Decoder, vocab_size: int, window: int, slots: int, fixed: bool = False
+        self,
+        model: Decoder,
+        vocab_size: int,
+        window: int,
+        slots: int,
+        fixed: bool = False,
+        compiled: bool = False,
     ) -> None:
         """`vocab_size`: of the tokenizer; no other token is drawn. `window`: the most tokens that
-        the model sees. `slots`: the most requests at a time. `fixed`: see KVCache."""
+        the model sees. `slots`: the most requests at a time. `fixed`: see KVCache. `compiled`: see
+        TokenStep."""
         weight = model.embed.weight
         self.model, self.vocab_size = model, vocab_size
         self.cache = KVCache(model.cfg, slots, window, weight.device, weight.dtype, fixed)
+        self._compiled = compiled
         self._token_step: TokenStep | None = None
         self.requests: list[_R] = []  # number i has row i of the cache
         self.version = 0  # of the weights
@@ -175,7 +183,7 @@ class Engine(Generic[_R]):
     def _grow(self, requests: Sequence[_R]) -> None:
         """Read the last token of every row, and draw the next one."""
         if self._token_step is None:
-            self._token_step = TokenStep(self.model, self.cache)
+            self._token_step = TokenStep(self.model, self.cache, self._compiled)
         self._token_step([request.last for request in requests], self.cache.advance())
         self._draw(requests, self._token_step.draw)
 

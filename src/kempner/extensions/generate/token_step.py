@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +17,14 @@ from torch import Tensor, nn
 
 from kempner.extensions.generate.config import Sampling
 from kempner.extensions.generate.sampling import draw_rows, sample_tokens
+from kempner.extensions.generate.weights_of_step import join_weights, turn_heads
 from kempner.model.attention import capped_attention
 from kempner.model.cache import CACHE_BLOCK, KVCache
 from kempner.model.decoder import Block, Decoder
 from kempner.model.feed_forward import FeedForward
+
+if TYPE_CHECKING:
+    from kempner.extensions.generate.compiled_step import CompiledBlock
 
 Product = Callable[[Tensor], Tensor]
 Filters = tuple[float, int | None, float, float]  # Sampling.filters
@@ -31,10 +34,20 @@ MOST_DRAWS = 32  # graphs of draws: each has memory of its own, and clients choo
 class TokenStep:
     """Logits of the next token of each row. Valid while weights change their values alone."""
 
-    def __init__(self, model: Decoder, cache: KVCache) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, compiled: bool = False) -> None:
+        """`compiled`: fuse what stands between the products, which takes seconds for each shape."""
         self.model, self.cache = model, cache
         device, cfg = cache.keys.device, model.cfg
-        self.blocks = [PlainBlock.of(block) for block in model.blocks]
+        self.blocks: list[PlainBlock | CompiledBlock]
+        self.attend = self._attend
+        if compiled:
+            from kempner.extensions.generate.compiled_step import CompiledBlocks, compile_part
+
+            shared = CompiledBlocks(device)
+            self.blocks = [shared.of(block) or PlainBlock.of(block) for block in model.blocks]
+            self.attend = compile_part(self._attend, device)
+        else:
+            self.blocks = [PlainBlock.of(block) for block in model.blocks]
         # It is joined with nothing: on a CPU this stores it by columns.
         join_weights([(model.embed if model.output is None else model.output).weight])
         self.pointers = weight_pointers(model)
@@ -125,7 +138,7 @@ class TokenStep:
             q, k, v = block.heads(x, rope, self.model.cfg.kv_heads)
             cache.keys[number].view(-1, k.shape[-1]).index_copy_(0, at, k.flatten(0, 1))
             cache.values[number].view(-1, v.shape[-1]).index_copy_(0, at, v.flatten(0, 1))
-            x = block.rest(x, self._attend(q, keys[number], values[number], mask))
+            x = block.rest(x, self.attend(q, keys[number], values[number], mask))
         return self.model.predict(x, None)  # type: ignore[return-value]
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
@@ -240,14 +253,9 @@ class PlainBlock(NamedTuple):
         attention = self.block.attention
         width = attention.resolved_head_dim
         heads = self.qkv(self.block.attention_norm(x)).view(len(x), -1, width)
-        qk, v = heads[:, :-kv_heads], heads[:, -kv_heads:]
-        if not isinstance(attention.q_norm, nn.Identity):
-            q, k = qk[:, :-kv_heads], qk[:, -kv_heads:]
-            qk = torch.cat((attention.q_norm(q), attention.k_norm(k)), 1)
-        # Queries and keys at once, and in fp32 as in apply_rope().
-        qk = qk.float()
-        turned = torch.addcmul(qk * rope[0], qk.roll(width // 2, -1), rope[1]).type_as(v)
-        return turned[:, :-kv_heads], turned[:, -kv_heads:], v
+        plain = isinstance(attention.q_norm, nn.Identity)
+        norms = None if plain else (attention.q_norm, attention.k_norm)
+        return turn_heads(heads, rope, kv_heads, norms)
 
     def rest(self, x: Tensor, y: Tensor) -> Tensor:
         """Return x [B, D] for the next block, after attention that gave y [B, H E]."""
@@ -278,35 +286,6 @@ def product_of(*layers: nn.Module) -> Product:
     weight = join_weights([layer.weight for layer in plain])
     bias = join_weights([layer.bias for layer in plain]) if plain[0].bias is not None else None
     return lambda x: F.linear(x, weight, bias)
-
-
-# A tensor made in inference mode cannot be updated in place outside of it.
-@torch.inference_mode(False)
-@torch.no_grad()
-def join_weights(parts: Sequence[Tensor]) -> Tensor:
-    """Return a tensor of all these, one after the other; they become, or are, views of it.
-
-    On a CPU a matrix is stored by columns: MKL multiplies a vector by it up to three times as fast
-    (benchmarks/generate.py, AMD EPYC).
-    """
-    first, sizes = parts[0], [len(part) for part in parts]
-    columns = first.ndim == 2 and first.device.type == "cpu"
-    stride = (1, sum(sizes)) if columns else first.new_empty((1, *first.shape[1:])).stride()
-    places = [first.data_ptr() + at * stride[0] * first.itemsize for at in accumulate(sizes)]
-    memory = {part.untyped_storage().data_ptr() for part in parts}
-    # They are views already, if an earlier step of this model has joined them.
-    if (
-        len(memory) == 1
-        and all(part.stride() == stride for part in parts)
-        and [part.data_ptr() for part in parts[1:]] == places[:-1]
-    ):
-        return first.detach().as_strided((sum(sizes), *first.shape[1:]), stride)
-    whole = torch.cat([part.detach() for part in parts])
-    if columns:
-        whole = whole.t().contiguous().t()
-    for part, view in zip(parts, torch.split(whole, sizes), strict=True):
-        part.data = view
-    return whole
 
 
 def weight_pointers(model: nn.Module) -> list[int]:

@@ -44,6 +44,11 @@ def parse_serve_arguments(argv: Sequence[str], doc: str | None = None) -> argpar
         action="store_true",
         help="the same log-probabilities to the last bit, whoever shares the engine; slower",
     )
+    add(
+        "--compile",
+        action="store_true",
+        help="on a GPU, compile the steps: each shape takes seconds when it first occurs",
+    )
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to run the model")
     add(
         "--token-file",

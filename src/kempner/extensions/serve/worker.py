@@ -64,13 +64,14 @@ class Worker:
         queue: int,
         version: int = 0,
         fixed: bool = False,
+        compiled: bool = False,
     ) -> None:
         """`slots`: texts at a time; `window`: the most tokens of one; `queue`: the most texts that
-        wait; `version`: of the weights; `fixed`: see KVCache."""
+        wait; `version`: of the weights; `fixed`: see KVCache; `compiled`: see TokenStep."""
         self.words, self.window, self.queue = loaded.words, window, queue
         self.tokenizer = loaded.words.fingerprint()
         vocab_size = loaded.words.tokenizer.vocab_size
-        self.texts = Texts(Engine(loaded.model, vocab_size, window, slots, fixed))
+        self.texts = Texts(Engine(loaded.model, vocab_size, window, slots, fixed, compiled))
         self.texts.engine.version = version
         self.paused = False
         self.broken = ""  # why there are no weights

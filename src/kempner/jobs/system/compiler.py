@@ -32,30 +32,35 @@ COMPILERS = {
 }
 
 
-def missing_compiler(device: str, env: Mapping[str, str] = os.environ) -> str | None:
-    """Return what this host lacks to compile for `device`, cpu or cuda, and the fix; None if it has
-    all."""
+def missing_compiler(
+    device: str,
+    env: Mapping[str, str] = os.environ,
+    option: str = "train.compile",
+    off: str = OFF,
+) -> str | None:
+    """Return what this host lacks to compile for `device`, cpu or cuda, as `option` asks for, and
+    the fix; None if it has all."""
     host = socket.gethostname()
     compiler, variable, names = COMPILERS[device]
-    needs = f"train.compile on a {'GPU' if device == 'cuda' else 'CPU'} needs"
+    needs = f"{option} on a {'GPU' if device == 'cuda' else 'CPU'} needs"
     setting, path = env.get(variable), env.get("PATH")
     if setting is not None and not shutil.which(setting, path=path):
         return (
             f"{needs} {compiler}, and {variable}={setting} is not a program on {host}: "
-            f"unset {variable}, or set it to one that is there, {OFF}"
+            f"unset {variable}, or set it to one that is there, {off}"
         )
     if setting is None and not any(shutil.which(name, path=path) for name in names):
         return (
             f"{needs} {compiler}, and {host} has no {' or '.join(names)}: load one "
             "before the job is submitted (module load gcc), take a container with one "
-            f"(KEMPNER_CONTAINER), {OFF}"
+            f"(KEMPNER_CONTAINER), {off}"
         )
     header = Path(_include(), "Python.h")
     if not header.is_file():
         return (
             f"{needs} the headers of Python, and {host} has no {header}: "
             "install python3-dev (python3-devel), take a Python that has them, such as uv's or "
-            f"conda's (KEMPNER_PYTHON), {OFF}"
+            f"conda's (KEMPNER_PYTHON), {off}"
         )
     return None
 
