@@ -104,7 +104,8 @@ def test_a_job_whose_run_another_one_has_taken(broken_run: Submit) -> None:
     until(lambda: cluster.hasten(first) or re.search(waits, run.log), lambda: run.log)
     cluster.ask("scancel", second)
     assert run.wait() == 0
-    run.assert_complete(attempts=3)
+    # On a busy machine Slurm kills the second job before it has saved its step.
+    run.assert_complete(attempts=3, recomputed=2)
     mine = [event for event in run.events("decision") if event["job"] == first]
     assert not any(event["blamed"] or event["excluded"] for event in mine), mine
 
