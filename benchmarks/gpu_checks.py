@@ -589,7 +589,7 @@ CHECKS = {
     "bench 125m": Check(lambda job: bench(job, "125m", 16), 120, needs_gpu=True),
     "save": Check(save, 90),
     "generate": Check(generation, 60, needs=("save",)),
-    "decode": Check(decoding, 90),
+    "decode": Check(decoding, 150),
     "preflight": Check(preflight, 120),
     "attention": Check(attention, 45),
     "loss": Check(loss, 60, needs_gpu=True),
