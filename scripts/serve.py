@@ -78,7 +78,8 @@ def check_compile(device: str) -> None:
     """Raise ConfigError if --compile has no effect there, or no compiler."""
     if device != "cuda":
         raise ConfigError("--compile: it is for a GPU; leave it out")
-    if text := missing_compiler("cuda", option="--compile", off="or leave --compile out"):
+    text = missing_compiler("cuda", option="--compile", off="or leave --compile out")
+    if text:
         raise ConfigError(text)
 
 
