@@ -121,7 +121,7 @@ test-versions: $(VERSIONS:%=.venv-py%/ready)
 	    -e '.[plot,data,tensorboard,wandb,eval,fp8,optuna,rl-envs,rl-math,dev]'
 	touch $@
 
-soak: .venv/dev
+soak: .venv/dev data/stdlib/dataset.json
 	@$(INSTALL_SLURM)
 	$(PY) -m tests.soak $(if $(ONLY),--only $(ONLY)) -- $(ARGS)
 

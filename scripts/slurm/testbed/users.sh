@@ -38,6 +38,9 @@ import sys, sysconfig
 print(sys.base_prefix, "%d.%d" % sys.version_info[:2], sysconfig.get_path("purelib"), sep="\n")')
     printf '%s\n' "$root" "$base" "$packages" >"$STATE/kit.paths"
     ln -s "$STATE/python/bin/python$version" "$STATE/venv/bin/python"
+    printf '#!/bin/sh\nexec %s -m torch.distributed.run "$@"\n' "$STATE/venv/bin/python" \
+        >"$STATE/venv/bin/torchrun"
+    chmod 755 "$STATE/venv/bin/torchrun"
     echo "home = $STATE/python/bin" >"$STATE/venv/pyvenv.cfg"
     mkdir -p "$STATE/venv/lib/python$version/site-packages"
     printf '%s\n' "$STATE/packages" "$STATE/kit/src" \
@@ -52,7 +55,7 @@ kit_python() { # prints the Python whose packages the users have
 
 users_host() { # only in this mount namespace: `down` removes $STATE, and must not meet the
     # repository in it
-    local name path paths root
+    local name path paths root over=$STATE/etc
     mapfile -t paths <"$STATE/kit.paths"
     root=${paths[0]}
     for name in kit python packages; do
@@ -64,7 +67,15 @@ users_host() { # only in this mount namespace: `down` removes $STATE, and must n
     for path in "$STATE/kit" "$root"; do
         [[ ! -d $path/.venv ]] || mount --bind "$STATE/venv" "$path/.venv"
     done
-    mount -t overlay overlay -o "ro,lowerdir=$STATE/etc:/etc" /etc
+    # A shared libpython that lies under a closed directory: without this, a user's Python would
+    # load the system's, which may be another version.
+    if [[ ! $STATE/python -ef /usr && -e $STATE/python/lib/libpython3.so ]]; then
+        path=$(mktemp -d "$STATE/libraries.XXXXXX")
+        chmod 755 "$path"
+        PATH=$PATH:/usr/sbin:/sbin ldconfig -X -C "$path/ld.so.cache" "$STATE/python/lib"
+        over=$path:$over
+    fi
+    mount -t overlay overlay -o "ro,lowerdir=$over:/etc" /etc
 }
 
 users_exports() {
