@@ -33,7 +33,8 @@ __all__ = ["cluster"]  # a fixture
 # A shell that starts us in the background ignores SIGINT, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-WAITING = {"slurm", "ray", "fault"}  # directories of tests that mostly wait
+# Directories of tests that mostly wait, and of those that keep several cores busy.
+KINDS = ({"slurm", "ray", "fault"}, {"distributed", "gpu_path"})
 
 TINY = [
     "configs/train/debug.toml",
@@ -103,15 +104,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # without the tests that are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files whose tests wait for Slurm, Ray or a hang come evenly between those that compute: then
-    the workers of one machine neither compete for its cores nor leave them idle. The files with
-    most tests come first, as with xdist's own order, which `make test` turns off."""
+    """Files whose tests wait for Slurm, Ray or a hang, those that start several ranks, and all
+    others come in turn: then the workers of one machine neither compete for its cores nor leave
+    them idle. Of each kind the files with most tests come first, as in xdist's own order, which
+    `make test` turns off."""
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
+    kinds: dict[int, list[Path]] = {}
+    for path in files:
+        kind = next((n for n, names in enumerate(KINDS) if path.parent.name in names), len(KINDS))
+        kinds.setdefault(kind, []).append(path)
     places = dict[Path, float]()
-    for wait in (False, True):
-        some = [path for path in files if (path.parent.name in WAITING) == wait]
+    for some in kinds.values():
         some.sort(key=lambda path: -len(files[path]))
         places |= {path: (number + 0.5) / len(some) for number, path in enumerate(some)}
     items[:] = [item for path in sorted(files, key=places.__getitem__) for item in files[path]]

@@ -21,7 +21,6 @@ from kempner.data.batch import MicroBatch
 from kempner.model.decoder import Decoder
 from kempner.optim.build import build_optimizer, published_weights
 from kempner.parallel import build as plans
-from kempner.parallel import single
 from kempner.parallel.build import build_model, parameter_names
 from kempner.parallel.compiled import compile_sum
 from kempner.parallel.layout import build_layout
@@ -115,10 +114,10 @@ def test_the_numbers_are_those_of_fsdp(case: str, monkeypatch: pytest.MonkeyPatc
 def test_the_compiled_sum_is_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel for the first part and one for the others, of vectors and of matrices."""
     cfg, kernels = load_config_files(RunConfig, [], [*SHAPE, BF16]), CompileCounter()
-    expected, keep = training(cfg), single.keep_whole
+    expected, keep = training(cfg), plans.keep_whole
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=kernels))
     monkeypatch.setattr(
-        single, "keep_whole", lambda model, dtype, _: keep(model, dtype, compile_sum())
+        plans, "keep_whole", lambda model, dtype, _: keep(model, dtype, compile_sum())
     )
     found = training(cfg)
     assert found.keys() == expected.keys() and kernels.frame_count == 4
