@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu_job import (
     ROOT,
@@ -28,6 +28,9 @@ from benchmarks.gpu_job import (
     train,
 )
 from benchmarks.gpu_mesh import AXES
+
+if TYPE_CHECKING:
+    from kempner.model.config import ModelConfig
 
 STEPS = 5
 EXPERTS = ("--model.n_experts=4", "--model.experts_per_token=2")
@@ -427,33 +430,36 @@ def decoding(job: Job) -> Figures:
     without; their speed beside that of reading weights and keys once for each token."""
     import torch
 
-    shapes = {"": (256, 2, 512, 1024)} if job.quick else {"": (2048, 16, 128_256, 8192)}
+    from kempner.model.config import ModelConfig
+
+    width, layers, words = (256, 2, 512) if job.quick else (2048, 16, 128_256)
+    shapes = {
+        "": ModelConfig(
+            vocab_size=words, dim=width, n_layers=layers, n_heads=width // 32,
+            n_kv_heads=width // 128, ffn_dim=4 * width, max_seq_len=1024, tie_embeddings=True,
+        )
+    }  # fmt: skip
     if job.device == "cuda" and torch.cuda.mem_get_info()[0] > 30e9:
-        shapes["7b_"] = (4096, 32, 32_000, 11_008)
+        shapes["7b_"] = ModelConfig(
+            vocab_size=32_000, dim=4096, n_layers=32, n_heads=32, ffn_dim=11_008, max_seq_len=1024
+        )
     rate = copy_rate(job.device, 1 << (20 if job.quick else 30))
     found: Figures = {}
-    for name, shape in shapes.items():
-        found |= {name + key: value for key, value in decode(job, *shape, rate).items()}
+    for name, cfg in shapes.items():
+        found |= {name + key: value for key, value in decode(job, cfg, rate).items()}
     return found
 
 
-def decode(
-    job: Job, width: int, layers: int, words: int, ffn: int, rate: float
-) -> dict[str, float]:
+def decode(job: Job, cfg: ModelConfig, rate: float) -> dict[str, float]:
     """Draw 128 tokens, one a step, without graphs, with them, and compiled. `rate`: of a copy,
     bytes/s."""
     import torch
 
     from kempner.extensions.generate.config import Sampling
     from kempner.extensions.generate.engine import Engine, GenerationRequest
-    from kempner.model.config import ModelConfig
     from kempner.model.decoder import Decoder
 
-    gpu, groups = job.device == "cuda", 4 if words > 32_000 else 1
-    cfg = ModelConfig(
-        vocab_size=words, dim=width, n_layers=layers, n_heads=width // (128 // groups),
-        n_kv_heads=width // 128, ffn_dim=ffn, max_seq_len=1024, tie_embeddings=groups == 4,
-    )  # fmt: skip
+    gpu = job.device == "cuda"
     torch.manual_seed(0)
     with torch.device(job.device):
         model = Decoder(cfg).cast(torch.bfloat16 if gpu else torch.float32)
@@ -461,7 +467,7 @@ def decode(
     count, texts, times = 128, [], []
     kinds = [(False, False), (True, False), (True, True)]
     for graphs, compiled in kinds if gpu else kinds[:2]:
-        engine = Engine[GenerationRequest](model, words, 512, 1, compiled=compiled)
+        engine = Engine[GenerationRequest](model, cfg.vocab_size, 512, 1, compiled=compiled)
         request = GenerationRequest(0, [1] * 64, Sampling(temperature=0, max_tokens=count))
         engine.join([request])
         engine.step()

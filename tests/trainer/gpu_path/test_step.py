@@ -236,15 +236,14 @@ def test_policy(name: str) -> None:
 
 # The engine hands its token to the host in each step, and puts what it draws with on the GPU.
 GENERATION = {
-    "engine.py: draw: to": "the random numbers of first tokens",
     "engine.py: _draw: tolist": "what was drawn",
-    "token_step.py: draw: to": "the random numbers of a step",
     "token_step.py: draw: cpu": "what a step has drawn",
     "engine.py: _prefill: to": "the tokens that rows begin with",
     "engine.py: _read: to": "a prompt",
     "token_step.py: _replay: copy_": "the tokens of a step and their places",
     "token_step.py: _replay: to": "the same, for a graph that is captured",
     "cache.py: __init__: from memory that is not pinned": "places, and lengths of prompts",
+    "sampling.py: draw_rows: to": "the random numbers of a step",
     "sampling.py: draw_rows: from memory that is not pinned": "the rows with the same filters",
 }
 

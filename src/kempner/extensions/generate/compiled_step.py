@@ -1,5 +1,5 @@
-"""The small kernels of a step of one token, fused by torch.compile. A step of a text alone reads
-all weights once, and half of what starts between these products takes as long as its launch.
+"""The small kernels of a step of one token, fused by torch.compile: for a text alone, many of those
+between the products take no longer than their launch.
 
 The compiled functions take the weights as arguments: all blocks share one graph for each number of
 rows. Shapes: as in token_step.py.

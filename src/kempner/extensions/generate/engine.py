@@ -4,6 +4,7 @@ when done; each forward pass draws a token for each. B requests, T tokens, V voc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -171,13 +172,7 @@ class Engine(Generic[_R]):
         """Read tokens [B, T] into new rows, and draw a token for each."""
         tokens = tokens.to(self.cache.keys.device)
         logits = self.model(tokens, cache=self.cache.join(counts))[:, 0]
-
-        def draw(
-            samplings: Sequence[Sampling], uniform: Sequence[float], size: int
-        ) -> tuple[Tensor, Tensor]:
-            return draw_rows(logits, samplings, torch.tensor(uniform).to(logits.device), size)
-
-        self._draw(requests, draw)
+        self._draw(requests, partial(draw_rows, logits))
 
     @torch.inference_mode()
     def _grow(self, requests: Sequence[_R]) -> None:
@@ -189,9 +184,9 @@ class Engine(Generic[_R]):
 
     def _draw(self, requests: Sequence[_R], draw: Draw) -> None:
         """Draw one token for each request."""
-        uniform = [request.uniforms[len(request.new)] for request in requests]
+        uniforms = [request.uniforms[len(request.new)] for request in requests]
         samplings = [request.sampling for request in requests]
-        new_tokens, logprobs = draw(samplings, uniform, self.vocab_size)
+        new_tokens, logprobs = draw(samplings, uniforms, self.vocab_size)
         for request, token, logprob in zip(
             requests, new_tokens.tolist(), logprobs.tolist(), strict=True
         ):

@@ -39,10 +39,11 @@ class Uniforms:
 
 
 def draw_rows(
-    logits: Tensor, samplings: Sequence[Sampling], uniform: Tensor, size: int
+    logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float], size: int
 ) -> tuple[Tensor, Tensor]:
     """Draw for rows that each have their own sampling: rows with equal filters are drawn
-    together."""
+    together. The rest is as in sample_tokens()."""
+    uniform = torch.tensor(uniforms).to(logits.device)
     groups: dict[tuple[float, int | None, float, float], list[int]] = defaultdict(list)
     for row, sampling in enumerate(samplings):
         groups[sampling.filters].append(row)

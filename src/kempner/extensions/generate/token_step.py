@@ -79,7 +79,7 @@ class TokenStep:
         return self._last[0]
 
     def draw(
-        self, samplings: Sequence[Sampling], uniform: Sequence[float], size: int
+        self, samplings: Sequence[Sampling], uniforms: Sequence[float], size: int
     ) -> tuple[Tensor, Tensor]:
         """Draw from the last call's logits, as draw_rows() does; tokens and logs of probabilities
         are on the host. Rows with the same filters are drawn by a graph, too: some twenty kernels
@@ -88,14 +88,13 @@ class TokenStep:
         key = (rows, samplings[0].filters)
         alike = rows and all(each.filters == key[1] for each in samplings)
         if not alike or (key not in self.draws and len(self.draws) == MOST_DRAWS):
-            numbers = torch.tensor(uniform).to(logits.device)
-            tokens, logprobs = draw_rows(logits, samplings, numbers, size)
+            tokens, logprobs = draw_rows(logits, samplings, uniforms, size)
             return tokens.cpu(), logprobs.cpu()
         if key not in self.draws:
             self.draws[key] = self._capture_draw(rows, samplings[0], size)
         found = self.draws[key]
         if samplings[0].temperature:
-            found.uniform[: len(uniform)].copy_(torch.tensor(uniform), non_blocking=True)
+            found.uniform[: len(uniforms)].copy_(torch.tensor(uniforms), non_blocking=True)
         found.replay()
         drawn = found.drawn[:, : len(samplings)].cpu()
         return drawn[0].long(), drawn[1].float()
