@@ -25,6 +25,7 @@ import argparse
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -214,7 +215,7 @@ def print_points(sweep: Sweep, points: list[SweepPoint], journal: Journal, gpu: 
     print(align_table(rows, 2, range(1, 5)))
     print(f"\n{number_of(sweep, points)} points in {sweep.dir}, {len(arrays)} array(s):")
     for array in arrays:
-        words = " ".join([*array.words, array.script.name, *array.program[1:]])
+        words = shlex.join([*array.words, array.script.name, *array.program[1:]])
         print(f"  sbatch --array={array.indices} {words}")
     estimates = [estimate for estimate in hours if estimate is not None]
     total = Hours(sum(each.least for each in estimates), sum(each.most for each in estimates))

@@ -56,6 +56,8 @@ kp_enter() { # sets KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads the secrets
     local program
     kp_check_settings
     kp_read_secrets
+    [[ $KP_ROOT != *:* ]] ||
+        kp_die "the kit's path has a colon, where PYTHONPATH would split it: $KP_ROOT: move the kit"
     program=$(kp_of_copy "${KEMPNER_TRAIN:-$KP_ROOT/scripts/train.py}")
     kp_use_program "$program"
     export PYTHONUNBUFFERED=1 PYTHONPATH=$KP_ROOT/src${PYTHONPATH:+:$PYTHONPATH}

@@ -174,6 +174,10 @@ class ScheduleConfig:
         0.1, "final learning rate as a fraction of the peak", minimum=0.0, maximum=1.0
     )
 
+    def decay(self, max_steps: int) -> int:
+        """Return the steps over which wsd decays at the end."""
+        return self.decay_steps or max(1, max_steps // 10)
+
     def problems(self) -> list[str]:
         if self.name != "none" or not self.warmup_steps:
             return []
@@ -207,7 +211,7 @@ def learning_rate(cfg: ScheduleConfig, peak: float, step: int, max_steps: int) -
     if cfg.name in CONSTANT:
         return peak
     if cfg.name == "wsd":
-        fall, shape = cfg.decay_steps or max(1, max_steps // 10), cfg.decay_shape
+        fall, shape = cfg.decay(max_steps), cfg.decay_shape
         x = (step + 1 - (max_steps - fall)) / fall
     else:
         shape = cfg.name

@@ -270,6 +270,13 @@ def print_warnings(cfg: RunConfig) -> None:
             f"learning rate never reaches its peak; consider --schedule.warmup_steps={last // 10}",
             file=sys.stderr,
         )
+    elif cfg.schedule.name == "wsd" and warmup + (decay := cfg.schedule.decay(last)) > last:
+        print(
+            f"warning: schedule.warmup_steps = {warmup} and a decay over {decay} steps are more "
+            f"than train.max_steps = {last}: the learning rate drops where the warm-up ends; "
+            f"consider --schedule.decay_steps={max(1, last - warmup)}",
+            file=sys.stderr,
+        )
 
 
 def _without_effect(cfg: RunConfig) -> list[str]:

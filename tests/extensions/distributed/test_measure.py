@@ -107,6 +107,22 @@ def test_a_profile_file_gives_a_trace_of_the_next_steps(tmp_path: Path) -> None:
     assert not (run_dir / "PROFILE").exists()
 
 
+def test_a_profile_of_ranks_that_are_not_there_says_so(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = ["--train.max_steps=1000000", "--profile.ranks=[7]"]
+    process = start_train(*TINY, *words, "--data.dataset_path=fake:", f"--run.dir={run_dir}")
+    try:
+        until(lambda: (run_dir / "metrics.jsonl").exists(), alive=(process,))
+        (run_dir / "PROFILE").touch()
+        until(lambda: not (run_dir / "PROFILE").exists(), alive=(process,))
+        (run_dir / "STOP").touch()
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert "profile.ranks = 7: none of the 1 rank(s) writes a trace" in out
+
+
 def test_replicas_are_measured_in_whole_rounds(train: Train, tmp_path: Path) -> None:
     rounds = ("--lowcomm.replicas=2", "--lowcomm.interval=4", "--train.max_steps=4")
     train(tmp_path / "run", *BENCH, *rounds, nproc=2)

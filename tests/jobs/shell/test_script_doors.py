@@ -221,7 +221,8 @@ WORDS: list[tuple[str, list[object], str, dict[str, str]]] = [
     ("logs.sh", ["/etc"], "is not a run directory, it has no logs/", {}),
     ("logs.sh", ["7"], "no run of job 7 in", {}),
     ("logs.sh", ["a", "b"], "give one run, not both 'a' and 'b'", {}),
-    ("logs.sh", ["a", "--rank", "x"], "--rank x: must be an integer >= 0", {}),
+    ("logs.sh", ["a", "--rank", "x"], "--rank x: must be the number of a rank", {}),
+    ("logs.sh", ["a", "--rank=12345678901234567890"], "must be the number of a rank", {}),
     ("logs.sh", ["a", "--rank"], "--rank: a value is missing; usage", {}),
     ("logs.sh", ["a", "--part="], "--part: a value is missing; usage", {}),
     ("logs.sh", ["a", "--part=engine"], "must be trainer-0, orchestrator or engine-K", {}),
@@ -490,3 +491,13 @@ def test_a_copy_that_is_in_no_job_does_not_wait(tmp_path: Path) -> None:
             cwd=tmp_path,
         )
         assert (done.returncode, text in done.stderr) == (code, True), done.stderr
+
+
+def test_a_kit_whose_path_has_a_colon_says_so(tmp_path: Path) -> None:
+    """It would be two entries of PYTHONPATH."""
+    (tmp_path / "kit:2").symlink_to(ROOT)
+    done = subprocess.run(
+        ["bash", tmp_path / "kit:2/scripts/slurm/status.sh"],
+        env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == 2 and "the kit's path has a colon" in done.stderr, done

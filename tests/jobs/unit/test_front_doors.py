@@ -387,6 +387,17 @@ def test_a_warm_up_that_never_ends_is_a_warning(forks: Forks, world: Path) -> No
     assert "is more than train.max_steps = 9" in done.err
 
 
+@pytest.mark.parametrize(("warmup", "decay", "warnings"), [(4, 6, 1), (4, 5, 0)])
+def test_a_decay_that_begins_in_the_warm_up_is_a_warning(
+    forks: Forks, world: Path, warmup: int, decay: int, warnings: int
+) -> None:
+    words = ["--schedule.name=wsd", f"--schedule.warmup_steps={warmup}", "--check"]
+    done = forks.run(*TRAIN, OWN, *SMALL, *words, f"--schedule.decay_steps={decay}", cwd=world)
+    assert done.code == 0 and done.err.count("warning:") == warnings, done.err
+    said = "the learning rate drops where the warm-up ends; consider --schedule.decay_steps=5\n"
+    assert done.err.count(said) == warnings
+
+
 def test_a_shape_that_cannot_be_exported_is_a_warning(forks: Forks, world: Path) -> None:
     """Before a month of training."""
     words = (*TRAIN, OWN, *SMALL, "--train.max_steps=20", "--check")

@@ -55,6 +55,16 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -
     assert len(said) == 1 and said[0].startswith(f"profile: cannot be written: {tmp_path}/profile")
 
 
+def test_the_end_of_the_run_ends_a_profile(tmp_path: Path) -> None:
+    said: list[str] = []
+    profiler = Profiler(ProfileConfig(steps=9), tmp_path, 0, torch.device("cpu"), said.append)
+    for step in range(1, 5):
+        profiler.step(step, asked=step == 2, last=step == 4)
+    assert said == [f"profile: {tmp_path}/profile/steps-3-4-rank-0.json.gz"]
+    profiler.step(5, asked=True, last=True)
+    assert said[1] == "profile: the run ends here, and no step is left to record"
+
+
 def test_nsight_systems_records_these_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shlex
 import sys
 import time
 from typing import Any
@@ -247,7 +248,7 @@ class Coordinator:
         changed = self._book.start(hosts, self._watch.number)
         log_line(
             f"attempt {self._book.attempt} in {self.options.run_dir}: "
-            f"{' '.join(self.options.command)}: {self.size} process(es) on "
+            f"{shlex.join(self.options.command)}: {self.size} process(es) on "
             f"{', '.join(dict.fromkeys(hosts))}"
         )
         for text in changed:

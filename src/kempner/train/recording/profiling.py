@@ -68,12 +68,14 @@ class Profiler:
         if cfg.allocations:
             record_allocations(device)
 
-    def step(self, step: int, asked: bool) -> None:
-        """Advance. `asked`: some rank has been asked for a profile."""
+    def step(self, step: int, asked: bool, last: bool = False) -> None:
+        """Advance. `asked`: some rank has been asked for a profile; `last`: no step follows."""
         if self._running is not None:
             self._left -= 1
-            if not self._left:
+            if last or not self._left:
                 self._stop(step)
+        elif asked and last:
+            self._say("profile: the run ends here, and no step is left to record")
         elif asked and (self._nsys or self._rank in self._cfg.ranks):
             self._start(step)
 

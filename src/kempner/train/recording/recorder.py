@@ -94,6 +94,12 @@ class Recorder:
         from kempner.train.recording.profiling import Profiler
 
         run = self.run
+        ranks, size = run.cfg.profile.ranks, run.world.size
+        if run.world.rank == 0 and all(rank >= size for rank in ranks):
+            run.announce(
+                f"profile.ranks = {', '.join(map(str, ranks)) or '()'}: none of the {size} rank(s) "
+                "writes a trace; give --profile.ranks=0"
+            )
         return Profiler(run.cfg.profile, run.dir, run.world.rank, self.device, run.announce)
 
     def _flops_per_token(self, step: int) -> float:
@@ -111,10 +117,11 @@ class Recorder:
     def step(self, result: StepResult) -> None:
         """Record a step, if its line is due; one that was skipped always, with its samples."""
         asked = result.values[ASKS_PROFILE] > 0
+        last = result.step == self.run.cfg.train.max_steps
         if asked and self._profiler is None:  # which few runs ever are
             self._profiler = self._open_profiler()
         if self._profiler is not None:
-            self._profiler.step(result.step, asked)
+            self._profiler.step(result.step, asked, last)
         self.run.progress(result.step)
         if result.bad:
             self.skipped += 1
@@ -135,7 +142,6 @@ class Recorder:
             self.write(line)
         for text in texts:
             self.run.announce(text)
-        last = result.step == self.run.cfg.train.max_steps
         due = result.step % self.run.cfg.metrics.log_interval == 0 or last
         if due or self._loader.at_once:
             self._line(result)
