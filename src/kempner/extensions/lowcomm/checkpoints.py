@@ -48,6 +48,12 @@ class ReplicaCheckpointer(Checkpointer):
             answers = self.ranks.on_first(partial(self._meet, f"{attempt} loaded", bool(manifest)))
             if all(answers):
                 return manifest
+            if all(answers[each] for each in holders):  # none has set it aside: it would come again
+                others = [each for each, has_loaded in enumerate(answers) if not has_loaded]
+                raise RuntimeError(
+                    f"replica(s) {others} cannot read step {step} of replica(s) {holders}, which "
+                    f"these can read; check that all nodes see the same files in {self.root}"
+                )
         raise AssertionError
 
     def _all_steps(self, attempt: int) -> list[_Steps]:
