@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from itertools import zip_longest
 from pathlib import Path
@@ -165,17 +166,28 @@ def fill_tensors(stored: Stored, jobs: Iterable[ReadJob]) -> None:
     """
     # A rank may hold nothing of a tensor with fewer rows than there are ranks.
     jobs = [one for job in jobs if job.target.numel() for one in job.by_expert()]
-    with _Files(stored) as files:
-        for job, after in zip_longest(jobs, jobs[1:]):
-            if after is not None:
-                # The kernel reads the next tensor while this one is copied.
-                files.announce(after)
-            columns = [slice(start, start + length) for start, length in job.box[1:]]
-            at = 0
-            for rows in files.rows(job):
-                # Whole rows are read; columns that tensor parallelism has cut are taken from them.
-                job.target[at : at + len(rows)].copy_(rows[(slice(None), *columns)])
-                at += len(rows)
+    with _Files(stored) as files, ThreadPoolExecutor(1) as reader:
+        pieces = _pieces(files, jobs)
+        # A thread reads the next piece while this one is converted.
+        ahead = reader.submit(next, pieces, None)
+        while (piece := ahead.result()) is not None:
+            ahead = reader.submit(next, pieces, None)
+            target, rows = piece
+            target.copy_(rows)
+
+
+def _pieces(files: _Files, jobs: Sequence[ReadJob]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield parts of the targets, with what each is to hold."""
+    for job, after in zip_longest(jobs, jobs[1:]):
+        if after is not None:
+            # The kernel reads the next tensor while this one is copied.
+            files.announce(after)
+        columns = [slice(start, start + length) for start, length in job.box[1:]]
+        at = 0
+        for rows in files.rows(job):
+            # Whole rows are read; columns that tensor parallelism has cut are taken from them.
+            yield job.target[at : at + len(rows)], rows[(slice(None), *columns)]
+            at += len(rows)
 
 
 class _Files(contextlib.ExitStack):
@@ -186,6 +198,7 @@ class _Files(contextlib.ExitStack):
         self._stored = stored
         paths = {place.path for place in stored.places.values()}
         self._files = {path: self.enter_context(path.open("rb", buffering=0)) for path in paths}
+        self._buffers = [bytearray(), bytearray()]  # kept: new memory costs as much as the reading
 
     def announce(self, job: ReadJob) -> None:
         """Let the kernel read in the background what rows() will ask for."""
@@ -193,16 +206,19 @@ class _Files(contextlib.ExitStack):
         os.posix_fadvise(file.fileno(), start, count * row, os.POSIX_FADV_WILLNEED)
 
     def rows(self, job: ReadJob) -> Iterator[Tensor]:
-        """Yield the rows of a box, in all columns, in pieces. A piece is valid until the next
-        one."""
+        """Yield the rows of a box, in all columns, in pieces. A piece stays valid while the next
+        one is read."""
         file, start, (_, count), row, dtype = self._find(job)
         # Whole rows: they are in one piece in the file, and a box of columns is not.
         columns = self._stored.shape(job.name)[1:]
         most = max(1, PIECE // row)
-        buffer = bytearray(min(most, count) * row)
         file.seek(start)
         for at in range(0, count, most):
-            view = memoryview(buffer)[: min(most, count - at) * row]
+            size = min(most, count - at) * row
+            self._buffers.reverse()
+            if len(self._buffers[0]) < size:
+                self._buffers[0] = bytearray(max(size, PIECE))
+            view = memoryview(self._buffers[0])[:size]
             bytes_read = 0
             while bytes_read < len(view):
                 byte_count = file.readinto(view[bytes_read:])
