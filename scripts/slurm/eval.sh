@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# Evaluate a run beside its training: each checkpoint that becomes the newest one, until the run has
-# ended.
+# Evaluate a run while it trains: always its newest checkpoint, until the run has ended.
 #
 #   sbatch scripts/slurm/eval.sh runs/7b --tasks hellaswag,arc_easy --limit 500
 #   sbatch --gpus-per-node=0 scripts/slurm/eval.sh runs/debug --tasks mine \
 #       --include-path tasks --device cpu
 #
-# The options are those of scripts/eval.py; the figures appear in the run's metrics.jsonl and in the
-# picture of scripts/report.py. The job is requeued at its time limit, and goes on with the next
+# It takes the options of scripts/eval.py; the results appear in the run's metrics.jsonl and in the
+# plot of scripts/report.py. At its time limit the job is requeued, and continues with the next
 # checkpoint.
 #SBATCH --job-name=eval
 #SBATCH --nodes=1
@@ -17,17 +16,17 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
-##SBATCH --time=24:00:00 # with one # less this is the time limit; unset: that of the partition
+##SBATCH --time=24:00:00 # remove one # to set this time limit; default: the partition's
 set -euo pipefail
 
-kit=${0%"${0##*/}"}../.. # the kit; the last lines find it where this file is a copy, as in a job
+kit=${0%"${0##*/}"}../.. # the kit; for a copy of this file, as in a job, the last lines find it
 [[ -e $kit/scripts/slurm/lib ]] || eval "$(sed '1,/^# --- the kit/d' "$0")"
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
 source "$kit/scripts/slurm/lib/all.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/alone.sh
 source "$KP_LIB/alone.sh"
 
-kp_committed_step() { # in place of requeue.sh's: checkpoints that are evaluated
+kp_committed_step() { # in place of requeue.sh's: prints the number of evaluated checkpoints
     find "$KP_RUN_DIR" -name 'step_*.json' | wc -l
 }
 
@@ -42,7 +41,7 @@ kp_in_job || kp_die "eval.sh runs in a job: sbatch scripts/slurm/eval.sh RUN --t
     kp_die "no run is given: give its directory first, then the options of scripts/eval.py"
 [[ -d $1 ]] || kp_die "no run '$1' yet: submit eval.sh when it has begun, or with" \
     "--dependency=after:JOB+5, 5 minutes after the start of the training's job"
-kp_python "$KP_ROOT/scripts/eval.py" "$@" --follow --check || exit # before anything is made in it
+kp_python "$KP_ROOT/scripts/eval.py" "$@" --follow --check || exit # before writing to the run
 mkdir -p -- "$1/eval" || kp_die "$1/eval cannot be written"
 directory=$(realpath -- "$1/eval")
 kp_use_run "$directory"
@@ -50,7 +49,7 @@ kp_set_size 1 1 0
 kp_note_progress
 kp_mount "$1"
 kp_alone "$KP_ROOT/scripts/eval.py" "$@" --follow
-kp_finish # requeue or not; the exit code
+kp_finish # requeues if needed; exits
 
 # --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------
 if [[ ! -e $kit/scripts/slurm/lib ]]; then
@@ -58,17 +57,16 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
     until [[ -z $job || -n $record ]]; do # a busy controller may not answer
         record=$(scontrol show job "$job" 2>&1 | sed -n "$spec") && continue
         echo "kempner: waiting for Slurm to say where job $job comes from" >&2
-        [[ $0 == */slurm_script ]] || break # not spooled: the job may be over, too
+        [[ $0 == */slurm_script ]] || break # not spooled: the job may also be over
         sleep 5
     done
     spec='Command=\K.*?(?=/scripts/slurm/)|kempner-code=\K.*/code/\w{12}'
-    while [[ ! -e $kit/scripts/slurm/lib ]] && read -r kit; do # the copy of it in the run; itself
+    while [[ ! -e $kit/scripts/slurm/lib ]] && read -r kit; do # the run's copy, then the kit
         named=${kit:-$named}
     done < <(grep -oP "$spec" <<<"$record" | tac)
-    seen=${named%/code/????????????} # the run, of a copy in it
+    seen=${named%/code/????????????} # the run that holds the copy
     if [[ -z $kit && -n $named && ! -e $seen && ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
-        # An earlier start has seen it: the job goes on without this host, if enough others are
-        # left.
+        # An earlier start saw it: the job continues without this host if enough others remain.
         echo "kempner: $SLURMD_NODENAME does not see $seen: the job starts again in 10 minutes" >&2
         trap '' TERM && put_off=(StartTime=now+10minutes) out=$SLURMD_NODENAME
         spec='ArrayJobId=([0-9]+) ArrayTaskId=([0-9]+)'
@@ -77,7 +75,7 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         [[ $(scontrol show partition "$SLURM_JOB_PARTITION") =~ TotalNodes=([0-9]+) ]] &&
             ((${KEMPNER_EXCLUDE:-2} > 0)) && enough=$((BASH_REMATCH[1] - SLURM_JOB_NUM_NODES)) &&
             (($(scontrol show hostnames "$out" | wc -l) <= enough)) && put_off+=("ExcNodeList=$out")
-        # Slurm takes the list once the job is pending: no requeue is possible then
+        # Slurm takes the list only for a pending job, which cannot be requeued
         for _ in {1..60}; do
             scontrol requeue "$job" || ! scontrol update JobId="$job" "${put_off[@]}" || exit 0
             sleep 1

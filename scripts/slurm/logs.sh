@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Follow the logs of a run: the batch log and every rank's, each line behind the name of its source.
+# Follow the logs of a run: the batch log and every rank's, each line prefixed with its source.
 #
-#   bash scripts/slurm/logs.sh RUN                the last 20 lines of each, and what comes; Ctrl-C
-#                                                 ends it
-#   bash scripts/slurm/logs.sh JOBID              the same, of the run of this job
-#   bash scripts/slurm/logs.sh RUN --rank 3       this rank alone
-#   bash scripts/slurm/logs.sh RUN --part engine-1    of rl.sh: this part alone; engine-K,
-#                                                     orchestrator, or trainer-0
+#   bash scripts/slurm/logs.sh RUN                the last 20 lines of each, then new lines as they
+#                                                 come, until Ctrl-C
+#   bash scripts/slurm/logs.sh JOBID              the same, for the run of this job
+#   bash scripts/slurm/logs.sh RUN --rank 3       only this rank
+#   bash scripts/slurm/logs.sh RUN --part engine-1    only this part of rl.sh: engine-K,
+#                                                     orchestrator or trainer-0
 #   bash scripts/slurm/logs.sh RUN --warnings     only lines about errors, stragglers, faults,
 #                                                 requeues and the like
-#   bash scripts/slurm/logs.sh RUN --no-follow    what is there, and no more
+#   bash scripts/slurm/logs.sh RUN --no-follow    only the existing lines
 #
-# When the run starts again, the logs of the new attempt are followed by themselves.
+# When the run restarts, the logs of the new attempt are followed automatically.
 set -euo pipefail
 
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
@@ -31,8 +31,8 @@ KP_RANK='' KP_PART='' KP_WARN='' KP_FOLLOW=1 KP_LINES=20
 KP_FRESH=() KP_ATTEMPT_LOGS=''
 declare -A KP_FOLLOWED=() # files
 
-kp_options() { # <arguments>...: sets KP_RANK, KP_PART, KP_WARN, KP_FOLLOW, KP_LINES, and by what is
-    # left the run
+kp_options() { # <arguments>...: sets KP_RANK, KP_PART, KP_WARN, KP_FOLLOW and KP_LINES; the
+    # remaining argument names the run
     local run=''
     while (($# > 0)); do
         case $1 in
@@ -43,7 +43,7 @@ kp_options() { # <arguments>...: sets KP_RANK, KP_PART, KP_WARN, KP_FOLLOW, KP_L
                 set -- "$1=$2" "${@:3}"
                 continue
                 ;;
-            --warnings) KP_WARN=1 KP_LINES=1000 ;; # lines that are looked at
+            --warnings) KP_WARN=1 KP_LINES=1000 ;; # lines to search
             --no-follow) KP_FOLLOW='' ;;
             -* | '') kp_die "no option '$1'; $USAGE" ;;
             *)
@@ -62,7 +62,7 @@ kp_options() { # <arguments>...: sets KP_RANK, KP_PART, KP_WARN, KP_FOLLOW, KP_L
     kp_check_rank
 }
 
-kp_check_rank() { # stops when the run is known to have no rank KP_RANK
+kp_check_rank() { # exits if the run is known to have no rank KP_RANK
     local ranks KP_VALUES=()
     [[ -n $KP_RANK && -n $KP_RUN_DIR && -e $KP_RUN_DIR/attempts.jsonl ]] || return 0
     kp_find_records "$KP_RUN_DIR/attempts.jsonl" "world_size=*" -- world_size || true
@@ -74,7 +74,7 @@ kp_check_rank() { # stops when the run is known to have no rank KP_RANK
 
 # --- which files ----------------------------------------------------------------------------------
 
-kp_newest() { # <file>...: the newest of those that there are, or nothing
+kp_newest() { # <file>...: prints the newest existing file, if any
     local file newest=''
     for file; do
         [[ ! -r $file || (-n $newest && ! $file -nt $newest) ]] || newest=$file
@@ -82,8 +82,8 @@ kp_newest() { # <file>...: the newest of those that there are, or nothing
     echo "$newest"
 }
 
-kp_look_for_files() { # sets KP_FRESH, those that are not followed yet, and KP_ATTEMPT_LOGS, the
-    # directory of the latest
+kp_look_for_files() { # sets KP_FRESH to the files not yet followed, and KP_ATTEMPT_LOGS to the
+    # directory of the latest attempt
     local file files=() run
     KP_FRESH=()
     if [[ -z $KP_RUN_DIR ]]; then
@@ -100,7 +100,7 @@ kp_look_for_files() { # sets KP_FRESH, those that are not followed yet, and KP_A
         else
             files+=("$KP_ATTEMPT_LOGS"/rank-?.log "$KP_ATTEMPT_LOGS"/rank-??.log
                 "$KP_ATTEMPT_LOGS"/rank-???*.log)
-            files+=("$KP_ATTEMPT_LOGS"/*/rank-*.log) # a large world: in a directory for each host
+            files+=("$KP_ATTEMPT_LOGS"/*/rank-*.log) # a large world has a directory for each host
             files+=("$KP_ATTEMPT_LOGS"/orchestrator.log "$KP_ATTEMPT_LOGS"/engine-*.log)
         fi
     fi
@@ -111,8 +111,8 @@ kp_look_for_files() { # sets KP_FRESH, those that are not followed yet, and KP_A
     done
 }
 
-kp_batch_log() { # the newest batch log; what srun says is in it too, so srun's own is taken only
-    # where there is none
+kp_batch_log() { # prints the newest batch log, which includes srun's messages, or else srun's own
+    # log
     local file
     if [[ -n $KP_RUN_DIR ]]; then
         file=$(kp_newest "$KP_RUN_DIR"/logs/batch-*.log)
@@ -125,11 +125,11 @@ kp_batch_log() { # the newest batch log; what srun says is in it too, so srun's 
 
 # --- what is shown --------------------------------------------------------------------------------
 
-kp_name_lines() { # stdin: what tail says of several files; puts the name of the file before each
-    # line, drops empty ones
+kp_name_lines() { # stdin: tail's output for several files; prefixes each line with the name of
+    # its file, drops empty lines
     local only=${KP_WARN:+"/$WARNINGS/I!d"}
-    # In this locale a dot matches any byte: logs may have some that are no UTF-8. Not sed -u, which
-    # also reads byte by byte: seconds for each MB.
+    # In this locale a dot matches any byte: logs may contain invalid UTF-8. Not sed -u, which also
+    # reads byte by byte and takes seconds for each MB.
     LC_ALL=C stdbuf -oL sed -E '/^$/d
         /^==> .* <==$/{
             s#^==> .*/((rank|trainer|engine)-[0-9]+|orchestrator)\.log <==$#\1#; t name
@@ -142,8 +142,8 @@ kp_name_lines() { # stdin: what tail says of several files; puts the name of the
         G; s/(.*)\n(.*)/\2 \1/'
 }
 
-kp_once() { # stdin: named lines; with --warnings, leaves out what another source has said within 10
-    # s: ranks echo
+kp_once() { # stdin: prefixed lines; with --warnings, drops those that another source has printed
+    # within 10 s, as ranks repeat each other
     local line words source before
     local -A said=() by=()
     [[ -n $KP_WARN ]] || exec cat
@@ -158,18 +158,18 @@ kp_once() { # stdin: named lines; with --warnings, leaves out what another sourc
     done
 }
 
-kp_start_tail() { # <lines>: follows KP_FRESH from there on; its lines go to KP_OUT
+kp_start_tail() { # <lines>: follows KP_FRESH with tail -n <lines>; writes to KP_OUT
     local label=$KP_ATTEMPT_LOGS file
     for file in "${KP_FRESH[@]}"; do
         [[ -n $KP_ATTEMPT_LOGS && $file == "$KP_ATTEMPT_LOGS"/* ]] || label=keep
     done
-    # --pid: it ends with this shell even when that is killed
+    # --pid: tail ends with this shell even if the shell is killed
     tail -v -n "$1" -F --pid=$$ -- "${KP_FRESH[@]}" 2>/dev/null > >(kp_name_lines >&"$KP_OUT") &
     tails[$!]=$label
 }
 
-kp_end_tails() { # ends those of earlier attempts, 5 rounds after the new one: their last lines have
-    # come by then
+kp_end_tails() { # ends the tails of earlier attempts 5 rounds after a new attempt, when
+    # their last lines have arrived
     local pid
     for pid in "${!tails[@]}"; do
         [[ ${tails[$pid]} != keep && ${tails[$pid]} != "$KP_ATTEMPT_LOGS" ]] || continue
@@ -192,9 +192,9 @@ kp_leave() { # leaves no process behind
     done
 }
 
-kp_follow() { # shows what is there, then what comes, until Ctrl-C; ends the script
+kp_follow() { # shows the existing lines, then new ones until Ctrl-C; ends the script
     local lines=$KP_LINES last
-    # pid -> its attempt, or "keep"; pid -> rounds that are left
+    # pid -> its attempt, or "keep"; pid -> rounds left
     local -A tails=() grace=()
     exec {KP_OUT}> >(kp_once)
     last=$!
@@ -202,12 +202,12 @@ kp_follow() { # shows what is there, then what comes, until Ctrl-C; ends the scr
     trap 'exit 130' INT
     trap 'exit 143' TERM HUP
     trap - USR1 USR2
-    while kill -0 "$last" 2>/dev/null; do # nobody reads it any more: | head
+    while kill -0 "$last" 2>/dev/null; do # fails once the reader has left, as with | head
         kp_look_for_files
         ((${#KP_FRESH[@]} == 0)) || kp_start_tail "$lines"
         [[ $lines == +1 || ${#KP_FOLLOWED[@]} -gt 0 ]] ||
             echo "logs: no log yet, waiting for the first" >&2
-        lines=+1 # a file that comes later is new
+        lines=+1 # show later files from their first line
         kp_end_tails
         sleep 1
     done

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Train several runs side by side on one whole node, each with an equal part of it: for sites that
-# share no nodes.
+# Train several runs side by side on one whole node, each on an equal share of it, for sites that
+# allocate only whole nodes.
 #
 #   sbatch --gpus-per-node=8 scripts/slurm/pack.sh 4 A.toml B.toml C.toml D.toml
 #       four runs of two GPUs each
@@ -9,8 +9,8 @@
 #   bash scripts/slurm/pack.sh 2 A.toml B.toml --dry-run [SBATCH OPTIONS]
 #       shows what sbatch would do
 #
-# Each is a run as singlenode.sh makes it, and has its batch log in its own logs/. Sweeps use it:
-# docs/extensions/sweeps.md.
+# Each run is like one of singlenode.sh, with its batch log in its own logs/. Sweeps use this
+# script: docs/extensions/sweeps.md.
 # sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/reference/slurm.md.
 #SBATCH --job-name=kempner
 #SBATCH --nodes=1
@@ -20,10 +20,10 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
-##SBATCH --time=24:00:00 # with one # less this is the time limit; unset: that of the partition
+##SBATCH --time=24:00:00 # remove one # to set this time limit; default: the partition's
 set -euo pipefail
 
-kit=${0%"${0##*/}"}../.. # the kit; the last lines find it where this file is a copy, as in a job
+kit=${0%"${0##*/}"}../.. # the kit; for a copy of this file, as in a job, the last lines find it
 [[ -e $kit/scripts/slurm/lib ]] || eval "$(sed '1,/^# --- the kit/d' "$0")"
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
 source "$kit/scripts/slurm/lib/all.sh"
@@ -33,9 +33,9 @@ source "$KP_LIB/pack.sh"
 kp_pack_take "$@" # the runs; --dry-run
 kp_setup          # the repository, its Python, site.env
 kp_tasks          # GPUs of the node, one task per GPU
-kp_pack_share     # the part of one run
+kp_pack_share     # the share of one run
 kp_pack_run       # each run with its own checks, step and records
-kp_pack_finish    # requeue when one has to go on
+kp_pack_finish    # requeues if any run has to continue
 
 # --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------
 if [[ ! -e $kit/scripts/slurm/lib ]]; then
@@ -43,17 +43,16 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
     until [[ -z $job || -n $record ]]; do # a busy controller may not answer
         record=$(scontrol show job "$job" 2>&1 | sed -n "$spec") && continue
         echo "kempner: waiting for Slurm to say where job $job comes from" >&2
-        [[ $0 == */slurm_script ]] || break # not spooled: the job may be over, too
+        [[ $0 == */slurm_script ]] || break # not spooled: the job may also be over
         sleep 5
     done
     spec='Command=\K.*?(?=/scripts/slurm/)|kempner-code=\K.*/code/\w{12}'
-    while [[ ! -e $kit/scripts/slurm/lib ]] && read -r kit; do # the copy of it in the run; itself
+    while [[ ! -e $kit/scripts/slurm/lib ]] && read -r kit; do # the run's copy, then the kit
         named=${kit:-$named}
     done < <(grep -oP "$spec" <<<"$record" | tac)
-    seen=${named%/code/????????????} # the run, of a copy in it
+    seen=${named%/code/????????????} # the run that holds the copy
     if [[ -z $kit && -n $named && ! -e $seen && ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
-        # An earlier start has seen it: the job goes on without this host, if enough others are
-        # left.
+        # An earlier start saw it: the job continues without this host if enough others remain.
         echo "kempner: $SLURMD_NODENAME does not see $seen: the job starts again in 10 minutes" >&2
         trap '' TERM && put_off=(StartTime=now+10minutes) out=$SLURMD_NODENAME
         spec='ArrayJobId=([0-9]+) ArrayTaskId=([0-9]+)'
@@ -62,7 +61,7 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         [[ $(scontrol show partition "$SLURM_JOB_PARTITION") =~ TotalNodes=([0-9]+) ]] &&
             ((${KEMPNER_EXCLUDE:-2} > 0)) && enough=$((BASH_REMATCH[1] - SLURM_JOB_NUM_NODES)) &&
             (($(scontrol show hostnames "$out" | wc -l) <= enough)) && put_off+=("ExcNodeList=$out")
-        # Slurm takes the list once the job is pending: no requeue is possible then
+        # Slurm takes the list only for a pending job, which cannot be requeued
         for _ in {1..60}; do
             scontrol requeue "$job" || ! scontrol update JobId="$job" "${put_off[@]}" || exit 0
             sleep 1

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Check nodes before they train: GPUs, memory, clock, shared directory, versions, network. A table,
-# and a JSON file.
+# Check nodes before they train: GPUs, memory, clock, shared directory, versions, network. Prints a
+# table and writes a JSON file.
 #
 #   sbatch --nodes=4 scripts/slurm/preflight.sh                 the shared directory is runs/
 #   sbatch --nodes=4 scripts/slurm/preflight.sh --dir /scratch/me --device cpu
 #   bash scripts/slurm/preflight.sh                             in a shell of salloc
 #
-# Exit code 0: all nodes pass; 1: some do not, and the last lines name them. KEMPNER_PREFLIGHT=1
-# does the same at the start of each training job: docs/guide/preflight.md. The figures of each node
-# are kept in runs/node-speeds: python scripts/report.py --nodes runs.
+# Exit code 0: all nodes pass; 1: some fail, and the last lines name them. KEMPNER_PREFLIGHT=1 runs
+# the same checks at the start of each training job: docs/guide/preflight.md. The measurements of
+# each node are kept in runs/node-speeds: python scripts/report.py --nodes runs.
 #SBATCH --job-name=preflight
 #SBATCH --nodes=2
 #SBATCH --exclusive
@@ -18,7 +18,7 @@
 #SBATCH --output=%x-%j.out
 set -euo pipefail
 
-kit=${0%"${0##*/}"}../.. # the kit; the last lines find it where this file is a copy, as in a job
+kit=${0%"${0##*/}"}../.. # the kit; for a copy of this file, as in a job, the last lines find it
 [[ -e $kit/scripts/slurm/lib ]] || eval "$(sed '1,/^# --- the kit/d' "$0")"
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
 source "$kit/scripts/slurm/lib/all.sh"
@@ -45,17 +45,16 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
     until [[ -z $job || -n $record ]]; do # a busy controller may not answer
         record=$(scontrol show job "$job" 2>&1 | sed -n "$spec") && continue
         echo "kempner: waiting for Slurm to say where job $job comes from" >&2
-        [[ $0 == */slurm_script ]] || break # not spooled: the job may be over, too
+        [[ $0 == */slurm_script ]] || break # not spooled: the job may also be over
         sleep 5
     done
     spec='Command=\K.*?(?=/scripts/slurm/)|kempner-code=\K.*/code/\w{12}'
-    while [[ ! -e $kit/scripts/slurm/lib ]] && read -r kit; do # the copy of it in the run; itself
+    while [[ ! -e $kit/scripts/slurm/lib ]] && read -r kit; do # the run's copy, then the kit
         named=${kit:-$named}
     done < <(grep -oP "$spec" <<<"$record" | tac)
-    seen=${named%/code/????????????} # the run, of a copy in it
+    seen=${named%/code/????????????} # the run that holds the copy
     if [[ -z $kit && -n $named && ! -e $seen && ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
-        # An earlier start has seen it: the job goes on without this host, if enough others are
-        # left.
+        # An earlier start saw it: the job continues without this host if enough others remain.
         echo "kempner: $SLURMD_NODENAME does not see $seen: the job starts again in 10 minutes" >&2
         trap '' TERM && put_off=(StartTime=now+10minutes) out=$SLURMD_NODENAME
         spec='ArrayJobId=([0-9]+) ArrayTaskId=([0-9]+)'
@@ -64,7 +63,7 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         [[ $(scontrol show partition "$SLURM_JOB_PARTITION") =~ TotalNodes=([0-9]+) ]] &&
             ((${KEMPNER_EXCLUDE:-2} > 0)) && enough=$((BASH_REMATCH[1] - SLURM_JOB_NUM_NODES)) &&
             (($(scontrol show hostnames "$out" | wc -l) <= enough)) && put_off+=("ExcNodeList=$out")
-        # Slurm takes the list once the job is pending: no requeue is possible then
+        # Slurm takes the list only for a pending job, which cannot be requeued
         for _ in {1..60}; do
             scontrol requeue "$job" || ! scontrol update JobId="$job" "${put_off[@]}" || exit 0
             sleep 1

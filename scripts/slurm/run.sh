@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run any program on whole nodes, one process per GPU (or per node: --ntasks-per-node=1, torchrun),
-# with the care that the trainer gets: docs/start/any-program.md.
+# with the same fault tolerance as the trainer: docs/start/any-program.md.
 #
 #   sbatch scripts/slurm/run.sh -- python my_train.py --lr 3e-4
 #   sbatch --nodes=16 --time=24:00:00 scripts/slurm/run.sh --checkpoints='out/ckpt-*' \
@@ -9,16 +9,16 @@
 #   bash scripts/slurm/run.sh [OPTIONS] --dry-run [SBATCH OPTIONS] -- COMMAND
 #       shows what sbatch would do
 #
-#   --run-dir=DIR          logs and records; the same directory is the same run (runs/NAME of the
-#                          program)
-#   --code=DIR             the program's repository: what runs is a copy of it as it is now,
-#                          whatever becomes of it
-#   --checkpoints=GLOB     the program's checkpoints: a new one is progress
-#   --steps=REGEX          what the program prints about a step, with one group for its number:
-#                          'step (\d+)'
-#   --heartbeat=SECONDS    a rank that does not touch $KEMPNER_HEARTBEAT for so long hangs
-#   --signal=NAME          what asks the program to save and leave (the one it handles: TERM, else
-#                          USR1)
+#   --run-dir=DIR          logs and records; the same directory means the same run (default:
+#                          runs/NAME, after the program)
+#   --code=DIR             the program's repository: the job runs a snapshot of it, unaffected by
+#                          later edits
+#   --checkpoints=GLOB     the program's checkpoints: a new one counts as progress
+#   --steps=REGEX          matches the line that the program prints for a step, with one group for
+#                          the number: 'step (\d+)'
+#   --heartbeat=SECONDS    a rank that does not touch $KEMPNER_HEARTBEAT for this long has hung
+#   --signal=NAME          the signal that asks the program to save and exit (default: the one it
+#                          handles, TERM or else USR1)
 #
 # sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/reference/slurm.md.
 #SBATCH --job-name=kempner
@@ -29,10 +29,10 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
-##SBATCH --time=24:00:00 # with one # less this is the time limit; unset: that of the partition
+##SBATCH --time=24:00:00 # remove one # to set this time limit; default: the partition's
 set -euo pipefail
 
-kit=${0%"${0##*/}"}../.. # the kit; the last lines find it where this file is a copy, as in a job
+kit=${0%"${0##*/}"}../.. # the kit; for a copy of this file, as in a job, the last lines find it
 [[ -e $kit/scripts/slurm/lib ]] || eval "$(sed '1,/^# --- the kit/d' "$0")"
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
 source "$kit/scripts/slurm/lib/all.sh"
@@ -41,14 +41,14 @@ source "$KP_LIB/program.sh"
 
 kp_take_program "$@"                # the options, and the command after "--"; --dry-run
 kp_setup                            # the repository, its Python, site.env
-kp_check_program                    # options and command, before any GPU works
-kp_tasks                            # nodes, GPUs, one task per GPU; or one per node
+kp_check_program                    # checks options and command, before using any GPU
+kp_tasks                            # nodes, GPUs, one task per GPU or one per node
 kp_open_program                     # the run directory
 kp_banner                           # what runs where
 kp_chain                            # with KEMPNER_CHAIN=K: submits the job that continues this one
 kp_preflight                        # with KEMPNER_PREFLIGHT=1: checks the nodes first
-kp_run_program "${KP_ARGUMENTS[@]}" # srun; passes signals on
-kp_finish                           # requeue or not; the exit code
+kp_run_program "${KP_ARGUMENTS[@]}" # srun; forwards signals
+kp_finish                           # requeues if needed; exits
 
 # --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------
 if [[ ! -e $kit/scripts/slurm/lib ]]; then
@@ -56,17 +56,16 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
     until [[ -z $job || -n $record ]]; do # a busy controller may not answer
         record=$(scontrol show job "$job" 2>&1 | sed -n "$spec") && continue
         echo "kempner: waiting for Slurm to say where job $job comes from" >&2
-        [[ $0 == */slurm_script ]] || break # not spooled: the job may be over, too
+        [[ $0 == */slurm_script ]] || break # not spooled: the job may also be over
         sleep 5
     done
     spec='Command=\K.*?(?=/scripts/slurm/)|kempner-code=\K.*/code/\w{12}'
-    while [[ ! -e $kit/scripts/slurm/lib ]] && read -r kit; do # the copy of it in the run; itself
+    while [[ ! -e $kit/scripts/slurm/lib ]] && read -r kit; do # the run's copy, then the kit
         named=${kit:-$named}
     done < <(grep -oP "$spec" <<<"$record" | tac)
-    seen=${named%/code/????????????} # the run, of a copy in it
+    seen=${named%/code/????????????} # the run that holds the copy
     if [[ -z $kit && -n $named && ! -e $seen && ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
-        # An earlier start has seen it: the job goes on without this host, if enough others are
-        # left.
+        # An earlier start saw it: the job continues without this host if enough others remain.
         echo "kempner: $SLURMD_NODENAME does not see $seen: the job starts again in 10 minutes" >&2
         trap '' TERM && put_off=(StartTime=now+10minutes) out=$SLURMD_NODENAME
         spec='ArrayJobId=([0-9]+) ArrayTaskId=([0-9]+)'
@@ -75,7 +74,7 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         [[ $(scontrol show partition "$SLURM_JOB_PARTITION") =~ TotalNodes=([0-9]+) ]] &&
             ((${KEMPNER_EXCLUDE:-2} > 0)) && enough=$((BASH_REMATCH[1] - SLURM_JOB_NUM_NODES)) &&
             (($(scontrol show hostnames "$out" | wc -l) <= enough)) && put_off+=("ExcNodeList=$out")
-        # Slurm takes the list once the job is pending: no requeue is possible then
+        # Slurm takes the list only for a pending job, which cannot be requeued
         for _ in {1..60}; do
             scontrol requeue "$job" || ! scontrol update JobId="$job" "${put_off[@]}" || exit 0
             sleep 1

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Serve a model: one engine per GPU on all nodes of a job, each with a URL of its own.
+# Serve a model: one engine per GPU on all nodes of a job, each with its own URL.
 #
 #   sbatch --nodes=2 --gpus-per-node=8 scripts/slurm/serve.sh runs/7b --slots 64
 #   sbatch --nodes=2 --ntasks-per-node=1 scripts/slurm/serve.sh models/llama --device cpu
 #   bash scripts/slurm/serve.sh runs/7b --dry-run --nodes=2    shows what sbatch would do
 #
-# The options are those of scripts/serve.py. In runs/serve-JOBID: engines.txt, the URLs, one a line;
-# token, which requests must have; logs. docs/extensions/serve.md
+# It takes the options of scripts/serve.py. runs/serve-JOBID holds engines.txt, one URL per line;
+# token, which every request must carry; and logs. docs/extensions/serve.md
 #SBATCH --job-name=serve
 #SBATCH --nodes=1
 #SBATCH --exclusive
@@ -15,10 +15,10 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
-##SBATCH --time=24:00:00 # with one # less this is the time limit; unset: that of the partition
+##SBATCH --time=24:00:00 # remove one # to set this time limit; default: the partition's
 set -euo pipefail
 
-kit=${0%"${0##*/}"}../.. # the kit; the last lines find it where this file is a copy, as in a job
+kit=${0%"${0##*/}"}../.. # the kit; for a copy of this file, as in a job, the last lines find it
 [[ -e $kit/scripts/slurm/lib ]] || eval "$(sed '1,/^# --- the kit/d' "$0")"
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
 source "$kit/scripts/slurm/lib/all.sh"
@@ -32,9 +32,9 @@ kp_setup # the repository, its Python, site.env
     kp_die "serve.sh runs in a job: sbatch scripts/slurm/serve.sh MODEL; here it is" \
         "scripts/serve.py"
 kp_tasks                              # nodes, GPUs, one engine per GPU
-kp_engines_check "${KP_ARGUMENTS[@]}" # the command line, once
+kp_engines_check "${KP_ARGUMENTS[@]}" # checks the command line once
 kp_engines_start                      # srun
-kp_engines_follow                     # their URLs, until all have ended
+kp_engines_follow                     # reports their URLs until all have ended
 
 # --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------
 if [[ ! -e $kit/scripts/slurm/lib ]]; then
@@ -42,17 +42,16 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
     until [[ -z $job || -n $record ]]; do # a busy controller may not answer
         record=$(scontrol show job "$job" 2>&1 | sed -n "$spec") && continue
         echo "kempner: waiting for Slurm to say where job $job comes from" >&2
-        [[ $0 == */slurm_script ]] || break # not spooled: the job may be over, too
+        [[ $0 == */slurm_script ]] || break # not spooled: the job may also be over
         sleep 5
     done
     spec='Command=\K.*?(?=/scripts/slurm/)|kempner-code=\K.*/code/\w{12}'
-    while [[ ! -e $kit/scripts/slurm/lib ]] && read -r kit; do # the copy of it in the run; itself
+    while [[ ! -e $kit/scripts/slurm/lib ]] && read -r kit; do # the run's copy, then the kit
         named=${kit:-$named}
     done < <(grep -oP "$spec" <<<"$record" | tac)
-    seen=${named%/code/????????????} # the run, of a copy in it
+    seen=${named%/code/????????????} # the run that holds the copy
     if [[ -z $kit && -n $named && ! -e $seen && ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
-        # An earlier start has seen it: the job goes on without this host, if enough others are
-        # left.
+        # An earlier start saw it: the job continues without this host if enough others remain.
         echo "kempner: $SLURMD_NODENAME does not see $seen: the job starts again in 10 minutes" >&2
         trap '' TERM && put_off=(StartTime=now+10minutes) out=$SLURMD_NODENAME
         spec='ArrayJobId=([0-9]+) ArrayTaskId=([0-9]+)'
@@ -61,7 +60,7 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         [[ $(scontrol show partition "$SLURM_JOB_PARTITION") =~ TotalNodes=([0-9]+) ]] &&
             ((${KEMPNER_EXCLUDE:-2} > 0)) && enough=$((BASH_REMATCH[1] - SLURM_JOB_NUM_NODES)) &&
             (($(scontrol show hostnames "$out" | wc -l) <= enough)) && put_off+=("ExcNodeList=$out")
-        # Slurm takes the list once the job is pending: no requeue is possible then
+        # Slurm takes the list only for a pending job, which cannot be requeued
         for _ in {1..60}; do
             scontrol requeue "$job" || ! scontrol update JobId="$job" "${put_off[@]}" || exit 0
             sleep 1

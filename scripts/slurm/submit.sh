@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Submit a run with the code as it is now, whatever becomes of the repository until the job starts,
-# or starts again.
+# Submit a run with a snapshot of the code, so that later edits of the repository reach neither this
+# job nor its restarts.
 #
 #   bash scripts/slurm/submit.sh [SBATCH OPTIONS] scripts/slurm/multinode.sh CONFIG [OVERRIDES]
 #   bash scripts/slurm/submit.sh [SBATCH OPTIONS] scripts/slurm/run.sh --code=DIR [OPTIONS] \
 #       -- COMMAND
 #   bash scripts/slurm/submit.sh [SBATCH OPTIONS] /path/to/a/changed/copy.sh CONFIG [OVERRIDES]
-#   bash scripts/slurm/submit.sh --refresh JOB    the job has the code as it is now from its next
+#   bash scripts/slurm/submit.sh --refresh JOB    gives the job the current code from its next
 #                                                 start on
 #
-# It is sbatch, but for the code: that of RUN/code/HASH, a copy of the repository, or of the
-# program's: docs/guide/startup.md
+# It works like sbatch, but the job runs RUN/code/HASH, a copy of the repository, or of the
+# program's repository: docs/guide/startup.md
 set -euo pipefail
 
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
 source "${0%"${0##*/}"}lib/all.sh"
 
-kp_options() { # <words>...: sets KP_SBATCH, sbatch's, KP_NAME, the launch script,
-    # KP_OWN_LAUNCHER, the same where it is not one of the kit's, and KP_ARGUMENTS, those after it
+kp_options() { # <words>...: sets KP_SBATCH (sbatch's options), KP_NAME (the launch script),
+    # KP_OWN_LAUNCHER (the same, if it is not the kit's) and KP_ARGUMENTS (the words after it)
     KP_SBATCH=() KP_NAME='' KP_OWN_LAUNCHER=''
     while (($# > 0)); do
         if [[ $1 == *.sh && -f $1 ]]; then
@@ -50,8 +50,8 @@ kp_options() { # <words>...: sets KP_SBATCH, sbatch's, KP_NAME, the launch scrip
         kp_die "${KP_ARGUMENTS[0]}: the tasks of an array copy the code at their starts: use sbatch"
 }
 
-kp_copy_now() { # prints RUN/code/HASH, which it makes; in a subshell: sbatch must not hand on what
-    # the kit exports
+kp_copy_now() { # makes RUN/code/HASH and prints its path; runs in a subshell, so that sbatch does
+    # not pass on what the kit exports
     kp_begin >&2
     [[ $KP_ROOT == "$KP_ORIGIN" ]] || kp_die "$KP_ROOT is a copy: submit from $KP_ORIGIN"
     kp_enter >&2
@@ -66,14 +66,14 @@ kp_copy_now() { # prints RUN/code/HASH, which it makes; in a subshell: sbatch mu
     echo "$KP_COPY"
 }
 
-kp_copy_program() { # as kp_copy_now, of the directory of run.sh's --code
+kp_copy_program() { # does the same for the directory of run.sh's --code
     local run directory
     # shellcheck source-path=SCRIPTDIR source=lib/program.sh
     source "$KP_LIB/program.sh"
     directory=$(kp_program_directory)
     [[ -n $directory ]] ||
         kp_die "run.sh: nothing to copy; give --code=DIR, the program's repository, or use sbatch"
-    # The job checks it again, for its nodes.
+    # The job checks the words again, for its nodes.
     kp_checked kempner.config.toml "$KP_ROOT/scripts/$KP_PROGRAM" --check 1 "${KP_ARGUMENTS[@]}" ||
         exit 2
     run=${KP_VALUES[0]}
@@ -82,7 +82,7 @@ kp_copy_program() { # as kp_copy_now, of the directory of run.sh's --code
     echo "$KP_COPY"
 }
 
-kp_comment() { # <copy>: adds a comment to KP_SBATCH that names the copy, after the user's own
+kp_comment() { # <copy>: adds a comment to KP_SBATCH that names the copy, after the user's comment
     local i value=${SBATCH_COMMENT:-} left=()
     for ((i = 0; i < ${#KP_SBATCH[@]}; i++)); do
         case ${KP_SBATCH[i]} in
@@ -94,7 +94,7 @@ kp_comment() { # <copy>: adds a comment to KP_SBATCH that names the copy, after 
     KP_SBATCH=("${left[@]}" "--comment=$(kp_comment_with "$value" "kempner-code=$1")")
 }
 
-kp_refresh() { # <job>: gives it a copy of the code as it is now
+kp_refresh() { # <job>: gives it a copy of the current code
     local old words script KP_ROOT
     [[ $1 =~ ^[0-9]+(_[0-9]+)?$ ]] ||
         kp_die "'$1' is not the number of a job: squeue --me lists yours"

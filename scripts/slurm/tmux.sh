@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# A tmux session for a run: live figures, rank 0's log, the warnings of all ranks, and a shell.
+# Open a tmux session for a run: live figures, rank 0's log, warnings of all ranks, and a shell.
 #
-#   bash scripts/slurm/tmux.sh RUN                opens it, or goes back to it; of rl.sh also
-#                                                 orchestrator and engine 0
-#   bash scripts/slurm/tmux.sh JOBID              the same, of the run of this job
-#   bash scripts/slurm/tmux.sh RUN --detached     only makes it (also without a terminal), and says
+#   bash scripts/slurm/tmux.sh RUN                opens or reattaches to it; for rl.sh also shows
+#                                                 the orchestrator and engine 0
+#   bash scripts/slurm/tmux.sh JOBID              the same, for the run of this job
+#   bash scripts/slurm/tmux.sh RUN --detached     only creates it (no terminal needed), and prints
 #                                                 how to attach
-#   bash scripts/slurm/tmux.sh RUN --figures      the live figures alone, in this terminal, without
+#   bash scripts/slurm/tmux.sh RUN --figures      only the live figures, in this terminal, without
 #                                                 tmux
 set -euo pipefail
 
@@ -37,7 +37,7 @@ kp_options() { # <arguments>...: sets KP_ASKED_RUN, as the user names it, and KP
     [[ -n $KP_ASKED_RUN ]] || kp_die "$USAGE"
 }
 
-kp_figures() { # status.sh of the run every few seconds, until Ctrl-C
+kp_figures() { # shows status.sh of the run every few seconds, until Ctrl-C
     local text size
     kp_begin
     while true; do
@@ -51,17 +51,16 @@ kp_figures() { # status.sh of the run every few seconds, until Ctrl-C
     done
 }
 
-kp_identity() { # one line, the same for each way to name the run: the directory's full path, or the
-    # job without one yet
+kp_identity() { # prints one line that is the same however the run was named: the full path of its
+    # directory, or the job if it has none yet
     kp_begin
     kp_find_run "$KP_ASKED_RUN"
     if [[ -n $KP_RUN_DIR ]]; then realpath -- "$KP_RUN_DIR"; else echo "job-$KP_ASKED_RUN"; fi
 }
 
-kp_choose_session() { # <identity>: sets KP_SESSION, the name of the run's session; true when it is
-    # there already
+kp_choose_session() { # <identity>: sets KP_SESSION to the run's session; succeeds if it exists
     local name=${1##*/} number=1 owner
-    KP_SESSION=kempner-job-$KP_ASKED_RUN # made when the job had no run directory yet
+    KP_SESSION=kempner-job-$KP_ASKED_RUN # created before the job had a run directory
     ! tmux has-session -t "=$KP_SESSION" 2>/dev/null || return 0
     name=kempner-${name//[^A-Za-z0-9_-]/_}
     KP_SESSION=$name
@@ -74,12 +73,12 @@ kp_choose_session() { # <identity>: sets KP_SESSION, the name of the run's sessi
     return 1
 }
 
-kp_pane_command() { # <command>...: sets KP_PANE_COMMAND, the command for tmux, which takes words,
-    # with this shell's settings
-    # Everybody on the host can read the words, of a server that stays: no secret is among them. No
-    # pane needs one, nor those who are told of a run.
+kp_pane_command() { # <command>...: sets KP_PANE_COMMAND, the command with this shell's
+    # settings, as words for tmux
+    # Everybody on the host can read the words, and the tmux server outlives this script. They
+    # contain neither secrets nor notification settings: no pane needs them.
     local name number
-    KP_PANE_COMMAND=(env "PATH=$PATH") # a server that is running already has its own
+    KP_PANE_COMMAND=(env "PATH=$PATH") # a running server has its own PATH
     for name in "${!KEMPNER_@}" SLURM_CONF; do
         [[ -z ${!name+set} || $name =~ ^KEMPNER_(NOTIFY|MAIL)$ ]] || kp_is_secret "$name" ||
             KP_PANE_COMMAND+=("$name=${!name}")
@@ -90,22 +89,22 @@ kp_pane_command() { # <command>...: sets KP_PANE_COMMAND, the command for tmux, 
     done
 }
 
-kp_word() { # <word>: as tmux wants it: a bare ; at the end of a word would end tmux's command
+kp_word() { # <word>: quotes it for tmux: a bare ; at the end of a word would end tmux's command
     printf '%s' "${1/%;/\\;}"
 }
 
-kp_add() { # <title> <lines> <pane> <command>...: a pane above that one
+kp_add() { # <title> <lines> <pane> <command>...: adds a pane above the given one
     local pane
     kp_pane_command "${@:4}"
     pane=$(tmux split-window -d -v -b -l "$2" -t "$3" -P -F '#{pane_id}' "${KP_PANE_COMMAND[@]}")
     tmux select-pane -t "$pane" -T "$1"
 }
 
-kp_make_session() { # <identity>: panes from top to bottom: figures, rank 0, warnings, shell; of
-    # rl.sh also its orchestrator and its first engine
+kp_make_session() { # <identity>: creates panes, from top to bottom: figures, rank 0, warnings,
+    # shell; for rl.sh also the orchestrator and the first engine
     local rows columns shell parts='' part
     read -r rows columns < <(stty size 2>/dev/null || echo 45 160)
-    # less tmux's own line
+    # minus tmux's status line
     rows=$((rows < 24 ? 23 : rows - 1)) columns=$((columns < 80 ? 80 : columns))
     kp_pane_command "${SHELL:-bash}"
     shell=$(tmux new-session -d -x "$columns" -y "$rows" -s "$KP_SESSION" -P -F '#{pane_id}' \
@@ -131,7 +130,7 @@ kp_options "$@"
 command -v tmux >/dev/null ||
     kp_die "no tmux here: install it or load its module; without it: bash" \
         "scripts/slurm/logs.sh $KP_ASKED_RUN"
-# In a shell of its own: the tmux server keeps the environment that it is started in.
+# In a subshell: the tmux server keeps the environment that it is started in.
 identity=$(kp_identity)
 if kp_choose_session "$identity"; then
     said="session $KP_SESSION was there already"
