@@ -111,8 +111,7 @@ kp_look_for_files() { # sets KP_FRESH to the files not yet followed, and KP_ATTE
     done
 }
 
-kp_batch_log() { # prints the newest batch log, which includes srun's messages, or else srun's own
-    # log
+kp_batch_log() { # prints the newest batch log, which includes srun's, or else srun's own
     local file
     if [[ -n $KP_RUN_DIR ]]; then
         file=$(kp_newest "$KP_RUN_DIR"/logs/batch-*.log)

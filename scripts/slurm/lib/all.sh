@@ -1,16 +1,16 @@
 # shellcheck shell=bash
-# What the launch scripts share, in parts; source this file. The facts about Slurm behind it are in
-# docs/reference/slurm.md.
+# The shared parts of the launch scripts; source this file. docs/reference/slurm.md has the
+# facts about Slurm behind it.
 
-# The user's shell may export functions in place of commands; others, such as module, belong to the
-# site.
+# The user's shell may export functions that shadow commands; others, such as
+# module, belong to the site.
 unset -f cd echo exec export kill printf pwd read source trap wait declare type unset mapfile
 
-# without a trap, bash goes on when the command that it waits for has ended well; see kp_listen.
-# So this stands before the first command that it waits for.
+# Without a trap, bash continues after Ctrl-C if the command that it waits for succeeds; see
+# kp_listen. So the trap precedes the first such command.
 trap 'exit 130' INT
 
-kp_forget_functions() { # removes those that stand in place of a command
+kp_forget_functions() { # removes functions that shadow a command
     local name
     while read -r _ _ name; do
         [[ $name =~ ^(module|ml|scl|spack|conda|mamba|micromamba|_.*)$ ]] ||
@@ -20,8 +20,8 @@ kp_forget_functions() { # removes those that stand in place of a command
 }
 kp_forget_functions
 
-kp_plain_words() { # bash reads words and patterns as it does by default, whatever a user's file has
-    # set; SHELLOPTS and BASHOPTS may be exported
+kp_plain_words() { # restores bash's default word splitting and globbing: a user's file may change
+    # them, or the user may export SHELLOPTS and BASHOPTS
     IFS=$' \t\n'
     unset -v GLOBIGNORE
     set +f
@@ -29,26 +29,25 @@ kp_plain_words() { # bash reads words and patterns as it does by default, whatev
 }
 kp_plain_words
 
-KP_NO_ROOM='' # where the batch log has moved to: see kp_move_log
+KP_NO_ROOM='' # where the batch log has moved; see kp_move_log
 KP_LIB=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 KP_MODULE=${KP_LIB%/scripts/slurm/lib}/src/kempner_module.py # in place of "python -m"
-# Before what "python -c" runs, which would import from the current directory first, as "python -m"
-# would.
+# Prefix for "python -c", which, like "python -m", would import from the current directory first.
 KP_NOT_HERE='import sys; sys.path[:] = filter(None, sys.path)'
 
-kp_log() { # <message>: whatever becomes of it; a log is for people, and never ends a run
+kp_log() { # <message>: logs it; ignores errors, because a log line must never end a run
     # The run directory may be known by now.
     [[ $KP_NO_ROOM != /dev/null || -z ${KP_RUN_DIR:-} ]] || kp_move_log
-    # A reader that has left would end this script by SIGPIPE: so the line alone fails.
+    # If the reader has left, SIGPIPE must fail only this line, not end the script.
     (trap '' PIPE && printf '[%(%F %T)T] kempner: %s\n' -1 "$*") 2>/dev/null && return
     kp_move_log
     printf '[%(%F %T)T] kempner: %s\n' -1 "$*" 2>/dev/null || true
 }
 
-kp_move_log() { # the batch log takes no line, as in a full home directory: it goes on in the run
-    # directory
+kp_move_log() { # continues the batch log in the run directory when it cannot be
+    # written, as in a full home
     local file=/dev/null
-    if [[ -p /dev/fd/1 || -S /dev/fd/1 || -t 1 ]]; then # whoever has read it has left
+    if [[ -p /dev/fd/1 || -S /dev/fd/1 || -t 1 ]]; then # the reader has left
         KP_NO_ROOM=unread
         exec >/dev/null
         return
@@ -61,7 +60,7 @@ kp_move_log() { # the batch log takes no line, as in a full home directory: it g
     exec >>"$file" 2>&1
 }
 
-kp_die() { # <what is wrong; what to do>: ends with 2, the exit code of bad input
+kp_die() { # <what is wrong; what to do>: exits with 2, the code for bad input
     printf 'kempner: error: %s\n' "$*" >&2 || true
     exit 2
 }

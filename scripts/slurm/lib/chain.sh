@@ -1,26 +1,24 @@
 # shellcheck shell=bash
-# KEMPNER_CHAIN=K: where Slurm may not start a job again, another job waits in the queue to continue
-# it.
+# KEMPNER_CHAIN=K: if Slurm may not requeue a job, a successor waits in the queue to continue it.
 #
-# The dependency is afterany, not singleton: that one goes by the job's name, and would put all runs
-# of this name, one user's whole day, into one line. RUN_DIR/chain.jsonl has a line before each
-# sbatch and one after it, so that whatever ends this script in between, no second successor is
-# submitted.
+# The dependency is afterany, not singleton, which matches by job name and would serialize all of a
+# user's runs with that name. RUN_DIR/chain.jsonl gets a line before and after each sbatch, so that
+# no second successor is submitted if something ends this script in between.
 
-# of the script, as sbatch got them: kp_take puts the line of a task in place of @FILE
+# the script's arguments as sbatch got them: kp_take replaces @FILE by the line of the array task
 KP_CHAIN_ARGUMENTS=("$@")
-KP_CHAIN=''         # this job's chain, by its first job; empty: it has none
-KP_LINK=0           # how many jobs were before it
+KP_CHAIN=''         # ID of this job's chain, its first job; empty: none
+KP_LINK=0           # number of jobs before it
 KP_SUCCESSOR=''     # the job that continues it
 KP_CHAIN_OPTIONS=() # sbatch's options
 
-# What a successor has in common with this job; NumNodes is compared apart.
+# Fields that a successor shares with this job; NumNodes is compared separately.
 KP_CHAIN_SAME=(Partition Account QOS TimeLimit Features Reservation Licenses Network CoreSpec
     Contiguous ReqNodeList ExcNodeList Nice MinTmpDiskNode MinMemoryNode MinMemoryCPU CPUs/Task
     NtasksPerN:B:S:C OverSubscribe TresPerNode TresPerJob TresPerTask TresPerSocket TresBind
     TresFreq CpusPerTres MemPerTres BurstBuffer)
 
-kp_chain_check() { # stops at a KEMPNER_CHAIN that makes no sense
+kp_chain_check() { # exits if KEMPNER_CHAIN is invalid
     local most=${KEMPNER_CHAIN:=0}
     [[ $most =~ ^(0|[1-9][0-9]{0,2})$ ]] ||
         kp_die "KEMPNER_CHAIN=$most: must be the number of jobs that may follow this one," \
@@ -32,8 +30,8 @@ kp_chain_check() { # stops at a KEMPNER_CHAIN that makes no sense
             "%$(kp_field ArrayTaskThrottle) out"
 }
 
-kp_chain() { # with KEMPNER_CHAIN=K: ends when the user has ended the chain; submits the successor,
-    # sets KP_SUCCESSOR
+kp_chain() { # with KEMPNER_CHAIN=K: exits if the user has ended the chain; submits the
+    # successor and sets KP_SUCCESSOR
     kp_is_batch || return 0
     if ((${KEMPNER_CHAIN:-0} == 0)); then
         kp_chain_note
@@ -41,8 +39,8 @@ kp_chain() { # with KEMPNER_CHAIN=K: ends when the user has ended the chain; sub
     fi
     KP_JOURNAL=$KP_RUN_DIR/chain.jsonl
     kp_chain_place
-    # One way to go on, not two: Slurm would requeue this job after a lost node, and the successor
-    # would start, too.
+    # Allow only one way to continue: after a lost node, Slurm would requeue this job, and the
+    # successor would start as well.
     kp_shielded scontrol update JobId="$(kp_job_id)" Requeue=0 2>/dev/null || true
     if ((KP_LINK >= KEMPNER_CHAIN)); then
         kp_log "the last job of its chain: $KP_LINK were before it (KEMPNER_CHAIN=$KEMPNER_CHAIN)"
@@ -55,7 +53,7 @@ kp_chain() { # with KEMPNER_CHAIN=K: ends when the user has ended the chain; sub
     fi
 }
 
-kp_chain_note() { # says what a job that has no chain must expect
+kp_chain_note() { # logs what to expect for a job without a chain
     local name='PreemptMode=([A-Z]+)' mode
     if [[ $(kp_field Requeue) == 0 ]]; then
         kp_log "note: this job cannot be requeued (--no-requeue, or JobRequeue=0):" \
@@ -69,7 +67,7 @@ kp_chain_note() { # says what a job that has no chain must expect
     fi
 }
 
-kp_chain_tell() { # for --dry-run
+kp_chain_tell() { # prints the chain for --dry-run
     ((${KEMPNER_CHAIN:-0} == 0)) ||
         echo "chain: up to $KEMPNER_CHAIN job(s) continue this one, each submitted while" \
             "the one before it runs (KEMPNER_CHAIN=$KEMPNER_CHAIN)"
@@ -77,12 +75,12 @@ kp_chain_tell() { # for --dry-run
 
 # --- the journal ----------------------------------------------------------------------------------
 
-kp_chain_write() { # <event> <job> <link> [why]: a line that is on the disk before this returns
+kp_chain_write() { # <event> <job> <link> [why]: appends a line and syncs it to disk
     kp_records append "$KP_JOURNAL" event="$1" chain="$KP_CHAIN" link:="$3" job="$2" why="${4:-}" ||
         true
 }
 
-kp_chain_jobs() { # the jobs of the chain, with commas; without one this job
+kp_chain_jobs() { # prints the jobs of the chain, separated by commas; without a chain, this job
     local KP_VALUES=()
     if [[ -n $KP_CHAIN ]]; then
         kp_find_records "$KP_JOURNAL" event=submitted "chain=$KP_CHAIN" "job=*" -- job || true
@@ -94,15 +92,15 @@ kp_chain_jobs() { # the jobs of the chain, with commas; without one this job
 
 # --- whose turn it is -----------------------------------------------------------------------------
 
-kp_chain_place() { # sets KP_CHAIN and KP_LINK; ends when the predecessor was cancelled, or another
-    # job goes on
+kp_chain_place() { # sets KP_CHAIN and KP_LINK; exits if the predecessor was cancelled
+    # or another job continues
     local chain link after KP_VALUES=()
     read -r chain link after <<<"${KEMPNER_CHAIN_LINK:-}" || true
     [[ -z $after ]] ||
         kp_find_records "$KP_JOURNAL" "chain=$chain" "link=$link" -- event job || true
     if ((${#KP_VALUES[@]} > 0)); then
         KP_CHAIN=$chain KP_LINK=$link
-        # Whoever killed our predecessor between sbatch and this line, it is there now.
+        # If the predecessor was killed between sbatch and its record, that record is written now.
         kp_find_records "$KP_JOURNAL" "chain=$chain" "link=$link" "job=*" -- job || true
         ((${#KP_VALUES[@]} > 0)) || kp_chain_write submitted "$(kp_job_id)" "$link"
         kp_chain_look_back "$after"
@@ -118,11 +116,11 @@ kp_chain_place() { # sets KP_CHAIN and KP_LINK; ends when the predecessor was ca
             "or wait for it"
 }
 
-kp_chain_look_back() { # <predecessor>: ends this job when the user has cancelled that one, or it
-    # ended for good
+kp_chain_look_back() { # <predecessor>: ends this job if the predecessor was
+    # cancelled or has ended for good
     local state='' last='' why KP_VALUES=()
-    # Slurm forgets a job some minutes after its end (MinJobAge); then its accounting may know, and
-    # our own records.
+    # Slurm forgets a job minutes after its end (MinJobAge); accounting or our
+    # records may still know it.
     if kp_ask scontrol show job "$1" && [[ $KP_ANSWER =~ JobState=([A-Z_]+) ]]; then
         state=${BASH_REMATCH[1]}
     elif kp_ask sacct -X -n -P -j "$1" -o State; then
@@ -143,12 +141,12 @@ kp_chain_look_back() { # <predecessor>: ends this job when the user has cancelle
     exit 0
 }
 
-kp_chain_queued() { # <job>: true when it is in the queue, or nobody says
+kp_chain_queued() { # <job>: succeeds if it is in the queue, or if squeue does not answer
     ! kp_ask squeue --me -r -h -o %i || [[ $'\n'$KP_ANSWER$'\n' == *$'\n'"$1"$'\n'* ]]
 }
 
-kp_chain_find() { # sets KP_SUCCESSOR to the job in the queue with the successor's comment; fails
-    # when there is none
+kp_chain_find() { # sets KP_SUCCESSOR to the queued job that has the successor's
+    # comment; fails if there is none
     local job comment name="kempner-chain=$KP_CHAIN.$((KP_LINK + 1))"
     kp_ask squeue --me -r -h -o '%i %k' || return 1
     while read -r job comment; do
@@ -159,22 +157,21 @@ kp_chain_find() { # sets KP_SUCCESSOR to the job in the queue with the successor
 
 # --- the successor --------------------------------------------------------------------------------
 
-kp_rest() { # <name>: that field of KP_JOB where it fills the rest of its line
+kp_rest() { # <name>: prints that field of KP_JOB, which extends to the end of its line
     [[ ! $KP_JOB =~ $'\n'[[:space:]]*"$1"=([^$'\n']*) ]] || echo "${BASH_REMATCH[1]% }"
 }
 
-kp_chain_script() { # sets script, of the caller, to the script to submit: that of the copy of the
-    # code, where it has it
+kp_chain_script() { # sets the caller's variable script to the script to submit,
+    # preferably that in the code copy
     script=$(kp_script_in "$KP_ROOT")
     script=${script:-$(kp_script)}
     [[ -f $script ]] ||
         kp_die "KEMPNER_CHAIN: this job's script, $script, is gone: put it back"
 }
 
-kp_chain_variables() { # adds what the variables of the job's own request say
+kp_chain_variables() { # adds options from the variables of the job's request
     local name value
-    # The environment that this shell started with: what the kit has exported since is no part of
-    # the request.
+    # Read the shell's initial environment: later exports by the kit are not part of the request.
     while IFS='=' read -r -d '' name value; do
         [[ -n $value ]] || continue
         case $name in
@@ -184,17 +181,15 @@ kp_chain_variables() { # adds what the variables of the job's own request say
                 name=$(kp_lower "${name#SLURM_}")
                 KP_CHAIN_OPTIONS+=("--${name//_/-}=$value")
                 ;;
-            # given where --signal was
+            # set if --signal was given
             KEMPNER_SIGNAL_LEAD) KP_CHAIN_OPTIONS+=("--signal=B:SIGTERM@$value") ;;
         esac
     done <"/proc/$$/environ"
 }
 
-kp_chain_request() { # sets KP_CHAIN_OPTIONS, the options of sbatch that make the request of this
-    # job once more
-    # The command line of sbatch is gone. What it asked for is in Slurm's record of the job and, in
-    # the same words, in the variables SLURM_*; the header and the variables SBATCH_* are read
-    # again.
+kp_chain_request() { # sets KP_CHAIN_OPTIONS, sbatch options that repeat this job's request
+    # sbatch's command line is gone, but Slurm's record of the job and the SLURM_* variables hold
+    # its values; sbatch reads the header and the SBATCH_* variables again.
     local pair value task="${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}"
     KP_CHAIN_OPTIONS=(--export=ALL --job-name="$(kp_job_name)" --nodes="$(kp_field NumNodes)"
     --chdir="$(kp_rest WorkDir)")
@@ -227,12 +222,12 @@ kp_chain_request() { # sets KP_CHAIN_OPTIONS, the options of sbatch that make th
     [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || KP_CHAIN_OPTIONS+=("--array=$SLURM_ARRAY_TASK_ID")
     for pair in output=StdOut error=StdErr; do
         value=$(kp_rest "${pair#*=}")
-        # empty: as the output
+        # empty: same as the output
         [[ -n $value && ($pair == output=* || $value != "$(kp_rest StdOut)") ]] || continue
-        # In a file name sbatch takes % for the beginning of a pattern.
+        # In a file name, sbatch reads % as the start of a pattern.
         value=${value//%/%%}
         [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || value=${value//"$task"/%A_%a}
-        # The record has the name with the number of this job in it; the successor has its own.
+        # The record has the name with this job's ID in it; the successor has its own ID.
         [[ ! ${value##*/} =~ ^(.*[^0-9])?"$SLURM_JOB_ID"([^0-9].*)?$ ]] ||
             value=${value%/*}/${BASH_REMATCH[1]}%j${BASH_REMATCH[2]}
         KP_CHAIN_OPTIONS+=("--${pair%%=*}=$value")
@@ -242,10 +237,10 @@ kp_chain_request() { # sets KP_CHAIN_OPTIONS, the options of sbatch that make th
         "--comment=$(kp_comment_with "$(kp_comment_of_user "$(kp_rest Comment)")" "$value")")
 }
 
-kp_chain_submit() { # submits the successor; sets KP_SUCCESSOR; fails when sbatch does
+kp_chain_submit() { # submits the successor; sets KP_SUCCESSOR; fails if sbatch fails
     local link=$((KP_LINK + 1)) said code=0 script
     kp_chain_script
-    # once: the record of a job that has lost a node asks for fewer
+    # only once: after the loss of a node, the job's record asks for fewer nodes
     ((${#KP_CHAIN_OPTIONS[@]} > 0)) || kp_chain_request
     kp_chain_write intent "" "$link"
     said=$(cd -- "${SLURM_SUBMIT_DIR:-.}" && kp_as_submitted env \
@@ -255,7 +250,7 @@ kp_chain_submit() { # submits the successor; sets KP_SUCCESSOR; fails when sbatc
     if ((code == 0)); then
         said=${said##*$'\n'} # warnings come first
         KP_SUCCESSOR=${said%%;*}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
-    elif ! kp_chain_find; then # an answer that was lost is no refusal
+    elif ! kp_chain_find; then # a lost answer is not a refusal
         kp_chain_write refused "" "$link" "$said"
         kp_log "sbatch: ${said//$'\n'/; }"
         return 1
@@ -263,8 +258,8 @@ kp_chain_submit() { # submits the successor; sets KP_SUCCESSOR; fails when sbatc
     kp_chain_write submitted "$KP_SUCCESSOR" "$link"
 }
 
-kp_chain_compare() { # stops a first job when Slurm's record of its successor asks for something
-    # else; later jobs say so
+kp_chain_compare() { # compares the successor's request with this job's: on a difference, exits in
+    # the first job and warns in later ones
     local name there wrong='' mine yours
     kp_ask scontrol show job "$KP_SUCCESSOR" || return 0
     there=$KP_ANSWER
@@ -276,7 +271,7 @@ kp_chain_compare() { # stops a first job when Slurm's record of its successor as
             wrong+="${wrong:+, }$name=$mine here and ${yours:-nothing} there"
     done
     [[ -n $wrong ]] || return 0
-    # the site has changed it, or a plugin at each sbatch: the chain has come this far with it
+    # the site or a submit plugin has changed it, and the chain has come this far with it
     if ((KP_LINK > 0)); then
         kp_log "warning: job $KP_SUCCESSOR, which is to continue this one, has another" \
             "request: $wrong"
@@ -290,7 +285,7 @@ kp_chain_compare() { # stops a first job when Slurm's record of its successor as
 
 # --- the end --------------------------------------------------------------------------------------
 
-kp_chain_cancel() { # <why>: takes the successor out of the queue
+kp_chain_cancel() { # <why>: cancels the successor
     [[ -n $KP_SUCCESSOR ]] || return 0
     kp_chain_write cancelled "$KP_SUCCESSOR" $((KP_LINK + 1)) "$1"
     kp_ask scancel "$KP_SUCCESSOR" ||
@@ -300,9 +295,8 @@ kp_chain_cancel() { # <why>: takes the successor out of the queue
     KP_SUCCESSOR=''
 }
 
-kp_chain_survives() { # true when Slurm is ending this job, and not because somebody has cancelled
-    # it
-    # After scancel both are None; where Slurm itself ends the job, one of them says why.
+kp_chain_survives() { # succeeds if Slurm itself is ending this job, not a user's scancel
+    # After scancel both fields are None; if Slurm ends the job, one of them gives the reason.
     [[ -n $KP_SUCCESSOR ]] &&
         [[ ! $(kp_field PreemptTime) =~ ^(None)?$ || ! $(kp_field Reason) =~ ^(None)?$ ]]
 }

@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# The preflight checks before a run, and of scripts/slurm/preflight.sh.
+# The preflight checks, before a run and for scripts/slurm/preflight.sh.
 
 KP_PREFLIGHT='' KP_BAD='' # "failed", and the nodes that failed
 
-kp_preflight() { # with KEMPNER_PREFLIGHT=1: checks the nodes; when some are faulty, requeues
-    # without them, or ends
+kp_preflight() { # with KEMPNER_PREFLIGHT=1: checks the nodes; if some are faulty,
+    # requeues without them or exits
     local code=0
     [[ ${KEMPNER_PREFLIGHT:-0} != 0 ]] && kp_in_job || return 0
     kp_prove_nodes "$KP_RUN_DIR/logs/preflight-$KEMPNER_ATTEMPT_ID.json" --dir "$KP_RUN_DIR" \
@@ -24,8 +24,8 @@ kp_preflight() { # with KEMPNER_PREFLIGHT=1: checks the nodes; when some are fau
     KP_PREFLIGHT='' KP_BAD=''
 }
 
-kp_drop_bad_spares() { # takes those in KP_BAD out of KP_SPARES and KP_BAD; fails when no other node
-    # has failed
+kp_drop_bad_spares() { # removes failed spares from KP_SPARES and KP_BAD; fails
+    # if none is left in KP_BAD
     local host bad=",$KP_BAD," count=${#KP_SPARES[@]} words
     for host in "${KP_SPARES[@]}"; do bad=${bad/",$host,"/,}; done
     IFS=, read -ra words <<<"$KP_BAD"
@@ -36,15 +36,15 @@ kp_drop_bad_spares() { # takes those in KP_BAD out of KP_SPARES and KP_BAD; fail
     [[ -n $KP_BAD ]]
 }
 
-kp_prove_nodes() { # <JSON file> <options of kempner.jobs.preflight>...: sets code, of the
-    # caller, 0 when all pass, and KP_BAD
+kp_prove_nodes() { # <JSON file> <options of kempner.jobs.preflight>...: sets KP_BAD, and the
+    # caller's code to 0 if all pass
     local json=$1 meet=${1%.json}.meet driver step='' tries
     local driver_port directory
-    # a spare, too
+    # including spares
     local KP_NODES=$((KP_NODES + ${#KP_SPARES[@]})) KP_PLACES=("${KP_PLACES[@]}" "${KP_SPARES[@]}")
     local KP_SRUN_NAME=preflight-$KEMPNER_ATTEMPT_ID
     code=0
-    # When one ends, the others still have to say what they see.
+    # If one task ends, the others must still report.
     kp_srun_command --kill-on-bad-exit=0 -- "$KP_MODULE" kempner.jobs.preflight.task
 
     mkdir -p -- "$meet" || {
@@ -61,8 +61,8 @@ kp_prove_nodes() { # <JSON file> <options of kempner.jobs.preflight>...: sets co
         ${KEMPNER_PREFLIGHT_SLOW:+--slow "$KEMPNER_PREFLIGHT_SLOW"} "${@:2}" &
     driver=$!
 
-    # The driver may be in a container, where there is no srun: it says its port, and is told when
-    # srun has ended.
+    # The driver may be in a container without srun: it publishes its port here, and learns from a
+    # file that srun has ended.
     while kill -0 "$driver" 2>/dev/null; do
         if [[ -z $step && -s $meet/port ]]; then
             IFS=' ' read -r driver_port directory <"$meet/port"
@@ -77,8 +77,7 @@ kp_prove_nodes() { # <JSON file> <options of kempner.jobs.preflight>...: sets co
     wait "$driver" || code=$?
 
     if [[ -n $step ]]; then
-        # A task that does not come back must not keep the job; on a busy host torch takes seconds
-        # to end.
+        # A stuck task must not hold the job; on a busy host, torch takes seconds to exit.
         for ((tries = 0; tries < 250; tries++)); do
             kill -0 "$step" 2>/dev/null || break
             ((tries != 200)) || kill -TERM "$step" || true # srun then kills its tasks

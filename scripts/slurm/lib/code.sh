@@ -1,19 +1,18 @@
 # shellcheck shell=bash
-# The code of the submission: a job runs from a copy of the repository, RUN/code/HASH, not from the
-# checkout, which its user goes on editing. scripts/slurm/submit.sh makes the copy before sbatch;
-# otherwise the batch script does, at its first start, and notes it in the job's Comment, where its
-# next start finds it.
+# The submitted code: a job runs from a copy of the repository, RUN/code/HASH, not from the
+# checkout, which the user may keep editing. scripts/slurm/submit.sh makes the copy before
+# sbatch; otherwise the batch script makes it at its first start, and records it in the job's
+# Comment for the next start.
 
-# Files that git does not know and whose names say that they are secrets: no code, whatever
-# .gitignore lacks.
+# Names of untracked files that suggest secrets: never copied, even if
+# .gitignore does not list them.
 KP_UNTRACKED_SECRETS=('*credential*.'{json,yaml,yml,toml,ini,cfg,txt,csv}
     '*secret*.'{json,yaml,yml,toml,ini,cfg,txt,csv} credentials .git-credentials .pypirc .envrc
     kaggle.json '*.pem' '*.key' '*.p12' 'id_rsa*' 'id_ed25519*' '*.token' token '*_token.txt'
     '.*_token' .aws .ssh)
 readonly KP_UNTRACKED_SECRETS
 
-kp_code() { # [program in scripts/]: the repository becomes the copy, by exec of the launch script
-    # in it
+kp_code() { # [program in scripts/]: switches to the copy by executing the launch script in it
     local copy='' script='' program=${KEMPNER_TRAIN:-$KP_ROOT/scripts/${1:-train.py}} sizes=()
     kp_tell_code "the code"
     if [[ $KP_ROOT != "$KP_ORIGIN" ]]; then
@@ -34,11 +33,11 @@ kp_code() { # [program in scripts/]: the repository becomes the copy, by exec of
         [[ -n $(kp_script_in "$KP_ROOT") ]] || script=$0
         ((${#KP_INSIDE[@]} == 0)) || [[ -n ${1:-} ]] ||
             read -ra sizes < <(kp_code_sizes) || return 0
-        # kp_check says what is wrong
+        # kp_check reports the problem
         kp_code_find "$program" "${KP_ARGUMENTS[@]}" "${sizes[@]}" 2>/dev/null || return 0
         kp_code_keep "$KP_RUN_DIR/code" "$script" "${KP_INPUTS[@]}" || return 0
         copy=$KP_COPY
-        # Each start of a container may take minutes: this was kp_check's question, too.
+        # Starting a container may take minutes, and kp_check needs the same answer: keep it.
         ((${#sizes[@]} == 0)) || printf -v KP_CHECKED ' %q' "${KP_VALUES[@]}"
         export KP_CHECKED
     fi
@@ -48,14 +47,14 @@ kp_code() { # [program in scripts/]: the repository becomes the copy, by exec of
     kp_code_go_on "$copy"
 }
 
-kp_tell_code() { # <what it is> [copied]: sets KP_CODE_NOTE, which --dry-run shows
+kp_tell_code() { # <kind of code> [copied]: sets KP_CODE_NOTE, which --dry-run shows
     KP_CODE_NOTE="$1 is $KP_ROOT itself"
     [[ -z ${2:-} ]] ||
         KP_CODE_NOTE="$1 would be a copy of $KP_ROOT, RUN/code/HASH (KEMPNER_CODE=0: itself)"
 }
 
-kp_code_go_on() { # <copy>: becomes the launch script in it; in Slurm's copy of the same text there
-    # is no need
+kp_code_go_on() { # <copy>: executes the launch script in it, unless Slurm's
+    # spooled script is identical
     local script
     if [[ $1 == "$KP_ROOT" ]]; then
         [[ ${0##*/} == slurm_script ]] || return 0
@@ -63,13 +62,13 @@ kp_code_go_on() { # <copy>: becomes the launch script in it; in Slurm's copy of 
         [[ -n $script ]] && ! cmp -s -- "$0" "$script" || return 0
     fi
     export KP_BEGAN=$KEMPNER_BATCH_BEGAN KP_PENDING
-    # The copy puts its own src in front: this one must not stay behind it.
+    # The copy prepends its own src: remove this one.
     PYTHONPATH=${PYTHONPATH#"$KP_ROOT/src"} PYTHONPATH=${PYTHONPATH#:}
     exec bash "$(kp_script_in "$1")" "${KP_WORDS[@]}"
 }
 
-kp_script() { # the path of this script: Slurm runs a copy of it, and has the path, and behind it
-    # the arguments
+kp_script() { # prints the path of this script: if Slurm runs a spooled copy, it is in
+    # Command, before the arguments
     local command
     if [[ ${0##*/} == slurm_script ]]; then
         command=$(kp_rest Command)
@@ -79,10 +78,9 @@ kp_script() { # the path of this script: Slurm runs a copy of it, and has the pa
     fi
 }
 
-kp_script_in() { # <repository, or copy of it>: the file in it that is this script; nothing where
-    # there is none
+kp_script_in() { # <repository, or its copy>: prints the path of this script in it, if any
     local name root path
-    path=$(kp_script) name=own.sh # in a copy: a script that lies elsewhere
+    path=$(kp_script) name=own.sh # in a copy: a script from outside the repository
     for root in "$KP_ROOT" "$KP_ORIGIN"; do
         [[ $path != "$root"/scripts/slurm/* ]] ||
             name=${path#"$root"/scripts/slurm/} name=${name%%[[:space:]]*}
@@ -91,14 +89,13 @@ kp_script_in() { # <repository, or copy of it>: the file in it that is this scri
     [[ ! -e $1/scripts/slurm/$name ]] || echo "$1/scripts/slurm/$name"
 }
 
-kp_code_sizes() { # prints the words for the check that follow from the job; fails where kp_tasks
-    # would stop the script
+kp_code_sizes() { # prints the check's options that depend on the job; fails if kp_tasks would exit
     kp_tasks >/dev/null 2>&1
     echo "--nodes $KP_NODES --gpus-per-node $KP_TASKS"
 }
 
 kp_code_keep() { # <directory> <launch script or nothing> <input files>...: makes a copy for this
-    # job and its later starts; sets KP_COPY
+    # and later starts of the job; sets KP_COPY
     if ! kp_code_copy "$@"; then
         kp_log "the code is not copied: the run uses $KP_ROOT as it is, even after a requeue"
         return 1
@@ -108,7 +105,7 @@ kp_code_keep() { # <directory> <launch script or nothing> <input files>...: make
         kp_log "the job's Comment cannot be set: after a requeue the code is again that of $KP_ROOT"
 }
 
-kp_code_of_job() { # the copy that the job's Comment names, or nothing
+kp_code_of_job() { # prints the copy that the job's Comment names, if any
     local copy
     [[ $KP_JOB == *kempner-code=* ]] || return 0
     copy=${KP_JOB##*kempner-code=} copy=${copy%%$'\n'*} copy=${copy% }
@@ -125,8 +122,8 @@ kp_comment_of_user() { # <comment of a job>: prints it without what the kit has 
     echo "${comment% }"
 }
 
-kp_comment_with() { # <the user's comment> <words>: prints both. JSON stays JSON: a site's programs
-    # may read it
+kp_comment_with() { # <the user's comment> <words>: prints both; keeps JSON valid, as a
+    # site's programs may parse it
     local comment=${1%% }
     if [[ $comment != '{'*'}' || ($comment != '{}' && $comment != *'":'*) || $2 == *[\"\\]* ]]; then
         echo "${comment:+$comment }$2"
@@ -137,8 +134,8 @@ kp_comment_with() { # <the user's comment> <words>: prints both. JSON stays JSON
     echo "$comment\"kempner\": \"$2\"}"
 }
 
-kp_code_is_there() { # <copy that the job has named, or nothing>: stops where it is gone: other code
-    # would be another run
+kp_code_is_there() { # <copy that the job names, or nothing>: exits if it is gone: other
+    # code would be another run
     [[ -z $1 || -d $1 ]] && return
     [[ -e ${1%/code/*} ]] || kp_without_this_host "${1%/code/*}"
     kp_end_early "${1%/code/*}" \
@@ -146,31 +143,31 @@ kp_code_is_there() { # <copy that the job has named, or nothing>: stops where it
         "again: it goes on from its last checkpoint"
 }
 
-kp_code_note() { # <copy> <job>: notes it in the job's Comment, beside what the user has there
+kp_code_note() { # <copy> <job>: records it in the job's Comment, beside the user's text
     local comment='' chain='' tries
     [[ ! $KP_JOB =~ (^|[[:space:]])Comment=([^$'\n']*) ]] || comment=${BASH_REMATCH[2]%% }
     [[ ! $comment =~ kempner-chain=[0-9_]+\.[0-9]+ ]] || chain=${BASH_REMATCH[0]}
     comment=$(kp_comment_with "$(kp_comment_of_user "$comment")" "${chain:+$chain }kempner-code=$1")
-    for tries in 1 2 3 4 5; do # a busy controller drops one order, and carries out the next
+    for tries in 1 2 3 4 5; do # a busy controller may drop a request
         ! kp_shielded scontrol update JobId="$2" Comment="$comment" 2>/dev/null || return 0
         kp_shielded sleep "$tries"
     done
     return 1
 }
 
-kp_code_find() { # <program> <its arguments>...: sets KP_RUN_DIR, and KP_INPUTS, the files with
-    # --base
+kp_code_find() { # <program> <its arguments>...: sets KP_RUN_DIR, and KP_INPUTS, the configuration
+    # files including their bases
     kp_check_run "$@" || return
     kp_take_values
 }
 
-kp_code_untracked() { # [patterns to leave out]...: the files that git neither knows nor ignores,
-    # each with a NUL; the last two that are excluded are of ray.sh
+kp_code_untracked() { # [patterns to leave out]...: prints the untracked, unignored files, each with
+    # a NUL; ray.sh writes the last two exclusions
     git -C "$KP_ROOT" ls-files -z --others --exclude-standard -x /runs/ -x /logs/ -x __pycache__/ \
         -x '*.out' -x '/[0-9]*-logs*/' -x '/[0-9]*-attach.sh' "${@/#/--exclude=}" 2>/dev/null
 }
 
-kp_code_secrets() { # says which files are left out because of their names
+kp_code_secrets() { # logs which files are left out because of their names
     local withheld
     mapfile -d '' -t withheld < <(comm -z -23 <(kp_code_untracked | sort -z) \
         <(kp_code_untracked "${KP_UNTRACKED_SECRETS[@]}" | sort -z)) 2>/dev/null || return 0
@@ -179,7 +176,7 @@ kp_code_secrets() { # says which files are left out because of their names
             "does not know them: ${withheld[*]:0:5}"
 }
 
-kp_code_list() { # the files of the code in KP_ROOT, each as "kind TAB bytes TAB name NUL"
+kp_code_list() { # prints the code files in KP_ROOT, each as "kind TAB bytes TAB name NUL"
     local pattern secrets=()
     for pattern in "${KP_UNTRACKED_SECRETS[@]}"; do secrets+=(-o -name "$pattern"); done
     {
@@ -195,22 +192,22 @@ kp_code_list() { # the files of the code in KP_ROOT, each as "kind TAB bytes TAB
         (cd "$KP_ROOT" && xargs -0 -r stat --printf '%F\t%s\t%n\0' -- 2>/dev/null) || true
 }
 
-kp_code_copy() { # <directory> <launch script, where it lies elsewhere> <input files>...: makes
-    # DIRECTORY/HASH, unless it is there; sets KP_COPY
+kp_code_copy() { # <directory> <launch script, if outside> <input files>...: makes DIRECTORY/HASH
+    # unless it exists; sets KP_COPY
     local mask code=0
     mask=$(umask)
     mkdir -p -- "${1%/*}" || return 1
-    umask 077 # for nobody else, whatever a file in it says
+    umask 077 # private, regardless of the files' modes
     kp_code_copy_files "$@" || code=1
     umask "$mask"
     return "$code"
 }
 
-kp_code_copy_files() { # <directory> <launch script, where it lies elsewhere> <input files>...
+kp_code_copy_files() { # <arguments of kp_code_copy>: makes the copy; sets KP_COPY
     local fresh kind size name total=0 out='' file root run
-    local largest=20000000 most=200000000 # bytes of a file, and of all of them, that are copied
+    local largest=20000000 most=200000000 # limits in bytes: of a file, of all files
     root=$(realpath -- "$KP_ROOT") run=$(dirname -- "$(realpath -m -- "$1")")
-    [[ $run != "$root" ]] || run=$run/code # a run directory is no code, wherever it is
+    [[ $run != "$root" ]] || run=$run/code # a run directory is not code, wherever it is
     fresh=$1/.new.$(uname -n).$$
     { rm -rf -- "$fresh" && mkdir -p -- "$fresh"; } || return 1
     while IFS=$'\t' read -r -d '' kind size name; do
@@ -238,7 +235,7 @@ kp_code_copy_files() { # <directory> <launch script, where it lies elsewhere> <i
     [[ -z $out ]] || kp_log "not in the copy of the code, over $((largest / 1000000)) MB or no" \
         "file: ${out#, }"
 
-    # Fresh times (-m): what is purged by its age must not be purged from under a run.
+    # Fresh times (-m): a purge by age must not remove files from under a run.
     if ! { tar -C "$KP_ROOT" --null --no-recursion --verbatim-files-from -T "$fresh.list" -cf - |
         tar -C "$fresh" --no-same-owner -m -xf - &&
         printf '%s\n' "$KP_ROOT" >"$fresh/.kempner-origin"; }; then
@@ -255,25 +252,25 @@ kp_code_copy_files() { # <directory> <launch script, where it lies elsewhere> <i
     kp_code_name "$fresh" "$1"
 }
 
-kp_code_inputs_to() { # <directory> <files>...: configurations of which one is not in the
-    # repository, or ignored by git
-    # All of them, each under its whole path: their "base" is relative to the file that names it.
+kp_code_inputs_to() { # <directory> <files>...: copies the configurations if one is outside the
+    # repository or ignored by git
+    # Copy all, each under its full path: a "base" is relative to the file that names it.
     local file
     for file in "${@:2}"; do
         mkdir -p -- "$1$(dirname "$file")" && cp -- "$file" "$1$file" || return 1
     done
 }
 
-kp_code_name() { # <copy> <directory>: gives it the name of its content; beside it, commit and
-    # difference; sets KP_COPY
+kp_code_name() { # <copy> <directory>: names it by its content hash; writes commit and
+    # diff beside it; sets KP_COPY
     local hash commit
-    # Of names, modes and contents alone: order, times and owners differ from copy to copy.
+    # Hash only names, modes and contents: order, times and owners differ between copies.
     hash=$(tar -C "$1" --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -cf - . |
         sha256sum) || return 1
     KP_COPY=$2/${hash:0:12}
     if [[ ! -d $KP_COPY ]]; then
         commit=$(git -C "$KP_ROOT" rev-parse HEAD 2>/dev/null) || commit=''
-        # No Python on this host: a copy without its commit is better than none.
+        # Without Python on this host, a copy without its commit is better than none.
         kp_records write "$1.json" hash="${hash:0:12}" commit="$commit" origin="$KP_ROOT" ||
             rm -f -- "$1.json"
         [[ -z $commit ]] ||
@@ -281,16 +278,16 @@ kp_code_name() { # <copy> <directory>: gives it the name of its content; beside 
                 ':(exclude,glob)**/'{.env*,.netrc,site.env,site.d/*.env} >"$1.patch"
         [[ ! -e $1.json ]] || mv -f -- "$1.json" "$KP_COPY.json"
         [[ ! -e $1.patch ]] || mv -f -- "$1.patch" "$KP_COPY.patch"
-        # -T: where another start was first, the copy is not moved into its directory.
+        # -T: if another start was first, do not move the copy into its directory.
         mv -T -- "$1" "$KP_COPY" 2>/dev/null || [[ -d $KP_COPY ]] || return 1
     fi
-    rm -rf -- "$1" # another one was first
+    rm -rf -- "$1" # another start was first
 }
 
-kp_code_later() { # <copy>: says what has changed between sbatch and now
+kp_code_later() { # <copy>: logs the files that changed between sbatch and now
     local since late=()
     since=$(date -d "$(kp_field SubmitTime)" +%s) || return 0
-    # The files that were copied; the copy has times of its own.
+    # Look at the originals of the copied files: the copy has new times.
     # shellcheck disable=SC2016 # the inner shell's
     mapfile -d '' -t late \
         < <(cd "$KP_ROOT" && find "$1" -type f ! -name .kempner-origin -printf './%P\0' |
@@ -304,8 +301,8 @@ kp_code_later() { # <copy>: says what has changed between sbatch and now
             "when you submit"
 }
 
-kp_of_copy() { # <file>: its path in the copy, where KP_ROOT is one that has it, whatever became of
-    # the file itself
+kp_of_copy() { # <file>: prints its path in the copy, if KP_ROOT is a copy with that
+    # file; else the path as given
     local file
     file=$(realpath -ms -- "$1")
     if [[ $file == "$KP_ORIGIN"/* && -e $KP_ROOT/${file#"$KP_ORIGIN/"} ]]; then
@@ -315,7 +312,7 @@ kp_of_copy() { # <file>: its path in the copy, where KP_ROOT is one that has it,
     fi
 }
 
-kp_code_inputs() { # makes the configurations those in the copy, whatever became of the others
+kp_code_inputs() { # replaces the configurations in KP_ARGUMENTS by those in the copy
     local word file arguments=()
     for word in "${KP_ARGUMENTS[@]}"; do
         if [[ $word == [!-]*.toml ]]; then

@@ -1,14 +1,14 @@
 # shellcheck shell=bash
-# The Python that trains, in a container if the site names one: docs/guide/containers.md.
+# The Python that trains, in a container if the site configures one: docs/guide/containers.md.
 
-KP_INSIDE=() KP_CONTAINER_FLAGS=() # the words that put Python into a container
+KP_INSIDE=() KP_CONTAINER_FLAGS=() # command prefixes that run Python in a container
 KP_PYTHON=python3                  # the Python that trains
-KP_MOUNTS=()                       # what the container sees of the host, each FROM:TO
+KP_MOUNTS=()                       # host directories mounted in the container, each FROM:TO
 KP_STAGED_IMAGE=''                 # the image's copy on the nodes' own disks, for pyxis
-# with a container: a Python of this host, 3.10 or later; "none": there is none
+# with a container: a Python 3.10 or later on this host, or "none"
 KP_HOST_PYTHON=''
 
-kp_choose_python() { # sets KP_PYTHON, and KP_INSIDE, the words before it where it is in a container
+kp_choose_python() { # sets KP_PYTHON, and KP_INSIDE, its prefix if it runs in a container
     KP_PYTHON=${KEMPNER_PYTHON:-}
     if [[ ${KEMPNER_CONTAINER:-none} != none ]]; then
         KP_PYTHON=${KP_PYTHON:-python3} # the image's own
@@ -22,10 +22,10 @@ kp_choose_python() { # sets KP_PYTHON, and KP_INSIDE, the words before it where 
         kp_die "no Python at '$KP_PYTHON': run make .venv/train, or set KEMPNER_PYTHON"
 }
 
-kp_unwrap_python() { # KEMPNER_PYTHON="uv run python": sets KP_PYTHON to the interpreter that these
-    # words start
-    # A wrapper in each task would stand between Slurm's signals and the trainer, and thousands
-    # would lock one cache.
+kp_unwrap_python() { # with KEMPNER_PYTHON="uv run python": sets KP_PYTHON to the
+    # interpreter that this starts
+    # A wrapper in each task would intercept Slurm's signals, and thousands of
+    # them would lock one cache.
     local words KP_VALUES=()
     read -ra words <<<"$KP_PYTHON"
     ((${#words[@]} > 1)) && ! command -v "$KP_PYTHON" >/dev/null || return 0
@@ -42,8 +42,8 @@ print("kempner-answer", sys.executable, sep="\0", end="\0")' || KP_VALUES=()
     KP_PYTHON=${KP_VALUES[0]}
 }
 
-kp_need_packages() { # stops when KP_PYTHON lacks what the kit imports; a container is not started
-    # only for that
+kp_need_packages() { # exits if KP_PYTHON lacks a package that the kit imports; does not
+    # start a container for this
     local missing KP_VALUES=()
     [[ ${KEMPNER_CONTAINER:-none} == none ]] || return 0
     kp_values kp_apart "$KP_PYTHON" -c "$KP_NOT_HERE"'
@@ -62,8 +62,8 @@ print("kempner-answer", " ".join(missing), sep="\0", end="\0")' || KP_VALUES=()
 
 # --- the container --------------------------------------------------------------------------------
 
-kp_choose_container() { # sets KP_RUNTIME, KP_MOUNTS, KP_INSIDE and, for pyxis, KP_CONTAINER_FLAGS,
-    # srun's options
+kp_choose_container() { # sets KP_RUNTIME, KP_MOUNTS, KP_INSIDE and, for pyxis,
+    # KP_CONTAINER_FLAGS (srun's options)
     local program root
     KP_RUNTIME=$(kp_container_runtime)
     case $KP_RUNTIME in
@@ -79,17 +79,17 @@ kp_choose_container() { # sets KP_RUNTIME, KP_MOUNTS, KP_INSIDE and, for pyxis, 
                 "charliecloud or pyxis"
             ;;
     esac
-    # The image's own value would hide that of the job: see inside.sh.
+    # Variables that the image's own values must not override; see inside.sh.
     export KP_KEEP='^(PYTHONPATH|OMP_NUM_THREADS|(NCCL|GLOO|TP|FI|UCX|TORCH|PYTORCH)_[A-Z0-9_]*)='
     IFS=, read -ra KP_MOUNTS <<<"${KEMPNER_MOUNTS:-}"
     root=$KP_ROOT
-    # the run, which has the copy
+    # the run, which holds the copy
     [[ ${KP_ORIGIN:=$KP_ROOT} == "$KP_ROOT" ]] || root=${KP_ROOT%/code/*}
     kp_mount "$KP_ORIGIN" "$root" "$PWD"
 }
 
-kp_container_runtime() { # KEMPNER_CONTAINER_RUNTIME, else pyxis where srun has it, else the one
-    # that is installed
+kp_container_runtime() { # prints KEMPNER_CONTAINER_RUNTIME, else pyxis if srun has it,
+    # else the installed runtime
     if [[ -n ${KEMPNER_CONTAINER_RUNTIME:-} ]]; then
         echo "$KEMPNER_CONTAINER_RUNTIME"
     elif [[ $KEMPNER_CONTAINER != *.sif &&
@@ -106,22 +106,21 @@ kp_container_runtime() { # KEMPNER_CONTAINER_RUNTIME, else pyxis where srun has 
     fi
 }
 
-kp_mount() { # <directory>...: the container sees it as the host does; what is written elsewhere is
-    # lost with it
+kp_mount() { # <directory>...: mounts each at its host path; files written elsewhere
+    # are lost with the container
     local directory real name
     [[ ${KEMPNER_CONTAINER:-none} != none ]] || return 0
     for directory; do
         real=$(realpath -m -- "$directory")
         directory=$(realpath -ms -- "$directory")
-        for name in "$real" "$directory"; do # by way of a link, too
+        for name in "$real" "$directory"; do # also through a symbolic link
             kp_is_mounted "$name" || kp_mount_as "$real" "$name"
         done
     done
     kp_container_words
 }
 
-kp_is_mounted() { # <path>: true when a directory above it, or it, is mounted where it is on the
-    # host
+kp_is_mounted() { # <path>: succeeds if it, or a parent directory, is mounted at its host path
     local mount from
     for mount in "${KP_MOUNTS[@]}"; do
         from=${mount%%:*} mount=${mount#*:}
@@ -130,8 +129,8 @@ kp_is_mounted() { # <path>: true when a directory above it, or it, is mounted wh
     return 1
 }
 
-kp_mount_as() { # <directory> <path in the container>: adds it to KP_MOUNTS; stops where the runtime
-    # cannot mount it
+kp_mount_as() { # <directory> <path in the container>: adds it to KP_MOUNTS; exits if
+    # the runtime cannot mount it
     local wrong='[,:]' what="commas and colons"
     case $KP_RUNTIME in
         pyxis) wrong='[,:[:space:]]' what="blanks, commas and colons" ;;
@@ -150,8 +149,7 @@ kp_mount_as() { # <directory> <path in the container>: adds it to KP_MOUNTS; sto
     KP_MOUNTS+=("$1:$2")
 }
 
-kp_in_a_mount() { # <path in the container>: true when some directory of the host is mounted above
-    # it
+kp_in_a_mount() { # <path in the container>: succeeds if it lies in a mounted host directory
     local mount
     for mount in "${KP_MOUNTS[@]}"; do
         mount=${mount#*:}
@@ -160,7 +158,7 @@ kp_in_a_mount() { # <path in the container>: true when some directory of the hos
     return 1
 }
 
-kp_mount_run() { # <directory>...: makes those of the run, on the host, and mounts them
+kp_mount_run() { # <directory>...: creates the run's directories on the host, and mounts them
     local path
     [[ ${KEMPNER_CONTAINER:-none} != none ]] || return 0
     for path; do
@@ -173,8 +171,7 @@ kp_mount_run() { # <directory>...: makes those of the run, on the host, and moun
 kp_container_words() { # sets KP_INSIDE and, for pyxis, KP_CONTAINER_FLAGS
     local mount name forget=(env)
     KP_CONTAINER_FLAGS=()
-    # What kp_forget_request removes, and a request for memory beside --mem=0: srun would read them,
-    # too.
+    # Unset what kp_forget_request removes, and memory requests that conflict with --mem=0.
     for name in "${!SLURM_GPUS@}" SLURM_GPU_BIND "${!SLURM_NTASKS@}" "${!SLURM_TRES_PER_TASK@}" \
         "${!SLURM_MEM_PER@}"; do
         forget+=(-u "$name")
@@ -184,8 +181,8 @@ kp_container_words() { # sets KP_INSIDE and, for pyxis, KP_CONTAINER_FLAGS
             KP_CONTAINER_FLAGS=(--container-image="${KP_STAGED_IMAGE:-$KEMPNER_CONTAINER}"
                 --container-mounts="$(kp_comma "${KP_MOUNTS[@]}")" --container-workdir="$PWD"
                 --no-container-mount-home)
-            # Outside of a job srun would make one. The job is named for interactive.sh, which is
-            # not in it; --export is as for the tasks.
+            # Outside a job, srun would allocate one. --jobid is for interactive.sh, which runs
+            # outside the job; --export is the same as for the tasks.
             KP_INSIDE=(kp_outside)
             [[ ! ${SLURM_JOB_ID:-} =~ ^[0-9]+$ ]] ||
                 KP_INSIDE=("${forget[@]}" srun --jobid="$SLURM_JOB_ID"
@@ -193,7 +190,7 @@ kp_container_words() { # sets KP_INSIDE and, for pyxis, KP_CONTAINER_FLAGS
                     "${KP_CONTAINER_FLAGS[@]}")
             ;;
         charliecloud)
-            export USER=${USER:-$(id -un)} # ch-run wants it
+            export USER=${USER:-$(id -un)} # ch-run requires it
             KP_INSIDE=(ch-run --cd="$PWD")
             for mount in "${KP_MOUNTS[@]}"; do KP_INSIDE+=(--bind="$mount"); done
             [[ ! -e $KEMPNER_CONTAINER/ch/environment ]] || KP_INSIDE+=(--set-env) # the image's own
@@ -208,20 +205,20 @@ kp_container_words() { # sets KP_INSIDE and, for pyxis, KP_CONTAINER_FLAGS
     KP_INSIDE+=(sh "$KP_LIB/inside.sh")
 }
 
-kp_keep() { # exports KP_KEPT, the job's values of what an image must not hide
+kp_keep() { # exports KP_KEPT, the job's values that an image must not override
     [[ -n ${KP_KEEP:-} ]] || return 0
     KP_KEPT=$(env | grep -E "$KP_KEEP") || true
     export KP_KEPT
 }
 
-kp_outside() { # <anything>: in the place of the words that start a container of pyxis
+kp_outside() { # <anything>: exits; stands in for the pyxis prefix outside a job
     kp_die "pyxis starts containers only in jobs: use sbatch, or salloc; or set" \
         "KEMPNER_CONTAINER=none"
 }
 
 # --- questions to Python --------------------------------------------------------------------------
 
-kp_python() { # <arguments>...: one Python process on this host, in the container if there is one
+kp_python() { # <arguments>...: runs one Python process on this host, in the container if any
     local KP_MARK=kempner-answer-$$
     [[ ${KP_INSIDE[0]:-} != kp_outside ]] || kp_outside
     if ((${#KP_INSIDE[@]} == 0)); then
@@ -229,13 +226,13 @@ kp_python() { # <arguments>...: one Python process on this host, in the containe
     else
         kp_keep
         export KP_MARK
-        # What comes before the mark is of the image, or of a TaskProlog: see inside.sh.
+        # Output before the mark comes from the image or a TaskProlog; see inside.sh.
         kp_apart "${KP_INSIDE[@]}" "$KP_PYTHON" "$@" | sed -u "1,/^$KP_MARK\$/d"
     fi
 }
 
-kp_host_can() { # <module>: true when a Python of this host, KP_HOST_PYTHON, imports it: a container
-    # may take minutes
+kp_host_can() { # <module>: succeeds if a host Python, KP_HOST_PYTHON, imports it: a
+    # container may take minutes
     local python
     ((${#KP_INSIDE[@]} > 0)) || ! type -P -- "$KP_PYTHON" >/dev/null || return 1
     for python in "${KP_ORIGIN:-$KP_ROOT}/.venv/bin/python" python3; do
@@ -247,8 +244,8 @@ kp_host_can() { # <module>: true when a Python of this host, KP_HOST_PYTHON, imp
     "$KP_HOST_PYTHON" -c "$KP_NOT_HERE; import $1" 2>/dev/null
 }
 
-kp_python_of() { # <module that is needed> <arguments>...: kp_python, or the host's Python where
-    # that is enough
+kp_python_of() { # <required module> <arguments>...: runs the host's Python if it has
+    # the module, else kp_python
     if kp_host_can "$1"; then
         kp_apart "$KP_HOST_PYTHON" "${@:2}"
     else
@@ -256,10 +253,9 @@ kp_python_of() { # <module that is needed> <arguments>...: kp_python, or the hos
     fi
 }
 
-kp_checked() { # <module that is needed> <arguments>...: sets KP_VALUES to what a check prints,
-    # split at NULs
-    # The host may lack what the image has: only its yes counts, but where no container can be
-    # asked. Its no is a doubt, in a variable of kp_check_run.
+kp_checked() { # <required module> <arguments>...: sets KP_VALUES to a check's output, split at NULs
+    # The host may lack what the image has: unless no container can run, only its success counts.
+    # Its failure sets doubt, a variable of kp_check_run.
     if kp_host_can "$1"; then
         if [[ ${KP_INSIDE[0]} == kp_outside ]]; then
             kp_values kp_apart "$KP_HOST_PYTHON" "${@:2}"
@@ -270,13 +266,13 @@ kp_checked() { # <module that is needed> <arguments>...: sets KP_VALUES to what 
     fi
     if ((${#KP_INSIDE[@]} == 0)); then
         kp_values kp_python "${@:2}"
-    else # what is not mounted yet is made on the host, by kp_mount_run
+    else # kp_mount_run creates unmounted paths on the host
         KP_UNMOUNTED=1 kp_values kp_python "${@:2}"
     fi
 }
 
-kp_check_run() { # <arguments of kempner.jobs.check>...: kp_checked; again, where the host has said
-    # no, with the run mounted
+kp_check_run() { # <arguments of kempner.jobs.check>...: runs kp_checked; if the host's Python
+    # failed, again with the run mounted
     local doubt=''
     kp_checked numpy "$KP_MODULE" kempner.jobs.check "$@" || return
     [[ -n $doubt && -e ${KP_VALUES[2]:-${KP_VALUES[1]:-}/checkpoints}/latest ]] || return 0
@@ -284,9 +280,9 @@ kp_check_run() { # <arguments of kempner.jobs.check>...: kp_checked; again, wher
     kp_values kp_python "$KP_MODULE" kempner.jobs.check "$@"
 }
 
-kp_values() { # <command>...: sets KP_VALUES to what it answers, split at NULs; its exit code
-    # The answer begins behind this word, and ends with the last NUL: whatever else prints something
-    # (a wrapper, a TaskProlog, an image), it is none.
+kp_values() { # <command>...: sets KP_VALUES to its answer, split at NULs; returns its exit code
+    # The answer begins after this word and ends with the last NUL: other output (of a wrapper, a
+    # TaskProlog, an image) is ignored.
     local i code=0 answers
     mapfile -d '' -t answers < <(
         code=0
@@ -294,7 +290,7 @@ kp_values() { # <command>...: sets KP_VALUES to what it answers, split at NULs; 
         printf 'end\0'
         exit "$code"
     )
-    # From bash 4.4 on $! is that of a process substitution, too.
+    # From bash 4.4 on, $! is also set by a process substitution.
     wait "$!" || code=$?
     KP_VALUES=()
     for i in "${!answers[@]}"; do
@@ -303,11 +299,11 @@ kp_values() { # <command>...: sets KP_VALUES to what it answers, split at NULs; 
     return "$code"
 }
 
-kp_set_values() { # <value>...: sets KP_VALUES, which an earlier process has asked for
+kp_set_values() { # <value>...: sets KP_VALUES to an answer that an earlier process got
     KP_VALUES=("$@")
 }
 
-kp_use_image() { # <file>: tasks run in this copy of the image from here on
+kp_use_image() { # <file>: makes the following tasks run in this copy of the image
     KP_STAGED_IMAGE=$1
     kp_container_words
 }

@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# --dry-run: what sbatch would be told, the variables that the tasks would see, the srun command. It
-# starts and writes nothing, and where no controller answers it still says all that it can. Sourced
-# by kp_take.
+# --dry-run: prints the sbatch request, the variables that the tasks would see, and the
+# srun command. It starts and writes nothing; if no controller answers, it prints what it
+# can. Sourced by kp_take.
 
 # shellcheck source-path=SCRIPTDIR source=lib/render.sh
 source "$KP_LIB/render.sh"
 
-kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS, KP_REQUEST, the options that are
-    # sbatch's, KP_SCRIPT
+kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS, KP_REQUEST
+    # (sbatch's options) and KP_SCRIPT
     local word own arguments=()
     own=$(kp_own_options)
     KP_REQUEST=() KP_DRY_AWAY='' KP_SCRIPT=''
@@ -20,7 +20,7 @@ kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS, KP_REQUEST, t
         case ${word%%=*} in
             --dry-run | --submit) ;;
             --script) [[ $word == *=* ]] && KP_SCRIPT=${word#*=} || KP_SCRIPT=next ;;
-            # a name of train.py's has a dot: --train.max_steps=20
+            # options of train.py contain a dot: --train.max_steps=20
             --*.* | [^-]* | '') arguments+=("$word") ;;
             *) [[ ${word%%=*} =~ ^--($own)$ ]] && arguments+=("$word") ||
                 KP_REQUEST+=("$word") ;;
@@ -36,12 +36,12 @@ kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS, KP_REQUEST, t
     while IFS= read -r -d '' word; do KP_BEFORE[${word%%=*}]=${word#*=}; done < <(env -0)
 }
 
-kp_dry_ask() { # <where from> <option>: notes one option of sbatch's; a later one of the same name
-    # counts. Adds one that sbatch may not know to strange, of the caller
+kp_dry_ask() { # <source> <option>: records an sbatch option, which replaces earlier ones of that
+    # name; adds one that sbatch may not know to the caller's strange
     local name=${2%%=*} value=''
     local full='^(nodes|ntasks|partition|time|gpus|ntasks-per-node|gpus-per-.*|cpus-per-task)$'
     [[ $2 != *=* ]] || value=${2#*=}
-    case $name in # the short ones, with their value in the same word
+    case $name in # short options with the value in the same word
         -[NnpAqtcGJowx]?*) value=${2:2} name=${2:0:2} ;;
     esac
     name=${name#-} name=${name#-}
@@ -64,8 +64,8 @@ kp_dry_ask() { # <where from> <option>: notes one option of sbatch's; a later on
     KP_ASKED[$name]=$value
 }
 
-kp_dry_check() { # <option> <value>: stops at a number that is none; what else sbatch refuses, it
-    # says itself
+kp_dry_check() { # <option> <value>: exits if a number is malformed; sbatch
+    # itself reports other errors
     local number='[1-9][0-9]{0,5}'
     case $1 in
         nodes) [[ $2 =~ ^$number(-$number)?$ ]] ||
@@ -102,10 +102,10 @@ kp_dry_request() { # sets KP_ASKED from the script's header, the SBATCH_* variab
     for line in "${KP_REQUEST[@]}"; do kp_dry_ask "the command line" "$line"; done
 }
 
-kp_dry_strange() { # stops at options that sbatch does not know
+kp_dry_strange() { # exits if sbatch does not know an option
     local word=${strange[0]:-} near
     [[ -n $word ]] || return 0
-    # A site's plugins may add some: sbatch itself knows them.
+    # A site's plugins may add options, which sbatch knows.
     if [[ -z $KP_DRY_AWAY ]]; then
         near=$(sbatch --test-only "${strange[@]}" --wrap=: 2>&1) || true
         [[ $near =~ (unrecognized|invalid|ambiguous)" option" ]] || return 0
@@ -114,8 +114,8 @@ kp_dry_strange() { # stops at options that sbatch does not know
     kp_die "$word: sbatch has no such option; ${near:+did you mean $near? }sbatch --help lists them"
 }
 
-kp_dry_node() { # sets KP_DRY_NODE, a sentence about a node, and partition, cpus and all, of the
-    # caller; or KP_DRY_AWAY. sinfo may try for a minute.
+kp_dry_node() { # sets KP_DRY_NODE, a sentence about a node, and the caller's partition, cpus and
+    # all; or KP_DRY_AWAY. sinfo may retry for a minute.
     local KP_DEADLINE=$((SECONDS + 10)) partitions
     partition=${KP_ASKED[partition]:-} cpus='' all='' KP_DRY_AWAY=''
     if ! kp_ask sinfo -h -o %P; then
@@ -135,11 +135,11 @@ kp_dry_node() { # sets KP_DRY_NODE, a sentence about a node, and partition, cpus
     KP_DRY_NODE="a node of partition $partition: $cpus CPUs, $all"
 }
 
-kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this request, so far as it can
-    # be known before
+kp_dry_job() { # sets KP_JOB to what scontrol would report for this request, as far
+    # as it is known in advance
     local nodes gpus gres tasks names='' count job
-    local partition cpus all # of a node: its CPUs and all of its GRES
-    local strange=()         # options that are not in sbatch's manual
+    local partition cpus all # per node: CPUs and all GRES
+    local strange=()         # options missing from sbatch's manual
     kp_dry_request
     kp_dry_node
     kp_dry_strange
@@ -163,7 +163,7 @@ kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this reque
     job+="${KP_ASKED[gpus_per_task]:+ TresPerTask=gres:gpu:${KP_ASKED[gpus_per_task]##*:}}"
     job+="${KP_ASKED[ntasks_per_node]:+ NtasksPerN:B:S:C=${KP_ASKED[ntasks_per_node]}:0:*:*}"
 
-    # Without a request the GPUs come with the whole node.
+    # Without a request, the whole node's GPUs are allocated.
     if [[ -z $gres && -n ${KP_ASKED[gpus]:-} ]]; then
         all=gpu:$((${KP_ASKED[gpus]##*:} / nodes))
     fi
@@ -179,7 +179,7 @@ kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this reque
     kp_name_attempt JOBID.0.0
 }
 
-kp_dry_variables() { # the variables that differ from those before the script
+kp_dry_variables() { # prints the variables that the script has changed
     local line name
     while IFS= read -r -d '' line; do
         name=${line%%=*}
@@ -192,14 +192,14 @@ kp_dry_variables() { # the variables that differ from those before the script
     done < <(env -0 | sort -z)
 }
 
-[[ $(type -t kp_dry_commands) == function ]] || kp_dry_commands() { # what would be started
+[[ $(type -t kp_dry_commands) == function ]] || kp_dry_commands() { # prints the command
     echo "the command:"
     printf ' '
     printf ' %q' "${KP_SRUN[@]}"
     echo
 }
 
-kp_dry_settings() { # the kit's variables that the user has set, also in site.env
+kp_dry_settings() { # prints the kit's variables that the user has set, including in site.env
     local name
     while read -r name; do
         kp_is_setting "$name" || continue
@@ -211,7 +211,7 @@ kp_dry_settings() { # the kit's variables that the user has set, also in site.en
     done < <(compgen -A export KEMPNER_)
 }
 
-kp_dry_tell_request() { # what the job has asked for, or would
+kp_dry_tell_request() { # prints what the job requests
     local name
     if ((${#KP_ASKED[@]} > 0)); then
         echo "what sbatch would be told, and by what:"
@@ -226,7 +226,7 @@ kp_dry_tell_request() { # what the job has asked for, or would
     fi
 }
 
-kp_dry_tell() { # says it all, and ends the script
+kp_dry_tell() { # prints everything and ends the script
     local line settings code=0
     settings=$(kp_dry_settings) # before this function sets some itself
     [[ -n $KP_DRY_AWAY ]] || KEMPNER_PEERS=$(kp_peers 2>/dev/null | paste -sd' ') || true

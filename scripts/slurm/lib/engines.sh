@@ -1,16 +1,16 @@
 # shellcheck shell=bash
-# The parts of serve.sh: one engine per task, which publishes its URL in a file of its own.
+# The parts of serve.sh: one engine per task, which publishes its URL in its own file.
 
 kp_own_steps() { # in place of restart.sh's
     echo serve.sh
 }
 
-kp_own_options() { # in place of launch.sh's: serve.py's
+kp_own_options() { # in place of launch.sh's: prints those of serve.py
     echo 'slots|queue|window|device'
 }
 
-kp_engines_check() { # <serve.py arguments>...: checks them in one process; sets KP_RUN_DIR and what
-    # srun is told
+kp_engines_check() { # <serve.py arguments>...: checks them in one process; sets
+    # KP_RUN_DIR and srun's options
     local place
     [[ $KP_DRY != submit && -z ${KP_SCRIPT:-} ]] ||
         kp_die "serve.sh takes neither --submit nor --script: use sbatch"
@@ -20,7 +20,7 @@ kp_engines_check() { # <serve.py arguments>...: checks them in one process; sets
     kp_use_run "$PWD/$place" "$PWD/$place"
     kp_set_arguments "${KP_ARGUMENTS[@]}" --host=0.0.0.0 --port=0 --token-file="$place/token" \
         --publish="$place/urls"
-    # One that dies does not end the others.
+    # An engine that dies does not end the others.
     KEMPNER_SRUN="--output=$place/logs/engine-%t.log ${KEMPNER_SRUN:-}"
     KEMPNER_SRUN="--kill-on-bad-exit=0 --wait=0 $KEMPNER_SRUN"
     kp_checked numpy "$KP_TRAIN" "$@" --check || {
@@ -29,7 +29,7 @@ kp_engines_check() { # <serve.py arguments>...: checks them in one process; sets
     }
     [[ -z $KP_DRY ]] || kp_dry_tell # ends here
 
-    # What an earlier attempt of this job has left is not ours.
+    # Remove what an earlier attempt of this job has left.
     rm -f -- "$KP_RUN_DIR"/urls/engine-* "$KP_RUN_DIR/token"
     mkdir -p -- "$KP_RUN_DIR/urls" "$KP_RUN_DIR/logs" || kp_die "$KP_RUN_DIR cannot be written"
     (umask 077 && od -An -N24 -tx1 /dev/urandom | tr -d ' \n' >"$KP_RUN_DIR/token")
@@ -37,7 +37,7 @@ kp_engines_check() { # <serve.py arguments>...: checks them in one process; sets
 
 kp_on_signal() { # <signal>: in place of signals.sh's: ends the engines
     local KP_DEADLINE=$((SECONDS + KP_PATIENCE)) KP_ANSWER=''
-    kp_set_pending "$1" # before they are there
+    kp_set_pending "$1" # before they exist
     [[ -n $KP_CHILD ]] || return 0
     kp_log "SIG$1: the engines end"
     kp_signal TERM
@@ -62,7 +62,7 @@ kp_engines_follow() { # prints each URL and keeps engines.txt, until all engines
             while read -r url; do
                 [[ $'\n'$last$'\n' == *$'\n'"$url"$'\n'* ]] || kp_log "engine at $url"
             done <<<"$urls"
-            # By a rename: who reads it finds the list before, or the whole new one.
+            # Rename it into place: readers find the old list or the complete new one.
             printf '%s\n' "$urls" >"$KP_RUN_DIR/.engines.txt"
             mv -- "$KP_RUN_DIR/.engines.txt" "$KP_RUN_DIR/engines.txt"
             kp_log "$(grep -c . <<<"$urls") of $((KP_NODES * KP_TASKS)) engine(s) are there:" \

@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# Find the run that the user names, by its directory or by a job ID. Sourced by logs.sh and tmux.sh,
-# after all.sh.
+# Find the run that the user names by its directory or by a job ID. Sourced by logs.sh
+# and tmux.sh, after all.sh.
 
-kp_find_run() { # <RUN or JOBID>: sets KP_RUN_DIR or, for a job that has none yet, KP_BATCH_LOG,
-    # which will name it
+kp_find_run() { # <RUN or JOBID>: sets KP_RUN_DIR or, for a job without one yet,
+    # KP_BATCH_LOG, which will name it
     kp_use_run ''
     KP_BATCH_LOG=''
     if [[ $1 =~ ^[0-9]+(_[0-9]+)?$ ]]; then
@@ -21,7 +21,7 @@ kp_find_run() { # <RUN or JOBID>: sets KP_RUN_DIR or, for a job that has none ye
     kp_use_run "$1"
 }
 
-kp_find_job() { # <JOBID>: the same for a job
+kp_find_job() { # <JOBID>: does the same for a job
     local file told KP_VALUES=()
     for file in runs/*/status.json runs/*/attempts.jsonl; do
         [[ -r $file ]] && kp_find_records "$file" "job=$1" -- job || KP_VALUES=()
@@ -44,7 +44,7 @@ kp_find_job() { # <JOBID>: the same for a job
     kp_use_run "$file"
 }
 
-kp_named_run() { # the run directory that the batch log names, or nothing
+kp_named_run() { # prints the run directory that the batch log names, if any
     [[ ! -f $KP_BATCH_LOG ]] ||
         sed -n 's/^\[[0-9: -]*\] kempner: run directory //p' -- "$KP_BATCH_LOG" | tail -n 1
 }

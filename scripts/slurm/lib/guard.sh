@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Requeues a job that has lost the host of its batch script; on other hosts of the job.
+# Requeue a job that has lost the host of its batch script. Runs on other hosts of the job.
 #
 #   srun ... guard.sh JOB RESTARTS [JOURNAL CHAIN LINK PYTHON]
 #
-# With --no-kill Slurm takes a lost host out of the job and lets the job go on, even when its batch
-# script ran there: until the time limit nobody would be in it. RESTARTS: a host that was cut off
-# may still run the guard of an earlier start, which must not touch this one. JOURNAL: chain.jsonl,
-# where the next job of the chain learns that no user has cancelled this one.
+# With --no-kill, Slurm removes a lost host from the job and lets the job continue even if its batch
+# script ran there: the job would idle until its time limit. RESTARTS: a host that was cut off may
+# still run the guard of an earlier start, which must not touch this one. JOURNAL: chain.jsonl,
+# which tells the next job of the chain that no user has cancelled this one.
 set -euo pipefail
 
-field() { # <name>: that field of JOB, or nothing
+field() { # <name>: prints that field of JOB, if any
     [[ ! $JOB =~ [[:space:]]"$1"=([^[:space:]]*) ]] || echo "${BASH_REMATCH[1]}"
 }
 
@@ -21,8 +21,8 @@ while sleep 10; do
     hosts=" $hosts "
     [[ $hosts != *" $(field BatchHost) "* ]] || continue
 
-    # Two guards look at the same moment: when one is refused because the other was first, it must
-    # not cancel the job.
+    # Two guards may act at once: if one is refused because the other was first, it
+    # must not cancel the job.
     if [[ $(field Requeue) != 0 ]]; then
         scontrol requeue "$1" 2>/dev/null || true
     else

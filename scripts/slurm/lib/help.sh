@@ -1,8 +1,7 @@
 # shellcheck shell=bash
-# --help of the scripts, and their standard streams.
+# The scripts' --help and standard streams.
 
-# A file that is opened takes the number of a stream that is closed, and gets what is meant for the
-# screen.
+# If a standard stream is closed, the next opened file takes its number and receives its output.
 [[ -e /proc/$$/fd/0 ]] || exec </dev/null
 [[ -e /proc/$$/fd/1 ]] || exec >/dev/null
 [[ -e /proc/$$/fd/2 ]] || exec 2>/dev/null
@@ -11,8 +10,8 @@ kp_header() { # prints the comment at the top of the script
     sed -n '2,${/^#\( \|$\)/!q; s/^# \{0,1\}//; p}' "$0"
 }
 
-kp_help() { # <arguments of the script>...: with -h or --help before any "--", prints its header and
-    # ends it
+kp_help() { # <arguments of the script>...: with -h or --help before any "--", prints the
+    # script's header and exits
     local word
     for word; do
         case $word in

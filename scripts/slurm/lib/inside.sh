@@ -1,12 +1,12 @@
 #!/bin/sh
-# The first process in a container, of any runtime; it becomes the command. Any image has a sh.
+# The first process in a container of any runtime; executes the command. Any image has a sh.
 #
 #   inside.sh [--task] COMMAND...     --task: a task of a step, whose signals wait (see task.sh)
 #
-# Where both have a variable, runtimes let the image win. KP_KEPT has the job's values of those that
-# must be the job's, as lines NAME=VALUE (container.sh); PYTHONPATH keeps the image's entries behind
-# the job's. With KP_MARK, a line with it is printed first: what comes before is not the command's,
-# but a TaskProlog's or an entrypoint's.
+# If job and image both set a variable, runtimes prefer the image's value. KP_KEPT holds the job's
+# values that must win, as lines NAME=VALUE (container.sh); PYTHONPATH keeps the image's entries
+# after the job's. With KP_MARK, prints it as a line first: any output before it comes from a
+# TaskProlog or an entrypoint.
 set -eu
 
 IFS='
@@ -30,7 +30,7 @@ set +f
 
 if [ "${1:-}" = --task ]; then
     shift
-    # The image's env decides: coreutils before 8.31 and busybox cannot.
+    # It depends on the image's env: coreutils before 8.31 and busybox cannot block signals.
     blocked=--block-signal=TERM,INT,USR1,USR2
     ! env "$blocked" true 2>/dev/null || set -- env "$blocked" KEMPNER_SIGNALS_WAIT=1 "$@"
 fi

@@ -5,12 +5,12 @@
 KP_DRY=''      # not empty: --dry-run
 KP_DEVICE=auto # cpu, cuda or auto
 KP_DATA=()     # directories of token shards
-KP_LAUNCHER='' # of run.sh: torchrun, where that is the command
-KP_CHILD=''    # the running srun; of replicas.sh their judge
-KP_SRUN_LOG='' # what srun says of this attempt
+KP_LAUNCHER='' # run.sh: torchrun, if that is the command
+KP_CHILD=''    # the running srun; in replicas.sh the judge
+KP_SRUN_LOG='' # srun's log of this attempt
 
-kp_take() { # <arguments of the script>...: sets KP_WORDS, and KP_ARGUMENTS, those for train.py;
-    # --dry-run: dry_run.sh
+kp_take() { # <arguments of the script>...: sets KP_WORDS, and KP_ARGUMENTS (those for
+    # train.py); --dry-run: dry_run.sh
     local word nothing
     kp_set_arguments "$@"
     KP_WORDS=("$@")
@@ -46,7 +46,7 @@ kp_take_dry() { # <arguments of the script>...: sets KP_DRY; with --dry-run or -
     kp_dry_take "$@"
 }
 
-kp_own_options() { # the options that are neither sbatch's nor overrides, for --dry-run
+kp_own_options() { # prints the options that are neither sbatch's nor overrides, for --dry-run
     echo 'bench|tune|minutes|out|allow|record'
 }
 
@@ -54,7 +54,7 @@ kp_use_program() { # <file>: sets KP_TRAIN, the program that every task runs
     KP_TRAIN=$1
 }
 
-kp_set_launcher() { # <torchrun, or nothing>
+kp_set_launcher() { # <torchrun, or nothing>: sets KP_LAUNCHER
     KP_LAUNCHER=$1
 }
 
@@ -62,7 +62,7 @@ kp_use_run() { # <run directory> [its checkpoints]: sets KP_RUN_DIR and KP_CHECK
     KP_RUN_DIR=$1 KP_CHECKPOINTS=${2:-$1/checkpoints}
 }
 
-kp_tune() { # with --tune in KP_ARGUMENTS: scripts/tune.py in place of train.py
+kp_tune() { # with --tune in KP_ARGUMENTS: runs scripts/tune.py instead of train.py
     local word others=()
     for word in "${KP_ARGUMENTS[@]}"; do [[ $word == --tune ]] || others+=("$word"); done
     ((${#others[@]} < ${#KP_ARGUMENTS[@]})) || return 0
@@ -73,8 +73,7 @@ kp_tune() { # with --tune in KP_ARGUMENTS: scripts/tune.py in place of train.py
     kp_use_program "$KP_ROOT/scripts/tune.py"
 }
 
-kp_take_line() { # <file>: puts the line of this task of an array, a configuration, in place of the
-    # first argument
+kp_take_line() { # <file>: replaces the first argument by this array task's line, a configuration
     local line=() task
     kp_own_array
     task=${SLURM_ARRAY_TASK_ID:-0}
@@ -92,7 +91,7 @@ kp_check() { # <train.py arguments>...: checks them in one process before any GP
     local code=0
     kp_check_notify
     kp_need_packages
-    if [[ -n ${KP_CHECKED:-} ]]; then # kp_code has asked, before this script was that of the copy
+    if [[ -n ${KP_CHECKED:-} ]]; then # kp_code asked before switching to the copy
         eval "kp_set_values $KP_CHECKED"
         unset KP_CHECKED
     else
@@ -104,7 +103,7 @@ kp_check() { # <train.py arguments>...: checks them in one process before any GP
     fi
     kp_take_values ||
         kp_die "the checked configuration has no run.dir: leave --help and --check out"
-    # As they are given: by way of a link, too.
+    # Mount the paths as given, which may be symbolic links.
     kp_mount_run "${KP_VALUES[1]}" ${KP_VALUES[2]:+"${KP_VALUES[2]}"}
     [[ -z $KP_DRY ]] || kp_dry_tell # ends here
 
@@ -112,13 +111,13 @@ kp_check() { # <train.py arguments>...: checks them in one process before any GP
         kp_die "run.dir $KP_RUN_DIR cannot be written: give another --run.dir"
     [[ -z ${KEMPNER_NSYS:-} ]] || kp_nsys
     kp_note_progress
-    KEMPNER_COMMAND=$(sha256sum <<<"${KP_VALUES[0]}") # what the run is; see StartEvent in events.py
+    KEMPNER_COMMAND=$(sha256sum <<<"${KP_VALUES[0]}") # identifies the run; see StartEvent in events.py
     export KEMPNER_COMMAND=${KEMPNER_COMMAND:0:12}
     kp_mark check
 }
 
-kp_take_values() { # sets what kp_check sets, and KP_INPUTS (configuration files), from the answer
-    # of kempner.jobs.check
+kp_take_values() { # sets what kp_check sets, and KP_INPUTS (configuration files),
+    # from kempner.jobs.check's answer
     local i run checkpoints
     [[ -n ${KP_VALUES[1]:-} ]] || return 1
     run=$(realpath -m -- "${KP_VALUES[1]}")
@@ -131,7 +130,7 @@ kp_take_values() { # sets what kp_check sets, and KP_INPUTS (configuration files
     KP_DATA=("${KP_VALUES[@]:4:i-4}") KP_INPUTS=("${KP_VALUES[@]:i+1}")
 }
 
-kp_nsys() { # for task.sh; says which ranks of KEMPNER_NSYS the job has not
+kp_nsys() { # prepares task.sh's use of nsys; warns of ranks in KEMPNER_NSYS that the job lacks
     local rank
     export KP_RUN_DIR
     for rank in ${KEMPNER_NSYS//,/ }; do
@@ -141,8 +140,7 @@ kp_nsys() { # for task.sh; says which ranks of KEMPNER_NSYS the job has not
     done
 }
 
-kp_banner() { # says what is about to run, and where; stops when the network that the user named is
-    # not there
+kp_banner() { # logs what will run, and where; exits if the user's network interface does not exist
     local nodes what='no GPU'
     ((KP_GPUS == 0)) || what='one GPU each'
     ((KP_GPUS <= KP_TASKS)) || what="$KP_GPUS GPUs each"
@@ -167,7 +165,7 @@ kp_banner() { # says what is about to run, and where; stops when the network tha
         bash "$KP_LIB/task.sh"
         KEMPNER_SAID=$(uname -n)
         KEMPNER_SIGNAL_LEAD=${KEMPNER_SIGNAL_LEAD:-$(kp_signal_lead <(kp_batch_script))}
-        # else Slurm warns the ranks, or the script of the user's own
+        # otherwise Slurm warns the ranks or the user's script
         ! kp_is_whole_script || kp_cap_lead
         export KEMPNER_SAID KEMPNER_SIGNAL_LEAD
         kp_keep_log
@@ -176,12 +174,11 @@ kp_banner() { # says what is about to run, and where; stops when the network tha
     kp_same_size
 }
 
-kp_peers() { # the addresses of the first two nodes of the job: from any node, one of them is
-    # another host
+kp_peers() { # prints the addresses of the job's first two nodes: from any node, one is another host
     local nodes node='' word
     local -A address=()
     mapfile -t nodes < <(kp_hostnames "$(kp_field NodeList)" | head -n 2)
-    # One question for both.
+    # One query for both.
     for word in $(scontrol show node "$(kp_comma "${nodes[@]}")"); do
         case $word in
             NodeName=*) node=${word#*=} ;;
@@ -193,14 +190,14 @@ kp_peers() { # the addresses of the first two nodes of the job: from any node, o
     done
 }
 
-kp_batch_script() { # prints the script of the job: a script of the user's own may run this one
+kp_batch_script() { # prints the job's script: a user's script may run this one
     if [[ ${0##*/} == slurm_script ]] ||
         ! kp_shielded scontrol write batch_script "$SLURM_JOB_ID" - 2>/dev/null; then
         cat -- "$0"
     fi
 }
 
-kp_keep_log() { # makes the batch log appear in the run directory too, as logs/batch-JOB.log
+kp_keep_log() { # links the batch log into the run directory as logs/batch-JOB.log
     local file target
     file=$(readlink "/proc/$$/fd/1") && [[ -f $file ]] || return 0
     target=$KP_RUN_DIR/logs/batch-$(kp_job_id).log
@@ -208,14 +205,14 @@ kp_keep_log() { # makes the batch log appear in the run directory too, as logs/b
         ln -sf -- "$file" "$target" 2>/dev/null || true
 }
 
-kp_run() { # <train.py arguments>...: trains, again after a crash, until kp_decide has another
-    # answer; sets KP_CODE
+kp_run() { # <train.py arguments>...: trains, restarting after crashes while kp_decide says
+    # so; sets KP_CODE
     while :; do
         ((${#KP_PLACES[@]} == 0)) || kp_start_beside
         kp_attempt "$@"
         ((KP_RESTARTS > 0)) && [[ -z $KP_DECIDED ]] || break
         kp_decide "the step ended with exit code $KP_CODE" || true
-        # A signal since then: it must not be lost in a start.
+        # A signal since then must not be lost during a start.
         if [[ $KP_DECIDED == restart ]] && kp_asked_to_leave; then
             kp_set_decided ''
             kp_decide "asked to leave between two attempts" || true
@@ -226,8 +223,8 @@ kp_run() { # <train.py arguments>...: trains, again after a crash, until kp_deci
     kp_end_beside
 }
 
-kp_attempt() { # <train.py arguments>...: trains until every rank has left; sets KP_CODE, that of
-    # srun or torchrun
+kp_attempt() { # <train.py arguments>...: trains until all ranks have exited; sets KP_CODE to the
+    # code of srun or torchrun
     local blocked early_stop=''
     read -ra blocked < <(kp_blocked) || true
     if kp_in_job; then
@@ -242,37 +239,36 @@ kp_attempt() { # <train.py arguments>...: trains until every rank has left; sets
     kp_set_pending ''
     kp_early_stop
     kp_watch
-    # In a job that survives a lost node a srun may wait for that node until the time limit.
+    # In a job that survives a lost node, srun may wait for that node until the time limit.
     if ((KP_RESTARTS > 0 || ${#KP_PLACES[@]} > 0)); then kp_await; else kp_wait; fi
     kp_find_bad_input
     kp_watch_end
     [[ -z $early_stop ]] || kill "$early_stop" 2>/dev/null || true
 }
 
-kp_find_bad_input() { # sets KP_CODE to 2 if the first task to end has found its input bad: the code
-    # of srun is the highest, that of the tasks which it has ended because of this one
+kp_find_bad_input() { # sets KP_CODE to 2 if the first task to end found bad input: srun returns the
+    # highest code, that of the tasks which it killed because of this one
     local first
     ((KP_CODE == 137 || KP_CODE == 143)) || return 0
     first=$(grep -m 1 -E '^srun: error: [^ ]+: tasks? ' "$KP_SRUN_LOG" 2>/dev/null) || return 0
     [[ $first != *': Exited with exit code 2' ]] || KP_CODE=2
 }
 
-kp_blocked() { # prints the words that start a program with its signals blocked: it unblocks them
-    # when it listens
+kp_blocked() { # prints a prefix that starts a program with its signals blocked until it is
+    # ready for them
     local words=(env "--block-signal=TERM,INT,USR1,USR2")
     ((${#KP_INSIDE[@]} > 0)) || ! "${words[@]}" true 2>/dev/null || echo "${words[@]}"
 }
 
-kp_early_stop() { # with KEMPNER_EARLY_STOP, of a sweep: stops a run that falls behind the others;
-    # sets early_stop, of the caller
+kp_early_stop() { # with KEMPNER_EARLY_STOP, in a sweep: starts a process that stops the run if it
+    # falls behind; sets the caller's early_stop
     [[ -n ${KEMPNER_EARLY_STOP:-} ]] || return 0
     "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_MODULE" kempner.extensions.sweep.early_stop \
         "$KP_RUN_DIR" </dev/null &
     early_stop=$!
 }
 
-kp_propose() { # with KEMPNER_PROPOSE, of a sweep: submits the points that follow from this result,
-    # too
+kp_propose() { # with KEMPNER_PROPOSE, in a sweep: submits the points proposed after this result
     [[ -n ${KEMPNER_PROPOSE:-} ]] && kp_is_batch || return 0
     kp_as_submitted "$KEMPNER_PROPOSE_PYTHON" "$KP_ORIGIN/scripts/sweep.py" \
         "$KEMPNER_PROPOSE" submit --from-job ||
@@ -280,44 +276,43 @@ kp_propose() { # with KEMPNER_PROPOSE, of a sweep: submits the points that follo
             "'sweep.py $KEMPNER_PROPOSE submit' does so"
 }
 
-kp_srun_command() { # [srun's options]... -- <Python arguments>...: sets KP_SRUN, one task per GPU
-    # on all nodes of the job, but for those options, which win; exports variables
+kp_srun_command() { # [srun's options]... -- <Python arguments>...: sets KP_SRUN, which starts one
+    # task per GPU on all nodes of the job unless the options say otherwise; exports variables
     local more options=() blocked=(env "--block-signal=TERM,INT,USR1,USR2" KEMPNER_SIGNALS_WAIT=1)
     while [[ $1 != -- ]]; do options+=("$1") && shift; done
     shift
-    # the directory of the submission is gone: srun would start nothing from there
+    # if the submission directory is gone, srun would start nothing from there
     [[ -d $PWD ]] || cd /
     KP_SRUN=(
         srun --job-name="$KP_SRUN_NAME" --nodes="$KP_NODES" --ntasks=$((KP_NODES * KP_TASKS))
-        # without the last two, ranks that have lost another one wait for it for ever
+        # without the last two, ranks would wait forever for a lost one
         --ntasks-per-node="$KP_TASKS" --cpus-per-task="$KP_CPUS" --kill-on-bad-exit=1 --wait=300
         --mpi="${KEMPNER_MPI:-none}"
-        # seconds: a host that dies and comes back at once can leave a step waiting until the time
-        # limit
+        # seconds: a host that dies and quickly returns can leave a step waiting until
+        # the time limit
         --immediate=300
-        --export=ALL # sbatch --export=NONE would reach the tasks too
+        --export=ALL # otherwise sbatch --export=NONE would apply to the tasks too
     )
 
-    # No --gpu-bind=none: CUDA_VISIBLE_DEVICES would stay unset, and another job's GPUs on a shared
-    # node be taken.
+    # No --gpu-bind=none: CUDA_VISIBLE_DEVICES would stay unset, and on a shared node tasks would
+    # use another job's GPUs.
     ((KP_GPUS == 0)) || KP_SRUN+=(--gpus-per-node="$KP_GPUS")
-    # By default srun puts every other task of a node on the other socket; GPUs are numbered along
-    # the sockets.
+    # By default srun alternates a node's tasks between sockets; GPUs are numbered socket by socket.
     ((KP_GPUS == 0)) || [[ -n ${SLURM_DISTRIBUTION:-} ]] || KP_SRUN+=(--distribution=block:block)
     [[ -z $KP_BESIDE ]] || KP_SRUN+=(--jobid="$SLURM_JOB_ID" --overlap)
     ((${#KP_PLACES[@]} == 0)) || KP_SRUN+=(--nodelist="$(kp_comma "${KP_PLACES[@]}")")
-    # Once a job has lost a host, Slurm 22.05 lets exclusive steps wait for ever.
+    # Once a job has lost a host, Slurm 22.05 lets exclusive steps wait forever.
     [[ -z $KP_DROPPED ]] || KP_SRUN+=(--overlap)
     read -ra more <<<"${KEMPNER_SRUN:-}"
     KP_SRUN+=("${options[@]}" "${more[@]}" "${KP_CONTAINER_FLAGS[@]}")
 
-    kp_forget_request # the flags above say it all
+    kp_forget_request # the flags above replace it
     export SRUN_CPUS_PER_TASK=$KP_CPUS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$KP_CPUS}
 
     kp_keep
 
-    # See task.sh. A program in place of train.py unblocks them when it is ready.
-    # pyxis: the whole task is inside, and has the image's env
+    # See task.sh. A program used instead of train.py unblocks the signals when it is ready.
+    # pyxis: the whole task runs inside, with the image's env
     if ((${#KP_CONTAINER_FLAGS[@]} > 0)); then
         KP_SRUN+=(sh "$KP_LIB/inside.sh" --task bash "$KP_LIB/task.sh")
     else
@@ -331,42 +326,42 @@ kp_srun() { # <Python arguments>...: starts the step
     kp_srun_command -- "$@"
     kp_open_srun_log
     kp_mark batch-script
-    # What srun says of a task that dies is looked at afterwards. The signals that end a job must
-    # not end tee: srun would die of the broken pipe.
+    # srun's messages about dead tasks are examined later. Signals that end a job must not end tee:
+    # srun would die of the broken pipe.
     kp_start "${KP_SRUN[@]}" \
         2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2)
-    # another step of this start has not waited in the queue
+    # later steps of this start have not waited in the queue
     [[ -z ${KEMPNER_STARTUP+set} ]] || KEMPNER_STARTUP=''
 }
 
-kp_open_srun_log() { # sets KP_SRUN_LOG, what srun says; where the run directory takes no file, it
-    # is one in TMPDIR
+kp_open_srun_log() { # sets KP_SRUN_LOG, srun's log; if the run directory is not writable, a
+    # file in TMPDIR
     KP_SRUN_LOG=$KP_RUN_DIR/logs/srun-$KEMPNER_ATTEMPT_ID.log
     { mkdir -p -- "$KP_RUN_DIR/logs" && : >>"$KP_SRUN_LOG"; } 2>/dev/null && return
     KP_SRUN_LOG=$(mktemp -t kempner-srun.XXXXXX) || KP_SRUN_LOG=/dev/null
     kp_log "no log of srun can be written in $KP_RUN_DIR/logs: it is $KP_SRUN_LOG"
 }
 
-kp_start() { # <command>...: in the background, and in a session of its own: Ctrl-C reaches this
-    # shell alone
+kp_start() { # <command>...: starts it in the background in a new session: Ctrl-C reaches
+    # only this shell
     [[ $1 != kp_outside ]] || kp_outside
     kp_keep
     setsid "$@" </dev/null &
     KP_CHILD=$!
 }
 
-kp_wait() { # waits for KP_CHILD, however many signals end a wait early; sets KP_CODE
-    # Of a child that was killed bash would tell on standard error.
+kp_wait() { # waits for KP_CHILD, even if signals interrupt wait; sets KP_CODE
+    # Bash would report a killed child on standard error.
     while kill -0 "$KP_CHILD" 2>/dev/null; do wait "$KP_CHILD" 2>/dev/null || true; done
     KP_CODE=0
     wait "$KP_CHILD" 2>/dev/null || KP_CODE=$?
     KP_CHILD=''
 }
 
-kp_set_child() { # <pid, or nothing>: the process that signals reach
+kp_set_child() { # <pid, or nothing>: sets KP_CHILD, the process that receives signals
     KP_CHILD=$1
 }
 
-kp_set_code() { # <exit code>: that of the run
+kp_set_code() { # <exit code>: sets KP_CODE, the exit code of the run
     KP_CODE=$1
 }
