@@ -85,9 +85,8 @@ kp_take_line() { # <file>: replaces the first argument by this array task's line
 }
 
 kp_check() { # <train.py arguments>...: checks them in one process before any GPU is used; sets
-    # KP_VALUES (the first is
-    # TOML), KP_RUN_DIR, KP_CHECKPOINTS, KP_DEVICE, KP_DATA (directories of token shards) and
-    # KP_COMMITTED_BEFORE
+    # KP_VALUES (the first is TOML), KP_RUN_DIR, KP_CHECKPOINTS, KP_DEVICE, KP_DATA (directories of
+    # token shards) and KP_COMMITTED_BEFORE
     local code=0
     kp_check_notify
     kp_need_packages
@@ -111,7 +110,7 @@ kp_check() { # <train.py arguments>...: checks them in one process before any GP
         kp_die "run.dir $KP_RUN_DIR cannot be written: give another --run.dir"
     [[ -z ${KEMPNER_NSYS:-} ]] || kp_nsys
     kp_note_progress
-    KEMPNER_COMMAND=$(sha256sum <<<"${KP_VALUES[0]}") # identifies the run; see StartEvent in events.py
+    KEMPNER_COMMAND=$(sha256sum <<<"${KP_VALUES[0]}") # identifies the run; see StartEvent
     export KEMPNER_COMMAND=${KEMPNER_COMMAND:0:12}
     kp_mark check
 }

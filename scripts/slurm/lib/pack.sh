@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# Several runs on one node. Each has a subshell, which does for it what singlenode.sh does for the
-# only run of a job, with an equal part of the node. This shell waits for them, and requeues the
-# job. Sourced by pack.sh, after all.sh.
+# Several runs on one node. Each has a subshell, which does what singlenode.sh does for a single
+# run, with an equal share of the node. This shell waits for them and requeues the job. Sourced by
+# pack.sh, after all.sh.
 
-# The exit code of a subshell whose run has to go on: at once; when the job is requeued; then
-# without this node, too.
+# Exit codes of a subshell whose run has to continue: at once; after a requeue of the job; after a
+# requeue without this node.
 declare -rA KP_GO_ON=([now]=100 [later]=101 [elsewhere]=102)
-# most: how many runs fit on the node; goes_on: not empty once a run has to go on; excluded: the
-# node, once a run has to go on without it
+# most: number of runs that fit on the node; goes_on: not empty once a run has to continue;
+# excluded: the node, once a run has to continue without it
 declare -A KP_PACK=([goes_on]='' [excluded]='')
 KP_POINTS=() # the configurations of this job's runs
 
@@ -31,8 +31,8 @@ kp_pack_take() { # <K> <CONFIG>... or <K> @FILE: sets KP_PACK[most] and KP_POINT
         kp_die "${#KP_POINTS[@]} configuration(s) for $most runs: $usage"
 }
 
-kp_pack_share() { # makes KP_TASKS and KP_GPUS those of one run; with --dry-run shows the first one,
-    # and ends here
+kp_pack_share() { # sets KP_TASKS and KP_GPUS to those of one run; with --dry-run shows the
+    # first run and exits
     local most=${KP_PACK[most]} tasks
     kp_in_job || kp_die "pack.sh runs in a job: sbatch scripts/slurm/pack.sh; here singlenode.sh" \
         "starts one run"
@@ -43,7 +43,7 @@ kp_pack_share() { # makes KP_TASKS and KP_GPUS those of one run; with --dry-run 
             "a multiple of $most"
     tasks=$((KP_TASKS / most))
     kp_set_size 1 "$tasks" $((KP_GPUS > 0 ? tasks : 0))
-    # Without --mem=0 the first step would take all of the memory, and the others would wait for it.
+    # Without --mem=0, the first step would take all memory, and the others would wait.
     KEMPNER_SRUN="--exact --mem=0 ${KEMPNER_SRUN:-}"
     [[ -n $KP_DRY ]] || return 0
     [[ -z ${KP_SCRIPT:-} ]] || kp_die "pack.sh takes no --script: use sbatch"
@@ -51,8 +51,7 @@ kp_pack_share() { # makes KP_TASKS and KP_GPUS those of one run; with --dry-run 
     kp_check "${KP_ARGUMENTS[@]}"
 }
 
-kp_pack_run() { # runs them all to their ends; sets KP_PACK[goes_on] if one has to go on, and
-    # KP_CODE
+kp_pack_run() { # runs all to completion; sets KP_CODE, and KP_PACK[goes_on] if one has to continue
     local slot code
     kp_set_code 0
     trap 'kp_pack_signal TERM || true' TERM USR1 HUP
@@ -74,20 +73,20 @@ kp_pack_run() { # runs them all to their ends; sets KP_PACK[goes_on] if one has 
     done
 }
 
-kp_pack_start() { # <number of the run>
+kp_pack_start() { # <number of the run>: starts its subshell
     kp_point "${KP_POINTS[$1]}" &
     kp_set_pid "$1" "$!"
 }
 
-kp_pack_signal() { # <signal>: for each run
-    # Pending: of those that are about to start.
+kp_pack_signal() { # <signal>: forwards it to each run
+    # Pending for runs that are about to start.
     [[ $1 == USR2 ]] || kp_keep_signal "$1"
     ((${#KP_PIDS[@]} == 0)) || kill -s "$1" "${KP_PIDS[@]}" 2>/dev/null || true
 }
 
 kp_pack_ended() { # <number of the run> <exit code of its subshell>
     local name=${KP_POINTS[$1]##*/} code=$2
-    # A signal before its trap was set; or one since the run has crashed.
+    # The signal came before the trap was set, or after the run crashed.
     [[ -z $KP_SIGNAL ]] || ((code != KP_GO_ON[now] && code <= 128)) ||
         code=${KP_GO_ON[later]}
     case $code in
@@ -107,11 +106,11 @@ kp_pack_ended() { # <number of the run> <exit code of its subshell>
     esac
 }
 
-kp_pack_finish() { # ends the script: requeues the job when a run has to go on; the others see that
-    # they have ended
+kp_pack_finish() { # requeues the job if a run has to continue, and ends the script; the other runs
+    # see that they have ended
     trap '' TERM INT HUP USR1 USR2
     kp_set_decided end
-    # Slurm is ending the job
+    # Slurm is already ending the job
     ! kp_wait_for_job || [[ -z ${KP_PACK[goes_on]} || $(kp_field JobState) == RUNNING ]] ||
         kp_set_decided leave
     if [[ -n ${KP_PACK[goes_on]} && $KP_DECIDED == end ]]; then
@@ -135,9 +134,9 @@ kp_pack_finish() { # ends the script: requeues the job when a run has to go on; 
 
 # --- in the subshell of one run -------------------------------------------------------------------
 
-kp_point() { # <configuration>: one attempt; ends the subshell
+kp_point() { # <configuration>: runs one attempt; ends the subshell
     local turn
-    kp_forget_pids # the other runs' processes are not this one's to signal
+    kp_forget_pids # this run must not signal the others' processes
     trap 'kp_on_signal TERM || true' TERM USR1 HUP
     trap 'kp_on_signal INT || true' INT
     trap 'kp_on_signal USR2 || true' USR2
@@ -148,15 +147,15 @@ kp_point() { # <configuration>: one attempt; ends the subshell
     exec >>"$KP_RUN_DIR/logs/batch-$(kp_job_id).log" 2>&1
     kp_banner
     kp_preflight
-    exec {turn}<"$0" && flock "$turn" # one copies the data, for all that read them
+    exec {turn}<"$0" && flock "$turn" # only one run copies the data that all read
     kp_stage
     exec {turn}<&-
     kp_run "$1"
     kp_finish
 }
 
-kp_skip_if_ended() { # ends the subshell when an earlier start of this job has decided that the run
-    # has ended for good
+kp_skip_if_ended() { # ends the subshell if an earlier start of this job decided that the run has
+    # ended for good
     local KP_VALUES=()
     kp_find_records "$KP_RUN_DIR/attempts.jsonl" event=decision "job=$(kp_job_id)" -- \
         decision why || true
@@ -166,17 +165,17 @@ kp_skip_if_ended() { # ends the subshell when an earlier start of this job has d
     exit 0
 }
 
-kp_keep_log() { # in place of launch.sh's: the log is in the run directory already
+kp_keep_log() { # in place of launch.sh's: does nothing, as the log is in the run directory already
     :
 }
 
-kp_requeue() { # in place of requeue.sh's: the job is requeued when all runs have ended, unless
-    # Slurm is ending it now
+kp_requeue() { # in place of requeue.sh's: does nothing unless Slurm is ending the job, which is
+    # requeued after all runs have ended
     [[ $(kp_field JobState) == RUNNING ]] || kp_ask_requeue
 }
 
-kp_finish() { # in place of requeue.sh's: ends the subshell, whose exit code says whether the run
-    # has to go on
+kp_finish() { # in place of requeue.sh's: ends the subshell; the exit code says whether the run
+    # has to continue
     [[ -n $KP_DECIDED ]] || kp_decide "the step ended with exit code $KP_CODE" || true
     case $KP_DECIDED in
         requeue)

@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# The parts of prepare.sh. The job is requeued as a run is; its run directory is OUT/units, which
-# goes away at the end.
+# The parts of prepare.sh. The job is requeued like a run; its run directory is OUT/units, which is
+# removed at the end.
 
-kp_prepare_in() { # <arguments of prepare_data.py>...: sets KP_OUT and what the other parts of the
-    # library want to know
+kp_prepare_in() { # <arguments of prepare_data.py>...: sets KP_OUT and what other parts of
+    # the library need
     local word before='' there nodes cpus
     kp_in_job ||
         kp_die "prepare.sh runs in a job: sbatch --nodes=N scripts/slurm/prepare.sh;" \
@@ -29,12 +29,12 @@ kp_prepare_in() { # <arguments of prepare_data.py>...: sets KP_OUT and what the 
         "$(kp_field NodeList), $KP_CPUS CPU(s) each"
 }
 
-kp_committed_step() { # in place of requeue.sh's: a point for each unit encoded, and another when it
-    # is in a shard
+kp_committed_step() { # in place of requeue.sh's: prints one point per encoded unit, two once
+    # it is in a shard
     local units KP_VALUES=() assembled
     kp_values kp_records values "$KP_OUT/dataset.partial.json" units || true
     assembled=${KP_VALUES[0]:-0}
-    units=("$KP_RUN_DIR"/[0-9]*.npz) # those that are in shards are gone
+    units=("$KP_RUN_DIR"/[0-9]*.npz) # units already in shards are deleted
     [[ -e ${units[0]} ]] || units=()
     echo $((${#units[@]} + 2 * assembled))
 }
@@ -43,7 +43,7 @@ kp_measure() { # in place of requeue.sh's
     echo "work done:"
 }
 
-kp_begin_data() { # <arguments of prepare_data.py>...: ends the script when they are wrong
+kp_begin_data() { # <arguments of prepare_data.py>...: begins the data set; exits on bad input
     kp_alone "$KP_ROOT/scripts/prepare_data.py" "$@" --only begin
     if [[ $KP_CODE == 2 ]]; then
         kp_log "not started: prepare_data.py ended with exit code 2"
@@ -53,9 +53,9 @@ kp_begin_data() { # <arguments of prepare_data.py>...: ends the script when they
     kp_end_unless_done
 }
 
-kp_encode() { # <arguments of prepare_data.py>...: on all nodes; ends the script unless all units
-    # are encoded
-    # A task that has ended waits for those with the last units.
+kp_encode() { # <arguments of prepare_data.py>...: encodes on all nodes; exits unless all
+    # units are encoded
+    # A finished task waits for those with the last units.
     KEMPNER_SRUN+=" --wait=0"
     kp_srun "$KP_ROOT/scripts/prepare_data.py" "$@" --only units
     kp_pass_pending
@@ -63,14 +63,13 @@ kp_encode() { # <arguments of prepare_data.py>...: on all nodes; ends the script
     kp_end_unless_done
 }
 
-kp_make_shards() { # <arguments of prepare_data.py>...: of what is encoded; ends the script unless
-    # they are complete
+kp_make_shards() { # <arguments of prepare_data.py>...: makes shards of the encoded units; exits
+    # unless all are complete
     kp_alone "$KP_ROOT/scripts/prepare_data.py" "$@"
     kp_end_unless_done
 }
 
-kp_end_unless_done() { # ends the script, after a requeue where that is right, unless all went well
-    # so far
+kp_end_unless_done() { # ends the script, requeueing if appropriate, unless all has succeeded so far
     [[ -z $KP_DECIDED ]] || kp_finish
     kp_verdict
     [[ $KP_CODE == 0 && -z $KP_STATE ]] || kp_finish

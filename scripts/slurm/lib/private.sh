@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# A directory in a place that others can write, such as /tmp or a node's /local: whoever makes its
-# name first, or may rename it, says what is in it. The same in Python:
-# src/kempner/jobs/system/private.py.
+# Checks a directory in a place that others can write to, such as /tmp or a node's
+# /local: whoever creates its name first, or may rename it, controls its contents. The
+# same in Python: src/kempner/jobs/system/private.py.
 
-kp_private() { # <absolute path> [make]: prints why nothing may be run or read from there, and
-    # fails; make: makes it
+kp_private() { # <absolute path> [make]: if it is not safe to run or read files there, prints why
+    # and fails; make: creates it
     local above
     above=$(realpath -m -- "${1%/*}/.") || above=/
     if [[ ! -d $above && -n ${2:-} ]]; then
@@ -18,8 +18,8 @@ kp_private() { # <absolute path> [make]: prints why nothing may be run or read f
     kp_is_ours "$1" "$(stat -c '%a %u' -- "$1" 2>/dev/null)"
 }
 
-kp_is_ours() { # <path> <mode and owner>: a directory of this user that nobody else may write; else
-    # prints why not
+kp_is_ours() { # <path> <mode and owner>: succeeds if only this user may write to the directory;
+    # else prints why not
     local mode=${2% *} wrong=''
     if [[ -L $1 ]]; then
         wrong="is a link"
@@ -36,11 +36,11 @@ kp_is_ours() { # <path> <mode and owner>: a directory of this user that nobody e
     }
 }
 
-kp_is_safe_above() { # <path without links>: nobody but root and this user may rename what is in it;
-    # else prints why not
+kp_is_safe_above() { # <path without links>: succeeds if only root and this user may rename its
+    # entries; else prints why not
     local path=$1 mode owner others
     others=" 0 $(id -u) "
-    # In a container's user namespace root may have no number of its own.
+    # In a container's user namespace, root may not be mapped.
     grep -qE '^ +0 +0 +4294967295$' /proc/self/uid_map 2>/dev/null ||
         others+="$(cat /proc/sys/kernel/overflowuid) "
     while :; do

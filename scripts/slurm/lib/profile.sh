@@ -1,12 +1,12 @@
 # shellcheck shell=bash
-# Resource profiles, site.d/NAME.env: KEMPNER_SITE=NAME. What is set already wins over a profile.
+# Resource profiles, site.d/NAME.env: KEMPNER_SITE=NAME. Variables already set win.
 
-# what the profile says and the environment does, too: the profile's value
+# variables set in both the profile and the environment: the profile's values
 declare -A KP_OVERRULED=()
-KP_PROFILE='' # the profile that was read, site.d/NAME.env
+KP_PROFILE='' # the profile in use, site.d/NAME.env
 
-kp_profile_file() { # the profile that KEMPNER_SITE names, or nothing: a file of that name goes
-    # first
+kp_profile_file() { # prints the profile that KEMPNER_SITE names, if any: a file of that
+    # name takes precedence
     [[ -z ${KEMPNER_SITE:-} || $KEMPNER_SITE == */* || -r $KEMPNER_SITE ]] ||
         echo "site.d/$KEMPNER_SITE.env"
 }
@@ -15,17 +15,17 @@ kp_read_profile() { # <site.d/NAME.env>: reads it; sets KP_PROFILE and KP_OVERRU
     local name assigned=()
     local pattern='s/^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)=.*/\2/p'
     local -A kept=()
-    # Those that sbatch reads (its manual, INPUT ENVIRONMENT VARIABLES): it ignores others without a
-    # word.
+    # Variables that sbatch reads (its manual, INPUT ENVIRONMENT VARIABLES): it
+    # silently ignores others.
     local known='ACCOUNT|ACCTG_FREQ|BATCH|BURST_BUFFER|CLUSTERS|COMMENT|CONSTRAINT|CONTAINER'
     known+='|CORE_SPEC|CPUS_PER_GPU|DELAY_BOOT|DISTRIBUTION|EXCLUSIVE|EXPORT|GPU_BIND|GPU_FREQ'
     known+='|GPUS|GPUS_PER_NODE|GPUS_PER_TASK|GRES|HINT|JOB_NAME|MEM_BIND|MEM_PER_NODE|NETWORK'
     known+='|NO_KILL|NO_REQUEUE|OPEN_MODE|OVERCOMMIT|PARTITION|POWER|PREFER|PROFILE|QOS|REQUEUE'
     known+='|RESERVATION|REQ_SWITCH|SIGNAL|SPREAD_JOB|THREAD_SPEC'
     known+='|THREADS_PER_CORE|TIMELIMIT|USE_MIN_NODES|WAIT4SWITCH|WCKEY'
-    # As site.env: it may have secrets, so that no copy of the code has it.
+    # Like site.env, it may contain secrets, and so is not in the code copy.
     local file=${KP_ORIGIN:-$KP_ROOT}/$1
-    # the run has trained with it: it goes on
+    # the run has started with it: continue
     if [[ ! -r $file && ${KP_ORIGIN:-$KP_ROOT} != "$KP_ROOT" ]]; then
         kp_log "warning: KEMPNER_SITE=$KEMPNER_SITE: $file is gone: what it has set is" \
             "not set any more"
@@ -42,7 +42,7 @@ kp_read_profile() { # <site.d/NAME.env>: reads it; sets KP_PROFILE and KP_OVERRU
                 "without a word: give the memory of a node, SBATCH_MEM_PER_NODE=64G"
         [[ ! $name =~ ^SBATCH_ || $name =~ ^SBATCH_($known)$ ]] ||
             kp_die "$1: sbatch reads no $name: correct it, or give the option on its command line"
-        # paths are added to, not replaced
+        # paths are extended, not replaced
         [[ ! -v $name || $name == *PATH ]] || kept[$name]=${!name}
     done
     kp_source "$file"
@@ -53,11 +53,11 @@ kp_read_profile() { # <site.d/NAME.env>: reads it; sets KP_PROFILE and KP_OVERRU
     done
 }
 
-kp_profiles() { # their names
+kp_profiles() { # prints their names
     basename -s .env -- "${KP_ORIGIN:-$KP_ROOT}"/site.d/*.env | paste -sd' '
 }
 
-kp_profile_from() { # <SBATCH_ variable>: where its value comes from, for --dry-run
+kp_profile_from() { # <SBATCH_ variable>: prints where its value comes from, for --dry-run
     local name pattern="^[[:space:]]*(export[[:space:]]+)?$1="
     if [[ -n ${KP_OVERRULED[$1]+set} ]]; then
         echo "$1 ($KP_PROFILE has ${KP_OVERRULED[$1]})"
@@ -68,7 +68,7 @@ kp_profile_from() { # <SBATCH_ variable>: where its value comes from, for --dry-
     fi
 }
 
-kp_profile_note() { # says where the job differs from the profile: sbatch itself reads none
+kp_profile_note() { # logs where the job differs from the profile, which sbatch itself does not read
     local name have want
     [[ -n $KP_PROFILE ]] || return 0
     for name in Partition Account QOS; do
@@ -80,7 +80,7 @@ kp_profile_note() { # says where the job differs from the profile: sbatch itself
     done
 }
 
-kp_submit() { # --submit: sbatch with the profile, or with site.env, in its environment
+kp_submit() { # for --submit: runs sbatch with the profile or site.env in its environment
     ! kp_in_job || kp_die "--submit: this is job $(kp_job_id) already: leave it out"
     kp_need_slurm
     exec sbatch "${KP_REQUEST[@]}" "$0" "${KP_ARGUMENTS[@]}"

@@ -1,20 +1,20 @@
 # shellcheck shell=bash
-# The parts of run.sh: the words of its command line, and the supervisors (scripts/program.py) in
-# the trainer's place.
+# The parts of run.sh: its command line, and the supervisors (scripts/program.py) that run instead
+# of the trainer.
 
 # One task of a node may drive all of its GPUs: JAX, vLLM, torchrun, ...
 KP_DRIVES_ALL=1
-KP_INTERRUPTED=interrupted # it may have saved nothing
-# Requests go by a file, see kp_signal: where Slurm tracks processes by parent, it signals the
-# program itself.
+KP_INTERRUPTED=interrupted # the program may have saved nothing
+# Requests go through a file, see kp_signal: if Slurm tracks processes by parent, it would signal
+# the program itself.
 KP_ASKS=1
 
-kp_own_options() { # in place of launch.sh's
+kp_own_options() { # in place of launch.sh's: prints those of run.sh
     echo 'run-dir|code|checkpoints|steps|heartbeat|signal'
 }
 
-kp_take_program() { # <arguments of the script>...: sets KP_ARGUMENTS, those of scripts/program.py;
-    # --dry-run, --submit
+kp_take_program() { # <arguments of the script>...: sets KP_ARGUMENTS (those of scripts/program.py);
+    # handles --dry-run, --submit
     local words=()
     while (($# > 0)) && [[ $1 != -- ]]; do
         words+=("$1")
@@ -25,15 +25,14 @@ kp_take_program() { # <arguments of the script>...: sets KP_ARGUMENTS, those of 
     kp_set_arguments "${KP_ARGUMENTS[@]}" "$@"
 }
 
-kp_committed_step() { # in place of requeue.sh's: the progress that the supervisors have recorded,
-    # -1 when there is none
+kp_committed_step() { # in place of requeue.sh's: prints the progress that the supervisors
+    # recorded, or -1
     local count=''
     { read -r count _ <"$KP_RUN_DIR/progress"; } 2>/dev/null || true
     [[ $count =~ ^[0-9]+$ ]] && echo "$count" || echo -1
 }
 
-kp_step() { # in place of requeue.sh's: the step of the newest checkpoint, null where that is not
-    # known
+kp_step() { # in place of requeue.sh's: prints the step of the newest checkpoint, or null if unknown
     local step=''
     { read -r _ step <"$KP_RUN_DIR/progress"; } 2>/dev/null || true
     [[ $step =~ ^[0-9]+$ ]] && echo "$step" || echo null
@@ -45,7 +44,7 @@ kp_reached() { # in place of requeue.sh's
     echo "progress ${step/null/$KP_COMMITTED}"
 }
 
-kp_program_directory() { # the value of --code, an absolute path; nothing without it
+kp_program_directory() { # prints the value of --code, if given, as an absolute path
     local word found=''
     for word in "${KP_ARGUMENTS[@]}"; do
         [[ $word != -- ]] || break
@@ -54,8 +53,8 @@ kp_program_directory() { # the value of --code, an absolute path; nothing withou
     [[ -z $found ]] || realpath -ms -- "$found"
 }
 
-kp_program_code() { # with --code=DIR: exports KEMPNER_COPY, a copy of DIR, which later starts of
-    # the job use, too
+kp_program_code() { # with --code=DIR: exports KEMPNER_COPY, a copy of DIR, also used by later
+    # starts of the job
     local KP_ROOT # kp_code_keep takes KP_ROOT
     KP_ROOT=$(kp_program_directory)
     [[ -n $KP_ROOT ]] || return 0
@@ -70,14 +69,14 @@ kp_program_code() { # with --code=DIR: exports KEMPNER_COPY, a copy of DIR, whic
     kp_log "the program's code: $KEMPNER_COPY"
 }
 
-kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN_DIR and
-    # KP_LAUNCHER, which is "torchrun" where that is the command
+kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN_DIR and KP_LAUNCHER
+    # ("torchrun" if that is the command)
     local code=0 copy node_count=1
     kp_check_notify
     kp_use_program "$KP_ROOT/scripts/program.py"
     unset KEMPNER_COPY
     if [[ ${KEMPNER_CODE:-1} == 1 && -n $(kp_program_directory) ]]; then
-        # of an earlier start, or of submit.sh: the repository may be gone by now
+        # from an earlier start or submit.sh: the repository may be gone by now
         copy=$(kp_code_of_job)
         kp_code_is_there "$copy"
         if [[ -e $copy/.kempner-origin &&
@@ -93,7 +92,7 @@ kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN
     fi
     kp_use_run "${KP_VALUES[0]}"
     kp_set_launcher "${KP_VALUES[1]}"
-    export KEMPNER_COMMAND=${KP_VALUES[4]} # what the run is; see StartEvent in events.py
+    export KEMPNER_COMMAND=${KP_VALUES[4]} # identifies the run; see StartEvent in events.py
     if [[ -n ${KP_VALUES[3]} ]] && kp_is_batch; then
         kp_log "$KP_RUN_DIR: this command was done at an earlier start of the job: nothing runs;" \
             "submit it anew to run it again"
@@ -102,22 +101,22 @@ kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN
     kp_mount_run "$KP_RUN_DIR" ${KP_VALUES[2]:+"${KP_VALUES[2]}"}
 }
 
-kp_open_program() { # the copy of the code, and the run directory; sets KP_COMMITTED_BEFORE;
-    # --dry-run ends here
+kp_open_program() { # makes the code copy and the run directory; sets KP_COMMITTED_BEFORE;
+    # --dry-run exits here
     kp_program_code
     [[ -z $KP_DRY ]] || kp_dry_tell
     mkdir -p -- "$KP_RUN_DIR/logs" || kp_die "$KP_RUN_DIR cannot be written: give another --run-dir"
     kp_note_progress
 }
 
-kp_run_program() { # <program.py arguments>...: as kp_run; outside Slurm the ranks are processes of
-    # this machine
+kp_run_program() { # <program.py arguments>...: like kp_run; outside Slurm, ranks are processes
+    # of this machine
     local blocked threads=${KP_CPUS:-1}
-    if [[ -n $KP_LAUNCHER ]]; then # it starts a process for each GPU
+    if [[ -n $KP_LAUNCHER ]]; then # torchrun starts a process for each GPU
         ((KP_GPUS == 0)) || export PET_NPROC_PER_NODE=${PET_NPROC_PER_NODE:-$KP_GPUS}
         threads=$((KP_GPUS > 0 ? ${KP_CPUS:-1} / KP_GPUS : 1))
     fi
-    # As torchrun and srun's command do.
+    # As torchrun and kp_srun_command do.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
     if kp_in_job; then
         kp_run "$@"
@@ -127,5 +126,5 @@ kp_run_program() { # <program.py arguments>...: as kp_run; outside Slurm the ran
         kp_pass_pending
         kp_wait
     fi
-    rm -f -- "$KP_RUN_DIR/.ask-${KEMPNER_ATTEMPT_ID%%.*}".* # of all attempts of this job
+    rm -f -- "$KP_RUN_DIR/.ask-${KEMPNER_ATTEMPT_ID%%.*}".* # from all attempts of this job
 }

@@ -1,17 +1,16 @@
 # shellcheck shell=bash
-# Ray on the nodes of the job: starts it as one step, and follows what its nodes report.
+# Starts Ray on the job's nodes as one step, and follows what the nodes report.
 
 readonly NOT_UP=75 DIED=70 # exit codes
 
 RAY_PIDS=()                       # of each node's kempner.jobs.ray.node, on its own host
-RAY_READY=''                      # not empty: the cluster is complete; what it has
+RAY_READY=''                      # the cluster's resources once it is complete
 RAY_SIGNAL=''                     # the signal that ends the job
 RAY_SIGNALED=()                   # the nodes that a signal has reached
 RAY_FAULT='' RAY_FAULT_CODE=''    # the first fault, and the exit code for it
 declare -A RAY_PID=() RAY_CODE=() # of the steps "ray" and "driver": their srun, and its exit code
 
-ray_srun() { # <nodes>: sets RAY_SRUN, a step with one task on each node, next to whatever runs
-    # there
+ray_srun() { # <nodes>: sets RAY_SRUN, a step with one task per node that overlaps other steps
     local more
     read -ra more <<<"${KEMPNER_SRUN:-}"
     RAY_SRUN=(
@@ -22,10 +21,10 @@ ray_srun() { # <nodes>: sets RAY_SRUN, a step with one task on each node, next t
     RAY_SRUN+=("${more[@]}")
 }
 
-ray_launch() { # <name> <srun command>...: starts a step; its output, the pid of srun and its exit
-    # code arrive as events
-    # Not as a child of this shell: Slurm sends SIGTERM to all of its descendants, and srun would
-    # force the end of its step.
+ray_launch() { # <name> <srun command>...: starts a step; its output and srun's pid and exit code
+    # arrive as events
+    # Not as a child of this shell: Slurm sends SIGTERM to all its descendants, and srun would then
+    # kill its step.
     # shellcheck disable=SC2016 # that shell's own variables
     (setsid bash -c '"${@:2}" &
         echo "PID $1 $!"
@@ -35,11 +34,10 @@ ray_launch() { # <name> <srun command>...: starts a step; its output, the pid of
         echo "CODE $1 $code"' - "$@" </dev/null >&"$RAY_EVENTS" &)
 }
 
-ray_poll() { # takes one line from the steps, waiting 0.2 s at most; fails when there is none
+ray_poll() { # handles one line from the steps, waiting at most 0.2 s; fails if there is none
     local line rest
     if ! read -r -t 0 -u "$RAY_EVENTS"; then
-        # A read that times out in the middle of a line would lose a part of it: wait on another
-        # pipe instead.
+        # A read that times out within a line would lose part of it: wait on another pipe instead.
         read -r -t 0.2 -u "$RAY_CLOCK" || true
         read -r -t 0 -u "$RAY_EVENTS" || return 1
     fi
@@ -52,8 +50,8 @@ ray_poll() { # takes one line from the steps, waiting 0.2 s at most; fails when 
         'READY '*) RAY_READY=$rest ;;
         'SIGNAL '*)
             RAY_SIGNALED[${rest%% *}]=1
-            # When one node dies, Slurm signals the others. A signal to all nodes is a request to
-            # end the job.
+            # When a node dies, Slurm signals the others. Only a signal to all nodes means that the
+            # job should end.
             ((${#RAY_SIGNALED[@]} < KP_NODES)) || RAY_SIGNAL=${RAY_SIGNAL:-${rest#* }}
             ;;
         'FAULT '*) [[ -n $RAY_FAULT ]] || RAY_FAULT_CODE=${rest%% *} RAY_FAULT=${rest#* } ;;
@@ -63,7 +61,7 @@ ray_poll() { # takes one line from the steps, waiting 0.2 s at most; fails when 
 
 ray_start() { # starts Ray on all nodes
     local words
-    # A pipe that this shell reads and its steps write, and one that nobody writes.
+    # One pipe carries the steps' output to this shell; nobody writes to the other.
     exec {RAY_EVENTS}<> <(:) {RAY_CLOCK}<> <(:)
     RAY_DEADLINE=$((${RAY_BEGAN%.*} + START_TIMEOUT))
     words=(
@@ -76,12 +74,12 @@ ray_start() { # starts Ray on all nodes
         "$CPUS_PER_WORKER CPU(s) and $GPUS_PER_NODE GPU(s) each"
     kp_log "head ${RAY_NODES[0]} ($RAY_ADDRESS), logs $RAY_LOGS"
 
-    # Labels and redirections would change the output of srun, which is read here.
+    # Labels and redirections would change srun's output, which is parsed here.
     kp_forget_request
     unset SLURM_LABELIO "${!SLURM_STD@}"
 
     ray_srun "$KP_NODES"
-    # If one task exits, end the whole step: Slurm signals the others.
+    # If one task exits, end the whole step; Slurm signals the others.
     RAY_SRUN+=(--job-name="ray-$KEMPNER_ATTEMPT_ID" --kill-on-bad-exit=1 --wait=60
         "${KP_CONTAINER_FLAGS[@]}")
     ((${#KP_CONTAINER_FLAGS[@]} == 0)) || RAY_SRUN+=(sh "$KP_LIB/inside.sh")
@@ -91,8 +89,8 @@ ray_start() { # starts Ray on all nodes
         "$SETUP_COMMAND" "${words[@]}"
 }
 
-ray_ended() { # true when Ray, a signal or the file ENDED ends the job; sets RAY_FAULT when it is
-    # Ray
+ray_ended() { # succeeds if Ray, a signal or the file ENDED ends the job; sets
+    # RAY_FAULT if it is Ray
     local k silent=''
     [[ -z $RAY_SIGNAL && -z $RAY_FAULT ]] || return 0
     if [[ -n ${RAY_CODE[ray]:-} ]]; then
@@ -102,14 +100,14 @@ ray_ended() { # true when Ray, a signal or the file ENDED ends the job; sets RAY
         }
         return 0
     fi
-    # The head reports a missing node itself; this is for the case that it cannot.
+    # Normally the head reports a missing node; this covers a head that cannot.
     [[ -z $RAY_READY ]] && printf -v k '%(%s)T' -1 && ((k > RAY_DEADLINE + 5)) || return 1
     for k in "${!RAY_NODES[@]}"; do [[ -n ${RAY_PIDS[k]:-} ]] || silent+=" ${RAY_NODES[k]}"; done
     RAY_FAULT="not complete after $START_TIMEOUT s (START_TIMEOUT);"
     RAY_FAULT+=" nothing was heard from:${silent:- (all are there)}"
 }
 
-ray_exit_if_ended() { # ends the script when the cluster has ended
+ray_exit_if_ended() { # exits if the cluster has ended
     ray_ended || return 0
     [[ -z $RAY_SIGNAL ]] || exit $((128 + $(kill -l "$RAY_SIGNAL")))
     if [[ -n $RAY_FAULT ]]; then
@@ -122,7 +120,7 @@ ray_exit_if_ended() { # ends the script when the cluster has ended
     exit 0
 }
 
-ray_wait_until_ready() { # waits until every node is alive with all of its CPUs and GPUs
+ray_wait_until_ready() { # waits until every node is alive with all its CPUs and GPUs
     while [[ -z $RAY_READY ]]; do
         ray_poll || true
         ray_exit_if_ended

@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# What runs on the cluster, the user's command or the shells that attach, and the end of everything.
+# Runs the user's command or attached shells on the cluster, and shuts everything down.
 
-ray_attach() { # [N or hostname] [--] [command...]: a shell or a command on a node; part of the
-    # script for the user
+ray_attach() { # [N or hostname] [--] [command...]: opens a shell or runs a command on a node;
+    # part of JOBID-attach.sh
     local k=0 node words
     if (($# > 0)) && [[ $1 != -- ]]; then
         for ((k = 0; k < ${#RAY_NODES[@]}; k++)); do
@@ -14,24 +14,24 @@ ray_attach() { # [N or hostname] [--] [command...]: a shell or a command on a no
         shift
     fi
     [[ ${1:-} != -- ]] || shift
-    # This shell may itself be in another job.
+    # This shell may be in another job.
     for node in "${!SLURM_@}" "${!SRUN_@}"; do [[ $node == SLURM_CONF ]] || unset "$node"; done
     words=("${RAY_SRUN[@]}" --nodelist="${RAY_NODES[k]}")
     (($# > 0)) || [[ ! -t 0 ]] || words+=(--pty)
     exec "${words[@]}" "${RAY_ENTER[@]}" "${RAY_PIDS[k]}" "${RAY_INSIDE[@]}" "$@"
 }
 
-ray_write_attach() { # writes JOBID-attach.sh; sets RAY_SRUN, RAY_ENTER and RAY_INSIDE, the way into
-    # a node
+ray_write_attach() { # writes JOBID-attach.sh; sets RAY_SRUN, RAY_ENTER and RAY_INSIDE, which
+    # lead into a node
     ray_srun 1
     RAY_JOB=$SLURM_JOB_ID
     RAY_ENTER=(bash "$KP_LIB/ray_enter.sh")
     RAY_INSIDE=("$RAY_JOB" "$PWD" --)
-    # By its path: the user who attaches may not have loaded apptainer's module.
+    # By its path: the attaching user may not have loaded apptainer's module.
     ((${#KP_INSIDE[@]} == 0)) ||
         RAY_INSIDE=("$RAY_JOB" "$PWD" "$(command -v "${KP_INSIDE[0]}")" "${KP_INSIDE[@]:1}" --)
-    # pyxis: into the running container. One with a name could be joined by srun, but would stay on
-    # the node.
+    # pyxis: enter the running container. srun could join a named one, but that would
+    # stay on the node.
     ((${#KP_CONTAINER_FLAGS[@]} == 0)) || RAY_INSIDE=("$RAY_JOB" "$PWD" enroot exec --)
     {
         echo "#!/usr/bin/env bash"
@@ -40,8 +40,7 @@ ray_write_attach() { # writes JOBID-attach.sh; sets RAY_SRUN, RAY_ENTER and RAY_
         echo "# A shell or a command on node N (0: the head), in the job's environment. Removed" \
             "when the job ends."
         echo "set -euo pipefail"
-        # On a node without a configuration of its own this is slurmd's copy, which exists nowhere
-        # else.
+        # On a node without its own configuration this is slurmd's copy, which exists nowhere else.
         [[ -z ${SLURM_CONF:-} ]] ||
             echo "[[ -n \${SLURM_CONF:-} || ! -r ${SLURM_CONF@Q} ]] ||" \
                 "export SLURM_CONF=${SLURM_CONF@Q}"
@@ -52,11 +51,10 @@ ray_write_attach() { # writes JOBID-attach.sh; sets RAY_SRUN, RAY_ENTER and RAY_
     chmod 700 "$RAY_ATTACH"
 }
 
-ray_run_command() { # runs COMMAND on the head, as in an attach shell; ends the script with its exit
-    # code
+ray_run_command() { # runs COMMAND on the head as in an attached shell; exits with its exit code
     local end
     kp_log "driver: $RAY_LOGS/ray-driver.log"
-    # The command writes its log itself: srun loses the last lines of a task that is killed.
+    # The command writes its own log: srun loses the last lines of a killed task.
     # shellcheck disable=SC2016 # that shell's own parameters
     ray_launch driver "${RAY_SRUN[@]}" --job-name="ray-driver-$KEMPNER_ATTEMPT_ID" --input=none \
         --nodelist="${RAY_NODES[0]}" "${RAY_ENTER[@]}" "${RAY_PIDS[0]}" "${RAY_INSIDE[@]}" \
@@ -66,8 +64,7 @@ ray_run_command() { # runs COMMAND on the head, as in an attach shell; ends the 
         [[ -n ${RAY_CODE[driver]:-} ]] || ray_exit_if_ended
     done
 
-    # If it failed, its Ray may have died, or a signal may have reached it first: wait for that
-    # report.
+    # If it failed, Ray may have died or a signal reached it first: wait for that report.
     end=$((SECONDS + (RAY_CODE[driver] == 0 ? 0 : 2)))
     while ray_poll || ((SECONDS < end)); do ray_exit_if_ended; done
     [[ -z $RAY_SIGNAL ]] || ray_exit_if_ended
@@ -86,8 +83,8 @@ ray_wait() { # waits until a user ends the interactive job
 
 # --- the end --------------------------------------------------------------------------------------
 
-ray_wait_for() { # <step> <seconds>: waits up to that long for a step to end; true when it has
-    # ended, or never started
+ray_wait_for() { # <step> <seconds>: waits that long for a step to end; succeeds if it has ended
+    # or never started
     local end=$((SECONDS + $2))
     while [[ -n ${RAY_PID[$1]:-} && -z ${RAY_CODE[$1]:-} ]]; do
         ((SECONDS < end)) || return 1
@@ -95,7 +92,7 @@ ray_wait_for() { # <step> <seconds>: waits up to that long for a step to end; tr
     done
 }
 
-ray_finish() { # on any exit: ends the driver and Ray, removes the token and the attach script,
+ray_finish() { # EXIT trap: ends the driver and Ray, removes the token and the attach script,
     # keeps the exit code
     local code=$? state='' patience=8 began end start=$SECONDS
     local KP_SRUN_NAME=ray-driver-$KEMPNER_ATTEMPT_ID
@@ -104,14 +101,14 @@ ray_finish() { # on any exit: ends the driver and Ray, removes the token and the
     trap '' TERM INT HUP USR1 USR2
     rm -f -- "$RAY_ATTACH" "$RAY_TOKEN"
     [[ -z $RAY_SIGNAL ]] || kp_log "SIG$RAY_SIGNAL: ending the cluster"
-    # the driver has lost its Ray: the nodes need not wait for it
+    # without Ray, the nodes need not wait for the driver
     [[ -z $RAY_FAULT ]] || : >"$RAY_LOGS/ENDED"
 
     if ! ray_wait_for driver 0; then
         ! kp_show_job || state=$(kp_field JobState)
         kp_set_child "${RAY_PID[driver]}"
-        # In any other state Slurm has signalled the driver itself, and time is short. In the
-        # background, because scancel takes 10 s when a host is down.
+        # In any other state Slurm has signalled the driver, and time is short. Run in the
+        # background, because scancel takes 10 s if a host is down.
         [[ $state != RUNNING ]] || kp_signal TERM &
         if [[ $state != RUNNING ]] || ! ray_wait_for driver 4; then
             kill -TERM "$KP_CHILD" 2>/dev/null # srun ends its task at once
@@ -119,8 +116,8 @@ ray_finish() { # on any exit: ends the driver and Ray, removes the token and the
     fi
 
     if [[ -n ${RAY_PID[ray]:-} ]]; then
-        # A setup command does not watch for ENDED, nor does a host that is down: only a healthy
-        # cluster gets longer.
+        # Neither a setup command nor a host that is down watches for ENDED: only a healthy cluster
+        # gets more time.
         [[ -n $RAY_FAULT ]] || ((${#RAY_PIDS[@]} < KP_NODES)) || patience=15
         if ! : >"$RAY_LOGS/ENDED"; then
             KP_SRUN_NAME=ray-$KEMPNER_ATTEMPT_ID

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Become a command, or a shell, in the environment of a node of ray.sh's cluster, taken from the
-# live process.
+# Execute a command or a shell on a node of ray.sh's cluster, in the environment of
+# its live process.
 #
 #   srun ... ray_enter.sh PID JOB DIRECTORY [WORDS_INTO_THE_CONTAINER...] -- [COMMAND...]
 #
-# PID: that of kempner.jobs.ray.node on this host. SLURM_* are those of this step: a single task,
-# not a rank of the job.
+# PID: kempner.jobs.ray.node on this host. SLURM_* are those of this step: a single task, not a
+# rank of the job.
 set -euo pipefail
 
 pid=$1 job=$2 directory=$3 words=()
@@ -21,8 +21,8 @@ if [[ ! -e /proc/$pid ]]; then
 fi
 
 if ((${#words[@]} > 0)); then
-    # Read outside: inside, another container's environment is unreadable, because its user
-    # namespace differs.
+    # Read it outside: another container's environment is unreadable, because its
+    # user namespace differs.
     [[ ${words[0]} != enroot ]] || words+=("$pid") # enters the running container of pyxis
     KEMPNER_ENVIRON=$(base64 -w 0 "/proc/$pid/environ") exec "${words[@]}" bash "$0" "$pid" "$job" \
         "$directory" -- "$@"
@@ -36,8 +36,8 @@ mapfile -d '' -t step < <(env -0 | grep -z '^SLURM')
 kp_variables+=("${step[@]}")
 cd -- "$directory"
 
-become() { # <command>...: with kp_variables and no others; no value is a word of a command line,
-    # which others can read
+become() { # <command>...: executes it with only kp_variables; keeps values off command lines, which
+    # others can read
     local entry functions=()
     while IFS= read -r entry; do unset -v "$entry" 2>/dev/null || true; done < <(compgen -e)
     for entry in "${kp_variables[@]}"; do

@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# One node of ray.sh's cluster: runs the setup command, finds a Python with Ray, then becomes
-# kempner.jobs.ray.node.
+# One node of ray.sh's cluster: run the setup command, find a Python with Ray,
+# and execute kempner.jobs.ray.node.
 #
 #   srun ... ray_node.sh LOG_DIR SETUP_COMMAND OPTIONS_OF_KEMPNER.RAY.NODE...
 #
-# The environment that it leaves is that of Ray, of its workers, of the driver and of the attach
-# shells.
+# Ray, its workers, the driver and attached shells inherit the resulting environment.
 set -euo pipefail
 
 kp_logs=$1 kp_setup=$2 kp_root=${BASH_SOURCE[0]%/scripts/*}
@@ -15,18 +14,18 @@ set -- # conda's `source activate` would take the arguments for its own
 kp_name=${SLURMD_NODENAME:-$(uname -n)}
 kp_log=$kp_logs/ray-worker-$SLURM_NODEID.log
 ((SLURM_NODEID > 0)) || kp_log=$kp_logs/ray-head.log
-exec 3>&1 >>"$kp_log" 2>&1 # srun's output carries the reports to ray.sh: see kempner.jobs.ray.node
+exec 3>&1 >>"$kp_log" 2>&1 # ray.sh reads reports from srun's output: see kempner.jobs.ray.node
 
-fault() { # <what is wrong; what to do>: reports to ray.sh that this node cannot come up, and ends
+fault() { # <what is wrong; what to do>: reports to ray.sh that this node cannot start, and exits
     trap - EXIT
     echo "FAULT 75 $kp_name: $*" >&3
     echo "fault: $*"
-    sleep 1 # srun loses the last lines of a task that fails and so ends the step
+    sleep 1 # srun loses the last lines of a failing task that ends the step
     exit 75
 }
 
-print_python() { # <Python>...: prints its path if it has Ray; fails when it has not, or only a
-    # directory called ray
+print_python() { # <Python>...: prints its path if it has Ray, not just a directory called
+    # ray; else fails
     "$@" -c 'import sys
 sys.path[:] = filter(None, sys.path) # not of the current directory
 import importlib.util
@@ -36,8 +35,8 @@ if not (found and found.origin):
 print(sys.executable)' 2>/dev/null
 }
 
-version() { # <Python>: that of its Ray, 0 where it says none; without importing it, which takes
-    # seconds
+version() { # <Python>: prints its Ray version, 0.0 if unknown; avoids importing Ray,
+    # which takes seconds
     "$1" -c 'import sys
 sys.path[:] = filter(None, sys.path)
 import importlib.metadata, importlib.util, pathlib, re
@@ -51,7 +50,7 @@ found = re.search(r"""version = ["\x27](\d+)\.(\d+)""", text)
 print("\n%s.%s" % found.groups() if found else "\n0.0")' 2>/dev/null | tail -n 1
 }
 
-need_authentication() { # stops at a Ray that would take commands from every user of the network
+need_authentication() { # reports a Ray that takes commands from all users of the network
     local found major minor
     [[ ${RAY_AUTH_MODE:-token} != disabled ]] || return 0
     found=$(version "$kp_python") major=${found%%.*} minor=${found#*.}
@@ -62,8 +61,8 @@ need_authentication() { # stops at a Ray that would take commands from every use
             "where nobody else can reach these nodes"
 }
 
-find_python() { # prints the Python to use: KEMPNER_PYTHON's, else that of PATH, else that of the
-    # repository
+find_python() { # prints the Python to use: KEMPNER_PYTHON's, else one in PATH,
+    # else the repository's
     local python words
     if [[ -n ${KEMPNER_PYTHON:-} ]]; then
         read -ra words <<<"$KEMPNER_PYTHON"                                    # "uv run python"
@@ -77,8 +76,8 @@ find_python() { # prints the Python to use: KEMPNER_PYTHON's, else that of PATH,
     return 1
 }
 
-strip_variables() { # removes what would make a program in an actor take itself for a rank: srun's,
-    # MPI's, torchrun's
+strip_variables() { # unsets variables of srun, MPI and torchrun that would make a program in an
+    # actor act as a rank
     unset "${!SLURM@}" "${!SRUN_@}" "${!SBATCH_@}" "${!PMI@}" "${!OMPI_@}"
     unset KEMPNER_ATTEMPT_ID KEMPNER_BATCH_BEGAN KEMPNER_SIGNALS_WAIT KEMPNER_PEER_KEY
     # pyxis sets them for PyTorch images
@@ -90,7 +89,7 @@ strip_variables() { # removes what would make a program in an actor take itself 
 if [[ -n $kp_setup ]]; then
     trap 'fault "SETUP_COMMAND has ended this node with exit code $?: see $kp_log"' EXIT
     kp_code=0
-    set +eu # modules and the like are not written for errexit and nounset
+    set +eu # modules and the like do not expect errexit and nounset
     eval "$kp_setup"
     kp_code=$?
     set -eu
@@ -101,9 +100,9 @@ kp_python=$(find_python) ||
     fault "no Python with Ray${KEMPNER_PYTHON:+ (KEMPNER_PYTHON=$KEMPNER_PYTHON)}:" \
         "in $kp_root run .venv/bin/pip install -c constraints.txt -e '.[ray]'," \
         "or set KEMPNER_PYTHON to one that has it"
-kp_python=${kp_python##*$'\n'} # a wrapper may have said something before
+kp_python=${kp_python##*$'\n'} # a wrapper may have printed something first
 need_authentication
-# The command's `python`, too, is the one with Ray.
+# Make the command's `python` the one with Ray, too.
 [[ $(command -v "${kp_python##*/}") == "$kp_python" ]] || PATH=${kp_python%/*}:$PATH
 [[ :${PYTHONPATH:-}: == *:"$kp_root/src":* ]] ||
     export PYTHONPATH=$kp_root/src${PYTHONPATH:+:$PYTHONPATH}

@@ -1,14 +1,14 @@
 # shellcheck shell=bash
-# What a user of ray.sh asks for: variables, resources, nodes and ports, checked before any step
-# starts.
+# The request of a ray.sh user: variables, resources, nodes and ports, checked before
+# any step starts.
 
 RAY_NODES=() RAY_ADDRESSES=() # of each node
 RAY_PLACES=()                 # NAME=ADDRESS of each node, for Python
-# NAME=value of each port, in one line: see kempner.jobs.ray.ports
+# NAME=value of each port, on one line; see kempner.jobs.ray.ports
 RAY_PORTS=''
 RAY_LOGS='' RAY_ATTACH='' RAY_TOKEN='' # paths
 
-ray_defaults() { # sets the variables that the user has not set; none of them reaches Ray's workers
+ray_defaults() { # sets the unset variables' defaults; keeps all from Ray's workers
     : "${COMMAND:=}" "${SETUP_COMMAND:=}" "${CONTAINER:=}" "${MOUNTS:=}" "${CONTAINER_RUNTIME:=}" \
         "${SECRETS_FILE:=}"
     : "${GPUS_PER_NODE:=}" "${CPUS_PER_WORKER:=}" "${DEDICATED_RAY_HEAD:=0}" \
@@ -20,8 +20,7 @@ ray_defaults() { # sets the variables that the user has not set; none of them re
         START_TIMEOUT UV_CACHE_DIR_OVERRIDE BASE_LOG_DIR
 }
 
-ray_names() { # sets the paths, and the KEMPNER_* variables that have other names in
-    # docs/guide/ray.md
+ray_names() { # sets the paths, and the KEMPNER_* equivalents of variables in docs/guide/ray.md
     RAY_LOGS=$(realpath -m -- "$BASE_LOG_DIR")/$SLURM_JOB_ID-logs
     RAY_LOGS+=${SLURM_RESTART_COUNT:+-r$SLURM_RESTART_COUNT}
     RAY_ATTACH=$SLURM_SUBMIT_DIR/$SLURM_JOB_ID-attach.sh
@@ -41,12 +40,12 @@ ray_names() { # sets the paths, and the KEMPNER_* variables that have other name
     KEMPNER_MOUNTS+=,$UV_CACHE_DIR:$UV_CACHE_DIR
 }
 
-ray_number() { # <variable> <least> <most>: stops unless it is a whole number in that range
+ray_number() { # <variable> <least> <most>: exits unless it is an integer in that range
     [[ ${!1} =~ ^(0|[1-9][0-9]{0,14})$ ]] || kp_die "$1=${!1}: give a whole number from $2 to $3"
     (($2 <= ${!1} && ${!1} <= $3)) || kp_die "$1=${!1}: give a whole number from $2 to $3"
 }
 
-ray_least_cpus() { # prints the fewest CPUs that the job has on a node; Slurm writes 8(x2),4
+ray_least_cpus() { # prints the job's smallest CPU count on a node; Slurm writes 8(x2),4
     local item least=0 items
     IFS=, read -ra items <<<"$SLURM_JOB_CPUS_PER_NODE"
     for item in "${items[@]}"; do
@@ -56,8 +55,7 @@ ray_least_cpus() { # prints the fewest CPUs that the job has on a node; Slurm wr
     echo "$least"
 }
 
-ray_resources() { # sets KP_NODES and what each node gives to Ray; stops when that is more than the
-    # job has
+ray_resources() { # sets KP_NODES and the resources of each node for Ray; exits if the job has fewer
     local cpus line nodes
     nodes=$(kp_field NumNodes)
     kp_set_size "$nodes" 1 0
@@ -76,18 +74,17 @@ ray_resources() { # sets KP_NODES and what each node gives to Ray; stops when th
     # Ray refuses less.
     [[ -z $OBJECT_STORE_MEMORY ]] || ray_number OBJECT_STORE_MEMORY 78643200 999999999999999
 
-    RAY_MEMORY=0 # MiB: the least that the job has on a node
+    RAY_MEMORY=0 # MiB: the job's smallest memory on a node
     while read -r line; do
         [[ $line =~ ^Nodes=.*\ Mem=([0-9]+) ]] || continue
         ((RAY_MEMORY > 0 && RAY_MEMORY <= BASH_REMATCH[1])) || RAY_MEMORY=${BASH_REMATCH[1]}
     done <<<"$KP_JOB"
 }
 
-ray_address() { # <node> <address or name>: prints the IPv4 address at which the other nodes reach
-    # it
+ray_address() { # <node> <address or name>: prints the IPv4 address at which other nodes reach it
     local found
-    # Many a host resolves its own name to 127.x, and Ray would replace that by an address of its
-    # choice.
+    # Many hosts resolve their own name to 127.x, which Ray would replace by an address
+    # of its choice.
     found=$(getent ahostsv4 "$2" | awk '$1 !~ /^127\./ { print $1; exit }') || true
     [[ -n $found || $1 != "${SLURMD_NODENAME:-}" ]] || found=$(hostname -I | awk '{ print $1 }')
     [[ -n $found ]] ||
@@ -105,16 +102,16 @@ ray_find_nodes() { # sets RAY_NODES, RAY_ADDRESSES and RAY_PLACES, in Slurm's or
             address[${BASH_REMATCH[1]}]=${BASH_REMATCH[2]}
     done < <(kp_shielded scontrol show node -o "$nodes")
     for node in "${RAY_NODES[@]}"; do
-        line=$(ray_address "$node" "${address[$node]:-$node}") # ends with 2 when there is none
+        line=$(ray_address "$node" "${address[$node]:-$node}") # exits with 2 if there is none
         RAY_ADDRESSES+=("$line")
         RAY_PLACES+=("$node=$line")
     done
 }
 
-ray_choose_python() { # sets RAY_PYTHON: a Python on this host for kempner.jobs.ray.ports, without
-    # Ray or any package
+ray_choose_python() { # sets RAY_PYTHON, a Python on this host for kempner.jobs.ray.ports, which
+    # needs no packages
     local python
-    # With pyxis the image's Python would cost a step that imports the whole image once more.
+    # With pyxis, the image's Python would cost a step that imports the whole image again.
     if ((${#KP_INSIDE[@]} > 0)); then
         for python in "$KP_ROOT/.venv/bin/python" python3; do
             "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || continue
@@ -125,31 +122,31 @@ ray_choose_python() { # sets RAY_PYTHON: a Python on this host for kempner.jobs.
     RAY_PYTHON=("${KP_INSIDE[@]}" "$KP_PYTHON")
 }
 
-ray_ports() { # sets RAY_PORTS and a variable for each port; stops when the user's ports cannot work
+ray_ports() { # sets RAY_PORTS and a variable for each port; exits if the user's ports cannot work
     local word
     ray_choose_python
-    # it says why
+    # it prints why
     RAY_PORTS=$("${RAY_PYTHON[@]}" "$KP_MODULE" kempner.jobs.ray.ports "$CPUS_PER_WORKER" \
         "${RAY_PLACES[@]}") || exit
-    # Unexported: a web server in a worker would take PORT for its own.
+    # Unexport them: a web server in a worker would use PORT as its own.
     for word in $RAY_PORTS; do export -n "${word?}"; done
 }
 
-ray_prepare() { # makes the log directory and the token
+ray_prepare() { # creates the log directory and the token
     [[ ${KP_RUNTIME:-} != charliecloud ]] ||
         kp_die "ray.sh does not enter containers of charliecloud: give CONTAINER_RUNTIME=pyxis," \
             "apptainer or singularity"
     mkdir -p -- "$RAY_LOGS" || kp_die "$RAY_LOGS cannot be created: give another BASE_LOG_DIR"
     export KEMPNER_PEERS="${RAY_ADDRESSES[*]:0:2}" RAY_ADDRESS=${RAY_ADDRESSES[0]}:$PORT
-    # On SIGTERM Ray drains for 30 s, as long as KillWait: Slurm would kill it before it has ended.
+    # On SIGTERM, Ray drains for 30 s, as long as KillWait: Slurm would kill it before it ends.
     export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
 
-    # A token in ~/.ray would change the mode of the head alone, and RAY_AUTH_TOKEN would override
-    # the file.
+    # A token in ~/.ray would change only the head's mode, and RAY_AUTH_TOKEN would
+    # override the file.
     export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token} RAY_AUTH_TOKEN_PATH=$RAY_TOKEN
     unset RAY_AUTH_TOKEN
 
-    # Left over from a dead batch host, or from the same job id on another cluster.
+    # Left over from a dead batch host, or from the same job ID on another cluster.
     rm -f -- "${RAY_LOGS%/*}/$SLURM_JOB_ID-logs"*/.ray-token "$RAY_LOGS/ENDED"
     : >"$RAY_ATTACH" ||
         kp_die "$RAY_ATTACH cannot be written: submit from a directory that you can write to"
