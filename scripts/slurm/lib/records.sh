@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# The records of a run are Python's: records.py writes and reads them, with any Python of this host,
-# outside of the container.
+# Records of a run: records.py writes and reads them, with any Python of this host,
+# outside the container.
 
-kp_records() { # <command of records.py> <words>...: fails when the file cannot be, or no Python
-    # starts
+kp_records() { # <command of records.py> <words>...: runs it; fails if the file cannot be used, or
+    # no Python starts
     local python code
     for python in "$KP_PYTHON" python3; do
         code=0
@@ -13,7 +13,7 @@ kp_records() { # <command of records.py> <words>...: fails when the file cannot 
     return 1
 }
 
-kp_find_records() { # <file> NAME=VALUE... -- NAME...: sets KP_VALUES to these of each line with
-    # those
+kp_find_records() { # <file> NAME=VALUE... -- NAME...: sets KP_VALUES to the named values of
+    # each matching line
     kp_values kp_records find "$@"
 }

@@ -1,12 +1,11 @@
 # shellcheck shell=bash
-# --dry-run --script FILE: the whole job as one script, for people who must hand one in. Sourced by
-# dry_run.sh.
+# --dry-run --script FILE: writes the whole job as one script, for sites that require one.
+# Sourced by dry_run.sh.
 
-# begins the last line of such a script; the digest of the others follows
+# starts the last line of such a script, before the digest of the other lines
 readonly KP_SEAL="# as it was written: "
 
-kp_render_check() { # <file>: stops unless it is not there yet, or is as an earlier --script has
-    # left it
+kp_render_check() { # <file>: exits if it exists, unless it is unchanged since an earlier --script
     local file
     file=$(realpath -m -- "$1")
     [[ ! -d $file ]] || kp_die "--script=$1: is a directory: name a file"
@@ -18,11 +17,11 @@ kp_render_check() { # <file>: stops unless it is not there yet, or is as an earl
             "or was changed since: remove it, or give another name"
 }
 
-kp_render_digest() { # <file>: that of all its lines but the last
+kp_render_digest() { # <file>: prints the digest of all lines but the last
     head -n -1 -- "$1" | sha256sum | cut -d' ' -f1
 }
 
-kp_render() { # <file>: the request, the variables, all parts of the kit's script, and the arguments
+kp_render() { # <file>: writes the request, the variables, the kit's scripts and the arguments
     local line fresh file
     kp_render_check "$1"
     file=$(realpath -m -- "$1")
@@ -40,7 +39,7 @@ kp_render() { # <file>: the request, the variables, all parts of the kit's scrip
         printf '\n\n'
         while IFS= read -r line; do
             case $line in
-                KP_LIB=*) # or, from the copy of the code, its own
+                KP_LIB=*) # in the code copy, use the copy's own lib
                     echo "[[ -e \${KP_LIB:=\${0%/*}/lib}/all.sh ]] || KP_LIB=${KP_LIB@Q}"
                     ;;
                 source\ *) kp_render_part "$line" ;;
@@ -61,14 +60,14 @@ kp_render() { # <file>: the request, the variables, all parts of the kit's scrip
     echo "written: $1, to be submitted by 'sbatch $1' without any other option"
 }
 
-kp_render_part() { # <source "$KP_LIB/FILE">
+kp_render_part() { # <source "$KP_LIB/FILE">: prints the file
     local file=${1#*/}
     file=${file%\"}
     printf '\n# ---- %s ----\n' "$file"
     cat "$KP_LIB/$file"
 }
 
-kp_render_request() { # the #SBATCH lines, of the header, the variables and the command line
+kp_render_request() { # prints #SBATCH lines from the header, the variables and the command line
     local name value
     while read -r name; do
         value=${KP_ASKED[$name]}
@@ -77,7 +76,7 @@ kp_render_request() { # the #SBATCH lines, of the header, the variables and the 
     done < <(printf '%s\n' "${!KP_ASKED[@]}" | sort)
 }
 
-kp_render_variables() { # those of the kit that the user has set, but for secrets
+kp_render_variables() { # prints the kit's variables that the user has set, except secrets
     local name
     for name in "${!KP_BEFORE[@]}"; do
         [[ $name != KEMPNER_* ]] || kp_is_secret "$name" ||

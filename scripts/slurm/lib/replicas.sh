@@ -1,20 +1,20 @@
 # shellcheck shell=bash
-# lowcomm.mode = steps: a srun step for each replica, started again when it is lost. Sourced by
+# lowcomm.mode = steps: one srun step per replica, restarted if it is lost. Sourced by
 # replicas.sh, after all.sh. Replica 0 works in the run directory itself, replica I in
-# RUN/replicas/I as a run of its own.
+# RUN/replicas/I, as a separate run.
 
 kp_own_steps() { # in place of restart.sh's
     echo replicas.sh
 }
 
-kp_run_replicas() { # <train.py arguments>...: trains until every replica has left; sets KP_CODE
-    # Of each replica: its starts in a row without a checkpoint, its newest step at the last one,
-    # when it may start again, and when its srun is killed. Whether all are to leave.
+kp_run_replicas() { # <train.py arguments>...: trains until every replica has exited; sets KP_CODE
+    # Per replica: consecutive starts without a checkpoint, the newest step at the last start, when
+    # it may restart, when its srun is killed. Then: whether all must exit.
     local tries=() steps=() not_before=() kill_at=() all_leave=''
     local slot hosts silence per_node=$KP_TASKS KP_NODES=$KP_NODES KP_GPUS=$KP_GPUS
     local KP_TASKS=$KP_TASKS
     mapfile -t hosts < <(kp_hostnames "$(kp_field NodeList)")
-    kp_count_replicas # from here on nodes, tasks and GPUs are those of one replica
+    kp_count_replicas # from here on, nodes, tasks and GPUs are those of one replica
     kp_note_progress
     kp_set_code 0
     kp_open_srun_log
@@ -35,13 +35,13 @@ kp_run_replicas() { # <train.py arguments>...: trains until every replica has le
     kill -KILL "$KP_CHILD" 2>/dev/null || true # it ignores the signals that end a job
     wait "$KP_CHILD" 2>/dev/null || true
     kp_set_child ''
-    kp_end_guard # or the end of the job would wait for it
+    kp_end_guard # otherwise the job's end would wait for it
     rm -f -- "$KEMPNER_DOOR"*
     kp_write_status
 }
 
-kp_count_replicas() { # sets KP_REPLICAS, silence, of the caller, and the nodes and tasks per node
-    # of each: KP_NODES, KP_TASKS, KP_GPUS
+kp_count_replicas() { # sets KP_REPLICAS, the caller's silence, and the size of each replica:
+    # KP_NODES, KP_TASKS, KP_GPUS
     local world=$((KP_NODES * KP_TASKS)) ranks tasks KP_VALUES=("${KP_VALUES[@]}")
     kp_values kp_python_of kempner.extensions.lowcomm.config -c "$KP_NOT_HERE"'
 from kempner.config.toml import loads
@@ -64,10 +64,10 @@ print("kempner-answer", count, section.silence, sep="\0", end="\0")' "$world" "$
     kp_log "$KP_REPLICAS replicas of $KP_NODES node(s) x $KP_TASKS task(s)"
 }
 
-kp_open_door() { # starts the judge of who lives (kempner/extensions/lowcomm/judge.py); it becomes
-    # KP_CHILD
+kp_open_door() { # starts the judge of live replicas
+    # (kempner/extensions/lowcomm/judge.py) as KP_CHILD
     local waited
-    rm -f -- "${KEMPNER_DOOR%.*.*}".* # a start of this job whose host was lost has left them
+    rm -f -- "${KEMPNER_DOOR%.*.*}".* # left by a start of this job whose host was lost
     kp_start bash "$KP_LIB/task.sh" "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_MODULE" \
         kempner.extensions.lowcomm.judge "$KEMPNER_DOOR" "${KEMPNER_PEERS%% *}" \
         --silence "$silence" --log "$KP_RUN_DIR/replicas.jsonl"
@@ -86,7 +86,7 @@ kp_start_replica() { # <replica> <train.py arguments>...
         kp_log "replica $slot is started again: it joins at the end of a round"
     export KEMPNER_REPLICA=$slot
     rm -f -- "$KEMPNER_DOOR.here.$slot"
-    # Without --mem=0 the first step on a node would take all of its memory.
+    # Without --mem=0, the first step on a node would take all its memory.
     kp_srun_command "${place[@]}" --no-kill --mem=0 -- "$KP_TRAIN" "${@:2}"
     steps[slot]=$(kp_replica_step "$slot")
     setsid "${KP_SRUN[@]}" </dev/null \
@@ -94,8 +94,8 @@ kp_start_replica() { # <replica> <train.py arguments>...
     kp_set_pid "$slot" "$!"
 }
 
-kp_place() { # <replica>: sets place, of the caller, to srun's words for where it runs; fails when
-    # one of its hosts is lost
+kp_place() { # <replica>: sets the caller's place to srun options for its hosts; fails if one
+    # of them is lost
     local first=$(($1 * ${#hosts[@]} / KP_REPLICAS)) host ours left
     local KP_ANSWER='' KP_DEADLINE=$((SECONDS + KP_PATIENCE))
     ours=("${hosts[@]:first:KP_NODES}")
@@ -108,25 +108,25 @@ kp_place() { # <replica>: sets place, of the caller, to srun's words for where i
         return 1
     done
 
-    # Once a job has lost a host, Slurm 22.05 lets exclusive steps wait for ever, although their
-    # cores are free. Replicas that share a host stay exclusive: they could be given the same GPU.
+    # Once a job has lost a host, Slurm 22.05 lets exclusive steps wait forever although their cores
+    # are free. Replicas that share a host stay exclusive: they could get the same GPU.
     [[ $(wc -w <<<"$left") == "${#hosts[@]}" ]] || ((KP_TASKS < per_node)) ||
         place[0]=--overlap
 }
 
-kp_look_after() { # <train.py arguments>...: one look at all replicas
+kp_look_after() { # <train.py arguments>...: checks all replicas once
     local slot code mark
     if [[ -e $KEMPNER_DOOR.over ]] || ! kill -0 "$KP_CHILD" 2>/dev/null; then
-        all_leave=1 # too few are left, or they have no judge: all of them leave
+        all_leave=1 # too few are left, or the judge is gone: all exit
     fi
     for slot in "${!KP_PIDS[@]}"; do
         mark=$KEMPNER_DOOR.silent.$slot
-        if [[ -e $mark ]]; then # stopped, or out of reach: its step may never end by itself
+        if [[ -e $mark ]]; then # stopped or unreachable: its step may never end by itself
             rm -f -- "$mark"
             kp_end_step "$slot" "replica $slot does not answer"
         elif kp_is_ending && [[ ! -e $KEMPNER_DOOR.here.$slot ]]; then
-            # Slurm may never create its step: not when the job has lost a host, even if that is
-            # back.
+            # Slurm may never create its step once the job has lost a host, even if
+            # the host is back.
             kp_end_step "$slot" "replica $slot has not come, and is not needed any more"
         fi
         ((SECONDS < ${kill_at[slot]:-SECONDS + 1})) ||
@@ -148,27 +148,27 @@ kp_look_after() { # <train.py arguments>...: one look at all replicas
     done
 }
 
-kp_is_ending() { # true when no replica is to be started any more; USR2 asks for a save alone
+kp_is_ending() { # succeeds if no replica should start any more; USR2 only asks for a save
     [[ -n $all_leave || ${KP_SIGNAL:-USR2} != USR2 ]]
 }
 
-kp_end_step() { # <replica> <why>: srun kills its tasks, unless it waits for a host that is lost:
-    # then it is killed
+kp_end_step() { # <replica> <why>: ends its step; if srun does not, because it waits for a lost
+    # host, it is killed later
     [[ -z ${kill_at[$1]:-} ]] || return 0
-    kill_at[$1]=$((SECONDS + 10)) # for srun to end a step that it was asked to end
+    kill_at[$1]=$((SECONDS + 10)) # time for srun to end the step
     kp_log "$2: ending its step"
     kill -TERM "${KP_PIDS[$1]}" 2>/dev/null || true
 }
 
-kp_replica_ended() { # <replica> <exit code of its srun>: starts it again, unless the run is ending
+kp_replica_ended() { # <replica> <exit code of its srun>: schedules a restart if the run goes on
     local most=${KEMPNER_MAX_CRASHES:-3}
     kp_replica_verdict "$1"
     kp_log "replica $1 has ended with exit code $2${KP_STATE:+: $KP_STATE}"
     ((KP_CODE != 0 && $2 != 2)) || kp_set_code "$2"
-    # Not by exit code 0 alone: that is srun's, too, when its node has failed.
+    # Exit code 0 is not enough: srun also returns it when its node has failed.
     if [[ $2 == 2 ||
         $KP_STATE =~ ^(done|stopped|interrupted|failed)$ || -e $KEMPNER_DOOR.over ]]; then
-        all_leave=1 # of the others, too: they have agreed on it, or are too few
+        all_leave=1 # the replicas have agreed to exit, or too few are left
     fi
     ! kp_is_ending || return 0
     (($(kp_replica_step "$1") <= steps[$1])) || tries[$1]=0
@@ -178,22 +178,22 @@ kp_replica_ended() { # <replica> <exit code of its srun>: starts it again, unles
             "(KEMPNER_MAX_CRASHES)"
         return 0
     fi
-    # One that is lost again and again waits so much longer each time.
+    # A replica that is lost repeatedly waits longer each time.
     not_before[$1]=$((SECONDS + (tries[$1] - 1) * 5))
 }
 
-kp_replica_dir() { # <replica>: its run directory
+kp_replica_dir() { # <replica>: prints its run directory
     (($1 == 0)) && echo "$KP_RUN_DIR" || echo "$KP_RUN_DIR/replicas/$1"
 }
 
-kp_replica_verdict() { # <replica>: sets KP_STATE to what it says of this attempt of the job
+kp_replica_verdict() { # <replica>: sets KP_STATE to its state in this attempt of the job
     local directory
     directory=$(kp_replica_dir "$1")
     local KP_RUN_DIR=$directory
     kp_verdict
 }
 
-kp_replica_step() { # <replica>: the step of its newest checkpoint
+kp_replica_step() { # <replica>: prints the step of its newest checkpoint
     local directory=$KP_CHECKPOINTS
     if (($1 > 0)); then
         directory=$KP_CHECKPOINTS/replicas/$1 # of checkpoint.dir
@@ -203,7 +203,7 @@ kp_replica_step() { # <replica>: the step of its newest checkpoint
     kp_newest_step "$directory"
 }
 
-kp_committed_step() { # in place of requeue.sh's: of the replica that is furthest
+kp_committed_step() { # in place of requeue.sh's: prints the newest step of all replicas
     local slot newest=-1 step
     for ((slot = 0; slot < ${KP_REPLICAS:-1}; slot++)); do
         step=$(kp_replica_step "$slot")
@@ -212,7 +212,7 @@ kp_committed_step() { # in place of requeue.sh's: of the replica that is furthes
     echo "$newest"
 }
 
-kp_write_status() { # status.json of the run, from those of the replicas: the worst news first
+kp_write_status() { # writes the run's status.json from those of the replicas, the worst state first
     local state slot found=''
     for state in failed stopped done interrupted; do
         for ((slot = 0; slot < KP_REPLICAS; slot++)); do

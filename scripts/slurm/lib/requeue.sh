@@ -1,18 +1,18 @@
 # shellcheck shell=bash
-# The end of an attempt: what has happened, whether the job is requeued, and without which hosts.
-# The table of decisions is in docs/reference/slurm.md.
+# The end of an attempt: what happened, whether the job is requeued, and without which hosts.
+# docs/reference/slurm.md has the table of decisions.
 
-KP_JUDGE_S=${KP_JUDGE_S:-20} # seconds that the question what follows may take; tests shorten it
-KP_AWAY_S=10                 # seconds between two questions to a controller that is away
-KP_EARLY_HOST=''             # the host on which a start has ended before its step
-KP_ENDING=''                 # not empty: Slurm is ending the job, or somebody has cancelled it
+KP_JUDGE_S=${KP_JUDGE_S:-20} # seconds to decide what follows; tests shorten it
+KP_AWAY_S=10                 # seconds between queries to a controller that is away
+KP_EARLY_HOST=''             # the host where a start ended before its step
+KP_ENDING=''                 # not empty: Slurm is ending the job, or it was cancelled
 KP_DECIDED=''                # the decision: restart, requeue, chain, end or leave
-# What goes with it: no_progress (attempts in a row without progress), kind (of the fault), blamed
-# (a node), excluded (nodes, by commas), fault (theirs, in words), replaced (nodes whose places
-# spares take, by commas), pause (minutes), refused (what Slurm has said against a requeue)
+# Its details: no_progress (consecutive attempts without progress), kind (of fault), blamed (a
+# node), excluded (nodes, comma-separated), fault (theirs, in words), replaced (nodes that spares
+# replace, comma-separated), pause (minutes), refused (Slurm's reason against a requeue)
 declare -A KP_DECISION
 
-kp_set_decision() { # [NAME=VALUE]...: sets KP_DECISION to these alone
+kp_set_decision() { # [NAME=VALUE]...: resets KP_DECISION to these values
     local word
     KP_DECISION=([no_progress]='' [kind]='' [blamed]='' [excluded]='' [fault]='' [replaced]=''
         [pause]=0 [refused]='')
@@ -20,23 +20,22 @@ kp_set_decision() { # [NAME=VALUE]...: sets KP_DECISION to these alone
 }
 kp_set_decision
 
-kp_newest_step() { # <directory of checkpoints>: the step of the newest complete one, -1 when there
-    # is none
+kp_newest_step() { # <checkpoint directory>: prints the step of the newest complete
+    # checkpoint, or -1
     local link pattern='step_0*([0-9]+)/*$'
     link=$(kp_shielded readlink "$1/latest") || true
     [[ $link =~ $pattern ]] && echo "${BASH_REMATCH[1]}" || echo -1
 }
 
-kp_committed_step() { # the step that the run would go on from
+kp_committed_step() { # prints the step from which the run would resume
     kp_newest_step "$KP_CHECKPOINTS"
 }
 
-kp_note_progress() { # [step]: sets KP_COMMITTED_BEFORE, from which the progress of this attempt
-    # counts
+kp_note_progress() { # [step]: sets KP_COMMITTED_BEFORE, the baseline for this attempt's progress
     KP_COMMITTED_BEFORE=${1-$(kp_committed_step)}
 }
 
-kp_reached() { # the same in words
+kp_reached() { # prints the progress in words
     if ((KP_COMMITTED < 0)); then
         echo "no checkpoint yet"
     else
@@ -44,27 +43,27 @@ kp_reached() { # the same in words
     fi
 }
 
-kp_measure() { # what kp_committed_step counts
+kp_measure() { # prints what kp_committed_step counts
     echo "newest checkpoint: step"
 }
 
-kp_step() { # the same as the records have it
+kp_step() { # prints the step for the records
     echo "$KP_COMMITTED"
 }
 
-kp_refusal() { # what a program has said of its bad input: the first problem in srun's log
+kp_refusal() { # prints why a program rejected its input: the first problem in srun's log
     sed -nE 's/^  - (.*)/\1/p; s/^.*rank [0-9]+ on [^ :]+: (.*)/\1/p' "$KP_SRUN_LOG" 2>/dev/null |
         head -n 1 || true
 }
 
-kp_verdict() { # sets KP_STATE to what status.json says of this attempt, or to nothing
+kp_verdict() { # sets KP_STATE to the state of this attempt in status.json, if any
     local text='' pattern='"state": *"([a-z]+)"'
     { read -r -d '' text <"$KP_RUN_DIR/status.json"; } 2>/dev/null || true
     [[ $text == *"\"$KEMPNER_ATTEMPT_ID\""* && $text =~ $pattern ]] &&
         KP_STATE=${BASH_REMATCH[1]} || KP_STATE=''
 }
 
-kp_idle_reason() { # prints why an interrupted attempt has given the job back, if it was idle
+kp_idle_reason() { # prints why an interrupted attempt gave the job back, if it was idle
     local text='' pattern='"reason": *"(idle for [^"]*)"'
     { read -r -d '' text <"$KP_RUN_DIR/status.json"; } 2>/dev/null || true
     [[ ! $text =~ $pattern ]] || printf ': %s' "${BASH_REMATCH[1]}"
@@ -72,12 +71,12 @@ kp_idle_reason() { # prints why an interrupted attempt has given the job back, i
 
 # --- the record -----------------------------------------------------------------------------------
 
-kp_set_decided() { # <decision, or nothing>
+kp_set_decided() { # <decision, or nothing>: sets KP_DECIDED
     KP_DECIDED=$1
 }
 
-kp_record() { # <restart, requeue, chain, end or leave> <why>: a line in the log and in
-    # attempts.jsonl (events.py)
+kp_record() { # <restart, requeue, chain, end or leave> <why>: records it in the log and
+    # in attempts.jsonl (events.py)
     local file=$KP_RUN_DIR/attempts.jsonl line
     kp_set_decided "$1"
     kp_log "$1: $2"
@@ -89,8 +88,8 @@ kp_record() { # <restart, requeue, chain, end or leave> <why>: a line in the log
         batch_began:="${KEMPNER_BATCH_BEGAN:-0}"
     )
     KP_UNRECORDED=''
-    # A container may take longer to start than the job has time; outside of a batch job nothing
-    # follows.
+    # A container may take longer to start than the job has left; outside a batch
+    # job nothing follows.
     kp_records "${line[@]}" || { ((${#KP_INSIDE[@]} > 0)) && kp_is_batch && kp_history &&
         KP_DEADLINE=$((SECONDS + KP_JUDGE_S)) kp_ask "${KP_HISTORY[@]}" "$KP_LIB/records.py" \
             "${line[@]}"; } || {
@@ -98,16 +97,16 @@ kp_record() { # <restart, requeue, chain, end or leave> <why>: a line in the log
         KP_UNRECORDED=${KP_DECISION[no_progress]:-0}
     }
     [[ ! $1 =~ ^(end|leave)$ ]] || kp_chain_cancel "$1: $2"
-    [[ $1 == requeue ]] || kp_notify "$@" # that takes seconds, and the job may be near its limit
+    [[ $1 == requeue ]] || kp_notify "$@" # takes seconds, and the job may be near its limit
 }
 
 # --- whose fault it was ---------------------------------------------------------------------------
 
-kp_count_crashes() { # prints how many attempts of the job in a row, before this one, made no
-    # progress, by the decisions
-    # As kempner.jobs.records.judge counts: a decision says null where nobody had the time to count.
-    # Where no Python starts, this script counts its restarts in place, and all starts of the job
-    # count: no crash loop goes on without a bound.
+kp_count_crashes() { # prints how many consecutive attempts before this one made no progress,
+    # by the decisions
+    # Count as kempner.jobs.records.judge does: a decision has null if there was no time to count.
+    # If no Python starts, count this script's restarts and all starts of the job, so that every
+    # crash loop is bounded.
     local count=0 number KP_VALUES=() code=0
     kp_find_records "$KP_RUN_DIR/attempts.jsonl" event=decision "job=$(kp_chain_jobs)" -- \
         no_progress || code=$?
@@ -118,14 +117,14 @@ kp_count_crashes() { # prints how many attempts of the job in a row, before this
     echo "$count"
 }
 
-kp_was_cut_short() { # true when this attempt was asked to leave before its training began, and not
-    # by its time limit
+kp_was_cut_short() { # succeeds if this attempt was asked to exit before training began, and not by
+    # its time limit
     local end now KP_VALUES=()
     [[ ${KP_SIGNAL:-USR2} != USR2 ]] || return 1
     if [[ $(kp_field PreemptTime) =~ ^(None)?$ ]] &&
         end=$(date -d "$(kp_field EndTime)" +%s 2>/dev/null); then
         printf -v now '%(%s)T' -1
-        # the next start would have no more time
+        # the next start would have no more time either
         ((end - now > ${KEMPNER_SIGNAL_LEAD:-120} + 60)) || return 1
     fi
     kp_find_records "$KP_RUN_DIR/attempts.jsonl" event=start "attempt_id=$KEMPNER_ATTEMPT_ID" -- \
@@ -133,21 +132,21 @@ kp_was_cut_short() { # true when this attempt was asked to leave before its trai
     ((${#KP_VALUES[@]} == 0))
 }
 
-kp_judge() { # <what happened>: asks what follows, once (kempner.jobs.records.judge); sets
-    # answered, why and notes, of kp_decide, and KP_DECISION
+kp_judge() { # <what happened>: asks kempner.jobs.records.judge once what follows; sets KP_DECISION,
+    # and answered, why and notes of kp_decide
     local KP_DEADLINE=$((SECONDS + KP_JUDGE_S)) KP_ANSWER='' facts start='' name
     answered='' why='' notes=''
-    kp_history # a container may take longer to start than there is time
+    kp_history # there may be no time to start a container
     kp_drop_unfit_spares
     kp_facts "$1"
-    if ! kp_is_batch; then # nothing follows but an end: no container is started for that
+    if ! kp_is_batch; then # it can only end: start no container for that
         kp_judge_alone "$1"
         return
     fi
     if kp_ask "${KP_HISTORY[@]}" "$KP_MODULE" kempner.jobs.records.judge "$KP_RUN_DIR" \
         "${KP_SRUN_LOG:-none}" "${facts[@]}"; then
-        # Behind this word: a TaskProlog, or a module that Python loads, may have said something
-        # before.
+        # Read after this word: a TaskProlog, or a module that Python loads, may have
+        # printed something first.
         {
             read -r answered && read -r why
             for name in kind no_progress blamed excluded replaced fault pause; do
@@ -164,7 +163,7 @@ kp_judge() { # <what happened>: asks what follows, once (kempner.jobs.records.ju
     fi
 }
 
-kp_facts() { # <what happened>: sets facts, of the caller, to what only this script knows
+kp_facts() { # <what happened>: sets the caller's facts to what only this script knows
     local batch=0 end now left='' requeue=1 chain='' IFS=' '
     ! kp_is_batch || batch=1
     if [[ -n $KP_CHAIN ]]; then
@@ -201,37 +200,36 @@ kp_facts() { # <what happened>: sets facts, of the caller, to what only this scr
         facts+=(not_created=1)
 }
 
-kp_request() { # what the job asks for, in the words of scontrol: which other nodes could take it?
+kp_request() { # prints the job's request in scontrol's words: which other nodes fit?
     local name
     for name in Partition ReqNodeList ExcNodeList Features TresPerNode Reservation; do
         printf '%s=%s ' "$name" "$(kp_field "$name")"
     done
 }
 
-kp_hosts() { # the nodes of the job, on one line
+kp_hosts() { # prints the nodes of the job, on one line
     kp_shielded scontrol show hostnames "$(kp_field NodeList)" 2>/dev/null | paste -sd' '
 }
 
-kp_see_end() { # when Slurm itself is ending the job, sets KP_ENDING: ending, or cancelled by
-    # somebody
+kp_see_end() { # sets KP_ENDING if Slurm is ending the job: ending, or cancelled by somebody
     KP_ENDING=''
     [[ $KP_JOB_STATE != RUNNING && $(kp_field Reason) != TimeLimit ]] || return 0
     KP_ENDING=ending
-    # A requeue counts at once.
+    # A requeue increases Restarts at once.
     local cancelled="^(COMPLETING|CANCELLED),None,$KP_START$"
     [[ ! $KP_JOB_STATE,$(kp_field Reason),$(kp_field Restarts) =~ $cancelled ]] ||
         KP_ENDING=cancelled
 }
 
-kp_in_words() { # the state of the job
+kp_in_words() { # prints the state of the job
     local reason
     reason=$(kp_field Reason)
     [[ $KP_ENDING == ending && ! $reason =~ ^(None)?$ ]] || reason=''
     echo "${KP_JOB_STATE:-no answer}${reason:+, $reason}"
 }
 
-kp_judge_alone() { # <what happened>: as kp_judge where Python does not answer; no crash loop goes
-    # on without a bound
+kp_judge_alone() { # <what happened>: replaces kp_judge if Python does not answer; bounds
+    # every crash loop
     local count
     answered=requeue why=$1 notes=''
     count=$(kp_count_crashes)
@@ -264,14 +262,14 @@ kp_judge_alone() { # <what happened>: as kp_judge where Python does not answer; 
     fi
 }
 
-kp_excluded() { # the nodes that the job is kept off, as Slurm writes them, or nothing
+kp_excluded() { # prints the nodes excluded from the job, as Slurm writes them
     local list
     list=$(kp_field ExcNodeList)
     [[ $list == '(null)' ]] || echo "$list"
 }
 
-kp_exclude() { # <job> <nodes> <their fault>: keeps the job off them. Of a requeued job, Slurm takes
-    # this only once the job is pending again
+kp_exclude() { # <job> <nodes> <their fault>: excludes them from the job. For a requeued job, Slurm
+    # accepts this only once the job is pending again
     local tries list
     list=$(kp_excluded)
     for ((tries = 0; tries < 30; tries++)); do
@@ -286,25 +284,25 @@ kp_exclude() { # <job> <nodes> <their fault>: keeps the job off them. Of a reque
     KP_DECISION[excluded]=''
 }
 
-kp_exclude_decided() { # <job>: those of the decision, where it has some
+kp_exclude_decided() { # <job>: excludes the nodes of the decision, if any
     [[ -z ${KP_DECISION[excluded]} ]] ||
         kp_exclude "$1" "${KP_DECISION[excluded]}" "${KP_DECISION[fault]}"
 }
 
 # --- the decision ---------------------------------------------------------------------------------
 
-kp_decide() { # <what happened, for when the run itself does not say>: requeues the job, or does not
+kp_decide() { # <what happened, unless the run says so>: requeues the job if needed
     local what=$1 pending=$KP_PENDING
-    local answered why notes # what kp_judge has said
-    # Between two attempts a signal must not be lost: kp_on_signal keeps it.
+    local answered why notes # set by kp_judge
+    # Between two attempts signals must not be lost: kp_on_signal keeps them.
     [[ $KP_RESTARTS -gt 0 && -z $KP_CHILD ]] || kp_ignore_signals
-    [[ -z $KP_DECIDED ]] || return 0 # a second signal has come while the first one was handled
+    [[ -z $KP_DECIDED ]] || return 0 # a second signal came while the first was handled
     kp_read_state
     [[ $KP_STATE != interrupted ]] ||
         what=${KP_INTERRUPTED:-interrupted and saved}$(kp_idle_reason)
     what+=" ($(kp_reached))"
     kp_judge "$what"
-    # a subshell may have died of the signal, and it changes what follows
+    # a signal changes what follows, and a subshell may have died of it
     if [[ $KP_PENDING != "$pending" ]]; then
         kp_ignore_signals
         kp_read_state
@@ -322,7 +320,7 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
     elif [[ $answered != requeue ]]; then
         kp_record "$answered" "$why"
     else
-        # before the order, after which Slurm may end this script at any time
+        # record first: after the request, Slurm may end this script at any time
         kp_record requeue "$why"
         if kp_requeue; then
             kp_notify requeue "$why"
@@ -334,12 +332,12 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
     fi
 }
 
-kp_ignore_signals() { # a requeue signals this shell, and its subshells would die of it
+kp_ignore_signals() { # ignores signals: a requeue signals this shell, and its subshells would die
     trap '' TERM INT HUP USR1 USR2
 }
 
-kp_read_state() { # at the run and the job: sets KP_STATE, KP_COMMITTED, KP_JOB, KP_JOB_STATE;
-    # forgets what kp_judge has said
+kp_read_state() { # looks at the run and the job: sets KP_STATE, KP_COMMITTED, KP_JOB,
+    # KP_JOB_STATE; resets KP_DECISION
     kp_set_decision
     KP_JOB_STATE=''
     kp_verdict
@@ -349,8 +347,8 @@ kp_read_state() { # at the run and the job: sets KP_STATE, KP_COMMITTED, KP_JOB,
     kp_see_end
 }
 
-kp_wait_for_job() { # as kp_show_job, for as long as the controller is away: no answer is no state
-    # of the job
+kp_wait_for_job() { # like kp_show_job, but waits while the controller is away, as
+    # silence tells nothing
     local said='' most=$((SECONDS + 3600 * ${KEMPNER_MAX_WAIT:-24}))
     until kp_show_job; do
         kp_can_wait && ((SECONDS < most)) || return 1
@@ -361,26 +359,26 @@ kp_wait_for_job() { # as kp_show_job, for as long as the controller is away: no 
     done
 }
 
-kp_can_wait() { # true in the batch script, also before Slurm has said anything of the job
+kp_can_wait() { # succeeds in the batch script, even before Slurm has reported on the job
     if [[ -n $KP_JOB ]]; then kp_is_batch; else [[ ${ENVIRONMENT:-} == BATCH && -z $KP_BESIDE ]]; fi
 }
 
-kp_requeue() { # starts the job again as KP_DECISION says; fails when Slurm refuses
+kp_requeue() { # requeues the job according to KP_DECISION; fails if Slurm refuses
     kp_ask_requeue || return 1
     kp_exclude_decided "$(kp_job_id)"
     kp_put_off_decided "$(kp_job_id)"
 }
 
-kp_ask_requeue() { # asks until the job is no longer RUNNING; fails when Slurm refuses in words, and
-    # sets KP_DECISION[refused]
-    # Any other words are of a controller that is away, or not itself: a backup that takes over,
-    # munge that restarts, ...
+kp_ask_requeue() { # asks until the job is no longer RUNNING; on an explicit refusal, sets
+    # KP_DECISION[refused] and fails
+    # Other errors come from a controller that is away or in transition: a backup taking over,
+    # munge restarting, ...
     local said tries=0 most=$((SECONDS + 3600 * ${KEMPNER_MAX_WAIT:-24}))
     local refusal='[Dd]enied|disabled|[Oo]nly batch|Invalid job id|Invalid user'
     KP_DECISION[refused]=''
     until said=$(kp_shielded scontrol requeue "$(kp_job_id)" 2>&1); do
-        # An answer that was lost is no refusal: the order may have been carried out. A requeue
-        # counts at once.
+        # A lost answer is not a refusal: the requeue may have happened, which increases
+        # Restarts at once.
         ! kp_show_job ||
             [[ $(kp_field Restarts) == "$KP_START" && $(kp_field JobState) != PENDING ]] || return 0
         said=${said//$'\n'/; } tries=$((tries + 1))
@@ -393,8 +391,8 @@ kp_ask_requeue() { # asks until the job is no longer RUNNING; fails when Slurm r
     done
 }
 
-kp_put_off_decided() { # <job>: it starts after the decision's pause; of a requeued job, Slurm takes
-    # this once it is pending again
+kp_put_off_decided() { # <job>: delays its start by the decision's pause; Slurm accepts this once
+    # the job is pending again
     local tries minutes=${KP_DECISION[pause]}
     ((minutes > 0)) || return 0
     for ((tries = 0; tries < 30; tries++)); do
@@ -405,8 +403,8 @@ kp_put_off_decided() { # <job>: it starts after the decision's pause; of a reque
     kp_log "scontrol refused to postpone the next start"
 }
 
-kp_has_others() { # true when the partition has a node more than the job needs, beside those that it
-    # is kept off
+kp_has_others() { # succeeds if the partition has more nodes than the job needs, not
+    # counting excluded ones
     local total='TotalNodes=([0-9]+)' left
     [[ $(kp_shielded scontrol show partition "$(kp_field Partition)" 2>/dev/null) =~ $total ]] ||
         return 1
@@ -414,9 +412,9 @@ kp_has_others() { # true when the partition has a node more than the job needs, 
     ((left > $(kp_field NumNodes)))
 }
 
-kp_without_this_host() { # <directory>: where an earlier start has used it, starts the job again on
-    # other hosts, and exits
-    # There is no record of what followed so far, as it is in that directory: no count, but a pause.
+kp_without_this_host() { # <directory>: if an earlier start has used it, requeues the job on other
+    # hosts and exits
+    # The records are in that directory, so attempts cannot be counted: pause instead.
     [[ -z $KP_DRY && -z $KP_CHAIN && -n ${SLURMD_NODENAME:-} ]] && kp_is_batch &&
         kp_show_job || return 0
     [[ $(kp_field Restarts) != 0 && $(kp_field JobState) == RUNNING ]] || return 0
@@ -429,18 +427,18 @@ kp_without_this_host() { # <directory>: where an earlier start has used it, star
     exit 0
 }
 
-kp_finish() { # ends the script: requeues where that is right; exits 0, 75 (interrupted), 2 (bad
-    # input) or srun's code
+kp_finish() { # ends the script: requeues if needed; exits with 0, 75 (interrupted), 2 (bad input)
+    # or srun's code
     if kp_in_job; then
         [[ -n $KP_DECIDED ]] || kp_decide "the step ended with exit code $KP_CODE" || true
-        # The next job of a chain has a directory of its own.
+        # The next job of a chain has its own staging directory.
         [[ $KP_DECIDED != end && ($KP_DECIDED != chain || $KP_JOB_STATE != RUNNING) ]] || kp_unstage
         [[ $KP_DECIDED != end ]] || kp_propose
     else
         kp_verdict
     fi
-    # A script of the user's own must not go on to its next command: Slurm is about to end it, and
-    # signals one process after the other. So this one lets it be signalled first.
+    # A user's script must not continue with its next command: Slurm is about to end it, and signals
+    # processes one after the other. So wait until it has been signalled.
     if [[ $KP_DECIDED == requeue ]] && ! kp_is_whole_script; then
         trap 'sleep 2; exit 143' TERM
         sleep 60 &
@@ -448,19 +446,19 @@ kp_finish() { # ends the script: requeues where that is right; exits 0, 75 (inte
     fi
     case $KP_DECIDED,$KP_STATE in
         requeue,* | chain,* | *,done | *,stopped) exit 0 ;;
-        *,interrupted) exit $((KP_CODE == 2 ? 2 : 75)) ;; # 2: of another part of the job
-        # srun's code is 0, too, when a node has failed.
+        *,interrupted) exit $((KP_CODE == 2 ? 2 : 75)) ;; # 2: from another part of the job
+        # srun's code is also 0 when a node has failed.
         *,failed | *,running | end,* | leave,*) exit $((KP_CODE ? KP_CODE : 1)) ;;
     esac
     exit "$KP_CODE"
 }
 
-kp_stay_ended() { # <exit code>: the EXIT trap, the door of all ends before a step, which makes sure
-    # that an end is the end
+kp_stay_ended() { # <exit code>: the EXIT trap: handles every end before a step, and keeps ended
+    # jobs from restarting
     [[ -z $KP_DRY && (-z $KP_DECIDED || $KP_DECIDED == end) ]] && kp_in_job &&
         [[ -z $KP_BESIDE ]] || return 0
 
-    # Without a decision it is bad input; or Slurm itself ends the script to requeue the job, which
+    # Without a decision it is bad input, or Slurm is ending the script to requeue the job, which
     # must stay possible.
     if [[ -z $KP_DECIDED ]]; then
         kp_wait_for_job && [[ $(kp_field JobState) == RUNNING ]] || return 0
@@ -468,16 +466,15 @@ kp_stay_ended() { # <exit code>: the EXIT trap, the door of all ends before a st
         [[ -z $KP_DECIDED || $KP_DECIDED == end ]] || exit 0 # it starts again
         [[ -n $KP_DECIDED ]] || ! kp_is_batch || ! kp_is_whole_script || kp_notify_early "$1"
     fi
-    # Slurm 24.05 and later mark a job that was preempted with a grace time, and after our own
-    # requeue the mark is still there: the job would be requeued once more at its next end, even if
-    # the run is done.
+    # Slurm 24.05 and later mark a job preempted with a grace time, and keep the mark after our own
+    # requeue: the job would be requeued again at its next end, even if the run is done.
     kp_chain_cancel "the job has ended before its run began"
     ! kp_is_batch || ! kp_is_whole_script ||
         kp_shielded scontrol update JobId="$(kp_job_id)" Requeue=0 >/dev/null 2>&1 || true
 }
 
-kp_end_early() { # <run directory> <what is wrong; what to do>: ends a start for good, on record
-    # where there is one
+kp_end_early() { # <run directory> <what is wrong; what to do>: ends the job for good, and records
+    # it if the run has records
     local why=${*:2}
     if kp_is_batch && kp_is_whole_script && [[ -e $1/attempts.jsonl ]]; then
         kp_use_run "$1"
@@ -489,9 +486,9 @@ kp_end_early() { # <run directory> <what is wrong; what to do>: ends a start for
     kp_die "$why"
 }
 
-kp_ended_early() { # <exit code>: decides after a start that has ended before its step
-    # An earlier start of this job has come through here with the same command: what stops this one
-    # is the host, or the site. Only of a first start it is bad input.
+kp_ended_early() { # <exit code>: decides after a start that ended before its step
+    # An earlier start of this job passed with the same command, so the cause is the host or the
+    # site. Only in a first start is it bad input.
     (($1 != 0 && $1 != 130)) || return 0
     [[ -n ${KP_RUN_DIR:-} || $KP_ROOT == "$KP_ORIGIN" ]] || kp_use_run "${KP_ROOT%/code/*}"
     [[ -n ${KP_RUN_DIR:-} && -e $KP_RUN_DIR/attempts.jsonl && $(kp_field Restarts) != 0 ]] ||

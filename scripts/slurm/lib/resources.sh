@@ -1,14 +1,14 @@
 # shellcheck shell=bash
 # Nodes, tasks, GPUs and CPUs of this run, from the request. One task drives one GPU or, under
-# run.sh, all of its node.
+# run.sh, all GPUs of its node.
 
-kp_set_size() { # <nodes> <tasks of a node> <GPUs of a node> [CPUs of a task]: of the run
+kp_set_size() { # <nodes> <tasks per node> <GPUs per node> [CPUs per task]: sets the size of the run
     KP_NODES=$1 KP_TASKS=$2 KP_GPUS=$3
     [[ -z ${4:-} ]] || KP_CPUS=$4
 }
 
-kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a task); one task drives
-    # one GPU
+kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (per node) and KP_CPUS (per task); one task
+    # drives one GPU
     local asked cpus one="--ntasks-per-node=1 for one process that drives all GPUs of its node"
     kp_chain_check
     if ! kp_in_job; then
@@ -30,7 +30,7 @@ kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a ta
         asked=1
     fi
     KP_TASKS=${asked:-$((KP_GPUS > 0 ? KP_GPUS : 1))}
-    if [[ $KP_GPUS_ASKED == --gpus-per-task=* ]]; then # a whole node may have more
+    if [[ $KP_GPUS_ASKED == --gpus-per-task=* ]]; then # a whole node may have more GPUs
         KP_GPUS=$((KP_TASKS * ${KP_GPUS_ASKED#*=}))
     fi
 
@@ -50,15 +50,15 @@ kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a ta
         kp_die "$KP_TASKS task(s) per node, but $cpus CPU(s): give --ntasks-per-node=$KP_TASKS" \
             "--cpus-per-task=N"
     KP_CPUS=$((cpus / KP_TASKS))
-    # As for the tasks. 1 is also what Slurm writes where nobody has asked.
+    # As for the tasks. Slurm also writes 1 if nothing was requested.
     asked=$(kp_field CPUs/Task)
     [[ $asked == 1 || ${SLURM_CPUS_PER_TASK:-} != "$asked" ]] || KP_CPUS=$asked
-    kp_places # from here on KP_NODES are those that train
+    kp_places # from here on KP_NODES are the training nodes
 }
 
-kp_cpus() { # <nodes>: sets cpus, of the caller, to the CPUs of each; where nodes have different
-    # numbers, to those of the smallest
-    # srun takes one number for all nodes, and starts nothing where one of them has fewer.
+kp_cpus() { # <nodes>: sets the caller's cpus to the CPUs per node, the smallest number
+    # if nodes differ
+    # srun takes one number for all nodes, and fails if a node has fewer.
     local line part count least=0 most=0
     while read -r line; do
         [[ $line =~ ^Nodes=.*\ CPU_IDs=([0-9,-]+) ]] || continue
@@ -73,14 +73,14 @@ kp_cpus() { # <nodes>: sets cpus, of the caller, to the CPUs of each; where node
     ((least == most || least >= cpus)) || cpus=$least
 }
 
-kp_tasks_asked() { # the tasks per node that the user asked for, or nothing
-    # In the shell of a salloc, or of another job, sbatch hands on what that one has asked for.
+kp_tasks_asked() { # prints the requested tasks per node, if any
+    # In a shell of salloc or of another job, sbatch passes on that job's request.
     local pattern='NtasksPerN:B:S:C=([1-9][0-9]*)' tasks=${SLURM_NTASKS:-0}
     [[ $tasks == "$(kp_field NumTasks)" ]] || tasks=0
     if [[ $KP_JOB =~ $pattern ]]; then
         echo "${BASH_REMATCH[1]}"
     elif [[ $KP_GPUS_ASKED == --gpus-per-socket=* ]]; then
-        # Slurm has made the number of sockets that of the tasks.
+        # Slurm has set the number of tasks to that of the sockets.
         return 0
     elif ((tasks > KP_NODES)) || { ((tasks > 0)) && kp_is_batch; }; then # salloc sets it unasked
         ((tasks % KP_NODES == 0)) ||
@@ -89,8 +89,8 @@ kp_tasks_asked() { # the tasks per node that the user asked for, or nothing
     fi
 }
 
-kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (empty: they came
-    # with the nodes)
+kp_gpus() { # sets KP_GPUS (per node) and KP_GPUS_ASKED, the request (empty: GPUs come
+    # with whole nodes)
     local line counts=() asked count
     while read -r line; do
         [[ $line == Nodes=*GRES=* ]] || continue
@@ -137,10 +137,8 @@ kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (
     [[ $asked != *gpu* ]] || { kp_count_gpus "$asked" && KP_GPUS_ASKED=--gpus-per-task=$count; }
 }
 
-kp_same_size() { # stops a later start of the job with fewer tasks or GPUs on a node than its first
-    # one had
-    # Slurm 22.05 can lose the GPUs of a job that is requeued: it would train on with a part of its
-    # ranks, on the CPU.
+kp_same_size() { # exits if a restart of the job has fewer tasks or GPUs per node than the first
+    # Slurm 22.05 can lose a requeued job's GPUs: it would continue with fewer ranks, on the CPU.
     local file tasks='' gpus='' nodes='' now="$KP_TASKS $KP_GPUS $KP_NODES"
     kp_is_batch || return 0
     file=$KP_RUN_DIR/.size-$(kp_job_id)
@@ -149,7 +147,7 @@ kp_same_size() { # stops a later start of the job with fewer tasks or GPUs on a 
         printf '%s\n' "$now" >"$file"
         return
     fi
-    # The request allows it: --nodes=1-2, or somebody has changed NumNodes.
+    # The request allows fewer nodes (--nodes=1-2), or somebody has changed NumNodes.
     [[ ! $nodes =~ ^[0-9]+$ ]] || ((KP_NODES >= nodes)) ||
         kp_log "note: restart with $((KP_NODES * KP_TASKS)) of $((nodes * tasks)) tasks:" \
             "this job's first start had $nodes nodes"
@@ -164,10 +162,10 @@ kp_same_size() { # stops a later start of the job with fewer tasks or GPUs on a 
     kp_finish
 }
 
-kp_count_gpus() { # <GRES or TRES>: sets count, of the caller, to the GPUs in it: gpu,
+kp_count_gpus() { # <GRES or TRES>: sets the caller's count to its number of GPUs: gpu,
     # gpu:h100:4(IDX:0-3), gres/gpu=4, several types
-    # Of a type, gpu:1g.10gb:4, only the whole is no number. No subshell: a job of 2,000 nodes may
-    # have as many lines.
+    # A type, as in gpu:1g.10gb:4, may start with digits but is not a number. No subshell: a job of
+    # 2,000 nodes may have as many lines.
     local text=$1 pattern='gpu([:=/][^:=,(]*[^:=,(0-9][^:=,(]*)?([:=]([0-9]+))?(.*)'
     count=0
     while [[ $text =~ $pattern ]]; do
@@ -176,7 +174,7 @@ kp_count_gpus() { # <GRES or TRES>: sets count, of the caller, to the GPUs in it
     done
 }
 
-kp_gpus_here() { # the GPUs of this machine that a process may see
+kp_gpus_here() { # prints the number of GPUs that a process may use on this machine
     local list
     if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
         IFS=, read -ra list <<<"${CUDA_VISIBLE_DEVICES/#-1*/}"
@@ -186,7 +184,7 @@ kp_gpus_here() { # the GPUs of this machine that a process may see
     fi
 }
 
-kp_need_one_node() { # stops when the job has several
+kp_need_one_node() { # exits if the job has several nodes
     ((KP_NODES == 1)) ||
         kp_die "singlenode.sh on $KP_NODES nodes: give --nodes=1, or submit multinode.sh"
 }

@@ -1,27 +1,27 @@
 # shellcheck shell=bash
 # After a crash or a hang the job keeps its nodes: the next attempt is another step of the same job.
-# Where a node is lost or to blame, a spare takes its place (KEMPNER_SPARES). kp_decide says when
-# this is right (requeue.sh).
+# If a node is lost or to blame, a spare replaces it (KEMPNER_SPARES). kp_decide (requeue.sh) says
+# when to do so.
 
-# once one of those that were asked to leave has been killed; tests shorten it
+# seconds for ranks asked to exit, once one of them has been killed; tests shorten it
 KP_LEAVING_S=${KP_LEAVING_S:-120}
 
-KP_RESTARTS=0 # restarts in place that are left
-# where Slurm lets the job survive a lost node: those that train, and those that wait
+KP_RESTARTS=0 # restarts in place left
+# if the job survives a lost node: the nodes that train, and those that wait
 KP_PLACES=() KP_SPARES=()
 KP_LOST='' # nodes that do not answer
-# of those, the ones that were to blame: no later start of the job takes them
+# former places that were to blame: no later start of the job uses them
 KP_SPENT=()
 KP_STUCK=''             # not empty: a task could not be killed
 KP_DROPPED=''           # not empty: the job has lost a node
-KP_GUARD='' KP_SPARE='' # the sruns of guard.sh and of KEMPNER_SPARE_COMMAND
+KP_GUARD='' KP_SPARE='' # sruns of guard.sh and KEMPNER_SPARE_COMMAND
 
-kp_own_steps() { # the script that starts lost steps again by itself, or nothing
+kp_own_steps() { # prints the script, if it restarts lost steps itself
     :
 }
 
-kp_places() { # sets KP_RESTARTS and, in a job that survives a lost node, KP_PLACES, KP_SPARES;
-    # takes them off KP_NODES
+kp_places() { # sets KP_RESTARTS and, if the job survives a lost node, KP_PLACES and KP_SPARES;
+    # subtracts the spares from KP_NODES
     local most=${KEMPNER_RESTARTS:-10} spares=${KEMPNER_SPARES:-0} own
     [[ $most =~ ^(0|[1-9][0-9]{0,5})$ ]] ||
         kp_die "KEMPNER_RESTARTS=$most: must be a number of restarts, such as 10, or 0 for none"
@@ -57,27 +57,27 @@ kp_places() { # sets KP_RESTARTS and, in a job that survives a lost node, KP_PLA
     kp_set_size $((KP_NODES - spares)) "$KP_TASKS" "$KP_GPUS"
 }
 
-kp_no_restart() { # no step follows in this start of the job
+kp_no_restart() { # lets no further step follow in this start of the job
     KP_RESTARTS=0
 }
 
-kp_survives() { # true when the job was submitted with --no-kill, as far as that can be known: Slurm
+kp_survives() { # succeeds if the job was submitted with --no-kill, as far as known: Slurm
     # does not show it
     [[ -z $KP_DRY || -z ${KP_ASKED[no_kill]+set}${KP_ASKED[k]+set} ]] || return 0
     [[ ${SBATCH_NO_KILL-off} =~ ^(set)?$ ]] ||
         grep -qE '^#SBATCH +(-k|--no-kill)(=set)? *$' "$0" 2>/dev/null
 }
 
-kp_comma() { # <word>...: joined by commas
+kp_comma() { # <word>...: prints them joined by commas
     local IFS=,
     echo "$*"
 }
 
 # --- while a step runs ----------------------------------------------------------------------------
 
-kp_await() { # waits for the step; once a rank has failed, the others end soon. Sets KP_CODE,
-    # KP_LOST, KP_STUCK
-    # LAST: once a rank has failed, the others have so long to record what they have seen.
+kp_await() { # waits for the step; ends the other ranks soon after one has failed; sets
+    # KP_CODE, KP_LOST, KP_STUCK
+    # last: seconds that the others have to record what they have seen, once a rank has failed.
     local line fd failed='' over='' ended='' next=0 due last=5 patience=5
     KP_LOST='' KP_STUCK=''
     # its file system may fail at any time
@@ -87,9 +87,9 @@ kp_await() { # waits for the step; once a rank has failed, the others end soon. 
             [[ $line == 'srun: error: '*': task'* || $line == 'srun: error: Node failure'* ]] ||
                 continue
             [[ -z $failed ]] || continue
-            # Those that have been asked to leave may be in a long save; but one that was killed
-            # takes no part in it, another one may be frozen, and srun's order to end them may not
-            # have reached the controller.
+            # Ranks asked to exit may be in a long save. But a killed rank cannot take part
+            # in it, another may be frozen, and srun's request to end them may not have
+            # reached the controller.
             if [[ ${KP_SIGNAL:-USR2} != USR2 ]]; then
                 [[ $line != *': Killed' ]] || failed=$SECONDS patience=$KP_LEAVING_S
                 continue
@@ -105,14 +105,14 @@ kp_await() { # waits for the step; once a rank has failed, the others end soon. 
         fi
 
         due=''
-        # After an orderly end: a srun that misses it, as after a host came back, must not keep the
-        # job.
+        # After an orderly end, a srun that misses it, as after a host came back, must
+        # not hold the job.
         [[ -z $over ]] || due=$((over + 60))
         [[ -z $failed ]] || due=$((failed + patience))
         if [[ -n $ended ]]; then
             if ((SECONDS >= ended + patience)); then
-                # It waits for a host that is lost, until Slurm notices: minutes. Or for a task that
-                # nothing can end.
+                # It waits for a lost host until Slurm notices (minutes), or for a task that
+                # cannot be killed.
                 [[ -n $KP_LOST ]] || KP_STUCK=1
                 kill -KILL "$KP_CHILD" 2>/dev/null || true
                 break
@@ -120,7 +120,7 @@ kp_await() { # waits for the step; once a rank has failed, the others end soon. 
         elif [[ -n $due ]] && ((SECONDS >= due)); then
             ended=$SECONDS
             ((patience < last)) || patience=$last
-            # faulty_host.py blames none that die after this line; srun kills its tasks.
+            # faulty_host.py ignores deaths after this line; srun kills its tasks.
             { echo "kempner: ending the other ranks" >>"$KP_SRUN_LOG"; } 2>/dev/null || true
             kill -TERM "$KP_CHILD" 2>/dev/null || true
         fi
@@ -132,11 +132,11 @@ kp_await() { # waits for the step; once a rank has failed, the others end soon. 
     [[ -n $failed ]] || kp_is_over || kp_find_lost
 }
 
-kp_is_over() { # true when the run has recorded an orderly end
+kp_is_over() { # succeeds if the run has recorded an orderly end
     [[ $KP_STATE =~ ^(done|stopped|interrupted|failed)$ ]]
 }
 
-kp_drop_spares() { # <what is wrong> <host>...: those of them that are spares
+kp_drop_spares() { # <what is wrong> <host>...: drops those that are spares
     local host spares=()
     for host in "${KP_SPARES[@]}"; do
         if [[ " ${*:2} " == *" $host "* ]]; then
@@ -148,7 +148,7 @@ kp_drop_spares() { # <what is wrong> <host>...: those of them that are spares
     KP_SPARES=("${spares[@]}")
 }
 
-kp_drop_unfit_spares() { # those whose device audit.py has found wrong
+kp_drop_unfit_spares() { # drops spares whose device failed audit.py
     local host unfit=()
     for host in "${KP_SPARES[@]}"; do
         [[ ! -e $KP_RUN_DIR/.unfit-$SLURM_JOB_ID-$host ]] || unfit+=("$host")
@@ -156,19 +156,18 @@ kp_drop_unfit_spares() { # those whose device audit.py has found wrong
     kp_drop_spares "computes wrong numbers (logs/spare.log)" "${unfit[@]}"
 }
 
-kp_find_lost() { # sets KP_LOST, the nodes of this run that can start no task; such spares are
-    # dropped
+kp_find_lost() { # sets KP_LOST, the nodes of this run that cannot start tasks; drops lost spares
     local KP_DEADLINE=$((SECONDS + KP_PATIENCE)) KP_ANSWER=''
     local hosts=("${KP_PLACES[@]}" "${KP_SPARES[@]}")
     local host left gone=() lost=()
     local failed='s/^srun: error: Task launch for .* failed on node ([^:]+): .*/\1/p'
-    # A host may be back, and still be of no use: Slurm has taken it out of the job, or late orders
-    # to end an earlier start of the job have revoked its credentials there.
+    # A host may be back but unusable: Slurm has removed it from the job, or late requests to end an
+    # earlier start have revoked the job's credentials there.
     mapfile -t gone < <(sed -nE "$failed" "$KP_SRUN_LOG" 2>/dev/null)
     if kp_show_job; then
         mapfile -t left < <(scontrol show hostnames "$(kp_field NodeList)")
         for host in "${hosts[@]}"; do
-            # No answer is no loss.
+            # Without an answer, no host counts as lost.
             [[ ${#left[@]} == 0 || " ${left[*]} " == *" $host "* ]] || gone+=("$host")
         done
         ((${#hosts[@]} > 0)) || hosts=("${left[@]}")
@@ -187,7 +186,7 @@ kp_find_lost() { # sets KP_LOST, the nodes of this run that can start no task; s
     [[ -z $KP_LOST ]] || kp_log "$KP_LOST: no answer from its slurmd, or it starts no task"
 }
 
-kp_find_silent() { # <host>...: adds those where no slurmd takes a connection to gone
+kp_find_silent() { # <host>...: adds those whose slurmd accepts no connection to gone
     local default='' host at_port word
     local -A address=() ports=() pids=()
     kp_ask scontrol show config || return 0
@@ -201,7 +200,7 @@ kp_find_silent() { # <host>...: adds those where no slurmd takes a connection to
         esac
     done
 
-    # The controller itself calls a host down SlurmdTimeout after its last answer: by default 300 s.
+    # The controller marks a host down only SlurmdTimeout after its last answer (default 300 s).
     for host; do
         [[ -n ${address[$host]:-} ]] || continue
         at_port=${ports[$host]:-${default:-6818}}
@@ -211,7 +210,7 @@ kp_find_silent() { # <host>...: adds those where no slurmd takes a connection to
         pids[$host]=$!
     done
     for host in "${!pids[@]}"; do
-        # A signal ends a wait early, with a code of its own: that host would pass for lost.
+        # A signal ends wait early with its own code: the host would seem lost.
         while kill -0 "${pids[$host]}" 2>/dev/null; do wait "${pids[$host]}" || true; done
         wait "${pids[$host]}" || gone+=("$host")
     done
@@ -219,18 +218,17 @@ kp_find_silent() { # <host>...: adds those where no slurmd takes a connection to
 
 # --- between two attempts -------------------------------------------------------------------------
 
-kp_asked_to_leave() { # true after a signal that is more than a wish for a save
+kp_asked_to_leave() { # succeeds after a signal that asks for more than a save
     [[ ${KP_SIGNAL:-USR2} != USR2 || ${KP_PENDING:-USR2} != USR2 ]]
 }
 
-kp_could_restart() { # true when the job itself allows another step, whatever has happened to the
-    # last one
+kp_could_restart() { # succeeds if the job allows another step, whatever happened to the last one
     ((KP_RESTARTS > 0)) && kp_is_batch && ! kp_asked_to_leave || return 1
     [[ -z $KP_STUCK && $KP_JOB_STATE == RUNNING ]] && ! kp_is_over
 }
 
-kp_next_attempt() { # after the decision to restart: the next attempt has a name of its own, and its
-    # nodes
+kp_next_attempt() { # after the decision to restart: prepares the next attempt, with its name,
+    # its nodes and its baseline of progress
     local host places=() id=$KEMPNER_ATTEMPT_ID number=0 # of this restart
     if [[ -n ${KP_DECISION[replaced]} ]]; then
         kp_end_spare_command
@@ -243,10 +241,10 @@ kp_next_attempt() { # after the decision to restart: the next attempt has a name
             places+=("$host")
         done
         KP_PLACES=("${places[@]}")
-        [[ -z $KP_LOST ]] || kp_end_guard # it may have been there
+        [[ -z $KP_LOST ]] || kp_end_guard # it may have run there
     fi
     KP_RESTARTS=$((KP_RESTARTS - 1))
-    kp_note_progress "$KP_COMMITTED" # as the decision has seen it: a later look may see more
+    kp_note_progress "$KP_COMMITTED" # as the decision saw it: there may be more by now
     kp_set_decided ''
     kp_forget_signal
     KP_LOST=''
@@ -256,8 +254,8 @@ kp_next_attempt() { # after the decision to restart: the next attempt has a name
 
 # --- beside the run -------------------------------------------------------------------------------
 
-kp_start_beside() { # what runs beside the ranks, unless it runs already: the guard, and what the
-    # idle spares do
+kp_start_beside() { # starts what runs beside the ranks, unless it runs already: the guard and
+    # the spares' command
     local host others=()
     export KEMPNER_IDLE="${KP_SPARES[*]}"
     for host in "${KP_PLACES[@]}" "${KP_SPARES[@]}"; do
@@ -267,13 +265,13 @@ kp_start_beside() { # what runs beside the ranks, unless it runs already: the gu
     kill -0 "${KP_SPARE:-none}" 2>/dev/null || kp_start_spare_command
 }
 
-kp_end_beside() { # or the end of the job would wait for them
+kp_end_beside() { # ends them, or the job's end would wait for them
     kp_end_guard
     kp_end_spare_command
 }
 
-kp_start_guard() { # <other host>...: watches, on up to two of them, that this one is not lost
-    # (guard.sh); sets KP_GUARD
+kp_start_guard() { # <other host>...: starts guard.sh on up to two of them, in case this host is
+    # lost; sets KP_GUARD
     local on
     KP_GUARD=''
     (($# > 0)) && kp_is_batch || return 0
@@ -301,7 +299,7 @@ kp_start_spare_command() { # with KEMPNER_SPARE_COMMAND: runs it once on each id
     KP_SPARE=$!
 }
 
-kp_end_spare_command() { # its node is needed
+kp_end_spare_command() { # ends it: its node is needed
     local tries
     [[ -n $KP_SPARE ]] || return 0
     kill -TERM "$KP_SPARE" 2>/dev/null || true # srun then kills its tasks
@@ -313,8 +311,8 @@ kp_end_spare_command() { # its node is needed
     KP_SPARE=''
 }
 
-kp_beside() { # <name> <srun's options>... <host>... -- <command>...: a step with a task on each
-    # host, in the background
+kp_beside() { # <name> <srun's options>... <host>... -- <command>...: starts a background step with
+    # a task per host
     local name=$1 options=() hosts=()
     shift
     while [[ $1 == --* && $1 != -- ]]; do options+=("$1") && shift; done

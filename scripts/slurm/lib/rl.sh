@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# The parts of rl.sh up to their start: a srun step for the trainer, one for each engine, one for
-# the orchestrator; outside Slurm the same as processes. KP_CHILD is the trainer, so that signals
-# reach it as everywhere. rl_watch.sh looks after them.
+# The parts of rl.sh up to their start: one srun step each for the trainer, every engine and the
+# orchestrator; outside Slurm they are processes. KP_CHILD is the trainer, so that signals reach it
+# as in other scripts. rl_watch.sh monitors them.
 
-# bench: not empty with --bench; of the job: job_nodes, job_tasks, job_gpus, node_cpus; of the
-# engines: engines (how many), kind, engine_node (their first one), on_node (how many on each), tp,
-# slots, restarts; max_steps; programs: orchestrate, serve; directories: exchange, logs
+# bench: not empty with --bench; job: job_nodes, job_tasks, job_gpus, node_cpus; engines: engines
+# (their number), kind, engine_node (their first node), on_node (number per node), tp, slots,
+# restarts; max_steps; programs: orchestrate, serve; directories: exchange, logs
 declare -A KP_RL=()
 
 kp_own_steps() { # in place of restart.sh's
@@ -14,7 +14,7 @@ kp_own_steps() { # in place of restart.sh's
 
 # --- what runs where ------------------------------------------------------------------------------
 
-kp_rl_bench() { # with --bench in KP_ARGUMENTS: a short run of its own in its place
+kp_rl_bench() { # with --bench in KP_ARGUMENTS: replaces the run by a short, separate one
     local word others=() name=${KP_ARGUMENTS[0]##*/}
     KP_RL[bench]=''
     for word in "${KP_ARGUMENTS[@]}"; do
@@ -31,8 +31,8 @@ kp_rl_bench_tell() {
         kp_python "$KP_MODULE" kempner.jobs.report.loop_bench "$KP_RUN_DIR" || true
 }
 
-kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODES, KP_TASKS, KP_GPUS
-    # of the trainer
+kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT (its text) and the trainer's
+    # KP_NODES, KP_TASKS, KP_GPUS
     local code=0 line names='' values=() toml
     local nodes per_node engines on_node engine_node tasks tp slots restarts max_steps
     local gpu_count=$KP_GPUS cpus=${KP_CPUS:-}
@@ -74,7 +74,7 @@ kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODE
     KP_ENGINE_ARGS=()
     [[ $line != *$'\n--\n'* ]] || mapfile -t KP_ENGINE_ARGS <<<"${line#*$'\n--\n'}"
     IFS=, read -ra KP_NAMES <<<"$names"
-    [[ -z ${KP_DRY_AWAY:-} ]] || KP_RL[node_cpus]=$tasks # what the nodes have is not known
+    [[ -z ${KP_DRY_AWAY:-} ]] || KP_RL[node_cpus]=$tasks # the nodes' resources are unknown
     if kp_in_job || [[ -n $KP_DRY ]]; then
         ((KP_RL[node_cpus] >= tasks)) ||
             kp_die "[rl.deployment] needs $tasks tasks on a node, which has ${KP_RL[node_cpus]}" \
@@ -84,7 +84,7 @@ kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODE
     kp_set_size "$nodes" "$per_node" $((gpu_count > 0 ? per_node : 0)) "$cpus"
 }
 
-kp_rl_names() { # the nodes of the job, so far as they are known, with commas
+kp_rl_names() { # prints the job's nodes, as far as known, separated by commas
     local names=''
     ! kp_in_job ||
         names=$(scontrol show hostnames "$(kp_field NodeList)" 2>/dev/null | paste -sd,) || true
@@ -92,7 +92,7 @@ kp_rl_names() { # the nodes of the job, so far as they are known, with commas
     echo "${names:-$(seq -f 'NODE%.0f' -s, "$KP_NODES")}"
 }
 
-kp_rl_tell() { # <rl.py arguments>...: with --check, says the placement and ends the script
+kp_rl_tell() { # <rl.py arguments>...: with --check, prints the placement and exits
     local word
     for word; do
         [[ $word == --check ]] || continue
@@ -103,13 +103,13 @@ kp_rl_tell() { # <rl.py arguments>...: with --check, says the placement and ends
     KP_RL[logs]=$KP_RUN_DIR/logs/rl-$KEMPNER_ATTEMPT_ID
 }
 
-kp_rl_preflight() { # of all nodes of the job
+kp_rl_preflight() { # checks all nodes of the job
     local KP_NODES=${KP_RL[job_nodes]} KP_TASKS=${KP_RL[job_tasks]} KP_GPUS=${KP_RL[job_gpus]}
     kp_preflight
 }
 
-kp_dry_commands() { # in place of dry_run.sh's: the placement, and a command for each kind of
-    # process
+kp_dry_commands() { # in place of dry_run.sh's: prints the placement, and a command for each
+    # kind of process
     local command
     KP_RL[exchange]=$KP_RUN_DIR/rl/$KEMPNER_ATTEMPT_ID
     KP_RL[logs]=$KP_RUN_DIR/logs/rl-$KEMPNER_ATTEMPT_ID
@@ -128,12 +128,12 @@ kp_dry_commands() { # in place of dry_run.sh's: the placement, and a command for
 # --- the commands ---------------------------------------------------------------------------------
 
 kp_trainer_command() { # <anything> <rl.py arguments>...: sets KP_SRUN
-    # Without --mem=0 the first step on a node would take all of its memory.
+    # Without --mem=0, the first step on a node would take all its memory.
     kp_srun_command --exact --mem=0 --nodelist="$(kp_names 0 "$KP_NODES")" -- "$KP_TRAIN" "${@:2}"
 }
 
-kp_orchestrator_command() { # <anything> <rl.py arguments>...: sets KP_SRUN: beside the trainer,
-    # without a GPU
+kp_orchestrator_command() { # <anything> <rl.py arguments>...: sets KP_SRUN; runs beside the
+    # trainer, without a GPU
     local KP_SRUN_NAME=$KP_SRUN_NAME-orchestrator KP_NODES=1 KP_TASKS=1 KP_GPUS=0
     local KP_CPUS=${KP_RL[node_cpus]}
     kp_srun_command --overlap --mem=0 --nodelist="$(kp_names 0 1)" --gres=none --open-mode=append \
@@ -149,7 +149,7 @@ kp_engine_command() { # <number of its node>: sets KP_SRUN
         --output="${KP_RL[logs]}/engine-${KEMPNER_ENGINE:-0}.log" -- "${KP_ENGINE_WORDS[@]}"
 }
 
-kp_engine_words() { # sets KP_ENGINE_WORDS, those of an engine after "python"
+kp_engine_words() { # sets KP_ENGINE_WORDS, an engine's arguments of "python"
     local host=0.0.0.0 exchange=${KP_RL[exchange]}
     kp_in_job || [[ -n $KP_DRY ]] || host=127.0.0.1
     KP_ENGINE_WORDS=("${KP_RL[serve]}")
@@ -161,22 +161,22 @@ kp_engine_words() { # sets KP_ENGINE_WORDS, those of an engine after "python"
     KP_ENGINE_WORDS+=("${KP_ENGINE_ARGS[@]}")
 }
 
-kp_names() { # <first> <how many>: names of nodes of the job, with commas
+kp_names() { # <first> <count>: prints names of the job's nodes, separated by commas
     local IFS=,
     echo "${KP_NAMES[*]:$1:$2}"
 }
 
 # --- starts ---------------------------------------------------------------------------------------
 
-kp_run_rl() { # <rl.py arguments>...: until all parts have ended; sets KP_CODE
-    # The logs of the attempt before, until those of this one are there. Of the orchestrator: when
-    # its sign of life was last looked at, that sign, when it came, and what waits for room. When
-    # this loop last ran. Whether a part has refused its input, whether the run is being left, and
-    # whether an engine was ever there.
+kp_run_rl() { # <rl.py arguments>...: runs all parts until they have ended; sets KP_CODE
+    # The logs of the previous attempt, until this one's exist. Orchestrator: when its heartbeat was
+    # last checked, the heartbeat, when it last changed, and what waits for disk space. When this
+    # loop last ran. Whether a part has refused its input, whether the run is ending, and whether
+    # any engine has ever served.
     local engine before orchestrator='' listened=0 last_beat='' orchestrator_seen_at=0 waits=''
     local awake='' bad_input='' leaving='' ever_served=''
-    # Of each engine: its process, its starts in a row, when it may start again, when it answered
-    # last, when it was there first, and the process that asks it.
+    # Per engine: its process, consecutive starts, when it may restart, when it last answered, when
+    # it first served, and the process that probes it.
     local engine_pids=() engine_tries=() engine_next=() engine_seen=() engine_there=() probes=()
     for engine in "${KP_PLACEMENT[@]}"; do kp_log "$engine"; done
     before=$(readlink -- "$KP_RUN_DIR/logs/latest") || before=none
@@ -204,15 +204,14 @@ kp_run_rl() { # <rl.py arguments>...: until all parts have ended; sets KP_CODE
     kp_end_others
 }
 
-kp_make_exchange() { # the directory of this attempt, for this user alone, with a token for requests
-    # to engines
+kp_make_exchange() { # makes this attempt's private directory, with a token for requests to engines
     mkdir -p -- "${KP_RL[logs]}" || return 1
     (umask 077 && mkdir -p -- "${KP_RL[exchange]}"/{weights,engines} &&
         od -An -N24 -tx1 /dev/urandom | tr -d ' \n' >"${KP_RL[exchange]}/token")
 }
 
-kp_share_machine() { # sets KP_VISIBLE_GPUS, the GPUs of each part outside Slurm, engines first; and
-    # the threads of each
+kp_share_machine() { # sets KP_VISIBLE_GPUS, the parts' GPUs outside Slurm, engines
+    # first; and OMP_NUM_THREADS
     local parts=$((KP_RL[engines] + KP_TASKS))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > parts ? $(nproc) / parts : 1))}
     ((KP_RL[job_gpus] > 0)) || return 0
@@ -223,14 +222,14 @@ kp_share_machine() { # sets KP_VISIBLE_GPUS, the GPUs of each part outside Slurm
     fi
 }
 
-kp_set_visible_gpus() { # <first> <how many>: exports CUDA_VISIBLE_DEVICES outside Slurm, where this
+kp_set_visible_gpus() { # <first> <count>: exports CUDA_VISIBLE_DEVICES outside Slurm, if this
     # machine has GPUs
     local IFS=,
     ((KP_RL[job_gpus] == 0)) || export CUDA_VISIBLE_DEVICES="${KP_VISIBLE_GPUS[*]:$1:$2}"
 }
 
-kp_dies_with_us() { # <signal>: the words before a command that gets that signal when this shell
-    # dies, of kill -9, too
+kp_dies_with_us() { # <signal>: prints a prefix that sends a command this signal when this shell
+    # dies, even by SIGKILL
     setpriv --pdeathsig "$1" true 2>/dev/null && echo "setpriv --pdeathsig $1 --" || true
 }
 
@@ -238,7 +237,7 @@ kp_start_trainer() { # <rl.py arguments>...
     local words=("${KP_INSIDE[@]}" "$KP_PYTHON") tied blocked
     if kp_in_job; then
         kp_trainer_command 0 "$@"
-        # What srun says of a task that dies is looked at afterwards: see kp_srun.
+        # srun's messages about dead tasks are examined later: see kp_srun.
         kp_start "${KP_SRUN[@]}" \
             2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2)
         return

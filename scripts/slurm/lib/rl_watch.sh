@@ -1,14 +1,14 @@
 # shellcheck shell=bash
-# The parts of rl.sh from the start on: what is lost, and what is done about it:
-# docs/extensions/rl.md. Lower-case names without a "local" are variables of kp_run_rl.
+# Monitors the parts of rl.sh: detects losses and handles them (docs/extensions/rl.md). Lower-case
+# names without a "local" are variables of kp_run_rl.
 
-# an orchestrator that does nothing for so long is ended: the job is started again
+# an orchestrator that is silent this long is ended, and the job restarts
 readonly KP_ORCHESTRATOR_SILENT_S=120
 
 # --- while they run -------------------------------------------------------------------------------
 
-kp_look_at_run() { # once the trainer has the run: links to the logs of all parts; what earlier
-    # attempts have left goes
+kp_look_at_run() { # once the trainer has begun: links the logs of all parts; removes what earlier
+    # attempts have left
     local latest name
     [[ -n $before ]] || return 0
     latest=$(readlink -- "$KP_RUN_DIR/logs/latest") || return 0
@@ -24,8 +24,8 @@ kp_look_at_run() { # once the trainer has the run: links to the logs of all part
     done
 }
 
-kp_see_absence() { # a job that was suspended (scontrol suspend, gang scheduling) was silent as a
-    # whole: nobody is to blame
+kp_see_absence() { # detects that the whole job was suspended (scontrol suspend, gang scheduling):
+    # no part is to blame
     local gap=$((SECONDS - ${awake:=$SECONDS})) engine
     awake=$SECONDS
     ((gap >= 10)) || return 0
@@ -36,7 +36,7 @@ kp_see_absence() { # a job that was suspended (scontrol suspend, gang scheduling
     done
 }
 
-kp_look_at_orchestrator() { # without it nothing is left to train on
+kp_look_at_orchestrator() { # handles its end: without it there are no samples to train on
     local code=0 last
     [[ -n $orchestrator ]] || return 0
     if kill -0 "$orchestrator" 2>/dev/null; then
@@ -45,15 +45,15 @@ kp_look_at_orchestrator() { # without it nothing is left to train on
     fi
     wait "$orchestrator" || code=$?
     orchestrator=''
-    # Its end is orderly once the last version is there: the trainer still saves.
+    # Its end is orderly once the last weights exist: the trainer is still saving.
     printf -v last 'v%08d' "${KP_RL[max_steps]}"
     ((code != 0)) || [[ ! -e ${KP_RL[exchange]}/weights/$last/manifest.json ]] || return 0
     kp_log "the orchestrator has ended with exit code $code: see ${KP_RL[logs]}/orchestrator.log"
     kp_leave_because "$code"
 }
 
-kp_hear_orchestrator() { # every 5 s: does it live, and who waits for room on a full disk? See Beat
-    # in extensions/rl/exchange.py
+kp_hear_orchestrator() { # every 5 s: checks its heartbeat, and who waits for disk space; see
+    # Beat in extensions/rl/exchange.py
     local beat full
     ((SECONDS >= listened + 5)) || return 0
     listened=$SECONDS
@@ -77,19 +77,19 @@ kp_hear_orchestrator() { # every 5 s: does it live, and who waits for room on a 
     fi
 }
 
-kp_leave_because() { # <exit code>: the trainer saves and leaves; that code is bad input if it is 2
+kp_leave_because() { # <exit code>: makes the trainer save and exit; code 2 means bad input
     [[ -z $leaving ]] || return 0
     leaving=1
     (($1 != 2)) || bad_input=1
     kp_signal TERM
 }
 
-kp_run_leaves() { # true once nothing is worth a new engine
+kp_run_leaves() { # succeeds once no new engine is needed
     [[ -n $leaving ||
         $KP_SIGNAL =~ ^(TERM|INT|USR1|HUP)$ || -n $KP_DECIDED || -z $orchestrator ]]
 }
 
-kp_look_at_engines() { # starts again those that are lost
+kp_look_at_engines() { # restarts lost engines
     local engine code
     ((KP_RL[engines] > 0)) || return 0
     for engine in "${!engine_pids[@]}"; do
@@ -117,8 +117,8 @@ kp_look_at_engines() { # starts again those that are lost
     fi
 }
 
-kp_look_at_engine() { # <engine>: of one that runs: does it answer? One that answers nothing for
-    # MOST seconds is ended, and started again
+kp_look_at_engine() { # <engine>: probes a running engine; ends it if it has not answered for <most>
+    # seconds, to be restarted
     local engine=$1 url code=0 most=60
     if [[ -z ${engine_there[engine]:-} ]]; then
         { read -r url <"${KP_RL[exchange]}/engines/engine-$engine"; } 2>/dev/null || return 0
@@ -142,7 +142,7 @@ kp_look_at_engine() { # <engine>: of one that runs: does it answer? One that ans
     fi
 }
 
-kp_probe() { # <URL>: does a server answer anything there?
+kp_probe() { # <URL>: succeeds if an HTTP server answers there
     local place=${1#*://} line=''
     place=${place%%/*}
     # shellcheck disable=SC2016 # expanded in there
@@ -153,7 +153,7 @@ kp_probe() { # <URL>: does a server answer anything there?
     [[ $line == HTTP/* ]]
 }
 
-kp_kill_process() { # <pid>: at once; srun, which kills its tasks then, or the process itself
+kp_kill_process() { # <pid>: kills a process at once, or has srun kill its tasks
     if kp_in_job; then
         kill -TERM "$1" 2>/dev/null || true
     else
@@ -168,7 +168,7 @@ kp_engine_ended() { # <engine> <exit code>
         kp_leave_because 2
         return
     fi
-    # One that was there for a minute begins to count anew.
+    # An engine that has served for a minute starts counting anew.
     [[ -z ${engine_there[engine]:-} ]] || ((SECONDS - engine_there[engine] < 60)) ||
         engine_tries[engine]=0
     engine_tries[engine]=$((engine_tries[engine] + 1))
@@ -178,11 +178,11 @@ kp_engine_ended() { # <engine> <exit code>
             "before (rl.inference.restarts)"
         return
     fi
-    # One that is lost again and again waits so much longer each time.
+    # An engine that is lost repeatedly waits longer each time.
     engine_next[engine]=$((SECONDS + (engine_tries[engine] - 1) * 5))
 }
 
-kp_start_again() { # <engine>: unless its node is no longer there
+kp_start_again() { # <engine>: restarts it, unless the job has lost its node
     local node KP_DEADLINE=$((SECONDS + KP_PATIENCE))
     if kp_in_job && kp_show_job; then
         node=$(kp_names $((KP_RL[engine_node] + $1 / KP_RL[on_node])) 1)
@@ -197,17 +197,17 @@ kp_start_again() { # <engine>: unless its node is no longer there
 
 # --- the end --------------------------------------------------------------------------------------
 
-kp_end_others() { # after the trainer: the orchestrator, which may have an evaluation to finish;
+kp_end_others() { # after the trainer, ends the orchestrator, which may be finishing an evaluation,
     # then the engines
     local engine end=$((SECONDS + 20)) told='' KP_SRUN_NAME=$KP_SRUN_NAME name=$KP_SRUN_NAME
     kp_verdict
     if [[ -n $orchestrator ]] && kill -0 "$orchestrator" 2>/dev/null; then
-        kp_set_child "$orchestrator" # signals reach it now
+        kp_set_child "$orchestrator" # now it receives the signals
         KP_SRUN_NAME+=-orchestrator
         [[ $KP_STATE != 'done' || -n $KP_SIGNAL ]] || told=no
         while kill -0 "$orchestrator" 2>/dev/null; do
             [[ -n $told ]] || { told=1 && kp_tell; }
-            # its last evaluation takes as long as it takes
+            # let its last evaluation finish
             if [[ $told == no && -z $KP_SIGNAL ]]; then
                 end=$((SECONDS + 20))
                 kp_see_absence
@@ -242,13 +242,13 @@ kp_end_engines() {
         fi
     done
     for ((tries = 0; tries < 200; tries++)); do
-        kill -0 "${engine_pids[@]}" 2>/dev/null || break # not one of them
+        kill -0 "${engine_pids[@]}" 2>/dev/null || break # none is left
         ((tries != 100)) || for engine in "${engine_pids[@]}"; do kp_kill_process "$engine"; done
         sleep 0.1 || true
     done
 }
 
-kp_tell() { # tells KP_CHILD, or the steps of the name KP_SRUN_NAME, to end
+kp_tell() { # asks KP_CHILD, or the steps named KP_SRUN_NAME, to end
     local KP_TASKS=1 KP_DEADLINE=$((SECONDS + KP_PATIENCE)) KP_ANSWER=''
     kp_signal TERM
 }

@@ -1,29 +1,29 @@
 # shellcheck shell=bash
-# Signals to the batch script become requests to the ranks.
+# Turns signals to the batch script into requests to the ranks.
 
 KP_SIGNAL=''               # the last signal
-KP_PENDING=${KP_PENDING:-} # a signal that came before srun
+KP_PENDING=${KP_PENDING:-} # a signal that came before srun started
 KP_EARLY=''                # see kp_cap_lead
-KP_PIDS=()                 # the running sruns of pack.sh and replicas.sh, by number
+KP_PIDS=()                 # running processes of pack.sh and replicas.sh, by number
 
-readonly KP_PATIENCE=5 # seconds that a handler may wait for Slurm's answers, all of them together
+readonly KP_PATIENCE=5 # seconds that a handler may wait for Slurm's answers in total
 
-kp_listen() { # to the signals that end a job, or ask for a save
-    # "|| true": a command that fails in there must not end this shell, as errexit would have it
+kp_listen() { # traps the signals that end a job or ask for a save
+    # "|| true": a failing command in a handler must not end this shell through errexit
     trap 'kp_on_signal TERM || true' TERM USR1 HUP
     trap 'kp_on_signal INT || true' INT
     trap 'kp_on_signal USR2 || true' USR2
 }
 
-kp_set_pending() { # <signal, or nothing>: keeps it until there is somebody to pass it on to
+kp_set_pending() { # <signal, or nothing>: keeps it until a process can receive it
     KP_PENDING=$1
 }
 
-kp_keep_signal() { # <signal>: of pack.sh, whose runs get it: also those that are about to start
+kp_keep_signal() { # <signal>: for pack.sh: also keeps it for runs that are about to start
     KP_SIGNAL=$1 KP_PENDING=$1
 }
 
-kp_set_pid() { # <number> <pid>: of a run of pack.sh, or of a replica
+kp_set_pid() { # <number> <pid>: records that of a run of pack.sh, or of a replica
     KP_PIDS[$1]=$2
 }
 
@@ -31,16 +31,16 @@ kp_forget_pids() {
     KP_PIDS=()
 }
 
-kp_pass_pending() { # after a start: passes on the signal that came before it
+kp_pass_pending() { # after a start: forwards the signal that came before it
     [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
 }
 
-kp_forget_signal() { # of an attempt that has ended
+kp_forget_signal() { # forgets that of an attempt that has ended
     KP_SIGNAL=''
 }
 
-kp_apart() { # <command>...: in a session of its own: Ctrl-C ends it at once, and Python prints no
-    # traceback
+kp_apart() { # <command>...: runs it in its own session: Ctrl-C kills it at once, and Python
+    # prints no traceback
     (
         trap 'kill -KILL "$!" 2>/dev/null; exit 130' INT
         setsid "$@" <&0 &
@@ -48,14 +48,12 @@ kp_apart() { # <command>...: in a session of its own: Ctrl-C ends it at once, an
     )
 }
 
-kp_on_signal() { # <signal>: passes a request on to the ranks, unless Slurm is already ending the
-    # job
-    # A controller that is away lets each question wait for 20 s: the warning would be spent on
-    # them.
+kp_on_signal() { # <signal>: forwards a request to the ranks, unless Slurm is already ending the job
+    # Each query to an absent controller takes 20 s, which would use up the warning time.
     local KP_DEADLINE=$((SECONDS + KP_PATIENCE)) KP_ANSWER=''
     if [[ -z $KP_CHILD ]]; then
         [[ $1 != INT || -n $KP_SRUN_LOG ]] || exit 130
-        # The ranks get it as soon as they are there; between two attempts kp_decide looks at it.
+        # The ranks get it as soon as they start; between two attempts kp_decide handles it.
         [[ $1 == USR2 && -n $KP_PENDING ]] || KP_PENDING=$1
         return
     fi
@@ -63,7 +61,7 @@ kp_on_signal() { # <signal>: passes a request on to the ranks, unless Slurm is a
 
     if [[ $1 == TERM ]] && kp_is_batch && kp_show_job && [[ $(kp_field JobState) != RUNNING ]]; then
         KP_DEADLINE=''
-        kp_decide "the time limit was reached" # Slurm has signaled the ranks itself
+        kp_decide "the time limit was reached" # Slurm has signalled the ranks itself
         return
     fi
 
@@ -82,8 +80,8 @@ kp_on_signal() { # <signal>: passes a request on to the ranks, unless Slurm is a
     fi
 }
 
-kp_signal_lead() { # <script>: seconds from the warning to the end, by SBATCH_SIGNAL or the header:
-    # Slurm does not say
+kp_signal_lead() { # <script>: prints the seconds from the warning to the end, from SBATCH_SIGNAL or
+    # the header: Slurm does not report it
     local line given='' pattern='@([0-9]+)'
     while read -r line; do
         [[ $line != '#SBATCH --signal='* ]] || given=$line
@@ -92,8 +90,8 @@ kp_signal_lead() { # <script>: seconds from the warning to the end, by SBATCH_SI
     [[ ! $given =~ $pattern ]] || echo "${BASH_REMATCH[1]}"
 }
 
-kp_cap_lead() { # makes KEMPNER_SIGNAL_LEAD a quarter of a short time limit, at most; sets KP_EARLY,
-    # what it was
+kp_cap_lead() { # caps KEMPNER_SIGNAL_LEAD at a quarter of a short time limit; sets KP_EARLY to
+    # the former value
     local limit pattern='^00:0([0-9]):([0-9]{2})$'
     [[ ${KEMPNER_SIGNAL_LEAD:-} =~ ^[0-9]+$ && $(kp_field TimeLimit) =~ $pattern ]] || return 0
     limit=$((60 * BASH_REMATCH[1] + 10#${BASH_REMATCH[2]}))
@@ -103,12 +101,11 @@ kp_cap_lead() { # makes KEMPNER_SIGNAL_LEAD a quarter of a short time limit, at 
     KP_EARLY=$KEMPNER_SIGNAL_LEAD KEMPNER_SIGNAL_LEAD=$((limit / 4))
 }
 
-kp_postpone() { # true for the warning of a short time limit, which comes again when it is time: see
-    # kp_cap_lead
+kp_postpone() { # succeeds for the warning of a short time limit, and schedules it again for
+    # later: see kp_cap_lead
     local left
     [[ -n $KP_EARLY ]] && left=$(kp_seconds_left) || return 1
-    # Slurm sends it up to 60 s earlier than asked. Any other signal is a wish, and so is a second
-    # one.
+    # Slurm sends it up to 60 s earlier than asked. Any other or second signal is a user's request.
     ((left <= KP_EARLY + 65 && left > KEMPNER_SIGNAL_LEAD + 1)) || return 1
     KP_EARLY=''
     kp_log "SIGTERM, $left s before the end of the job: passed on $KEMPNER_SIGNAL_LEAD s before" \
@@ -116,7 +113,8 @@ kp_postpone() { # true for the warning of a short time limit, which comes again 
     (kp_ignore_signals && sleep $((left - KEMPNER_SIGNAL_LEAD)) && kill -TERM $$ 2>/dev/null) &
 }
 
-kp_seconds_left() { # until the job's time limit; fails during a preemption, which moves the end
+kp_seconds_left() { # prints the seconds until the job's time limit; fails during a preemption,
+    # which moves the end
     local begin end limit now
     begin=$(date -d "$(kp_field StartTime)" +%s 2>/dev/null) &&
         end=$(date -d "$(kp_field EndTime)" +%s 2>/dev/null) &&
@@ -126,14 +124,14 @@ kp_seconds_left() { # until the job's time limit; fails during a preemption, whi
     echo $((end - now))
 }
 
-kp_has_begun() { # <pid>: true once it is the program: bash's child, setsid and env would lose a
-    # SIGINT
+kp_has_begun() { # <pid>: succeeds once it is the program: bash's child, setsid and env
+    # would lose a SIGINT
     local name=''
     { read -r name <"/proc/$1/comm"; } 2>/dev/null || true
     [[ ! $name =~ ^(bash|setsid|env)$ ]]
 }
 
-kp_signal() { # <signal>: sends it to this run's ranks alone
+kp_signal() { # <signal>: sends it only to this run's ranks
     local steps=() tries ranks asked='' id age name fresh
     if ! kp_in_job; then
         ranks=("$KP_CHILD")
@@ -156,8 +154,8 @@ kp_signal() { # <signal>: sends it to this run's ranks alone
         ! echo "$1" >"$KP_RUN_DIR/.ask-$KEMPNER_ATTEMPT_ID" || return 0
     fi
 
-    # Slurm refuses the signal while the step is still being started on some node: try again. In a
-    # step's first second a task may not have blocked the signal yet, and would die of it.
+    # Slurm refuses the signal while the step is still starting on some node: retry. In a step's
+    # first second, a task may not have blocked the signal yet and would die.
     for ((tries = 0; tries < 10; tries++)); do
         if kp_ask squeue -h -s -j "$(kp_job_id)" -o '%i %M %j'; then
             asked=1 steps=() fresh=''
@@ -182,13 +180,13 @@ kp_signal() { # <signal>: sends it to this run's ranks alone
     fi
 }
 
-kp_signal_by_srun() { # <signal>: as kp_signal, without the controller: srun passes USR1 and USR2
-    # on, and no other
+kp_signal_by_srun() { # <signal>: like kp_signal without the controller: srun forwards
+    # only USR1 and USR2
     kp_log "Slurm has not answered for $KP_PATIENCE s: asking the ranks through srun"
     case $1 in
-        TERM) kill -USR1 "${KP_PIDS[@]:-$KP_CHILD}" ;; # to the trainer the same as TERM
+        TERM) kill -USR1 "${KP_PIDS[@]:-$KP_CHILD}" ;; # the trainer treats it like TERM
         USR2) kill -USR2 "${KP_PIDS[@]:-$KP_CHILD}" ;;
         KILL) kill -TERM "${KP_PIDS[@]:-$KP_CHILD}" ;; # srun then kills the ranks
-        INT) : >"$KP_RUN_DIR/STOP" ;;                  # the trainer's other way to be stopped
+        INT) : >"$KP_RUN_DIR/STOP" ;;                  # another way to stop the trainer
     esac || true
 }

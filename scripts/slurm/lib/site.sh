@@ -1,36 +1,36 @@
 # shellcheck shell=bash
-# Where the script runs: the repository, its Python, site.env, the secrets.
+# The script's environment: the repository, its Python, site.env, the secrets.
 
-KP_SECRET_NAMES='' # the variables of KEMPNER_SECRETS
+KP_SECRET_NAMES='' # names of the variables in KEMPNER_SECRETS
 
 kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads site.env; traps the
     # signals
     kp_listen
     trap 'kp_stay_ended $? || true' EXIT
     kp_begin
-    [[ $KP_ROOT != "$KP_ORIGIN" ]] || kp_check_variables # in the copy it would be said twice
+    [[ $KP_ROOT != "$KP_ORIGIN" ]] || kp_check_variables # the copy would repeat the warnings
     kp_enter
     ! kp_in_job || [[ -n ${KP_DRY}${KP_BESIDE} ]] || kp_startup
 }
 
-kp_startup() { # exports KEMPNER_STARTUP, the times of the parts of this start:
+kp_startup() { # exports KEMPNER_STARTUP, the times of the phases of this start:
     # src/kempner/jobs/ranks/startup.py
     local submitted
     submitted=$(date -d "$(kp_field SubmitTime)" +%s 2>/dev/null) || submitted=$KEMPNER_BATCH_BEGAN
     export KEMPNER_STARTUP="submitted=$submitted queue=$KEMPNER_BATCH_BEGAN"
 }
 
-kp_mark() { # <part>: has just ended
-    # EPOCHREALTIME is of bash 5, and has the decimal point of the locale.
+kp_mark() { # <phase>: records that it has just ended
+    # EPOCHREALTIME needs bash 5, and has the locale's decimal point.
     local now=${EPOCHREALTIME:-$(date +%s.%N)}
     [[ -z ${KEMPNER_STARTUP+set} ]] || KEMPNER_STARTUP+=" $1=${now/,/.}"
 }
 
-kp_find_root() { # sets KP_ROOT, the repository, or the copy of it, to which these scripts belong
+kp_find_root() { # sets KP_ROOT, the repository, or its copy, that contains these scripts
     KP_ROOT=$(cd "$KP_LIB/../../.." && pwd)
 }
 
-kp_begin() { # sets KP_ROOT, KP_ORIGIN (see code.sh) and the names of this attempt; reads site.env
+kp_begin() { # sets KP_ROOT, KP_ORIGIN (see code.sh) and the attempt's names; reads site.env
     kp_find_root
     KP_ORIGIN=$KP_ROOT
     [[ ! -e $KP_ROOT/.kempner-origin ]] || KP_ORIGIN=$(<"$KP_ROOT/.kempner-origin")
@@ -39,15 +39,14 @@ kp_begin() { # sets KP_ROOT, KP_ORIGIN (see code.sh) and the names of this attem
     KEMPNER_BATCH_BEGAN=${KP_BEGAN:-$KEMPNER_BATCH_BEGAN}
     export -n KP_BEGAN KP_PENDING
     export KEMPNER_BATCH_BEGAN KEMPNER_ATTEMPT_ID
-    # By it the processes of this start know each other (src/kempner/jobs/ranks/peers.py): never on
-    # a command line.
+    # The processes of this start authenticate each other by it (src/kempner/jobs/ranks/peers.py):
+    # never put it on a command line.
     KEMPNER_PEER_KEY=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
     export KEMPNER_PEER_KEY
     kp_read_site
 }
 
-kp_name_attempt() { # <its identity>: this attempt begins now; sets KP_SRUN_NAME, the name of its
-    # steps
+kp_name_attempt() { # <its ID>: begins this attempt now; sets KP_SRUN_NAME, the name of its steps
     KEMPNER_ATTEMPT_ID=$1 KP_SRUN_NAME=kempner-$1
     printf -v KEMPNER_BATCH_BEGAN '%(%s)T' -1
 }
@@ -64,15 +63,15 @@ kp_enter() { # sets KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads the secrets
     kp_choose_python
     if kp_in_job; then
         kp_wait_for_job || kp_die "scontrol knows no job $(kp_job_id)"
-        # sbatch in a job that has been started again hands on the count of that one.
+        # sbatch in a restarted job passes on that job's count.
         [[ -z $KP_START ]] || export SLURM_RESTART_COUNT=$KP_START
     elif [[ -n $KP_DRY ]]; then
         kp_dry_job
     fi
 }
 
-kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.env; what it sets is
-    # exported
+kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.env, and
+    # exports its variables
     local file=${KEMPNER_SITE:-${KP_ORIGIN:-$KP_ROOT}/site.env} profile
     profile=$(kp_profile_file)
     if [[ -n $profile ]]; then
@@ -88,8 +87,8 @@ kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.en
     kp_source "$file"
 }
 
-kp_is_secret() { # <variable>: true when its value must not be shown, by its name, or because it is
-    # a URL with a password, as of a proxy
+kp_is_secret() { # <variable>: succeeds if its value must not be shown: by its name, or because it
+    # is a URL with a password, as for a proxy
     local name pattern='TOKEN|SECRET|WEBHOOK|PASSWORD|PASSWD|CREDENTIAL|APIKEY|_KEY$|^KEY$|_PAT$'
     name=$(kp_upper "$1")
     [[ $name =~ $pattern ||
@@ -97,7 +96,7 @@ kp_is_secret() { # <variable>: true when its value must not be shown, by its nam
         $1 =~ ^[A-Za-z_][A-Za-z_0-9]*$ && ${!1:-} =~ ://[^/@[:space:]]*:[^/@[:space:]]+@ ]]
 }
 
-kp_read_secrets() { # reads KEMPNER_SECRETS, a file of NAME=value lines that nobody else may read
+kp_read_secrets() { # reads KEMPNER_SECRETS, a file of NAME=value lines that others cannot read
     local file=${KEMPNER_SECRETS:-} mode
     local pattern='s/^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)=.*/\2/p'
     [[ -n $file ]] || return 0

@@ -1,19 +1,19 @@
 # shellcheck shell=bash
-# KEMPNER_STAGE=DIR: the data of the run, and its environment, on each node's own disk, for the time
-# of the job.
+# KEMPNER_STAGE=DIR: copies the run's data and environment to each node's own disk for the
+# duration of the job.
 
-kp_on_each_node() { # <name> <command>...: runs it in a step with one task on each node; fails when
-    # a task does
+kp_on_each_node() { # <name> <command>...: runs it in a step with one task per node; fails
+    # if a task fails
     local KP_TASKS=1 KP_GPUS=0 KP_SRUN_NAME=$1-$KEMPNER_ATTEMPT_ID
-    # a spare, too
+    # including spares
     local KP_NODES=$((KP_NODES + ${#KP_SPARES[@]})) KP_PLACES=("${KP_PLACES[@]}" "${KP_SPARES[@]}")
-    # A full disk concerns its own node alone.
+    # A full disk affects only its own node.
     kp_srun_command --kill-on-bad-exit=0 --wait=0 -- "${@:2}"
     "${KP_SRUN[@]}" </dev/null
 }
 
-kp_stage() { # copies data sets (KP_DATA) and environment to DIR/kempner-JOB on each node; exports
-    # KEMPNER_STAGED
+kp_stage() { # copies the data sets (KP_DATA) and environment to DIR/kempner-JOB on each
+    # node; exports KEMPNER_STAGED
     local jobs=''
     [[ -n ${KEMPNER_STAGE:-} ]] && kp_in_job || return 0
     ((${#KP_DATA[@]} > 0 || ${KEMPNER_STAGE_ENVIRONMENT:=0})) || return 0
@@ -24,7 +24,7 @@ kp_stage() { # copies data sets (KP_DATA) and environment to DIR/kempner-JOB on 
         return 0
     }
     ! kp_ask squeue --me -h -o %A || jobs=$(paste -sd, <<<"$KP_ANSWER")
-    # Also without data: it removes what jobs that were killed have left.
+    # Run it even without data: it removes what killed jobs have left.
     kp_on_each_node stage "$KP_MODULE" kempner.data.prepare.stage --jobs "$jobs" "$KEMPNER_STAGED" \
         "${KP_DATA[@]}" ||
         kp_log "staging has failed (exit code $?): what was not copied is read from where it is"
@@ -32,14 +32,14 @@ kp_stage() { # copies data sets (KP_DATA) and environment to DIR/kempner-JOB on 
     kp_mark stage
 }
 
-kp_stage_mount() { # with a container: makes the directory on each node, and mounts it
+kp_stage_mount() { # with a container: creates the directory on each node, and mounts it
     [[ ${KEMPNER_CONTAINER:-none} != none ]] || return 0
     kp_on_each_host bash "$KP_LIB/stage_node.sh" "$KEMPNER_STAGED" || return 1
     kp_mount "$KEMPNER_STAGE"
 }
 
-kp_stage_environment() { # the container's image, or the virtual environment as one file, to each
-    # node: see task.sh
+kp_stage_environment() { # copies the container's image, or the virtual environment as one file, to
+    # each node: see task.sh
     local file sum='' packed=''
     if [[ ${KEMPNER_CONTAINER:-none} != none ]]; then
         file=$KEMPNER_CONTAINER
@@ -58,8 +58,8 @@ kp_stage_environment() { # the container's image, or the virtual environment as 
         export KEMPNER_STAGED_PYTHON=$KP_PYTHON KEMPNER_STAGED_SUM=$sum
     fi
     kp_on_each_host bash "$KP_LIB/stage_node.sh" "$KEMPNER_STAGED" || true
-    # A tree of the nodes hands the file on. It fails for all when one disk is full; then each reads
-    # the file itself.
+    # The nodes broadcast the file in a tree. If one disk is full, this fails for all; then each
+    # reads the file itself.
     ((KP_NODES == 1)) ||
         sbcast --jobid="$SLURM_JOB_ID" --force --preserve "$file" \
             "$KEMPNER_STAGED/sent" 2>/dev/null ||
@@ -67,7 +67,7 @@ kp_stage_environment() { # the container's image, or the virtual environment as 
     kp_on_each_host bash "$KP_LIB/stage_node.sh" "$KEMPNER_STAGED" "$file" ${sum:+"$sum"} ||
         kp_log "staging has failed (exit code $?): what was not copied is used where it is"
     ((${#KP_CONTAINER_FLAGS[@]} > 0)) || return 0
-    # srun of pyxis names one image for all nodes.
+    # With pyxis, srun takes one image for all nodes.
     if kp_on_each_host bash "$KP_LIB/stage_node.sh" --has "$KEMPNER_STAGED" image.sif; then
         kp_use_image "$KEMPNER_STAGED/image.sif"
     else
@@ -75,13 +75,13 @@ kp_stage_environment() { # the container's image, or the virtual environment as 
     fi
 }
 
-kp_on_each_host() { # <command>...: on each node, outside of the container
+kp_on_each_host() { # <command>...: runs it on each node, outside the container
     local KP_INSIDE=() KP_CONTAINER_FLAGS=() KP_PYTHON=$1
     kp_on_each_node stage "${@:2}"
 }
 
-kp_pack_environment() { # sets packed, of the caller: the virtual environment as a file, made once
-    # for each state of its packages
+kp_pack_environment() { # sets the caller's packed: the virtual environment as a file, made once per
+    # state of its packages
     local prefix state fresh KP_VALUES=()
     kp_values "$KP_PYTHON" -c '
 import sys
@@ -91,7 +91,7 @@ print("kempner-answer", sys.prefix * (sys.prefix != sys.base_prefix), sep="\0", 
     [[ -n $prefix ]] || return 1
     state=$(stat -c '%n %Y' -- "$prefix"/lib/python*/site-packages/* | sha256sum)
     packed=$KP_RUN_DIR/.environment-${state:0:12}.tar fresh=$KP_RUN_DIR/.environment-new.$$
-    # It gets its name last: where it is, its sum is, too.
+    # It gets its name last: if it exists, so does its checksum.
     [[ ! -e $packed ]] || return 0
     rm -f -- "$KP_RUN_DIR"/.environment-*
     if ! { tar -C "$prefix" -cf - . | tee -- "$fresh" | sha256sum |
@@ -102,7 +102,7 @@ print("kempner-answer", sys.prefix * (sys.prefix != sys.base_prefix), sep="\0", 
     mv -- "$fresh" "$packed"
 }
 
-kp_unstage() { # removes these copies: the job has ended for good
+kp_unstage() { # removes the copies after the job has ended for good
     [[ -n ${KEMPNER_STAGED:-} ]] || return 0
     unset KEMPNER_STAGED_PYTHON KEMPNER_STAGED_SUM KEMPNER_STAGED_IMAGE
     [[ -z ${KP_RUN_DIR:-} || $KP_DECIDED == chain ]] || rm -f -- "$KP_RUN_DIR"/.environment-*

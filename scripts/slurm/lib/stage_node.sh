@@ -1,23 +1,22 @@
 #!/usr/bin/env bash
-# One task on each node: the environment of the tasks, one file, becomes a copy on this node's own
-# disk.
+# One task per node: copy the tasks' environment, a single file, to this node's own disk.
 #
-#   stage_node.sh DIR                   makes DIR, which nobody else may write; exit code 1 where it
-#                                       cannot be used
+#   stage_node.sh DIR                   creates DIR, private to this user; exit code 1 if it cannot
+#                                       be used
 #   stage_node.sh DIR IMAGE.sif         DIR/image.sif
 #   stage_node.sh DIR ARCHIVE.tar SUM   DIR/environment, unpacked
-#   stage_node.sh --has DIR NAME        exit code 0 when there is such a file, which nobody else can
-#                                       have put there
+#   stage_node.sh --has DIR NAME        exit code 0 if the file exists and nobody else can have put
+#                                       it there
 #   stage_node.sh --remove DIR          removes DIR, if this kit has made it
 #
-# sbcast has sent the file to DIR/sent; where it has not, it is read from where it is. A node whose
-# disk is full uses what the others have copied: one warning, exit code 0.
+# sbcast has sent the file to DIR/sent; otherwise it is read from its origin. A node whose disk is
+# full uses the original of the file: one warning, exit code 0.
 set -euo pipefail
 
 # shellcheck source-path=SCRIPTDIR source=private.sh
 source "${0%/*}/private.sh"
 
-if [[ $1 == --remove ]]; then # outside of a container: to start one may take minutes
+if [[ $1 == --remove ]]; then # outside the container, whose start may take minutes
     [[ -L $2 || ! -O $2 ]] || ! grep -qs '"is": "STAGE"' -- "$2/.kempner" || rm -rf -- "$2"
     exit
 fi
@@ -47,7 +46,7 @@ kept() {
     exit 0
 }
 
-fetch() { # makes DIR/sent the file, unless it is that already
+fetch() { # copies the file to DIR/sent, unless it is there already
     [[ -f $DIR/sent && $(stat -c %s -- "$DIR/sent") == $(stat -L -c %s -- "$FILE") ]] && return 0
     cp -fL --preserve=timestamps -- "$FILE" "$DIR/sent" 2>/dev/null ||
         give_up "no room, or not readable"
@@ -55,7 +54,7 @@ fetch() { # makes DIR/sent the file, unless it is that already
 
 why=$(kp_private "$DIR" make) || not_used "$why"
 [[ -n $FILE ]] || exit 0
-# not of kempner.data.prepare.stage
+# not made by kempner.data.prepare.stage
 [[ -e $DIR/.kempner || -z $(ls -A -- "$DIR") ]] || not_used "it has other files"
 if [[ -z $SUM ]]; then
     [[ ! -e $DIR/image.sif ||
@@ -71,7 +70,7 @@ else
     { mkdir -- "$DIR/environment" &&
         tar -C "$DIR/environment" --no-same-owner -xf "$DIR/sent"; } 2>/dev/null ||
         give_up "no room"
-    # Last of all: task.sh uses no environment without it.
+    # Written last: task.sh uses no environment without it.
     echo "$SUM" >"$DIR/environment/.complete" || give_up "no room"
     rm -f -- "$DIR/sent"
 fi
