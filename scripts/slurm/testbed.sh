@@ -1,37 +1,36 @@
 #!/usr/bin/env bash
-# A real Slurm cluster of virtual hosts on this one machine, to try the kit and to test it.
+# Run a real Slurm cluster of virtual hosts on this machine, to try and test the kit.
 #
 #   testbed.sh install              install the packages it needs (Debian, Ubuntu; root)
-#   testbed.sh up [NODES] [GPUS]    boot it (default: 2 hosts of 4 GPUs each); prints the line for
+#   testbed.sh up [NODES] [GPUS]    boot it (default: 2 hosts with 4 GPUs each); prints a line for
 #                                   your shell:
 #                                   eval "$(scripts/slurm/testbed.sh up 2 4)"; sinfo; sbatch ...
 #   testbed.sh down                 stop it and remove every trace
-#   testbed.sh status               what is up, and Slurm's own view of it
-#   testbed.sh crash NODE           a host dies: every process on it, at once; head: the
-#                                   controller's
+#   testbed.sh status               show what is up, and Slurm's view of it
+#   testbed.sh crash NODE           kill every process on a host at once; head: the controller's
+#                                   host
 #   testbed.sh revive NODE          boot that host again
-#   testbed.sh away SECONDS         take the controller away for so long; returns when it is back
+#   testbed.sh away SECONDS         stop the controller for SECONDS; returns when it is back
 #   testbed.sh cut NODE             unplug the host's fast network (ib0)
 #   testbed.sh join NODE            plug it in again
-#   testbed.sh bytes NODE IFACE     bytes that the host has received over em4 or ib0: which network
-#                                   was used
+#   testbed.sh bytes NODE IFACE     print the bytes that the host has received over em4 or ib0,
+#                                   which tell the network used
 #   testbed.sh exec NODE COMMAND    run a command on that host
 #   testbed.sh as USER COMMAND      run a command as a user of a site: alice, or mallory beside her
-#   testbed.sh break NODE FAULT     of a site with nodes: unmounted, eio or python, until the host
-#                                   is booted again
-#   testbed.sh path                 with SLURM_BIN=DIR: the PATH that has the programs of that Slurm
-#                                   first
+#   testbed.sh break NODE FAULT     on a site with nodes: break a host (unmounted, eio or python)
+#                                   until it boots again
+#   testbed.sh path                 with SLURM_BIN=DIR: print the PATH that starts with the programs
+#                                   of that Slurm
 #
 # Each host has its own processes, hostname, /etc/hosts, /sys/class/net, management NIC (em4,
-# 10.77.ID.k) and fast NIC (ib0, 10.78.ID.k); the file system is this machine's own. Several
-# clusters live side by side, each with its number: KEMPNER_TESTBED=3 testbed.sh up. With
-# KEMPNER_TESTBED_OWNER=PID the cluster goes down by itself when that process is gone.
+# 10.77.ID.k) and fast NIC (ib0, 10.78.ID.k); all share this machine's file system. Several clusters
+# can run side by side, each with its own number: KEMPNER_TESTBED=3 testbed.sh up. With
+# KEMPNER_TESTBED_OWNER=PID the cluster goes down when that process is gone.
 # KEMPNER_TESTBED_CONF="JobRequeue=0 KillWait=2" changes lines of slurm.conf;
-# KEMPNER_TESTBED_GPU=h100 gives the GPUs a type. KEMPNER_TESTBED_SITE=hostile makes it a site as
-# sites are (or some of its parts, with commas between:
-# slow,noise,accounting,home,nodes,twin,clock,memory), and KEMPNER_TESTBED_SEED draws which calls
-# fail there. SLURM_BIN=DIR takes the Slurm whose programs are in DIR, or in DIR/bin and DIR/sbin,
-# in place of the one in PATH.
+# KEMPNER_TESTBED_GPU=h100 gives the GPUs a type. KEMPNER_TESTBED_SITE=hostile adds the problems of
+# real sites (or only some, comma-separated: slow,noise,accounting,home,nodes,twin,clock,memory);
+# KEMPNER_TESTBED_SEED selects which calls fail there. SLURM_BIN=DIR uses the Slurm whose programs
+# are in DIR, or in DIR/bin and DIR/sbin, instead of the one in PATH.
 set -euo pipefail
 
 die() { # <what is wrong; what to do>
@@ -44,7 +43,7 @@ readonly ID=${KEMPNER_TESTBED:-1}
     die "KEMPNER_TESTBED=$ID: must be a number from 1 to 250"
 readonly STATE=/run/kempner-testbed-$ID
 readonly PORT=$((20000 + 10 * ID))
-# The clusters of one machine share /tmp and /dev/shm: no two of their jobs have the same number.
+# The clusters of a machine share /tmp and /dev/shm: their job numbers must not collide.
 readonly FIRST_JOB=$((1000 * (ID - 1) + 1))
 SELF=$(realpath "${BASH_SOURCE[0]}")
 readonly SELF
@@ -73,11 +72,11 @@ source "${SELF%/*}/testbed/clock.sh"
 # shellcheck source-path=SCRIPTDIR source=testbed/memory.sh
 source "${SELF%/*}/testbed/memory.sh"
 
-take_slurm() { # with SLURM_BIN=DIR: puts its programs in front of PATH; stops when one is missing
+take_slurm() { # with SLURM_BIN=DIR: prepends its programs to PATH; exits if one is missing
     # or does not fit
     local dir program conf missing=() version versions=''
     [[ -n ${SLURM_BIN:-} ]] || return 0
-    conf=$(mktemp) # newer clients tell their version only where they find a slurm.conf
+    conf=$(mktemp) # newer clients report their version only with a slurm.conf
     printf 'ClusterName=testbed\nSlurmctldHost=head\n' >"$conf"
     for dir in "$SLURM_BIN/sbin" "$SLURM_BIN/bin" "$SLURM_BIN"; do
         [[ ! -d $dir || :$PATH: == *":$(realpath "$dir"):"* ]] || PATH=$(realpath "$dir"):$PATH
@@ -103,7 +102,7 @@ take_slurm() { # with SLURM_BIN=DIR: puts its programs in front of PATH; stops w
         die "SLURM_BIN=$SLURM_BIN: Slurm $versions is too old: 22.05 is needed"
 }
 
-namespace() { # <host>: the name of its network namespace
+namespace() { # <host>: prints the name of its network namespace
     printf 'kp%s-%s' "$ID" "$1"
 }
 
@@ -149,7 +148,7 @@ KillWait=5
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 CONF
-    # Just enough CPUs for one task per GPU: these hosts share the cores of one machine.
+    # Only enough CPUs for one task per GPU: the hosts share the cores of one machine.
     for ((k = 1; k <= nodes; k++)); do
         echo "NodeName=node$k NodeAddr=10.77.$ID.$k CPUs=$((gpus > 4 ? gpus : 4))" \
             "RealMemory=16000 $gres State=UNKNOWN"
@@ -163,7 +162,7 @@ write_files() { # <nodes> <gpus per node>
     local nodes=$1 gpus=$2 k
     write_slurm_conf "$nodes" "$gpus" >"$SLURM_CONF"
     for ((k = 0; k < gpus; k++)); do
-        mknod "$STATE/dev/gpu$k" c 1 3 # /dev/null once more: slurmd counts a GPU by its device file
+        mknod "$STATE/dev/gpu$k" c 1 3 # a second /dev/null: slurmd counts GPUs by device files
         echo "NodeName=node[1-$nodes] Name=gpu" \
             "${KEMPNER_TESTBED_GPU:+Type=$KEMPNER_TESTBED_GPU }File=$STATE/dev/gpu$k"
     done >"$STATE/gres.conf"
@@ -171,8 +170,8 @@ write_files() { # <nodes> <gpus per node>
         echo "127.0.0.1 localhost"
         echo "10.77.$ID.254 head"
         for ((k = 1; k <= nodes; k++)); do echo "10.77.$ID.$k node$k"; done
-        # PyTorch asks for the name of an IPv4 peer in this form, and without these lines the DNS is
-        # asked.
+        # PyTorch looks up the name of an IPv4 peer in this form; without these lines
+        # it asks the DNS.
         for ((k = 1; k <= nodes; k++)); do echo "::ffff:10.77.$ID.$k from-node$k"; done
         echo "::ffff:127.0.0.1 from-localhost"
     } >"$STATE/hosts"
@@ -181,16 +180,16 @@ write_files() { # <nodes> <gpus per node>
 
 # --- hosts ----------------------------------------------------------------------------------------
 
-start() { # <host> [nsenter option]: its processes live in one PID namespace, so that one kill takes
-    # them all
+start() { # <host> [nsenter option]: starts it in a PID namespace, so that one kill ends
+    # all its processes
     setsid nsenter "${2:---net=/proc/self/ns/net}" \
         unshare --uts --mount --pid --fork --kill-child --mount-proc bash "$SELF" init "$1" \
         </dev/null >"$STATE/log/$1.init" 2>&1 &
     echo $! >"$STATE/pid/$1"
 }
 
-init() { # <host>: the first process of a host; when a daemon of the host ends, so do this process
-    # and the host
+init() { # <host>: runs as the first process of a host; when a daemon ends, so do this
+    # process and the host
     hostname "$1"
     site host "$1"
     mount --bind "$STATE/hosts" /etc/hosts
@@ -199,21 +198,20 @@ init() { # <host>: the first process of a host; when a daemon of the host ends, 
         site head
         slurmctld -D &
     else
-        # A fresh /sys shows this host's own interfaces; Slurm needs the control groups mounted in
-        # it, too.
+        # A fresh /sys shows only this host's interfaces; Slurm also needs the control groups in it.
         mount -t sysfs sysfs "$STATE/sys"
         mount --rbind /sys/fs/cgroup "$STATE/sys/fs/cgroup"
         mount --rbind "$STATE/sys" /sys
-        # A shell's background jobs ignore SIGINT; newer slurmds would hand that on to batch
-        # scripts.
+        # A shell's background jobs ignore SIGINT; newer slurmds would pass that on
+        # to batch scripts.
         env --default-signal=INT,QUIT slurmd -D -N "$1" &
     fi
     wait -n
 }
 
-start_munged() { # <host>: one of its own, as on a real host, because a munged takes each credential
-    # once
-    # A Slurm that was built with --enable-multiple-slurmd would take it again; others refuse.
+start_munged() { # <host>: starts its own, as on a real host, because a munged accepts each
+    # credential only once
+    # A Slurm built with --enable-multiple-slurmd would accept it again; others refuse.
     if [[ $1 != head ]]; then
         mkdir -p "$STATE/munge-$1"
         cp -p "$STATE/munge/key" "$STATE/munge-$1/key"
@@ -234,8 +232,8 @@ stop() { # <host>: kills every process on it and waits until they are gone
     kill_and_wait "$(first_process "$outer")" "$outer"
 }
 
-first_process() { # <pid of unshare>: the host's process 1 as this machine numbers it; nothing when
-    # it is gone
+first_process() { # <pid of unshare>: prints the host's process 1 as this machine numbers
+    # it, if it exists
     { tr -d ' ' <"/proc/$1/task/$1/children"; } 2>/dev/null || true
 }
 
@@ -266,14 +264,14 @@ boot() { # <host>
     start "$1" "--net=/run/netns/$(namespace "$1")"
 }
 
-need_node() { # <host>: stops when there is no such host
+need_node() { # <host>: exits if there is no such host
     [[ -e $SLURM_CONF ]] ||
         die "cluster $ID is not up: testbed.sh up, or KEMPNER_TESTBED=NUMBER of one that is"
     [[ ${1:-} == node* && -e /run/netns/$(namespace "$1") ]] ||
         die "no host '${1:-}' in cluster $ID; there is: $(list_nodes | paste -sd' ')"
 }
 
-need_host() { # <host>: the same, for the head too
+need_host() { # <host>: the same, but allows the head
     [[ ${1:-} == head && -e $SLURM_CONF ]] || need_node "${1:-}"
 }
 
@@ -281,14 +279,14 @@ revive() { # <host>
     if [[ $1 == head ]]; then
         start head
         wait_for slurmctld scontrol ping
-        # it knows the head by its number
+        # the guard knows the head by its PID
         [[ -z ${KEMPNER_TESTBED_OWNER:-} ]] || down_with "$KEMPNER_TESTBED_OWNER"
     else
         start "$1" "--net=/run/netns/$(namespace "$1")"
     fi
 }
 
-away() { # <seconds>: a clean end, so that the controller keeps its state, as that of a pair would
+away() { # <seconds>: shuts the controller down cleanly, so that it keeps its state as in a failover
     local head tries
     [[ ${1:-} =~ ^[0-9]+$ ]] || die "away SECONDS: a number, not '${1:-}'"
     need_host head
@@ -341,7 +339,7 @@ up() { # [nodes] [gpus per node]
     down # remove what a crash may have left
     [[ -z $(ip -o route show "10.77.$ID.0/24") ]] ||
         die "10.77.$ID.0/24 is in use here: set KEMPNER_TESTBED to another number"
-    trap down EXIT # nothing stays behind when it cannot boot
+    trap down EXIT # clean up if it cannot boot
     mkdir -m 755 "$STATE"
     mkdir "$STATE"/{ctld,spool,pid,log,dev,sys,munge}
     write_files "$nodes" "$gpus"
@@ -366,7 +364,7 @@ up() { # [nodes] [gpus per node]
     echo "export SLURM_CONF=$SLURM_CONF"
 }
 
-wait_for() { # <what> <command>...: until the command succeeds, 30 s at most
+wait_for() { # <what> <command>...: waits until the command succeeds, at most 30 s
     local tries
     for ((tries = 0; tries < 600; tries++)); do
         "${@:2}" >/dev/null 2>&1 && return 0
@@ -376,7 +374,7 @@ wait_for() { # <what> <command>...: until the command succeeds, 30 s at most
     die "no $1 within 30 s"
 }
 
-all_idle() { # <nodes>: Slurm can use them all
+all_idle() { # <nodes>: succeeds if Slurm can use them all
     (($(sinfo -h -N -p gpu -t idle -o %N | wc -l) == $1))
 }
 
@@ -384,8 +382,8 @@ down_with() { # <pid>: takes this cluster down when that process is gone
     setsid bash "$SELF" guard "$1" "$(<"$STATE/pid/head")" </dev/null >/dev/null 2>&1 &
 }
 
-guard() { # <pid> <pid of the head>: waits for the end of that process, or of this cluster: another
-    # may take its number
+guard() { # <pid> <pid of the head>: takes this cluster down when that process ends; ends if another
+    # cluster takes its number
     while [[ $(cat "$STATE/pid/head" 2>/dev/null) == "$2" ]]; do
         kill -0 "$1" 2>/dev/null || {
             down

@@ -96,8 +96,7 @@ kp_source_wrong() { # <line> <what is wrong; what to do>: ends the script like k
     exit 2
 }
 
-kp_source_place() { # <line>: prints the file, the line number and, unless it may be a
-    # secret, the line
+kp_source_place() { # <line>: prints file, line number and, unless it may be a secret, the line
     local text
     text=$(sed -n "$1{s/^[[:space:]]*//; s/[[:space:]]*\$//; p}" -- "${KP_READING[file]}")
     if [[ -n ${KP_READING[hidden]} ]]; then text="(not shown)"; else text=": '$text'"; fi

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# One task of a step: chooses the fast network of its node, then becomes the command.
+# One task of a step: choose the node's fast network, then execute the command.
 #
 #   srun ... task.sh COMMAND...     without a command: only say which network this node would use
 #
-# Values that the user has set are kept. Otherwise it takes, in this order: an InfiniBand interface
-# that is up and has an address; RoCE; EFA; Slingshot; the interface that leads to the other nodes
-# (KEMPNER_PEERS: their addresses).
+# Variables that the user has set are kept. Otherwise the order of preference is: an InfiniBand
+# interface that is up and has an address; RoCE; EFA; Slingshot; the interface that leads to the
+# other nodes (KEMPNER_PEERS: their addresses).
 set -euo pipefail
-# The trainer handles these as soon as Python runs; until then they must not end the task. srun
-# started us with them blocked, so that they wait; where env cannot block them (coreutils before
-# 8.31), they are lost.
+# The trainer handles these signals as soon as Python runs; until then they must not end the task.
+# srun started this script with them blocked, so that they stay pending; if env cannot block signals
+# (coreutils before 8.31), they are lost.
 [[ -n ${KEMPNER_SIGNALS_WAIT:-} ]] || trap '' TERM INT USR1 USR2
 
-readonly SYS=${KEMPNER_SYS:-/sys} PROC=${KEMPNER_PROC:-/proc} # tests provide trees of their own
+readonly SYS=${KEMPNER_SYS:-/sys} PROC=${KEMPNER_PROC:-/proc} # tests provide their own trees
 
-read_line() { # <file>: its first line, or nothing
+read_line() { # <file>: prints its first line, if any
     local line=''
     { read -r line <"$1"; } 2>/dev/null || true
     echo "$line"
@@ -22,19 +22,19 @@ read_line() { # <file>: its first line, or nothing
 
 # --- what an earlier attempt has left -------------------------------------------------------------
 
-# seconds; tests shorten it: a rank whose GPU or file system hangs is not gone at once after a kill
+# seconds; tests shorten it: after a kill, a rank whose GPU or file system hangs takes time to go
 readonly GONE_S=${KEMPNER_GONE_S:-30}
 
-list_earlier() { # the processes of ranks, and of what they have started, of an earlier start or
+list_earlier() { # prints the processes of ranks, and their descendants, of an earlier start or
     # attempt of this job
     local mine start script number file text mark
     local pattern=$'\nKEMPNER_RANK_OF=([0-9]+)\\.([0-9]+)\\.([0-9]+)(\\.([0-9]+))?'
     IFS=. read -r mine start script number <<<"${KEMPNER_ATTEMPT_ID:-}"
     [[ $mine == "${SLURM_JOB_ID:-}" && $start =~ ^[0-9]+$ && $script =~ ^[0-9]+$ ]] || return 0
-    ((start > 0 || ${number:-0} > 0)) || return 0 # the first one of all
+    ((start > 0 || ${number:-0} > 0)) || return 0 # the very first attempt
     while IFS= read -r file; do
         text=$({ tr '\0' '\n' <"$file"; } 2>/dev/null) || continue
-        # a rank may have typed sbatch
+        # skip other jobs: a rank may have called sbatch
         [[ $'\n'$text$'\n' == *$'\n'"SLURM_JOB_ID=$mine"$'\n'* ]] || continue
         [[ $'\n'$text =~ $pattern ]] || continue
         mark=("${BASH_REMATCH[@]}")
@@ -45,7 +45,7 @@ list_earlier() { # the processes of ranks, and of what they have started, of an 
     done < <(grep -lazE "^KEMPNER_RANK_OF=$mine\." "$PROC"/[0-9]*/environ 2>/dev/null || true)
 }
 
-end_earlier() { # a restart does not begin before the ranks of the attempt before are gone
+end_earlier() { # kills the ranks of earlier attempts, and waits until they are gone
     local end=$((SECONDS + GONE_S)) left told=''
     while left=$(list_earlier) && [[ -n $left ]]; do
         left=${left//$'\n'/ }
@@ -56,7 +56,7 @@ end_earlier() { # a restart does not begin before the ranks of the attempt befor
         told=1
         # shellcheck disable=SC2086 # several
         kill -KILL $left 2>/dev/null || true
-        if ((SECONDS >= end)); then # restart.sh knows these words
+        if ((SECONDS >= end)); then # restart.sh looks for these words
             echo "kempner: error: $(uname -n): ranks of an earlier attempt do not end: $left" >&2
             exit 1
         fi
@@ -71,12 +71,11 @@ fi
 
 # --- what the node has ----------------------------------------------------------------------------
 
-list_addresses() { # a line "interface address" for each global address; "?" where there is no
-    # iproute2
+list_addresses() { # prints a line "interface address" per global address ("?" without iproute2)
     if command -v ip >/dev/null; then
         ip -o addr show up scope global 2>/dev/null |
             awk '$3 ~ /^inet/ { sub(/@.*/, "", $2); sub(/\/.*/, "", $4); print $2, $4 }'
-    else # an interface with a route of its own has an address
+    else # an interface with its own route has an address
         {
             awk 'NR > 1 { print $1, "?" }' "$PROC/net/route" &&
                 awk '$4 == "00" { print $6, "?" }' "$PROC/net/if_inet6"
@@ -84,8 +83,8 @@ list_addresses() { # a line "interface address" for each global address; "?" whe
     fi
 }
 
-find_interfaces() { # sets ALL, this node's interfaces; UP, those that have a link and an address;
-    # ADDRESS[name]
+find_interfaces() { # sets ALL (this node's interfaces), UP (those with a link and an
+    # address) and ADDRESS[name]
     local name address path
     declare -gA ADDRESS=()
     ALL=() UP=()
@@ -98,7 +97,7 @@ find_interfaces() { # sets ALL, this node's interfaces; UP, those that have a li
     done < <(list_addresses)
 }
 
-find_ports() { # <link layer>: the active RDMA ports of that kind as device:port, the fastest first
+find_ports() { # <link layer>: prints its active RDMA ports as device:port, fastest first
     local port device
     for port in "$SYS"/class/infiniband/*/ports/*; do
         [[ $(read_line "$port/link_layer") == "$1" && $(read_line "$port/state") == 4:* ]] ||
@@ -109,24 +108,24 @@ find_ports() { # <link layer>: the active RDMA ports of that kind as device:port
     done | sort -s -k1,1nr | sed 's/.* //'
 }
 
-interface_of() { # <device:port>: the network interface on top of an Ethernet RDMA port, or nothing
+interface_of() { # <device:port>: prints the network interface of an Ethernet RDMA port, if any
     local device=$SYS/class/infiniband/${1%:*} name path
     name=$(read_line "$device/ports/${1#*:}/gid_attrs/ndevs/0")
     for path in "$device"/device/net/*; do name=${name:-${path##*/}}; done
-    path=$(readlink "$SYS/class/net/$name/master") || true # of a bond the address is the master's
+    path=$(readlink "$SYS/class/net/$name/master") || true # in a bond the master has the address
     [[ -z $path ]] || name=${path##*/}
     echo "$name"
 }
 
-subnet_of() { # <device:port>: the subnet prefix of an InfiniBand port: ports of different prefixes
-    # do not meet
+subnet_of() { # <device:port>: prints an InfiniBand port's subnet prefix: ports with different
+    # ones are disconnected
     local gid
     gid=$(read_line "$SYS/class/infiniband/${1%:*}/ports/${1#*:}/gids/0")
     echo "${gid%:*:*:*:*}"
 }
 
-find_fabric() { # sets FABRIC, the InfiniBand ports that can reach each other, and FABRICS, the
-    # number of such groups
+find_fabric() { # sets FABRIC to the largest group of InfiniBand ports that reach each other, and
+    # FABRICS to the number of groups
     local port subnet ports
     declare -A group=()
     FABRIC=()
@@ -135,14 +134,14 @@ find_fabric() { # sets FABRIC, the InfiniBand ports that can reach each other, a
         group[$subnet]+="$port "
     done < <(find_ports InfiniBand)
     FABRICS=${#group[@]}
-    # the one with the most ports is for the training; storage has fewer
+    # use the group with the most ports: storage has fewer
     for subnet in "${!group[@]}"; do
         read -ra ports <<<"${group[$subnet]}"
         ((${#ports[@]} <= ${#FABRIC[@]})) || FABRIC=("${ports[@]}")
     done
 }
 
-on_fabric() { # <interface>: true unless it is known to sit on another InfiniBand fabric than FABRIC
+on_fabric() { # <interface>: succeeds unless it is known to be on another InfiniBand fabric
     local path known=''
     for path in "$SYS/class/net/$1/device/infiniband"/*; do
         [[ ! -e $path ]] || known=${path##*/}
@@ -150,7 +149,7 @@ on_fabric() { # <interface>: true unless it is known to sit on another InfiniBan
     [[ -z $known || " ${FABRIC[*]}" == *" $known:"* || $FABRICS -lt 2 ]]
 }
 
-has_efa() { # true when there is an Elastic Fabric Adapter, whatever name udev gave it
+has_efa() { # succeeds if there is an Elastic Fabric Adapter, under any udev name
     local device
     for device in "$SYS"/class/infiniband/*; do
         [[ ${device##*/} != efa* && $(readlink "$device/device/driver") != */efa ]] || return 0
@@ -158,7 +157,7 @@ has_efa() { # true when there is an Elastic Fabric Adapter, whatever name udev g
     return 1
 }
 
-route_to() { # <address>: the interface that leads there, or nothing
+route_to() { # <address>: prints the interface that leads there, if any
     local pattern=' dev ([^ ]+)' parts address name destination mask longest=-1 found=''
     if command -v ip >/dev/null; then
         [[ ! $(ip -o route get "$1" 2>/dev/null) =~ $pattern ]] || echo "${BASH_REMATCH[1]}"
@@ -166,7 +165,7 @@ route_to() { # <address>: the interface that leads there, or nothing
         IFS=. read -ra parts <<<"$1"
         address=$((parts[0] | parts[1] << 8 | parts[2] << 16 | parts[3] << 24))
         while read -r name destination _ _ _ _ _ mask _; do
-            [[ $mask =~ ^[0-9A-F]{8}$ ]] || continue # the line of titles
+            [[ $mask =~ ^[0-9A-F]{8}$ ]] || continue # the header line
             (((address & 16#$mask) == 16#$destination)) || continue
             mask=$(printf '%d' "0x${mask:6:2}${mask:4:2}${mask:2:2}${mask:0:2}")
             ((mask > longest)) || continue
@@ -176,7 +175,7 @@ route_to() { # <address>: the interface that leads there, or nothing
     fi
 }
 
-route_to_peer() { # the interface that leads to the first peer that is another host, or nothing
+route_to_peer() { # prints the interface that leads to the first peer on another host, if any
     local peer name
     for peer in ${KEMPNER_PEERS:-}; do
         name=$(route_to "$peer")
@@ -188,7 +187,7 @@ route_to_peer() { # the interface that leads to the first peer that is another h
 
 # --- the choice -----------------------------------------------------------------------------------
 
-choose() { # sets INTERFACE (empty: none is usable), NETWORK (its kind) and WHY
+choose() { # sets INTERFACE (empty: none usable), NETWORK (its kind) and WHY
     local name port
     for name in "${UP[@]}"; do
         if [[ $name == ib* || $(read_line "$SYS/class/net/$name/type") == 32 ]] &&
@@ -220,14 +219,13 @@ choose() { # sets INTERFACE (empty: none is usable), NETWORK (its kind) and WHY
     done
 }
 
-take_given() { # <variable>: checks the user's value; sets INTERFACE to the first interface that it
-    # names
+take_given() { # <variable>: checks the user's value; sets INTERFACE to the first interface in it
     local item name found any='' missing='' items value=${!1}
     [[ $value != ^* ]] || return 0 # NCCL's "^" excludes interfaces and names none
     IFS=, read -ra items <<<"${value#=}"
     for item in "${items[@]}"; do
         found=''
-        # NCCL takes prefixes unless the value begins with "="; the others take names
+        # NCCL takes prefixes unless the value starts with "="; the others take full names
         for name in "${ALL[@]}"; do
             [[ $name != "$item" ]] || found=$name
             [[ $1 != NCCL* || $value == =* || $name != "$item"* ]] || found=${found:-$name}
@@ -236,22 +234,22 @@ take_given() { # <variable>: checks the user's value; sets INTERFACE to the firs
         [[ -n $found ]] || missing=${missing:-$item}
         INTERFACE=${INTERFACE:-$found}
     done
-    # Of NCCL's list one is enough: the modules of a site name those of all its nodes, as
-    # ib,hsn,bond.
+    # For NCCL, one match is enough: a site's modules list the interfaces of all
+    # nodes, as ib,hsn,bond.
     [[ -n $missing && ($1 != NCCL* || -z $any) ]] || return 0
     echo "kempner: error: $1=$value: $(uname -n) has no interface '$missing'; it has ${ALL[*]}:" \
         "name one of them, or unset $1" >&2
     exit 2
 }
 
-is_prefix() { # <interface>: true when another interface's name begins with this one's
+is_prefix() { # <interface>: succeeds if another interface's name starts with this one's
     local name
     for name in "${ALL[@]}"; do [[ $name == "$1" || $name != "$1"* ]] || return 0; done
     return 1
 }
 
-for_nccl() { # <interface>: its name for NCCL, which takes a name as a prefix: ib1 would match ib10
-    # too
+for_nccl() { # <interface>: prints its name for NCCL, which matches prefixes: ib1 would
+    # also match ib10
     if [[ $NETWORK == Slingshot ]]; then
         echo hsn # all of them, hsn0 to hsn3
     elif is_prefix "$1"; then
@@ -268,8 +266,8 @@ set_unset() { # <variable> <value>: exports it unless the user has
 set_fabric() { # exports what the fabric needs besides an interface
     case $NETWORK in
         InfiniBand | RoCE)
-            # NCCL uses every active port that it sees, Ethernet ports and those of another fabric
-            # included. With "=" it takes the names literally: mlx5_1 does not match mlx5_10.
+            # NCCL uses every active port, including Ethernet ports and those of other fabrics. With
+            # "=" it takes names literally: mlx5_1 does not match mlx5_10.
             local hca
             hca="=$(IFS=, && echo "${FABRIC[*]}")"
             if ((${#FABRIC[@]} > 0)) && [[ -z ${NCCL_IB_HCA:-} ]] &&
@@ -280,16 +278,16 @@ set_fabric() { # exports what the fabric needs besides an interface
             ;;
         EFA)
             # AWS, "EFA cheatsheet" (github.com/aws-samples/awsome-distributed-training,
-            # 1.architectures): the provider; no huge pages, with which a fork (torch.compile's
-            # workers) can fail with "Cannot allocate memory".
+            # 1.architectures): the provider; no huge pages, which can make a fork (torch.compile's
+            # workers) fail with "Cannot allocate memory".
             set_unset FI_PROVIDER efa
             set_unset FI_EFA_USE_HUGE_PAGE 0
             ;;
         Slingshot)
-            # HPE's settings for NCCL over libfabric as the sites with it publish them: docs.cscs.ch
-            # (software/communication/nccl) and docs.isambard.ac.uk (guides/nccl). Without host
-            # registration off, CUDA's allocations can deadlock with it; the default completion
-            # queue is too short for large jobs.
+            # HPE's settings for NCCL over libfabric, as published by sites: docs.cscs.ch
+            # (software/communication/nccl) and docs.isambard.ac.uk (guides/nccl). Unless host
+            # registration is off, CUDA allocations can deadlock; the default completion queue is
+            # too short for large jobs.
             set_unset FI_CXI_DISABLE_HOST_REGISTER 1
             set_unset FI_CXI_DEFAULT_CQ_SIZE 131072
             set_unset FI_MR_CACHE_MONITOR userfaultfd
@@ -298,7 +296,7 @@ set_fabric() { # exports what the fabric needs besides an interface
     esac
 }
 
-passed_over() { # the other interfaces, and why each was not chosen
+passed_over() { # prints the other interfaces, and why each was not chosen
     local name shown=0 text=''
     for name in "${ALL[@]}"; do
         [[ $name != lo && $name != "$INTERFACE" ]] || continue
@@ -349,7 +347,7 @@ if [[ ${SLURM_LOCALID:-0} == 0 && ${KEMPNER_SAID:-} != "$(uname -n)" ]]; then # 
         "${INTERFACE:-left to NCCL and gloo}${address:+ ($address)}: ${WHY}$(passed_over)" \
         2>/dev/null || true
 fi
-may_use() { # <path in KEMPNER_STAGED>: true when it is there and nobody else could have put it
+may_use() { # <path in KEMPNER_STAGED>: succeeds if it exists and nobody else can have put it
     # there; see stage.sh
     local why
     [[ -e $KEMPNER_STAGED/$1 ]] || return 1
@@ -378,8 +376,8 @@ if [[ -n ${KP_KEEP:-} ]]; then # the container's image must not hide these: see 
     export KP_KEPT
 fi
 if (($# > 0)) && [[ -n ${KP_RUN_DIR:-} && ",${KEMPNER_NSYS:-}," == *",${SLURM_PROCID:-0},"* ]]; then
-    # It records from cudaProfilerStart to cudaProfilerStop, which the trainer calls around the
-    # steps that a PROFILE file asks for; the rank outlives each recording.
+    # It records between cudaProfilerStart and cudaProfilerStop, which the trainer calls around the
+    # steps that a PROFILE file requests; the rank outlives each recording.
     if command -v nsys >/dev/null; then
         export KEMPNER_UNDER_NSYS=1
         set -- nsys profile --trace=cuda,nvtx,cublas,cudnn --sample=none --cpuctxsw=none \

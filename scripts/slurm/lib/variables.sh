@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# The variables that a user may set, and what is wrong with them; docs/reference/slurm.md and
-# docs/extensions/rl.md say what each does. Source lib/all.sh.
+# The variables that a user may set, and checks of their values; docs/reference/slurm.md and
+# docs/extensions/rl.md describe each. Source lib/all.sh.
 
 KP_VARIABLES=(ROOT SITE PYTHON TRAIN MAX_CRASHES MAX_WAIT IDLE_LIMIT RESTARTS SPARES SPARE_COMMAND
     EXCLUDE CHAIN SIGNAL_LEAD PREFLIGHT PREFLIGHT_LEAST PREFLIGHT_SECONDS PREFLIGHT_SLOW
@@ -8,13 +8,12 @@ KP_VARIABLES=(ROOT SITE PYTHON TRAIN MAX_CRASHES MAX_WAIT IDLE_LIMIT RESTARTS SP
     NOTIFY WEBHOOK PAGE
     SRUN MPI NPROC NSYS NUMA PORTS ORCHESTRATE SERVE SERVE_TOKEN VLLM)
 
-kp_is_setting() { # <variable>: true when it is one of them
+kp_is_setting() { # <variable>: succeeds if it is one of them
     [[ " ${KP_VARIABLES[*]} " == *" ${1#KEMPNER_} "* ]]
 }
 
-kp_check_variables() { # warns of each KEMPNER_ variable that no file of the kit mentions
-    # Only a warning: the name is also that of a cluster, whose modules may have variables of their
-    # own.
+kp_check_variables() { # warns of KEMPNER_ variables that no file of the kit mentions
+    # Only warn: a cluster has the same name, and its modules may set variables of their own.
     local name near
     while read -r name; do
         ! kp_is_setting "$name" || continue
@@ -25,8 +24,7 @@ kp_check_variables() { # warns of each KEMPNER_ variable that no file of the kit
     done < <(compgen -A export KEMPNER_)
 }
 
-kp_check_settings() { # stops at values that make no sense: later they would end the job in the
-    # middle of its run
+kp_check_settings() { # exits on invalid values, which would otherwise end the job in mid-run
     local name
     for name in KEMPNER_MAX_CRASHES KEMPNER_MAX_WAIT KEMPNER_IDLE_LIMIT KEMPNER_NPROC; do
         [[ ${!name:-1} =~ ^[1-9][0-9]{0,5}$ ]] ||

@@ -1,8 +1,7 @@
 # shellcheck shell=bash
-# The words of a command line: options of sbatch, and what a word that is none of them may have
-# meant.
+# Words of a command line: sbatch's options, and guesses for unknown words.
 
-# Those of Slurm 22.05 to 26.05, from sbatch's manual. A site's plugins may add more.
+# The options of Slurm 22.05 to 26.05, from sbatch's manual. A site's plugins may add more.
 KP_SBATCH_OPTIONS=(account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters
     comment consolidate-segments constraint container container-id contiguous core-spec
     cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution
@@ -16,18 +15,18 @@ KP_SBATCH_OPTIONS=(account acctg-freq array batch bb bbf begin chdir cluster-con
     spread-segments stepmgr switches test-only thread-spec threads-per-core time time-min tmp
     tres-bind tres-per-task uid umask use-min-nodes verbose wait wait-all-nodes wckey wrap)
 
-kp_is_sbatch_option() { # <word>: true when it is one of them, or one of their letters
+kp_is_sbatch_option() { # <word>: succeeds if it is one of them, or a short option
     local name=${1%%=*}
     [[ $name == -[!-]* && ${name:1:1} == [AaBbCcDdeFGHIiJkLMmNnOopQqSstuvWwx] ]] ||
         [[ $name == --?* && " ${KP_SBATCH_OPTIONS[*]} " == *" ${name#--} "* ]]
 }
 
-# Also in Turkish, which has another small letter for I, and another capital letter for i.
-kp_lower() { (LC_ALL=C && printf '%s\n' "${1,,}"); } # <word>: prints it in small letters
-kp_upper() { (LC_ALL=C && printf '%s\n' "${1^^}"); } # <word>: prints it in capital letters
+# LC_ALL=C: in Turkish, I and i have other counterparts.
+kp_lower() { (LC_ALL=C && printf '%s\n' "${1,,}"); } # <word>: prints it in lower case
+kp_upper() { (LC_ALL=C && printf '%s\n' "${1^^}"); } # <word>: prints it in upper case
 
-kp_nearest() { # <word> <name>...: the name that shares the most letters with the word at its two
-    # ends, over half of it
+kp_nearest() { # <word> <name>...: prints the name that shares the most letters at both ends with
+    # the word, if over half
     local name head tail best='' most=$((${#1} / 2))
     for name in "${@:2}"; do
         for ((head = 0; head < ${#1} && head < ${#name}; head++)); do
@@ -43,7 +42,7 @@ kp_nearest() { # <word> <name>...: the name that shares the most letters with th
     echo "$best"
 }
 
-kp_own_option() { # <word>: stops when it is --dry-run, spelled otherwise
+kp_own_option() { # <word>: exits if it is a misspelled --dry-run
     local letters=${1//[-_]/}
     [[ $1 != -* || $1 == --dry-run || ${letters,,} != dryrun ]] ||
         kp_die "$1: no such option; did you mean --dry-run?"

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# slurmdbd and MariaDB on the head; jobs need an association, and memory is a resource. Users see
-# their own jobs alone.
+# Runs slurmdbd and MariaDB on the head; jobs need an association, and memory is a resource. Users
+# see only their own jobs.
 #
 #   accounts lab (alice's default), course (alice, mallory)
 #   QOS normal and scavenge are preempted, urgent preempts
@@ -39,7 +39,7 @@ accounting_head() {
     word=$(sed -n 's/^StoragePass=//p' "$STATE/slurmdbd.conf")
     [[ -d $db/mysql ]] ||
         mariadb-install-db --no-defaults --user=root --datadir="$db" --skip-test-db >/dev/null
-    # The timeout of locks is that of Slurm's accounting guide.
+    # The lock timeout is from Slurm's accounting guide.
     mariadbd --no-defaults --user=root --datadir="$db" --socket="$db/socket" --pid-file="$db/pid" \
         --port="$SQL_PORT" --bind-address=127.0.0.1 --innodb-buffer-pool-size=64M \
         --innodb-lock-wait-timeout=900 \
@@ -51,7 +51,7 @@ accounting_head() {
         GRANT ALL ON acct.* TO slurm@'127.0.0.1'; GRANT ALL ON acct.* TO slurm@localhost"
     slurmdbd -D >"$STATE/log/slurmdbd.out" 2>&1 &
     wait_for slurmdbd sacctmgr -n show cluster
-    # A controller does not start without the cluster's entry
+    # A controller does not start without the cluster's entry.
     [[ -n $(sacctmgr -n show cluster "testbed$ID") ]] ||
         accounting_entries >"$STATE/log/sacctmgr" 2>&1
 }

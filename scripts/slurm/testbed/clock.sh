@@ -1,7 +1,6 @@
 # shellcheck shell=bash
-# The clocks of two hosts are 90 s apart: Python in a task on node2 sees a clock that is ahead, by a
-# sitecustomize. Not libfaketime: 0.9.10 turns each time.sleep of Python 3.11 into "Invalid
-# argument".
+# Sets the clocks of two hosts 90 s apart: a sitecustomize moves Python's clock ahead in tasks on
+# node2. Not libfaketime: 0.9.10 makes every time.sleep of Python 3.11 fail with "Invalid argument".
 
 clock_files() {
     mkdir "$STATE/clock"

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Each host has 2 GB of memory and no more: the kernel kills what is over that. By a control group
-# below this machine's own, of version 1 or 2.
+# Limits each host to 2 GB of memory: the kernel kills processes beyond that. Uses a control group
+# (version 1 or 2) below this machine's own.
 
 memory_group() { # prints the directory of the memory control group that this process is in
     local line
@@ -10,7 +10,7 @@ memory_group() { # prints the directory of the memory control group that this pr
     echo "/sys/fs/cgroup$line"
 }
 
-memory_limit() { # <group>: prints the file that has its limit
+memory_limit() { # <group>: prints the file that holds its limit
     if [[ -e $1/memory.limit_in_bytes ]]; then
         echo "$1/memory.limit_in_bytes"
     else
@@ -41,7 +41,7 @@ memory_host() { # <host>
     group=$(<"$STATE/memory")/kempner-testbed-$ID-$1
     mkdir -p "$group"
     echo 2G >"$(memory_limit "$group")"
-    # 0 is the process that writes it: this one, and so all that the host will start.
+    # 0 means the writing process: this one, and so everything that the host will start.
     echo 0 >"$group/cgroup.procs"
 }
 

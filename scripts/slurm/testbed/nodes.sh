@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# Hosts that Slurm takes for good ones. The last three of four or more: without the shared directory
-# ($STATE/project), with one that answers EIO, with a Python that cannot import torch. `testbed.sh
-# break` does it to a host that is up.
+# Broken hosts that Slurm considers healthy: of the last three of at least four, one lacks the
+# shared directory ($STATE/project), one gets EIO from it, and one has a Python that cannot import
+# torch. `testbed.sh break` breaks a running host in the same ways.
 
 readonly FAULTS=(unmounted eio python)
 
@@ -22,7 +22,7 @@ nodes_host() { # <host>
     [[ $1 == head || at -lt 0 ]] || break_host "${FAULTS[at]}"
 }
 
-break_host() { # <fault>: on that host; until it boots again
+break_host() { # <fault>: breaks this host until it boots again
     local paths path
     case $1 in
         unmounted) mount -t tmpfs -o ro,mode=755 none "$STATE/project" ;;
@@ -36,7 +36,7 @@ break_host() { # <fault>: on that host; until it boots again
                 'No such file or directory")' \
                 >"$STATE/broken.py"
             mapfile -t paths <"$STATE/kit.paths"
-            # the first one is hidden where it is the repository's
+            # the first one is hidden if it is the repository's
             for path in "${paths[2]}" "$STATE/packages"; do
                 [[ ! -e $path/torch/__init__.py ]] ||
                     mount --bind "$STATE/broken.py" "$path/torch/__init__.py"

@@ -1,14 +1,14 @@
 # shellcheck shell=bash
-# What a site says and sets where nobody asks: a TaskProlog that prints, variables that change what
-# Slurm's clients answer, --export=NONE, and a job_submit plugin that rewrites each request once
-# more.
+# Unsolicited output and settings of a site: a TaskProlog that prints, variables that
+# change the answers of Slurm's clients, --export=NONE, and a job_submit plugin that
+# rewrites each request again.
 
 noise_lacks() {
     compgen -G "$(plugin_dir)/job_submit_lua.so" >/dev/null ||
         echo "this Slurm has no job_submit/lua"
 }
 
-plugin_dir() { # prints where the plugins of this Slurm are
+plugin_dir() { # prints the plugin directory of this Slurm
     local prefix
     prefix=$(realpath "$(type -P slurmctld)")
     prefix=${prefix%/*/*}
@@ -20,7 +20,7 @@ noise_files() {
     echo 'echo "print *** Welcome to this site: scratch is purged on Sunday ***"
 echo "the site greets you"
 echo "export SITE_TASK_PROLOG=1"' >>"$STATE/task_prolog"
-    # "any" becomes "any&any" when a job is submitted with the request that another one has
+    # "any" becomes "any&any" when a job is submitted with another job's request
     sed -i '/^NodeName=node/s/$/ Feature=any/' "$SLURM_CONF"
     set_conf JobSubmitPlugins=lua
     cat >"$STATE/job_submit.lua" <<'LUA'
@@ -35,7 +35,7 @@ end
 function slurm_job_modify(change, job, partitions, uid) return slurm.SUCCESS end
 return slurm.SUCCESS
 LUA
-    # A login shell on a host has the variables too, and so has a job of --export=NONE
+    # Login shells on a host have the variables, too, and so do jobs with --export=NONE.
     mkdir "$STATE/etc/profile.d"
     noise_exports | grep -v '^SBATCH_' | sed 's/^/export /' >"$STATE/etc/profile.d/noise.sh"
 }

@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# The test bed as a real site would have it: KEMPNER_TESTBED_SITE=hostile, or some of its parts by
-# name.
+# The test bed with the problems of real sites: KEMPNER_TESTBED_SITE=hostile, or some of its
+# parts by name.
 #
-# A part is a file of this directory. Those of these functions that it has are called, for all parts
+# Each part is a file of this directory. It may define these hooks, called for all parts
 # in this order:
 #   PART_lacks <nodes> prints why it cannot run here, or nothing
 #   PART_files         before the first host boots, with NODES and GPUS: slurm.conf and files in
@@ -16,13 +16,13 @@
 readonly PARTS=(slow noise accounting home nodes twin clock memory)
 SITE=()
 
-read_site() { # sets SITE to that of this cluster
+read_site() { # sets SITE to the parts of this cluster's site
     SITE=()
     [[ ! -s $STATE/site ]] || mapfile -t SITE <"$STATE/site"
 }
 
-choose_site() { # <nodes>: sets SITE by KEMPNER_TESTBED_SITE; a part that cannot run here is left
-    # out, and said
+choose_site() { # <nodes>: sets SITE from KEMPNER_TESTBED_SITE; leaves out parts that cannot run
+    # here, with a message
     local part why given
     SITE=()
     [[ -n ${KEMPNER_TESTBED_SITE:-} ]] || return 0
@@ -46,7 +46,7 @@ has_function() { # <name>
     declare -F "$1" >/dev/null
 }
 
-site() { # <hook> [argument]...: calls it in each part of this cluster's site
+site() { # <hook> [argument]...: calls it for each part of this cluster's site
     local part
     for part in "${SITE[@]}"; do
         ! has_function "${part}_$1" || "${part}_$1" "${@:2}"

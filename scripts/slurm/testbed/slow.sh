@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Slurm's clients on the hosts fail one call in ten: slow_client.sh. KEMPNER_TESTBED_SEED draws
-# which ones.
+# Makes one call in ten of Slurm's clients on the hosts fail or lag: slow_client.sh.
+# KEMPNER_TESTBED_SEED selects which ones.
 
 readonly CLIENTS=(scontrol squeue sbatch sinfo srun scancel)
 
@@ -17,8 +17,8 @@ CLIENT
     (umask 0 && : >"$STATE/slow/calls")
 }
 
-slow_host() { # <host>: in place of the programs themselves: no PATH that a user brings leads past
-    # them
+slow_host() { # <host>: mounts the wrapper over the programs themselves, so that no PATH of a
+    # user bypasses it
     local client
     [[ $1 != head ]] || return 0
     for client in "${CLIENTS[@]}"; do mount --bind "$STATE/slow/client" "$(type -P "$client")"; done

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# In place of one of Slurm's clients: does what it does, but for one call in ten. By the seed and
-# the number of the call:
+# Stand in for one of Slurm's clients, and disturb one call in ten. The seed and the number of the
+# call select how:
 #
 #   timeout   fails with Slurm's words: Socket timed out on send/recv operation
 #   away      fails with Slurm's words: Unable to contact slurm controller (connect failure)
 #   late      answers after 8 s
-#   lost      is carried out, and fails all the same as if it had timed out; not srun: its step
-#             would be ended
+#   lost      carries out the call, but fails as if it had timed out; not for srun, whose step
+#             would end
 #
 # slow_client.sh DIR SEED CLIENT [ARGUMENT]...    DIR: real/ has the clients, `calls` gets a line
 #                                                 for each call
@@ -15,7 +15,7 @@ set -euo pipefail
 dir=$1 seed=$2 client=$3
 shift 3
 
-asks_nobody() { # <argument>...: it needs no controller
+asks_nobody() { # <argument>...: succeeds if the call needs no controller
     case ${1:-} in -V | --version | --help | --usage) return 0 ;; esac
     [[ $client == scontrol && ${1:-} == show && ${2:-} == host* ]]
 }

@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# Another cluster on the same file system, with the same names of hosts and the same numbers of
-# jobs. $STATE/twin has its number, for KEMPNER_TESTBED.
+# Boots another cluster on the same file system, with the same host names and job numbers.
+# $STATE/twin has its number, for KEMPNER_TESTBED.
 
 twin_up() {
     local tries number
-    for ((tries = 1; tries <= 5; tries++)); do # a number may be taken by another cluster
+    for ((tries = 1; tries <= 5; tries++)); do # another cluster may have the number
         number=$(((ID + 60 * tries) % 250 + 1))
         if KEMPNER_TESTBED=$number KEMPNER_TESTBED_SITE='' \
             KEMPNER_TESTBED_CONF="${KEMPNER_TESTBED_CONF:-} FirstJobId=$FIRST_JOB" \

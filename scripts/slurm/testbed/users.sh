@@ -1,17 +1,16 @@
 # shellcheck shell=bash
-# Every site has it: users without rights, whom only the hosts of this cluster know, and what they
-# may read: the repository, its packages and its Python, which may lie under a directory that is
-# closed to them.
+# Part of every site: unprivileged users, known only to the hosts of this cluster, and what
+# they may read: the repository, its packages and its Python, which may lie in a directory that
+# they cannot enter.
 #
 #   $STATE/kit        the repository
 #   $STATE/venv       a Python with its packages, KEMPNER_PYTHON of users
 #   $STATE/project    alice's, on every host
 #   $STATE/home       the homes
 #
-# With KEMPNER_TESTBED_KIT=DIR, another checkout, that is the repository of the users.
+# KEMPNER_TESTBED_KIT=DIR gives the users another checkout as their repository.
 #
-# The machine's own /etc stays as it is: hosts, and `testbed.sh as`, have another one mounted over
-# it.
+# The machine's /etc stays unchanged: hosts and `testbed.sh as` mount another one over it.
 
 readonly USERS=(alice:4201 mallory:4202)
 
@@ -53,8 +52,8 @@ kit_python() { # prints the Python whose packages the users have
     echo "${KEMPNER_PYTHON:-$python}"
 }
 
-users_host() { # only in this mount namespace: `down` removes $STATE, and must not meet the
-    # repository in it
+users_host() { # mounts the directories only in this namespace: `down` removes $STATE, which must
+    # not contain the repository
     local name path paths root over=$STATE/etc
     mapfile -t paths <"$STATE/kit.paths"
     root=${paths[0]}
@@ -63,12 +62,12 @@ users_host() { # only in this mount namespace: `down` removes $STATE, and must n
         mount --bind "$path" "$STATE/$name"
         mount -o remount,bind,ro "$STATE/$name"
     done
-    # The batch script's own way to the Python, where --export=NONE keeps KEMPNER_PYTHON from it
+    # The batch script finds this Python if --export=NONE hides KEMPNER_PYTHON from it.
     for path in "$STATE/kit" "$root"; do
         [[ ! -d $path/.venv ]] || mount --bind "$STATE/venv" "$path/.venv"
     done
-    # A shared libpython that lies under a closed directory: without this, a user's Python would
-    # load the system's, which may be another version.
+    # For a shared libpython in a closed directory: otherwise a user's Python would load the
+    # system's, which may be another version.
     if [[ ! $STATE/python -ef /usr && -e $STATE/python/lib/libpython3.so ]]; then
         path=$(mktemp -d "$STATE/libraries.XXXXXX")
         chmod 755 "$path"
@@ -83,7 +82,7 @@ users_exports() {
         KEMPNER_SITE=/dev/null OMP_NUM_THREADS=1
 }
 
-as() { # <user> <command>...: as on a login node of the site, in the project's directory
+as() { # <user> <command>...: runs it as on a login node of the site, in the project's directory
     local user=$1 exports
     ((${#SITE[@]} > 0)) ||
         die "cluster $ID is no site and has no users: KEMPNER_TESTBED_SITE=hostile testbed.sh up"
@@ -93,7 +92,7 @@ as() { # <user> <command>...: as on a login node of the site, in the project's d
     exec unshare --mount bash "$SELF" login "$user" "${exports[@]}" -- "${@:2}"
 }
 
-login() { # <user> NAME=VALUE... -- <command>...: see as, in a mount namespace of its own
+login() { # <user> NAME=VALUE... -- <command>...: the part of as in a separate mount namespace
     local user=$1 exports=()
     shift
     while [[ $1 != -- ]]; do exports+=("$1") && shift; done
