@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What most published scripts do, for benchmarks/soak.py to compare with: srun in the foreground, no trap, no word
-# about a requeue of its own. The trainer is the same, and resumes from its newest checkpoint.
+# What most published scripts do, as a baseline for benchmarks/soak.py: srun in the foreground, no
+# trap, no requeue by the script. The trainer is the same, and resumes from its newest checkpoint.
 #SBATCH --job-name=naive
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -30,7 +30,7 @@ kp_committed_step() { # in place of requeue.sh's: prints the number of evaluated
     find "$KP_RUN_DIR" -name 'step_*.json' | wc -l
 }
 
-kp_measure() { # in place of requeue.sh's
+kp_measure() { # in place of requeue.sh's: prints what is counted
     echo "checkpoints evaluated:"
 }
 

@@ -29,7 +29,7 @@ WARNINGS+='|(^|[^a-z])(faults?|hangs?|hung|oom)([^a-z]|$)'
 readonly USAGE WARNINGS
 KP_RANK='' KP_PART='' KP_WARN='' KP_FOLLOW=1 KP_LINES=20
 KP_FRESH=() KP_ATTEMPT_LOGS=''
-declare -A KP_FOLLOWED=() # files
+declare -A KP_FOLLOWED=() # file -> 1
 
 kp_options() { # <arguments>...: sets KP_RANK, KP_PART, KP_WARN, KP_FOLLOW and KP_LINES; the
     # remaining argument names the run
@@ -180,7 +180,7 @@ kp_end_tails() { # ends the tails of earlier attempts 5 rounds after a new attem
     done
 }
 
-kp_leave() { # leaves no process behind
+kp_leave() { # EXIT trap: ends all child processes
     local tries
     trap '' INT TERM HUP
     kill "${!tails[@]}" 2>/dev/null || true

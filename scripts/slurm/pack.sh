@@ -4,8 +4,8 @@
 #
 #   sbatch --gpus-per-node=8 scripts/slurm/pack.sh 4 A.toml B.toml C.toml D.toml
 #       four runs of two GPUs each
-#   sbatch --gpus-per-node=8 --array=0-9 scripts/slurm/pack.sh 4 @FILE    four lines of FILE in each
-#                                                                         job
+#   sbatch --gpus-per-node=8 --array=0-9 scripts/slurm/pack.sh 4 @FILE
+#       four lines of FILE in each job
 #   bash scripts/slurm/pack.sh 2 A.toml B.toml --dry-run [SBATCH OPTIONS]
 #       shows what sbatch would do
 #

@@ -28,7 +28,7 @@ kp_in_job ||
     kp_die "preflight.sh checks the nodes of a job: sbatch --nodes=N" \
         "scripts/slurm/preflight.sh, or call it in a shell of salloc"
 kp_need_packages
-kp_own_steps() { # in place of restart.sh's
+kp_own_steps() { # in place of restart.sh's: names this script
     echo preflight.sh
 }
 kp_tasks

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
 # Start a Ray cluster on the nodes of a job, run a command on it or wait for you, and clean up.
 #
-#   COMMAND="python driver.py" sbatch --nodes=4 scripts/slurm/ray.sh   batch: its exit code is the
-#                                                                      job's
-#   sbatch --nodes=4 scripts/slurm/ray.sh                              interactive, until touch
+#   COMMAND="python driver.py" sbatch --nodes=4 scripts/slurm/ray.sh   batch: the job gets the
+#                                                                      command's exit code
+#   sbatch --nodes=4 scripts/slurm/ray.sh                              interactive, until you touch
 #                                                                      JOBID-logs/ENDED
-#   bash JOBID-attach.sh [N|HOSTNAME] [-- COMMAND...]                  both: a shell or a command on
-#                                                                      a node;
-#                                                                      0: the head
+#   bash JOBID-attach.sh [N|HOSTNAME] [-- COMMAND...]                  in both: a shell or a command
+#                                                                      on a node (0: the head)
 #
 # Variables, logs, exit codes: docs/guide/ray.md.
 #SBATCH --job-name=ray
@@ -41,9 +40,9 @@ RAY_BEGAN=$(date +%s.%N)
 kp_begin # the repository, site.env
 kp_in_job || kp_die "ray.sh runs in a job: sbatch --nodes=N scripts/slurm/ray.sh"
 ray_defaults   # the variables of docs/guide/ray.md
-ray_names      # under the names of the other launch scripts
+ray_names      # their names in the other launch scripts
 kp_enter       # secrets, container, the job as Slurm sees it
-ray_resources  # CPUs, GPUs, memory of a node
+ray_resources  # CPUs, GPUs and memory per node
 ray_find_nodes # names and addresses
 ray_ports      # defaults and checks: kempner.jobs.ray.ports
 trap ray_finish EXIT

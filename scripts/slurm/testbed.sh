@@ -336,7 +336,7 @@ up() { # [nodes] [gpus per node]
         die "cluster $ID is up: export SLURM_CONF=$SLURM_CONF; or take it down;" \
             "or KEMPNER_TESTBED=$((ID % 250 + 1))"
     fi
-    down # remove what a crash may have left
+    down # removes what a crash may have left
     [[ -z $(ip -o route show "10.77.$ID.0/24") ]] ||
         die "10.77.$ID.0/24 is in use here: set KEMPNER_TESTBED to another number"
     trap down EXIT # clean up if it cannot boot

@@ -21,7 +21,7 @@ HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 readonly HERE
 KP_ASKED_RUN='' KP_MODE='' KP_SESSION=''
 
-kp_options() { # <arguments>...: sets KP_ASKED_RUN, as the user names it, and KP_MODE
+kp_options() { # <arguments>...: sets KP_ASKED_RUN, the user's name for the run, and KP_MODE
     local word
     for word; do
         case $word in
@@ -67,7 +67,7 @@ kp_choose_session() { # <identity>: sets KP_SESSION to the run's session; succee
     while tmux has-session -t "=$KP_SESSION" 2>/dev/null; do
         owner=$(tmux show-options -qv -t "=$KP_SESSION:" @kempner_run)
         [[ $owner != "$1" ]] || return 0
-        number=$((number + 1)) # another run of that name
+        number=$((number + 1)) # another run has that name
         KP_SESSION=$name-$number
     done
     return 1

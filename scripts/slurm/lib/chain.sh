@@ -110,7 +110,7 @@ kp_chain_place() { # sets KP_CHAIN and KP_LINK; exits if the predecessor was can
 
     kp_find_records "$KP_JOURNAL" "chain=*" "job=*" -- event chain job || true
     ((${#KP_VALUES[@]} > 0)) || return 0
-    set -- "${KP_VALUES[@]: -3}" # of the last line
+    set -- "${KP_VALUES[@]: -3}" # the fields of the last line
     [[ $1 != submitted || $3 == "$(kp_job_id)" ]] || ! kp_chain_queued "$3" ||
         kp_die "job $3 goes on with $KP_RUN_DIR already (KEMPNER_CHAIN of job $2): scancel $3," \
             "or wait for it"
@@ -301,7 +301,7 @@ kp_chain_survives() { # succeeds if Slurm itself is ending this job, not a user'
         [[ ! $(kp_field PreemptTime) =~ ^(None)?$ || ! $(kp_field Reason) =~ ^(None)?$ ]]
 }
 
-kp_chain_on() { # <what happened>: records whether the successor goes on
+kp_chain_on() { # <what happened>: records whether the successor continues the run
     local last
     [[ -n $KP_SUCCESSOR ]] || ((KP_LINK >= KEMPNER_CHAIN)) || kp_chain_submit || true
     if ((KP_LINK >= KEMPNER_CHAIN)); then

@@ -4,7 +4,7 @@
 KP_INSIDE=() KP_CONTAINER_FLAGS=() # command prefixes that run Python in a container
 KP_PYTHON=python3                  # the Python that trains
 KP_MOUNTS=()                       # host directories mounted in the container, each FROM:TO
-KP_STAGED_IMAGE=''                 # the image's copy on the nodes' own disks, for pyxis
+KP_STAGED_IMAGE=''                 # for pyxis: the image's copy on the nodes' own disks
 # with a container: a Python 3.10 or later on this host, or "none"
 KP_HOST_PYTHON=''
 

@@ -228,7 +228,7 @@ kp_dry_tell_request() { # prints what the job requests
 
 kp_dry_tell() { # prints everything and ends the script
     local line settings code=0
-    settings=$(kp_dry_settings) # before this function sets some itself
+    settings=$(kp_dry_settings) # before this function sets some
     [[ -n $KP_DRY_AWAY ]] || KEMPNER_PEERS=$(kp_peers 2>/dev/null | paste -sd' ') || true
     KEMPNER_SIGNAL_LEAD=${KEMPNER_SIGNAL_LEAD:-$(kp_signal_lead "$0")}
     export KEMPNER_PEERS=${KEMPNER_PEERS:-} KEMPNER_SIGNAL_LEAD

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # The parts of serve.sh: one engine per task, which publishes its URL in its own file.
 
-kp_own_steps() { # in place of restart.sh's
+kp_own_steps() { # in place of restart.sh's: names this script
     echo serve.sh
 }
 
@@ -27,7 +27,7 @@ kp_engines_check() { # <serve.py arguments>...: checks them in one process; sets
         kp_log "not started: serve.py ended with exit code 2"
         exit 2
     }
-    [[ -z $KP_DRY ]] || kp_dry_tell # ends here
+    [[ -z $KP_DRY ]] || kp_dry_tell # exits here
 
     # Remove what an earlier attempt of this job has left.
     rm -f -- "$KP_RUN_DIR"/urls/engine-* "$KP_RUN_DIR/token"
@@ -43,7 +43,7 @@ kp_on_signal() { # <signal>: in place of signals.sh's: ends the engines
     kp_signal TERM
 }
 
-kp_engines_start() { # starts them as one step
+kp_engines_start() { # starts the engines as one step
     KEMPNER_PEERS=$(kp_peers | paste -sd' ')
     export KEMPNER_PEERS
     kp_log "job $(kp_job_id), restart count ${SLURM_RESTART_COUNT:-0}: $((KP_NODES * KP_TASKS))" \
@@ -53,8 +53,7 @@ kp_engines_start() { # starts them as one step
     kp_srun "$KP_TRAIN" "${KP_ARGUMENTS[@]}"
 }
 
-kp_engines_follow() { # prints each URL and keeps engines.txt, until all engines have ended; ends
-    # the script
+kp_engines_follow() { # prints each URL and updates engines.txt until all engines have ended; exits
     local url urls last=''
     while kill -0 "$KP_CHILD" 2>/dev/null; do
         urls=$(cat -- "$KP_RUN_DIR"/urls/engine-* 2>/dev/null) || true

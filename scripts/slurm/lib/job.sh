@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# The job as Slurm sees it.
+# Queries about the job as Slurm sees it.
 
-KP_BESIDE=${KP_BESIDE:-} # not empty: the job is someone else's; interactive.sh runs beside it
+KP_BESIDE=${KP_BESIDE:-} # not empty: runs beside another job's steps, as interactive.sh does
 KP_JOB=${KP_JOB:-}       # scontrol's last record of the job
 KP_START=''              # the job's restart count when this script first asked
 KP_ANSWER=''             # output of kp_ask
@@ -79,7 +79,7 @@ kp_as_submitted() { # <command>...: runs it, shielded, in the environment of the
         mapfile -d '' -t entries \
             < <(grep -zE '^[A-Za-z_][A-Za-z_0-9]*=' "/proc/$$/environ" | grep -zvE "^($ours)")
         while IFS= read -r entry; do
-            unset -v "$entry" 2>/dev/null || true # SHELLOPTS and some others are read-only
+            unset -v "$entry" 2>/dev/null || true # some are read-only, such as SHELLOPTS
         done < <(compgen -e)
         for entry in "${entries[@]}" ${conf:+"SLURM_CONF=$conf"}; do
             export "${entry?}" 2>/dev/null || true

@@ -1,6 +1,5 @@
 # shellcheck shell=bash
-# From the script's arguments to the running ranks: the check of the configuration, the banner,
-# srun.
+# From the script's arguments to running ranks: the configuration check, the banner, srun.
 
 KP_DRY=''      # not empty: --dry-run
 KP_DEVICE=auto # cpu, cuda or auto
@@ -104,7 +103,7 @@ kp_check() { # <train.py arguments>...: checks them in one process before any GP
         kp_die "the checked configuration has no run.dir: leave --help and --check out"
     # Mount the paths as given, which may be symbolic links.
     kp_mount_run "${KP_VALUES[1]}" ${KP_VALUES[2]:+"${KP_VALUES[2]}"}
-    [[ -z $KP_DRY ]] || kp_dry_tell # ends here
+    [[ -z $KP_DRY ]] || kp_dry_tell # exits here
 
     mkdir -p -- "$KP_RUN_DIR/logs" ||
         kp_die "run.dir $KP_RUN_DIR cannot be written: give another --run.dir"

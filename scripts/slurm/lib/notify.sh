@@ -16,7 +16,7 @@ kp_check_notify() { # exits if KEMPNER_NOTIFY, KEMPNER_WEBHOOK or KEMPNER_PAGE c
                 "here: give its path"
     fi
 
-    # The value is a secret: whoever has it can post.
+    # The value is a secret: anybody who has it can post.
     [[ -z ${KEMPNER_WEBHOOK:-} || $KEMPNER_WEBHOOK =~ ^https?://[^[:space:]/]+[^[:space:]]*$ ]] ||
         kp_die "KEMPNER_WEBHOOK must be a URL that begins with https:// or http:// (its" \
             "value is not shown)"

@@ -11,7 +11,7 @@ declare -rA KP_GO_ON=([now]=100 [later]=101 [elsewhere]=102)
 declare -A KP_PACK=([goes_on]='' [excluded]='')
 KP_POINTS=() # the configurations of this job's runs
 
-kp_own_steps() { # in place of restart.sh's
+kp_own_steps() { # in place of restart.sh's: names this script
     echo pack.sh
 }
 
@@ -84,7 +84,7 @@ kp_pack_signal() { # <signal>: forwards it to each run
     ((${#KP_PIDS[@]} == 0)) || kill -s "$1" "${KP_PIDS[@]}" 2>/dev/null || true
 }
 
-kp_pack_ended() { # <number of the run> <exit code of its subshell>
+kp_pack_ended() { # <number of the run> <exit code of its subshell>: handles its end
     local name=${KP_POINTS[$1]##*/} code=$2
     # The signal came before the trap was set, or after the run crashed.
     [[ -z $KP_SIGNAL ]] || ((code != KP_GO_ON[now] && code <= 128)) ||

@@ -39,7 +39,7 @@ kp_committed_step() { # in place of requeue.sh's: prints one point per encoded u
     echo $((${#units[@]} + 2 * assembled))
 }
 
-kp_measure() { # in place of requeue.sh's
+kp_measure() { # in place of requeue.sh's: prints what is counted
     echo "work done:"
 }
 

@@ -2,7 +2,7 @@
 # The parts of run.sh: its command line, and the supervisors (scripts/program.py) that run instead
 # of the trainer.
 
-# One task of a node may drive all of its GPUs: JAX, vLLM, torchrun, ...
+# One task may drive all GPUs of a node: JAX, vLLM, torchrun, ...
 KP_DRIVES_ALL=1
 KP_INTERRUPTED=interrupted # the program may have saved nothing
 # Requests go through a file, see kp_signal: if Slurm tracks processes by parent, it would signal
@@ -38,7 +38,7 @@ kp_step() { # in place of requeue.sh's: prints the step of the newest checkpoint
     [[ $step =~ ^[0-9]+$ ]] && echo "$step" || echo null
 }
 
-kp_reached() { # in place of requeue.sh's
+kp_reached() { # in place of requeue.sh's: prints the progress in words
     local step
     step=$(kp_step)
     echo "progress ${step/null/$KP_COMMITTED}"

@@ -3,12 +3,12 @@
 
 readonly NOT_UP=75 DIED=70 # exit codes
 
-RAY_PIDS=()                       # of each node's kempner.jobs.ray.node, on its own host
+RAY_PIDS=()                       # PID of kempner.jobs.ray.node on each node
 RAY_READY=''                      # the cluster's resources once it is complete
 RAY_SIGNAL=''                     # the signal that ends the job
-RAY_SIGNALED=()                   # the nodes that a signal has reached
+RAY_SIGNALED=()                   # nodes that have received a signal
 RAY_FAULT='' RAY_FAULT_CODE=''    # the first fault, and the exit code for it
-declare -A RAY_PID=() RAY_CODE=() # of the steps "ray" and "driver": their srun, and its exit code
+declare -A RAY_PID=() RAY_CODE=() # of srun, for the steps "ray" and "driver"
 
 ray_srun() { # <nodes>: sets RAY_SRUN, a step with one task per node that overlaps other steps
     local more

@@ -96,7 +96,7 @@ ray_finish() { # EXIT trap: ends the driver and Ray, removes the token and the a
     # keeps the exit code
     local code=$? state='' patience=8 began end start=$SECONDS
     local KP_SRUN_NAME=ray-driver-$KEMPNER_ATTEMPT_ID
-    set +e # even a full disk must not keep anything running
+    set +e # an error, such as a full disk, must not stop the cleanup
     began=$(date +%s%N)
     trap '' TERM INT HUP USR1 USR2
     rm -f -- "$RAY_ATTACH" "$RAY_TOKEN"

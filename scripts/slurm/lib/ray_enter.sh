@@ -42,9 +42,9 @@ become() { # <command>...: executes it with only kp_variables; keeps values off 
     while IFS= read -r entry; do unset -v "$entry" 2>/dev/null || true; done < <(compgen -e)
     for entry in "${kp_variables[@]}"; do
         if [[ $entry == BASH_FUNC_* ]]; then
-            functions+=("$entry") # only env can export these
+            functions+=("$entry") # only env can export functions
         else
-            export "${entry?}" 2>/dev/null || true # SHELLOPTS and some others are read-only
+            export "${entry?}" 2>/dev/null || true # some are read-only, such as SHELLOPTS
         fi
     done
     ((${#functions[@]} == 0)) || set -- env "${functions[@]}" "$@"
@@ -53,7 +53,7 @@ become() { # <command>...: executes it with only kp_variables; keeps values off 
 
 (($# == 0)) || become "$@"
 
-# ~/.bashrc runs first, and often replaces PATH: set the job's variables again after it.
+# ~/.bashrc often replaces PATH: set the job's variables again after it.
 kp_variables+=("TERM=${TERM:-dumb}")
 become bash --rcfile <(
     cat <<RC

@@ -10,7 +10,7 @@ set -euo pipefail
 kp_logs=$1 kp_setup=$2 kp_root=${BASH_SOURCE[0]%/scripts/*}
 shift 2
 kp_options=("--index=$SLURM_NODEID" "$@")
-set -- # conda's `source activate` would take the arguments for its own
+set -- # conda's `source activate` would read the arguments as its own
 kp_name=${SLURMD_NODENAME:-$(uname -n)}
 kp_log=$kp_logs/ray-worker-$SLURM_NODEID.log
 ((SLURM_NODEID > 0)) || kp_log=$kp_logs/ray-head.log

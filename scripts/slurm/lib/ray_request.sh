@@ -71,7 +71,7 @@ ray_resources() { # sets KP_NODES and the resources of each node for Ray; exits 
     ray_number DEDICATED_RAY_HEAD 0 1
     ((DEDICATED_RAY_HEAD == 0 || KP_NODES > 1)) ||
         kp_die "DEDICATED_RAY_HEAD=1 on one node: no node could run tasks; give --nodes=2"
-    # Ray refuses less.
+    # Ray's minimum is 78643200 bytes.
     [[ -z $OBJECT_STORE_MEMORY ]] || ray_number OBJECT_STORE_MEMORY 78643200 999999999999999
 
     RAY_MEMORY=0 # MiB: the job's smallest memory on a node

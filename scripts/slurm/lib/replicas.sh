@@ -3,7 +3,7 @@
 # replicas.sh, after all.sh. Replica 0 works in the run directory itself, replica I in
 # RUN/replicas/I, as a separate run.
 
-kp_own_steps() { # in place of restart.sh's
+kp_own_steps() { # in place of restart.sh's: names this script
     echo replicas.sh
 }
 
@@ -32,7 +32,7 @@ kp_run_replicas() { # <train.py arguments>...: trains until every replica has ex
         sleep 0.2 || true
     done
 
-    kill -KILL "$KP_CHILD" 2>/dev/null || true # it ignores the signals that end a job
+    kill -KILL "$KP_CHILD" 2>/dev/null || true # it ignores job-ending signals
     wait "$KP_CHILD" 2>/dev/null || true
     kp_set_child ''
     kp_end_guard # otherwise the job's end would wait for it
@@ -79,7 +79,7 @@ kp_open_door() { # starts the judge of live replicas
     kp_die "the store of the replicas has not started: see above"
 }
 
-kp_start_replica() { # <replica> <train.py arguments>...
+kp_start_replica() { # <replica> <train.py arguments>...: starts its step
     local slot=$1 place
     kp_place "$slot" || return 0
     ((tries[slot] == 0)) ||
@@ -196,7 +196,7 @@ kp_replica_verdict() { # <replica>: sets KP_STATE to its state in this attempt o
 kp_replica_step() { # <replica>: prints the step of its newest checkpoint
     local directory=$KP_CHECKPOINTS
     if (($1 > 0)); then
-        directory=$KP_CHECKPOINTS/replicas/$1 # of checkpoint.dir
+        directory=$KP_CHECKPOINTS/replicas/$1 # in checkpoint.dir
         [[ $KP_CHECKPOINTS != "$KP_RUN_DIR/checkpoints" ]] ||
             directory=$KP_RUN_DIR/replicas/$1/checkpoints
     fi

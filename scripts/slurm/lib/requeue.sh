@@ -463,7 +463,7 @@ kp_stay_ended() { # <exit code>: the EXIT trap: handles every end before a step,
     if [[ -z $KP_DECIDED ]]; then
         kp_wait_for_job && [[ $(kp_field JobState) == RUNNING ]] || return 0
         ! kp_is_batch || ! kp_is_whole_script || kp_ended_early "$1"
-        [[ -z $KP_DECIDED || $KP_DECIDED == end ]] || exit 0 # it starts again
+        [[ -z $KP_DECIDED || $KP_DECIDED == end ]] || exit 0 # it restarts
         [[ -n $KP_DECIDED ]] || ! kp_is_batch || ! kp_is_whole_script || kp_notify_early "$1"
     fi
     # Slurm 24.05 and later mark a job preempted with a grace time, and keep the mark after our own

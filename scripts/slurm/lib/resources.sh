@@ -82,7 +82,7 @@ kp_tasks_asked() { # prints the requested tasks per node, if any
     elif [[ $KP_GPUS_ASKED == --gpus-per-socket=* ]]; then
         # Slurm has set the number of tasks to that of the sockets.
         return 0
-    elif ((tasks > KP_NODES)) || { ((tasks > 0)) && kp_is_batch; }; then # salloc sets it unasked
+    elif ((tasks > KP_NODES)) || { ((tasks > 0)) && kp_is_batch; }; then # salloc always sets it
         ((tasks % KP_NODES == 0)) ||
             kp_die "--ntasks=$tasks on $KP_NODES nodes: give --ntasks-per-node=N instead"
         echo $((tasks / KP_NODES))

@@ -80,7 +80,7 @@ kp_await() { # waits for the step; ends the other ranks soon after one has faile
     # last: seconds that the others have to record what they have seen, once a rank has failed.
     local line fd failed='' over='' ended='' next=0 due last=5 patience=5
     KP_LOST='' KP_STUCK=''
-    # its file system may fail at any time
+    # the log's file system may fail at any time
     { exec {fd}<"$KP_SRUN_LOG"; } 2>/dev/null || exec {fd}</dev/null
     while kill -0 "$KP_CHILD" 2>/dev/null; do
         while IFS= read -r line <&"$fd"; do

@@ -8,7 +8,7 @@
 # restarts; max_steps; programs: orchestrate, serve; directories: exchange, logs
 declare -A KP_RL=()
 
-kp_own_steps() { # in place of restart.sh's
+kp_own_steps() { # in place of restart.sh's: names this script
     echo rl.sh
 }
 
@@ -127,12 +127,12 @@ kp_dry_commands() { # in place of dry_run.sh's: prints the placement, and a comm
 
 # --- the commands ---------------------------------------------------------------------------------
 
-kp_trainer_command() { # <anything> <rl.py arguments>...: sets KP_SRUN
+kp_trainer_command() { # <anything> <rl.py arguments>...: sets KP_SRUN for the trainer
     # Without --mem=0, the first step on a node would take all its memory.
     kp_srun_command --exact --mem=0 --nodelist="$(kp_names 0 "$KP_NODES")" -- "$KP_TRAIN" "${@:2}"
 }
 
-kp_orchestrator_command() { # <anything> <rl.py arguments>...: sets KP_SRUN; runs beside the
+kp_orchestrator_command() { # <anything> <rl.py arguments>...: sets KP_SRUN, which runs beside the
     # trainer, without a GPU
     local KP_SRUN_NAME=$KP_SRUN_NAME-orchestrator KP_NODES=1 KP_TASKS=1 KP_GPUS=0
     local KP_CPUS=${KP_RL[node_cpus]}
@@ -140,7 +140,7 @@ kp_orchestrator_command() { # <anything> <rl.py arguments>...: sets KP_SRUN; run
         --output="${KP_RL[logs]}/orchestrator.log" -- "${KP_RL[orchestrate]}" "${@:2}"
 }
 
-kp_engine_command() { # <number of its node>: sets KP_SRUN
+kp_engine_command() { # <number of its node>: sets KP_SRUN for an engine
     local KP_SRUN_NAME=$KP_SRUN_NAME-engine KP_NODES=1 KP_TASKS=1
     local KP_GPUS=$((KP_GPUS > 0 ? KP_RL[tp] : 0))
     local KP_CPUS=$((KP_CPUS * KP_RL[tp]))

@@ -161,7 +161,7 @@ kp_kill_process() { # <pid>: kills a process at once, or has srun kill its tasks
     fi
 }
 
-kp_engine_ended() { # <engine> <exit code>
+kp_engine_ended() { # <engine> <exit code>: schedules a restart, unless it failed too often
     local engine=$1
     if (($2 == 2)) && [[ -z $ever_served ]]; then
         kp_log "engine $engine has refused its input: see ${KP_RL[logs]}/engine-$engine.log"
@@ -228,14 +228,14 @@ kp_end_others() { # after the trainer, ends the orchestrator, which may be finis
     rm -rf -- "${KP_RL[exchange]}"
     rmdir -- "$KP_RUN_DIR/rl" 2>/dev/null || true
     [[ -z $bad_input ]] || kp_set_code 2
-    kp_set_size "${KP_RL[job_nodes]}" "$KP_TASKS" "$KP_GPUS" # a requeue needs all nodes
+    kp_set_size "${KP_RL[job_nodes]}" "$KP_TASKS" "$KP_GPUS" # a requeue needs all of them
 }
 
 kp_end_engines() {
     local engine tries
     for engine in "${engine_pids[@]}"; do
         kp_set_child "$engine"
-        if kp_in_job; then # all of them at once
+        if kp_in_job; then # signals all engines at once
             KP_SRUN_NAME+=-engine kp_tell && break
         else
             kill -TERM "$engine" 2>/dev/null || true

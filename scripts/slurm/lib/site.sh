@@ -3,8 +3,8 @@
 
 KP_SECRET_NAMES='' # names of the variables in KEMPNER_SECRETS
 
-kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads site.env; traps the
-    # signals
+kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads
+    # site.env; traps signals
     kp_listen
     trap 'kp_stay_ended $? || true' EXIT
     kp_begin

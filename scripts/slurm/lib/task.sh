@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One task of a step: choose the node's fast network, then execute the command.
 #
-#   srun ... task.sh COMMAND...     without a command: only say which network this node would use
+#   srun ... task.sh COMMAND...     without a command: only print the network of this node
 #
 # Variables that the user has set are kept. Otherwise the order of preference is: an InfiniBand
 # interface that is up and has an address; RoCE; EFA; Slingshot; the interface that leads to the
@@ -259,11 +259,11 @@ for_nccl() { # <interface>: prints its name for NCCL, which matches prefixes: ib
     fi
 }
 
-set_unset() { # <variable> <value>: exports it unless the user has
+set_unset() { # <variable> <value>: exports it unless the user has set it
     [[ -n ${!1:-} ]] || export "$1=$2"
 }
 
-set_fabric() { # exports what the fabric needs besides an interface
+set_fabric() { # exports variables that the fabric needs besides an interface
     case $NETWORK in
         InfiniBand | RoCE)
             # NCCL uses every active port, including Ethernet ports and those of other fabrics. With
@@ -313,7 +313,7 @@ passed_over() { # prints the other interfaces, and why each was not chosen
     echo "${text:+; passed over:${text#,}}"
 }
 
-set_network() { # exports the choice of this node for NCCL, gloo and TensorPipe
+set_network() { # exports this node's choice for NCCL, gloo and TensorPipe
     local variable
     INTERFACE='' WHY='' NETWORK=''
     find_interfaces
@@ -371,7 +371,7 @@ if [[ -n ${KEMPNER_STAGED_IMAGE:-} ]] && may_use image.sif; then
         }
     done
 fi
-if [[ -n ${KP_KEEP:-} ]]; then # the container's image must not hide these: see container.sh
+if [[ -n ${KP_KEEP:-} ]]; then # the image must not override these: see container.sh
     KP_KEPT=$(env | grep -E "$KP_KEEP") || true
     export KP_KEPT
 fi

@@ -7,10 +7,10 @@
 #   PART_lacks <nodes> prints why it cannot run here, or nothing
 #   PART_files         before the first host boots, with NODES and GPUS: slurm.conf and files in
 #                      $STATE
-#   PART_host <host>   on a host, before its daemons: what is mounted there is that host's alone
+#   PART_host <host>   on a host, before its daemons: what it mounts, only that host sees
 #   PART_head          on the head, before its controller
 #   PART_up            when all hosts are up
-#   PART_exports       prints what the shells of users have: NAME=VALUE lines
+#   PART_exports       prints the variables of users' shells: NAME=VALUE lines
 #   PART_down          when all hosts are gone
 
 readonly PARTS=(slow noise accounting home nodes twin clock memory)

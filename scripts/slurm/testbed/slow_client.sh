@@ -2,14 +2,14 @@
 # Stand in for one of Slurm's clients, and disturb one call in ten. The seed and the number of the
 # call select how:
 #
-#   timeout   fails with Slurm's words: Socket timed out on send/recv operation
-#   away      fails with Slurm's words: Unable to contact slurm controller (connect failure)
+#   timeout   fails with Slurm's message: Socket timed out on send/recv operation
+#   away      fails with Slurm's message: Unable to contact slurm controller (connect failure)
 #   late      answers after 8 s
 #   lost      carries out the call, but fails as if it had timed out; not for srun, whose step
 #             would end
 #
-# slow_client.sh DIR SEED CLIENT [ARGUMENT]...    DIR: real/ has the clients, `calls` gets a line
-#                                                 for each call
+# slow_client.sh DIR SEED CLIENT [ARGUMENT]...    DIR: the clients are in real/; `calls` gets one
+#                                                 line per call
 set -euo pipefail
 
 dir=$1 seed=$2 client=$3
