@@ -7,8 +7,7 @@
 #                                   eval "$(scripts/slurm/testbed.sh up 2 4)"; sinfo; sbatch ...
 #   testbed.sh down                 stop it and remove every trace
 #   testbed.sh status               show what is up, and Slurm's view of it
-#   testbed.sh crash NODE           kill every process on a host at once; head: the controller's
-#                                   host
+#   testbed.sh crash NODE           kill all processes on a host at once (head: the controller's)
 #   testbed.sh revive NODE          boot that host again
 #   testbed.sh away SECONDS         stop the controller for SECONDS; returns when it is back
 #   testbed.sh cut NODE             unplug the host's fast network (ib0)

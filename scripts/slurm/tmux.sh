@@ -6,8 +6,7 @@
 #   bash scripts/slurm/tmux.sh JOBID              the same, for the run of this job
 #   bash scripts/slurm/tmux.sh RUN --detached     only creates it (no terminal needed), and prints
 #                                                 how to attach
-#   bash scripts/slurm/tmux.sh RUN --figures      only the live figures, in this terminal, without
-#                                                 tmux
+#   bash scripts/slurm/tmux.sh RUN --figures      only the live figures, in this terminal (no tmux)
 set -euo pipefail
 
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
