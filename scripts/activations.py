@@ -5,10 +5,10 @@ of prepared data, from one checkpoint or several.
     python scripts/activations.py runs/7b data/corpus --layers all --steps all --out activations/all
 
 DIR has a folder for each checkpoint, with shards in safetensors: blocks.N.stream, of shape
-[samples, tokens, width], and beside it `tokens`, `sample`, and the `document` of the split and the
-`position` in it of each token. Memory holds the model and a few shards of 256 MiB. Started again
-after it was killed, it makes the shards that are missing; those of other weights it refuses. Exit
-code 0, or 2 on bad input.
+[samples, tokens, width], with `tokens`, `sample`, and each token's `document` in the split and
+`position` in the document. Memory holds the model and a few shards of 256 MiB. After a kill, the
+next start writes the missing shards; it refuses existing shards of other weights. Exit code 0, or 2
+on bad input.
 """
 
 if __name__ == "__main__":
@@ -114,8 +114,8 @@ def models_to_read(name: str, steps: str | None) -> list[str]:
 
 
 def check_models(out: Path, names: list[str], layers: str) -> None:
-    """Check that all checkpoints exist and have these layers, and that existing shards are theirs.
-    Raises ConfigError."""
+    """Check that all checkpoints exist and have these layers, and that existing shards belong to
+    them. Raises ConfigError."""
     problems = []
     for name in names:
         try:
@@ -175,7 +175,7 @@ def write_activation_shards(options: argparse.Namespace, name: str) -> None:
         if source.is_checkpoint:
             identity = history.read_manifest(source.path)["run"]
             config = toml.loads((source.path / "config.toml").read_text()).get("data", {})
-        # By its path: the newest one of this name may be another by now.
+        # By path: the newest checkpoint of this name may have changed.
         loaded = load_model_and_tokenizer(str(source.path), options.device)
     model, cfg = loaded.model, loaded.model.cfg
     mask = config.get("document_mask", False)

@@ -4,11 +4,10 @@
     python scripts/audit.py runs/7b                           the same by hand, until the run ends
 
 With resilience.replay_every a job with spares records what each rank has computed in the first step
-after a checkpoint. This program loads the checkpoint, computes the same for one rank after the
-other, and compares, bit for bit where the run's kernels are exact. Where a rank differs, and this
-device agrees with itself, the run is asked to compare its next step (RUN/REPLAY): its votes find
-the host. Exit code 0; 3 if numbers were wrong: those of a rank, by hand, or of this device; 2 on
-bad input.
+after a checkpoint. This program loads the checkpoint, recomputes the step for one rank after the
+other, and compares, bit for bit if the run's kernels are exact. If a rank differs, and this device
+agrees with itself, the run is asked to compare its next step (RUN/REPLAY): its votes find the host.
+Exit code 0; 3 if numbers were wrong: those of a rank, by hand, or of this device; 2 on bad input.
 """
 
 if __name__ == "__main__":
@@ -51,14 +50,14 @@ if TYPE_CHECKING:
     from kempner.train.integrity.audit import Auditor
 
 POLL_S = 5.0
-WRONG = 3  # exit code: 1 is that of an error
+WRONG = 3  # exit code; 1 means an error
 
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     if devices:
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices.split(",")[0]  # it needs one
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices.split(",")[0]  # one is enough
     set_allocator()
     audit = Audit(options.run, options.by_hand)
     while True:
@@ -92,17 +91,17 @@ def is_live(run_dir: Path) -> bool:
 
 
 class Audit:
-    """One rank after the other of the newest first step whose checkpoint is there."""
+    """An audit of the ranks, in turn, in the newest first step whose checkpoint exists."""
 
     def __init__(self, run_dir: Path, by_hand: bool) -> None:
-        """`by_hand`: the run may have ended, and its records are left as they are."""
+        """`by_hand`: the run may have ended, and its records are left unchanged."""
         self._dir, self._by_hand, self.obstacle = run_dir, by_hand, ""
         self._auditor: Auditor | None = None
         self._stamp = -1  # of the record's file
         self._record: dict[str, Any] = {}
         self._manifest: dict[str, Any] = {}
         self._left: list[int] = []  # ranks of this record
-        self._turn = random.randrange(1 << 16)  # several spares begin with several ranks
+        self._turn = random.randrange(1 << 16)  # different spares begin with different ranks
         self.differed: set[str] = set()  # hosts
         self._said: set[str] = set()
 
@@ -151,10 +150,10 @@ class Audit:
         if self._auditor is None:
             self._auditor, self._mesh = Auditor(cfg, record, self._say), mesh
         elif self._mesh != mesh:
-            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # it is another model
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # the model has changed
         self._record, self._left = record, []
         try:
-            with reading_lock(path):  # retention leaves it alone until then
+            with reading_lock(path):  # against retention
                 if zlib.crc32((path / MANIFEST).read_bytes()) != record["manifest"]:
                     self._say(f"{path} has been replaced: nothing is compared")
                     return
@@ -186,7 +185,7 @@ class Audit:
         step, places = self._record["checkpoint"] + 1, self._auditor.places
         where = f"step {step} of rank {rank} on {computed['host']}"
         began = time.perf_counter()
-        # On a CPU the order of sums depends on their number.
+        # On a CPU the number of threads determines the order of sums.
         torch.set_num_threads(computed["threads"])
         share = self._auditor.share(self._manifest, rank)
         if fingerprint_of_batch(share.batches) != computed["batch"]:
@@ -218,7 +217,7 @@ class Audit:
         return True
 
     def _retire(self, why: str) -> None:
-        """Say that this device is not to be trusted. As a spare it takes no node's place."""
+        """Report that this device cannot be trusted; as a spare it replaces no node."""
         self._warn(f"the spare {host_name()} computes wrong numbers: {why}")
         job = os.environ.get("SLURM_JOB_ID")
         if job and not self._by_hand:
@@ -227,8 +226,8 @@ class Audit:
                 (self._dir / f".unfit-{job}-{node}").touch()
 
     def _warn(self, reason: str) -> None:
-        """Say what was found, and add it to the attempt's findings about devices, which exclude no
-        host: the votes of the run do that."""
+        """Report a finding, and add it to the attempt's findings about devices. These exclude no
+        host: the votes of the run do."""
         self._say(f"ERROR: {reason}")
         file = self._dir / "attempts.jsonl"
         attempt = self._record["attempt_id"]
@@ -254,7 +253,7 @@ class Audit:
 
 @contextlib.contextmanager
 def explained(say: Callable[[str], None]) -> Iterator[None]:
-    """Say what cannot be written, and go on."""
+    """Report what cannot be written, and continue."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Models in Hugging Face's form: into a run, out of one, to the hub and back.
+"""Convert models in Hugging Face format: into a run, out of one, to the hub and back.
 
     python scripts/convert.py import models/llama runs/llama            # a directory, or a hub id
     python scripts/convert.py export runs/7b models/mine --dtype bf16   # runs/7b@1000: that step
@@ -7,7 +7,7 @@
     python scripts/convert.py prefetch configs/train/mine.toml          # where there is a network
 
 An export may run while the run trains: the checkpoint is locked against deletion. Downloads and
-uploads go on where they were interrupted. Exit code 0, or 2 on bad input.
+uploads continue where they were interrupted. Exit code 0, or 2 on bad input.
 """
 
 if __name__ == "__main__":
@@ -99,7 +99,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="configuration files, or what they name on the hub",
     )
     sub.add_argument("--tokenizer-only", action="store_true", help="of a model, not the weights")
-    # prefetch alone takes --section.key=value, for the configuration files that it is given.
+    # Only prefetch takes --section.key=value, for its configuration files.
     options, overrides = parser.parse_known_args(argv)
     if overrides and options.act is not prefetch_model:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
@@ -126,7 +126,7 @@ def import_(options: argparse.Namespace) -> None:
         run=RunSection(dir=str(options.run)),
         train=TrainConfig(seq_len=min(TrainConfig.seq_len, cfg.max_seq_len)),
     )
-    # It imports torch, and what is wrong is said without it.
+    # It imports torch, which error messages do not need.
     from kempner.extensions.hf.importing import import_model
 
     interruptible()  # what is half written is removed
@@ -158,7 +158,7 @@ def run_export(options: argparse.Namespace) -> None:
 def check_conversion(options: argparse.Namespace) -> None:
     with held_weights(options.source, download=True) as source:
         shape = source.model()
-        # As of a start from it: what the training of a new model needs is not asked of this one.
+        # As for a start from it: the requirements of training a new model do not apply.
         cfg = ModelConfig(**shape, init_from=options.source)
         problems = cfg.problems()
         if problems:
@@ -179,7 +179,7 @@ def check_conversion(options: argparse.Namespace) -> None:
 
 
 def run_push(options: argparse.Namespace) -> None:
-    if not options.directory.is_dir():  # of the form of OWNER/NAME it may be in the hub's cache
+    if not options.directory.is_dir():  # OWNER/NAME may be in the hub's cache
         raise ConfigError(f"{options.directory}: no such directory; name what export has written")
     source = find_weights(str(options.directory))
     if source.is_checkpoint:

@@ -2,13 +2,13 @@
 
     python scripts/eval.py runs/7b --tasks hellaswag,arc_easy
     python scripts/eval.py runs/7b@1000 --tasks mine --include-path tasks/ --limit 100
-    python scripts/eval.py some-model/ --tasks mine           a directory in Hugging Face's form
+    python scripts/eval.py some-model/ --tasks mine           a directory in Hugging Face format
     sbatch scripts/slurm/eval.sh runs/7b --tasks hellaswag    follows the newest checkpoint
 
-Prints the harness's table. The figures of a run are added to its metrics.jsonl, as eval/TASK/METRIC
-of the step, while it trains too. Retention leaves a checkpoint alone while it is read. The tasks'
-data sets come from the hub's cache or from files: on a node without network set HF_HUB_OFFLINE=1.
-Exit code 0, or 2 on bad input.
+Prints the harness's table. The figures of a run are added to its metrics.jsonl as eval/TASK/METRIC
+of the step, even while it trains. Retention does not delete a checkpoint while it is read. The
+tasks' data sets come from the hub's cache or from files: on a node without network set
+HF_HUB_OFFLINE=1. Exit code 0, or 2 on bad input.
 """
 
 if __name__ == "__main__":
@@ -85,7 +85,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def evaluate_once(options: argparse.Namespace, name: str) -> None:
     """Evaluate one model, and record the figures if it is a checkpoint of a run."""
-    # The packages below take ten seconds, and a wrong name is told at once.
+    # The imports below take ten seconds; a wrong name is reported before them.
     with held_weights(name):
         pass
     try:
@@ -98,7 +98,7 @@ def evaluate_once(options: argparse.Namespace, name: str) -> None:
     from kempner.extensions.generate.load import load_model_and_tokenizer
 
     with held_weights(name) as source:
-        # By its path: the newest one of this name may be another by now.
+        # By path: the newest checkpoint of this name may have changed.
         loaded = load_model_and_tokenizer(
             str(source.path) if source.is_checkpoint else name, options.device
         )
@@ -118,8 +118,8 @@ def evaluate_once(options: argparse.Namespace, name: str) -> None:
 
 
 def follow_checkpoints(options: argparse.Namespace) -> None:
-    """Evaluate the newest checkpoint, each time that there is a new one; the last one is always
-    among them, because the run has ended before it is looked for."""
+    """Evaluate the newest checkpoint each time a new one appears; the last one is never missed,
+    because it is looked up after the run has ended."""
     run_dir = Path(options.model)
     leave_on_request(run_dir)
     while True:
@@ -129,7 +129,7 @@ def follow_checkpoints(options: argparse.Namespace) -> None:
         checkpoint = newest_complete(run_dir)
         done = results.evaluated_steps(run_dir, options.tasks)
         if checkpoint is not None and step_of_name(checkpoint.name) not in done:
-            evaluate_once(options, options.model)  # by now it may be another one
+            evaluate_once(options, options.model)  # may be newer by now
         elif is_over:
             break
         else:
@@ -147,8 +147,8 @@ def newest_complete(run_dir: Path) -> Path | None:
 
 
 def leave_on_request(run_dir: Path) -> None:
-    """End when the batch script asks at the end of its job's time: only the running evaluation is
-    lost, which the next attempt repeats."""
+    """End when the batch script asks near the job's time limit: only the running evaluation is
+    lost, and the next attempt repeats it."""
 
     def leave(number: int, _: object) -> NoReturn:
         say_state(run_dir, "interrupted")

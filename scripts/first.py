@@ -1,5 +1,5 @@
 """First import of every program here: says what to do if the environment is missing, and handles
-Ctrl-C and closed streams from then on, while the rest is imported.
+Ctrl-C and closed streams while the rest is imported.
 
 It is also read by an old Python: no syntax after 3.6, neither here nor in the programs.
 """
@@ -24,7 +24,7 @@ def start_program():
 
 
 def use_own_package():
-    """Import the package beside this program, also where Python has that of another clone."""
+    """Import the package beside this program, even if Python has another clone's."""
     import importlib.util
 
     if importlib.util.find_spec("kempner"):  # else import_hook() says what to do
@@ -32,8 +32,8 @@ def use_own_package():
 
 
 def import_hook(kind, error, trace):
-    """Replace the traceback of an import that fails for want of the environment, or that is
-    interrupted before front_door.py handles that."""
+    """Replace the traceback of an import that fails without the environment, or that is interrupted
+    before front_door.py handles interrupts."""
     if issubclass(kind, KeyboardInterrupt):
         os._exit(130)
     lacking = getattr(error, "name", None)
@@ -46,7 +46,7 @@ def import_hook(kind, error, trace):
 
 
 def in_environment():
-    """Return the same command by the environment's Python."""
+    """Return the same command with the environment's Python."""
     import shlex
 
     python = os.path.join(BIN, "python")

@@ -1,4 +1,4 @@
-"""Generate text from a run, a checkpoint, or a directory in Hugging Face's form.
+"""Generate text from a run, a checkpoint, or a directory in Hugging Face format.
 
     python scripts/generate.py runs/quickstart --prompt "def main("
     python scripts/generate.py runs/7b@1000 --prompt "Once" --temperature 0
@@ -6,9 +6,9 @@
     python scripts/generate.py runs/sft --chat --prompt "What is a mole?"
     python scripts/generate.py runs/sft --chat          # a dialogue; Ctrl-D or Ctrl-C ends it
 
-Prints each prompt and its continuation, one prompt as it is generated; the same --seed gives the
-same text. It can run while the run trains: the checkpoint is locked against deletion. Exit code 0,
-or 2 on bad input.
+Prints each prompt and its continuation, a single prompt as it is generated; the same --seed gives
+the same text. It can run while the run trains: the checkpoint is locked against deletion. Exit code
+0, or 2 on bad input.
 """
 
 if __name__ == "__main__":
@@ -153,8 +153,8 @@ def prompt_ids(loaded: Loaded, prompts: list[str], chat: bool) -> list[list[int]
 def print_texts(
     loaded: Loaded, prompts: list[str], ids: list[list[int]], sampling: Sampling, batch: int
 ) -> int:
-    """Generate the continuations of `ids`, and print them after the prompts; a single text as it
-    comes, several in the order of the prompts. Returns the number of new tokens."""
+    """Generate the continuations of `ids`, and print them after the prompts; a single text is
+    streamed, several are printed in the order of the prompts. Returns the number of new tokens."""
     from kempner.extensions.generate.engine import Engine
     from kempner.extensions.generate.texts import Text, generate_texts
 

@@ -6,9 +6,9 @@
   --check      print the resolved configuration as TOML and exit
   --bench      measure the engines alone, with the tasks of the configuration
 
-scripts/slurm/rl.sh starts it beside the trainer and the engines; all three take the same words.
-SIGTERM ends it: what it was working on is asked again by the next one. Exit code 0 after any
-orderly end, 1 when it cannot go on, 2 on bad input.
+scripts/slurm/rl.sh starts it beside the trainer and the engines; all three take the same arguments.
+SIGTERM ends it: the next one repeats its open requests. Exit code 0 after any orderly end, 1 if it
+cannot continue, 2 on bad input.
 """
 
 if __name__ == "__main__":
@@ -109,5 +109,5 @@ def print_line(text: str) -> None:
 
 
 if __name__ == "__main__":
-    # os._exit: threads that wait for an engine or a reward would keep the process alive.
+    # os._exit: threads waiting for an engine or a reward would keep the process alive.
     run_program(main, leave=os._exit)

@@ -3,12 +3,11 @@
     python scripts/plan.py configs/train/7b.toml --nodes 2 --gpus-per-node 8 --gpu H100
     python scripts/plan.py configs/train/70b.toml --nodes 16 --gpu H200 --train.seq_len=8192
 
-Prints the memory of one GPU by part at its largest, the bytes that each rank sends in a step, and
-the three combinations with the shortest estimated step, as overrides for scripts/train.py. Times
-are ranges: as far as published figures of such runs lie from the estimate. `train.py --bench`
-measures. --fabric names the network between nodes, with the rate of a GPU's share of it in Gb/s.
-What is offloaded must fit into --host-memory GiB of a node (900), and so should the copies for
-saves.
+Prints the peak memory of one GPU by part, the bytes that each rank sends per step, and the three
+combinations with the shortest estimated step, as overrides for scripts/train.py. Times are ranges:
+the spread of published figures for similar runs around the estimate. `train.py --bench` measures.
+--fabric names the network between nodes, with the rate of a GPU's share of it in Gb/s. Offloaded
+tensors must fit into --host-memory GiB of a node (900), and so should the copies for saves.
 Reads no data and needs no GPU. docs/extensions/scaling.md says what is estimated, and how well.
 Exit code 1: nothing fits; 2: bad input.
 """
@@ -175,7 +174,7 @@ def print_plan(cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec, hos
 
 
 def seconds(value: float) -> str:
-    """Format seconds to the hundredth, or to two digits if they are fewer."""
+    """Format seconds to the hundredth; below 0.1 to two significant digits."""
     return f"{value:.2f}" if value >= 0.1 or not value else f"{value:.2g}"
 
 

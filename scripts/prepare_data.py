@@ -5,7 +5,7 @@
     python scripts/prepare_data.py chats.jsonl --out data/chat --kind chat --tokenizer MODEL
     python scripts/prepare_data.py inspect data/corpus         # or a configuration: see there
 
-Inputs: text files of any kind, JSON lines (.jsonl), Parquet (.parquet), directories of these.
+Inputs: text files of any kind, JSON lines (.jsonl), Parquet (.parquet), or directories of these.
 After a kill or an interrupt, run the same command again: it resumes after the last whole shard.
 On many nodes of a cluster: sbatch --nodes=N scripts/slurm/prepare.sh with the same arguments.
 Exit code 0 done, 2 bad input, 130 interrupted.
@@ -75,7 +75,7 @@ from kempner.jobs.system.files import write_atomic
 from kempner.jobs.system.front_door import explain_os_error, interruptible, run_program
 
 UNIT_BYTES = 4 << 20  # of input to one task of a worker
-BPE_SAMPLE = 256 << 20  # bytes of text that a vocabulary is trained on; more hardly changes it
+BPE_SAMPLE = 256 << 20  # bytes of text to train a vocabulary on; more hardly changes it
 
 
 def main(argv: list[str]) -> int:
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
     try:
         prepare_data(options, out)
         return 0
-    except BrokenPipeError:  # whoever reads what this prints has left
+    except BrokenPipeError:  # the reader of our output has left
         raise
     except OSError as error:
         raise ConfigError(f"{explain_os_error(error)}; then {continue_hint(out)}") from None
@@ -104,7 +104,7 @@ def main(argv: list[str]) -> int:
 
 
 def continue_hint(out: Path) -> str:
-    """Return what to do after a stop."""
+    """Return the hint to print after a stop."""
     fix = "run the same command again"
     has_record = any((out / name).is_file() for name in (PROGRESS, SIDECAR))
     return f"{fix}: it resumes after the last whole shard in {out}" if has_record else fix
@@ -215,7 +215,7 @@ def prepare_data(options: argparse.Namespace, out: Path) -> None:
         return
     with shard_lock(out):
         sidecar = earlier_preparation(out, new, options.overwrite)
-        if (out / SIDECAR).is_file():  # perhaps killed before it had cleaned up
+        if (out / SIDECAR).is_file():  # perhaps killed before cleaning up
             (out / PROGRESS).unlink(missing_ok=True)
             remove_units(out)
             print(f"{out}: complete, nothing to do")
@@ -226,7 +226,7 @@ def prepare_data(options: argparse.Namespace, out: Path) -> None:
             try:
                 sidecar = write_shards(preparation_work(options, out, pieces, sidecar))
             except ConfigError:
-                if not options.train_bpe:  # a vocabulary takes long: the next start has it
+                if not options.train_bpe:  # a vocabulary takes long: keep it for the next start
                     forget_preparation(out, is_new)
                 raise
         print_report(out, sidecar)
@@ -275,7 +275,7 @@ def tokenizer_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def find_tokenizer(name: str, only: str | None) -> tuple[str, str]:
-    """Return a path, and a name if it is not that of the path. A tokenizer of the hub is downloaded
+    """Return a path, and a name if it differs from the path's. A tokenizer on the hub is downloaded
     unless it is in the cache, but not by each task of prepare.sh."""
     is_repo = hub.REPO.fullmatch(name) and not name.endswith(".json")
     if not is_repo or Path(name).expanduser().exists():
@@ -350,8 +350,8 @@ def make_tokenizer(
 def training_texts(
     options: argparse.Namespace, pieces: Sequence[sources.SourcePiece]
 ) -> Iterator[str]:
-    """Yield the documents to train a vocabulary on, without those that are held out; from a
-    compressed file, which is one piece of any size, only its beginning."""
+    """Yield the documents to train a vocabulary on, except held-out ones; a compressed file, which
+    is one piece of any size, yields only its beginning."""
     share = BPE_SAMPLE // len(pieces)  # characters
     for piece in pieces:
         remaining = share if piece.source.compression else math.inf
@@ -372,7 +372,7 @@ def begin_preparation(
     pieces: list[list[sources.SourcePiece]],
     sidecar: Sidecar,
 ) -> Sidecar:
-    """Make the tokenizer and the record of what is done, unless an earlier start has."""
+    """Create the tokenizer and the progress record, unless an earlier start has."""
     if options.only:
         mark_directory(out / UNITS_FOLDER, Kind.DATA)
     if sidecar.tokenizer:

@@ -1,12 +1,12 @@
-"""Any program under the care of this kit: scripts/slurm/run.sh starts one of these for each rank.
+"""Run any program under this kit's supervision: scripts/slurm/run.sh starts one of these per rank.
 
 python scripts/program.py [OPTIONS] -- COMMAND [ARGUMENTS]      see docs/start/any-program.md
 
 --here N     all N ranks on this machine, without Slurm
---check N    only checks the words, for a job of N nodes; prints ANSWER, the run directory,
-             "torchrun" where that is the command, the directory of the checkpoints, "done" where
-             an earlier start of the job has done it all, and a hash of the command, each with a
-             NUL after it
+--check N    only check the arguments, for a job of N nodes; prints ANSWER, the run directory,
+             "torchrun" if that is the command, the checkpoint directory, "done" if an earlier
+             start of the job has finished the run, and a hash of the command, each followed by
+             a NUL
 """
 
 if __name__ == "__main__":

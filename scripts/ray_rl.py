@@ -1,12 +1,11 @@
-"""Reinforcement learning from a Ray program: engines, ranks of the trainer and the orchestrator are
-actors, each running its script in a process of its own.
+"""Reinforcement learning from a Ray program: engines, trainer ranks and the orchestrator are
+actors, each running its script in its own process.
 
     COMMAND="python scripts/ray_rl.py configs/rl/arithmetic.toml" \\
         sbatch --nodes=2 scripts/slurm/ray.sh
 
-Takes what scripts/rl.py takes. An engine that is lost is started again; when another program fails,
-the run ends, and the same command resumes it. scripts/slurm/rl.sh needs no Ray:
-docs/extensions/rl.md.
+Takes the arguments of scripts/rl.py. A lost engine is restarted; when another program fails, the
+run ends, and the same command resumes it. scripts/slurm/rl.sh needs no Ray: docs/extensions/rl.md.
 """
 
 if __name__ == "__main__":
@@ -67,7 +66,7 @@ def main(argv: list[str]) -> int:
     os.environ["KEMPNER_ATTEMPT_ID"] = attempt
     exchange = RolloutExchange(cfg.run.dir)
     exchange.engines.mkdir(parents=True)
-    # With its mode before the secret is in it: write_text() alone would make it readable for all.
+    # Set the mode before writing the secret: write_text() alone would make it readable for all.
     exchange.token.touch(0o600)
     exchange.token.write_text(secrets.token_hex(24))
     code = 1
@@ -79,7 +78,7 @@ def main(argv: list[str]) -> int:
 
 
 class RayRun:
-    """All programs of one attempt. Each is a future of its exit code in `running`."""
+    """All programs of one attempt. `running` has a future of each one's exit code."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class RayRun:
         self.cfg, self.exchange = cfg, exchange
         self.variables = {"KEMPNER_ATTEMPT_ID": os.environ["KEMPNER_ATTEMPT_ID"]}
         self.tries = [0] * parts.engines
-        # Engines first: on a single node of GPUs they get the first ones, as under rl.sh.
+        # Engines first: on a single node they get the first GPUs, as under rl.sh.
         each = cfg.of(InferenceConfig).tp * gpu
         self.engines = place_programs(parts.engines, each) if parts.engines else []
         trainers = place_programs(parts.train_nodes * parts.train_tasks, int(gpu))
@@ -144,7 +143,7 @@ class RayRun:
                 print(f"ray_rl: the {name} has ended with exit code {code}", file=sys.stderr)
                 return code
         for end in [engine.end.remote() for engine in self.engines]:
-            with contextlib.suppress(ray.exceptions.RayActorError):  # lost before
+            with contextlib.suppress(ray.exceptions.RayActorError):  # already lost
                 ray.get(end)
         return 0
 
@@ -152,7 +151,7 @@ class RayRun:
         return name in self.running.values()
 
     def engine_ended(self, engine: int, code: int | None) -> None:
-        """`code`: None where its actor is lost, which cannot start it again."""
+        """Handle the end of an engine. `code`: None if its actor, and so a restart, is lost."""
         self.tries[engine] += 1
         if code is None or self.tries[engine] > self.cfg.of(InferenceConfig).restarts:
             print(f"ray_rl: engine {engine} is not started again", file=sys.stderr)

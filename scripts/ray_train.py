@@ -3,8 +3,8 @@
     COMMAND="python scripts/ray_train.py configs/train/7b.toml --train.max_steps=50000" \\
         sbatch --nodes=4 scripts/slurm/ray.sh
 
-All other arguments go to train.py. --workers: the number of ranks; by default one for each GPU of
-the cluster, or one for each node if there are no GPUs.
+All other arguments go to train.py. --workers: the number of ranks; by default one per GPU of the
+cluster, or one per node without GPUs.
 """
 
 if __name__ == "__main__":

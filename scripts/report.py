@@ -3,13 +3,13 @@
     python scripts/report.py runs/quickstart
     python scripts/report.py runs/a runs/b --out compared.png
     python scripts/report.py runs/quickstart --html           a page: runs/quickstart/report.html
-    python scripts/report.py runs/ --html --watch 60          of all runs, again and again
-    python scripts/report.py --nodes runs                     speeds of nodes, as preflight saw them
+    python scripts/report.py runs/ --html --watch 60          of all runs, repeatedly
+    python scripts/report.py --nodes runs                     node speeds measured by preflight
 
-The picture shows loss, throughput and learning rate over the steps; dotted lines are the starts of
+The picture shows loss, throughput and learning rate over the steps; dotted lines mark the starts of
 attempts. A run with several attempts gets a second one, timeline.png: what the run did when, and
 how each attempt ended. The page is one file without scripts: copy it, open it anywhere. Runs that
-still train can be reported too. Exit code 0, or 2 when a run has nothing to show.
+are still training can be reported too. Exit code 0, or 2 if a run has nothing to show.
 """
 
 if __name__ == "__main__":
@@ -45,7 +45,7 @@ from kempner.jobs.system.picture import refuse_other_picture
 from kempner.jobs.system.seal import refuse_other_file
 
 FORMATS = (".png", ".pdf", ".svg")
-SHOWN_RUNS = 5  # runs that a message names
+SHOWN_RUNS = 5  # runs named in a message
 
 
 def main(argv: list[str]) -> int:

@@ -1,13 +1,13 @@
-"""Train a decoder by reinforcement learning: the trainer among the programs of such a run.
+"""Train a decoder with reinforcement learning: the trainer among the programs of such a run.
 
     sbatch scripts/slurm/rl.sh configs/rl/arithmetic.toml
-    python scripts/rl.py configs/rl/arithmetic.toml         one process of it, by hand
+    python scripts/rl.py configs/rl/arithmetic.toml         one process, by hand
 
-It is scripts/train.py, step for step; its batches come from the orchestrator and its weights go to
-the engines (kempner/extensions/rl/trainer/feed.py): step n waits for the batch that the
+It matches scripts/train.py step for step; its batches come from the orchestrator and its weights
+go to the engines (kempner/extensions/rl/trainer/feed.py): step n waits for the batch that the
 orchestrator has made of samples of version n - 1 or, with rl.max_async, of earlier ones, trains on
-it, and publishes version n. Exit code 0 after any orderly end, 2 on bad input; status.json says
-more."""
+it, and publishes version n. Exit code 0 after any orderly end, 2 on bad input; details are in
+status.json."""
 
 if __name__ == "__main__":
     import os

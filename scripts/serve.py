@@ -1,13 +1,13 @@
-"""Serve the model of a run, a checkpoint, or a directory in Hugging Face's form over HTTP.
+"""Serve the model of a run, a checkpoint, or a directory in Hugging Face format over HTTP.
 
     python scripts/serve.py runs/quickstart
     python scripts/serve.py models/llama --slots 32 --port 8001
     KEMPNER_SERVE_TOKEN=... python scripts/serve.py runs/7b@1000 --host 0.0.0.0
     python scripts/serve.py --weights runs/rl/rl/0/weights    the newest version of a trainer
 
-Completions and chat completions as OpenAI has them, with the log-probabilities and ids of tokens;
-weights change without a restart: docs/extensions/serve.md. SIGTERM or Ctrl-C ends it: requests
-in work are refused. Exit code 0, 1 when the engine has failed, or 2 on bad input.
+Completions and chat completions as in OpenAI's API, with the log-probabilities and ids of tokens;
+weights change without a restart: docs/extensions/serve.md. SIGTERM or Ctrl-C ends it, refusing
+requests in progress. Exit code 0, 1 if the engine has failed, or 2 on bad input.
 """
 
 if __name__ == "__main__":
@@ -51,9 +51,9 @@ def main(argv: list[str]) -> int:
 
 
 def check_start(options: argparse.Namespace) -> None:
-    """Raise ConfigError for what a start would find when it has read the model, or later. The nodes
-    of a job may have what this host lacks: they look themselves."""
-    # It imports NumPy, which --help does without.
+    """Raise ConfigError for problems that a start would only find after reading the model. The
+    nodes of a job may have what this host lacks: they check for themselves."""
+    # It imports NumPy, which --help does not need.
     from kempner.extensions.generate.load import inference_device, model_shape
 
     here = not (options.check and this_job.is_here())
@@ -91,7 +91,7 @@ def url_file(options: argparse.Namespace) -> Path:
 
 def read_token(options: argparse.Namespace) -> str:
     """Return the token. Raises ConfigError; never with the token in it."""
-    # Taken out of the environment: what this process starts must not inherit it.
+    # Removed from the environment: child processes must not inherit it.
     token, file = os.environ.pop(TOKEN_VARIABLE, "").strip(), options.token_file
     if file is not None:
         token = read_text(file, "--token-file").strip()
@@ -99,7 +99,7 @@ def read_token(options: argparse.Namespace) -> str:
             raise ConfigError(f"--token-file {file}: may be read by others; chmod 600 it")
         if not token:
             raise ConfigError(f"--token-file {file}: is empty")
-    if len(token.split()) > 1:  # no header could bring it
+    if len(token.split()) > 1:  # not possible in a header
         raise ConfigError(
             f"{file or TOKEN_VARIABLE}: a token is one word, without spaces or line ends"
         )
@@ -112,7 +112,7 @@ def read_token(options: argparse.Namespace) -> str:
 
 
 def check_place(folder: Path, make: bool) -> None:
-    """Raise ConfigError if no file can be written into a directory that may have to be made."""
+    """Raise ConfigError if no file can be written to a directory, which may not exist yet."""
     there = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))
     try:
         if make:
@@ -120,7 +120,7 @@ def check_place(folder: Path, make: bool) -> None:
             there = folder
     except OSError as error:
         raise ConfigError(f"--publish: {explain_os_error(error)}") from None
-    # Where a container has not mounted it yet (container.sh) this is a directory of the image.
+    # If a container has not mounted it yet (container.sh) this is a directory of the image.
     closed = not os.access(there, os.W_OK | os.X_OK) and "KP_UNMOUNTED" not in os.environ
     if not there.is_dir() or closed:
         what = "not writable" if there.is_dir() else "not a directory"
@@ -136,10 +136,10 @@ def run_server(options: argparse.Namespace, token: str, end: threading.Event) ->
     from kempner.jobs.ranks.process_group import allow_open_files
     from kempner.jobs.system.front_door import BadPortRange, NoFreePort
 
-    allow_open_files()  # a connection for each client
+    allow_open_files()  # one connection per client
     try:
         name = options.source or str(options.weights)
-        # Before the model is read, which takes minutes: a port that is taken is told at once.
+        # Before reading the model, which takes minutes: a port in use is reported at once.
         server = Server(options.host, options.port, name, token)
     except (BadPortRange, NoFreePort):
         raise
@@ -157,7 +157,7 @@ def run_server(options: argparse.Namespace, token: str, end: threading.Event) ->
         loaded, version = found
     window = check_window(options.window, loaded.window)
     cfg, device = loaded.model.cfg, loaded.model.embed.weight.device.type
-    check_room(cfg, options.slots, window, device)  # also of a version of a trainer
+    check_room(cfg, options.slots, window, device)  # also for a trainer's version
     try:
         worker = server.worker = Worker(
             loaded,
@@ -168,7 +168,7 @@ def run_server(options: argparse.Namespace, token: str, end: threading.Event) ->
             fixed=options.deterministic,
             compiled=options.compile,
         )
-    except RuntimeError as error:  # PyTorch has no class of its own for the host
+    except RuntimeError as error:  # PyTorch has no separate class for the host
         if "memory" not in str(error):
             raise
         first = str(error).splitlines()[0]
@@ -176,7 +176,7 @@ def run_server(options: argparse.Namespace, token: str, end: threading.Event) ->
 
     def work() -> None:
         worker.run()
-        end.set()  # also when it has failed
+        end.set()  # also after a failure
 
     threads = [threading.Thread(target=work), threading.Thread(target=server.serve_forever)]
     for thread in threads:
@@ -187,23 +187,23 @@ def run_server(options: argparse.Namespace, token: str, end: threading.Event) ->
     print(f"serve: {loaded.about} at {url}", flush=True)
     place = options.publish and url_file(options)
     if place:
-        # Once the server answers: clients connect as soon as they can read this.
+        # Once the server answers: clients connect as soon as they can read the file.
         write_atomic(place, f"{url}\n")
     end.wait()
     if place:
         place.unlink(missing_ok=True)
-    # No client finds it any more: the engine refuses what is in work, then the answers go out.
+    # No client finds it now: the engine refuses requests in progress, then the answers are sent.
     worker.end("the engine is ending")
     threads[0].join()
     server.wait_for_answers()
     server.shutdown()
-    for number in TO_LEAVE:  # Slurm repeats them, and Python's own end takes handlers down
+    for number in TO_LEAVE:  # Slurm repeats them, and Python removes handlers at exit
         signal.signal(number, signal.SIG_IGN)
     return worker.exit_code
 
 
 def own_gpu() -> None:
-    """Take one GPU for the engine: of those of its node, the one with the number of its task."""
+    """Select one GPU for the engine: the one of its node with the number of its task."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     task = int(os.environ.get("SLURM_LOCALID", "0"))
     if len(visible) > 1 and "SLURM_STEP_NUM_TASKS" in os.environ:

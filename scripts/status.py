@@ -2,13 +2,13 @@
 
     python scripts/status.py                  every run in runs/
     python scripts/status.py runs/7b scratch  these runs, and those in these directories
-    python scripts/status.py --json           the same facts, and more, as one JSON document
-    python scripts/status.py --nodes          the hosts of these runs: who failed whom
-    python scripts/status.py --notify         and tell what is new, by KEMPNER_NOTIFY and the like
+    python scripts/status.py --json           the same facts and more as one JSON document
+    python scripts/status.py --nodes          the hosts of these runs, with their failures
+    python scripts/status.py --notify         also notify of news, by KEMPNER_NOTIFY and the like
 
-Reads the run directories, and asks squeue where there is one; Slurm's accounting is not needed.
-Exit code 0 when all is well; 1 when somebody has to look at a run: what it prints says at which,
-and why; 2 when there is nothing to show, or a run is not there or cannot be read.
+Reads the run directories, and asks squeue if available; Slurm's accounting is not needed. Exit code
+0 if all is well; 1 if a run needs attention: the output says which, and why; 2 if there is nothing
+to show, or a run does not exist or cannot be read.
 """
 
 if __name__ == "__main__":
@@ -47,7 +47,7 @@ from kempner.jobs.report.replicas import replicas_of
 from kempner.jobs.report.tables import align_table, format_duration
 from kempner.jobs.system.front_door import run_program
 
-STATUS_TAIL_BYTES = 1 << 16  # bytes at the end of metrics.jsonl that are read
+STATUS_TAIL_BYTES = 1 << 16  # bytes read from the end of metrics.jsonl
 STATUS_COLUMNS = ("run", "state", "step", "loss", "tokens/s", "attempts", "idle", "left", "")
 NODE_COLUMNS = ("host", "runs", "attempts", "hours", "excluded", "faults", "last fault")
 SCHEMA = 1  # of --json: docs/start/monitoring.md
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
 
 
 def no_run(path: Path) -> str:
-    """Return why there is nothing to show of a path."""
+    """Return why there is nothing to show for a path."""
     try:
         os.listdir(path)
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def no_run(path: Path) -> str:
 
 
 def why_hidden(path: Path) -> str:
-    """Return why a run that may be there is not shown, or not all of it."""
+    """Return why a run that may exist is not shown, or only in part."""
     if path.is_symlink() and not os.path.exists(path):
         return f"{path}: a link to {os.readlink(path)}, which is not there; correct or remove it"
     if path.name in RECORDS and not path.is_file():

@@ -1,15 +1,15 @@
 """Run many runs from one file: plan them, submit them as job arrays, and compare the results.
 
-    python scripts/sweep.py SWEEP.toml plan [--gpu H100]  check every point, and say what it costs
-    python scripts/sweep.py SWEEP.toml submit             what is new; returns at once
-    python scripts/sweep.py SWEEP.toml status             how each point stands
-    python scripts/sweep.py SWEEP.toml resubmit           what has failed, and nothing else
-    python scripts/sweep.py SWEEP.toml cancel             what is queued or running
-    python scripts/sweep.py SWEEP.toml table              the results: text, CSV and a picture
+    python scripts/sweep.py SWEEP.toml plan [--gpu H100]  check every point and print the cost
+    python scripts/sweep.py SWEEP.toml submit             submit new points; returns at once
+    python scripts/sweep.py SWEEP.toml status             print the state of each point
+    python scripts/sweep.py SWEEP.toml resubmit           submit only failed points
+    python scripts/sweep.py SWEEP.toml cancel             cancel what is queued or running
+    python scripts/sweep.py SWEEP.toml table              the results as text, CSV and a picture
 
 Without Slurm, `submit --here` runs the points on this machine, one after another.
 docs/extensions/sweeps.md has the format of the file. Exit code 1: something was not submitted, or
-has failed; 2: bad input, every problem on a line of its own, and nothing is submitted.
+has failed; 2: bad input, one line per problem, and nothing is submitted.
 """
 
 if __name__ == "__main__":
@@ -60,7 +60,7 @@ from kempner.jobs.slurm import plain_environment
 from kempner.jobs.system.directories import Kind, describe_directory, directory_kind, refuse_others
 from kempner.jobs.system.front_door import interruptible, run_program
 
-JOURNAL_PATIENCE_S = 120  # with [propose]: jobs that end at the same time submit, too
+JOURNAL_PATIENCE_S = 120  # with [propose]: jobs that end at the same time also submit
 COMMANDS = ("plan", "submit", "status", "resubmit", "cancel", "table")
 
 
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
         )
         with lock as journal:
             settle_all(journal, options)
-            if sweep.propose:  # another one may have proposed some
+            if sweep.propose:  # another process may have proposed some
                 points = points_of(sweep, journal)
             if options.command == "cancel":
                 return cancel_sweep(journal, look_at_points(points, journal))
@@ -99,9 +99,9 @@ def main(argv: list[str]) -> int:
     except BlockingIOError:
         where = sweep_folder(sweep)
         raise ConfigError(f"another sweep.py works in {where}: wait until it has ended") from None
-    except BrokenPipeError:  # whoever reads what this prints has left
+    except BrokenPipeError:  # the reader of our output has left
         raise
-    except OSError as error:  # a full disk: an array that was not recorded is asked for by its name
+    except OSError as error:  # a full disk: an unrecorded array is looked up by its name
         why = f"{error.filename or sweep_folder(sweep)}: {error.strerror or error}"
         print_failure(f"{why}; fix that, and run it again: nothing is submitted twice")
         return 1
@@ -168,7 +168,7 @@ def refuse_directory(sweep: Sweep) -> None:
 
 
 def points_of(sweep: Sweep, journal: Journal) -> list[SweepPoint]:
-    """Return all points; with [propose] those that are proposed so far."""
+    """Return all points; with [propose] those proposed so far."""
     return proposed_points(sweep, journal) if sweep.propose else expand_points(sweep)
 
 
@@ -194,8 +194,8 @@ def next_points(
 
 
 def print_points(sweep: Sweep, points: list[SweepPoint], journal: Journal, gpu: str | None) -> int:
-    """Check every point, and say what would be submitted."""
-    if sweep.propose:  # in memory alone
+    """Check every point, and print what would be submitted."""
+    if sweep.propose:  # only in memory
         journal.proposed |= next_points(sweep, look_at_points(points, journal), journal)
         points = proposed_points(sweep, journal)
     arrays = plan_arrays(sweep, points)
@@ -231,14 +231,14 @@ def print_points(sweep: Sweep, points: list[SweepPoint], journal: Journal, gpu: 
 
 
 def number_of(sweep: Sweep, points: Sequence[object]) -> str:
-    """Return the number of points; with [propose] also how many there will be."""
+    """Return the number of points; with [propose] also the final number."""
     return f"{len(points)} of {sweep.propose.points}" if sweep.propose else str(len(points))
 
 
 def print_search(
     sweep: Sweep, points: list[SweepPoint], journal: Journal, options: argparse.Namespace
 ) -> int:
-    """Submit with [propose]: the next points, too; with --here each follows from all before it."""
+    """Submit with [propose]: the next points, too; with --here each uses all earlier results."""
     code = 0
     while True:
         looks = look_at_points(points, journal)
@@ -257,14 +257,14 @@ def print_search(
         code = max(code, send_arrays(sweep, looks, journal, options))
         if not options.here or code == 130 or not any(each.new for each in looks):
             return code
-        if any(each.new for each in look_at_points(points, journal)):  # it did not even begin
+        if any(each.new for each in look_at_points(points, journal)):  # it did not start
             return code
 
 
 def send_arrays(
     sweep: Sweep, looks: Sequence[PointStatus], journal: Journal, options: argparse.Namespace
 ) -> int:  # fmt: skip
-    """Submit what is new, or resubmit what has failed, unless it was tried often enough."""
+    """Submit new points, or resubmit failed ones that have tries left."""
     again = options.command == "resubmit"
     candidates = [each for each in looks if (each.failed if again else each.new)]
     tired = [each for each in candidates if again and each.tries >= sweep.tries]
@@ -282,7 +282,7 @@ def send_arrays(
     if not points:
         print(f"nothing to {options.command}; {count_states(looks)}")
         return 1 if tired or unknown else 0
-    # Counted first: the next points of [propose] have to fit in, too.
+    # Counted first: the next points of [propose] must also fit.
     slurm_arrays = held_arrays(looks) if sweep.max_running and not sweep.propose else []
     arrays = plan_arrays(sweep, points, [] if options.here else slurm_arrays)
     rule = sweep.early_stop
@@ -343,7 +343,7 @@ def cancel_sweep(journal: Journal, looks: Sequence[PointStatus]) -> int:
         env = plain_environment()
         done = subprocess.run(["scancel", *tasks], capture_output=True, text=True, env=env)
         if done.returncode:
-            # It names those that it has not cancelled, unless it has cancelled none.
+            # scancel names the jobs that it has not cancelled, unless it has cancelled none.
             left = {*re.findall(r"\b\d+(?:_\d+)?\b", done.stderr)} & {*tasks} or {*tasks}
             print_failure(f"scancel failed for {', '.join(sorted(left))}: {done.stderr.strip()}")
     points = [each.point.name for each in active_points if each.task not in left]

@@ -3,8 +3,8 @@
     python scripts/train.py configs/train/quickstart.toml --train.max_steps=50
     sbatch scripts/slurm/multinode.sh configs/train/7b.toml
 
-The whole program is here: make the parts, load the newest checkpoint, step until the last step or
-until a request to leave. Exit code 0 after any orderly end, 2 on bad input; status.json says more.
+The whole program is here: build the parts, load the newest checkpoint, step until the last step or
+a request to leave. Exit code 0 after any orderly end, 2 on bad input; status.json says more.
 """
 
 if __name__ == "__main__":
@@ -26,11 +26,11 @@ from kempner.train.resilience.requests import GO_ON, StopRequests, Verdict
 from kempner.train.sections import RunConfig
 
 if __name__ == "__main__":
-    gc.disable()  # a tenth of the time of the imports; collect_garbage() looks after the steps
+    gc.disable()  # saves a tenth of the import time; collect_garbage() handles the steps
     STOP = StopRequests()  # first of all: a signal during the imports must not kill us
     CFG = configure(sys.argv[1:], STOP)  # --help, --check and bad input end here
 
-# Only now, as it takes seconds: what ends above does without it.
+# Only now, as it takes seconds: the exits above do not need it.
 import torch
 
 from kempner.config.option import ConfigError
@@ -53,7 +53,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     """Train until the last step or a request to leave; returns the state to leave the run in."""
     at = open_training(cfg, stop, run, device)
     verdict, pending, long_steps = GO_ON, [], False
-    gradients_of = at.replay or forward_backward  # resilience.replay_every: of some steps twice
+    gradients_of = at.replay or forward_backward  # resilience.replay_every: some steps twice
     if at.has_missed_validation():
         verdict = at.validate()
 
@@ -61,9 +61,9 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         # One step. Nothing here makes the host wait for the device.
         with at.clock.part("data"):
             batches = next(at.loader)
-        if not isinstance(batches, Verdict):  # of all ranks, while they waited for it
+        if not isinstance(batches, Verdict):  # from all ranks, while they waited for it
             sums = StepSums(at.loader.names, device)
-            # Only in long steps do the ranks ask each other in between: each time by a collective.
+            # Only in long steps do ranks query each other in between, each time by a collective.
             leave = stop if long_steps else None
             step_tokens = at.loader.tokens  # if all count
             batches = gradients_of(at.model, at.objective, batches, sums, step_tokens, leave)
@@ -92,9 +92,9 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         at.saves.after_step(step, at.watchdog.step_time)
         collect_garbage(step)
 
-        # What earlier steps have said, all but the newest one. Before a save that one too, so that
-        # no checkpoint is ahead of its line in metrics.jsonl; and in long steps, where the wait for
-        # the device costs nothing and a request to leave must not wait for another step.
+        # Reports of all earlier steps but the newest. Before a save also the newest, so that no
+        # checkpoint is ahead of its line in metrics.jsonl; and in long steps, where waiting for the
+        # device costs nothing and a request to leave must not wait for another step.
         last = step == cfg.train.max_steps
         save_due = last or cfg.checkpoint.is_due(step)
         at_once, verdict = save_due or at.loader.at_once, GO_ON
@@ -104,7 +104,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             verdict = at.judge(result) or requests.requested_verdict(result.values, verdict)
             at_once = at_once or verdict.save or verdict.save_due
 
-        # Go back, save, validate.
+        # Roll back, save, validate.
         if verdict.go_back:
             verdict, pending = at.go_back(verdict), []
             continue
@@ -121,7 +121,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
 
 
 def main(cfg: RunConfig, stop: StopRequests) -> int:
-    """Join the other ranks, train, and say how it ended; returns the exit code."""
+    """Join the other ranks, train, and record how it ended; returns the exit code."""
     try:
         cfg, world, device = join_ranks(cfg)
         run = Run(cfg, world)
@@ -130,7 +130,7 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
     try:
         prepare_torch(cfg, run, device)
         verdict = train(cfg, stop, run, device)
-        # The record first: whoever fails in the meeting below changes nothing of the run's end.
+        # The record first: a rank that fails in the meeting below does not change the run's end.
         run.end(verdict)
         if verdict.state != "failed":
             process_group.leave_process_group(world)

@@ -3,16 +3,16 @@
     python scripts/tune.py configs/train/1b.toml --minutes 10
     sbatch --nodes=2 scripts/slurm/multinode.sh configs/train/7b.toml --tune --minutes 20
 
-Tries micro-batches, compilation, meshes, what FSDP keeps, recomputation, kernels of the attention
-and chunks of the loss, each in processes of its own with fake data: many shortly, then the best
-for longer. Prints a table and the command that uses the best, which is written to --out (tuned.toml
-in the run directory, runs/tune-NAME). The same command goes on where the last one ended.
+Tries micro-batches, compilation, meshes, what FSDP keeps, recomputation, attention kernels and loss
+chunks, each in separate processes with fake data: many briefly, then the best for longer. Prints a
+table and the command that uses the best settings, which are written to --out (tuned.toml in the run
+directory, runs/tune-NAME). The same command continues where the last one ended.
 
-  --minutes N      time in all, of all starts (10); Ctrl-C ends it with the best so far
+  --minutes N      total time of all starts (10); Ctrl-C ends it with the best so far
   --out FILE       the file to write: give it to train.py after the configuration
-  --allow fp8      try what changes the numbers beyond rounding, too
+  --allow fp8      also try fp8, which changes the numbers beyond rounding
   --record         add the figure to configs/verified, if it is faster than the one there
-  --check          check and print the configuration; --nodes N --gpus-per-node G: for so many
+  --check          check and print the configuration, for --nodes N --gpus-per-node G
 
 docs/extensions/tuning.md says what is tried, and how. Exit code 1: nothing ran; 2: bad input.
 """
