@@ -1,4 +1,4 @@
-"""Ray's own logs: copied out of a node's temporary directory before that is removed."""
+"""Copies of Ray's own logs, made before a node's temporary directory is removed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COPY_S = 5.0  # for the last copy: ray.sh and Slurm wait for it
 
 
 def copy_if_newer(source: Path, target: Path) -> None:
-    """Copy a regular file, unless the copy already has its size and its time."""
+    """Copy a regular file, unless the copy already has its size and time."""
     was = source.stat()
     if not stat.S_ISREG(was.st_mode):
         return
@@ -28,8 +28,7 @@ def copy_if_newer(source: Path, target: Path) -> None:
 class LogCopier:
     """Copies <temp>/session_*/logs to <logs>/ray/<node>/, and the head's dashboard.log to <logs>.
 
-    In a thread: the shared file system may be slow or hang, and the node must end in time all the
-    same.
+    Runs in a thread: the shared file system may hang, but the node must still end in time.
     """
 
     def __init__(self, temp: Path, logs: Path, node: str, is_head: bool) -> None:
@@ -47,7 +46,7 @@ class LogCopier:
         self.failed = 0
         # Not session_latest, a link to one of them.
         for source in self.temp.glob("session_2*/logs"):
-            # The files at the top first: those matter most, and the time may run out.
+            # The top-level files first: they matter most, and time may run out.
             for file in sorted(source.rglob("*"), key=lambda file: len(file.parts)):
                 target = self.logs / "ray" / self.node / file.relative_to(source)
                 try:
@@ -58,7 +57,7 @@ class LogCopier:
                     self.failed += file.exists()
 
     def finish(self) -> str:
-        """Copy a last time, for COPY_S at most; returns what is missing, or ""."""
+        """Copy one last time, for at most COPY_S; returns what is missing, or ""."""
         end = time.monotonic() + COPY_S
         if self.thread is not None:  # a periodic copy that is still running
             self.thread.join(COPY_S)

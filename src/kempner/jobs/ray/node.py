@@ -33,7 +33,7 @@ EVENTS = 3  # file descriptor
 NOT_UP_EXIT, DIED_EXIT = 75, 70  # exit codes
 NODE_TICK_S = 0.2
 PROBE_PEERS_S = 0.5  # how often the head probes the other nodes
-EMIT_S = 0.5  # srun loses the last words of a task that fails and so ends the step
+EMIT_S = 0.5  # srun loses the last output of a task whose failure ends the step
 SOCKET_PATH = 107  # bytes that the kernel allows
 # Ray appends the session, "sockets" and a name to its temporary directory; this is the longest.
 SOCKET_TAIL = len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.sock")
@@ -79,7 +79,7 @@ class NodePlan:
     memory: int  # MiB that the job has on this node; 0: unknown, Ray decides
     began: float  # Unix time
     deadline: float
-    log_sync: float  # seconds between two copies of Ray's logs; 0: only at the end
+    log_sync: float  # seconds between copies of Ray's logs; 0: only at the end
 
     @property
     def name(self) -> str:
@@ -123,7 +123,7 @@ def parse_node_plan(arguments: list[str]) -> NodePlan:
 
 
 def make_temp(plan: NodePlan) -> Path:
-    """Make this node's own directory for Ray, on a path short enough for its sockets."""
+    """Create this node's own directory for Ray, on a path short enough for its sockets."""
     name = f"ray-{plan.job}.{plan.index}-"
     base = tempfile.gettempdir()
     # mkdtemp() appends 8 characters.
@@ -133,20 +133,19 @@ def make_temp(plan: NodePlan) -> Path:
 
 
 def object_store(plan: NodePlan) -> list[str]:
-    """Return the size of the object store: 30 % of the job's memory on this node, as far as
-    /dev/shm allows. Ray's own default is 30 % of the host's memory, which may belong to other
-    jobs."""
+    """Return the size of the object store: 30 % of the job's memory on this node, limited by
+    /dev/shm. Ray's own default is 30 % of the host's memory, which may belong to other jobs."""
     size = plan.object_store
     if not size and plan.memory:
-        # Where /dev/shm has too little room, Ray refuses to start or, for a small store, takes its
-        # temporary directory, which is slow.
+        # If /dev/shm is too small, Ray refuses to start or, for a small store, uses its temporary
+        # directory, which is slow.
         size = min(plan.memory * 2**20 * 3 // 10, shutil.disk_usage("/dev/shm").free * 9 // 10)
         size = max(size, OBJECT_STORE_LEAST)
     return [f"--object-store-memory={size}"] if size else []
 
 
 def ray_start(plan: NodePlan, temp: Path) -> list[str]:
-    """The `ray start` command of this node."""
+    """Return the `ray start` command of this node."""
     ports, workers = plan.ports.of_node(plan.index), plan.ports.workers(plan.index)
     works = not (plan.is_head and plan.dedicated_head)
     words = [
@@ -165,7 +164,7 @@ def ray_start(plan: NodePlan, temp: Path) -> list[str]:
 
 
 def ready_command(plan: NodePlan) -> list[str]:
-    """The command that waits until the cluster is complete; see kempner.jobs.ray.ready."""
+    """Return the command that waits until the cluster is complete; see kempner.jobs.ray.ready."""
     nodes = [f"{name}={address}:{port}" for name, address, port in plan.raylets()]
     words = [*module_command("kempner.jobs.ray.ready"), *nodes]
     words += [f"--cpus={plan.cpus}", f"--gpus={plan.gpus}"]
@@ -198,8 +197,8 @@ class RayNode:
         self.signal = number
 
     def end_requested(self) -> bool:
-        # List the directory: NFS caches for long that one file does not exist.
-        with contextlib.suppress(OSError):  # it may also lose the directory for a while
+        # List the directory: NFS caches for a long time that a file does not exist.
+        with contextlib.suppress(OSError):  # the directory may be unavailable for a while
             return bool(self.signal) or "ENDED" in os.listdir(self.plan.logs)
         return bool(self.signal)
 
@@ -211,7 +210,7 @@ class RayNode:
             text = f"{plan.name}: {', '.join(busy)}: in use on this host, perhaps by another job:"
             raise RayFault(NOT_UP_EXIT, f"{text} give other ports, or --exclusive nodes")
         if plan.is_head:
-            # It reports to ray.sh itself; the processes of Ray do not inherit that channel.
+            # It reports to ray.sh itself; Ray's processes do not inherit that channel.
             self.ready = self.processes.start(ready_command(plan), (EVENTS,))
         while not plan.is_head and not is_open(plan.head_address, plan.ports.gcs):
             if self.end_requested():
@@ -236,8 +235,7 @@ class RayNode:
         self.ray = self.processes.start(ray_start(plan, self.temp), TMPDIR=str(self.temp))
 
     def poll(self) -> None:
-        """Check Ray once, and start it again if it was only too slow to start, here or on the
-        head."""
+        """Check Ray once, and restart it if it was only too slow to start, here or on the head."""
         try:
             self.check()
         except RayFault:
@@ -251,8 +249,8 @@ class RayNode:
             self.start_again()
 
     def agent_was_late(self) -> bool:
-        """Return whether a raylet of this node has ended because its agent, whose imports come from
-        a file system that may be slow, was not ready in time. Each such end is reported once."""
+        """Return whether a raylet of this node has ended because its agent, whose imports may come
+        from a slow file system, was not ready in time. Each end is reported once."""
         for path in sorted(self.temp.glob("session_2*/logs/raylet.err")):
             with contextlib.suppress(OSError):
                 if AGENT_IS_LATE in path.read_text(errors="replace"):
@@ -261,14 +259,14 @@ class RayNode:
         return False
 
     def head_is_starting(self) -> bool:
-        """Return whether the head's raylet is away while the cluster may still become complete. If
-        it has died for good, the head reports that."""
+        """Return whether the head's raylet is unavailable while the cluster may still become
+        complete. If it has died for good, the head reports that."""
         plan = self.plan
         away = not plan.is_head and not is_open(plan.head_address, plan.ports.node_manager(0))
         return away and time.time() < plan.deadline
 
     def start_again(self) -> None:
-        """End all that Ray has left on this node, and start it anew."""
+        """End all of Ray's remaining processes on this node, and restart Ray."""
         self.processes.terminate(self.ray)
         for probe in self.probes:
             probe.opened, probe.refusals, probe.silent = 0.0, 0, 0
@@ -277,8 +275,7 @@ class RayNode:
         self.start_ray()
 
     def check(self) -> None:
-        """Raise RayFault for what is wrong; the head also probes the other nodes, whose hosts may
-        be down."""
+        """Raise RayFault for any fault; the head also probes the other nodes: hosts may be down."""
         code = DIED_EXIT if self.probes[0].opened else NOT_UP_EXIT
         if (exit_code := self.processes.exit_code(self.ray)) is not None:
             if self.head_was_up:
@@ -292,7 +289,7 @@ class RayNode:
         if self.ready and (exit_code := self.processes.exit_code(self.ready)) is not None:
             self.ready = 0
             if exit_code == NOT_UP_EXIT:
-                raise RayFault(NOT_UP_EXIT, "")  # it has already reported why
+                raise RayFault(NOT_UP_EXIT, "")  # it has already reported the reason
             if exit_code:
                 text = f"kempner.jobs.ray.ready has failed with exit code {exit_code}"
                 raise RayFault(NOT_UP_EXIT, f"{self.plan.name}: {text}")
@@ -307,7 +304,7 @@ class RayNode:
             self.peers_probed = began
         for probe in probes:
             fault = probe.fault()
-            # Until the cluster is complete another node may start its Ray again.
+            # Until the cluster is complete another node may restart its Ray.
             if fault and not (self.ready and probe.refusals and probe in self.peers):
                 raise RayFault(code, fault)
             if time.monotonic() - began > PORT_CONNECT_S:

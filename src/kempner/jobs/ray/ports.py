@@ -5,9 +5,9 @@ scripts/slurm/ray.sh runs this once, on the batch host, before any step starts:
     python -m kempner.jobs.ray.ports CPUS_PER_NODE NAME=ADDRESS...
 
 It reads the user's variables (docs/guide/ray.md) from the environment and prints every port as
-NAME=value, all on one line, which kempner.jobs.ray.node takes as --ports. Ports that cannot work
-end it with exit code 2. kempner.jobs.ray imports only the standard library (and Ray, where ready.py
-asks it): the batch host's Python may have nothing else.
+NAME=value, all on one line, which kempner.jobs.ray.node takes as --ports. It exits with code 2 if
+the ports cannot work. kempner.jobs.ray imports only the standard library (and Ray in ready.py): the
+batch host's Python may have nothing else.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ NODE_PORTS = {
     "DASHBOARD_AGENT_LISTEN_PORT": 52365,
 }
 WORKER_PORTS = {"MIN_WORKER_PORT": 54001, "MAX_WORKER_PORT": 54513}
-WORKERS_A_CPU = 4  # ports of the workers: Ray starts more than one process for a CPU
-NOT_READ = "DASHBOARD_GRPC_PORT"  # NeMo RL's documentation has it
+WORKERS_A_CPU = 4  # worker ports: Ray starts more than one process per CPU
+NOT_READ = "DASHBOARD_GRPC_PORT"  # from NeMo RL's documentation
 STRIDE = "PORT_STRIDE"
 STRIDE_ON_SHARED_HOSTS = 20
 LEAST_PORT, LAST_PORT = 1024, 65535
 
 PORT_CONNECT_S = 1.5  # timeout of one connection: the kernel sends a second SYN within it
 DEAD_REFUSALS = 2  # consecutive refusals after which a port that was open counts as dead
-HOST_SILENCE_S = 10.0  # a host is dead after this long without an answer ...
+HOST_SILENCE_S = 10.0  # a host is dead after this time without an answer ...
 SILENT_CONNECTIONS = 3  # ... to at least this many connections
 
 
@@ -56,10 +56,10 @@ class PortError(ValueError):
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports of all nodes. `base` has those of node 0, by the user's variable, and PORT_STRIDE.
+    """The ports of all nodes. `base` has the ports of node 0, by user variable, and PORT_STRIDE.
 
     Node k has its node ports k x PORT_STRIDE higher and the k-th share of the worker ports. With
-    PORT_STRIDE=0 every node is a host of its own, and all have the same ports.
+    PORT_STRIDE=0 every node is a separate host, and all have the same ports.
     """
 
     base: dict[str, int]
@@ -67,7 +67,7 @@ class Ports:
 
     @classmethod
     def parse(cls, line: str, nodes: int) -> Ports:
-        """Read what str() has written."""
+        """Parse the output of str()."""
         return cls({k: int(v) for k, v in (word.split("=") for word in line.split())}, nodes)
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Ports:
 
     @property
     def shares(self) -> int:
-        """Number of nodes that may share one host's ports."""
+        """Return the number of nodes that may share one host's ports."""
         return self.nodes if self.base[STRIDE] else 1
 
     def node_port(self, name: str, index: int) -> int:
@@ -93,12 +93,12 @@ class Ports:
         return self.node_port("NODE_MANAGER_PORT", index)
 
     def of_node(self, index: int) -> dict[str, int]:
-        """The ports that node `index` listens on, by variable, without its workers'."""
+        """Return the ports that node `index` listens on, by variable, except its workers'."""
         head = {k: self.base[k] for k in HEAD_PORTS if self.base[k]} if index == 0 else {}
         return head | {name: self.node_port(name, index) for name in NODE_PORTS}
 
     def workers(self, index: int) -> range:
-        """Node `index`'s share of the worker ports."""
+        """Return node `index`'s share of the worker ports."""
         first, last = (self.base[name] for name in WORKER_PORTS)
         width = (last - first + 1) // self.shares
         if self.base[STRIDE]:
@@ -116,7 +116,7 @@ def whole_number(name: str, text: str, least: int, most: int) -> int:
 
 
 def read_stride(variables: Mapping[str, str], addresses: Mapping[str, str]) -> int:
-    """Read PORT_STRIDE. By default 0, or 20 if two nodes of Slurm are one host."""
+    """Read PORT_STRIDE. By default 0, or 20 if two Slurm nodes share a host."""
     text = variables.get(STRIDE, "")
     stride = whole_number(STRIDE, text, 0, 10000) if text else None
     first: dict[str, str] = {}  # the first node at each address
@@ -133,8 +133,8 @@ def read_stride(variables: Mapping[str, str], addresses: Mapping[str, str]) -> i
 def default_ports(
     variables: Mapping[str, str], stride: int, nodes: int, cpus: int
 ) -> dict[str, int]:
-    """Return default ports by the user's variable. With KEMPNER_PORTS they are a part of that
-    range, if possible another part for the job of the next number. Raises PortError."""
+    """Return default ports by user variable. With KEMPNER_PORTS they are a part of that range, if
+    possible a different part for each consecutive job number. Raises PortError."""
     try:
         allowed = allowed_ports(variables)
     except BadPortRange as error:
@@ -143,9 +143,9 @@ def default_ports(
         return HEAD_PORTS | NODE_PORTS | WORKER_PORTS
     fixed = [*HEAD_PORTS, *NODE_PORTS]
     shares = nodes if stride else 1
-    before = len(fixed) + stride * (nodes - 1)  # of the workers'
+    before = len(fixed) + stride * (nodes - 1)  # before the workers' ports
     parts = max(1, len(allowed) // (before + shares * WORKERS_A_CPU * cpus))
-    # By the number of the job: jobs that share a host cannot ask each other.
+    # By job number: jobs that share a host cannot coordinate.
     digits = re.sub(r"\D", "", variables.get("SLURM_JOB_ID", "")) or "0"
     width = len(allowed) // parts
     first = allowed[0] + int(digits) % parts * width
@@ -154,9 +154,9 @@ def default_ports(
 
 
 def read_ports(variables: Mapping[str, str], addresses: Mapping[str, str], cpus: int) -> Ports:
-    """Read the ports from the user's variables; an unset or empty one has its default.
+    """Read the ports from the user's variables; an unset or empty one takes its default.
 
-    `addresses`: of each node, by name, in order. `cpus`: the workers of a node. Raises PortError.
+    `addresses`: of each node, by name, in order. `cpus`: workers per node. Raises PortError.
     """
     stride = read_stride(variables, addresses)
     base = {}
@@ -170,7 +170,7 @@ def read_ports(variables: Mapping[str, str], addresses: Mapping[str, str], cpus:
 
 
 def check_ports(ports: Ports, cpus: int) -> None:
-    """Raise PortError when a port is used twice on a host, or the workers have too few."""
+    """Raise PortError if a port is used twice on a host, or the workers have too few."""
     first, last = (ports.base[name] for name in WORKER_PORTS)
     if (width := len(ports.workers(0))) < cpus:
         raise PortError(
@@ -193,7 +193,7 @@ def check_ports(ports: Ports, cpus: int) -> None:
 
 
 def ephemeral_range() -> range:
-    """Return the ports that the kernel gives to outgoing connections; empty if it does not say."""
+    """Return the ports that the kernel gives to outgoing connections; empty if unknown."""
     try:
         low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     except OSError:
@@ -239,7 +239,7 @@ def _note(text: str) -> None:
 
 
 def is_busy(port: int) -> bool:
-    """Return whether a process on this host has the port, on any of its addresses."""
+    """Return whether a process on this host uses the port, on any address."""
     with socket.socket() as probe:
         # As in Ray: a port in TIME_WAIT after an old connection counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -254,8 +254,7 @@ def is_busy(port: int) -> bool:
 
 
 def busy_ports(ports: Ports, index: int) -> list[str]:
-    """List the ports of node `index`, which is this one, that are taken, by the user's
-    variables."""
+    """List the busy ports of node `index`, which is this one, by user variable."""
     names = [f"{name}={port}" for name, port in ports.of_node(index).items() if is_busy(port)]
     workers = ports.workers(index)
     if all(map(is_busy, workers)):
@@ -273,9 +272,9 @@ def is_open(address: str, port: int) -> bool:
 class PortProbe:
     """Watches one port of a running Ray.
 
-    The processes alone do not tell: `ray start --block` keeps blocking after its raylet has died,
-    and a host that has crashed sends nothing at all. So each node probes its own ports, and the
-    head those of the others.
+    Watching the processes is not enough: `ray start --block` keeps blocking after its raylet has
+    died, and a crashed host sends nothing at all. So each node probes its own ports, and the head
+    probes those of the others.
     """
 
     node: str
@@ -287,7 +286,7 @@ class PortProbe:
     silent: int = 0  # consecutive connections without any answer
 
     def fault(self) -> str:
-        """Connect once; what is wrong, or "" while the port is open or has never been open."""
+        """Connect once; returns the fault, or "" while the port is open or has never been open."""
         try:
             socket.create_connection((self.address, self.port), PORT_CONNECT_S).close()
         except OSError as error:
@@ -295,7 +294,7 @@ class PortProbe:
             self.refusals, self.silent = self.refusals + refused, self.silent + (not refused)
         else:
             self.opened, self.refusals, self.silent = time.monotonic(), 0, 0
-        # Ray is still starting: whether it comes up is for kempner.jobs.ray.ready and its deadline.
+        # Ray is still starting: kempner.jobs.ray.ready and its deadline decide whether it comes up.
         if not self.opened:
             return ""
         if self.refusals >= DEAD_REFUSALS:

@@ -1,4 +1,4 @@
-"""The processes that Ray starts on a node: all of them can be found, and all of them end."""
+"""The processes that Ray starts on a node: all can be found, and all are ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Processes:
     def __init__(self) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(RAY_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.codes: dict[int, int] = {}
-        # Kept: a Popen that is deleted, or found by the next one, takes its process's exit code.
+        # Kept: a deleted Popen, or the next one's cleanup, would consume the exit code.
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(
@@ -33,8 +33,8 @@ class Processes:
         **env: str,
     ) -> int:
         """Start a command that inherits `fds` and has `env` on top of ours; returns its pid.
-        `output`: where it writes to, unless it is to our own."""
-        # In its own session: a signal that it sends to its process group must not reach us.
+        `output`: its output, by default ours."""
+        # In its own session: signals that it sends to its process group must not reach us.
         process = subprocess.Popen(
             command,
             pass_fds=fds,
@@ -47,9 +47,9 @@ class Processes:
         return process.pid
 
     def exit_code(self, pid: int) -> int | None:
-        """The exit code of a child that has ended; reaps all that have."""
+        """Return the exit code of an ended child, or None; reaps all ended children."""
         with contextlib.suppress(ChildProcessError):
-            # Any child: a subreaper has to reap the orphans that it was given, too.
+            # Any child: a subreaper must also reap adopted orphans.
             while (result := os.waitpid(-1, os.WNOHANG))[0]:
                 self.codes[result[0]] = os.waitstatus_to_exitcode(result[1])
         return self.codes.get(pid)
@@ -58,7 +58,7 @@ class Processes:
     def children(pid: int) -> list[int]:
         text = ""
         with contextlib.suppress(OSError):
-            # Each thread has a list of the children that it has started itself.
+            # Each thread lists only the children that it has started.
             for task in os.listdir(f"/proc/{pid}/task"):
                 text += Path(f"/proc/{pid}/task/{task}/children").read_text()
         return [int(child) for child in text.split()]
@@ -69,14 +69,14 @@ class Processes:
             yield from self.descendants(child)
 
     def terminate(self, main: int) -> None:
-        """SIGTERM to `main`, time for it to end its own children, SIGKILL to all that are left."""
+        """Send SIGTERM to `main`, give it time to end its own children, then SIGKILL the rest."""
         if main and self.exit_code(main) is None:
             os.kill(main, signal.SIGTERM)
             end = time.monotonic() + RAY_STOPS_S
             while self.exit_code(main) is None and time.monotonic() < end:
                 time.sleep(0.05)
         end = time.monotonic() + RAY_STOPS_S
-        # Again until there is none: a process may start another between the look and its end.
+        # Repeat until none is left: a process may start another before it is killed.
         while (pids := list(self.descendants(os.getpid()))) and time.monotonic() < end:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):

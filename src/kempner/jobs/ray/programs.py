@@ -1,5 +1,4 @@
-"""Programs of this kit as Ray actors: each runs in a process of its own, on the node and the GPUs
-that Ray has assigned."""
+"""Programs of this kit as Ray actors, each in its own process on the node and GPUs Ray assigns."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kempner.jobs.ranks.port_range import ReservedPort
 
-PLACEMENT_START_S = 60.0  # until Ray has room for all of them
+PLACEMENT_START_S = 60.0  # until Ray has room for all
 PROGRAM_END_S = 130.0  # for a program to save and leave after SIGTERM
 
 
@@ -26,14 +25,13 @@ class RayProgram:
         self._port: ReservedPort | None = None
 
     def where(self, meets_here: bool) -> tuple[str, int]:
-        """Return its node's address and, if it is rank 0, a port that is reserved for the
-        rendezvous there; else 0."""
-        # Kept as long as the actor: nobody takes the port before rank 0 has bound it.
+        """Return its node's address and, for rank 0, a port reserved for the rendezvous; else 0."""
+        # Kept as long as the actor, so that nobody takes the port before rank 0 has bound it.
         self._port = ReservedPort() if meets_here else None
         return ray.util.get_node_ip_address(), self._port.port if self._port else 0
 
     def run(self, words: Sequence[str], variables: Mapping[str, str]) -> int:
-        """Run Python with these words of a command line; returns its exit code."""
+        """Run Python with these command-line arguments; returns its exit code."""
         self._process = subprocess.Popen([sys.executable, *words], env={**os.environ, **variables})
         return self._process.wait()
 
@@ -47,13 +45,12 @@ class RayProgram:
             self._process.kill()
 
 
-# Two calls at a time, so that end() is heard while run() waits.
+# Two calls at a time, so that end() is handled while run() waits.
 _Actor: Any = ray.remote(max_concurrency=2)(RayProgram)
 
 
 def place_programs(count: int, gpus: int) -> list[ray.actor.ActorHandle]:
-    """Start `count` programs with `gpus` GPUs each: nodes are filled one after another, or without
-    GPUs evenly."""
+    """Start `count` programs with `gpus` GPUs each, node by node, or spread evenly without GPUs."""
     bundle = {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}
     group = placement_group([bundle] * count, strategy="PACK" if gpus else "SPREAD")
     ray.get(group.ready(), timeout=PLACEMENT_START_S)
@@ -68,7 +65,7 @@ def place_programs(count: int, gpus: int) -> list[ray.actor.ActorHandle]:
 
 
 def exit_code_of(run: Any) -> int | None:
-    """Return what the future of a run() gives; None if its actor is lost, perhaps with its node."""
+    """Return the result of a run() future; None if its actor is lost, perhaps with its node."""
     try:
         return int(ray.get(run))
     except ray.exceptions.RayActorError:
@@ -76,7 +73,7 @@ def exit_code_of(run: Any) -> int | None:
 
 
 def rank_variables_of(actors: Sequence[ray.actor.ActorHandle]) -> list[dict[str, str]]:
-    """Return the variables of each rank, as from torchrun: its rank, and where to meet."""
+    """Return the variables of each rank, as torchrun sets them: its rank and the rendezvous."""
     places = ray.get([actor.where.remote(k == 0) for k, actor in enumerate(actors)])
     master, port = places[0]
     on_node: Counter[str] = Counter()

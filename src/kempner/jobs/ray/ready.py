@@ -1,5 +1,4 @@
-"""Waits until every node of a Ray cluster is alive with all of its CPUs and GPUs; exits with 75
-at the deadline.
+"""Wait for every node of a Ray cluster to be alive with all CPUs and GPUs; exit with 75 on timeout.
 
     python -m kempner.jobs.ray.ready NAME=ADDRESS:PORT ... --cpus 8 --gpus 4 --began T --deadline T
 
@@ -26,7 +25,7 @@ def alive_nodes(address: str) -> Census:
     from ray._raylet import GcsClient
 
     client = GcsClient(address=address)
-    # 0 is GcsNodeInfo.ALIVE; nodes that have died stay in the list.
+    # 0 is GcsNodeInfo.ALIVE; dead nodes stay in the list.
     alive = [node for node in client.get_all_node_info(timeout=5).values() if node.state == 0]
     return {
         f"{node.node_manager_address}:{node.node_manager_port}": (
@@ -38,7 +37,7 @@ def alive_nodes(address: str) -> Census:
 
 
 def missing_nodes(nodes: dict[str, str], target: Census, census: Census) -> Iterator[str]:
-    """Yield what a cluster lacks: nodes, and CPUs and GPUs of a node."""
+    """Yield what the cluster lacks: nodes, and CPUs and GPUs of a node."""
     for name, place in nodes.items():
         if place not in census:
             yield name
@@ -60,7 +59,7 @@ def main() -> int:
     if options.dedicated_head:
         target[next(iter(target))] = (0.0, 0.0)
     error, lacks = "", list(nodes)
-    # By the wall clock: the deadline comes from the batch script, another process.
+    # Wall clock: the deadline comes from the batch script, another process.
     while time.time() < options.deadline:
         try:
             lacks = list(missing_nodes(nodes, target, alive_nodes(os.environ["RAY_ADDRESS"])))

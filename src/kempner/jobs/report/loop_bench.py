@@ -1,4 +1,4 @@
-"""The report of `rl.sh --bench`: where the time of both sides went. No torch.
+"""Report of `rl.sh --bench`: how both sides spent their time. No torch.
 
     python -m kempner.jobs.report.loop_bench RUN
 
@@ -17,13 +17,13 @@ from kempner.jobs.report.tables import align_table
 from kempner.jobs.system.files import write_atomic
 from kempner.jobs.system.front_door import run_module
 
-WARMUP_STEPS = 2  # steps that are left out: engines start, caches are cold
+WARMUP_STEPS = 2  # skipped steps: engines start, caches are cold
 NEEDED = ("step_time", "samples", "wait")  # of each line
 
 
 def main(run: Path) -> int:
     lines = [line for line in load_history(run).losses if "reward" in line][WARMUP_STEPS:]
-    # A figure that was not finite is null.
+    # Non-finite figures are null.
     lines = [line for line in lines if all(map(is_number, map(line.get, NEEDED)))]
     if len(lines) < 2:
         print(f"loop_bench: error: {run} has no {WARMUP_STEPS + 2} steps", file=sys.stderr)
@@ -32,7 +32,7 @@ def main(run: Path) -> int:
     samples, steps = (lines[-1][key] - lines[0][key] for key in ("samples", "step"))
 
     def mean(name: str) -> float:
-        """Average over the steps that have it."""
+        """Average over the steps that have the figure."""
         return float(
             statistics.mean([line[name] for line in lines if is_number(line.get(name))] or [0.0])
         )
@@ -40,7 +40,7 @@ def main(run: Path) -> int:
     figures = {
         "steps": len(lines),
         "step_seconds": statistics.median(line["step_time"] for line in lines),
-        # Of n lines: n step times, and the samples of one step fewer.
+        # n lines have n step times, and the samples of n - 1 steps.
         "samples_per_s": samples / steps / max(seconds / len(lines), 1e-9),
         "trainer_waits": sum(line["wait"] * line["step_time"] for line in lines) / seconds,
         "engines_idle": mean("engine_idle"),

@@ -1,4 +1,4 @@
-"""The table of report.py --nodes: each node's figures over time, and which have become worse."""
+"""Table of report.py --nodes: each node's figures over time, and which have become worse."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kempner.jobs.records.node_speed import (
 )
 from kempner.jobs.report.tables import align_table, format_amount
 
-BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "12345678"  # the second where the terminal cannot show the first
+BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "12345678"  # the second if the terminal cannot show the first
 SHOWN_PREFLIGHTS = 30  # the newest
 SPEED_COLUMNS = ("node", "figure", "last", "times", "over time", "now", "median before", "")
 
 
 def speeds_table(paths: list[Path], encoding: str) -> str:
     """Format a row for each figure of each node. `paths`: directories of runs, or `node-speeds`
-    itself; `encoding`: of the terminal. Raises ConfigError if nothing is there."""
+    itself; `encoding`: of the terminal. Raises ConfigError if there are no figures."""
     rows: list[tuple[str, ...]] = []
     for path in dict.fromkeys(paths):
         folder = path if path.name == SPEED_FOLDER else path / SPEED_FOLDER
@@ -59,8 +59,7 @@ def _row(
 
 
 def draw_bars(values: list[float], encoding: str) -> str:
-    """Draw a character for each value, from half of the largest one to the largest: 5 % must be
-    seen."""
+    """Draw a character per value, from half the largest one to the largest: 5 % must show."""
     bars, top = BARS, max(values)
     try:
         bars.encode(encoding)

@@ -1,13 +1,13 @@
-"""Notifications of a run's end, each sent once: by mail, by a command, by a webhook. No torch.
+"""Notifications of a run's end, each sent once: by mail, command or webhook. No torch.
 
     python -m kempner.jobs.report.notify RUN_DIR EVENT WHY   the batch script, at the run's end
     status.py --notify                                       cron, and what no batch script can tell
 
-KEMPNER_MAIL is an address; KEMPNER_NOTIFY a command, which gets the facts as JSON on its standard
-input and as variables; KEMPNER_WEBHOOK a URL, which gets them by POST. Who creates the file
-RUN/notified/EVENT tells the event, and nobody else, across requeues and duplicates. When no way has
-worked the file goes, and `status.py --notify` tries again. A failure is one line, and never names
-the URL, which is a secret.
+KEMPNER_MAIL is an address; KEMPNER_NOTIFY a command, which gets the facts as JSON on standard input
+and in environment variables; KEMPNER_WEBHOOK a URL, which gets them by POST. Only the process that
+creates the file RUN/notified/EVENT reports the event, across requeues and duplicates. If every way
+fails the file is removed, and `status.py --notify` tries again. A failure is reported in one line
+without the URL, which is a secret.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from kempner.jobs.records.run_history import History, load_history
 from kempner.jobs.report.tables import visible_text
 from kempner.jobs.system.front_door import run_module
 
-NOTIFY_TIMEOUT_S = 10.0  # for each way
-RECENT_S = 86400.0  # what happened before is no news
-NOTIFY_TAIL_BYTES = 1 << 16  # bytes at the end of metrics.jsonl that are read
+NOTIFY_TIMEOUT_S = 10.0  # per way
+RECENT_S = 86400.0  # older events are not reported
+NOTIFY_TAIL_BYTES = 1 << 16  # bytes read from the end of metrics.jsonl
 LONGEST_REASON = 4000  # characters of a reason: a variable may have 128 KiB, a message far less
 FIELDS = ("state", "step", "max_steps", "loss", "job", "attempts", "requeues", "hosts")
 
@@ -42,7 +42,7 @@ FIELDS = ("state", "step", "max_steps", "loss", "job", "attempts", "requeues", "
 def notification_ways(
     env: Mapping[str, str] = os.environ,
 ) -> list[tuple[str, Callable[[Record], None]]]:
-    """Return (variable, function) of each way that is set; the function raises if it fails."""
+    """Return (variable, function) of each configured way; the function raises if it fails."""
     ways: dict[str, Callable[[Record], None]] = {
         "KEMPNER_MAIL": _mail,
         "KEMPNER_NOTIFY": _command,
@@ -52,8 +52,8 @@ def notification_ways(
 
 
 def event_of(run: History, most: int) -> str | None:
-    """Return the event to tell of a run: done, stopped, failed, crash_loop, ended (early, and
-    nothing continues it), stall; None: nothing. `most`: KEMPNER_MAX_CRASHES."""
+    """Return the event to report for a run: done, stopped, failed, crash_loop, ended (early, and
+    nothing continues it), stall; None if there is none. `most`: KEMPNER_MAX_CRASHES."""
     state = run.state
     if state.word in ("done", "stopped", "failed"):
         return state.word
@@ -61,7 +61,7 @@ def event_of(run: History, most: int) -> str | None:
         return "stall"
     if not run_trouble(run):
         return None
-    if state.word in ("running", "starting"):  # it waits for somebody
+    if state.word in ("running", "starting"):  # it waits for attention
         return "stall"
     decided = [r for r in run.records if r.get("event") == "decision"]
     last = decided[-1] if decided else {}
@@ -71,7 +71,7 @@ def event_of(run: History, most: int) -> str | None:
 
 
 def tell_if_new(run: History, now: float) -> list[str]:
-    """Tell a run's event, unless it has been told, or is old; returns the problems."""
+    """Report a run's event, unless it is old or already reported; returns the problems."""
     event = event_of(run, int(os.environ.get("KEMPNER_MAX_CRASHES") or 3))
     facts = run_facts(run, now)
     if event is None or now - (facts["last_sign"] or 0.0) > RECENT_S:
@@ -86,8 +86,8 @@ def tell_if_new(run: History, now: float) -> list[str]:
 def notify_event(
     run: History, event: str, why: str, attempt: str, now: float, *, sure: bool = False
 ) -> list[str]:
-    """Tell an event, unless it has been told; returns the problems, one line each. `sure`: also if
-    that cannot be noted, such as on a full disk."""
+    """Report an event, unless already reported; returns the problems, one line each. `sure`: even
+    if the report cannot be recorded, such as on a full disk."""
     facts, why = run_facts(run, now), visible_text(" ".join(why[:LONGEST_REASON].split()))
     # An attempt ends once, but may stall again at a later step.
     key = f"{attempt}-stall-{facts['step']}" if event == "stall" else f"{attempt}-end"
@@ -98,7 +98,7 @@ def notify_event(
     message = {"event": event, "text": text, **facts, "why": why}
     try:
         claim.parent.mkdir(exist_ok=True)
-        # Several processes may see the end of a run: the one that makes this file tells of it.
+        # Several processes may see the end of a run: the one that creates this file reports it.
         with open(claim, "x") as file:
             file.write(json.dumps(message) + "\n")
     except FileExistsError:
@@ -108,7 +108,7 @@ def notify_event(
             return _tell(message)
         return [f"{name}/notified: {error.strerror}; nobody was told that {text}"]
     problems = _tell(message)
-    # Nobody was told: whoever looks next tries again.
+    # Nobody was notified: the next process tries again.
     if len(problems) == len(notification_ways()):
         claim.unlink(missing_ok=True)
     return problems
@@ -119,14 +119,13 @@ def _tell(message: Record) -> list[str]:
     for name, act in notification_ways():
         try:
             act(message)
-        except Exception as error:  # whatever is wrong with a user's command, or with the network
+        except Exception as error:  # any fault of a user's command or the network
             problems.append(f"{name} was not told of {message['event']}: {_cause(error)}")
     return problems
 
 
 def _cause(error: Exception) -> str:
-    """Describe the error in one line; without the URL, which the messages of urllib and subprocess
-    may hold."""
+    """Describe the error in one line, without the URL, which urllib and subprocess may include."""
     if isinstance(error, subprocess.TimeoutExpired | TimeoutError):
         return f"no end within {NOTIFY_TIMEOUT_S:.0f} s"
     if isinstance(error, urllib.error.HTTPError):
@@ -138,13 +137,13 @@ def _cause(error: Exception) -> str:
         return f"exit code {error.returncode}"
     if isinstance(error, FileNotFoundError):
         return f"no command '{error.filename}' on {os.uname().nodename}"
-    if isinstance(error, ValueError):  # of urllib, or a NUL in a word
+    if isinstance(error, ValueError):  # from urllib, or a NUL in an argument
         return "this is neither a URL nor an address"
     return type(error).__name__
 
 
 def _run(words: list[str], text: str, env: Mapping[str, str]) -> None:
-    """Run a command within its time limit; on a timeout kill all that it has started."""
+    """Run a command within the time limit; on a timeout kill all of its processes."""
     child = subprocess.Popen(
         words,
         stdin=subprocess.PIPE,
@@ -173,7 +172,7 @@ def _mail(message: Record) -> None:
     name = os.environ.get("SLURM_JOB_NAME")
     about = f"job {number} ({name})" if number and name else f"run {message['run']}"
     why = message["why"]
-    # No "--": s-nail, the mail of many distributions, passes the words after it to its transport.
+    # No "--": s-nail, the mail of many distributions, passes what follows to its transport.
     words = ["mail", "-s", visible_text(f"{about}: {why}"), os.environ["KEMPNER_MAIL"]]
     _run(words, f"{why}\nrun directory {visible_text(message['run'])}\n", os.environ)
 
@@ -187,8 +186,8 @@ def _command(message: Record) -> None:
 
 
 def _plain(value: Any) -> str:
-    """Format a value for a variable: None is empty, a job its number, a list its parts with
-    commas."""
+    """Format a value for an environment variable: None is empty, a job is its number, a list is
+    joined with commas."""
     if isinstance(value, dict):
         value = value.get("number")
     if isinstance(value, list):
@@ -197,8 +196,7 @@ def _plain(value: Any) -> str:
 
 
 def _post(message: Record) -> None:
-    """Post the message. Slack, Mattermost and the like show `text` and the fields of the
-    attachment."""
+    """Post the message. Slack, Mattermost and others show `text` and the attachment's fields."""
     pairs = [(name, _plain(message[name])) for name in FIELDS]
     fields = [{"title": n, "value": escape(v, quote=False), "short": True} for n, v in pairs if v]
     text = escape(message["text"], quote=False)

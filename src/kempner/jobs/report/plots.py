@@ -1,4 +1,4 @@
-"""A picture of report.py: the curves of runs over their steps. The other one: timeline.py."""
+"""Picture of report.py with the curves of runs over their steps. The other one: timeline.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Average = Callable[[np.ndarray], np.floating[Any]]
 
 SMOOTH_FROM = 150  # points; fewer are shown as they are
-MARK_UNTIL = 25  # points; fewer get a dot each: a line through a single point is invisible
+MARK_UNTIL = 25  # points; fewer get dots: a line through a single point is invisible
 LOG_LOSS_FROM = 3.0  # largest loss over smallest
 
 
@@ -34,7 +34,7 @@ def plot_runs(runs: list[History], out: Path) -> None:
     tasks = sorted({name for run in runs for line in run.results for name in main_figures(line)})
     rewarded = any("reward" in line for run in runs for line in run.losses)
     more_rows = (2,) * (bool(tasks) + rewarded)
-    # Not through pyplot, which chooses a backend for a display and keeps each figure.
+    # Not with pyplot, which chooses a display backend and keeps each figure.
     figure = Figure(figsize=(9, 8.5 + 2.5 * len(more_rows)), dpi=130, layout="constrained")
     heights = (3, 1.4, 1.1, *more_rows)
     loss, rate, lr, *more = panels = figure.subplots(
@@ -45,7 +45,7 @@ def plot_runs(runs: list[History], out: Path) -> None:
     for i, (run, name) in enumerate(zip(runs, short_names(runs), strict=True)):
         color = colors[i % len(colors)]
         plot_curve(loss, run.losses, "loss", np.mean, color, "training" if alone else name)
-        # A median: a step that waits for a save or a validation would pull a mean down.
+        # A median: a step that waits for a save or a validation would lower a mean.
         plot_curve(rate, run.losses, "tokens_per_s", np.median, color)
         plot_curve(lr, run.losses, "lr", np.median, color)
         loss.plot(
@@ -154,8 +154,7 @@ def mark_starts(panels: Any, run: History, color: Any) -> None:
 
 
 def scale_loss(axes: Axes, runs: list[History]) -> None:
-    """Use a logarithmic axis when the losses span so much that a linear one would only show the
-    first steps."""
+    """Use a logarithmic axis if a linear one would show little but the first steps."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     values = [line["loss"] for run in runs for line in run.losses if line["loss"] is not None]
@@ -184,7 +183,7 @@ def plot_legend(axes: Axes, runs: list[History]) -> None:
 
 
 def short_names(runs: list[History]) -> list[str]:
-    """Return the shortest trailing parts of the paths that tell them apart."""
+    """Return the shortest trailing parts that distinguish the paths."""
     paths = [run.path.absolute().parts for run in runs]
     for count in range(1, max(map(len, paths))):
         names = ["/".join(path[-count:]) for path in paths]

@@ -1,7 +1,6 @@
-"""The text of `report.py`: one column of figures a run, one row an attempt. No torch.
+"""The text of `report.py`: one column of figures per run, one row per attempt. No torch.
 
-A figure may be None, which is not finite, and a line that is damaged may lack it: `values` leaves
-both out.
+A figure may be None, if not finite, or be missing in a damaged line: `values` skips both.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kempner.jobs.report.tables import align_table, format_duration
 from kempner.jobs.report.wall_time import UNCOUNTED
 
 STEP_PARTS = ("data", "compute", "checkpoint", "eval")
-IDLE_TIMES = ("wait", "engine_idle")  # of reinforcement learning: both sides
+IDLE_TIMES = ("wait", "engine_idle")  # of reinforcement learning, both sides
 
 
 def summary_table(runs: list[History]) -> str:
@@ -96,8 +95,8 @@ def best_lines(lines: list[Record], key: str, choose: Callable[..., Record] = mi
 
 
 def replica_rows(run: History) -> dict[str, str]:
-    """Return the figures of a run whose replicas meet once a round; bytes and time are those of the
-    first one."""
+    """Return the figures of a run whose replicas meet once per round; bytes and time are those of
+    the first replica."""
     if not run.rounds:
         return {}
     last = run.rounds[-1]
@@ -114,7 +113,7 @@ def replica_rows(run: History) -> dict[str, str]:
 
 
 def _not_finite(rounds: list[Record]) -> dict[str, str]:
-    """Return the replicas that had such weights, and in how many rounds."""
+    """Return the replicas that had non-finite weights, and in how many rounds."""
     counts = Counter(
         replica
         for line in rounds
@@ -127,8 +126,7 @@ def _not_finite(rounds: list[Record]) -> dict[str, str]:
 
 
 def reward_rows(run: History) -> dict[str, str]:
-    """Return the figures of reinforcement learning. Shares of time are of the wall time of the
-    steps."""
+    """Return the figures of reinforcement learning. Time shares are of the steps' wall time."""
     lines = [line for line in run.losses if "reward" in line]
     if not lines:
         return {}
@@ -157,7 +155,7 @@ def mean_of_key(lines: list[Record], key: str) -> float:
 
 
 def policy_distance(lines: list[Record]) -> str:
-    """Describe the distance of the log-probabilities of trainer and sampler."""
+    """Describe the distance between the log-probabilities of trainer and sampler."""
     parts = []
     for name, weights in (("mismatch", "the same weights"), ("drift", "older ones")):
         if values := numbers_of_key(lines, name):
@@ -174,8 +172,8 @@ def format_count(count: float) -> str:
 
 
 def result_rows(run: History) -> dict[str, str]:
-    """Return the last figures of each task that eval.py has run, without their errors."""
-    # In the order of steps, so that the newest figures of each task stand.
+    """Return the latest figures of each task run by eval.py, without their errors."""
+    # In step order, so that the newest figures of each task remain.
     last = {name: line for line in run.results for name in line if name.startswith(PREFIX)}
     return {
         name.removeprefix(PREFIX): at_step([line], name)
@@ -191,8 +189,7 @@ def median_of_key(lines: list[Record], key: str, form: str, unit: str = "") -> s
 
 
 def time_shares(lines: list[Record]) -> dict[str, str]:
-    """Return the shares of the steps' time. A median would hide a part that comes every 100th
-    line."""
+    """Return the shares of the steps' time. A median would hide parts of every 100th line."""
     total = sum(numbers_of_key(lines, "step_time"))
     times = (
         {part: sum(numbers_of_key(lines, f"{part}_time")) for part in STEP_PARTS} if total else {}
@@ -201,7 +198,7 @@ def time_shares(lines: list[Record]) -> dict[str, str]:
 
 
 def save_rows(run: History) -> dict[str, str]:
-    """Return what the saves have cost, medians; empty without saves."""
+    """Return the median costs of the saves; empty without saves."""
     if not run.saves:
         return {}
     stall, drain = (
@@ -215,7 +212,7 @@ def save_rows(run: History) -> dict[str, str]:
 
 
 def slowdown(run: History) -> float:
-    """Return the time of steps while a save was written, over that of other steps; the median."""
+    """Return the median time of steps during the write of a save, relative to other steps."""
     ratios: list[float] = []
     for line in run.saves:
         busy, quiet = line.get("save_step_mean"), line.get("quiet_step_time")
@@ -225,19 +222,18 @@ def slowdown(run: History) -> float:
 
 
 def skipped_steps(lines: list[Record]) -> int:
-    """Count the steps that were not finite, or spikes: every attempt counts its own."""
+    """Count the non-finite steps and spikes: every attempt counts its own."""
     counts: dict[int, int] = {}
     for line in lines:
         attempt, count = line.get("attempt", 0), line.get("skipped", 0)
         if type(count) is int:
-            # `skipped` counts on within an attempt, and begins at 0 in the next one.
+            # `skipped` accumulates within an attempt, and restarts at 0 in the next one.
             counts[attempt] = max(count, counts.get(attempt, 0))
     return sum(counts.values())
 
 
 def wall_time(run: History, several: bool) -> dict[str, str]:
-    """Return the time from the first start to the last sign of life. `several`: and each part of
-    it."""
+    """Return the time from the first start to the last sign of life. `several`: with its parts."""
     times = run.wall_time
     parts = {
         f"  {part}": f"{format_duration(seconds)}, {seconds / max(times.total, 1e-9):.1%}"
@@ -246,7 +242,7 @@ def wall_time(run: History, several: bool) -> dict[str, str]:
     }
     lost_steps = [n for a, n in zip(run.attempts, times.lost, strict=True) if a.began or n is None]
     counts = [steps for steps in lost_steps if steps is not None]
-    # An attempt whose undone steps are not known adds to the others' sum.
+    # An attempt with an unknown number of undone steps makes the sum a lower bound.
     at_least = " or more" if counts != lost_steps else killed_more(*run.attempts)
     recomputed = f"{sum(counts):,}{at_least}" if counts or not lost_steps else "-"
     return {
@@ -261,7 +257,7 @@ def wall_time(run: History, several: bool) -> dict[str, str]:
 
 
 def idle_rows(run: History) -> dict[str, str]:
-    """Return the shares of the allocations' time in which nothing was computed."""
+    """Return the shares of the allocated time in which nothing was computed."""
     spares = spare_share(run)
     return {
         "idle in the allocation": format_percent(idle_share(run)),
@@ -280,13 +276,13 @@ def restart_counts(run: History) -> str:
 
 
 def killed_more(*attempts: Attempt) -> str:
-    """Return " or more" for a killed attempt: it has done steps after its last line, fewer than
-    metrics.log_interval."""
+    """Return " or more" for a killed attempt: after its last line it has done up to
+    metrics.log_interval - 1 steps."""
     return " or more" if any(a.state == "killed" and a.began for a in attempts) else ""
 
 
 def attempt_table(run: History) -> str:
-    """Format one row an attempt; a run with one attempt needs fewer columns."""
+    """Format one row per attempt; a run with one attempt needs fewer columns."""
     rows = [["", "job", "ranks", "hosts", "steps", "recomputed", "start-up", "time", "end"]]
     times = run.wall_time
     for attempt, startup, lost_steps in zip(run.attempts, times.startups, times.lost, strict=True):
@@ -309,7 +305,7 @@ def attempt_table(run: History) -> str:
 
 
 def start_times(run: History) -> str:
-    """Describe each start: its duration, and what it changed; "" if that is not known."""
+    """Describe each start: its duration, and what it changed; "" if unknown."""
     lines = []
     if any(attempt.startup for attempt in run.attempts):
         lines.append(f"\nstart-up of {run.path}, seconds\n{startup_table(run)}")
@@ -330,7 +326,7 @@ def refused_starts(run: History) -> str:
 
 
 def startup_table(run: History) -> str:
-    """Format one row an attempt that has trained, one column a part of its start-up."""
+    """Format one row per attempt that has trained, one column per part of its start-up."""
     attempts = [attempt for attempt in run.attempts if attempt.startup]
     parts = [part for part in START_PARTS if any(part in attempt.startup for attempt in attempts)]
     rows = [["", *parts, "all but the queue"]]

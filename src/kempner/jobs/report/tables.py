@@ -7,17 +7,17 @@ import shutil
 import textwrap
 from collections.abc import Collection, Sequence
 
-TABLE_WIDTH = 160  # columns, where the output is not a terminal
+TABLE_WIDTH = 160  # columns, if the output is not a terminal
 INDENT = 4
-# Control characters, but for the tab and the end of a line, and those that change the direction of
-# text: with them a name can look like another one, or move the cursor of a terminal.
+# Control characters except tab and newline, and those that change the direction of text: with them
+# a name can look like another one, or move a terminal's cursor.
 UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
 )
 
 
 def visible_text(text: str) -> str:
-    """Make every character of a text visible: control characters are shown as their numbers."""
+    """Make every character of a text visible, showing control characters as their numbers."""
     return UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
@@ -25,7 +25,7 @@ def align_table(
     rows: Sequence[Sequence[str]], gap: int, right: Collection[int] = (), *, wrap: bool = False
 ) -> str:
     """Align rows of equally many cells, `gap` spaces apart; columns numbered in `right` are aligned
-    to the right. `wrap`: a last cell that does not fit beside the others goes below them."""
+    to the right. `wrap`: put a last cell that does not fit below the others."""
     rows = [[visible_text(" ".join(cell.split("\n"))) for cell in row] for row in rows]
     width = shutil.get_terminal_size((TABLE_WIDTH, 0)).columns
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -40,7 +40,7 @@ def align_table(
             lines.append(line)
         else:
             indent = " " * INDENT
-            # At least 40 columns: on a narrow terminal a column of words could not be read.
+            # At least 40 columns: a narrower column of words would be unreadable.
             below = textwrap.wrap(
                 last, max(width, 40), initial_indent=indent, subsequent_indent=indent
             )

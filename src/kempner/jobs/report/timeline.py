@@ -1,5 +1,5 @@
-"""The timeline of report.py: what a run of several attempts did when, and how each attempt ended.
-The other picture: plots.py."""
+"""Timeline of report.py: what a run of several attempts did when, and how each attempt ended. The
+other picture: plots.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-STOP_ROWS = 5  # of numbers above the timeline
+STOP_ROWS = 5  # rows of numbers above the timeline
 REASONS_UNTIL = 12  # attempts; with more, only the table has the reasons
 PART_COLORS = {
     "training": "tab:blue",
@@ -90,12 +90,12 @@ def draw_steps(axes: Axes, time: WallTime, x: Callable[[float], float]) -> None:
     kept_points: list[tuple[float, float]] = []
     lost_points: list[tuple[float, float]] = []
     gap_points: list[tuple[float, float]] = []  # between attempts, and back
-    # A point that is not finite parts a line: one call draws all pieces.
+    # A non-finite point interrupts a line: one call draws all pieces.
     gap = (math.nan, math.nan)
     before = None
     for s in time.stretches:
         kept_to = s.last - s.lost
-        # The kept steps come first; within a stretch all steps are taken to be equally long.
+        # The kept steps come first; all steps of a stretch are assumed to be equally long.
         middle = s.began + (s.ended - s.began) * (kept_to - s.first) / (s.last - s.first)
         kept_points += [(x(s.began), s.first), (x(middle), kept_to), gap]
         lost_points += [(x(middle), kept_to), (x(s.ended), s.last), gap] if s.lost else []
@@ -122,7 +122,7 @@ def draw_phases(axes: Axes, time: WallTime, size: float) -> None:
             if phase.part == part:
                 times += [phase.began - zero, phase.ended - zero]
                 totals += [totals[-1], totals[-1] + phase.ended - phase.began]
-        # The share of a part in an interval: what its summed time grows by from edge to edge.
+        # The share of a part in an interval is the growth of its cumulative time from edge to edge.
         top = base + np.diff(np.interp(edges, times, totals)) / np.diff(edges)
         label = f"{part} {seconds / time.total:.1%}"
         axes.stairs(
@@ -133,7 +133,7 @@ def draw_phases(axes: Axes, time: WallTime, size: float) -> None:
 
 
 def mark_stops(axes: Axes, run: History, ends: list[float]) -> None:
-    """Draw a line at each stop and, above it, the number of the attempt in the color of its end.
+    """Draw a line at each stop, with the number of the attempt above it in the color of its end.
     Numbers that would overlap are placed in several rows."""
     width = max(ends) / 38  # of a number
     rows: list[float] = []  # the position of the last number of each row

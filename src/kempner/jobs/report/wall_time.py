@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kempner.jobs.records.attempts import Attempt, Record, by_number, is_known
 
-UNCOUNTED = "running"  # of a program whose steps are not known
+UNCOUNTED = "running"  # for a program whose steps are unknown
 # From the best to the worst.
 TIME_PARTS = (
     "training",
@@ -23,15 +23,15 @@ TIME_PARTS = (
     "start-up",
     "shutdown",
     "not running",
-    "ended",  # as asked, until a user has continued it
+    "ended",  # as requested, until a user continues it
 )
-# Between two lines, steps that take this many times the median, and this many seconds more, have
-# stalled: the network was down for a while, or a file system did not answer.
+# Between two lines, steps that take this many times the median, and this many seconds more, count
+# as stalled: the network was down, or a file system did not answer.
 STALL, STALL_S = 1.5, 5.0
 
 
 class TimePhase(NamedTuple):
-    """A piece of the wall time; each begins where the previous one ends. Unix seconds."""
+    """A piece of the wall time, which begins where the previous one ends. Unix seconds."""
 
     part: str  # one of TIME_PARTS
     began: float
@@ -42,7 +42,7 @@ class Stretch(NamedTuple):
     """Consecutive steps of one attempt, from one record to the next: `first` and `last` are the
     step counts before and after. Steps up to `kept` count; a resume has undone the others."""
 
-    attempt: int  # its place in the list of attempts
+    attempt: int  # index in the list of attempts
     first: int
     last: int
     began: float
@@ -63,7 +63,7 @@ class WallTime:
     phases: list[TimePhase]
     stretches: list[Stretch]
     startups: list[float | None]  # seconds until the first step of each attempt; None: no step
-    lost: list[int | None]  # steps of each attempt that a resume has undone; None: not known
+    lost: list[int | None]  # steps of each attempt that a resume has undone; None: unknown
 
     @property
     def total(self) -> float:
@@ -71,7 +71,7 @@ class WallTime:
 
     @cached_property
     def parts(self) -> dict[str, float]:
-        """Seconds of each of TIME_PARTS; together they are the total."""
+        """Return the seconds of each of TIME_PARTS, which add up to the total."""
         seconds: dict[str, list[float]] = {part: [] for part in TIME_PARTS}
         for phase in self.phases:
             seconds[phase.part].append(phase.ended - phase.began)
@@ -79,9 +79,9 @@ class WallTime:
 
     @property
     def effective(self) -> float | None:
-        """Effective training time ratio: the share of the wall time that trained steps which count,
-        without the time for which the run had ended as asked; None if the steps of an attempt, or
-        those that count, are not known."""
+        """Return the effective training time ratio: the share of the wall time spent on steps that
+        count, excluding the time for which the run had ended as requested; None if the steps of an
+        attempt, or those that count, are unknown."""
         if None in self.lost:
             return None
         run_time = self.total - self.parts["ended"]
@@ -116,8 +116,8 @@ def wall_time_of(attempts: list[Attempt], lines: list[Record], newest: int | Non
 
 
 def _undone(attempts: list[Attempt], stretches: list[list[Stretch]]) -> list[int | None]:
-    """Count the steps of each attempt that a later one has undone. The step that a program
-    continues from is known once it prints a step."""
+    """Count the steps of each attempt that a later one has undone. The step from which a program
+    continues is known once it prints a step."""
     counts: list[int | None] = []
     starts = [attempt for attempt in attempts if attempt.began is not None]
     is_known = not starts or not starts[-1].foreign or starts[-1].state in ("running", "done")
@@ -131,13 +131,13 @@ def _undone(attempts: list[Attempt], stretches: list[list[Stretch]]) -> list[int
 
 
 def _mark_kept(attempts: list[Attempt], stretches: list[list[Stretch]], newest: int | None) -> None:
-    """Set `kept` of each stretch, backwards from the last one: a resume undoes what was beyond
+    """Set `kept` of each stretch, backwards from the last one: a resume undoes everything beyond
     its first step."""
     limit = math.inf
     if attempts and attempts[-1].state in ("crashed", "hung", "killed", "failed"):
         if newest is None and not any(attempt.foreign for attempt in attempts):
             newest = attempts[-1].committed
-        limit = math.inf if newest is None else newest  # the rest would have to be done again
+        limit = math.inf if newest is None else newest  # the rest would have to be repeated
     for attempt, own in zip(reversed(attempts), reversed(stretches), strict=True):
         for i in reversed(range(len(own))):
             if limit < own[i].last:
@@ -148,7 +148,7 @@ def _mark_kept(attempts: list[Attempt], stretches: list[list[Stretch]], newest: 
 
 
 class _Phases:
-    """Consecutive phases; neighbours of the same part become one."""
+    """Consecutive phases; neighbours of the same part are merged."""
 
     def __init__(self, at: float) -> None:
         self.found: list[TimePhase] = []
@@ -172,7 +172,7 @@ class _Phases:
         stepping -= stalled
         lost_seconds = stepping * stretch.lost / (stretch.last - stretch.first)
         end = self.at + seconds
-        # Where in the stretch is not recorded: stalls come first, saves and validation last.
+        # Their position is not recorded: put stalls first, saves and validation last.
         if stalled:
             self.until(self.at + stalled, "stalled")
         self.until(self.at + stepping - lost_seconds, "training")
@@ -185,7 +185,7 @@ class _Phases:
 
 
 def _seconds(stretch: Stretch) -> float:
-    """Seconds that its steps took, without saves and validation."""
+    """Return the seconds that its steps took, without saves and validation."""
     return max(0.0, stretch.ended - stretch.began - stretch.saving - stretch.validation)
 
 
@@ -202,7 +202,7 @@ def _all_stretches(attempts: list[Attempt], lines: list[Record]) -> list[list[St
         for key in ("checkpoint_time", "eval_time")
         if later
     }
-    # The first line counts only where there is no other: a first step may compile.
+    # The first line counts only if there is no other: a first step may compile.
     everybody = [*itertools.chain(*(own[1:] for own in paces.values()))]
     everybody = everybody or [*itertools.chain(*paces.values())] or [math.inf]
     stretches = []
@@ -213,7 +213,7 @@ def _all_stretches(attempts: list[Attempt], lines: list[Record]) -> list[list[St
 
 
 def _pace(line: Record) -> float:
-    """Seconds of a step without saves and validation."""
+    """Return the seconds of a step without saves and validation."""
     pace: float = line["step_time"]
     pace -= line.get("checkpoint_time", 0.0) + line.get("eval_time", 0.0)
     return max(0.0, pace)
@@ -222,11 +222,11 @@ def _pace(line: Record) -> float:
 def _stretches(
     i: int, attempt: Attempt, lines: list[Record], every: int, pace: float, usual: Record
 ) -> list[Stretch]:
-    """Return the attempt's steps. `every`: steps between its lines; `pace`: seconds of a step that
-    has no line; `usual`: those of saves and validation in it, by the names of lines.
+    """Return the attempt's steps. `every`: steps between its lines; `pace`: seconds of a step
+    without a line; `usual`: those of its saves and validation, by the names of lines.
 
-    A line is written after its step has ended: the numbers are read one step late, and a save may
-    come in between. The sum of step_time since the start gives the right time.
+    A line is written after its step has ended: the numbers are read one step late, possibly after a
+    save. The sum of step_time since the start gives the right time.
     """
     first = attempt.first_step
     if attempt.began is None or attempt.last_step <= first or not attempt.counted:
@@ -236,21 +236,21 @@ def _stretches(
     stretches = [Stretch(i, first, first + 1, at, at)]
     for line in lines:
         step, done = line["step"], stretches[-1].last
-        if not is_known(line, "step_time"):  # of a validation, or of a step that was not finite
+        if not is_known(line, "step_time"):  # a validation, or a non-finite step
             reached = max(reached, step)
             continue
         count = max(1, step - last_step)
         clock += line["step_time"] * count
         if usual and last_step == first < step - every:
-            # The lines before it were not read: it only marks where their steps end.
+            # The lines before it were not read: it only marks the end of their steps.
             line, clock = line | usual, line["time"]
         when = max(at, min(line["time"], clock))
-        if step <= last_step:  # the run went back to a checkpoint after the step `reached`
-            # How far is not recorded; this is the first line since, one interval later at most.
+        if step <= last_step:  # the run rolled back to a checkpoint after the step `reached`
+            # How far is not recorded; this is the first line since, at most one interval later.
             back = max((step - 1) // every * every, min(first, step - 1))
             undone = reached - done
             if undone > 0:
-                # Steps before the return and those after it share the time between the lines.
+                # Steps before and after the rollback share the time between the lines.
                 middle = at + (when - at) * undone / (undone + step - back)
                 stretches.append(Stretch(i, done, reached, at, middle))
                 at = middle

@@ -1,10 +1,10 @@
-"""Pass the metrics of a run on to TensorBoard or W&B: what these do not have yet.
+"""Send new metrics of a run to TensorBoard or W&B.
 
     python -m kempner.jobs.trackers runs/7b                        # those of its configuration
     python -m kempner.jobs.trackers runs/7b tensorboard            # or any
     python -m kempner.jobs.trackers runs/7b wandb --follow         # and what comes, until Ctrl-C
 
-A training with [trackers] starts it by itself. Exit code 0 when all points are passed on, 1 when
+A training run with [trackers] starts it automatically. Exit code 0 if all points were sent, 1 if
 not, 2 on bad input.
 """
 
@@ -46,17 +46,17 @@ def main(argv: list[str]) -> int:
         problem = problem or (missing_package(name) if name in TRACKER_NAMES else wrong)
     if problem:
         raise ConfigError(problem)
-    # In a process each, so that a tracker whose server does not answer holds up no other.
+    # One process each, so that a server that does not answer blocks no other tracker.
     if len(names) > 1:
         again = [*module_command("kempner.jobs.trackers"), str(options.run)]
         flags = ["--follow"] if options.follow else []
         each = [subprocess.Popen([*again, name, *flags]) for name in names]
         return max(process.wait() for process in each)
     if options.follow and not sys.stdin.isatty():
-        # Started by a training: Slurm signals all its processes, and this one is the last to go.
+        # Started by a training run: Slurm signals all processes, and this one ends last.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
-    os.nice(10)  # the steps go first
+    os.nice(10)  # training steps have priority
     return follow_run(names[0], options.run, options.follow)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kempner.config.option import option
 
-# Each is the option that turns it on, and the package that it needs.
+# Each tracker's option, and the package that it needs.
 TRACKER_NAMES = ("tensorboard", "wandb")
 
 

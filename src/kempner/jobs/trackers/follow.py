@@ -1,8 +1,7 @@
-"""One tracker of one run, in a process of its own: reads metrics.jsonl and passes the points on. No
-torch.
+"""One tracker of one run, in its own process: reads metrics.jsonl and sends its points. No torch.
 
-Nothing that happens here reaches the training: a server that does not answer is tried again, and
-what was missed is in the file.
+Nothing that happens here affects the training: a server that does not answer is retried, and missed
+points are still in the file.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kempner.jobs.trackers.points import MetricsPoint, MetricsReader
 METRICS_POLL_S = 2.0
 BATCH = 1000  # points
 RETRY_S = 30.0  # between tries
-LAST_S = 60.0  # for the last points, when nobody waits for them
+LAST_S = 60.0  # for the last points, if nobody waits for them
 
 
 class Sink(Protocol):
@@ -47,10 +46,10 @@ def open_sink(name: str, run_dir: Path) -> Sink:
 
 
 def follow_run(name: str, run_dir: Path, forever: bool) -> int:
-    """Bring a tracker up to date and, if `forever`, keep it so until standard input ends: it is a
-    pipe that the trainer holds, and that ends with it. Returns the exit code."""
-    # A copy from before the start: W&B leaves its helper's address in os.environ, where the next
-    # start would find it.
+    """Bring a tracker up to date and, if `forever`, keep it so until standard input ends: this is a
+    pipe held by the trainer, which ends with it. Returns the exit code."""
+    # A copy from before the start: W&B leaves its helper's address in os.environ, which would
+    # affect the next start.
     environment = dict(os.environ)
     over = threading.Event()
     if forever:
@@ -59,7 +58,7 @@ def follow_run(name: str, run_dir: Path, forever: bool) -> int:
         over.set()
     is_over = over.wait  # within so many seconds
     with contextlib.ExitStack() as stack:
-        # Waited for, not refused: an earlier attempt's tracker may be passing on its last points.
+        # Wait, do not refuse: an earlier attempt's tracker may be sending its last points.
         file = stack.enter_context(open(run_dir / f".{name}.lock", "w"))
         while not _lock(file.fileno()):
             if is_over(METRICS_POLL_S):
@@ -72,17 +71,17 @@ def follow_run(name: str, run_dir: Path, forever: bool) -> int:
             print_message(f"{name}: {type(error).__name__}: {error}")
         if is_over(RETRY_S):
             return 1
-    # Executed anew: a library's leftovers of a failed start are in the way of the next.
+    # Re-execute: a library's leftovers from a failed start would break the next one.
     print_message(f"{name}: once more")
     os.execve(sys.executable, sys.orig_argv, environment)
 
 
 def deliver_points(sink: Sink, run_dir: Path, is_over: Callable[[float], bool]) -> None:
-    """Pass on all points that the sink lacks, and those that come until the end."""
+    """Send all points that the sink lacks, and new ones until the end."""
     points = MetricsReader(run_dir / "metrics.jsonl")
     skip, over = sink.position, False
     while not over:
-        # Asked before the file is read: what is read after the end is all that there will be.
+        # Checked before reading the file: a read after the end finds all points.
         over = is_over(METRICS_POLL_S)
         new = points.more()
         skip -= sum(1 for _ in islice(new, skip))
@@ -98,8 +97,7 @@ def batch_points(points: Iterator[MetricsPoint]) -> Iterator[list[MetricsPoint]]
 
 
 def watch_stdin(over: threading.Event) -> None:
-    """Set `over` when standard input ends, and end this process soon after, whatever it waits
-    for."""
+    """Set `over` when standard input ends, and exit soon after, whatever this process waits for."""
     while os.read(0, 4096):
         pass
     over.set()

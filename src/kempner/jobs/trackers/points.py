@@ -1,7 +1,7 @@
 """metrics.jsonl as a series of points, read as the file grows. No torch.
 
-The series depends on the file alone, and that is only ever appended to. So a point is known by its
-number in the series: a tracker that knows how many points it has also knows what comes next.
+The series depends only on the file, which is append-only. So a point's number in the series
+identifies it: a tracker that knows how many points it has also knows which comes next.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ POINT_HEAD = ("step", "time", "attempt")
 
 @dataclass(frozen=True)
 class MetricsPoint:
-    """One line of metrics.jsonl. `undoes`: the run has gone back, and what came before from this
-    step on does not count any more."""
+    """One line of metrics.jsonl. `undoes`: the run has rolled back, and earlier points from this
+    step on no longer count."""
 
     step: int
     time: float  # unix seconds
@@ -38,7 +38,7 @@ class MetricsReader:
         self._newest: dict[str, int] = {}  # step by name of a value
 
     def more(self) -> Iterator[MetricsPoint]:
-        """Yield the points since the last call; a line that is not whole yet comes next time."""
+        """Yield the points since the last call; an incomplete line follows in the next call."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._at)
@@ -60,11 +60,11 @@ class MetricsReader:
         values = dict(_values(record))
         if not values:
             return None
-        # An evaluation may be of a checkpoint before the last one that was evaluated.
+        # Evaluations may come out of order: of a checkpoint before the last evaluated one.
         of_steps = [name for name in values if not name.startswith(PREFIX)]
         undoes = any(self._newest.get(name, -1) >= step for name in of_steps)
         if undoes:
-            # For all names: those that this line lacks are undone from its step on, too.
+            # For all names: those missing in this line are also undone from its step on.
             self._newest = {name: min(at, step - 1) for name, at in self._newest.items()}
         self._newest.update(dict.fromkeys(values, step))
         return MetricsPoint(step, time, values, undoes)
@@ -72,8 +72,7 @@ class MetricsReader:
 
 def _values(record: dict[str, Any], group: str = "") -> Iterator[tuple[str, float]]:
     """Yield the numbers of a line by name: val_loss -> val/loss, eval/task as it is, {"a": {"b":
-    1}} -> a/b, and all others below train/. A number that is not finite is null in the file, and is
-    skipped."""
+    1}} -> a/b, and all others below train/. Non-finite numbers, null in the file, are skipped."""
     for key, value in record.items():
         if isinstance(value, dict):
             yield from _values(value, f"{group}{key}/")

@@ -1,4 +1,4 @@
-"""The processes of the trackers, as rank 0 starts and ends them. No torch."""
+"""Tracker processes, started and ended by rank 0. No torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kempner.jobs.system.process import module_command
 
 
 class Trackers:
-    """Tracker processes, each in a session of its own, so that no Ctrl-C ends it before its last
-    points. Each reads from a pipe that ends with this process, however that ends."""
+    """Tracker processes, each in its own session, so that Ctrl-C does not end it before its last
+    points. Each reads from a pipe that closes when this process ends, in any way."""
 
     def __init__(
         self, names: Sequence[str], run_dir: Path, logs: Path, announce: Callable[[str], None]
@@ -41,18 +41,18 @@ class Trackers:
                 announce(f"tracker {name} is started; its log is {log}")
 
     def end(self, seconds: float) -> None:
-        """Let them pass on the last points for at most `seconds`: the rest then comes with the next
-        attempt, or by hand."""
+        """Let them send the last points for at most `seconds`: the next attempt, or a manual start,
+        sends the rest."""
         end = time.monotonic() + seconds
         for process in self._processes.values():
             assert process.stdin is not None
-            # All are told first: they pass on their points side by side.
+            # All are told first, so that they send their points in parallel.
             process.stdin.close()
         for name, process in self._processes.items():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))
             if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):  # with the helpers that it has
+                with contextlib.suppress(ProcessLookupError):  # with its helpers
                     os.killpg(process.pid, signal.SIGKILL)
             if process.poll() != 0:
                 again = f"{sys.orig_argv[0]} -m kempner.jobs.trackers {self._run_dir} {name}"

@@ -1,7 +1,7 @@
-"""Points -> event files of TensorBoard in RUN/tensorboard, one for each start of this tracker.
+"""Points -> TensorBoard event files in RUN/tensorboard, one for each start of this tracker.
 
-There is no record of the position beside them: the points that they hold are counted, one event
-each. A killed writer leaves half an event at most, which nobody counts or shows.
+No position is recorded: the points in the files are counted, one event each. A killed writer leaves
+at most half an event, which is neither counted nor shown.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ class TensorBoard:
         name = f"events.out.tfevents.{time.time_ns() // 1000}.{host_name()}.{os.getpid()}"
         self._file = open(folder / name, "wb")  # noqa: SIM115
         self._writer = RecordWriter(self._file)
-        # In files of an older version TensorBoard does not heed SessionLog.START: see write().
+        # In files of an older version TensorBoard ignores SessionLog.START: see write().
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         text = (run_dir / "config.toml").read_text()
         summary = text_pb(CONFIG_TAG, "\n".join(f"    {line}" for line in text.splitlines()))
-        # By the number of the start: TensorBoard shows the configuration of each.
+        # By start number: TensorBoard shows the configuration of each.
         self._write(Event(wall_time=time.time(), step=len(files), summary=summary))
 
     def write(self, points: list[MetricsPoint]) -> None:
         """Write the points; they are durable when it returns."""
         for point in points:
-            if point.undoes:  # readers then forget what they have from this step on
+            if point.undoes:  # readers then drop their points from this step on
                 start = SessionLog(status=SessionLog.START)
                 self._write(Event(wall_time=point.time, step=point.step, session_log=start))
             values = [Summary.Value(tag=k, simple_value=v) for k, v in point.values.items()]
             summary = Summary(value=values)
             self._write(Event(wall_time=point.time, step=point.step, summary=summary))
         self._file.flush()
-        # The next start counts what the files hold, and passes on the rest.
+        # The next start counts the points in the files, and sends the rest.
         os.fsync(self._file.fileno())
         self.position += len(points)
 

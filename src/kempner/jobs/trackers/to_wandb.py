@@ -1,11 +1,11 @@
-"""Points -> one run of W&B over all attempts: its id there is the run's own, from RUN/id.
+"""Points -> one W&B run over all attempts, with the run's own id from RUN/id.
 
-A point is one row of W&B's history, under its number. Online, W&B itself says how many rows it has.
-Offline, each start of the tracker makes a directory of its own; it counts when it was closed in
-order, and RUN/wandb/closed.json says so. What a killed tracker has left half is removed, and its
-rows are written again.
+A point is one row of W&B's history, under its number. Online, W&B itself knows how many rows it
+has. Offline, each start of the tracker makes its own directory, which counts only if
+RUN/wandb/closed.json records that it was closed properly. A directory left incomplete by a killed
+tracker is removed, and its rows are written again.
 
-W&B takes no row back: of a step that the run has done again, the first one stays.
+W&B cannot remove rows: if the run has repeated a step, the first row stays.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WeightsAndBiases:
                 dir=run_dir,
                 config=config,
                 mode="offline" if self._offline else "online",
-                # The run may be there already: its id is the same in each start.
+                # The run may already exist: its id is the same in each start.
                 resume=None if self._offline else "allow",
                 settings=wandb.Settings(
                     console="off",
@@ -52,9 +52,9 @@ class WeightsAndBiases:
                 ),
             )
         except Exception:
-            wandb.teardown()  # its helper process would stay
+            wandb.teardown()  # otherwise its helper process stays
             raise
-        # W&B's own step is the number of the row: the x axis has to be that of the training.
+        # W&B's own step is the row number, but the x axis must be the training step.
         self._run.define_metric("*", step_metric="step")
         self.position = 0
         self._row = 0  # number of the next one
@@ -63,7 +63,7 @@ class WeightsAndBiases:
         self._evaluated: set[tuple[str, int]] = set()  # in any order, unlike the steps of a run
 
     def _clean(self, name: str) -> int:
-        """Remove directories that were not closed; returns the rows in the others."""
+        """Remove directories that were not closed; returns the number of rows in the others."""
         closed: dict[str, int] = {}
         if self._closed.exists():
             closed = json.loads(self._closed.read_text())
@@ -73,15 +73,14 @@ class WeightsAndBiases:
         return max(closed.values(), default=0)
 
     def write(self, points: list[MetricsPoint]) -> None:
-        """Hand the points to W&B's own process, which has them when it returns, and writes or sends
-        them."""
+        """Hand the points to W&B's own process, which then writes or sends them."""
         for point in points:
             new = {k: v for k, v in point.values.items() if self._is_new(k, point.step)}
             self._newest.update(dict.fromkeys(new, point.step))
             self._evaluated.update((k, point.step) for k in new if k.startswith(PREFIX))
             if not new:
                 continue
-            # Rows that W&B has are counted, too: a row has the same number in each start.
+            # Rows that W&B already has are also counted: row numbers are the same in each start.
             if self._row >= self._sent:
                 # A row with a step stays open until the next one, unless commit is true.
                 row = {**new, "step": point.step, "_timestamp": point.time}

@@ -1,9 +1,8 @@
-"""Curves as SVG that stretches to any width, drawn here: the page needs no script. No torch.
+"""Curves as SVG that stretches to any width, so that the page needs no script. No torch.
 
-Lines keep their width (non-scaling-stroke), and labels are HTML beside the drawing, placed in
-percent: on a phone they are as large as on a wide screen. A curve of more points than BUCKETS is
-drawn as the mean of each bucket of steps within its smallest and largest value, so that no spike is
-lost.
+Lines keep their width (non-scaling-stroke), and labels are HTML beside the drawing, positioned in
+percent: they are as large on a phone as on a wide screen. A curve with more points than BUCKETS is
+drawn as the mean of each bucket of steps within its range of values: no spike is lost.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ CurvePoints = Sequence[
 ]  # x in order; a y that is None: not finite, a gap
 BUCKETS = 300
 GRID = 1000  # units of the drawing, each way
-LARGEST_DRAWN, SMALLEST_DRAWN = 1e30, 1e-30  # beyond them a value is drawn as not finite, and as 0
-# Largest over smallest: from here on a logarithmic axis shows more than the start.
+LARGEST_DRAWN, SMALLEST_DRAWN = 1e30, 1e-30  # beyond them a value is drawn as not finite, or as 0
+# Largest over smallest: above this a logarithmic axis shows more than the start.
 LOG_AXIS_FROM = 3.0
-NARROW = 4  # labels of the axis below; on a phone every second one is left out
+NARROW = 4  # labels of the axis below; a phone shows every second one
 
 
 class Bucket(NamedTuple):
@@ -43,7 +42,7 @@ class Curve:
 
 
 def curve_points(lines: Sequence[Record], key: str) -> list[tuple[float, float | None]]:
-    """Return the points of the lines that have this key, by step."""
+    """Return the points of the lines with this key, by step."""
     points: list[tuple[float, float | None]] = []
     for line in lines:
         if key in line:
@@ -60,7 +59,7 @@ def curve_envelope(points: CurvePoints, buckets: int = BUCKETS) -> list[list[Buc
         return []
     low, high = points[0][0], points[-1][0]
     width = (high - low) / buckets or 1.0
-    # Then each point is a bucket of its own.
+    # Few points are a bucket each.
     few = len(points) <= 2 * buckets
     pieces: list[list[Bucket]] = [[]]
     group: list[tuple[float, float]] = []
@@ -80,7 +79,7 @@ def curve_envelope(points: CurvePoints, buckets: int = BUCKETS) -> list[list[Buc
             place = now
         if y is not None:
             group.append((x, y))
-        # Among many, the other points of the bucket stand for one that is missing.
+        # Among many, the other points of the bucket represent a missing one.
         elif pieces[-1] and few:
             pieces.append([])
     close()
@@ -88,7 +87,7 @@ def curve_envelope(points: CurvePoints, buckets: int = BUCKETS) -> list[list[Buc
 
 
 class Axis:
-    """A map from values to places on the drawing, 0 to GRID; `ticks` are round values within."""
+    """A map from values to positions on the drawing, 0 to GRID; `ticks` are round values within."""
 
     def __init__(self, low: float, high: float, log: bool = False, count: int = 5) -> None:
         self.log = log
@@ -116,7 +115,7 @@ def axis_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    # The densest labels of which at most six fit.
+    # The densest labels with at most six in the range.
     for factors in ((1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         ticks = [f * 10.0**k for k in decades for f in factors if low <= f * 10.0**k <= high]
@@ -221,7 +220,7 @@ def svg_path(points: Sequence[tuple[int, int]]) -> str:
         out.append("l")
     for qx, qy in rest:
         dy = qy - py
-        # A minus sign also parts two numbers.
+        # A minus sign also separates two numbers.
         out.append(f"{qx - px}{dy}" if dy < 0 else f"{qx - px} {dy}")
         out.append(" ")
         px, py = qx, qy

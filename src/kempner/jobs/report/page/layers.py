@@ -20,7 +20,7 @@ LAYER_COLUMNS = {  # in metrics.jsonl, under "layers", and on the page
 
 
 def layers_table(run: History) -> str:
-    """Write the table; nothing for a run that has measured none."""
+    """Write the table; empty for a run without measurements."""
     measured = {
         line["step"]: figures
         for line in run.losses
@@ -54,9 +54,9 @@ def layers_table(run: History) -> str:
 
 
 def _place(layer: str) -> tuple[int, int]:
-    """The embedding comes first, and what follows the blocks last."""
+    """Return the sort key: the embedding first, then the blocks, then the rest."""
     if layer.isdecimal():
-        # The name is as the file has it: int() refuses a text of thousands of digits.
+        # The name is unchecked: int() refuses a string of thousands of digits.
         return 1, int(layer[:9])
     return (0, 0) if layer == "embed" else (2, 0)
 

@@ -1,5 +1,4 @@
-"""The life of a run on the page: how its time went, each attempt, and what happened in it. No
-torch."""
+"""Life of a run on the page: how its time was spent, its attempts and their events. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from kempner.jobs.report.page.markup import (
 )
 from kempner.jobs.report.wall_time import TIME_PARTS, UNCOUNTED, TimePhase
 
-BAR_COLUMNS = 360  # of a bar; each shows in what shares its time was spent
+BAR_COLUMNS = 360  # per bar; each shows the shares of its time
 HEIGHT = 20
 QUEUE_LABEL, IDLE_LABEL = "in the queue", "nobody runs it"
 ORDER = (*(part for part in TIME_PARTS if part != "not running"), QUEUE_LABEL, IDLE_LABEL)
@@ -34,7 +33,7 @@ MEANING = {
     IDLE_LABEL: "between attempts, and no job was waiting",
     "ended": "done or stopped as asked, until a user continued it; not in the ratio",
 }
-# Events that the rows of attempts show already.
+# Events already shown in the rows of attempts.
 TOLD = frozenset(("start", "first_step", "end", "fault", "decision"))
 EVENT_HEAD = frozenset(("event", "time", "job", "restart", "attempt_id", "attempt", "step"))
 SHOWN_REFUSALS = 20  # that are shown
@@ -42,8 +41,7 @@ NOTES = 20  # of an attempt
 
 
 def phases_of(run: History, now: float) -> list[TimePhase]:
-    """Return the phases of the wall time, with the wait in the queue told apart, up to now if it
-    goes on."""
+    """Return the phases of the wall time, queue waits apart, up to now if the run continues."""
     phases = []
     goes_on = {a.ended: a.decision not in ("", "end") for a in run.attempts}
     ends = sorted(goes_on)
@@ -62,8 +60,8 @@ def phases_of(run: History, now: float) -> list[TimePhase]:
 def render_bar(
     phases: Sequence[TimePhase], began: float, ended: float, columns: int = BAR_COLUMNS
 ) -> str:
-    """Draw a bar over the time from `began` to `ended`. A phase that is shorter than a column takes
-    its share of the column's height."""
+    """Draw a bar over the time from `began` to `ended`. A phase shorter than a column takes its
+    share of the column's height."""
     width = (ended - began) / columns or 1.0
     seconds: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for phase in phases:
@@ -78,11 +76,11 @@ def render_bar(
     for column in sorted(seconds):
         base, total = 0.0, sum(seconds[column].values())
         for part in ORDER:
-            # In one order in all columns, so that the boxes of a part lie side by side.
+            # The same order in all columns, so that the boxes of a part are side by side.
             if share := seconds[column].get(part, 0.0) / total:
                 before = boxes[part][-1] if boxes[part] else None
                 low, high = round(HEIGHT * base, 1), round(HEIGHT * (base + share), 1)
-                # Equal neighbours become one box: a page has the bars of many attempts.
+                # Merge equal neighbours: a page has the bars of many attempts.
                 if before and before[1] == column and before[2:] == (low, high):
                     boxes[part][-1] = (before[0], column + 1, low, high)
                 else:
@@ -108,7 +106,7 @@ def css_class(part: str) -> str:
 
 
 def render_life(run: History, now: float) -> str:
-    """Show where the wall time went: a bar with its axis, and a legend with sums."""
+    """Show how the wall time was spent: a bar with its axis, and a legend with sums."""
     phases = phases_of(run, now)
     if not phases:
         return ""
@@ -152,11 +150,11 @@ def render_time_axis(began: float, ended: float, now: float) -> str:
         604800,
     )
     unit = next((u for u in units if span / u <= 6), math.ceil(span / 6 / 86400) * 86400)
-    # Round in local time: a tick of a day is at its midnight.
+    # Rounded in local time: a day's tick is at midnight.
     offset = time.localtime(began).tm_gmtoff
     first = math.ceil((began + offset) / unit) * unit - offset
     labels = []
-    # More than enough: the unit is such that at most six intervals fit.
+    # More than enough: the unit allows at most six intervals.
     for k in range(8):
         at = first + k * unit
         if at > ended:
@@ -192,7 +190,7 @@ def render_attempts(run: History, now: float, name: str, most: int) -> str:
             for p in phases
             if p.ended > a.opened and p.began < a.ended
         ]
-        # The bar of an only attempt would be that of the whole run.
+        # A single attempt's bar would equal the whole run's.
         bar = render_bar(inside, began, ended, BAR_COLUMNS // 2) if last and inside else ""
         rows.append(render_attempt(run, i, now, f"{name}a{i}", bar, notes.get(i, [])))
     rest = len(run.attempts) - len(rows)
@@ -246,7 +244,7 @@ def render_attempt(
 
 
 def format_end_time(a: Attempt, now: float) -> str:
-    """Format the end, with the day only if it differs from the beginning's."""
+    """Format the end time, with the day only if it differs from the start's."""
     return format_clock(a.ended, a.opened if same_day(a.ended, a.opened) else now)
 
 
@@ -265,8 +263,7 @@ def render_ending(a: Attempt) -> str:
 
 
 def notes_of(run: History) -> dict[int, list[Record]]:
-    """Return the events that the rows do not show, by the place of their attempt. Kinds unknown to
-    this page are among them."""
+    """Return the events that the rows do not show, also of unknown kinds, by index of attempt."""
     notes: dict[int, list[Record]] = defaultdict(list)
     numbers = {a.number: i for i, a in enumerate(run.attempts)}
     ids = {a.attempt_id: i for i, a in enumerate(run.attempts) if a.attempt_id}
@@ -286,8 +283,8 @@ def notes_of(run: History) -> dict[int, list[Record]]:
 
 
 def render_event(record: Record, now: float) -> str:
-    """Describe an event of any kind: its name, and its fields besides those of all events; first,
-    and without their names, its host and its reason."""
+    """Describe an event of any kind: its name and its specific fields, beginning with host and
+    reason without their names."""
     fields = {
         k: v for k, v in record.items() if k not in EVENT_HEAD and v not in (None, "", [], {})
     }

@@ -12,12 +12,11 @@ from urllib.parse import quote
 
 from kempner.jobs.report.tables import visible_text
 
-COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of a terminal
+COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # terminal colors
 
 
 def escape_html(value: object, most: int = 2000) -> str:
-    """Escape text as HTML, also within an attribute's double quotes; cut after `most`
-    characters."""
+    """Escape text for HTML and attributes in double quotes; cut after `most` characters."""
     # Cut first: a reason or a log line may have megabytes.
     text = COLORS.sub("", str(value)[: 2 * most])
     text = text if len(text) <= most else text[: most - 1] + "…"
@@ -25,10 +24,10 @@ def escape_html(value: object, most: int = 2000) -> str:
 
 
 def file_link(path: Path, page: Path, text: str) -> str:
-    """Link to a file beside the page, wherever both are copied together; `text`: plain."""
+    """Link to a file relative to the page, so that both can be copied together; `text`: plain."""
     relative = os.path.relpath(path.absolute(), page.absolute().parent)
-    # As bytes: a name of a file need not be valid text.
-    # With ./ before it a name with a colon is not taken for a scheme, such as javascript:.
+    # As bytes: a file name need not be valid text. After ./ a name with a colon is not taken for a
+    # scheme, such as javascript:.
     return f'<a href="./{escape(quote(os.fsencode(relative)))}">{escape_html(text)}</a>'
 
 
@@ -37,8 +36,7 @@ def same_day(a: float, b: float) -> bool:
 
 
 def format_clock(at: float, now: float, words: bool = True) -> str:
-    """Format the local time, with the day if it is not today. `words`: as an element with the
-    whole."""
+    """Format the local time, with the day if not today. `words`: as an element with all of it."""
     try:
         local = time.localtime(at)
         text = time.strftime("%H:%M", local)
@@ -52,7 +50,7 @@ def format_clock(at: float, now: float, words: bool = True) -> str:
 
 
 def format_lasting(seconds: float) -> str:
-    """Format a duration, two units at most: 45 s, 12 min, 3 h 12 min, 2 d 4 h."""
+    """Format a duration with at most two units: 45 s, 12 min, 3 h 12 min, 2 d 4 h."""
     whole = int(max(0.0, min(seconds, 1e11)))
     if whole < 10:
         return f"{max(0.0, seconds):.1f} s"

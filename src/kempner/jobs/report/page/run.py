@@ -32,7 +32,7 @@ from kempner.jobs.report.page.markup import (
 from kempner.jobs.system.reading import open_regular
 
 DAY = 86400.0
-MARKS = 40  # starts of attempts in a curve; with more, they would be all that is seen
+MARKS = 40  # starts of attempts in a curve; more would hide the curve
 LOG_LINES, LOG_WIDTH, LOG_BYTES = 25, 240, 1 << 16
 FILES = (
     "config.toml",
@@ -51,15 +51,15 @@ DECIDED = {
     "chain": "by the chain's next job",
     "leave": "left to Slurm",
 }
-OWN_LINES = ("kempner: ", "srun: ", "slurmstepd: ")  # of the batch log: rank 0 has a log of its own
+OWN_LINES = ("kempner: ", "srun: ", "slurmstepd: ")  # of the batch log: rank 0 has its own log
 NODES = 30  # without a fault
 
 
 def render_section(
     run: History, facts: dict[str, Any], page: Path, now: float, name: str, *, brief: bool
 ) -> str:
-    """Write the section of a run. `facts`: run_facts(run); `name`: the anchor; `brief`: one of
-    many runs."""
+    """Write the section of a run. `facts`: run_facts(run); `name`: the anchor; `brief`: for a page
+    of many runs."""
     return "".join((
         render_header(run, facts, now),
         render_curves(run, brief=brief),
@@ -133,7 +133,7 @@ def figure_cells(run: History, facts: dict[str, Any], now: float) -> list[tuple[
         more = f"{pace:.3g} s a step" if pace else ""
         cells.append(("tokens/s", f"{facts['tokens_per_s']:,.0f}", more))
     if run.saves:
-        keys = ("saved_step", "save_stall", "save_drain")  # the run's last save has no line
+        keys = ("saved_step", "save_stall", "save_drain")  # the last save has no line
         step, stall, drain = (run.saves[-1][key] for key in keys)
         cells.append(
             (f"save of step {step:,}", f"{stall:.2g} s", f"stall, durable {drain:.2g} s later")
@@ -227,8 +227,7 @@ def render_curves(run: History, *, brief: bool) -> str:
 
 
 def render_results(run: History, figure: Any) -> list[str]:
-    """Draw the results of eval.py: as many of the main figures as there are colors; report.py's
-    table has all."""
+    """Draw the results of eval.py, one main figure per color; report.py's table has all."""
     rows = [{"step": line["step"], **main_figures(line)} for line in run.results]
     names = [name for name in dict.fromkeys(itertools.chain(*rows)) if name != "step"]
     curves = [
@@ -282,7 +281,7 @@ def nodes_table(
 def last_lines(run: Path, most: int) -> str:
     """Show the last lines of rank 0's log and of the batch log."""
     rank = run / "logs/latest/rank-0.log"
-    # With more than 64 ranks each host has a folder of its own: log_path() in run_log.py.
+    # With more than 64 ranks each host has its own folder: log_path() in run_log.py.
     ranks = [rank] if os.path.isfile(rank) else sorted(run.glob("logs/latest/*/rank-0.log"))[:1]
     batch = max(run.glob("logs/batch-*.log"), key=modified_time, default=None)
     sections = []

@@ -1,9 +1,8 @@
-"""The page: ONE HTML file about a run, or about many, without a script and without anything from
-elsewhere. No torch.
+"""The page: ONE HTML file about one run or many, without scripts or external resources. No torch.
 
-Nothing that a run has written can become markup (markup.escape_html), and were it to, the page's
-policy lets no script run and nothing load. While a run goes on and the page is written again and
-again, a `meta` element makes the browser read it again.
+Nothing written by a run can become markup (markup.escape_html), and even if it did, the page's
+policy lets no script run and nothing load. While a run continues and the page is rewritten, a
+`meta` element makes the browser reload it.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from kempner.jobs.system.seal import SEAL, seal_text
 
 STYLE = Path(__file__).with_name("page.css")
 LISTED_FIRST = ("running", "starting", "waiting", "silent")
-ALONE = 12  # runs that one process reads by itself
+ALONE = 12  # runs that one process reads alone
 CONTENT_POLICY = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; "
     "form-action 'none'"
 )
-PAGE_SIGN = f'content="{CONTENT_POLICY}"'  # that a file is such a page
+PAGE_SIGN = f'content="{CONTENT_POLICY}"'  # marks a file as such a page
 
 
 class Told(NamedTuple):
-    """Facts that the page shows of one run."""
+    """Facts about one run shown on the page."""
 
     facts: dict[str, Any]
     html: str
@@ -53,21 +52,21 @@ class Told(NamedTuple):
 def write_page(
     runs: list[Path], page: Path, jobs: dict[str, SlurmJob] | None, every: int | None = None
 ) -> bool:
-    """Write the page; returns whether one of the runs goes on. `every`: seconds until it is written
-    again. Raises OSError."""
+    """Write the page; returns whether one of the runs continues. `every`: seconds until the next
+    write. Raises OSError."""
     now = time.time()
     work = [(path, page, jobs, now, f"r{i}", len(runs) > 1) for i, path in enumerate(runs)]
     if len(work) > ALONE:
-        # A fork has all modules loaded; a process that is spawned would import them anew.
+        # A fork has all modules loaded; a spawned process would import them again.
         fork = multiprocessing.get_context("fork")
-        # The CPUs that this process may use: a login node or a step may allow fewer than there are.
+        # The CPUs that this process may use: a login node or a step may limit them.
         count = min(8, len(os.sched_getaffinity(0)))
         with concurrent.futures.ProcessPoolExecutor(count, fork) as pool:
             results = list(pool.map(_tell, work, chunksize=4))
     else:
         results = [_tell(each) for each in work]
     lives = any(each.facts["state"] in LISTED_FIRST for each in results)
-    # To the target of a link: a rename would replace the link itself.
+    # To a link's target: a rename would replace the link itself.
     write_atomic(page.resolve(), seal_text(render_document(results, now, every if lives else None)))
     return lives
 
@@ -90,8 +89,8 @@ def render_document(runs: list[Told], now: float, every: int | None) -> str:
     foot = f"As of {zone}. Times are in {time.strftime('%Z', time.localtime(now))}."
     foot += f" The page reloads every {every} s." if every else ""
     return (
-        # A policy in a meta element holds only for what comes after it.
-        # The empty icon keeps the browser from asking for /favicon.ico.
+        # A policy in a meta element applies only to what follows it. The empty icon keeps the
+        # browser from asking for /favicon.ico.
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">'
         f'<meta name="generator" content="kempner {SEAL}">'
@@ -104,7 +103,7 @@ def render_document(runs: list[Told], now: float, every: int | None) -> str:
 
 
 def render_index(runs: list[Told], now: float) -> str:
-    """List all runs: those that somebody has to look at first, then those that go on."""
+    """List all runs: first those that need attention, then those in progress."""
 
     def rank(i: int) -> tuple[bool, bool, float]:
         facts = runs[i].facts
