@@ -1,4 +1,4 @@
-"""Train a decoder with reinforcement learning: the trainer among the programs of such a run.
+"""Train a decoder with reinforcement learning: the trainer of such a run.
 
     sbatch scripts/slurm/rl.sh configs/rl/arithmetic.toml
     python scripts/rl.py configs/rl/arithmetic.toml         one process, by hand
