@@ -12,27 +12,27 @@ from typing import Any, NoReturn
 from kempner.config.option import ConfigError
 from kempner.config.values import format_value
 
-# More is a typing error.
+# Larger values are typing errors.
 FLAG_MAXIMA = {"nodes": 100_000, "gpus-per-node": 1024, "host-memory": 100_000}
-DASHES = "\u2013\u2014"  # that a text program makes of two hyphens
+DASHES = "\u2013\u2014"  # a word processor turns two hyphens into one
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command line, sorted: load() takes the first three, the program reads `flags`."""
+    """A parsed command line: load() takes the first three, the program reads `flags`."""
 
     files: list[str]
     overrides: list[str]  # one word each: --section.key=value, --section.flag, --no-section.flag
     problems: list[str]
-    flags: dict[str, Any]  # every flag of the program by its name; False or None when not given
+    flags: dict[str, Any]  # every flag of the program by name; False or None if not given
 
 
 def parse_command(argv: Sequence[str], flags: Mapping[str, type]) -> Command:
     """Sort `argv` into files, overrides and the program's flags, {"check": bool, "nodes": int}.
 
     Raises nothing: problems with the words go into `problems`, for load() to raise with the rest.
-    After `--section.key` a word is its value, unless it starts with a dash and is not a number;
-    other words are files. Whole numbers that are flags count things: from 1 to FLAG_MAXIMA.
+    A word after `--section.key` is its value, unless it starts with a dash and is not a number;
+    other words are files. Integer flags are counts: from 1 to FLAG_MAXIMA.
     """
     values = {name: False if kind is bool else None for name, kind in flags.items()}
     command = Command([], [], [], values)
@@ -47,7 +47,7 @@ def parse_command(argv: Sequence[str], flags: Mapping[str, type]) -> Command:
             _flag(name, flags[name], word, words, command)
         elif near := difflib.get_close_matches(name, flags, n=1, cutoff=0.75):
             command.problems.append(f"{word}: unknown option; did you mean --{near[0]}?")
-            # Its value, or it would be reported as a stray word, too.
+            # Skip its value, which would otherwise be reported as a stray word.
             if "=" not in word and flags[near[0]] is not bool and _is_value(words):
                 words.pop(0)
         elif "=" in word or name.startswith("no-") or not _is_value(words):
@@ -58,8 +58,8 @@ def parse_command(argv: Sequence[str], flags: Mapping[str, type]) -> Command:
 
 
 def _is_value(words: Sequence[str]) -> bool:
-    """Return whether the next word is a value. Words with a leading dash are options, unless they
-    are numbers."""
+    """Return whether the next word is a value. A word with a leading dash is an option unless it is
+    a number."""
     if not words or not words[0].startswith("-"):
         return bool(words)
     try:
@@ -71,7 +71,7 @@ def _is_value(words: Sequence[str]) -> bool:
 
 def _file_or_stray(word: str, command: Command) -> None:
     run_config = os.path.join(word, "config.toml")
-    if word.startswith("@") and not os.path.isfile(word):  # as prime-rl has it
+    if word.startswith("@") and not os.path.isfile(word):  # as in prime-rl
         fix = f"name the file alone, {word[1:] if len(word) > 1 else 'without @'}"
         command.problems.append(f"{format_value(word)}: unexpected argument; {fix}")
         return
@@ -102,7 +102,7 @@ def _flag(name: str, kind: type, word: str, words: list[str], command: Command) 
     if not text:
         command.problems.append(f"{word}: a value is missing; write --{name}=VALUE")
     elif kind is int and not (
-        # isdigit() also takes superscripts, which int() does not, nor more than 4,300 digits.
+        # isdigit() also accepts superscripts; int() rejects them, and over 4,300 digits.
         text.isascii() and text.isdigit() and len(text) < 10 and 0 < int(text) <= FLAG_MAXIMA[name]
     ):
         fix = f"must be a whole number from 1 to {FLAG_MAXIMA[name]:,}; write --{name}=1"
@@ -112,13 +112,13 @@ def _flag(name: str, kind: type, word: str, words: list[str], command: Command) 
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one message, as all errors are, and not below the usage."""
+    """A parser that raises errors as ConfigError, without printing the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
 
 def argument_parser(program: str, doc: str | None) -> argparse.ArgumentParser:
-    """Make a parser for a program without a configuration: its docstring is its help."""
+    """Make a parser for a program without a configuration; the program's docstring is the help."""
     about, _, more = (doc or "").partition("\n")
     return Parser(program, None, about, more, formatter_class=argparse.RawDescriptionHelpFormatter)

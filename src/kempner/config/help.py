@@ -11,7 +11,7 @@ from kempner.config.values import to_text
 HELP_WIDTH = 100
 
 
-MEANING_COLUMN = 46  # where the meaning begins; an option that is longer has it on the next line
+MEANING_COLUMN = 46  # where the meaning begins; after a longer option it goes on the next line
 
 
 def help_text(sections: Mapping[str, Mapping[str, Option]], usage: str) -> str:
@@ -37,7 +37,7 @@ def _help(option: Option, name: str) -> list[str]:
 
 
 def _type(option: Option) -> str:
-    """The type; of a value with choices, these: adamw|muon."""
+    """Return the type, or the choices if there are any: adamw|muon."""
     if option.choices is None or option.size is not None:
         return option.type_name
     return "|".join(map(str, [*option.choices, *(["none"] if option.optional else [])]))

@@ -7,7 +7,7 @@
     command = parse_command(sys.argv[1:], {"check": bool, "nodes": int})
     cfg = load(RunConfig, command.files, command.overrides, command.problems)
 
-Whatever is not understood is an error, and all errors of one configuration are raised together.
+Anything unknown is an error, and all errors of a configuration are raised together.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ NO_SLURM = (  # as in files of prime-rl
     "the request is made to sbatch; give its options, SBATCH_* variables or site.env, and leave "
     "this out (docs/reference/slurm.md)"
 )
-MOST_BASES = 100  # each of the one before: far below Python's limit of nested calls
+MOST_BASES = 100  # in one chain: far below Python's recursion limit
 _T = TypeVar("_T")
-SectionValues = dict[str, dict[str, Any]]  # section -> key -> value, of those that were given
+SectionValues = dict[str, dict[str, Any]]  # section -> key -> value; only the values given
 
 
 def load_config_files(
@@ -51,16 +51,15 @@ def load_config_files(
     complete: Callable[[SectionValues], list[str]] = lambda values: [],
     check: Callable[[_T], list[str]] = lambda cfg: [],
 ) -> _T:
-    """Load the `root` that the files, left to right, and then the overrides give, over the
-    defaults.
+    """Load a `root`: defaults, overridden by the files from left to right, then by `overrides`.
 
-    Raises ConfigError with all problems, those handed in (of the command line) first. A section
-    may have a method `problems() -> list[str]`, called when its values are sound; `check`
-    returns those across sections, and is called when all of them are. `complete` adds values that
-    follow from those given, and returns problems.
+    Raises ConfigError with all problems, the given `problems` (of the command line) first. A
+    section may have a method `problems() -> list[str]`, called if its values are valid; `check`
+    returns problems across sections and is called if all sections are valid. `complete` adds values
+    that follow from the given ones, and returns problems.
     """
     loader = _Loader(root, list(problems))
-    loader.complete = bool(files) or not loader.problems  # the word that was to be one is in them
+    loader.complete = bool(files) or not loader.problems  # a bad word may have been a file
     for file in files:
         loader.read(Path(file), str(file), children=())
     for word in overrides:
@@ -69,19 +68,19 @@ def load_config_files(
 
 
 class _Loader:
-    """The values and the problems, as they come together."""
+    """Collects values and problems."""
 
     def __init__(self, root: type, problems: list[str]) -> None:
         self.sections: Schema = dict(config_schema(root))
         self.problems = problems
         self.values: dict[str, dict[str, Any]] = {section: {} for section in self.sections}
         self.finds = root if issubclass(root, Sections) else Sections
-        self.groups: list[Mapping[str, type]] = []  # of sections that were found by name
+        self.groups: list[Mapping[str, type]] = []  # of sections found by name
         self.unsound: set[str] = set()  # sections with a problem: not checked any further
         self.complete = True  # all files were read
 
     def knows(self, name: str) -> bool:
-        """Return whether a section has this name; its options are known from then on."""
+        """Return whether a section has this name, and register its options."""
         group = {} if name in self.sections else self.finds.find_sections(name)
         if group.keys() - self.sections.keys():
             self.groups.append(group)
@@ -91,7 +90,7 @@ class _Loader:
         return name in self.sections
 
     def read(self, path: Path, where: str, children: tuple[str, ...]) -> None:
-        """Take the values of the files that `base` names, then those of the file itself."""
+        """Read the files that `base` names, then the file itself."""
         try:
             if path.exists() and not (path.is_file() or path.is_dir()):
                 raise OSError(errno.EINVAL, "not a regular file")  # a FIFO may block for ever
@@ -167,7 +166,7 @@ class _Loader:
             name = name.removeprefix("no_")
         # A section may have a dot in its name, as rl.inference.
         section, _, key = (name, "", "") if self.knows(name) else name.rpartition(".")
-        # For its effect: the options of a section that is found by its name are known from then on.
+        # Registers the options of a section found by name.
         self.knows(section)
         option = self.sections.get(section, {}).get(key)
         if section in self.sections and not key:
@@ -196,7 +195,7 @@ class _Loader:
             fix = above if key == "base" else self._nearest(f"{section}.{key}")
             self._wrong(section, f"{where}: unknown key{fix}")
             return
-        self.values[section][key] = None  # a wrong value is not a missing one
+        self.values[section][key] = None  # a wrong value is not also missing
         try:
             self.values[section][key] = option.convert(value)
         except ValueError as error:
@@ -215,7 +214,7 @@ class _Loader:
         self.unsound.add(section)
 
     def _nearest(self, name: str, dashes: str = "") -> str:
-        # Loaded for mistakes alone.
+        # Imported only for mistakes.
         from kempner.config.mistakes import nearest_option
 
         others = self.finds.all_sections().items()
@@ -228,8 +227,8 @@ class _Loader:
         complete: Callable[[SectionValues], list[str]],
         check: Callable[[_T], list[str]],
     ) -> _T:
-        """The configuration, or ConfigError with all that was found on the way and now."""
-        if not self.complete:  # what a file that is missing says may be what the rest needs
+        """Return the configuration. Raises ConfigError with all problems found so far and here."""
+        if not self.complete:  # the rest may need values of the missing file
             raise ConfigError(self.problems)
         if not self.unsound and (problems := complete(self.values)):
             raise ConfigError(self.problems + problems)
@@ -242,7 +241,7 @@ class _Loader:
         ]
         if self.unsound:
             raise ConfigError(self.problems)
-        # Where all have their defaults it is as if none was given: an older file has all sections.
+        # A group with only defaults counts as not given: an older file lists all sections.
         used = [group for group in more if any(each != type(each)() for _, each in group)]
         if used:
             sections["more"] = tuple(sorted((pair for group in used for pair in group), key=_name))
@@ -253,7 +252,7 @@ class _Loader:
         return cfg
 
     def _section(self, section: str, cls: type) -> Any:
-        """The section, or None when something is wrong with it."""
+        """Build the section; None if something is wrong with it."""
         values = self.values[section]
         for key, option in self.sections[section].items():
             if option.default is REQUIRED_OPTION and key not in values:
@@ -283,8 +282,8 @@ def _one_line(word: str) -> str:
 
 
 def as_dict(cfg: Any) -> dict[str, dict[str, Any]]:
-    """Convert a configuration to {section: {key: value}} in plain types: those of JSON and TOML,
-    and None."""
+    """Convert a configuration to {section: {key: value}} with the types of JSON and TOML, and
+    None."""
     plain: dict[str, dict[str, Any]] = {}
     for section, options in config_schema(type(cfg)).items():
         plain[section] = _plain_table(getattr(cfg, section), options)
@@ -305,8 +304,8 @@ def _plain_table(table: Any, options: Mapping[str, Option]) -> dict[str, Any]:
 
 
 def to_toml(cfg: Any) -> str:
-    """Write the whole configuration, defaults included, as TOML; load_config_files() reads it back
-    to an equal one."""
+    """Format the whole configuration, defaults included, as TOML. load_config_files() reads it back
+    as an equal one."""
     blocks = []
     for section, values in as_dict(cfg).items():
         lines = [f"{key} = {_lines(value)}\n" for key, value in values.items()]
@@ -315,12 +314,12 @@ def to_toml(cfg: Any) -> str:
 
 
 def _lines(value: Any) -> str:
-    """`value` as TOML, each table of a list on a line of its own."""
+    """Format `value` as TOML, one line per table of a list."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return "[\n" + "".join(f"    {to_text(table)},\n" for table in value) + "]"
     return to_text(value)
 
 
 def config_hash(cfg: Any) -> str:
-    """Hash a configuration to 12 hex digits, the same for equal ones on any machine."""
+    """Hash a configuration to 12 hex digits, equal for equal configurations on any machine."""
     return hashlib.sha256(to_toml(cfg).encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""Mistakes in configuration files and on command lines: what was meant, and what to do."""
+"""Hints for mistakes in configuration files and on command lines."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kempner.config.option import Schema
 
 
 def nearest_option(name: str, known: Schema, every: Schema, dashes: str = "") -> str:
-    """Return the hint for a name that is not among the `known` sections and their options:
-    `; did you mean ...?` if there is one like it among `every` one."""
+    """Return the hint for a name that is not among the `known` sections and options: `; did you
+    mean ...?` if `every` has a similar one."""
     section, _, key = name.rpartition(".")
     names = [option.name for keys in every.values() for option in keys.values()]
     elsewhere = [other for other in names if other.endswith(f".{key}")]
@@ -20,12 +20,12 @@ def nearest_option(name: str, known: Schema, every: Schema, dashes: str = "") ->
         near = difflib.get_close_matches(key, known[section], n=1)
         guesses = [f"{section}.{key}" for key in near] or elsewhere
     else:
-        # Without a section the trainer's own is meant, which comes before those of extensions.
+        # Without a section, guess the trainer's option, which comes before those of extensions.
         guesses = elsewhere[:1]
         if section:
-            # With cutoff 0: the key is right, and the nearest section is meant, however far it is.
+            # Cutoff 0: the key is right, so take the nearest section, however far.
             guesses = difflib.get_close_matches(name, elsewhere, n=1, cutoff=0)
-        names += () if dashes else every  # which are no options
+        names += () if dashes else every  # sections are not options
         guesses = guesses or difflib.get_close_matches(name, names, n=1)
     if guesses:
         return f"; did you mean {dashes}{guesses[0]}?"
@@ -38,7 +38,7 @@ def why_not_read(path: Path, error: Exception) -> str:
         return _why_not_toml(error)
     if isinstance(error, IsADirectoryError):
         return "is a directory; name a file in it"
-    # Not path.exists(), which raises where a directory may not be entered, or a name is too long.
+    # Not path.exists(), which raises if a directory may not be entered or a name is too long.
     if os.path.exists(path) and not os.path.isfile(path):
         return "is not a regular file; name one"
     if not isinstance(error, FileNotFoundError):
@@ -66,4 +66,4 @@ def _why_not_toml(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return "not a TOML file: it is not UTF-8 text; save it as UTF-8"
     fix = "; correct it there" if isinstance(error, toml.TOMLDecodeError | RecursionError) else ""
-    return f"not a TOML file: {error}{fix}"  # the parser says line and column
+    return f"not a TOML file: {error}{fix}"  # the error has line and column

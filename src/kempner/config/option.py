@@ -4,9 +4,9 @@
     class TrainConfig:
         max_steps: int = option(1000, "optimizer steps of the whole run", minimum=1)
 
-A field is bool, int, float, str, a tuple of int, float or str, or one of these `| None`; or a list
-of tables, [[data.sources]]: a tuple of another such dataclass; or `int | str`, whose section says
-in problems() which strings it takes.
+A field is bool, int, float, str, a tuple of int, float or str, or one of these `| None`; or a tuple
+of another dataclass like this for a list of tables, [[data.sources]]; or `int | str`, whose section
+checks the strings in problems().
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ S = TypeVar("S")
 R = TypeVar("R", bound="Sections")
 EXAMPLE = {bool: "true", int: "1", float: "0.5", str: '"a"'}
 
-# An object of its own, as None is a value that an option may have.
+# A separate object, since None is a valid value of an option.
 REQUIRED_OPTION: Any = type("Required", (), {"__repr__": lambda self: "required"})()
 """The default of an option that every run must set."""
 
 
-CONTROLS = {n: repr(chr(n))[1:-1] for n in (*range(32), 127)}  # a name may steer a terminal
+CONTROLS = {n: repr(chr(n))[1:-1] for n in (*range(32), 127)}  # a name may contain terminal escapes
 
 
 class ConfigError(Exception):
-    """Everything that is wrong with a configuration; `problems` holds one line each."""
+    """All problems of a configuration; `problems` has one line for each."""
 
     def __init__(self, *problems: str | Iterable[str]) -> None:
-        """Takes the problems one by one, or as a list of them."""
+        """Takes problems one by one or in lists."""
         lines = [[entry] if isinstance(entry, str) else entry for entry in problems]
         self.problems = [line.translate(CONTROLS) for line in itertools.chain(*lines)]
-        super().__init__(*self.problems)  # what pickle hands to __init__ again
+        super().__init__(*self.problems)  # pickle passes these to __init__
 
     def __str__(self) -> str:
         return "\n".join(self.problems)
@@ -69,7 +69,7 @@ def option(
     """Declare one field of a section: its default (or REQUIRED_OPTION), one line of meaning, and
     its limits.
 
-    The limits are inclusive; in a tuple they hold for each item. A list as default becomes a tuple.
+    The limits are inclusive; for a tuple they apply to each item. A list default becomes a tuple.
     """
     limits = {"choices": choices, "minimum": minimum, "maximum": maximum}
     default = tuple(default) if isinstance(default, list) else default
@@ -78,18 +78,18 @@ def option(
 
 @dataclass(frozen=True)
 class Option:
-    """A field of a section, from `option()` and the annotation."""
+    """A field of a section, made from `option()` and its annotation."""
 
     name: str  # section.key
     item: type  # bool, int, float or str
     size: int | None  # None: a single value; 0: a list of any length; n: a list of n items
-    optional: bool  # None is a value too; in TOML it is the string "none"
+    optional: bool  # None is a value too, the string "none" in TOML
     default: Any
     help: str
     choices: Sequence[Any] | None
     minimum: float | None
     maximum: float | None
-    keys: Mapping[str, Option] | None  # of a list of tables: what each may hold; item is its class
+    keys: Mapping[str, Option] | None  # the options of each table in a list; item is their class
     words: bool = False  # a string is a value, too
 
     @property
@@ -112,7 +112,7 @@ class Option:
 
     @property
     def example(self) -> str:
-        """A value that can stand there, as TOML: the default when it shows the form."""
+        """A valid value as TOML: the default if it shows the form."""
         if self.keys is not None:
             required_keys = [
                 (key, o) for key, o in self.keys.items() if o.default is REQUIRED_OPTION
@@ -128,8 +128,8 @@ class Option:
         return one if self.size is None else f"[{', '.join([one] * (self.size or 2))}]"
 
     def convert(self, value: Any) -> Any:
-        """Convert `value` to this option's type. Raises ValueError("the limit; the fix"); for
-        tables ConfigError, with a line for each problem."""
+        """Convert `value` to this option's type. Raises ValueError("the limit; the fix"), or
+        ConfigError with a line for each problem of the tables."""
         if self.optional and (value is None or value == "none"):
             return None
         if self.size is None:
@@ -184,18 +184,18 @@ class Option:
             near = did_you_mean(str(value), map(str, self.choices))
             raise ValueError(f"must be {self.limits}{near}")
         if isinstance(value, float) and not math.isfinite(value):
-            # An infinity is sensible only where the option itself names it; NaN never is.
+            # Infinity is allowed only as the option's default or limit; NaN never is.
             if value in (self.default, self.minimum, self.maximum):
                 return value
             raise ValueError("must be a finite number; change it")
-        # TOML promises its readers integers of 64 bits, and no more.
+        # TOML guarantees only 64-bit integers.
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError("must fit in 64 bits; change it")
         if isinstance(value, int | float):
             low, high = self.minimum, self.maximum
             if (low is not None and value < low) or (high is not None and value > high):
                 raise ValueError(f"must be {self.limits}; change it")
-        # Surrogates are what Python makes of bytes on the command line that are not UTF-8.
+        # Python decodes command-line bytes that are not UTF-8 to surrogates.
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
             raise ValueError("must be valid UTF-8, without NUL; rename it")
         return value
@@ -209,7 +209,7 @@ def _float(value: int) -> float:
 
 
 def _fix(item: type, value: Any) -> str:
-    """Say what to write in place of `value` where an `item` is due."""
+    """Say what to write in place of `value` for an `item`."""
     if item is int and isinstance(value, float):
         whole = math.isfinite(value) and value.is_integer()
         return f"write {int(value)}" if whole else "write a whole number"
@@ -224,9 +224,9 @@ def _fix(item: type, value: Any) -> str:
 
 
 def from_text(option: Option, text: str) -> Any:
-    """Parse `text` after `--section.key=`: TOML, or else a bare word, a string."""
+    """Parse `text` after `--section.key=` as TOML, or else as a bare string."""
     is_string = option.item is str and option.size is None
-    # A string takes the text as it is: in TOML, 7 and true would be no strings.
+    # A string option takes the text verbatim: in TOML, 7 and true are not strings.
     if is_string and not (len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"):
         return text
     try:
@@ -236,51 +236,51 @@ def from_text(option: Option, text: str) -> Any:
     return table["value"] if table.keys() == {"value"} else text  # a newline could start a key
 
 
-# Sections and their options, in the order in which the classes declare them.
+# Sections and their options, in declaration order.
 Schema = dict[str, dict[str, Option]]
 
 
 @dataclass(frozen=True)
 class Sections:
-    """A root with sections that are no fields of it: they are found by name when a file or a word
-    of the command line gives one, and held in `more`, with the name of each in a file."""
+    """A root that also takes sections that are not its fields. They are found by name when a file
+    or an override uses one, and kept in `more` with their names."""
 
     more: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
     def find_sections(cls, name: str) -> Mapping[str, type]:
-        """Map section names to classes: those that come together with the section `name`. Empty
-        where there is no such section."""
+        """Map the name of `name`'s section, and of those that come with it, to their classes; empty
+        if no section has this name."""
         return {}
 
     @classmethod
     def all_sections(cls) -> Mapping[str, type]:
-        """Map the name of every section that can be found so to its class."""
+        """Map the name of every section that find_sections() knows to its class."""
         return {}
 
     def of(self, section: type[S]) -> S:
-        """The section of this class; its defaults where it is not given."""
+        """Return the section of this class, with its defaults if it is not given."""
         matches = (each for _, each in self.more if type(each) is section)
         return next(matches, None) or section()
 
     def with_section(self: R, name: str, section: Any) -> R:
-        """A copy that holds this section, in place of the one with that name."""
+        """Return a copy with this section in place of the one of that name."""
         return dataclasses.replace(self, more=tuple({**dict(self.more), name: section}.items()))
 
 
 def sections_of(root: type) -> dict[str, type]:
-    """Map section name -> class, of the sections that are fields of `root`."""
+    """Map section name -> class for the sections that are fields of `root`."""
     hints = typing.get_type_hints(root)
     return {each.name: hints[each.name] for each in dataclasses.fields(root) if each.name != "more"}
 
 
 def config_schema(root: type) -> Schema:
-    """Return the options declared by the dataclasses under `root`; a mistake there is an
-    AssertionError."""
+    """Return the options that the dataclasses under `root` declare. Raises AssertionError for a
+    mistake in them."""
     return _schema(root)
 
 
-@functools.cache  # a sweep asks for each of its points
+@functools.cache  # a sweep calls it for each point
 def _schema(root: type) -> Schema:
     sections: Schema = {}
     for section, cls in sections_of(root).items():
@@ -289,7 +289,7 @@ def _schema(root: type) -> Schema:
 
 
 def whole_schema(root: type[Sections]) -> Schema:
-    """Extend config_schema() by every section that can be found by its name."""
+    """Extend config_schema() by every section that can be found by name."""
     others = root.all_sections().items()
     return {**config_schema(root), **{name: section_options(name, cls) for name, cls in others}}
 

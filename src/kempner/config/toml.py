@@ -1,4 +1,4 @@
-"""TOML: the parser of the standard library, or of the package tomli where Python is 3.10."""
+"""TOML parser of the standard library, or of the package tomli on Python 3.10."""
 
 from __future__ import annotations
 

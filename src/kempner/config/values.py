@@ -1,4 +1,4 @@
-"""Values of a configuration as text for people and in TOML's grammar."""
+"""Configuration values as text, for people and as TOML."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def format_number(value: float) -> str:
 
 
 def describe_type(value: Any) -> str:
-    """Name the type of `value`, fresh from a TOML file."""
+    """Name the type of a `value` read from TOML."""
     names = {**NOUN, list: "a list", tuple: "a list", dict: "a table"}
     return names.get(type(value), "a date or time")
 
 
 def to_text(value: Any) -> str:
-    """Write `value` in TOML grammar on one line; from_text() gives it back. None is "none"."""
+    """Format `value` as TOML on one line; from_text() parses it back. None is "none"."""
     if value is None:
         return '"none"'
     if isinstance(value, list | tuple):
@@ -38,12 +38,12 @@ def to_text(value: Any) -> str:
 
 
 def format_value(value: Any, width: int = 60) -> str:
-    """Format `value` for a message: one line, not longer than `width` characters."""
+    """Format `value` for a message: one line of at most `width` characters."""
     text = to_text(value)
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """`; did you mean NAME?` with the nearest of `names`, or nothing."""
+    """Return `; did you mean NAME?` with the nearest of `names`, or ""."""
     near = difflib.get_close_matches(word, list(names), n=1)
     return f"; did you mean {near[0]}?" if near else ""

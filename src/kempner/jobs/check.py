@@ -1,12 +1,12 @@
-"""Answer what the batch script asks about a configuration, in one process: where Python is in a
-container, each start of it may take minutes. No torch.
+"""Answer all questions of the batch script about a configuration in one process: starting Python
+in a container may take minutes. No torch.
 
     python -m kempner.jobs.check PROGRAM ARGUMENTS
 
-runs PROGRAM with the arguments and --check, and prints, each with a NUL behind it: ANSWER, the
-checked configuration, run.dir, checkpoint.dir, distributed.device, the directories of token shards,
-an empty text, and the configuration files among the arguments with all that they build upon. The
-exit code is that of PROGRAM.
+runs PROGRAM with the arguments and --check, and prints, each followed by a NUL: ANSWER, the checked
+configuration, run.dir, checkpoint.dir, distributed.device, the directories of token shards, an
+empty text, and the configuration files among the arguments with all their base files. The exit code
+is that of PROGRAM.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def launch_values(text: str) -> Iterator[str]:
 
 
 def parse_checked_config(output: str) -> str:
-    """Return the configuration in the output of --check, past anything that a sitecustomize or a
-    plugin may have printed before it. Raises ValueError, KeyError or TypeError if there is none."""
+    """Return the configuration in the output of --check, skipping anything that a sitecustomize or
+    a plugin printed before it. Raises ValueError, KeyError or TypeError if there is none."""
     lines = output.splitlines(keepends=True)
     for first in range(len(lines)):
         text = "".join(lines[first:])
@@ -54,7 +54,7 @@ def main(program: str, arguments: Sequence[str]) -> int:
         return done.returncode
     try:
         text = parse_checked_config(done.stdout)
-        # The empty text ends a list of any length, the directories; nothing in it is empty.
+        # The empty text ends the list of directories, which are never empty.
         fields = [text, *launch_values(text), "", *map(str, input_files(arguments))]
     except (ValueError, KeyError, TypeError):  # --help among the arguments
         fields = []

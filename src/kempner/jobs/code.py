@@ -1,5 +1,5 @@
-"""The code and the packages of a run: RUN/code/HASH, a copy of the repository that the batch script
-has made (scripts/slurm/lib/code.sh), or the repository itself. No torch."""
+"""Code and packages of a run. The code is RUN/code/HASH, the copy of the repository that the batch
+script made (scripts/slurm/lib/code.sh), or the repository itself. No torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import NamedTuple
 from kempner.config import toml
 
 REPOSITORY = Path(__file__).parents[3]
-ORIGIN = ".kempner-origin"  # in a copy: the repository that it is of
+ORIGIN = ".kempner-origin"  # in a copy: the path of the repository it was made from
 CODE_PACKAGES = ("torch", "numpy", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 class CodeVersion(NamedTuple):
-    """Code of an attempt; "" and () where it is not known."""
+    """Code of an attempt; "" and () if unknown."""
 
-    hash: str  # the name of the copy; "": the repository itself
+    hash: str  # name of the copy; "" for the repository itself
     commit: str
     versions: tuple[str, ...]  # of packages, each "NAME VERSION"
 
@@ -39,8 +39,8 @@ def current_code(root: Path = REPOSITORY) -> CodeVersion:
 
 
 def commit_of(root: Path, copy: bool) -> str:
-    """Return the commit that a repository has checked out, or had when a copy of it was made; "" if
-    none."""
+    """Return the commit that a repository has checked out, or had when it was copied; "" if
+    unknown."""
     with contextlib.suppress(OSError, ValueError, KeyError, subprocess.TimeoutExpired):
         if copy:
             # lib/code.sh writes it beside the copy, which has no .git.
@@ -52,7 +52,7 @@ def commit_of(root: Path, copy: bool) -> str:
 
 
 def input_files(arguments: Sequence[str]) -> list[Path]:
-    """Return the configuration files among these words, and those that they name as their base."""
+    """Return the configuration files among these words, and their base files."""
     words = [word for word in arguments if word.endswith(".toml") and not word.startswith("-")]
     files: list[Path] = []
     queue = [Path(os.path.abspath(word)) for word in words]

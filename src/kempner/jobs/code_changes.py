@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kempner.jobs.code import ORIGIN, REPOSITORY, CodeVersion
 
-MOST_FILES = 3  # names of files that differ
+MOST_FILES = 3  # names of differing files in a message
 
 
 def code_differences(before: CodeVersion, now: CodeVersion, root: Path = REPOSITORY) -> str:
@@ -39,14 +39,14 @@ def _shown(files: list[str] | None) -> str:
 
 
 def differing_files(one: Path, other: Path) -> list[str] | None:
-    """List the files that two copies do not share, None if one of them is gone."""
+    """List the files that differ between two copies; None if one copy is gone."""
     if not (one.is_dir() and other.is_dir()):
         return None
     names = sorted({*files_of(one), *files_of(other)})
     return [
         name
         for name in names
-        # shallow=True would take files of the same size and time for equal.
+        # shallow=True would treat files of equal size and time as equal.
         if not ((one / name).is_file() and (other / name).is_file())
         or not filecmp.cmp(one / name, other / name, shallow=False)
     ]

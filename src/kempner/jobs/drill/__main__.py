@@ -1,10 +1,10 @@
-"""Drill on this cluster: scripts/slurm/drill.sh starts this.
+"""Drill on this cluster, started by scripts/slurm/drill.sh.
 
     python -m kempner.jobs.drill [--minutes N] [--only CASES] [SBATCH OPTIONS] [-- COMMAND]
 
-Prints what it will cost, what it does, and a table, which it also writes to runs/drill-TIME/, with
-the logs and records of its jobs. Exit code 0: no promise is broken; 1: some are, or none was tried;
-2: bad input; 130: ended by Ctrl-C or SIGTERM, with the table of what is known.
+Prints the cost, its actions and a table. runs/drill-TIME/ also gets the table, with the logs and
+records of the jobs. Exit code 0: no promise is broken; 1: some are, or none was tried; 2: bad
+input; 130: ended by Ctrl-C or SIGTERM, with the table so far.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     print(cost_of(plan, folder), flush=True)
     # From here on there may be jobs to cancel.
     interruptible()
-    # As Ctrl-C: whoever ends the drill, its jobs are cancelled.
+    # Treated like Ctrl-C, so that the jobs are cancelled however the drill ends.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     site = facts_of_site()
     drill = Drill(plan, folder, say)
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_folder(parent: Path) -> Path:
-    """Make the drill's directory, whose name its jobs bear."""
+    """Make the drill's directory; its name is the prefix of the job names."""
     while True:
         folder = (parent / time.strftime("drill-%Y%m%d-%H%M%S")).absolute()
         try:
@@ -76,7 +76,7 @@ def make_folder(parent: Path) -> Path:
 
 
 def cost_of(plan: Plan, folder: Path) -> str:
-    """Say what the drill will cost, before it costs anything."""
+    """Describe what the drill will cost."""
     jobs = f"{len(plan.cases)} jobs" if len(plan.cases) > 1 else "one job"
     minutes = sum(case.usual for case in plan.cases)
     cost = f"about {minutes * plan.nodes:.0f} minutes of a node"
@@ -95,7 +95,7 @@ def cost_of(plan: Plan, folder: Path) -> str:
 
 
 def host_rows(broken: dict[str, str]) -> list[PromiseRow]:
-    """Return a row about hosts on which no job of the user's can say a word, if there are any."""
+    """Return a row about the hosts that cannot open a job's batch log, if any."""
     if not broken:
         return []
     each = "; ".join(f"{host}: {why}" for host, why in broken.items())
@@ -117,7 +117,7 @@ def result_table(rows: Sequence[PromiseRow]) -> str:
 
 
 def closing_words(rows: Sequence[PromiseRow], drill: Any) -> str:
-    """Format the sum in one line."""
+    """Format the summary in one line."""
     count = {kind: sum(row.holds is kind for row in rows) for kind in WORDS}
     text = f"{count[True]} of {len(rows)} promises hold here"
     text += f", {count[False]} {'does' if count[False] == 1 else 'do'} not" if count[False] else ""

@@ -1,4 +1,4 @@
-"""The cases of the drill, and when a promise counts as kept. No I/O but the records of a run."""
+"""The cases of the drill, and the rules by which a promise is kept. Reads only a run's records."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 
 from kempner.jobs.records.run_history import History, load_history
 
-DRILL_STEPS, SAVE_INTERVAL = 40, 10  # of each run; between its checkpoints
-# The step at which a fault strikes: between two saves, so that steps have to be done again.
+DRILL_STEPS, SAVE_INTERVAL = 40, 10  # steps of each run, and between its checkpoints
+# The step at which a fault strikes: between two saves, so that steps must be repeated.
 STRIKE_CALL = 15
-# The last step under the small quota: the save of step 20 fails, that of 30 does not.
+# The last step under the small quota: the save of step 20 fails, that of step 30 does not.
 LAST_CALL = 25
-HANG_S = 30  # of the watchdog
+HANG_S = 30  # timeout of the watchdog
 PACE_S = 0.2  # seconds of a step, so that a fault strikes between two saves
 
 
 @dataclass(frozen=True)
 class Case:
-    """One promise. `fault`: of scripts/slurm/lib/drill_train.py; `slow`: seconds of a step in the
-    first start, where something outside strikes; `ask`: for the site's staff where it does not
-    hold."""
+    """One promise. `fault`: a fault of scripts/slurm/lib/drill_train.py; `slow`: seconds per step
+    of the first start, for faults from outside; `ask`: a question for the site's staff if the
+    promise does not hold."""
 
     name: str
     promise: str
@@ -35,8 +35,8 @@ class Case:
 
 @dataclass
 class CaseOutcome:
-    """The events of a case. `run`: its directory; `struck`: unix time, None if nothing has;
-    `not_tried`: why it could not be; `broken`: what has ended it, beside the run's own records."""
+    """The events of a case. `run`: its directory; `struck`: unix time of the fault, if any;
+    `not_tried`: why it could not be tried; `broken`: what ended it, besides the run's records."""
 
     case: Case
     run: Path
@@ -48,7 +48,7 @@ class CaseOutcome:
 
 @dataclass(frozen=True)
 class PromiseRow:
-    """A line of the table. `holds`: None where it was not tried."""
+    """A line of the table. `holds`: None if it was not tried."""
 
     name: str
     promise: str
@@ -104,7 +104,7 @@ CASES = (
         "limit",
         "At its time limit a job saves, is requeued, and repeats no step",
         "do jobs get their --signal before the time limit here? And " + REQUEUE,
-        # 40 steps of 4 s are over two minutes, which is when the warning comes at the latest.
+        # 40 steps of 4 s take over two minutes; the warning comes within two.
         slow=4.0,
         options=("--signal=B:SIGTERM@60",),
         minutes=3,
@@ -115,7 +115,7 @@ CASES = (
         "A job that is preempted saves in the grace time, and continues by itself",
         "does preemption requeue a job here (PreemptMode=REQUEUE), and how long is its grace time?"
         " Where it cancels, set KEMPNER_CHAIN=K: docs/reference/slurm.md",
-        # From step 15 to the last one there are 75 s: more than the drill waits for a preemption.
+        # 75 s from step 15 to the last one: longer than the drill waits for a preemption.
         slow=3.0,
     ),
 )
@@ -128,19 +128,19 @@ OWN = Case(
 
 
 def losses_of(run: History) -> dict[int, float]:
-    """Return the losses that count, by step."""
+    """Return the final loss of each step."""
     return {line["step"]: line["loss"] for line in run.losses}
 
 
 def repeated_steps(run: History) -> int:
-    """Count the steps that were done once more after a start."""
+    """Count the steps that were repeated after a restart."""
     pairs = zip(run.attempts, run.attempts[1:], strict=False)
     return sum(max(0, a.last_step - b.first_step) for a, b in pairs if b.began is not None)
 
 
 def judge_case(seen: CaseOutcome, unbroken: dict[int, float]) -> PromiseRow:
-    """Judge a case of the trainer by the records of its run. `unbroken`: the losses of the run
-    that nothing struck, {} if it has not come to its end."""
+    """Judge a case of the trainer by the records of its run. `unbroken`: the losses of the
+    undisturbed run, {} if it did not finish."""
     case, run = seen.case, load_history(seen.run)
     holds: bool | None = None
     if seen.not_tried:
@@ -161,7 +161,7 @@ def judge_case(seen: CaseOutcome, unbroken: dict[int, float]) -> PromiseRow:
 
 
 def what_is_wrong(seen: CaseOutcome, run: History, unbroken: dict[int, float]) -> str:
-    """Return why the promise is not kept, "" if it is."""
+    """Return why the promise was not kept; "" if it was."""
     if run.status.get("state") != "done":
         return how_it_ended(seen, run)
     losses, starts = losses_of(run), count_starts(run)
@@ -173,7 +173,7 @@ def what_is_wrong(seen: CaseOutcome, run: History, unbroken: dict[int, float]) -
         return f"the save before the limit came too late: {again} steps were done again"
     if seen.case.name == "disk" and starts > 1:
         return f"the run has started {starts} times"
-    # Exactly: the runs are deterministic, and a resume on as many ranks changes no bit.
+    # Bitwise: the runs are deterministic, and so is a resume on the same number of ranks.
     if unbroken and (other := [step for step in losses if losses[step] != unbroken.get(step)]):
         return (
             f"{len(other)} losses are not those of the unbroken run, the first that of step"
@@ -183,7 +183,7 @@ def what_is_wrong(seen: CaseOutcome, run: History, unbroken: dict[int, float]) -
 
 
 def save_was_refused(seen: CaseOutcome) -> bool:
-    """Return whether the run has said that the save under the small quota failed."""
+    """Return whether the log says that the save under the small quota failed."""
     step = STRIKE_CALL // SAVE_INTERVAL * SAVE_INTERVAL + SAVE_INTERVAL
     try:
         log = seen.run.with_suffix(".out").read_text(errors="replace")
@@ -197,7 +197,7 @@ def count_starts(run: History) -> int:
 
 
 def how_it_ended(seen: CaseOutcome, run: History) -> str:
-    """Describe a run that has not come to its last step."""
+    """Describe a run that did not reach its last step."""
     parts = [seen.broken] if seen.broken else []
     last = run.attempts[-1] if run.attempts else None
     if run.refusal is not None:
@@ -212,7 +212,7 @@ def how_it_ended(seen: CaseOutcome, run: History) -> str:
 
 
 def first_error(log: Path) -> str:
-    """Return the first line of a batch log that says what is wrong; the last one without."""
+    """Return the first line of a batch log with an error, or else the last line."""
     try:
         lines = log.read_text(errors="replace").split("\n")
     except OSError:
@@ -222,7 +222,7 @@ def first_error(log: Path) -> str:
 
 
 def describe_outcome(seen: CaseOutcome, run: History) -> str:
-    """Describe how a run has kept its promise."""
+    """Describe how a run kept its promise."""
     starts, again = count_starts(run), repeated_steps(run)
     parts = [f"{starts} start{'s' * (starts > 1)}"]
     answers = [a.decision for a in run.attempts[:-1] if a.decision]
@@ -232,7 +232,7 @@ def describe_outcome(seen: CaseOutcome, run: History) -> str:
     if starts > 1:
         parts.append(f"{again} steps done again")
     after = [a.stepped for a in run.attempts if seen.struck and (a.stepped or 0) > seen.struck]
-    # When the limit has struck is not known: there `struck` is the first look at its steps.
+    # For "limit", `struck` is the first look at the steps: the time of the limit is unknown.
     if starts > 1 and seen.struck and after and seen.case.name != "limit":
         parts.append(f"{(after[0] or 0) - seen.struck:.0f} s from the fault to the next step")
     if seen.case.name == "disk":
@@ -241,7 +241,7 @@ def describe_outcome(seen: CaseOutcome, run: History) -> str:
 
 
 def judge_own(seen: CaseOutcome) -> PromiseRow:
-    """Judge the user's own program: another start after the kill, whatever it does then."""
+    """Judge the user's own program: it must start again after the kill."""
     run = load_history(seen.run)
     if seen.not_tried or not seen.struck:
         over = run.status.get("state") == "done"
