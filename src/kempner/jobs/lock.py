@@ -1,9 +1,9 @@
-"""One live process for a run directory: a second one is refused, a dead one's lock does not block,
-and one that was taken for dead while it lived leaves as soon as it looks.
+"""Lock of a run directory for one live process: a second process is refused, a dead holder's lock
+does not block, and a live holder that was declared dead exits as soon as it checks its lock.
 
-The holder touches its lock at each beat and looks whether it is still its own (a fence: what others
-believe of it may be wrong). Others take it over only once beats are missing, whatever Slurm says of
-the holder, or when the kernel that it ran under says that it is gone.
+At each beat the holder touches its lock and checks that it is still its own (a fence: others may
+wrongly believe it dead). Others take the lock over only after missed beats, whatever Slurm says
+about the holder, or if the holder's kernel says that the process is gone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kempner.jobs import this_job
 from kempner.jobs.system.process import birth_ticks, pid_namespace
 from kempner.jobs.this_job import host_name
 
-LOCK_HEARTBEAT_S = 5.0  # the holder touches its lock, and looks at it, this often
-# For the last words of one that has lost it: the file system may be what hangs.
+LOCK_HEARTBEAT_S = 5.0  # interval at which the holder touches and checks its lock
+# Limit for the last message of a process that has lost its lock: the file system may hang.
 LOST_LOCK_WORDS_S = 5.0
 LOST_LOCK_EXIT = 77  # exit code of a process that has lost its lock
 
@@ -37,19 +37,19 @@ class RunLock:
         option: str = "--run.dir=runs/NAME",
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
-        """Take the lock. `on_lost(why)` records that another has taken it; this process ends after
-        that.
+        """Take the lock. `on_lost(why)` records that another process has taken it; then this
+        process exits.
 
-        Raises ConfigError if another job holds it, with the holder and the option that gives
-        another directory, OSError if the file cannot be written."""
+        Raises ConfigError if another job holds it, naming the holder and the option for another
+        directory, and OSError if the file cannot be written."""
         self.path = directory / "lock"
         self.on_lost = on_lost
         self._self = _self()
         self._text = json.dumps(self._self).encode()
-        # Shared by beats and release(): a beat after the unlink would find no file, and make one.
+        # Guards against a beat after release() has removed the file: it would create it again.
         self._busy, self._released = threading.Lock(), False
         if not self._create():
-            # Most starts find no lock: they do without this module.
+            # Imported here because most starts find no lock.
             from kempner.jobs.lock_takeover import Takeover
 
             Takeover(self.path, self._self, self._text).wait(self._create, self._is_mine, option)
@@ -57,8 +57,8 @@ class RunLock:
         threading.Thread(target=self._beat, daemon=True, name="run lock").start()
 
     def check(self) -> None:
-        """End this process if it has lost the lock; call it before anything that only the holder
-        may do. Raises OSError if that cannot be known."""
+        """Exit this process if it has lost the lock; call it before anything that only the holder
+        may do. Raises OSError if the lock cannot be read."""
         with self._busy:
             if self._released or self._is_mine():
                 return
@@ -70,7 +70,7 @@ class RunLock:
             return  # the file system hangs
         with contextlib.suppress(OSError):
             self._released = True
-            if self.path.read_bytes() == self._text:  # if it was lost, it is another's by now
+            if self.path.read_bytes() == self._text:  # another process may have taken it
                 self.path.unlink()
         self._busy.release()
 
@@ -78,15 +78,15 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._stop.wait(LOCK_HEARTBEAT_S):
-            # An error does not prove that the lock is lost; the next beat looks again.
+            # An error does not prove that the lock is lost; the next beat checks again.
             with contextlib.suppress(OSError):
                 self.check()
 
     def _is_mine(self) -> bool:
-        """Return whether the lock is ours, and touch it if so: the open file, never one that
-        another has put there. If somebody has removed it, it is made again."""
+        """Return whether the lock is ours, and touch it if so. Touches the open file, never a new
+        file of another process. Creates the lock again if it was removed."""
         try:
-            with open(self.path, "rb") as file:  # open() has an NFS client ask the server
+            with open(self.path, "rb") as file:  # open() makes an NFS client ask the server
                 mine = file.read() == self._text
                 if mine:
                     os.utime(file.fileno())
@@ -110,15 +110,14 @@ class RunLock:
 
         telling = threading.Thread(target=tell, daemon=True)
         telling.start()
-        # In a thread with a limit: the file system may be what hangs.
         telling.join(LOST_LOCK_WORDS_S)
-        # Without finalisers: nothing that this process still does may touch the run.
+        # Without finalisers, which might touch the run.
         os._exit(LOST_LOCK_EXIT)
 
     def _create(self) -> bool:
-        """Make the file, unless it is there. No hard link: some file systems have none."""
+        """Create the file unless it exists. Not by a hard link: some file systems have none."""
         try:
-            # A reader that comes before the text sees an unknown holder, and looks again later.
+            # A reader that comes before the text is written sees an unknown holder and retries.
             file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
             return False
@@ -145,5 +144,5 @@ def _self() -> dict[str, Any]:
         "kernel": pid_namespace(),
         "pid": os.getpid(),
         "born": birth_ticks(os.getpid()),
-        "nonce": secrets.token_hex(8),  # no two locks have one text
+        "nonce": secrets.token_hex(8),  # makes the text of each lock unique
     }

@@ -1,4 +1,4 @@
-"""Taking over the lock of a holder that is dead or has to make room; one that lives is refused."""
+"""Takeover of a lock whose holder is dead or must give way; any other live holder keeps it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from kempner.config.option import ConfigError
 from kempner.jobs import lock_holder
 from kempner.jobs.this_job import host_name
 
-MISSED_S = 12.0  # two beats, and more: so long a lock of a job that Slurm has ended must be still
-DEAD_S = 45.0  # the same, where nobody knows anything of the holder
-LOCK_POLL_S = 1.0  # between two looks at another's lock
-LOCK_TRIES = 100  # a file that cannot be made, and is not there
+MISSED_S = 12.0  # over two beats: time without a beat if Slurm says that the holder's job has ended
+DEAD_S = 45.0  # time without a beat if nothing is known about the holder
+LOCK_POLL_S = 1.0  # between two reads of another process's lock
+LOCK_TRIES = 100  # before a file that neither exists nor can be created is an error
 
 
 class SeenLock(NamedTuple):
-    """A lock at one moment. One that could not be read is empty: then its age decides."""
+    """Snapshot of a lock. It is empty if the lock could not be read: then its age decides."""
 
     text: bytes = b""
-    beat: int = -1  # when it was touched, in ns of the file system's clock
+    beat: int = -1  # time of the last beat, in ns of the file system's clock
 
     @property
     def holder(self) -> dict[str, Any]:
-        """The holder's record; {} if it cannot be understood."""
+        """The holder's record; {} if it cannot be parsed."""
         with contextlib.suppress(ValueError):
             found = json.loads(self.text)
             return found if isinstance(found, dict) and "host" in found else {}
@@ -39,25 +39,25 @@ class SeenLock(NamedTuple):
 
 
 class Takeover:
-    """One process on its way to the lock of another."""
+    """An attempt of this process to take over the lock of another one."""
 
     def __init__(self, path: Path, me: dict[str, Any], text: bytes) -> None:
-        """`text`: this process's own lock, and `me` the record in it."""
+        """`text`: this process's lock; `me`: the record in it."""
         self.path, self._self, self._text = path, me, text
 
     def wait(self, create: Callable[[], bool], is_mine: Callable[[], bool], option: str) -> None:
-        """Return once the lock is ours: made by `create`, or taken over. Raises as RunLock."""
+        """Return once the lock is ours: created by `create` or taken over. Raises as RunLock."""
         missing = 0
         while not create():
             lock = look(self.path)
             if lock is None:
-                # It was removed in between; if that goes on, it is a dangling link.
+                # It was removed in between; if this repeats, it is a dangling link.
                 missing += 1
                 if missing == LOCK_TRIES:
                     raise FileExistsError(errno.EEXIST, "is in the way: remove it", str(self.path))
                 time.sleep(LOCK_POLL_S / 10)
             elif lock_holder.follows(self._self, lock.holder):
-                # First the lock, then the wait: the earlier start sees its loss at its next beat.
+                # Take the lock, then wait: the earlier start notices the loss at its next beat.
                 if self._replace(lock, though_it_beats=True):
                     self._outwait(lock.holder)
                     if is_mine():
@@ -65,8 +65,7 @@ class Takeover:
             elif lock_holder.is_gone(self._self, lock.holder) or self._is_still(lock):
                 if self._replace(lock):
                     return
-            # Refuse only if it is still the same holder; it may have left or been replaced
-            # meanwhile.
+            # Refuse only for the same holder; it may have left or been replaced meanwhile.
             elif self._is(lock, though_it_beats=True):
                 raise ConfigError(
                     f"{self.path.parent} is in use by {name_holder(lock)}: wait for it or cancel "
@@ -74,13 +73,13 @@ class Takeover:
                 )
 
     def _is_still(self, lock: SeenLock) -> bool:
-        """Return whether the holder has missed enough beats. By the clock of the file system alone:
-        those of two hosts differ."""
+        """Return whether the holder has missed enough beats. Uses only the file system's clock:
+        clocks of two hosts differ."""
         limit = MISSED_S if lock_holder.has_ended(self._self, lock.holder) else DEAD_S
         return self._stays(lock, limit)
 
     def _is(self, lock: SeenLock, though_it_beats: bool) -> bool:
-        """Return whether this lock is there still."""
+        """Return whether this lock is still there."""
         now = look(self.path)
         return now == lock or (though_it_beats and now is not None and now.text == lock.text)
 
@@ -93,8 +92,8 @@ class Takeover:
         return True
 
     def _replace(self, lock: SeenLock, though_it_beats: bool = False) -> bool:
-        """Replace this lock by ours. Its text is unique: only the process that creates the file
-        named after it may. If it dies before it has, the next file of that kind decides."""
+        """Replace this lock by ours. Only the process that creates the claim file, named after the
+        hash of the lock's unique text, may do so; if it dies first, the next claim file decides."""
         name = hashlib.sha256(lock.text).hexdigest()[:16]
         claims: list[Path] = []
         fresh = self.path.with_name(f".lock.{host_name()}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -104,35 +103,34 @@ class Takeover:
                 os.close(os.open(claims[-1], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
                 break
             except FileExistsError:
-                # Somebody else claims it. If nothing comes of that, its process has died: the next
-                # claim.
+                # Another process claims it. If the lock stays, that process has died: claim next.
                 if not self._stays(lock, MISSED_S, though_it_beats):
                     return False
         try:
             fresh.write_bytes(self._text)
-            # Once more, with the claim in hand: the holder may have come back.
+            # Check again while holding the claim: the holder may have come back.
             if not self._is(lock, though_it_beats):
                 return False
-            # By a rename in one directory: a reader sees the old text or the new one.
+            # A rename within a directory: a reader sees either the old text or the new one.
             fresh.replace(self.path)
             return True
         finally:
-            # The claims last: until the rename is done they keep others off the same text.
+            # Claims go last: until the rename they keep others from replacing the same text.
             for file in (fresh, *claims):
                 with contextlib.suppress(OSError):
                     file.unlink(missing_ok=True)
 
     def _outwait(self, holder: dict[str, Any]) -> None:
-        """Wait until the earlier start of this job, which has lost its lock to this one, is gone or
-        has had time to notice."""
+        """Wait until the earlier start of this job is gone or has had time to notice that it has
+        lost the lock."""
         deadline = time.monotonic() + MISSED_S
         while time.monotonic() < deadline and not lock_holder.is_gone(self._self, holder):
             time.sleep(LOCK_POLL_S / 4)
 
 
 def look(path: Path) -> SeenLock | None:
-    """Read the lock as it is now, None if there is none. By open() and fstat(): from stat() alone
-    an NFS client may answer out of its cache, for a minute and more."""
+    """Read the current lock; None if there is none. Uses open() and fstat(): for stat() alone an
+    NFS client may answer from its cache for over a minute."""
     try:
         with open(path, "rb") as file:
             return SeenLock(file.read(), os.fstat(file.fileno()).st_mtime_ns)
@@ -143,7 +141,7 @@ def look(path: Path) -> SeenLock | None:
 
 
 def name_holder(lock: SeenLock | None) -> str:
-    """Return what a user reads of the holder."""
+    """Describe the holder to the user."""
     holder = lock.holder if lock else {}
     if not holder:
         return "another process"

@@ -1,4 +1,4 @@
-"""The drill itself: submits the jobs, strikes them, waits with limits, and cancels what is left."""
+"""The drill itself: submits the jobs, injects faults, waits with limits, and cancels the rest."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from kempner.jobs.records.run_history import load_history
 from kempner.jobs.slurm import job_fields
 from kempner.jobs.system.reading import read_jsonl
 
-DRILL_POLL_S = 5.0  # seconds between two questions to the controller: one for all jobs
-GONE = 2  # questions in a row that do not show a job, after which it is over
-OWN_RUNS_S = 20.0  # seconds after the start of the user's program at which it is killed
-MENDED_S = 180.0  # after a strike: Slurm itself holds a requeued job for up to two minutes
-PREEMPT_S = 60.0  # for the job that preempts to do so
+DRILL_POLL_S = 5.0  # seconds between queries to the controller, one for all jobs
+GONE = 2  # a job is over if so many queries in a row do not show it
+OWN_RUNS_S = 20.0  # the user's program is killed so many seconds after its start
+MENDED_S = 180.0  # to recover from a fault: Slurm holds a requeued job for up to two minutes
+PREEMPT_S = 60.0  # for the urgent job to preempt
 REFUSAL = "[Dd]enied|disabled|[Oo]nly batch|Invalid"  # of scontrol requeue
-MOST_TRIES = 4  # jobs for a case, each without the hosts that have lost one
+MOST_TRIES = 4  # jobs per case, each without the hosts that lost one
 CANCEL_S = 60.0  # for cancelled jobs to leave the queue
 TRAINER = ROOT / "scripts/slurm/lib/drill_train.py"
 
 
 @dataclass
 class DrillTrial:
-    """A case on its way. `missing`: questions in a row that have not shown its job; `tries`: jobs
-    for it; `urgent`: the name of the job that preempts it, and since when."""
+    """A case in progress. `missing`: queries in a row that did not show its job; `tries`: its jobs
+    so far; `urgent`: the name of the job that preempts it; `urgent_since`: when that started."""
 
     seen: CaseOutcome
     name: str
@@ -61,7 +61,7 @@ class DrillTrial:
 
 @dataclass
 class Drill:
-    """`folder`: its own; `say`: prints a line and keeps it."""
+    """A drill. `folder`: its directory; `say`: prints and logs a line."""
 
     plan: Plan
     folder: Path
@@ -69,7 +69,7 @@ class Drill:
     trials: list[DrillTrial] = field(default_factory=list)
     gpu_seconds: float = 0.0
     node_seconds: float = 0.0
-    broken_hosts: dict[str, str] = field(default_factory=dict)  # and what they did to a job
+    broken_hosts: dict[str, str] = field(default_factory=dict)  # host -> how its job ended
 
     def __post_init__(self) -> None:
         prefix = self.folder.name
@@ -80,14 +80,14 @@ class Drill:
             self.trials.append(DrillTrial(seen, f"{prefix}-{case.name}", over=bool(seen.not_tried)))
 
     def run(self) -> None:
-        """Conduct all cases, to their ends or until a limit. Cancels what is left, in any case."""
+        """Run all cases to their ends or until a limit. Always cancels the remaining jobs."""
         began = last = time.monotonic()
         try:
             while self._open():
                 self._submit()
                 jobs = jobs_of(self.folder.name)
                 now = time.monotonic()
-                # Without an answer nothing is known: no job counts as gone, and no time as used.
+                # Without an answer, no job counts as gone and no time as used.
                 if jobs is not None:
                     self._look(jobs, now - last)
                 last = now
@@ -103,17 +103,17 @@ class Drill:
     # --- submitting ---
 
     def _submit(self) -> None:
-        """Submit what waits. A site may limit the jobs of a user: the rest comes as others end."""
+        """Submit waiting cases. A site may limit a user's jobs: the rest follow as others end."""
         for trial in self._open():
             if trial.submitted:
                 continue
             said = self._sbatch(trial)
             if said.ok:
-                # --parsable prints JOBID;CLUSTER where the name of the cluster is known.
+                # --parsable prints JOBID;CLUSTER if the cluster has a name.
                 trial.submitted, trial.number = True, said.text.strip().split(";")[0]
                 self.say(f"{trial.case.name}: job {trial.number}")
                 continue
-            # An answer that was lost is no refusal.
+            # The answer may be lost although the job was accepted.
             jobs = jobs_of(trial.name)
             if jobs:
                 trial.submitted, trial.number = True, jobs[0].number
@@ -127,7 +127,7 @@ class Drill:
         case, out = trial.case, self.folder / f"{trial.case.name}.out"
         mark = self.folder / f"{case.name}.struck"
         options = [
-            # --export: KEMPNER_DRILL has to reach the job, also where SBATCH_EXPORT says NONE.
+            # --export: KEMPNER_DRILL must reach the job even if SBATCH_EXPORT is NONE.
             *self.plan.request, *case.options, f"--job-name={trial.name}", f"--output={out}",
             f"--time={case.minutes}", "--parsable", "--export=ALL",
         ]  # fmt: skip
@@ -146,7 +146,7 @@ class Drill:
     # --- while they run ---
 
     def _look(self, jobs: list[QueuedJob], seconds: float) -> None:
-        """Take in what squeue has shown; strike where it is time."""
+        """Process the answer of squeue, and inject faults that are due."""
         shown = {job.name: job for job in jobs}
         for job in jobs:
             if job.state == "RUNNING":
@@ -172,7 +172,7 @@ class Drill:
         mark = self.folder / f"{trial.case.name}.struck"
         with contextlib.suppress(OSError):
             if trial.seen.struck is None:
-                # When it struck, not when this look has found it.
+                # The time of the fault, not of this look.
                 trial.seen.struck = mark.stat().st_mtime
                 self.say(f"{trial.case.name}: the fault has struck")
 
@@ -184,8 +184,8 @@ class Drill:
         self.say(f"{trial.case.name}: over: {state.word}")
 
     def _has_no_log(self, trial: DrillTrial) -> bool:
-        """Tell whether a job has ended before its script could say a word: Slurm ends one whose
-        host cannot open the batch log. Then the case is tried again without that host."""
+        """Return whether a job ended without a batch log, and if so retry the case without its
+        host: Slurm ends a job whose host cannot open the log."""
         fields = job_fields(trial.number)
         host, state = fields.get("BatchHost", ""), fields.get("JobState", "")
         if not host or state == "COMPLETED" or (self.folder / f"{trial.case.name}.out").exists():
@@ -201,7 +201,7 @@ class Drill:
         return True
 
     def _strike(self, trial: DrillTrial, shown: dict[str, QueuedJob]) -> None:
-        """Strike from outside, once, when the run is where it should be."""
+        """Inject a fault from outside, once, when the run has reached its step."""
         name = trial.case.name
         if trial.urgent:
             self._watch_urgent(trial, shown)
@@ -212,7 +212,7 @@ class Drill:
             return
         lines = read_jsonl(trial.seen.run / "metrics.jsonl")
         if name == "limit" or not lines or lines[-1].get("step", 0) < STRIKE_CALL:
-            # The time limit strikes by itself.
+            # The time limit needs no help.
             if name == "limit" and lines:
                 trial.seen.struck = time.time()
             return
@@ -220,7 +220,7 @@ class Drill:
             said = tell("scontrol", "requeue", trial.number)
             if said.ok:
                 self._struck(trial, f"scontrol requeue {trial.number}")
-            elif re.search(REFUSAL, said.text):  # any other words: it is asked again
+            elif re.search(REFUSAL, said.text):  # other errors: retried
                 trial.seen.broken = f"scontrol requeue: {said.text}"
                 self._cancel_name(trial.name)
         else:
@@ -231,20 +231,20 @@ class Drill:
         self.say(f"{trial.case.name}: {what}")
 
     def _kill_own(self, trial: DrillTrial) -> None:
-        """End the step of the user's program, as a SIGKILL to each of its ranks does."""
+        """Kill the step of the user's program with SIGKILL to each rank."""
         attempts = load_history(trial.seen.run).attempts
         began = attempts[-1].began if attempts else None
         if began is None or time.time() - began < OWN_RUNS_S:
             return
         said = tell("squeue", "--noheader", "--steps", f"--jobs={trial.number}", "--format=%i")
-        # Not the steps batch and extern, which are not the program's.
+        # Not the steps "batch" and "extern".
         steps = [word for word in said.text.split() if word.rpartition(".")[2].isdecimal()]
         if said.ok and steps and tell("scancel", "--signal=KILL", steps[-1]).ok:
             self._struck(trial, f"scancel --signal=KILL {steps[-1]}")
 
     def _preempt(self, trial: DrillTrial) -> None:
-        """Let a job of mine preempt it. Only where it has its nodes for itself: nobody else's job
-        can be meant then."""
+        """Submit another job of this user to preempt it. Only if it has its nodes for itself, so
+        that no other user's job is preempted."""
         nodes = nodes_of_job(trial.number)
         option, why = preempting_option(trial.number)
         if not nodes:
@@ -264,7 +264,7 @@ class Drill:
         self._leave_out(trial, why)
 
     def _watch_urgent(self, trial: DrillTrial, shown: dict[str, QueuedJob]) -> None:
-        """The job is there still: after a while the other one will not preempt it any more."""
+        """Leave the case out if the urgent job still waits after PREEMPT_S."""
         starts = load_history(trial.seen.run).attempts
         late = time.monotonic() - trial.urgent_since > PREEMPT_S
         job = shown.get(trial.urgent)
@@ -272,7 +272,7 @@ class Drill:
             self._leave_out(trial, f"nothing was preempted in {PREEMPT_S:.0f} s: {job.why}")
 
     def leave_out_rest(self, why: str) -> None:
-        """Note why the cases that are not over were not tried; their jobs are cancelled."""
+        """Note why the unfinished cases were not tried; run() cancels their jobs."""
         for trial in self._open():
             trial.seen.not_tried, trial.over = why, True
 
@@ -284,7 +284,7 @@ class Drill:
     # --- the end ---
 
     def _end_at(self, seconds: float) -> None:
-        """Close what is not over when the time, or the budget, is used up."""
+        """Close all open cases when the time or the budget is used up."""
         why = ""
         if self.gpu_seconds / 3600 >= MOST_GPU_HOURS:
             why = f"{MOST_GPU_HOURS:.0f} GPU hours are used up"
@@ -292,8 +292,8 @@ class Drill:
             why = f"{self.plan.minutes} minutes are over (--minutes)"
         for trial in self._open() if why else []:
             trial.over = True
-            # A promise is broken only where a fault has struck, and there was time to mend it: a
-            # slow queue breaks none.
+            # A promise is broken only if a fault struck and there was time to recover: a slow queue
+            # breaks none.
             self._note_strike(trial)
             since = time.time() - (trial.seen.struck or math.inf)
             if trial.seen.started and since > MENDED_S:
@@ -306,7 +306,7 @@ class Drill:
             self._end_own()
 
     def _end_own(self) -> None:
-        """End the user's program once it has started again: it may take days."""
+        """Cancel the user's program once it has started again: it may run for days."""
         for trial in self._open():
             if trial.case is OWN and trial.seen.struck is not None:
                 attempts = load_history(trial.seen.run).attempts
@@ -319,11 +319,11 @@ class Drill:
             tell("scancel", job.number)
 
     def cancel(self) -> None:
-        """Cancel the drill's jobs that are in the queue still, and wait until they have left it."""
+        """Cancel the drill's jobs that are still in the queue, and wait until they have left it."""
         end = time.monotonic() + CANCEL_S
-        # None, no answer, is not an empty queue.
+        # None means no answer, not an empty queue.
         while (jobs := jobs_of(self.folder.name)) != [] and time.monotonic() < end:
-            # In each round anew: a busy controller drops an order.
+            # Repeated in each round: a busy controller may drop a request.
             for job in jobs or []:
                 if job.state != "COMPLETING":
                     tell("scancel", job.number)

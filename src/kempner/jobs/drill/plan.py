@@ -1,5 +1,4 @@
-"""The command line of drill.sh, and what the jobs will be: their shape, checked by the launch
-script itself."""
+"""The command line of drill.sh, and the shape of its jobs, checked by the launch script itself."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from kempner.jobs.drill.cases import CASES, DRILL_STEPS, HANG_S, OWN, SAVE_INTER
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPTS_FOLDER = ROOT / "scripts/slurm"
 MOST_GPU_HOURS = 10.0
-OWN_OPTIONS = (  # of sbatch, which the drill sets for each job
+OWN_OPTIONS = (  # sbatch options that the drill sets for each job
     "job-name", "J", "output", "o", "error", "e", "time", "t", "array", "a", "export", "wrap",
     "dependency", "d", "parsable", "test-only", "wait", "W", "hold", "H", "signal", "open-mode",
     "input", "i", "dry-run", "begin", "b",
@@ -27,8 +26,8 @@ LEAST_MINUTES, MOST_MINUTES = 1, 24 * 60
 
 @dataclass(frozen=True)
 class Plan:
-    """The cases to try. `request`: the user's options of sbatch; `command`: the user's program;
-    `nodes`, `tasks` and `gpus` (of a node) are those of each job."""
+    """The cases to try. `request`: the user's sbatch options; `command`: the user's program;
+    `nodes`, `tasks` and `gpus`: of each job, the last two per node."""
 
     minutes: int
     cases: tuple[Case, ...]
@@ -44,23 +43,23 @@ class Plan:
 
     @property
     def batch(self) -> int:
-        """Samples of a step: as many on each rank."""
+        """Samples per step, the same number on each rank."""
         return self.ranks * -(-8 // self.ranks)
 
     @property
     def excluded(self) -> list[str]:
-        """Lists of hosts that the user keeps the jobs off."""
+        """Host lists that the user excludes."""
         found = (re.fullmatch(r"(?:--exclude=|-x)(.+)", word) for word in self.request)
         return [match[1] for match in found if match]
 
     @property
     def gpu_hours(self) -> float:
-        """Estimate of what the drill costs, if nothing goes wrong."""
+        """Estimated cost if nothing goes wrong."""
         return sum(case.usual for case in self.cases) / 60 * self.nodes * self.gpus
 
 
 def parse_plan(argv: Sequence[str]) -> Plan:
-    """Parse the words of drill.sh. Raises ConfigError, which has all of them that are wrong."""
+    """Parse the arguments of drill.sh. Raises ConfigError with all problems."""
     words, command = [*argv], tuple[str, ...]()
     if "--" in words:
         at = words.index("--")
@@ -105,7 +104,7 @@ def parse_plan(argv: Sequence[str]) -> Plan:
 
 
 def _chosen(only: str, command: Sequence[str], problems: list[str]) -> tuple[Case, ...]:
-    """Return the cases; the unbroken run is one whenever there is another to compare with it."""
+    """Return the cases, with the unbroken run if another case is compared with it."""
     known = (*CASES, OWN) if command else CASES
     if not only:
         return known
@@ -124,7 +123,7 @@ def _chosen(only: str, command: Sequence[str], problems: list[str]) -> tuple[Cas
 
 
 def trainer_words(run: Path, batch: int) -> list[str]:
-    """Return the arguments of the tiny run, with so many samples a step."""
+    """Return the arguments of the tiny run; `batch`: samples per step."""
     return [
         str(ROOT / "configs/train/debug.toml"),
         "--data.dataset_path=fake:",
@@ -143,7 +142,7 @@ def trainer_words(run: Path, batch: int) -> list[str]:
 def _dry_run(plan: Plan, batch: int) -> subprocess.CompletedProcess[str]:
     words = [*trainer_words(Path("runs/drill"), batch), "--train.micro_batch=1"]
     command = ["bash", str(SCRIPTS_FOLDER / "multinode.sh"), *words]
-    # KEMPNER_TRAIN would have another program checked in the trainer's place.
+    # KEMPNER_TRAIN would replace the trainer in the check.
     env = {k: v for k, v in os.environ.items() if not k.startswith("KEMPNER_TRAIN")}
     return subprocess.run(
         [*command, "--dry-run", *plan.request], capture_output=True, text=True, env=env
@@ -151,14 +150,14 @@ def _dry_run(plan: Plan, batch: int) -> subprocess.CompletedProcess[str]:
 
 
 def with_shape(plan: Plan) -> Plan:
-    """Ask the launch script what jobs of this request would be. Raises ConfigError with its words,
-    or Slurm's, where it refuses the request."""
+    """Ask the launch script for the shape of jobs of this request. Raises ConfigError with its
+    message, or Slurm's, if the request is refused."""
     if plan.command and "/" in plan.command[0] and not Path(plan.command[0]).exists():
         raise ConfigError(f"no file {plan.command[0]!r} here; correct its path")
     place = Path("runs" if Path("runs").exists() else ".").absolute()
     if not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(f"{place} is not writable; change to a directory that you can write to")
-    # The number of ranks is not known yet: where the batch does not divide, the refusal has it.
+    # The number of ranks is unknown so far; if it does not divide the batch, the error names it.
     done = _dry_run(plan, ANY_BATCH)
     if ranks := re.search(r"sequences do not divide by (\d+) ranks", done.stderr):
         done = _dry_run(plan, int(ranks[1]))

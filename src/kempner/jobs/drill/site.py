@@ -1,5 +1,4 @@
-"""Questions of the drill to Slurm, and orders: its own jobs by their names, and how they could be
-preempted here."""
+"""Queries and commands of the drill to Slurm: its jobs by name, and how to preempt them here."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from dataclasses import dataclass
 
 from kempner.jobs.slurm import job_fields, plain_environment
 
-TRIES, BETWEEN_S = 3, 2.0  # a busy controller drops one question and answers the next
+TRIES, BETWEEN_S = 3, 2.0  # a busy controller may drop one query and answer the next
 
 
 @dataclass(frozen=True)
 class SlurmAnswer:
-    """The answer of a command: `ok` by its exit code; `text`: what it printed, or its error, which
+    """The answer of a command. `ok`: its exit code was 0; `text`: its output, or its error, which
     is never empty."""
 
     ok: bool
@@ -25,7 +24,7 @@ class SlurmAnswer:
 
 
 def tell(*command: str, env: dict[str, str] | None = None, seconds: float = 60) -> SlurmAnswer:
-    """Run a command of Slurm's once."""
+    """Run a Slurm command once."""
     env = {**plain_environment(), **(env or {})}
     try:
         done = subprocess.run(
@@ -40,7 +39,7 @@ def tell(*command: str, env: dict[str, str] | None = None, seconds: float = 60) 
 
 
 def ask(*command: str) -> str | None:
-    """Return what a command prints, None where it fails again and again."""
+    """Return the output of a command; None if it fails TRIES times."""
     for number in range(TRIES):
         said = tell(*command)
         if said.ok:
@@ -60,8 +59,8 @@ class QueuedJob:
 
 
 def jobs_of(prefix: str) -> list[QueuedJob] | None:
-    """Return my jobs in the queue whose names begin so, None without an answer."""
-    # Asked once: the drill asks again in seconds, and takes no answer for no news.
+    """Return this user's queued jobs whose names begin with `prefix`; None without an answer."""
+    # One try: the drill asks again in seconds.
     said = tell("squeue", "--me", "--noheader", "--format=%i|%j|%T|%r", seconds=20)
     if not said.ok:
         return None
@@ -70,22 +69,22 @@ def jobs_of(prefix: str) -> list[QueuedJob] | None:
 
 
 def nodes_of_job(job: str) -> list[str]:
-    """Return the hosts of a running job that nobody shares, [] for any other."""
+    """Return the hosts of a running job if it is exclusive, else []."""
     fields = job_fields(job)
-    # NO is an exclusive job. With OK, YES or USER another job may be on the same nodes.
+    # NO: exclusive. With OK, YES or USER another job may be on the same nodes.
     if fields.get("JobState") != "RUNNING" or fields.get("OverSubscribe") != "NO":
         return []
     return (ask("scontrol", "show", "hostnames", fields.get("NodeList", "")) or "").split()
 
 
 def setting(name: str) -> str:
-    """Return a value of slurm.conf, "" if Slurm does not say."""
+    """Return a value of slurm.conf; "" if unknown."""
     found = re.search(rf"^{name}\s*=\s*(\S+)", ask("scontrol", "show", "config") or "", re.M)
     return found[1] if found else ""
 
 
 def facts_of_site() -> dict[str, str]:
-    """Return the settings that decide what the kit can promise here."""
+    """Return the settings on which the kit's promises depend."""
     names = ("SLURM_VERSION", "ClusterName", "KillWait", "JobRequeue", "PreemptType",
              "PreemptMode", "SlurmdTimeout", "AccountingStorageEnforce")  # fmt: skip
     text = ask("scontrol", "show", "config") or ""
@@ -94,7 +93,7 @@ def facts_of_site() -> dict[str, str]:
 
 
 def preempting_option(job: str) -> tuple[str, str]:
-    """Return the option of a job that would preempt this one, and, where there is none, why."""
+    """Return the option of a job that would preempt this one, or "" and the reason."""
     kind, fields = setting("PreemptType"), job_fields(job)
     if kind == "preempt/partition_prio":
         return _by_partition(fields)
@@ -107,10 +106,10 @@ def _by_partition(fields: dict[str, str]) -> tuple[str, str]:
     text = ask("scontrol", "show", "partition", "-o") or ""
     parts = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in text.splitlines()]
     own = next((p for p in parts if p.get("PartitionName") == fields.get("Partition")), {})
-    # A partition's own mode overrides that of the cluster: slurm.conf(5).
+    # A partition's mode overrides the cluster's: slurm.conf(5).
     if own.get("PreemptMode") == "OFF":
         return "", f"jobs of partition {own.get('PartitionName')} are not preempted"
-    # By this plugin a higher tier preempts a lower one; a job's priority does not count.
+    # With this plugin a higher tier preempts a lower one; job priority does not count.
     least = int(own.get("PriorityTier", "1"))
     for part in parts:
         higher = part.get("State") == "UP" and int(part.get("PriorityTier", "0")) > least
@@ -134,12 +133,12 @@ def _by_qos(fields: dict[str, str]) -> tuple[str, str]:
 
 
 def _may_submit(option: str) -> bool:
-    # Limits, accounts and access are checked by the controller, and nothing is queued.
+    # The controller checks limits, accounts and access; nothing is queued.
     return tell("sbatch", "--test-only", "--time=1", option, "--wrap=:").ok
 
 
 def without_sizes(options: Sequence[str]) -> list[str]:
-    """Return the options of a request that say who asks, and for what kind of node: partitions of
-    GPUs may take no job without one. None of them says how many nodes, or how long."""
+    """Return a request's options for the account and the kind of node, without those for the number
+    of nodes and the time. GPU options stay: a GPU partition may refuse a job without one."""
     kept = r"--(account|reservation|clusters|gpus-per-node|gres|constraint)\b|-[AMC]"
     return [option for option in options if re.match(kept, option)]

@@ -1,8 +1,8 @@
 """CPU affinity: the CPUs near a GPU, from /sys. No torch.
 
-A copy between a GPU and memory of the other socket takes the link between the two: a half to two
-thirds of the speed. A page is allocated near the CPU that first writes it, so that the memory of a
-process follows its CPUs.
+A copy between a GPU and memory of the other socket crosses the link between the sockets, at a half
+to two thirds of the speed. A page is allocated near the CPU that first writes it, so the memory of
+a process follows its CPUs.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from kempner.jobs.ranks.placement import World
 
-CPU_SHARE = 0.75  # of a rank's share of the CPUs, which the system keeps some of
+CPU_SHARE = 0.75  # least part of a rank's share of the CPUs; the system keeps some CPUs
 
 
 def bind_near_gpu(gpu: str, gpus: Sequence[str], ranks: int) -> set[int]:
-    """Bind this process, and all that it starts, to those of its CPUs that are near `gpu`; returns
-    them, or nothing if it changed nothing. The GPUs are names of the PCI bus, 0000:3b:00; `gpus`
-    are all that this process sees, `ranks` the processes of this run on this host.
+    """Bind this process and its children to those of its CPUs that are near `gpu`. Returns these
+    CPUs, or an empty set if nothing changed. GPUs are named by their PCI bus, 0000:3b:00; `gpus`:
+    all that this process sees; `ranks`: processes of this run on this host.
 
     KEMPNER_NUMA=0 turns it off.
     """
@@ -45,13 +45,13 @@ def bind_near_gpu(gpu: str, gpus: Sequence[str], ranks: int) -> set[int]:
 def choose_cpus(
     gpu: str, gpus: Sequence[str], ranks: int, allowed: set[int], env: Mapping[str, str]
 ) -> set[int]:
-    """Choose the allowed CPUs that are near `gpu`, if some are not; none if that would leave the
-    ranks there less than their share, or if Slurm has bound this one to CPUs of its own."""
+    """Choose the allowed CPUs that are near `gpu`. Returns none if all are near, for example
+    because Slurm has bound this rank, or if the ranks there would get less than their share."""
     root = Path(env.get("KEMPNER_SYS", "/sys"))
     near = near_cpus(root, gpu) & allowed
     if not near or near == allowed:
         return set()
-    # Ranks whose GPUs have the same CPUs near them share these.
+    # Ranks whose GPUs are near the same CPUs share them.
     others = gpus if len(gpus) > 1 else _same_kind(root, gpu)
     sharing = sum(near_cpus(root, other) & allowed == near for other in others)
     sharing = min(max(sharing, 1), ranks)
@@ -61,9 +61,9 @@ def choose_cpus(
 
 
 def near_cpus(root: Path, gpu: str) -> set[int]:
-    """Return the CPUs that the kernel calls local to a GPU: all without NUMA, none for an unknown
-    one."""
-    # CUDA does not name the PCI function (the .0 of 0000:3b:00.0); all of a card share their CPUs.
+    """Return the CPUs that the kernel lists as local to a GPU: all without NUMA, none for an
+    unknown GPU."""
+    # CUDA omits the PCI function (the .0 of 0000:3b:00.0); all functions of a card have equal CPUs.
     for function in sorted(root.glob(f"bus/pci/devices/{gpu}.*")):
         with contextlib.suppress(OSError, ValueError):
             return parse_cpu_list((function / "local_cpulist").read_text())
@@ -71,15 +71,15 @@ def near_cpus(root: Path, gpu: str) -> set[int]:
 
 
 def _same_kind(root: Path, gpu: str) -> list[str]:
-    """List the GPUs of this host that are like this one: a process that sees one alone does not
-    know of the other ranks'."""
+    """List the GPUs of this host of the same model as this one: a process that sees only its own
+    does not know those of other ranks."""
 
     def kind(function: Path) -> tuple[str, ...]:
         return tuple((function / name).read_text() for name in ("vendor", "device"))
 
     own = next(iter(sorted(root.glob(f"bus/pci/devices/{gpu}.*"))))
     found = set()
-    # /sys has every card of the host, also those that Slurm's cgroup hides from CUDA.
+    # /sys has every card of the host, even those that Slurm's cgroup hides from CUDA.
     for function in root.glob("bus/pci/devices/*"):
         with contextlib.suppress(OSError):
             if kind(function) == kind(own):
@@ -88,7 +88,7 @@ def _same_kind(root: Path, gpu: str) -> list[str]:
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """Parse the kernel's notation of CPU lists: 0-15,64-79."""
+    """Parse a CPU list in the kernel's notation: 0-15,64-79."""
     cpus: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -97,7 +97,7 @@ def parse_cpu_list(text: str) -> set[int]:
 
 
 def bind_to_socket(device: torch.device, world: World) -> None:
-    """Keep this process to the CPUs, and so to the memory, of its GPU's socket."""
+    """Bind this process to the CPUs, and thus the memory, of its GPU's socket."""
     import torch
 
     if device.type != "cuda":
@@ -114,7 +114,7 @@ def bind_to_socket(device: torch.device, world: World) -> None:
 
 
 def _on_the_bus(index: int) -> str:
-    """Return the name of a GPU on the PCI bus; empty if this torch does not tell it."""
+    """Return the PCI bus name of a GPU; "" if this version of torch does not have it."""
     import torch
 
     about: Any = torch.cuda.get_device_properties(index)

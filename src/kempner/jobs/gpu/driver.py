@@ -1,6 +1,6 @@
-"""Match of the installed torch's CUDA and this host's driver. No torch.
+"""Compatibility of the installed torch's CUDA with this host's driver. No torch.
 
-A driver runs programs of its own major version of CUDA and of older ones:
+A driver runs programs built with its own major version of CUDA or an older one:
 docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html. torch 2.13 has builds
 with CUDA 12.6 and 13.0: github.com/pytorch/pytorch/blob/main/RELEASE.md.
 """
@@ -13,27 +13,27 @@ import re
 import sys
 from pathlib import Path
 
-BRANCHES = {"13": 580, "12": 525}  # the first branch of the driver, by CUDA's major version
-INDEXES = {580: "cu130", 525: "cu126"}  # of torch's builds, by the first branch that runs them
+BRANCHES = {"13": 580, "12": 525}  # first driver branch, by CUDA's major version
+INDEXES = {580: "cu130", 525: "cu126"}  # of torch's builds, by the first driver branch
 WHEEL_INDEX = "https://download.pytorch.org/whl/"
 
 
 def driver_version() -> str | None:
-    """The version of NVIDIA's driver on this host, such as 580.65.06; None: there is none."""
-    root = os.environ.get("KEMPNER_PROC", "/proc")  # a test puts a tree of its own here
+    """Return the version of NVIDIA's driver on this host, such as 580.65.06; None without one."""
+    root = os.environ.get("KEMPNER_PROC", "/proc")  # set by tests
     try:
         text = Path(root, "driver/nvidia/version").read_text()
     except OSError:
         return None
-    # The open driver writes "Open Kernel Module for x86_64  580.65.06", the other one
+    # The open driver writes "Open Kernel Module for x86_64  580.65.06", the proprietary one
     # "x86_64 Kernel Module  535.104.05".
     found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", text)
     return found[1] if found else None
 
 
 def cuda_of_torch() -> str | None:
-    """The CUDA that the installed torch was built with, such as 13.0; None: none, or no torch."""
-    # torch.version would say it, too, but `import torch` takes seconds: its file is read as text.
+    """Return the CUDA version of the installed torch, such as 13.0; None without CUDA or torch."""
+    # `import torch` for torch.version takes seconds, so read its file as text.
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return None
@@ -47,13 +47,13 @@ def cuda_of_torch() -> str | None:
 
 
 def branch_for(cuda: str) -> int | None:
-    """Return the first branch of the driver that runs this version of CUDA; None: unknown."""
+    """Return the first driver branch that runs this version of CUDA; None if unknown."""
     return BRANCHES.get(cuda.partition(".")[0])
 
 
 def driver_problem(driver: str | None, cuda: str | None) -> str | None:
-    """Return why a torch built with `cuda` cannot use the GPUs of a host with this driver, and the
-    fix; None if it can, or if that is unknown."""
+    """Return why torch built with `cuda` cannot use the GPUs of a host with this driver, and the
+    fix; None if it can or if that is unknown."""
     if driver is None:
         return None
     if cuda is None:
@@ -68,7 +68,7 @@ def driver_problem(driver: str | None, cuda: str | None) -> str | None:
 
 
 def driver_remedy(driver: str | None) -> str:
-    """Return how to get a torch that fits."""
+    """Return how to get a compatible torch."""
     branch = int(driver.partition(".")[0]) if driver else 0
     fits = [name for least, name in INDEXES.items() if branch >= least]
     if driver and not fits:
@@ -80,7 +80,7 @@ def driver_remedy(driver: str | None) -> str:
 
 
 def driver_and_cuda() -> str | None:
-    """Describe driver and CUDA side by side; None for a torch without CUDA."""
+    """Describe the versions of driver and CUDA; None if torch has no CUDA."""
     cuda, version = cuda_of_torch(), driver_version()
     if cuda is None:
         return None
@@ -92,8 +92,8 @@ def driver_and_cuda() -> str | None:
 
 
 def compare_with_torch() -> None:
-    """Print driver and CUDA side by side; warn if they do not fit: the job's nodes may, and a newer
-    libcuda (NVIDIA's cuda-compat) makes up for it."""
+    """Print the versions of driver and CUDA. A mismatch is only a warning: the job's nodes may fit,
+    and a newer libcuda (NVIDIA's cuda-compat) makes up for it."""
     if text := driver_and_cuda():
         print(text, file=sys.stderr)
     if text := driver_problem(driver_version(), cuda_of_torch()):

@@ -13,12 +13,12 @@ from typing import Literal
 
 from kempner.jobs.gpu.reading import REASONS, SLOWDOWNS, SWITCHES, GpuReading
 
-# end: the run ends at once, and goes on without the node. exclude: it goes on, and if it ends by a
-# crash or a hang, then without the node. warn: the administrator should know. note: recorded only.
+# end: the run ends at once and restarts without the node. exclude: it goes on; a restart after a
+# crash or a hang excludes the node. warn: for the administrator. note: recorded only.
 FaultAction = Literal["end", "exclude", "warn", "note"]
 
-# After these the GPU computes nothing more until it is reset, and the program may never hear of it:
-# in the catalog the immediate action is to reset the GPU, or to restart the machine.
+# After these the GPU does not compute until it is reset, and the program may never be told: the
+# catalog's immediate action is to reset the GPU or to restart the machine.
 DEAD = {
     46: "the GPU has stopped processing",
     62: "its micro-controller has halted",
@@ -30,7 +30,7 @@ DEAD = {
     143: "the GPU could not be initialized",
     158: "a fatal timeout of the GPU",
 }
-# Also faults of the hardware; but the program is told, or may go on.
+# Also hardware faults, but the program is told or may go on.
 BROKEN_GPU = {
     48: "a memory error of two bits",
     64: "a broken row of memory could not be remapped",
@@ -50,11 +50,11 @@ WORN = {
     156: "a resource of the GPU is retired at the next reset",
     157: "a resource of the GPU could not be retired",
 }
-# All others blame nobody: 13, 31, 43, 45 and 69 are mostly the program's own faults, and 154 only
-# repeats the recovery that another one requires.
+# All others blame no GPU: 13, 31, 43, 45 and 69 are mostly faults of the program, and 154 only
+# repeats the recovery action of another Xid.
 
-THROTTLED = 4  # looks, in at least half of which a GPU is slowed down
-LOADED = 50.0  # percent: an idle GPU saves power by a slower link
+THROTTLED = 4  # readings, with a GPU slowed down in at least half of them
+LOADED = 50.0  # percent: an idle GPU slows its link to save power
 SWITCHED: dict[str, tuple[FaultAction, str]] = {
     "remapped_rows.failure": ("exclude", "a broken row of memory could not be remapped"),
     "remapped_rows.pending": ("warn", "a broken row of memory is remapped at the next reset"),
@@ -79,13 +79,13 @@ class Finding:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Identity of the finding: one of a kind is enough."""
+        """Identity of the finding: each is reported once."""
         where = None if self.gpu is None else self.gpu.pci or self.gpu.index
         return self.kind, where, self.xid, self.text if self.xid is None else ""
 
 
 def of_xid(xid: int, text: str, gpu: GpuReading | None) -> Finding:
-    """Make the finding for an Xid. `text`: the driver's message, or ""."""
+    """Return the finding for an Xid. `text`: the driver's message, or ""."""
     tables: tuple[tuple[dict[int, str], FaultAction], ...] = (
         (DEAD, "end"),
         (BROKEN_GPU, "exclude"),
@@ -98,8 +98,7 @@ def of_xid(xid: int, text: str, gpu: GpuReading | None) -> Finding:
 
 
 def at_rest(gpu: GpuReading) -> Iterator[tuple[str, str]]:
-    """Yield faults visible at a single look, by nvidia-smi's names, with the value: for the
-    preflight."""
+    """Yield (nvidia-smi's name, value) of the faults visible in one reading, for the preflight."""
     if gpu.lost:
         yield "state", "lost"
     if errors := gpu.number(ECC):
@@ -120,16 +119,16 @@ def _narrow(gpu: GpuReading) -> bool:
 
 @dataclass
 class ReadingComparison:
-    """Comparison of each look with the first one, and with the last few."""
+    """Compares each reading with the first one and with the last few."""
 
     first: dict[str, GpuReading] = field(default_factory=dict)
     last: dict[str, GpuReading] = field(default_factory=dict)
     slowed: dict[str, deque[tuple[str, ...]]] = field(default_factory=dict)
-    missing: set[str] = field(default_factory=set)  # at the last look
+    missing: set[str] = field(default_factory=set)  # in the last reading
 
     @property
     def in_doubt(self) -> bool:
-        """True if something has to be looked at again soon."""
+        """True if another reading is needed soon."""
         return bool(self.missing)
 
     def look(self, gpus: Sequence[GpuReading]) -> Iterator[Finding]:
@@ -145,11 +144,11 @@ class ReadingComparison:
             self.last[name] = gpu
 
     def _lost(self, now: dict[str, GpuReading]) -> Iterator[Finding]:
-        """Yield lost GPUs: missing twice in a row, because a busy driver may leave one out; and
-        only those that were well: the driver says the same of GPUs that other jobs have."""
+        """Yield lost GPUs: missing twice in a row, because a busy driver may omit one, and healthy
+        before, because the driver also reports other jobs' GPUs as lost."""
         lost_gpus = {name: self.first[name] for name in self.first.keys() - now.keys()}
         if any(gpu.lost and gpu.index < 0 for gpu in now.values()):
-            lost_gpus = {}  # nvidia-smi then says nothing of the others
+            lost_gpus = {}  # nvidia-smi then reports no others
         for name, gpu in now.items():
             if gpu.lost and (name in self.first or (self.first and not gpu.pci)):
                 lost_gpus[name] = self.first.get(name, gpu)
@@ -170,8 +169,8 @@ def _name(gpu: GpuReading) -> str:
 
 
 def _memory(first: GpuReading, gpu: GpuReading) -> Iterator[Finding]:
-    """Yield memory errors. Those from before the run are not a reason to leave the node."""
-    # This counter begins when the driver is loaded: it has the errors of earlier jobs, too.
+    """Yield memory errors. Those from before the run do not exclude the node."""
+    # This counter starts when the driver is loaded, so it includes errors of earlier jobs.
     errors, before = gpu.number(ECC) or 0, first.number(ECC) or 0
     if errors > before:
         text = "memory errors that could not be corrected"
@@ -188,7 +187,7 @@ def _link(first: GpuReading, gpu: GpuReading, before: GpuReading | None) -> Iter
     if _narrow(gpu):
         now, most = gpu.number(f"{LINK_WIDTH}.current"), gpu.number(f"{LINK_WIDTH}.max")
         yield Finding("link", "warn", f"PCIe has {now:.0f} of {most:.0f} lanes", gpu)
-    # In two looks: the load is a mean of up to a second, the link's state that of an instant.
+    # In two readings: the load is a mean over up to a second, the link's state instantaneous.
     if before is not None and _slow_link(before) and _slow_link(gpu):
         now, most = gpu.number(f"{LINK_GENERATION}.current"), gpu.number(f"{LINK_GENERATION}.max")
         yield Finding("link", "warn", f"PCIe of generation {now:.0f}, not {most:.0f}", gpu)

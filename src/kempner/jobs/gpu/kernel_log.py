@@ -19,8 +19,8 @@ JOURNAL = ("journalctl", "--dmesg", "--follow", "--lines=0", "--output=cat", "--
 
 
 class KernelLog:
-    """The kernel log from now on: /dev/kmsg if it may be read, else journald's for this user, else
-    nothing. KEMPNER_KERNEL_LOG names another file: a test's."""
+    """The kernel log from now on: /dev/kmsg if readable, else this user's journal, else nothing.
+    KEMPNER_KERNEL_LOG names another file, for tests."""
 
     def __init__(self) -> None:
         self._journal: subprocess.Popen[bytes] | None = None
@@ -28,7 +28,7 @@ class KernelLog:
         path = os.environ.get("KEMPNER_KERNEL_LOG", "/dev/kmsg")
         with contextlib.suppress(OSError):
             self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-            # What is there already is from before the run.
+            # Skip messages from before the run.
             os.lseek(self._file, 0, os.SEEK_END)
         if self._file < 0 and (program := shutil.which(JOURNAL[0])):
             self._journal = subprocess.Popen(
@@ -49,16 +49,16 @@ class KernelLog:
         return "kernel log" if self._file >= 0 else ""
 
     def xids(self) -> Iterator[tuple[str, int, str]]:
-        """Bus, number and text of each error since the last call."""
+        """Yield bus, number and text of each error since the last call."""
         self._rest += b"".join(self._read()) if self._file >= 0 else b""
-        # The journal's pipe may part a line: its beginning waits for the rest.
+        # The journal's pipe may split a line: keep its beginning for the next call.
         *lines, self._rest = self._rest.split(b"\n")
         for line in lines:
             if found := XID.search(line.decode(errors="replace")):
                 yield short_bus_id(found[1]), int(found[2]), found[3].strip()
 
     def _read(self) -> Iterator[bytes]:
-        """Yield new records: /dev/kmsg gives one a call; EPIPE says that some were overwritten."""
+        """Yield new records. /dev/kmsg returns one per read; EPIPE: some were overwritten."""
         while True:
             try:
                 part = os.read(self._file, 1 << 16)

@@ -1,6 +1,6 @@
-"""One look at the GPUs of this node: through NVML (the extra `gpu`), else nvidia-smi. No torch.
+"""One reading of this node's GPUs, through NVML (the extra `gpu`) or else nvidia-smi. No torch.
 
-Neither makes a CUDA context. Both may hang with the driver: look from a process, or at least a
+Neither makes a CUDA context. Both may hang with the driver: read in a process, or at least a
 thread, that nobody waits for. Names and units: `nvidia-smi --help-query-gpu`, NVML's API reference.
 """
 
@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-# Without persistence mode each nvidia-smi loads the driver: seconds, on a node of eight GPUs.
+# Without persistence mode each nvidia-smi loads the driver: seconds on a node with eight GPUs.
 NVIDIA_SMI_TIMEOUT_S = 20.0
 LOST_GPU = re.compile(r"GPU is lost|fallen off the bus|Unable to determine the device handle")
-# Reasons of a slowdown by nvidia-smi's name, with NVML's bit. A power cap that somebody has set
-# (sw_power_cap) is left out: most GPUs reach it in most steps.
+# Slowdown reasons: nvidia-smi's name -> NVML's bit. The software power cap (sw_power_cap) is left
+# out: most GPUs reach it in most steps.
 SLOWDOWNS = {
     "hw_slowdown": 0x8,
     "sw_thermal_slowdown": 0x20,
@@ -51,17 +51,17 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True)
 class GpuReading:
-    """Readings of one GPU; unknown ones are None, or missing."""
+    """Readings of one GPU; unknown values are None or missing."""
 
     index: int
     uuid: str = ""
-    pci: str = ""  # of its bus, as 0000:3b:00
+    pci: str = ""  # bus id, such as 0000:3b:00
     serial: str = ""
     lost: bool = False
-    numbers: Mapping[str, float | None] = field(default_factory=dict)  # of NUMBERS
-    switches: tuple[str, ...] = ()  # of SWITCHES, those that are on
-    slowdowns: tuple[str, ...] = ()  # that are active
-    nvlinks: tuple[int, ...] = ()  # that are up; none where only nvidia-smi is asked
+    numbers: Mapping[str, float | None] = field(default_factory=dict)  # by NUMBERS
+    switches: tuple[str, ...] = ()  # those of SWITCHES that are on
+    slowdowns: tuple[str, ...] = ()  # active ones
+    nvlinks: tuple[int, ...] = ()  # those that are up; empty with nvidia-smi
 
     def number(self, name: str) -> float | None:
         return self.numbers.get(name)
@@ -77,13 +77,13 @@ class Reader(Protocol):
     name: str
 
     def read(self) -> list[GpuReading]:
-        """All GPUs that the driver shows. Raises NoAnswer."""
+        """Return all GPUs that the driver shows. Raises NoAnswer."""
 
     def xids(self, seconds: float) -> Iterator[tuple[str, int]]:
         """Wait up to `seconds` and yield bus and number of the next error."""
 
     def processes(self, gpu: GpuReading) -> list[int]:
-        """Return the ids of the known processes that hold some of its memory."""
+        """Return the ids of the known processes that use its memory."""
 
 
 def open_reader() -> Reader | None:
@@ -95,40 +95,39 @@ def open_reader() -> Reader | None:
 
 
 def short_bus_id(text: str) -> str:
-    """0000:3b:00, from what NVML, nvidia-smi and the kernel log write in three ways."""
+    """Normalize the bus ids of NVML, nvidia-smi and the kernel log to one form, 0000:3b:00."""
     found = re.search(r"([0-9a-fA-F]+):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})", text)
     return f"{int(found[1], 16):04x}:{found[2]}:{found[3]}".lower() if found else ""
 
 
 def given_names() -> list[str] | None:
-    """Return numbers, or names, of the GPUs that Slurm gave to this task; None if it set nothing.
-    With a binding (--gpu-bind) these are the task's own, otherwise all of the job's on this
-    node."""
+    """Return numbers or names of the GPUs that Slurm gave to this task; None if it set nothing.
+    With --gpu-bind these are the task's own, otherwise all of the job's on this node."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     text = os.environ.get("SLURM_STEP_GPUS") or visible
-    if visible and "MIG-" in visible:  # the numbers are of the cards, or of Slurm's own list
+    if visible and "MIG-" in visible:  # SLURM_STEP_GPUS numbers cards, or Slurm's own list
         text = visible
     return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
 
 
 def of_this_job(gpus: Sequence[GpuReading]) -> list[GpuReading]:
-    """Select the GPUs that the job was given on a shared node. If the others are hidden from the
-    job, the driver counts from 0, so that their numbers say nothing: then select all."""
+    """Select the GPUs that the job was given on a shared node, or all if no name fits: if the other
+    GPUs are hidden from the job, the driver counts from 0 and the numbers mean nothing."""
     return surely_of_this_job(gpus) or list(gpus)
 
 
 def surely_of_this_job(gpus: Sequence[GpuReading]) -> list[GpuReading]:
-    """Select the same, but none if no name fits and there are more GPUs than names: some of them
-    may be another job's."""
+    """Select the same, but none if no name fits and there are more GPUs than names: some may belong
+    to another job."""
     names = given_names()
     if names is None or len(names) >= len(gpus):
         return list(gpus)
     fits = [[gpu for gpu in gpus if _is_called(gpu, name)] for name in names]
-    return [gpu for gpu in gpus if [gpu] in fits]  # CUDA takes no name that fits several
+    return [gpu for gpu in gpus if [gpu] in fits]  # CUDA rejects an ambiguous name
 
 
 def _is_called(gpu: GpuReading, name: str) -> bool:
-    """Return whether a name means this GPU; CUDA takes the beginning of a UUID, too."""
+    """Return whether a name means this GPU. CUDA also takes the beginning of a UUID."""
     return name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name))
 
 
@@ -140,7 +139,7 @@ class NvidiaSmi:
 
     def __init__(self, program: str) -> None:
         self._program = program
-        self._known: dict[str, str] = {}  # what this driver calls each name; none: not yet asked
+        self._known: dict[str, str] = {}  # name -> this driver's name; empty: not yet asked
 
     def read(self) -> list[GpuReading]:
         if not self._known:
@@ -160,18 +159,18 @@ class NvidiaSmi:
         return []
 
     def _learn(self) -> dict[str, str]:
-        """Return the names that this version knows. It refuses a whole query for one unknown name:
-        then each is asked."""
+        """Return the names that this version knows. One unknown name fails the whole query, so each
+        name is then tried alone."""
         with contextlib.suppress(NoAnswer):
             self._ask(QUERY)
             return dict(zip(QUERY, QUERY, strict=True))
-        self._ask(["index"])  # no answer at all
+        self._ask(["index"])  # raises if there is no answer at all
         names: dict[str, str] = {}
         for name in QUERY:
             for called in (name, name.replace("event", "throttle")):  # before driver 535
                 with contextlib.suppress(NoAnswer):
                     self._ask([called])
-                    # The new name first; it stays where the driver knows both.
+                    # The new name wins if the driver knows both.
                     names.setdefault(name, called)
         return names
 
@@ -202,7 +201,8 @@ class NvidiaSmi:
         return rows
 
     def _of_lost(self, output: str, why: str, names: list[str]) -> list[list[str]]:
-        """Make the row of a lost GPU: nvidia-smi then reports nothing else, not even the others."""
+        """Return the row of a lost GPU: nvidia-smi then reports nothing else, not even the other
+        GPUs."""
         row = {"index": "-1", "pci.bus_id": short_bus_id(output), "lost": why}
         back = {called: name for name, called in self._known.items()}
         return [[row.get(back.get(name, name), "lost") for name in names]]
@@ -237,7 +237,7 @@ def _number(text: str) -> float | None:
 
 
 class Nvml:
-    """A reader through nvidia-ml-py, whose module is pynvml."""
+    """A reader through nvidia-ml-py (module pynvml)."""
 
     name = "NVML"
 
@@ -251,7 +251,7 @@ class Nvml:
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
         except pynvml.NVMLError as error:
             raise NoAnswer(str(error)) from None
-        # While all is well: a lost GPU tells neither its bus nor its serial number.
+        # Read now: a lost GPU reports neither its bus nor its serial number.
         self._about = [self._identity(index) for index in range(count)]
         self._events = self._maybe(pynvml.nvmlEventSetCreate)
         xid = pynvml.nvmlEventTypeXidCriticalError
@@ -262,7 +262,7 @@ class Nvml:
         return [self._read(index) for index in range(len(self._handles))]
 
     def xids(self, seconds: float) -> Iterator[tuple[str, int]]:
-        """Yield errors; the driver reports them without a readable kernel log, too."""
+        """Yield errors; the driver reports them even if the kernel log is not readable."""
         if self._events is None:
             time.sleep(seconds)
             return
@@ -292,14 +292,14 @@ class Nvml:
         nvml, handle, about = self._nvml, self._handles[index], self._about[index]
         uncorrected, volatile = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         try:
-            # The first question of a look: any of them would tell of a lost GPU.
+            # The first query of a reading; any would detect a lost GPU.
             temperature = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
         except nvml.NVMLError as error:
             if error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
                 return replace(about, lost=True)
             temperature = None
         power = self._maybe(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
-        # The older structure counts the driver's own memory as used.
+        # The older structure (v1) counts the driver's own memory as used.
         memory = self._maybe(lambda: nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2).used)
         if memory is None:
             memory = self._maybe(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used)
@@ -319,7 +319,7 @@ class Nvml:
         pages = self._maybe(lambda: nvml.nvmlDeviceGetRetiredPagesPendingStatus(handle))
         # nvmlDeviceGetRemappedRows: corrected, uncorrected, pending, failure.
         on = dict(zip(SWITCHES, (rows[3], rows[2], pages), strict=True))
-        # The older one of two names, which all versions have.
+        # The older of two names, which all versions have.
         slow = self._maybe(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
         return replace(
             about,
@@ -332,13 +332,13 @@ class Nvml:
     def _links(self, handle: Any) -> Iterator[int]:
         for link in range(self._nvml.NVML_NVLINK_MAX_LINKS):
             state = self._maybe(lambda n=link: self._nvml.nvmlDeviceGetNvLinkState(handle, n))
-            if state is None:  # no more of them
+            if state is None:  # no more links
                 return
             if state:
                 yield link
 
     def _maybe(self, ask: Callable[..., Any]) -> Any:
-        """Return the answer; None if this GPU, or this driver, does not know."""
+        """Return the answer; None if this GPU or driver does not support the query."""
         try:
             return ask()
         except (self._nvml.NVMLError, AttributeError):

@@ -1,11 +1,11 @@
-"""Watches the GPUs of one node for a rank, in a process of its own. No torch, no CUDA.
+"""Watches the GPUs of one node for a rank, in a separate process. No torch, no CUDA.
 
     python -m kempner.jobs.gpu.sampler RUN_DIR ATTEMPT SECONDS
 
-The rank that starts it holds its standard input: it looks once more and ends when that is closed,
-or when the rank is gone. What it finds becomes events in attempts/HOST.jsonl of the run directory;
-gpu/HOST.jsonl there gets a line a minute, one with each of these events, and one at the end. The
-driver is asked in threads, which may hang with it.
+The rank that starts it holds its standard input. When that is closed or the rank is gone, it takes
+a last reading and ends. Findings become events in attempts/HOST.jsonl of the run directory;
+gpu/HOST.jsonl there gets a line per minute, one with each event, and one at the end. The driver is
+queried in threads, which may hang with it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from kempner.jobs.records.events import Event, FaultEvent, GpuFault
 from kempner.jobs.system.files import LineFile
 from kempner.jobs.this_job import host_name, job_name
 
-GPU_POLL_S = 1.0  # between two looks at the kernel log, and at the rank
-SOON_S = 2.0  # a second look at what is in doubt
+GPU_POLL_S = 1.0  # between two checks of the kernel log and the rank
+SOON_S = 2.0  # until another reading if a GPU is in doubt
 SAMPLER_LAST_READ_S = 4.0
-DRIVER_SILENCE_S = 60.0  # without an answer of the driver, which takes seconds when it is slow
-GPU_LINE_S = 60.0  # between two lines of the figures
+DRIVER_SILENCE_S = 60.0  # without an answer of the driver; a slow driver takes seconds
+GPU_LINE_S = 60.0  # between two lines of figures
 
-_GpuLook = list[GpuReading] | str  # or why there is none
+_GpuLook = list[GpuReading] | str  # str: why there is no reading
 
 
 class GpuSampler:
@@ -52,7 +52,7 @@ class GpuSampler:
         self._looks: queue.Queue[_GpuLook] = queue.Queue()
         self._errors: queue.Queue[tuple[str, int]] = queue.Queue()
         self._due = threading.Event()
-        self._asked = self._looked = 0  # looks that were asked for; the last one that is done
+        self._asked = self._looked = 0  # numbers of the last reading requested, and done
         self._answered = time.monotonic()
 
     def run(self) -> None:
@@ -67,7 +67,7 @@ class GpuSampler:
             if time.monotonic() >= following:
                 self._ask()
                 following = time.monotonic() + self.interval
-        self._ask()  # why has it ended?
+        self._ask()  # why has the rank ended?
         end = time.monotonic() + SAMPLER_LAST_READ_S
         while self._looked < self._asked and time.monotonic() < end:
             time.sleep(0.05)
@@ -79,8 +79,8 @@ class GpuSampler:
         self.log.close()
 
     def _rank_lives(self) -> bool:
-        # Two signs: a child that the rank has forked, such as a worker of a loader, keeps the pipe
-        # open; and if the rank is gone before getppid() is first asked, the answer never changes.
+        # Two checks: a forked child of the rank, such as a loader worker, keeps the pipe open; and
+        # if the rank is gone before the first getppid(), its value never changes.
         readable, _, _ = select.select([sys.stdin], [], [], min(GPU_POLL_S, self.interval))
         return not readable and os.getppid() == self.rank
 
@@ -90,7 +90,7 @@ class GpuSampler:
 
     def _read(self) -> None:
         while self._due.wait():
-            # Before the look, not after it: whoever asks while it lasts wants another one.
+            # Before the reading: a request during it asks for another one.
             self._due.clear()
             count = self._asked
             try:
@@ -103,10 +103,10 @@ class GpuSampler:
         while True:
             for error in self.reader.xids(GPU_POLL_S):
                 self._errors.put(error)
-            time.sleep(0.01)  # NVML answers at once when a GPU is lost
+            time.sleep(0.01)  # NVML returns at once if a GPU is lost
 
     def _take(self) -> None:
-        """Process what has come since the last time."""
+        """Process all readings and errors since the last call."""
         while not self._looks.empty():
             look = self._looks.get()
             if isinstance(look, str):
@@ -116,7 +116,7 @@ class GpuSampler:
             self.figures.add(look)
             for finding in self.watch.look(look):
                 self._found(finding)
-        # Where the looks are further apart than that, one without an answer is no silence yet.
+        # With a long interval, one reading without an answer is not yet silence.
         if time.monotonic() - self._answered > max(DRIVER_SILENCE_S, 3 * self.interval):
             text = f"{self.reader.name} does not answer"
             self._found(Finding("silent", "warn", text))
@@ -124,7 +124,7 @@ class GpuSampler:
         for pci, xid, text in (*self.log.xids(), *errors):
             if pci in self.gpus or not pci:  # not another job's
                 self._found(of_xid(xid, text, self.gpus.get(pci)))
-            elif not self.gpus:  # whose it is is not known
+            elif not self.gpus:  # unknown whose it is
                 finding = of_xid(xid, text, GpuReading(index=-1, pci=pci))
                 harmless = finding.answer in ("warn", "note")
                 self._found(finding if harmless else replace(finding, answer="warn"))
@@ -156,7 +156,7 @@ class GpuSampler:
         )
         if answer == "note":
             return
-        # The figures of this moment: the node may not live until the minute's line is due.
+        # Write the figures now: the node may not live until the next line is due.
         self.figures.write()
         ends = answer == "end"
         print(
@@ -164,27 +164,27 @@ class GpuSampler:
             file=sys.stderr,
             flush=True,
         )
-        # Once the rank is gone its id may be another process's; our parent then is no longer it.
+        # If the rank is gone, its id may be another process's; then it is no longer our parent.
         if ends and os.getppid() == self.rank:
-            # Collectives would hang now, and the watchdogs of the others wait for minutes.
+            # Collectives would hang now, and the other ranks' watchdogs wait for minutes.
             text = f"{self.host}: {reason}"
             self._record(FaultEvent(**head, kind="crash", hosts=(self.host,), reason=text))  # type: ignore[arg-type]
-            # Not SIGTERM, which asks it to save: that needs the GPU. Only after the record, from
-            # which the batch script knows the node.
+            # Not SIGTERM, which requests a save: that needs the GPU. After the record, which tells
+            # the batch script the node.
             os.kill(self.rank, signal.SIGKILL)
 
     def _record(self, event: Event) -> None:
-        with contextlib.suppress(OSError):  # a full disk: what follows does not need the record
+        with contextlib.suppress(OSError):  # a full disk: the rest does not need the record
             events.append_event(events.own_file(self.run_dir / "attempts.jsonl"), event)
 
 
 class Figures:
-    """A line a minute, or sooner: of each GPU the mean of the looks since the line before."""
+    """Writes a line per minute, or sooner: the mean of each GPU's readings since the last line."""
 
     def __init__(self, run_dir: Path, host: str, attempt: int) -> None:
         self.path, self.head = run_dir / "gpu" / f"{host}.jsonl", {"host": host, "attempt": attempt}
         self.looks: list[list[GpuReading]] = []
-        self.written = -GPU_LINE_S  # the first look is a line
+        self.written = -GPU_LINE_S  # the first reading gets a line
 
     def add(self, look: list[GpuReading]) -> None:
         self.looks.append(look)
@@ -221,7 +221,7 @@ def _figures(index: int, looks: list[GpuReading]) -> dict[str, object]:
 
 
 def main(run_dir: Path, attempt: int, interval: float) -> None:
-    # Requests to the rank: Slurm sends a step's signals to all of its processes.
+    # These are requests to the rank: Slurm sends a step's signals to all of its processes.
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if (reader := open_reader()) is None:

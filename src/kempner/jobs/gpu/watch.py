@@ -13,8 +13,7 @@ SAMPLER_END_S = 2.0
 
 
 class GpuWatch:
-    """The sampler of a node, started by its first rank. It ends with this process, however that
-    ends."""
+    """The sampler of a node, started by its first rank. It always ends with this process."""
 
     def __init__(self, run_dir: Path, attempt: int, interval: float, stderr: int) -> None:
         """Raises OSError."""
@@ -24,14 +23,14 @@ class GpuWatch:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
-            # Signals to the rank's process group, such as that of Ctrl-C, are not for it.
+            # Keeps out signals to the rank's process group, such as Ctrl-C.
             start_new_session=True,
         )
 
     def look_once_more(self) -> None:
-        """Take a last look after this rank has failed: it may be the GPU's fault."""
+        """Take a last reading after this rank has failed: the GPU may be at fault."""
         assert self._process.stdin is not None
-        # It waits for its input, and takes the end of it for this request.
+        # The end of its input requests the last reading.
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(WATCH_LAST_READ_S)
@@ -46,8 +45,8 @@ class GpuWatch:
 
 
 def start_watch(run_dir: Path, attempt: int, interval: float, stderr: int = 2) -> GpuWatch | None:
-    """Start the sampler. `stderr`: where it reports its findings. None if the node has no room for
-    another process."""
+    """Start the sampler. `stderr`: where it reports findings. Returns None if the process cannot be
+    started."""
     with contextlib.suppress(OSError):
         return GpuWatch(run_dir, attempt, interval, stderr)
     return None

@@ -1,13 +1,12 @@
-"""Check the nodes of a job: kp_prove_nodes in scripts/slurm/lib starts this on the batch host.
+"""Check the nodes of a job; kp_prove_nodes in scripts/slurm/lib starts this on the batch host.
 
     python -m kempner.jobs.preflight --nodes node1,node2 --tasks 4 --gpus 4 --device auto \\
         --dir RUN --json FILE --meet DIR
 
 Writes its port and the directory to DIR/port, for the tasks (kempner.jobs.preflight.task) that srun
 then starts; DIR/ended appears when srun has ended. Queries the tasks
-(kempner.jobs.preflight.channel), prints a table and writes the same as JSON. Exit code 0: no
-faults; 1: faults, with the faulty nodes in "bad" of the JSON; 2: bad input; 3: preflight itself has
-failed. """
+(kempner.jobs.preflight.channel), prints a table and writes it as JSON, too. Exit code 0: no faults;
+1: faults, with the faulty nodes in "bad" of the JSON; 2: bad input; 3: preflight itself failed. """
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from typing import Any
 
 from kempner.jobs.system.front_door import print_problems, run_program
 
-if __name__ == "__main__" and find_spec("torch") is None:  # of an image: nobody has looked before
+if __name__ == "__main__" and find_spec("torch") is None:  # first check inside a container image
     fix = "name an image that has it (KEMPNER_CONTAINER), or run make .venv/train"
     sys.exit(print_problems("preflight", [f"{sys.executable} lacks torch: {fix}"]))
 
@@ -38,11 +37,11 @@ from kempner.jobs.system.files import FULL, try_to_write, write_atomic
 from kempner.jobs.system.front_door import NoFreePort
 
 CHECK_IN_S = 120.0  # for half of the tasks to start and to import torch,
-NODE_S = 0.5  # more for each node: a file system that has nothing cached serves them in turn,
+NODE_S = 0.5  # plus this for each node: with a cold cache the file system serves them in turn,
 LONGEST_PREFLIGHT_S = 900.0
-STRAGGLERS_S = 30.0  # and then for the other half, or twice as long as the first one took
+STRAGGLERS_S = 30.0  # and then for the other half, or twice as long as the first half took
 LONGEST_MEASUREMENT_S = 600.0
-NOTHING_PROVED = 3  # the exit code: preflight itself has failed
+NOTHING_PROVED = 3  # exit code if preflight itself has failed
 
 
 def main(argv: list[str]) -> int:
@@ -76,7 +75,7 @@ def main(argv: list[str]) -> int:
     try:
         try_to_write(options.dir)
     except OSError as error:
-        if error.errno not in FULL:  # these are told below
+        if error.errno not in FULL:  # a full disk is reported below
             fix = "give a directory that exists, that you may write, and that all nodes share"
             parser.error(f"--dir {options.dir}: {error.strerror}: {fix}")
     try:
@@ -90,12 +89,12 @@ def main(argv: list[str]) -> int:
 
 def run_preflight(options: argparse.Namespace) -> int:
     began = time.monotonic()
-    allow_open_files()  # a connection for each task
+    allow_open_files()  # one connection per task
     driver = Driver()
-    # Only once it listens: a task that is refused there takes the driver for ended.
+    # Written once it listens: a task that is refused assumes that the driver has ended.
     write_atomic(options.meet / "port", f"{driver.port} {options.dir.absolute()}\n")
     nodes = await_tasks(driver, options.meet / "ended", options.nodes.split(","), options.tasks)
-    failed = (options.meet / "ended").exists()  # later it is there in any case
+    failed = (options.meet / "ended").exists()  # later it always exists
     report = Report(nodes)
     if any(node.answered for node in nodes):
         check_clocks(driver, nodes)
@@ -120,8 +119,7 @@ def run_preflight(options: argparse.Namespace) -> int:
 
 
 def pick_kind(options: argparse.Namespace, nodes: list[NodeResult]) -> str:
-    """Choose cuda or cpu, as the trainer does: the GPUs of a test cluster are only numbers to
-    Slurm."""
+    """Choose cuda or cpu as the trainer does; the GPUs of a test cluster exist only in Slurm."""
     if options.device == "cpu" or not options.gpus:
         return "cpu"
     real = any(node.facts.get("real_gpus") for node in nodes)
@@ -140,12 +138,12 @@ def await_tasks(driver: Driver, end_file: Path, names: list[str], tasks: int) ->
         missing = {rank: key for rank, key in keys.items() if rank not in answers}
         answers |= driver.answers(missing, time.monotonic() + 0.2)
         if not half_here and 2 * len(answers) >= len(keys):
-            # The first half has shown how long a start takes here.
+            # The first half shows how long a start takes here.
             now, half_here = time.monotonic(), True
             deadline = min(deadline, now + max(STRAGGLERS_S, 2 * (now - began)))
     nodes = []
     for k, name in enumerate(names):
-        # srun fills one node after the other: these are the ranks of node k.
+        # srun fills the nodes in order: these are the ranks of node k.
         ranks = range(k * tasks, (k + 1) * tasks)
         node = NodeResult(name, [rank for rank in ranks if rank in answers])
         if len(node.ranks) < tasks:
@@ -158,10 +156,10 @@ def await_tasks(driver: Driver, end_file: Path, names: list[str], tasks: int) ->
 
 
 def check_clocks(driver: Driver, nodes: list[NodeResult]) -> None:
-    """Measure each node's clock minus this host's, as NTP estimates it: the answer is taken to be
+    """Measure each node's clock minus this host's, estimated as in NTP: the answer is assumed to be
     from the middle of the round trip."""
     for node in filter(lambda node: node.answered, nodes):
-        # One node after the other: the driver's own delay would count as part of the round trip.
+        # One node at a time: the driver's own delay would count as part of the round trip.
         ask_time = time.time()
         keys = driver.ask([node.first], {"what": "time"})
         answer = driver.answers(keys, time.monotonic() + 2.0).get(node.first)
@@ -170,22 +168,22 @@ def check_clocks(driver: Driver, nodes: list[NodeResult]) -> None:
 
 
 def check_shared_directory(driver: Driver, nodes: list[NodeResult], folder: Path) -> None:
-    """Let the first node write a token that all others must see. They know directory and token from
-    the batch script."""
+    """Check that a token written by the first node is visible on all. The tasks know directory and
+    token from the batch script."""
     here = [node for node in nodes if node.answered]
     for what, group in (("write", here[:1]), ("read", here)):
         keys = driver.ask([node.first for node in group], {"what": what})
         answers = driver.answers(keys, time.monotonic() + 15.0)
         for node in group:
             error = answers.get(node.first, {"error": f"{folder}: no answer within 15 s"})
-            # The first node is asked twice: what it could not write it does not see either.
+            # The first node is asked twice; if it could not write the token, report that once.
             if "error" in error and not node.faults:
                 node.faults.append(f"run directory: {error['error']}")
     token_file(folder).unlink(missing_ok=True)
 
 
 def measure_all(driver: Driver, nodes: list[NodeResult], kind: str, least: float) -> Report:
-    """Measure all-reduces inside each node, between neighbours, and of all tasks."""
+    """Measure all-reduces inside each node, between neighbours and across all tasks."""
     report = Report(nodes, kind=kind, least=least)
     here = [node for node in nodes if node.answered]
     if any(len(node.ranks) > 1 for node in here):
@@ -202,10 +200,10 @@ def measure_all(driver: Driver, nodes: list[NodeResult], kind: str, least: float
         for (a, b), figure in zip(pairs, figures, strict=True):
             take_transport(figure, [here[a], here[b]])
             report.add_pair(here[a], here[b], figure)
-    # A node that was slow while other pairs were busy is measured again, alone, with the best node.
+    # A node that was slow while other pairs were busy is measured again with the best node alone.
     suspects = slow_nodes(report)
     good = [node for node in here if node not in suspects]
-    # Only where most are good: otherwise it is not the suspects that differ.
+    # Only if most are good: otherwise the suspects are not the exception.
     if len(good) * 2 > len(here):
         best = max(good, key=lambda node: node.best)
         for node in suspects:
@@ -221,21 +219,20 @@ def measure_all(driver: Driver, nodes: list[NodeResult], kind: str, least: float
 
 
 def take_transport(figure: dict[str, Any], nodes: list[NodeResult]) -> None:
-    """Note what NCCL uses on the nodes of a group that was measured."""
+    """Record the transport that NCCL uses on the nodes of a measured group."""
     used = iter(figure.pop("transports", []))
     for node in nodes:
-        # Ranks that reach their neighbours inside the node name none.
+        # Ranks whose neighbours are inside the node name none.
         node.transport = next(filter(None, [next(used, "") for _ in node.ranks]), node.transport)
 
 
 def pair_rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Pair neighbours on a ring of `count` nodes (3 or more), in rounds in which each node has at
-    most one partner. Each node meets two others, so that one bad partner does not make it look
-    bad."""
+    """Pair neighbours on a ring of `count` nodes (3 or more), in rounds with at most one partner
+    per node. Each node meets two others, so one bad partner does not make it look bad."""
     if count < 3:
         return []
     edges = [(k, (k + 1) % count) for k in range(count)]
-    # On an odd ring the last edge shares a node with an edge of either half.
+    # On an odd ring the last edge shares a node with an edge of each half.
     last = [edges.pop()] if count % 2 else []
     return [part for part in (edges[::2], edges[1::2], last) if part]
 
@@ -243,14 +240,14 @@ def pair_rounds(count: int) -> list[list[tuple[int, int]]]:
 def measure_groups(
     driver: Driver, name: str, groups: list[list[int]], kind: str
 ) -> list[dict[str, Any]]:
-    """Measure all groups at once; returns each group's figures of its first rank, or its first
-    error. "transports" says what NCCL uses on each rank."""
+    """Measure all groups at once. Returns for each group the figures of its first rank, or its
+    first error; "transports" has the transport that NCCL uses on each rank."""
     keys: dict[int, str] = {}
     limit = MEASURE_S + max(connect_limit(len(ranks), kind) for ranks in groups)
     for number, ranks in enumerate(groups):
         question = {"what": "measure", "name": f"{name}-{number}", "ranks": ranks, "kind": kind}
         keys |= driver.ask(ranks, question | {"store_port": driver.store.port})
-    # Longer than the limit of the tasks themselves: their own error says more than their silence.
+    # Longer than the tasks' own limit: their error says more than their silence.
     answers = driver.answers(keys, time.monotonic() + limit + 3.0)
     figures = []
     for ranks in groups:

@@ -20,19 +20,19 @@ import torch.distributed as dist
 from kempner.jobs.ranks.nccl_transport import LOG_SETTINGS, transport_of
 from kempner.jobs.ranks.own_device import pick_device
 
-BUDGET_S = 0.5  # for one all-reduce: after one that took longer, no larger message is tried
-REPEATS = 10  # of the largest message, if they fit into the budget; the fastest counts
+BUDGET_S = 0.5  # for one all-reduce: no larger message is tried after one that took longer
+REPEATS = 10  # of the largest message, if the budget allows; the fastest counts
 SMALLEST_MESSAGE, LARGEST_MESSAGE = 1 << 16, {"cpu": 1 << 24, "cuda": 1 << 28}  # bytes
 GROWTH = 8
-MEASURE_S = 10.0  # for the measurement itself, once the ranks are connected
+MEASURE_S = 10.0  # for the measurement, once the ranks are connected
 READY = b"ready\n"
 
 
 def connect_limit(ranks: int, kind: str) -> float:
-    """Seconds that a group may take to connect.
+    """Return the seconds that a group may take to connect.
 
-    On a GPU this covers the CUDA context and NCCL's communicator, which alone takes a minute and
-    more on 16 nodes (github.com/NVIDIA/nccl/issues/1646); gloo connects every rank to every other.
+    On a GPU this covers the CUDA context and NCCL's communicator, which alone takes over a minute
+    on 16 nodes (github.com/NVIDIA/nccl/issues/1646); gloo connects every rank to every other.
     """
     return min(600.0, (60.0 if kind == "cuda" else 10.0) + 0.25 * ranks)
 
@@ -42,9 +42,9 @@ def run_in_child(
 ) -> dict[str, Any]:
     """Run a measurement in a forked process, because a collective that hangs can only be killed.
 
-    `measure` calls its argument once it is connected: until then it has `connect_s` seconds, from
-    then on `measure_s`. Returns what it returns, or {"error": ...}. This process must not have used
-    CUDA.
+    `measure` calls its argument once it is connected: it has `connect_s` seconds until then and
+    `measure_s` afterwards. Returns its result or {"error": ...}. The calling process must not have
+    used CUDA.
     """
     read, write = os.pipe()
     sys.stdout.flush()
@@ -56,25 +56,25 @@ def run_in_child(
             os.write(write, READY)
 
         try:
-            # CUDA would fail too, but only on a node with GPUs, where the tests do not run.
+            # CUDA would fail too, but only with GPUs, where the tests do not run.
             assert not torch.cuda._is_in_bad_fork(), "CUDA was asked before the fork"
             answer = measure(connected)
-        except Exception as error:  # whatever it is, the table shows it
+        except Exception as error:  # the table shows any error
             answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         os.write(write, json.dumps(answer).encode())
-        # Without any clean-up, in which a broken communicator may hang.
+        # No clean-up: a broken communicator may hang in it.
         os._exit(0)
-    # From here on the child alone has it: if it dies, the reading below ends.
+    # Now only the child holds the write end: if it dies, the read below ends.
     os.close(write)
     text = b""
     limit, deadline = connect_s, time.monotonic() + connect_s
     while select.select([read], [], [], max(0.0, deadline - time.monotonic()))[0]:
         part = os.read(read, 1 << 16)
         text += part
-        # The end of the pipe: the child has answered, or has died.
+        # End of the pipe: the child has answered or died.
         if not part:
             break
-        # A slow connection must not use up the time of the measurement.
+        # A slow connection must not use up the measurement's time.
         if limit is connect_s and text.startswith(READY):
             limit, deadline = measure_s, time.monotonic() + measure_s
     os.close(read)
@@ -99,13 +99,13 @@ def measure_allreduce(
     nccl_log: Path,
     connected: Callable[[], None],
 ) -> dict[str, Any]:
-    """All-reduce among `ranks`; every one of them calls it. `kind` is cpu (gloo) or cuda (NCCL).
-    Calls `connected` after the first all-reduce. NCCL writes its log to `nccl_log`.
+    """Measure all-reduces among `ranks`, each of which calls this. `kind`: cpu (gloo) or cuda
+    (NCCL). Calls `connected` after the first all-reduce. NCCL writes its log to `nccl_log`.
 
-    Returns latency_s (median of a 4-byte message), bytes and bus_bytes_per_s of the largest message
-    that took less than half a second, at its best: 2 (n - 1) / n x bytes / seconds, so that the
-    figure does not depend on the number n of ranks (github.com/NVIDIA/nccl-tests,
-    doc/PERFORMANCE.md). With NCCL also transport: what NCCL says it uses between nodes.
+    Returns latency_s (median of a 4-byte message), and bytes and bus_bytes_per_s of the largest
+    message that took less than half a second, at its best: 2 (n - 1) / n x bytes / seconds, which
+    does not depend on the number n of ranks (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md).
+    With NCCL also transport, which NCCL reports for traffic between nodes.
     """
     device = pick_device(kind, local_rank)
     if kind == "cuda":
@@ -115,24 +115,25 @@ def measure_allreduce(
         store=store,
         rank=ranks.index(rank),
         world_size=len(ranks),
-        # The parent's two limits end a group that hangs: torch's own must not come before them.
+        # The parent's two limits end a group that hangs: torch's timeout must not come first.
         timeout=timedelta(seconds=connect_limit(len(ranks), kind) + MEASURE_S),
         device_id=device if kind == "cuda" else None,
     )
 
     def seconds(message: torch.Tensor) -> float:
-        """Return the slowest rank's seconds, so that all ranks decide alike."""
+        """Return the slowest rank's seconds."""
         began = time.perf_counter()
         dist.all_reduce(message)
         if kind == "cuda":
             torch.cuda.synchronize()
-        # The next message is chosen by this time: by their own, ranks would choose different sizes.
+        # This time selects the next message: with their own times ranks would select different
+        # sizes.
         slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return float(slowest)
 
     small = torch.ones(1, device=device)
-    # The first all-reduce makes the connections: it belongs to the time for connecting.
+    # The first all-reduce makes the connections, so it counts as connecting.
     seconds(small)
     connected()
     figures = _measure(seconds, device, len(ranks))
@@ -153,12 +154,12 @@ def _measure(
         message = torch.ones(size // 4, device=device)
         took = seconds(message)
         if took * GROWTH < BUDGET_S:
-            # The first message of a size also allocates memory: the second one shows the speed.
+            # The first message of a size also allocates memory; the second shows the speed.
             took = min(took, seconds(message))
         if took * GROWTH > BUDGET_S or size * GROWTH > LARGEST_MESSAGE[device.type]:
             break
         size *= GROWTH
-    # The best of several: a host that is busy for some milliseconds does not have a slow network.
+    # The best of several: a host that is busy for some milliseconds is not a slow network.
     total = took
     for _ in range(REPEATS):
         if total + took > BUDGET_S:

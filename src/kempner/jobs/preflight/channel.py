@@ -1,9 +1,9 @@
-"""Questions from the driver to the tasks, a JSON object a line, over connections whose two sides
-have proved who they are (kempner.jobs.ranks.peers).
+"""Questions from the driver to the tasks, one JSON object per line, over connections authenticated
+on both sides (kempner.jobs.ranks.peers).
 
-They go over the network that srun itself uses, so that a node without the fast network or without
-the shared directory can still say what it lacks. The all-reduces meet in a TCPStore, which cannot
-ask who is there: nothing that comes from it is written, run or believed but as a figure.
+They use srun's own network, so that a node without the fast network or the shared directory can
+still report what it lacks. The all-reduces meet in a TCPStore, which has no authentication: its
+data is used only as figures, never written or run.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from kempner.jobs.ranks.port_range import listen_in_range, store_server
 NodeAnswer = dict[str, Any]
 PREFLIGHT_POLL_S = 0.2
 PREFLIGHT_SEND_S = 10.0
-PREFLIGHT_LEAVE_S = 10.0  # for the tasks to say that they leave
+PREFLIGHT_LEAVE_S = 10.0  # for the tasks to confirm that they leave
 LONGEST_ANSWER = 1 << 24  # bytes of an answer: a node may have thousands of packages
 
 
 def new_token() -> str:
-    """Return the token that the first node writes for the others to see. It does not travel."""
+    """Return the token that the first node writes for the others to see. It is never sent."""
     return hashlib.sha256(f"preflight {peers.job_key()}".encode()).hexdigest()[:16]
 
 
 def token_file(folder: Path) -> Path:
-    """Name the token's file in the directory that must be shared: of this job alone, because
-    several may look at one directory at the same time."""
+    """Return the token's file in the shared directory, unique to this job: several jobs may check
+    the same directory at once."""
     return folder / f".preflight-{new_token()}"
 
 
@@ -53,17 +53,17 @@ class Driver:
         )
         self._entrance = peers.Entrance(listen_in_range(), peers.job_key())
         self.port = self._entrance.port
-        # Not select(), which takes no descriptor above 1023: each task has a connection.
+        # Not select(), which is limited to descriptors up to 1023: each task has a connection.
         self._poll = select.poll()
         self._poll.register(self._entrance, select.POLLIN)
         self._links: dict[int, _Lines] = {}  # by file descriptor
         self._tasks: dict[int, _Lines] = {}  # by rank
-        self._questions: dict[int, list[bytes]] = {}  # all that a rank was asked
+        self._questions: dict[int, list[bytes]] = {}  # all questions to each rank
         self._answers: dict[str, NodeAnswer] = {}
 
     def ask(self, ranks: Iterable[int], question: dict[str, Any]) -> dict[int, str]:
-        """Put a question to some ranks; returns the key under which each will answer."""
-        # One text for all of them: that of all tasks has all their numbers in it.
+        """Ask some ranks a question. Returns the key of each rank's answer."""
+        # Encoded once for all ranks: a question to all tasks lists all their numbers.
         keys, text = {}, json.dumps(question).encode() + b"\n"
         for rank in ranks:
             questions = self._questions.setdefault(rank, [])
@@ -74,17 +74,17 @@ class Driver:
         return keys
 
     def answers(self, keys: dict[int, str], deadline: float) -> dict[int, NodeAnswer]:
-        """The answers that come before the deadline (time.monotonic)."""
+        """Return the answers that arrive before the deadline (time.monotonic)."""
         while not all(key in self._answers for key in keys.values()):
             remaining = deadline - time.monotonic()
-            # Also once after the deadline: what has come by then counts.
+            # Once more after the deadline, for answers that are already there.
             self._listen(max(0.0, min(remaining, PREFLIGHT_POLL_S)))
             if remaining <= 0:
                 break
         return {rank: self._answers[key] for rank, key in keys.items() if key in self._answers}
 
     def end(self, ranks: Iterable[int]) -> None:
-        """Tell these ranks to leave, and wait until they do."""
+        """Tell these ranks to leave and wait until they do."""
         self.answers(self.ask(ranks, {"what": "end"}), time.monotonic() + PREFLIGHT_LEAVE_S)
 
     def _listen(self, seconds: float) -> None:
@@ -101,16 +101,16 @@ class Driver:
         for message in link.receive():
             if link.rank is None:
                 rank = message.get("rank")
-                # The first one keeps the rank: answers are known by their number on a connection.
+                # The first connection keeps the rank: answers are numbered per connection.
                 if type(rank) is not int or rank in self._tasks:
                     link.open = False
                     break
                 link.rank, self._tasks[rank] = rank, link
-                # It may have been asked before it came.
+                # Questions that were asked before it connected.
                 for question in self._questions.get(rank, []):
                     link.send(question)
             elif isinstance(message.get("answer"), dict):
-                # Answers come in the order of the questions: both have the same number.
+                # Answers arrive in the order of the questions.
                 self._answers[f"answer/{link.rank}/{link.count}"] = message["answer"]
                 link.count += 1
         if not link.open:
@@ -134,8 +134,7 @@ class _Lines:
             self.socket.sendall(line)
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the messages that have come. A peer that sends anything else is not heard any
-        more."""
+        """Return the messages received. Closes the connection if the peer sends anything else."""
         data = b""
         with contextlib.suppress(OSError):
             data = self.socket.recv(1 << 16)
@@ -154,12 +153,12 @@ class _Lines:
 
 
 class TaskChannel:
-    """A task's side: answers them."""
+    """The task's side: answers questions."""
 
     def __init__(self, address: str, port: int, rank: int) -> None:
         """Raises OSError, ConfigError."""
         self._link = peers.connect_peer(address, port, peers.job_key(), 120.0)
-        # The next question may come minutes later: other nodes are measured in between.
+        # The next question may come minutes later, after measurements of other nodes.
         self._link.settimeout(None)
         self._lines = self._link.makefile("rb")
         self._say({"rank": rank})
@@ -169,7 +168,7 @@ class TaskChannel:
         line = b""
         with contextlib.suppress(OSError):
             line = self._lines.readline()
-        # Half a line: the driver has died in the middle of a question.
+        # A partial line: the driver died while sending a question.
         question: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {"what": "end"}
         return question
 

@@ -1,4 +1,4 @@
-"""Speed of each task's own device, the bits of a product on it, and the judgement on both."""
+"""Measures and judges the speed of each task's device and the bits of a product on it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from kempner.jobs.ranks.own_device import pick_device
 from kempner.jobs.report.tables import format_amount
 
 PRODUCT_SIZE = {"cpu": 512, "cuda": 8192}  # rows and columns of both factors
-PRODUCTS = {"cpu": 1, "cuda": 8}  # in one repetition: the host's part of it must not count
-COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 29}  # more than any cache holds
+PRODUCTS = {"cpu": 1, "cuda": 8}  # per repetition: several, to hide the host's overhead
+COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 29}  # larger than any cache
 LEAST_REPEATS = 3
 SAME_BITS = 4  # products that must have the same bits
-SLOW_CPU = 0.8  # under the median: virtual hosts share their cores with others
+SLOW_CPU = 0.8  # share below the median: virtual hosts share their cores with others
 SPEEDS = {
     "flops_per_s": ("matrix product", "FLOP/s"),
     "copy_bytes_per_s": ("copy in its memory", "B/s"),
@@ -32,7 +32,7 @@ SPEEDS = {
 
 
 class SlowLimits(NamedTuple):
-    """Shares under the median of all devices of the same name, from which a GPU is named, and
+    """Shares below the median of all devices of the same name at which a GPU is named, and
     refused."""
 
     named: float = 0.05
@@ -40,7 +40,7 @@ class SlowLimits(NamedTuple):
 
 
 def slow_limits(text: str) -> SlowLimits:
-    """Parse --slow: two percentages, 5,15. Raises argparse.ArgumentTypeError."""
+    """Parse --slow: two percentages such as 5,15. Raises argparse.ArgumentTypeError."""
     try:
         named, refused = (float(part) / 100 for part in text.split(","))
         if 0 < named <= refused < 1:
@@ -57,7 +57,7 @@ def measure_device(kind: str, local_rank: int, seconds: float) -> Figure:
 
     Returns device (its name), flops_per_s of a matrix product (bf16 on a GPU, fp32 on a CPU),
     copy_bytes_per_s (bytes read and written), bits (a hash of a fixed product's bits) and steady
-    (False if the same product had other bits once); or {"error": ...}.
+    (False if repeats of that product had different bits); or {"error": ...}.
     """
 
     def run(connected: Callable[[], None]) -> Figure:
@@ -71,7 +71,7 @@ def measure_device(kind: str, local_rank: int, seconds: float) -> Figure:
 
 def _measure_device(device: torch.device, seconds: float) -> Figure:
     kind, size = device.type, PRODUCT_SIZE[device.type]
-    random = torch.Generator().manual_seed(0)  # of the CPU: the same numbers for every device
+    random = torch.Generator().manual_seed(0)  # on the CPU: the same numbers for every device
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     a, b = (torch.randn(size, size, generator=random).to(device, dtype) for _ in range(2))
     out = torch.empty_like(a)
@@ -93,9 +93,9 @@ def _measure_device(device: torch.device, seconds: float) -> Figure:
         wait()
 
     flops = _best_rate(multiply, 2 * size**3 * PRODUCTS[kind], seconds)
-    if kind == "cpu":  # the order of a sum, and so its bits, may depend on the number of threads
+    if kind == "cpu":  # summation order, and so the bits, may depend on the number of threads
         torch.set_num_threads(1)
-    # Several: a unit that errs now and then shows by bits that change.
+    # Several products: an intermittently faulty unit shows as changing bits.
     products = [torch.mm(a, b) for _ in range(SAME_BITS)]
     # As bytes: NumPy has no bf16.
     bits = products[0].view(torch.uint8).cpu().numpy().tobytes()
@@ -109,8 +109,8 @@ def _measure_device(device: torch.device, seconds: float) -> Figure:
 
 
 def _best_rate(work: Callable[[], None], amount: float, seconds: float) -> float:
-    """Return `amount` by the seconds of the best repetition in the last half of the time: by then a
-    GPU that heat or power slows down is slow."""
+    """Return `amount` per second of the best repetition in the second half of the time, when a GPU
+    throttled by heat or power is slow."""
     began, count, best = time.perf_counter(), 0, float("inf")
     while True:
         start = time.perf_counter()
@@ -123,7 +123,7 @@ def _best_rate(work: Callable[[], None], amount: float, seconds: float) -> float
 
 
 def _device_name(device: torch.device) -> str:
-    """Name a kind of device, all of which compute the same product by the same kernel."""
+    """Name the model of a device. Devices of one name compute a product with the same kernel."""
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
         return f"{gpu.name} ({gpu.multi_processor_count} SMs)"
@@ -133,7 +133,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def ask_devices(driver: Driver, report: Report, seconds: float) -> None:
-    """Let every task measure its own device, all at once as in a run."""
+    """Let all tasks measure their devices at once, as in a run."""
     nodes = [node for node in report.nodes if node.answered]
     question = {"what": "device", "kind": report.kind, "seconds": seconds}
     keys = driver.ask([rank for node in nodes for rank in node.ranks], question)
@@ -145,8 +145,8 @@ def ask_devices(driver: Driver, report: Report, seconds: float) -> None:
 
 
 def judge_devices(report: Report, limits: SlowLimits) -> None:
-    """Find the devices that fail, are slower than others of the same name, or compute other bits.
-    A CPU's speed is no fault."""
+    """Find devices that fail, are slower than others of the same name, or compute different bits.
+    A slow CPU is not a fault."""
     by_name = collections.defaultdict(list)
     for node, rank, figure in _devices_of(report):
         if "device" not in figure:
@@ -157,7 +157,7 @@ def judge_devices(report: Report, limits: SlowLimits) -> None:
     for name, devices in by_name.items():
         _judge_bits(report, name, devices)
         for key, (what, unit) in SPEEDS.items():
-            # Of two the faster one: nothing makes a device faster than it is.
+            # Of two, the faster one: no error makes a device faster.
             usual = statistics.median_high(figure[key] for *_, figure in devices)
             for node, rank, figure in devices:
                 under = 1 - figure[key] / usual
@@ -174,7 +174,7 @@ def judge_devices(report: Report, limits: SlowLimits) -> None:
 
 
 def _judge_bits(report: Report, name: str, devices: list[tuple[NodeResult, int, Figure]]) -> None:
-    """Find the devices of one name whose product has other bits than that of most."""
+    """Find the devices of one name whose product has different bits than the majority's."""
     for node, rank, figure in devices:
         if not figure["steady"]:
             node.faults.append(f"{_label(report, rank)}: the same product, other bits each time")
@@ -182,7 +182,7 @@ def _judge_bits(report: Report, name: str, devices: list[tuple[NodeResult, int, 
     ((usual, count), *others) = counts.most_common()
     if not others:
         return
-    # Half is no majority: of two devices that differ either one may be wrong.
+    # Half is not a majority: of two devices that differ, either may be wrong.
     if 2 * count <= len(devices):
         hosts = ", ".join(sorted({node.name for node, *_ in devices}))
         report.notes.append(

@@ -1,4 +1,4 @@
-"""Figures of each node that preflight keeps beside the runs: kempner.jobs.records.node_speed."""
+"""Figures of each node, kept by preflight beside the runs: kempner.jobs.records.node_speed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kempner.jobs.records.node_speed import (
 
 
 def keep_speeds(report: Report, folder: Path) -> None:
-    """Add a line for each node that was measured, and a note where it is worse than the same node
-    was before. A directory that cannot be written does no harm."""
+    """Add a line for each measured node, and a note if the node is worse than before. An unwritable
+    directory is only noted."""
     problem = ""
     for node in report.nodes:
         if not (node.devices or node.pairs):
@@ -33,15 +33,15 @@ def keep_speeds(report: Report, folder: Path) -> None:
                 node.notes.append(f"{figure.label}: {under:.0%} under its own median before")
         try:
             append_speed(folder, node.name, line)
-        except OSError as error:  # the nodes after this one are compared still
+        except OSError as error:  # the next nodes are still compared
             problem = problem or f"the figures are not kept over time: {error}"
     if problem:
         report.notes.append(problem)
 
 
 def speed_line(report: Report, node: NodeResult) -> dict[str, Any]:
-    """Return a node's figures, as its file keeps them: of its devices the slowest, of its pairs the
-    best; bytes and operations a second."""
+    """Return a node's figures for its file: of its slowest device and its best pair, in bytes and
+    operations per second."""
     storage = node.storage or {}
     names = {figure.get("device") for figure in node.devices.values()} - {None}
     line = {

@@ -1,4 +1,4 @@
-"""Rates at which nodes write files to the run directory and read those of others."""
+"""Rates at which nodes write files to the run directory and read each other's files."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from kempner.jobs.preflight.verdict import Figure, NodeResult, Report
 
 LARGEST_FILE, LARGEST_SUM = 1 << 28, 1 << 36  # bytes, of one node and of all
 SMALLEST_FILE = 1 << 20
-ROOM = 10  # of the free space, all files take one part in this many
-STORAGE_PIECE, STORAGE_SYNC = 1 << 22, 1 << 24  # bytes of a call, and between two calls of fsync
-_written: set[Path] = set()  # by this task, until they are removed
-STORAGE_S = 20.0  # for a measurement whose last call is slow
+ROOM = 10  # all files together take at most 1/ROOM of the free space
+STORAGE_PIECE, STORAGE_SYNC = 1 << 22, 1 << 24  # bytes per write, and between two fsyncs
+_written: set[Path] = set()  # files of this task that are not yet removed
+STORAGE_S = 20.0  # extra time for a slow last call
 SLOW_STORAGE = 0.5  # of the median node
 
 
 def data_file(folder: Path, rank: int) -> Path:
-    """Name the file of a task: the folder comes from the batch script, the token is secret."""
+    """Return the file of a task: the folder comes from the batch script, the token is secret."""
     return token_file(folder).with_name(f"{token_file(folder).name}-{int(rank)}")
 
 
 def write_rate(folder: Path, rank: int, size: int, seconds: float) -> Figure:
     """Write this task's file, with fsync, until it has `size` bytes or the time is over. Returns
-    write_bytes_per_s and bytes, or {"error": ...}. Asked for 0 bytes it removes the file."""
+    write_bytes_per_s and bytes, or {"error": ...}. Size 0 removes the file."""
     path = data_file(folder, rank)
     if not size:
         remove_written()
         return {}
-    # Before it is written: a measurement that is killed leaves a part of it.
+    # Before writing: a measurement that is killed leaves a partial file.
     _written.add(path)
 
     def run(connected: Callable[[], None]) -> Figure:
         connected()
         piece, count = os.urandom(min(STORAGE_PIECE, size)), 0  # a file system may compress zeros
         path.unlink(missing_ok=True)
-        # O_EXCL: no link that somebody has put there is followed.
+        # O_EXCL: never follows a planted link.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         began = synced = time.perf_counter()
         while count < size and synced - began < seconds:
             for _ in range(STORAGE_SYNC // STORAGE_PIECE):
                 count += os.write(fd, piece) if count < size else 0
-            # Without it the rate would be that of this node's memory.
+            # Without it, this measures the page cache.
             os.fsync(fd)
             synced = time.perf_counter()
         os.close(fd)
@@ -61,7 +61,7 @@ def write_rate(folder: Path, rank: int, size: int, seconds: float) -> Figure:
 
 
 def remove_written() -> None:
-    """Remove what this task has written, also where the driver has gone."""
+    """Remove this task's files, even if the driver is gone."""
     while _written:
         _remove(_written.pop())
 
@@ -72,15 +72,15 @@ def _remove(path: Path) -> None:
 
 
 def read_rate(folder: Path, owner: int, seconds: float) -> Figure:
-    """Read the file of the task `owner` until its end or the time is over. Returns
-    read_bytes_per_s, or {"error": ...}."""
+    """Read the file of task `owner` until its end or the time is over. Returns read_bytes_per_s, or
+    {"error": ...}."""
 
     def run(connected: Callable[[], None]) -> Figure:
         connected()
-        # Another node has written the file just now: a listing makes an NFS client ask the server.
+        # The file is new and from another node: a listing makes an NFS client ask the server.
         os.listdir(folder)
         fd = os.open(data_file(folder, owner), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        # With a single node the file is its own, and in its memory.
+        # A single node reads its own file, which is in the page cache.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         count, began = 0, time.perf_counter()
         while time.perf_counter() - began < seconds and (part := os.read(fd, STORAGE_PIECE)):
@@ -91,8 +91,8 @@ def read_rate(folder: Path, owner: int, seconds: float) -> Figure:
 
 
 def ask_storage(driver: Driver, report: Report, folder: Path, seconds: float) -> None:
-    """Measure the directory by one node alone, then by all at once. Each reads what another has
-    written, which is not in its memory."""
+    """Measure the directory with one node alone, then with all at once. Each node reads another's
+    file, which is not in its page cache."""
     nodes = [node for node in report.nodes if node.answered and not node.faults]
     if not nodes:
         return
@@ -112,12 +112,12 @@ def ask_storage(driver: Driver, report: Report, folder: Path, seconds: float) ->
         question = {"what": "write files", "size": 0, "seconds": 0.0}
         driver.answers(driver.ask([n.first for n in nodes], question), time.monotonic() + 5.0)
         for node in nodes:
-            # From here, too: a task that does not answer leaves its file.
+            # Here too: a task that does not answer leaves its file.
             _remove(data_file(folder, node.first))
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that are free where the directory is; 0 if it cannot tell."""
+    """Return the free bytes on the directory's file system; 0 if unknown."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:
@@ -127,8 +127,8 @@ def free_bytes(folder: Path) -> int:
 def _rates(
     driver: Driver, writers: list[NodeResult], readers: list[NodeResult], size: int, seconds: float
 ) -> list[Figure]:
-    """Let all `writers` write at once, then each of `readers` read the file of the writer at its
-    place; returns the figures of each node of `writers`: what it wrote and read itself."""
+    """Let all `writers` write at once, then each of `readers` read the file of the writer at the
+    same position. Returns the write and read figures of each node of `writers`."""
     limit = STORAGE_S + seconds + 3.0
     silent = {"error": f"no answer after {limit:.0f} s"}
     question = {"what": "write files", "size": size, "seconds": seconds}
@@ -141,7 +141,7 @@ def _rates(
             question = {"what": "read files", "owner": writer.first, "seconds": seconds}
             keys |= driver.ask([reader.first], question)
     answers = driver.answers(keys, time.monotonic() + limit)
-    # Nobody reads what was not written: that error says more.
+    # A file that was not written is not read: the write error says more.
     read = {rank: answers.get(rank, silent) for rank in keys}
     if len(writers) == 1:
         return [wrote[0] | read.get(readers[0].first, {})]
@@ -149,8 +149,8 @@ def _rates(
 
 
 def judge_storage(report: Report) -> None:
-    """Note what is slow or fails in the run directory: it belongs to all, and is no node's
-    fault."""
+    """Note slow rates and errors of the run directory. It is shared, so they are not a node's
+    faults."""
     for node in report.nodes:
         if node.storage and "error" in node.storage:
             node.notes.append(f"run directory: {node.storage['error']}")

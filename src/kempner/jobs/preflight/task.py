@@ -53,9 +53,9 @@ from kempner.jobs.system.files import try_to_write
 
 SYS = Path(os.environ.get("KEMPNER_SYS", "/sys"))
 PREFLIGHT_CONNECT_S = 120.0
-BUSY_MIB = 2048.0  # of a GPU's memory; drivers and displays keep less
-FREED_S = 10.0  # a process that was killed gives its memory back when its kernels have ended
-DRIVER_S = 60.0  # for the driver of the GPUs to answer; without persistence mode it loads first
+BUSY_MIB = 2048.0  # of a GPU's memory; drivers and displays use less
+FREED_S = 10.0  # a killed process frees its memory only after its kernels have ended
+DRIVER_S = 60.0  # for the GPU driver to answer; without persistence mode it loads first
 
 
 def main() -> int:
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def answer_question(address: str, world: World, what: str, **question: Any) -> dict[str, Any]:
-    """Do what the driver asks."""
+    """Answer a question of the driver."""
     if what == "node":
         return describe_node(local_rank=world.local_rank)
     if what == "time":
@@ -95,9 +95,9 @@ def answer_question(address: str, world: World, what: str, **question: Any) -> d
 
 
 def driver_has_ended(address: str, port: int) -> bool:
-    """Return whether nobody listens at the driver's port. The driver listens before it says its
-    port; a client of torch's store would retry a closed one for two minutes, until the batch script
-    ends the step by force."""
+    """Return whether nobody listens at the driver's port. The driver listens before it publishes
+    the port; a client of torch's store would retry a closed port for two minutes, until the batch
+    script ends the step by force."""
     try:
         socket.create_connection((address, port), PREFLIGHT_CONNECT_S).close()
     except ConnectionRefusedError:
@@ -108,7 +108,7 @@ def driver_has_ended(address: str, port: int) -> bool:
 
 
 def preflight_directory() -> Path:
-    """Return the directory that must be shared and writable: from the batch script, never from the
+    """Return the directory that must be shared and writable; from the batch script, never from the
     network."""
     return Path(os.environ["KEMPNER_PREFLIGHT_DIR"])
 
@@ -116,7 +116,8 @@ def preflight_directory() -> Path:
 def measure_all_reduce(
     address: str, world: World, name: str, ranks: list[int], kind: str, store_port: int
 ) -> dict[str, Any]:
-    """All-reduce with the other `ranks`; `name` keeps this group's keys in the store apart."""
+    """Measure all-reduces with the other `ranks`; `name` is the prefix of the group's store
+    keys."""
 
     def run(connected: Callable[[], None]) -> dict[str, Any]:
         store = dist.PrefixStore(name, dist.TCPStore(address, store_port))
@@ -128,15 +129,15 @@ def measure_all_reduce(
 
 
 def describe_node(local_rank: int) -> dict[str, Any]:
-    """Describe the node, for the driver to compare; tasks other than the first only say who they
-    are."""
+    """Describe the node for the driver to compare. Tasks other than the first only identify
+    themselves."""
     node: dict[str, Any] = {"host": socket.gethostname(), "local_rank": local_rank}
     if local_rank:
         return node
     gpus, faults = gpus_seen()
     gpu_names = given_names()
     usable, there = torch_sees_gpus(), gpu_on_the_bus() is not None
-    if there and not usable:  # a newer libcuda, as of a container, makes up for an old driver
+    if there and not usable:  # a container's newer libcuda makes up for an old driver
         why = driver_problem(driver_version(), torch.version.cuda)
         faults.append(why or "torch cannot use its GPUs: look at nvidia-smi there")
     return node | {
@@ -157,8 +158,8 @@ def describe_node(local_rank: int) -> dict[str, Any]:
 
 
 def torch_sees_gpus() -> bool:
-    """Return whether torch can use GPUs. Asked in a child: the question alone makes torch refuse
-    CUDA in every process that this one forks later, and so in all measurements."""
+    """Return whether torch can use GPUs. Runs in a child: otherwise torch would refuse CUDA in all
+    processes forked later, and so in all measurements."""
 
     def ask(connected: Callable[[], None]) -> dict[str, Any]:
         connected()
@@ -168,8 +169,7 @@ def torch_sees_gpus() -> bool:
 
 
 def package_versions() -> dict[str, str]:
-    """Map each installed package to its version; of several, to that of the one that Python
-    imports."""
+    """Map each installed package to its version; of several copies, the one that Python imports."""
     versions: dict[str, str] = {}
     for package in importlib.metadata.distributions():
         if package.name:
@@ -178,9 +178,9 @@ def package_versions() -> dict[str, str]:
 
 
 def gpus_seen() -> tuple[int | None, list[str]]:
-    """Return the number of the job's GPUs that the driver lists, or of its MIG instances Slurm
-    lists; without a driver, the number that Slurm gave to the task, or None if it set nothing. And
-    the errors that the GPUs report, one line each."""
+    """Return the number of the job's GPUs and the errors that they report, one line each. The
+    number is of the GPUs that the driver lists, or the MIG instances that Slurm lists; without a
+    driver, of those that Slurm gave to the task, or None if it set nothing."""
     gpu_names = given_names()
     instances = [name for name in gpu_names or () if name.startswith("MIG-")]
     reader = open_reader()
@@ -188,7 +188,7 @@ def gpus_seen() -> tuple[int | None, list[str]]:
         if reader is not None:
             gpus = of_this_job(reader.read())
             faults = [f"{gpu.label}: {n} = {v}" for gpu in gpus for n, v in at_rest(gpu)]
-            # Other jobs may have other instances of the same card, and use its memory.
+            # Other jobs may use the memory of the same card through other instances.
             if not instances:
                 faults += memory_in_use(reader)
             return len(instances) or len(gpus), faults
@@ -196,8 +196,8 @@ def gpus_seen() -> tuple[int | None, list[str]]:
 
 
 def memory_in_use(reader: Reader) -> list[str]:
-    """Describe GPUs whose memory others hold, one line each. The run would run out of memory, which
-    looks like a fault of its own."""
+    """Describe GPUs whose memory other processes hold, one line each. The run would run out of
+    memory, which looks like its own fault."""
     end = time.monotonic() + FREED_S
     while True:
         gpus = surely_of_this_job(reader.read())  # other jobs use theirs
@@ -214,7 +214,7 @@ def memory_in_use(reader: Reader) -> list[str]:
 
 
 def process_name(pid: int) -> str:
-    """Describe a process by program and user, if this process may see it: not from inside a
+    """Describe a process by program and user if it is visible; it is not from inside a
     container."""
     try:
         program = Path(f"/proc/{pid}/comm").read_text().strip()
@@ -225,7 +225,7 @@ def process_name(pid: int) -> str:
 
 
 def memory_free() -> int:
-    """Bytes available without swapping."""
+    """Return the bytes available without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -233,10 +233,10 @@ def memory_free() -> int:
 
 
 def active_ports() -> list[str]:
-    """List the active RDMA ports, with their rates."""
+    """List the active RDMA ports and their rates."""
     ports = []
     for port in sorted(SYS.glob("class/infiniband/*/ports/*")):
-        # It reads "4: ACTIVE".
+        # The text is "4: ACTIVE".
         if (port / "state").read_text().startswith("4:"):
             rate = (port / "rate").read_text().split(" (")[0].strip()
             ports.append(f"{port.parents[1].name}:{port.name} {rate}")
@@ -254,9 +254,9 @@ def write_token(folder: Path) -> dict[str, Any]:
 
 
 def see_token(folder: Path) -> dict[str, Any]:
-    """Check that this node sees the first node's token, and can write beside it."""
+    """Check that this node sees the first node's token and can write beside it."""
     file = token_file(folder)
-    # For five seconds: an NFS client may take that long to show a new file.
+    # Five seconds: an NFS client may take that long to show a new file.
     for _ in range(50):
         try:
             # Listing the directory makes an NFS client ask the server again.
