@@ -14,12 +14,12 @@ from kempner.jobs.report.tables import format_amount
 Figure = dict[str, Any]
 
 SLOW_BANDWIDTH = 0.5  # of the median node's bandwidth
-CLOCK_S = 5.0  # saves before the end of a job assume that clocks agree better than this
-# The fastest first: of two nodes with different ones, that with the slower kind is at fault.
+CLOCK_S = 5.0  # saves before the end of a job assume that clocks agree within this
+# Fastest first: of two nodes with different networks, the one with the slower kind is at fault.
 NETWORKS = ("InfiniBand", "RoCE", "EFA", "Slingshot", "Ethernet", "")
 LITTLE_MEMORY = 0.5  # of the median node's
 FEW_NODES, FEW_SHARE = 2, 0.03  # nodes that may be broken at the same time
-NAMED_NODES = 8  # of many nodes
+NAMED_NODES = 8  # names in a message
 
 
 @dataclass
@@ -32,16 +32,16 @@ class NodeResult:
     clock_s: float | None = None
     inside: Figure | None = None
     transport: str = ""
-    late: str = ""  # which of its tasks did not answer
+    late: str = ""  # how many of its tasks did not answer
     pairs: dict[str, Figure] = field(default_factory=dict)
-    devices: dict[int, Figure] = field(default_factory=dict)  # of each task
-    storage: Figure | None = None  # of the run directory, when all nodes use it
+    devices: dict[int, Figure] = field(default_factory=dict)  # by task
+    storage: Figure | None = None  # of the run directory while all nodes use it
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
     def answered(self) -> bool:
-        """True if its first task has answered, so that it can be asked more."""
+        """True if its first task has answered and can be asked more."""
         return bool(self.facts)
 
     @property
@@ -54,12 +54,12 @@ class NodeResult:
         return max((f.get("bus_bytes_per_s", 0.0) for f in self.pairs.values()), default=0.0)
 
     def slowest(self, key: str) -> float | None:
-        """Return the least of a figure of its devices."""
+        """Return the lowest value of a figure among its devices."""
         return min((f[key] for f in self.devices.values() if key in f), default=None)
 
     @property
     def ports_bytes_per_s(self) -> float:
-        """Nominal rate of the RDMA ports that its tasks can use, the fastest one for each task."""
+        """Nominal rate of the RDMA ports that its tasks can use: the fastest ones, one per task."""
         rates = [float(port.split()[1]) for port in self.facts["ports"] if " Gb/sec" in port]
         return sum(sorted(rates, reverse=True)[: len(self.ranks)]) * 1e9 / 8
 
@@ -75,7 +75,7 @@ class Report:
     whole: Figure | None = None
     storage_alone: Figure | None = None  # rates of the run directory while one node uses it
     seconds: float = 0.0
-    faults: list[str] = field(default_factory=list)  # that no single node can be blamed for
+    faults: list[str] = field(default_factory=list)  # not those of a single node
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -83,8 +83,8 @@ class Report:
         return bool(self.faults) or any(node.faults for node in self.nodes)
 
     def expected_of(self, node: NodeResult) -> int:
-        """Return the GPUs that its first task should see: with --gpu-bind not those of the other
-        tasks."""
+        """Return the number of GPUs that its first task should see; with --gpu-bind, those of other
+        tasks do not count."""
         gpu_count = node.facts.get("gpus_given")
         return self.gpus if gpu_count is None else min(self.gpus, gpu_count)
 
@@ -92,8 +92,8 @@ class Report:
         a.pairs[b.name] = b.pairs[a.name] = figure
 
     def record(self) -> dict[str, Any]:
-        """Return the content of the JSON file. "bad": the faulty nodes, as sbatch --exclude takes
-        them."""
+        """Return the content of the JSON file. "bad": the faulty nodes in the form of sbatch
+        --exclude."""
         return {
             "bad": ",".join(node.name for node in self.nodes if node.faults),
             "faults": self.faults,
@@ -162,14 +162,14 @@ class Report:
         return "\n".join(lines)
 
     def share_of_ports(self, node: NodeResult) -> str:
-        """Format the share of its ports' nominal rate that its best pair has reached. Over gloo it
-        would say nothing about them."""
+        """Format the share of its ports' nominal rate that its best pair reached; "" over gloo,
+        which does not measure the ports."""
         if self.kind != "cuda" or not node.best or not node.ports_bytes_per_s:
             return ""
         return f", {node.best / node.ports_bytes_per_s:.0%} of its ports"
 
     def storage_lines(self) -> list[str]:
-        """Format the rates of the run directory: of one node alone, and the sum of all at once."""
+        """Format the rates of the run directory: of one node alone, and of all at once in sum."""
         used = [node.storage for node in self.nodes if node.storage]
         together = {
             key: sum(figure.get(key, 0.0) for figure in used)
@@ -185,7 +185,7 @@ class Report:
         ]
 
     def drivers(self) -> list[str]:
-        """Driver of the GPUs and CUDA of torch side by side, a line for each pair of them."""
+        """Format the versions of GPU driver and torch's CUDA, one line per pair."""
         names_by_driver: dict[tuple[str, str], list[str]] = {}
         for node in self.nodes:
             if version := node.facts.get("driver"):
@@ -214,20 +214,20 @@ def format_figure(figure: Figure | None) -> str:
 
 
 def slow_nodes(report: Report) -> list[NodeResult]:
-    """List nodes that are slow with every partner: under half of the median node, or under
+    """List nodes that are slow with every partner: under half the median node's bandwidth, or under
     `least`."""
     paired = [node for node in report.nodes if node.pairs]
     if not paired:
         return []
-    # The higher of two: with half of the nodes slow the median must not be one of theirs.
+    # The high median: with half of the nodes slow it must not be a slow node's.
     median = statistics.median_high([node.best for node in paired])
     return [node for node in paired if node.best < max(SLOW_BANDWIDTH * median, report.least)]
 
 
 def blame_late(report: Report, ended: bool) -> None:
-    """Mark nodes whose tasks have not answered as faulty, unless many have not: those wait for what
-    they share, such as a file system that reads Python's packages for the first time. `ended`: srun
-    has ended, so that they are not late: they have failed."""
+    """Mark nodes whose tasks did not answer as faulty, unless there are many: these wait for
+    something shared, such as a file system that reads Python's packages for the first time.
+    `ended`: srun has ended, so they are not late but failed."""
     late = [node for node in report.nodes if node.late]
     if len(late) <= max(FEW_NODES, FEW_SHARE * len(report.nodes)):
         for node in late:
@@ -246,7 +246,7 @@ def blame_late(report: Report, ended: bool) -> None:
 
 
 def compare_nodes(report: Report) -> None:
-    """Find the nodes that differ from the others or fall short; adds to the faults and notes."""
+    """Add faults and notes for nodes that differ from the others or fall short."""
     answered = [node for node in report.nodes if node.answered]
     for node in answered:
         check_transport(node, alone=len(answered) == 1)
@@ -289,7 +289,7 @@ def compare_nodes(report: Report) -> None:
 def check_transport(node: NodeResult, alone: bool) -> None:
     """Check that NCCL uses the node's fast network: it falls back to TCP without an error."""
     network, used = node.facts["network"], node.transport
-    # NCCL names a network on a single node, too, which never uses it.
+    # NCCL also names a network on a single node, which never uses it.
     if alone or not used or used in (expected_transports(network) or (used,)):
         return
     what = f"NCCL uses {used}, not the node's {network}"
@@ -300,8 +300,8 @@ def check_transport(node: NodeResult, alone: bool) -> None:
 
 
 def check_whole(report: Report) -> None:
-    """Check the all-reduce of all tasks; of two slow nodes neither can be blamed."""
-    # A faulty node explains what the whole lacks.
+    """Check the all-reduce of all tasks. With two nodes, neither can be blamed if it is slow."""
+    # A faulty node explains a slow or failed all-reduce.
     if report.whole is None or any(node.faults for node in report.nodes):
         return
     if "error" in report.whole:
@@ -316,8 +316,8 @@ def check_whole(report: Report) -> None:
 def blame_unlike(
     report: Report, what: str, value: Callable[[NodeResult], str], best: Sequence[str] = ()
 ) -> None:
-    """Blame the nodes whose value is not that of most. Without a majority, blame the one that comes
-    later in `best`; otherwise the fault belongs to no single node."""
+    """Blame the nodes whose value is not the most frequent one. In a tie, blame the value that
+    comes later in `best`; if `best` does not list both, no single node is at fault."""
     answered = [node for node in report.nodes if node.answered]
     values = {node.name: value(node) for node in answered}
     if len(set(values.values())) < 2:

@@ -28,21 +28,21 @@ from kempner.jobs.system.directories import Kind, mark_directory
 from kempner.jobs.system.files import LineFile, write_atomic
 
 METRICS_LINE_S = 10.0  # between two lines of metrics.jsonl
-ALIVE_S = 60.0  # the same, where the step is not known
+ALIVE_S = 60.0  # the same while the step does not change
 BOOK_FLUSH_S = 30.0  # for the last writes
 
 
 def command_has_trained(events: Sequence[Event], command: str) -> bool:
-    """Return whether an attempt with this command, by its hash, has done a step, saved, or run
-    until it was asked to leave."""
+    """Return whether an attempt with this command, given by its hash, has done a step, saved, or
+    run until it was asked to leave."""
     own = {start.attempt_id for start in of_kind(events, StartEvent) if start.command == command}
     exits = (end for end in of_kind(events, End) if end.state == "interrupted")
     return any(event.attempt_id in own for event in (*of_kind(events, FirstStep), *exits))
 
 
 def is_done(options: Options) -> bool:
-    """Return whether an earlier start of this job has done this command: a user's script may have
-    several, and all of them start again when the job is requeued."""
+    """Return whether an earlier start of this job has completed this command: a user's script may
+    have several, and all of them run again after a requeue."""
     events = read_events(options.run_dir / "attempts.jsonl")
     mine = hash_of(options.command)
     own = {start.attempt_id for start in of_kind(events, StartEvent) if start.command == mine}
@@ -58,14 +58,14 @@ def hash_of(command: Sequence[str]) -> str:
 
 
 class Book:
-    """Rank 0's records of an attempt, in the trainer's form (run_directory.py), so that every
-    reader of a run directory reads this one, too."""
+    """Rank 0's records of an attempt, in the trainer's format (run_directory.py), so that all
+    readers of run directories can read them."""
 
     def __init__(self, options: Options, on_lost: Callable[[str], None] | None = None) -> None:
-        """`on_lost(why)`: another process has taken the run directory, and this one is about to
-        end. Raises ConfigError when another job works there, or the copy of the code is gone,
-        OSError when it cannot be written."""
-        # First what may refuse, then the mark, then the lock: nothing is written where others are.
+        """`on_lost(why)`: called if another process has taken the run directory, before this one
+        exits. Raises ConfigError if another job works there or the copy of the code is gone, and
+        OSError if the directory cannot be written."""
+        # Checks that may refuse, then the mark, then the lock: never write to others' directories.
         self._copy = CodeCopy.given()
         self._options, run_dir = options, options.run_dir
         check_run_dir(run_dir)
@@ -78,27 +78,27 @@ class Book:
         self._records.hold_reserve()
         self._metrics = LineFile(run_dir / "metrics.jsonl")
         self._file = run_dir / "progress"
-        self._progress = -1  # what grows with each new checkpoint or, without them, each step
+        self._progress = -1  # grows with each new checkpoint or, without checkpoints, each step
         with contextlib.suppress(OSError, ValueError, IndexError):
             self._progress = int(self._file.read_text().split()[0])
         self._first = self._progress
         self.step: int | None = None
-        self._resumes: int | None = None  # the step of the checkpoint that is there at the start
+        self._resumes: int | None = None  # step of the newest checkpoint at the start
         before = read_events(run_dir / "attempts.jsonl")
         self._counts_from_0 = any(event.printed == 0 for event in of_kind(before, FirstStep))
         self._command = hash_of(options.command)
         self._has_trained = command_has_trained(before, self._command)
-        self._line = (time.time(), 0)  # the last one, or the first step: when, and its step
+        self._line = (time.time(), 0)  # time and step of the last line, or of the first step
         self._first_step: FirstStep | None = None
         self._printed: OutputSteps | None = None  # the first steps, until FirstStep is recorded
 
     def start(self, hosts: list[str], newest: int | None) -> list[str]:
-        """Record the start; returns what has changed in the program's code since the last attempt.
-        `newest`: the number in the name of the newest checkpoint. The step that the program
-        continues from is known once it prints a step."""
+        """Record the start. Returns the changes in the program's code since the last attempt.
+        `newest`: the number in the name of the newest checkpoint. The step from which the program
+        continues is known only once it prints a step."""
         self._resumes = newest
         self.step = newest if self._options.steps is None else None
-        # The first line of metrics measures its step time from here.
+        # The first metrics line measures its step time from here.
         self._line = (time.time(), newest or 0)
         batch_began = float(os.environ.get("KEMPNER_BATCH_BEGAN") or 0) or None
         copy = self._copy
@@ -136,16 +136,16 @@ class Book:
         return bool(here) or self._has_trained
 
     def commit(self, value: int, step: int | None) -> None:
-        """Record progress that a resume does not undo; the batch script reads it. `step`: that of
-        the newest checkpoint."""
+        """Record progress that a resume does not undo, for the batch script. `step`: of the newest
+        checkpoint."""
         if value > self._progress:
             self._progress = value
             text = f"{value}\n" if step is None else f"{value} {step}\n"
-            # The batch script counts attempts without progress by it: it is replaced as a whole.
+            # Replaced atomically: the batch script counts attempts without progress by it.
             self._background.put(lambda: write_atomic(self._file, text), self._file)
 
     def at_checkpoint(self, watch: CheckpointWatch) -> None:
-        """Record progress: the newest checkpoint is complete, whatever the number in its name."""
+        """Record the completion of a checkpoint as progress, whatever the number in its name."""
         if watch.count:
             self.commit(self._first + watch.count, watch.number)
             if self._printed is None:
@@ -154,7 +154,7 @@ class Book:
                     self._record_first_step(time.time(), None, None)
 
     def at_steps(self, steps: OutputSteps) -> None:
-        """Record the steps that the program prints, or gives with its heartbeat."""
+        """Record the steps that the program prints or writes to its heartbeat."""
         self.step = steps.last
         if self._printed is None:
             self._printed = steps
@@ -166,9 +166,9 @@ class Book:
             self.commit(steps.last, None)
 
     def _end_first_step(self) -> None:
-        """Record the first step that the program has printed. Where it resumed follows from the
-        distance to the second one: `step 45, step 50` after 40, unless it counts from 0. From one
-        step alone it does not follow, unless that is step 1."""
+        """Record the first step that the program has printed. The step at which it resumed follows
+        from the distance to the second printed step: `step 45, step 50` means 40, unless it counts
+        from 0. One step alone is not enough, unless it is step 1."""
         steps = self._printed
         if steps is None or (self._first_step and self._first_step.printed is not None):
             return
@@ -178,7 +178,7 @@ class Book:
             return
         began = max(0, steps.first - (1 if every is None else every))
         newest = self._resumes
-        # The checkpoint's number is surer than the distance between two printed steps.
+        # The checkpoint's number is more reliable than the distance between two printed steps.
         if newest is not None and (began <= newest or steps.beats) and newest <= steps.first:
             began = newest
         self._record_first_step(steps.at, began, steps.first)
@@ -195,11 +195,11 @@ class Book:
             self.commit(self._progress + 1, None)
 
     def write_line(self, alive: bool) -> bool:
-        """Write a sign of life to metrics.jsonl, for status.sh and report.py, when it is time for
-        one."""
+        """Write a line to metrics.jsonl if one is due, as a sign of life for status.sh and
+        report.py. Returns whether it did."""
         now, (at, step), here = time.time(), self._line, self.step or 0
         moved = here != step
-        # A program that hangs must get no line: status.sh takes each for a sign of life.
+        # A hung program must get no line: status.sh treats each as a sign of life.
         if now - at < (METRICS_LINE_S if moved else ALIVE_S) or not (moved or alive):
             return False
         record: dict[str, Any] = {"step": here, "time": now, "attempt": self.attempt}
@@ -213,7 +213,8 @@ class Book:
     # --- the end ---
 
     def end(self, state: EndState, reason: str) -> None:
-        """Record the end. `state` is empty after a crash or a hang: the batch script decides."""
+        """Record the end. `state` is empty after a crash or a hang: then the batch script
+        decides."""
         self._end_first_step()
         if state:
             self._records.status(state, reason, self.step, None)
@@ -222,6 +223,6 @@ class Book:
 
     def close(self) -> None:
         """Wait for the last writes."""
-        # While writes are pending the lock stays, as they may still come. Missed beats free it.
+        # Pending writes may still happen: then keep the lock, which missed beats free later.
         if self._background.flush(BOOK_FLUSH_S):
             self._lock.release()

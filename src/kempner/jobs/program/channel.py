@@ -1,4 +1,4 @@
-"""Messages between the ranks of a program and their coordinator: a JSON object a line. No torch."""
+"""Messages between a program's ranks and their coordinator: one JSON object per line. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from kempner.jobs.ranks import peers
 
 ChannelMessage = dict[str, Any]
-LONGEST_MESSAGE = 1 << 20  # bytes of a message; more is none of ours
+LONGEST_MESSAGE = 1 << 20  # bytes; a longer message is not one of ours
 CHANNEL_SEND_S = 10.0
 
 
@@ -21,12 +21,12 @@ class Channel:
         self.socket = connection
         self.open = True
         self._text = b""
-        # A peer that is stopped takes no bytes: it must not hold up the others for long.
+        # A stopped peer reads nothing: it must not hold up the others for long.
         connection.settimeout(CHANNEL_SEND_S)
 
     @classmethod
     def connect(cls, address: str, port: int, seconds: float) -> Channel:
-        """Connect to an Entrance of this job. Raises OSError, ConfigError without the job's key."""
+        """Connect to an Entrance of this job. Raises OSError; ConfigError without the job's key."""
         return cls(peers.connect_peer(address, port, peers.job_key(), seconds))
 
     def send(self, **message: Any) -> None:
@@ -36,13 +36,13 @@ class Channel:
             self.open = False
 
     def receive(self) -> list[ChannelMessage]:
-        """Return the messages that have come, once select() says that there are some; closes if the
-        other end has."""
+        """Return the messages received; call it once select() reports data. Marks the channel as
+        closed if the other end has closed."""
         data = b""
         with contextlib.suppress(OSError):
             data = self.socket.recv(1 << 16)
         self._text += data
-        # recv() returns nothing when the other end has closed; a line without an end is not ours.
+        # recv() returns nothing if the other end has closed; an endless line is not ours.
         self.open = self.open and bool(data) and len(self._text) < LONGEST_MESSAGE
         *lines, self._text = self._text.split(b"\n")
         messages = []

@@ -1,4 +1,4 @@
-"""The program of one rank: its variables, its processes, the signals that it wants. No torch."""
+"""The program of one rank: its environment, processes and signals. No torch."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from kempner.jobs.ranks.placement import World
 from kempner.jobs.ray.processes import Processes
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)  # the first of these that the program handles
-# Ends the child when this process is killed. Slurm does that, too; elsewhere nobody does.
+# Ends the child if this process is killed. Slurm does that too; without Slurm nothing does.
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--") if shutil.which("setpriv") else ()
 STACKS_S = 2.0  # for the stacks of a hang
-NAMED_PROCESSES = 8  # processes, in a message
+NAMED_PROCESSES = 8  # in a message
 
 
 class RankPlace:
-    """Messages between this rank and its program: small files on the node's own disk, cheap enough
-    to look at in every step.
+    """Messages between this rank and its program: small files on the node's local disk, cheap
+    enough to check in every step.
 
-        heartbeat   touched by the program; its text is the step, if the program writes it
+    heartbeat   touched by the program; its text is the step, if the program writes it
     stop        exists once the program is asked to leave
-    asks        exists if the program looks for `stop`: it needs no signal then
-    end         when the job ends, unix seconds
-    held        locked for as long as this process lives
+    asks        exists if the program checks for `stop` and so needs no signal
+    end         end of the job, unix seconds
+    held        locked while this process lives
     """
 
     def __init__(self, rank: int) -> None:
@@ -53,8 +53,7 @@ class RankPlace:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def beat(self) -> tuple[float | None, int | None]:
-        """Return when the program touched its heartbeat, unix seconds, and its step; None:
-        never."""
+        """Return the time of the last heartbeat, in unix seconds, and its step; None if never."""
         step = None
         try:
             at = self.heartbeat.stat().st_mtime
@@ -66,7 +65,7 @@ class RankPlace:
         return at, step
 
     def write(self, path: Path, text: str) -> None:
-        """Write a file, if there is room: a full disk must not end the rank."""
+        """Write a file and ignore errors: a full disk must not end the rank."""
         with contextlib.suppress(OSError):
             path.write_text(text)
 
@@ -74,17 +73,18 @@ class RankPlace:
 def rank_variables(
     world: World, start: Mapping[str, Any], options: Options, place: RankPlace
 ) -> dict[str, str]:
-    """Return torchrun's variables, and the kit's own. With TORCHELASTIC_RUN_ID, Lightning and
-    others read these rather than Slurm's. Raises ConfigError if this rank has no MIG instance.
+    """Return torchrun's environment variables and the kit's own. TORCHELASTIC_RUN_ID makes
+    Lightning and others read these rather than Slurm's. Raises ConfigError if this rank has no MIG
+    instance.
     """
     local_rank, per_node = world.local_rank, world.per_node
     node = os.environ.get("SLURM_NODEID", world.rank // per_node)
-    # A launcher of one process per node may give each of its own ranks another instance.
+    # With one process per node, a launcher may give each of its ranks another instance.
     instance = own_instance(local_rank) if per_node > 1 else None
     gpus = instance or os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if per_node > 1 and gpus and "," not in gpus:
-        # A rank that sees one GPU is described as a node of its own: programs take the GPU with
-        # the number LOCAL_RANK, or RANK % LOCAL_WORLD_SIZE.
+        # A rank that sees one GPU is presented as a separate node: programs select the GPU number
+        # LOCAL_RANK, or RANK % LOCAL_WORLD_SIZE.
         local_rank, per_node, node = 0, 1, world.rank
     values: dict[str, object] = {
         "RANK": world.rank,
@@ -102,18 +102,18 @@ def rank_variables(
         "TORCHELASTIC_RUN_ID": os.environ.get("KEMPNER_ATTEMPT_ID", "kempner"),
         "TORCHELASTIC_RESTART_COUNT": start["attempt"],
         "TORCHELASTIC_MAX_RESTARTS": os.environ.get("KEMPNER_MAX_CRASHES", "3"),
-        # With "True" torch leaves the store to torchrun's agent, and rank 0 serves none.
+        # With "True" torch expects the store in torchrun's agent, and rank 0 starts none.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "KEMPNER_RUN_DIR": options.run_dir,
         "KEMPNER_HEARTBEAT": place.heartbeat,
         "KEMPNER_STOP_FILE": place.stop,
-        PEER_KEY_VARIABLE: "",  # the key of the job: a program may log all its environment
-        # With it a crash, and the end of a hang, leave the stacks of all threads in the log.
+        PEER_KEY_VARIABLE: "",  # hidden: a program may log its environment
+        # Lets crashes, and the end of a hang, leave the stacks of all threads in the log.
         "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
     }
     if instance:
         values["CUDA_VISIBLE_DEVICES"] = instance
-    if world.per_node == 1:  # torchrun's own options, of which each node has one
+    if world.per_node == 1:  # options of torchrun, which runs once per node
         values |= {
             "PET_NNODES": world.size,
             "PET_NODE_RANK": world.rank,
@@ -128,10 +128,10 @@ def rank_variables(
 
 
 class Child:
-    """The running program, and all that it starts."""
+    """The running program and all its processes."""
 
     def __init__(self, options: Options, environment: dict[str, str], output: int) -> None:
-        """`output`: the descriptor that it writes to. Raises ConfigError if it cannot start."""
+        """`output`: the file descriptor for its output. Raises ConfigError if it cannot start."""
         self.options, self._processes = options, Processes()
         self.code: int | None = None
         self.ended_at = 0.0  # monotonic, once it has ended
@@ -149,9 +149,9 @@ class Child:
         return self.code
 
     def tell(self, number: signal.Signals) -> bool:
-        """Send a signal to the outermost processes that handle it: a shell or another wrapper
-        around the program would die of it, and so would its data loader's workers. torchrun would
-        end its processes. Returns False if none handles it."""
+        """Send a signal to the outermost processes that handle it. It would kill wrappers such as a
+        shell, and data loader workers; torchrun would end its processes. Returns False if no
+        process handles it."""
         pids = list(self._handlers(self.pid, number))
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -159,7 +159,7 @@ class Child:
         return bool(pids)
 
     def _handlers(self, pid: int, number: signal.Signals) -> Iterator[int]:
-        # The default action of the signal would kill a process that does not handle it.
+        # The signal's default action would kill a process that does not handle it.
         if _handles(pid, number) and not _is_torchrun(pid):
             yield pid
         else:
@@ -172,22 +172,22 @@ class Child:
         return any(self.tell(n) for n in ((own_signal,) if own_signal else WARNINGS))
 
     def condition(self) -> str:
-        """State of its main process, from /proc: R runs, S sleeps, D waits for a disk, T is
-        stopped."""
+        """Return its main process's state from /proc: R running, S sleeping, D waiting for a disk,
+        T stopped."""
         with contextlib.suppress(OSError):
-            # The name before the state, in parentheses, may have blanks and parentheses itself.
+            # The name before the state may contain blanks and parentheses.
             text = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")
             return text.rpartition(")")[2].split()[0]
         return ""
 
     def write_stacks(self) -> None:
         """Send SIGABRT, on which Python writes the stacks of its threads (PYTHONFAULTHANDLER),
-        without a core: one of all its memory would take minutes."""
+        without a core dump."""
         pids = list(self._handlers(self.pid, signal.SIGABRT))
         for pid in pids:
             with contextlib.suppress(OSError):
                 _, most = resource.prlimit(pid, resource.RLIMIT_CORE)
-                # SIGABRT would also dump a core, which may be all of its memory.
+                # SIGABRT would also dump core: all its memory, which takes minutes.
                 resource.prlimit(pid, resource.RLIMIT_CORE, (0, most))
                 os.kill(pid, signal.SIGABRT)
         end = time.monotonic() + STACKS_S
@@ -195,21 +195,21 @@ class Child:
             time.sleep(0.05)
 
     def left_behind(self) -> list[str]:
-        """List the processes that remain once it has ended, daemons and others."""
+        """List the processes that remain after it has ended, such as daemons."""
         names = []
         for pid in self._processes.descendants(os.getpid()):
             with contextlib.suppress(OSError):
                 place = Path(f"/proc/{pid}")
-                # This process also has children of its own; only the program's have its variables.
+                # Only the program's processes have its variables, not other children of this one.
                 if b"KEMPNER_HEARTBEAT=" in (place / "environ").read_bytes():  # not our scontrol
-                    # A name is cut at 15 bytes, perhaps within a letter.
+                    # A name is cut at 15 bytes, possibly within a character.
                     name = (place / "comm").read_text(errors="replace")
                     names.append(f"{name.strip()} ({pid})")
         return names[:NAMED_PROCESSES]
 
     def end(self) -> None:
-        """End it, and all that it has started."""
-        # poll() has reaped one that has ended: its id may be another process's.
+        """End it and all its processes."""
+        # If it has ended, poll() has reaped it and its id may be another process's.
         self._processes.terminate(0 if self.poll() is not None else self.pid)
         self.poll()
 
@@ -225,6 +225,6 @@ def _handles(pid: int, number: signal.Signals) -> bool:
     with contextlib.suppress(OSError, ValueError, IndexError):
         text = Path(f"/proc/{pid}/status").read_text(errors="replace")
         caught = int(text.split("SigCgt:")[1].split()[0], 16)
-        # proc(5): bit 0 is of signal 1.
+        # proc(5): bit 0 is signal 1.
         return bool(caught >> (number - 1) & 1)
     return False

@@ -1,5 +1,5 @@
-"""The coordinator in rank 0's supervisor: the run directory and its records, the order of start and
-end, and the verdict on how the attempt has ended. No torch."""
+"""The coordinator in rank 0's supervisor: run directory and records, the order of start and end,
+and the verdict on the end of the attempt. No torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from kempner.jobs.ranks.port_range import ReservedPort
 from kempner.jobs.ranks.startup import forget_rendezvous
 from kempner.jobs.system.front_door import BadPortRange, NoFreePort
 
-RANKS_START_S = 600.0  # for all ranks to come
+RANKS_START_S = 600.0  # for all ranks to connect
 REQUEST_SIGNALS = {
     "TERM": "interrupt",
     "USR1": "interrupt",
@@ -43,17 +43,17 @@ REQUEST_SIGNALS = {
     "STOP file": "stop",
     "USR2": "save",
 }
-COORDINATOR_LEAVE_S = 3.0  # for all ranks to hear that they may leave
-RANK_ANSWER_S = 5.0  # for what the ranks have to say of a hang
-ENDED_S = 15.0  # for the other ranks to end once one has crashed
-CROWD_S = 0.3  # after a crash: the ranks that crash at the same moment
-RANK_POLL_S = 2.0  # for the ranks to say whether they have failed, too
-DEAF_S = 2.0  # for a program that has not come to its signal handler yet
+COORDINATOR_LEAVE_S = 3.0  # for all ranks to learn that they may leave
+RANK_ANSWER_S = 5.0  # for the ranks' reports of a hang
+ENDED_S = 15.0  # for the other ranks to end after a crash
+CROWD_S = 0.3  # after a crash: for ranks that crash at the same moment
+RANK_POLL_S = 2.0  # for the ranks to report whether they have failed, too
+DEAF_S = 2.0  # for a program that has not installed its signal handler yet
 
 
 def log_line(text: str) -> None:
-    with contextlib.suppress(OSError):  # whoever reads it has left: the program goes on
-        # The command may have bytes that are no UTF-8.
+    with contextlib.suppress(OSError):  # the reader is gone: the program goes on
+        # The command may have bytes that are not UTF-8.
         os.write(1, f"[{time.strftime('%F %T')}] kempner: {text}\n".encode(errors="replace"))
 
 
@@ -67,24 +67,24 @@ class Coordinator:
         self._new: list[Channel] = []
         self._hosts: dict[int, str] = {}
         self._endings: dict[int, Ending] = {}
-        self._ending: set[int] = set()  # the ranks that end their program because they were told to
-        self._hung: dict[int, ChannelMessage] = {}  # what the ranks say of a hang
-        self._failing: dict[int, bool] = {}  # the ranks that are there after a crash: failed, too?
+        self._ending: set[int] = set()  # ranks that end their program on request
+        self._hung: dict[int, ChannelMessage] = {}  # the ranks' reports of a hang
+        self._failing: dict[int, bool] = {}  # ranks still there after a crash: failing, too?
         self._asked, self._completed_before = "", 0
         self._deadline: Deadline | None = None
-        self._deaf: set[int] = set()  # the ranks whose program listens to no request
+        self._deaf: set[int] = set()  # ranks whose program handles no request
         self._asked_at = 0.0
         self._began, self._finishing, self._hang_at = time.monotonic(), 0.0, 0.0
-        self._bad_at = 0.0  # the first crash
+        self._bad_at = 0.0  # time of the first crash
         self._started = self._over = False
         self._sent_end = ""  # why the ranks were told to end their programs
         self._alive = False
-        self._told_end: float | None = None  # of the job
+        self._told_end: float | None = None  # end of the job, as sent to the ranks
 
     def run(self) -> None:
         """Run an attempt, from the lock to the last record."""
         try:
-            self._port = ReservedPort()  # of the program
+            self._port = ReservedPort()  # for the program
             self._book = Book(self.options, self._lose)
         except ConfigError as error:
             self._refuse(str(error))
@@ -106,22 +106,22 @@ class Coordinator:
             self._dismiss()
 
     def _refuse(self, problem: str, code: int = USAGE_ERROR_EXIT) -> None:
-        """End before the start: no rank starts, and the records stay as they were."""
+        """End before the start: no rank starts, and the records stay unchanged."""
         print(f"kempner: error: {problem}", file=sys.stderr, flush=True)
         self.code = code
-        # A rank that finds nobody leaves with a code of its own: wait till each is told this one.
+        # Wait until all ranks know this exit code: a rank that finds nobody uses another.
         end = time.monotonic() + RANKS_START_S
         while not self._started and len(self._peers) < self.size and time.monotonic() < end:
             self._receive(0.2)
 
     def _lose(self, why: str) -> None:
-        """End the programs of all ranks, and record nothing more. Runs in the thread of the lock,
-        which ends this process afterwards."""
+        """End the programs of all ranks and record nothing more. Runs in the lock's thread, which
+        then exits this process."""
         print(f"kempner: error: {why}", file=sys.stderr, flush=True)
         self.code = LOST_LOCK_EXIT
         for channel in list(self._peers.values()):
             channel.send(do="leave", code=LOST_LOCK_EXIT)
-        # For the ranks to end their programs before the process that speaks to them is gone.
+        # Time for the ranks to end their programs before this process is gone.
         time.sleep(COORDINATOR_LEAVE_S)
 
     def _dismiss(self) -> None:
@@ -150,7 +150,7 @@ class Coordinator:
 
     def _receive(self, seconds: float) -> None:
         channels = [c for c in (*self._peers.values(), *self._new) if c.open]
-        # select() takes no descriptor above 1023, and there is one for each rank.
+        # Not select(), which is limited to descriptors up to 1023: there is one per rank.
         ready = select.poll()
         of = {c.socket.fileno(): c for c in channels}
         for fd in (*of, self.entrance.fileno()):
@@ -164,15 +164,15 @@ class Coordinator:
     def _hear(self, channel: Channel) -> None:
         rank = next((r for r, c in self._peers.items() if c is channel), None)
         for message in channel.receive():
-            with contextlib.suppress(KeyError, TypeError, ValueError):  # not understood
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # malformed
                 if rank is None:
                     rank = self._meet(channel, message)
                 else:
                     self._answer(rank, message)
-        # Without a name: refused, or a stranger. A rank without an end: its supervisor is gone.
+        # Without a rank: refused, or a stranger. A rank that has not ended: its supervisor is gone.
         if not channel.open and rank is None:
             self._new = [c for c in self._new if c is not channel]
-            channel.close()  # who is refused is told at once
+            channel.close()  # so that the peer learns at once
         elif not channel.open and rank is not None and rank not in self._endings:
             self._endings[rank] = Ending(rank, self._hosts[rank], 1, "", gone=True)
 
@@ -243,7 +243,7 @@ class Coordinator:
     def _start(self) -> None:
         self._started = True
         hosts = [self._hosts[rank] for rank in range(self.size)]
-        # All ranks have met: the address is of no more use, and a later start must not find it.
+        # All ranks have met: a later start must not find this address.
         forget_rendezvous(self.options.run_dir)
         changed = self._book.start(hosts, self._watch.number)
         log_line(
@@ -261,13 +261,13 @@ class Coordinator:
     # --- requests to leave ---
 
     def _ask(self, kind: str, why: str) -> None:
-        """Ask the ranks to save or leave. `kind`: save (and go on), interrupt (leave, to be
-        continued), or stop (for good), which wins."""
+        """Ask the ranks to save or leave. `kind`: save (and go on), interrupt (leave, to continue
+        later), or stop (leave for good), which takes precedence."""
         if kind == "save":
             log_line(f"{why}: the program is asked to save")
             self._tell(do="save")
             return
-        # The same request again, or one that a stop has overruled.
+        # A repeated request, or one that a stop overrules.
         if self._asked in (kind, "stop"):
             return
         self._asked, self._asked_at = kind, time.monotonic()
@@ -290,19 +290,19 @@ class Coordinator:
             self._end(f"its next checkpoint is complete: {self._watch.complete.path}")
 
     def _saved_since(self) -> bool:
-        """Return whether a checkpoint was completed after the request: an older one may be far
-        behind by the end."""
+        """Return whether a checkpoint was completed after the request; an older one may be far
+        behind."""
         saved = self._watch.completed > self._completed_before
         return saved and self._watch.written > self._asked_at + CHECKPOINT_POLL_S
 
     def _may_go_on(self) -> bool:
         """Return whether a program that ignores the request may train on until it has saved: only
-        in a job, whose end Slurm knows."""
+        in a Slurm job, whose end is known."""
         return self._asked == "interrupt" and this_job.job_name() is not None
 
     def _end(self, why: str) -> None:
         self._sent_end = why
-        # From now on the ranks have ENDED_S.
+        # From now on the ranks have ENDED_S seconds.
         self._finishing = time.monotonic()
         log_line(f"the program is ended: {why}")
         self._tell(do="end")
@@ -310,9 +310,8 @@ class Coordinator:
     # --- faults ---
 
     def _after_bad(self, bad: list[Ending]) -> None:
-        """End the others after a failure, unless a request to leave gives each rank its time. But a
-        rank that has failed by itself may take longer to exit than those that have lost it: wait
-        for it."""
+        """End the other ranks after a failure, unless a request to leave gives each rank its time.
+        Wait first: the rank that failed may take longer to exit than those that lost it."""
         if self._asked or self._sent_end:
             return
         now = time.monotonic()
@@ -328,7 +327,7 @@ class Coordinator:
             self._tell(do="end")
 
     def _end_hang(self) -> None:
-        # A rank may have said that it hangs, and then have ended.
+        # A rank may have reported a hang and then ended.
         answered = len(self._hung.keys() | self._endings.keys()) >= self.size
         if not self._sent_end and (answered or time.monotonic() > self._hang_at + RANK_ANSWER_S):
             fault = hang_fault(self._hung, self._hosts, self._endings, self._book.head())
@@ -361,15 +360,15 @@ class Coordinator:
         for rank in range(self.size):
             if rank not in self._endings and rank not in self._ending:  # its host does not answer
                 self._endings[rank] = Ending(rank, self._hosts[rank], 1, "", gone=True)
-        endings = list(self._endings.values())  # in the order of their ends
-        # Only a program that left in order has surely completed its last checkpoint.
+        endings = list(self._endings.values())  # in the order in which they ended
+        # Only a program that left in order has certainly completed its last checkpoint.
         by_itself = not self._sent_end and (self._asked or all(e.code == 0 for e in endings))
-        # What is saved after the first crash may be half of a checkpoint: see look_at_last().
+        # A checkpoint saved after the first crash may be partial: see look_at_last().
         over = self._bad_at or self._finishing or time.monotonic()
         self._watch.look_at_last(bool(by_itself), over)
         self._book.at_checkpoint(self._watch)
         hung = self._sent_end == "hang"
-        # A rank that was ended did not end by itself, even if it left in order, with exit code 0.
+        # A rank that was told to end did not end by itself, even with exit code 0.
         unheard = bool(self._deaf) and not self._sent_end
         outcome = judge_endings(endings, self._asked, unheard, hung, self._book.progressed)
         for fault in crash_faults(endings, outcome, self._asked, self._book.head()):

@@ -36,8 +36,8 @@ class CodeCopy(NamedTuple):
         return CodeVersion(self.root.name, commit_of(self.root, True), ())
 
     def command(self, words: Sequence[str]) -> tuple[str, ...]:
-        """Replace each file in the command that was copied by its copy, also in --option=FILE. The
-        program keeps its working directory, for data and results."""
+        """Replace each copied file in the command by its copy, also in --option=FILE. The program
+        keeps its working directory for data and results."""
         return tuple(self._word(word) for word in words)
 
     def _word(self, word: str) -> str:
@@ -48,20 +48,19 @@ class CodeCopy(NamedTuple):
         return word.removesuffix(value) + str(self.root / name)
 
     def python_path(self, path: str) -> str:
-        """Rewrite PYTHONPATH so that an editable installation in `origin` is taken from the
-        copy."""
+        """Rewrite PYTHONPATH so that an editable install of `origin` is imported from the copy."""
         entries = [
             str(self.root / name) if (name := file_in(self.origin, entry)) is not None else entry
             for entry in path.split(os.pathsep)
             if entry
         ]
-        # PYTHONPATH comes before what an editable installation adds to sys.path.
+        # PYTHONPATH precedes the entries that an editable install adds to sys.path.
         own = [str(each) for each in (self.root / "src", self.root) if each.is_dir()]
         return os.pathsep.join(dict.fromkeys([*own, *entries]))
 
 
 def file_in(directory: Path, word: str) -> Path | None:
-    """Return the path within `directory` that a word names; None if it names another place."""
+    """Return the path within `directory` that a word names; None if it is outside."""
     if not word:
         return None
     path, root = Path(os.path.abspath(word)), Path(os.path.abspath(directory))

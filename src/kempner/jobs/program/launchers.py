@@ -1,6 +1,6 @@
 """Commands that start processes themselves. torchrun runs once on each host, and run.sh tells it of
-the others; the rest would do run.sh's own work, and are refused with the line to write. No
-torch."""
+the other hosts; all others would do run.sh's work and are refused with the line to write instead.
+No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kempner.config.option import ConfigError
 
 TORCHRUN_NAMES = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 MPI = "srun starts the ranks of MPI, with KEMPNER_MPI=pmix: docs/start/any-program.md"
-REFUSED = {  # and what they are not needed for
+REFUSED = {  # name -> why it is not needed
     "accelerate": "Accelerate reads the variables of run.sh: docs/start/any-program.md has more",
     "accelerate-launch": "Accelerate reads the variables of run.sh",
     "accelerate.commands.launch": "Accelerate reads the variables of run.sh",
@@ -35,7 +35,7 @@ REFUSED = {  # and what they are not needed for
     "orterun": MPI,
     "srun": "run.sh starts srun itself; KEMPNER_SRUN has more options for it",
 }
-# These only launch with the word "launch": `accelerate config` does not.
+# These launch only with the word "launch": `accelerate config` does not.
 LAUNCH = ("accelerate", "accelerate.commands.accelerate_cli")
 SHELLS = ("sh", "bash", "dash", "zsh")
 SHELL_PREFIXES = (
@@ -56,27 +56,27 @@ WRAPPERS = ("timeout", "nice", "ionice", "stdbuf", "numactl", "taskset")  # with
 
 
 def shell_string(command: Sequence[str]) -> int | None:
-    """Return the index of the string in `bash -lc STRING`, also behind env or a container."""
+    """Return the index of the string in `bash -lc STRING`, also after env or a container."""
     shell, value = False, False
     for place, word in enumerate(command):
         if shell and not value and re.fullmatch(r"-[a-z]*c", word):
             return place + 1 if place + 1 < len(command) else None
-        # Options may stand between the shell and -c, and `-o pipefail` has a value.
+        # Options may come between the shell and -c, and `-o pipefail` has a value.
         shell = Path(word).name in SHELLS or (shell and (value or word[:1] in "-+"))
         value = shell and word in ("-o", "+o", "-O", "+O")
-        # What follows a script is its own: `train.py bash -c x` starts no shell.
+        # Words after a script are its arguments: `train.py bash -c x` starts no shell.
         if word.endswith((".py", ".sh")):
             break
     return None
 
 
 def simple_commands(command: Sequence[str]) -> list[list[str]]:
-    """Split a string for a shell into its commands; another command is the only one."""
+    """Split a string for a shell into its commands; any other command is returned alone."""
     place = shell_string(command)
     if place is None:
         return [[*command]]
-    # punctuation_chars parts words at ; & | < > and parentheses, as the shell does.
-    # A line end separates commands, too; shlex would take it for a blank.
+    # punctuation_chars splits words at ; & | < > and parentheses, as the shell does.
+    # A newline separates commands, too; shlex would treat it as a blank.
     lexer = shlex.shlex(command[place].replace("\n", " ; "), posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     try:
@@ -89,12 +89,12 @@ def simple_commands(command: Sequence[str]) -> list[list[str]]:
             commands[-1].append(word)
         else:
             commands.append([])
-    # Each may be a shell with a string again.
+    # Each may again be a shell with a string.
     return [each for words in commands if words for each in simple_commands(words)]
 
 
 def bare_command(command: Sequence[str]) -> list[str]:
-    """Strip what the shell, env or a wrapper such as timeout takes before a simple command."""
+    """Strip the words of the shell, env or a wrapper such as timeout before a simple command."""
     words = [*command]
     while words and (words[0] in (*SHELL_PREFIXES, *WRAPPERS) or re.match(r"\w+=", words[0])):
         wrapper = words.pop(0) in WRAPPERS
@@ -104,9 +104,9 @@ def bare_command(command: Sequence[str]) -> list[str]:
 
 
 def starter_words(command: Sequence[str]) -> list[str]:
-    """Return the words of a simple command that start its program: those before its script, behind
-    env, uv run, a container or a profiler. Without a script the first words alone: the rest may be
-    anything."""
+    """Return the words of a simple command that may start its program: all words if one is a
+    script, which may follow env, uv run, a container or a profiler; else only the first words, as
+    the rest may be anything."""
     words = bare_command(command)
     if any(k and word.endswith((".py", ".sh")) for k, word in enumerate(words)):
         return words
@@ -116,7 +116,7 @@ def starter_words(command: Sequence[str]) -> list[str]:
 
 
 def find_launcher(names: Collection[str], words: Sequence[str]) -> int | None:
-    """Find the first of these commands or modules among the words before the script."""
+    """Return the index of the first of these commands or modules before the script."""
     for place, word in enumerate(words):
         if word.endswith((".py", ".sh")):
             break
@@ -126,7 +126,7 @@ def find_launcher(names: Collection[str], words: Sequence[str]) -> int | None:
 
 
 def launcher_in(command: Sequence[str]) -> int | None:
-    """Find the launcher in a simple command that is refused."""
+    """Return the index of a refused launcher in a simple command."""
     words = bare_command(command)
     names, after, before = {*REFUSED}, len(starter_words(command)), len(command) - len(words)
     start = 0
@@ -146,8 +146,8 @@ def uses_torchrun(command: Sequence[str]) -> bool:
 
 
 def check_launcher(command: Sequence[str], nodes: int) -> None:
-    """Raise ConfigError for a launcher that would start the program again for each GPU, and for
-    options of torchrun with which each node would train alone."""
+    """Raise ConfigError for a launcher that would start the program once more for each GPU, and for
+    torchrun options with which each node would train alone."""
     for words in simple_commands(command):
         place = launcher_in(words)
         if place is not None:
@@ -173,7 +173,7 @@ def check_launcher(command: Sequence[str], nodes: int) -> None:
 
 
 def _without_program(words: Sequence[str]) -> Sequence[str]:
-    """Strip torchrun's program and its arguments, whose options are its own."""
+    """Strip torchrun's program and its arguments, whose options are not torchrun's."""
     place = find_launcher(TORCHRUN_NAMES, starter_words(words))
     if place is None:
         return words
@@ -183,8 +183,8 @@ def _without_program(words: Sequence[str]) -> Sequence[str]:
 def without_launcher(
     command: Sequence[str], before: Sequence[str], launched: Sequence[str]
 ) -> list[str]:
-    """Remove the launcher, the first word of `launched`, and keep what stands before it (env, uv
-    run). In a string for a shell all else stays as it is."""
+    """Remove the launcher, the first word of `launched`, and keep the words before it (env, uv
+    run). The rest of a string for a shell is unchanged."""
     python, program = program_in(launched[1:])
     place = shell_string(command)
     if place is None:
@@ -200,7 +200,7 @@ def without_launcher(
         return ["COMMAND"]
     there = re.compile(rf"(?<!\S)(?!-)\S*{name}(?![\w./-])").search(text, began + 1)
     rest = text[there.start() :] if there else shlex.join(program)
-    # The last one before the program: an earlier word may be the same, as in `conda activate
+    # The last occurrence before the program: an earlier word may be equal, as in `conda activate
     # deepspeed; deepspeed t.py`.
     began = [found.start() for found in launcher.finditer(text[: there and there.start()])][-1]
     # For example `python -m accelerate.commands.launch`.
@@ -209,8 +209,8 @@ def without_launcher(
 
 
 def program_in(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the program that a launcher was to start, behind options and their values, with what
-    has to stand before it: a Python script, a module or a command."""
+    """Find the program (a script, a module or a command) after a launcher's options and their
+    values. Returns the words that must precede it, such as python -m, and the program's words."""
     for place, word in enumerate(words):
         if word.endswith(".py"):
             return ["python"], [*words[place:]]

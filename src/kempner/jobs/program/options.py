@@ -33,8 +33,8 @@ PROGRAM_USAGE = (
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a program's run. `signal` is None where the supervisor chooses; `checkpoints` is
-    empty, `code`, `steps` and `heartbeat` are None if the user has not set them."""
+    """Options of a program's run. If the user has not set them, `checkpoints` is empty and `code`,
+    `steps`, `heartbeat` and `signal` are None; the supervisor then chooses the signal."""
 
     command: tuple[str, ...]
     run_dir: Path
@@ -46,7 +46,7 @@ class Options:
 
     @property
     def checkpoint_dir(self) -> Path | None:
-        """The directory of all checkpoints: in a container it has to be the host's."""
+        """The directory of all checkpoints, which a container must mount from the host."""
         if not self.checkpoints:
             return None
         parts = Path(self.checkpoints).absolute().parts
@@ -140,8 +140,8 @@ def program_name(command: Sequence[str]) -> str:
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Raise ConfigError if there is nothing to start. A script in a container may not be seen from
-    here."""
+    """Raise ConfigError if the command or its script does not exist. A script in a container may
+    not be visible from here."""
     if shutil.which(command[0]) is None:
         fix = "give its path, or load its module in site.env"
         if Path(command[0]).is_file():
@@ -155,12 +155,12 @@ def check_command(command: Sequence[str]) -> None:
 
 
 def _script_of(command: Sequence[str]) -> str:
-    """Return the file NAME.py that Python or torchrun is told to run; "": none, or a module."""
+    """Return the file NAME.py that Python or torchrun is told to run; "" for a module or none."""
     name, words = Path(command[0]).name, list(command[1:])
     launcher = next((i for i, word in enumerate([name, *words]) if word in TORCHRUN_NAMES), None)
     if launcher is not None:
         words = words[launcher:]
-        # Its options have values: its script is the first word that looks like one.
+        # Its options have values, so the script is the first word that looks like one.
         at = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
         others = {"-m", "--module", "--no-python", "--no_python"}
     elif re.fullmatch(r"python[\d.]*", name):
@@ -173,7 +173,7 @@ def _script_of(command: Sequence[str]) -> str:
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """Raise ConfigError if something else is there: also a run of the trainer, whose records mean
-    something else."""
+    """Raise ConfigError if the directory has another kind of content, even a run of the trainer,
+    whose records have a different meaning."""
     fix = "give the program a directory of its own: --run-dir=runs/NAME"
     refuse_others(run_dir, "--run-dir", (Kind.PROGRAM, Kind.STARTED, Kind.NOTES), fix)
