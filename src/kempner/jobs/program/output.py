@@ -1,5 +1,5 @@
-"""Output of a program: to the batch log, each line behind its rank, and unchanged to the log of its
-rank. No torch."""
+"""Output of a program: to the batch log with the rank before each line, and unchanged to the rank's
+own log. No torch."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from typing import NamedTuple
 from kempner.jobs.program.options import Options
 
 LONGEST_OUTPUT_LINE = 1 << 16  # bytes; a longer line is cut
-PARTIAL_S = 10.0  # a line that does not end (a progress bar) is shown after so many seconds
-CRASH_TAIL_BYTES = 1 << 14  # bytes that are looked through for the cause of a crash
-BATCH_LOG = 100 << 20  # bytes of an attempt that a rank writes to the batch log; its own has all
-# A Python exception at the left edge, as of "[rank3]:", or a word that says so.
+PARTIAL_S = 10.0  # seconds after which an unfinished line (a progress bar) is shown
+CRASH_TAIL_BYTES = 1 << 14  # bytes searched for the cause of a crash
+BATCH_LOG = 100 << 20  # most bytes per attempt from a rank in the batch log; its own log has all
+# A Python exception at the start of a line, perhaps after "[rank3]:"; else a word for an error.
 EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)\b")
 ERROR = re.compile(
     r".*\b(?:[Ee]rror|ERROR|[Ff]atal|FATAL|panic(?:ked)?|Segmentation fault|Killed|Aborted)\b"
 )
-# It counts the errors of its processes, and has none of its own.
+# torchrun's summary of its processes' errors, not an error itself.
 TORCHRUN_ERROR = "ChildFailedError"
-ROOT_CAUSE = "Root Cause (first observed failure)"  # torchrun says it last
+ROOT_CAUSE = "Root Cause (first observed failure)"  # torchrun prints it last
 ROOT_EXIT = re.compile(r" *exitcode *: (-?\d+)", re.M)
 ROOT_RANK = re.compile(r" *rank *: (\d+)", re.M)
-# Not SIGTERM, by which torchrun ends the others.
+# Not SIGTERM, with which torchrun ends the other processes.
 TORCHRUN_SAW = re.compile(r" *traceback *: (Signal (?!15 )\d+ \(\w+\) received by PID)", re.M)
 SIGTERMED = "Signal 15 (SIGTERM) received by PID"
-# Python prints it before the handlers of its exit run.
+# Python prints a traceback before its exit handlers run.
 TRACEBACK, IGNORED = b"Traceback (most recent call last)", b"Exception ignored in"
-# Last lines of a program that has only lost another rank.
+# Errors of a program that has only lost another rank.
 LOST_PEER_OUTPUT = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -48,7 +48,7 @@ LOST_PEER_OUTPUT = (
     "ncclRemoteError",
 )
 LOST_PEER_TAIL = 4096  # bytes
-# The batch log stays a text that grep reads: no control bytes but tab, line feed and escape.
+# Keep the batch log text for grep: no control bytes but tab, newline, carriage return and escape.
 CONTROL_BYTES = bytes(byte for byte in range(32) if byte not in b"\t\n\r\x1b") + b"\x7f"
 
 
@@ -56,19 +56,19 @@ RESUMES = re.compile(rb"resum|restor|continu|load", re.I)  # "resuming at step 4
 
 
 class OutputSteps(NamedTuple):
-    """Steps that a program has reported: the first one and when, in unix seconds; the distance from
-    one to the next, None before the second one, 0 if the first line says that it resumes there; the
-    last one."""
+    """Steps that a program has reported: the first one, its unix time, the distance between two
+    steps (None before the second one, 0 if the first line says that it resumes there), and the last
+    one."""
 
     first: int
     at: float
     every: int | None
     last: int
-    beats: bool = False  # with its heartbeat: there may have been others before the first
+    beats: bool = False  # from heartbeats: earlier steps may be missing
 
 
 def steps_after(steps: OutputSteps | None, step: int, line: bytes = b"") -> OutputSteps:
-    """Update the steps with another one, in this line."""
+    """Update the steps with another one, printed in this line."""
     if steps is None:
         return OutputSteps(step, time.time(), 0 if RESUMES.search(line) else None, step)
     every = steps.every
@@ -78,9 +78,8 @@ def steps_after(steps: OutputSteps | None, step: int, line: bytes = b"") -> Outp
 
 
 class OutputReader(threading.Thread):
-    """A thread that reads until the program and all that have inherited its output have closed it.
-    A thread, so that a log that cannot be written for a while does not hold up signals and
-    heartbeats."""
+    """A thread that reads until the program, and all processes that inherited its output, have
+    closed it. As a thread, it does not hold up signals and heartbeats if a log blocks."""
 
     def __init__(self, source: int, rank: int, path: Path, options: Options) -> None:
         super().__init__(daemon=True, name="output")
@@ -90,8 +89,8 @@ class OutputReader(threading.Thread):
         self._partial, self._since = b"", 0.0
         self._failed = False
         self.printed: OutputSteps | None = None
-        self.lines = 0  # pieces that have come so far
-        self.error_at = 0.0  # when the last traceback came, monotonic
+        self.lines = 0  # pieces read so far
+        self.error_at = 0.0  # time of the last traceback, monotonic
         self.tail = b""
         self._room = BATCH_LOG
         self._log = -1
@@ -100,7 +99,7 @@ class OutputReader(threading.Thread):
             self._log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def run(self) -> None:
-        # Not select(), which takes no descriptor above 1023: rank 0 has one for each rank.
+        # Not select(), which is limited to descriptors up to 1023: rank 0 has one per rank.
         ready = select.poll()
         ready.register(self._source, select.POLLIN)
         while True:
@@ -114,7 +113,7 @@ class OutputReader(threading.Thread):
             if not data:
                 break
             self._write_log(data)
-            # Before the prefix and the cuts: the cause of a crash is in what the program wrote.
+            # Unprefixed and uncut, to search for the cause of a crash.
             self.tail = (self.tail + data)[-CRASH_TAIL_BYTES:]
             self.lines += 1
             if TRACEBACK in data and IGNORED not in data:
@@ -123,10 +122,9 @@ class OutputReader(threading.Thread):
         self._flush()
 
     def _write_log(self, data: bytes) -> None:
-        """Write to the rank's log. A full disk loses lines of this file alone; the batch log has
-        them."""
+        """Write to the rank's log. A full disk loses lines only here; the batch log has them."""
         try:
-            # Without a buffer: after SIGKILL the last lines are what one looks for.
+            # Unbuffered: after SIGKILL the last lines matter most.
             written = os.write(self._log, data)
             failed = os.strerror(errno.ENOSPC) if written < len(data) else ""
         except OSError as error:
@@ -142,7 +140,7 @@ class OutputReader(threading.Thread):
         if cut or not self._partial:
             self._since = time.monotonic()
         lines, self._partial = data[:cut], data[cut:]
-        if b"\r" in self._partial:  # a progress bar: what it shows now
+        if b"\r" in self._partial:  # a progress bar: its current text
             self._partial = self._partial[self._partial.rstrip(b"\r").rfind(b"\r") + 1 :]
         if lines:
             self._show(lines[:-1])
@@ -184,18 +182,18 @@ class OutputReader(threading.Thread):
     def _print(data: bytes) -> None:
         with contextlib.suppress(OSError):  # a closed terminal
             while data:
-                # A pipe may take a part of it.
+                # A pipe may take only a part.
                 data = data[os.write(1, data) :]
 
     def last_words(self, killed: bool) -> str:
-        """Return its last error, as the reason of a crash; without one its last line, which says
-        nothing about a program that was killed."""
+        """Return its last error as the reason of a crash; without one, its last line, or "" if it
+        was killed."""
         lines = [line.rstrip() for line in reversed(self._tail_lines()) if re.search(r"\w", line)]
         lines = [line for line in lines if TORCHRUN_ERROR not in line and SIGTERMED not in line]
         if match := TORCHRUN_SAW.search(cause := self._root_cause()):
             return cause[match.start(1) :].splitlines()[0].strip()[:200]
         errors = [line for line in lines if EXCEPTION.match(line)]
-        if cause:  # the other processes may have lost that one
+        if cause:  # the other processes may only have lost that one
             errors.sort(key=_is_lost)
         elif not errors:
             errors = [line for line in lines if ERROR.match(line)]
@@ -206,8 +204,8 @@ class OutputReader(threading.Thread):
         return "" if killed or not lines else lines[0].strip()[:200]
 
     def lost_peer(self) -> bool:
-        """Return whether its error only says that another rank is gone. With torchrun all of its
-        processes must say so: it ends the others once one has failed."""
+        """Return whether its error only says that another rank is gone. With torchrun, which ends
+        all processes once one has failed, all of them must say so."""
         text = self.tail[-LOST_PEER_TAIL:].decode(errors="replace")
         if TORCHRUN_ERROR in text:
             lines = self._tail_lines()
@@ -217,7 +215,7 @@ class OutputReader(threading.Thread):
         return _is_lost(text)
 
     def _root_cause(self) -> str:
-        """Return torchrun's report of the process that failed first; "" if there is none."""
+        """Return torchrun's report of the process that failed first; "" without one."""
         _, found, text = self.tail.decode(errors="replace").rpartition(ROOT_CAUSE)
         return text if found else ""
 

@@ -1,5 +1,5 @@
-"""Start of a program's supervisors, as the tasks of a srun step or as processes of this machine,
-and their meeting; rank 0's process also has the coordinator. No torch."""
+"""Start and rendezvous of a program's supervisors, as tasks of an srun step or as processes on this
+machine. Rank 0's process also runs the coordinator. No torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def supervise_here(options: Options, ranks: int) -> int:
     server = listen_in_range("127.0.0.1")
     if ranks == 1:
         return _rank(options, World(0, 0, 1, "single"), server)
-    # Blocked across the forks: no signal is lost before a child's handlers are there.
+    # Blocked across the forks: no signal is lost before a child has its handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNAL_REQUESTS)
     pids = []
     for rank in range(ranks):
@@ -44,18 +44,18 @@ def supervise_here(options: Options, ranks: int) -> int:
             world = World(rank, rank, ranks, "single", ranks)
             os._exit(_rank(options, world, server))
         pids.append(pid)
-    # Whoever sends it to the process group reaches the children as well: they act on it, and this
-    # process has to wait for their ends.
+    # A SIGTERM to the process group reaches the children, too: they act on it, and this process
+    # must wait for them.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # The children have it; here it would keep the port open after they have ended.
+    # The children have it; here it would keep the port open after their end.
     server.close()
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     return max((128 - code if code < 0 else code for code in codes), default=0)
 
 
 def _rank(options: Options, world: World, server: socket.socket | None) -> int:
-    """Run one rank. `server`: where the ranks of one machine meet; those of a step meet in the run
-    directory."""
+    """Run one rank. `server`: the listening socket for ranks on one machine; ranks of a step meet
+    in the run directory."""
     signals = Signals()
     supervisor = Supervisor(options, world, signals)
     here = server is not None
@@ -65,16 +65,16 @@ def _rank(options: Options, world: World, server: socket.socket | None) -> int:
         if not here and world.local_rank == 0:
             rendezvous.forget_copy(options.run_dir)
         return code
-    # For a connection of each rank: here, and in the program, which inherits the limit and in which
-    # torch's store listens.
+    # For one connection per rank: here, and in the program, which inherits the limit and runs
+    # torch's store.
     allow_open_files()
     entrance = peers.Entrance(server or listen_in_range(), peers.job_key())
     port, host = entrance.port, "127.0.0.1" if here else own_address()
-    # Beside the supervisor, in a thread: it waits for file systems, and rank 0's signals must not.
+    # In a thread: it waits for file systems, which must not delay rank 0's signals.
     coordinator = Coordinator(options, world.size, entrance, host)
     thread = threading.Thread(target=coordinator.run, name="coordinator")
     thread.start()
-    # Only once it listens: the others connect as soon as they read the address.
+    # Published once it listens: the others connect as soon as they read the address.
     if not here and world.size > 1:
         rendezvous.publish_address(options.run_dir, port)
     code = supervisor.main(_join(options, world, ("127.0.0.1", port)))
@@ -95,7 +95,7 @@ def _join(options: Options, world: World, endpoint: tuple[str, int] | None) -> C
         except OSError:
             if tries == JOIN_TRIES - 1:
                 raise
-            with contextlib.suppress(OSError):  # it may be another cluster's
+            with contextlib.suppress(OSError):  # it may belong to another cluster
                 copy.unlink(missing_ok=True)
             time.sleep(1.0)
         else:

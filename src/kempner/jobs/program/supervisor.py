@@ -1,4 +1,4 @@
-"""Supervisor of one rank of a program: starts it, passes requests on, watches its heartbeat, and
+"""Supervisor of one rank of a program: starts it, forwards requests, watches its heartbeat and
 reports to the coordinator. No torch."""
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ SIGNAL_REQUESTS = {
     signal.SIGINT: "stop",
     signal.SIGURG: "interrupt",  # sbatch --signal=URG@120: programs ignore it
 }
-# SIGCHLD wakes poll() at the program's end; SIGHUP must only not end this process.
+# SIGCHLD wakes poll() at the program's end; SIGHUP is handled so that it does not end this process.
 HANDLED = (*SIGNAL_REQUESTS, signal.SIGUSR2, signal.SIGHUP, signal.SIGCHLD)
 SUPERVISOR_TICK_S = 0.5
 SUPERVISOR_HEARTBEAT_S = 2.0  # between two signs of life
 OUTPUT_S = 2.0  # for the last output of a program that has ended
-# Time for rank 0's first heartbeat: it may compile, or load data.
+# Time for rank 0's first heartbeat: it may compile or load data.
 FIRST_BEAT_S = 1800.0
 TORN_DOWN = 1
 
 
 class Signals:
-    """The signals of this process, in the order in which they came."""
+    """The signals of this process, in order of arrival."""
 
     def __init__(self) -> None:
-        # Python resumes poll() after a signal (PEP 475): the byte of set_wakeup_fd() ends it.
+        # Python resumes poll() after a signal (PEP 475); the byte of set_wakeup_fd() wakes it.
         self.read, self._write = socket.socketpair()
         self.read.setblocking(False)
         self._write.setblocking(False)
         signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         for number in HANDLED:
-            # The byte is the message; without a handler the signal would have its default action.
+            # The byte is the message; this only replaces the signal's default action.
             signal.signal(number, lambda *_: None)
-        # task.sh was started with them blocked, so that none is lost before the handlers are there.
+        # task.sh starts with these blocked, so that none is lost before the handlers are installed.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
     def take(self) -> bytes:
@@ -59,20 +59,19 @@ class Signals:
 
 
 class Supervisor:
-    """The supervisor of a rank. `main` returns the exit code of this rank: the same on all of
-    them."""
+    """The supervisor of a rank. `main` returns the exit code, which is the same on all ranks."""
 
     def __init__(self, options: Options, world: World, signals: Signals) -> None:
         self.options, self.world, self._signals = options, world, signals
         self._place = RankPlace(world.rank)
         self._child: Child | None = None
         self._output: OutputReader | None = None
-        self._code: int | None = None  # that of this rank, once it may leave
+        self._code: int | None = None  # exit code, once this rank may leave
         self._reported = self._hung = self._torn = False
-        self._unheard = ""  # the request that the program has not listened to
+        self._unheard = ""  # a request that the program has not handled
         self._told, self._lines = 0.0, 0
-        # The last look; the heartbeat that it saw, and since when, by this host's own clock: the
-        # clocks of the file server and of the program may differ.
+        # The last heartbeat seen, the time of the last look, and the time of the last change: by
+        # this host's clock, as the clocks of the file server and the program may differ.
         self._beat: float | None = None
         self._awake = self._since = time.monotonic()
         self._beats: OutputSteps | None = None  # the steps of its heartbeats
@@ -92,8 +91,8 @@ class Supervisor:
                 self._child.end()
             self._place.remove()
             channel.close()
-            # srun ends the others as soon as one has left with an error: that must not change the
-            # exit code, which says whether it was bad input.
+            # srun ends the other ranks once one exits with an error: that must not change the exit
+            # code, which tells bad input from other errors.
             for number in SIGNAL_REQUESTS:
                 signal.signal(number, signal.SIG_IGN)
         return self._code
@@ -159,18 +158,18 @@ class Supervisor:
             self._reported = True
             self._tell_end(127, str(error), False, time.monotonic())
         finally:
-            # Only the program may hold this end: its end is the end of the output.
+            # Only the program may hold this end, so that the output ends with the program.
             os.close(target)
         self._output.start()
 
     def _warn(self, kind: str) -> None:
-        """Ask the program to leave: by the file if it looks for it, else by a signal. One that does
-        not listen yet, because it is still importing, is asked again."""
+        """Ask the program to leave: by the file if it checks for it, else by a signal. A program
+        that is still importing, and handles none yet, is asked again."""
         self._place.write(self._place.stop, kind)
         self._unheard = ""
         if self._child is None or self._reported:
             return
-        # A program that looks for the file needs no signal, and may not handle any.
+        # A program that checks for the file needs no signal, and may not handle one.
         has_heard = self._place.asks.exists() or self._child.warn()
         if kind == "stop" and not has_heard:
             has_heard = self._child.tell(signal.SIGINT)  # Python: KeyboardInterrupt
@@ -178,13 +177,13 @@ class Supervisor:
         self._channel.send(say="told", heard=has_heard)
 
     def _failing(self) -> bool:
-        """Return whether it may be on its way out: its last words are a traceback of its own."""
+        """Return whether it may be exiting: its last output is a traceback, not of a lost peer."""
         out = self._output
         return bool(out and time.monotonic() < out.error_at + SLOW_S and not out.lost_peer())
 
     def _save(self) -> None:
         if self._child is not None:
-            self._child.tell(signal.SIGUSR2)  # save and go on, where it knows that
+            self._child.tell(signal.SIGUSR2)  # save and go on, if it handles it
 
     def _end_child(self, stacks: bool) -> None:
         self._channel.send(say="ending")
@@ -208,7 +207,7 @@ class Supervisor:
             self._tell_progress()
 
     def _tell_progress(self) -> None:
-        """Report progress to the coordinator: rank 0 speaks for all."""
+        """Report progress to the coordinator, for all ranks."""
         at, step = self._place.beat()
         assert self._output is not None
         if self.options.steps is not None:
@@ -223,15 +222,15 @@ class Supervisor:
             self._channel.send(say="alive", steps=steps)
 
     def _silence(self) -> float | None:
-        """Return the seconds since the last heartbeat, once they are too many. A rank that has
-        never touched it is not watched, except rank 0."""
+        """Return the seconds since the last heartbeat if they exceed the limit, else None. A rank
+        without any heartbeat is not watched, except rank 0."""
         limit, now = self.options.heartbeat or 0.0, time.monotonic()
         at, _ = self._place.beat()
         absent, self._awake = now - self._awake, now
-        # Only a change of the time counts, measured by this host's clock.
+        # Only a change of the timestamp counts, measured by this host's clock.
         if at != self._beat:
             self._beat, self._since = at, now
-        elif absent > limit / 2:  # suspended (SIGSTOP, scontrol suspend), and so was the program
+        elif absent > limit / 2:  # suspended with the program (SIGSTOP, scontrol suspend)
             self._since += absent
         silence = now - self._since
         if at is None:
@@ -251,16 +250,16 @@ class Supervisor:
     def _report_end(self, child: Child) -> None:
         self._reported = True
         assert self._output is not None and child.code is not None
-        # With a limit: a process that the program has left behind may keep its output open.
+        # With a limit: a process left behind by the program may keep its output open.
         self._output.join(OUTPUT_S)
         if not self._torn and (processes := child.left_behind()):
             self._output.say(f"ends what the program has left behind: {', '.join(processes)}")
         child.end()
-        # They are gone: it reaches the end of the output, and the last words are complete.
+        # All processes are gone, so the reader reaches the end of the output.
         self._output.join(OUTPUT_S)
         if self.world.rank == 0:
             self._tell_progress()
-        if self._unheard and self._place.asks.exists():  # it has looked at last
+        if self._unheard and self._place.asks.exists():  # it checks by now
             self._channel.send(say="told", heard=True)
         words = self._output.last_words(killed=child.code < 0)
         error_at, at = self._output.error_at, child.ended_at

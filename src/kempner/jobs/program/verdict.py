@@ -10,13 +10,13 @@ from typing import Any, Literal
 from kempner.jobs.program.channel import ChannelMessage
 from kempner.jobs.records.events import FaultEvent
 
-USAGE_ERROR_EXIT = 2  # argparse's exit code, and Python's for a file that is not there
+USAGE_ERROR_EXIT = 2  # argparse's exit code, and Python's for a missing script
 NOT_STARTED = (2, 126, 127)  # the last two: a shell found no command
 HUNG = 70  # as the trainer's watchdog
 NAMED_CRASHES = 8  # ranks whose crash is recorded
-SLOW_S = 20.0  # for a program to exit once it has failed: its exit handlers, a core dump
-KILLED_S = 1.0  # that a rank that was killed may be noticed later than those that lost it
-# NCCL's watchdog aborts when a collective times out, and Slurm ends the remaining ranks of a step.
+SLOW_S = 20.0  # for a program to exit after a failure: exit handlers, a core dump
+KILLED_S = 1.0  # a killed rank may be noticed so much later than those that lost it
+# NCCL's watchdog aborts if a collective times out, and Slurm ends the remaining ranks of a step.
 # Any other signal is the rank's own fault.
 ENDED_BY_OTHERS = (-signal.SIGABRT, -signal.SIGTERM)
 
@@ -25,16 +25,16 @@ EndState = Literal["done", "interrupted", "stopped", "failed", ""]
 
 @dataclass(frozen=True)
 class Ending:
-    """End of a rank's program; `gone`: its supervisor is dead, and the end is unknown."""
+    """End of a rank's program. `gone`: its supervisor is dead and the end is unknown."""
 
     rank: int
     host: str
     code: int  # negative: the signal
-    words: str  # the last ones
-    lost_peer: bool = False  # they only say that another rank is gone
+    words: str  # its last error or line
+    lost_peer: bool = False  # `words` only say that another rank is gone
     gone: bool = False
-    torn: bool = False  # its supervisor has ended it, because of another rank
-    failed_at: float = 0.0  # monotonic: its last traceback, if it failed with one, or its end
+    torn: bool = False  # its supervisor ended it because of another rank
+    failed_at: float = 0.0  # monotonic time of its last traceback, if it failed with one, or end
 
     @property
     def killed(self) -> bool:
@@ -55,15 +55,15 @@ class Ending:
 
 
 def name_of_signal(number: int) -> str:
-    """Name a signal; most of the real-time signals have no name."""
+    """Return the name of a signal; most real-time signals have none."""
     names = {each.value: each.name for each in signal.Signals}
     return names.get(number, f"signal {number}")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of an attempt. `state` is empty after a crash or a hang: the batch script decides
-    then."""
+    """Outcome of an attempt. `state` is empty after a crash or a hang: then the batch script
+    decides."""
 
     state: EndState
     reason: str
@@ -72,9 +72,9 @@ class Outcome:
 
 
 def first_failure(bad: Sequence[Ending]) -> Ending:
-    """Return the rank that failed first and by itself: a rank that was killed rather than those
-    that failed at about the same time, which may have lost it."""
-    # A rank that was ended because of another one says nothing, unless there is no other.
+    """Return the rank that failed first and by itself. A killed rank is preferred to those that
+    failed at about the same time, which may have lost it."""
+    # A rank that was ended because of another one counts only if there are no others.
     bad = sorted([e for e in bad if not e.torn] or bad, key=lambda e: e.failed_at)
     own = [e for e in bad if not e.gone and not e.lost and e.code not in ENDED_BY_OTHERS]
     lost_ranks = [e for e in bad if e.gone]
@@ -86,15 +86,15 @@ def first_failure(bad: Sequence[Ending]) -> Ending:
 def judge_endings(
     endings: Sequence[Ending], request: str, unheard: bool, hung: bool, progressed: bool
 ) -> Outcome:
-    """Judge the attempt. `request`: interrupt, stop or ""; `unheard`: the program ignored one,
-    and was not ended."""
+    """Judge the attempt. `request`: interrupt, stop or ""; `unheard`: the program ignored it and
+    was not ended."""
     bad = [ending for ending in endings if ending.code != 0]
     if hung:
         return Outcome("", "no heartbeat", HUNG)
-    # A user's stop counts whatever the program made of it.
+    # A user's stop counts however the program ended.
     if request == "stop":
         return Outcome("stopped", "stopped by the user", 0)
-    # Slurm ends the step of a host that is lost, and its SIGTERM looks like a request to leave.
+    # Slurm ends the step of a lost host, and its SIGTERM looks like a request to leave.
     has_lost_host = any(ending.gone for ending in bad)
     if request == "interrupt" and not has_lost_host and (bad or not unheard):
         return Outcome("interrupted", "asked to save and leave", 0)
@@ -114,9 +114,9 @@ def judge_endings(
 def crash_faults(
     endings: Sequence[Ending], outcome: Outcome, request: str, head: Mapping[str, Any]
 ) -> list[FaultEvent]:
-    """Record each rank that crashed by itself, the first one first. If a supervisor is gone, the
-    other ranks have lost that one; after a request Slurm may have ended it. A later one with
-    another error may only have lost the first."""
+    """Return a fault for each rank that crashed by itself, in order. If a supervisor is gone, the
+    other ranks only lost it; after a request, Slurm may have ended it. A later crash with a
+    different error may only be the loss of the first rank."""
     own = [e for e in endings if e.code not in (0, -signal.SIGTERM) and not e.torn]
     own = [e for e in own if not (e.gone and request)]
     if outcome.state or not own or outcome.code == HUNG:
@@ -145,9 +145,9 @@ def hang_fault(
     endings: Mapping[int, Ending],
     head: Mapping[str, Any],
 ) -> FaultEvent:
-    """Find who hangs: a rank whose supervisor does not answer; else one that is stopped or waits
-    for a disk; else one that is behind the others. If all are alike they wait for each other, and
-    nobody is blamed."""
+    """Find the hung ranks: those whose supervisor does not answer, else those that are stopped or
+    wait for a disk, else those behind the others. If all are alike, they wait for each other and
+    none is blamed."""
     quiet = [rank for rank in hosts if rank not in answers and rank not in endings]
     stuck = [rank for rank, m in answers.items() if m.get("condition") in ("T", "t", "D")]
     steps = {rank: m["step"] for rank, m in answers.items() if m.get("step") is not None}

@@ -1,4 +1,4 @@
-"""Memory of this host that a rank may take, loaded where a rank wants much of it. No torch."""
+"""Memory of this host that a rank may use; imported only by features that need much. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kempner.jobs.ranks.placement import discover_world
 
-USABLE = 0.8  # of what is available: the rest of the job grows, too
+USABLE = 0.8  # of the available memory: the rest of the job grows, too
 CGROUPS = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -16,22 +16,22 @@ OWN_STATUS = Path("/proc/self/status")
 
 
 def memory_of_rank() -> int:
-    """Return the bytes that each rank of this host may allocate now, between two steps, and keep:
-    the memory that steps take and return is left to them."""
+    """Return the bytes that each rank of this host may allocate now, between two steps, and keep.
+    Excludes the memory that steps allocate and free."""
     share = int(USABLE * available_memory()) // discover_world().per_node
     return max(0, share - peak_above_now())
 
 
 def peak_above_now() -> int:
-    """Return the bytes by which this process once held more than now."""
+    """Return the bytes by which this process's peak memory exceeds its current memory."""
     sizes = dict(line.split(":", 1) for line in OWN_STATUS.read_text().splitlines())
     peak, now = (int(sizes[key].split()[0]) * 1024 for key in ("VmHWM", "VmRSS"))
     return max(0, peak - now)
 
 
 def available_memory() -> int:
-    """Return the bytes that can be allocated without swapping: what the host has available, or what
-    is left to the cgroup of the job, whichever is less. A cache of files counts as available."""
+    """Return the bytes that can be allocated without swapping: the host's available memory or the
+    rest of the job's cgroup, whichever is less. The page cache counts as available."""
     host = host_memory("MemAvailable")
     left = [limit - used for limit, used in _limits()]
     return max(0, min([host, *left]))
@@ -46,23 +46,23 @@ def host_memory(name: str = "MemTotal") -> int:
 
 
 def job_memory() -> int:
-    """Return the bytes that the processes of this job may have on this host."""
+    """Return the bytes that the processes of this job may use on this host."""
     return min([host_memory(), *(limit for limit, _ in _limits())])
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Yield limit and use, without cached files, of this process's cgroup and those around it."""
+    """Yield (limit, usage without page cache) of this process's cgroup and its parents."""
     with contextlib.suppress(OSError):
         for line in OWN_CGROUPS.read_text().splitlines():
             _, kinds, path = line.split(":", 2)
-            # A line of cgroup v2 names no controllers ("0::/path"); of v1 each line has some.
+            # A cgroup v2 line names no controllers ("0::/path"); each v1 line does.
             if kinds and "memory" not in kinds.split(","):
                 continue
             root = CGROUPS / "memory" if kinds else CGROUPS
-            # In v1 only the figures that begin with total_ count the groups below this one.
+            # In v1 only the figures total_* include child groups.
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
             own = root / path.lstrip("/")
-            # Slurm sets the limit on the job's or the step's group, above that of the task.
+            # Slurm sets the limit on the job's or the step's group, above the task's.
             for folder in (own, *own.parents):
                 if not folder.is_relative_to(root):
                     break
@@ -75,7 +75,7 @@ def _limit(folder: Path, names: tuple[str, str, str]) -> Iterator[tuple[int, int
         figures = dict(
             line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines()
         )
-        # Not the figure "file", which counts shared memory as well: that cannot be dropped.
+        # Not the figure "file", which includes shared memory: that cannot be dropped.
         cached = sum(int(figures[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
         yield (
             int((folder / limit).read_text()),

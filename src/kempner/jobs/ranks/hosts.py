@@ -11,23 +11,23 @@ from kempner.jobs.this_job import host_name
 
 
 def all_hosts(world: World) -> list[str]:
-    """Return the host of each rank; on other ranks than 0 that of rank 0 alone.
+    """Return the host of each rank on rank 0; on other ranks only the host of rank 0.
 
-    Each rank puts one small key into the rendezvous store, while a gather would send the whole list
-    to everybody.
+    Each rank puts one small key into the rendezvous store; a gather would send the whole list to
+    all ranks.
     """
     store = dist.distributed_c10d._get_default_store()
     store.set(f"host/{world.rank}", host_name())
-    # multi_get() waits until all these keys are there: rank 0 alone waits for everybody.
+    # multi_get() waits until all these keys exist: only rank 0 waits for all ranks.
     ranks = range(1 if world.rank else world.size)
     return [name.decode() for name in store.multi_get([f"host/{rank}" for rank in ranks])]
 
 
 def ask_hosts(ranks: list[int], seconds: float) -> list[str]:
-    """Return the hosts of these ranks, in a hang; raises RuntimeError without an answer in time.
+    """Return the hosts of these ranks during a hang. Raises RuntimeError without a timely answer.
 
-    It asks on a connection of its own, because the default one may be busy in the very call that
-    hangs. Rank 0, which serves the store, must be alive.
+    Uses a separate connection, because the default one may be busy in the call that hangs. Rank 0,
+    which serves the store, must be alive.
     """
     store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=seconds))

@@ -1,7 +1,7 @@
 """The network that NCCL uses between nodes, according to its log.
 
-NCCL falls back to TCP without an error when its InfiniBand or libfabric plugin finds no device, and
-the training then runs at a tenth of its speed. Only its log says so, with NCCL_DEBUG=INFO and
+NCCL falls back to TCP without an error if its InfiniBand or libfabric plugin finds no device, and
+training then runs at a tenth of its speed. Only the log shows it, with NCCL_DEBUG=INFO and
 NCCL_DEBUG_SUBSYS=INIT,NET.
 """
 
@@ -11,12 +11,12 @@ import os
 import re
 from collections.abc import Mapping
 
-# Make NCCL write what transport_of() reads; with NCCL_DEBUG_FILE it goes into a file.
+# Make NCCL log what transport_of() parses; NCCL_DEBUG_FILE sends the log to a file.
 LOG_SETTINGS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
 
-# What connections use ("Channel 00/02 : 1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA"), and what was
-# chosen before any was made ("Using network AWS Libfabric"). A line such as "NET/IB : No device
-# found." only says what was tried.
+# The network of a connection ("Channel 00/02 : 1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA"), and
+# the choice before any connection ("Using network AWS Libfabric"). A line such as "NET/IB : No
+# device found." only shows an attempt.
 _CONNECTED = re.compile(r" via NET/([^/\n]+)/\d")
 _CHOSEN = re.compile(
     r"NCCL INFO (?:Using network (.+?)|Assigned NET plugin (.+?) to comm)\s*$", re.M
@@ -51,13 +51,13 @@ def _family(name: str) -> str:
 
 
 def expected_transports(network: str) -> tuple[str, ...]:
-    """Return the transports that use `network` (KEMPNER_NETWORK, as task.sh found it); empty: any
-    will do."""
+    """Return the transports for `network` (KEMPNER_NETWORK, as task.sh found it); empty if any will
+    do."""
     return _EXPECTED.get(network, ())
 
 
 def chosen_by_user(env: Mapping[str, str] = os.environ) -> str:
-    """Return the user's own setting that keeps NCCL from choosing, such as NCCL_NET=Socket; "" for
+    """Return the user's setting that overrides NCCL's choice, such as NCCL_NET=Socket; "" if
     none."""
     for name, off in (("NCCL_NET", ""), ("NCCL_IB_DISABLE", "0")):
         if env.get(name, off) != off:

@@ -18,11 +18,11 @@ PCI_GPUS = {"0x10de": "NVIDIA"}
 
 
 def pick_device(kind: str, local_rank: int) -> torch.device:
-    """Return the device of this process: `kind` is auto, cuda or cpu. The index is the local rank,
-    or 0 if one GPU is seen. Of several MIG instances it hides all but its own.
+    """Return the device of this process. `kind`: auto, cuda or cpu. The index is the local rank, or
+    0 if one GPU is visible. Of several MIG instances, hides all but this process's own.
 
-    Raises ConfigError if there are fewer GPUs than tasks on this host, or if a GPU is in this host
-    and in the job, but torch cannot use it: the run would train on the CPU for days.
+    Raises ConfigError if there are fewer GPUs than tasks on this host, or if the job has GPUs here
+    that torch cannot use: the run would train on the CPU for days.
     """
     import torch
 
@@ -56,9 +56,9 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
 
 
 def own_instance(local_rank: int) -> str | None:
-    """Return the name of this rank's own MIG instance, if it sees several. A process can use one,
-    and takes the first that it sees: all ranks would take the same one. None: it sees no instances,
-    or one. Raises ConfigError if there are fewer than ranks."""
+    """Return the name of this rank's MIG instance if several are visible, else None. A process uses
+    only the first visible instance, so all ranks would use the same one. Raises ConfigError if
+    there are fewer instances than ranks."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if len(names) < 2 or not all(name.startswith("MIG-") for name in names):
         return None
@@ -71,7 +71,7 @@ def own_instance(local_rank: int) -> str | None:
 
 
 def _why_too_few(count: int) -> str:
-    """Return the fix for a task that sees only `count` GPUs, several, but none for itself."""
+    """Return the fix for a task that sees several GPUs, `count`, but none for itself."""
     job_gpus = os.environ.get("SLURM_GPUS_ON_NODE", "")
     if job_gpus.isdecimal() and int(job_gpus) > count:
         return (
@@ -83,12 +83,12 @@ def _why_too_few(count: int) -> str:
 
 
 def gpu_on_the_bus() -> str | None:
-    """Return the maker of the GPUs on this host's PCI bus, if SLURM has given some to the job.
-    SLURM alone is not enough: a test cluster counts GPUs that do not exist."""
+    """Return the vendor of the GPUs on this host's PCI bus if SLURM gave some to the job. SLURM's
+    word is not enough: a test cluster counts GPUs that do not exist."""
     numbers, count = os.environ.get("SLURM_STEP_GPUS"), os.environ.get("SLURM_GPUS_ON_NODE")
-    if not numbers and (count or "0") == "0":  # of the numbers, "0" is the first GPU
+    if not numbers and (count or "0") == "0":  # numbers = "0" is the first GPU
         return None
-    root = Path(os.environ.get("KEMPNER_SYS", "/sys"))  # a test puts a tree of its own here
+    root = Path(os.environ.get("KEMPNER_SYS", "/sys"))  # set by tests
     for device in root.glob("bus/pci/devices/*"):
         with contextlib.suppress(OSError):
             maker = PCI_GPUS.get((device / "vendor").read_text().strip())

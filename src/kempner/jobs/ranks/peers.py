@@ -1,11 +1,11 @@
-"""Authentication of peers: every user of the network reaches a socket that listens beyond the
+"""Authentication of peers: any user of the network can reach a socket that listens beyond the
 loopback, so each side of a connection first proves that it has the key of this job. No torch.
 
-The key is 128 random bits: in KEMPNER_PEER_KEY, which the batch script makes anew at each start and
-which only processes of this user can read, or in a file of mode 600. It never travels: the server
-sends 16 random bytes, the client 16 of its own and HMAC-SHA256(key, "client" + both), the server
-HMAC-SHA256(key, "server" + both). What follows is plain TCP: this keeps other users out, not
-somebody who can change packets on the wire.
+The key is 128 random bits: in KEMPNER_PEER_KEY, which the batch script generates at each start and
+only processes of this user can read, or in a file of mode 600. It is never sent: the server sends
+16 random bytes, the client 16 of its own and HMAC-SHA256(key, "client" + both), the server
+HMAC-SHA256(key, "server" + both). The rest is plain TCP: this keeps out other users, but not an
+attacker who can change packets on the wire.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PEER_KEY_VARIABLE = "KEMPNER_PEER_KEY"
 PEER_MAGIC = b"kempner1"
 NONCE, PROOF = 16, 32  # bytes
 HELLO_S = 20.0  # for a peer to prove itself
-MOST_PEERS = 4096  # peers that have not proved themselves yet; of more, the oldest is dropped
+MOST_PEERS = 4096  # unauthenticated peers; beyond this, the oldest is dropped
 PEERS_TICK_S = 1.0
 
 
@@ -48,21 +48,21 @@ def job_key() -> str:
 
 
 def _proof(key: str, side: bytes, nonces: bytes) -> bytes:
-    # The side is part of it: else one could prove itself with the other's own answer, sent back.
+    # With the side: otherwise a peer could prove itself by reflecting the other side's proof.
     return hmac.digest(key.encode(), side + nonces, "sha256")
 
 
 class Entrance:
-    """A listener that admits peers with the key, in a thread of its own, so that nobody can hold
-    it, or its owner, up. A peer that sends anything else, too little or nothing is dropped. It owns
-    the socket that listens."""
+    """A listener that admits peers with the key, in a separate thread, so that no peer can block it
+    or its owner. A peer that sends anything else, too little or nothing is dropped. Owns the
+    listening socket."""
 
     def __init__(self, server: socket.socket, key: str) -> None:
         self.port = int(server.getsockname()[1])
         self._server, self._key, self._open = server, key, True
-        self._guests: dict[socket.socket, _Guest] = {}  # the oldest first
+        self._guests: dict[socket.socket, _Guest] = {}  # oldest first
         self._let_in: deque[socket.socket] = deque()
-        # The bell is a socket: the owner can poll() it together with its connections.
+        # The bell is a socket, so that the owner can poll() it together with its connections.
         self._here, self._bell = socket.socketpair()
         self._here.setblocking(False)
         self._bell.setblocking(False)
@@ -76,11 +76,11 @@ class Entrance:
         self._thread.start()
 
     def fileno(self) -> int:
-        """Return a descriptor for poll() and selectors: readable when take() has somebody."""
+        """Return a descriptor for poll() and selectors, readable if take() has new peers."""
         return self._here.fileno()
 
     def take(self) -> list[socket.socket]:
-        """Return the peers admitted since the last call: connections that block."""
+        """Return the peers admitted since the last call, as blocking connections."""
         with contextlib.suppress(BlockingIOError):
             while self._here.recv(4096):
                 pass
@@ -90,7 +90,7 @@ class Entrance:
         return connections
 
     def close(self) -> None:
-        """Stop admitting peers; those who were admitted stay."""
+        """Stop admitting peers; admitted ones stay connected."""
         self._open = False
         self._close.close()
         self._thread.join(2 * PEERS_TICK_S)
@@ -118,21 +118,21 @@ class Entrance:
     def _admit(self) -> None:
         try:
             peer = self._server.accept()[0]
-        except OSError:  # it is gone again; or there are no descriptors left
+        except OSError:  # the peer is gone, or there are no descriptors left
             if not self._drop_oldest():
                 time.sleep(0.05)
             return
         try:
             peer.setblocking(False)
             guest = _Guest(peer)
-            # 24 bytes fit into the buffer of any new socket: no need to wait until it is writable.
+            # 24 bytes fit into any new socket's buffer: no need to wait until it is writable.
             peer.send(PEER_MAGIC + guest.nonce)
             self._selector.register(peer, selectors.EVENT_READ)
         except OSError:
             peer.close()
             return
         self._guests[peer] = guest
-        # Who connects and says nothing must not use up this process's descriptors.
+        # Silent peers must not use up this process's descriptors.
         if len(self._guests) > MOST_PEERS:
             self._drop_oldest()
 
@@ -140,7 +140,7 @@ class Entrance:
         if (guest := self._guests.get(peer)) is None:
             return
         try:
-            # Never more than the proof: what follows it is for the owner of the connection.
+            # Never read beyond the proof: the rest is for the owner of the connection.
             data = peer.recv(NONCE + PROOF - len(guest.said))
             guest.said += data
             if data and len(guest.said) < NONCE + PROOF:
@@ -156,7 +156,7 @@ class Entrance:
         self._selector.unregister(peer)
         peer.setblocking(True)
         self._let_in.append(peer)
-        with contextlib.suppress(BlockingIOError):  # it is full of rings
+        with contextlib.suppress(BlockingIOError):  # it has unread rings
             self._bell.send(b"1")
         return None
 
@@ -173,7 +173,7 @@ class Entrance:
 
 
 class _Guest:
-    """A peer that has not proved itself yet."""
+    """A peer that is not authenticated yet."""
 
     def __init__(self, peer: socket.socket) -> None:
         self.peer, self.since = peer, time.monotonic()
@@ -181,11 +181,11 @@ class _Guest:
 
 
 def connect_peer(address: str, port: int, key: str, seconds: float) -> socket.socket:
-    """Connect to an Entrance with this key, with `seconds` as its limit for each call. Raises
+    """Connect to an Entrance with this key, with a limit of `seconds` for each call. Raises
     OSError; PermissionError means that the other side does not have the key."""
     peer = socket.create_connection((address, port), timeout=seconds)
     try:
-        # The other side drops a guest after HELLO_S: then no answer comes any more.
+        # The other side drops a guest after HELLO_S, and then never answers.
         peer.settimeout(min(seconds, HELLO_S))
         hello = _exactly(peer, len(PEER_MAGIC) + NONCE)
         ours = secrets.token_bytes(NONCE)

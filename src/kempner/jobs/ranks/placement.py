@@ -1,7 +1,5 @@
-"""The place of this process among the ranks, from SLURM, torchrun or nothing.
-
-Ranks come from an srun step, from torchrun's variables, or the process is alone.
-"""
+"""The place of this process among the ranks: from an srun step, from torchrun's variables, or as a
+single process."""
 
 from __future__ import annotations
 
@@ -26,10 +24,10 @@ class World:
     size: int
     source: str
     per_node: int = 1  # ranks on each node
-    # With replicas (lowcomm/) all fields above describe this process's own replica.
+    # With replicas (lowcomm/), the fields above describe this process's replica.
     replica: int = 0
     replicas: int = 1
-    store: Any = field(default=None, compare=False)  # of all replicas; None: there is one
+    store: Any = field(default=None, compare=False)  # of all replicas; None if only one
     meeting: Any = field(default=None, compare=False)  # store of all ranks of the step; None: alone
 
     @property
@@ -38,7 +36,7 @@ class World:
         return self.rank == 0 and self.replica == 0
 
     def split(self, replicas: int, store: dist.Store) -> World:
-        """Return this process in a world of its own replica. Replicas are blocks of ranks."""
+        """Return the world of this process's replica. Replicas are blocks of ranks."""
         size = self.size // replicas
         replica, rank = divmod(self.rank, size)
         return replace(
@@ -55,12 +53,12 @@ class World:
 def discover_world(env: Mapping[str, str] = os.environ) -> World:
     """Read the ranks from the environment; torchrun's variables win over SLURM's.
 
-    SLURM's count only inside an srun step: SLURM_STEP_NUM_TASKS is set there alone, while a batch
-    or salloc shell already has SLURM_NTASKS and SLURM_PROCID, and a plain `python` in it would wait
-    for ranks that do not exist.
+    SLURM's count only inside an srun step, which alone has SLURM_STEP_NUM_TASKS. A batch or salloc
+    shell already has SLURM_NTASKS and SLURM_PROCID, and a plain `python` there would wait for ranks
+    that do not exist.
     """
     in_step = "SLURM_STEP_NUM_TASKS" in env
-    # Some launchers set only what torch needs; each rank would train alone.
+    # Some launchers set only what torch needs; without this, each rank would train alone.
     of_several = not in_step and "RANK" in env and env.get("WORLD_SIZE", "1") != "1"
     if of_several or all(name in env for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         names, source = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), "torchrun"
@@ -85,6 +83,6 @@ def discover_world(env: Mapping[str, str] = os.environ) -> World:
 
 
 def _of_step(world: World, env: Mapping[str, str]) -> World:
-    """Add the replica that the batch script names, if each has a srun step of its own."""
+    """Add the replica that the batch script names, if each replica has its own srun step."""
     replica, replicas = env.get("KEMPNER_REPLICA", "0"), env.get("KEMPNER_REPLICAS", "1")
     return replace(world, replica=int(replica), replicas=int(replicas))

@@ -1,13 +1,12 @@
-"""The ports that our own sockets listen on: any free one, or one of KEMPNER_PORTS=15000-20000, the
-range that the firewall of a site opens between its nodes. The standard library alone: Ray's parts
-use it, too.
+"""The ports for our listening sockets: any free one, or one of KEMPNER_PORTS=15000-20000, the range
+that a site's firewall opens between its nodes. Uses only the standard library, for Ray's parts.
 
-Jobs that share a host share the range: each takes the first port that is free, from a random one
-on. A port on which an old connection still waits (TIME_WAIT, a minute after its end) is free: that
-takes SO_REUSEADDR, with which the kernel gives a port to two sockets for as long as none of them
-listens. So whoever takes a port of the range has its lock first, until it listens: the abstract
-Unix socket "kempner-port-15000", which the processes of one network namespace share as they do
-ports, and which ends with the process.
+Jobs on the same host share the range: each takes the first free port, starting from a random one.
+A port with an old connection in TIME_WAIT (for a minute after its end) counts as free: that needs
+SO_REUSEADDR, with which the kernel gives a port to two sockets as long as neither listens. So a
+process locks a port of the range until it listens on it. The lock is the abstract Unix socket
+"kempner-port-15000", which, like the ports, belongs to the network namespace, and ends with the
+process.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from kempner.jobs.system.front_door import BadPortRange, NoFreePort
 
 PORTS_VARIABLE = "KEMPNER_PORTS"
 FIRST_USER_PORT, LAST_USER_PORT = 1024, 65535
-FEWEST = 2  # ports: run.sh takes one for itself, and one for its program
-# All ranks may connect at once. The kernel cuts it to net.core.somaxconn, by default 4096.
+FEWEST = 2  # ports: run.sh takes one for itself and one for its program
+# All ranks may connect at once. The kernel limits it to net.core.somaxconn, by default 4096.
 BACKLOG = 4096
 
 
 def allowed_ports(env: Mapping[str, str] = os.environ) -> range | None:
-    """Return the range; None: any. Raises BadPortRange."""
+    """Return the range; None if any port may be used. Raises BadPortRange."""
     text = env.get(PORTS_VARIABLE, "")
     if not text:
         return None
@@ -46,8 +45,8 @@ def allowed_ports(env: Mapping[str, str] = os.environ) -> range | None:
 
 
 class ReservedPort:
-    """A port that the kernel and ours give to nobody else until close(), though a program that
-    binds it with SO_REUSEADDR, as TCPStore does, gets it: bound, but never listened on. Raises
+    """A port that is bound but not listened on: until close(), neither the kernel nor the kit gives
+    it to others, but a program that binds it with SO_REUSEADDR, as TCPStore does, gets it. Raises
     NoFreePort, BadPortRange."""
 
     def __init__(self) -> None:
@@ -70,7 +69,7 @@ class ReservedPort:
 
 
 def listen_in_range(host: str = "") -> socket.socket:
-    """Return a socket that listens; without `host` on all of this machine's addresses. Raises
+    """Return a listening socket; without `host`, on all of this machine's addresses. Raises
     NoFreePort, BadPortRange, OSError."""
     dual = not host and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
@@ -95,8 +94,8 @@ def listen_in_range(host: str = "") -> socket.socket:
 def _free(
     allowed: range, host: str, family: socket.AddressFamily
 ) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield bound sockets, each with the lock of its port. Raises NoFreePort after the last one."""
-    # From a random one: jobs that start together would all try the same ports in the same order.
+    """Yield bound sockets, each with its port's lock. Raises NoFreePort after the last one."""
+    # From a random port: jobs that start together would try the same ports in the same order.
     begin = secrets.randbelow(len(allowed))
     for i in range(len(allowed)):
         port = allowed[(begin + i) % len(allowed)]
@@ -122,7 +121,7 @@ def _bound(host: str, port: int, family: socket.AddressFamily) -> socket.socket:
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # Without a host one socket takes both IPv6 and IPv4.
+            # Without a host, one socket takes both IPv6 and IPv4.
             server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(bool(host)))
         server.bind((host, port))
     except BaseException:
@@ -132,8 +131,8 @@ def _bound(host: str, port: int, family: socket.AddressFamily) -> socket.socket:
 
 
 def store_server() -> tuple[int, int | None]:
-    """Return a port for a TCPStore that serves, and its `master_listen_fd`, which the store closes;
-    0 and None if it may choose itself."""
+    """Return a port for a serving TCPStore and its `master_listen_fd`, which the store closes; 0
+    and None if the store may choose the port."""
     if allowed_ports() is None:
         return 0, None
     server = listen_in_range()

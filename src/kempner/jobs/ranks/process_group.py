@@ -1,4 +1,4 @@
-"""The process group: how the ranks of a job meet, prove that they reach each other, and leave."""
+"""The process group: ranks of a job meet, prove that they reach each other, and leave."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FIRST_COLLECTIVE_S = 60.0
 # A collective must be allowed longer than the watchdog ever waits: see set_timeout().
 LAST_RESORT_S = 60.0
-# A rank that was killed in the middle of its orderly end must not hold up the first.
+# A rank that is killed during its orderly end must not hold up the first rank.
 GROUP_LEAVE_S = 30.0
 
 
@@ -34,18 +34,18 @@ def start_process_group(
     replicas: int = 1,
 ) -> World:
     """Make the default process group (gloo for CPU tensors, NCCL for CUDA) and prove it. With
-    several replicas it is that of this process's own one, whose world is returned.
+    several replicas, the group and the returned world are those of this process's replica.
 
-    Raises RuntimeError that names the ranks that are missing, and the likely causes. A network that
-    swallows the first collective ends the process after 60 s with the same words, and an NCCL that
-    never comes up does so after `start_timeout` seconds: its own start has no limit.
+    Raises RuntimeError with the missing ranks and the likely causes. If the network swallows the
+    first collective, the process exits after 60 s with the same message; if NCCL does not start, it
+    exits after `start_timeout` seconds, as NCCL's own start has no limit.
     """
     import torch.distributed as dist
 
     startup.mark_start("imports")
     allow_open_files()
-    # A full mesh of gloo connections, made at the start, is O(world) sockets and store requests for
-    # every rank. With this, a pair of ranks connects when it first has something to say.
+    # A full mesh of gloo connections at the start takes O(world) sockets and store requests on each
+    # rank. With this, a pair of ranks connects on its first message.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if world.size == 1:
         _init(dist.HashStore(), world, device, start_timeout)
@@ -61,14 +61,14 @@ def start_process_group(
     if replicas > 1:
         world = world.split(replicas, store)
         store = dist.PrefixStore(f"replica/{world.replica}", store)
-        # A process has one default group: that of all replicas makes way for the replica's own.
+        # A process has one default group: replace that of all replicas by the replica's own.
         dist.destroy_process_group()
         if device.type != "cuda":
             _init(dist.PrefixStore("train", store), world, None, start_timeout)
     if device.type == "cuda":
         if replicas == 1:
             dist.destroy_process_group()
-        # NCCL names a network even inside one host, where it does not use it.
+        # NCCL names a network even on one host, where it does not use it.
         log = proof.log_nccl(world) if world.size > world.per_node else None
         # ncclCommInitRank waits for a missing rank without a limit, and cannot be interrupted.
         with proof.or_exit(start_timeout, lambda: "NCCL does not connect the ranks"):
@@ -78,7 +78,7 @@ def start_process_group(
             proof.check_network(log.read_text(errors="replace"))
             log.unlink(missing_ok=True)
             for name in ("NCCL_DEBUG_FILE", *nccl_transport.LOG_SETTINGS):
-                os.environ.pop(name, None)  # programs that this one starts have no such file
+                os.environ.pop(name, None)  # not for child processes: the file is gone
     set_timeout(start_timeout)
     if not world.local_rank:
         rendezvous.forget_copy(Path(run_dir))
@@ -86,9 +86,9 @@ def start_process_group(
 
 
 def leave_process_group(world: World) -> None:
-    """Meet all other ranks at an orderly end: srun takes a rank that leaves before the others for
-    one that failed. The first rank goes last: it serves the store, in which the barrier of a slower
-    rank may still look up the others."""
+    """Meet all other ranks at an orderly end: srun treats a rank that leaves early as failed. The
+    first rank leaves last: it serves the store, in which the barrier of a slower rank may still
+    look up the others."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -107,7 +107,7 @@ def leave_process_group(world: World) -> None:
 def _init(
     store: dist.Store, world: World, device: torch.device | None, start_timeout: float
 ) -> None:
-    """Make the group. `device`: of NCCL, which then connects at once; None or a CPU: gloo alone."""
+    """Make the group. `device`: for NCCL, which then connects at once; None or a CPU: only gloo."""
     import torch.distributed as dist
 
     gpu = device if device is not None and device.type == "cuda" else None
@@ -120,15 +120,15 @@ def _init(
         device_id=gpu,
     )
     if gpu:
-        # It has connected now. While a device is bound torch makes every further group by a split
-        # of this one: torch 2.13 then dies of SIGSEGV in gloo's (pytorch#192106), and new_group()
-        # of some of the ranks waits for all of them in ncclCommSplit (pytorch#145376).
+        # NCCL has connected. While a device is bound, torch makes further groups by splitting this
+        # one: torch 2.13 then dies of SIGSEGV in gloo's (pytorch#192106), and new_group() of some
+        # ranks waits for all ranks in ncclCommSplit (pytorch#145376).
         dist.distributed_c10d._get_default_group().bound_device_id = None
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit of open files as far as it may: the usual 1024 are soon used by
-    sockets to other ranks and mapped data shards."""
+    """Raise this process's limit of open files to the hard limit: sockets to other ranks and mapped
+    data shards soon use up the usual 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
@@ -137,15 +137,15 @@ def allow_open_files() -> None:
 
 def set_timeout(seconds: float, groups: Iterable[dist.ProcessGroup] = ()) -> None:
     """Let the collectives of the default group and of `groups` take longer than `seconds`, the
-    longest that the watchdog waits.
+    longest wait of our watchdog.
 
-    Two judges of one hang would race: NCCL's own watchdog aborts the process without a record, on
-    the rank that waited instead of the one that hangs. Ours decides; NCCL's is the last resort.
+    Two watchdogs would race: NCCL's aborts the process without a record, on the waiting rank rather
+    than the hung one. Ours decides; NCCL's is the last resort.
     """
     import torch.distributed as dist
 
     c10d: Any = dist.distributed_c10d
-    # torch 2.15 has a public set_timeout(), and prints a FutureWarning when the old one is called.
+    # torch 2.15 has a public set_timeout(), and the old function prints a FutureWarning.
     set_limit = c10d.set_timeout if hasattr(c10d, "set_timeout") else c10d._set_pg_timeout
     for group in (dist.group.WORLD, *groups):
         set_limit(timedelta(seconds=seconds + LAST_RESORT_S), group)

@@ -1,5 +1,5 @@
-"""Proof that the ranks of a group reach each other, over the network that was found: in bounded
-time, and with the names of the ranks that are missing."""
+"""Proof that the ranks of a group reach each other over the detected network: in bounded time, and
+with the names of missing ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def prove(store: dist.Store, world: World, device: str, seconds: float) -> None:
-    """Run one all-reduce, in bounded time. Each rank that completes it says so in the store, by
-    which rank 0 names the others."""
+    """Run one all-reduce in bounded time. Each rank that completes it notes that in the store, so
+    that rank 0 can name the others."""
     import torch
     import torch.distributed as dist
 
@@ -39,12 +39,12 @@ def prove(store: dist.Store, world: World, device: str, seconds: float) -> None:
         who = f"; ranks still in it: {rendezvous.name_ranks(missing)}" if missing else ""
         return f"the first all-reduce ({device}) has not ended after {seconds:.0f} s{who}"
 
-    # Later than the collective's own limit: where that raises, its words say more.
+    # Later than the collective's own limit, whose error says more.
     with or_exit(seconds + 5, message):
         try:
             one = torch.ones(1, device=device)
             dist.all_reduce(one)
-            # On a GPU all_reduce() returns at once: item() waits for the result.
+            # On a GPU all_reduce() returns at once; item() waits for the result.
             met = int(one.item())
         except RuntimeError as error:
             raise RuntimeError(
@@ -56,22 +56,22 @@ def prove(store: dist.Store, world: World, device: str, seconds: float) -> None:
 
 
 def log_nccl(world: World) -> Path | None:
-    """Make NCCL log, on the first rank of each host, which network it uses; returns the file. None
-    on the other ranks, and if the user has settings of his own for its log."""
+    """Make NCCL log its network on the first rank of each host. Returns the log file; None on other
+    ranks, or if the user has set NCCL's log."""
     if world.local_rank or any(name in os.environ for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE")):
         return None
     from kempner.jobs.ranks import nccl_transport
 
     fd, name = tempfile.mkstemp(prefix="kempner-nccl-")
-    # NCCL opens it by its name.
+    # NCCL opens it by name.
     os.close(fd)
     os.environ.update(nccl_transport.LOG_SETTINGS, NCCL_DEBUG_FILE=name)
     return Path(name)
 
 
 def check_network(log: str) -> None:
-    """Print the network of this host from NCCL's log. Raises ConfigError if NCCL does not use the
-    fabric that was found here: the run would take ten times as long."""
+    """Print this host's network from NCCL's log. Raises ConfigError if NCCL does not use the fabric
+    found here: the run would take ten times as long."""
     from kempner.jobs.ranks import nccl_transport
 
     used, found = nccl_transport.transport_of(log), os.environ.get("KEMPNER_NETWORK", "")
@@ -91,19 +91,20 @@ def check_network(log: str) -> None:
 
 @contextlib.contextmanager
 def or_exit(seconds: float, message: Callable[[], str]) -> Iterator[None]:
-    """End the process with the message if the body takes longer: a hung collective cannot raise."""
+    """Exit the process with the message if the body takes longer: a hung collective cannot
+    raise."""
 
     from kempner.jobs.ranks import rendezvous
 
     def give_up() -> None:
 
         text = f"error: {socket.gethostname()}: {{}}\n{rendezvous.meeting_failure_causes()}"
-        # message() asks the store, which may hang, too.
+        # message() asks the store, which may also hang.
         backstop = threading.Timer(10.0, os._exit, (1,))
         backstop.daemon = True
         backstop.start()
         print(text.format(message()), file=sys.stderr, flush=True)
-        # Not sys.exit(), which ends this thread alone: the main one hangs in the collective.
+        # Not sys.exit(), which ends only this thread: the main thread hangs in the collective.
         os._exit(1)
 
     timer = threading.Timer(seconds, give_up)

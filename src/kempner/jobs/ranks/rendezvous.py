@@ -1,7 +1,7 @@
 """Rendezvous of the ranks: rank 0 publishes its address in the run directory, the others connect to
 its store, and rank 0 counts them.
 
-No port is ever guessed. Nothing here costs a rank more as the world grows, but for rank 0.
+No port is ever guessed. The cost per rank does not grow with the world, except on rank 0.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-LOCAL_COPY_S = 10.0  # local ranks wait so long for their first rank's copy of the address
+LOCAL_COPY_S = 10.0  # wait of local ranks for their first rank's copy of the address
 SLOWEST_POLL_S = 1.0
-LITTER_S = 86400.0  # no start takes so long
+LITTER_S = 86400.0  # longer than any start
 OURS = re.compile(r"kempner-(\d+-[0-9a-f]{8}\.rendezvous-|nccl-)")
-NAMED_RANKS = 32  # of the missing ones, in a message
+NAMED_RANKS = 32  # missing ranks named in a message
 
 CAUSES = """  likely causes:
     - a task died or never started: look at the other ranks' logs and at `srun`'s messages above
@@ -67,18 +67,18 @@ def open_store(world: Rank, run_dir: Path, start_timeout: float) -> dist.Store:
 
     env, limit = os.environ, timedelta(seconds=start_timeout)
     if {"MASTER_ADDR", "MASTER_PORT"} <= env.keys():
-        # torchrun's agent serves the store itself and says so; else rank 0 does.
+        # torchrun's agent may serve the store and then says so; else rank 0 does.
         serves = world.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         port = int(env["MASTER_PORT"])
         shared = dist.TCPStore(_numeric(env["MASTER_ADDR"]), port, None, serves, limit)
-        # The agent's store outlives a restart: the keys of the start before must not be found.
+        # The agent's store outlives a restart: keys of the previous start must not be found.
         return dist.PrefixStore(f"kempner-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
     if world.rank:
         address, port = find_address(run_dir, world.local_rank, start_timeout)
         return dist.TCPStore(_numeric(address), port, None, False, limit)
     port, server = store_server()
     store = dist.TCPStore(
-        # The server listens on all addresses; only rank 0's own client goes by the loopback.
+        # The server listens on all addresses; only rank 0's own client uses the loopback.
         "127.0.0.1",
         port,
         None,
@@ -92,11 +92,11 @@ def open_store(world: Rank, run_dir: Path, start_timeout: float) -> dist.Store:
 
 
 def publish_address(run_dir: Path, port: int) -> None:
-    """Publish where rank 0's store listens."""
+    """Publish the address of rank 0's store."""
     run_dir.mkdir(parents=True, exist_ok=True)
     text = f"{this_job.own_address()} {port}\n"
     write_atomic(_note_in(run_dir), text)
-    with contextlib.suppress(OSError):  # somebody else may have made a file of that name there
+    with contextlib.suppress(OSError):  # another user may own a file of that name
         write_atomic(copy_of(run_dir), text)
 
 
@@ -106,8 +106,8 @@ def find_address(run_dir: Path, local_rank: int, start_timeout: float) -> tuple[
 
 
 def _numeric(host: str) -> str:
-    """Resolve a host's address. TCPStore asks for its IPv6 address first, which is often not in
-    /etc/hosts, and waits 5 s for a name server that does not answer."""
+    """Resolve a host name. TCPStore asks for an IPv6 address first, which is often not in
+    /etc/hosts, and waits 5 s if the name server does not answer."""
     with contextlib.suppress(OSError):
         addresses = {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
         return addresses.pop() if len(addresses) == 1 else host
@@ -119,19 +119,19 @@ def _note_in(run_dir: Path) -> Path:
 
 
 def copy_of(run_dir: Path) -> Path:
-    """Return where the first rank of a host leaves the address for the others of its host. The run
-    is in the name, too: jobs of two clusters may have the same number."""
+    """Return the file in which the first rank of a host leaves the address for the host's other
+    ranks. Its name includes the run: jobs of two clusters may have the same number."""
     run = f"{zlib.crc32(str(run_dir.absolute()).encode()):08x}"
     return Path(tempfile.gettempdir()) / f"kempner-{os.getuid()}-{run}{_note_in(run_dir).name}"
 
 
 def forget_copy(run_dir: Path) -> None:
-    """Remove the copy, once all ranks of this host have met, and the leftovers of killed starts
-    beside it. The first rank of a host calls it."""
+    """Remove the copy and the leftovers of killed starts beside it. The first rank of a host calls
+    this once all ranks of the host have met."""
     run = copy_of(run_dir).name.partition(".rendezvous-")[0]
     for path in Path(tempfile.gettempdir()).glob("kempner-*"):
         with contextlib.suppress(OSError):
-            # Not stat(): in a directory that all can write the name may be a link to anything.
+            # Not stat(): in a world-writable directory the name may be a link to anything.
             status = path.lstat()
             old = time.time() > status.st_mtime + LITTER_S
             if status.st_uid != os.getuid():
@@ -143,21 +143,21 @@ def forget_copy(run_dir: Path) -> None:
 
 
 def _remove_unless_held(directory: Path) -> None:
-    """Remove a rank's directory unless its process lives: that holds a lock on `held` in it, also
-    from within a container, whose processes have other ids."""
+    """Remove a rank's directory unless its process is alive and holds the lock on its file `held`.
+    The lock also works from a container, whose processes have other ids."""
     with open(directory / "held") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def _read_note(note: Path, copy: Path, local_rank: int, start_timeout: float) -> tuple[str, int]:
-    """Read the address that rank 0 has published. Only the first rank of each host asks the shared
-    file system, less and less often, and copies it for the others of its host: the metadata server
-    sees one poller a host, while rank 0 is still importing torch."""
+    """Read the address that rank 0 has published. Only the first rank of each host polls the shared
+    file system, less and less often, and copies the address for the host's other ranks: the
+    metadata server sees one poller per host while rank 0 is still importing torch."""
     began = time.monotonic()
     pause = 0.05
     while (waited := time.monotonic() - began) < start_timeout:
-        # A container may give each task a /tmp of its own: then all ask the shared file system.
+        # A container may give each task its own /tmp: then all ask the shared file system.
         for file in [copy] * (local_rank > 0) + [note] * (not local_rank or waited > LOCAL_COPY_S):
             with contextlib.suppress(OSError, ValueError):  # not there yet, or stale
                 address, port = _read_file(file, file == copy).split()
@@ -177,8 +177,8 @@ def _read_note(note: Path, copy: Path, local_rank: int, start_timeout: float) ->
 
 
 def _read_file(path: Path, own: bool) -> str:
-    """Read a file. Raises OSError, also for anything else, such as a FIFO, on which nobody may
-    wait; with `own` for another user's, too."""
+    """Read a regular file. Raises OSError, even for a FIFO, which might block, and with `own` for
+    another user's file."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(path, opener=lambda name, _: os.open(name, flags)) as file:
         status = os.fstat(file.fileno())
@@ -188,8 +188,8 @@ def _read_file(path: Path, own: bool) -> str:
 
 
 def await_ranks(store: dist.Store, world: Rank, start_timeout: float) -> None:
-    """Every rank counts itself in; rank 0 waits for the count, and names those that do not come."""
-    # First the key, then the count: a rank that is counted is never named as missing.
+    """Count this rank in; rank 0 waits for all ranks. Raises RuntimeError naming missing ranks."""
+    # The key before the count: a counted rank is never named as missing.
     store.set(f"here/{world.rank}", socket.gethostname())
     store.add("here", 1)
     if world.rank:

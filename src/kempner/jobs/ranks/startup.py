@@ -1,8 +1,8 @@
-"""Durations of the parts of a start, from the queue to the first step; and what
-it leaves behind. No torch.
+"""Durations of the parts of a start, from the queue to the first step, and removal of its leftover
+files. No torch.
 
-The batch script hands its own parts on in KEMPNER_STARTUP ("submitted=5 queue=17.25 check=19.5":
-when each has ended, in unix seconds); rank 0 marks the ends of those that come after.
+The batch script passes on its own parts in KEMPNER_STARTUP ("submitted=5 queue=17.25 check=19.5":
+the end of each, in unix seconds); rank 0 marks the ends of the later parts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def start_seconds() -> dict[str, float]:
 
 
 def forget_rendezvous(run_dir: Path) -> None:
-    """Remove the published addresses, also those that killed starts have left. Rank 0 calls it,
-    once all have met."""
+    """Remove the published addresses, even those of killed starts. Rank 0 calls this once all ranks
+    have met."""
     for note in run_dir.glob(".rendezvous-*"):
         note.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The attempts of a run, each from its events and the lines that it has written. No torch."""
+"""The attempts of a run, each built from its events and its lines of metrics. No torch."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ AFTER = {  # by decision
     "requeue": "requeued",
     "chain": "continued by the next job of its chain",
 }
-BAD_INPUT_REASON = "bad input"  # the batch script's word for a start that the program has refused
-CANCELLED_REASON = "the job was cancelled"  # its words after scancel
-# ECMA-48's control sequences, then the control characters but tab and line feed: what a program has
-# printed must not steer the terminal of whoever reads the reason.
+BAD_INPUT_REASON = "bad input"  # the batch script's reason if the program refused its input
+CANCELLED_REASON = "the job was cancelled"  # its reason after scancel
+# ECMA-48 control sequences, then control characters except tab and line feed: program output must
+# not control the terminal of a reader.
 CONTROL_CHARACTERS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-REASON_WIDTH = 100  # characters of a reason in one line; the logs have the whole
+REASON_WIDTH = 100  # characters of a reason in one line; the logs have all
 
 
 @dataclass(frozen=True)
 class Refusal:
     """A start that never became an attempt: the program refused its input, or Slurm ended the job
-    before that. It changes nothing of what the run is."""
+    first. It does not change the state of the run."""
 
     word: Literal["refused", "cancelled"]
     reason: str
@@ -57,33 +57,33 @@ class Refusal:
 class Attempt:
     """One start of the run. Times are unix seconds, steps are counts of steps done."""
 
-    number: int  # -1: it died before it had one
+    number: int  # -1: it died before it got one
     attempt_id: str | None
     job: str | None
     restart: int
     hosts: tuple[str, ...]
     world_size: int
-    lineage: tuple[str, ...]  # RUN@STEP that the run is a fork of, and those before that
-    opened: float  # the batch script or, without one, the process began
-    began: float | None  # the state was loaded; None: it never got there
-    stepped: float | None  # the first step was done
-    first_step: int  # when it began
-    ended: float  # its last sign of life
-    last_step: int  # as far as is known
-    state: AttemptState  # "killed" where nothing says how it ended: only the judge knows if it runs
+    lineage: tuple[str, ...]  # RUN@STEP that the run is a fork of, then earlier ancestors
+    opened: float  # start of the batch script or, without one, of the process
+    began: float | None  # when the state was loaded; None: never
+    stepped: float | None  # when the first step was done
+    first_step: int  # steps done when it began
+    ended: float  # last sign of life
+    last_step: int  # as far as known
+    state: AttemptState  # "killed" if its end is unknown: only the judge knows whether it runs
     reason: str
     spares: tuple[str, ...]  # nodes of the job that were idle when it began
-    # Of the batch script: restart, requeue, chain, end, leave; "" where there is none.
+    # Of the batch script: restart, requeue, chain, end, leave; "" if none.
     decision: str
     why: str
-    excluded: str  # the host that it left out of the next attempt
+    excluded: str  # the host excluded from the next attempt
     gpu_faults: tuple[GpuFault, ...]
     committed: int | None  # step of the newest checkpoint after it
-    changed: tuple[str, ...] = ()  # since the attempt before: configuration, code, packages
+    changed: tuple[str, ...] = ()  # since the previous attempt: configuration, code, packages
     startup: dict[str, float] = field(default_factory=dict)  # seconds of its parts: startup.py
-    counted: bool = True  # its steps are known; of a program under run.sh, those that it prints
-    wrong_numbers: tuple[str, ...] = ()  # that a device has computed, in words
-    foreign: bool = False  # a program under run.sh: what its checkpoints hold is not known
+    counted: bool = True  # its steps are known; a program under run.sh must print them
+    wrong_numbers: tuple[str, ...] = ()  # computed by a device, in words
+    foreign: bool = False  # a program under run.sh: the content of its checkpoints is unknown
 
     @property
     def name(self) -> str:
@@ -91,23 +91,22 @@ class Attempt:
 
     @property
     def steps(self) -> str:
-        """The first and the last step, as far as they are known: if a program does not print them,
-        the last one is the number of a checkpoint."""
+        """The first and the last step, as far as known: if a program does not print its steps, the
+        last one is the number of a checkpoint."""
         first = f"{self.first_step:,}" if self.counted else "-"
         last = f"{self.last_step:,}" if self.counted or self.last_step else "-"
         return f"{first} to {last}" if self.began and (first, last) != ("-", "-") else "-"
 
     @property
     def device_warning(self) -> str:
-        """Warning about the attempt's devices, in one line; "" if there is none."""
+        """Warning about the attempt's devices in one line; "" if none."""
         warnings = [f"{f.host}: {f.reason}" for f in self.gpu_faults if f.answer != "note"]
         warnings += self.wrong_numbers
         more = f" and {len(warnings) - 1} more" if len(warnings) > 1 else ""
         return f"{warnings[-1]}{more}" if warnings else ""
 
     def smaller(self, attempts: Sequence[Attempt]) -> str:
-        """Return a warning, in one line, if the job has come back with fewer ranks than it first
-        had."""
+        """Return a one-line warning if the job has fewer ranks than at its first start."""
         first = next((a for a in attempts if a.job == self.job and a.began), self)
         if not self.job or not 0 < self.world_size < first.world_size:
             return ""
@@ -126,7 +125,7 @@ class Attempt:
 
     @property
     def ending(self) -> str:
-        """Cause of the end, and what the batch script did then."""
+        """Cause of the end and the batch script's action."""
         text = self.cause
         if done := AFTER.get(self.decision):
             text += f"; {done} without {self.excluded}" if self.excluded else f"; {done}"
@@ -136,7 +135,7 @@ class Attempt:
 
     @property
     def short_ending(self) -> str:
-        """The ending in one line of a table or a picture."""
+        """The ending, shortened for one line of a table or a picture."""
         reason = textwrap.shorten(self.reason, REASON_WIDTH, placeholder=" ...")
         return self.ending.replace(self.reason, reason) if self.reason else self.ending
 
@@ -158,9 +157,9 @@ def attempts_of(
     events: Sequence[Event], lines: Sequence[Record], status: Record
 ) -> tuple[list[Attempt], list[Refusal]]:
     """Return the attempts in order, each from its events and lines, and the starts that never
-    became one; status.json supplies the end of the last one if a full disk has kept it out of
+    became an attempt. status.json supplies the last end if a full disk kept it out of
     attempts.jsonl."""
-    # Events of the samplers are not signs of life, and may come before the start.
+    # Events of the GPU samplers are not signs of life and may come before the start.
     own = [event for event in events if not isinstance(event, GpuFault)]
     groups, of = _by_attempt(_with_end_of(status, own)), by_number(lines)
     refusals = [(group, _refusal(group)) for group in groups]
@@ -176,7 +175,7 @@ def attempts_of(
 
 
 def _refusal(events: list[Event]) -> Refusal | None:
-    """Return a refusal if all that is known of a start is that the batch script ended it."""
+    """Return a refusal if the only events of a start are the batch script's decisions to end it."""
     last = events[-1]
     if not all(isinstance(event, DecisionEvent) for event in events) or not isinstance(
         last, DecisionEvent
@@ -191,7 +190,7 @@ def _refusal(events: list[Event]) -> Refusal | None:
 
 
 def _with_end_of(status: Record, events: Sequence[Event]) -> list[Event]:
-    """Add the end in status.json to the events if they lack it."""
+    """Add the end in status.json to the events if it is missing."""
     end = parse_event({**status, "event": "end"}) if status.get("state") in ENDS else None
     keys = {key for event in of_kind(events, End) for key in (event.attempt, event.attempt_id)}
     if end is None or {end.attempt, end.attempt_id} & (keys - {None}):
@@ -200,8 +199,8 @@ def _with_end_of(status: Record, events: Sequence[Event]) -> list[Event]:
 
 
 def _by_attempt(events: Sequence[Event]) -> list[list[Event]]:
-    """Group the events by attempt. A decision of the batch script has no number; it shares only the
-    attempt_id with the events of its attempt, if there are any."""
+    """Group the events by attempt. A decision of the batch script has no attempt number; it shares
+    only the attempt_id with other events of its attempt."""
     groups: list[list[Event]] = []
     by_key: dict[str | int | None, list[Event]] = {}
     for event in events:
@@ -227,8 +226,7 @@ def _attempt(
     resumed: list[int | None],
     gpu_faults: tuple[GpuFault, ...],
 ) -> Attempt:
-    """Make an attempt. `resumed`: the step from which the next attempt continued, if there is
-    one."""
+    """Make an attempt. `resumed`: the step from which the next attempt continued, if any."""
     start = next(iter(of_kind(events, StartEvent)), None)
     stepped = next(iter(of_kind(events, FirstStep)), None)
     decision = next(reversed(of_kind(events, DecisionEvent)), None)
@@ -269,7 +267,7 @@ def _attempt(
 
 
 def _first_step(start: StartEvent | None, stepped: list[FirstStep]) -> tuple[int, bool]:
-    """Return the step that an attempt continued from, and whether its steps are known."""
+    """Return the step from which an attempt continued, and whether its steps are known."""
     if start is None or start.step is not None:
         return (start.step or 0 if start else 0), True
     starts = [first.began for first in stepped if first.began is not None]
@@ -293,7 +291,7 @@ def _opened(events: list[Event]) -> float:
 def _last_step(
     first: int, events: list[Event], lines: list[Record], resumed: list[int | None]
 ) -> int:
-    """Return the last step: as the end says or, without one, the furthest that is recorded."""
+    """Return the last step: that of the end event or, without one, the largest on record."""
     if ends := [end.step for end in of_kind(events, End) if end.step is not None]:
         return ends[-1]
     foreign = any(start.step is None for start in of_kind(events, StartEvent))
@@ -308,8 +306,8 @@ def _last_step(
 
 
 def _end(events: list[Event]) -> tuple[AttemptState, str]:
-    """Return the state and the reason. An orderly end counts before a crash while leaving. When one
-    rank crashes the others lose it: their faults are not the cause."""
+    """Return the state and the reason. An orderly end takes precedence over a crash while leaving.
+    If one rank crashes, the others lose it: their faults are not the cause."""
     if ends := of_kind(events, End):
         return ends[-1].state, ends[-1].reason
     faults = of_kind(events, FaultEvent)

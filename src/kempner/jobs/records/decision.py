@@ -1,11 +1,11 @@
-"""The decision at the end of a step: the one place where it is made. No I/O, no torch.
+"""The decision at the end of a step; it is made only here. No I/O, no torch.
 
-judge.py collects the facts and asks decide_next() once; the batch script (requeue.sh) obeys.
-DECISION_RULES in their order are the table of docs/reference/slurm.md, which
-tests/jobs/unit/test_decision.py compares.
+judge.py collects the facts and calls decide_next() once; the batch script (requeue.sh) obeys.
+DECISION_RULES, in order, are the table of docs/reference/slurm.md;
+tests/jobs/unit/test_decision.py compares them.
 
-Every fact has a default for the case that it is unknown, and with the defaults the run goes on:
-only known facts end it.
+Every fact has a default for "unknown", and with the defaults the run goes on: only known facts end
+it.
 """
 
 from __future__ import annotations
@@ -19,55 +19,55 @@ from kempner.jobs.records.attempts import BAD_INPUT_REASON, CANCELLED_REASON
 BatchAction = Literal["restart", "requeue", "chain", "end", "leave"]
 Class = Literal["", "bad input", "program", "host", "site"]
 
-LARGEST_SHARE = 0.05  # of the job's nodes, that may be excluded beside KEMPNER_EXCLUDE
+LARGEST_SHARE = 0.05  # of the job's nodes may be excluded, if that is more than KEMPNER_EXCLUDE
 SHORTEST_PAUSE, LONGEST_PAUSE = 1, 60  # minutes before the next start: see pause_of()
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepEnd:
-    """Facts about a step, or a start before its step, that has ended."""
+    """Facts about a step that has ended, or a start that ended before its step."""
 
     # The run.
     run: str = ""  # status.json of this attempt: done, stopped, failed, interrupted, running
     what: str = "the step has ended"  # in words
-    refused: str = ""  # exit code 2, with what the program has said
-    trained: bool = False  # a start of this run with this command has done a step before
-    final: str = ""  # a fault that would come again, such as out of memory
-    site: str = ""  # what is wrong with the site, as a file system that is away
-    away: bool = False  # it was the controller, and the step has not begun
-    waited: float = 0.0  # hours since the site's first fault after which nothing has progressed
-    no_progress: int = 0  # attempts in a row, with this one, without a new checkpoint
+    refused: str = ""  # exit code 2: the program's message
+    trained: bool = False  # an earlier start of this run with this command has done a step
+    final: str = ""  # a fault that would recur, such as out of memory
+    site: str = ""  # a fault of the site, such as an unavailable file system
+    away: bool = False  # the controller was unavailable, and the step has not begun
+    waited: float = 0.0  # hours since the site's first fault without progress afterwards
+    no_progress: int = 0  # attempts in a row, including this one, without a new checkpoint
 
     # The job.
     job: Literal["running", "ending", "cancelled"] = "running"
-    slurm: str = ""  # its state, in Slurm's words
-    batch: bool = True  # a batch job: another one cannot be requeued
+    slurm: str = ""  # its state in Slurm's words
+    batch: bool = True  # a batch job: no other job can be requeued
     interrupt: bool = False  # SIGINT between two attempts
     may_requeue: bool = True
     chain: Literal["", "next", "last"] = ""  # with KEMPNER_CHAIN: another job may follow, or not
-    successor: str = ""  # the job that waits to continue it, unless somebody has cancelled this one
+    successor: str = ""  # the job waiting to continue it; "" if this job was cancelled
 
     # The nodes.
-    faulty: tuple[str, ...] = ()  # the next attempt should do without them
-    fault: str = ""  # what is wrong with them, in words
-    lost: bool = False  # they do not answer: Slurm itself takes them out
-    broken: bool = False  # their hardware is, or they do not see the program: no limit keeps them
+    faulty: tuple[str, ...] = ()  # nodes that the next attempt should avoid
+    fault: str = ""  # their fault, in words
+    lost: bool = False  # they do not answer: Slurm itself removes them
+    broken: bool = False  # broken hardware, or the program is not visible: excluded beyond limits
     preflight: bool = False  # the preflight has failed
-    # Nodes with a fault that spares have replaced: Slurm has them still.
+    # Faulty nodes that spares have replaced and that are still in the job.
     spent: tuple[str, ...] = ()
     spares: int = 0  # idle nodes of the job
-    nodes: int = 1  # of the job, without its spares
-    needed: int = 1  # of the job, with them
-    others: int | None = None  # nodes that could take this job, without those above; None: unknown
-    excluded: int = 0  # nodes that the job has excluded lately
+    nodes: int = 1  # of the job, without spares
+    needed: int = 1  # of the job, with spares
+    others: int | None = None  # other nodes that could take this job; None: unknown
+    excluded: int = 0  # nodes that the job has excluded in the last day
     in_vain: int = 0  # nodes that it has excluded since the last new checkpoint
 
     # Restarts in place.
-    room: bool = False  # the job allows another step, and nobody has asked it to leave
+    room: bool = False  # the job allows another step and was not asked to leave
     created: bool = True  # Slurm could create the step
-    early: bool = False  # a start after the first one has ended before its step
-    left: float | None = None  # seconds until the warning of the time limit; None: unknown
-    start: float = 0.0  # seconds that a start takes until its first step
+    early: bool = False  # a start after the first one ended before its step
+    left: float | None = None  # seconds until the time limit's warning; None: unknown
+    start: float = 0.0  # seconds from a start to its first step
 
     # The settings.
     max_crashes: int = 3
@@ -87,12 +87,12 @@ class BatchDecision:
     replaced: tuple[str, ...] = ()
     pause: int = 0
     notes: tuple[str, ...] = ()
-    no_progress: int = 0  # attempts in a row that the next one counts on from
+    no_progress: int = 0  # the next attempt's count of attempts in a row starts here
 
 
 @dataclass(frozen=True)
 class DecisionRule:
-    """One row of the table. `why` gets the facts and the nodes that are left out."""
+    """One row of the table. `why` gets the facts and the nodes to avoid."""
 
     case: str  # for the docs
     holds: Callable[[StepEnd, Nodes], bool]
@@ -103,25 +103,26 @@ class DecisionRule:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes that the next attempt does without: those that spares replace, or that the job
-    excludes; `note` says why a node with a fault stays."""
+    """Nodes that the next attempt avoids: replaced by spares, or excluded. `note`: why a faulty
+    node stays."""
 
     replaced: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
     note: str = ""
-    too_few: bool = False  # there are no others to take
-    anew: bool = False  # the count of attempts without progress begins again, on the other nodes
+    too_few: bool = False  # not enough other nodes
+    anew: bool = False  # the count of attempts without progress restarts on the other nodes
 
 
 def most_excluded(end: StepEnd) -> int:
-    """Return how many nodes the job may exclude in a day: KEMPNER_EXCLUDE or 5 % of its nodes."""
+    """Return how many nodes the job may exclude per day: KEMPNER_EXCLUDE or 5 % of its nodes,
+    whichever is more; 0 with KEMPNER_EXCLUDE=0."""
     if end.max_excluded == 0:
         return 0
     return max(end.max_excluded, int(LARGEST_SHARE * end.nodes))
 
 
 def leave_out(end: StepEnd) -> Nodes:
-    """Choose the nodes that the next attempt leaves out."""
+    """Choose the nodes that the next attempt avoids."""
     hosts, names = end.faulty, ", ".join(end.faulty)
     # Spares first: the job keeps its place, and nothing counts against KEMPNER_EXCLUDE.
     if hosts and len(hosts) <= end.spares and end.room:
@@ -132,18 +133,18 @@ def leave_out(end: StepEnd) -> Nodes:
     if not hosts or end.max_excluded == 0:
         return Nodes()
     if not (end.may_requeue or end.chain or end.broken):
-        return Nodes()  # there is no next start to keep off them
+        return Nodes()  # no next start
     names, most = ", ".join(hosts), most_excluded(end)
     stays = f"{names}: {end.fault}, not excluded: "
-    # The node has failed, and not the program: but a program that fails wherever it runs would
-    # lead the job from node to node.
+    # The node failed, not the program. The limit stops a program that fails on every node from
+    # excluding one after the other.
     anew = (end.trained or end.broken) and end.in_vain + len(hosts) <= most
-    # Where a run would end on a node, that weighs more than how many were excluded before.
+    # If the run would otherwise end, the number of earlier exclusions does not count.
     would_end = anew and end.no_progress >= end.max_crashes
     if not (end.broken or would_end) and end.excluded + len(hosts) > most:
         before = f"{end.excluded} were in the last day, " if end.excluded else ""
         return Nodes(note=f"{stays}{before}the limit is {most} (KEMPNER_EXCLUDE)")
-    # A job that is kept off too many nodes waits in the queue for ever.
+    # A job that excludes too many nodes waits in the queue forever.
     if end.others is None:
         return Nodes(note=f"{stays}Slurm did not say whether there are enough other nodes")
     if end.others < end.needed:
@@ -156,14 +157,14 @@ def may_restart(end: StepEnd, nodes: Nodes) -> bool:
     """Return whether the next attempt begins at once, as another step of the same job."""
     if not end.room or end.run in OVER or end.refused or (end.site and not end.away):
         return False
-    # A node that is lost or to be left out must be replaced.
+    # A node that is lost or to be excluded must be replaced.
     if (end.lost or end.preflight or nodes.excluded) and not nodes.replaced:
         return False
-    # The warning would come before a restart has done much; a requeue has a whole time limit again.
+    # The warning would come before a restart has done much; a requeue gets a full time limit.
     if end.left is not None and end.left < 2 * end.start:
         return False
-    # A run that fails at once would use up all attempts in seconds: a requeue waits, and may
-    # bring other nodes.
+    # A run that fails at once would use up all attempts in seconds: a requeue waits and may bring
+    # other nodes.
     requeue = end.may_requeue or bool(end.chain)
     if nodes.replaced or end.away or not requeue:
         return True
@@ -172,8 +173,8 @@ def may_restart(end: StepEnd, nodes: Nodes) -> bool:
 
 OVER = ("done", "stopped", "failed")
 
-# The first rule that holds decides: certain ends of the run, then what Slurm is doing to the job,
-# then faults that end it, then where the next attempt begins.
+# The first rule that holds decides: certain ends of the run, then Slurm's actions on the job, then
+# faults that end it, then the place of the next attempt.
 DECISION_RULES = (
     DecisionRule(
         "`status.json` of this attempt says done, stopped or failed",
@@ -183,7 +184,7 @@ DECISION_RULES = (
     ),
     DecisionRule(
         "exit code 2, and no start with this command has done a step: bad input",
-        # Where a file system is away, any program says that its input is missing.
+        # If a file system is unavailable, any program reports missing input.
         lambda e, n: bool(e.refused) and not e.trained and not e.site,
         "end",
         lambda e, n: BAD_INPUT_REASON + (f": {e.refused}" if e.refused.strip() else ""),
@@ -221,7 +222,7 @@ DECISION_RULES = (
     ),
     DecisionRule(
         "a fault that would come again, such as out of memory",
-        # A run that has saved and left in order goes on, whatever one of its ranks has met.
+        # A run that saved and left in order goes on, despite an error of one of its ranks.
         lambda e, n: bool(e.final) and e.run != "interrupted",
         "end",
         lambda e, n: f"{e.final}; another attempt would end in the same way",
@@ -313,8 +314,7 @@ def exclude_list(end: StepEnd, nodes: Nodes) -> str:
 
 def pause_of(end: StepEnd) -> int:
     """Return the minutes until the next start: after a fault of the site, a quarter of the time
-    waited; after a start that has ended before its step, 1, 5, 25, ...: what it lacks may come
-    back."""
+    waited so far; after a start that ended before its step, 1, 5, 25, ...: its cause may pass."""
     minutes = 0.0
     if end.site:
         minutes = 60 * end.waited / 4
@@ -354,7 +354,7 @@ def decide_next(end: StepEnd) -> BatchDecision:
 
 
 def end_class(end: StepEnd) -> Class:
-    """Return whose fault the end was, if the rule does not say."""
+    """Return whose fault the end was, for rules that do not say."""
     if end.site:
         return "site"
     return "host" if end.faulty or end.refused else ""

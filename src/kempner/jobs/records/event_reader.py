@@ -1,4 +1,4 @@
-"""Reading of attempts.jsonl: events in their order, whatever else is in the files. No torch."""
+"""Reader of attempts.jsonl: returns the events in order and skips anything else. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kempner.jobs.system.reading import read_jsonl
 
 E = TypeVar("E", bound=Event)
 
-LATEST_TIME = 1e11  # Unix seconds, the year 5138; no count is larger either
+LATEST_TIME = 1e11  # Unix seconds, the year 5138; counts are not larger either
 
 EVENT_KINDS: dict[str, type[Event]] = {
     cls.kind_of_event: cls
@@ -34,8 +34,8 @@ HINTS = {name: typing.get_type_hints(cls) for name, cls in EVENT_KINDS.items()}
 
 
 def read_events(path: Path) -> list[Event]:
-    """Read the events of attempts.jsonl and of the hosts in order; lines that are torn, of unknown
-    kind or without a time are left out."""
+    """Read the events of attempts.jsonl and of the hosts in order. Skips lines that are torn, of
+    unknown kind or without a time."""
     return known_events(read_records(path))
 
 
@@ -45,9 +45,8 @@ def read_kind(path: Path, kind: type[E]) -> list[E]:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Read the objects of attempts.jsonl in order; those of attempts/HOST.jsonl are each placed
-    among those of their attempt by time, and before the decision, whatever the clock of their
-    host."""
+    """Read the objects of attempts.jsonl in order. Inserts each object of attempts/HOST.jsonl into
+    its attempt by time, and always before the decision, as clocks of hosts differ."""
     records = read_jsonl(path)
     others = [each for file in path.with_suffix("").glob("*.jsonl") for each in read_jsonl(file)]
     if not others:
@@ -88,7 +87,7 @@ def known_events(records: Sequence[dict[str, Any]]) -> list[Event]:
 
 
 def parse_event(record: dict[str, Any]) -> Event | None:
-    """Parse an event from its JSON object, None if it is not one."""
+    """Parse an event from its JSON object; None if it is not an event."""
     name = record.get("event")
     cls = EVENT_KINDS.get(name) if isinstance(name, str) else None
     if cls is None or not is_time(record.get("time")):
@@ -103,8 +102,7 @@ def parse_event(record: dict[str, Any]) -> Event | None:
 
 
 def is_event(record: dict[str, Any]) -> bool:
-    """Return whether an object has the fields of all events, also of a kind that is unknown
-    here."""
+    """Return whether an object has the fields that all events have; its kind may be unknown."""
     has_name = isinstance(record.get("event"), str) and fits_type(
         str | None, record.get("attempt_id")
     )
@@ -112,7 +110,7 @@ def is_event(record: dict[str, Any]) -> bool:
 
 
 def is_time(value: Any) -> TypeGuard[float]:
-    """Return whether a value can be a Unix time: a damaged or hostile file may have NaN, or
+    """Return whether a value can be a Unix time: a damaged or hostile file may have NaN or
     1e300."""
     return fits_type(float, value) and 0 <= value < LATEST_TIME
 
@@ -122,7 +120,7 @@ def of_kind(events: Sequence[Event], kind: type[E]) -> list[E]:
 
 
 def fits_type(hint: Any, value: Any) -> bool:
-    """Return whether a value from JSON may stand in a field of this type."""
+    """Return whether a JSON value is valid for a field of this type."""
     if hint is object:
         return True
     if isinstance(hint, types.UnionType):
@@ -135,10 +133,10 @@ def fits_type(hint: Any, value: Any) -> bool:
         return isinstance(value, list) and all(fits_type(item, each) for each in value)
     if origin is dict:
         return isinstance(value, dict) and all(fits_type(float, each) for each in value.values())
-    # "Not less" rather than "at least": a comparison with NaN is always false.
-    if isinstance(value, int | float) and not abs(value) < LATEST_TIME:  # NaN, too
+    # "not <" rather than ">=": also true for NaN.
+    if isinstance(value, int | float) and not abs(value) < LATEST_TIME:
         return False
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
-    # In Python true is an int, too.
+    # In Python a bool is also an int.
     return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))

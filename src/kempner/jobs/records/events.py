@@ -1,10 +1,10 @@
-"""The schema of attempts.jsonl: one JSON object a line, one class for each kind of event. No torch.
+"""The schema of attempts.jsonl: one JSON object per line, one class per kind of event. No torch.
 
 The trainer appends all kinds but Decision, which the batch script writes (kp_record in
 scripts/slurm). Rank 0 and, between two attempts, the batch script write attempts.jsonl; all others
-write attempts/HOST.jsonl: no file has writers on two hosts at once, which NFS would mix up.
-docs/start/monitoring.md has the same as a table. A reader ignores kinds and fields that
-it does not know; a field that is missing, or of another type, has its default.
+write attempts/HOST.jsonl, so that no file has writers on two hosts at once, which NFS would mix up.
+docs/start/monitoring.md has the schema as a table. Readers ignore unknown kinds and fields; a field
+that is missing or of another type has its default.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from kempner.jobs.this_job import host_name
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Fields of all events. `attempt_id` is the batch script's name of the attempt, which a
-    decision has in common with the trainer's events."""
+    """Fields of all events. `attempt_id`: the batch script's name of the attempt, which links a
+    decision to the trainer's events."""
 
     kind_of_event: ClassVar[str] = ""
     time: float  # unix seconds
-    job: str | None = None  # Slurm's, as users name it: 12 or 12_3
+    job: str | None = None  # Slurm's job id as users write it: 12 or 12_3
     restart: int = 0  # Slurm's restart count
     attempt_id: str | None = None
     attempt: int | None = None  # number of the attempt; a decision has none
-    step: int | None = None  # steps done; of a decision: that of the newest checkpoint, -1: none
+    step: int | None = None  # steps done; in a decision: of the newest checkpoint, -1: none
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartEvent(Event):
-    """The state is loaded; training begins after `step`, None where only the program knows."""
+    """The state is loaded; training begins after `step`, None if only the program knows it."""
 
     kind_of_event = "start"
     nodes: tuple[str, ...] = ()
     world_size: int = 0
     process_began: float | None = None  # unix seconds
     batch_began: float | None = None  # of the batch script; None without one
-    lineage: tuple[str, ...] = ()  # RUN@STEP that the run is a fork of, and those before that
-    spares: tuple[str, ...] = ()  # idle nodes of the job, for a node that is lost
-    code: str = ""  # RUN/code/CODE is what it runs; "": the repository itself
+    lineage: tuple[str, ...] = ()  # RUN@STEP that the run is a fork of, then earlier ancestors
+    spares: tuple[str, ...] = ()  # idle nodes of the job, to replace a lost node
+    code: str = ""  # it runs RUN/code/CODE; "": the repository itself
     commit: str = ""
     versions: tuple[str, ...] = ()  # of packages, "NAME VERSION"
-    command: str = ""  # a hash of the command that run.sh started, or of the configuration
+    command: str = ""  # hash of the command that run.sh started, or of the configuration
     changed: tuple[str, ...] = ()  # since the last attempt, in words
     parts: dict[str, float] = field(default_factory=dict)  # of the start-up, seconds: startup.py
 
@@ -55,7 +55,7 @@ class StartEvent(Event):
 @dataclass(frozen=True, kw_only=True)
 class FirstStep(Event):
     """The first step of the attempt is done: the start-up ends here. For a program under run.sh
-    that prints its steps: the first one that it has printed, and the one that it continued from."""
+    that prints its steps: the first printed step, and the step from which it continued."""
 
     kind_of_event = "first_step"
     printed: int | None = None
@@ -64,8 +64,8 @@ class FirstStep(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class GoBack(Event):
-    """Return to the checkpoint of `to` after too many skipped steps in a row; the samples numbered
-    skip[0] to skip[1] - 1 are left out from there."""
+    """Return to the checkpoint of step `to` after too many skipped steps in a row; samples skip[0]
+    to skip[1] - 1 are left out from there."""
 
     kind_of_event = "go_back"
     to: int = 0
@@ -75,7 +75,7 @@ class GoBack(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class FaultEvent(Event):
-    """A rank raised an error (crash), ran out of memory (oom), the watchdog ended it (hang), or it
+    """A rank raised an error (crash), ran out of memory (oom), was ended by the watchdog (hang), or
     computed wrong numbers (corruption)."""
 
     kind_of_event = "fault"
@@ -84,22 +84,22 @@ class FaultEvent(Event):
     ranks: tuple[int, ...] = ()  # that raised the error, or did not answer
     hosts: tuple[str, ...] = ()  # of these ranks
     lost_peer: bool = False  # the error only says that another rank is gone
-    final: bool = False  # another start would end in the same way: it is not restarted
+    final: bool = False  # another start would end in the same way: do not restart
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFault(Event):
-    """A finding about a GPU: of a node's sampler (jobs/gpu/findings.py), once an attempt, or of a
-    spare that audits (numbers)."""
+    """A finding about a GPU: of a node's sampler (jobs/gpu/findings.py), once per attempt, or of an
+    auditing spare (numbers)."""
 
     kind_of_event = "gpu"
     kind: Literal["xid", "lost", "ecc", "memory", "throttled", "link", "silent", "numbers"] = "xid"
     answer: Literal["end", "exclude", "warn", "note"] = "note"
     reason: str = ""  # with the GPU
     host: str = ""
-    gpu: int = -1  # its number in the node, -1: not known
+    gpu: int = -1  # its number in the node, -1: unknown
     uuid: str = ""
-    pci: str = ""  # of its bus, as 0000:3b:00
+    pci: str = ""  # bus id, such as 0000:3b:00
     serial: str = ""
     xid: int | None = None
 
@@ -121,23 +121,23 @@ class DecisionEvent(Event):
     # restart: at once, in the same job; leave: to Slurm
     decision: Literal["restart", "requeue", "chain", "end", "leave"] = "end"
     why: str = ""
-    # Attempts of this job in a row, with this one, without a new checkpoint; None: not counted.
+    # Attempts of this job in a row, including this one, without a new checkpoint; None: not counted
     no_progress: int | None = None
-    blamed: str = ""  # the host that the attempt failed on
-    excluded: str = ""  # the same, where the next attempt does without it
+    blamed: str = ""  # the host on which the attempt failed
+    excluded: str = ""  # the same, if the next attempt avoids it
     # Whose fault it was: the program's input, the program, a host, the site; "": nobody's.
     kind: str = ""
     batch_began: float | None = None
 
 
 def own_file(path: Path) -> Path:
-    """Return the file to which a process appends that is neither rank 0 nor the batch script, in
-    place of this attempts.jsonl."""
+    """Return the file that replaces this attempts.jsonl for processes other than rank 0 and the
+    batch script."""
     return path.with_suffix("") / f"{host_name()}.jsonl"
 
 
 def append_event(path: Path, event: Event) -> None:
-    """Add a line to attempts.jsonl, or to own_file(). Raises OSError."""
+    """Append a line to attempts.jsonl or own_file(). Raises OSError."""
     path.parent.mkdir(exist_ok=True)
     end_torn_line(path)
     values = dataclasses.asdict(event)

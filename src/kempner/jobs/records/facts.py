@@ -1,5 +1,5 @@
-"""The facts of a run as one JSON object: what `status.py --json` prints, a notification carries,
-and the page begins with. The fields are described in docs/start/monitoring.md. No torch."""
+"""The facts of a run as one JSON object, for `status.py --json`, notifications and the head of the
+page. docs/start/monitoring.md describes the fields. No torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from kempner.jobs.records.run_history import History
 from kempner.jobs.report.idle import idle_share, spare_share
 from kempner.jobs.slurm import SlurmJob
 
-PACE_LINES = 100  # lines of metrics.jsonl that the speed and the expected end follow from
+PACE_LINES = 100  # lines of metrics.jsonl used for the speed and the expected end
 
 
 def run_facts(run: History, now: float) -> dict[str, Any]:
-    """Return the facts. JSON has no NaN and no infinity: what is unknown or not finite is None."""
+    """Return the facts. Unknown and non-finite values are None: JSON has neither NaN nor
+    infinity."""
     started = [attempt for attempt in run.attempts if attempt.began is not None]
     decisions = Counter(str(r.get("decision")) for r in run.records if r.get("event") == "decision")
     step, most = newest_step(run), run.status.get("max_steps")
@@ -27,7 +28,7 @@ def run_facts(run: History, now: float) -> dict[str, Any]:
     pace = seconds_per_step(run.lines, run.attempts)
     lives = run.state.word == "running"
     eta = steps_left * pace if lives and steps_left is not None and pace else None
-    # The last line may be of a validation or a save, without the figures of a step.
+    # The last line may be a validation or a save, without the figures of a step.
     last = newest_line(run.lines, "tokens_per_s")
     rates = [
         line["tokens_per_s"] for line in recent_lines(run.lines, run.attempts) if has_rate(line)
@@ -70,21 +71,21 @@ def rounded_share(share: float | None) -> float | None:
 
 
 def run_trouble(run: History) -> str:
-    """Return why somebody has to look at the run, "" if all is well."""
+    """Return why the run needs attention; "" if it does not."""
     if full := sorted(each.stem for each in run.path.glob("rl/*/*.full")):
         return f"disk full: {', '.join(full)} waits"
     return (run.state.reason or run.state.word) if run.state.attention else ""
 
 
 def job_facts(run: History) -> dict[str, Any] | None:
-    """Return the job as Slurm shows it; without an answer the number alone."""
+    """Return the job as Slurm shows it; without an answer, only its number."""
     number = next((attempt.job for attempt in reversed(run.attempts) if attempt.job), None)
     job = run.job or (SlurmJob(number, "") if number else None)
     return asdict(job) if job else None
 
 
 def newest_step(run: History) -> int | None:
-    """Return the step; None for a program whose steps are not known: its lines are only signs of
+    """Return the step; None for a program with unknown steps, whose lines are only signs of
     life."""
     if run.step is None:
         return None
@@ -93,7 +94,7 @@ def newest_step(run: History) -> int | None:
 
 
 def newest_line(lines: Sequence[Record], key: str) -> Record:
-    """Return the last line with a number under this key, {} without one."""
+    """Return the last line with a number under this key; {} without one."""
     return next((line for line in reversed(lines) if line.get(key) is not None), {})
 
 
@@ -104,7 +105,7 @@ def last_sign(run: History) -> float | None:
 
 
 def seconds_per_step(lines: Sequence[Record], attempts: Sequence[Attempt]) -> float | None:
-    """Return the wall time per step over the last steps of the last attempt, with saves and
+    """Return the wall time per step over the last attempt's recent steps, including saves and
     validations."""
     own = recent_lines(lines, attempts)
     steps = own[-1]["step"] - own[0]["step"] if own else 0
@@ -115,7 +116,7 @@ def seconds_per_step(lines: Sequence[Record], attempts: Sequence[Attempt]) -> fl
 
 
 def recent_lines(lines: Sequence[Record], attempts: Sequence[Attempt]) -> list[Record]:
-    """Return the last lines, as far as they are of the last attempt."""
+    """Return the recent lines that are of the last attempt."""
     number = attempts[-1].number if attempts else 0
     return [line for line in lines[-PACE_LINES:] if line.get("attempt", 0) == number]
 
@@ -131,5 +132,5 @@ def attempts_without_progress(records: Sequence[Record]) -> int:
 
 
 def last_end(attempts: Sequence[Attempt]) -> str | None:
-    """Return how the last finished attempt ended, and what was done then."""
+    """Describe the end of the last finished attempt and the action after it."""
     return next((a.short_ending for a in reversed(attempts) if a.state != "running"), None)

@@ -1,5 +1,5 @@
-"""Diagnosis of an attempt's end from its records and srun's log: which host it failed on, and why.
-No torch.
+"""Diagnosis of an attempt's end from its records and srun's log: the host that failed, and why. No
+torch.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from kempner.jobs.records.event_reader import is_time
 
 _Record = dict[str, Any]
 
-# "srun: error: node2: tasks 2-3: Killed". Terminated is what srun itself does to the ranks that are
-# left, an exit code says less than the rank's own record, and a rank that aborts has waited for
-# somebody else: NCCL's watchdog calls abort() when a collective times out.
+# "srun: error: node2: tasks 2-3: Killed". Not Terminated, as srun itself ends the remaining ranks;
+# not an exit code, as the rank's own record says more; and not Aborted, as such a rank has waited
+# for another one: NCCL's watchdog calls abort() if a collective times out.
 DEATH = re.compile(
     r"^srun: error: (\S+): tasks? [\d,-]+: (?!Terminated|Exited|Aborted)", re.MULTILINE
 )
@@ -24,28 +24,27 @@ DEATH = re.compile(
 # "srun: error: task 0 launch failed: Unspecified error": srun then kills the tasks of other nodes.
 NOT_LAUNCHED = re.compile(r"^srun: error: task (\d+) launch failed", re.MULTILINE)
 
-ENDING = "kempner: ending the other ranks"  # restart.sh kills those that are left
+ENDING = "kempner: ending the other ranks"  # restart.sh kills the remaining ranks
 
-# From here on srun, or restart.sh, ends the remaining ranks: later deaths are not the cause.
+# After this line srun or restart.sh ends the remaining ranks: later deaths are not the cause.
 ENDED_BY_US = re.compile(rf"^{ENDING}|Terminating StepId=|Job step aborted", re.MULTILINE)
 
-# A rank's exit code, except those of an orderly leave: interrupted, for a new attempt, without its
-# lock.
+# A rank's exit code, except for an orderly exit: interrupted, for a new attempt, or lost lock.
 LEFT_OUT_REASON = re.compile(
     r"^srun: error: (\S+): tasks? [\d,-]+: Exited with exit code (?!7[567]$)\d+$", re.MULTILINE
 )
 
-# The shell of a task could not read its script: the host does not see the shared directory.
+# A task's shell could not read its script: the host does not see the shared directory.
 NO_SCRIPT = re.compile(r"(/\S*/lib/task\.sh): (?!line )")
 
-# No rank has begun: the controller did not answer srun. Slurm's other reasons are of the request.
+# No rank has begun: the controller did not answer srun. Slurm's other reasons concern the request.
 AWAY = re.compile(
     r"^srun: error: Unable to create step for job \S+: "
     r"(.*(?:timed out|contact|onnection|ommunication|try again|Zero Bytes).*)$",
     re.MULTILINE,
 )
 
-# Errors of a rank when a file system, and not this rank, has failed.
+# Errors of a rank if a file system has failed, not the rank.
 FILE_SYSTEM = re.compile(
     r"\[Errno (5|108|112|116|121)\]|Input/output error|Stale file handle|Remote I/O error"
     r"|Transport endpoint"
@@ -53,12 +52,12 @@ FILE_SYSTEM = re.compile(
 
 
 def host_of(faults: Sequence[_Record], srun_log: str) -> str:
-    """Return the host that an attempt failed on, "" if nothing points at one.
+    """Return the host on which an attempt failed; "" if nothing points to one.
 
-    A rank that does not answer hangs alone; all that follows is srun's doing. A rank that a signal
-    killed (kernel, out of memory, broken hardware) leaves no record, but srun reports it; the
-    others only lose their peer. Otherwise it is the first rank with an error of its own; and if no
-    rank has recorded one, the host where the program ended before it could.
+    A rank that does not answer hangs alone, and srun causes all later ends. A rank killed by a
+    signal (kernel, out of memory, broken hardware) leaves no record, but srun reports it; the
+    others only lose their peer. Otherwise it is the first rank with its own error or, if no rank
+    recorded an error, the host on which the program ended before it could.
     """
     for fault in faults:
         if fault.get("kind") == "hang":
@@ -79,15 +78,15 @@ def host_of(faults: Sequence[_Record], srun_log: str) -> str:
 
 
 def sees_no_program(faults: Sequence[_Record], srun_log: str) -> str:
-    """Return the script that a shell has not found, if a host has not even begun: no rank has
-    recorded anything. "" otherwise."""
+    """Return the script that a task's shell could not read, if no rank has recorded anything; ""
+    otherwise."""
     found = None if faults else NO_SCRIPT.search(srun_log)
     return found[1] if found else ""
 
 
 def site_fault(faults: Sequence[_Record]) -> str:
-    """Describe a file system that fails on several hosts at once; "" without one. On one host of
-    several it is a fault of that host."""
+    """Describe a file system that fails on several hosts at once; "" without one. A failure on only
+    one host is that host's fault."""
     failed = [f for f in faults if FILE_SYSTEM.search(str(f.get("reason", "")))]
     host_lists = [fault.get("hosts") for fault in failed]
     hosts = {str(host) for each in host_lists if isinstance(each, list) for host in each}
@@ -98,13 +97,14 @@ def site_fault(faults: Sequence[_Record]) -> str:
 
 
 def controller_away(srun_log: str) -> str:
-    """Return why srun could not even create the step, if that was the controller; "" otherwise."""
+    """Return why srun could not create the step, if the controller was the cause; ""
+    otherwise."""
     found = AWAY.search(srun_log)
     return f"srun could not create the step: {found[1]}" if found else ""
 
 
 def launch_failed_on(srun_log: str, per_node: int, nodes: Sequence[str]) -> str:
-    """Return the first host on which a task could not be started at all, "" without one. Tasks are
+    """Return the first host on which a task could not be launched; "" without one. Tasks are
     distributed in blocks."""
     found = NOT_LAUNCHED.search(srun_log)
     place = int(found[1]) // per_node if found else len(nodes)
@@ -112,7 +112,7 @@ def launch_failed_on(srun_log: str, per_node: int, nodes: Sequence[str]) -> str:
 
 
 def decisions_without_progress(decisions: Sequence[_Record]) -> int:
-    """Count the attempts in a row, up to the last decision, that made no new checkpoint. A decision
+    """Count the attempts in a row, up to the last decision, without a new checkpoint. A decision
     has null if the batch script had no time to count."""
     count = 0
     for decision in decisions:
@@ -122,21 +122,21 @@ def decisions_without_progress(decisions: Sequence[_Record]) -> int:
 
 
 def excluded_by(decision: _Record) -> list[str]:
-    """Return the nodes that the job does without since this decision."""
+    """Return the nodes that the job excludes since this decision."""
     if decision.get("decision") == "restart":  # a spare has replaced them
         return []
     return str(decision.get("excluded", "")).replace(",", " ").split()
 
 
 def excluded_in_vain(decisions: Sequence[_Record]) -> int:
-    """Count the nodes excluded since the last new checkpoint. One may be excluded twice, if Slurm
-    did not take the first order."""
+    """Count the nodes excluded since the last new checkpoint. A node may appear twice, if Slurm did
+    not take the first request."""
     hosts: set[str] = set()
     newest = math.inf
     for decision in decisions:
         names, step = excluded_by(decision), decision.get("step")
         step = step if isinstance(step, int) else newest
-        # An exclusion sets the count to 0, with or without progress: there the step tells.
+        # An exclusion sets the count to 0 with or without progress: there the step decides.
         if step > newest or (not names and decision.get("no_progress") == 0):
             hosts.clear()
         hosts.update(names)
@@ -150,23 +150,21 @@ def blamed_before(decisions: Sequence[_Record]) -> str:
 
 
 def final_reason(faults: Sequence[_Record]) -> str:
-    """Return why no other attempt can succeed: a fault that would come again, such as out of
-    memory."""
+    """Return why no other attempt can succeed: a fault that would recur, such as out of memory."""
     reason = next((str(f.get("reason", "")) for f in faults if f.get("final") is True), "")
     return " ".join(reason.split())
 
 
 def start_up(events: Sequence[_Record], batch_began: float) -> int:
-    """Return the seconds of an attempt until its first step was done, or until now."""
+    """Return the seconds from an attempt's start to the end of its first step, or until now."""
     stepped = (e.get("time") for e in events if e.get("event") == "first_step")
     end = next((float(t) for t in stepped if is_time(t)), time.time())
     return max(0, round(end - batch_began))
 
 
 def broken_hosts(faults: Sequence[_Record]) -> tuple[tuple[str, ...], str]:
-    """Return the hosts that are not to be used again, at the first time: that with the first GPU
-    that was found broken, or those that have computed wrong numbers; and the finding. Empty without
-    one."""
+    """Return the hosts to exclude at the first occurrence, and the finding: the host of the first
+    GPU found broken, or the hosts that computed wrong numbers. Empty without a finding."""
     for fault in faults:
         reason = " ".join(str(fault.get("reason", "")).split())
         if fault.get("event") == "gpu" and fault.get("answer") in ("end", "exclude"):
