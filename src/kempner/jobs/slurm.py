@@ -1,7 +1,7 @@
-"""The interface to SLURM: when a job ends, and whether another job still runs; for programs under
-run.sh, whether they are asked to leave. What the environment says of this job: this_job.py.
+"""The interface to SLURM: the end of a job, and whether another job still runs; for programs under
+run.sh, whether they are asked to leave. this_job.py reads this job's environment.
 
-Every question to the controller may go unanswered (no SLURM, a container without scontrol, a busy
+Any query to the controller may go unanswered (no SLURM, a container without scontrol, a busy
 controller): then the answer is None, and nothing depends on it.
 """
 
@@ -18,19 +18,19 @@ from dataclasses import dataclass
 
 from kempner.jobs.this_job import own_job, signal_lead
 
-# Slurm's commands read these as options: with SQUEUE_STATES=PENDING a job that runs is not there.
+# Slurm's commands read these as options: SQUEUE_STATES=PENDING would hide running jobs.
 SLURM_OPTIONS = re.compile(
     r"(SQUEUE|SINFO|SACCT|SCONTROL|SCANCEL)_|SLURM_(TIME_FORMAT|BITSTR_LEN)$"
 )
-NO_NODES = re.compile(  # the states of jobs that hold none
+NO_NODES = re.compile(  # states of jobs without nodes
     "PENDING|COMPLETED|CANCELLED|FAILED|TIMEOUT|PREEMPTED|NODE_FAIL|BOOT_FAIL|DEADLINE|REVOKED"
     "|OUT_OF_MEMORY|REQUEUED|REQUEUE_HOLD|SPECIAL_EXIT"
 )
-_asks: list[bool] = []  # this process has asked stop_requested()
+_asks: list[bool] = []  # not empty once this process has called stop_requested()
 
 
 def plain_environment() -> dict[str, str]:
-    """Return an environment for a command of Slurm, without the options that the user's shell
+    """Return an environment for a Slurm command, without the options that the user's shell
     exports."""
     return {name: value for name, value in os.environ.items() if not SLURM_OPTIONS.match(name)}
 
@@ -38,8 +38,8 @@ def plain_environment() -> dict[str, str]:
 def _run(*command: str) -> subprocess.CompletedProcess[str] | None:
     env = plain_environment()
     try:
-        # With its controller away a command of Slurm takes 20 s to fail.
-        # A name in its answer may have any bytes.
+        # Without its controller, a Slurm command takes 20 s to fail. Names in its answer may have
+        # any bytes.
         return subprocess.run(command, capture_output=True, errors="replace", timeout=10, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -51,12 +51,12 @@ def _ask(*command: str) -> str | None:
 
 
 class _NoAnswer(Exception):
-    """No answer to a question that cannot be left open."""
+    """No answer to a query that needs one."""
 
 
 def _insist(*command: str) -> str:
-    """Ask as _ask does, but again for some seconds: a busy controller drops one question and
-    answers the next. Raises _NoAnswer."""
+    """Repeat _ask() for some seconds: a busy controller may drop one query and answer the next.
+    Raises _NoAnswer."""
     end = time.monotonic() + 5
     while (output := _ask(*command)) is None:
         if time.monotonic() > end:
@@ -66,7 +66,7 @@ def _insist(*command: str) -> str:
 
 
 def job_fields(job: str) -> dict[str, str]:
-    """Return the fields of `scontrol show job`, {} without an answer."""
+    """Return the fields of `scontrol show job`; {} without an answer."""
     return _fields(_ask("scontrol", "show", "job", "-o", job) or "")
 
 
@@ -75,28 +75,27 @@ def _fields(text: str) -> dict[str, str]:
 
 
 def end_of(fields: dict[str, str]) -> float | None:
-    """Return the end of a job in unix seconds, None if it has none."""
+    """Return the end of a job in unix seconds; None if it has none."""
     try:
-        # Local time, in this form: plain_environment() drops the user's SLURM_TIME_FORMAT.
+        # Local time in this format: plain_environment() drops the user's SLURM_TIME_FORMAT.
         return time.mktime(time.strptime(fields["EndTime"], "%Y-%m-%dT%H:%M:%S"))
     except (KeyError, ValueError):
         return None
 
 
 def kill_wait() -> float:
-    """Return the seconds from SIGTERM to SIGKILL on this cluster; 30, Slurm's default, if it does
-    not say."""
+    """Return the seconds from SIGTERM to SIGKILL on this cluster; 30, Slurm's default, if
+    unknown."""
     found = re.search(r"^KillWait\s*=\s*(\d+)", _ask("scontrol", "show", "config") or "", re.M)
     return float(found[1]) if found else 30.0
 
 
 def seconds_to_live(job: str) -> float | None:
-    """Return the seconds until SIGKILL, after a request to leave; None if SLURM does not say.
+    """Return the seconds until SIGKILL after a request to leave; None if SLURM does not say.
 
-    While the job's state is RUNNING the request was the warning, or a preemption, whose grace time
-    Slurm has made the job's new end: KillWait comes after that end. If that end is unknown the
-    request is taken for the warning. In any other state the job is being ended, and KillWait is all
-    that is left.
+    If the job's state is RUNNING, the request was the warning, or a preemption whose grace time is
+    the job's new end: KillWait comes after that end. If the end is unknown, the request counts as
+    the warning. In any other state Slurm is ending the job, and only KillWait is left.
     """
     fields = job_fields(job)
     if not fields:
@@ -110,24 +109,24 @@ def seconds_to_live(job: str) -> float | None:
 
 
 def is_running(job: str) -> bool | None:
-    """Return whether this job, one of this user and cluster, holds nodes. False only by Slurm's own
-    words; None if it does not answer, or says nothing of it."""
-    # All states: by default squeue leaves out jobs that have ended, and no line would then mean
-    # both this and that it hides the job (PrivateData).
+    """Return whether this job, of this user and cluster, holds nodes. False only if Slurm says so;
+    None if it does not answer or does not show the job."""
+    # All states: by default squeue omits ended jobs, and no line could mean either an ended or a
+    # hidden job (PrivateData).
     words = ("--noheader", "--states=all", "--jobs", job, "--format", "%T")
     done = _run("squeue", *words)
     if done is None:
         return None
     if done.returncode:
-        # The controller forgets a job MinJobAge, by default 300 s, after its end.
+        # The controller forgets a job MinJobAge (300 s by default) after its end.
         return False if "Invalid job id" in done.stderr else None
     states = done.stdout.split()
     return any(not NO_NODES.fullmatch(state) for state in states) if states else None
 
 
 def step_runs(step: int | None) -> bool | None:
-    """Return whether this step (0, 1, ...) of our own job exists. None if SLURM does not answer,
-    and for a step that has no number."""
+    """Return whether this step (0, 1, ...) of our job exists. None if SLURM does not answer, or for
+    a step without a number."""
     job = own_job()
     if job is None or step is None:
         return None
@@ -140,15 +139,15 @@ class SlurmJob:
     """A job as squeue shows it."""
 
     number: str
-    state: str  # RUNNING, PENDING, ...; GONE when it has left the queue
+    state: str  # RUNNING, PENDING, ...; GONE if it has left the queue
     left: str = ""  # time until its limit
-    why: str = ""  # it is pending
-    start: str = ""  # expected, as Slurm writes it
+    why: str = ""  # reason for pending
+    start: str = ""  # expected start, as Slurm writes it
 
 
 def my_jobs() -> dict[str, SlurmJob] | None:
-    """Return my jobs in the queue by number, None without an answer."""
-    # With --array each task of an array has a line, by the name that job_name() gives it: 12_3.
+    """Return this user's queued jobs by number; None without an answer."""
+    # With --array each task of an array has a line, named as by job_name(): 12_3.
     output = _ask("squeue", "--me", "--array", "--noheader", "--format=%i|%T|%L|%r|%S")
     if output is None:
         return None
@@ -157,26 +156,26 @@ def my_jobs() -> dict[str, SlurmJob] | None:
 
 
 def jobs_named(name: str) -> list[str] | None:
-    """Return the numbers of my jobs with this name, an array's own, also of those that ended
-    minutes ago; None without an answer."""
+    """Return the numbers of this user's jobs with this name (of an array, its own number), even if
+    they ended minutes ago; None without an answer."""
     words = ("--me", "--noheader", "--states=all", f"--name={name}", "--format=%F")
     output = _ask("squeue", *words)
     return None if output is None else list(dict.fromkeys(output.split()))
 
 
 def waiting_arrays() -> dict[str, str]:
-    """Return the names of my jobs that wait, by their numbers, an array's own; none without an
-    answer."""
+    """Return the names of this user's pending jobs by number (of an array, its own number); {}
+    without an answer."""
     output = _ask("squeue", "--me", "--noheader", "--states=PENDING", "--format=%F|%j") or ""
     return {job: name for line in output.splitlines() for job, _, name in [line.partition("|")]}
 
 
 def other_nodes(request: str, without: Sequence[str]) -> int | None:
-    """Count the nodes that could take a job, except those in `without` and those that it excludes
-    already; None if unknown. Nodes that are busy count: the job waits for them.
+    """Count the nodes that could take a job, except those in `without` and those that it already
+    excludes; None if unknown. Busy nodes count: the job waits for them.
 
-    Of the request, the output of `scontrol show job`, it uses the partition, the named nodes, the
-    features (with & or |), the kinds and numbers of GPUs and the reservation.
+    Of `request`, the output of `scontrol show job`, it uses the partition, the named nodes, the
+    features (with & or |), the kinds and numbers of GPUs, and the reservation.
     """
     fields = _fields(request)
     with contextlib.suppress(_NoAnswer, KeyError):
@@ -194,7 +193,7 @@ def _other_nodes(fields: Mapping[str, str], without: Sequence[str]) -> int | Non
     constraint = _is_set(fields.get("Features", ""))
     if constraint and not re.fullmatch(r"[\w.&|-]+", constraint):
         return None  # counts and brackets: only Slurm knows
-    # A set: a node has a line for each of the partitions that were named.
+    # A set: a node has a line for each named partition.
     nodes = set()
     for line in output.splitlines():
         name, _, rest = line.partition("|")
@@ -213,7 +212,7 @@ def _is_set(value: str) -> str:
 
 
 def _named(fields: Mapping[str, str], name: str) -> list[str] | None:
-    """Return the hosts of a field of the job, None if it is not set."""
+    """Return the hosts in a field of the job; None if it is not set."""
     value = _is_set(fields.get(name, ""))
     if not value:
         return None
@@ -242,10 +241,10 @@ def _has_gpus(request: str, gres: str) -> bool:
     return True
 
 
-# status.py asks it for each of many runs.
+# Cached: status.py calls it for each of many runs.
 @functools.cache
 def cluster_name() -> str | None:
-    """Return the name of the cluster that answers here; None without an answer."""
+    """Return the name of this cluster; None without an answer."""
     if name := os.environ.get("SLURM_CLUSTER_NAME"):
         return name
     found = re.search(r"^ClusterName\s*=\s*(\S+)", _ask("scontrol", "show", "config") or "", re.M)
@@ -253,20 +252,21 @@ def cluster_name() -> str | None:
 
 
 def max_array_size() -> int | None:
-    """Return the bound of an array's largest index, which is under it; None without an answer."""
+    """Return MaxArraySize, which is one more than the largest array index; None without an
+    answer."""
     found = re.search(r"^MaxArraySize\s*=\s*(\d+)", _ask("scontrol", "show", "config") or "", re.M)
     return int(found[1]) if found else None
 
 
 def accounted_states(jobs: Sequence[str]) -> dict[str, str]:
-    """Return the last state of jobs by Slurm's accounting, by name (12, or 12_3 of an array);
-    unknown jobs are left out, or all if there is no accounting."""
+    """Return the last state of jobs from Slurm's accounting, by name (12, or 12_3 of an array).
+    Omits unknown jobs, or all if there is no accounting."""
     words = ("-X", "-P", "-n", "-S", "now-60days", "-o", "JobID,State", "-j")
-    # Linux takes no word of over 128 KiB.
+    # Linux limits an argument to 128 KiB.
     parts = (jobs[begin : begin + 1000] for begin in range(0, len(jobs), 1000))
     output = "".join(_ask("sacct", *words, ",".join(part)) or "" for part in parts)
     lines = (line.partition("|") for line in output.splitlines())
-    # sacct writes "CANCELLED by 1000", with the id of the user.
+    # sacct writes "CANCELLED by 1000", with the user id.
     return {job: state.partition(" ")[0] for job, _, state in lines if state}
 
 
@@ -275,13 +275,13 @@ def accounted_states(jobs: Sequence[str]) -> dict[str, str]:
 
 def stop_requested() -> bool:
     """Return whether this program is asked to save and leave: the time limit is near, the job is
-    preempted, the user wants it. Cheap enough for every step. Ranks may hear of it a step apart: if
-    they save together, let one of them decide, or reduce the answers. Outside run.sh always
+    preempted, or the user requests it. Cheap enough for every step. Ranks may see it a step apart:
+    if they save together, let one of them decide or reduce the answers. Outside run.sh always
     False."""
     place = os.environ.get("KEMPNER_STOP_FILE")
     if place is None:
         return False
-    # By this file the supervisor learns that the program needs no signal.
+    # This file tells the supervisor that the program needs no signal.
     if not _asks:
         _asks.append(True)
         with contextlib.suppress(OSError):
@@ -290,8 +290,8 @@ def stop_requested() -> bool:
 
 
 def end_time() -> float | None:
-    """Return the end of this job, in unix seconds; None if unknown, and outside run.sh. It may
-    move. Every rank may ask in every step: one supervisor asks Slurm for all."""
+    """Return the end of this job in unix seconds; None if unknown or outside run.sh. It may move.
+    Every rank may call this in every step: one supervisor asks Slurm for all."""
     place = os.environ.get("KEMPNER_STOP_FILE")
     if place is None:
         return None
@@ -303,13 +303,13 @@ def end_time() -> float | None:
 
 
 def seconds_left() -> float | None:
-    """Return the seconds until the end of this job, None if unknown."""
+    """Return the seconds until the end of this job; None if unknown."""
     end = end_time()
     return None if end is None else end - time.time()
 
 
 def beat(step: int | None = None) -> None:
-    """Give a sign of life, for run.sh --heartbeat, and the program's step."""
+    """Send a heartbeat for run.sh --heartbeat, with the program's step."""
     place = os.environ.get("KEMPNER_HEARTBEAT")
     if place is not None:
         with contextlib.suppress(OSError), open(place, "w") as file:

@@ -1,5 +1,5 @@
-"""The job of this process, as its environment describes it: names, addresses, and the time that a
-run needs to leave. Asks nobody; slurm.py asks the controller."""
+"""The job of this process according to its environment: names, addresses, and the time that a run
+needs to leave. Makes no queries; slurm.py asks the controller."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import time
 from collections.abc import Mapping
 
 SIOCGIFADDR = 0x8915
-# Slurm numbers the steps that have a name (batch, extern, interactive) from 0xfffffffd downwards:
-# slurm.h. The others count up from 0.
+# Slurm numbers named steps (batch, extern, interactive) from 0xfffffffd downwards (slurm.h), others
+# from 0 upwards.
 LAST_STEP = 0xFFFFFF00
 
 
 def job_name(env: Mapping[str, str] = os.environ) -> str | None:
-    """Return the job of this process as users name it (`12`, or `12_3` in an array), None outside
+    """Return the job of this process as users name it (`12`, or `12_3` in an array); None outside
     SLURM."""
     if "SLURM_ARRAY_JOB_ID" in env:
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env.get('SLURM_ARRAY_TASK_ID', '?')}"
@@ -28,8 +28,8 @@ def job_name(env: Mapping[str, str] = os.environ) -> str | None:
 
 
 def is_here() -> bool:
-    """Return whether this is a host of a cluster, whose jobs may run on other ones: it has sbatch,
-    or a batch script has started this process in a container, which has none."""
+    """Return whether this is a host of a cluster, whose jobs may run on other hosts: it has sbatch,
+    or a batch script started this process in a container without sbatch."""
     return shutil.which("sbatch") is not None or "KP_UNMOUNTED" in os.environ
 
 
@@ -40,33 +40,33 @@ def on_node() -> bool:
 
 
 def start_name() -> str:
-    """Return the name of this start: no other step, of this job or of another, has it."""
+    """Return the name of this start, unique among all steps of all jobs."""
     names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
     return ".".join(os.environ.get(name, "0") for name in names)
 
 
 def attempt_name() -> str:
-    """Return the name of this attempt, fit for a file: the batch script's; without one that of this
-    process, which then has to tell the others."""
+    """Return the name of this attempt, valid as a file name: the batch script's, or else one of
+    this process, which must then pass it to the other ranks."""
     own = f"{socket.gethostname()}.{os.getpid()}.{int(time.time())}"
     return re.sub(r"[^\w.-]", "_", os.environ.get("KEMPNER_ATTEMPT_ID") or own)
 
 
 def tasks_per_node(env: Mapping[str, str] = os.environ) -> int | None:
-    """Return the tasks on each node of this step, from SLURM_STEP_TASKS_PER_NODE (`4(x2)`, or `4`);
-    None if the nodes differ or nothing is set."""
+    """Return the tasks per node of this step from SLURM_STEP_TASKS_PER_NODE (`4(x2)` or `4`); None
+    if the nodes differ or it is not set."""
     counts = set(re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", env.get("SLURM_STEP_TASKS_PER_NODE", "")))
     return int(counts.pop()) if len(counts) == 1 else None
 
 
 def own_address() -> str:
-    """Return the address of this host that the other hosts of the job reach: that of the interface
-    which routes to the host of srun."""
+    """Return this host's address for the job's other hosts: that of the interface that routes to
+    the host of srun."""
     peer = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
     if peer:
         family = socket.AF_INET6 if ":" in peer else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((peer, 9))  # UDP: nothing is sent, the kernel only picks the route
+            probe.connect((peer, 9))  # UDP: sends nothing, the kernel only picks the route
             address = str(probe.getsockname()[0])
         if not address.startswith("127."):
             return address
@@ -74,12 +74,12 @@ def own_address() -> str:
 
 
 def fast_address() -> str | None:
-    """Return the IPv4 address of this host on the fast network: that of the first interface that
-    lib/network.sh has chosen for gloo. None if none is named, or it has no such address."""
+    """Return this host's IPv4 address on the fast network: that of the first interface that
+    lib/network.sh chose for gloo. None if it chose none or the interface has no IPv4 address."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            # struct ifreq: a name of 15 bytes and a NUL, then a sockaddr_in, its address at 20.
+            # struct ifreq: a name of 15 bytes and a NUL, then a sockaddr_in with its address at 20.
             request = struct.pack("256s", interface.encode()[:15])
             return socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
         except OSError:
@@ -88,7 +88,7 @@ def fast_address() -> str | None:
 
 def signal_lead() -> float | None:
     """Return the seconds between the warning signal and the end of the job, from the batch script;
-    None if there is none, or it is the user's own."""
+    None without a signal, or if the user set it."""
     try:
         return float(os.environ.get("KEMPNER_SIGNAL_LEAD", ""))
     except ValueError:
@@ -97,11 +97,11 @@ def signal_lead() -> float | None:
 
 def short_window(save: float, step: float) -> str | None:
     """Return a warning if the time between the warning signal and the end of the job
-    (KEMPNER_SIGNAL_LEAD, from the batch script) is shorter than the run needs in order to leave.
+    (KEMPNER_SIGNAL_LEAD, from the batch script) is shorter than the run needs to leave.
 
-    It needs twice the `save` seconds of a checkpoint, and three times `step`, the longest time that
-    passes before a request is acted on: the step in flight, the one after it, and one that is
-    slower than the median. The size that the warning suggests has 30 s more, for the exit.
+    It needs twice the `save` seconds of a checkpoint and three times `step`, the longest time until
+    it acts on a request: for the step in flight, the next one, and one slower than the median. The
+    suggested lead includes 30 s more for the exit.
     """
     lead = signal_lead()
     needed = time_to_leave(save, step)
@@ -116,8 +116,7 @@ def short_window(save: float, step: float) -> str | None:
 
 
 def time_to_leave(save: float, step: float) -> float:
-    """Return the seconds that a run needs from a request to leave until its last checkpoint is
-    durable."""
+    """Return the seconds from a request to leave until a run's last checkpoint is durable."""
     return 2 * save + 3 * step
 
 
@@ -126,6 +125,6 @@ def own_job() -> str | None:
 
 
 def host_name() -> str:
-    """Return this host as Slurm names it, so that it may go into ExcNodeList; outside Slurm its own
-    name, which may have a domain that Slurm's lacks."""
+    """Return Slurm's name of this host, valid in ExcNodeList; outside Slurm its own name, which may
+    have a domain that Slurm's lacks."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

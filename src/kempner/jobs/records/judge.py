@@ -2,9 +2,9 @@
 
     python -m kempner.jobs.records.judge RUN_DIR SRUN_LOG [NAME=VALUE ...]
 
-reads the records of the run, asks Slurm about other nodes where one is to be left out, and prints
-front_door.ANSWER and eleven lines, as DECISION_FIELDS names them. NAME=VALUE are the facts that
-only the batch script has (kp_facts of requeue.sh); a missing one is unknown.
+reads the records of the run, asks Slurm about other nodes if one is to be excluded, and prints
+front_door.ANSWER and the eleven lines of DECISION_FIELDS. NAME=VALUE are facts that only the batch
+script has (kp_facts of requeue.sh); a missing one is unknown.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ DECISION_FIELDS = (
 BROKEN_HOST = "has a broken"
 BLIND = "did not see the program twice in a row"
 IN_USE = "is in use by"  # jobs/lock.py: another job trains in this directory
-DAY_S = 86400.0  # exclusions of an earlier day no longer count
+DAY_S = 86400.0  # older exclusions no longer count
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,9 @@ class JobFacts:
 
 
 def records_of(run_dir: Path) -> tuple[list[_Record], str]:
-    """Read the records of the run, and what is wrong with the file system if they cannot be
-    read."""
+    """Read the records of the run. Returns them, and the error if they cannot be read."""
     try:
-        # read_records() takes what cannot be read for empty: a run that has never started.
+        # read_records() treats an unreadable file as empty: a run that has never started.
         with open(run_dir / "attempts.jsonl", "rb", opener=open_regular) as file:
             file.read(1)
     except FileNotFoundError:
@@ -102,8 +101,8 @@ def records_of(run_dir: Path) -> tuple[list[_Record], str]:
 
 
 def jobs_have_trained(records: Sequence[_Record], jobs: Sequence[str], command: str) -> bool:
-    """Return whether a start of these jobs, or another one with this command by its hash, has done
-    a step or come further."""
+    """Return whether a start of these jobs, or any start with this command (a hash), has done a
+    step or made progress."""
     own = {
         record.get("attempt_id")
         for record in records
@@ -113,7 +112,7 @@ def jobs_have_trained(records: Sequence[_Record], jobs: Sequence[str], command: 
         if record.get("job") in jobs or record.get("attempt_id") in own:
             if record.get("event") == "first_step":
                 return True
-            # After an exclusion the count begins again, with no step done.
+            # An exclusion resets the count without a step.
             came_further = record.get("no_progress") == 0 and not excluded_by(record)
             if record.get("event") == "decision" and came_further:
                 return True
@@ -133,7 +132,7 @@ def hours_waited(decisions: Sequence[_Record], now: float) -> float:
 def collect_facts(
     run_dir: Path, srun_log: Path, facts: JobFacts, now: float
 ) -> tuple[StepEnd, str]:
-    """Collect the known facts, and the host that is blamed."""
+    """Collect the known facts and the blamed host."""
     jobs, attempt_id = facts.words("jobs"), facts.text("attempt")
     records, unread = records_of(run_dir)
     decisions = [r for r in records if r.get("event") == "decision" and r.get("job") in jobs]
@@ -147,7 +146,7 @@ def collect_facts(
 
     broken, device = broken_hosts(ours)
     nodes = facts.words("places")
-    # By the surest sign first: a broken device, a task that did not start, then ranks and srun.
+    # The most reliable sign first: a broken device, a task that did not start, ranks and srun.
     host = (
         ",".join(broken)
         or launch_failed_on(srun_text, facts.count("tasks", 1), nodes)
@@ -155,9 +154,9 @@ def collect_facts(
         or facts.text("early")
     )
     script = sees_no_program(faults, srun_text)
-    if script and not os.path.exists(script):  # nor does this host: it is gone
+    if script and not os.path.exists(script):  # not here either: the script is gone
         host = ""
-    # Twice in a row: one crash alone may be the program's.
+    # Twice in a row: a single crash may be the program's fault.
     again = bool(broken) or (bool(host) and host == blamed_before(decisions))
     bad, lost_hosts = facts.words("bad"), facts.words("lost")
     blind = again and bool(script)
@@ -168,12 +167,13 @@ def collect_facts(
         fault = f"{BROKEN_HOST} {device}"
     faulty = lost_hosts or (bad if facts.flag("preflight") else broken or (host,) * again)
     blamed = ",".join(lost_hosts or (bad if facts.flag("preflight") else (host,)))
-    # Who leaves in order has no fault, but for wrong numbers: mended, but the host is left.
+    # An orderly exit has no fault, except for wrong numbers: these are repaired, but the host is
+    # left.
     orderly = facts.text("run") == "interrupted"
     if orderly and not any(record.get("kind") == "corruption" for record in faults):
         faulty, blamed = (), ""
-    # The run is another job's: no host is to blame. A job that has trained here has lost the run
-    # between two of its starts, and waits for that job's end; any other one is one too many.
+    # Another job has the run: no host is to blame. A job that has trained here has lost the run
+    # between two of its starts and waits for that job's end; any other job is refused.
     refusal, in_use = facts.text("refusal") if facts.count("code", 0) == 2 else "", ""
     if IN_USE in refusal:
         faulty, blamed = (), ""
@@ -183,18 +183,18 @@ def collect_facts(
         fault = "was replaced by a spare node"
 
     away = controller_away(srun_text)
-    # Records that cannot be read prove nothing: as bad input this start would end the run.
+    # Unreadable records prove nothing: without this, bad input would end the run.
     trained = bool(unread) or jobs_have_trained(records, jobs, facts.text("command"))
     site = "" if orderly else unread or away or site_fault(faults) or in_use
-    # A check that has ended otherwise than by bad input: an unreadable file, a lack of memory, a
-    # missing package.
+    # A check that failed, but not by bad input: an unreadable file, lack of memory, a missing
+    # package.
     if facts.text("early") and trained and facts.count("code", 0) != 2:
         site = site or facts.text("what")
     before, in_vain = decisions_without_progress(decisions), excluded_in_vain(decisions)
     if unread:
         before = facts.count("before", -1)
     elif decisions and facts.count("committed_before", -1) > _step(decisions[-1]):
-        before = in_vain = 0  # an attempt that could not record its end has come further
+        before = in_vain = 0  # an attempt without a recorded end has made progress
     # Not counted: a fault of the site, and a start that was asked to leave before it trained.
     count = before + (0 if site or facts.flag("cut_short") else 1)
     if facts.count("committed", -1) > facts.count("committed_before", -1):
@@ -206,7 +206,7 @@ def collect_facts(
         run=facts.text("run"),
         what=facts.text("what") or "the step has ended",
         refused=(refusal or " ") if facts.count("code", 0) == 2 else "",
-        # Another job's steps in this run directory do not make this one's input good.
+        # Another job's steps in this run directory do not validate this job's input.
         trained=bool(unread) or (trained and IN_USE not in refusal),
         final=final_reason(faults),
         site=site,
@@ -244,7 +244,7 @@ def collect_facts(
 
 
 def _step(decision: _Record) -> float:
-    """Return the newest checkpoint's step at a decision; infinity if it is not recorded."""
+    """Return the newest checkpoint's step at a decision; infinity if not recorded."""
     step = decision.get("step")
     return step if isinstance(step, int) else math.inf
 

@@ -1,10 +1,10 @@
 """Faults of hosts over any number of runs, for the admin. No torch.
 
 An event counts against the hosts that it names: a fault, unless it only says that a peer is gone;
-the batch script's blame, where no rank of that host recorded an error itself (it was killed, or the
-host was lost); and every other kind of event that names a host, by its own name, unless it is only
-noted: Xid 13, 31 and the like are mostly of the program itself (jobs/gpu/findings.py). A GPU for
-which the sampler has ended the attempt counts once, and the crash that follows from it does not.
+the batch script's blame, if no rank of that host recorded an error (it was killed, or the host was
+lost); and every other kind of event that names a host, under its own name, unless it is only noted:
+Xid 13, 31 and the like are mostly the program's fault (jobs/gpu/findings.py). A GPU for which the
+sampler ended the attempt counts once; the resulting crash does not count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DIED_KIND = "died"  # blamed by the batch script, without a record of its own
 
 
 class Sin(NamedTuple):
-    """A fault of a host. `run`: the path of the run that it struck; `time`: Unix seconds."""
+    """A fault of a host. `run`: the path of the affected run; `time`: Unix seconds."""
 
     kind: str
     time: float
@@ -64,7 +64,7 @@ class NodeHistory:
 
 
 def nodes_of(runs: Iterable[History]) -> list[NodeHistory]:
-    """Return the hosts of these runs, those with the most faults first."""
+    """Return the hosts of these runs, most faults first."""
     nodes: dict[str, NodeHistory] = {}
 
     def at(host: str) -> NodeHistory:
@@ -79,7 +79,7 @@ def nodes_of(runs: Iterable[History]) -> list[NodeHistory]:
                 node.seconds += max(0.0, attempt.ended - attempt.began) if attempt.began else 0.0
         accused: dict[tuple[object, str], object] = {}
         for record in run.records:
-            # In order: the sampler's event precedes the crash that it has caused.
+            # In order: the sampler's event precedes the resulting crash.
             for host, kind in node_faults(record, accused):
                 reason = record.get("reason") or record.get("why") or ""
                 at(host).sins.append(Sin(kind, record["time"], str(run.path), str(reason)))
@@ -90,7 +90,7 @@ def nodes_of(runs: Iterable[History]) -> list[NodeHistory]:
 
 
 def merge_nodes(several: Iterable[list[NodeHistory]]) -> list[NodeHistory]:
-    """Merge the hosts found in each run alone."""
+    """Merge the hosts found in several lists."""
     found: dict[str, NodeHistory] = {}
     for node in itertools.chain(*several):
         one = found.setdefault(node.host, NodeHistory(node.host))
@@ -109,8 +109,8 @@ def rank_nodes(nodes: Iterable[NodeHistory]) -> list[NodeHistory]:
 def node_faults(
     record: Record, accused: dict[tuple[object, str], object]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (host, kind) of each host that an event counts against. `accused`: (attempt id, host)
-    so far, and the sampler's answer if it was the sampler's."""
+    """Yield (host, kind) for each host that an event counts against. `accused`: maps each (attempt
+    id, host) so far to the sampler's answer, if it was the sampler's."""
     event, attempt = record.get("event"), record.get("attempt_id")
     if event == "fault":
         if not record.get("lost_peer"):
@@ -136,7 +136,7 @@ def hosts_of(record: Record) -> list[str]:
 
 
 def host_names(value: object) -> list[str]:
-    """List hosts, from a list of them or from "node1,node2"."""
+    """List hosts from a list or from "node1,node2"."""
     if isinstance(value, str):
         return [name for name in value.split(",") if name]
     return [x for x in value if isinstance(x, str)] if isinstance(value, list) else []

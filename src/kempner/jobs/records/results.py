@@ -1,9 +1,9 @@
-"""Results of evaluations, from the job that evaluates to metrics.jsonl. No torch.
+"""Results of evaluations, from the evaluating job to metrics.jsonl. No torch.
 
-metrics.jsonl has one writer: the trainer while it runs. Two processes that append to one file over
-NFS may overwrite each other's lines. So a result is a file of its own, RUN/eval/step_X.TASKS.json,
-and the writer of metrics.jsonl adds what it finds there and moves the file to RUN/eval/added. TASKS
-is a digest: several jobs may evaluate a run, each with its own tasks.
+metrics.jsonl has one writer, the trainer while it runs: two processes that append to one file over
+NFS may overwrite each other's lines. So each result is a separate file, RUN/eval/step_X.TASKS.json.
+The writer of metrics.jsonl adds its content and moves the file to RUN/eval/added. TASKS is a
+digest: several jobs may evaluate a run, each with its own tasks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PREFIX = "eval/"  # of the figures in a line of metrics.jsonl
 
 
 def record_result(run_dir: Path, step: int, tasks: str, figures: Mapping[str, float]) -> None:
-    """Record the figures of a checkpoint. `tasks`: what they are of, in any words. Without a
-    trainer this process is the writer."""
+    """Record the figures of a checkpoint. `tasks`: any text that identifies the tasks. Without a
+    trainer, this process is the writer."""
     line = {"step": step, "time": round(time.time(), 3)}
     line |= {f"{PREFIX}{name}": value for name, value in figures.items()}
     folder = run_dir / "eval"
@@ -32,20 +32,20 @@ def record_result(run_dir: Path, step: int, tasks: str, figures: Mapping[str, fl
 
 
 def add_without_trainer(run_dir: Path) -> None:
-    # The trainer, which calls add_results() alone, does without it.
+    # Not needed by the trainer, which calls only add_results().
     from kempner.jobs.records.state import read_lock
 
-    if read_lock(run_dir, time.time()).holder is False:  # None: that is not known
+    if read_lock(run_dir, time.time()).holder is False:  # None: unknown
         add_results(run_dir, LineFile(run_dir / "metrics.jsonl").write)
 
 
 def add_results(run_dir: Path, write: Callable[[str], object]) -> None:
-    """Hand each new result to `write`. After a crash in between it is there twice, which does not
-    matter: the later line counts."""
+    """Pass each new result to `write`. A crash in between may duplicate a line, which is harmless:
+    the later line counts."""
     for path in sorted((run_dir / "eval").glob("step_*.json")):
         try:
             text = path.read_text()
-        except FileNotFoundError:  # another job that evaluates has added it
+        except FileNotFoundError:  # another evaluating job has added it
             continue
         write(text)
         (path.parent / "added").mkdir(exist_ok=True)
@@ -54,11 +54,11 @@ def add_results(run_dir: Path, write: Callable[[str], object]) -> None:
 
 
 def evaluated_steps(run_dir: Path, tasks: str) -> set[int]:
-    """Return the steps that have a result of these tasks."""
+    """Return the steps with a result of these tasks."""
     folder = run_dir / "eval"
     paths = [*folder.glob("step_*.json"), *folder.glob("added/step_*.json")]
     names = [path.stem.partition(".") for path in paths]
-    # A file of an earlier version does not say its tasks: it counts for any.
+    # A file of an earlier version does not name its tasks: it counts for any.
     found = {step_of_name(name) for name, _, of in names if of in ("", _digest(tasks))}
     return {step for step in found if step is not None}
 

@@ -1,8 +1,7 @@
-"""Reads a run directory: its steps, its attempts, its state, and where its wall time went. No
-torch.
+"""Reads a run directory: its steps, attempts, state and use of wall time. No torch.
 
-A run that still trains, was killed in the middle of a line, or never came to its first step has a
-history too: what is missing is None, and nothing here raises because of it.
+A run that still trains, was killed in the middle of a line, or never reached its first step has a
+history, too: missing values are None and raise nothing here.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from kempner.jobs.system.directories import NOBODYS
 from kempner.jobs.system.files import step_of_name
 from kempner.jobs.system.reading import open_regular, read_jsonl
 
-# Types of a record's fields, where present: files may be damaged, or written by somebody else.
+# Types of a record's fields, if present: files may be damaged or foreign.
 STATUS = {"step": int, "max_steps": int, "attempt": int, "state": str, "reason": str}
-# Numbers of a step that reports draw or average; in a damaged line, None stands for what is none.
+# Numbers of a step that reports draw or average; in a damaged line, None replaces a non-number.
 NONE = (
     "loss",
     "val_loss",
@@ -44,29 +43,29 @@ NONE = (
 COUNTED_FIGURES = dict.fromkeys(NONE) | {"checkpoint_time": 0.0, "eval_time": 0.0}
 ROUND = ("round", "replicas", "bytes_sent", "bytes_data_parallel", "outer_time")
 SAVE = ("saved_step", "save_stall", "save_drain")
-LARGEST_NUMBER = 1e300  # a larger number is damage; the sum of many smaller ones is still finite
-# Of a long file: blocks, bytes of each, and bytes at the end.
+LARGEST_NUMBER = 1e300  # a larger number is damage; sums of many smaller ones stay finite
+# Sample of a long file: blocks, bytes per block, and bytes at the end.
 SAMPLE_BLOCKS, SAMPLE_BLOCK_BYTES, SAMPLE_TAIL_BYTES = 64, 1 << 12, 1 << 15
 RECORDS = ("status.json", "attempts.jsonl", "metrics.jsonl", "lock")
 
 
 @dataclass(frozen=True)
 class History:
-    """`losses` and `validations` are the lines of metrics.jsonl that count, by step; `lines` also
-    has those of steps that a later attempt has done again."""
+    """History of a run. `losses` and `validations` are the valid lines of metrics.jsonl, by step;
+    `lines` also has those of steps that a later attempt has repeated."""
 
     path: Path
     status: Record
     lines: list[Record] = field(repr=False)
-    results: list[Record] = field(repr=False)  # of eval.py, one a step, in order
+    results: list[Record] = field(repr=False)  # of eval.py, one per step, in order
     attempts: list[Attempt]
     state: RunState
-    job: SlurmJob | None  # as Slurm shows it; None where that is not known
-    successor: SlurmJob | None = None  # waits for its end, to continue the run
-    records: list[Record] = field(default_factory=list, repr=False)  # attempts.jsonl as it is
+    job: SlurmJob | None  # as Slurm shows it; None if unknown
+    successor: SlurmJob | None = None  # the job waiting to continue the run
+    records: list[Record] = field(default_factory=list, repr=False)  # the lines of attempts.jsonl
     share: float = 1.0  # of metrics.jsonl that was read
     refusals: list[Refusal] = field(default_factory=list)  # starts that never became attempts
-    refusal: Refusal | None = None  # the last one, if no attempt has come after it
+    refusal: Refusal | None = None  # the last one, if no attempt followed
 
     @cached_property
     def losses(self) -> list[Record]:
@@ -78,12 +77,12 @@ class History:
 
     @cached_property
     def saves(self) -> list[Record]:
-        """Lines of the saves; where no step ran meanwhile, without the figures of steps."""
+        """Lines of saves; they have no figures of steps if no step ran meanwhile."""
         return [line for line in self.lines if all(is_number(line.get(key)) for key in SAVE)]
 
     @cached_property
     def rounds(self) -> list[Record]:
-        """Lines of the rounds of a run whose replicas meet once a round (lowcomm/)."""
+        """Lines of the rounds of a run whose replicas meet once per round (lowcomm/)."""
         found = [line for line in self.lines if "round_loss" in line]
         whole = [line for line in found if all(is_number(line.get(key)) for key in ROUND)]
         return counting_lines(whole, self.attempts)
@@ -95,13 +94,13 @@ class History:
 
     @property
     def lineage(self) -> tuple[str, ...]:
-        """RUN@STEP that the run is a fork of, then the origin of that one, and so on."""
+        """RUN@STEP that the run is a fork of, then the origin of that run, and so on."""
         return next((a.lineage for a in reversed(self.attempts) if a.began), ())
 
     @property
     def step(self) -> int | None:
-        """Steps done, as far as is known: status.json of a running attempt is older. None for a
-        program whose steps are not known. A program has not gone back before it prints a step."""
+        """Steps done, as far as known; status.json of a running attempt lags behind. None for a
+        program with unknown steps. A program that has not printed a step has not gone back."""
         starts = [attempt for attempt in self.attempts if attempt.began is not None]
         with_steps = [attempt for attempt in starts if attempt.counted]
         newest = max((a.last_step for a in (*starts[-1:], *with_steps[-1:])), default=0)
@@ -110,7 +109,7 @@ class History:
 
     @property
     def warning(self) -> str:
-        """Warning about the last attempt, in one line; "" if there is none."""
+        """Warning about the last attempt in one line; "" if none."""
         last = self.attempts[-1:]
         warnings = [
             text for a in last for text in (a.device_warning, a.smaller(self.attempts)) if text
@@ -123,7 +122,7 @@ class History:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether it is a run; False for a directory that this user may not read, too."""
+    """Return whether it is a run; False also for a directory that this user may not read."""
     return any(os.path.isfile(path / name) for name in RECORDS)
 
 
@@ -137,8 +136,8 @@ def runs_in(path: Path) -> list[Path]:
 
 
 def unreadable_in(path: Path) -> list[Path]:
-    """List what runs_in() cannot look into, or load_history() cannot read: directories, records of
-    runs, and dangling links."""
+    """List the directories, records of runs and dangling links that runs_in() or load_history()
+    cannot read."""
     found = []
     with contextlib.suppress(OSError):
         entries = [path] if is_run(path) else sorted(path.iterdir())
@@ -166,9 +165,9 @@ def load_history(
     *,
     sample: bool = False,
 ) -> History:
-    """Read a run directory; files that are not there count as empty. `jobs`: slurm.my_jobs();
-    `tail`: read only so many bytes at the end of metrics.jsonl; `sample`: of a long one, lines here
-    and there, and the last ones."""
+    """Read a run directory; missing files count as empty. `jobs`: slurm.my_jobs(); `tail`: read
+    only so many bytes at the end of metrics.jsonl; `sample`: read only sample lines and the last
+    lines if it is long."""
     status: Record = {}
     with contextlib.suppress(OSError, ValueError, TypeError):
         with open(path / "status.json", opener=open_regular) as file:
@@ -189,25 +188,25 @@ def load_history(
     of_starts = [start.job for start in attempts] or [start.job for start in refusals]
     name = next(filter(None, reversed(of_starts)), None) or status.get("job")
     after = successor_of(path, jobs or {})
-    if after and after.why != "Dependency":  # it is its turn; it may not have written a word yet
+    if after and after.why != "Dependency":  # its turn; it may have written nothing yet
         name, after = after.number, None
     lock = read_lock(path, time.time())
     job = slurm_job_of_run(path, name, jobs, lock)
     state = judge_state(attempts, lines, lock, job, later)
     if state.word in ("running", "silent") and attempts:
-        # Its events alone, which have no end yet, say that it was killed.
+        # Judged by its events alone, which have no end yet, it was killed.
         attempts[-1] = replace(attempts[-1], state="running")
     run = History(
         path, status, lines, results_of(sound_lines), attempts, state, job, after, records, share,
         refusals, later,
     )  # fmt: skip
-    if "max_steps" in status:  # a later start may have asked for fewer than are done
+    if "max_steps" in status:  # a later start may ask for fewer than are done
         status["max_steps"] = max(status["max_steps"], run.step or 0)
     return run
 
 
 def successor_of(path: Path, jobs: dict[str, SlurmJob]) -> SlurmJob | None:
-    """Return the job in the queue that continues the last one or will (KEMPNER_CHAIN), by its
+    """Return the queued job that continues the last one or will (KEMPNER_CHAIN), from the chain's
     journal."""
     last: Record = next(reversed(read_jsonl(path / "chain.jsonl")), {})
     return jobs.get(str(last.get("job"))) if last.get("event") == "submitted" else None
@@ -220,14 +219,14 @@ def file_size(path: Path) -> int:
 
 
 def sample_lines(path: Path) -> list[Record]:
-    """Read sample lines of a long file: those in SAMPLE_BLOCKS blocks, equally far apart, and the
-    last ones. The time that this takes does not grow with the file."""
+    """Read sample lines of a long file: those in SAMPLE_BLOCKS evenly spaced blocks, and the last
+    ones. The time does not grow with the file."""
     text = b""
     with contextlib.suppress(OSError), open(path, "rb", opener=open_regular) as file:
         size = file.seek(0, os.SEEK_END)
         for k in range(SAMPLE_BLOCKS):
             file.seek(k * size // SAMPLE_BLOCKS)
-            # A line that the block cuts is not JSON, and left out below.
+            # A line cut by the block is not JSON and is skipped below.
             text += file.read(SAMPLE_BLOCK_BYTES) + b"\n"
         file.seek(max(0, size - SAMPLE_TAIL_BYTES))
         text += file.read()
@@ -235,14 +234,14 @@ def sample_lines(path: Path) -> list[Record]:
     for line in text.split(b"\n"):
         with contextlib.suppress(ValueError):
             if isinstance(record := json.loads(line), dict):
-                # By its text: the blocks may overlap.
+                # Keyed by text: the blocks may overlap.
                 found[line] = record
     return list(found.values())
 
 
 def is_sound(line: Record) -> bool:
-    """Return whether a line has a step and a time; fields that should be numbers and are not become
-    None."""
+    """Return whether a line has a step and a time. Replaces fields that should be numbers and are
+    not by their defaults."""
     step, attempt = line.get("step"), line.get("attempt", 0)
     if (
         type(step) is not int
@@ -260,13 +259,13 @@ def is_sound(line: Record) -> bool:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether it is a finite number: null stands for one that is not, and a damaged file may
-    have anything."""
+    """Return whether it is a finite number: null stands for a non-finite one, and a damaged file
+    may have anything."""
     return type(value) in (int, float) and -LARGEST_NUMBER < value < LARGEST_NUMBER
 
 
 def is_result(line: Record) -> bool:
-    """Return whether a line is a result. Results come from another process, at any time: they are
+    """Return whether a line is a result. Results come from another process at any time, so they are
     not signs of life of an attempt."""
     return "loss" not in line and any(key.startswith(PREFIX) for key in line)
 
@@ -280,8 +279,8 @@ def results_of(lines: Sequence[Record]) -> list[Record]:
 
 
 def main_figures(line: Record) -> dict[str, float]:
-    """Return the figures of a result that lie from 0 to 1, such as accuracies, by task: without
-    their errors."""
+    """Return the figures of a result from 0 to 1, such as accuracies, by task, without standard
+    errors."""
     return {
         name.removeprefix(PREFIX): value
         for name, value in line.items()
@@ -296,11 +295,11 @@ def newest_checkpoint_step(checkpoints: Path) -> int | None:
 
 
 def counting_lines(lines: Sequence[Record], attempts: Sequence[Attempt]) -> list[Record]:
-    """Return the lines that count, by step. A line undoes those of its step and of later ones
-    before it: the run has gone back. The start of an attempt does so before it has a line."""
+    """Return the valid lines, by step. A line cancels earlier lines of its step and later steps,
+    because the run has gone back. So does the start of an attempt, before its first line."""
     limits: dict[int, float] = {}
     limit = float("inf")
-    # From the last one back: its start limits the lines of all before it.
+    # Backwards: the start of an attempt limits the lines of all earlier ones.
     for attempt in sorted(attempts, key=lambda attempt: -attempt.number):
         limits[attempt.number] = limit
         if attempt.began and attempt.counted:

@@ -14,12 +14,12 @@ from kempner.jobs.system.background import Background
 from kempner.jobs.system.files import LineFile, swap_link
 from kempner.jobs.this_job import host_name
 
-ONE_DIRECTORY = 64  # ranks; the logs of more are in a directory for each host
+ONE_DIRECTORY = 64  # ranks; with more, the logs are in one directory per host
 
 
 def log_path(run_dir: Path, attempt: int, world: World) -> Path:
-    """Return logs/attempt-K/rank-R.log or, in a large world, logs/attempt-K/HOST/rank-R.log:
-    thousands of files made at once in one directory wait for each other on a shared file system."""
+    """Return logs/attempt-K/rank-R.log or, in a large world, logs/attempt-K/HOST/rank-R.log: on a
+    shared file system, creating thousands of files at once in one directory is serialized."""
     logs = run_dir / "logs" / f"attempt-{attempt}"
     folder = logs / host_name() if world.size > ONE_DIRECTORY else logs
     return folder / f"rank-{world.rank}.log"
@@ -35,13 +35,13 @@ class RankLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lines = LineFile(self.path)
         self.file: IO[str] = open(self.path, "a", buffering=1)  # noqa: SIM115
-        # Kept for errors: on all ranks but the first the log takes its place below.
+        # Kept for errors: on all ranks but the first, the log replaces it below.
         self.stderr = os.dup(2)
         self.background = Background(self.to_stderr)
         if world.rank == 0:
             swap_link(run_dir / "logs" / "latest", f"attempt-{attempt}")
         if not world.leads:
-            # The descriptors themselves: NCCL and child processes write past sys.stdout.
+            # The descriptors themselves: NCCL and child processes bypass sys.stdout.
             os.dup2(self.file.fileno(), 1)
             os.dup2(self.file.fileno(), 2)
 
@@ -56,7 +56,7 @@ class RankLog:
 
 
 class Console:
-    """Rank 0's lines on standard output, above a progress bar where that is a terminal."""
+    """Rank 0's lines on standard output, above a progress bar if that is a terminal."""
 
     def __init__(self, background: Background) -> None:
         self._background = background

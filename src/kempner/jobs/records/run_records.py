@@ -21,14 +21,14 @@ RESERVE = 1 << 16  # bytes; status.json and a few events need far less
 
 
 class RunRecords:
-    """Records of a run, written through `background`. On a full disk the reserve, a file that was
-    written at the start, makes room: without the record of its end a run that has failed would be
+    """Records of a run, written through `background`. On a full disk, removing the reserve, a file
+    written at the start, makes room: without the record of its end, a failed run would be
     requeued."""
 
     def __init__(
         self, run_dir: Path, attempt: int, background: Background, first: bool = True
     ) -> None:
-        """`first`: these are rank 0's."""
+        """`first`: these are rank 0's records."""
         self.attempt, self._background = attempt, background
         self._status, self._all = run_dir / "status.json", run_dir / "attempts.jsonl"
         self._events = self._all if first else events.own_file(self._all)
@@ -53,8 +53,7 @@ class RunRecords:
         }
 
     def other_code(self, now: CodeVersion, root: Path = REPOSITORY) -> list[str]:
-        """Describe what differs from the code of the last start, if anything. `root`: what runs
-        now."""
+        """Describe any differences from the code of the last start. `root`: the current code."""
         from kempner.jobs.records import event_reader
 
         for last in event_reader.read_kind(self._all, StartEvent)[-1:]:
@@ -68,9 +67,9 @@ class RunRecords:
         self._put(lambda: events.append_event(self._events, event), self._events)
 
     def last_event(self, event: Event) -> None:
-        """Append the event of a process that has lost the run: ahead of pending writes, and where
-        another rank 0 does not write. Raises OSError."""
-        # Not through the background: this process ends without waiting for its queue.
+        """Append the event of a process that has lost the run: ahead of pending writes, and to a
+        file that another rank 0 does not write. Raises OSError."""
+        # Not through the background: this process exits without waiting for its queue.
         events.append_event(events.own_file(self._all), event)
 
     def status(self, state: str, reason: str, step: int | None, max_steps: int | None) -> None:
@@ -89,7 +88,7 @@ class RunRecords:
             except OSError as error:
                 if error.errno not in FULL:
                     raise
-                # The blocks of the reserve are what makes room for the second try.
+                # The freed blocks make room for the second try.
                 self._reserve.unlink(missing_ok=True)
                 write()
 
@@ -97,8 +96,8 @@ class RunRecords:
 
 
 def count_attempts(run_dir: Path) -> int:
-    """Count the attempts of this run so far, from its logs: one that died before its first step
-    counts too."""
+    """Count the attempts of this run so far, from its logs, including those that died before their
+    first step."""
     numbers = []
     with contextlib.suppress(FileNotFoundError):
         names = os.listdir(run_dir / "logs")

@@ -1,8 +1,8 @@
-"""The state of a run: the one place that decides it, for report.py, status.py and the tests of the
-batch script. No torch.
+"""The state of a run; it is decided only here, for report.py, status.py and the tests of the batch
+script. No torch.
 
-It judges from the run's own records (attempts.jsonl, status.json, metrics.jsonl), from the lock
-that a living run holds, and from what Slurm says of the job. All three may be missing.
+Based on the run's records (attempts.jsonl, status.json, metrics.jsonl), the lock that a live run
+holds, and Slurm's answer about the job. All three may be missing.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from kempner.jobs.system.process import birth_ticks, pid_namespace
 from kempner.jobs.system.reading import open_regular
 from kempner.jobs.this_job import host_name
 
-# A run is silent without a new line for this many usual intervals, and at least these seconds.
+# A run is silent if it writes no line for this many usual intervals, and at least these seconds.
 SILENT_INTERVALS = 10
 RUN_SILENCE_S = 120.0
-FIRST_LINE_S = 1800.0  # before there is a usual interval: a first step may compile
+FIRST_LINE_S = 1800.0  # the same before a usual interval is known: a first step may compile
 LIVE_STATES = ("running", "silent", "starting", "waiting")
 LOCK_BEAT_LOST_S = 120.0  # the holder touches the lock every 5 s; clocks of two hosts may differ
 
-# Slurm's reasons to wait that pass by themselves: squeue(1), "JOB REASON CODES".
-# The last alternative is empty: Slurm may give no reason at all.
+# Slurm's reasons to wait that pass by themselves: squeue(1), "JOB REASON CODES". The last
+# alternative is empty: Slurm may give no reason.
 PASSING = re.compile(
     r"None|Priority|Resources|BeginTime|Dependency|Licenses|Reservation|JobArrayTaskLimit|Prolog"
     r"|Cleaning|FrontEndDown|PartitionDown|(QOS|Assoc|Max).*|"
@@ -40,9 +40,9 @@ PASSING = re.compile(
 
 @dataclass(frozen=True)
 class RunState:
-    """`word`: running, silent, starting, waiting (in the queue), or how the last attempt ended:
-    done, stopped, interrupted, failed, crashed, hung, killed, cancelled; or that no start became an
-    attempt: refused, cancelled. `attention`: somebody has to look."""
+    """State of a run. `word`: running, silent, starting, waiting (in the queue); the end of the
+    last attempt: done, stopped, interrupted, failed, crashed, hung, killed, cancelled; or, if no
+    start became an attempt: refused, cancelled. `attention`: the run needs attention."""
 
     word: str
     reason: str = ""
@@ -51,9 +51,8 @@ class RunState:
 
 @dataclass(frozen=True)
 class Lock:
-    """The lock of a run directory. `holder`: whether the process that holds it lives, None if
-    unknown; `beat`: unix time of its last sign of life; `cluster`: Slurm's name of the holder's
-    cluster."""
+    """The lock of a run directory. `holder`: whether the holding process is alive, None if unknown;
+    `beat`: unix time of its last sign of life; `cluster`: Slurm's name of the holder's cluster."""
 
     holder: bool | None
     beat: float = 0.0
@@ -75,7 +74,7 @@ def read_lock(run_dir: Path, now: float) -> Lock:
         return FREE
     except (OSError, ValueError, KeyError, TypeError):
         return Lock(holder=None)
-    # Under another kernel, or in a container's namespace, the number is of another process.
+    # Under another kernel, or in a container's namespace, the id belongs to another process.
     if host == host_name() and boot in (None, pid_namespace()):
         return Lock(birth_ticks(pid) == born, beat, cluster)
     return Lock(now - beat < LOCK_BEAT_LOST_S, beat, cluster)
@@ -84,9 +83,9 @@ def read_lock(run_dir: Path, now: float) -> Lock:
 def slurm_job_of_run(
     run_dir: Path, name: str | None, jobs: dict[str, SlurmJob] | None, lock: Lock
 ) -> SlurmJob | None:
-    """Return the run's job from Slurm, None if unknown: no job, no answer of squeue, a run of
-    somebody else, whose jobs squeue has not shown, or one that lives on another cluster, whose jobs
-    have numbers of their own."""
+    """Return the run's job from Slurm; None if unknown: no job, no answer from squeue, another
+    user's run, whose jobs squeue does not show, or a live run on another cluster, which numbers its
+    jobs separately."""
     if name is None or jobs is None:
         return None
     if lock.holder and lock.cluster and lock.cluster != cluster_name():
@@ -103,7 +102,7 @@ def judge_state(
     job: SlurmJob | None,
     refusal: Refusal | None = None,
 ) -> RunState:
-    """Return the state of a run now. `refusal`: of a start since its last attempt; it does not
+    """Return the current state of a run. `refusal`: of a start since its last attempt; it does not
     change the name of the state."""
     state = _judge(attempts, lines, lock, job, refusal)
     if refusal is None or state.word in (*LIVE_STATES, refusal.word):
@@ -121,7 +120,7 @@ def _judge(
 ) -> RunState:
     last = attempts[-1] if attempts else None
     over = last is not None and last.decision == "end"  # a job of several runs may go on for others
-    # A job that waits will start the run again, whatever the records say of its last attempt.
+    # A waiting job will start the run again, whatever the records say about its last attempt.
     if job is not None and job.state == "PENDING" and not over:
         when = f", expected {job.start}" if job.start not in ("", "N/A") else ""
         stuck = PASSING.fullmatch(job.why) is None
@@ -139,11 +138,11 @@ def _judge(
         return RunState(refusal.word, refusal.reason, attention=refusal.word == "refused")
     if last is None:
         return RunState("starting") if lives else _ended(last, job)
-    # Unless somebody has requeued it since: then it starts again.
+    # Unless it was requeued since: then it starts again.
     if last.decision == "leave" and last.why.startswith(CANCELLED_REASON) and _is_ending(job):
         return RunState("cancelled", last.why) if last.state == "killed" else _ended(last, job)
-    if last.state != "killed" or last.decision:  # it has ended; does a new one load already?
-        # A beat after that end is of a new start: the lock of the old one may have stayed.
+    if last.state != "killed" or last.decision:  # it has ended; is a new one loading?
+        # A beat after that end is from a new start: the lock of the old one may remain.
         again = lock.holder and lock.beat > last.ended
         again = again or (queued and last.decision in (*AFTER, "leave"))
         return RunState("starting") if again else _ended(last, job)
@@ -157,7 +156,7 @@ def _is_ending(job: SlurmJob | None) -> bool:
 
 
 def _ended(last: Attempt | None, job: SlurmJob | None) -> RunState:
-    """Return the state of a run that is not done, and that nothing continues."""
+    """Return the state of a run that is not done and is not continued."""
     if last is None:
         return RunState("killed", "died before it began", attention=True)
     why = ""
@@ -175,8 +174,8 @@ def _ended(last: Attempt | None, job: SlurmJob | None) -> RunState:
 
 
 def _silent(last: Attempt, lines: Sequence[Record]) -> RunState | None:
-    """Return the state of a run whose process is there, but which trains no more."""
-    # The median of the last gaps: one validation or one slow save does not change it.
+    """Return the state "silent" if a run's process exists but no longer trains, else None."""
+    # The median of the last gaps is robust against a validation or a slow save.
     times = [line["time"] for line in lines[-20:] if line.get("attempt", -1) == last.number]
     gaps = [b - a for a, b in itertools.pairwise(times)]
     limit = max(RUN_SILENCE_S, SILENT_INTERVALS * statistics.median(gaps)) if gaps else FIRST_LINE_S

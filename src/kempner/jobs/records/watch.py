@@ -1,13 +1,13 @@
-"""The watcher beside the ranks, started by the batch script: rewrites the page of the run regularly
-(KEMPNER_PAGE), and tells of a stall. No torch, and no query to Slurm.
+"""The watcher beside the ranks, started by the batch script: regularly rewrites the run's page
+(KEMPNER_PAGE) and notifies of a stall. No torch, and no query to Slurm.
 
     python -m kempner.jobs.records.watch RUN_DIR [SECONDS]
 
 SECONDS: between two pages; none: no page
 
-A hang is the watchdog's; what it cannot see (it is off, or waits for a file system) is seen here:
-the run has had no line for ten times the usual interval (jobs/records/state.py). The process
-ends with the batch script.
+The watchdog ends hangs. This watcher sees the stalls that the watchdog misses because it is off or
+waits for a file system: no line of the run for ten times the usual interval
+(jobs/records/state.py). The process ends with the batch script.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kempner.jobs.report.page.write import PAGE_SIGN, write_page
 from kempner.jobs.system.front_door import run_module
 from kempner.jobs.system.seal import refuse_other_file
 
-STALL_POLL_S = 60.0  # between two looks for a stall
+STALL_POLL_S = 60.0  # between two checks for a stall
 
 
 def main(run_dir: Path, every: int | None) -> None:
@@ -35,8 +35,8 @@ def main(run_dir: Path, every: int | None) -> None:
         due[write_page_beside] = now
     if notify.notification_ways():
         due[notify_stall] = now + STALL_POLL_S
-    past_problems: set[str] = set()  # each problem once: it may last for hours
-    # Once the batch script is gone the kernel gives this process another parent.
+    past_problems: set[str] = set()  # print each once: it may last for hours
+    # When the batch script is gone, the kernel gives this process another parent.
     while due and os.getppid() == parent:
         for act in [act for act, at in due.items() if at <= time.monotonic()]:
             due[act] = time.monotonic() + (
@@ -46,12 +46,12 @@ def main(run_dir: Path, every: int | None) -> None:
                 if problem not in past_problems:
                     print(f"kempner: {problem}", flush=True)
                 past_problems.add(problem)
-        # However seldom the page is due, the end of the batch script is seen within a minute.
+        # Wake at least once per minute to notice the end of the batch script.
         time.sleep(max(0.0, min(STALL_POLL_S, min(due.values()) - time.monotonic())))
 
 
 def write_page_beside(run_dir: Path, every: int | None) -> list[str]:
-    """Write the page; returns the problems, one line each."""
+    """Write the page. Returns the problems, one line each."""
     try:
         refuse_other_file(run_dir / "report.html", "the page", (PAGE_SIGN,))
         write_page([run_dir], run_dir / "report.html", None, every)
@@ -63,7 +63,7 @@ def write_page_beside(run_dir: Path, every: int | None) -> list[str]:
 
 
 def notify_stall(run_dir: Path, _: int | None) -> list[str]:
-    """Tell of a stall, once; returns the problems. The batch script tells any other end."""
+    """Notify of a stall, once. Returns the problems. The batch script notifies of the end."""
     run = load_history(run_dir, None, notify.NOTIFY_TAIL_BYTES)
     return notify.tell_if_new(run, time.time()) if notify.event_of(run, 0) == "stall" else []
 

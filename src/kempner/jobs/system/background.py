@@ -1,7 +1,7 @@
-"""Writes in a thread of their own, so that a file system that does not answer stops no step.
+"""Writes in a separate thread, so that an unresponsive file system does not stop training.
 
-On a shared file system a write may block for minutes while a server fails over. The steps do not
-depend on the files written here (log lines, metrics, status.json), so they do not wait for them.
+On a shared file system a write may block for minutes while a server fails over. Steps do not depend
+on the files written here (log lines, metrics, status.json), so they do not wait for them.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-MOST_WRITES = 10_000  # writes that may wait; more are dropped
-BEHIND_S = 5.0  # a write that takes longer is reported
+MOST_WRITES = 10_000  # pending writes; more are dropped
+BEHIND_S = 5.0  # a longer write is reported
 
 
 class Background:
-    """A thread that does writes one after the other, in order."""
+    """A thread that performs writes in order."""
 
     def __init__(self, complain: Callable[[str], None]) -> None:
-        """`complain` tells the user, in another way, that something is not written."""
+        """`complain`: tells the user by other means that something is not written."""
         self._complain = complain
         self._waiting: queue.Queue[tuple[Callable[[], object], Path | None]]
         self._waiting = queue.Queue(MOST_WRITES)
-        self._now: tuple[float, Path | None] | None = None  # the write in progress, and since when
+        self._now: tuple[float, Path | None] | None = None  # start and path of the current write
         self._blocked = False  # the user has been told
         self._dropped = 0
-        self._failed: set[str] = set()  # what the user has been told of failed writes
+        self._failed: set[str] = set()  # problems that the user has been told
         threading.Thread(target=self._work, daemon=True, name="writer").start()
 
     def put(self, write: Callable[[], object], path: Path | None = None) -> None:
-        """Do this write soon; never waits. `path`: where it writes to, for messages. When it raises
-        an exception the user is told once, and it is dropped."""
+        """Queue this write; never waits. `path`: its target, for messages. If it raises an
+        exception, the user is told once and the write is dropped."""
         try:
             self._waiting.put_nowait((write, path))
         except queue.Full:
@@ -47,11 +47,11 @@ class Background:
             threading.Thread(target=self._complain, args=(text,), daemon=True).start()
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all writes so far are done; returns False if that takes longer than
+        """Wait until all writes so far are done. Returns False if that takes longer than
         `seconds`."""
         done = threading.Event()
         try:
-            # Writes are done in order: when this one is, so are all before it.
+            # Writes are done in order: once this one is done, so are all before it.
             self._waiting.put((done.set, None), timeout=seconds)
         except queue.Full:
             return False
@@ -66,7 +66,7 @@ class Background:
                 write()
             except OSError as error:
                 self._tell_once(f"{error.filename or path}: {error.strerror}")
-            except Exception as error:  # the thread goes on: a later write is not lost with it
+            except Exception as error:  # keep the thread alive for later writes
                 self._tell_once(f"{path}: {error!r}")
             self._now = None
             if self._blocked:

@@ -1,8 +1,8 @@
-"""Requirements of compilation on a host: torch.compile writes C++ for a CPU, and for a GPU Triton
-makes a module of C at its first kernel; and the place of compiled kernels. No torch.
+"""Requirements of compilation on a host, and the place of compiled kernels. For a CPU torch.compile
+writes C++; for a GPU Triton builds a C module at its first kernel. No torch.
 
-As torch/_inductor/cpp_builder.py of torch 2.13 looks for it, the compiler is CXX or g++; as
-triton/runtime/build.py of Triton 3.7 does, CC, gcc or clang. Both include Python.h.
+The compiler is CXX or g++ in torch/_inductor/cpp_builder.py of torch 2.13, and CC, gcc or clang in
+triton/runtime/build.py of Triton 3.7. Both include Python.h.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def missing_compiler(
     option: str = "train.compile",
     off: str = OFF,
 ) -> str | None:
-    """Return what this host lacks to compile for `device`, cpu or cuda, as `option` asks for, and
-    the fix; None if it has all."""
+    """Return what this host lacks to compile for `device` (cpu or cuda), as `option` requests, and
+    the fix; None if nothing is missing."""
     host = socket.gethostname()
     compiler, variable, names = COMPILERS[device]
     needs = f"{option} on a {'GPU' if device == 'cuda' else 'CPU'} needs"
@@ -66,15 +66,15 @@ def missing_compiler(
 
 
 def problems_of_node(kind: str) -> list[str]:
-    """List what this host lacks to compile for distributed.device = `kind`, if it is one of the
-    job's nodes."""
+    """List what this host lacks to compile for distributed.device = `kind`, if it is a node of the
+    job."""
     device = _compiles_for(kind)
     text = missing_compiler(device) if device else None
     return [text] if text else []
 
 
 def warn_of_nodes(kind: str) -> None:
-    """Warn of what the job's nodes may lack; problems_of_node() has looked if this is one."""
+    """Warn of what the job's nodes may lack; on such a node problems_of_node() has checked."""
     if _compiles_for(kind):
         return
     if text := missing_compiler("cpu" if kind == "cpu" else "cuda"):
@@ -82,8 +82,8 @@ def warn_of_nodes(kind: str) -> None:
 
 
 def _compiles_for(kind: str) -> str | None:
-    """Return the device that this host will compile for, cpu or cuda; None if it is not one of the
-    job's nodes."""
+    """Return the device that this host will compile for, cpu or cuda; None if it is not a node of
+    the job."""
     if kind != "cpu" and gpu_on_the_bus():
         return "cuda"
     # Not SLURM_JOB_ID: salloc's shell may run on a login node.
@@ -92,7 +92,7 @@ def _compiles_for(kind: str) -> str | None:
 
 def _include() -> str:
     scheme = sysconfig.get_default_scheme()
-    if scheme == "posix_local":  # Debian's own, under which it installs no headers
+    if scheme == "posix_local":  # Debian's scheme, which has no headers
         scheme = "posix_prefix"
     return sysconfig.get_path("include", scheme)
 
@@ -104,14 +104,14 @@ def require_compiler(device: str) -> None:
 
 
 def keep_private() -> None:
-    """Set a private cache of compiled code. Call it before torch.compile: torch's own place,
-    /tmp/torchinductor_USER, belongs to whoever makes it first, and torch runs what it finds there.
-    A place that the user has named stays.
+    """Set a private cache for compiled code, unless the user has set one. Call it before
+    torch.compile: torch's default, /tmp/torchinductor_USER, belongs to whoever creates it first,
+    and torch runs the code that it finds there.
     """
-    # Precompiled headers ignore the cache's place and would still be in /tmp.
+    # Precompiled headers ignore the cache directory and would still be in /tmp.
     os.environ[HEADERS] = "0"
     torch = sys.modules.get("torch")
-    # torch 2.9 does not read that variable, torch 2.13 does; those between have not been tried.
+    # torch 2.9 does not read that variable, torch 2.13 does; versions between are untested.
     if torch and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         importlib.import_module("torch._inductor.config")
     if config := sys.modules.get("torch._inductor.config"):  # it has read its environment
@@ -121,7 +121,7 @@ def keep_private() -> None:
     place = Path(tempfile.gettempdir(), f"kempner-compiled-{os.getuid()}")
     try:
         private.make_private(place)
-    except OSError:  # somebody else was here first
+    except OSError:  # another user was first
         place = Path(tempfile.mkdtemp(prefix="kempner-compiled-"))
         atexit.register(shutil.rmtree, place, ignore_errors=True)
     os.environ[CACHE] = str(place)

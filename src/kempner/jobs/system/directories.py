@@ -1,10 +1,10 @@
-"""Kinds of paths, known by the marks that this kit's programs and others leave: a program writes,
-renames and deletes only in a directory of its own kind, and a message can name what is there. No
+"""Kinds of paths, recognized by the marks that programs of this kit and others leave: a program
+writes, renames and deletes only in a directory of its own kind, and messages can name the kind. No
 torch.
 
 A run has `id`, a data set dataset.json, a model in Hugging Face's form config.json. Directories
-that have no such file are given one, `.kempner`, before anything else is written to them: a killed
-program's leavings are known by it, too.
+without such a file get `.kempner` before anything else is written to them, which also marks the
+leftovers of a killed program.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from kempner.jobs.system.files import step_of_name, write_atomic
 
 MARK_FILE = ".kempner"  # one JSON object: {"is": the name of a Kind, "run": the id of a run, or ""}
 RUN_ID = re.compile(r"[0-9a-f]{32}\n?")
-SHOWN_FILES = 3  # names of other files that a message has
+SHOWN_FILES = 3  # names of other files in a message
 
-# Files that a job leaves in a run directory before the run has its id, and files that its user may
-# have put there: sbatch's output, and configurations (config.toml is the run's own).
+# Files that a job leaves in a run directory before the run has its id, and files that the user may
+# have put there: sbatch's output and configurations (config.toml is the run's own).
 BEFORE_THE_RUN = re.compile(
     r"(attempts|chain|gpu|metrics|replicas)\.jsonl|(status|bench|recompute)\.json|lock|report\.html"
     r"|STOP|SAVE|PROFILE|REPLAY|README(\.\w+)?|attempts|logs|code|eval|rl|tune|replicas|notified|\d+"
     r"|\.(reserve|lock\.|rendezvous-|ask-|door|environment-|size-|unfit-).*"
     r"|\..*\.new|.*\.(out|err|log)|(?!config\.toml$).*\.toml"
 )
-# Other files that its user may have put there: no program of this kit writes such a name in a run.
-# More of them are somebody's texts.
+# Other files that the user may have put there: no program of this kit writes such names in a run.
+# More than LISTED_FILES of them make it a directory of other files.
 NOTE = re.compile(r".*\.(md|txt|ya?ml|sh|sbatch)")
 LISTED_FILES = 8
-# Entries of file systems, desktops and git, which do not make a directory somebody's.
+# Entries of file systems, desktops and git, which do not count as content.
 NOBODYS = re.compile(
     r"\.nfs\w+|\.fuse_hidden\w+|\.snapshots?|lost\+found|\.git(keep|ignore)|\.DS_Store"
 )
 IN_A_SWEEP = {"journal.jsonl", "points", "arrays", "logs", ".lock", "table.csv", "table.png"}
-OBJECTS = ("status.json", "bench.json", "recompute.json", "lock")  # of these files, each holds one
-LINES = ("attempts.jsonl", "metrics.jsonl", "gpu.jsonl")  # empty where attempts.jsonl has no event
+OBJECTS = ("status.json", "bench.json", "recompute.json", "lock")  # each holds one JSON object
+LINES = ("attempts.jsonl", "metrics.jsonl", "gpu.jsonl")  # empty if attempts.jsonl has no event
 
 
 class Kind(enum.Enum):
@@ -74,7 +74,7 @@ NOTHING_THERE = (Kind.MISSING, Kind.EMPTY)
 
 
 def directory_kind(path: str | Path) -> Kind:
-    """Return the kind of a path; links are followed. Raises nothing."""
+    """Return the kind of a path, following links. Raises nothing."""
     path = Path(path).expanduser()
     try:
         if not path.exists():
@@ -100,8 +100,8 @@ def describe_directory(path: str | Path) -> str:
 
 
 def refuse_others(path: str | Path, option: str, kinds: Collection[Kind], fix: str) -> None:
-    """Raise ConfigError, which names the option, what is there and the fix, unless `path` is one of
-    these kinds, or nothing yet."""
+    """Raise ConfigError with the option, the kind of `path` and the fix, unless `path` is one of
+    these kinds or nothing yet."""
     name = os.fspath(path)
     if name.encode(errors="ignore") != os.fsencode(name):
         text = "is not UTF-8 text, or LC_ALL and PYTHONUTF8 say that names are not"
@@ -111,21 +111,20 @@ def refuse_others(path: str | Path, option: str, kinds: Collection[Kind], fix: s
 
 
 def mark_directory(directory: Path, kind: Kind, run: str = "") -> None:
-    """Make the directory, and mark it with its kind and run."""
+    """Make the directory and mark it with its kind and run."""
     directory.mkdir(parents=True, exist_ok=True)
     write_atomic(directory / MARK_FILE, json.dumps({"is": kind.name, "run": run}) + "\n")
 
 
 def read_mark(directory: Path) -> tuple[Kind | None, str]:
-    """Return the kind that mark_directory() has noted, and the id of the run; (None, "") if it has
-    not."""
+    """Return the kind and the run's id from mark_directory(); (None, "") without a mark."""
     mark = _object(directory / MARK_FILE)
     name, run = mark.get("is"), mark.get("run")
     return Kind.__members__.get(str(name)), run if isinstance(run, str) else ""
 
 
 def read_run_id(directory: Path) -> str:
-    """Return the identity of the run in this directory; "" if there is none."""
+    """Return the id of the run in this directory; "" if there is none."""
     text = _text(directory / "id")
     return text.strip() if RUN_ID.fullmatch(text) else ""
 
@@ -137,17 +136,17 @@ def read_manifest_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def _kind_of_directory(path: Path, names: set[str]) -> Kind:
-    # The surest sign first; what is guessed from names alone comes last.
+    # The most reliable sign first; guesses from names alone come last.
     if read_run_id(path):
         return Kind.RUN
     if (marked := read_mark(path)[0]) is not None:
         return marked
-    from kempner.jobs.system.reading import read_jsonl  # most starts see no directory of a run
+    from kempner.jobs.system.reading import read_jsonl  # not needed by most starts
 
     events = [line["event"] for line in read_jsonl(path / "attempts.jsonl") if _is_event(line)]
     if events and "config.toml" in names:  # a copy that has lost its id
         return Kind.RUN
-    if "start" in events:  # the trainer writes its id before, run.sh wrote no mark once
+    if "start" in events:  # the trainer writes its id earlier; older run.sh wrote no mark
         return Kind.PROGRAM
     if _is_sweep(path, names) or directory_kind(path / "sweep") is Kind.SWEEP:
         return Kind.SWEEP
@@ -159,7 +158,7 @@ def _kind_of_directory(path: Path, names: set[str]) -> Kind:
         return Kind.MODEL
     if any(_is_sidecar(_object(path / f"dataset.{end}")) for end in ("json", "partial.json")):
         return Kind.DATA
-    # A file of such a name that holds no object is somebody else's.
+    # A file of this name without a JSON object is not ours.
     ours = all(_object(path / name) for name in names.intersection(OBJECTS))
     sizes = [(path / name).stat().st_size for name in names.intersection(LINES)]
     ours = ours and bool(events or not any(sizes))
@@ -196,7 +195,7 @@ def _is_sidecar(record: dict[str, Any]) -> bool:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, {} if it holds none."""
+    """Return the JSON object in a file; {} without one."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(_text(path) or "{}")
         return record if isinstance(record, dict) else {}

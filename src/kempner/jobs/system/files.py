@@ -1,4 +1,5 @@
-"""Files that a crash, a full disk or a reader in between never shows half-written. No torch."""
+"""Files that are never seen half-written: after a crash, on a full disk, or by a concurrent reader.
+No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: the disk, or what the user may have of it
+FULL = (errno.ENOSPC, errno.EDQUOT)  # errno if the disk is full, or the user's quota
 STEP_NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -25,9 +26,9 @@ def fsync(path: Path) -> None:
 
 
 def try_to_write(folder: Path, size: int = 0) -> None:
-    """Make a file of `size` bytes there that is gone at once. Raises OSError; os.access() knows
-    nothing of /proc, and for root everything is writable."""
-    import tempfile  # most programs that load this module do without it
+    """Write a temporary file of `size` bytes there. Raises OSError. os.access() is no substitute:
+    it is wrong for /proc, and for root everything is writable."""
+    import tempfile  # most importers of this module do not need it
 
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(size))
@@ -36,10 +37,9 @@ def try_to_write(folder: Path, size: int = 0) -> None:
 def write_atomic(
     path: Path, content: str | bytes | Callable[[BinaryIO], object], mode: int = 0o666
 ) -> None:
-    """Replace a file so that a reader, or a crash, sees the old content or the new, and the new one
-    is durable. `content` may be a function that writes to the open file. An error, such as OSError
-    on a full disk, leaves the old file and nothing else. `mode`: less the umask; 0o600 for a
-    secret."""
+    """Replace a file atomically and durably: a reader, or a crash, leaves either the old or the new
+    content. `content` may be a function that writes to the open file. An error, such as OSError on
+    a full disk, leaves only the old file. `mode`: before the umask; 0o600 for a secret."""
     # Named by thread: two threads may write the same file. The main thread has the process's id.
     fresh = path.with_name(f".{path.name}.{threading.get_native_id()}.new")
     try:
@@ -49,23 +49,23 @@ def write_atomic(
             else:
                 file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
-            # Before the rename: else a crash of the host may leave the new name with an empty file.
+            # Before the rename: otherwise a crash of the host may leave an empty file.
             os.fsync(file.fileno())
         fresh.replace(path)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # it may be the very file system that fails
+        with contextlib.suppress(OSError):  # the file system itself may fail
             fresh.unlink(missing_ok=True)
-        if isinstance(error, OSError):  # a full disk comes without a name, another with `fresh`
+        if isinstance(error, OSError):  # a full disk has no name, other errors have `fresh`
             error.filename = str(path)
-            del error.filename2  # None would be shown: "-> None"
+            del error.filename2  # None would be printed: "-> None"
         raise
     # The rename is durable once the directory is.
     fsync(path.parent)
 
 
 def _create(path: Path, mode: int) -> int:
-    """Create a new file: where others can write, an existing one of that name could be a link that
-    leads anywhere, or a FIFO that nobody reads. A leftover of a killed process is removed."""
+    """Create a new file. In a directory that others can write, an existing file of that name could
+    be a link to anything or a FIFO without a reader. Removes a killed process's leftover."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         return os.open(path, flags, mode)
@@ -75,7 +75,7 @@ def _create(path: Path, mode: int) -> int:
 
 
 def swap_link(link: Path, target: str) -> None:
-    """Point a symbolic link at `target`; a reader sees the old target or the new."""
+    """Point a symbolic link at `target` atomically: a reader sees the old or the new target."""
     fresh = link.with_name(f".{link.name}.{os.getpid()}.new")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target)
@@ -84,7 +84,7 @@ def swap_link(link: Path, target: str) -> None:
 
 
 def name_of_step(step: int) -> str:
-    """Return the name of what belongs to a step, such as its checkpoint: 100 -> step_00000100."""
+    """Return the name for files of a step, such as its checkpoint: 100 -> step_00000100."""
     return f"step_{step:08d}"
 
 
@@ -96,8 +96,8 @@ def step_of_name(name: str) -> int | None:
 
 
 class LineFile:
-    """A file to which whole lines are appended. Unbuffered: what a full disk does not take is lost,
-    and never written later in the middle of something else."""
+    """A file to which whole lines are appended. Unbuffered: text that a full disk rejects is lost,
+    and never written later in the middle of another line."""
 
     def __init__(self, path: Path) -> None:
         end_torn_line(path)
@@ -105,21 +105,21 @@ class LineFile:
         self._torn = False
 
     def write(self, line: str) -> None:
-        """Append a line. Raises OSError; half a line may be there then, and the next one starts
-        anew."""
+        """Append a line. Raises OSError, perhaps after a partial line; the next line starts
+        afresh."""
         data = f"{line}\n".encode()
         if self._torn:
             data = b"\n" + data
         # Until the line is complete: any error may leave a part of it.
         self._torn = True
-        # A raw write() takes a part of it where the disk fills up.
+        # A raw write() writes only a part if the disk fills up.
         if self._file.write(data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._torn = False
 
 
 def end_torn_line(path: Path) -> None:
-    """End half a line that a killed writer may have left, so that it does not swallow the next."""
+    """End a partial line of a killed writer, if any, so that it does not merge with the next."""
     if path.exists() and path.stat().st_size:
         with open(path, "rb+") as file:
             file.seek(-1, os.SEEK_END)

@@ -1,5 +1,5 @@
-"""Entry and exit of this kit's programs: one clear error in place of a traceback, quiet ends by
-Ctrl-C and by a closed pipe, and the right exit code. No torch.
+"""Entry and exit of this kit's programs: one clear error instead of a traceback, a quiet end by
+Ctrl-C or a closed pipe, and the right exit code. No torch.
 
     if __name__ == "__main__":
         run_program(main)
@@ -31,27 +31,27 @@ FIXES = {
     errno.EIO: "check the file system",
     errno.ESTALE: "check the file system",
 }
-ANSWER = "kempner-answer"  # before what a batch script reads: a wrapper may have said something
+ANSWER = "kempner-answer"  # precedes output for a batch script: a wrapper may print text before it
 
 
 class BadPortRange(OSError):
-    """`strerror` says what is wrong, and what to write."""
+    """An invalid port range. `strerror` has the problem and the fix."""
 
     strerror: str
 
 
 class NoFreePort(OSError):
-    """All ports of the range are taken. `strerror` says so, and what to write."""
+    """All ports of the range are taken. `strerror` has the problem and the fix."""
 
     strerror: str
 
 
 def begin_program() -> None:
-    """Prepare the process; call it first of all: from here on Ctrl-C ends the process quietly, also
-    in an import, unless the program calls interruptible(); and all three streams are open.
+    """Prepare the process; call this first. Afterwards Ctrl-C ends the process quietly, even during
+    an import, unless the program calls interruptible(), and all three standard streams are open.
 
-    A file that is opened while one of their descriptors is closed gets its number, and then all
-    that is printed.
+    A file opened while one of their descriptors is closed would get its number, and all the output
+    printed there.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in the background
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -61,12 +61,13 @@ def begin_program() -> None:
     for number, name in enumerate(STREAMS):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
-    for stream in (sys.stdout, sys.stderr):  # a name of a file may be no valid text
+    for stream in (sys.stdout, sys.stderr):  # file names may be invalid text
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
 def interruptible() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt from here on: something has to be said or cleaned up."""
+    """Let Ctrl-C raise KeyboardInterrupt from here on, for a program that must report or clean
+    up."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -76,9 +77,9 @@ def run_program(
     name: str = "",
     leave: Callable[[int], NoReturn] = sys.exit,
 ) -> NoReturn:
-    """End the process with the exit code of `main`, called with the arguments (None: 0). Bad input,
-    and an error of the file system, is one message and exit code 2, no free port one and 1; any
-    other exception is a fault of ours and keeps its traceback."""
+    """Exit with the code of `main`, called with the arguments (None: 0). Bad input and file system
+    errors give one message and exit code 2, no free port one message and 1; any other exception is
+    a bug of ours and keeps its traceback."""
     begin_program()
     code = exit_code(main, sys.argv[1:], name or Path(sys.argv[0]).stem)
     _flush_or_drop()
@@ -89,9 +90,9 @@ def run_module(
     main: Callable[..., int | None], usage: str | None, least: int, most: int = 0
 ) -> NoReturn:
     """Run run_program() for a module that a script starts with `least` to `most` positional
-    words."""
-    # Not at the top: Ray's parts import this module with the standard library alone, and
-    # configurations take tomli where Python is 3.10.
+    arguments."""
+    # Not at the top: Ray's parts import this module with only the standard library, and
+    # configurations need tomli on Python 3.10.
     from kempner.config.option import ConfigError
 
     def act(words: list[str]) -> int | None:
@@ -106,7 +107,7 @@ def run_module(
 
 
 def exit_code(main: Callable[[list[str]], int | None], words: list[str], name: str) -> int:
-    """Return the exit code of `main`, or of the exception that it raises, which is reported."""
+    """Return the exit code of `main`, or of its exception, after reporting it."""
     from kempner.config.option import ConfigError
 
     try:
@@ -114,7 +115,7 @@ def exit_code(main: Callable[[list[str]], int | None], words: list[str], name: s
         sys.stdout.flush()
     except ConfigError as error:
         return print_problems(name, error.problems)
-    except NoFreePort as error:  # others may leave one to the next start
+    except NoFreePort as error:  # the next start may find a free one
         print_problems(name, [error.strerror])
         return 1
     except OSError as error:
@@ -129,22 +130,22 @@ def exit_code(main: Callable[[list[str]], int | None], words: list[str], name: s
 
 
 def print_problems(name: str, problems: Sequence[str]) -> int:
-    """Report on standard error what is wrong with the input; returns the exit code."""
+    """Report problems with the input on standard error. Returns the exit code."""
     text = problems[0] if len(problems) == 1 else list_problems(problems)
     print(f"{name}: error: {text}", file=sys.stderr, flush=True)
     return BAD_INPUT_EXIT
 
 
 def list_problems(problems: Sequence[str]) -> str:
-    """Format the number of problems, and a line for each."""
+    """Format the number of problems and a line for each."""
     count = len(problems)
     return "\n  - ".join([f"{count} problem{'s' * (count > 1)} with the input", *problems])
 
 
 def explain_os_error(error: OSError) -> str:
-    """Format the path, what is wrong with it, and what to do."""
+    """Format the path, the error and the fix."""
     path = error.filename2 or error.filename
-    if error.errno == errno.ENOENT and path is None:  # of os.getcwd() alone
+    if error.errno == errno.ENOENT and path is None:  # only of os.getcwd()
         return "the current directory is gone; cd to one that is there"
     where = f"{path}: " if path else ""
     free = f" ({_free(path):,} bytes are free)" if error.errno == errno.ENOSPC and path else ""
@@ -153,7 +154,7 @@ def explain_os_error(error: OSError) -> str:
 
 
 def read_text(path: Path, option: str) -> str:
-    """Read a file that an option names. Raises ConfigError, which names both."""
+    """Read a file that an option names. Raises ConfigError naming both."""
     from kempner.config.option import ConfigError
 
     try:
@@ -165,8 +166,7 @@ def read_text(path: Path, option: str) -> str:
 
 
 def how_to_run(script: str) -> str:
-    """Return what a user types to start a program of scripts/: by this Python, as it was typed
-    itself."""
+    """Return the command that starts a program of scripts/, with Python as the user typed it."""
     place = os.path.dirname(sys.argv[0])
     if not os.path.isfile(os.path.join(place, script)):
         place = "scripts"
@@ -174,7 +174,7 @@ def how_to_run(script: str) -> str:
 
 
 def _free(path: str | bytes | int) -> int:
-    """Return the bytes that a file there may take."""
+    """Return the free bytes for a file there."""
     there = Path(os.fsdecode(path) if not isinstance(path, int) else "").absolute()
     while not there.is_dir():
         there = there.parent
@@ -183,8 +183,8 @@ def _free(path: str | bytes | int) -> int:
 
 
 def _is_closed_pipe(error: OSError) -> bool:
-    """Return whether the reader of our standard output has left. A pipe to another program is its
-    caller's."""
+    """Return whether the reader of our standard output has left, rather than that of a pipe to
+    another program."""
     import select
 
     if not isinstance(error, BrokenPipeError):
@@ -195,8 +195,8 @@ def _is_closed_pipe(error: OSError) -> bool:
 
 
 def _flush_or_drop() -> None:
-    """Flush standard output; drop what nobody takes: Python's own exit would print an error about
-    it."""
+    """Flush standard output; drop text without a reader, for which Python's exit would print an
+    error."""
     try:
         sys.stdout.flush()
     except OSError:

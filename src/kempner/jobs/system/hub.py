@@ -17,20 +17,20 @@ TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.json",
     "vocab.txt", "merges.txt",
 )  # fmt: skip
-# Files that go with the weights from a model to a run, and from a run to an export.
+# Files that accompany the weights from a model to a run and from a run to an export.
 CARRIED = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 HF_DATA = "hf://datasets/"
 DATA = re.compile(rf"{HF_DATA}(\w[\w.-]*/\w[\w.-]*?)(?:@([\w.-]+))?/(.+)")
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
-USUAL = ("runs", "models")  # of this kit's directories: no owners of models
-SHOWN_DIRECTORIES = 5  # directories that a message names
+USUAL = ("runs", "models")  # directories of this kit, not owners of models
+SHOWN_DIRECTORIES = 5  # directories named in a message
 
 
 def hub_snapshot(name: str, download: bool, weights: bool = True) -> Path:
-    """Return the directory of a model in the local cache; with `download`, it is brought up to date
-    first, and an interrupted download goes on. Without `weights`: its tokenizer and configuration.
+    """Return the directory of a model in the local cache. `download`: update it first, and resume
+    an interrupted download. Without `weights`, only its tokenizer and configuration.
 
-    Raises ConfigError if `name` is not an id of a model, or the model is not there.
+    Raises ConfigError if `name` is not a model id or the model is not there.
     """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -59,11 +59,11 @@ def hub_snapshot(name: str, download: bool, weights: bool = True) -> Path:
 
 
 def data_files(path: str, download: bool) -> str:
-    """Return the files `hf://datasets/OWNER/NAME[@REVISION]/PATTERN` in the local cache; with
-    `download`, they are brought up to date first. Missing files are read over the network, as
-    `path` says, unless HF_HUB_OFFLINE forbids it.
+    """Return the files `hf://datasets/OWNER/NAME[@REVISION]/PATTERN` in the local cache.
+    `download`: update them first. If files are missing, returns `path`, for reading over the
+    network, unless HF_HUB_OFFLINE forbids it.
 
-    Raises ConfigError if `path` names none, or they cannot be had from anywhere.
+    Raises ConfigError if `path` is malformed or the files are not available.
     """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -99,8 +99,8 @@ def data_files(path: str, download: bool) -> str:
 
 
 def push_to_hub(directory: Path, name: str, private: bool) -> str:
-    """Upload a directory as a model, which is created if need be; run again, it continues where it
-    was interrupted. Returns the address. Raises ConfigError."""
+    """Upload a directory as a model, which is created if needed. Run again, it resumes an
+    interrupted upload. Returns the address. Raises ConfigError."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
@@ -117,7 +117,7 @@ def push_to_hub(directory: Path, name: str, private: bool) -> str:
         raise ConfigError(f"{name}: HF_HUB_OFFLINE is set; unset it to upload") from None
     except (HfHubHTTPError, ValueError) as error:
         raise ConfigError(f"{name}: {_first_line(error)}; log in by `hf auth login`") from None
-    except Exception as error:  # of the package that it sends by, which depends on its version
+    except Exception as error:  # of its transfer package, which depends on its version
         fix = "upload where there is a network"
         raise ConfigError(
             f"{name}: the hub does not answer ({_first_line(error)}); {fix}"
@@ -126,8 +126,8 @@ def push_to_hub(directory: Path, name: str, private: bool) -> str:
 
 
 def _refuse_path(name: str, repo: str) -> None:
-    """Raise ConfigError for a missing path: RUN and DIR have the form of OWNER/NAME, and one below
-    an existing directory is meant as a path."""
+    """Raise ConfigError for a missing path: RUN and DIR look like OWNER/NAME, and a name below an
+    existing directory is meant as a path."""
     path = Path(repo)
     if path.is_dir():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Pictures that say which program made them, so that none of another program is replaced."""
+"""Pictures marked with the program that made them, so that no other program's is replaced."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ MAKER = "kempner, with Matplotlib"
 
 
 def refuse_other_picture(out: Path, option: str, named: bool) -> None:
-    """Raise ConfigError if the file exists and is not ours. `named`: by the user; under the names
-    that this program chooses, versions before this mark have left pictures, too."""
+    """Raise ConfigError if the file exists and is not ours. `named`: the user chose the name; under
+    names that this program chooses, older versions have left pictures without this mark."""
     refuse_other_file(out, option, (MAKER,) if named else (MAKER, "Matplotlib"))
 
 
 def save_picture(figure: Figure, out: Path) -> None:
-    """Save the figure. An error leaves the old picture. Raises OSError, ValueError for a suffix
-    that is not one of a picture."""
-    # The standard names: PNG has Software, SVG and PDF have Creator.
+    """Save the figure. An error leaves the old picture. Raises OSError; ValueError for a suffix
+    that is not a picture's."""
+    # Standard keys: Software in PNG, Creator in SVG and PDF.
     key = "Software" if out.suffix == ".png" else "Creator"
     about = {key: MAKER} if out.suffix in (".png", ".svg", ".pdf") else None
     kind = out.suffix[1:] or "png"
-    # To the target of a link: the rename would replace the link itself.
+    # Resolve a link: the rename would replace the link itself.
     write_atomic(out.resolve(), lambda file: figure.savefig(file, format=kind, metadata=about))

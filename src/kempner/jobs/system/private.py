@@ -1,5 +1,5 @@
 """A private directory in a place that others can write, such as /tmp or a node's /local: whoever
-makes its name first, or may rename it, controls what is run and read from there. No torch.
+creates it first, or may rename it, controls the files run and read there. No torch.
 
 The same in bash: scripts/slurm/lib/private.sh.
 """
@@ -12,12 +12,12 @@ import stat
 from pathlib import Path
 
 WRITABLE = stat.S_IWGRP | stat.S_IWOTH
-WHOLE_MAP = ["0", "0", "4294967295"]  # /proc/self/uid_map outside of a container's user namespace
+WHOLE_MAP = ["0", "0", "4294967295"]  # /proc/self/uid_map outside a container's user namespace
 
 
 def make_private(path: Path) -> None:
-    """Make the directory, with mode 700, or take the one that is there, if nobody else can change
-    what is in it. Raises OSError, which says what is wrong."""
+    """Make the directory with mode 700, or use an existing one if nobody else can change its
+    contents. Raises OSError with the problem."""
     if not path.parent.exists():
         make_private(path.parent)
     if not (wrong := _wrong_above(path.parent)):
@@ -30,7 +30,7 @@ def make_private(path: Path) -> None:
 
 
 def why_not(path: Path) -> str:
-    """Return why nothing may be run or read from this directory; "" if this user alone can change
+    """Return why nothing may be run or read from this directory; "" if only this user can change
     its contents."""
     try:
         status = path.lstat()
@@ -48,8 +48,7 @@ def why_not(path: Path) -> str:
 
 
 def _wrong_above(path: Path) -> str:
-    """Return who else may rename the contents of this directory, or of one above it; "" for
-    nobody."""
+    """Return who else may rename the contents of this directory or a parent; "" for nobody."""
     path, owners = Path(os.path.realpath(path)), {0, os.getuid()}
     if Path("/proc/self/uid_map").read_text().split() != WHOLE_MAP:
         owners.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))  # root may be that here

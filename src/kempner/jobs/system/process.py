@@ -1,4 +1,4 @@
-"""Birth and kernel of a process, from /proc. No torch."""
+"""Start time and kernel of a process, from /proc. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def module_command(name: str) -> list[str]:
 
 
 def birth_ticks(pid: int) -> str | None:
-    """Return when a process of this host began, in ticks since boot; None if there is none of that
+    """Return the start of a process of this host, in ticks since boot; None if no process has that
     id, or only a zombie."""
     try:
         # After the name, which may have blanks: state (3 in proc(5)), num_threads (20), starttime.
@@ -28,7 +28,7 @@ def birth_ticks(pid: int) -> str | None:
 
 def pid_namespace() -> str | None:
     """Return the scope of process ids: this boot of this machine and, in a container, its
-    namespace; None if /proc does not tell."""
+    namespace; None if /proc does not have it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -37,7 +37,7 @@ def pid_namespace() -> str | None:
 
 
 def start_time() -> float | None:
-    """Return the Unix time when this process began, to some 10 ms; None if /proc does not tell."""
+    """Return the Unix time when this process began, to some 10 ms; None if /proc lacks it."""
     try:
         ticks = int(birth_ticks(os.getpid()) or "")
         uptime = float(Path("/proc/uptime").read_text().split()[0])

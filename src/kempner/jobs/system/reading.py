@@ -1,4 +1,4 @@
-"""Reading what others may have damaged, or put in the place of a file. No torch."""
+"""Readers of files that others may have damaged or replaced. No torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 
 def open_regular(path: str, flags: int) -> int:
-    """Open only a regular file: the `opener` of open(). A FIFO would keep its reader until somebody
-    writes to it. Raises OSError."""
+    """Open a regular file only, as the `opener` of open(). A FIFO would block its reader until
+    somebody writes to it. Raises OSError."""
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
@@ -24,8 +24,8 @@ def open_regular(path: str, flags: int) -> int:
 
 
 def read_jsonl(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
-    """Read the objects of a JSONL file in order, without lines that a crash has torn; [] if it
-    cannot be read. `tail`: only those of its last bytes."""
+    """Read the objects of a JSONL file in order, without torn lines; [] if it cannot be read.
+    `tail`: read only so many bytes at its end."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             if tail is not None:
@@ -33,11 +33,11 @@ def read_jsonl(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    # Not splitlines(), which also parts at U+2028 and others that a JSON string may have.
+    # Not splitlines(), which also splits at U+2028 and others that a JSON string may have.
     lines = [line for line in text.split("\n") if line]
     try:  # all in one call: a file may have 100,000 lines
         records = json.loads(f"[{','.join(lines)}]")
-    except (ValueError, RecursionError):  # brackets within brackets, in a damaged file
+    except (ValueError, RecursionError):  # torn lines, or deep nesting in a damaged file
         records = [_record(line) for line in lines]
     return [record for record in records if isinstance(record, dict)]
 

@@ -1,5 +1,5 @@
-"""Files that a program of this kit writes over only where it wrote them itself: they have a text of
-its own, or a seal. No torch."""
+"""Files that a program of this kit overwrites only if it wrote them itself: they contain its own
+text or a seal. No torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SEAL = "0" * 64  # see seal_text()
 
 
 def refuse_other_file(path: str | Path, option: str, signs: Collection[str]) -> None:
-    """Raise ConfigError unless the file that an option names does not exist yet, or was made by an
-    earlier run of the same program: it then holds one of these texts and, if it has a seal_text(),
-    is as that program left it. Links are followed, as the caller writes through them."""
+    """Raise ConfigError if the file that an option names exists and was not made by an earlier run
+    of the same program. The program's files hold one of these texts and, if they have a
+    seal_text(), are unchanged. Follows links, as the caller writes through them."""
     path, what = Path(path).expanduser(), "is there, and was not made by this program"
     if path.is_dir():
         what = f"is {describe_directory(path)}"
@@ -35,13 +35,13 @@ def refuse_other_file(path: str | Path, option: str, signs: Collection[str]) -> 
 
 
 def seal_text(content: str) -> str:
-    """Put the text's digest in place of SEAL; it reveals a later edit."""
+    """Replace SEAL by the text's digest, which reveals later edits."""
     return content.replace(SEAL, hashlib.sha256(content.encode()).hexdigest(), 1)
 
 
 def is_as_sealed(content: bytes) -> bool:
-    """Return whether a file with a seal is as it was written; one without may be of an older
-    version."""
+    """Return whether a file with a seal is unchanged; True without a seal, as older versions wrote
+    none."""
     found = re.search(rb'(?<=content="kempner )[0-9a-f]{64}(?=")', content)
     plain = content.replace(found[0], SEAL.encode(), 1) if found else b""
     return found is None or hashlib.sha256(plain).hexdigest().encode() == found[0]

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class _LateCompiler(ModuleType):
-    """Stands for torch._dynamo until more than its no-op markers is needed."""
+    """Stand-in for torch._dynamo until more than its no-op markers is needed."""
 
     config: ModuleType
 
@@ -33,14 +33,14 @@ class _LateCompiler(ModuleType):
 def leave_compiler_out() -> None:
     """Import torch's compiler only when something is compiled.
 
-    Every optimizer and every hook of FSDP imports it, a second of each start, only to mark itself
-    as not to be traced; and the hooks do so again at each call.
+    Every optimizer and every FSDP hook imports it, which takes a second of each start, only to mark
+    itself as not to be traced; the hooks do so again at each call.
     """
     if "torch._dynamo" in sys.modules:
         return
     import torch
 
-    # DTensor reads the compiler's options; they import alone.
+    # DTensor reads the compiler's options, which can be imported alone.
     options, folder = "torch._dynamo.config", Path(torch.__file__).parent / "_dynamo"
     spec = importlib.util.spec_from_file_location(options, folder / "config.py")
     assert spec is not None and spec.loader is not None
