@@ -58,8 +58,7 @@ def parse_command(argv: Sequence[str], flags: Mapping[str, type]) -> Command:
 
 
 def _is_value(words: Sequence[str]) -> bool:
-    """Return whether the next word is a value. A word with a leading dash is an option unless it is
-    a number."""
+    """Return whether the next word is a value: not an option, or a negative number."""
     if not words or not words[0].startswith("-"):
         return bool(words)
     try:

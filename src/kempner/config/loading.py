@@ -282,8 +282,7 @@ def _one_line(word: str) -> str:
 
 
 def as_dict(cfg: Any) -> dict[str, dict[str, Any]]:
-    """Convert a configuration to {section: {key: value}} with the types of JSON and TOML, and
-    None."""
+    """Convert a configuration to {section: {key: value}} of JSON's and TOML's types and None."""
     plain: dict[str, dict[str, Any]] = {}
     for section, options in config_schema(type(cfg)).items():
         plain[section] = _plain_table(getattr(cfg, section), options)

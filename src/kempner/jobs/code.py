@@ -39,8 +39,7 @@ def current_code(root: Path = REPOSITORY) -> CodeVersion:
 
 
 def commit_of(root: Path, copy: bool) -> str:
-    """Return the commit that a repository has checked out, or had when it was copied; "" if
-    unknown."""
+    """Return the commit of a repository, or of a copy when it was made; "" if unknown."""
     with contextlib.suppress(OSError, ValueError, KeyError, subprocess.TimeoutExpired):
         if copy:
             # lib/code.sh writes it beside the copy, which has no .git.

@@ -42,8 +42,7 @@ def follows(me: dict[str, Any], holder: dict[str, Any]) -> bool:
 
 
 def has_ended(me: dict[str, Any], holder: dict[str, Any]) -> bool:
-    """Return whether Slurm says that the holder's job or step has ended. Its processes may still be
-    alive."""
+    """Return whether Slurm says that the holder's job or step has ended; it may still be alive."""
     if not _is_of_mine(me, holder):
         return False
     from kempner.jobs import slurm

@@ -30,16 +30,14 @@ _asks: list[bool] = []  # not empty once this process has called stop_requested(
 
 
 def plain_environment() -> dict[str, str]:
-    """Return an environment for a Slurm command, without the options that the user's shell
-    exports."""
+    """Return an environment for a Slurm command, without options that the user's shell exports."""
     return {name: value for name, value in os.environ.items() if not SLURM_OPTIONS.match(name)}
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str] | None:
     env = plain_environment()
     try:
-        # Without its controller, a Slurm command takes 20 s to fail. Names in its answer may have
-        # any bytes.
+        # Without its controller, a Slurm command takes 20 s to fail. Names may have any bytes.
         return subprocess.run(command, capture_output=True, errors="replace", timeout=10, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -55,8 +53,7 @@ class _NoAnswer(Exception):
 
 
 def _insist(*command: str) -> str:
-    """Repeat _ask() for some seconds: a busy controller may drop one query and answer the next.
-    Raises _NoAnswer."""
+    """Repeat _ask() for some seconds, as a busy controller may drop a query. Raises _NoAnswer."""
     end = time.monotonic() + 5
     while (output := _ask(*command)) is None:
         if time.monotonic() > end:
@@ -84,8 +81,7 @@ def end_of(fields: dict[str, str]) -> float | None:
 
 
 def kill_wait() -> float:
-    """Return the seconds from SIGTERM to SIGKILL on this cluster; 30, Slurm's default, if
-    unknown."""
+    """Return the seconds from SIGTERM to SIGKILL here; 30, Slurm's default, if unknown."""
     found = re.search(r"^KillWait\s*=\s*(\d+)", _ask("scontrol", "show", "config") or "", re.M)
     return float(found[1]) if found else 30.0
 
@@ -252,8 +248,7 @@ def cluster_name() -> str | None:
 
 
 def max_array_size() -> int | None:
-    """Return MaxArraySize, which is one more than the largest array index; None without an
-    answer."""
+    """Return MaxArraySize, one more than the largest array index; None without an answer."""
     found = re.search(r"^MaxArraySize\s*=\s*(\d+)", _ask("scontrol", "show", "config") or "", re.M)
     return int(found[1]) if found else None
 
@@ -275,9 +270,8 @@ def accounted_states(jobs: Sequence[str]) -> dict[str, str]:
 
 def stop_requested() -> bool:
     """Return whether this program is asked to save and leave: the time limit is near, the job is
-    preempted, or the user requests it. Cheap enough for every step. Ranks may see it a step apart:
-    if they save together, let one of them decide or reduce the answers. Outside run.sh always
-    False."""
+    preempted, or the user requests it. False outside run.sh. Cheap enough for every step. Ranks may
+    see it a step apart: if they save together, let one of them decide or reduce the answers."""
     place = os.environ.get("KEMPNER_STOP_FILE")
     if place is None:
         return False

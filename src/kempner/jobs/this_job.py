@@ -20,8 +20,7 @@ LAST_STEP = 0xFFFFFF00
 
 
 def job_name(env: Mapping[str, str] = os.environ) -> str | None:
-    """Return the job of this process as users name it (`12`, or `12_3` in an array); None outside
-    SLURM."""
+    """Return this job as users name it (`12`, or `12_3` in an array); None outside SLURM."""
     if "SLURM_ARRAY_JOB_ID" in env:
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env.get('SLURM_ARRAY_TASK_ID', '?')}"
     return env.get("SLURM_JOB_ID")
@@ -34,8 +33,7 @@ def is_here() -> bool:
 
 
 def on_node() -> bool:
-    """Return whether this process is on a node of its job: a shell of salloc may be on a login
-    node."""
+    """Return whether this process is on a node of its job; salloc's shell may be elsewhere."""
     return "SLURMD_NODENAME" in os.environ
 
 

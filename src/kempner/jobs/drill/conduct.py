@@ -292,8 +292,7 @@ class Drill:
             why = f"{self.plan.minutes} minutes are over (--minutes)"
         for trial in self._open() if why else []:
             trial.over = True
-            # A promise is broken only if a fault struck and there was time to recover: a slow queue
-            # breaks none.
+            # Broken only if a fault struck and there was time to recover, not by a slow queue.
             self._note_strike(trial)
             since = time.time() - (trial.seen.struck or math.inf)
             if trial.seen.started and since > MENDED_S:

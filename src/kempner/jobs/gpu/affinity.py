@@ -61,8 +61,7 @@ def choose_cpus(
 
 
 def near_cpus(root: Path, gpu: str) -> set[int]:
-    """Return the CPUs that the kernel lists as local to a GPU: all without NUMA, none for an
-    unknown GPU."""
+    """Return the CPUs that the kernel calls local to a GPU: all without NUMA, none if unknown."""
     # CUDA omits the PCI function (the .0 of 0000:3b:00.0); all functions of a card have equal CPUs.
     for function in sorted(root.glob(f"bus/pci/devices/{gpu}.*")):
         with contextlib.suppress(OSError, ValueError):

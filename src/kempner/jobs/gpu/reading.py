@@ -201,8 +201,7 @@ class NvidiaSmi:
         return rows
 
     def _of_lost(self, output: str, why: str, names: list[str]) -> list[list[str]]:
-        """Return the row of a lost GPU: nvidia-smi then reports nothing else, not even the other
-        GPUs."""
+        """Return the row of a lost GPU: nvidia-smi then reports nothing about the others."""
         row = {"index": "-1", "pci.bus_id": short_bus_id(output), "lost": why}
         back = {called: name for name, called in self._known.items()}
         return [[row.get(back.get(name, name), "lost") for name in names]]

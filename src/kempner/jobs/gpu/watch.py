@@ -45,8 +45,7 @@ class GpuWatch:
 
 
 def start_watch(run_dir: Path, attempt: int, interval: float, stderr: int = 2) -> GpuWatch | None:
-    """Start the sampler. `stderr`: where it reports findings. Returns None if the process cannot be
-    started."""
+    """Start the sampler; None if that fails. `stderr`: where it reports findings."""
     with contextlib.suppress(OSError):
         return GpuWatch(run_dir, attempt, interval, stderr)
     return None

@@ -126,8 +126,7 @@ def measure_allreduce(
         dist.all_reduce(message)
         if kind == "cuda":
             torch.cuda.synchronize()
-        # This time selects the next message: with their own times ranks would select different
-        # sizes.
+        # It selects the next message: with their own times, ranks would select different sizes.
         slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return float(slowest)

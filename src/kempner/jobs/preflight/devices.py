@@ -32,8 +32,7 @@ SPEEDS = {
 
 
 class SlowLimits(NamedTuple):
-    """Shares below the median of all devices of the same name at which a GPU is named, and
-    refused."""
+    """Shares below the median of devices of the same name at which a GPU is named, and refused."""
 
     named: float = 0.05
     refused: float = 0.15

@@ -72,7 +72,7 @@ def _remove(path: Path) -> None:
 
 
 def read_rate(folder: Path, owner: int, seconds: float) -> Figure:
-    """Read the file of task `owner` until its end or the time is over. Returns read_bytes_per_s, or
+    """Read the file of task `owner` to its end or for `seconds`. Returns read_bytes_per_s or
     {"error": ...}."""
 
     def run(connected: Callable[[], None]) -> Figure:
@@ -149,8 +149,7 @@ def _rates(
 
 
 def judge_storage(report: Report) -> None:
-    """Note slow rates and errors of the run directory. It is shared, so they are not a node's
-    faults."""
+    """Note slow rates and errors of the run directory: it is shared, so no node is at fault."""
     for node in report.nodes:
         if node.storage and "error" in node.storage:
             node.notes.append(f"run directory: {node.storage['error']}")

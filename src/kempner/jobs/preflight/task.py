@@ -108,16 +108,14 @@ def driver_has_ended(address: str, port: int) -> bool:
 
 
 def preflight_directory() -> Path:
-    """Return the directory that must be shared and writable; from the batch script, never from the
-    network."""
+    """Return the directory to check, from the batch script and never from the network."""
     return Path(os.environ["KEMPNER_PREFLIGHT_DIR"])
 
 
 def measure_all_reduce(
     address: str, world: World, name: str, ranks: list[int], kind: str, store_port: int
 ) -> dict[str, Any]:
-    """Measure all-reduces with the other `ranks`; `name` is the prefix of the group's store
-    keys."""
+    """Measure all-reduces with the other `ranks`; `name`: prefix of the group's store keys."""
 
     def run(connected: Callable[[], None]) -> dict[str, Any]:
         store = dist.PrefixStore(name, dist.TCPStore(address, store_port))
@@ -129,8 +127,7 @@ def measure_all_reduce(
 
 
 def describe_node(local_rank: int) -> dict[str, Any]:
-    """Describe the node for the driver to compare. Tasks other than the first only identify
-    themselves."""
+    """Describe the node for the driver to compare; tasks but the first only identify themselves."""
     node: dict[str, Any] = {"host": socket.gethostname(), "local_rank": local_rank}
     if local_rank:
         return node
@@ -214,8 +211,7 @@ def memory_in_use(reader: Reader) -> list[str]:
 
 
 def process_name(pid: int) -> str:
-    """Describe a process by program and user if it is visible; it is not from inside a
-    container."""
+    """Describe a process by program and user, if visible: not from inside a container."""
     try:
         program = Path(f"/proc/{pid}/comm").read_text().strip()
         user = Path(f"/proc/{pid}").owner()

@@ -92,8 +92,7 @@ class Report:
         a.pairs[b.name] = b.pairs[a.name] = figure
 
     def record(self) -> dict[str, Any]:
-        """Return the content of the JSON file. "bad": the faulty nodes in the form of sbatch
-        --exclude."""
+        """Return the content of the JSON file. "bad": the faulty nodes, as for sbatch --exclude."""
         return {
             "bad": ",".join(node.name for node in self.nodes if node.faults),
             "faults": self.faults,
@@ -214,8 +213,7 @@ def format_figure(figure: Figure | None) -> str:
 
 
 def slow_nodes(report: Report) -> list[NodeResult]:
-    """List nodes that are slow with every partner: under half the median node's bandwidth, or under
-    `least`."""
+    """List nodes that are slow with every partner: under half the median node, or `least`."""
     paired = [node for node in report.nodes if node.pairs]
     if not paired:
         return []

@@ -136,8 +136,7 @@ class Book:
         return bool(here) or self._has_trained
 
     def commit(self, value: int, step: int | None) -> None:
-        """Record progress that a resume does not undo, for the batch script. `step`: of the newest
-        checkpoint."""
+        """Record progress that a resume does not undo. `step`: of the newest checkpoint."""
         if value > self._progress:
             self._progress = value
             text = f"{value}\n" if step is None else f"{value} {step}\n"
@@ -213,8 +212,7 @@ class Book:
     # --- the end ---
 
     def end(self, state: EndState, reason: str) -> None:
-        """Record the end. `state` is empty after a crash or a hang: then the batch script
-        decides."""
+        """Record the end. `state`: "" after a crash or a hang, when the batch script decides."""
         self._end_first_step()
         if state:
             self._records.status(state, reason, self.step, None)

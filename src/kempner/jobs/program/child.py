@@ -73,10 +73,8 @@ class RankPlace:
 def rank_variables(
     world: World, start: Mapping[str, Any], options: Options, place: RankPlace
 ) -> dict[str, str]:
-    """Return torchrun's environment variables and the kit's own. TORCHELASTIC_RUN_ID makes
-    Lightning and others read these rather than Slurm's. Raises ConfigError if this rank has no MIG
-    instance.
-    """
+    """Return torchrun's and the kit's environment variables. TORCHELASTIC_RUN_ID makes Lightning
+    and others read these, not Slurm's. Raises ConfigError if this rank has no MIG instance."""
     local_rank, per_node = world.local_rank, world.per_node
     node = os.environ.get("SLURM_NODEID", world.rank // per_node)
     # With one process per node, a launcher may give each of its ranks another instance.
@@ -172,8 +170,7 @@ class Child:
         return any(self.tell(n) for n in ((own_signal,) if own_signal else WARNINGS))
 
     def condition(self) -> str:
-        """Return its main process's state from /proc: R running, S sleeping, D waiting for a disk,
-        T stopped."""
+        """State of its main process: R running, S sleeping, D waiting for a disk, T stopped."""
         with contextlib.suppress(OSError):
             # The name before the state may contain blanks and parentheses.
             text = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")

@@ -290,8 +290,7 @@ class Coordinator:
             self._end(f"its next checkpoint is complete: {self._watch.complete.path}")
 
     def _saved_since(self) -> bool:
-        """Return whether a checkpoint was completed after the request; an older one may be far
-        behind."""
+        """Return whether a checkpoint was completed after the request: others may be far behind."""
         saved = self._watch.completed > self._completed_before
         return saved and self._watch.written > self._asked_at + CHECKPOINT_POLL_S
 

@@ -1,6 +1,5 @@
-"""Commands that start processes themselves. torchrun runs once on each host, and run.sh tells it of
-the other hosts; all others would do run.sh's work and are refused with the line to write instead.
-No torch."""
+"""Commands that start processes themselves. torchrun runs once per host, and run.sh tells it of the
+others; the rest would do run.sh's work and are refused, with the line to write. No torch."""
 
 from __future__ import annotations
 

@@ -125,8 +125,8 @@ def _signal(text: str | None, problems: list[str]) -> signal.Signals | None:
 
 
 def program_name(command: Sequence[str]) -> str:
-    """Name a program by its command: `python -u my_train.py` and `python -m pkg.my_train` are both
-    my_train."""
+    """Name a program by its command: my_train for `python -u my_train.py` and `python -m
+    pkg.my_train`."""
     name = Path(command[0]).name
     for before, word in zip(("", *command), command, strict=False):
         if before == "-m":

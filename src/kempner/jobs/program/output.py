@@ -56,9 +56,8 @@ RESUMES = re.compile(rb"resum|restor|continu|load", re.I)  # "resuming at step 4
 
 
 class OutputSteps(NamedTuple):
-    """Steps that a program has reported: the first one, its unix time, the distance between two
-    steps (None before the second one, 0 if the first line says that it resumes there), and the last
-    one."""
+    """Steps that a program has reported: the first and its unix time; the distance to the second,
+    None before it, 0 if the first line says that the program resumes there; the last."""
 
     first: int
     at: float
@@ -186,8 +185,8 @@ class OutputReader(threading.Thread):
                 data = data[os.write(1, data) :]
 
     def last_words(self, killed: bool) -> str:
-        """Return its last error as the reason of a crash; without one, its last line, or "" if it
-        was killed."""
+        """Return its last error as the reason of a crash, or its last line; "" if it was killed
+        without an error."""
         lines = [line.rstrip() for line in reversed(self._tail_lines()) if re.search(r"\w", line)]
         lines = [line for line in lines if TORCHRUN_ERROR not in line and SIGTERMED not in line]
         if match := TORCHRUN_SAW.search(cause := self._root_cause()):

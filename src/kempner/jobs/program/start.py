@@ -65,8 +65,7 @@ def _rank(options: Options, world: World, server: socket.socket | None) -> int:
         if not here and world.local_rank == 0:
             rendezvous.forget_copy(options.run_dir)
         return code
-    # For one connection per rank: here, and in the program, which inherits the limit and runs
-    # torch's store.
+    # One connection per rank, here and in the program's torch store, which inherits the limit.
     allow_open_files()
     entrance = peers.Entrance(server or listen_in_range(), peers.job_key())
     port, host = entrance.port, "127.0.0.1" if here else own_address()

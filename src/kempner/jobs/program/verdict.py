@@ -62,8 +62,7 @@ def name_of_signal(number: int) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of an attempt. `state` is empty after a crash or a hang: then the batch script
-    decides."""
+    """Outcome of an attempt. `state`: "" after a crash or a hang, when the batch script decides."""
 
     state: EndState
     reason: str

@@ -51,14 +51,12 @@ def _family(name: str) -> str:
 
 
 def expected_transports(network: str) -> tuple[str, ...]:
-    """Return the transports for `network` (KEMPNER_NETWORK, as task.sh found it); empty if any will
-    do."""
+    """Return the transports for `network` (KEMPNER_NETWORK of task.sh); empty if any will do."""
     return _EXPECTED.get(network, ())
 
 
 def chosen_by_user(env: Mapping[str, str] = os.environ) -> str:
-    """Return the user's setting that overrides NCCL's choice, such as NCCL_NET=Socket; "" if
-    none."""
+    """Return the user's setting that overrides NCCL's choice, as NCCL_NET=Socket; "" if none."""
     for name, off in (("NCCL_NET", ""), ("NCCL_IB_DISABLE", "0")):
         if env.get(name, off) != off:
             return f"{name}={env[name]}"

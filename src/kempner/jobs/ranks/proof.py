@@ -91,8 +91,7 @@ def check_network(log: str) -> None:
 
 @contextlib.contextmanager
 def or_exit(seconds: float, message: Callable[[], str]) -> Iterator[None]:
-    """Exit the process with the message if the body takes longer: a hung collective cannot
-    raise."""
+    """Exit with the message if the body takes longer: a hung collective cannot raise."""
 
     from kempner.jobs.ranks import rendezvous
 

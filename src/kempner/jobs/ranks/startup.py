@@ -42,7 +42,6 @@ def start_seconds() -> dict[str, float]:
 
 
 def forget_rendezvous(run_dir: Path) -> None:
-    """Remove the published addresses, even those of killed starts. Rank 0 calls this once all ranks
-    have met."""
+    """Remove published addresses, even of killed starts. Rank 0 calls this once all have met."""
     for note in run_dir.glob(".rendezvous-*"):
         note.unlink(missing_ok=True)

@@ -77,8 +77,7 @@ class StepEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchDecision:
-    """Decision for the batch script. `pause`: minutes before the next start; `notes`: for the
-    log."""
+    """Decision for the batch script. `pause`: minutes to the next start; `notes`: for the log."""
 
     answer: BatchAction
     why: str
@@ -103,8 +102,7 @@ class DecisionRule:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes that the next attempt avoids: replaced by spares, or excluded. `note`: why a faulty
-    node stays."""
+    """Nodes that the next attempt avoids, replaced or excluded. `note`: why a faulty node stays."""
 
     replaced: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
@@ -163,8 +161,7 @@ def may_restart(end: StepEnd, nodes: Nodes) -> bool:
     # The warning would come before a restart has done much; a requeue gets a full time limit.
     if end.left is not None and end.left < 2 * end.start:
         return False
-    # A run that fails at once would use up all attempts in seconds: a requeue waits and may bring
-    # other nodes.
+    # A run that fails at once would use up its attempts in seconds: a requeue may bring new nodes.
     requeue = end.may_requeue or bool(end.chain)
     if nodes.replaced or end.away or not requeue:
         return True

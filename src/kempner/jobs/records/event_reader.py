@@ -110,8 +110,7 @@ def is_event(record: dict[str, Any]) -> bool:
 
 
 def is_time(value: Any) -> TypeGuard[float]:
-    """Return whether a value can be a Unix time: a damaged or hostile file may have NaN or
-    1e300."""
+    """Return whether a value can be a Unix time: a hostile file may have NaN or 1e300."""
     return fits_type(float, value) and 0 <= value < LATEST_TIME
 
 

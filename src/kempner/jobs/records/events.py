@@ -131,8 +131,7 @@ class DecisionEvent(Event):
 
 
 def own_file(path: Path) -> Path:
-    """Return the file that replaces this attempts.jsonl for processes other than rank 0 and the
-    batch script."""
+    """Return the file for events of all processes but rank 0 and the batch script."""
     return path.with_suffix("") / f"{host_name()}.jsonl"
 
 

@@ -19,8 +19,7 @@ PACE_LINES = 100  # lines of metrics.jsonl used for the speed and the expected e
 
 
 def run_facts(run: History, now: float) -> dict[str, Any]:
-    """Return the facts. Unknown and non-finite values are None: JSON has neither NaN nor
-    infinity."""
+    """Return the facts. Unknown and non-finite values are None: JSON has no NaN or infinity."""
     started = [attempt for attempt in run.attempts if attempt.began is not None]
     decisions = Counter(str(r.get("decision")) for r in run.records if r.get("event") == "decision")
     step, most = newest_step(run), run.status.get("max_steps")
@@ -85,8 +84,7 @@ def job_facts(run: History) -> dict[str, Any] | None:
 
 
 def newest_step(run: History) -> int | None:
-    """Return the step; None for a program with unknown steps, whose lines are only signs of
-    life."""
+    """Return the step; None if unknown: then a program's lines are only signs of life."""
     if run.step is None:
         return None
     last = recent_lines(run.lines, run.attempts)[-1:]
@@ -105,8 +103,7 @@ def last_sign(run: History) -> float | None:
 
 
 def seconds_per_step(lines: Sequence[Record], attempts: Sequence[Attempt]) -> float | None:
-    """Return the wall time per step over the last attempt's recent steps, including saves and
-    validations."""
+    """Return the wall time per recent step of the last attempt, with saves and validations."""
     own = recent_lines(lines, attempts)
     steps = own[-1]["step"] - own[0]["step"] if own else 0
     if steps > 0 and own[-1]["time"] > own[0]["time"]:

@@ -1,6 +1,4 @@
-"""Diagnosis of an attempt's end from its records and srun's log: the host that failed, and why. No
-torch.
-"""
+"""Diagnosis of an attempt's end from its records and srun's log: which host, and why. No torch."""
 
 from __future__ import annotations
 
@@ -78,8 +76,7 @@ def host_of(faults: Sequence[_Record], srun_log: str) -> str:
 
 
 def sees_no_program(faults: Sequence[_Record], srun_log: str) -> str:
-    """Return the script that a task's shell could not read, if no rank has recorded anything; ""
-    otherwise."""
+    """Return the script that a task's shell could not read, if no rank has a record; else ""."""
     found = None if faults else NO_SCRIPT.search(srun_log)
     return found[1] if found else ""
 
@@ -97,8 +94,7 @@ def site_fault(faults: Sequence[_Record]) -> str:
 
 
 def controller_away(srun_log: str) -> str:
-    """Return why srun could not create the step, if the controller was the cause; ""
-    otherwise."""
+    """Return why srun could not create the step, if the controller was the cause; else ""."""
     found = AWAY.search(srun_log)
     return f"srun could not create the step: {found[1]}" if found else ""
 

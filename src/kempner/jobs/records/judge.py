@@ -167,8 +167,7 @@ def collect_facts(
         fault = f"{BROKEN_HOST} {device}"
     faulty = lost_hosts or (bad if facts.flag("preflight") else broken or (host,) * again)
     blamed = ",".join(lost_hosts or (bad if facts.flag("preflight") else (host,)))
-    # An orderly exit has no fault, except for wrong numbers: these are repaired, but the host is
-    # left.
+    # An orderly exit is no fault, except after wrong numbers: repaired, but the host is left.
     orderly = facts.text("run") == "interrupted"
     if orderly and not any(record.get("kind") == "corruption" for record in faults):
         faulty, blamed = (), ""
@@ -186,8 +185,7 @@ def collect_facts(
     # Unreadable records prove nothing: without this, bad input would end the run.
     trained = bool(unread) or jobs_have_trained(records, jobs, facts.text("command"))
     site = "" if orderly else unread or away or site_fault(faults) or in_use
-    # A check that failed, but not by bad input: an unreadable file, lack of memory, a missing
-    # package.
+    # A check that failed, not by bad input: unreadable file, lack of memory, missing package.
     if facts.text("early") and trained and facts.count("code", 0) != 2:
         site = site or facts.text("what")
     before, in_vain = decisions_without_progress(decisions), excluded_in_vain(decisions)

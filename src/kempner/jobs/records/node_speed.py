@@ -1,5 +1,4 @@
-"""Figures of nodes over time: preflight adds a line to `node-speeds`/NODE.jsonl beside the runs. No
-torch."""
+"""Figures of nodes over time: preflight writes node-speeds/NODE.jsonl beside the runs. No torch."""
 
 from __future__ import annotations
 

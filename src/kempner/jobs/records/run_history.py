@@ -136,8 +136,7 @@ def runs_in(path: Path) -> list[Path]:
 
 
 def unreadable_in(path: Path) -> list[Path]:
-    """List the directories, records of runs and dangling links that runs_in() or load_history()
-    cannot read."""
+    """List directories, records and dangling links that runs_in() or load_history() cannot read."""
     found = []
     with contextlib.suppress(OSError):
         entries = [path] if is_run(path) else sorted(path.iterdir())
@@ -206,8 +205,7 @@ def load_history(
 
 
 def successor_of(path: Path, jobs: dict[str, SlurmJob]) -> SlurmJob | None:
-    """Return the queued job that continues the last one or will (KEMPNER_CHAIN), from the chain's
-    journal."""
+    """Return the queued job that continues the last one (KEMPNER_CHAIN), by the chain's journal."""
     last: Record = next(reversed(read_jsonl(path / "chain.jsonl")), {})
     return jobs.get(str(last.get("job"))) if last.get("event") == "submitted" else None
 
@@ -279,8 +277,7 @@ def results_of(lines: Sequence[Record]) -> list[Record]:
 
 
 def main_figures(line: Record) -> dict[str, float]:
-    """Return the figures of a result from 0 to 1, such as accuracies, by task, without standard
-    errors."""
+    """Return a result's figures from 0 to 1, such as accuracies, by task, without their errors."""
     return {
         name.removeprefix(PREFIX): value
         for name, value in line.items()

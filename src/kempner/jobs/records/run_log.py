@@ -26,8 +26,7 @@ def log_path(run_dir: Path, attempt: int, world: World) -> Path:
 
 
 class RankLog:
-    """The log of this rank. Rank 0 keeps the console; the output of the other ranks goes to their
-    logs."""
+    """The log of this rank. Rank 0 keeps the console; other ranks' output goes to their logs."""
 
     def __init__(self, run_dir: Path, attempt: int, world: World) -> None:
         """Raises OSError."""

@@ -21,9 +21,8 @@ RESERVE = 1 << 16  # bytes; status.json and a few events need far less
 
 
 class RunRecords:
-    """Records of a run, written through `background`. On a full disk, removing the reserve, a file
-    written at the start, makes room: without the record of its end, a failed run would be
-    requeued."""
+    """Records of a run, written through `background`. On a full disk the reserve, a file written at
+    the start, makes room: without a record of its end, a failed run would be requeued."""
 
     def __init__(
         self, run_dir: Path, attempt: int, background: Background, first: bool = True
@@ -96,8 +95,7 @@ class RunRecords:
 
 
 def count_attempts(run_dir: Path) -> int:
-    """Count the attempts of this run so far, from its logs, including those that died before their
-    first step."""
+    """Count the attempts of this run so far by its logs, even those that died before a step."""
     numbers = []
     with contextlib.suppress(FileNotFoundError):
         names = os.listdir(run_dir / "logs")

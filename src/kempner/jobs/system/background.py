@@ -47,8 +47,7 @@ class Background:
             threading.Thread(target=self._complain, args=(text,), daemon=True).start()
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all writes so far are done. Returns False if that takes longer than
-        `seconds`."""
+        """Wait until all writes so far are done; False if that takes longer than `seconds`."""
         done = threading.Event()
         try:
             # Writes are done in order: once this one is done, so are all before it.

@@ -66,8 +66,7 @@ def missing_compiler(
 
 
 def problems_of_node(kind: str) -> list[str]:
-    """List what this host lacks to compile for distributed.device = `kind`, if it is a node of the
-    job."""
+    """List what this host, if a node of the job, lacks to compile for distributed.device `kind`."""
     device = _compiles_for(kind)
     text = missing_compiler(device) if device else None
     return [text] if text else []
@@ -82,8 +81,7 @@ def warn_of_nodes(kind: str) -> None:
 
 
 def _compiles_for(kind: str) -> str | None:
-    """Return the device that this host will compile for, cpu or cuda; None if it is not a node of
-    the job."""
+    """Return the device that this host compiles for, cpu or cuda; None if not a node of the job."""
     if kind != "cpu" and gpu_on_the_bus():
         return "cuda"
     # Not SLURM_JOB_ID: salloc's shell may run on a login node.

@@ -1,5 +1,4 @@
-"""Files that are never seen half-written: after a crash, on a full disk, or by a concurrent reader.
-No torch."""
+"""Files that are never half-written, not even on a crash, a full disk or for a reader. No torch."""
 
 from __future__ import annotations
 
@@ -105,8 +104,7 @@ class LineFile:
         self._torn = False
 
     def write(self, line: str) -> None:
-        """Append a line. Raises OSError, perhaps after a partial line; the next line starts
-        afresh."""
+        """Append a line. Raises OSError, perhaps after a part of it; the next line is separate."""
         data = f"{line}\n".encode()
         if self._torn:
             data = b"\n" + data

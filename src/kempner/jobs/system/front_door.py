@@ -66,8 +66,7 @@ def begin_program() -> None:
 
 
 def interruptible() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt from here on, for a program that must report or clean
-    up."""
+    """Let Ctrl-C raise KeyboardInterrupt from here on, for a report or a clean-up."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -89,8 +88,7 @@ def run_program(
 def run_module(
     main: Callable[..., int | None], usage: str | None, least: int, most: int = 0
 ) -> NoReturn:
-    """Run run_program() for a module that a script starts with `least` to `most` positional
-    arguments."""
+    """Call run_program() for a module that a script starts with `least` to `most` arguments."""
     # Not at the top: Ray's parts import this module with only the standard library, and
     # configurations need tomli on Python 3.10.
     from kempner.config.option import ConfigError
@@ -183,8 +181,7 @@ def _free(path: str | bytes | int) -> int:
 
 
 def _is_closed_pipe(error: OSError) -> bool:
-    """Return whether the reader of our standard output has left, rather than that of a pipe to
-    another program."""
+    """Return whether the reader of our standard output has left, not that of another pipe."""
     import select
 
     if not isinstance(error, BrokenPipeError):
@@ -195,8 +192,7 @@ def _is_closed_pipe(error: OSError) -> bool:
 
 
 def _flush_or_drop() -> None:
-    """Flush standard output; drop text without a reader, for which Python's exit would print an
-    error."""
+    """Flush standard output; drop unread text, for which Python's exit would print an error."""
     try:
         sys.stdout.flush()
     except OSError:

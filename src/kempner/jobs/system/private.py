@@ -30,8 +30,7 @@ def make_private(path: Path) -> None:
 
 
 def why_not(path: Path) -> str:
-    """Return why nothing may be run or read from this directory; "" if only this user can change
-    its contents."""
+    """Return why nothing may be run or read from here; "" if only this user can change it."""
     try:
         status = path.lstat()
     except OSError as error:

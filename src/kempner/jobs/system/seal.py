@@ -40,8 +40,7 @@ def seal_text(content: str) -> str:
 
 
 def is_as_sealed(content: bytes) -> bool:
-    """Return whether a file with a seal is unchanged; True without a seal, as older versions wrote
-    none."""
+    """Return whether a sealed file is unchanged; True without a seal, as from older versions."""
     found = re.search(rb'(?<=content="kempner )[0-9a-f]{64}(?=")', content)
     plain = content.replace(found[0], SEAL.encode(), 1) if found else b""
     return found is None or hashlib.sha256(plain).hexdigest().encode() == found[0]
