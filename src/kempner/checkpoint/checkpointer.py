@@ -64,8 +64,8 @@ class Checkpointer:
         when it is loaded; rank 0's count. `run_lock`, on rank 0: the lock of the run directory;
         `latest` moves only while it is held.
 
-        Raises ConfigError on all ranks if another live job uses `root`, or it belongs to another
-        run.
+        Raises ConfigError on all ranks if another live job uses `root`, or it belongs
+        to another run.
         """
         self.cfg, self.root, self.providers, self.log = cfg, root, providers, log
         self.texts, self.about = contents
@@ -189,8 +189,8 @@ class Checkpointer:
             self.log(warning)
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until the save in flight is durable or has failed, at most `seconds`; see
-        saved_step."""
+        """Wait until the save in flight is durable or has failed, at most
+        `seconds`; see saved_step."""
         if self._pending is not None:
             with contextlib.suppress(futures.TimeoutError):
                 self._pending[2].exception(seconds)
@@ -211,8 +211,8 @@ class Checkpointer:
             self._lock.release()
 
     def _prune(self) -> None:
-        """Apply retention. Not part of the save: deleting takes minutes on a parallel file
-        system."""
+        """Apply retention. Not part of the save: deleting takes minutes on a
+        parallel file system."""
         with contextlib.suppress(OSError):  # failing to delete is not a reason to fail
             cfg = self.cfg
             commit.prune_checkpoints(self.root, cfg.keep_last_n, cfg.keep_every, cfg.powers_of_two)
@@ -248,8 +248,8 @@ class Checkpointer:
         self._table, self._whole, self._built = table, whole, self._background.submit(build)
 
     def _collect(self) -> tuple[dict[str, Tensor], dict[str, Tensor], Table, Table]:
-        """Return the state that ranks share and this rank's own, their table, and that of all
-        stages."""
+        """Return the state that ranks share and this rank's own, their table, and that
+        of all stages."""
         try:
             shared, own = collect_state(self.providers)
             table = layout.make_table(shared, own, self.world_size)
@@ -352,14 +352,14 @@ class Checkpointer:
     # --- loading ---
 
     def load(self, only: int | None = None) -> dict[str, Any] | None:
-        """Load the best checkpoint, or the one of step `only`; returns its manifest, None if there
-        is none.
+        """Load the best checkpoint, or the one of step `only`; returns its manifest, None if
+        there is none.
 
-        Rank 0 chooses. A checkpoint that proves to be damaged is set aside for the one before; any
-        other error ends the attempt and leaves it alone. Raises ConfigError if a checkpoint does
-        not fit this run or this version, RuntimeError if none of the checkpoints can be loaded:
-        also at the next start, which must not begin from nothing because the first one has set them
-        aside.
+        Rank 0 chooses. A checkpoint that proves to be damaged is set aside for the one before;
+        any other error ends the attempt and leaves it alone. Raises ConfigError if a checkpoint
+        does not fit this run or this version, RuntimeError if none of the checkpoints can be
+        loaded: also at the next start, which must not begin from nothing because the first one
+        has set them aside.
         """
         self.wait()  # a run that goes back: what is in flight is the newest checkpoint
         # Retention must not delete what is about to be chosen.

@@ -1,5 +1,5 @@
-"""Choice of the checkpoint that a start loads: rank 0 decides, from files that do not grow with the
-ranks."""
+"""Choice of the checkpoint that a start loads: rank 0 decides, from files that do not grow
+with the ranks."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def choose_checkpoint(
 
 
 def with_skip(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Add to the manifest the samples that the run leaves out since it went back to this
-    checkpoint."""
+    """Add to the manifest the samples that the run leaves out since it went back
+    to this checkpoint."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         record = json.loads((path.parent / SKIP).read_text())
         if record["checkpoint"] == path.name:
@@ -79,7 +79,7 @@ def set_damaged_aside(path: Path, error: Damaged, log: Callable[[str], None]) ->
 
 
 def remember_skip(root: Path, step: int, skip: list[list[int]]) -> None:
-    """Store `skip` for every later load of the checkpoint of this step: it goes into its
-    manifest."""
+    """Store `skip` for every later load of the checkpoint of this step: it goes
+    into its manifest."""
     record = {"checkpoint": name_of_step(step), "skip": skip}
     write_atomic(root / SKIP, json.dumps(record))

@@ -76,8 +76,8 @@ def commit_save(
     attempt: str = "",
     check: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Turn what begin_save() has made, whose data files are durable, into the checkpoint that
-    `latest` names.
+    """Turn what begin_save() has made, whose data files are durable, into the checkpoint
+    that `latest` names.
 
     `texts`: the small files that go beside them. `check()` does not return if the run belongs to
     another process by now. A crash at any instant leaves the old `latest` or the new one, each of
@@ -110,8 +110,8 @@ def commit_save(
     if final.exists():  # the run went back behind this step and has now reached it again
         _check_own(final)
         mark_for_deletion(final)
-    # The order is the protocol: the directory is complete, then has its name, then `latest` names
-    # it.
+    # The order is the protocol: the directory is complete, then has its name, then
+    # `latest` names it.
     partial.rename(final)
     fsync(root)
     point_latest(root, final.name)
@@ -252,8 +252,8 @@ def mark_for_deletion(path: Path) -> None:
 
 
 def clean_leftovers(root: Path) -> list[str]:
-    """Remove the leftovers of a killed run; returns their names. Call it before anything is
-    read."""
+    """Remove the leftovers of a killed run; returns their names. Call it before
+    anything is read."""
     if not root.is_dir():
         return []
     removed = []

@@ -37,8 +37,8 @@ class CheckpointConfig:
     )
 
     def is_due(self, step: int) -> bool:
-        """Return whether a run saves after `step` steps, if they are not its last, whatever the
-        time is."""
+        """Return whether a run saves after `step` steps, if they are not its last, whatever
+        the time is."""
         by_step = isinstance(self.interval, int) and self.interval
         regular = by_step and step % by_step == 0
         return regular or (self.powers_of_two and is_power_of_two(step))

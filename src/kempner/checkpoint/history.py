@@ -29,8 +29,8 @@ def latest_name(root: Path) -> str:
 
 
 def latest_checkpoint(root: Path) -> Path | None:
-    """Return the directory in `root` that `latest` names, None if there is no link or it
-    dangles."""
+    """Return the directory in `root` that `latest` names, None if there is no link
+    or it dangles."""
     target = root / latest_name(root)
     return (
         target if step_of_name(target.name) is not None and (target / MANIFEST).is_file() else None
@@ -84,8 +84,8 @@ def run_branches(root: Path) -> tuple[list[Path], list[Path]]:
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """List the checkpoints in the order in which to try them: `latest`, its ancestors, the
-    others."""
+    """List the checkpoints in the order in which to try them: `latest`, its
+    ancestors, the others."""
     branch, other_branches = run_branches(root)
     return branch + other_branches
 
@@ -113,8 +113,8 @@ def _read_commit(path: Path, step: int) -> _Commit:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest. Raises Damaged if it is missing or torn, ConfigError if it has another
-    format."""
+    """Read the manifest. Raises Damaged if it is missing or torn, ConfigError if it
+    has another format."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         version = manifest["format"]

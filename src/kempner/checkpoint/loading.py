@@ -13,8 +13,8 @@ from kempner.config.option import ConfigError
 def read_targets(
     providers: Mapping[str, StateProvider], table: Table, stored_world: int, rank: int, world: int
 ) -> list[Want]:
-    """List what this rank must read, with its targets. `stored_world`: number of ranks that wrote
-    the checkpoint.
+    """List what this rank must read, with its targets. `stored_world`: number of ranks that
+    wrote the checkpoint.
 
     Raises ConfigError if a provider wants what is not stored in this shape.
     """

@@ -36,8 +36,8 @@ AROUND = re.compile(
 
 
 def claim_directory(root: Path, run: str) -> None:
-    """Mark the directory as this run's. Raises ConfigError if it is something else, or another
-    run's."""
+    """Mark the directory as this run's. Raises ConfigError if it is something else,
+    or another run's."""
     if problems := ownership_problems(root, run):
         raise ConfigError(problems)
     if read_mark(root) != (Kind.CHECKPOINTS, run):
@@ -45,8 +45,8 @@ def claim_directory(root: Path, run: str) -> None:
 
 
 def ownership_problems(root: Path, run: str) -> list[str]:
-    """List what keeps this run from saving its checkpoints there; `run` is empty before it has
-    begun."""
+    """List what keeps this run from saving its checkpoints there; `run` is empty before
+    it has begun."""
     if (owner := owner_of(root)) and owner != run:
         return [
             f"checkpoint.dir = {root} has the checkpoints of {_name_of(root, owner)}, and is of "

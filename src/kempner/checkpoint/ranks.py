@@ -94,8 +94,8 @@ class PeerFailed(RuntimeError):
 
 
 class PeersLost(PeerFailed):
-    """A collective itself has failed. Gloo then closes its connections: no later one of the group
-    can succeed."""
+    """A collective itself has failed. Gloo then closes its connections: no later one of the
+    group can succeed."""
 
 
 @contextlib.contextmanager

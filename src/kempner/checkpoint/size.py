@@ -34,8 +34,8 @@ def trained_parameters(model: ModelConfig, lora: LoraConfig) -> float:
 
 
 def optimizer_bytes(model: ModelConfig, lora: LoraConfig, optimizer: OptimizerConfig) -> float:
-    """Bytes of the rule's state for all trained elements: with Muon, embedding and output have
-    AdamW's."""
+    """Bytes of the rule's state for all trained elements: with Muon, embedding and
+    output have AdamW's."""
     tables = model.vocab_size * model.dim * (2 - model.tie_embeddings)
     by_adamw = tables if optimizer.name == "muon" and not lora.rank else 0
     others = trained_parameters(model, lora) - by_adamw

@@ -29,8 +29,8 @@ class StateProvider(Protocol):
         """Return the tensors to save now."""
 
     def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-        """Return tensors to fill, which may be DTensors on any mesh. `stored`: the tensors on
-        disk."""
+        """Return tensors to fill, which may be DTensors on any mesh. `stored`: the
+        tensors on disk."""
 
     def restored(self) -> None:
         """Finish the restore, once the tensors are filled."""
@@ -116,8 +116,8 @@ class OptimizerState:
 
 
 def averaging_of(optimizer: torch.optim.Optimizer | None) -> Mapping[Tensor, Callable[[], Tensor]]:
-    """Map each parameter whose published value is not the trained one to the function that computes
-    it."""
+    """Map each parameter whose published value is not the trained one to the function
+    that computes it."""
     return optimizer.averaging() if isinstance(optimizer, Optimizer) else {}
 
 
@@ -161,8 +161,8 @@ def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, S
 def collect_state(
     providers: Mapping[str, StateProvider],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Collect the tensors that all ranks share, and those of this rank alone, by key in the
-    table."""
+    """Collect the tensors that all ranks share, and those of this rank alone, by key
+    in the table."""
     shared: dict[str, Tensor] = {}
     own: dict[str, Tensor] = {}
     for prefix, provider in providers.items():

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-# 419 unexpected interruptions of 16,384 GPUs in 54 days: The Llama 3 Herd of Models, section 3.3.4
-# (arXiv:2407.21783).
+# 419 unexpected interruptions of 16,384 GPUs in 54 days: The Llama 3 Herd of Models,
+# section 3.3.4 (arXiv:2407.21783).
 GPU_SECONDS_PER_FAILURE = 54 * 86400 * 16384 / 419
 FIRST_S = 600.0  # until the first save, whose cost is not known yet
 SHORTEST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 7200.0

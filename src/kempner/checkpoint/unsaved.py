@@ -1,5 +1,5 @@
-"""A stand-in for the Checkpointer when checkpoint.save is off: measurements leave nothing
-behind."""
+"""A stand-in for the Checkpointer when checkpoint.save is off: measurements
+leave nothing behind."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ class DataConfig:
 
     @property
     def mixed(self) -> tuple[SourceConfig, ...]:
-        """Sources of the mixture; dataset_path alone counts as one. Empty where a run learns from
-        rewards."""
+        """Sources of the mixture; dataset_path alone counts as one. Empty where a run
+        learns from rewards."""
         one = (SourceConfig(self.dataset_path),) if self.dataset_path else ()
         return self.sources or one
 

@@ -180,8 +180,8 @@ class TrainLoader:
         mixture: Mixture | None = None,
     ) -> None:
         """Continue at `position` with this step, leaving out the sample numbers of the ranges
-        `skip`, [from, to) each; what has been read ahead is discarded. `mixture`: replaces the
-        current one."""
+        `skip`, [from, to) each; what has been read ahead is discarded. `mixture`: replaces
+        the current one."""
         assert position >= 0
         self.close()
         self.position, self.step, self._skip = position, step, skip
@@ -314,8 +314,8 @@ def reading_speed(
 def _tensors(
     rows: SampleRows, part: slice, pin: bool, reset_positions: bool, sources: Int64 | None = None
 ) -> MicroBatch:
-    """Make tensors of some of the rows, each contiguous. `sources` [N]: each row's source
-    number."""
+    """Make tensors of some of the rows, each contiguous. `sources` [N]: each
+    row's source number."""
     documents = None
     if rows.documents is not None:
         documents = Documents.of(torch.from_numpy(rows.documents[part]), reset_positions)

@@ -66,8 +66,8 @@ class Segment:
         return [part / sum(self.parts) for part in self.parts]
 
     def drawn(self, number: int) -> list[int]:
-        """Count the samples of each source before sample number `number`, from the start of the
-        run."""
+        """Count the samples of each source before sample number `number`, from the start
+        of the run."""
         order, _ = mixture_pattern(self.parts)
         turns, place = divmod(number - self.start, len(order))
         total = np.array(self.base) + turns * self.counts + self._count(order[:place])

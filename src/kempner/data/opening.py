@@ -170,8 +170,8 @@ def _hugging_face_holds_out(cfg: SourceConfig, how: Opening) -> bool:
 
 
 def _other_kind(cfg: DataConfig) -> list[str]:
-    """List sources whose kind is not data.kind: plain text trains a chat model without an error, to
-    another end."""
+    """List sources whose kind is not data.kind: plain text trains a chat model without an error,
+    to another end."""
     kinds = [(one.path, _kind_of(one)) for one in cfg.mixed if cfg.kind and one.path != FAKE]
     how = "no --kind" if cfg.kind == "text" else f"--kind {cfg.kind} --tokenizer DIR"
     return [
@@ -274,8 +274,8 @@ def mixture_of(facts: Mapping[str, Any], starts: Sequence[int], seed: int = 0) -
 
 
 def _to_the_power(weights: Sequence[float], power: float) -> tuple[float, ...]:
-    """Raise weights to a power; where that leaves the range of floats, their ratios to the
-    largest."""
+    """Raise weights to a power; where that leaves the range of floats, their ratios
+    to the largest."""
     with contextlib.suppress(OverflowError):
         powers = tuple(weight**power if weight else 0.0 for weight in weights)
         if any(powers):

@@ -24,9 +24,9 @@ class Packing:
 
 
 def first_fit_decreasing(lengths: Int64, room: int) -> Packing:
-    """Pack items of `lengths` [N], each from 1 to `room`, into as few rows of `room` as first-fit
-    decreasing needs (at most 11/9 of the fewest possible plus 1; Dósa, 2007), without splitting
-    one.
+    """Pack items of `lengths` [N], each from 1 to `room`, into as few rows of `room` as
+    first-fit decreasing needs (at most 11/9 of the fewest possible plus 1; Dósa, 2007),
+    without splitting one.
 
     The longest items come first, equal ones in their order, and each goes into the first row that
     has room for it. Items of one length fill the rows from the first one on, each as far as it

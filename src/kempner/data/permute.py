@@ -58,8 +58,8 @@ def _encrypt(value: Int64, a: int, b: int, keys: list[int]) -> Int64:
 
 
 def _hash(value: Int64, key: int) -> NDArray[np.uint64]:
-    """Apply splitmix64's finaliser (Steele, Lea, Flood, OOPSLA 2014) to value + key,
-    elementwise."""
+    """Apply splitmix64's finaliser (Steele, Lea, Flood, OOPSLA 2014) to value
+    + key, elementwise."""
     # Arrays of uint64 wrap around without a warning, as the hash wants it.
     x = value.astype(np.uint64) + np.uint64(key)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -114,8 +114,8 @@ def _data_of(path: Path, kind: Kind) -> str:
 
 
 def copy_tokenizer(data_dir: str | Path, run_dir: str | Path) -> None:
-    """Copy the files that load_tokenizer() and ChatTemplate need: a run can be sampled without its
-    data."""
+    """Copy the files that load_tokenizer() and ChatTemplate need: a run can be sampled
+    without its data."""
     for name in (SIDECAR_TOKENIZER, TOKENIZER_CONFIG, SIDECAR):
         source = Path(data_dir).expanduser() / name
         if source.is_file():

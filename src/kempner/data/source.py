@@ -56,8 +56,8 @@ class Source(Protocol):
         ...
 
     def identity(self) -> dict[str, Any]:
-        """Return all that the samples follow from, as JSON: a run resumes only while it stays the
-        same."""
+        """Return all that the samples follow from, as JSON: a run resumes only while it
+        stays the same."""
         ...
 
 

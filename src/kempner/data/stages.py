@@ -41,8 +41,8 @@ def ramp_stages(
 def ramp_problems(
     batch: int, batch_ramp: Sequence[int] | None, seq_len: int, seq_len_ramp: Sequence[int] | None
 ) -> list[str]:
-    """List what is wrong with the ramps of [train] for a global batch of `batch` sequences of
-    `seq_len` tokens."""
+    """List what is wrong with the ramps of [train] for a global batch of `batch` sequences
+    of `seq_len` tokens."""
     problems = []
     if batch_ramp is not None:
         first, increment, _ = batch_ramp

@@ -75,8 +75,8 @@ def attention_pattern(
     softcap: float | None = None,
     kernel: str = "auto",
 ) -> Visible:
-    """The pattern for int64 tokens [B, T] and activations of `dtype`. `kernel`: see
-    choose_kernel().
+    """The pattern for int64 tokens [B, T] and activations of `dtype`.
+    `kernel`: see choose_kernel().
 
     Plain causal attention needs no tensor at all. On a GPU, documents and windows take the
     variable-length flash kernel, which skips what a query does not see, and with capped scores, in

@@ -4,10 +4,10 @@ B rows of a forward pass, T tokens, D width, H query heads, K key-value heads, E
 tokens that a row holds.
 
 The texts in work are the rows 0 to n - 1 of every layer, without gaps: a step reads slices of the
-cache and copies nothing. A text that joins becomes row n, computed or copied from another row; when
-one leaves, the last row moves into its place. Prompts and slices have whole blocks of CACHE_BLOCK
-tokens: a kernel that is planned or tuned for each shape meets few shapes, not another one with
-every token.
+cache and copies nothing. A text that joins becomes row n, computed or copied from another row;
+when one leaves, the last row moves into its place. Prompts and slices have whole blocks of
+CACHE_BLOCK tokens: a kernel that is planned or tuned for each shape meets few shapes, not another
+one with every token.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class KVCache:
         return CacheRows(self, len(self.lengths) - len(counts), counts)
 
     def advance(self) -> list[int]:
-        """Count one more token in each row, which the next TokenStep reads; returns how many each
-        then holds."""
+        """Count one more token in each row, which the next TokenStep reads; returns how many
+        each then holds."""
         assert max(self.lengths) < self.length
         self.lengths = [count + 1 for count in self.lengths]
         return self.lengths

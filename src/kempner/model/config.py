@@ -148,8 +148,8 @@ class ModelConfig:
 
     @property
     def mixtures(self) -> list[int]:
-        """Indices of the blocks with experts: the last of every moe_frequency blocks, as in
-        Qwen3-MoE."""
+        """Indices of the blocks with experts: the last of every moe_frequency blocks,
+        as in Qwen3-MoE."""
         if not self.n_experts:
             return []
         return list(range(self.moe_frequency - 1, self.n_layers, self.moe_frequency))

@@ -112,8 +112,8 @@ class Block(nn.Module):
         self, x: Tensor, rope: Tensor, visible: Visible, cache: LayerCache | None = None
     ) -> Tensor | tuple[Tensor, Routing]:
         """Return x [B, T, D] for the next block, and the Routing if this one has experts. The
-        Routing is returned, not stored: recomputing the block in the backward pass must not count
-        it twice."""
+        Routing is returned, not stored: recomputing the block in the backward pass must not
+        count it twice."""
         y = self.attention(self.attention_norm(x), rope, visible, cache)
         x = x + self.attention_post_norm(y)
         y = self.ffn(self.ffn_norm(x))

@@ -73,9 +73,9 @@ def chunk_rows(vocabulary: int, large: bool) -> int:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Cross entropy that computes each chunk's gradient right after its loss, while its logits are
-    there (as Liger Kernel does, arXiv:2410.10989): backward only scales it, and computes no logits
-    again.
+    """Cross entropy that computes each chunk's gradient right after its loss, while its logits
+    are there (as Liger Kernel does, arXiv:2410.10989): backward only scales it, and computes
+    no logits again.
 
     The weight's gradient is summed over the chunks in fp32. Summed by autograd in bf16 it loses a
     digit: 0.5 % relative error with 32 chunks, against 0.17 % of a single product.

@@ -86,9 +86,9 @@ class MixtureOfExperts(nn.Module):
 
 
 class ExpertRouter(nn.Linear):
-    """A linear layer from x [..., D] to logits [..., E], in fp32 whatever the model's dtype: in
-    bf16, with 128 experts, one token in 25 would get other experts, and 7 % tie for the last
-    place."""
+    """A linear layer from x [..., D] to logits [..., E], in fp32 whatever the model's
+    dtype: in bf16, with 128 experts, one token in 25 would get other experts, and 7 % tie
+    for the last place."""
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = _Fp32Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
@@ -151,8 +151,8 @@ def has_grouped_mm(x: Tensor, weight: Tensor) -> bool:
 
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the rows of x [M, A] that end at ends[e] by weight[e].T; weight [E, B, A]: [M,
-    B]."""
+    """Multiply the rows of x [M, A] that end at ends[e] by weight[e].T; weight [E, B,
+    A]: [M, B]."""
     y: Tensor = GROUPED_MM(x, weight.transpose(1, 2), offs=ends)
     return y
 

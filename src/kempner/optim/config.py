@@ -199,8 +199,8 @@ SHAPES: dict[str, Callable[[float], float]] = {
 
 
 def learning_rate(cfg: ScheduleConfig, peak: float, step: int, max_steps: int) -> float:
-    """The rate of update `step` (from 0). Never 0 by accident: the first update of a warm-up of n
-    has peak/n.
+    """The rate of update `step` (from 0). Never 0 by accident: the first update of a warm-up of
+    n has peak/n.
 
     min + (peak - min) SHAPES[name](x), x the fraction of the steps after the warm-up. wsd: warm-up,
     stable, decay (arXiv:2404.06395).

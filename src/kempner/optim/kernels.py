@@ -1,8 +1,8 @@
 """An update in bf16 as one kernel: reading, rule, rounding and writing are compiled together.
 
-The kernel gives the same numbers as the eager update where both use the same operators; AdamW's
-differ within rounding. A run uses one of the two from its first step to its last, through every
-restart.
+The kernel gives the same numbers as the eager update where both use the same operators;
+AdamW's differ within rounding. A run uses one of the two from its first step to its last,
+through every restart.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class Optimizer(torch.optim.Optimizer):
-    """An optimizer over groups that each have a `rule` and the values it reads (lr, weight_decay,
-    betas, ...)."""
+    """An optimizer over groups that each have a `rule` and the values it reads (lr,
+    weight_decay, betas, ...)."""
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
@@ -44,8 +44,8 @@ class Optimizer(torch.optim.Optimizer):
         averages: torch.dtype = torch.float32,
         offload: bool = False,
     ) -> None:
-        """`averages`: the dtype to keep moments in, fp32 or bf16. `offload`: state lives in the
-        host's memory."""
+        """`averages`: the dtype to keep moments in, fp32 or bf16. `offload`: state lives in
+        the host's memory."""
         super().__init__(groups, {})
         self._averages, self._offload = averages, offload
         self._group = holder_group([p for group in self.param_groups for p in group["params"]])
@@ -99,8 +99,8 @@ class Optimizer(torch.optim.Optimizer):
         return Kernels(rank, self._table[0], self._averages)
 
     def _batches(self, parameters: list[Tensor]) -> list[list[Tensor]]:
-        """Batch all parameters at once where nothing is copied; else one by one, which needs the
-        least memory."""
+        """Batch all parameters at once where nothing is copied; else one by one, which needs
+        the least memory."""
         dtypes = {p.dtype for p in parameters} | {self._averages}
         if self._stream is not None or dtypes != {torch.float32}:
             return [[p] for p in parameters]

@@ -16,9 +16,9 @@ SALTS = 8  # hashes for each parameter; each is enough for two tensors
 
 
 def to_bf16(value: Tensor, noise: Tensor) -> Tensor:
-    """Round `value`, fp32, to bf16 stochastically: up with a probability equal to the distance to
-    the number below. `noise`: int32, uniform in 0 to 2^16 - 1. A value that bf16 can represent
-    stays."""
+    """Round `value`, fp32, to bf16 stochastically: up with a probability equal to the
+    distance to the number below. `noise`: int32, uniform in 0 to 2^16 - 1. A value that bf16
+    can represent stays."""
     # bf16 is the upper half of fp32's bits: the noise carries into it as often as the lower half
     # says, and what is left of that is cut off.
     return (value.view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32).bfloat16()
@@ -45,8 +45,8 @@ def hashed_int32(shape: torch.Size, box: Box, step: Tensor, salt: int) -> Tensor
 
 
 def hashed_at(places: Tensor, step: Tensor, salt: Tensor) -> Tensor:
-    """Hash elements at these places of the whole tensor, counted along its rows; int32, as `salt`
-    []."""
+    """Hash elements at these places of the whole tensor, counted along its rows; int32,
+    as `salt` []."""
     # Factors with scattered bits (2^32 over the golden ratio, and one of MurmurHash3): with small
     # ones the noise of the next step would be this one's, moved by a few places.
     x = step.to(torch.int32) * as_int32(0x9E3779B9) + salt * as_int32(0x85EBCA6B) + places

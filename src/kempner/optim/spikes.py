@@ -81,8 +81,8 @@ class Spikes:
         return dict(self._state)
 
     def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-        """Return the state to fill. Without it in the checkpoint, or with another window, it starts
-        anew."""
+        """Return the state to fill. Without it in the checkpoint, or with another window,
+        it starts anew."""
         for tensor in self._state.values():
             tensor.zero_()
         same = "values" in stored and stored["values"].shape == self._state["values"].shape

@@ -234,8 +234,8 @@ def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def buffer_names(model: nn.Module) -> dict[str, Tensor]:
-    """Map names to the buffers that checkpoints hold, the biases of routers. They are equal on all
-    ranks."""
+    """Map names to the buffers that checkpoints hold, the biases of routers. They are equal
+    on all ranks."""
     state_keys = model.state_dict().keys()
     return {_plain(name): b for name, b in model.named_buffers() if _plain(name) in state_keys}
 

@@ -6,9 +6,9 @@ attention to them. A row is cut into 2n chunks and rank r holds the chunks r and
 (zigzag): with contiguous parts the last rank would have almost twice the mean work, since its
 queries see all keys.
 
-`ulysses` (arXiv:2309.14509): the ranks exchange tokens for heads before attention, and back after
-it. Each computes whole rows of H / n heads, with any mask and any kernel, and holds a contiguous
-part.
+`ulysses` (arXiv:2309.14509): the ranks exchange tokens for heads before attention, and
+back after it. Each computes whole rows of H / n heads, with any mask and any kernel, and
+holds a contiguous part.
 
 Shapes: B rows, T tokens of a whole row, t = T / n of them here, H query heads, K key-value heads, E
 head width, n ranks.
@@ -90,8 +90,8 @@ def _place(
     cache: CacheRows | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Visible]:
-    """Run Decoder.place for a part of the tokens: angles of the part, attention pattern of whole
-    rows."""
+    """Run Decoder.place for a part of the tokens: angles of the part, attention pattern
+    of whole rows."""
     rows, length = tokens.shape[0], tokens.shape[1] * group.size()
     # Decoder.place reads the shape alone, not the tokens.
     rope, visible = of_whole(tokens.new_empty(rows, length), documents, cache, dtype)
@@ -116,10 +116,10 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) ->
 
 
 class _Ring(torch.autograd.Function):
-    """Ring attention: in each of n rounds a rank computes one block with the fused kernel while the
-    keys and values of the next round are on their way. Blocks are merged by their logsumexp; given
-    that of the whole row, the kernel's own backward yields the gradients of a block
-    (arXiv:2307.08691)."""
+    """Ring attention: in each of n rounds a rank computes one block with the fused kernel
+    while the keys and values of the next round are on their way. Blocks are merged by their
+    logsumexp; given that of the whole row, the kernel's own backward yields the gradients of
+    a block (arXiv:2307.08691)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -180,8 +180,8 @@ class _Ring(torch.autograd.Function):
 
 def _parts(rounds: int, rank: int, length: int) -> tuple[slice, slice]:
     """Return the slices of a rank's queries and of the keys it holds in a round, from 1, that see
-    each other; both have `length` tokens, two chunks. Queries times keys is the same for all ranks
-    and rounds.
+    each other; both have `length` tokens, two chunks. Queries times keys is the same for all
+    ranks and rounds.
 
     The keys are those of rank (rank - rounds) mod n. If that is an earlier rank, all queries see
     its first chunk; if a later one, the second half of the queries sees both chunks.
@@ -275,8 +275,8 @@ def ulysses_attention(
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of x [n, ...]: part r goes to rank r, whose part takes its place. Its own
-    inverse."""
+    """All-to-all of x [n, ...]: part r goes to rank r, whose part takes its place.
+    Its own inverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -51,8 +51,8 @@ class ExchangeBuffers:
 
     @property
     def in_use(self) -> bool:
-        """True if the next pass uses buffers. One without gradients does not: only steps are
-        repeated."""
+        """True if the next pass uses buffers. One without gradients does not: only
+        steps are repeated."""
         return self.fixed and self._exact_steps == 0 and torch.is_grad_enabled()
 
     def places(self, rows: _Rows) -> _Rows:
@@ -287,9 +287,9 @@ def split_experts(
 
 
 def keep_from_compiler(model: Decoder, dtype: torch.dtype) -> None:
-    """Exclude experts from compilation if they read each expert's load on the host: it differs
-    every time, and each value would compile again. torch's grouped kernel reads it on the
-    device."""
+    """Exclude experts from compilation if they read each expert's load on the host: it
+    differs every time, and each value would compile again. torch's grouped kernel reads it
+    on the device."""
     for module in model.modules():
         if not isinstance(module, Experts | ParallelExperts):
             continue

@@ -121,8 +121,8 @@ def _compute_scales(model: nn.Module, _: Any) -> None:
 
 
 def need_fp8(device: torch.device, fp8: str) -> None:
-    """Raise ConfigError if the device has no product of 8-bit floats, or none with the scales of
-    mxfp8."""
+    """Raise ConfigError if the device has no product of 8-bit floats, or none with the
+    scales of mxfp8."""
     mx = fp8 == "mxfp8"
     least = LEAST_MXFP8 if mx else LEAST_CAPABILITY
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= least:

@@ -125,9 +125,9 @@ class Layout:
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's share of a batch. Ranks that share a copy of the weights are
-        neighbours and still read different samples; those along pp, cp and tp read the same
-        ones."""
+        """Index of this rank's share of a batch. Ranks that share a copy of the weights
+        are neighbours and still read different samples; those along pp, cp and tp read
+        the same ones."""
         return self.at.replicate * self.sizes.shard + self.at.shard
 
     @property
@@ -192,8 +192,8 @@ class Layout:
     # --- Sums ---
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over all ranks, in place: losses and token counts that went through once(), flags,
-        and norm_sq()."""
+        """Sum over all ranks, in place: losses and token counts that went through once(),
+        flags, and norm_sq()."""
         import torch.distributed as dist
 
         dist.all_reduce(values)
@@ -209,8 +209,8 @@ class Layout:
         return {name: value * share for name, value in values.items()}
 
     def norm_sq(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Return this rank's part of the squared norm of all gradients, fp32 []; sum() completes
-        it.
+        """Return this rank's part of the squared norm of all gradients, fp32 [];
+        sum() completes it.
 
         A gradient that several ranks hold (the copies of HSDP) counts once in all, so that each
         contributes its square over their number.
@@ -266,8 +266,8 @@ def build_layout(
     device_type: str,
     replica: tuple[int, int] = (0, 1),
 ) -> Layout:
-    """Build the meshes over all ranks; neighbours in rank are neighbours along tp, then cp, then
-    shard.
+    """Build the meshes over all ranks; neighbours in rank are neighbours along tp, then
+    cp, then shard.
 
     The axes of the weights have one mesh, and shard x cp is one axis of it: fully_shard composes
     only axes of one mesh, and an axis made by flattening two cannot be sliced out together with

@@ -36,8 +36,8 @@ class LoraLinear(nn.Linear):
 
 
 def add_adapters(model: Decoder, cfg: LoraConfig) -> None:
-    """Freeze the model, in bf16, and give its targets adapters, in fp32. Call it before
-    sharding."""
+    """Freeze the model, in bf16, and give its targets adapters, in fp32. Call
+    it before sharding."""
     model.cast(FROZEN).requires_grad_(False)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in cfg.targets:

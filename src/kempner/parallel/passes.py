@@ -1,5 +1,5 @@
-"""Passes of a step's micro-batches through a model: one after the other, or through the stages of a
-pipeline."""
+"""Passes of a step's micro-batches through a model: one after the other, or through the stages
+of a pipeline."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def backward_passes(
     interrupt: Callable[[], _T | None],
 ) -> _T | None:
     """Accumulate the gradients of the losses of all micro-batches of a step. Between two of them
-    `interrupt()` may end it: a result that is not None is returned at once. A pipeline cannot stop
-    in between."""
+    `interrupt()` may end it: a result that is not None is returned at once. A pipeline cannot
+    stop in between."""
     if model.pipeline is not None:
         model.pipeline.backward_passes(loss_of, [batch.to(device) for batch in micro_batches])
         return None

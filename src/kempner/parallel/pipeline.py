@@ -202,8 +202,8 @@ class Pipeline:
             )
             for stage in self._stages
         ]
-        # The last stage returns the loss itself, a sum over tokens: torch must not scale its
-        # gradients.
+        # The last stage returns the loss itself, a sum over tokens: torch must not
+        # scale its gradients.
         settings: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
         if len(stages) > 1:
             return ScheduleInterleaved1F1B(list(stages), len(micro_batches), **settings)

@@ -1,5 +1,5 @@
-"""FSDP2 (fully_shard): which weights are gathered together, how long they stay, and when gradients
-are reduced."""
+"""FSDP2 (fully_shard): which weights are gathered together, how long they stay, and when
+gradients are reduced."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ def one_island(layout: Layout) -> Iterator[None]:
 
 
 def prefetch_blocks(model: Decoder, count: int) -> None:
-    """Gather the weights of `count` blocks ahead of their use. By default FSDP2 prefetches one
-    block in the backward pass, and in the forward pass as many as the host is ahead of the
-    device."""
+    """Gather the weights of `count` blocks ahead of their use. By default FSDP2
+    prefetches one block in the backward pass, and in the forward pass as many as the host
+    is ahead of the device."""
     order: list[Any] = [model.embed, *model.blocks] if model.output is not None else [*model.blocks]
     end = [] if model.output is None else [model.norm]  # stands for its group
     for i, module in enumerate(order):

@@ -1,6 +1,6 @@
 """Tensor parallelism: each matrix of a block is cut over the ranks of one axis (Megatron-LM,
-arXiv:1909.08053), and between the products each rank has a part of the sequence alone (sequence
-parallelism, arXiv:2205.05198).
+arXiv:1909.08053), and between the products each rank has a part of the sequence alone
+(sequence parallelism, arXiv:2205.05198).
 
     x [B, T/n, D] -> norm -> all-gather [B, T, D] -> wq, wk, wv or w1, w3, cut by rows of the
     weight: heads and hidden units of this rank -> wo or w2, cut by columns: a part of each sum ->
@@ -59,8 +59,8 @@ reduce_scatter_tensor_autograd = getattr(
 
 
 def split_matrices(model: Decoder, mesh: DeviceMesh, overlap: bool = False) -> None:
-    """Cut the model, which is on the meta device, over the ranks of a one-axis mesh. `overlap`: see
-    overlap.py."""
+    """Cut the model, which is on the meta device, over the ranks of a one-axis mesh.
+    `overlap`: see overlap.py."""
     if overlap:
         from kempner.parallel.overlap import overlap_collectives
 
@@ -134,9 +134,9 @@ def _take_parts(cut: Sequence[nn.Module], *_: Any) -> None:
 
 
 def own_part(weight: DTensor) -> Tensor:
-    """Return this rank's part of a weight. For weights that are whole on every rank, such as a
-    norm's, each rank computes a part of the gradient: from its own tokens, heads or hidden
-    units."""
+    """Return this rank's part of a weight. For weights that are whole on every rank,
+    such as a norm's, each rank computes a part of the gradient: from its own tokens,
+    heads or hidden units."""
     gradients = [Partial() if cut.is_replicate() else cut for cut in weight.placements]
     return weight.to_local(grad_placements=gradients)
 
@@ -145,8 +145,8 @@ def own_part(weight: DTensor) -> Tensor:
 
 
 def _gather(group: dist.ProcessGroup, _: nn.Module, inputs: Any, y: Tensor) -> Tensor:
-    """All-gather this rank's tokens [B, T/n, D] into [B, T, D]. Each rank computes a part of their
-    gradient."""
+    """All-gather this rank's tokens [B, T/n, D] into [B, T, D]. Each rank computes a part
+    of their gradient."""
     # Of a row alone the same bytes, in the form that the compiler can hide (overlap.py). Elsewhere
     # they would be on their way still: see _arrived().
     if y.shape[0] == 1 and torch.compiler.is_compiling():

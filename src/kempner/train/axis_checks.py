@@ -1,5 +1,4 @@
-"""Combinations with more than one rank along an axis besides the data's (tensor, pipeline, expert
-and context parallelism), or with experts, that are not supported."""
+"""Unsupported combinations: tensor, pipeline, expert and context parallelism; experts."""
 
 from __future__ import annotations
 
@@ -18,17 +17,17 @@ RING_HEAD = 8  # the ring calls the flash kernel itself; elsewhere torch pads th
 
 
 def axis_problems(cfg: RunConfig) -> list[str]:
-    """List the problems, one message each, with the way out."""
+    """List the problems, one message each, with a remedy."""
     found = _tensor_problems(cfg) if cfg.distributed.tp > 1 else []
     found += _pipeline_problems(cfg) + _expert_problems(cfg) + _adapter_problems(cfg)
     return found + _context_problems(cfg)
 
 
 def _tensor_problems(cfg: RunConfig) -> list[str]:
-    """List problems of distributed.tp: each rank has whole heads, as many as the others, and
-    between the products the same number of tokens."""
+    """List problems of distributed.tp: ranks need equally many whole heads and, between the matrix
+    products, equally many tokens."""
     axes, model, setting = cfg.distributed, cfg.model, f"distributed.tp = {cfg.distributed.tp}"
-    # A ramp doubles its length: what divides the first one divides them all.
+    # A ramp doubles its length: a divisor of the first length divides all of them.
     sizes = {
         "model.n_heads": model.n_heads,
         "model.n_kv_heads": model.kv_heads,
@@ -51,8 +50,7 @@ def _tensor_problems(cfg: RunConfig) -> list[str]:
 
 
 def _pipeline_problems(cfg: RunConfig) -> list[str]:
-    """List problems of distributed.pp: each stage has whole blocks, and its ranks know nothing
-    else."""
+    """List problems of distributed.pp: a stage holds whole blocks and nothing else."""
     axes, model, setting = cfg.distributed, cfg.model, f"distributed.pp = {cfg.distributed.pp}"
     if axes.pp == 1:
         return []
@@ -103,7 +101,7 @@ def _expert_problems(cfg: RunConfig) -> list[str]:
 
 
 def _adapter_problems(cfg: RunConfig) -> list[str]:
-    """List problems of lora.rank beside experts."""
+    """List problems of lora.rank with experts."""
     if not cfg.lora.rank or not cfg.model.n_experts:
         return []
     problems = []
@@ -122,7 +120,7 @@ def _adapter_problems(cfg: RunConfig) -> list[str]:
 
 
 def _context_problems(cfg: RunConfig) -> list[str]:
-    """List problems of rows whose tokens several ranks share (context.py)."""
+    """List problems of splitting the tokens of a row among ranks (context.py)."""
     ranks, method = cfg.distributed.cp, cfg.distributed.cp_method
     if ranks == 1:
         return []
@@ -190,14 +188,14 @@ def _ring_problems(cfg: RunConfig) -> list[str]:
 
 
 def check_pipeline(cfg: TrainConfig, axes: DistributedConfig, data_ranks: int) -> None:
-    """Raise ConfigError with the arithmetic if some step has too few micro-batches to keep the
-    stages busy, or a number of them that the interleaved schedule cannot order."""
+    """Raise ConfigError, with the arithmetic, if a step has too few micro-batches to keep the
+    stages busy, or a number that the interleaved schedule cannot order."""
     if axes.pp == 1:
         return
     for batch in sorted({stage.batch for stage in cfg.stages}):
         micro = micro_batch(cfg, data_ranks, batch)
         passes = batch // (micro * data_ranks)
-        # torch's interleaved schedule goes in rounds of as many micro-batches as ranks.
+        # torch's interleaved schedule runs in rounds of one micro-batch per rank.
         if passes >= axes.pp and (axes.pp_stages_per_rank == 1 or passes % axes.pp == 0):
             continue
         needs = "at least as many" if axes.pp_stages_per_rank == 1 else "a multiple of them"
@@ -210,7 +208,7 @@ def check_pipeline(cfg: TrainConfig, axes: DistributedConfig, data_ranks: int) -
 
 def check_experts(cfg: RunConfig, axes: Axes) -> list[str]:
     """List problems of sharding the experts: FSDP cuts them along their width, after tensor
-    parallelism, and takes no uneven parts."""
+    parallelism, and needs even parts."""
     ranks = axes.shard * axes.cp // cfg.distributed.ep
     if cfg.distributed.ep == 1 or not cfg.model.n_experts:
         return []
@@ -226,7 +224,7 @@ def check_experts(cfg: RunConfig, axes: Axes) -> list[str]:
 
 
 def layers_problems(cfg: RunConfig) -> list[str]:
-    """List problems of profile.layers_interval, which is not 0."""
+    """List problems of a profile.layers_interval other than 0."""
     interval, lines = cfg.profile.layers_interval, cfg.metrics.log_interval
     if interval % lines:
         return [

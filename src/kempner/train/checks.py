@@ -1,5 +1,4 @@
-"""Combinations across the sections of a configuration that are not supported: reported before a GPU
-is asked for."""
+"""Unsupported combinations of options across sections, reported before a GPU is requested."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def combination_problems(cfg: RunConfig) -> list[str]:
-    """List the problems, one message each, with the way out."""
+    """List the problems, one message each, with a remedy."""
     problems = _data_problems(cfg)
     if cfg.train.seq_len > cfg.model.max_seq_len:
         problems.append(
@@ -102,7 +101,7 @@ def _freeze_problems(cfg: RunConfig) -> list[str]:
 
 
 def _group_problems(cfg: RunConfig) -> list[str]:
-    if not cfg.optimizer.groups or cfg.lora.rank:  # adapters have names of their own
+    if not cfg.optimizer.groups or cfg.lora.rank:  # adapters have other names
         return []
     from kempner.model.shapes import ROUTER_BIAS, tensor_shapes
 
@@ -139,7 +138,7 @@ def _block_problems(cfg: RunConfig) -> list[str]:
 
 
 def _trains_weights(cfg: RunConfig) -> str:
-    """Return the option that changes how all weights are trained, if there is one."""
+    """Return the option that changes how all weights are trained, if any."""
     if cfg.train.weights != "fp32":
         return f"train.weights = {cfg.train.weights}"
     return f"train.fp8 = {cfg.train.fp8}" if cfg.train.fp8 != "none" else ""

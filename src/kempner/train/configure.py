@@ -1,5 +1,4 @@
-"""The path from the command line to a configuration that is checked against its files and its
-world."""
+"""From the command line to a configuration checked against its files and its world."""
 
 from __future__ import annotations
 
@@ -59,8 +58,8 @@ CONFIGURE_FLAGS = {
     "nodes": int,
     "gpus-per-node": int,
 }
-# Not the second, newer name: torch 2.9 ignores it for CUDA (pytorch/pytorch#183387), and 2.9 to
-# 2.13 all read the first.
+# The first name is the one to set: torch 2.9 ignores the newer one for CUDA
+# (pytorch/pytorch#183387), and 2.9 to 2.13 all read the first.
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -68,10 +67,9 @@ def configure(
     argv: Sequence[str], stop: StopRequests, program: type[Extension] | None = None
 ) -> RunConfig:
     """Return the configuration of a command line, checked against the files that it names.
-    `program`: the extension whose own program this is.
+    `program`: the extension whose program is running.
 
-    Exits here for --help and --check (0), and for bad input (2, every problem on a line of its
-    own).
+    Exits for --help and --check (code 0) and for bad input (code 2, one problem per line).
     """
     command = parse_command(argv, CONFIGURE_FLAGS)
     flags = command.flags
@@ -105,7 +103,7 @@ def configure(
     except ConfigError as error:
         reject_input(error, stop)
     if flags["check"] or not (only or "KEMPNER_ATTEMPT_ID" in os.environ or discover_world().rank):
-        print_warnings(cfg)  # once: the scripts have called --check
+        print_warnings(cfg)  # once: the scripts have already run --check
     if flags["check"]:
         from kempner.train.resilience.save_notes import warn_of_job
 
@@ -119,26 +117,25 @@ def configure(
 
 
 def set_allocator() -> None:
-    """Set PyTorch's allocator of GPU memory in this process, unless the user has set it; before
-    torch is imported. Not in the environment of the whole job: memory in such segments cannot be
-    shared by cudaIpcGetMemHandle, as vLLM does with tensor parallelism
-    (vllm-project/vllm#42609)."""
+    """Configure PyTorch's GPU memory allocator for this process, unless the user has. Must run
+    before torch is imported. Not set for the whole job, because cudaIpcGetMemHandle, which vLLM
+    uses with tensor parallelism, cannot share expandable segments (vllm-project/vllm#42609)."""
     if not any(os.environ.get(name) for name in ALLOCATOR):
-        # Segments that grow fragment less: a run near its memory limit then still fits.
+        # Expandable segments fragment less, so that a run near its memory limit still fits.
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def check_config(
     cfg: RunConfig, flags: Mapping[str, Any], program: type[Extension] | None = None
 ) -> list[str]:
-    """List the problems of a configuration: with its program, with its files, and in its world."""
+    """List the problems of a configuration with its program, its files and its world."""
     only = flags["check"] or flags["build"]
     used = lookup.used(cfg)
     if program and not any(type(each) is program for each in used):
         used.append(program())
     if wrong := [t for each in used if (t := each.program_problem(cfg, type(each) is program))]:
         return wrong
-    # --check has no ranks, and looks at what rank 0 would.
+    # --check has no ranks and checks what rank 0 would.
     problems = check_inputs(cfg, 0 if only else discover_world().rank, only)
     if cfg.train.fp8 != "none" or cfg.train.attention != "auto":
         from kempner.train import levers
@@ -147,7 +144,7 @@ def check_config(
     if only and cfg.train.compile:
         from kempner.jobs.system import compiler
 
-        # In the batch script, on the first of the nodes.
+        # The batch script runs on the first node.
         problems += compiler.problems_of_node(cfg.distributed.device)
     if flags["nodes"] is not None or flags["gpus-per-node"] is not None:
         problems += check_world(cfg, *world_of_flags(flags))
@@ -158,7 +155,7 @@ def check_config(
 
 
 def world_of_flags(flags: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of ranks in all, and on each node, that the command line names."""
+    """Return the total number of ranks and the ranks per node given on the command line."""
     nodes, per_node = flags["nodes"] or 1, flags["gpus-per-node"] or 1
     return nodes * per_node, per_node
 
@@ -168,16 +165,16 @@ def reject_input(
     stop: StopRequests,
     leave: Callable[[int], NoReturn] = sys.exit,
 ) -> NoReturn:
-    """Report bad input: every problem on standard error, exit code 2; NoFreePort: 1. `leave` ends
-    the process: once the ranks have met, without finalisers, as those of torch's threads may abort
-    it.
+    """Report every problem on standard error and exit with code 2, or 1 for NoFreePort. `leave`
+    ends the process; once the ranks have met, it must skip finalisers, because those of torch's
+    threads may abort the process.
 
-    Rank 0 speaks for all; the others leave later. srun or torchrun terminates them as soon as rank
-    0 has left, and a rank that is not terminated reports its own problem.
+    Rank 0 reports for all; the others exit later. srun or torchrun terminates them as soon as rank
+    0 exits, and a rank that is not terminated reports its own problem.
     """
     with contextlib.suppress(ConfigError):
         if discover_world().rank:
-            # StopRequests has caught it so far.
+            # Until now StopRequests has caught it.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(RANK_0_SPEAKS_S)
             if stop.wants_to_leave():  # terminated before that
@@ -187,19 +184,19 @@ def reject_input(
     name = Path(sys.argv[0]).stem
     from kempner.jobs.system.front_door import NoFreePort
 
-    if isinstance(error, NoFreePort):  # others may leave one to the next start
+    if isinstance(error, NoFreePort):  # a port may be free at the next start
         print_problems(name, [error.strerror])
         leave(1)
     problems = error.problems if isinstance(error, ConfigError) else [error.strerror]
-    # Always a list: the batch script takes its first line as the reason of a refused start.
+    # Always a list: the batch script records its first line as the reason for a refused start.
     leave(print_problems(name, [list_problems(problems)]))
 
 
 def load_config(
     files: Sequence[str], overrides: Sequence[str], problems: Sequence[str] = (), prefix: str = ""
 ) -> RunConfig:
-    """Run load_config_files() and add what follows from other values: a run without run.dir is
-    named after its first configuration file, after `prefix`, and extensions add theirs."""
+    """Run load_config_files() and add derived values: a run without run.dir is named `prefix` plus
+    the name of its first configuration file, and extensions add theirs."""
     run_dir = f"runs/{prefix}{Path(files[0]).stem if files else 'default'}"
 
     def complete(values: SectionValues) -> list[str]:
@@ -222,7 +219,7 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
     problems: list[str] = []
     if world_size == 1 and "symm_mem" in cfg.distributed.overlap:
         problems.append("distributed.overlap: symm_mem needs more ranks than one; leave it out")
-    data_ranks = world_size  # the batch is checked all the same when the axes do not fit
+    data_ranks = world_size  # the batch is checked even if the axes do not fit
     try:
         replicas = count_replicas(cfg, world_size, per_node)
         inner = world_size // replicas
@@ -248,8 +245,8 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
 
 
 def print_warnings(cfg: RunConfig) -> None:
-    """Warn of settings that suit a trial of a few steps, or an existing model, but are seldom meant
-    in a whole run."""
+    """Warn of settings that suit a trial of a few steps, or an existing model, but are rarely
+    intended for a whole run."""
     for one in lookup.used(cfg):
         for text in one.warnings(cfg):
             print(f"warning: {text}", file=sys.stderr)
@@ -297,14 +294,14 @@ def _without_effect(cfg: RunConfig) -> list[str]:
 
 
 def count_replicas(cfg: RunConfig, world_size: int, per_node: int) -> int:
-    """Replicas that a world is shared out to. Raises ConfigError when it cannot be."""
+    """Return the number of replicas in a world. Raises ConfigError if it cannot be divided so."""
     return math.prod(one.count_replicas(cfg, world_size, per_node) for one in lookup.used(cfg))
 
 
 def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:
-    """List problems of the files: token shards readable and of this vocabulary, the weights to
-    start from, the run to be forked, the run directory writable; and with `servers` the engines
-    that run already. Creates nothing."""
+    """List problems of the files: token shards must be readable and use this vocabulary, the
+    weights to start from and the run to fork must be usable, and the run directory writable. With
+    `servers`, also check the engines that already run. Creates nothing."""
     begun = has_checkpoint(cfg.checkpoint_dir)
     problems = [
         text for one in lookup.used(cfg) for text in one.check_files(cfg, rank, begun, servers)
@@ -333,15 +330,14 @@ def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:
 
 
 def check_checkpoint(cfg: RunConfig) -> list[str]:
-    """List reasons why the run cannot continue from its newest checkpoint or, before it has one,
-    start from that of run.fork: otherwise each rank would find them by itself, when the start has
-    left its traces."""
+    """List reasons why the run cannot continue from its newest checkpoint or, if it has none, start
+    from that of run.fork. Otherwise each rank would find them alone, after leaving traces."""
     about = {"fixed": fixed_facts(cfg, True)}
     try:
         if newest := checkpoint_to_load(cfg.checkpoint_dir):
             from kempner.checkpoint import fits
 
-            path, manifest = newest  # whose it is, check_directories() knows
+            path, manifest = newest  # check_directories() checks its owner
             fits.check_compatible(path, manifest, {**about, "run": manifest.get("run")})
             if not lookup.bringer(cfg):
                 open_mixture(cfg, open_data(cfg, True)[0], Progress.of(manifest).plan(cfg))
@@ -356,7 +352,7 @@ def check_checkpoint(cfg: RunConfig) -> list[str]:
                 progress, _ = fork_position(manifest, about)
                 open_mixture(cfg, open_data(cfg, True)[0], progress.plan(cfg))
             return [text for one in lookup.used(cfg) for text in one.check_fork(cfg, path)]
-    except history.Damaged:  # the load sees to it
+    except history.Damaged:  # the load handles it
         pass
     except ConfigError as error:
         return error.problems
@@ -364,8 +360,8 @@ def check_checkpoint(cfg: RunConfig) -> list[str]:
 
 
 def checkpoint_to_load(root: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the checkpoint that a start would load, as far as its manifest tells, and that. Raises
-    ConfigError if it is of another version."""
+    """Return the checkpoint that a start would load, judging by its manifest, and the manifest.
+    Raises ConfigError if it has another version."""
     for path in history.complete_checkpoints(root):
         with contextlib.suppress(history.Damaged):
             return path, history.read_manifest(path)
@@ -373,8 +369,7 @@ def checkpoint_to_load(root: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def check_directories(cfg: RunConfig, rank: int) -> list[str]:
-    """List problems of run.dir and checkpoint.dir: they must be writable, and hold nothing but this
-    run."""
+    """List problems of run.dir and checkpoint.dir: they must be writable and hold only this run."""
     problems = []
     for key, path in (("run.dir", cfg.run.dir), ("checkpoint.dir", cfg.checkpoint.dir)):
         if not path:
@@ -383,9 +378,9 @@ def check_directories(cfg: RunConfig, rank: int) -> list[str]:
             places = (Path(path), *Path(path).absolute().parents)
         except FileNotFoundError as error:
             return [f"{key} = {path}: {explain_os_error(error)}"]
-        # os.path.exists: a directory that may not be entered hides what is in it, without an error
+        # os.path.exists: a directory without search permission hides its contents, with no error
         there = next(place for place in places if os.path.exists(place))
-        # Where a container has not mounted it yet (container.sh) this is a directory of the image.
+        # Before a container mounts it (container.sh), this is a directory of the image.
         closed = not os.access(there, os.W_OK | os.X_OK) and "KP_UNMOUNTED" not in os.environ
         if not there.is_dir() or closed:
             what = "not writable" if there.is_dir() else "not a directory"

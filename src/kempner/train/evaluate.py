@@ -34,15 +34,15 @@ def validate(
     stop: StopRequests,
     part: Callable[[str], AbstractContextManager[None]],
 ) -> dict[str, tuple[float, int]] | Verdict:
-    """Return for each set, by its name, the mean loss over the held-out tokens of all ranks, and
-    their number; the verdict if a request to leave comes in between: a mean over a part of the
-    tokens is not comparable with the others, and the next attempt measures the whole. `part(name)`:
-    entered for each batch, the watchdog's."""
+    """Return, by the name of the set, the mean loss over the held-out tokens of all ranks and their
+    number. Returns the verdict instead if a request to leave arrives meanwhile: a mean over some of
+    the tokens is not comparable with the others, and the next attempt measures the whole set.
+    `part(name)`: the watchdog's part(), entered for each batch."""
     results = {}
     for name, batches in sets.items():
         totals = torch.zeros(2, dtype=torch.float64)
         rest = iter(batches)
-        # All ranks have equally many batches (val_batches), and so meet in each reduce_step().
+        # All ranks have equally many batches (val_batches), so they meet in each reduce_step().
         while True:
             with part(name):
                 if not (some := [*islice(rest, at_once(model))]):

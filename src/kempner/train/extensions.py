@@ -1,8 +1,8 @@
-"""The seam between the trainer and what is built on it.
+"""The interface between the trainer and its extensions.
 
-An extension names its sections and overrides what it gives. The trainer knows none by name: the
-index, data that lives with the extensions, says which one to import for a section, an option or a
-flag. What a configuration does not use is not imported.
+An extension names its sections and overrides the methods it needs. The trainer knows none by name:
+an index, kept with the extensions, maps a section, option or flag to the one to import. Extensions
+that a configuration does not use are not imported.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Variant:
-    """A run that a flag's program starts."""
+    """A run started by a flag's program."""
 
-    name: str  # what it adds to the command line
-    words: list[str]  # the command line of its run
+    name: str  # its additions to the command line
+    words: list[str]  # its whole command line
     cfg: RunConfig
 
 
@@ -48,120 +48,118 @@ class Loader(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """The sources of data; a step's loss is recorded by source where there are several."""
+        """The sources of data; with several, a step's loss is recorded by source."""
         ...
 
     @property
     def sources(self) -> Sequence[Source]:
-        """The sources of [data]; none if the batches are an extension's."""
+        """The sources of [data]; none if an extension brings the batches."""
         ...
 
-    waits_for_all: bool  # the wait for a batch is one of all ranks, and no rank's own work
-    at_once: bool  # the numbers of a step are read, and recorded, before the next batch
+    waits_for_all: bool  # all ranks wait for a batch together: it is not a rank's own work
+    at_once: bool  # read and record a step's numbers before the next batch
     position: int  # samples so far
-    phase: int  # of the data, of the newest batch
-    tokens: int  # of the newest batch, over all ranks: targets, if all count
-    state: dict[str, Any] | None  # for the checkpoint of the newest batch's step; on rank 0
+    phase: int  # of the data, at the newest batch
+    tokens: int  # of the newest batch, over all ranks: its targets, if all count
+    state: dict[str, Any] | None  # for the checkpoint after the newest batch's step; on rank 0
 
     def begin(self, progress: Progress, clock: Clock, waiting: Waiting) -> None:
-        """The run is loaded, and its first batch is asked for next. `waiting`: the watchdog's
-        patient()."""
+        """Called after loading, before the first batch. `waiting`: the watchdog's patient()."""
 
     def __next__(self) -> Sequence[MicroBatch] | Verdict:
-        """This rank's micro-batches of the next step; or, when any rank was asked to leave
-        meanwhile, the verdict of all."""
+        """Return this rank's micro-batches of the next step or, if any rank was asked to leave
+        meanwhile, the common verdict."""
 
     def after_update(self) -> None:
-        """The weights of the newest batch's step are there."""
+        """Called when the weights are updated with the newest batch."""
 
     def seek(
         self, position: int, step: int, skip: Sequence[Sequence[int]], mixture: Mixture | None
     ) -> None:
-        """Go on at an earlier place. Raises RuntimeError where only a new attempt can."""
+        """Continue from an earlier position. Raises RuntimeError if only a new attempt can."""
 
     def keys_per_query(self, window: int | None) -> float | None:
-        """Keys that a query sees on average; None: all before it."""
+        """Return the mean number of keys that a query sees; None: all before it."""
 
     def sample_numbers(self, position: int, count: int) -> Sequence[Any]:
-        """The names of so many samples from `position` on."""
+        """Return the names of `count` samples from `position` on."""
 
     def places(self, tokens: int) -> int:
-        """Places in rows that the model has computed, for so many `tokens`."""
+        """Return the number of row positions that the model has computed for `tokens` tokens."""
 
     def record(self, result: StepResult, lap: Mapping[str, float], counted: str) -> dict[str, Any]:
-        """A part of the step's line in metrics.jsonl. `lap`: seconds since the line before;
-        `counted`: the name there of the targets that count."""
+        """Return a part of the step's line in metrics.jsonl. `lap`: seconds since the previous
+        line; `counted`: the field for the number of targets that count."""
 
     def close(self) -> None:
         """Stop reading ahead."""
 
 
 class Extension:
-    """An extension that gives nothing. Each method is called for every configuration that uses the
-    extension; "problems" are one message each, with the way out."""
+    """An extension that does nothing. Each method is called for every configuration that uses the
+    extension; "problems" are one message each, with a remedy."""
 
     sections: ClassVar[Mapping[str, type]] = {}
-    script: ClassVar[str] = "train.py"  # of scripts/: its own program, if it has one
+    script: ClassVar[str] = "train.py"  # in scripts/: its own program, if any
 
     # --- the command line -> a configuration ---
 
     def complete_values(self, values: Values, run_dir: str) -> list[str]:
-        """Add values that follow from those given; returns problems. `run_dir`: where run.dir is
-        not given."""
+        """Add derived values; returns problems. `run_dir`: the default of run.dir."""
         return []
 
     def complete(self, cfg: RunConfig) -> RunConfig:
-        """The configuration with what follows from the extension's sections."""
+        """Return the configuration with what follows from the extension's sections."""
         return cfg
 
     def problems(self, cfg: RunConfig) -> list[str]:
-        """Problems across sections, before any file is opened."""
+        """List problems across sections, before any file is opened."""
         return []
 
     def program_problem(self, cfg: RunConfig, own: bool) -> str | None:
-        """The problem of this configuration with the program that reads it. `own`: it is the
-        extension's own one, not train.py."""
+        """Return the problem of this configuration with the program that reads it, if any. `own`:
+        it is the extension's own program, not train.py."""
         return None
 
     def check_files(self, cfg: RunConfig, rank: int, begun: bool, servers: bool) -> list[str]:
-        """Problems with what the sections name: files and, with `servers`, programs that run
-        already. `begun`: the run has a checkpoint."""
+        """List problems with the files that the sections name and, with `servers`, with programs
+        that already run. `begun`: the run has a checkpoint."""
         return []
 
     def check_fork(self, cfg: RunConfig, checkpoint: Path) -> list[str]:
-        """Problems of this run with the checkpoint that it begins from."""
+        """List problems of this run with the checkpoint that it begins from."""
         return []
 
     def fills_memory(self, cfg: RunConfig) -> bool:
-        """Return whether a step holds more in memory than one of next tokens, which is what
-        train.recompute = auto tries."""
+        """Return whether a step needs more memory than one of next tokens, as train.recompute
+        = auto tries."""
         return False
 
     def warnings(self, cfg: RunConfig) -> list[str]:
-        """List what is allowed, but seldom meant."""
+        """List settings that are allowed but rarely intended."""
         return []
 
     # --- a flag's program ---
 
     def variants(self, command: Command, cfg: RunConfig) -> list[Variant]:
-        """--bench: the runs to measure. Raises ConfigError."""
+        """Return the runs that --bench measures. Raises ConfigError."""
         raise NotImplementedError
 
     def measure(
         self, cfg: RunConfig, variants: Sequence[Variant], leaves: Callable[[], float]
     ) -> int:
-        """--bench: start them; returns the exit code. `leaves()`: over 0 once this process is asked
-        to end."""
+        """Start the runs of --bench; returns the exit code. `leaves()`: positive once this process
+        is asked to end."""
         raise NotImplementedError
 
     def build(self, cfg: RunConfig, world_size: int, per_node: int) -> str:
-        """--build: what one rank holds, in words. Raises ConfigError."""
+        """Describe what one rank holds, for --build. Raises ConfigError."""
         raise NotImplementedError
 
     # --- the parts of a training ---
 
     def brings_batches(self, cfg: RunConfig) -> bool:
-        """Return whether loader() makes the batches, in place of [data]."""
+        """Return whether loader() makes the batches instead of [data]."""
         return False
 
     def loader(
@@ -181,15 +179,14 @@ class Extension:
         return shape
 
     def fixed_facts(self, cfg: RunConfig) -> dict[str, Any]:
-        """Return the facts that must not change during the run, by section; called on rank 0."""
+        """Return, by section, the facts that must not change during the run; called on rank 0."""
         return {}
 
     def start(self, cfg: RunConfig, run: Run, model: Decoder, begun: bool) -> None:
-        """Fill the model with weights from elsewhere, on all ranks. `begun`: it has those of a
-        checkpoint."""
+        """Fill the model with other weights, on all ranks. `begun`: a checkpoint is loaded."""
 
     def forked(self, checkpoint: Path, run: Run) -> None:
-        """Take over what belongs to the checkpoint that the run has begun from; on rank 0."""
+        """Take over the files that belong to the checkpoint that the run begins from; on rank 0."""
 
     def objective(
         self, cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device
@@ -198,15 +195,15 @@ class Extension:
         return None
 
     def count_replicas(self, cfg: RunConfig, world_size: int, per_node: int) -> int:
-        """Replicas that a whole world is shared out to. Raises ConfigError."""
+        """Return the number of replicas in a whole world. Raises ConfigError."""
         return 1
 
     def replicas_in_step(self, cfg: RunConfig, world_size: int, per_node: int) -> int:
-        """Replicas that the ranks of this srun step are shared out to. Raises ConfigError."""
+        """Return the number of replicas in this srun step. Raises ConfigError."""
         return 1
 
     def of_replica(self, cfg: RunConfig, number: int) -> RunConfig:
-        """The configuration that replica `number` works with."""
+        """Return the configuration of replica `number`."""
         return cfg
 
     def replicas(
@@ -217,7 +214,7 @@ class Extension:
         optimizer: Optimizer,
         waiting: Waiting,
     ) -> Replicas | None:
-        """Return this replica's link to the others; None: there are no others."""
+        """Return this replica's link to the others; None if it is the only one."""
         return None
 
     # --- memory ---
@@ -225,10 +222,10 @@ class Extension:
     def recompute_choices(
         self, cfg: RunConfig, world: World, gpu: bool
     ) -> list[tuple[dict[str, Any], float]]:
-        """Return values of [train] for train.recompute = auto, the fastest first, and the bytes
-        that a rank needs with them. `gpu`: on a GPU."""
+        """Return the choices of train.recompute = auto, fastest first: values of [train] and the
+        bytes that a rank needs with them. `gpu`: on a GPU."""
         raise NotImplementedError
 
     def advise(self, cfg: RunConfig, world: World) -> str:
-        """Return advice for a run that is out of memory."""
+        """Return advice for a run that has run out of memory."""
         return ""

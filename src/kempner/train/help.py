@@ -1,4 +1,4 @@
-"""The options that --help shows."""
+"""Options shown by --help."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from kempner.train.extensions import Extension
 
 
-# Sections of the trainer that few runs set.
+# The trainer's sections that few runs set.
 SELDOM = ("lora", "freeze", "experts", "trackers", "profile", "resilience")
 
 
 def help_of(argv: Sequence[str], program: type[Extension] | None, usage: str) -> str:
-    """--help: the trainer's sections but SELDOM; those and the sections of extensions where they
-    are asked for: by name, by --all, or because it is their program. Raises ConfigError for a name
-    of no section."""
+    """Return the text of --help: the trainer's sections without SELDOM. Those and the sections of
+    extensions appear on request: by name, with --all, or in an extension's own program. Raises
+    ConfigError for an unknown section."""
     own, whole = config_schema(RunConfig), whole_schema(RunConfig)
     words = [word.strip("[]").split(".")[0] for word in argv if not word.startswith("-")]
     tops = list(dict.fromkeys(name.split(".")[0] for name in whole))

@@ -1,4 +1,4 @@
-"""Options for speed alone: what a tuner may try, and what each needs. No torch."""
+"""Options that affect speed alone: the values a tuner may try, and their needs. No torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from kempner.jobs.ranks.own_device import gpu_on_the_bus
 if TYPE_CHECKING:
     from kempner.train.sections import RunConfig
 
-# Values that tune.py tries on a GPU: they change time and memory, and of what a run learns only the
-# rounding of its sums. What a value needs, lever_problems() and the other checks of a configuration
-# say.
+# Values that tune.py tries on a GPU. They change time, memory and the rounding of sums, but nothing
+# else that a run learns. lever_problems() and the other checks know what each value needs.
 SPEED_LEVERS: dict[str, tuple[Any, ...]] = {
     "train.attention": ("auto", "cudnn", "flash", "efficient", "fa3", "fa4"),
     "distributed.overlap": ((), ("tp",), ("reduce",), ("symm_mem",), ("tp", "reduce"), ("shared",)),
@@ -25,31 +24,31 @@ SPEED_LEVERS: dict[str, tuple[Any, ...]] = {
 }
 # With --allow fp8.
 FP8_LEVERS = ("none", "tensorwise", "tensorwise_gather", "rowwise", "mxfp8")
-FLASH_PACKAGES = {  # by the name in train.attention: what torch imports, and how to have it
+FLASH_PACKAGES = {  # train.attention -> the package torch imports, how to install it
     "fa3": ("flash_attn_interface", "build hopper/ of github.com/Dao-AILab/flash-attention"),
     "fa4": (
         "flash_attn.cute.interface",
         "run .venv/bin/pip install -c constraints.txt -e '.[flash]'",
     ),
 }
-LEAST_TORCH = (2, 11)  # has torch.nn.attention.activate_flash_attention_impl
+LEAST_TORCH = (2, 11)  # with torch.nn.attention.activate_flash_attention_impl
 
 
 def fp8_tile(fp8: str) -> int:
-    """Return what every size of a product is a multiple of. `fp8`: train.fp8."""
-    # torch._scaled_mm takes multiples of 16; an mxfp8 scale belongs to 32 numbers.
+    """Return the number that must divide all sizes of a product. `fp8`: train.fp8."""
+    # torch._scaled_mm takes multiples of 16; an mxfp8 scale covers 32 numbers.
     return 32 if fp8 == "mxfp8" else 16
 
 
 def lever_problems(cfg: RunConfig) -> list[str]:
-    """List the problems of these options, one message each, with the way out."""
+    """List the problems of these options, one message each, with a remedy."""
     return _attention_problems(cfg) + _fp8_problems(cfg) + _overlap_problems(cfg)
 
 
 def _attention_problems(cfg: RunConfig) -> list[str]:
     kernel, found = cfg.train.attention, []
     setting = f"train.attention = {kernel}"
-    # On a GPU capped scores take flex_attention, which only auto may choose.
+    # On a GPU capped scores need flex_attention, which only auto may choose.
     if kernel != "auto" and cfg.model.attention_softcap is not None:
         found.append(
             f"{setting}: this kernel does not cap scores, as model.attention_softcap = "
@@ -68,8 +67,8 @@ def _attention_problems(cfg: RunConfig) -> list[str]:
 
 
 def package_problems(cfg: RunConfig) -> list[str]:
-    """List the packages that the options need and this Python lacks, with the way out. A host that
-    only plans or checks needs none: on_a_node()."""
+    """List the packages that the options need and this Python lacks, with a remedy. A host that
+    only plans or checks needs none: see on_a_node()."""
     found, kernel = [], cfg.train.attention
     if kernel in FLASH_PACKAGES and (why := flash_problem(kernel)):
         found.append(f"train.attention = {kernel}: {why}, or leave it at auto")
@@ -82,23 +81,23 @@ def package_problems(cfg: RunConfig) -> list[str]:
 
 
 def warn_of_packages(cfg: RunConfig) -> None:
-    """Warn of packages that the nodes of a job may lack; the check has looked if this is one."""
+    """Warn of packages that a job's nodes may lack; on a node, the check has already looked."""
     for text in [] if on_a_node() else package_problems(cfg):
         print(f"warning: {text}; the nodes of a job may have what this host lacks", file=sys.stderr)
 
 
 def on_a_node() -> bool:
-    """Return whether this host is one of those that train, not a login node."""
+    """Return whether this host trains, and is not a login node."""
     return bool(gpu_on_the_bus()) or "SLURMD_NODENAME" in os.environ
 
 
 def flash_problem(kernel: str) -> str | None:
-    """Say what `kernel`, fa3 or fa4, needs and this Python lacks, with the way out; None: nothing.
-    Imports neither the package nor torch."""
+    """Describe what `kernel`, fa3 or fa4, needs and this Python lacks, with a remedy; None:
+    nothing. Imports neither the package nor torch."""
     module, fix = FLASH_PACKAGES[kernel]
     top, *below = module.split(".")
     spec = find_spec(top)
-    # One after the other: find_spec() of the whole name would import the packages on the way.
+    # Step by step: find_spec() of the whole name would import the parent packages.
     for name in below:
         spec = spec and PathFinder.find_spec(name, spec.submodule_search_locations)
     if spec is None:
@@ -109,8 +108,8 @@ def flash_problem(kernel: str) -> str | None:
 
 
 def _fp8_problems(cfg: RunConfig) -> list[str]:
-    """List problems of fp8. The tokens of a pass are the inner size of the product that makes a
-    weight's gradient."""
+    """List problems of fp8. The tokens of a pass are the inner dimension of the product that yields
+    a weight's gradient."""
     train, ranks = cfg.train, cfg.distributed.cp
     if train.fp8 == "none":
         return []
@@ -120,7 +119,7 @@ def _fp8_problems(cfg: RunConfig) -> list[str]:
             f"train.fp8 = {train.fp8}: not on distributed.device = cpu; give --train.fp8=none, or "
             "a GPU"
         )
-    # Without train.micro_batch, or while the batch grows, the rows of a pass depend on the ranks.
+    # Without train.micro_batch, or with a batch ramp, a pass's rows depend on the ranks.
     rows = 1 if train.micro_batch is None or train.batch_ramp else train.micro_batch
     tokens, tile = rows * train.seq_len // ranks, fp8_tile(train.fp8)
     if tokens % tile == 0:
@@ -136,13 +135,13 @@ def _fp8_problems(cfg: RunConfig) -> list[str]:
 
 
 def _fp8_gather_problems(cfg: RunConfig) -> list[str]:
-    """List problems of gathering weights as 8-bit floats, which FSDP does with fp32 masters that it
-    alone has cut."""
+    """List problems of gathering weights as 8-bit floats. FSDP does so only with fp32 master
+    weights that it alone shards."""
     others = {
         f"distributed.tp = {cfg.distributed.tp}": cfg.distributed.tp > 1,
         "train.weights = bf16": cfg.train.weights == "bf16",
         "distributed.fsdp_cpu_offload": cfg.distributed.fsdp_cpu_offload,
-        # FSDP cannot gather 8-bit floats again from what a rank keeps between the passes.
+        # FSDP cannot re-gather 8-bit floats from what a rank keeps between the passes.
         "distributed.reshard_island": cfg.distributed.reshard_island is not None,
         "train.compile_scope = model": cfg.train.compile_scope == "model",
     }
@@ -170,13 +169,13 @@ def _overlap_problems(cfg: RunConfig) -> list[str]:
             "a GPU, and distributed.device is cpu; give --distributed.device=cuda": not on_cpu,
             "all of symmetric memory, which tp uses, too; leave tp out": "tp" not in axes.overlap,
             "weights on the GPU; give --no-distributed.fsdp_cpu_offload": not axes.fsdp_cpu_offload,
-            # torch registers memory with communicators, and connects only those of whole gathers.
+            # torch registers memory only with the communicators of whole gathers.
             "gathers by the same ranks; leave reshard_island out": axes.reshard_island is None,
         },
     }
-    for name in ("replay_every", "checksum_every"):  # which RUN/REPLAY serves, too
+    for name in ("replay_every", "checksum_every"):  # also used by RUN/REPLAY
         if getattr(cfg.resilience, name):
-            # False, as this need is not met while the option is set.
+            # False: this need is not met while the option is set.
             needs["symm_mem"][f"resilience.{name} unset: that looks at FSDP's messages"] = False
     names = dict.fromkeys(axes.overlap)
     twice = [name for name in names if axes.overlap.count(name) > 1]

@@ -1,5 +1,5 @@
-"""Finds extensions and their sections by the index: those that a configuration uses, and that a
-flag asks for. A run without any loads this alone, not what an extension may give."""
+"""Look-up of extensions and their sections in the index: those that a configuration uses or a flag
+asks for. A run without extensions loads only this module."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ if TYPE_CHECKING:
     from kempner.train.extensions import Extension
     from kempner.train.sections import RunConfig
 
-Values = dict[str, dict[str, Any]]  # section -> key -> value, of those that were given
+Values = dict[str, dict[str, Any]]  # section -> key -> value, as given
 
 INDEX = "kempner.extensions.index"
 
 
 def extension_index() -> Any:
-    """The tables of the extensions: SECTIONS, KEYS, FLAGS, ADVICE."""
+    """Return the extensions' tables: SECTIONS, KEYS, FLAGS, ADVICE."""
     return importlib.import_module(INDEX)
 
 
 @functools.cache
 def load_extension(name: str) -> Any:
-    """The extension MODULE:CLASS, a kempner.train.extensions.Extension."""
+    """Return the class MODULE:CLASS, a kempner.train.extensions.Extension."""
     module, _, cls = name.partition(":")
     return getattr(importlib.import_module(module), cls)()
 
 
 def sections_with(section: str) -> Mapping[str, type]:
-    """Map section name -> class, of the extension that has this section, or one around it."""
+    """Map section name -> class for the extension that has this section or its parent."""
     name = extension_index().SECTIONS.get(section.partition(".")[0])
     sections: Mapping[str, type] = load_extension(name).sections if name else {}
     return sections
 
 
 def every_section() -> dict[str, type]:
-    """Map section name -> class, of all extensions in the order of the index."""
+    """Map section name -> class for all extensions, in the order of the index."""
     every = map(load_extension, dict.fromkeys(extension_index().SECTIONS.values()))
     return {name: section for each in every for name, section in each.sections.items()}
 
 
 def extension(name: str) -> Extension:
-    """The extension MODULE:CLASS."""
+    """Return the extension MODULE:CLASS."""
     found: Extension = load_extension(name)
     return found
 
 
 def of_flag(flag: str) -> Extension:
-    """The extension whose program a flag of the command line asks for."""
+    """Return the extension whose program a command-line flag asks for."""
     return extension(extension_index().FLAGS[flag])
 
 
 def advise(cfg: RunConfig, world: World) -> str:
-    """Return advice for a run that is out of memory."""
+    """Return advice for a run that has run out of memory."""
     return extension(extension_index().ADVICE).advise(cfg, world)
 
 
@@ -67,7 +67,7 @@ def recompute_choices(
 
 
 def used(cfg: RunConfig) -> list[Extension]:
-    """The extensions that a configuration uses, each once."""
+    """Return the extensions that a configuration uses, each once."""
     tables = extension_index()
     sections = [tables.SECTIONS[name.partition(".")[0]] for name, _ in cfg.more]
     return [extension(name) for name in dict.fromkeys([*_by_key(cfg, tables), *sections])]
@@ -82,7 +82,7 @@ def _by_key(cfg: RunConfig, tables: Any) -> Iterator[str]:
 
 
 def used_by(values: Values) -> list[Extension]:
-    """The same for values that are no configuration yet."""
+    """Do the same for values that are not yet a configuration."""
     tables = extension_index()
     names = [tables.SECTIONS[word] for section in values if (word := _word(section, tables))]
     for key, name in tables.KEYS.items():
@@ -98,12 +98,12 @@ def _word(section: str, tables: Any) -> str:
 
 
 def of_replica(cfg: RunConfig, number: int) -> RunConfig:
-    """The configuration that replica `number` works with."""
+    """Return the configuration of replica `number`."""
     for each in used(cfg):
         cfg = each.of_replica(cfg, number)
     return cfg
 
 
 def bringer(cfg: RunConfig) -> Extension | None:
-    """The extension that brings the batches of the run, if one does."""
+    """Return the extension that brings the batches of the run, if any."""
     return next((each for each in used(cfg) if each.brings_batches(cfg)), None)

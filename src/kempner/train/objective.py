@@ -1,4 +1,4 @@
-"""Objectives: what a step minimises. preference/ has others."""
+"""Objectives that a step minimises. preference/ has others."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ class Objective(Protocol):
     """The name of the targets that count, in metrics.jsonl."""
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
-        """Return the sum of the losses, fp32 [], to be differentiated; its terms, [B, T], 0 where
-        there is none; and the batch, with a target other than -100 exactly where a loss counts."""
+        """Return the sum of the losses, fp32 [], to be differentiated; its terms, [B, T], 0 if a
+        token has none; and the batch, with targets other than -100 exactly where a loss counts."""
         ...
 
     def numbers(self) -> dict[str, Tensor]:
-        """Return more sums of this rank to be recorded, fp32 [] by name, since the last call."""
+        """Return more of this rank's sums to record since the last call, fp32 [] by name."""
         ...
 
     def record(self, values: Mapping[str, float]) -> dict[str, Any]:
-        """Return their part of the step's line in metrics.jsonl. `values`: sums over all ranks."""
+        """Return these numbers' part of the line in metrics.jsonl. `values`: sums
+        over all ranks."""
         ...
 
 

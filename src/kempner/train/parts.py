@@ -1,4 +1,4 @@
-"""The parts of a training, made from its configuration."""
+"""Factories for the parts of a training run."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
-    """Set what holds for the whole process: the seed, deterministic kernels, and the kernel of the
-    attention, which is announced. Raises ConfigError if this device does not have it."""
+    """Configure the whole process: the seed, deterministic kernels, and the attention kernel, which
+    is announced. Raises ConfigError if this device lacks that kernel."""
     import torch
 
     startup.mark_start("process group")
@@ -52,10 +52,10 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
         leave_compiler_out()
     torch.manual_seed(cfg.train.seed)
     if cfg.train.deterministic:
-        # cuBLAS is deterministic with a fixed workspace alone; without it torch refuses products.
+        # cuBLAS is deterministic only with a fixed workspace; without it torch refuses products.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if cfg.train.compile or device.type == "cuda":
-            torch.use_deterministic_algorithms(True)  # imports the compiler, to tell it, too
+            torch.use_deterministic_algorithms(True)  # also imports and configures the compiler
         else:
             torch.set_deterministic_debug_mode("error")
     packed = _packs(cfg, run.world.rank == 0)
@@ -84,7 +84,7 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
 
 
 def slow_products(device: str, dtype: str) -> str | None:
-    """Return a log line if products run far below a GPU's speed: torch leaves TF32 off."""
+    """Return a log line if products run far below the GPU's speed: torch leaves TF32 off."""
     if device != "cuda" or dtype != "torch.float32":
         return None
     return "products: fp32, without TF32: several times slower than train.dtype=bf16 on this GPU"
@@ -97,8 +97,8 @@ def open_layout(cfg: RunConfig, world: World, device: torch.device) -> Layout:
 
     replica = world.replica, world.replicas
     layout = build_layout(cfg.distributed, world.size, world.per_node, device.type, replica)
-    # Until the watchdog knows these groups: NCCL's initial limit, ten minutes, would otherwise end
-    # a start that stands still, and leave no record.
+    # Until the watchdog knows these groups, NCCL's default timeout of ten minutes would end a
+    # stalled start without a record.
     process_group.set_timeout(max(cfg.distributed.start_timeout, HANG_PATIENCE_S), layout.groups)
     return layout
 
@@ -106,8 +106,7 @@ def open_layout(cfg: RunConfig, world: World, device: torch.device) -> Layout:
 def open_replicas(
     cfg: RunConfig, world: World, model: Decoder, waiting: Waiting = nullcontext
 ) -> tuple[Optimizer, Replicas]:
-    """The optimizer of this replica, and what it has to do with others. `waiting`: the watchdog's
-    patient()."""
+    """Open this replica's optimizer and its link to others. `waiting`: the watchdog's patient()."""
     from kempner.optim.build import build_optimizer
     from kempner.train.replicas import Replicas
 
@@ -125,7 +124,7 @@ def open_replicas(
 def open_objective(
     cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device
 ) -> Objective:
-    """Return the objective of the run, which also counts what is recorded besides."""
+    """Return the objective of the run, which also counts whatever else is recorded."""
     objective = _objective(cfg, layout, model, run, device)
     if cfg.model.n_experts or cfg.train.z_loss:
         from kempner.train.recording.objectives import WithExperts, WithZLoss
@@ -158,9 +157,9 @@ def _objective(
 
 @functools.cache  # for the check of the input, the manifest, and the loaders
 def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], list[Source]]:
-    """Open the sources of the training and, if the run validates, the held-out data; none if an
-    extension brings the batches. `check` all shards, which rank 0 does; otherwise none is opened
-    before it is read. Raises ConfigError."""
+    """Open the training sources and, if the run validates, the held-out data; none if an extension
+    brings the batches. With `check`, as on rank 0, check all shards; otherwise open each when it is
+    first read. Raises ConfigError."""
     if lookup.bringer(cfg):
         return [], []
     from kempner.data.opening import Opening, open_held_out, open_sources
@@ -181,14 +180,14 @@ def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], list[Source]]:
 
 
 def fixed_facts(cfg: RunConfig, first: bool) -> dict[str, Any]:
-    """Return the facts that define the meaning of a run's weights and position, by section: a later
-    start must have the same (checkpoint/fits.py). `first`: on rank 0, whose facts count. Raises
-    ConfigError."""
+    """Return, by section, the facts that define the meaning of a run's weights and position,
+    which must be the same at later starts (checkpoint/fits.py). `first`: on rank 0, whose facts
+    count. Raises ConfigError."""
     from kempner.data.opening import facts_of
 
     sources, _ = open_data(cfg, first)
-    data: dict[str, Any] = {}  # none where the batches are an extension's
-    if sources:  # of a mixture its past: see fits.fact_differences
+    data: dict[str, Any] = {}  # none if an extension brings the batches
+    if sources:  # a mixture's past: see fits.fact_differences
         data = {"seed": cfg.data.seed, "mixture": facts_of(cfg.data, sources)}
     others: dict[str, Any] = {}
     for each in lookup.used(cfg) if first else ():
@@ -202,14 +201,14 @@ def fixed_facts(cfg: RunConfig, first: bool) -> dict[str, Any]:
 
 
 def _packs(cfg: RunConfig, check: bool) -> bool:
-    """Return whether rows have several documents each; `check`: see open_data()."""
+    """Return whether rows hold several documents each. `check`: see open_data()."""
     sources, _ = open_data(cfg, check)
     apart = cfg.data.document_mask or any(source.packing is not None for source in sources)
     return apart or lookup.bringer(cfg) is not None
 
 
 def expect_batches(cfg: RunConfig, layout: Layout, model: Decoder, step: int) -> None:
-    """Tell the compiler which sizes of the batches change after `step`."""
+    """Tell the compiler which batch sizes change after `step`."""
     if not cfg.train.compile:
         return
     from kempner.parallel.compiled import expect_changes
@@ -227,7 +226,7 @@ def expect_batches(cfg: RunConfig, layout: Layout, model: Decoder, step: int) ->
 
 
 def open_mixture(cfg: RunConfig, sources: Sequence[Source], progress: Progress) -> Mixture:
-    """Return the order of all samples. Raises ConfigError if they do not last for all steps."""
+    """Return the order of all samples. Raises ConfigError if there are too few for all steps."""
     from kempner.data.opening import facts_of, mixture_of
 
     mixture = mixture_of(facts_of(cfg.data, sources), progress.phases, cfg.data.seed)
@@ -262,8 +261,8 @@ def open_loader(cfg: RunConfig, layout: Layout, pin: bool, progress: Progress) -
 def open_held_out_batches(
     cfg: RunConfig, layout: Layout
 ) -> Callable[[], dict[str, Iterator[MicroBatch]]]:
-    """This rank's share of the held-out data: what makes iterators over its batches, by name of the
-    set."""
+    """Return a function that makes iterators over this rank's share of the held-out batches, by
+    name of the set."""
     from kempner.data.loader import val_batches
 
     _, held_out = open_data(cfg, layout.data_rank == 0)

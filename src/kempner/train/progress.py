@@ -1,4 +1,4 @@
-"""Progress of a run: its position in the data."""
+"""A run's position in its data."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kempner.train.sections import RunConfig
 
 @dataclass(frozen=True)
 class Progress:
-    """Position of a run: totals so far, the ranges of sample numbers that it leaves out, because
-    their steps were not finite, the sample numbers at which the data's phases begin, the
-    checkpoints of other runs that it comes from, nearest first (see fork.fork_generation), and, on
-    rank 0, the state of what brings its batches, if that has one."""
+    """Position of a run: its totals so far; the ranges of sample numbers it leaves out, because
+    their steps were not finite; the sample numbers at which the data's phases begin; the
+    checkpoints of other runs that it descends from, nearest first (see fork.fork_generation); and,
+    on rank 0, the state of the extension that brings its batches, if any."""
 
     step: int = 0
     samples: int = 0
@@ -27,23 +27,23 @@ class Progress:
 
     @classmethod
     def of(cls, manifest: dict[str, Any] | None) -> Progress:
-        """Read the progress from a checkpoint's manifest; None: the start."""
+        """Read the progress from a checkpoint's manifest; None: the beginning."""
         if manifest is None:
             return cls()
-        # What older checkpoints do not have.
+        # Older checkpoints lack these.
         none: dict[str, Any] = {"phases": [], "lineage": [], "orchestrator": None}
         values = none | manifest
         return cls(**{each.name: values[each.name] for each in fields(cls)})
 
     def plan(self, cfg: RunConfig) -> Progress:
-        """Plan the starts of the phases: those that have begun stay, whatever the global batch was
-        then; the others follow from the steps and tokens left until they begin."""
+        """Plan the starts of the phases. Those that have begun stay, whatever the global batch was
+        then; the others follow from the remaining steps and tokens before them."""
         stages = cfg.train.stages
         starts = [start for start in self.phases if start < self.samples]
         for phase in cfg.data.phases[len(starts) :]:
             if (first := phase.start_step) is None:
                 assert phase.start_token is not None
-                # Rounded up: a phase begins with a whole sample.
+                # Round up: a phase begins with a whole sample.
                 samples = -((self.tokens - phase.start_token) // cfg.train.seq_len)
                 first = step_of_sample(stages, self.step, samples)
             start = self.samples + samples_between(stages, self.step, first)
@@ -53,7 +53,7 @@ class Progress:
                     "the run is; a phase that is added begins in the future, at "
                     f"start_step = {self.step} or later"
                 )
-            # Samples that are left out have numbers, too.
+            # Samples that are left out also have numbers.
             for begin, end in self.skip:
                 start += end - begin if self.samples <= begin < start else 0
             starts.append(start)
@@ -62,8 +62,8 @@ class Progress:
     def after_step(
         self, samples: int, tokens: int, orchestrator: dict[str, Any] | None = None
     ) -> Progress:
-        """Return the progress one step later. `samples`: the loader's position; `tokens`: of that
-        step."""
+        """Return the progress one step later. `samples`: the loader's position; `tokens`:
+        of that step."""
         now = replace(self, step=self.step + 1, samples=samples, tokens=self.tokens + tokens)
         return replace(now, orchestrator=orchestrator)
 

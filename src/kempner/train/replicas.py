@@ -1,4 +1,4 @@
-"""Copies of a model that train apart, as the trainer sees them: by default there are none."""
+"""The trainer's view of replicas that train separately; by default there is only one."""
 
 from __future__ import annotations
 
@@ -20,36 +20,35 @@ Waiting = Callable[..., AbstractContextManager[None]]
 
 
 class Replicas:
-    """The null object: one model that nobody else trains."""
+    """The null object: a single model."""
 
     patience = 1.0
     """Steps that a request to leave waits for, as a multiple of those of a plain run."""
 
     def with_outer(self, state: dict[str, StateProvider]) -> dict[str, StateProvider]:
-        """The providers of a checkpoint, from those of a plain run."""
+        """Return the providers of a checkpoint, given those of a plain run."""
         return state
 
     def checkpointer(self, *parts: Any) -> Checkpointer:
-        """Saves and loads; `parts` are the arguments of Checkpointer."""
+        """Return the object that saves and loads. `parts`: the arguments of Checkpointer."""
         return Checkpointer(*parts)
 
     def begin(self, progress: Progress) -> Progress:
-        """The weights are loaded, or made; returns where the run goes on."""
+        """Called when the weights are loaded or initialised; returns where the run continues."""
         return progress
 
     def after_step(self, progress: Progress, numbers: ReplicaNumbers) -> ReplicaNumbers:
-        """The weights of a step are there; `numbers`: of this step and this replica, fp64 [] each.
-        Returns the numbers that the host reads."""
+        """Called when a step has updated the weights. `numbers`: of this step and this replica,
+        fp64 [] each. Returns the numbers for the host."""
         return numbers
 
     def record(self, result: StepResult) -> tuple[dict[str, Any], list[str]]:
-        """A line of its own in metrics.jsonl after this step, empty where there is none; and what
-        the log says of it."""
+        """Return an extra line for metrics.jsonl after this step, empty if none, and log lines."""
         return {}, []
 
     def may_go_back(self, progress: Progress) -> bool:
-        """Return whether non-finite steps may lead back to the last checkpoint: once."""
+        """Return whether non-finite steps may send the run back to its last checkpoint: once."""
         return not progress.skip
 
     def forget_errors(self) -> None:
-        """Drop the errors of the compression: this replica goes on with another one's state."""
+        """Drop the compression errors: this replica continues with another one's state."""

@@ -58,8 +58,8 @@ class StepSums:
         self._sums = torch.zeros(2, len(self._names), device=device)  # loss and tokens, [2, S]
 
     def add(self, batch: MicroBatch, loss: Tensor, terms: Tensor) -> None:
-        """Add a micro-batch. `loss` []: the sum of `terms` [B, T], 0 where the target does not
-        count."""
+        """Add a micro-batch. `loss` []: the sum of `terms` [B, T], 0 where the target
+        does not count."""
         counts = batch.targets != IGNORE
         self._loss += loss.detach()
         self._tokens += counts.sum()
@@ -122,12 +122,12 @@ def guard_update(
     loss (the mean over the real tokens), grad_norm and bad in place of their parts; and whether it
     is bad as a spike, if spikes are looked for.
 
-    The gradients are those of (sum of losses) / step_tokens. Dividing them by `grad_scale` makes
-    them those of the mean over the real tokens, clipped to norm `clip`. A loss or norm that is not
-    finite, no real token at all, a spike, or a row that did not reach its expert sets `found_inf`:
-    weights, moments and step count stay, on all ranks alike. The fused kernels of torch.optim read
-    both attributes, as they do for torch.amp.GradScaler (torch/amp/grad_scaler.py,
-    _maybe_opt_step).
+    The gradients are those of (sum of losses) / step_tokens. Dividing them by
+    `grad_scale` makes them those of the mean over the real tokens, clipped to norm
+    `clip`. A loss or norm that is not finite, no real token at all, a spike, or a row
+    that did not reach its expert sets `found_inf`: weights, moments and step count stay,
+    on all ranks alike. The fused kernels of torch.optim read both attributes, as they do
+    for torch.amp.GradScaler (torch/amp/grad_scaler.py, _maybe_opt_step).
     """
     loss_sum, tokens = sums["loss_sum"], sums["tokens"]
     grad_norm = sums["grad_norm_sq"].sqrt() * step_tokens / tokens

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
 
 def join_ranks(cfg: RunConfig) -> tuple[RunConfig, World, torch.device]:
-    """Meet the other ranks; returns the configuration of this rank's replica. Raises ConfigError,
-    BadPortRange, NoFreePort."""
+    """Meet the other ranks; returns the configuration of this rank's replica. Raises
+    ConfigError, BadPortRange, NoFreePort."""
     world = placement.discover_world()
     device = own_device.pick_device(cfg.distributed.device, world.local_rank)
     if device.type == "cuda":
@@ -142,8 +142,8 @@ class Training:
         return self.nonfinite.judge(result, self.replicas.may_go_back(self.progress))
 
     def go_back(self, verdict: Verdict) -> Verdict:
-        """Return to the last checkpoint, without the samples of the bad steps; returns what is
-        next."""
+        """Return to the last checkpoint, without the samples of the bad steps; returns
+        what is next."""
         from kempner.train.resilience.resuming import go_back, repeat_step
 
         with self.watchdog.patient():
@@ -252,10 +252,9 @@ def resume_progress(
     checkpointer: Checkpointer,
     replicas: Replicas,
 ) -> Progress:
-    """Load the newest checkpoint; without one, that of the run to be forked, or the weights that
-    an extension has. With checkpoint.powers_of_two a
-    new run saves what it begins with, as a fork always does. The compiler hears which batches are
-    to come."""
+    """Load the newest checkpoint; without one, that of the run to be forked, or the weights that an
+    extension has. With checkpoint.powers_of_two a new run saves what it begins with, as a fork
+    always does. The compiler hears which batches are to come."""
     manifest = checkpointer.load()
     forks = manifest is None and bool(cfg.run.fork)
     for each in lookup.used(cfg):

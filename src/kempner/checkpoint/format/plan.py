@@ -31,10 +31,10 @@ Box = tuple[tuple[int, int], ...]  # of a tensor: (start, length) in each dimens
 
 class CheckpointLayout(NamedTuple):
     """A mesh over the ranks from `first` on, in row-major order: over all, or over those of the
-    pipeline stage that has the tensor. `cuts`: for each axis of the mesh the tensor dimension that
-    it shards, None where it replicates. `order`: the axes in the order in which they cut, empty for
-    their own order: of two axes that cut one dimension the first cuts the whole, the second its
-    parts."""
+    pipeline stage that has the tensor. `cuts`: for each axis of the mesh the tensor dimension
+    that it shards, None where it replicates. `order`: the axes in the order in which they cut,
+    empty for their own order: of two axes that cut one dimension the first cuts the whole, the
+    second its parts."""
 
     mesh: tuple[int, ...]
     cuts: tuple[int | None, ...]
@@ -109,8 +109,8 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def make_table(shared: Mapping[str, Tensor], own: Mapping[str, Tensor], world: int) -> Table:
     """Make the table. `shared`: tensors that all ranks hold parts or copies of. `own`: those of
-    this rank alone, with a `*` in the name. Equal on all ranks that hold these: all, or those of a
-    stage.
+    this rank alone, with a `*` in the name. Equal on all ranks that hold these: all, or those
+    of a stage.
 
     Raises TypeError for a DTensor whose placement cannot be stored.
     """

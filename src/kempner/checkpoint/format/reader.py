@@ -42,8 +42,8 @@ INDEX_TAIL_BYTES = 1 << 16
 
 
 class Want(NamedTuple):
-    """A box of a tensor to read into `target`; the tensor is `key` in the table and `name` on
-    disk."""
+    """A box of a tensor to read into `target`; the tensor is `key` in the table and
+    `name` on disk."""
 
     key: str
     name: str

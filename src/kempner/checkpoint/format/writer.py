@@ -1,5 +1,5 @@
-"""Write checkpoints with little disturbance of the training: one copy into reused memory, then few
-large writes.
+"""Write checkpoints with little disturbance of the training: one copy into reused memory, then
+few large writes.
 
 The memory of a rank is the image of the file that it writes: each tensor between the bytes that
 torch.save puts before and after it, so that any reader of torch's distributed checkpoints (DCP) can
@@ -201,12 +201,12 @@ def allocate_pages(size: int) -> mmap.mmap:
 
 
 def write_file(path: Path, pieces: Iterable[memoryview], index: dict[str, Any]) -> None:
-    """Write the pieces of the image, whole pages, and the index with its sums to a new file; make
-    it durable.
+    """Write the pieces of the image, whole pages, and the index with its sums to a new file;
+    make it durable.
 
-    It bypasses the page cache where the file system allows it: the cache would cost another copy,
-    and memory that the training's files are in. Raises OSError with the path, also when the disk
-    is full.
+    It bypasses the page cache where the file system allows it: the cache would cost another
+    copy, and memory that the training's files are in. Raises OSError with the path, also when
+    the disk is full.
     """
     try:
         # O_EXCL: never into a file that somebody else has begun.
@@ -252,8 +252,8 @@ def _write(fd: int, data: memoryview, at: int) -> None:
         try:
             bytes_written += os.pwrite(fd, data[bytes_written:], at + bytes_written)
         except OSError as error:
-            # Some file systems accept O_DIRECT and then refuse the write: go on through the page
-            # cache.
+            # Some file systems accept O_DIRECT and then refuse the write: go on through
+            # the page cache.
             if error.errno != errno.EINVAL or not set_direct(fd, False):
                 raise
 

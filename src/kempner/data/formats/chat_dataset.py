@@ -78,9 +78,9 @@ class ChatDataset:
             self.packing["without_answer"] = self.without_answer
 
     def _has_answers(self, number: int, group: int) -> bool:
-        """Return whether each conversation of a group, as far as it is read, has a token in the
-        loss. A preference whose prompt fills both halves of a row would leave two equal
-        documents."""
+        """Return whether each conversation of a group, as far as it is read, has a
+        token in the loss. A preference whose prompt fills both halves of a row would
+        leave two equal documents."""
         for shard, begin, length in self._where[number * group : (number + 1) * group].tolist():
             if not self._map(shard)[1][begin + 1 : begin + 1 + length].any():
                 return False
@@ -148,8 +148,8 @@ class ChatDataset:
         return {"conversations": lengths, "seq_len": self.seq_len, **dropped}
 
     def read(self, indices: Int64) -> SampleRows:
-        """Read rows `indices` [N], in that order. Raises DataError if a shard differs from the
-        sidecar."""
+        """Read rows `indices` [N], in that order. Raises DataError if a shard differs
+        from the sidecar."""
         shape = (len(indices), self.seq_len)
         inputs = np.full(shape, self.sidecar.eod, np.int64)
         targets = np.full(shape, IGNORE, np.int64)

@@ -59,8 +59,8 @@ class MegatronDataset(TokenStream):
 
     @classmethod
     def open(cls, path: str, shape: Shape, name: str, check: bool) -> MegatronDataset:
-        """Open by `path`: the prefix, or either of the two files. `check`: look at all token
-        ids."""
+        """Open by `path`: the prefix, or either of the two files. `check`: look at
+        all token ids."""
         prefix = Path(path).expanduser()
         prefix = prefix.with_suffix("") if prefix.suffix in (".bin", ".idx") else prefix
         result = cls(prefix, shape, name)

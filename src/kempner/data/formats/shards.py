@@ -207,8 +207,8 @@ def split_documents(tokens: TokenArray, want: int, eod: int) -> tuple[TokenArray
 
 
 def _npy(parts: list[TokenArray]) -> Callable[[BinaryIO], object]:
-    """Return a writer of a 1-D .npy from its parts. Not np.save: that forgets why a write
-    failed."""
+    """Return a writer of a 1-D .npy from its parts. Not np.save: that forgets why
+    a write failed."""
 
     def write(file: BinaryIO) -> None:
         shape = (sum(map(len, parts)),)
@@ -245,8 +245,8 @@ def shard_lock(directory: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
 
 
 def earlier_preparation(directory: Path, sidecar: Sidecar, overwrite: bool) -> Sidecar:
-    """Return the sidecar to resume from: `sidecar` (nothing there), the record of a killed run, or
-    finished data.
+    """Return the sidecar to resume from: `sidecar` (nothing there), the record of a killed run,
+    or finished data.
 
     Data made with other settings or from other inputs are refused, or removed by `overwrite`.
     """

@@ -116,8 +116,8 @@ def begins_at(starts: Int64, positions: Int64, length: int) -> NDArray[np.bool_]
 def stream_problems(
     path: str, split: str, tokens: int, largest: int, shape: Shape, about: str
 ) -> list[str]:
-    """List the reasons why a stream of `tokens` tokens, with ids up to `largest`, cannot be
-    used."""
+    """List the reasons why a stream of `tokens` tokens, with ids up to `largest`,
+    cannot be used."""
     problems = []
     if largest >= shape.vocab_size:
         problems.append(

@@ -52,8 +52,8 @@ def encode_task_share(work: Work, world: World) -> None:
 
 
 def write_shards(work: Work) -> Sidecar:
-    """Write all units as shards. Raises ConfigError with the bad lines, unless they are to be left
-    out."""
+    """Write all units as shards. Raises ConfigError with the bad lines, unless they are to
+    be left out."""
     writer = ShardWriter(work.out, work.sidecar)
     # In the order of the input: what is done is a beginning of it.
     done, remaining = work.items[: work.done()], work.items[work.done() :]

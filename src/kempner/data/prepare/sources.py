@@ -222,8 +222,8 @@ def _has_json_lines(path: Path) -> bool:
 
 
 def _is_json_array(path: Path) -> bool:
-    """Return whether a .json file is an array of objects, which as text would be its brackets and
-    keys."""
+    """Return whether a .json file is an array of objects, which as text would be its
+    brackets and keys."""
     if path.suffix.lower() != ".json":
         return False
     try:
@@ -245,8 +245,8 @@ def sources_fingerprint(sources: Iterable[SourceFile]) -> str:
 
 
 def cut_units(sources: Iterable[SourceFile], unit_bytes: int) -> list[list[SourcePiece]]:
-    """Cut the input into units of about `unit_bytes`, at least a piece: each is one task of a
-    worker."""
+    """Cut the input into units of about `unit_bytes`, at least a piece: each is one task
+    of a worker."""
     units: list[list[SourcePiece]] = []
     problems: list[str] = []
     # Full, so that the first piece opens a unit.
@@ -330,8 +330,8 @@ def read_documents(piece: SourcePiece, text_key: str, lines: Lines) -> Iterator[
 
 
 def read_piece_rows(piece: SourcePiece, lines: Lines) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of one piece with their numbers in it, from 0, counted in `lines`. Raises
-    DataError."""
+    """Yield the rows of one piece with their numbers in it, from 0, counted in
+    `lines`. Raises DataError."""
     if piece.source.kind == "parquet":
         batches = _parquet(piece.source).iter_batches(row_groups=[piece.start], batch_size=1024)
         every = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)

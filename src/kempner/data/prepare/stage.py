@@ -58,8 +58,8 @@ def staged_dir(directory: str | Path) -> Path:
 
 
 def _copy_of(path: Path, root: Path) -> Path:
-    """Return the path in `root` for the copy of a data set; data prepared again get another
-    path."""
+    """Return the path in `root` for the copy of a data set; data prepared again
+    get another path."""
     try:
         content = (path / SIDECAR).read_bytes()
     except OSError:

@@ -41,8 +41,8 @@ def unit_file(out: Path, number: int) -> Path:
 
 
 def remove_units(out: Path) -> None:
-    """Delete the units and records of a job's tasks; a version before the mark is known by their
-    names."""
+    """Delete the units and records of a job's tasks; a version before the mark is known
+    by their names."""
     folder = out / UNITS_FOLDER
     names = os.listdir(folder) if folder.is_dir() else []
     if read_mark(folder)[0] is Kind.DATA or all(map(IN_UNITS.fullmatch, names)):

@@ -1,9 +1,9 @@
 """Marks on the tokens of chat data: is it in the loss, does it end a conversation.
 
-Between the worker that encodes a unit and the shard that it goes into, both are bits above the id,
-so that everything on the way handles one array, as for text. On disk the ids are a shard like any
-other, beside `.loss_mask.npy`, uint8 [tokens], and `.ends.npy`, int64 [conversations], the end of
-each.
+Between the worker that encodes a unit and the shard that it goes into, both are bits above the
+id, so that everything on the way handles one array, as for text. On disk the ids are a shard like
+any other, beside `.loss_mask.npy`, uint8 [tokens], and `.ends.npy`, int64 [conversations], the
+end of each.
 """
 
 from __future__ import annotations

@@ -241,8 +241,8 @@ def _read(path: Path) -> str:
 
 
 def _clean(message: ChatMessage) -> ChatMessage:
-    """Clean a message as transformers does: no empty values, its reasoning under all usual
-    names."""
+    """Clean a message as transformers does: no empty values, its reasoning under
+    all usual names."""
     message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[name] for name in REASONING if name in message), None)
     if reasoning is not None:

@@ -189,8 +189,8 @@ def _act(act: Callable[[_T, Encoding, Tokenizer], _R], item: _T) -> _R:
 
 @contextmanager
 def progress_bar(total: int, start: int, quiet: bool = False) -> Iterator[Callable[[int], object]]:
-    """Show a bar on a terminal, lines in a log; yields a function that takes the bytes just
-    done."""
+    """Show a bar on a terminal, lines in a log; yields a function that takes the
+    bytes just done."""
     if quiet:
         yield lambda size: None
         return

@@ -59,8 +59,8 @@ class Tokenizer(Protocol):
         is one, as with transformers and vLLM."""
 
     def encode_documents(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Encode each text, with the end-of-document id after it and `bos`, if there is one, before
-        it."""
+        """Encode each text, with the end-of-document id after it and `bos`, if there is
+        one, before it."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 

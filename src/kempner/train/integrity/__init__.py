@@ -1,1 +1,1 @@
-"""Wrong numbers that nobody reports: steps that are computed twice, checksums, audits."""
+"""Detection of silent data corruption: steps computed twice, checksums, audits."""

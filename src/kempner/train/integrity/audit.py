@@ -1,9 +1,9 @@
-"""The work of an idle spare: it computes again, from a checkpoint, what a rank of the run has
-computed in the first step after it. Loaded by scripts/audit.py alone.
+"""An idle spare's audit: it recomputes, from a checkpoint, what a rank of the run computed in the
+first step after it. Loaded by scripts/audit.py alone.
 
-The model is built as on rank 0 of the run, in a process group that is a fake; what FSDP would
-gather comes from whole weights. So the kernels, the shapes and the order of the fingerprints are
-those of the run, and only the sums over ranks are not there.
+The model is built as on rank 0 of the run, in a fake process group; whole weights replace what FSDP
+would gather. So the kernels, shapes and order of the fingerprints are those of the run; only the
+sums over ranks are missing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from kempner.train.step import StepSums, forward_backward
 
 
 class _Place(NamedTuple):
-    """The part of a run that the parts of a training read."""
+    """The attributes of a run that the parts of a training read."""
 
     dir: Path
     world: World
@@ -59,7 +59,7 @@ class Share(NamedTuple):
 
 
 class _FromWhole(DefaultAllGather):
-    """FSDP2's all-gather of some parameters, without other ranks."""
+    """FSDP2's all-gather of a parameter group, without other ranks."""
 
     def __init__(self, parts: list[Tensor]) -> None:
         self._parts = parts
@@ -68,7 +68,7 @@ class _FromWhole(DefaultAllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> None:
         ranks = group.size()
-        # Row r is what rank r would send: its chunk of each parameter, padded as FSDP pads it.
+        # Row r is what rank r would send: its chunk of each parameter, with FSDP's padding.
         torch._chunk_cat(self._parts, 0, ranks, out=output_tensor.view(ranks, -1))
 
 
@@ -78,14 +78,14 @@ class Auditor:
     def __init__(
         self, cfg: RunConfig, record: dict[str, Any], announce: Callable[[str], None]
     ) -> None:
-        """`record`: a first step of the run. One auditor a process."""
-        # No trial of the memory is needed: what is computed again has the same bits.
+        """`record`: a first step of the run. One auditor per process."""
+        # No memory trial is needed: recomputation yields the same bits.
         if cfg.train.recompute == "auto":
             cfg = replace(cfg, train=replace(cfg.train, recompute="full"))
         cfg = replace(
             cfg,
-            # This only says when messages are sent, and here there are none; the two below are not
-            # part of a step.
+            # `overlap` only affects when messages are sent, and here there are none; the two below
+            # are not part of a step.
             distributed=replace(cfg.distributed, overlap=()),
             eval=replace(cfg.eval, interval=0),
             profile=replace(cfg.profile, layers_interval=0),
@@ -93,7 +93,7 @@ class Auditor:
         self._cfg, self._ranks = cfg, record["ranks"]
         self._device = own_device.pick_device(cfg.distributed.device, 0)
         self.kind = kind_of_device(self._device)
-        # Of the run's size, by which FSDP cuts the weights and the gradients.
+        # The run's size, by which FSDP cuts the weights and the gradients.
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self._ranks)
         # Not as rank 0, which would write files into the run's directory.
         world = World(1, 0, self._ranks, "audit", record["per_node"])
@@ -111,7 +111,7 @@ class Auditor:
         self._targets = self._gather_from_whole()
 
     def _gather_from_whole(self) -> dict[str, Tensor]:
-        """Let FSDP gather from whole weights; returns what is to be read, by name."""
+        """Let FSDP gather from whole weights; returns the tensors to be read, by name."""
         parameters = parameter_names(self._model)
         names = {p: name for name, p in parameters.items()}
         targets = {name: local_part(p.detach()) for name, p in parameters.items()}
@@ -119,7 +119,7 @@ class Auditor:
         modules: list[Any] = [m for m in self._model.modules() if isinstance(m, FSDPModule)]
         for module in modules if self._layout.sizes.shard > 1 else ():
             part = module._get_fsdp_state()._fsdp_param_group
-            if part is None:  # all of its parameters are in modules within
+            if part is None:  # its parameters are all in submodules
                 continue
             whole = {
                 names[each.sharded_param]: torch.empty(
@@ -133,7 +133,7 @@ class Auditor:
 
     def load(self, checkpoint: Path) -> None:
         """Read the weights that the step is computed with. Raises Damaged or OSError."""
-        # The weights under model. may be averages: those of the steps are then the optimizer's.
+        # The weights under model. may be averages; the optimizer then has those of the steps.
         trained = {*stored_tensors(checkpoint)}
         read_into(
             checkpoint,
@@ -165,8 +165,8 @@ class Auditor:
         return Share(next(loader), loader.tokens, loader.names)
 
     def compute(self, share: Share) -> Tensor:
-        """Return the fingerprints of such a step, but of the sums over ranks."""
-        # The shares of several ranks are computed one after another: gradients must not add up.
+        """Return the fingerprints of such a step, without the sums over ranks."""
+        # Shares of several ranks are computed in turn: their gradients must not add up.
         for parameter in self._model.parameters():
             parameter.grad = None
         trace, sums = Trace(), StepSums(share.names, self._device)
@@ -180,5 +180,5 @@ class Auditor:
         return self.comparable(trace.rows())
 
     def comparable(self, rows: Tensor) -> Tensor:
-        """Return the rows of what a rank computes alone."""
+        """Return the rows that a rank computes alone."""
         return rows[rows[:, 0] != self.places.summed_gradient]

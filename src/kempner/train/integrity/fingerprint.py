@@ -1,8 +1,8 @@
-"""Fingerprints of what a rank computes in a step: of each block's output, of the gradient that
-comes back to it, of this rank's part of each reduced gradient, and of the gradients that result.
+"""Fingerprints of what a rank computes in a step: each block's output, the gradient with respect to
+it, this rank's part of each gradient before reduction, and the final gradients.
 
-Two computations of one batch with the same weights have the same fingerprints, bit for bit, or a
-device has computed something else.
+Two computations of a batch with the same weights have bitwise equal fingerprints, unless a device
+has made an error.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from kempner.checkpoint.format.plan import local_part
 from kempner.train.integrity.messages import SUMMED_AT_ONCE, Messages
 
-ROW = 1024  # elements that a checksum weighs each by its place
-NO_PLACE = 1 << 40  # a place after all others: nothing differs
+ROW = 1024  # elements, each weighed by its place
+NO_PLACE = 1 << 40  # after all other places: nothing differs
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(values: Tensor) -> Tensor:
     """Return a checksum of the bits of a tensor, int64 []: the sum of its elements as integers,
-    each times an odd number by its place in a row of ROW elements. It changes with any single bit,
-    and when two elements of a row change places."""
+    each times an odd number given by its place in a row of ROW elements. It changes with any single
+    bit, and if two elements of a row change places."""
     flat = values.detach().contiguous().view(-1)
     flat = flat.view(torch.uint8) if flat.is_complex() else flat.view(INTEGERS[flat.itemsize])
-    # Odd: an even factor would shift the highest bits of a sum out of its 64.
+    # Odd: an even factor would shift the top bits out of the 64-bit sum.
     places = torch.arange(1, 2 * ROW, 2, device=flat.device)
-    # Rows are added up first, and weighed once: the sum of products is the same.
+    # Add up the rows first and weigh once: the sum of products is the same.
     sums = torch.zeros_like(places)
     for piece in torch.split(flat, SUMMED_AT_ONCE):
         rows, rest = divmod(piece.numel(), ROW)
@@ -44,21 +44,21 @@ def checksum(values: Tensor) -> Tensor:
 
 
 def fingerprint(values: Tensor) -> Tensor:
-    """Return the checksum of a tensor, and the bits of its norm in fp64, int64 [2]: the norm serves
-    where kernels are not exact to the bit."""
+    """Return the checksum of a tensor and the bits of its fp64 norm, int64 [2]. The norm serves if
+    kernels are not bitwise deterministic."""
     values = local_part(values.detach())
     norms = [
         torch.linalg.vector_norm(piece, dtype=torch.float64)
         for piece in torch.split(values.contiguous().view(-1), SUMMED_AT_ONCE)
     ]
-    # The norm of the pieces' norms is that of the whole.
+    # The norm of the pieces' norms is the norm of the whole.
     norm = torch.linalg.vector_norm(torch.stack(norms))
     return torch.stack((checksum(values), norm.view(torch.int64)))
 
 
 class Places(NamedTuple):
-    """Numbers of what is compared, in the order in which a fault spreads: forward through the
-    blocks, backward through them, and last to what other ranks do not see."""
+    """Numbers of the compared tensors, in the order in which a fault spreads: forward through the
+    blocks, backward through them, and last what other ranks do not see."""
 
     blocks: int
 
@@ -95,7 +95,7 @@ class Places(NamedTuple):
 
 
 class Trace:
-    """Fingerprints of one computation of a step, in its order."""
+    """Fingerprints of one computation of a step, in order."""
 
     def __init__(self) -> None:
         self._places: list[int] = []
@@ -106,10 +106,10 @@ class Trace:
         self._values.append(fingerprint(values))
 
     def rows(self) -> Tensor:
-        """Return place, checksum and norm of each fingerprint on the host, int64 [N, 3]."""
+        """Return the place, checksum and norm of each fingerprint, on the host, int64 [N, 3]."""
         if not self._values:
             return torch.zeros(0, 3, dtype=torch.int64)
-        # One copy to the host for all: with fsdp_cpu_offload some of them are there already.
+        # One copy to the host for all; with fsdp_cpu_offload some are there already.
         device = self._values[0].device
         values = torch.stack([value.to(device, non_blocking=True) for value in self._values]).cpu()
         return torch.cat((torch.tensor(self._places).unsqueeze(1), values), 1)
@@ -119,17 +119,17 @@ class Witness:
     """Takes the fingerprints of a model's steps."""
 
     def __init__(self, model: Any, blocks: int) -> None:
-        """`blocks`: of the whole model, of which a stage of a pipeline has some."""
+        """`blocks`: of the whole model; a pipeline stage has some of them."""
         self.places = Places(blocks)
         self.messages = Messages()  # of the last computation
         self._trace: Trace | None = None
         self._model = model
         hook: Callable[..., Any] = self._block
-        # Of a model that is compiled as a whole, hooks within would cut the one graph.
+        # In a model compiled as a whole, inner hooks would break the single graph.
         if model._compiled_call_impl is None:
             for name, block in model.blocks.named_children():
                 if block._compiled_call_impl is not None:
-                    # Module.compile() compiles a module with its hooks: this one must stay outside.
+                    # Module.compile() compiles a module's hooks too: this one must stay outside.
                     hook = torch.compiler.disable(self._block)  # type: ignore[no-untyped-call]
                 block.register_forward_hook(partial(hook, int(name)))
         for module in model.modules():
@@ -139,7 +139,7 @@ class Witness:
 
     @contextlib.contextmanager
     def into(self, trace: Trace | None) -> Iterator[None]:
-        """Take the fingerprints of what is computed meanwhile; None: of nothing."""
+        """Record fingerprints into `trace` in this context; with None, record nothing."""
         self._trace = trace
         self.messages = Messages()
         try:
@@ -148,7 +148,7 @@ class Witness:
             self._trace = None
 
     def finish(self, trace: Trace, sums: Iterable[Tensor]) -> None:
-        """Add the sums of the losses, and the gradients."""
+        """Add the loss sums and the gradients."""
         trace.add(self.places.loss, torch.stack([each.detach().float() for each in sums]))
         place = self.places.summed_gradient if self._reduces else self.places.own_gradient
         for parameter in self._model.parameters():
@@ -157,7 +157,7 @@ class Witness:
 
     def _block(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
         trace = self._trace
-        # A forward pass without gradients is a validation, and no part of the step.
+        # A forward pass without gradients is a validation, not part of the step.
         if trace is None or not torch.is_grad_enabled():
             return
         x = output[0] if isinstance(output, tuple) else output
@@ -169,21 +169,21 @@ class Witness:
         trace.add(self.places.returning(number), gradient)
 
     def reduces(self, gradient: Tensor) -> None:
-        """See this rank's part of a gradient."""
+        """Take this rank's part of a gradient, before the reduction."""
         if self._trace is not None:
             self._trace.add(self.places.own_gradient, gradient)
 
     def received(self, output: Tensor, given: Tensor, group: dist.ProcessGroup) -> None:
-        """See what has become of it on this rank, in a group of several."""
-        # In a group of one rank nothing was sent that could have arrived wrong.
+        """Take the reduced part on this rank, in a group of several ranks."""
+        # A group of one rank sends nothing that could arrive wrong.
         if self._trace is not None and group.size() > 1:
             self.messages.add(output, given, group)
 
 
 class _WitnessedReduce(DefaultReduceScatter):
-    """FSDP2's reduce-scatter, whose input is shown to a witness. Its first buffer of each reduction
-    is the input, and is filled when it asks for the second one, the output; also in a group of one
-    rank, where nothing is sent."""
+    """FSDP2's reduce-scatter, whose input is shown to a witness. The first buffer of each reduction
+    is the input; it is filled by the time the second, the output, is requested, also in a group of
+    one rank, where nothing is sent."""
 
     def __init__(self, witness: Witness) -> None:
         self._witness = witness
@@ -207,7 +207,7 @@ class _WitnessedReduce(DefaultReduceScatter):
         async_op: bool = False,
     ) -> Any:
         work = super().__call__(output_tensor, input_tensor, group, op, async_op)
-        # Still under way, the output has nothing to be looked at.
+        # An output still under way has nothing to look at.
         if not async_op:
             self._witness.received(output_tensor, input_tensor, group)
         return work

@@ -1,5 +1,5 @@
 """Fingerprints of the first step after the newest checkpoint, RUN/audit.json: an idle spare
-computes it again from that checkpoint (audit.py). Loaded where the job has a spare."""
+recomputes it from that checkpoint (audit.py). Loaded only if the job has a spare."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MOST_THREADS = 1024
 
 
 def obstacle(cfg: RunConfig) -> str:
-    """Return why one device cannot compute what a rank of this run does; "" if it can."""
+    """Return why one device cannot recompute a rank's work in this run; "" if it can."""
     sizes = cfg.distributed
     several = {f"distributed.{axis}": getattr(sizes, axis) > 1 for axis in ("tp", "pp", "cp", "ep")}
     found = {
@@ -53,8 +53,8 @@ def obstacle(cfg: RunConfig) -> str:
 
 
 def kind_of_device(device: torch.device) -> str:
-    """Name what must be equal for two devices to compute the same bits."""
-    # The kind of the CPU, too: a library of products has code of its own for each.
+    """Name the properties that two devices must share to compute the same bits."""
+    # Include the CPU model: math libraries have different code for each.
     name = f"CPU {torch.backends.cpu.get_cpu_capability()} {kind_of_cpu()}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -62,13 +62,12 @@ def kind_of_device(device: torch.device) -> str:
 
 
 def fingerprint_of_batch(batches: Sequence[MicroBatch]) -> list[int]:
-    """Return checksums of the tokens: data that have changed are no fault of a device."""
+    """Return checksums of the tokens, so that changed data is not blamed on a device."""
     return [int(checksum(part)) for each in batches for part in (each.inputs, each.targets)]
 
 
 def read_first_step(run_dir: Path) -> dict[str, Any] | None:
-    """Read the record; None without one. Raises ValueError if it is damaged or of another
-    version."""
+    """Read the record, if any. Raises ValueError if it is damaged or of another version."""
     try:
         text = (run_dir / AUDIT_FILE).read_bytes()
     except FileNotFoundError:
@@ -82,7 +81,7 @@ def read_first_step(run_dir: Path) -> dict[str, Any] | None:
         record["tolerance"] = float(record["tolerance"])
         for each in record["computed"]:
             rows = np.frombuffer(base64.b64decode(each["rows"]), np.int64).reshape(-1, 3)
-            # A copy: b64decode() gives bytes, and torch warns of memory that it may not write.
+            # A copy, because torch warns of read-only memory, such as the bytes of b64decode().
             each["rows"] = torch.from_numpy(rows.copy())
             each["threads"], each["batch"] = int(each["threads"]), [int(x) for x in each["batch"]]
             if not (rows.size and 0 < each["threads"] <= MOST_THREADS):
@@ -113,12 +112,12 @@ class FirstSteps:
         self._own = {
             "host": host_name(),
             "device": kind_of_device(device),
-            "threads": torch.get_num_threads(),  # on a CPU the order of sums depends on them
+            "threads": torch.get_num_threads(),  # sums on a CPU depend on it
         }
 
     def begin(self, step: int, is_loaded: bool) -> None:
-        """The weights are now those of the checkpoint of `step`, which was loaded, or is about to
-        be saved."""
+        """Note that the weights are those of the checkpoint of `step`, which was loaded or is about
+        to be saved."""
         self._base, self._is_loaded, self._unwritten = step, is_loaded, None
 
     def is_due(self, step: int) -> bool:
@@ -126,7 +125,7 @@ class FirstSteps:
         return step == self._base + 1
 
     def add(self, batches: Sequence[MicroBatch], rows: Tensor, tolerance: float) -> None:
-        """Take what each rank has computed in that step."""
+        """Take each rank's results of that step."""
         text = base64.b64encode(rows.numpy().tobytes()).decode()
         mine = {**self._own, "batch": fingerprint_of_batch(batches), "rows": text}
         first = self._run.world.rank == 0
@@ -137,9 +136,9 @@ class FirstSteps:
             self._unwritten = {**self._about, **facts, "computed": found}
 
     def write(self) -> None:
-        """Write the record once its checkpoint is durable: before, another one of the same step may
-        be there, of a branch that the run has left. A thread writes, because a file system that
-        does not answer must not hold up the steps."""
+        """Write the record once its checkpoint is durable: until then, a checkpoint of the same
+        step may exist from an abandoned branch of the run. A thread writes, because an unresponsive
+        file system must not hold up the steps."""
         record, saves = self._unwritten, self._checkpointer
         if record is None or (not self._is_loaded and saves.in_flight == self._base):
             return
@@ -151,7 +150,7 @@ class FirstSteps:
 
     def _write(self, record: dict[str, Any]) -> None:
         manifest = self._checkpointer.root / name_of_step(record["checkpoint"]) / MANIFEST
-        with contextlib.suppress(OSError):  # the next one is written again
-            # By it an auditor sees that the checkpoint of this step has been replaced since.
+        with contextlib.suppress(OSError):  # the next record is written anyway
+            # Tells an auditor if the checkpoint of this step has since been replaced.
             record["manifest"] = zlib.crc32(manifest.read_bytes())
             write_atomic(self._run.dir / AUDIT_FILE, json.dumps(record))

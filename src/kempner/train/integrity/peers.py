@@ -1,4 +1,4 @@
-"""The ranks that compute each other's batches."""
+"""Ranks that compute each other's batches."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from kempner.parallel.layout import Layout
 
 
 class Peers:
-    """The rank of the same place in the model along the data ranks, some units away. A unit: the
-    ranks that exchange activations, which compute a batch together."""
+    """The ranks with the same part of the model, some units away along the data axis. A unit: ranks
+    that exchange activations and so compute a batch together."""
 
     def __init__(self, layout: Layout, host: str, device: str) -> None:
-        """All ranks call it. `device`: the name of this rank's, such as `NVIDIA H100`."""
+        """Collective. `device`: the name of this rank's device, such as `NVIDIA H100`."""
         self._layout = layout
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         seen: list[Any] = [None] * self.size
         dist.all_gather_object(seen, (host, device))
         self.hosts = [host for host, _ in seen]
-        # Another kind of GPU may add in another order, and be no witness.
+        # Another kind of GPU may sum in another order and cannot be a witness.
         self.alike = len({device for _, device in seen}) == 1
         ep = 1 if layout.ep is None else layout.ep.size()
         self._unit = max(1, ep // layout.sizes.cp)  # data ranks whose tokens meet in the experts
@@ -30,11 +30,11 @@ class Peers:
         self.shifts = self._on_other_hosts(list(others)) if self.alike else []
 
     def _on_other_hosts(self, shifts: list[int]) -> list[int]:
-        """Return the shifts that lead every rank to another host; all of them if none does."""
+        """Return the shifts that take every rank to another host; all shifts if none does."""
         far = [self.hosts[self.at(shift)] != self.hosts[self.rank] for shift in shifts]
         if not far:
             return []
-        # All ranks exchange by the same shift: each must come to another host by it.
+        # All ranks exchange by the same shift: it must take each of them to another host.
         flags = torch.tensor(far, dtype=torch.int64)
         dist.all_reduce(flags, dist.ReduceOp.MIN)
         return [shift for shift, flag in zip(shifts, flags.tolist(), strict=True) if flag] or shifts
@@ -45,7 +45,7 @@ class Peers:
         return self._layout.data_rank // self._unit
 
     def at(self, shift: int) -> int:
-        """Return the rank that is `shift` data ranks further."""
+        """Return the rank `shift` data ranks further."""
         sizes = self._layout.sizes
         number = (self._layout.data_rank + shift) % self._layout.data_ranks
         replicate, shard = divmod(number, sizes.shard)
@@ -57,13 +57,13 @@ class Peers:
         return rank
 
     def exchange(self, message: Any, shift: int) -> Any:
-        """Send an object `shift` data ranks further; returns the one that comes from as far
-        back. Over gloo, in the host's memory."""
+        """Send an object `shift` data ranks further and return the one from as far back. Over gloo,
+        in host memory."""
         to, source = self.at(shift), self.at(-shift)
         if to == self.rank:
             return message
         data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
-        # Sizes first: what two ranks have pickled differs in length.
+        # Sizes first: the ranks' pickles differ in length.
         size = _swap(torch.tensor([data.numel()]), torch.zeros(1, dtype=torch.int64), to, source)
         theirs = _swap(data, torch.empty(int(size), dtype=torch.uint8), to, source)
         return pickle.loads(theirs.numpy().tobytes())
@@ -82,7 +82,7 @@ class Peers:
 
 
 def _swap(ours: torch.Tensor, theirs: torch.Tensor, to: int, source: int) -> torch.Tensor:
-    # Both are posted before either is waited for: in a ring, sends alone would wait for each other.
+    # Post both before waiting for either: in a ring, sends alone would wait for each other.
     works = [dist.isend(ours, to), dist.irecv(theirs, source)]
     for work in works:
         assert work is not None

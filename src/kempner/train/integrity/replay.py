@@ -1,9 +1,9 @@
 """Steps that are computed twice: resilience.replay_every.
 
-After the gradients of such a step are there, and before the optimizer sees them, all ranks compute
-the step again, in turn with their own batch and with that of a rank on another host: a device that
-is always wrong agrees with itself. What differs is computed once more, until it is known who is at
-fault. (Megatron-core's rerun state machine and torchtitan's replay do it for a rank's own batch.)
+Between the backward pass of such a step and the optimizer, all ranks recompute the step,
+alternately with their own batch and with that of a rank on another host: a device that is always
+wrong agrees with itself. If results differ, the ranks recompute until it is known which one is at
+fault. (Megatron-core's rerun state machine and torchtitan's replay do this for a rank's own batch.)
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from kempner.train.recording.run_directory import Run
     from kempner.train.sections import RunConfig
 
-MARGIN = 10.0  # a difference so many times that of sound devices is a fault
-MOST_HOSTS = 2  # that a fault excludes
+MARGIN = 10.0  # times the scatter of sound devices: a larger difference is a fault
+MOST_HOSTS = 2  # that a fault may exclude
 ATTEMPT_ENDS = "this attempt ends, and the next one goes on from the last checkpoint"
-COST_REPLAYS = 3  # after so many the log says what they cost
+COST_REPLAYS = 3  # after so many the log reports their cost
 
 Numbers = dict[str, "Tensor | float"]
 
@@ -51,12 +51,12 @@ class _Step(NamedTuple):
     objective: Objective
     sums: StepSums
     step_tokens: int
-    random: tuple[Tensor, ...]  # its state before the step
+    random: tuple[Tensor, ...]  # the generators' states before the step
 
 
 class Replay:
-    """forward_backward() that computes some steps twice. Raises WrongNumbers on all ranks where no
-    further computation can mend it."""
+    """A forward_backward() that computes some steps twice. Raises WrongNumbers on all ranks if
+    recomputing cannot mend a fault."""
 
     def __init__(
         self,
@@ -69,27 +69,27 @@ class Replay:
         patient: Callable[[float], AbstractContextManager[None]],
         checkpointer: Checkpointer,
     ) -> None:
-        """`patient`: the watchdog's: a step that is computed several times is not late."""
+        """`patient`: the watchdog's, because a step computed several times is not late."""
         self._cfg, self._run, self._device, self._patient = cfg, run, device, patient
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self._peers = Peers(layout, host_name(), name)
         self._witness = Witness(model, cfg.model.n_layers)
         self._state = StateChecks(model, optimizer, layout)
         self._parameters = list(model.parameters())
-        # Otherwise they are summed over replicas, too, or rounded, or of groups of one rank.
+        # Otherwise they are also summed over replicas, or rounded, or groups have one rank.
         self._sums_are_gradients = (
             layout.sizes.replicate == 1
             and cfg.train.weights == "fp32"
             and layout.parameter_mesh.size() > 1
             and layout.expert_parameter_mesh.size() > 1
         )
-        # 0: bit for bit. None: the first replay finds out.
+        # 0: bitwise. None: the first replay measures it.
         self._tolerance: float | None = 0.0 if cfg.train.deterministic else None
         self._seconds: list[float] = []  # of replays
-        self.verdict: Verdict | None = None  # once a fault was mended: leave its host
-        self._asked, self._suspect = False, -1  # for a comparison of the next step
+        self.verdict: Verdict | None = None  # once a fault is mended: leave its host
+        self._asked, self._suspect = False, -1  # to compare the next step
         self._first_steps: FirstSteps | None = None
-        if os.environ.get("KEMPNER_IDLE"):  # the job's spares, which may be auditors
+        if os.environ.get("KEMPNER_IDLE"):  # the job's spares may be auditors
             from kempner.train.integrity.first_steps import FirstSteps, obstacle
 
             self._first_steps = None if obstacle(cfg) else FirstSteps(run, device, checkpointer)
@@ -104,7 +104,7 @@ class Replay:
         step_tokens: int,
         leave: StopRequests | None,
     ) -> Numbers | Verdict:
-        """Do what forward_backward() does, and compare."""
+        """Run forward_backward(), and compare if this step is due."""
         step, every = self._run.step + 1, self._cfg.resilience.checksum_every
         replays = self._is_due(step)
         checks = replays or (every is not None and step % every == 0)
@@ -115,7 +115,7 @@ class Replay:
         recorded = self._first_steps if self._tolerance is not None else None
         if recorded is not None and not recorded.is_due(step):
             recorded = None
-        # The first pass already leaves fingerprints, so that a replay costs one step and not two.
+        # The first pass already takes fingerprints, so that a replay costs one step, not two.
         trace = Trace()
         with self._witness.into(trace if replays or recorded else None):
             numbers = forward_backward(model, objective, micro_batches, sums, step_tokens, leave)
@@ -137,17 +137,17 @@ class Replay:
         return numbers
 
     def ask(self, suspect: int) -> None:
-        """Let the next step be computed again, by a rank of another host, too. `suspect`: the rank
-        that a spare differs from; -1: none."""
+        """Request a replay of the next step, also by a rank on another host. `suspect`: the rank
+        that a spare disagrees with; -1: none."""
         self._asked, self._suspect = True, suspect
 
     def begin(self, step: int, is_loaded: bool) -> None:
-        """The weights are now those of the checkpoint of `step`: see FirstSteps."""
+        """Note that the weights are those of the checkpoint of `step`: see FirstSteps."""
         if self._first_steps is not None:
             self._first_steps.begin(step, is_loaded)
 
     def before_save(self) -> None:
-        """Compare the replicas: none may be saved that differs."""
+        """Compare the replicas: one that differs must not be saved."""
         self.begin(self._run.step, is_loaded=False)
         if self._state.copies > 1:
             self._check_copies(self._run.step, self._state.take())
@@ -155,8 +155,8 @@ class Replay:
     # --- Which steps, and with whom ---
 
     def _is_due(self, step: int) -> bool:
-        """Return whether this step is computed twice: each replay_every-th one, and those that are
-        saved: a checkpoint then has no fault of a device that was wrong since the one before."""
+        """Return whether to compute this step twice: every replay_every-th step, and each step that
+        is saved, so that no checkpoint holds the errors of a device."""
         every = self._cfg.resilience.replay_every
         saved = self._cfg.checkpoint.is_due(step) or step == self._cfg.train.max_steps
         if every is None:
@@ -164,9 +164,9 @@ class Replay:
         return step % every == 0 or (saved and self._cfg.checkpoint.save) or self._asked
 
     def _shift(self, step: int) -> int:
-        """Return how many data ranks further the batch is computed: 0, its own rank, every second
-        time; in turn by each of the others."""
-        # By the number of the step alone: all ranks agree, also after a resume.
+        """Return how many data ranks further the batch is recomputed: every second time 0, its own
+        rank, otherwise each of the other shifts in turn."""
+        # From the step number alone, so that all ranks agree, also after a resume.
         shifts = self._peers.shifts
         turn, own = divmod(step // (self._cfg.resilience.replay_every or 1), 2)
         if not shifts or (own and not (self._asked or self._cfg.checkpoint.is_due(step))):
@@ -186,10 +186,10 @@ class Replay:
         self._witness.finish(trace, [part for part in sums if isinstance(part, Tensor)])
 
     def _again(self, at: _Step, batches: list[MicroBatch]) -> tuple[Numbers, Tensor]:
-        """Compute these batches from clean gradients; returns the sums, and the fingerprints."""
+        """Compute these batches from clean gradients; returns the sums and the fingerprints."""
         for parameter in self._parameters:
             parameter.grad = None
-        # Whatever is random must be drawn as the first time.
+        # Random numbers must repeat those of the first computation.
         torch.set_rng_state(at.random[0])
         for state in at.random[1:]:
             torch.cuda.set_rng_state(state, self._device)
@@ -201,8 +201,8 @@ class Replay:
         return numbers, trace.rows()
 
     def _opinion(self, at: _Step, batches: list[MicroBatch], shift: int) -> Tensor:
-        """Return the fingerprints of this rank's batch, computed by the rank that is `shift` data
-        ranks before; this rank computes another one's meanwhile."""
+        """Return the fingerprints of this rank's batch, as computed by the rank `shift` data ranks
+        before it, while this rank computes another one's."""
         theirs = self._peers.exchange(batches, -shift)
         _, rows = self._again(at, theirs)
         answer: Tensor = self._peers.exchange(rows, shift)
@@ -213,8 +213,8 @@ class Replay:
     def _replay(
         self, step: int, at: _Step, batches: list[MicroBatch], rows: Tensor, state: dict[str, int]
     ) -> Numbers:
-        """Compute a step again; returns the sums of the last computation, whose gradients are
-        there. It is this rank's own, so that what the optimizer sees has been compared."""
+        """Recompute a step; returns the sums of the last computation, whose gradients are kept. It
+        is of this rank's own batch, so that the optimizer sees gradients that were compared."""
         began = time.perf_counter()
         if self._tolerance is None:
             self._measure(at, batches, rows)
@@ -226,9 +226,9 @@ class Replay:
         opinions.append(last)
         shifts.append(0)
         ballot = self._ballot(opinions, shifts, sums=True)
-        # All ranks go on together if one has found a difference: computing again is collective.
+        # If one rank has found a difference, all continue: recomputation is collective.
         if self._peers.least(min(found.place for found in ballot.differences)) < NO_PLACE:
-            self._check_state(step, state)  # which would explain it
+            self._check_state(step, state)  # a changed state would explain it
             if shift:
                 others = [other for other in self._peers.shifts if other != shift]
                 shifts.append((others or [shift])[0])
@@ -240,9 +240,9 @@ class Replay:
         return numbers
 
     def _ballot(self, opinions: Sequence[Tensor], shifts: Sequence[int], sums: bool) -> Ballot:
-        """Compare all computations of this rank's batch. `sums`: also the gradients summed over
-        ranks, which all see of a fault of one, and which depend on who has which batch: of two
-        computations by this rank."""
+        """Compare all computations of this rank's batch. `sums`: also compare the gradients summed
+        over ranks, between two computations by this rank: all ranks see one rank's fault in them,
+        and they depend on which rank has which batch."""
         ranks = tuple(self._peers.at(-shift) for shift in shifts)
         place, tolerance = self._witness.places.summed_gradient, self._tolerance or 0.0
         apart = [rows[rows[:, 0] != place] for rows in opinions]
@@ -255,23 +255,23 @@ class Replay:
         return Ballot(ranks, tuple(differences))
 
     def _vote(self, step: int, opinions: Sequence[Tensor], shifts: Sequence[int]) -> None:
-        """Say who is at fault. Raises WrongNumbers unless the last computation is confirmed: by
-        another one of this rank, and by another rank, where another one has computed."""
+        """Decide which rank is at fault. Raises WrongNumbers unless the last computation is
+        confirmed by another one of this rank and by any other rank that has computed the batch."""
         whole = self._ballot(opinions, shifts, sums=True)
         last = len(opinions) - 1
         confirmed = {
             whole.ranks[a] for a, b, found in whole.pairs() if b == last and found.place == NO_PLACE
         }
         mended = len(confirmed) > 1 or confirmed == {*whole.ranks}
-        # Every rank must be confirmed: what the optimizer sees is the sum of all.
+        # Every rank must be confirmed: the optimizer sees the sum of all.
         mended = self._peers.least(int(mended)) == 1
-        # All see one rank's fault in the summed gradients: they count where nothing else differs.
+        # All ranks see one's fault in the summed gradients: these count if nothing else differs.
         ballot = self._ballot(opinions, shifts, sums=False)
         if self._peers.least(min(found.place for found in ballot.differences)) == NO_PLACE:
             ballot = whole
         votes = self._peers.gather((ballot, self._peers.unit))
         found = suspects([ballot for ballot, _ in votes], [unit for _, unit in votes])
-        if self._suspect in found:  # by the vote of a spare, too
+        if self._suspect in found:  # a spare votes for it, too
             found = frozenset({self._suspect})
         differences = [d for b, _ in votes for d in b.differences if found.intersection(b.ranks)]
         telling = min((d for d in differences if d.place < NO_PLACE), default=Difference())
@@ -279,16 +279,16 @@ class Replay:
         self._blame(step, found, what, mended)
 
     def _measure(self, at: _Step, batches: list[MicroBatch], rows: Tensor) -> None:
-        """Find out, with two more computations, whether the kernels are exact to the bit: if they
-        are not, most ranks differ from themselves."""
+        """Find out, with two more computations, whether the kernels are bitwise deterministic: if
+        not, most ranks differ from themselves."""
         computed = [rows, self._again(at, batches)[1], self._again(at, batches)[1]]
-        # Three computations: the scatter is the largest difference of any two.
+        # The scatter is the largest difference between any two of the three computations.
         pairs = list(itertools.combinations(computed, 2))
         comparable = all(a.shape == b.shape for a, b in pairs)
         worst = max(float(relative(a, b).max()) for a, b in pairs) if comparable else 1.0
         own = self._ballot(computed, (0, 0, 0), sums=False)
         exact = min(found.place for found in own.differences) == NO_PLACE
-        # The median of all ranks: one that is broken cannot hide behind its own scatter.
+        # The median of all ranks: a broken one cannot hide behind its own scatter.
         answers = sorted(self._peers.gather(0.0 if exact else worst))
         half = len(answers) // 2
         differ = sum(answer > 0 for answer in answers) > half
@@ -317,25 +317,25 @@ class Replay:
             who = f"one of {who}"
         then = "it was computed again, and is right" if mended else ATTEMPT_ENDS
         reason = f"wrong numbers in step {step} by {who}: {what}; {then}"
-        # Nodes are only left out where it is one of two: more would cost too many sound ones.
+        # Exclude nodes only if the fault is on one of two: more would cost too many sound nodes.
         self._run.wrong_numbers(reason, ranks, hosts if len(hosts) <= MOST_HOSTS else ())
         if not mended:
             raise WrongNumbers(reason, ranks)
-        if os.environ.get("KEMPNER_ATTEMPT_ID"):  # else nobody would start the run again elsewhere
+        if os.environ.get("KEMPNER_ATTEMPT_ID"):  # else nothing would restart the run elsewhere
             self.verdict = Verdict(save=True, state="interrupted", reason=reason)
 
     # --- What does not change from one computation to the next ---
 
     def _check_messages(self, step: int) -> None:
         parameters = self._parameters if self._sums_are_gradients else ()
-        # Gathered, not raised here: the others would wait for this rank in the next collective.
+        # Gather instead of raising here: other ranks would wait in the next collective.
         answers = self._peers.gather(self._witness.messages.are_wrong(parameters))
         if ranks := [rank for rank, wrong in enumerate(answers) if wrong]:
             what = "the sum of its gradients is not the sum of those that were sent to it"
             self._blame(step, ranks, what, mended=False)
 
     def _check_state(self, step: int, before: dict[str, int]) -> None:
-        """Raise WrongNumbers if the state has changed since, or copies of it differ."""
+        """Raise WrongNumbers if the state has changed since `before`, or copies of it differ."""
         after = self._state.take()
         names = changed(before, after)
         answers = self._peers.gather(names[0] if names else "")
@@ -356,5 +356,5 @@ class Replay:
         if len(self._seconds) == COST_REPLAYS:
             every = self._cfg.resilience.replay_every
             usual = sorted(self._seconds)[COST_REPLAYS // 2]
-            often = f"every {every} steps" if every else "each"  # asked for by RUN/REPLAY alone
+            often = f"every {every} steps" if every else "each"  # requested by RUN/REPLAY alone
             self._run.announce(f"replay: costs {usual:.2f} s {often}")

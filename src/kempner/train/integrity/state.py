@@ -1,5 +1,5 @@
-"""Checksums of the weights and of the optimizer's state: nothing may change them but the update,
-and copies of them are equal."""
+"""Checksums of the weights and of the optimizer's state: only the update may change them, and their
+copies are equal."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kempner.parallel.layout import Layout
 from kempner.train.integrity.fingerprint import checksum
 from kempner.train.integrity.peers import Peers
 
-Sums = dict[str, int]  # checksum by the tensor's name
+Sums = dict[str, int]  # tensor name -> checksum
 
 
 class StateChecks:
-    """The state of this rank, as checksums."""
+    """This rank's state, as checksums."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> None:
         self._providers = (ModelState(model), OptimizerState(model, optimizer))
@@ -28,7 +28,7 @@ class StateChecks:
         self._place = (layout.at._replace(replicate=0), layout.at.replicate)
 
     def take(self) -> Sums:
-        """Return the checksums of all tensors; the host waits for the device."""
+        """Return the checksums of all tensors. The host waits for the device."""
         sums = {
             name: checksum(local_part(value))
             for each in self._providers
@@ -37,7 +37,7 @@ class StateChecks:
         by_device: dict[torch.device, list[str]] = {}
         for name, value in sums.items():
             by_device.setdefault(value.device, []).append(name)
-        # One wait for each device, not one for each tensor.
+        # Wait once per device, not once per tensor.
         return {
             name: number
             for names in by_device.values()
@@ -47,9 +47,9 @@ class StateChecks:
         }
 
     def odd_copies(self, sums: Sums, peers: Peers) -> list[int]:
-        """Return the ranks whose part of the state differs from that of most replicas; all that
-        hold this part, if there is no majority. All ranks call it."""
-        # Python's integers: the sum of many checksums may pass 64 bits.
+        """Return the ranks whose part of the state differs from that of most replicas or, without a
+        majority, all ranks that hold this part. Collective."""
+        # Python's integers, because the sum of many checksums may exceed 64 bits.
         found = peers.gather((self._place, sum(sums.values())))
         holders: dict[object, list[tuple[int, int]]] = {}
         for rank, ((place, _), total) in enumerate(found):
@@ -68,8 +68,8 @@ def changed(before: Sums, after: Sums) -> list[str]:
 
 
 class WrongNumbers(PeerFailed):
-    """A device has computed wrong numbers, or its memory has changed. No rank that raises it is to
-    blame for that."""
+    """A device has computed wrong numbers, or its memory has changed. The rank that raises this is
+    not to blame."""
 
     def __init__(self, reason: str, ranks: Any = ()) -> None:
         super().__init__(reason)

@@ -1,4 +1,4 @@
-"""The verdict on who has computed wrong numbers, if several ranks have computed the same batch."""
+"""Votes on which rank computed wrong numbers, after several ranks computed the same batch."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Difference(NamedTuple):
     second: float = 0.0
 
     def describe(self, places: Places, first: str, second: str) -> str:
-        """Say what differs. `first`, `second`: when or where each was computed."""
+        """Describe the difference. `first`, `second`: when or where each was computed."""
         what = places.name(self.place)
-        if self.first == self.second:  # such as a sign
+        if self.first == self.second:  # e.g. a sign
             return f"{what} had other bits {first} than {second}, and the same norm {self.first!r}"
         return f"{what} had the norm {self.first!r} {first} and {self.second!r} {second}"
 
 
 def difference(ours: Tensor, others: Tensor, tolerance: float = 0.0) -> Difference:
-    """Compare the rows of two traces. With a tolerance, norms that differ by no more than that
-    share of the larger one are equal."""
-    # Not even the same blocks have run: that differs from the first place on.
+    """Compare the rows of two traces. Norms that differ by at most `tolerance`, as a share of the
+    larger one, are equal."""
+    # Not even the same blocks have run: the traces differ from the first place on.
     if ours.shape != others.shape or not ours[:, 0].equal(others[:, 0]):
         return Difference(0)
     differs = (ours[:, 1:] != others[:, 1:]).any(1)
@@ -38,14 +38,14 @@ def difference(ours: Tensor, others: Tensor, tolerance: float = 0.0) -> Differen
         differs &= relative(ours, others) > tolerance
     if not differs.any():
         return Difference()
-    # By place, not by row: gradients of weights are reduced while the backward pass goes on.
+    # By place, not by row: gradients are reduced while the backward pass continues.
     i = int(ours[:, 0].masked_fill(~differs, NO_PLACE).argmin())
     return Difference(int(ours[i, 0]), float(_norms(ours)[i]), float(_norms(others)[i]))
 
 
 def relative(ours: Tensor, others: Tensor) -> Tensor:
-    """Return how far the norms of two traces differ, as a share of the larger one, fp64 [N]; 1
-    where one of them is not finite."""
+    """Return the relative difference of the norms of two traces, as a share of the larger one, fp64
+    [N]; 1 where one is not finite."""
     a, b = _norms(ours), _norms(others)
     share = (a - b).abs() / a.maximum(b).clamp(min=torch.finfo(a.dtype).tiny)
     return share.nan_to_num(nan=1.0, posinf=1.0)
@@ -56,35 +56,36 @@ def _norms(rows: Tensor) -> Tensor:
 
 
 class Ballot(NamedTuple):
-    """Several computations of one rank's batch: who made each, the owner first; and where each two
-    of them differ first, in the order of itertools.combinations()."""
+    """Several computations of one rank's batch: the rank that made each, the owner first, and the
+    first difference of each pair, in the order of itertools.combinations()."""
 
     ranks: tuple[int, ...]
     differences: tuple[Difference, ...]
 
     def pairs(self) -> list[tuple[int, int, Difference]]:
-        """Return two computations and their difference, for each two."""
+        """Return each pair of computations and its difference."""
         numbers = itertools.combinations(range(len(self.ranks)), 2)
         return [(*pair, found) for pair, found in zip(numbers, self.differences, strict=True)]
 
 
 def suspects(ballots: Sequence[Ballot], units: Sequence[int]) -> frozenset[int]:
-    """Return the rank that has computed wrong numbers; several if it is one of them, or each;
-    empty if all agree. `units`: of each owner, the number of the ranks that it exchanges
-    activations with. A fault of one reaches the others, so that the first place counts."""
+    """Return the rank that has computed wrong numbers; several if any of them may have, or all
+    have; empty if all agree. `units`: the number of each owner's unit, the ranks that exchange
+    activations. A fault of one reaches the others, so the earliest place decides."""
     by_unit: dict[int, list[Ballot]] = {}
     for unit, ballot in zip(units, ballots, strict=True):
         by_unit.setdefault(unit, []).append(ballot)
     found = [ranks for unit in by_unit.values() if (ranks := _suspects_of(unit))]
     if not found:
         return frozenset()
-    # A rank that is always wrong is suspected over its own batch and over those of others.
+    # A rank that is always wrong is suspected for its own batch and for those of others.
     return frozenset.intersection(*found) or frozenset.union(*found)
 
 
 def _suspects_of(unit: Sequence[Ballot]) -> frozenset[int]:
-    """A rank that differs from itself is at fault. If none does, two ranks that agree outvote a
-    third. Otherwise it is one of all: a device that is always wrong agrees with itself."""
+    """Return the suspects. A rank that differs from itself is at fault. If none does, two
+    agreeing ranks outvote a third. Otherwise any may be: a device that is always wrong
+    agrees with itself."""
     ranks = unit[0].ranks
     places = {
         pair: min(ballot.pairs()[i][2].place for ballot in unit)
@@ -92,11 +93,11 @@ def _suspects_of(unit: Sequence[Ballot]) -> frozenset[int]:
     }
     if min(places.values()) == NO_PLACE:
         return frozenset()
-    # Pairs of computations by the same rank that differ.
+    # Differing computations by the same rank.
     unsteady = {
         p for p, place in places.items() if ranks[p[0]] == ranks[p[1]] and place != NO_PLACE
     }
-    # Ranks that another one confirms.
+    # Ranks that another rank confirms.
     agreeing = {
         ranks[side]
         for pair, place in places.items()
@@ -108,7 +109,7 @@ def _suspects_of(unit: Sequence[Ballot]) -> frozenset[int]:
     else:
         sides = {side for side, rank in enumerate(ranks) if rank not in agreeing}
     telling = {p for p in unsteady or places if places[p] != NO_PLACE and sides.intersection(p)}
-    # A fault spreads from where it begins, so that only the earliest place tells whose it is.
+    # A fault spreads, so only the earliest place tells which rank it began on.
     first = min(places[pair] for pair in telling)
     return frozenset(
         ballot.ranks[side]

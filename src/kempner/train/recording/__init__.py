@@ -1,1 +1,1 @@
-"""The records that a run writes: its directory, the lines of its steps, measurements."""
+"""Records of a run: its directory, the lines of its steps, measurements."""

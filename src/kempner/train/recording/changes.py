@@ -1,4 +1,4 @@
-"""Changes that a resumed run makes to its configuration, for its log and its records."""
+"""Changes to the configuration of a resumed run, for its log and its records."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kempner.train.sections import RunConfig
 
 
 def what_changed(file: Path, cfg: RunConfig, step: int) -> list[str]:
-    """List what a resumed run changes: each changed key, from the config.toml that the last attempt
-    has left, and the effect on the learning rate of its next step."""
+    """List each key that differs from the config.toml of the last attempt, and the effect on the
+    learning rate of the next step."""
     try:
         before = load_config_files(RunConfig, [file])
-    except ConfigError:  # not there, or of a version with other options
+    except ConfigError:  # missing, or from a version with other options
         return []
-    # Both get the sections of the other one, so that each option has a value on both sides.
+    # Each gets the other's sections, so that each option has a value on both sides.
     now = cfg
-    for name, section in before.more:  # sections that are not in use have their defaults
+    for name, section in before.more:  # unused sections have their defaults
         now = now if name in dict(cfg.more) else now.with_section(name, type(section)())
     for name, section in cfg.more:
         before = before if name in dict(before.more) else before.with_section(name, type(section)())

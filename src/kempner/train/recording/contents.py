@@ -1,5 +1,5 @@
-"""Contents of a run's checkpoint besides tensors: its configuration, and the facts that tell a
-later start whether it may continue from there."""
+"""Contents of a checkpoint besides tensors: the configuration, and the facts by which a later start
+decides whether it may continue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def checkpoint_contents(
     cfg: RunConfig, world: World, run_dir: Path
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """Return files by name, and facts for the manifest. Those under "fixed" define the meaning of
-    its weights and its position: a checkpoint with others is refused."""
+    the weights and the position: a run with different ones refuses the checkpoint."""
     first = world.rank == 0
     return (
         {"config.toml": to_toml(cfg)},
@@ -34,8 +34,8 @@ def checkpoint_contents(
 
 
 def run_id(run_dir: Path) -> str:
-    """Return the identity of a run, made at its first start: checkpoints carry it, so that no run
-    continues another's."""
+    """Return the run's identity, made at its first start. Its checkpoints carry it, so that no
+    other run continues them."""
     path = run_dir / "id"
     if not path.exists():
         write_atomic(path, f"{uuid.uuid4().hex}\n")

@@ -1,4 +1,4 @@
-"""The times of steps on a GPU, by its own events."""
+"""Step times on a GPU, measured by CUDA events."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from kempner.train.recording.metrics import Clock
 
 
 class GpuClock(Clock):
-    """A clock for which a step ends when the GPU has done it. The host queues steps ahead, is held
-    up when the queue is full, and reads the numbers of a step at different times before a save and
-    elsewhere: its own time says little about one step."""
+    """A clock for which a step ends when the GPU has finished it. The host's time says little about
+    one step: it queues steps ahead, blocks when the queue is full, and reads a step's numbers at
+    varying times, such as before a save."""
 
-    _newest: torch.Event  # that was reached, `_reached` seconds after `began`
+    _newest: torch.Event  # reached `_reached` seconds after `began`
     _reached: float
 
     def begin(self) -> dict[str, float]:
-        """Wait for the GPU, whose events tell the time from here on."""
+        """Wait for the GPU; its events measure the time from here on."""
         self._newest = self.mark()
         self._newest.synchronize()
         spent = self.spent()
@@ -30,7 +30,7 @@ class GpuClock(Clock):
 
     def reach(self, mark: torch.Event) -> float:
         mark.synchronize()
-        # From mark to mark: a long time in milliseconds has few digits left in CUDA's fp32.
+        # From mark to mark: CUDA's fp32 milliseconds lose precision over a long time.
         self._reached += self._newest.elapsed_time(mark) / 1e3
         self._newest = mark
         return self._reached

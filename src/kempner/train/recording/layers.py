@@ -1,9 +1,9 @@
-"""Numbers of each layer, for profile.layers_interval: norms of gradients, sizes of updates and
+"""Per-layer numbers for profile.layers_interval: norms of gradients, sizes of updates and
 activations, the largest attention logit, and the load of the busiest expert.
 
-The gradients' norms are recorded in each step, also in one that is skipped; the others
-come from a forward pass of their own, without gradients, every profile.layers_interval steps. All
-of them travel in the step's all-reduce, and the host waits for none.
+The gradients' norms are recorded in each step, even if it is skipped; the others come from a
+separate forward pass without gradients, every profile.layers_interval steps. All travel in the
+step's all-reduce, and the host waits for none.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from kempner.parallel.build import parameter_names
 from kempner.parallel.layout import Layout
 from kempner.train.objective import Objective
 
-SAMPLED_WEIGHTS = 1 << 16  # of each parameter on each rank, whose updates are measured
-SAMPLED_QUERIES = 128  # of a row, whose logits are computed
+SAMPLED_WEIGHTS = 1 << 16  # of each parameter on each rank: the updates measured
+SAMPLED_QUERIES = 128  # of a row: the logits computed
 LAYER_FIGURES = (  # in metrics.jsonl, under "layers"
     "grad_norm",
     "update_rms",
@@ -37,12 +37,12 @@ LAYER_FIGURES = (  # in metrics.jsonl, under "layers"
     "logit_max",
     "load_max",
 )
-_PREFIX = "layers"  # of the names of a step's sums
+_PREFIX = "layers"  # prefixes the names of a step's sums
 
 
 class WithLayers:
-    """Any objective; it also records numbers of each layer: of the embedding, the blocks, and what
-    follows them."""
+    """A wrapper of any objective that also records per-layer numbers: of the embedding, the blocks,
+    and the layers after them."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class WithLayers:
         interval: int,
         step: Callable[[], int],
     ) -> None:
-        """`step`: returns the number of steps that are done."""
+        """`step`: returns the number of completed steps."""
         self.objective, self.counted = objective, objective.counted
         self._model, self._layout, self._interval, self._step = model, layout, interval, step
         self._layers: dict[str, list[nn.Parameter]] = {}
@@ -60,20 +60,20 @@ class WithLayers:
             self._layers.setdefault(layer_of(name), []).append(parameter)
         self._batch: MicroBatch | None = None
         self._seen = -1  # the step of the last numbers()
-        self._before: dict[str, list[Tensor]] = {}  # samples of the weights a step ago
-        self._kept: dict[str, list[Tensor]] = {}  # and of this step, for the next
+        self._before: dict[str, list[Tensor]] = {}  # samples of the weights one step ago
+        self._kept: dict[str, list[Tensor]] = {}  # samples of this step, for the next one
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
         loss, terms, batch = self.objective(model, batch)
-        # Not a validation's: numbers() passes the step's own batch through the model again.
+        # Skip validation: numbers() passes the step's own batch through the model again.
         if torch.is_grad_enabled():
             self._batch = batch
         return loss, terms, batch
 
     def numbers(self) -> dict[str, Tensor]:
         """Return this rank's sums, after the backward pass and before the update. A step that is
-        computed twice has them twice."""
-        step, theirs = self._step(), self.objective.numbers()  # first: the load of this step
+        computed twice calls this twice."""
+        step, theirs = self._step(), self.objective.numbers()  # first: sets this step's load
         if step != self._seen:
             self._before = self._kept if step == self._seen + 1 else {}
             self._kept, self._seen = {}, step
@@ -81,18 +81,18 @@ class WithLayers:
             _name("grad_norm_sq", layer): self._layout.norm_sq(parameters)
             for layer, parameters in self._layers.items()
         }
-        # numbers() comes before the update: what is kept in one step shows its update in the next.
+        # numbers() runs before the update: weights kept in one step show its update in the next.
         if (step + 1) % self._interval == 0:
             found |= self._updates() | self._loads() | self._activations()
-        # The next measurement is of the update that comes now: these are the weights before it.
+        # The next measurement is of the coming update: keep the weights before it.
         if (step + 2) % self._interval == 0:
             self._kept = {
                 layer: [sample(parameter).clone() for parameter in parameters]
                 for layer, parameters in self._layers.items()
             }
-        # Of the ranks along tp one alone counts in the step's sum, as Layout.once() has it.
+        # Only one of the ranks along tp counts in the step's sum (Layout.once()).
         if self._layout.tp is not None:
-            # Sums of what is offloaded are on the host.
+            # Sums of offloaded tensors are on the host.
             device = self._layout.mesh.device_type
             sums = torch.stack([value.to(device, torch.float32) for value in found.values()])
             dist.all_reduce(sums, group=self._layout.tp.get_group())
@@ -107,18 +107,18 @@ class WithLayers:
                 (sample(parameter) - old).float()
                 for parameter, old in zip(parameters, before, strict=True)
             ]
-            # What several ranks hold counts once in all, as in grad_norm.
+            # A parameter that several ranks hold counts once in total, as in grad_norm.
             shares = [1.0 / self._layout.copies(parameter) for parameter in parameters]
             squares = [x.square().sum() * share for x, share in zip(changes, shares, strict=True)]
             count = sum(x.numel() * share for x, share in zip(changes, shares, strict=True))
-            # Sums and counts apart: they add up over ranks, and a mean of means would not.
+            # Sums and counts add up over ranks; a mean of means would not.
             found[_name("update_sq", layer)] = torch.stack(squares).sum()
             found[_name("update_count", layer)] = torch.tensor(count, device=changes[0].device)
         return found
 
     def _loads(self) -> dict[str, Tensor]:
-        """Return the load of each layer's busiest expert, as a multiple of the mean, by one rank:
-        it is that of the whole step already."""
+        """Return the load of each layer's busiest expert, as a multiple of the mean, on one rank
+        only: it already is that of the whole step."""
         if not self._model.cfg.n_experts:
             return {}
         load, one = self._model.routings.step_load, float(dist.get_rank() == 0)
@@ -128,9 +128,9 @@ class WithLayers:
 
     @torch.no_grad()
     def _activations(self) -> dict[str, Tensor]:
-        """Pass the last micro-batch through the model once more and look at what each block gets
-        and returns. A maximum over all ranks needs an all-reduce of its own; each then contributes
-        its share of it to the sum."""
+        """Pass the last micro-batch through the model again and measure each block's inputs and
+        outputs. A maximum over all ranks needs a separate all-reduce; each rank then contributes
+        its share to the sum."""
         batch, model = self._batch, self._model
         assert batch is not None
         squares: dict[str, Tensor] = {}
@@ -139,10 +139,10 @@ class WithLayers:
         with watch_blocks(model, squares, counts, largest):
             model(batch.inputs, batch.targets, batch.documents)
         for module in model.modules():
-            # What stayed gathered would keep the weights from before the update.
+            # Weights that stay gathered would be those from before the update.
             if isinstance(module, FSDPModule):
                 module.reshard()
-        # All ranks have the same blocks in the same order, as no pipeline is allowed here.
+        # All ranks have the same blocks in the same order: pipelines are not allowed here.
         top = torch.stack([*largest.values()])
         dist.all_reduce(top, op=dist.ReduceOp.MAX)
         shares = (top / dist.get_world_size()).unbind()
@@ -175,9 +175,9 @@ def watch_blocks(
     counts: dict[str, Tensor],
     largest: dict[str, Tensor],
 ) -> Iterator[None]:
-    """Add to the dicts, while a forward pass runs: the sum of squares and the number of a block's
-    outputs, their largest magnitude, and the largest attention logit, fp32 [] each. What is
-    compiled runs uncompiled meanwhile, with these hooks, and stays compiled."""
+    """Add to the dicts, during a forward pass: the sum of squares and the number of a block's
+    outputs, their largest magnitude, and the largest attention logit, fp32 [] each. Compiled
+    modules run uncompiled meanwhile, with these hooks, and stay compiled."""
 
     def after(layer: str, _: nn.Module, args: Any, output: Any) -> None:
         x = (output[0] if isinstance(output, tuple) else output).float()
@@ -202,9 +202,9 @@ def _with_logits(
     attend: Callable[..., Tensor], largest: dict[str, Tensor], name: str, compiled: bool
 ) -> Callable[..., Tensor]:
     def wrapped(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
-        # Computed beside the attention, whose fused kernels hold no scores.
+        # Computed separately: fused attention kernels hold no scores.
         largest[name] = largest_logit(q, k)
-        # flex_attention is a kernel only if it is compiled.
+        # flex_attention is a fused kernel only if compiled.
         with torch.compiler.set_stance("default") if compiled else nullcontext():
             return attend(q, k, v, visible)
 
@@ -213,10 +213,10 @@ def _with_logits(
 
 def largest_logit(q: Tensor, k: Tensor) -> Tensor:
     """Return the largest scaled score of q [B, H, T, E] and k [B, K, T, E] in the first row, fp32
-    []: of at most SAMPLED_QUERIES queries over all keys up to their own."""
+    []: for at most SAMPLED_QUERIES queries over all keys up to their own."""
     length = q.shape[2]
     at = torch.arange(0, length, -(-length // SAMPLED_QUERIES), device=q.device)
-    # One row and some queries: all scores would take T x T numbers for each head.
+    # One row and a few queries: all scores would take T x T numbers per head.
     queries = q[0, :, at].view(k.shape[1], -1, len(at), q.shape[-1]).float()  # [K, H / K, Q, E]
     scores = queries @ k[0].float().unsqueeze(1).transpose(-2, -1) / q.shape[-1] ** 0.5
     seen = torch.arange(length, device=q.device) <= at.unsqueeze(1)  # [Q, T]
@@ -225,9 +225,9 @@ def largest_logit(q: Tensor, k: Tensor) -> Tensor:
 
 
 def layer_figures(values: Mapping[str, float]) -> dict[str, dict[str, float | None]]:
-    """Return LAYER_FIGURES by layer, as far as a step's `values` have them; None for what is not
-    finite. The gradients are those of grad_norm: of the mean over the tokens, before they are
-    clipped; where that is not finite, over all tokens, whether their targets count or not."""
+    """Return LAYER_FIGURES by layer, as far as a step's `values` have them; None for non-finite
+    numbers. The gradients are those of grad_norm, of the mean over the tokens and before clipping;
+    if that is not finite, of the mean over all tokens, whether their targets count or not."""
     layers: dict[str, dict[str, float]] = {}
     for name, value in values.items():
         if name.startswith(_PREFIX):

@@ -1,5 +1,5 @@
-"""Metrics of a run: one JSON line per logged step, and a console line (or a bar) made from the same
-record."""
+"""Metrics of a run: one JSON line per logged step, and a console line (or bar) from
+the same record."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARE_SHOWN = 0.05  # of a step
 
 @dataclass
 class Clock:
-    """A clock that splits the wall time of the host into named parts; the remainder is compute."""
+    """A clock that splits the host's wall time into named parts; the remainder is compute."""
 
     parts: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)  # newest time of each part
@@ -30,11 +30,11 @@ class Clock:
             self.parts[name] = self.parts.get(name, 0.0) + self.last[name]
 
     def spent(self) -> dict[str, float]:
-        """Seconds so far: `total` and the parts."""
+        """Return the seconds so far: `total` and the parts."""
         return {"total": time.perf_counter() - self.began, **self.parts}
 
     def begin(self) -> dict[str, float]:
-        """Return spent(), before steps."""
+        """Return spent(), before the first step."""
         return self.spent()
 
     def mark(self) -> Any:
@@ -42,13 +42,13 @@ class Clock:
         return time.perf_counter() - self.began
 
     def reach(self, mark: Any) -> float:
-        """Wait for a mark, each in its turn; returns its `total`."""
+        """Wait for a mark, in order; returns its `total`."""
         return float(mark)
 
 
 def console_line(record: dict[str, Any], max_steps: int) -> str:
-    """Format a step's record as a console line of at most 80 columns. The shares of the step spent
-    waiting for data or a checkpoint are shown when they matter."""
+    """Format a step's record as a console line of at most 80 columns. Shows the shares of the step
+    spent waiting for data or a checkpoint if they matter."""
     total = max(record["step_time"], 1e-9)
     shares = {name: record[f"{name}_time"] / total for name in ("data", "checkpoint")}
     parts = [

@@ -16,7 +16,7 @@ from kempner.train.objective import Objective
 
 
 class WithExperts:
-    """Any objective, for a model with experts: it also records how these are used."""
+    """A wrapper of any objective, for a model with experts, that also records their use."""
 
     def __init__(
         self, objective: Objective, model: Decoder, layout: Layout, device: torch.device
@@ -28,11 +28,11 @@ class WithExperts:
         return self.objective(model, batch)
 
     def numbers(self) -> dict[str, Tensor]:
-        """Return the numbers. The load of the busiest and of the idlest expert of any layer, as a
-        multiple of the mean, are those of the whole step: one rank contributes them to the sum over
-        ranks."""
+        """Return the numbers. The loads of the busiest and the idlest expert of any layer, as
+        multiples of the mean, are those of the whole step: one rank contributes them to the
+        sum over ranks."""
         load, losses = self.routings.take(self._device)
-        # Summed over ranks first: the busiest expert of a rank need not be that of the step.
+        # Sum over ranks first: a rank's busiest expert need not be that of the step.
         ours = self.layout.once({"load": load})["load"]
         self.routings.step_load = load = self.layout.sum(ours)  # [L, E]
         over = torch.zeros((), device=self._device) + self.routings.rows_over
@@ -47,8 +47,8 @@ class WithExperts:
         }
 
     def record(self, values: Mapping[str, float]) -> dict[str, Any]:
-        """The auxiliary loss is 0 where there is none, and 1 at equal load; it and the z-loss are
-        means of the layers."""
+        """Return the record. The auxiliary loss is 0 if there is none, and 1 at equal load; it and
+        the z-loss are means over the layers."""
         tokens = max(1.0, values["tokens"])
         found = {name: values[name] for name in ("load_max", "load_min")}
         found["aux_loss"] = values.get("aux_loss_sum", 0.0) / tokens
@@ -58,7 +58,7 @@ class WithExperts:
 
 
 class WithZLoss:
-    """Any objective, for a model whose loss has a z-loss: it also records that."""
+    """A wrapper of any objective, for a model with a z-loss, that also records that."""
 
     def __init__(self, objective: Objective, model: Decoder, device: torch.device) -> None:
         self.objective, self._squares, self._device = objective, model.log_z_squares, device
@@ -69,7 +69,7 @@ class WithZLoss:
 
     def numbers(self) -> dict[str, Tensor]:
         """Return the sum of log^2 Z over the tokens; a rank without the output layer adds 0."""
-        # Zeros on the device where there is none: every rank has the same names in its sums.
+        # A zero on the device if there is none: all ranks need the same names in their sums.
         total = sum(self._squares, torch.zeros((), device=self._device))
         self._squares.clear()
         return {**self.objective.numbers(), "z_loss_sum": total}

@@ -1,4 +1,4 @@
-"""The peak speed of GPUs, for MFU."""
+"""Peak speeds of GPUs, for MFU."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 
 from kempner.train.recording.config import MetricsConfig
 
-# Dense bf16 operations per second, by the name that the driver gives (NVIDIA's data sheets; where
-# those count sparsity, half of it: HGX B200 and B300 36 PFLOP/s for eight GPUs, GB200 and GB300
-# NVL72 360 PFLOP/s for 72). The first entry that the name contains, as whole words (an A4000 is no
-# A40), counts: the PCIe and NVL cards before the SXM ones whose name theirs extends.
+# Dense bf16 operations per second by the driver's name (NVIDIA's data sheets, halved if those count
+# sparsity: HGX B200 and B300 36 PFLOP/s for eight GPUs, GB200 and GB300 NVL72 360 PFLOP/s for 72).
+# The first entry contained in the name as whole words (an A4000 is not an A40) counts: PCIe and NVL
+# cards precede the SXM ones, whose names are shorter.
 PEAK_BF16 = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -30,7 +30,7 @@ PEAK_BF16 = {
 
 
 def peak_flops(cfg: MetricsConfig, device_name: str) -> float | None:
-    """Return the peak of one device in operations per second, None if unknown (a CPU)."""
+    """Return the peak of one device in operations per second; None if unknown (a CPU)."""
     if cfg.peak_tflops is not None:
         return cfg.peak_tflops * 1e12
     return next(

@@ -1,6 +1,6 @@
-"""Profiles of time and memory of a few steps, on request, and of the memory when it ran out. `touch
-RUN/PROFILE` asks; the files go into RUN/profile. Under Nsight Systems (KEMPNER_NSYS, task.sh) that
-one records the steps."""
+"""Profiles of the time and memory of a few steps, on request, and of the memory after it ran out.
+`touch RUN/PROFILE` requests one; the files go into RUN/profile. Under Nsight Systems (KEMPNER_NSYS,
+task.sh), nsys records the steps instead."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from kempner.train.recording.config import ProfileConfig
 if TYPE_CHECKING:
     import torch
 
-ENTRIES = 100_000  # allocations whose stacks are kept; older ones are forgotten
-UNDER_NSYS = "KEMPNER_UNDER_NSYS"  # task.sh sets it to 1 for a rank that nsys has started
+ENTRIES = 100_000  # allocations with stacks; older ones are dropped
+UNDER_NSYS = "KEMPNER_UNDER_NSYS"  # task.sh sets it to 1 for a rank started by nsys
 
 
 class NsysRange:
-    """A range that Nsight Systems records, with the names of torch's operators, and of FSDP's
-    modules, as NVTX ranges."""
+    """A range recorded by Nsight Systems, with torch's operators and FSDP's modules
+    as NVTX ranges."""
 
     def __init__(self) -> None:
         import torch
 
         torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
         self._names = torch.autograd.profiler.emit_nvtx()  # type: ignore[no-untyped-call]
-        # By hand: the range begins in one step and ends in another.
+        # Not a `with` block: the range begins in one step and ends in another.
         self._names.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         import torch
 
         self._names.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        # The host is ahead: what the last step has started may still be running.
+        # The host runs ahead: the GPU may still be working on the last step.
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
 
 
 class Profiler:
-    """A profiler; call step() on all ranks after every step. All begin at the same one, because the
-    request travels in the all-reduce of the step."""
+    """A profiler. Call step() on all ranks after every step. All begin at the same step, because
+    the request travels in the step's all-reduce."""
 
     def __init__(
         self,
@@ -69,7 +69,8 @@ class Profiler:
             record_allocations(device)
 
     def step(self, step: int, asked: bool, last: bool = False) -> None:
-        """Advance. `asked`: some rank has been asked for a profile; `last`: no step follows."""
+        """Advance. `asked`: a rank has received a request for a profile; `last`:
+        no step follows."""
         if self._running is not None:
             self._left -= 1
             if last or not self._left:
@@ -89,13 +90,13 @@ class Profiler:
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        # From here on, so that the snapshot has the stacks of what these steps allocate.
+        # Start here, so that the snapshot has the stacks of these steps' allocations.
         record_allocations(self._device)
         self._running = profile(activities=activities, record_shapes=True, profile_memory=True)
         with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", ".*clears events"
-            )  # torch 2.11, of cycles: here is one
+            )  # torch 2.11 warns of cycles; here is one
             self._running.start()
 
     def _stop(self, step: int) -> None:
@@ -108,9 +109,9 @@ class Profiler:
             return
         try:
             self._write(self._running, f"steps-{self._first}-{step}-rank-{self._rank}")
-        except OSError as error:  # a full disk, which the run itself survives
+        except OSError as error:  # e.g. a full disk, which the run survives
             self._say(f"profile: cannot be written: {explain_os_error(error)}")
-        # Stacks cost time at each allocation: they are kept only where they were asked for.
+        # Stacks cost time at each allocation: keep them only if requested.
         if not self._cfg.allocations:
             record_allocations(self._device, False)
         self._running = None
@@ -125,7 +126,7 @@ class Profiler:
 
 
 def record_allocations(device: torch.device, on: bool = True) -> None:
-    """Keep, or stop keeping, the stack of each allocation on a GPU, for memory_snapshot()."""
+    """Start or stop recording the stack of each GPU allocation, for memory_snapshot()."""
     import torch
 
     if device.type == "cuda":
@@ -133,8 +134,8 @@ def record_allocations(device: torch.device, on: bool = True) -> None:
 
 
 def memory_snapshot(device: torch.device, path: Path) -> bool:
-    """Write the contents of the GPU's memory, for https://pytorch.org/memory_viz; returns False on
-    a CPU, whose allocator keeps no record."""
+    """Write a snapshot of the GPU's memory for https://pytorch.org/memory_viz. Returns False on a
+    CPU, whose allocator keeps no record."""
     import torch
 
     if device.type != "cuda":

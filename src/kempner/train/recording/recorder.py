@@ -1,4 +1,4 @@
-"""Recorder of a run: metrics.jsonl, and the console's lines from it."""
+"""A run's recorder: metrics.jsonl, and the console lines made from it."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 
 def has_validation(run_dir: Path, step: int) -> bool:
-    """Return whether metrics.jsonl has a validation of this step."""
+    """Return whether metrics.jsonl has a validation at this step."""
     path = run_dir / "metrics.jsonl"
     with contextlib.suppress(OSError), open(path, errors="replace") as file:
-        # Not each of 100,000 lines is parsed; write() makes them.
+        # Match text, as parsing 100,000 lines is slow; write() fixes the format.
         return any(line.startswith(f'{{"step": {step},') and '"val_loss":' in line for line in file)
     return False
 
 
 class Recorder:
-    """The recorder. Rank 0 writes metrics.jsonl and the console's lines from it; the other ranks
-    only keep the clock.
+    """The recorder. Rank 0 writes metrics.jsonl and the console lines; other ranks only
+    keep the clock.
 
-    The file is appended to and never rewritten: after a resume the later line of a step counts.
+    The file is only appended to: after a resume, the later line of a step counts.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Recorder:
         replicas: Replicas,
         spikes: Spikes | None = None,
     ) -> None:
-        """`loader`, `objective`, `replicas`, `spikes`: say how their numbers are recorded."""
+        """`loader`, `objective`, `replicas` and `spikes` define how their numbers are recorded."""
         cfg, world_size = run.cfg.metrics, run.world.size * run.world.replicas
         self.run, self.device, self.clock = run, device, Clock()
         if device.type == "cuda":
@@ -64,11 +64,11 @@ class Recorder:
             self.clock = GpuClock()
         self._loader, self._objective = loader, objective
         self._replicas, self._spikes = replicas, spikes
-        # Now, where it records from the start on, or has to say that it cannot.
+        # Open it now if it records from the start, or must report that it cannot.
         early = run.cfg.profile.allocations or os.environ.get("KEMPNER_NSYS")
         self._profiler = self._open_profiler() if early else None
         self.skipped = 0
-        # The previous line's step, tokens, and the time spent until then.
+        # The previous line's step, tokens and time spent.
         self._last: tuple[int, int, dict[str, float]]
         self.begin(progress)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -106,19 +106,19 @@ class Recorder:
         cfg = self.run.cfg
         frozen = cfg.lora.rank > 0  # the adapters themselves hardly count
         pieces = cfg.train.stage(step).pieces
-        # Counted in whole samples: where these are cut, a query sees other keys.
+        # Counted in whole samples: if these are cut, a query sees other keys.
         keys = self._keys if pieces == 1 else None
         return cfg.model.flops_per_token(cfg.train.seq_len // pieces, frozen, keys)
 
     def begin(self, progress: Progress) -> None:
-        """Start the rates: at a start, and when the run has gone back."""
+        """Reset the rates: at a start, and when the run has gone back."""
         self._last = (progress.step, progress.tokens, self.clock.begin())
 
     def step(self, result: StepResult) -> None:
-        """Record a step, if its line is due; one that was skipped always, with its samples."""
+        """Record a step if its line is due, or if it was skipped, with its samples."""
         asked = result.values[ASKS_PROFILE] > 0
         last = result.step == self.run.cfg.train.max_steps
-        if asked and self._profiler is None:  # which few runs ever are
+        if asked and self._profiler is None:  # few runs ever are
             self._profiler = self._open_profiler()
         if self._profiler is not None:
             self._profiler.step(result.step, asked, last)
@@ -164,7 +164,7 @@ class Recorder:
             "tokens_per_s": rate,
             "step_time": lap["total"] / count,
             **parts,
-            "compute_time": (2 * lap["total"] - sum(lap.values())) / count,  # lap has the total
+            "compute_time": (2 * lap["total"] - sum(lap.values())) / count,  # lap has a total
             "mfu": self._peak and done * self._flops_per_token(result.step - 1) / self._peak,
             "memory_gib": memory_gib(self.device),
             "skipped": self.skipped,
@@ -176,7 +176,7 @@ class Recorder:
         self.run.announce(console_line(record, self.run.cfg.train.max_steps))
 
     def validation(self, step: int, sets: dict[str, tuple[float, int]]) -> None:
-        """Record a validation. `sets`: loss and tokens of each; val_loss is that of the first."""
+        """Record a validation. `sets`: loss and tokens of each; val_loss is the first set's."""
         loss, tokens = next(iter(sets.values()))
         record: dict[str, Any] = {"step": step, "val_loss": loss, "val_tokens": tokens}
         if len(sets) > 1:
@@ -189,16 +189,16 @@ class Recorder:
             self.run.announce(f"step {step}  validation loss{of} {loss:.4f} over {tokens:,} tokens")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one line; numbers that JSON does not know (a non-finite loss) become null."""
+        """Write one line; numbers that JSON lacks (a non-finite loss) become null."""
         if self._file is None:
             return
-        # "step" comes first: has_validation() looks for it where a line begins.
+        # "step" comes first: has_validation() looks for it at the beginning of a line.
         head = {"step": record["step"], "time": round(time.time(), 3), "attempt": self.run.attempt}
         text, file = json.dumps(_known_to_json({**head, **record})), self._file
         self.run.background.put(lambda: file.write(text), self._path)
 
     def _add_results(self) -> None:
-        """Add the results of scripts/eval.py: this process is the only writer of the file."""
+        """Add the results of scripts/eval.py, as this process is the only writer of the file."""
         if (file := self._file) is not None:
             run_dir = self.run.dir
             self.run.background.put(lambda: _add_results(run_dir, file.write), self._path)
@@ -220,8 +220,8 @@ def _add_results(run_dir: Path, write: Callable[[str], object]) -> None:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Return the peak memory so far, in GiB: of the device's tensors, or of the process on a
-    CPU."""
+    """Return the peak memory so far in GiB: of the device's tensors or, on a CPU,
+    of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from kempner.jobs.gpu.watch import GpuWatch
     from kempner.jobs.trackers.start import Trackers
 
-# Errors of a rank that only lost a peer: the peer is to blame.
+# Errors of a rank that lost a peer: the peer is to blame.
 LOST_PEER_ERRORS = ("Connection closed by peer", "Connection reset", "Connection refused", "remote")
 RUN_FLUSH_S = 30.0  # for the last writes of an attempt
 LAST_WORDS_S = 5.0  # the same, for one that crashed or hangs
@@ -59,17 +59,18 @@ LAST_POINTS_S = 15.0  # for the trackers
 
 
 def memory_is_ours() -> bool:
-    """Return whether this process has all of its GPU's memory but a tenth; True if unknown."""
+    """Return whether this process has at least 90% of its GPU's memory to itself;
+    True if unknown."""
     if not torch.cuda.is_available():
         return True
-    with contextlib.suppress(RuntimeError):  # after some errors CUDA answers nothing
+    with contextlib.suppress(RuntimeError):  # after some errors no CUDA call works
         free, total = torch.cuda.mem_get_info()
         return total - free - torch.cuda.memory_reserved() < total / 10
     return True
 
 
 class Opened(NamedTuple):
-    """Results of rank 0's opening of the run directory."""
+    """Results of opening the run directory on rank 0."""
 
     attempt: int = -1
     problems: tuple[str, ...] = ()
@@ -79,9 +80,10 @@ class Run:
     """One attempt of the run, as this rank sees it."""
 
     def __init__(self, cfg: RunConfig, world: World) -> None:
-        """Open the directory as a new attempt. All ranks call it, once the process group stands.
+        """Open the directory as a new attempt. All ranks call it, after the process group
+        is set up.
 
-        Raises ConfigError on all ranks if another live job works in it, or it cannot be written.
+        Raises ConfigError on all ranks if another live job uses it or it is not writable.
         """
         self.cfg, self.world = cfg, world
         self.dir = Path(cfg.run.dir)
@@ -91,7 +93,7 @@ class Run:
         self.lock: RunLock | None = None
         self._trackers: Trackers | None = None
         self._gpus: GpuWatch | None = None
-        # Problems are sent, not raised: the other ranks wait for rank 0 here.
+        # Send problems instead of raising: the other ranks wait for rank 0 here.
         answer = [self._open() if world.rank == 0 else Opened()]
         dist.broadcast_object_list(answer, src=0)
         if answer[0].problems:
@@ -122,7 +124,7 @@ class Run:
         return f"run.dir = {self.dir}: cannot be written: {why}: --run.dir=runs/NAME"
 
     def begin(self, progress: Progress) -> None:
-        """Record the start: the state is loaded and the first step comes."""
+        """Record the start: the state is loaded and the first step follows."""
         self.step = self._began_at = step = progress.step
         lineage = tuple(parent["from"] for parent in progress.lineage)
         changed = self._record_start(lineage) if self.world.rank == 0 else []
@@ -157,7 +159,7 @@ class Run:
             self._gpus = start_watch(self.dir, self.attempt, interval, self._log.stderr)
 
     def _record_start(self, lineage: tuple[str, ...]) -> list[str]:
-        """Record the start; returns what has changed since the last attempt."""
+        """Record the start; returns the changes since the last attempt."""
         forget_rendezvous(self.dir)
         startup.mark_start("checkpoint")
         code = current_code()
@@ -169,7 +171,7 @@ class Run:
             changed += self._records.other_code(code)
         try:
             write_atomic(self.dir / "config.toml", to_toml(self.cfg))
-            # One stands for all: opening.one_vocabulary() has refused others.
+            # The first stands for all: opening.one_vocabulary() has ensured it.
             for source in self.cfg.data.mixed[:1]:
                 if source.path != FAKE:
                     from kempner.data.sidecar import copy_tokenizer
@@ -210,21 +212,21 @@ class Run:
         self._log.log(text)
 
     def announce(self, text: str) -> None:
-        """Write a line to this rank's log, and that of the run's first rank to the console too."""
+        """Write a line to this rank's log and, on the run's first rank, to the console."""
         self.log(text)
         if self.world.leads:
             self._console.emit(text)
 
     def progress(self, step: int) -> None:
-        """Note that the numbers of a step have arrived."""
+        """Record that the numbers of a step have arrived."""
         if self.world.rank == 0 and not self._stepped:
             self._stepped = True
             self._records.event(FirstStep(**self._records.head(step)))
         self._console.update(step)
 
     def went_back(self, to: int, skip: list[int], reason: str) -> None:
-        """Record that the run continues after step `to`, without the samples skip[0] to skip[1] -
-        1."""
+        """Record that the run continues after step `to`, without the samples skip[0] to
+        skip[1] - 1."""
         self.announce(
             f"{reason}: back to step {to}, without the samples {skip[0]} to {skip[1] - 1}"
         )
@@ -235,7 +237,7 @@ class Run:
     # --- the end ---
 
     def end(self, verdict: Verdict) -> None:
-        """Record how the attempt ends; the batch script reads status.json."""
+        """Record how the attempt ends, in status.json for the batch script."""
         self._console.close()
         if self._gpus is not None:
             self._gpus.end()
@@ -247,7 +249,7 @@ class Run:
             self._records.event(end)
             self._records.release_reserve()
         if self._trackers is not None:
-            self.background.flush(RUN_FLUSH_S)  # they read what is in the files
+            self.background.flush(RUN_FLUSH_S)  # the trackers read the files
             self._trackers.end(LAST_WORDS_S if verdict.state == "interrupted" else LAST_POINTS_S)
         self._leave(RUN_FLUSH_S)
 
@@ -255,10 +257,9 @@ class Run:
         self, error: BaseException, advise: Callable[[RunConfig, World], str] | None = None
     ) -> int:
         """Record an exception that ends this rank; returns the exit code: 2 for bad input, else 1.
-        `advise`: says what would help a run that is out of memory.
+        `advise`: returns advice for a run that has run out of memory.
 
-        Bad input that shows before the run has begun is only reported: the records of the run stay
-        as they were.
+        Bad input found before the run has begun is only reported: the run's records stay unchanged.
         """
         bad_input = isinstance(error, ConfigError)
         where = f"rank {self.world.rank} on {host_name()}"
@@ -273,9 +274,8 @@ class Run:
         final = bad_input
         self._log.to_stderr(f"{where}: {detail}\n  (traceback in {self._log.path})")
         if self._begun or not bad_input:
-            # The next start would need as much, unless steps have fit before, or others hold the
-            # memory.
-            # Two steps, as the optimizer makes its state in the first update.
+            # The next start would need as much memory, unless steps have fit before or others hold
+            # it. Two steps, because the optimizer creates its state in the first update.
             early = self.step - self._began_at < 2
             final = bad_input or (no_memory and early and memory_is_ours())
             self._records.event(
@@ -300,8 +300,8 @@ class Run:
         return 2 if bad_input else 1
 
     def _advise(self, advise: Callable[[RunConfig, World], str], reason: str, final: bool) -> None:
-        """Say how the run would need less memory. That takes seconds, in which the launcher may end
-        this rank, and a planner that fails must not hide the fault, which is on disk by now."""
+        """Advise how the run would need less memory, once the fault is on disk: this takes seconds,
+        in which the launcher may end this rank, and a failing planner must not hide the fault."""
         self.background.flush(LAST_WORDS_S)
         try:
             fix = advise(self.cfg, self.world)
@@ -313,14 +313,14 @@ class Run:
             self._status("failed", f"{reason}; {fix}")
 
     def hangs(self, reason: str, ranks: list[int], blame: bool) -> None:
-        """Record a hang, as the watchdog is about to end this process: the ranks that hang, and
-        their hosts if these are to blame."""
+        """Record a hang before the watchdog ends this process: the ranks that hang, and their hosts
+        if these are to blame."""
         self.log(reason)
         self._log.to_stderr(f"{reason} (stacks in {self._log.path})")
         hosts_by_rank = dict(enumerate(self.hosts))
         guilty = ranks if blame else []
         hosts = {hosts_by_rank[rank] for rank in guilty if rank in hosts_by_rank}
-        # Only rank 0 knows the hosts of all: see all_hosts().
+        # Only rank 0 knows all hosts: see all_hosts().
         if unknown := [rank for rank in guilty if rank not in hosts_by_rank]:
             with contextlib.suppress(RuntimeError):
                 hosts.update(ask_hosts(unknown, LAST_WORDS_S))
@@ -334,8 +334,8 @@ class Run:
         self.background.flush(LAST_WORDS_S)
 
     def wrong_numbers(self, reason: str, ranks: tuple[int, ...], hosts: tuple[str, ...]) -> None:
-        """Record that a device of these ranks computes wrong numbers: the next attempt does without
-        their hosts."""
+        """Record that a device of these ranks computes wrong numbers: the next attempt
+        excludes their hosts."""
         self.announce(f"ERROR: {reason}")
         if self.world.rank == 0:
             head = self._records.head(self.step)
@@ -344,9 +344,9 @@ class Run:
             self.background.flush(LAST_WORDS_S)
 
     def _lost(self, reason: str) -> None:
-        """Record only that the run now belongs to another process; this one is about to end. No
-        host is to blame for it."""
-        records = getattr(self, "_records", None)  # it may not have begun yet
+        """Record that the run now belongs to another process, before this one ends. No host
+        is to blame."""
+        records = getattr(self, "_records", None)  # it may not have begun
         if records is None:
             print(f"error: {reason}", file=sys.stderr, flush=True)
             return

@@ -1,4 +1,4 @@
-"""Saves as the loop sees them: when the clock asks for one, and what each costs the steps."""
+"""Saves as seen by the training loop: when the clock requests one, and what each costs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from kempner.train.resilience.requests import ASKS_TIMED_SAVE
 if TYPE_CHECKING:
     from kempner.checkpoint.timer import SaveTimer
 
-SLOW_WRITE = 2.0  # times the mean write of the other ranks, and WAIT_S more
-WAIT_S = 1.0  # a shorter wait for the save before is not worth a word
+SLOW_WRITE = 2.0  # times the mean write of the other ranks, plus WAIT_S
+WAIT_S = 1.0  # a shorter wait for the previous save is not reported
 
 
 class _Begun(NamedTuple):
     step: int
-    stall: float  # seconds that the loop stood still, with the wait
-    wait: float  # of these, for the save before
+    stall: float  # seconds that the loop stood still, including the wait
+    wait: float  # of these, for the previous save
     quiet: float  # seconds of a step without a save
 
 
 class Saves:
-    """The saves of a run, and their lines in metrics.jsonl."""
+    """A run's saves and their lines in metrics.jsonl."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Saves:
         self._quiet, self._said = 0.0, WAIT_S
 
     def flags(self) -> dict[str, float]:
-        """Return the flag for the step's all-reduce, where saves go by the clock. None is due while
+        """Return the flag for the step's all-reduce, if saves go by the clock. No save is due while
         one is in flight."""
         if self._timer is None:
             return {}
@@ -63,8 +63,8 @@ class Saves:
         return {ASKS_TIMED_SAVE: float(due)}
 
     def save(self, progress: Progress) -> None:
-        """Save now, unless this step is saved. One in flight is waited for: never are there two, so
-        `latest` moves forward alone."""
+        """Save now, unless this step is already saved. Waits for a save in flight: there are never
+        two at once, so `latest` only moves forward."""
         step = self._step = progress.step
         if step in (self.checkpointer.saved_step, self.checkpointer.in_flight):
             return
@@ -77,7 +77,7 @@ class Saves:
             self.see()
             self.checkpointer.save(step, progress.record())
         if wait > self._said:
-            # Again only when the waits have become clearly longer.
+            # Repeat the message only if waits become clearly longer.
             self._said = 1.2 * wait
             self._say(
                 f"WARNING: the save of step {step} waited {wait:.1f} s for the one before: saves "
@@ -86,11 +86,11 @@ class Saves:
         self._begun = _Begun(step, self._clock.last["checkpoint"], wait, self._quiet)
 
     def after_step(self, step: int, step_time: float) -> None:
-        """Look after each step whether the save in flight has ended. `step_time`: the usual
+        """Check after each step whether the save in flight has ended. `step_time`: the usual
         seconds of a step."""
         self._step, self._quiet, before = step, step_time, self._before
         self._before = now = self._clock.spent()
-        # What the loop does besides steps says nothing about how the write slows these down.
+        # Only time in steps shows how much the write slows them down.
         apart = ("checkpoint", "eval")
         spent = {key: now.get(key, 0.0) - before.get(key, 0.0) for key in ("total", *apart)}
         self.checkpointer.poll(step_time)
@@ -99,7 +99,7 @@ class Saves:
             self.see()
 
     def see(self) -> None:
-        """Record the save that was in flight, if it has ended."""
+        """Record the save in flight, if it has ended."""
         if self._begun is None or self.checkpointer.in_flight is not None:
             return
         begun, self._begun, flight, self._flight = self._begun, None, self._flight, []
@@ -120,14 +120,14 @@ class Saves:
             "quiet_step_time": begun.quiet,
         })  # fmt: skip
         if self._timer is not None:
-            # By step: one that happens to be fast does not pay back what a slow one has cost.
+            # Step by step: a fast step does not make up for the cost of a slow one.
             slower = math.fsum(max(0.0, seconds - begun.quiet) for seconds in flight)
             self._timer.learn(begun.stall - begun.wait + slower)
 
     def _name_slow_rank(self, step: int) -> None:
-        """Name the rank whose part of a save took much longer than those of the others."""
+        """Name the rank whose part of a save took much longer than the others'."""
         if self._run.world.rank:
-            return  # rank 0 alone knows the hosts of all
+            return  # only rank 0 knows all hosts
         rank, seconds, others = self.checkpointer.slowest_write or (0, 0.0, 0.0)
         if seconds > max(SLOW_WRITE * others, others + WAIT_S):
             from kempner.train.resilience.straggler_report import describe_slow_save

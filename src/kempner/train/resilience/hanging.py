@@ -42,8 +42,8 @@ def own_process() -> str:
 
 
 def bytes_moved(pid: int | str = "self") -> int:
-    """Return the bytes that a process has read and written so far, also by mapped files; 0 if
-    unknown."""
+    """Return the bytes that a process has read and written so far, also by mapped files;
+    0 if unknown."""
     with contextlib.suppress(OSError, ValueError):
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
         counts = {name: int(n) for name, n in (line.split(": ") for line in lines)}

@@ -345,8 +345,8 @@ class Inquiry:
         return answers
 
     def _record(self, what: str, answers: dict[int, str] | None) -> None:
-        """Record the hang on the rank that leads; on rank 1 if nothing is heard of rank 0 and its
-        store."""
+        """Record the hang on the rank that leads; on rank 1 if nothing is heard of rank 0
+        and its store."""
         dog = self._dog
         leads = self.leads or (answers is None and dog.rank == 1)
         if not leads and answers is not None:
@@ -463,8 +463,8 @@ def seen_process(pid: int, now: float) -> Seen:
 
 def place_in(text: str) -> str:
     """Return the place of the main thread in stacks that faulthandler has written: its innermost
-    frame outside of torch and Python's library, and the innermost; "" without one. The main thread
-    comes last."""
+    frame outside of torch and Python's library, and the innermost; "" without one. The main
+    thread comes last."""
     names, own = [], ""
     # "Thread 0x" or "Current thread 0x".
     for line in text[max(0, text.rfind("hread 0x")) :].splitlines():

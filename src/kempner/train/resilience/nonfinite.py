@@ -23,9 +23,9 @@ class NonFinite:
         self.since: Progress  # after the first of them
 
     def judge(self, result: StepResult, may_go_back: bool) -> Verdict | None:
-        """Return the consequence of a step, None if there is none. After `max_skipped` bad steps in
-        a row the run goes back to its last checkpoint or, if it may not (it has done so before),
-        fails."""
+        """Return the consequence of a step, None if there is none. After `max_skipped` bad
+        steps in a row the run goes back to its last checkpoint or, if it may not (it has done
+        so before), fails."""
         if result.bad and not self.in_a_row:
             self.since = result.after
         self.in_a_row = self.in_a_row + 1 if result.bad else 0

@@ -87,8 +87,8 @@ LONG_STEP_S = 5.0
 
 
 class StopRequests:
-    """Collects this process's requests. Make it first of all: a signal during the imports must not
-    kill Python.
+    """Collects this process's requests. Make it first of all: a signal during the imports must
+    not kill Python.
 
     A thread sets the flags; more signals of a kind change nothing.
     """
@@ -270,6 +270,6 @@ def final_verdict(
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit without finalisers: daemon threads and NCCL at exit have hung more jobs than they have
-    helped."""
+    """Exit without finalisers: daemon threads and NCCL at exit have hung more jobs than
+    they have helped."""
     os._exit(code)

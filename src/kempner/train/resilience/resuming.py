@@ -50,8 +50,8 @@ def begin_fork(
 
 
 def fork_position(manifest: dict[str, Any], about: dict[str, Any]) -> tuple[Progress, list[str]]:
-    """Return where a fork of the checkpoint begins, and which of its facts are others. `about`: of
-    the fork."""
+    """Return where a fork of the checkpoint begins, and which of its facts are others. `about`:
+    of the fork."""
     # With the same samples in the same order the fork goes on where the other run was.
     changed = list(fact_differences(manifest, about, ("model.*",)))
     if not manifest["fixed"].get("data", {}).get("mixture"):  # imported, or of an older version

@@ -54,8 +54,8 @@ def choose_recompute(cfg: RunConfig, run: Run, layout: Layout, device: torch.dev
 
 
 def memory_limit(device: torch.device) -> float | None:
-    """Bytes that tensors may take, the smallest over all ranks; None: no limit is known. Raises
-    ConfigError."""
+    """Bytes that tensors may take, the smallest over all ranks; None: no limit is
+    known. Raises ConfigError."""
     limit = math.inf
     if device.type == "cuda":
         # What torch has reserved counts as used for the driver, and is free for a trial.

@@ -95,8 +95,8 @@ class BlockClock:
 
 
 def _weights(module: nn.Module, model: Any) -> float:
-    """Count the weights that multiply a token: of the experts [E, ...] only those that it goes
-    to."""
+    """Count the weights that multiply a token: of the experts [E, ...] only those that
+    it goes to."""
     per_token = model.cfg.experts_per_token
     sizes = (p.numel() / (len(p) / per_token if p.ndim == 3 else 1) for p in module.parameters())
     return sum(sizes)
@@ -109,8 +109,8 @@ def _seconds(began: Any, ended: Any) -> float:
 
 
 class Stragglers:
-    """Finds the slowest rank of each window of steps. All ranks call the same methods at the same
-    steps."""
+    """Finds the slowest rank of each window of steps. All ranks call the same methods at
+    the same steps."""
 
     def __init__(self, hosts: list[str], device: torch.device, say: Callable[[str], None]) -> None:
         """`hosts`: of each rank; needed where `say` reaches somebody (rank 0)."""

@@ -45,9 +45,9 @@ class StragglerReport:
             )
 
     def collectives(self, step: int, windows: list[tuple[float, float]], grown: bool) -> None:
-        """Take whether the time outside of every rank's own work has grown, while no rank is slow.
-        Says so once it stays that way; the longer time is then the usual one. `windows`: as in
-        have_collectives_grown()."""
+        """Take whether the time outside of every rank's own work has grown, while no rank is
+        slow. Says so once it stays that way; the longer time is then the usual one. `windows`:
+        as in have_collectives_grown()."""
         self._grown = self._grown + 1 if grown else 0
         if self._grown < SLOW_WINDOWS:
             return

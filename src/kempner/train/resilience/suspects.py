@@ -51,8 +51,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Call:
-    """A collective that a rank has launched, or a message to another rank. `number`: in its
-    group."""
+    """A collective that a rank has launched, or a message to another rank. `number`:
+    in its group."""
 
     group: str
     number: int
@@ -109,9 +109,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Look:
-    """Facts of one time. `silent`: seconds without a word, of ranks that say nothing;
-    `hosts`: of all ranks. `behind`: ranks that NCCL's RAS misses, or that have launched fewer
-    collectives."""
+    """Facts of one time. `silent`: seconds without a word, of ranks that say nothing; `hosts`: of
+    all ranks. `behind`: ranks that NCCL's RAS misses, or that have launched fewer collectives."""
 
     answers: Mapping[int, Answer]
     silent: Mapping[int, float] = field(default_factory=dict)
@@ -250,8 +249,8 @@ class Judge:
         return self._suspect(rank, look, doing, words, sources)
 
     def _different(self, now: float, look: Look) -> Iterable[Suspect]:
-        """Ranks that have made another call than the others, at a number of a group at which some
-        rank waits."""
+        """Ranks that have made another call than the others, at a number of a group at which
+        some rank waits."""
         calls: dict[tuple[str, int], dict[int, Call]] = {}
         for rank, answer in look.answers.items():
             for call in answer.calls or ():

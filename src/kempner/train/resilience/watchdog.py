@@ -142,9 +142,9 @@ class Watchdog:
 
     @property
     def store(self) -> Any:
-        """Return the store over a connection of its own: the default one may be busy in the very
-        call that hangs. Connecting may take as long, if the process that has the store is
-        frozen."""
+        """Return the store over a connection of its own: the default one may be busy in
+        the very call that hangs. Connecting may take as long, if the process that has the
+        store is frozen."""
         if self._own_store is None:
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             store.set_timeout(timedelta(seconds=2 * self.patience))
