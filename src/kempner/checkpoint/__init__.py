@@ -1,1 +1,2 @@
-"""Saves, commits, chooses and loads the state of a run. For the trainer and whoever reads a run."""
+"""Saving, committing, choosing and loading the state of a run; for the trainer and
+readers of runs."""

@@ -1,4 +1,4 @@
-"""Save and load a run: its providers of state under the commit protocol, on all ranks at once."""
+"""Saving and loading of a run's state providers under the commit protocol, on all ranks at once."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from kempner.jobs.lock import RunLock
 from kempner.jobs.this_job import attempt_name, short_window
 
 LAST_PRUNE_S = 10.0
-SAVE_THREAD = SAVE_GROUP = "checkpoint"  # the start of its name; the description of its group
+SAVE_THREAD = SAVE_GROUP = "checkpoint"  # the thread's name prefix; the group's description
 
 
 class Checkpointer:
-    """All ranks call the same methods in the same order.
+    """Saves and loads a run. All ranks call the same methods in the same order.
 
-    Its collectives run on a gloo group of its own, so that a save in the background never meets
-    those of the training. They are few and of constant size.
+    Its collectives use a separate gloo group, so that a background save never mixes with the
+    collectives of training. They are few and of constant size.
     """
 
     # Of the newest save: the rank whose write took longest, its seconds, the mean of the others'.
@@ -69,33 +69,33 @@ class Checkpointer:
         """
         self.cfg, self.root, self.providers, self.log = cfg, root, providers, log
         self.texts, self.about = contents
-        # A timeout of its own: a slow file system makes ranks wait longer than a step ever may.
+        # A separate timeout: a slow file system makes ranks wait longer than a step ever may.
         limit = timedelta(hours=1)
         self.ranks = Ranks(dist.new_group(backend="gloo", timeout=limit, group_desc=SAVE_GROUP))
         self.rank, self.world_size = self.ranks.rank, self.ranks.size
         self._held_by = layout.ranks_of(collect_state(providers)[0].values(), self.world_size)
         firsts = [*range(0, self.world_size, len(self._held_by))]  # of each stage of a pipeline
-        # new_group() is a collective: ranks that are not in the group call it, too.
+        # new_group() is a collective: ranks outside the group call it, too.
         self._firsts = dist.new_group(firsts, backend="gloo") if len(firsts) > 1 else None
         self._background = futures.ThreadPoolExecutor(1, SAVE_THREAD)
-        # A thread of its own: deleting may take minutes, and must not hold up the next save.
+        # A separate thread: deleting may take minutes, and must not hold up the next save.
         self._retention = futures.ThreadPoolExecutor(1, "retention")
         self._pruning: futures.Future[None] | None = None
         self._prune_due = False
-        self._table: Table | None = None  # what the image is made for
+        self._table: Table | None = None  # the image's table
         self._room = 1 << 62  # bytes of host memory for the image; a small one always fits
-        self._whole: Table = {}  # on rank 0: with the tensors of all stages
+        self._whole: Table = {}  # on rank 0: includes the tensors of all stages
         self._built: futures.Future[tuple[Image, bytes | None]] | None = None
-        self.saved_step = -1  # newest step that is durable
+        self.saved_step = -1  # newest durable step
         self.failed_saves = 0  # in a row
         self._step_time = 0.0
-        self._warned_of = 0.0  # seconds of a save that the signal window is too short for
-        self.seconds: float | None = None  # that the newest save took until it was durable
-        self.stall, self._said_waves = 0.0, False  # of these, while the slowest rank stood still
+        self._warned_of = 0.0  # seconds of a save too long for the signal window
+        self.seconds: float | None = None  # of the newest save until it was durable
+        self.stall, self._said_waves = 0.0, False  # while the slowest rank stood still
         self._pending: tuple[int, float, futures.Future[tuple[float, float, int]]] | None = None
         self._lock: RunLock | None = None
         self._run_lock = run_lock
-        # Rank 0's for all: they write into one directory, which has this name in it.
+        # All use rank 0's: they write into one directory, whose name contains it.
         self._attempt = self.ranks.on_first(attempt_name)
         self.ranks.on_first(self._claim)
 
@@ -122,17 +122,17 @@ class Checkpointer:
         """
         if step == self.saved_step or (self._pending and self._pending[0] == step):
             return
-        # The write before still reads the one image that this save stages into.
+        # The previous write still reads the image that this save stages into.
         self.wait()
         start_time = time.monotonic()
-        # An error is handed on, not raised: the other ranks wait for this one in _write.
+        # Pass an error on instead of raising: the other ranks wait for this one in _write.
         problem = self._stage()
-        position = copy.deepcopy(position)  # the caller keeps mutating its dict
+        position = copy.deepcopy(position)  # the caller goes on mutating its dict
         waves = 1 if problem or self._built is None else self._built.result()[0].waves
-        # Integers: they travel in the all-reduce that also says whether all ranks have written.
+        # Integers, because they travel in the all-reduce that tells whether all ranks have written.
         most = [int(1e6 * (time.monotonic() - start_time)), waves]
-        # The steps of all ranks wait for one that saves in waves. They wait here: to the watchdog a
-        # rank that waits in its next step hangs.
+        # If one rank saves in waves, the steps of all ranks wait for it. They wait here, because to
+        # the watchdog a rank that waits in its next step hangs.
         waves = self.ranks.largest(waves)
         future = self._background.submit(self._write, step, position, problem, most)
         if not self.cfg.async_save or waves > 1:
@@ -142,7 +142,7 @@ class Checkpointer:
 
     @property
     def in_flight(self) -> int | None:
-        """The step whose save is in flight."""
+        """Return the step whose save is in flight."""
         return self._pending[0] if self._pending else None
 
     def poll(self, step_time: float = 0.0) -> None:
@@ -163,7 +163,7 @@ class Checkpointer:
         self._pending = None
         if error := future.exception():
             if isinstance(error, PeersLost):
-                raise error  # so would every later save fail
+                raise error  # every later save would fail, too
             self.failed_saves += 1
             self.log(
                 f"WARNING: the checkpoint of step {step} failed: {self.ranks.describe(error)}; "
@@ -181,7 +181,7 @@ class Checkpointer:
 
             self.log(warning_of_waves(waves))
         self.log(f"checkpoint of step {step} is durable after {self.seconds:.1f} s")
-        # Again only when saves have become clearly slower.
+        # Warn again only if saves become clearly slower.
         if self.seconds > 1.2 * self._warned_of and (
             warning := short_window(self.seconds, self._step_time)
         ):
@@ -197,11 +197,12 @@ class Checkpointer:
             self._see()
 
     def close(self, seconds: float | None = None, prune: bool = True) -> None:
-        """Run wait() and the last retention, which a job that must leave now skips (`prune`)."""
+        """Run wait() and, with `prune`, the last retention, which a job that must
+        exit now skips."""
         self.wait(seconds)
         if prune and self._prune_due and self.rank == 0:
             futures.wait([self._retention.submit(self._prune)], LAST_PRUNE_S)
-        # Not waited for: a file system that hangs must not hold up the end beyond `seconds`.
+        # Do not wait: a hanging file system must not delay the end beyond `seconds`.
         for executor in (self._background, self._retention):
             executor.shutdown(wait=False)
         # A write in flight still reads that memory.
@@ -211,14 +212,13 @@ class Checkpointer:
             self._lock.release()
 
     def _prune(self) -> None:
-        """Apply retention. Not part of the save: deleting takes minutes on a
-        parallel file system."""
-        with contextlib.suppress(OSError):  # failing to delete is not a reason to fail
+        """Apply retention, outside the save: deleting takes minutes on a parallel file system."""
+        with contextlib.suppress(OSError):  # a failed deletion must not end the run
             cfg = self.cfg
             commit.prune_checkpoints(self.root, cfg.keep_last_n, cfg.keep_every, cfg.powers_of_two)
 
     def _prepare(self) -> None:
-        with contextlib.suppress(TypeError):  # the save says what cannot be stored
+        with contextlib.suppress(TypeError):  # the save reports what cannot be stored
             shared, _, table, whole = self._collect()
             self._build(table, whole, shared)
 
@@ -230,7 +230,7 @@ class Checkpointer:
         if self._table is None and sum(local_part(t).nbytes for t in state.values()) > WRITE:
             from kempner.jobs.ranks.host_memory import memory_of_rank
 
-            # Here, where no rank has taken its part yet: all come from the same step.
+            # Measure it here, before any rank takes its part: all come from the same step.
             self._room = memory_of_rank()
 
         def build() -> tuple[Image, bytes | None]:
@@ -248,8 +248,7 @@ class Checkpointer:
         self._table, self._whole, self._built = table, whole, self._background.submit(build)
 
     def _collect(self) -> tuple[dict[str, Tensor], dict[str, Tensor], Table, Table]:
-        """Return the state that ranks share and this rank's own, their table, and that
-        of all stages."""
+        """Return the shared state and this rank's own, their table, and the table of all stages."""
         try:
             shared, own = collect_state(self.providers)
             table = layout.make_table(shared, own, self.world_size)
@@ -259,9 +258,9 @@ class Checkpointer:
         return shared, own, table, self._of_all_stages(table)
 
     def _of_all_stages(self, table: Table) -> Table:
-        """Merge the tables of all pipeline stages. Done at each save: one stage's tensors may
-        change while another's stay."""
-        # The first rank of a stage knows all of its tensors, and rank 0 writes the table.
+        """Merge the tables of all pipeline stages, at each save: one stage's tensors may change
+        while another's do not."""
+        # A stage's first rank knows all of its tensors; rank 0 writes the table.
         if self._firsts is None or self.rank != self._held_by.start:
             return table
         tables: list[Any] = [None] * dist.get_world_size(self._firsts)
@@ -274,11 +273,11 @@ class Checkpointer:
             self._built.result()[0].close()
 
     def _stage(self) -> Exception | None:
-        """Copy the current state. An error is returned: all ranks learn of it in _write."""
+        """Copy the current state. Returns an error, which all ranks learn of in _write."""
         try:
             shared, own, table, whole = self._collect()
             unchanged = table == self._table and whole == self._whole
-            # exception() also waits until the memory is there; a build that failed is tried again.
+            # exception() also waits for the memory; a failed build is retried.
             if not unchanged or self._built is None or self._built.exception():
                 self._build(table, whole, shared)
             assert self._built is not None
@@ -314,15 +313,15 @@ class Checkpointer:
             return time.monotonic() - began
 
         try:
-            # Each of these is a barrier: no rank writes before the directory is there, and nothing
-            # is committed before the fsync of every rank has returned.
+            # Each of these is a barrier: no rank writes before the directory exists, and nothing is
+            # committed before every rank's fsync has returned.
             self.ranks.on_first(begin)
             seconds = self.ranks.on_all(write, most)
             if self.world_size > 1:
                 self.slowest_write = self.ranks.slowest(seconds)
             self.ranks.on_first(lambda: self._commit(step, position))
         except Exception:
-            if self.rank == 0 and is_own(partial):  # no full disk until the next save
+            if self.rank == 0 and is_own(partial):  # do not fill the disk until the next save
                 remove_directory(partial)
             raise
         return time.monotonic(), most[0] / 1e6, most[1]
@@ -336,7 +335,7 @@ class Checkpointer:
         facts = {
             "world_size": self.world_size,
             "torch": torch.__version__,
-            # By it history.run_branches() knows the branch of a run that has gone back.
+            # Tells history.run_branches() the branch of a run that has gone back.
             "parent": self.saved_step,
             **position,
             **self.about,
@@ -361,8 +360,8 @@ class Checkpointer:
         loaded: also at the next start, which must not begin from nothing because the first one
         has set them aside.
         """
-        self.wait()  # a run that goes back: what is in flight is the newest checkpoint
-        # Retention must not delete what is about to be chosen.
+        self.wait()  # a run that goes back: the save in flight is the newest checkpoint
+        # Retention must not delete the checkpoint about to be chosen.
         futures.wait([self._pruning] if self._pruning else [])
         if leftovers := self.ranks.on_first(lambda: commit.clean_leftovers(self.root)):
             self.log(f"removed what an earlier attempt left: {', '.join(leftovers)}")
@@ -377,15 +376,15 @@ class Checkpointer:
             except Damaged as error:
                 self.ranks.on_first(partial(set_damaged_aside, path, error, self.log))
                 continue
-            # Only after all ranks have read and verified it.
+            # Only after all ranks have read and verified the checkpoint.
             self.ranks.on_first(partial(commit.set_latest, path))
             self.saved_step = int(choice[1]["step"])
             return choice[1]
         return None
 
     def _read_seen(self, choice: Choice) -> None:
-        """Read all state. That a host without the file system finds no file proves no damage: rank
-        0 has read the manifest."""
+        """Read all state. A missing file on a host without the file system proves no damage: rank 0
+        has read the manifest."""
         try:
             self.read(choice, self.providers)
         except Damaged:
@@ -410,7 +409,7 @@ class Checkpointer:
 
         path, manifest, table = choice
         wants = read_targets(providers, table, manifest["world_size"], self.rank, self.world_size)
-        # Where every file has a copy: its own, in a world of the same size.
+        # If every file has a copy, read this rank's own, in a world of the same size.
         read_wanted(path, manifest, table, wants, near=self.rank % manifest["world_size"])
         for provider in providers.values():
             provider.restored()

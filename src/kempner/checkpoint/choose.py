@@ -1,5 +1,5 @@
-"""Choice of the checkpoint that a start loads: rank 0 decides, from files that do not grow
-with the ranks."""
+"""Choice of the checkpoint that a start loads: rank 0 decides, from files that do not grow with the
+number of ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Choice = tuple[Path, dict[str, Any], Table]
 def choose_checkpoint(
     root: Path, about: dict[str, Any], log: Callable[[str], None], only: int | None = None
 ) -> Choice | None:
-    """Return the first undamaged checkpoint, with its manifest and table; None if there is none at
-    all. `about`: facts of this run, see Checkpointer. `only`: the one of this step.
+    """Return the first undamaged checkpoint, with its manifest and table; None if there are none at
+    all. `about`: facts of this run, see Checkpointer. `only`: consider only this step's.
 
     A damaged one is set aside. Raises ConfigError if the checkpoint does not fit this run or this
     version, RuntimeError if all have been set aside.
@@ -33,7 +33,7 @@ def choose_checkpoint(
     for path in history.complete_checkpoints(root):
         if only is not None and path.name != name_of_step(only):
             continue
-        # Here, because a new run does not come here and needs none of it.
+        # Import here: a new run does not get here and needs none of it.
         from kempner.checkpoint.fits import check_compatible
         from kempner.checkpoint.format.reader import read_table
 

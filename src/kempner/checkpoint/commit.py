@@ -7,7 +7,7 @@
     step_00000100.deleted/           being deleted
     .reading/step_00000100           locked by those who read it
 
-All that makes this true is here: fsync of files and directories, rename, and the order of the two.
+This module has all that guarantees this: fsync of files and directories, rename, and their order.
 Files of other runs (ownership.py) are left alone, whatever their names. No torch.
 """
 
@@ -48,8 +48,8 @@ LEFTOVER_NAME = re.compile(  # by a killed save, deletion, or write of a small f
 
 
 def partial_of(root: Path, step: int, attempt: str = "") -> Path:
-    """Return the path where an attempt writes the checkpoint. The attempt's name in it keeps
-    another attempt, which believes that the run is its own, from saving into the same files."""
+    """Return the path where an attempt writes the checkpoint. It contains the attempt's name, so
+    that another attempt that believes it owns the run does not save into the same files."""
     return root / ".".join(filter(None, (name_of_step(step), attempt, "partial")))
 
 
@@ -57,13 +57,13 @@ def partial_of(root: Path, step: int, attempt: str = "") -> Path:
 
 
 def begin_save(root: Path, step: int, attempt: str = "") -> Path:
-    """Make partial_of() with the mark of the run that `root` belongs to and nothing else: the files
-    of an earlier attempt must not mix with ours. Raises OSError."""
+    """Make partial_of() with the mark of the run that owns `root` and nothing else: files of an
+    earlier attempt must not mix with ours. Raises OSError."""
     partial = partial_of(root, step, attempt)
     if partial.exists():
         _check_own(partial)
         remove_directory(partial)
-    # The mark first: what a kill leaves must show whose it is.
+    # The mark first: leftovers of a kill must show their owner.
     mark_directory(partial, Kind.CHECKPOINT, read_mark(root)[1])
     return partial
 
@@ -76,21 +76,21 @@ def commit_save(
     attempt: str = "",
     check: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Turn what begin_save() has made, whose data files are durable, into the checkpoint
+    """Turn the directory of begin_save(), whose data files are durable, into the checkpoint
     that `latest` names.
 
-    `texts`: the small files that go beside them. `check()` does not return if the run belongs to
-    another process by now. A crash at any instant leaves the old `latest` or the new one, each of
-    them complete. Rank 0 calls it when all ranks have written.
+    `texts`: the small files beside them. `check()` does not return if the run now belongs to
+    another process. A crash at any instant leaves the old `latest` or the new one, each complete.
+    Rank 0 calls this when all ranks have written.
     """
     partial, final = partial_of(root, step, attempt), root / name_of_step(step)
     for name, content in texts.items():
         write_atomic(partial / name, content)
-    # The data files are durable; their names are only when their folder is.
+    # The data files are durable, but their names only once their folder is.
     for folder in partial.iterdir():
         if folder.is_dir():
             fsync(folder)
-    # The small files alone: those with data carry their own sums.
+    # Only the small files: data files carry their own checksums.
     files = {
         name: {"bytes": len(content), "crc32": zlib.crc32(content)}
         for name, content in texts.items()
@@ -104,14 +104,13 @@ def commit_save(
     }
     # The manifest comes last: a directory without one is not a checkpoint.
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1))
-    # Another attempt may have taken the run over while this one was writing. Who has lost it must
-    # not move `latest`.
+    # Another attempt may have taken over the run during the write. An attempt that has lost the run
+    # must not move `latest`.
     check()
     if final.exists():  # the run went back behind this step and has now reached it again
         _check_own(final)
         mark_for_deletion(final)
-    # The order is the protocol: the directory is complete, then has its name, then
-    # `latest` names it.
+    # The order is the protocol: the directory is complete, gets its name, then `latest` names it.
     partial.rename(final)
     fsync(root)
     point_latest(root, final.name)
@@ -119,15 +118,15 @@ def commit_save(
 
 
 def _time_after(latest: Path | None) -> float:
-    """Return the time, later than that of `latest` whatever the clock of this host says: by it a
-    run knows its own branch."""
+    """Return the time, made later than that of `latest` whatever this host's clock says: a run
+    identifies its own branch by it."""
     now = time.time()
     return max(now, commit_time(latest) + 0.001) if latest else now
 
 
 def point_latest(root: Path, target: str) -> None:
     link = root / LATEST_LINK
-    if link.is_dir() and not link.is_symlink():  # a copy of the run that has followed links
+    if link.is_dir() and not link.is_symlink():  # a copy of the run that followed links
         _check_own(link)
         link.rename(unused_name(root, f"{LATEST_LINK}.copied"))
     swap_link(link, target)
@@ -155,8 +154,8 @@ def unused_name(root: Path, name: str) -> Path:
 
 @contextlib.contextmanager
 def reading_lock(path: Path) -> Iterator[None]:
-    """Protect a checkpoint from retention while it is read (by a shared lock). It may be deleted
-    before the lock is taken: then it has no manifest. Where locks are unsupported or not permitted,
+    """Protect a checkpoint from retention while it is read, by a shared lock. It may be deleted
+    before the lock is taken: then it has no manifest. Without support or permission for locks,
     nothing is protected."""
     with contextlib.ExitStack() as locks:
         with contextlib.suppress(OSError):
@@ -166,7 +165,7 @@ def reading_lock(path: Path) -> Iterator[None]:
 
 def _open_lock(path: Path) -> IO[str]:
     """Open a lock file. Raises OSError. Whoever can open a lock can hold it for ever, even
-    read-only: so the file must be private, and cannot be one that others shall read."""
+    read-only. So the file must be private, separate from the files that others read."""
     path = path.resolve()
     if read_mark(path.parent)[0] is not Kind.CHECKPOINTS:
         raise FileNotFoundError(errno.ENOENT, "a copy, which no run deletes", str(path))
@@ -183,7 +182,7 @@ def is_read(path: Path) -> bool:
 
 @contextlib.contextmanager
 def deletion_lock(path: Path) -> Iterator[bool]:
-    """Yield whether nobody reads a checkpoint; if so, nobody can start to while this is open."""
+    """Yield whether nobody reads a checkpoint; if so, nobody can start while this is open."""
     with contextlib.ExitStack() as locks:
         free = True
         try:
@@ -200,7 +199,7 @@ def deletion_lock(path: Path) -> Iterator[bool]:
 
 def set_checkpoint_aside(path: Path) -> Path:
     """Rename a damaged checkpoint; nothing is deleted. `latest` moves to the one before it, which
-    only its manifest names."""
+    only the manifest names."""
     branch, _ = run_branches(path.parent)
     if branch[1:] and branch[0] == path:
         # Before the rename below: at no instant may `latest` dangle.
@@ -214,9 +213,9 @@ def set_checkpoint_aside(path: Path) -> Path:
 def prune_checkpoints(
     root: Path, keep_last_n: int, keep_every: int, powers_of_two: bool = False
 ) -> None:
-    """Apply retention. These stay: the newest `keep_last_n` of the run's own branch, multiples of
-    `keep_every`, with `powers_of_two` step 0 and the powers of two, those saved under that option
-    earlier, `latest`, and what is being read."""
+    """Apply retention. It keeps the newest `keep_last_n` of the run's own branch, multiples of
+    `keep_every`, with `powers_of_two` step 0 and the powers of two, those saved earlier under that
+    option, `latest`, and checkpoints being read."""
     branch, other_branches = run_branches(root)
     for path in branch[keep_last_n:] + other_branches:
         step = step_of_name(path.name)
@@ -228,7 +227,7 @@ def prune_checkpoints(
             if is_own(path):
                 with deletion_lock(path) as free:
                     if free:
-                        # Under the lock: who gets it afterwards finds no manifest.
+                        # Under the lock: the next to get it finds no manifest.
                         mark_for_deletion(path)
                         (root / READING / path.name).unlink(missing_ok=True)
     for path in root.glob("step_*.deleted*"):
@@ -247,7 +246,7 @@ def _is_for_good(path: Path) -> bool:
 
 
 def mark_for_deletion(path: Path) -> None:
-    """Rename a checkpoint before it is deleted, so that none is ever half there."""
+    """Rename a checkpoint before deleting it, so that none ever looks half complete."""
     path.rename(unused_name(path.parent, f"{path.name}.deleted"))
 
 

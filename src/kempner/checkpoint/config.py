@@ -9,7 +9,7 @@ from kempner.config.option import option
 from kempner.config.values import format_value
 
 DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h|d)")
-SPREAD = 16  # copies that share the writing, at most: a rank that loads opens as many files
+SPREAD = 16  # at most so many copies share the writing: a loading rank opens as many files
 _LONGEST_S = 366 * 86400.0
 UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}  # seconds
 
@@ -37,15 +37,14 @@ class CheckpointConfig:
     )
 
     def is_due(self, step: int) -> bool:
-        """Return whether a run saves after `step` steps, if they are not its last, whatever
-        the time is."""
+        """Return whether a run saves after `step` steps, other than its last, whatever the time."""
         by_step = isinstance(self.interval, int) and self.interval
         regular = by_step and step % by_step == 0
         return regular or (self.powers_of_two and is_power_of_two(step))
 
     @property
     def seconds(self) -> float | None:
-        """Seconds between saves; None if checkpoint.interval is no duration."""
+        """Seconds between saves; None if checkpoint.interval is not a duration."""
         found = DURATION.fullmatch(str(self.interval))
         return float(found[1]) * UNITS[found[2]] if found else None
 

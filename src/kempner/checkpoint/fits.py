@@ -1,5 +1,5 @@
-"""Check from its manifest that a run may continue from a checkpoint, or fork from it, before
-anything is started. No torch."""
+"""Checks of a checkpoint's manifest that a run may continue or fork from it, before anything
+starts. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kempner.model.config import OF_CONTEXT, OF_TRAINING, ModelConfig
 # "fixed" in a manifest holds the facts that define the meaning of its weights and position. Only
 # these may differ in the run that loads it; all others may not, such as the shapes of weights.
 MAY_CHANGE = tuple(f"model.{name}" for name in OF_TRAINING)
-MAY_CHANGE_IN_A_FORK = (  # which has a position of its own
+MAY_CHANGE_IN_A_FORK = (  # a fork has its own position
     *MAY_CHANGE,
     "model.init_from",
     "preference.*",
@@ -27,7 +27,7 @@ MAY_CHANGE_IN_A_FORK = (  # which has a position of its own
 
 def check_compatible(path: Path, manifest: dict[str, Any], about: dict[str, Any]) -> None:
     """Raise ConfigError if the checkpoint is of another run or another model."""
-    # An import has weights alone: no optimizer's state, and no position in any data.
+    # An import has only weights: no optimizer state, and no position in any data.
     if "imported" in manifest:
         raise ConfigError(
             f"{path} was imported from {manifest['imported']}, and is not a run to continue: start "
@@ -59,8 +59,8 @@ def check_fork(source: str, path: Path, manifest: dict[str, Any], about: dict[st
 def fact_differences(
     manifest: dict[str, Any], about: dict[str, Any], allowed: tuple[str, ...]
 ) -> dict[str, str]:
-    """Describe each fact that differs and is not `allowed` to. A model option that a manifest lacks
-    is newer than it: it had its default."""
+    """Describe each fact that differs and is not `allowed` to. A model option missing from a
+    manifest is newer than it and had its default."""
     before = {entry.name: entry.default for entry in fields(ModelConfig)}
     differ = {
         name: f"{name} is {_text(there)} there, {_text(value)} here"
@@ -70,17 +70,17 @@ def fact_differences(
         if (there := manifest["fixed"].get(section, {}).get(key, before.get(key))) != value
         and (name := f"{section}.{key}") != "data.mixture"
     }
-    # Above are the sections of this run, which without adapters has no [lora].
+    # Above are this run's sections: without adapters there is no [lora].
     if (lora := manifest["fixed"].get("lora")) and "lora" not in about["fixed"]:
         differ["lora.rank"] = f"lora.rank is {lora['rank']} there, 0 here"
     was, now = (entry["fixed"].get("preference") for entry in (manifest, about))
-    if was and now and was != now:  # an earlier version has not noted it
+    if was and now and was != now:  # earlier versions do not record it
         differ["preference.reference"] = (
             "model.init_from holds other weights than those that have been the reference of "
             f"preference.loss = dpo (fingerprint {was['reference']} there, {now['reference']} here)"
         )
     if mixture := manifest["fixed"].get("data", {}).get("mixture"):
-        # Samples of another length have other numbers: only the tokens can be compared then.
+        # Samples of another length have other numbers: then only tokens can be compared.
         same_length = "train.seq_len" not in differ
         if (here := about["fixed"]["data"].get("mixture")) is None:
             differ["data.sources"] = "data.sources are read there, here it learns from rewards"

@@ -27,17 +27,17 @@ def find_fork(source: str) -> Path:
 
 
 def hold_checkpoint(source: str, about: dict[str, Any], locks: contextlib.ExitStack) -> Choice:
-    """Open the checkpoint RUN[@STEP] of another run, which may be training: its retention leaves
-    the checkpoint alone as long as `locks` is open.
+    """Open the checkpoint RUN[@STEP] of another run, which may be training: its retention keeps the
+    checkpoint while `locks` is open.
 
-    Raises ConfigError if there is none or it does not fit, Damaged.
+    Raises ConfigError if it is missing or does not fit, Damaged if it is damaged.
     """
     from kempner.checkpoint.fits import check_fork
     from kempner.checkpoint.format.reader import read_table
 
     path = find_fork(source)
     locks.enter_context(commit.reading_lock(path))
-    # Retention may delete it between the two lines; then the manifest is missing.
+    # Retention may delete it before this line; then the manifest is missing.
     manifest = history.read_manifest(path)
     check_fork(source, path, manifest, about)
     return path, with_skip(path, manifest), read_table(path, manifest)
@@ -53,14 +53,15 @@ def load_fork(checkpointer: Checkpointer, source: str, names: Collection[str]) -
             # Rank 0's lock serves all ranks: `locks` stays open until every one of them has read.
             choice = checkpointer.ranks.on_first(hold)
             checkpointer.ranks.on_all(partial(checkpointer.read, choice, providers))
-        except Damaged as error:  # it is not ours to set aside
+        except Damaged as error:  # not ours to set aside
             raise not_whole(source, error) from None
     return choice
 
 
 def fork_problems(source: str, run_dir: Path, root: Path) -> list[str]:
-    """List problems of run.fork that the paths alone show, before anything is loaded. `run_dir`,
-    `root`: of the fork and of its checkpoints; once it has one, the other run is not needed."""
+    """List problems of run.fork that the paths alone show, before anything is loaded.
+    `run_dir`, `root`: directories of the fork and its checkpoints; once it has one, the other
+    run is not needed."""
     run = named.split_name(source)[0]
     if run.resolve() == run_dir.resolve():
         return [
@@ -68,11 +69,11 @@ def fork_problems(source: str, run_dir: Path, root: Path) -> list[str]:
             "--run.dir=runs/NAME"
         ]
     try:
-        # A fork that has begun goes on from its own checkpoints, whatever became of the other run.
+        # A fork that has begun continues from its own checkpoints, even without the other run.
         if own := history.latest_checkpoint(root):
             return _not_from(source, own)
         find_fork(source)
-    except Damaged:  # the load sees to it
+    except Damaged:  # the load handles it
         return []
     except ConfigError as error:
         return error.problems
@@ -87,7 +88,7 @@ def not_whole(source: str, error: Damaged) -> ConfigError:
 
 
 def _not_from(source: str, own: Path) -> list[str]:
-    """Check that a run with a checkpoint, which continues from that, is a fork of `source`."""
+    """Check that a run that continues from its own checkpoint is a fork of `source`."""
     run, step = named.split_name(source)
     lineage: list[dict[str, Any]] = history.read_manifest(own).get("lineage") or [{}]
     origin = lineage[0]
@@ -107,7 +108,7 @@ def fork_generation(source: str, manifest: dict[str, Any], optimizer: str) -> li
     parent = {
         "from": f"{run}@{step}",
         "dir": str(run.resolve()),
-        "id": manifest.get("run", ""),  # an imported one has none
+        "id": manifest.get("run", ""),  # imported checkpoints have none
         "step": step,
         "samples": manifest.get("samples", 0),
         "tokens": manifest.get("tokens", 0),

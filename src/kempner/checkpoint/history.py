@@ -1,5 +1,5 @@
-"""The checkpoints that a run has: the order in which to try them, and what their manifests say.
-commit.py writes them. No torch."""
+"""A run's checkpoints: the order in which to try them, and their manifests. commit.py writes
+them. No torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Damaged(ValueError):
 
 
 def latest_name(root: Path) -> str:
-    """Return the name that `latest` leads to, which need not be there; "" if it leads nowhere."""
+    """Return the name that `latest` links to, which may not exist; "" if it links nowhere."""
     with contextlib.suppress(OSError, RuntimeError):  # a link to itself
         return (root / LATEST_LINK).resolve().name
     return ""
@@ -46,17 +46,17 @@ class _Commit(NamedTuple):
 
     def may_follow(self, other: _Commit) -> bool:
         """Return whether `other` can be an ancestor of this one."""
-        # A younger one of an earlier step was saved after the run had gone back behind this one.
+        # A younger checkpoint of an earlier step was saved after the run went back past this one.
         older = self.time is None or other.time is None or other.time < self.time
-        # Not only the parent itself: retention may have deleted it.
+        # Not only the parent, which retention may have deleted.
         return other.step <= self.parent and older
 
 
 def run_branches(root: Path) -> tuple[list[Path], list[Path]]:
-    """Return the checkpoints from which the run has come to where `latest` is, newest first, and
-    those of branches that it has left by going back.
+    """Return the ancestors of `latest`, newest first, and the checkpoints of branches that the run
+    has left by going back.
 
-    A younger checkpoint of an abandoned branch holds what the run went back to avoid.
+    A younger checkpoint of an abandoned branch holds the state that the run went back to avoid.
     """
     if not root.is_dir():
         return [], []
@@ -84,22 +84,21 @@ def run_branches(root: Path) -> tuple[list[Path], list[Path]]:
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """List the checkpoints in the order in which to try them: `latest`, its
-    ancestors, the others."""
+    """List the checkpoints in the order to try them: `latest`, its ancestors, the others."""
     branch, other_branches = run_branches(root)
     return branch + other_branches
 
 
 def has_checkpoint(root: Path) -> bool:
-    """Return whether the run has a checkpoint. An unreadable directory counts as empty here; the
-    check of the input reports it."""
+    """Return whether the run has a checkpoint. An unreadable directory counts as empty; the input
+    check reports it."""
     with contextlib.suppress(OSError):
         return bool(complete_checkpoints(root))
     return False
 
 
 def commit_time(path: Path) -> float:
-    """Return when a checkpoint was committed; 0 if its manifest does not say."""
+    """Return the commit time of a checkpoint; 0 if its manifest lacks it."""
     return _read_commit(path, 0).time or 0.0
 
 

@@ -1,4 +1,4 @@
-"""Loading of the state of a run. Loaded where there is a checkpoint."""
+"""Loading of the state of a run. Imported only if there is a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def read_targets(
     """List what this rank must read, with its targets. `stored_world`: number of ranks that
     wrote the checkpoint.
 
-    Raises ConfigError if a provider wants what is not stored in this shape.
+    Raises ConfigError if a provider wants a tensor that is not stored in this shape.
     """
     wants = []
     for prefix, provider in providers.items():
         start = f"{prefix}.*." if provider.per_rank else f"{prefix}."
         stored = {key.removeprefix(start): of for key, of in table.items() if key.startswith(start)}
-        # The world has grown: this rank starts with random state of its own.
+        # The world has grown: this rank starts with its own random state.
         if provider.per_rank and rank >= stored_world:
             stored = {}
         destinations = provider.restore(stored)
         here = make_table(destinations, {}, world)
         for name, tensor in destinations.items():
-            # The layout is left out: any mesh reads what any other has written.
+            # The layout may differ: any mesh can read what another has written.
             shape, dtype = here[name][:2]
             if name not in stored or stored[name][:2] != (shape, dtype):
                 raise ConfigError(

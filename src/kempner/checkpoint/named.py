@@ -10,7 +10,7 @@ from kempner.config import toml
 from kempner.config.option import ConfigError
 from kempner.jobs.system.files import name_of_step, step_of_name
 
-# One of them is in whatever has a checkpoint.
+# Anything with checkpoints contains one of these.
 CHECKPOINT_SIGNS = ("config.toml", "checkpoints", "latest", history.MANIFEST)
 STEPPED = re.compile(r"(.+)@(\d+)")
 
@@ -26,7 +26,7 @@ def split_name(name: str) -> tuple[Path, int | None]:
 
 def find_checkpoint(name: str) -> Path:
     """Find the checkpoint of that step, or the best one, in a run or a directory of checkpoints. A
-    path to a checkpoint is returned as it is. Raises ConfigError if there is none."""
+    path to a checkpoint is returned unchanged. Raises ConfigError if there is none."""
     directory, step = split_name(name)
     if not directory.is_dir():
         raise ConfigError(f"{name}: no such directory {directory}; name the run.dir of a run")

@@ -1,9 +1,9 @@
 """Ownership of a directory of checkpoints and the names in it: a run renames and deletes only its
 own. No torch.
 
-The directory and each checkpoint have a mark (kempner.jobs.system.directories) with the id of the
-run, which is written before anything else. Versions before the mark are known by their manifests,
-and what they left unfinished by the names in it."""
+The directory and each checkpoint have a mark (kempner.jobs.system.directories) with the run's id,
+written before anything else. Checkpoints of versions without marks are recognised by their
+manifests, and their unfinished ones by the names inside."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def ownership_problems(root: Path, run: str) -> list[str]:
 
 
 def owner_of(root: Path) -> str:
-    """Return the id of the run that the directory belongs to; "" if it belongs to nobody."""
+    """Return the id of the run that owns the directory; "" if it has no owner."""
     kind, run = read_mark(root)
     if kind is not None or not root.is_dir():
         return run
@@ -80,8 +80,8 @@ def owner_of(root: Path) -> str:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether a checkpoint, or what is left of one, is of the run that its directory belongs
-    to. Raises OSError."""
+    """Return whether a checkpoint, or its remains, belongs to the run that owns its
+    directory. Raises OSError."""
     if path.is_symlink() or not path.is_dir():
         return False
     kind, run = read_mark(path)
@@ -91,13 +91,13 @@ def is_own(path: Path) -> bool:
         return all(IN_A_CHECKPOINT.fullmatch(name) for name in os.listdir(path))
     owner = read_mark(path.parent)[1]
     run = run if kind else str(manifest.get("run") or "")
-    # Versions before the mark have no id in one of the two.
+    # Versions without marks lack the id in one of the two.
     return run == owner or not (run and owner)
 
 
 def remove_directory(path: Path) -> None:
-    """Delete a directory that is_own(), its mark last, so that a killed deletion is still
-    recognised. What cannot be deleted stays."""
+    """Delete a directory that is_own(), its mark last, so that an interrupted deletion is still
+    recognised. Files that cannot be deleted stay."""
     for entry in path.iterdir() if path.is_dir() else ():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
@@ -107,7 +107,7 @@ def remove_directory(path: Path) -> None:
 
 
 def _is_left(root: Path) -> bool:
-    """Return whether a version before the mark was killed here in its first save."""
+    """Return whether a version without marks was killed here in its first save."""
     try:
         names = os.listdir(root)
         steps = [root / name for name in names if name.startswith("step_")]

@@ -14,7 +14,7 @@ from kempner.checkpoint.history import Damaged
 from kempner.config.option import ConfigError
 
 _T = TypeVar("_T")
-# The worst that any rank met is what all ranks raise.
+# All ranks raise the worst outcome of any rank.
 OUTCOME_FINE, OUTCOME_DAMAGED, OUTCOME_CONFIG, OUTCOME_OTHER = range(4)
 
 
@@ -32,7 +32,7 @@ class Ranks:
             try:
                 result[1] = act()
             except Exception as caught:
-                # The others get words: an exception may not be picklable.
+                # Others get text: an exception may not be picklable.
                 error, result = caught, [_kind(caught), self.describe(caught)]
         with in_touch():
             dist.broadcast_object_list(result, 0, self.group)
@@ -48,7 +48,7 @@ class Ranks:
             result = act()
         except Exception as caught:
             error = caught
-        # One number orders by the worst kind first, then by the lowest rank.
+        # One number encodes the worst kind first, then the lowest rank.
         own_kind = _kind(error) * self.size + self.size - 1 - self.rank
         worst = torch.tensor([own_kind, *(most or ())])
         with in_touch():
@@ -57,7 +57,7 @@ class Ranks:
         if most:
             most[:] = worst[1:].tolist()
         if kind != OUTCOME_FINE:
-            # All know the failed rank from the number, so that it alone has to send its words.
+            # All ranks know the failed rank from the number: only it has to send its message.
             messages = [self.describe(error) if error else ""]
             with in_touch():
                 dist.broadcast_object_list(messages, self.size - 1 - place, self.group)
@@ -72,7 +72,7 @@ class Ranks:
         return int(most)
 
     def slowest(self, seconds: float) -> tuple[int, float, float]:
-        """Return the rank with the most seconds, these, and the mean of the others'."""
+        """Return the slowest rank, its seconds, and the mean of the others'."""
         total = torch.tensor(seconds, dtype=torch.float64)
         # Time and rank in one integer: one maximum finds both.
         most = torch.tensor(round(seconds * 1e6) * self.size + self.rank)
@@ -94,8 +94,8 @@ class PeerFailed(RuntimeError):
 
 
 class PeersLost(PeerFailed):
-    """A collective itself has failed. Gloo then closes its connections: no later one of the
-    group can succeed."""
+    """A collective itself has failed. Gloo then closes its connections, so that no later collective
+    of the group can succeed."""
 
 
 @contextlib.contextmanager

@@ -14,27 +14,28 @@ _FP32 = 4  # bytes
 def checkpoint_bytes(
     model: ModelConfig, lora: LoraConfig, optimizer: OptimizerConfig, weights: str
 ) -> float:
-    """Bytes of the trained weights and the optimizer's state. `weights`: train.weights."""
-    # Adapters are fp32 whatever the weights are.
+    """Return the bytes of the trained weights and the optimizer's
+    state. `weights`: train.weights."""
+    # Adapters are always fp32.
     width = 2 if weights == "bf16" and not lora.rank else _FP32
     return width * trained_parameters(model, lora) + optimizer_bytes(model, lora, optimizer)
 
 
 def host_bytes_of_node(checkpoint: float, axes: Axes, per_node: int) -> float:
-    """Bytes of host memory that the saves of a node's ranks hold: each has the image of the file
-    that it writes. `checkpoint`: bytes of the whole."""
+    """Return the bytes of host memory that the saves of a node's ranks hold: each rank has the
+    image of its file. `checkpoint`: bytes of the whole."""
     # Replicas hold the same parts, and up to SPREAD of them share the writing.
     cuts = axes.pp * axes.shard * axes.cp * axes.tp
     return checkpoint / cuts / min(axes.replicate, SPREAD) * per_node
 
 
 def trained_parameters(model: ModelConfig, lora: LoraConfig) -> float:
-    """Number of trained elements of the whole model."""
+    """Return the number of trained elements of the whole model."""
     return lora_parameters(model, lora) if lora.rank else float(model.count_parameters())
 
 
 def optimizer_bytes(model: ModelConfig, lora: LoraConfig, optimizer: OptimizerConfig) -> float:
-    """Bytes of the rule's state for all trained elements: with Muon, embedding and
+    """Return the bytes of optimizer state for all trained elements; with Muon, embedding and
     output have AdamW's."""
     tables = model.vocab_size * model.dim * (2 - model.tie_embeddings)
     by_adamw = tables if optimizer.name == "muon" and not lora.rank else 0
@@ -44,7 +45,7 @@ def optimizer_bytes(model: ModelConfig, lora: LoraConfig, optimizer: OptimizerCo
 
 
 def _state_bytes(optimizer: OptimizerConfig, rule: str) -> int:
-    """Bytes of state for each element that this rule trains."""
+    """Return the bytes of state per element that this rule trains."""
     state, average = STATE[rule], 2 if optimizer.moments == "bf16" else _FP32
     return average * len(state.averages) + _FP32 * len(state.copies)
 
@@ -55,7 +56,7 @@ def lora_parameters(model: ModelConfig, lora: LoraConfig) -> float:
 
 
 def lora_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return widths in and out of the matrices of a block that may have adapters."""
+    """Return the input and output widths of a block's matrices that may have adapters."""
     q, kv = (heads * model.resolved_head_dim for heads in (model.n_heads, model.kv_heads))
     return {
         "wq": (model.dim, q), "wk": (model.dim, kv), "wv": (model.dim, kv), "wo": (q, model.dim),

@@ -37,7 +37,7 @@ class StateProvider(Protocol):
 
 
 class ModelState:
-    """The trained parameters, by their names without wrappers, and the buffers; with the published
+    """The trained parameters, by their names without wrappers, and the buffers. Holds the published
     values if the optimizer trains other ones."""
 
     per_rank = False
@@ -73,7 +73,7 @@ class OptimizerState:
 
     def tensors(self) -> dict[str, Tensor]:
         if isinstance(self.optimizer, Optimizer):
-            # State that is offloaded may still be on its way to the host.
+            # Offloaded state may still be on its way to the host.
             self.optimizer.wait()
         trained = averaging_of(self.optimizer)
         return {
@@ -86,7 +86,8 @@ class OptimizerState:
         }
 
     def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-        """Create state of the stored shapes: the optimizer would make it only at its first step."""
+        """Create state of the stored shapes; the optimizer would create it only at
+        its first step."""
         self.optimizer.state.clear()
         targets = {}
         for full, entry in stored.items():
@@ -108,7 +109,7 @@ class OptimizerState:
     @torch.no_grad()
     def restored(self) -> None:
         """Continue from the published weights if the optimizer trains what it publishes."""
-        # Popped, so that the optimizer does not take it for state of its own.
+        # Popped, so that the optimizer does not treat it as its own state.
         trained = {p: state.pop(WEIGHT, None) for p, state in self.optimizer.state.items()}
         for p in averaging_of(self.optimizer):
             if (weight := trained.get(p)) is not None:
@@ -122,7 +123,7 @@ def averaging_of(optimizer: torch.optim.Optimizer | None) -> Mapping[Tensor, Cal
 
 
 class RandomState:
-    """States of torch's random generators of this rank."""
+    """The states of this rank's random generators of torch."""
 
     per_rank = True
 
@@ -136,7 +137,7 @@ class RandomState:
         return state
 
     def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-        # The checkpoint may be of another kind of device, and lack the state of this one.
+        # A checkpoint from another kind of device may lack the state of this one.
         self._loaded = {kind: state for kind, state in self.tensors().items() if kind in stored}
         return self._loaded
 

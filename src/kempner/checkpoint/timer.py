@@ -1,5 +1,5 @@
-"""Saves by the clock, loaded where checkpoint.interval is a duration or auto: rank 0 says when one
-is due, and all ranks save at the step in whose all-reduce they read it."""
+"""Saves by the clock, loaded if checkpoint.interval is a duration or auto: rank 0 decides when one
+is due, and all ranks save at the step whose all-reduce tells them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 # 419 unexpected interruptions of 16,384 GPUs in 54 days: The Llama 3 Herd of Models,
 # section 3.3.4 (arXiv:2407.21783).
 GPU_SECONDS_PER_FAILURE = 54 * 86400 * 16384 / 419
-FIRST_S = 600.0  # until the first save, whose cost is not known yet
+FIRST_S = 600.0  # until the first save, whose cost is not yet known
 SHORTEST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 7200.0
 WORTH_SAYING = 1.2  # a change of the interval by this factor is logged
 
@@ -33,7 +33,7 @@ class SaveTimer:
         self._last = time.monotonic()
 
     def learn(self, cost: float) -> None:
-        """Take note that a save has made the steps `cost` seconds longer in all."""
+        """Record that a save has prolonged the steps by `cost` seconds in total."""
 
 
 class YoungTimer(SaveTimer):
@@ -60,7 +60,7 @@ class YoungTimer(SaveTimer):
         if len(self._costs) == 1 or max(ratio := self.seconds / self._said, 1 / ratio) > (
             WORTH_SAYING
         ):
-            # Against what was said last, not the last interval: slow drift is reported, too.
+            # Compare with the last report, not the last interval, to report slow drift, too.
             self._said = self.seconds
             self._say(
                 f"checkpoint.interval = auto: a save every {self.seconds / 60:.1f} min (each costs "
@@ -91,14 +91,14 @@ def young_interval(cost: float, between_failures: float) -> float:
 
 
 def seconds_between_failures(ranks: int, ran: float, failures: int) -> float:
-    """Estimate the mean time between failures of a run: before it, one failure was seen in the
-    published time for as many GPUs."""
+    """Estimate the mean time between failures of a run: the prior is one failure in the published
+    time for as many GPUs."""
     return (GPU_SECONDS_PER_FAILURE / ranks + ran) / (1 + failures)
 
 
 def failures_of(run_dir: Path, attempt: int) -> tuple[float, int]:
-    """Return the seconds that earlier attempts of a run lasted, and how many of them failed: one
-    that ended as it was asked to did not."""
+    """Return the seconds that earlier attempts of a run lasted, and how many failed; one that ended
+    on request did not."""
     from kempner.jobs.records.run_history import load_history
 
     earlier = [each for each in load_history(run_dir).attempts if each.number < attempt]
@@ -107,7 +107,7 @@ def failures_of(run_dir: Path, attempt: int) -> tuple[float, int]:
 
 
 def describe_auto(ranks: int) -> str:
-    """Say how checkpoint.interval = auto chooses, for --check."""
+    """Describe how checkpoint.interval = auto chooses, for --check."""
     between = seconds_between_failures(ranks, 0.0, 0)
     return (
         f"checkpoint.interval = auto: the first save comes after {FIRST_S / 60:.0f} min of steps, "

@@ -1,5 +1,4 @@
-"""A stand-in for the Checkpointer when checkpoint.save is off: measurements
-leave nothing behind."""
+"""A stand-in for the Checkpointer if checkpoint.save is off: measurements leave no files."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ class Unsaved(Checkpointer):
     """A checkpointer that neither reads nor writes; every step counts as durable."""
 
     def __init__(self) -> None:
-        # Without super().__init__(): that makes groups, threads and a lock.
+        # No super().__init__(), which makes groups, threads and a lock.
         self._pending = None
         self.saved_step, self.failed_saves, self.seconds = -1, 0, None
 

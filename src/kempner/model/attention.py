@@ -27,9 +27,9 @@ FLASH_KERNELS = ("flash", "fa3", "fa4")  # one operator of torch: see flash.py
 
 @dataclass(frozen=True)
 class Documents:
-    """Several documents packed into each row: a token sees none but its own document's."""
+    """Several documents packed into each row: a token sees only its own document."""
 
-    index: Tensor  # int32 [B, T]: which document of its row a token belongs to; it never falls
+    index: Tensor  # int32 [B, T]: a token's document in its row; never decreases
     starts: Tensor  # int32 [N + 1]: where each begins in the flattened B * T tokens, and B * T
     positions: Tensor | None  # int64 [B, T]: from 0 in each document; None: from 0 in each row
 
@@ -37,7 +37,7 @@ class Documents:
     def of(cls, index: Tensor, reset_positions: bool) -> Documents:
         """Build from `index` alone, on the CPU."""
         rows, length = index.shape
-        # A row begins a document, too: none goes on from one row to the next.
+        # A row begins a document, too: documents do not continue in the next row.
         first = torch.ones_like(index, dtype=torch.bool)
         first[:, 1:] = index[:, 1:] != index[:, :-1]
         starts = torch.cat((first.flatten().nonzero().squeeze(1), torch.tensor([rows * length])))
@@ -54,16 +54,16 @@ class Documents:
 
 @dataclass(frozen=True)
 class Visible:
-    """The attention pattern: which keys each query sees and how scores change. Made once for all
-    layers of a forward pass."""
+    """The attention pattern: which keys each query sees and how scores change. Built once per
+    forward pass, for all layers."""
 
-    window: int | None  # so many keys, its own among them; None: all before it
+    window: int | None  # number of keys, including its own; None: all before it
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
-    starts: Tensor | None = None  # for varlen_attn: of the documents, or of the rows
-    mask: Tensor | None = None  # bool [B or 1, 1, T, T], True: seen; where no kernel does without
+    starts: Tensor | None = None  # for varlen_attn: starts of the documents, or of the rows
+    mask: Tensor | None = None  # bool [B or 1, 1, T, T], True: seen; if no kernel works without it
     blocks: BlockMask | None = None  # for flex_attention
-    # What computes it, of varlen_kernel() or compiled_flex(): asked for here, outside of what is
-    # compiled, which would trace their imports.
+    # The function of varlen_kernel() or compiled_flex(); obtained outside of compiled code, which
+    # would trace their imports.
     kernel: Callable[..., Any] | None = None
 
 
@@ -75,16 +75,16 @@ def attention_pattern(
     softcap: float | None = None,
     kernel: str = "auto",
 ) -> Visible:
-    """The pattern for int64 tokens [B, T] and activations of `dtype`.
+    """Return the pattern for int64 tokens [B, T] and activations of `dtype`.
     `kernel`: see choose_kernel().
 
-    Plain causal attention needs no tensor at all. On a GPU, documents and windows take the
-    variable-length flash kernel, which skips what a query does not see, and with capped scores, in
-    fp32, or in a torch that lacks it, flex_attention, which does so too. Elsewhere a dense mask of
-    T x T.
+    Plain causal attention needs no tensors. On a GPU, documents and windows use the
+    variable-length flash kernel, which skips keys that a query does not see; with capped scores,
+    in fp32, or if torch lacks that kernel, they use flex_attention, which skips them too.
+    Otherwise a dense T x T mask.
     """
     rows, length = tokens.shape
-    # It hides nothing, and without it no mask and no other kernel is needed.
+    # Such a window hides nothing; without it no mask or other kernel is needed.
     if window is not None and window >= length:
         window = None
     if window is None and documents is None and softcap is None:
@@ -116,7 +116,7 @@ def attention_pattern(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
-    """Attention of q [B, H, T, E] over k and v [B, K, T, E]: [B, H, T, E]."""
+    """Compute attention of q [B, H, T, E] over k and v [B, K, T, E]: [B, H, T, E]."""
     grouped = q.shape[1] != k.shape[1]
     if visible.blocks is not None:
         from kempner.model.flex import score_change
@@ -137,19 +137,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
         )
     rows, _, length, _ = q.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B * T, heads, E]
-    # The kernel counts the keys before a query, and not its own.
+    # The kernel counts only the keys before a query, not its own.
     left = -1 if visible.window is None else visible.window - 1
     flash, starts = visible.kernel, visible.starts
     assert flash is not None
-    # A document never leaves its row, so that T is a bound for its length that the host knows.
+    # Documents stay within a row, so T bounds their length without asking the device.
     y = flash(q, k, v, starts, starts, length, length, window_size=(left, 0), enable_gqa=grouped)
     return y.view(rows, length, *y.shape[1:]).transpose(1, 2)
 
 
 @functools.cache
 def varlen_kernel() -> Callable[..., Any] | None:
-    """Return the flash kernel for sequences of different length; None if torch's version has no
-    window. Imported on use: the import brings the compiler, a second of every start."""
+    """Return the flash kernel for sequences of different lengths; None if torch's version lacks
+    windows. Imported on use: it imports the compiler, which would cost every start a second."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -164,8 +164,9 @@ def varlen_kernel() -> Callable[..., Any] | None:
 def capped_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: float
 ) -> Tensor:
-    """Attention of q [..., N, E] over k and v [..., S, E] with scores softcap * tanh(s / softcap).
-    `mask` [..., N, S]: bool, True where a key is seen, or added to the scores; None: all are."""
+    """Compute attention of q [..., N, E] over k and v [..., S, E] with scores softcap * tanh(s /
+    softcap). `mask` [..., N, S]: bool, True where a key is seen, or added to the scores; None:
+    all are seen."""
     scores = (q @ k.transpose(-2, -1)).float() / math.sqrt(q.shape[-1])
     scores = softcap * torch.tanh(scores / softcap)
     if mask is not None and mask.dtype == torch.bool:
@@ -177,7 +178,7 @@ def capped_attention(
 
 # --- The choice of the kernel ---
 
-KERNELS = {  # what train.attention calls them, and torch
+KERNELS = {  # name in train.attention -> name in torch
     "cudnn": "CUDNN_ATTENTION",
     "flash": "FLASH_ATTENTION",
     "efficient": "EFFICIENT_ATTENTION",
@@ -188,11 +189,11 @@ KERNELS = {  # what train.attention calls them, and torch
 def choose_kernel(
     kernel: str, cfg: ModelConfig, tokens: Tensor, packed: bool, dtype: torch.dtype
 ) -> str:
-    """Let scaled_dot_product_attention take `kernel` alone, in this whole process; auto: any, in
-    torch's order. Returns which one runs for rows like `tokens` [B, T], with several documents if
-    they are `packed`. Raises ConfigError when the chosen one cannot."""
+    """Restrict scaled_dot_product_attention to `kernel` in this whole process; auto: any, in
+    torch's order. Returns the one that runs for rows like `tokens` [B, T], with several documents
+    if `packed`. Raises ConfigError if the chosen one cannot run."""
     cuda = torch.backends.cuda  # the CPU obeys the same switches
-    # The switches are global to the process and last: attention in every block obeys them.
+    # The switches are global and permanent: attention in every block obeys them.
     cuda.enable_cudnn_sdp(kernel in ("auto", "cudnn"))
     cuda.enable_flash_sdp(kernel in ("auto", *FLASH_KERNELS))
     cuda.enable_mem_efficient_sdp(kernel in ("auto", "efficient"))
@@ -221,7 +222,7 @@ def choose_kernel(
         choice = torch._fused_sdp_choice(
             q, k, k, visible.mask, 0.0, is_causal=causal, enable_gqa=grouped
         )
-    except RuntimeError:  # raised on a CPU where a GPU returns -1
+    except RuntimeError:  # raised on a CPU; a GPU returns -1
         choice = -1
     names = {
         int(getattr(torch._C._SDPBackend, backend)): kernel_name

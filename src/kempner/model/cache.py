@@ -1,13 +1,12 @@
-"""The keys and values of texts that are being generated, so that each token is computed once.
+"""A key-value cache for text generation, so that each token is computed once.
 
 B rows of a forward pass, T tokens, D width, H query heads, K key-value heads, E head width, C
 tokens that a row holds.
 
-The texts in work are the rows 0 to n - 1 of every layer, without gaps: a step reads slices of the
-cache and copies nothing. A text that joins becomes row n, computed or copied from another row;
-when one leaves, the last row moves into its place. Prompts and slices have whole blocks of
-CACHE_BLOCK tokens: a kernel that is planned or tuned for each shape meets few shapes, not another
-one with every token.
+The active texts are rows 0 to n - 1 of every layer, without gaps: a step reads slices of the cache
+and copies nothing. A text that joins becomes row n, computed or copied from another row; when one
+leaves, the last row moves into its place. Prompts and slices have whole blocks of CACHE_BLOCK
+tokens, so that kernels planned or tuned per shape meet few shapes, not a new one with every token.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from torch import Tensor
 from kempner.model.attention import Visible, attend
 from kempner.model.config import ModelConfig
 
-CACHE_BLOCK = 64  # masks of a GPU's kernels want a multiple of 8
+CACHE_BLOCK = 64  # mask sizes of GPU kernels must be multiples of 8
 
 
 def whole_blocks(count: int, most: int) -> int:
-    """`count` tokens rounded up to whole blocks, but not over `most`."""
+    """Round `count` tokens up to whole blocks, but at most `most`."""
     return min(-(-count // CACHE_BLOCK) * CACHE_BLOCK, most)
 
 
@@ -42,12 +41,11 @@ class KVCache:
         dtype: torch.dtype,
         fixed: bool = False,
     ) -> None:
-        """`fixed`: every forward pass has the same shape, that of a full cache. A product of
-        matrices adds in another order when it has more rows, and attention when it has more keys:
-        so nothing that a row computes depends on who else is there."""
+        """`fixed`: every forward pass has the shape of a full cache. A matrix product sums in
+        another order with more rows, and attention with more keys; a fixed shape makes each row's
+        results independent of the other rows."""
         shape = (cfg.n_layers, slots, cfg.kv_heads, length, cfg.resolved_head_dim)
-        # Zeros, not what the memory happens to hold: what is masked counts 0 times, and 0 times
-        # NaN is NaN.
+        # Zeros, not uninitialised memory: masked values count 0 times, and 0 times NaN is NaN.
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.slots, self.length, self.window = slots, length, cfg.sliding_window
@@ -62,24 +60,24 @@ class KVCache:
         return CacheRows(self, len(self.lengths) - len(counts), counts)
 
     def advance(self) -> list[int]:
-        """Count one more token in each row, which the next TokenStep reads; returns how many
-        each then holds."""
+        """Count one more token in each row, which the next TokenStep reads; returns
+        the new lengths."""
         assert max(self.lengths) < self.length
         self.lengths = [count + 1 for count in self.lengths]
         return self.lengths
 
     def span(self, lengths: Sequence[int]) -> tuple[int, int]:
-        """Return the places that hold what the newest of so many tokens of each row see."""
+        """Return the range of places visible to the newest token of rows of these lengths."""
         if self.fixed:
             return 0, self.length
         window = self.length if self.window is None else self.window
-        # The shortest row decides: its newest token sees furthest towards the beginning.
+        # The shortest row decides: its newest token sees furthest back.
         low = max(0, min(lengths) - window) // CACHE_BLOCK * CACHE_BLOCK
         return low, whole_blocks(max(lengths), self.length)
 
     def copy(self, source: int, count: int) -> None:
-        """Add a row that begins with the first `count` tokens of row `source`, which may have left
-        already: its contents stay until a new row takes its place."""
+        """Add a row that begins with the first `count` tokens of row `source`, which may have left:
+        its contents stay until a new row takes its place."""
         row = len(self.lengths)
         self.lengths.append(count)
         if row != source:
@@ -98,7 +96,7 @@ class KVCache:
 
 
 class CacheRows:
-    """The rows of texts that a forward pass reads, from their first token on."""
+    """The rows of new texts that a forward pass reads from their first token on."""
 
     def __init__(self, cache: KVCache, first: int, counts: Sequence[int]) -> None:
         """`counts`: tokens of each new row."""

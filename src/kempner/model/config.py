@@ -1,4 +1,4 @@
-"""The shape of the model, and what follows from it by arithmetic."""
+"""The shape of the model, and derived numbers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kempner.config.option import option
 from kempner.config.values import format_value
 
 ROUTERS = ("softmax", "sigmoid")
-# Options of training: they do not change which weights fit.
+# Training options: they do not change which weights fit.
 OF_TRAINING = ("init_std", "router_bias_speed", "aux_loss", "router_z_loss")
-# Options that a longer context changes; no weight's shape depends on them.
+# Options that a longer context changes; no weight shape depends on them.
 OF_CONTEXT = (
     "max_seq_len", "sliding_window", "rope_theta", "rope_factor", "rope_low_freq_factor",
     "rope_high_freq_factor", "rope_original_len",
@@ -132,7 +132,7 @@ class ModelConfig:
 
     @property
     def shape(self) -> dict[str, Any]:
-        """Fields that two models must share for one to load the weights of the other."""
+        """Fields that must be equal for one model to load another's weights."""
         values = asdict(self) | {"n_kv_heads": self.kv_heads, "head_dim": self.resolved_head_dim}
         return {
             key: value
@@ -212,7 +212,7 @@ class ModelConfig:
         ]
 
     def count_parameters(self) -> int:
-        """Trainable parameters of the whole model."""
+        """Return the trainable parameters of the whole model."""
         mixtures = len(self.mixtures)
         return (
             self.count_block(True) * mixtures
@@ -222,7 +222,7 @@ class ModelConfig:
         )
 
     def count_block(self, mixture: bool) -> int:
-        """Trainable parameters of one block, with experts or without."""
+        """Return the trainable parameters of one block, with or without experts."""
         attention = 2 * self.dim * self.resolved_head_dim * (self.n_heads + self.kv_heads)
         if not mixture:
             return attention + 3 * self.dim * self.dense_width + self._count_vectors()
@@ -231,12 +231,12 @@ class ModelConfig:
         return attention + experts + self._count_vectors()
 
     def count_active(self) -> int:
-        """Count the parameters that one token goes through."""
+        """Return the number of parameters that one token passes through."""
         idle = max(0, self.n_experts - self.experts_per_token) * 3 * self.dim * self.ffn_dim
         return self.count_parameters() - len(self.mixtures) * idle
 
     def _count_vectors(self) -> int:
-        """Norms and biases of one block."""
+        """Return the number of elements in one block's norms and biases."""
         norms = (4 if self.post_norms else 2) * self.dim + (
             2 * self.resolved_head_dim if self.qk_norm else 0
         )

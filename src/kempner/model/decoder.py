@@ -1,6 +1,6 @@
 """A Llama-family decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; QK-norm,
-norms of what the layers return, biases of q, k and v, a sliding window, capped attention scores,
-tied weights, and experts (moe.py) optional.
+norms of the layers' outputs, biases of q, k and v, a sliding window, capped attention scores, tied
+weights, and experts (moe.py) optional.
 
 Shapes: B batch, T tokens, D width, H query heads, K key-value heads, E head width, F SwiGLU width,
 V vocabulary. Parameter names and the order of rotary pairs are those of the Hugging Face Llama and
@@ -73,7 +73,7 @@ class Attention(nn.Module):
         self.k_norm = (
             nn.RMSNorm(cfg.resolved_head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         )
-        # An attribute, so that ranks that share a row can put theirs here (parallel/context.py).
+        # An attribute, so that ranks that share a row can replace it (parallel/context.py).
         self.attend: Callable[[Tensor, Tensor, Tensor, Visible], Tensor] = attend
 
     def forward(
@@ -111,8 +111,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rope: Tensor, visible: Visible, cache: LayerCache | None = None
     ) -> Tensor | tuple[Tensor, Routing]:
-        """Return x [B, T, D] for the next block, and the Routing if this one has experts. The
-        Routing is returned, not stored: recomputing the block in the backward pass must not
+        """Return x [B, T, D] for the next block, and the Routing if this block has experts. The
+        Routing is returned, not stored, so that recomputation in the backward pass does not
         count it twice."""
         y = self.attention(self.attention_norm(x), rope, visible, cache)
         x = x + self.attention_post_norm(y)
@@ -123,8 +123,8 @@ class Block(nn.Module):
 
 
 class OutputLayer(nn.Linear):
-    """The output layer, called even where the loss makes the logits itself, a chunk of tokens at a
-    time: hooks that gather a module's weights for its forward (FSDP) then gather these."""
+    """The output layer, called even if the loss computes the logits, a chunk of tokens at a time,
+    so that hooks that gather a module's weights for its forward (FSDP) gather these."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, loss: Loss | None = None, targets: Tensor | None = None
@@ -135,7 +135,8 @@ class OutputLayer(nn.Linear):
 def logits_or_loss(
     weight: Tensor, x: Tensor, loss: Loss | None, targets: Tensor | None
 ) -> Tensor | tuple[Tensor, ...]:
-    """Logits [..., V] of x [..., D]; with `loss` what that returns of x [N, D] and targets [N]."""
+    """Return the logits [..., V] of x [..., D]; with `loss`, its result for x [N, D]
+    and targets [N]."""
     if loss is None or targets is None:
         return F.linear(x, weight)
     return loss(x, weight, targets)
@@ -168,7 +169,7 @@ class Decoder(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.cfg = cfg
-        # On the meta device nothing is drawn nor computed: that would import sympy, 0.2 s.
+        # Draw and compute nothing on the meta device: that would import sympy, 0.2 s.
         rope = torch.empty(2, cfg.max_seq_len, cfg.resolved_head_dim)
         weight = torch.empty(cfg.vocab_size, cfg.dim) if rope.is_meta else None
         self.embed = nn.Embedding(cfg.vocab_size, cfg.dim, _weight=weight)
@@ -178,21 +179,21 @@ class Decoder(nn.Module):
         self.output = (
             None if cfg.tie_embeddings else OutputLayer(cfg.dim, cfg.vocab_size, bias=False)
         )
-        # Not persistent: it follows from the configuration, and no checkpoint holds it.
+        # Not persistent: it follows from the configuration, so checkpoints omit it.
         self.register_buffer("rope", rope if rope.is_meta else rope_table(cfg), persistent=False)
         if cfg.n_experts:
             from kempner.model.moe import Routings
 
             self.routings = Routings(cfg)
         self.loss: Loss = cross_entropy
-        # With a z-loss: sums of log^2 Z of the micro-batches so far, fp32 [] each.
+        # With a z-loss: the sum of log^2 Z of each micro-batch so far, fp32 [].
         self.log_z_squares: list[Tensor] = []
-        self.kernel = "auto"  # of the attention: see attention.choose_kernel
-        # Of parallel/shard.py or single.py, before each micro-batch of a step.
+        self.kernel = "auto"  # the attention kernel: see attention.choose_kernel
+        # Set by parallel/shard.py or single.py; called before each micro-batch of a step.
         self.begin_micro_batch: Any = None
-        self.fp32_sums: Any = None  # parallel/shard.py: of the gradients of bf16 weights
-        self.pipeline: Any = None  # parallel/pipeline.py: it runs the passes where this is a part
-        self.elsewhere: Sequence[str] = ()  # trained parameters that other ranks have
+        self.fp32_sums: Any = None  # parallel/shard.py: of gradients of bf16 weights
+        self.pipeline: Any = None  # parallel/pipeline.py: runs the passes of a stage
+        self.elsewhere: Sequence[str] = ()  # trained parameters on other ranks
 
     def forward(
         self,
@@ -202,10 +203,10 @@ class Decoder(nn.Module):
         token_losses: bool = False,
         cache: CacheRows | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """tokens, targets: int64 [B, T]; a target of -100 does not count. Returns logits [B, T, V]
-        or the fp32 loss sum [], with `token_losses` also its terms [B, T], without a gradient.
-        `documents`: what is packed into each row. `cache`: the rows that keep their keys; the
-        logits are those of each row's last token alone, [B, 1, V]."""
+        """Return logits [B, T, V] or, with targets, the fp32 loss sum [] and, with `token_losses`,
+        its terms [B, T], without a gradient. tokens, targets: int64 [B, T]; a target of -100 does
+        not count. `documents`: those packed into each row. `cache`: the rows whose keys are cached;
+        the logits are then those of each row's last token only, [B, 1, V]."""
         x = self.embed(tokens)  # [B, T, D]
         rope, visible = self.place(tokens, documents, cache, x.dtype)
         x, routings = apply_blocks(self.blocks, x, rope, visible, cache)
@@ -225,8 +226,8 @@ class Decoder(nn.Module):
         last = (
             (x, None, None) if targets is None else (x.flatten(0, 1), self.loss, targets.flatten())
         )
-        # A tied output layer has no parameter of its own: FSDP would shard a shared parameter
-        # twice, once for each module.
+        # A tied output layer has no own parameter: FSDP would shard a shared one twice,
+        # once per module.
         output = partial(logits_or_loss, self.embed.weight) if self.output is None else self.output
         result: Any = output(*last)
         if targets is None:
@@ -243,9 +244,9 @@ class Decoder(nn.Module):
         cache: CacheRows | None,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Visible]:
-        """Return the rotary angles of tokens [B, T], [2, T, E], or [2, B, 1, T, E] where rows
-        differ, and the keys that they see. `dtype`: dtype of the activations."""
-        # Rows without positions of their own share one slice of the table: nothing is gathered.
+        """Return the rotary angles of tokens [B, T], [2, T, E], or [2, B, 1, T, E] if rows differ,
+        and the keys that they see. `dtype`: of the activations."""
+        # Rows without their own positions share one slice of the table, without a gather.
         rope = self.rope[:, : tokens.shape[1]]
         if documents is not None and documents.positions is not None:
             rope = self.rope[:, documents.positions].unsqueeze(2)
@@ -266,17 +267,17 @@ class Decoder(nn.Module):
         load = self.routings.step_load
         steps = (load.mean(1, keepdim=True) - load).sign() * self.cfg.router_bias_speed  # [L, E]
         steps = torch.where(unless > 0, 0.0, steps)
-        for number, block in self.blocks.named_children():  # of a stage's, the number in the model
+        for number, block in self.blocks.named_children():  # the number in the whole model
             for layer in block.modules():
                 bias = getattr(layer, "router_bias", None)
                 if isinstance(bias, Tensor):
                     bias += steps[self.cfg.mixtures.index(int(number))]
 
     def init_std(self, name: str) -> float:
-        """Standard deviation of a parameter's initial values; 0 for norms, which start as ones,
-        and for biases, which start as zeros.
+        """Return the standard deviation of a parameter's initial values; 0 for norms, which start
+        as ones, and for biases, which start as zeros.
 
-        What writes into the residual stream is scaled by 1/sqrt(2 n_layers), as GPT-2 does.
+        Weights that write into the residual stream are scaled by 1/sqrt(2 n_layers), as in GPT-2.
         """
         if "norm" in name or name.endswith("bias"):
             return 0.0

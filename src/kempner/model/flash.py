@@ -1,7 +1,7 @@
-"""FlashAttention 3 and 4: packages that torch 2.11 and later let run in the place of the
-FlashAttention 2 which is built in, for causal attention, attention by length, and so the ring's.
+"""FlashAttention 3 and 4: packages that torch 2.11 and later can run instead of the built-in
+FlashAttention 2, for causal attention, variable-length attention, and so the ring's.
 
-Loaded only where they may run.
+Loaded only if they may run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kempner.model.attention import Visible, attend, varlen_kernel
 from kempner.model.config import ModelConfig
 
 MAJORS = {"fa3": (9,), "fa4": (9, 10)}  # compute capabilities of their GPUs
-OF_GPU = {9: "fa3", 10: "fa4"}  # what auto takes on Hopper and on Blackwell
+OF_GPU = {9: "fa3", 10: "fa4"}  # auto's choice on Hopper and Blackwell
 PROBE_TOKENS = 128
 NOT_THERE = "its package is not installed; leave it at auto"
 
@@ -33,13 +33,13 @@ def use_newer_flash(
     with auto the one for this GPU, if it is installed and takes this model's heads. `by_length`:
     rows are windows or several documents. Returns what the log adds to the kernel's name.
 
-    Not with `deterministic` kernels: the order of the sums in a backward pass is the package's own.
-    Raises ConfigError when the chosen one cannot run.
+    Not used with `deterministic` kernels: the packages' backward passes sum in their own order.
+    Raises ConfigError if the chosen one cannot run.
     """
     cuda = device.type == "cuda"
     major = torch.cuda.get_device_capability(device)[0] if cuda else 0
     chosen = kernel if kernel in MAJORS else OF_GPU.get(major, "")
-    # With auto, an older torch goes on with its own kernel; a named one gets an error below.
+    # With auto, an older torch keeps its own kernel; a named one raises an error below.
     if not chosen or (kernel != chosen and not hasattr(attention, "activate_flash_attention_impl")):
         return ""
     name = f"FlashAttention {chosen[-1]}"
@@ -60,18 +60,18 @@ def use_newer_flash(
 def _activate(
     name: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device, by_length: bool
 ) -> str | None:
-    """Try it on a few tokens, as packages and what torch hands them change apart; returns what went
-    wrong, and then torch's own kernel is back."""
+    """Try the kernel on a few tokens, because the packages and torch's calls to them change
+    independently. On failure, returns the error and restores torch's own kernel."""
     switch: Any = attention
     try:
         switch.activate_flash_attention_impl(name)
         _probe(cfg, dtype, device, by_length)
-    except Exception as error:  # of a package: anything
+    except Exception as error:  # a package may raise anything
         # Not every torch that can switch can switch back.
         if hasattr(switch, "restore_flash_attention_impl"):
             switch.restore_flash_attention_impl()
         missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
-        # Another module that is missing is a fault of the package, and is reported as one.
+        # Any other missing module is a fault of the package, and reported as such.
         if missing.startswith("flash_attn"):
             return NOT_THERE
         return f"it does not run here ({type(error).__name__}: {error}); leave it at auto"
@@ -93,7 +93,7 @@ def _probe(cfg: ModelConfig, dtype: torch.dtype, device: torch.device, by_length
         starts = torch.tensor([0, PROBE_TOKENS // 2, PROBE_TOKENS], device=device).int()
         window = PROBE_TOKENS // 4 if cfg.sliding_window else None
         y = attend(q, k, k, Visible(window, starts=starts, kernel=varlen_kernel()))
-    else:  # SDPA may take another kernel than flash
+    else:  # SDPA may choose another kernel than flash
         y = torch.ops.aten._scaled_dot_product_flash_attention(q, k, k, is_causal=True)[0]
     if not all(x.isfinite().all() for x in torch.autograd.grad(y.sum(), (q, k))):
         raise ArithmeticError("gradients of zeros are not finite")

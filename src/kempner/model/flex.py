@@ -1,5 +1,5 @@
-"""flex_attention, loaded where no other kernel does without a mask of T x T: for documents and
-windows with capped scores, or in fp32, on a GPU. Shapes: T tokens."""
+"""flex_attention, loaded if all other kernels need a T x T mask: for documents and windows with
+capped scores, or in fp32, on a GPU. Shapes: T tokens."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def score_change(softcap: float) -> Callable[..., Tensor]:
 
 @functools.cache
 def compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return flex_attention, which is a kernel only when compiled, even if its caller is not; and
-    create_block_mask, which when compiled never materialises the T x T mask."""
+    """Return flex_attention, compiled even if its caller is not, because only then is it a fused
+    kernel, and create_block_mask, which when compiled never materialises the T x T mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     from kempner.jobs.system.compiler import keep_private
@@ -39,8 +39,8 @@ def compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def block_mask(
     rows: int | None, length: int, window: int | None, index: Tensor | None, device: torch.device
 ) -> BlockMask:
-    """Make the mask of the tiles that flex_attention computes. `rows`: None where all rows share
-    one pattern; `index`: see Documents."""
+    """Make the mask of the tiles that flex_attention computes. `rows`: None if all rows share one
+    pattern; `index`: see Documents."""
 
     def seen(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
         keep = query >= key
@@ -50,7 +50,7 @@ def block_mask(
             keep = keep & (index[row, query] == index[row, key])
         return keep
 
-    # None for the heads: all of them see the same keys.
+    # None: all heads see the same keys.
     create = compiled_flex()[1]
     return create(seen, rows, None, length, length, device=device)  # type: ignore[no-any-return]
 

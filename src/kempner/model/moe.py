@@ -19,12 +19,12 @@ from kempner.model.config import ModelConfig
 from kempner.model.feed_forward import FeedForward
 
 GROUPED_MM = getattr(F, "grouped_mm", None) or torch._grouped_mm  # public since torch 2.10
-ALIGNED = 8  # bf16 elements, 16 bytes: it takes no other rows
+ALIGNED = 8  # bf16 elements, 16 bytes: row sizes must be multiples of this
 CLEARS_IDLE = [True]  # is an idle expert's gradient 0? choose_products() finds out
 
 
 class Routing(NamedTuple):
-    """Use of the experts in one layer."""
+    """Expert usage in one layer."""
 
     load: Tensor  # int64 [E]: tokens that each expert got
     balance: Tensor | None  # fp32 [B]: the auxiliary loss of each row; None without one
@@ -35,7 +35,7 @@ class MixtureOfExperts(nn.Module):
     """A layer of routed experts. Returns its output [B, T, D] and its Routing.
 
     The router's scores are a softmax over the experts or a sigmoid of each. The K highest, plus
-    `router_bias` where there is one, choose a token's experts; the scores alone, without the bias,
+    `router_bias` if there is one, choose a token's experts; the scores alone, without the bias,
     weigh their outputs (arXiv:2408.15664).
     """
 
@@ -45,7 +45,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.router = ExpertRouter(cfg.dim, cfg.n_experts, bias=False)
-        # A buffer, not a parameter: it has no gradient, and FSDP neither cuts nor rounds it.
+        # A buffer, not a parameter: it has no gradient, and FSDP neither shards nor rounds it.
         bias = torch.zeros(cfg.n_experts) if cfg.router_bias else None
         self.register_buffer("router_bias", bias)
         self.experts = Experts(cfg)
@@ -79,7 +79,7 @@ class MixtureOfExperts(nn.Module):
         expert_ids = ranked.topk(cfg.experts_per_token, dim=-1).indices
         weights = scores.gather(-1, expert_ids)
         if cfg.router_normalize:
-            # Sigmoids may all be 0 in fp32; DeepSeek-V3's code adds as much.
+            # Sigmoids may all be 0 in fp32; DeepSeek-V3's code adds the same amount.
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         squares = logits.logsumexp(-1).square() if cfg.router_z_loss else None
         return scores, expert_ids, weights * cfg.router_scale, squares
@@ -96,7 +96,8 @@ class ExpertRouter(nn.Linear):
 
 
 class _Fp32Product(torch.autograd.Function):
-    """x W^T in fp32. Autograd would keep the fp32 copy of x for the backward pass; this keeps x."""
+    """The product x W^T in fp32. Autograd would keep an fp32 copy of x for the backward pass;
+    this keeps x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -112,7 +113,7 @@ class _Fp32Product(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """SwiGLU layers side by side: expert e is (w1[e], w2[e], w3[e])."""
+    """Stacked SwiGLU layers: expert e is (w1[e], w2[e], w3[e])."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -122,8 +123,8 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(outer).normal_(std=cfg.init_std))  # down
 
     def forward(self, x: Tensor, load: Tensor) -> Tensor:
-        """x [M, D]: first the load[0] tokens of expert 0, then those of expert 1, and so on. What
-        stands after the last one is no token; anything may come out there."""
+        """Send x [M, D] through the experts: first the load[0] tokens of expert 0, then those of
+        expert 1, and so on. Rows after the last token are padding; their outputs are arbitrary."""
         return through_experts(x, load, self.w1, self.w2, self.w3)
 
 
@@ -132,9 +133,9 @@ def through_experts(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor)
     if not has_grouped_mm(x, w1):
         return one_by_one(x, load, w1, w2, w3)
     if not CLEARS_IDLE[0]:
-        # Only where the kernel leaves garbage: the mask costs a pass over all experts' gradients.
+        # Only if the kernel leaves garbage: the mask costs a pass over all experts' gradients.
         w1, w2, w3 = (_ClearIdle.apply(w, load) for w in (w1, w2, w3))  # type: ignore[no-untyped-call]
-    # On the device: the kernel finds the groups by itself.
+    # On the device, where the kernel finds the groups.
     ends = load.cumsum(0).int()
     gate = grouped_mm(x, w1, ends)  # [M, F]
     return grouped_mm(F.silu(gate) * grouped_mm(x, w3, ends), w2, ends)
@@ -142,9 +143,9 @@ def through_experts(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor)
 
 def has_grouped_mm(x: Tensor, weight: Tensor) -> bool:
     """Return whether torch can multiply each group of rows of x by its expert's matrix. On GPUs of
-    compute capability 9.0 and later that is one kernel, and the host need not know the load; on
-    others and on a CPU it is torch's own loop. bf16 only: torch 2.13 cannot compile it in fp32,
-    because its meta function takes no other dtype. Rows must be aligned."""
+    compute capability 9.0 and later this is one kernel, and the host need not know the load;
+    elsewhere it is a loop in torch. bf16 only: torch 2.13 cannot compile it in fp32, because its
+    meta function takes no other dtype. Rows must be aligned."""
     if x.dtype != torch.bfloat16 or any(size % ALIGNED for size in weight.shape[1:]):
         return False
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
@@ -158,8 +159,8 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 class _ClearIdle(torch.autograd.Function):
-    """Identity on weights [E, ...] whose gradient is 0 for experts without a token, whatever the
-    kernel left there."""
+    """Identity on weights [E, ...] whose gradient is 0 for experts without tokens, whatever the
+    kernel leaves there."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, load: Tensor) -> Tensor:
@@ -174,11 +175,11 @@ class _ClearIdle(torch.autograd.Function):
 
 @torch.enable_grad()
 def choose_products(dtype: torch.dtype, device: torch.device) -> str:
-    """Find out, once in a process, whether grouped_mm gives experts without a token the gradient 0.
-    Returns how experts are multiplied in activations of `dtype`, if their matrices are aligned.
+    """Find out, once per process, whether grouped_mm gives experts without tokens the gradient 0.
+    Returns how experts are multiplied with activations of `dtype`, if their matrices are aligned.
 
-    On Blackwell it is what the accumulator held before (pytorch#172439, NVIDIA/cutlass#2674):
-    finite, so that no check of the step sees it, and it goes into the optimizer's moments.
+    On Blackwell it is the accumulator's previous contents (pytorch#172439, NVIDIA/cutlass#2674):
+    finite, so that no check of the step sees it, and it enters the optimizer's moments.
     """
     x = torch.ones(12, 64, dtype=dtype, device=device)
     weight = torch.ones(4, 64, 64, dtype=dtype, device=device, requires_grad=True)
@@ -186,7 +187,7 @@ def choose_products(dtype: torch.dtype, device: torch.device) -> str:
         return "one by one"
     idle = [1, 3]
     CLEARS_IDLE[0] = True
-    # Twice: what the accumulator held before the first product may happen to be 0.
+    # Twice: the accumulator may happen to hold 0 before the first product.
     for _ in range(2):
         load = torch.tensor([5, 0, 7, 0], device=device)
         y = grouped_mm(x, weight, load.cumsum(0).int())
@@ -198,8 +199,8 @@ def choose_products(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def one_by_one(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    """through_experts() by a loop over the experts."""
-    # The host waits here: it cuts the rows by these numbers.
+    """Do the same as through_experts() in a loop over the experts."""
+    # The host waits here: it needs these numbers to split the rows.
     loads = load.tolist()
     *parts, rest = torch.split(x, [*loads, len(x) - sum(loads)])
     weights = zip(parts, w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
@@ -215,7 +216,7 @@ def one_by_one(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> T
 def sort_by_expert(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the load [E], the order [N K] that sorts chosen [B, T, K] by expert, and its inverse.
     Deterministic: no atomic addition."""
-    # Counted in the sorted list: torch.bincount would make the host wait for its largest number.
+    # Count in the sorted list: torch.bincount makes the host wait for the largest number.
     flat = expert_ids.flatten()
     ranked, order = flat.sort(stable=True)
     edges = torch.arange(experts + 1, device=flat.device)
@@ -224,14 +225,14 @@ def sort_by_expert(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Te
 
 def take_rows(x: Tensor, index: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
     """Gather rows of x [N, D]: row index[i] // copies for each i, [N K, D]. `copies` = K: each
-    token stands K times. `inverse`: the inverse permutation of `index`."""
+    token appears K times. `inverse`: the inverse permutation of `index`."""
     rows: Tensor = _TakeRows.apply(x, index, inverse, copies)  # type: ignore[no-untyped-call]
     return rows
 
 
 class _TakeRows(torch.autograd.Function):
-    """A gather whose gradient is a gather by the inverse. That of plain indexing adds row by row:
-    slowly, or in an order that differs each time."""
+    """A gather whose gradient is a gather by the inverse. Plain indexing adds its gradient row by
+    row: slowly, or in a varying order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, copies: int) -> Tensor:
@@ -249,14 +250,15 @@ class _TakeRows(torch.autograd.Function):
 
 
 def balance_loss(scores: Tensor, expert_ids: Tensor) -> Tensor:
-    """The auxiliary loss of each row, [B]: 1 when all experts are used alike, more when not.
+    """Return the auxiliary loss of each row, [B]: 1 if all experts are used
+    equally, otherwise more.
 
     sum over e of f_e P_e, f_e = E / (K T) times the tokens that chose e, P_e the mean share of e in
-    a token's scores (DeepSeek-V3, arXiv:2412.19437, eq. 17 to 20). Each row by itself, so that it
+    a token's scores (DeepSeek-V3, arXiv:2412.19437, eq. 17 to 20). Computed per row, so that it
     depends neither on the micro-batch nor on the number of ranks.
     """
     rows, _, experts = scores.shape
-    # Of sigmoids as of a softmax: shares that add up to 1; sigmoids may all be 0 in fp32.
+    # Shares add up to 1 for sigmoids, too, as for a softmax; sigmoids may all be 0 in fp32.
     shares = (scores / (scores.sum(-1, keepdim=True) + 1e-20)).mean(1)  # [B, E]
     flat = expert_ids.flatten(1)  # [B, T K]
     counts = torch.zeros(rows, experts, device=flat.device)
@@ -265,20 +267,20 @@ def balance_loss(scores: Tensor, expert_ids: Tensor) -> Tensor:
 
 
 class Routings:
-    """Use of the experts in all layers since the last take()."""
+    """Expert usage in all layers since the last take()."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         self._numbers = cfg.mixtures
         self._layers, self._experts = len(cfg.mixtures), cfg.n_experts
         self._coefficients = {"aux_loss": cfg.aux_loss, "router_z_loss": cfg.router_z_loss}
         self.copies = 1  # ranks with the same tokens, whose gradients are summed
-        self.scale = 1.0  # derivative of what a step minimises by the sum of its losses
+        self.scale = 1.0  # derivative of the step's objective by the sum of its losses
         self._load: Tensor | None = None
         self._losses: dict[str, Tensor] = {}
         self.step_load: Tensor  # [L, E]: of the last step, over all ranks
         self.buffers: Any = None  # parallel/experts.py: ExchangeBuffers of this model
-        # Rows of this rank that had no place in the buffers, int64 []. It stays until the host, a
-        # step later, knows of it: no update may come between.
+        # This rank's rows that had no place in the buffers, int64 []. Kept until the host learns of
+        # it, a step later: no update may come in between.
         self.rows_over: Tensor | float = 0.0
 
     def add(self, layers: Sequence[Routing], targets: Tensor, first: int = 0) -> Tensor | float:
@@ -288,11 +290,11 @@ class Routings:
         load = torch.stack([layer.load for layer in layers])
         if self.buffers is not None:
             self.rows_over = self.rows_over + self.buffers.rows_over(load)
-        # From the number of a block to that among those with experts.
+        # From the block's number to its number among blocks with experts.
         first = sum(number < first for number in self._numbers)
         load = F.pad(load, (0, 0, first, self._layers - first - len(layers)))
         self._load = load if self._load is None else self._load + load
-        # A row counts as often as it has targets: then the mean over a step's targets is the mean
+        # Weight each row by its number of targets: then the mean over a step's targets is the mean
         # of the rows, however they are spread over micro-batches and ranks.
         counts = targets >= 0
         change: Tensor | float = 0.0
@@ -309,13 +311,12 @@ class Routings:
             mean = total.detach() / self._layers
             self._losses[name] = self._losses[name] + mean if name in self._losses else mean
             change = change + self._coefficients[name] / self.copies * total
-        # The recorded loss stays that of the tokens.
-        # x - x.detach() is 0 with the gradient of x.
+        # The recorded loss stays that of the tokens: x - x.detach() is 0 with the gradient of x.
         return change - change.detach() if isinstance(change, Tensor) else 0.0
 
     def repeat(self) -> int:
-        """Forget the rows that had no place, because their step is repeated; returns in how many
-        steps from then on there are no buffers."""
+        """Forget the rows that had no place, because their step is repeated; returns the number of
+        steps from then on without buffers."""
         self.rows_over = 0.0
         steps: int = self.buffers.pause()
         return steps
@@ -323,7 +324,7 @@ class Routings:
     def take(self, device: torch.device | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this rank's numbers since the last call and reset them: the load, fp64 [L, E], and
         each loss that has a coefficient, by name (mean over the layers, sum over the tokens), fp32
-        []. Zeros on `device` where a pipeline stage has no experts."""
+        []. Zeros on `device` if a pipeline stage has no experts."""
         none = torch.zeros(self._layers, self._experts, device=device)
         load, losses = (none if self._load is None else self._load).double(), self._losses
         self._load, self._losses = None, {}

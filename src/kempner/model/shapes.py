@@ -1,4 +1,4 @@
-"""The tensors of the decoder by name, from its configuration alone. No torch."""
+"""Shapes of the decoder's tensors by name, from its configuration alone. No torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ ROUTER_BIAS = "ffn.router_bias"  # a buffer of the decoder
 
 
 def tensor_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of the decoder without building it (or torch): the biases of its routers, which
-    are fp32 whatever the others are, then its parameters in their order."""
+    """Return the shapes of the decoder's tensors without building it (or torch): the biases of its
+    routers, which are always fp32, then its parameters in order."""
     dim, head = cfg.dim, cfg.resolved_head_dim
     q, kv = cfg.n_heads * head, cfg.kv_heads * head
     block: dict[str, tuple[int, ...]] = {"attention_norm.weight": (dim,)}

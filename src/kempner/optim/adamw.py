@@ -12,8 +12,9 @@ from kempner.optim.rule import Guard, ParameterGroup, ParameterPart, Rule
 
 
 class AdamW(Rule):
-    """AdamW (arXiv:1711.05101) by torch's fused kernel, which reads grad_scale and found_inf
-    itself; compiled, in plain operators, which fuse into one kernel with their surroundings."""
+    """AdamW (arXiv:1711.05101): eager, by torch's fused kernel, which reads grad_scale
+    and found_inf itself; compiled, in plain operators that fuse with their surroundings
+    into one kernel."""
 
     pointwise = True
     averages, copies = STATE["adamw"]
@@ -44,7 +45,7 @@ class AdamW(Rule):
     @staticmethod
     def _plainly(group: ParameterGroup, parts: Sequence[ParameterPart], guard: Guard) -> None:
         guard.prepare(parts)
-        # Without a branch, which would need the host: a bad step changes all by a factor of 0.
+        # No branch, which would need the host: a bad step multiplies all changes by 0.
         keep, (beta1, beta2) = guard.keep(), group["betas"]
         rate = group["lr"] * keep
         for weight, grad, state, _ in parts:
@@ -52,7 +53,7 @@ class AdamW(Rule):
             step.add_(keep)
             mean.lerp_(grad, (1 - beta1) * keep)
             square.lerp_(grad * grad, (1 - beta2) * keep)
-            count = step.clamp(min=1)  # 0 where the first step was bad
+            count = step.clamp(min=1)  # 0 if the first step was bad
             size = (square / (1 - beta2**count)).sqrt() + group["eps"]
             weight.mul_(1 - rate * group["weight_decay"])
             weight.sub_(rate * (mean / (1 - beta1**count)) / size)

@@ -1,4 +1,4 @@
-"""Build an optimizer for a model's parameters from the [optimizer] section."""
+"""Building of a model's optimizer from the [optimizer] section."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def rule_named(name: str) -> Rule:
 
 
 def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> Optimizer:
-    """Build the optimizer of the run. Matrices decay; norms, biases and embeddings do not. Muon
-    takes the matrices of the blocks, and AdamW the rest. Frozen parameters are left out.
+    """Build the run's optimizer. Matrices decay; norms, biases and embeddings do not. Muon takes
+    the matrices of the blocks, and AdamW the rest. Frozen parameters are left out.
 
     Raises ConfigError if an entry of optimizer.groups is the first match of no parameter.
     """
@@ -85,8 +85,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 @contextlib.contextmanager
 def published_weights(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Give the model the weights to evaluate, which are not the trained ones for every optimizer;
-    restore the trained ones at exit, bit for bit."""
+    """Give the model the weights to evaluate, which differ from the trained ones for some
+    optimizers; restore the trained ones bitwise at exit."""
     averaging = optimizer.averaging()
     trained = {p: p.detach().clone() for p in averaging}
     with torch.no_grad():

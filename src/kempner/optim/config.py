@@ -13,8 +13,8 @@ from kempner.config.values import did_you_mean
 
 
 class StateNames(NamedTuple):
-    """Names of the tensors that a rule keeps for each parameter, of its shape. The rule and the
-    planner read them here."""
+    """Names of the tensors that a rule keeps for each parameter, of the same shape. Used by the
+    rule and the planner."""
 
     averages: tuple[str, ...]  # of gradients, which start as 0; optimizer.moments is their dtype
     copies: tuple[str, ...] = ()  # of the weights, which start as these; fp32
@@ -22,7 +22,7 @@ class StateNames(NamedTuple):
 
 STATE = {
     "adamw": StateNames(("exp_avg", "exp_avg_sq")),
-    "muon": StateNames(("momentum",)),  # of its matrices; the other parameters are AdamW's
+    "muon": StateNames(("momentum",)),  # for matrices; AdamW has the other parameters
     "lion": StateNames(("exp_avg",)),
     "schedule_free": StateNames(("exp_avg_sq",), ("z",)),
 }
@@ -41,7 +41,7 @@ class GroupConfig:
 
 
 def first_match(groups: Sequence[GroupConfig], name: str) -> int | None:
-    """The first group with a pattern that the name of a parameter matches."""
+    """Return the first group with a pattern that a parameter's name matches."""
     for number, group in enumerate(groups):
         if any(fnmatchcase(name, pattern) for pattern in group.names):
             return number
@@ -189,7 +189,7 @@ class ScheduleConfig:
 
 CONSTANT = ("constant", "none")  # after the warm-up
 
-# Share of the way from the lowest rate to the peak, over the fraction x of the decay.
+# Position between the lowest rate (0) and the peak (1), over the fraction x of the decay.
 SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda x: 1 - x,
     "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,  # arXiv:1608.03983
@@ -199,8 +199,8 @@ SHAPES: dict[str, Callable[[float], float]] = {
 
 
 def learning_rate(cfg: ScheduleConfig, peak: float, step: int, max_steps: int) -> float:
-    """The rate of update `step` (from 0). Never 0 by accident: the first update of a warm-up of
-    n has peak/n.
+    """Return the rate of update `step` (from 0). Never 0 by accident: the first update of a warm-up
+    of n has peak/n.
 
     min + (peak - min) SHAPES[name](x), x the fraction of the steps after the warm-up. wsd: warm-up,
     stable, decay (arXiv:2404.06395).

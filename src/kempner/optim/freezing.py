@@ -1,9 +1,9 @@
-"""Parameters that some steps leave as they are, by name.
+"""Parameters that some steps leave unchanged, by name.
 
-Their gradients are thrown away before the norm of all gradients is taken, so that they have no part
-in it, nor in clipping; and an optimizer does not touch a parameter without a gradient, nor its
-state. So nothing about the model, its sharding or its compilation differs from one step to the
-next, and a resumed run follows from the number of its step.
+Their gradients are dropped before the gradient norm is computed, so that they do not count in it or
+in clipping; and an optimizer changes neither a parameter without a gradient nor its state. So the
+model, its sharding and its compilation are the same in every step, and a resumed run depends only
+on its step number.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """An update in bf16 as one kernel: reading, rule, rounding and writing are compiled together.
 
-The kernel gives the same numbers as the eager update where both use the same operators;
-AdamW's differ within rounding. A run uses one of the two from its first step to its last,
-through every restart.
+The kernel gives the same numbers as the eager update if both use the same operators; AdamW's differ
+within rounding. A run uses one of the two from its first step to its last, across restarts.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ MOST_ELEMENTS = 1 << 31  # elements of a part: places are int32
 
 
 class Kernels:
-    """Compiled kernels, one for each rule and dtype, whatever the sizes and hyperparameters:
-    torch.compile recompiles a function only a few times."""
+    """Compiled kernels, one per rule and dtype for all sizes and hyperparameters: torch.compile
+    recompiles a function only a few times."""
 
     def __init__(self, rank: int, numbers: Mapping[Tensor, int], averages: torch.dtype) -> None:
-        """`numbers`: a number for each parameter, which seeds the hashes it is rounded by;
-        `averages`: the dtype of moments."""
+        """`numbers`: a number for each parameter, which seeds the hashes that round it; `averages`:
+        the dtype of moments."""
         keep_private()
         self._rank, self._numbers, self._averages = rank, numbers, averages
         self._compiled: dict[type[Rule], Callable[..., None]] = {}
@@ -42,13 +41,13 @@ class Kernels:
         whole_of: Callable[[Tensor], StoredTensor],
         guard: Guard,
     ) -> list[Tensor]:
-        """Change those of a group's parameters, and their state, that a kernel supports, as the
-        group's rule does. Return the others."""
+        """Update the group's parameters that a kernel supports, and their state, by the group's
+        rule. Returns the others."""
         rule: Rule = group["rule"]
         device = guard.found_inf.device
         values = [*(group[key] for key in rule.numbers), *group["betas"]]
         # Tensors, not Python floats: a float that changes with the schedule would recompile the
-        # kernel. Once for all parameters: each is a launch, as is a parameter.
+        # kernel. Once for all parameters, because each costs a launch, as does a parameter.
         floats = [torch.full((), value, device=device) for value in values]
         others = []
         for p in parameters:
@@ -59,8 +58,8 @@ class Kernels:
         return others
 
     def _takes(self, p: Tensor, whole: StoredTensor) -> bool:
-        """Return whether the parameter is updated by a kernel. In fp32, torch's own kernels update
-        all parameters at once."""
+        """Return whether a kernel updates the parameter. In fp32, torch's own kernels update all
+        parameters at once."""
         rounds = torch.bfloat16 in (p.dtype, self._averages)
         # A kernel sees a part as one line of elements; see in_lines().
         flat = local_part(p).is_contiguous() and local_part(p.grad).is_contiguous()  # type: ignore[arg-type]
@@ -92,7 +91,7 @@ class Kernels:
 def line_places(shape: torch.Size, box: Box) -> tuple[int, int, int]:
     """Return (length, gap, first), which place a part in the whole tensor, whose lines are cut at
     most once: element i is at first + i + i // length * gap, as int32, which may wrap around."""
-    inner = len(box) - 1  # the last dim that is cut; those behind it are whole
+    inner = len(box) - 1  # the last dim that is cut; later ones are whole
     while inner > 0 and box[inner] == (0, shape[inner]):
         inner -= 1
     length = math.prod(size for _, size in box[inner:])
@@ -116,7 +115,7 @@ def compile_rule(rule: Rule) -> Callable[..., None]:
         weight: Tensor, grad: Tensor, state: ParameterState, floats: list[Tensor], integers: Tensor,
         grad_scale: Tensor, found_inf: Tensor,
     ) -> None:  # fmt: skip
-        """weight, grad and what is as large in `state`: [N]."""
+        """Update one part. weight, grad and the large tensors in `state`: [N]."""
         salt, length, gap, first = integers.unbind()
         group: dict[str, Any] = {name: floats[i] for i, name in enumerate(rule.numbers)}
         group["betas"] = floats[len(rule.numbers) :]
@@ -124,16 +123,16 @@ def compile_rule(rule: Rule) -> Callable[..., None]:
         # clone(): float() of an fp32 gradient is the gradient itself, which a rule may change.
         part = ParameterPart(weight.float(), grad.float().clone(), copies, None)  # type: ignore[arg-type]
         rule.update(group, [part], Guard(grad_scale, found_inf))
-        # Places in the whole tensor, so that every mesh rounds an element alike.
+        # Places in the whole tensor, so that an element rounds alike on every mesh.
         at = torch.arange(weight.shape[0], device=weight.device, dtype=torch.int32)
         places = first + at + torch.div(at, length, rounding_mode="trunc") * gap
         # Sorted as in Optimizer._put_back: the k-th tensor gets the same bits both ways.
         pairs = [(weight, part.weight), *((state[key], copies[key]) for key in sorted(state))]
         rounded = [(home, new) for home, new in pairs if home.dtype is torch.bfloat16]
-        # One hash has bits for two tensors, a half for each, as in Optimizer._noise().
+        # One hash has bits for two tensors, half for each, as in Optimizer._noise().
         for k, (home, new) in enumerate(rounded):
             bits = hashed_at(places, copies["step"], salt + k // 2)
             home.copy_(to_bf16(new, (bits >> (16 * (k % 2))) & 0xFFFF))
 
-    # fullgraph: a break would cut the kernel in two, without a word.
+    # fullgraph: a graph break would silently cut the kernel in two.
     return torch.compile(update, dynamic=True, fullgraph=True)

@@ -21,7 +21,7 @@ class Lion(Rule):
         rate = group["lr"] * keep
         for part in parts:
             average = part.state["exp_avg"]
-            # Before the average takes the gradient in: it does so by the slower beta2.
+            # Before the average takes in the gradient, by the slower beta2.
             direction = average.lerp(part.grad, 1 - beta1).sign_()
             part.weight.mul_(1 - rate * group["weight_decay"]).sub_(direction.mul_(rate))
             average.lerp_(part.grad, (1 - beta2) * keep)

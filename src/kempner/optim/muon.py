@@ -1,7 +1,7 @@
-"""Muon: momentum whose matrices are made orthogonal (Jordan et al., 2024; arXiv:2502.16982).
+"""Muon: momentum with orthogonalised matrices (Jordan et al., 2024; arXiv:2502.16982).
 
-Orthogonalising needs a whole matrix, but matrices are spread over the ranks. So of each batch of as
-many matrices as ranks, rank i gathers matrix i, makes it orthogonal, and sends the parts back: two
+Orthogonalising needs a whole matrix, but matrices are spread over the ranks. So in each batch of as
+many matrices as ranks, rank i gathers matrix i, orthogonalises it, and sends the parts back: two
 all-to-alls, and each matrix is computed once, however it is sharded or replicated.
 """
 
@@ -25,7 +25,7 @@ from kempner.checkpoint.format.reader import ranks_with
 from kempner.optim.config import STATE
 from kempner.optim.rule import Guard, ParameterGroup, ParameterPart, Rule
 
-# For the five iterations; chosen so that every singular value from 1e-3 on ends near 1.
+# For the five iterations; chosen so that every singular value of at least 1e-3 ends near 1.
 COEFFICIENTS = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -37,8 +37,9 @@ EPS = 1e-7
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """U V^T of the singular value decomposition of each matrix [..., rows, columns], nearly: its
-    singular values are 0.97 to 1.04. Newton-Schulz iterations, in the dtype of the matrices."""
+    """Return approximately U V^T of the singular value decomposition of each matrix [...,
+    rows, columns]: its singular values are 0.97 to 1.04. Newton-Schulz iterations, in the
+    dtype of the matrices."""
     x = matrices.reshape(-1, *matrices.shape[-2:])
     tall = x.shape[1] > x.shape[2]
     # The smaller Gram matrix: rows x rows of the wider form.
@@ -71,7 +72,7 @@ def orthogonal_parts(
         else part.new_empty(0)
         for i, (part, whole) in enumerate(zip(parts, wholes, strict=True))
     ]
-    # The last batch may have fewer matrices than ranks: those without one send and get nothing.
+    # The last batch may have fewer matrices than ranks: ranks without one receive nothing.
     outgoing += [parts[0].new_empty(0)] * (world - len(parts))
     boxes: dict[int, Box] = {}
     if mine is not None:
@@ -136,7 +137,7 @@ class Muon(Rule):
             else part.state["momentum"]
             for part in parts
         ]
-        # On a CPU products in bf16 are no faster.
+        # On a CPU, products in bf16 are no faster.
         dtype = torch.bfloat16 if changes[0].is_cuda else torch.float32
         wholes = [part.whole for part in parts]
         # Rounded before the exchange: it halves the bytes, and the iterations are in bf16 anyway.
@@ -148,8 +149,8 @@ class Muon(Rule):
 
 
 SCALES = {
-    # The root mean square of AdamW's updates: its learning rate and decay serve (arXiv:2502.16982).
+    # The root mean square of AdamW's updates: its learning rate and decay apply (arXiv:2502.16982).
     "adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
-    # The same change of the output for every width (arXiv:2310.17813).
+    # The same change of the output at every width (arXiv:2310.17813).
     "spectral": lambda rows, columns: math.sqrt(rows / columns),
 }

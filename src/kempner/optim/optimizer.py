@@ -1,10 +1,10 @@
-"""The optimizer of a run: rules over the parts of parameters that this rank holds.
+"""A run's optimizer: rules over the parts of parameters that this rank holds.
 
-It takes two tensors from the step, so that neither clipping nor a bad gradient costs the host a
-wait: `grad_scale` (gradients are divided by it) and `found_inf` (1: leave everything as it is).
+It takes two tensors from the step, so that neither clipping nor a bad gradient makes the host wait:
+`grad_scale` (gradients are divided by it) and `found_inf` (1: leave everything unchanged).
 
-A rule sees plain fp32 tensors on the parameter's device. Where the state is kept, and as what, is
-decided here: in bf16 it is rounded stochastically, on the host it travels beside the updates.
+A rule sees plain fp32 tensors on the parameter's device. This module decides where the state is
+kept, and its dtype: bf16 is rounded stochastically; state on the host is copied during updates.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Optimizer(torch.optim.Optimizer):
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
-    spikes: Spikes | None = None  # judges each step before its update, as found_inf says
+    spikes: Spikes | None = None  # judges each step before its update, through found_inf
     # Parameters whose published weights are not the trained ones, set from outside.
     published: Mapping[Tensor, Callable[[], Tensor]] = {}
 
@@ -44,16 +44,15 @@ class Optimizer(torch.optim.Optimizer):
         averages: torch.dtype = torch.float32,
         offload: bool = False,
     ) -> None:
-        """`averages`: the dtype to keep moments in, fp32 or bf16. `offload`: state lives in
-        the host's memory."""
+        """`averages`: the dtype of moments, fp32 or bf16. `offload`: keep state in host memory."""
         super().__init__(groups, {})
         self._averages, self._offload = averages, offload
         self._group = holder_group([p for group in self.param_groups for p in group["params"]])
         for group in self.param_groups:
             group["rule"].ranks = self._group
         first = self.param_groups[0]["params"][0]
-        # Around a rule, bf16 takes 37 to 65 operators in eager mode and moves 228 to 382 bytes a
-        # parameter with AdamW; compiled it is one kernel, and 14 to 20 bytes.
+        # Around a rule, bf16 takes 37 to 65 operators in eager mode and, with AdamW, moves 228 to
+        # 382 bytes per parameter; compiled, it is one kernel and 14 to 20 bytes.
         self.compiled = first.is_cuda and not offload and _can_compile()
         self._stream: torch.cuda.Stream | None = None
         if offload and first.is_cuda:
@@ -71,7 +70,7 @@ class Optimizer(torch.optim.Optimizer):
             self._stream.wait_stream(torch.cuda.current_stream())
         for group in self.param_groups:
             rule: Rule = group["rule"]
-            # What a step freezes has lost its gradient: see freezing.py.
+            # Frozen parameters have lost their gradient: see freezing.py.
             present = [p for p in group["params"] if p.grad is not None]
             if self.compiled and rule.pointwise:
                 present = self._kernels.update(present, group, self._state, self._whole, guard)
@@ -99,7 +98,7 @@ class Optimizer(torch.optim.Optimizer):
         return Kernels(rank, self._table[0], self._averages)
 
     def _batches(self, parameters: list[Tensor]) -> list[list[Tensor]]:
-        """Batch all parameters at once where nothing is copied; else one by one, which needs
+        """Batch all parameters at once if nothing is copied; else one by one, which needs
         the least memory."""
         dtypes = {p.dtype for p in parameters} | {self._averages}
         if self._stream is not None or dtypes != {torch.float32}:
@@ -109,17 +108,17 @@ class Optimizer(torch.optim.Optimizer):
     # --- state ---
 
     def new_state(self, p: Tensor, dtype: torch.dtype) -> Tensor:
-        """Make a tensor like `p`, distributed as `p`, where this optimizer keeps its state."""
+        """Make a tensor like `p`, distributed as `p`, on the device that holds the state."""
         part = local_part(p)
         place = torch.device("cpu") if self._offload else part.device
         pin = part.is_cuda and self._offload
         return as_part_of(p, torch.empty(part.shape, dtype=dtype, device=place, pin_memory=pin))
 
     def _state(self, p: Tensor, rule: Rule) -> ParameterState:
-        """Return a parameter's state as the rule wants it. A checkpoint may hold the state of
-        another optimizer, or another dtype. It is kept if it has all averages of this rule."""
+        """Return a parameter's state as the rule needs it. A checkpoint may hold the state of
+        another optimizer, or of another dtype. It is kept if it has all averages of this rule."""
         state: ParameterState = self.state[p]
-        # All of them or none: "step" counts the updates of each, and their bias is corrected by it.
+        # All averages or none: "step" counts the updates of each, for the bias correction.
         if not state.keys() >= {*rule.averages}:
             state.clear()
         dtypes = dict.fromkeys(rule.averages, self._averages)
@@ -143,7 +142,7 @@ class Optimizer(torch.optim.Optimizer):
         everything = [p for group in self.param_groups for p in group["params"]]
         world = dist.get_world_size() if dist.is_initialized() else 1
         table = plan.make_table({str(i): p for i, p in enumerate(everything)}, {}, world)
-        for name, whole in table.items():  # by their numbers in the group
+        for name, whole in table.items():  # keyed by their numbers in the group
             assert whole.layout is not None
             table[name] = whole._replace(layout=whole.layout._replace(first=0))
         return {p: i for i, p in enumerate(everything)}, table
@@ -168,7 +167,7 @@ class Optimizer(torch.optim.Optimizer):
             ]
 
     def _arrived(self, states: Sequence[ParameterState]) -> None:
-        """Make the current stream wait until the fetched state may be used."""
+        """Make the current stream wait until the fetched state is usable."""
         if self._stream is not None:
             now = torch.cuda.current_stream()
             now.wait_stream(self._stream)
@@ -181,7 +180,7 @@ class Optimizer(torch.optim.Optimizer):
     def _put_back(self, batch: Sequence[Tensor], parts: Sequence[ParameterPart]) -> None:
         """Store what the rule has changed in a copy."""
         for p, part in zip(batch, parts, strict=True):
-            pairs = [(p, part.weight)]  # a load makes the state in another order
+            pairs = [(p, part.weight)]  # a load creates the state in another order
             pairs += [(self.state[p][key], part.state[key]) for key in sorted(part.state)]
             bits = self._noise(p, part)
             for backup, new in pairs:
@@ -199,11 +198,11 @@ class Optimizer(torch.optim.Optimizer):
                 self._stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(self._stream):
                     home.copy_(new, non_blocking=True)
-                # It may be freed when this returns, while the copy still reads it.
+                # It may be freed after this returns, while the copy still reads it.
                 new.record_stream(self._stream)
 
     def _noise(self, p: Tensor, part: ParameterPart) -> Iterator[Tensor]:
-        """Yield random bits for one tensor of the parameter after another; one hash serves two."""
+        """Yield random bits for one tensor of the parameter after another; each hash serves two."""
         from kempner.optim.rounding import SALTS, hashed_int32
 
         box = plan.own_box(part.whole, dist.get_rank(self._group) if dist.is_initialized() else 0)
@@ -221,7 +220,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def averaging(self) -> dict[Tensor, Callable[[], Tensor]]:
         """Map each parameter whose published weights differ to the function that computes them."""
-        self.wait()  # it reads the state, which may still be on its way to the host
+        self.wait()  # reads the state, which may still be on its way to the host
         return dict(self.published) | {
             p: functools.partial(self._average, p, group)
             for group in self.param_groups
@@ -242,7 +241,7 @@ def _can_compile() -> bool:
 
 
 def holder_group(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
-    """Return the group of ranks that hold these parameters, if that is one of several pipeline
+    """Return the group of ranks that hold these parameters, if they form one of several pipeline
     stages; None if all ranks do. Every rank must call this."""
     if not dist.is_initialized():
         return None
@@ -255,12 +254,12 @@ def holder_group(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
 
 
 def as_part_of(whole: Tensor, part: Tensor) -> Tensor:
-    """Wrap this rank's part as a tensor that is distributed as `whole`."""
+    """Wrap this rank's part as a tensor distributed as `whole`."""
     kind: Any = type(whole)
     spec = getattr(whole, "_spec", None)
     return part if spec is None else kind(part, spec, requires_grad=False)  # a DTensor
 
 
 def as_fp32(tensor: Tensor) -> Tensor:
-    """Convert to fp32; a tensor that is fp32 is returned itself."""
+    """Convert to fp32; returns an fp32 tensor itself."""
     return tensor.float()

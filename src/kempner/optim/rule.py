@@ -1,4 +1,4 @@
-"""Shared types of the optimizer and its rules: a part of a parameter, the step's verdict on its
+"""Types shared by the optimizer and its rules: a part of a parameter, the step's verdict on its
 gradients, and the rule itself."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ParameterPart(NamedTuple):
 
     weight: Tensor  # fp32, as are grad and state
     grad: Tensor
-    state: ParameterState  # as large as weight, or []
+    state: ParameterState  # of the size of weight, or []
     whole: StoredTensor  # the parameter
 
 
@@ -51,17 +51,18 @@ class Rule:
     averages: tuple[str, ...] = ()  # of gradients, which start as 0
     copies: tuple[str, ...] = ()  # of the weights, which start as these
     scalars: tuple[str, ...] = ("step",)  # fp32 []; "step" counts the updates
-    # What a pointwise update() may read of its group, besides betas: a compiled one has no more.
+    # All that a pointwise update() may read of its group besides betas: a compiled one
+    # gets no more.
     numbers: tuple[str, ...] = ("lr", "weight_decay", "eps")
     pointwise = False  # each element changes by itself, so that an update can be one kernel
-    publishes_average = False  # other weights than those that are trained
-    ranks: dist.ProcessGroup | None = None  # that hold the parameters between them; None: all
+    publishes_average = False  # publishes other weights than the trained ones
+    ranks: dist.ProcessGroup | None = None  # that together hold the parameters; None: all
 
     def update(self, group: ParameterGroup, parts: Sequence[ParameterPart], guard: Guard) -> None:
         raise NotImplementedError
 
     def batches(self, parameters: Sequence[Tensor]) -> list[list[Tensor]] | None:
-        """Return the sets of parameters that an update needs at once; None: any."""
+        """Return the sets of parameters that must be updated together; None: any."""
         return None
 
     def average(self, group: ParameterGroup, weight: Tensor, state: ParameterState) -> Tensor:

@@ -13,8 +13,8 @@ from kempner.optim.rule import Guard, ParameterGroup, ParameterPart, ParameterSt
 
 class ScheduleFree(Rule):
     """Schedule-free AdamW (arXiv:2405.15682): gradients are taken at y = (1 - beta1) z + beta1 x,
-    where z is what plain AdamW without momentum would have, and x its running mean, weighted by
-    lr^2. The parameter is y; x, which is what to evaluate, follows from y and z."""
+    where z are the weights of plain AdamW without momentum, and x their running mean, weighted by
+    lr^2. The parameter is y; x, the weights to evaluate, follows from y and z."""
 
     averages, copies = STATE["schedule_free"]
     pointwise = True
@@ -36,7 +36,7 @@ class ScheduleFree(Rule):
             y, z, square = part.weight, part.state["z"], part.state["exp_avg_sq"]
             square.lerp_(part.grad.square(), (1 - beta2) * keep)
             change = part.grad.div_(square.div(correction).sqrt_().add_(group["eps"]))
-            # Decay at y, where the gradient was taken, as the paper's algorithm has it.
+            # Decay at y, where the gradient was taken, as in the paper's algorithm.
             change.add_(y * group["weight_decay"])
             # x is not stored: y = (1 - beta1) z + beta1 x moves by what x and z would move it.
             # With the share c and z's own step d that is x' = (1 - c) x + c (z - d), and therefore

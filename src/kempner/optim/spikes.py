@@ -1,9 +1,9 @@
-"""Steps whose loss or gradient norm is far above that of the steps before: their update is skipped.
+"""Spikes: steps whose loss or gradient norm is far above the preceding ones skip their update.
 
-Each of both numbers is compared with its mean and standard deviation over the last `window` steps
-that changed the weights, as OLMo's SkipStepOptimizer (arXiv:2501.00656, section 3.1) and levanter's
-skip_bad_steps do. What PaLM (arXiv:2204.02311, section 5.1) did by hand, going back and leaving the
-samples out, follows from too many skipped steps in a row: see nonfinite.py.
+Both numbers are compared with their mean and standard deviation over the last `window` steps that
+changed the weights, as in OLMo's SkipStepOptimizer (arXiv:2501.00656, section 3.1) and levanter's
+skip_bad_steps. After too many skipped steps in a row the run does what PaLM (arXiv:2204.02311,
+section 5.1) did by hand: it goes back and leaves the samples out (nonfinite.py).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 class Spikes:
-    """The numbers of the last steps, on the device: no decision makes the host wait.
+    """The numbers of the last steps, on the device, so that decisions do not make the host wait.
 
-    All ranks decide alike, because they see the same sums of the step's one all-reduce. A spike
-    does not enter the window: a second one right after it is found, too. A level that stays
-    high is not a spike: after `resilience.max_skipped` steps the run goes back, and then stops.
+    All ranks decide alike, because they see the same sums of the step's all-reduce. A spike does
+    not enter the window, so that a second one right after it is found, too. A level that stays high
+    is not a spike: after `resilience.max_skipped` steps the run goes back, and then stops.
 
-    It is a provider of checkpoint/state.py, so that a resumed run decides as the unbroken one.
+    A state provider (checkpoint/state.py), so that a resumed run decides like an uninterrupted one.
     """
 
     per_rank = False
 
     def __init__(self, sigma: float, window: int) -> None:
         self.sigma, self.window = sigma, window
-        self._state = {  # on the host until the first step says where the numbers are
+        self._state = {  # on the host until the first step shows the device
             "values": torch.zeros(2, window, dtype=torch.float64),  # loss and norm
             "count": torch.zeros((), dtype=torch.float64),  # of the steps that have entered
             "regime": torch.zeros(2, dtype=torch.float64),
@@ -43,8 +43,8 @@ class Spikes:
     ) -> dict[str, Tensor]:
         """Return whether a step is a spike, and the limits that it was compared with (infinite
         until the window is full), by name, fp64 [] each. `bad`: the step is not finite, which does
-        not count as a spike. `regime`: tokens of the step and phase of the data; when they change
-        another level is to be expected, and the window starts anew."""
+        not count as a spike. `regime`: tokens of the step and phase of the data; when they change,
+        another level is expected, and the window restarts."""
         if self._state["count"].device != loss.device:
             self._state = {name: tensor.to(loss.device) for name, tensor in self._state.items()}
         values, count, last_regime = self._state.values()
@@ -54,7 +54,7 @@ class Spikes:
             # In place: unbind() gives views of the state.
             before.fill_(now)
         count.mul_(same)
-        # Before this step enters the window: a spike must not raise its own limit.
+        # Computed before this step enters the window: a spike must not raise its own limit.
         spread, mean = torch.std_mean(values, dim=1)
         limits = torch.where(count >= self.window, mean + self.sigma * spread, torch.inf)  # [2]
         numbers = torch.stack((loss, grad_norm))
@@ -81,7 +81,7 @@ class Spikes:
         return dict(self._state)
 
     def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-        """Return the state to fill. Without it in the checkpoint, or with another window,
+        """Return the state to fill. If the checkpoint lacks it or has another window,
         it starts anew."""
         for tensor in self._state.values():
             tensor.zero_()

@@ -1,1 +1,1 @@
-"""The files of a checkpoint: which rank writes what; writing, reading, checksums."""
+"""Files of a checkpoint: distribution over ranks, writing, reading, checksums."""

@@ -5,7 +5,7 @@ A CRC is the remainder of the data, as a polynomial over GF(2), modulo the gener
 x^91639 + x^41678 + 1 (the shortest trinomial it divides: it is why CRC-32 detects all errors of
 three bits up to a length of 91607, Koopman, DSN 2002). Squaring is linear there, so P also divides
 x^(64*91639) + x^(64*41678) + 1: a 64-bit word may be replaced by itself 91639 - 41678 words later
-and by itself 91639 words later. That is two XORs a word, in cache; zlib sums what is left.
+and by itself 91639 words later. That is two XORs per word, in cache; zlib sums the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def crc32(data: memoryview, value: int = 0) -> int:
     rounds = (len(words) - FAR) // NEAR
     if rounds < CRC_ROUNDS:
         return zlib.crc32(data, value)
-    window = np.zeros(FAR + CRC_ROUNDS * NEAR, np.uint64)  # words that were folded, the newest last
+    window = np.zeros(FAR + CRC_ROUNDS * NEAR, np.uint64)  # folded words, the newest last
     at = FAR
     for start in range(0, rounds * NEAR, NEAR):
         if at == len(window):
@@ -39,9 +39,9 @@ def crc32(data: memoryview, value: int = 0) -> int:
         if start == 0:
             fold[0] ^= np.uint64(value ^ 0xFFFFFFFF)  # the start value is added to the first bits
         at += NEAR
-    # What is folded so far goes on into the words behind, and zlib sums only these.
+    # Carry the folds over into the following words; zlib sums only these.
     rest = bytearray(data[rounds * NEAR * 8 :])
     pending = np.frombuffer(rest, np.uint64, count=FAR)
     pending ^= window[at - FAR : at]
     pending[:NEAR] ^= window[at - NEAR : at]
-    return zlib.crc32(rest, 0xFFFFFFFF)  # the start value that adds nothing
+    return zlib.crc32(rest, 0xFFFFFFFF)  # a start value that adds nothing

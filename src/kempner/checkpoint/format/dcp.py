@@ -27,7 +27,7 @@ PartEntry = tuple[str, str, dict[str, Any]]  # file, tensor, its entry in the in
 
 
 def dcp_metadata(table: Table, world: int) -> bytes | None:
-    """Compute the metadata from the table alone, before the ranks write. None over the limit."""
+    """Compute the metadata from the table alone, before the ranks write; None above LIMIT."""
     if world * len(table) > LIMIT:
         return None
     return pickled_metadata(
@@ -43,9 +43,9 @@ def pickled_metadata(parts: Iterable[PartEntry]) -> bytes:
     for file, name, entry in parts:
         start, size = torch.Size(entry["start"]), torch.Size(entry["size"])
         place = MetadataIndex(name, start)
-        if place in places:  # a small tensor, of which every rank has a copy
+        if place in places:  # a small tensor that every rank has a copy of
             continue
-        # The bytes that torch.save would have written: DCP gives them to torch.load().
+        # The bytes as torch.save would write them: DCP passes them to torch.load().
         places[place] = _StorageInfo(file, *entry["framed"])
         if name not in tensors:
             properties = TensorProperties(dtype=dtype_of(entry["dtype"]))

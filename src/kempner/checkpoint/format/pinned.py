@@ -1,4 +1,4 @@
-"""Memory of the host that a GPU copies into at full speed. Loaded on GPUs alone."""
+"""Pinned host memory that a GPU copies into at full speed. Loaded only on GPUs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def pin_memory(memory: Tensor, device: torch.device, warn: Callable[[str], None]) -> bool:
-    """Lock memory in place for a GPU; False, after a warning, when the driver refuses."""
-    # The device is a thread's own: by default it is GPU 0, and a context would be opened there.
+    """Pin memory for a GPU; returns False, after a warning, if the driver refuses."""
+    # The current device is per thread: by default GPU 0, where a context would be created.
     torch.cuda.set_device(device)
     cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     # Not torch's pinned memory: this is pages of mmap(), which O_DIRECT writes from.

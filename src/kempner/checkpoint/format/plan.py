@@ -1,4 +1,4 @@
-"""Distribution of tensors over ranks and files: arithmetic that each rank does alone.
+"""Distribution of tensors over ranks and files, which each rank computes alone.
 
 A table lists every tensor of a checkpoint once, with its global shape and the mesh that cuts it.
 From the table alone follow the contents of every rank's file (when saving) and the files that hold
@@ -43,7 +43,7 @@ class CheckpointLayout(NamedTuple):
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """The axes in the order in which they cut."""
+        """Return the axes in the order in which they cut."""
         return self.order or tuple(range(len(self.mesh)))
 
     @property
@@ -60,7 +60,7 @@ class CheckpointLayout(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in the table. `layout` is None for a tensor that each rank has for itself; the `*`
+    """A tensor in the table. `layout` is None for a tensor that is separate on each rank; the `*`
     in its name then stands for the rank. `turn` decides which of the replicas writes it."""
 
     shape: torch.Size
@@ -87,8 +87,8 @@ Table = dict[str, StoredTensor]
 
 
 def file_of(rank: int) -> str:
-    """Return the path of a rank's data file in the checkpoint; in subdirectories: one of 16,000
-    files is slow on every parallel file system."""
+    """Return the path of a rank's data file in the checkpoint. Subdirectories, because one of
+    16,000 files is slow on every parallel file system."""
     return f"ranks-{rank // FILES_PER_FOLDER:03d}/__{rank}_0.distcp"
 
 
@@ -96,7 +96,7 @@ def file_of(rank: int) -> str:
 
 
 def is_distributed(tensor: Tensor) -> TypeIs[DTensor]:
-    """Return whether it is a DTensor. Does not import these, 0.3 s: who has made one has."""
+    """Return whether this is a DTensor, without importing the class (0.3 s)."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     return isinstance(tensor, kind)
 
@@ -104,7 +104,7 @@ def is_distributed(tensor: Tensor) -> TypeIs[DTensor]:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, sharing its memory, without a gradient."""
     part = tensor.to_local() if is_distributed(tensor) else tensor
-    return getattr(part, "_tensor", part).detach()  # of a weight that FSDP sends in fp8: its master
+    return getattr(part, "_tensor", part).detach()  # the master of a weight that FSDP sends in fp8
 
 
 def make_table(shared: Mapping[str, Tensor], own: Mapping[str, Tensor], world: int) -> Table:
@@ -138,8 +138,8 @@ def ranks_of(tensors: Iterable[Tensor], world: int) -> range:
 def _layout_of(
     name: str, tensor: Tensor, ranks: range, meshes: dict[int, tuple[int, ...]]
 ) -> CheckpointLayout:
-    """`meshes`: shapes of those that were seen, by identity: a DeviceMesh computes what it is asked
-    anew, and there are thousands of tensors on one."""
+    """Return a tensor's layout. `meshes`: cached shapes by identity, because a DeviceMesh
+    recomputes its properties and carries thousands of tensors."""
     if not is_distributed(tensor):
         return CheckpointLayout((len(ranks),), (None,), (), ranks.start)
     from torch.distributed.tensor import Replicate, Shard
@@ -156,7 +156,7 @@ def _layout_of(
             raise TypeError(f"{name}: cannot store the placement {placement}")
         cuts.append(None if isinstance(placement, Replicate) else placement.dim)
         late += [axis] if isinstance(placement, _StridedShard) else []
-    # Tensor parallelism cuts first and FSDP shards its parts, although FSDP's axis is the outer.
+    # Tensor parallelism cuts first and FSDP shards its parts, although FSDP's axis is outer.
     order = [axis for axis in range(len(shape)) if axis not in late] + late
     return CheckpointLayout(shape, tuple(cuts), tuple(order) if late else (), ranks.start)
 
@@ -207,7 +207,7 @@ def _written_box(spec: StoredTensor, rank: int) -> Box | None:
         return spec.whole
     mesh, cuts = spec.layout[:2]
     at = spec.layout.at(rank)
-    # Of the replicas along each axis one writes, and all ranks know which without a message.
+    # One replica along each axis writes; all ranks know which one without communication.
     for size, dim, index in zip(mesh, cuts, at, strict=True):
         if dim is None and index != writing_replica(spec.turn, size):
             return None

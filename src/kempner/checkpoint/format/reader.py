@@ -1,5 +1,5 @@
-"""Read checkpoints: raw bytes at known offsets, each block verified as it is read. Nothing is
-unpickled, so no file can run code, and no version of Python reads another's objects.
+"""Reading of checkpoints: raw bytes at known offsets, each block verified as it is read. Nothing is
+unpickled, so that files cannot run code and do not depend on the version of Python.
 
     path = history.latest_checkpoint(Path("runs/debug/checkpoints"))
     tensors = read_tensors(path, ["model.embed.weight"])      # whole, on the CPU, one process
@@ -37,7 +37,7 @@ from kempner.checkpoint.format.plan import (
 from kempner.checkpoint.format.writer import FILE_MAGIC, FOOTER
 from kempner.checkpoint.history import Damaged
 
-# Read at the end of a file, in the hope that the whole index is in it.
+# Read first at the end of a file; usually contains the whole index.
 INDEX_TAIL_BYTES = 1 << 16
 
 
@@ -65,8 +65,8 @@ def from_json(content: dict[str, Any]) -> Table:
 
 
 def ranks_with(spec: StoredTensor, box: Box, near: int) -> Iterator[int]:
-    """Yield the ranks whose files together hold a box of a shared tensor. `near`: a rank to prefer
-    where every rank has a copy."""
+    """Yield the ranks whose files together hold a box of a shared tensor. `near`: the rank to
+    prefer if every rank has a copy."""
     assert spec.layout is not None
     mesh, cuts = spec.layout[:2]
     axes, ranks = spec.layout.axes, spec.layout.ranks
@@ -112,7 +112,7 @@ class DataFile:
             raise Damaged(f"{self.path}: {error.strerror}") from None
         try:
             self.index = self._read_index()
-            # A file that was copied from another step or rank is whole, and has the right sums.
+            # A file copied from another step or rank is complete and has valid checksums.
             for key, value in (("step", manifest["step"]), ("rank", rank)):
                 if self.index[key] != value:
                     raise self._damage(f"its {key} is {self.index[key]}, expected {value}")
@@ -142,7 +142,7 @@ class DataFile:
         if magic != FILE_MAGIC or at + length + FOOTER.size > size:
             raise self._damage(f"of its {size} bytes the last are not those of a data file")
         first = at - (size - len(tail))
-        # Usually the one read of the tail has the whole index.
+        # Usually the tail contains the whole index.
         text = tail[first : first + length] if first >= 0 else os.pread(self._fd, length, at)
         if zlib.crc32(text) != crc:
             raise self._damage("the CRC-32 of its index differs")
@@ -153,7 +153,7 @@ class DataFile:
         start = k * self._block_size
         view = memoryview(self._buffer)[: min(self._block_size, self.index["bytes"] - start)]
         if self._in_buffer != k:
-            # Until it is verified the buffer holds no block.
+            # Until verified, the buffer holds no block.
             self._in_buffer, bytes_read = -1, 0
             while bytes_read < len(view):
                 count = os.preadv(self._fd, [view[bytes_read:]], start + bytes_read)
@@ -175,7 +175,7 @@ class DataFile:
             target[(low - start) // dtype.itemsize :][: len(part)].copy_(part)
 
     def announce(self, want: Want) -> None:
-        """Let the kernel read what fill() will ask for, in the background."""
+        """Let the kernel prefetch what fill() will read."""
         if (entry := self.index["tensors"].get(want.name)) is not None:
             (first, rows), row = _overlap(want, entry)[0], _row_bytes(entry)
             os.posix_fadvise(
@@ -185,7 +185,7 @@ class DataFile:
     def fill(self, want: Want, spec: StoredTensor) -> None:
         """Copy the part of a wanted box that is in this file."""
         entry = self.index["tensors"].get(want.name)
-        # Index and table have sums of their own, so both may be whole and still not of one save.
+        # Index and table have separate checksums: both may be intact but from different saves.
         if entry is None or (entry["shape"], f"torch.{entry['dtype']}") != (
             [*spec.shape],
             str(spec.dtype),
@@ -200,7 +200,7 @@ class DataFile:
             return
         # Read whole stored rows in one piece.
         first = entry["at"] + rows[0] * _row_bytes(entry)
-        # Straight into the target where its memory has the order of the file; else by a copy.
+        # Read straight into the target if its memory has the file's order, else through a copy.
         columns = entry["size"][1:]
         if part.is_contiguous() and [length for _, length in inner] == columns:
             self.read(first, part.view(-1), spec.dtype)
@@ -233,7 +233,7 @@ def read_wanted(
     """Fill the targets from the files that hold parts of them; no other file is opened, and each
     block is read once.
 
-    Raises Damaged. `near`: the rank whose file to prefer where every file has a copy.
+    Raises Damaged. `near`: the rank whose file to prefer if every file has a copy.
     """
     by_rank = defaultdict(list)
     for want in wants:
@@ -247,7 +247,7 @@ def read_wanted(
     for rank, of_rank in sorted(by_rank.items()):
         with DataFile(path, manifest, rank) as file:
             entries = file.index["tensors"]
-            # In the order of the file: then each block is read and verified once.
+            # In file order, so that each block is read and verified once.
             of_rank.sort(key=lambda want: entries.get(want.name, {"at": 0})["at"])
             for want, after in zip_longest(of_rank, of_rank[1:]):
                 if after is not None:
@@ -269,8 +269,8 @@ def stored_tensors(path: Path) -> Table:
 
 
 def read_tensors(path: Path, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Read whole tensors into memory, whatever number of ranks wrote them; by default all that the
-    ranks share. Needs no process group.
+    """Read whole tensors into memory, whatever the number of ranks that wrote them; by default all
+    shared tensors. Needs no process group.
 
     Raises Damaged if the checkpoint is damaged, KeyError for an unknown name.
     """

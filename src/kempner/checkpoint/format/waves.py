@@ -1,5 +1,5 @@
-"""The image of a file that does not fit into memory: made and written wave after wave, while the
-steps wait. Loaded where the memory is too small for the whole image."""
+"""The image of a file that does not fit into memory: made and written in waves, while the steps
+wait. Loaded only if memory is too small for the whole image."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kempner.checkpoint.format.writer import (
 
 
 class WavedImage(Image):
-    """A rank's file, of which `room` bytes are in memory at a time. The file is the same."""
+    """A rank's file with `room` bytes in memory at a time. The resulting file is the same."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class WavedImage(Image):
         room: int,
     ) -> None:
         self._plan, self._size = plan, -(-image_bytes(plan) // PAGE) * PAGE
-        # Whole writes, so that sums and writes are those of an image in one piece.
+        # Whole writes, so that checksums and writes equal those of a single image.
         self._window = max(room // WRITE, 1) * WRITE
         self.waves = -(-self._size // self._window)
         self._memory = torch.frombuffer(allocate_pages(self._window), dtype=torch.uint8)
@@ -51,7 +51,7 @@ class WavedImage(Image):
         """Take the tensors, which must not change until pieces() has ended."""
         self._state = {slot.key: local_part(state[slot.key]) for slot in self._plan}
         if any(tensor.is_cuda for tensor in self._state.values()):
-            # Another thread copies, on a stream of its own, which does not wait for this one.
+            # Another thread copies, on a stream that does not wait for this one.
             torch.cuda.current_stream().synchronize()
 
     @torch.no_grad()
@@ -61,17 +61,17 @@ class WavedImage(Image):
         for start in range(0, self._size, self._window):
             end = min(start + self._window, self._size)
             piece = self._memory[: end - start]
-            # Between tensors the image has zeros; the wave before has left its bytes there.
+            # The image has zeros between tensors, where the previous wave left its bytes.
             piece.zero_()
             for slot in [slot for slot in waiting if slot.offset < end]:
                 self._copy(slot, piece, start, end)
-            # A tensor that reaches over the end of this wave is continued in the next one.
+            # A tensor that extends beyond this wave continues in the next one.
             waiting = [slot for slot in waiting if slot.offset + slot.length > end]
             yield piece.numpy().data
         self._state = {}
 
     def _copy(self, slot: Slot, piece: Tensor, start: int, end: int) -> None:
-        """Copy what lies between `start` and `end` of the file."""
+        """Copy the slot's bytes between `start` and `end` of the file."""
         before, after = torch_save_frame(slot.local_shape, slot.dtype)
         behind = slot.data + slot.size
         for text, at in ((before, slot.offset), (after, behind)):
@@ -89,7 +89,7 @@ class WavedImage(Image):
 
 
 def warning_of_waves(waves: int) -> str:
-    """Return what rank 0 says, whose own file may fit."""
+    """Return rank 0's warning; its own file may fit."""
     return (
         "WARNING: on some ranks the memory is too small for the checkpoint, which is saved in up "
         f"to {waves} waves: the steps wait for the whole save; the logs of these ranks have more"

@@ -1,9 +1,9 @@
 """Write checkpoints with little disturbance of the training: one copy into reused memory, then
 few large writes.
 
-The memory of a rank is the image of the file that it writes: each tensor between the bytes that
+A rank's memory holds the image of the file that it writes: each tensor between the bytes that
 torch.save puts before and after it, so that any reader of torch's distributed checkpoints (DCP) can
-read it. The training waits for that copy alone. docs/reference/benchmarks.md has the measurements.
+read it. Training waits only for that copy. docs/reference/benchmarks.md has the measurements.
 
 Behind the image, the file ends with its own index as JSON, and a footer with the index's offset:
 
@@ -33,10 +33,10 @@ from torch import Tensor
 from kempner.checkpoint.format.crc import crc32
 from kempner.checkpoint.format.plan import Box, Table, chunks_of, local_part
 
-PAGE = 4096  # what O_DIRECT asks of addresses, offsets and lengths, at most, on known file systems
+PAGE = 4096  # the strictest O_DIRECT alignment of known file systems: addresses, offsets, lengths
 ALIGN = 64  # torch.save's alignment of the data
-WRITE = 1 << 26  # bytes of a write: large for the device, and summed while they are in the cache
-# Bytes that share a CRC-32: a reader of a part verifies no more than it needs.
+WRITE = 1 << 26  # bytes of a write: large for the device, checksummed while in cache
+# Bytes that share a CRC-32, so that a reader of a part verifies little more than it needs.
 CRC_BLOCK_BYTES = 1 << 23
 FOOTER = struct.Struct("<8sQQI4x")  # FILE_MAGIC, offset and length of the index, its CRC-32
 FILE_MAGIC = b"kempner2"
@@ -83,7 +83,7 @@ class Slot(NamedTuple):
     name: str  # on disk
     dtype: torch.dtype
     shape: torch.Size  # of the whole tensor
-    box: Box  # the part of it that is here
+    box: Box  # the part stored here
     offset: int
     data: int
     size: int
@@ -102,7 +102,7 @@ class Slot(NamedTuple):
             "size": self.local_shape,
             "at": self.data,
             "bytes": self.size,
-            "framed": [self.offset, self.length],  # as torch.save has it, for readers of DCP
+            "framed": [self.offset, self.length],  # as in torch.save, for readers of DCP
         }
 
 
@@ -121,7 +121,7 @@ def plan_file(table: Table, rank: int) -> FilePlan:
         name = key.replace("*", str(rank)) if spec.layout is None else key
         data = at + len(before)
         plan.append(Slot(key, name, spec.dtype, spec.shape, box, at, data, size, length))
-        # Aligned, so that the data can be viewed in their dtype where they lie.
+        # Aligned, so that the data can be viewed in their dtype in place.
         at += -(-length // ALIGN) * ALIGN
     return plan
 
@@ -141,8 +141,8 @@ class Image:
     ) -> None:
         """`device`: the GPU that copies into the memory, None on a CPU. May run in a thread.
 
-        Pinning can fail where the rest of a save does not (a limit on locked memory, a virtual
-        machine). Then the memory stays pageable, with a warning: the copies are slower.
+        Pinning can fail although the rest of a save works (a limit on locked memory, a virtual
+        machine). Then the memory stays pageable, with a warning, and copies are slower.
         """
         end = image_bytes(plan)
         memory = torch.frombuffer(allocate_pages(end), dtype=torch.uint8)
@@ -177,7 +177,7 @@ class Image:
 
     @torch.no_grad()
     def stage(self, state: dict[str, Tensor]) -> None:
-        """Copy the tensors as they are now; when it returns, the training may change them."""
+        """Copy the tensors; once this returns, training may change them."""
         sources = [local_part(state[key]) for key in self.targets]
         asynchronous = self._pinned is not None
         if sources:
@@ -204,12 +204,11 @@ def write_file(path: Path, pieces: Iterable[memoryview], index: dict[str, Any]) 
     """Write the pieces of the image, whole pages, and the index with its sums to a new file;
     make it durable.
 
-    It bypasses the page cache where the file system allows it: the cache would cost another
-    copy, and memory that the training's files are in. Raises OSError with the path, also when
-    the disk is full.
+    Bypasses the page cache if the file system allows it: the cache would cost another copy, and
+    memory that holds the training's files. Raises OSError with the path, also if the disk is full.
     """
     try:
-        # O_EXCL: never into a file that somebody else has begun.
+        # O_EXCL: never write into a file that another process has begun.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             set_direct(fd, True)
@@ -219,7 +218,7 @@ def write_file(path: Path, pieces: Iterable[memoryview], index: dict[str, Any]) 
             ):
                 _write(fd, part, at)
                 at += len(part)
-                # Summed right after the write, while the part is in the processor's cache.
+                # Checksum right after the write, while the part is in the CPU cache.
                 sums += [
                     crc32(part[k : k + CRC_BLOCK_BYTES])
                     for k in range(0, len(part), CRC_BLOCK_BYTES)
@@ -239,7 +238,7 @@ def _trailer(index: dict[str, Any], at: int) -> memoryview:
     """Return the index and the footer, which ends a page."""
     text = json.dumps(index, separators=(",", ":")).encode()
     length = -(-(len(text) + FOOTER.size) // PAGE) * PAGE
-    # In pages of its own: O_DIRECT takes neither an odd address nor an odd length.
+    # In separate pages: O_DIRECT needs an aligned address and length.
     memory = memoryview(allocate_pages(length))
     memory[: len(text)] = text
     memory[length - FOOTER.size : length] = FOOTER.pack(FILE_MAGIC, at, len(text), zlib.crc32(text))
@@ -252,8 +251,7 @@ def _write(fd: int, data: memoryview, at: int) -> None:
         try:
             bytes_written += os.pwrite(fd, data[bytes_written:], at + bytes_written)
         except OSError as error:
-            # Some file systems accept O_DIRECT and then refuse the write: go on through
-            # the page cache.
+            # Some file systems accept O_DIRECT but refuse the write: use the page cache.
             if error.errno != errno.EINVAL or not set_direct(fd, False):
                 raise
 

@@ -115,7 +115,7 @@ class Recorder:
         self._last = (progress.step, progress.tokens, self.clock.begin())
 
     def step(self, result: StepResult) -> None:
-        """Record a step if its line is due, or if it was skipped, with its samples."""
+        """Record a step if its line is due; a skipped step always, with its samples."""
         asked = result.values[ASKS_PROFILE] > 0
         last = result.step == self.run.cfg.train.max_steps
         if asked and self._profiler is None:  # few runs ever are
