@@ -30,7 +30,7 @@ class Documents:
     """Several documents packed into each row: a token sees only its own document."""
 
     index: Tensor  # int32 [B, T]: a token's document in its row; never decreases
-    starts: Tensor  # int32 [N + 1]: where each begins in the flattened B * T tokens, and B * T
+    starts: Tensor  # int32 [N + 1]: starts in the flattened B * T tokens, then B * T
     positions: Tensor | None  # int64 [B, T]: from 0 in each document; None: from 0 in each row
 
     @classmethod

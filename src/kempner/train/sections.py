@@ -1,4 +1,4 @@
-"""One run's configuration: all sections, and the checks across them."""
+"""A run's configuration: all sections, and the checks across them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kempner.train import lookup
 from kempner.train.recording.config import MetricsConfig, ProfileConfig
 from kempner.train.resilience.config import ResilienceConfig
 
-# One rank may read the tokens of a whole step at once, 8 bytes each, and max_steps of them must fit
+# A rank may read the tokens of a whole step at once, 8 bytes each, and those of max_steps must fit
 # 64 bits; published runs stay below 2**27. A forward pass of 2**24 tokens exceeds any memory.
 MAX_STEP_TOKENS = 2**30
 MAX_FORWARD_TOKENS = 2**24

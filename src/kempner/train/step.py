@@ -1,5 +1,5 @@
-"""The parts of a step: gradients; one small all-reduce, which is judged on the device and read by
-the host one step later; and the update."""
+"""Parts of a step: gradients; one small all-reduce, judged on the device and read by the host one
+step later; and the update."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ StepNumbers = dict[str, Tensor]  # fp64 [] each, on the device
 
 
 def reduce_step(parts: Mapping[str, Tensor | float], layout: Layout) -> StepNumbers:
-    """Return the sums over all ranks, by name: one all-reduce, whatever it carries and however many
-    ranks there are.
+    """Return the sums over all ranks, by name: one all-reduce, whatever it carries and
+    however many ranks.
 
-    A float of the host costs one copy for all of them, from pinned memory: a pageable one would
-    make the host wait for the device.
+    Host floats cost a single copy, from pinned memory: a pageable one would make the host wait
+    for the device.
     """
     device = next(part.device for part in parts.values() if isinstance(part, Tensor))
     ours = [part for part in parts.values() if not isinstance(part, Tensor)]
     # fp64, because all ranks together may have more tokens than fp32 counts exactly, 2^24.
     host = torch.tensor(ours, dtype=torch.float64, pin_memory=device.type == "cuda")
     floats = iter(host.to(device, non_blocking=True).unbind())
-    values = [  # with fsdp_cpu_offload the gradients, and so their norm, are on the host
+    values = [  # with fsdp_cpu_offload the gradients and their norm are on the host
         part.to(device, torch.float64) if isinstance(part, Tensor) else next(floats)
         for part in parts.values()
     ]
@@ -46,8 +46,8 @@ def reduce_step(parts: Mapping[str, Tensor | float], layout: Layout) -> StepNumb
 
 
 class StepSums:
-    """Sums of loss and tokens over the micro-batches of a step, on the device: in all, and for each
-    of several data sources."""
+    """Sums of loss and tokens over the micro-batches of a step, on the device: in total, and by
+    source if there are several."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         """`names`: of the sources."""
@@ -58,7 +58,7 @@ class StepSums:
         self._sums = torch.zeros(2, len(self._names), device=device)  # loss and tokens, [2, S]
 
     def add(self, batch: MicroBatch, loss: Tensor, terms: Tensor) -> None:
-        """Add a micro-batch. `loss` []: the sum of `terms` [B, T], 0 where the target
+        """Add a micro-batch. `loss` []: the sum of `terms` [B, T], which are 0 where the target
         does not count."""
         counts = batch.targets != IGNORE
         self._loss += loss.detach()
@@ -66,7 +66,7 @@ class StepSums:
         if batch.sources is None:
             return
         rows = torch.stack((terms.sum(1), counts.sum(1)))  # [2, B]
-        # Not index_add: on a GPU the order of its additions, and so the sum, varies.
+        # Not index_add: on a GPU its order of additions, and so the sum, varies.
         mine = batch.sources == self._numbers  # [B, S]
         self._sums += torch.where(mine, rows.unsqueeze(2), 0.0).sum(1)
 
@@ -118,9 +118,9 @@ def guard_update(
     clip: float,
     phase: int = 0,
 ) -> StepNumbers:
-    """Hand the optimizer clipping and the verdict on this step, as tensors; returns `sums` with
-    loss (the mean over the real tokens), grad_norm and bad in place of their parts; and whether it
-    is bad as a spike, if spikes are looked for.
+    """Pass clipping and the verdict on this step to the optimizer, as tensors; returns `sums` with
+    loss (the mean over the real tokens), grad_norm and bad in place of their parts and, if spikes
+    are detected, whether the step is one.
 
     The gradients are those of (sum of losses) / step_tokens. Dividing them by
     `grad_scale` makes them those of the mean over the real tokens, clipped to norm
@@ -133,7 +133,7 @@ def guard_update(
     grad_norm = sums["grad_norm_sq"].sqrt() * step_tokens / tokens
     bad = ~(torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & (tokens > 0))
     bad = bad | (sums["rows_over"] > 0) if "rows_over" in sums else bad
-    # A NaN does no harm here: with found_inf no update makes use of it.
+    # A NaN is harmless here: with found_inf no update uses it.
     shrink = (grad_norm / clip).clamp(min=1.0) if clip else torch.ones_like(grad_norm)
     numbers = {**sums, "loss": loss_sum / tokens, "grad_norm": grad_norm}
     if (spikes := getattr(optimizer, "spikes", None)) is not None:
@@ -185,13 +185,13 @@ class StepResult:
 
 
 class PendingStep:
-    """Numbers of a step on their way to the host; read() waits only for the step that made them."""
+    """A step's numbers on their way to the host; read() waits only for that step."""
 
     def __init__(self, after: Progress, lr: float, numbers: StepNumbers, clock: Clock) -> None:
         self._after, self._lr, self._names = after, lr, list(numbers)
         self._clock, self._spent = clock, clock.spent()
         values = torch.stack(list(numbers.values()))
-        # Pinned, or the copy would wait for the device.
+        # Pinned: otherwise the copy would wait for the device.
         self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
         self._host.copy_(values, non_blocking=True)
         self._mark = clock.mark()
@@ -203,8 +203,8 @@ class PendingStep:
 
 
 def collect_garbage(step: int) -> None:
-    """Collect Python's garbage at the same steps on all ranks. By default each rank collects at
-    another step, and every other rank waits for it there."""
+    """Collect Python's garbage at the same steps on all ranks. By default each rank collects at a
+    different step, and all others wait for it."""
     gc.disable()
     if step % GC_STEPS == 0:
         gc.collect(1)

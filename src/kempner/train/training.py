@@ -1,4 +1,4 @@
-"""The parts that the loop of scripts/train.py steps with, opened from the configuration."""
+"""The parts used by the loop of scripts/train.py, opened from the configuration."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ class Training:
     replay: Replay | None  # forward_backward(), which computes some steps twice
 
     def learning_rate(self) -> float:
-        """The rate of the next update: the schedule's, times that of the data's phase."""
+        """Return the rate of the next update: the schedule's, times the factor of
+        the data's phase."""
         cfg = self.cfg
         rate = learning_rate(
             cfg.schedule, cfg.optimizer.lr, self.progress.step, cfg.train.max_steps
@@ -110,13 +111,13 @@ class Training:
         return cfg.data.lr_scales[self.loader.phase] * rate
 
     def phase(self) -> int:
-        """A number that grows where the losses may have another level than before: of the data, and
-        of what is frozen."""
+        """Return a number that grows when the level of the losses may change: with the data's
+        phase, and with what is frozen."""
         return self.loader.phase + self.freezer.phase(self.progress.step)
 
     def own_work(self) -> dict[str, float]:
-        """Seconds of this rank's own work in a step, as terms of its sum. A wait for what all ranks
-        wait for is none."""
+        """Return the seconds of this rank's own work in a step, as terms of its sum. Waits that all
+        ranks share do not count."""
         if self.stragglers is None:
             return {}
         work, stragglers = self.stragglers
@@ -124,8 +125,8 @@ class Training:
         return stragglers.contribution(work.take(), waited)
 
     def judge(self, result: StepResult) -> Verdict | None:
-        """Record a step; returns what follows from it, None when nothing does."""
-        # Not recorded: the step is repeated, and has its line then.
+        """Record a step; returns its consequence, if any."""
+        # Not recorded: the step is repeated and gets its line then.
         if rows := result.values.get("rows_over"):
             return Verdict(go_back=True, repeat=True, reason=f"{rows:.0f} rows")
         self.judged = result.after
@@ -143,7 +144,7 @@ class Training:
 
     def go_back(self, verdict: Verdict) -> Verdict:
         """Return to the last checkpoint, without the samples of the bad steps; returns
-        what is next."""
+        the next verdict."""
         from kempner.train.resilience.resuming import go_back, repeat_step
 
         with self.watchdog.patient():
@@ -172,8 +173,8 @@ class Training:
         self.saves.save(self.progress)
 
     def validate(self) -> Verdict:
-        """Measure the loss of the held-out data with the weights that a user would get; returns the
-        verdict of a request to leave that ended it."""
+        """Measure the loss on the held-out data with the weights that a user would get; returns the
+        verdict if a request to leave ended it."""
         from kempner.train.evaluate import validate
 
         weights = published_weights(self.model, self.optimizer)
@@ -200,8 +201,8 @@ class Training:
         return bool(interval) and (step == self.cfg.train.max_steps or step % interval == 0)
 
     def has_missed_validation(self) -> bool:
-        """Return whether an earlier attempt was to validate the step that the run goes on from, and
-        was ended before it could. All ranks must call it."""
+        """Return whether an earlier attempt ended before it could validate the step that the run
+        continues from. All ranks must call it."""
         if not self.progress.step or not self.is_validation_due():
             return False
         # Rank 0 looks into the file, so that all ranks validate or none does.
@@ -214,7 +215,7 @@ class Training:
         with self.watchdog.patient():
             seconds = partial(self.stop.seconds_left, self.run.world.rank)
             verdict = requests.final_verdict(verdict, self.progress, self.checkpointer, seconds)
-        self.loader.close()  # after the save: its thread may be in the middle of a read
+        self.loader.close()  # after the save: its thread may be reading
         self.watchdog.stop()
         return verdict
 
@@ -226,7 +227,7 @@ def open_checkpointer(
     optimizer: torch.optim.Optimizer,
     replicas: Replicas,
 ) -> Checkpointer:
-    """Saves and loads the weights, the optimizer's state, and each rank's random state."""
+    """Open the checkpointer of the weights, the optimizer's state, and each rank's random state."""
     startup.mark_start("model")
     if not cfg.checkpoint.save:
         from kempner.checkpoint.unsaved import Unsaved
@@ -252,9 +253,9 @@ def resume_progress(
     checkpointer: Checkpointer,
     replicas: Replicas,
 ) -> Progress:
-    """Load the newest checkpoint; without one, that of the run to be forked, or the weights that an
-    extension has. With checkpoint.powers_of_two a new run saves what it begins with, as a fork
-    always does. The compiler hears which batches are to come."""
+    """Load the newest checkpoint; without one, that of the run to be forked, or an extension's
+    weights. With checkpoint.powers_of_two a new run saves its initial state, as a fork always does.
+    The compiler is told which batches to expect."""
     manifest = checkpointer.load()
     forks = manifest is None and bool(cfg.run.fork)
     for each in lookup.used(cfg):
@@ -272,8 +273,8 @@ def resume_progress(
 
 
 def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) -> Training:
-    """Make the parts, load the newest checkpoint, and start the watchers."""
-    # The watchdog first: it also ends a start that stands still.
+    """Create the parts, load the newest checkpoint, and start the watchers."""
+    # The watchdog first: it also ends a stalled start.
     watchdog, layout = start_watchdog(cfg, run), open_layout(cfg, run.world, device)
     train = cfg.train
     if train.recompute == "auto":

@@ -1,4 +1,4 @@
-"""Names and functions that the watchdog and its inquiry have in common."""
+"""Names and functions shared by the watchdog and its inquiry."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import TypeVar
 
 from kempner.jobs.system.process import birth_ticks, pid_namespace
 
-WRITE_S = 5.0  # for the logs of a hang: the file system may be what hangs
+WRITE_S = 5.0  # for the logs of a hang: the file system itself may hang
 EXIT_CODE = 70
-STACKS_SIGNAL = signal.SIGRTMAX - 4  # makes a process write its stacks, whatever holds the GIL
-# Keys of the store: the last answer of a rank, and what the rank that leads asks for.
+STACKS_SIGNAL = signal.SIGRTMAX - 4  # makes a process write its stacks, even if the GIL is held
+# Keys of the store: a rank's last answer, and the leading rank's orders.
 HANG_AT, HANG_ORDER = "hang/at/", "hang/order"
 
 _T = TypeVar("_T")
@@ -29,7 +29,7 @@ def within(seconds: float, act: Callable[[], _T]) -> _T | None:
         with contextlib.suppress(Exception):
             results.append(act())
 
-    # Daemon: a call that never returns must not keep the process.
+    # A daemon, because a call that never returns must not keep the process alive.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -37,7 +37,7 @@ def within(seconds: float, act: Callable[[], _T]) -> _T | None:
 
 
 def own_process() -> str:
-    """Return this process's number, birth, and the scope of both."""
+    """Return this process's pid, birth, and the namespace of both."""
     return f"{os.getpid()} {birth_ticks(os.getpid())} {pid_namespace()}"
 
 

@@ -1,10 +1,10 @@
 """An inquiry among the ranks while a step is late: who is where, who lags, who is stuck.
 
-Nothing of this happens, and this module is not loaded, as long as the steps come. Then each rank's
-watchdog writes an answer into the rendezvous store every few seconds: where its main thread is, the
-collectives it has in flight by torch's flight recorder, what the kernel says of its process and of
-one other rank on its node. Rank 0 reads them, or rank 1 where that says nothing, names who lags,
-and ends the run early if the judge (suspects.py) finds that two sources agree.
+As long as steps arrive, this module is not loaded. When one is late, each rank's watchdog writes an
+answer into the rendezvous store every few seconds: where its main thread is, its collectives in
+flight by torch's flight recorder, and what the kernel reports of its process and of one other rank
+on its node. Rank 0 (or rank 1, if rank 0 is silent) reads them, names the laggards, and ends the
+run early if the judge (suspects.py) finds that two sources agree.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
 
 HANG_ANSWERS, HANG_VERDICT = "hang/answers", "hang/verdict"
 ROUND_S = 2.0  # between two answers of a rank
-QUIET_S = 2.0  # longer than a round: a rank says nothing
-ROUNDS_PER_S = 1000  # that the store takes from all ranks; each is two requests
-PATIENT_ROUNDS = 5  # of a rank that saves or validates: it only says so, so many times less often
+QUIET_S = 2.0  # beyond a round: then a rank is silent
+ROUNDS_PER_S = 1000  # that the store can serve for all ranks; each is two requests
+PATIENT_ROUNDS = 5  # a rank that saves or validates answers so many times less often
 RECENT_CALLS, MOST_CALLS = 3, 32  # calls of a group, and of all groups, in an answer
 LOOK_S = 1.0  # between two looks of the rank that reads the answers
 RAS_S = 10.0  # between two questions to NCCL
@@ -84,7 +84,7 @@ class Inquiry:
         self._thread: threading.Thread | None = None
         self._hosts: dict[int, str] = {}
         self._sent = 0.0
-        self._numbers: dict[int, int] = {}  # of each rank's last answer, of whatever inquiry
+        self._numbers: dict[int, int] = {}  # of each rank's last answer, in any inquiry
         self._begin()
 
     def _begin(self) -> None:
@@ -103,10 +103,10 @@ class Inquiry:
     # --- while a step is late ---
 
     def turn(self) -> str:
-        """Answer, and on the rank that leads look at all answers; returns the reason to end the run
-        now, "" to go on. It takes 2 s at most, whatever the store does."""
+        """Answer and, on the leading rank, look at all answers; returns the reason to end the run
+        now, "" to continue. Takes at most 2 s, whatever the store does."""
         now = time.monotonic()
-        if now - self._turned > GAP_S:  # this process was stopped, and maybe all were
+        if now - self._turned > GAP_S:  # this process was stopped, perhaps all were
             self._heard = {}
         self._began, self._turned = self._began or now, now
         # A request to the store may never return: one thread makes them, and only one is under way.
@@ -121,7 +121,7 @@ class Inquiry:
         return self.reason
 
     def over(self) -> None:
-        """Forget it all: a step has come."""
+        """Reset: a step has arrived."""
         if not self._began:
             return
         if self._named:
@@ -129,7 +129,7 @@ class Inquiry:
                 f"watchdog: the step has come, {time.monotonic() - self._began:.0f} s late"
             )
         if self._order:
-            # Withdrawn: the next late step would read it, and be ended at once.
+            # Withdraw the order: it would end the run at the next late step.
             within(ROUND_S, lambda: self._dog.store.set(HANG_ORDER, ""))
         self._begin()
 
@@ -172,24 +172,25 @@ class Inquiry:
         )
 
     def _look_beside(self, now: float) -> Seen | None:
-        """Return what the kernel says of the other rank of this node; its place in the code too,
-        where rank 0 has asked for it: a signal makes it write its stacks, GIL or not."""
+        """Return what the kernel reports of the other rank on this node and, if rank 0 has
+        asked for it, its place in the code: a signal makes it write its stacks, even if the
+        GIL is held."""
         pid, ticks, scope = self._dog.process_beside.split() or ("", "", "")
-        # Numbers of processes mean something in their own namespace alone.
+        # Pids are only valid within their namespace.
         if scope != own_process().split()[2]:
             return None  # there is none, or it is on another node or in another container
-        # The number has been given to another process since.
+        # The pid has since been reused by another process.
         if birth_ticks(int(pid)) != ticks:
             return Seen("", now)
         seen = seen_process(int(pid), now)
         if self._dog.beside not in self._shown or seen.state not in ("R", "S", "D"):
             return seen
         log = Path(self._dog.log.name).with_name(f"rank-{self._dog.beside}.log")
-        # Once, and only what the log gains from here on: earlier stacks are of another time.
+        # Signal once, and read only later output: earlier stacks are of another time.
         if self._signalled < 0:
             self._signalled = log.stat().st_size
             os.kill(int(pid), STACKS_SIGNAL)
-            # It is the other process that writes, in its own time.
+            # The other process needs time to write.
             time.sleep(0.5)
         with contextlib.suppress(OSError), open(log, errors="replace") as file:
             file.seek(self._signalled)
@@ -207,7 +208,7 @@ class Inquiry:
         for rank, answer in answers.items():
             last = self._heard.get(rank, (-1, now))[0]
             if answer.number != last:
-                # An answer of an earlier inquiry is none to this one.
+                # An answer to an earlier inquiry does not count.
                 seen = answer.number == self._numbers.get(rank, 0)
                 stale = last < 0 and (seen or answer.step < self._dog.step - 1)
                 self._heard[rank] = (answer.number, self._began if stale else now)
@@ -244,7 +245,7 @@ class Inquiry:
             self._dog.store.set(HANG_ORDER, order)
 
     def _judge_look(self, now: float, look: Look) -> None:
-        """Name the suspects, each once in each of its states; note those that are stuck."""
+        """Name each suspect once per state; note those that are stuck."""
         self.suspects = self._judge.look(now, look)
         if now - self._began < self._round + 1.0:
             return  # not all have had the time to answer
@@ -255,7 +256,7 @@ class Inquiry:
                 self._dog.say(f"watchdog: no step for {self._dog.age:.0f} s: {line}")
         self.stuck = [suspect for suspect in self.suspects if suspect.is_stuck]
         if any(suspect.doing != "differs" for suspect in self.stuck):
-            # Others that say nothing have not been silent for as long, but go with it.
+            # Other silent ranks, silent for a shorter time, are included.
             quiet = [s for s in self.suspects if not s.is_stuck and ANSWERS in s.sources]
             self.stuck = sorted([*self.stuck, *quiet], key=lambda suspect: suspect.rank)
         if self.stuck:
@@ -266,9 +267,9 @@ class Inquiry:
             )
 
     def _without_store(self, now: float) -> None:
-        """Judge on rank 1 alone: rank 0's process, which has the store, says nothing."""
+        """Judge on rank 1 alone: rank 0's process, which hosts the store, is silent."""
         if self._is_store_silent(now) and not self._dog.is_patient:
-            # Its own wait says nothing of the others, whose answers it does not have.
+            # Its own wait tells nothing about the others, whose answers it lacks.
             heard = {1: replace(self._answer(now), calls=(), place="")}
             self._judge_look(now, Look(heard, {0: now - self._sent}))
 
@@ -278,7 +279,7 @@ class Inquiry:
         return waits and now - self._sent > self._round + QUIET_S
 
     def _ask_ras(self, now: float) -> None:
-        """Ask NCCL's RAS beside the inquiry, which does not wait for it."""
+        """Ask NCCL's RAS in parallel to the inquiry, which does not wait for it."""
         wanted = torch.cuda.is_available() or "NCCL_RAS_ADDR" in os.environ
         if not wanted or now - self._asked < RAS_S or os.environ.get("NCCL_RAS_ENABLE") == "0":
             return
@@ -294,8 +295,8 @@ class Inquiry:
         self._ras.start()
 
     def tell_wait(self) -> None:
-        """Say how long a save or a validation takes so far, and where the ranks are; those that
-        wait for others only if all do."""
+        """Report how long a save or a validation takes so far, and where the ranks are; includes
+        ranks that wait for others only if all do."""
         dog = self._dog
         places, waiting = dict[int, str](), dict[int, str]()
         if dog.world_size > 1 and not self._is_store_silent(time.monotonic()):
@@ -311,8 +312,8 @@ class Inquiry:
 
     def end(self, what: str) -> None:
         """Collect where all ranks are, record the hang, exit. Each part that may block (a store in
-        a frozen process, a file system that hangs) gets a bounded time."""
-        # Before all that may block, while the main thread is where it hangs.
+        a frozen process, a hanging file system) gets a bounded time."""
+        # Before anything that may block, while the main thread is where it hangs.
         place, wait = self.place(), self._round + QUIET_S if self.stuck else 0.0
         within(WRITE_S, self._dump_recorder)
         answers = None
@@ -322,9 +323,9 @@ class Inquiry:
         os._exit(EXIT_CODE)
 
     def ask(self, place: str, wait: float = 0.0) -> dict[int, str]:
-        """Return every answer that came, by rank, on the rank that leads. The others answer, and
-        wait until it has recorded the hang: their exit would make srun end it. Raises if the store
-        does not respond. `wait`: seconds for the others to see that it ends."""
+        """Return the answers received, by rank, on the leading rank. The others answer and wait
+        until it has recorded the hang, because their exit would make srun end it. Raises if the
+        store does not respond. `wait`: seconds for the others to notice the end."""
         dog, answers = self._dog, {self._dog.rank: place}
         if not self.leads:
             dog.store.append(HANG_ANSWERS, f"{dog.rank} {place}\n")
@@ -332,11 +333,11 @@ class Inquiry:
             with contextlib.suppress(RuntimeError):
                 dog.store.wait([HANG_VERDICT])
             return answers
-        # Creates the key: get() would wait for one that nobody has written.
+        # Create the key: get() would wait for a missing one.
         dog.store.append(HANG_ANSWERS, "")
         deadline = time.monotonic() + dog.patience + wait
         stuck = {suspect.rank for suspect in self.stuck}
-        # Who is stuck will not answer: it would only cost the whole time.
+        # Stuck ranks will not answer: do not wait for them.
         while len(answers.keys() | stuck) < dog.world_size and time.monotonic() < deadline:
             time.sleep(0.2)
             for line in dog.store.get(HANG_ANSWERS).decode().splitlines():
@@ -345,20 +346,19 @@ class Inquiry:
         return answers
 
     def _record(self, what: str, answers: dict[int, str] | None) -> None:
-        """Record the hang on the rank that leads; on rank 1 if nothing is heard of rank 0
-        and its store."""
+        """Record the hang on the leading rank, or on rank 1 if rank 0 and its store are silent."""
         dog = self._dog
         leads = self.leads or (answers is None and dog.rank == 1)
         if not leads and answers is not None:
             return
-        # Without an answer of the store it is its own process, rank 0's, that says nothing.
+        # If the store does not answer, its process, rank 0's, is silent.
         silent = [0]
         if answers is not None:
             silent = [rank for rank in range(dog.world_size) if rank not in answers]
         for line in _lines(answers or {dog.rank: self.place()}, silent):
             print(f"watchdog: {line}", file=dog.log)
         if leads and self.stuck:
-            # Ranks that differ run the same program: no host is to blame.
+            # Ranks that make different calls run the same program: no host is to blame.
             blame = all(suspect.doing != "differs" for suspect in self.stuck)
             dog.on_hang(what, [suspect.rank for suspect in self.stuck], blame)
         elif leads:
@@ -366,13 +366,13 @@ class Inquiry:
             if not silent and self.suspects:
                 who = f"; {'; '.join(in_words(self.suspects))}"
             dog.on_hang(f"{what}{who}", silent, True)
-        # The others wait for it in ask(): now the record is written, and they may end.
+        # The others wait for this in ask(): the record is written, and they may exit.
         if self.leads:
             dog.store.set(HANG_VERDICT, "")
 
     def place(self) -> str:
-        """Return where the main thread stands, and where the thread does that writes a checkpoint,
-        if the main one may wait for that."""
+        """Return the main thread's place in the code and, if it may wait for a checkpoint, that of
+        the writing thread."""
         frames, when = sys._current_frames(), "at the start"
         if not self._dog.starting:
             when = f"after step {self._dog.step}"
@@ -404,7 +404,7 @@ def recorded_calls(saves: bool) -> tuple[int, tuple[Call, ...] | None]:
         dump = getattr(torch._C._distributed_c10d, name, None)
         if dump is None:
             continue
-        with contextlib.suppress(Exception):  # of another torch, or switched off
+        with contextlib.suppress(Exception):  # in another version of torch, or switched off
             trace: dict[str, Any] = pickle.loads(dump(True, False, False))  # without stacks
             status = trace.get("pg_status") or {}
             known = known or bool(status)
@@ -416,7 +416,7 @@ def recorded_calls(saves: bool) -> tuple[int, tuple[Call, ...] | None]:
                 by_group.setdefault((call.group, call.is_message), []).append(call)
     if not known:
         return -1, None
-    # What is in flight counts however old it is: some rank may have waited there for long.
+    # Calls in flight count however old they are: some rank may have waited there for long.
     last = (call for calls in by_group.values() for call in calls[-RECENT_CALLS:])
     flight = (c for calls in by_group.values() for c in calls[:-RECENT_CALLS] if not c.done)
     return launched, (*islice(flight, MOST_CALLS), *islice(last, MOST_CALLS))
@@ -425,7 +425,7 @@ def recorded_calls(saves: bool) -> tuple[int, tuple[Call, ...] | None]:
 def _call(entry: dict[str, Any], firsts: dict[str, int]) -> Call:
     message = bool(entry.get("is_p2p"))
     name = str(entry["process_group"][0])
-    # Groups that have no rank in common may have the same name.
+    # Disjoint groups may have the same name.
     group = f"{name} of rank {firsts[name]}" if firsts.get(name) else name
     number = entry["p2p_seq_id" if message else "collective_seq_id"]
     sizes, kinds = entry.get("input_sizes") or [[]], entry.get("input_dtypes") or [""]
@@ -436,17 +436,18 @@ def _call(entry: dict[str, Any], firsts: dict[str, int]) -> Call:
 
 def _first_ranks() -> dict[str, int]:
     """Return the first rank of each process group, by the group's name; none if unknown."""
-    with contextlib.suppress(Exception):  # torch's own book-keeping, which may change
+    with contextlib.suppress(Exception):  # internal to torch, may change
         names = dict(dist.distributed_c10d._world.pg_names)
         return {name: min(dist.get_process_group_ranks(group)) for group, name in names.items()}
     return {}
 
 
 def seen_process(pid: int, now: float) -> Seen:
-    """Return what the kernel says of a process on this node. `now`: seconds of its clock."""
+    """Return what the kernel reports of a process on this node. `now`: seconds of its clock."""
     task = f"/proc/{pid}/task/{pid}"
     try:
-        # Fields of proc(5)'s stat from the third on: the second, the name in (), may have blanks.
+        # Fields of proc(5)'s stat from the third on: the second, the name in (),
+        # may contain blanks.
         main, every = (
             Path(path).read_text().rpartition(")")[2].split()
             for path in (f"{task}/stat", f"/proc/{pid}/stat")
@@ -462,9 +463,8 @@ def seen_process(pid: int, now: float) -> Seen:
 
 
 def place_in(text: str) -> str:
-    """Return the place of the main thread in stacks that faulthandler has written: its innermost
-    frame outside of torch and Python's library, and the innermost; "" without one. The main
-    thread comes last."""
+    """Return the main thread's place in stacks written by faulthandler: its innermost frame outside
+    of torch and Python's library, and the innermost; "" if missing. The main thread comes last."""
     names, own = [], ""
     # "Thread 0x" or "Current thread 0x".
     for line in text[max(0, text.rfind("hread 0x")) :].splitlines():
@@ -501,7 +501,7 @@ def _frame_name(frame: FrameType) -> str:
 
 
 def _compiles() -> bool:
-    """Return whether some thread is in a compiler: on a GPU the backward's is not the main one."""
+    """Return whether any thread is compiling: on a GPU the backward pass has its own thread."""
     for top in sys._current_frames().values():
         frame: FrameType | None = top
         while frame is not None:
@@ -512,8 +512,8 @@ def _compiles() -> bool:
 
 
 def _lines(answers: dict[int, str], silent: list[int]) -> list[str]:
-    """Describe where the ranks are: one line for each place in the code, so that a world of
-    thousands fits a screen."""
+    """Describe where the ranks are: one line per place in the code, so that thousands of ranks
+    fit a screen."""
     at: dict[str, list[int]] = {}
     for rank, answer in sorted(answers.items()):
         at.setdefault(answer, []).append(rank)

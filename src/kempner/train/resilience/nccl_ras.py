@@ -1,9 +1,9 @@
-"""A client of NCCL's RAS: which ranks NCCL misses, and which have launched fewer collectives.
+"""A client of NCCL's RAS: the ranks that NCCL misses, and those with fewer launched collectives.
 
 NCCL 2.24 and newer listen on NCCL_RAS_ADDR (localhost:28028); JSON is spoken from 2.28.7 on
-(userguide, troubleshooting/ras.rst; src/ras/client_support.cc). One request per line, the status
-ends with the connection. It is a hint: the counts differ also while all is well, so only a count
-that has not moved between two looks says something.
+(userguide, troubleshooting/ras.rst; src/ras/client_support.cc). One request per line; the status
+ends with the connection. It is only a hint: counts differ even in a healthy run, so only a count
+that has not moved between two looks is significant.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import socket
 from typing import Any
 
 ADDRESS = "localhost:28028"
-ASK_S = 3  # that NCCL waits for its other processes
+ASK_S = 3  # that NCCL waits for its peers
 CONNECT_S = 2.0
 
 
 def ask_ras(address: str = "") -> dict[str, Any] | None:
-    """Return the status of the job's communicators as NCCL's RAS gives it, None without an answer
-    in ASK_S and some seconds, or of an NCCL that speaks no JSON."""
-    # From the right: an IPv6 address, which stands in brackets, has colons of its own.
+    """Return the status of the job's communicators from NCCL's RAS; None if no answer comes within
+    ASK_S and a few seconds, or if NCCL does not speak JSON."""
+    # From the right: an IPv6 address in brackets contains colons.
     host, _, port = (address or os.environ.get("NCCL_RAS_ADDR") or ADDRESS).rpartition(":")
     with contextlib.suppress(OSError, ValueError):
         with socket.create_connection((host.strip("[]"), int(port)), CONNECT_S) as line:
-            # RAS itself waits ASK_S for processes that say nothing before it sends its status.
+            # RAS waits ASK_S for silent processes before it sends its status.
             line.settimeout(ASK_S + CONNECT_S)
             with line.makefile("rwb") as file:
                 for words in ("CLIENT PROTOCOL 2", f"TIMEOUT {ASK_S}", "SET FORMAT json"):
@@ -43,7 +43,7 @@ def ask_ras(address: str = "") -> dict[str, Any] | None:
 
 
 class RasCounts:
-    """Successive looks at the counts of the communicators that all ranks have in common."""
+    """Successive looks at the counts of the communicators that all ranks share."""
 
     def __init__(self, world_size: int) -> None:
         self._size = world_size
@@ -51,7 +51,7 @@ class RasCounts:
 
     def behind(self, status: dict[str, Any] | None) -> frozenset[int]:
         """Return the ranks that NCCL misses, or whose count is below another's and has not moved
-        since the last look; none where that is more than half of them."""
+        since the last look; none if these are more than half."""
         found: set[int] = set()
         counts: dict[tuple[str, int], int] = {}
         for comm in (status or {}).get("communicators", []):

@@ -1,5 +1,5 @@
-"""Reaction to skipped steps, whose loss or gradient is not finite or a spike (spikes.py): too many
-in a row send the run back, or end it."""
+"""Reaction to skipped steps, with a non-finite loss or gradient or a spike (spikes.py): too many in
+a row send the run back, or end it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class NonFinite:
-    """Counts the skipped steps in a row; the same on all ranks."""
+    """Counts consecutive skipped steps; the same on all ranks."""
 
     def __init__(self, cfg: ResilienceConfig) -> None:
         self.max_skipped = cfg.max_skipped
@@ -23,9 +23,8 @@ class NonFinite:
         self.since: Progress  # after the first of them
 
     def judge(self, result: StepResult, may_go_back: bool) -> Verdict | None:
-        """Return the consequence of a step, None if there is none. After `max_skipped` bad
-        steps in a row the run goes back to its last checkpoint or, if it may not (it has done
-        so before), fails."""
+        """Return the consequence of a step, if any. After `max_skipped` consecutive bad steps the
+        run goes back to its last checkpoint or, if it may not (it has done so before), fails."""
         if result.bad and not self.in_a_row:
             self.since = result.after
         self.in_a_row = self.in_a_row + 1 if result.bad else 0

@@ -1,8 +1,7 @@
-"""Stop requests: signals and files become one verdict that all ranks act on at the same step.
+"""Stop requests: turns signals and files into one verdict that all ranks act on at the same step.
 
-A request sets a flag on the rank that it reached. The flag travels in the all-reduce that the step
-does anyway and is read one step later, so no rank enters a save that the others do not, and the
-host does not wait for the device.
+A request sets a flag on the rank that receives it. The flag travels in the step's all-reduce and is
+read one step later, so that no rank enters a save alone, and the host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class RunView(Protocol):
-    """The part of a run_directory.Run that requests need."""
+    """The attributes of a run_directory.Run that requests need."""
 
     @property
     def dir(self) -> Path: ...
@@ -41,15 +40,16 @@ class RunView(Protocol):
 
 
 class Verdict(NamedTuple):
-    """Decision on what the run does next, and why. `state`: final state of a run that leaves now
-    ("": it stays). `save_due`: by the clock; unlike `save` it waits until the weights are good."""
+    """A decision on what the run does next, and why. `state`: final state of a run that leaves now
+    ("": it stays). `save_due`: a save is due by the clock; unlike `save` it waits until the
+    weights are good."""
 
     save: bool = False
     state: str = ""
     reason: str = ""
     go_back: bool = False  # to the last checkpoint
     save_due: bool = False
-    repeat: bool = False  # with go_back: only to before the step, all of whose samples come again
+    repeat: bool = False  # with go_back: only to before the step; its samples are repeated
 
     @property
     def final(self) -> bool:
@@ -60,7 +60,7 @@ class Verdict(NamedTuple):
 GO_ON = Verdict()
 DONE = Verdict(state="done", reason="the last step is done")
 SAVE_DUE = Verdict(save_due=True, reason="the next save is due")
-# The order is that of the flags in the step's all-reduce; the last one that is set wins.
+# In the order of the flags in the step's all-reduce; the last one set wins.
 REQUESTS = (
     Verdict(save=True, reason="a save was requested"),
     Verdict(save=True, state="interrupted", reason="asked to make room"),
@@ -68,9 +68,10 @@ REQUESTS = (
 )
 SAVE_REQUEST, INTERRUPT_REQUEST, STOP_REQUEST = range(len(REQUESTS))
 REQUEST_FLAGS = ("asks_save", "asks_interrupt", "asks_stop")  # their names in the step's all-reduce
-ASKS_TIMED_SAVE = "asks_timed_save"  # of rank 0, where checkpoint.interval is no number of steps
-ASKS_PROFILE = "asks_profile"  # no verdict: the run goes on, and profiling.py does the rest
-# Nor this: integrity/replay.py compares the next step. 2 + R: a spare differs from rank R.
+ASKS_TIMED_SAVE = "asks_timed_save"  # of rank 0, if checkpoint.interval is no number of steps
+ASKS_PROFILE = "asks_profile"  # no verdict: the run continues, profiling.py does the rest
+# No verdict either: integrity/replay.py compares the next step. 2 + R: a spare disagrees
+# with rank R.
 ASKS_REPLAY = "asks_replay"
 
 OF_SIGNAL = {
@@ -80,22 +81,22 @@ OF_SIGNAL = {
     signal.SIGINT: STOP_REQUEST,
 }
 FILE_POLL_S = 1.0
-LEAVE_MARGIN_S = 2.0  # of the time left after a request, to leave in order
+LEAVE_MARGIN_S = 2.0  # of the time left after a request, for an orderly exit
 JOB_END_POLL_S = 60.0
 # A longer step is abandoned between two micro-batches: see Meanwhile.
 LONG_STEP_S = 5.0
 
 
 class StopRequests:
-    """Collects this process's requests. Make it first of all: a signal during the imports must
-    not kill Python.
+    """Collects this process's requests. Create it before anything else: a signal during the imports
+    must not kill Python.
 
-    A thread sets the flags; more signals of a kind change nothing.
+    A thread sets the flags; repeated signals of a kind change nothing.
     """
 
     def __init__(self) -> None:
         self.flags = [0.0] * len(REQUESTS)
-        self._unsaid: list[str] = []  # what came before there was a log
+        self._unsaid: list[str] = []  # messages from before there was a log
         self._say: Callable[[str], None] = self._unsaid.append
         self._job_end: float | None = None
         self._once = dict.fromkeys((ASKS_PROFILE, ASKS_REPLAY), 0.0)
@@ -106,10 +107,10 @@ class StopRequests:
         threading.Thread(target=target, args=args, daemon=True, name=name).start()
 
     def begin(self, run: RunView, reserve: Callable[[], float]) -> None:
-        """Log requests from now on. On rank 0 two more kinds count: the files STOP, SAVE, PROFILE
-        and REPLAY in the run directory, and the end of the SLURM job, `reserve()` seconds before it
-        comes. A thread asks for each, because a file system or a controller that does not answer
-        must not hold up the steps."""
+        """Log requests from now on. Rank 0 also watches for the files STOP, SAVE, PROFILE and
+        REPLAY in the run directory, and for the end of the SLURM job, `reserve()` seconds
+        ahead. Each has a thread, because an unresponsive file system or controller must not
+        hold up the steps."""
         self._say = run.announce
         for text in self._unsaid:
             run.announce(text)
@@ -126,7 +127,7 @@ class StopRequests:
         ask_again = 0.0
         while not self.flags[INTERRUPT_REQUEST]:
             if time.monotonic() >= ask_again:
-                # The end can move. If SLURM does not answer, its last answer counts.
+                # The end time can change. If SLURM does not answer, its last answer counts.
                 self._job_end = slurm.end_of(slurm.job_fields(job)) or self._job_end
                 ask_again = time.monotonic() + JOB_END_POLL_S
             if self._job_end is not None and time.time() + reserve() > self._job_end:
@@ -136,14 +137,15 @@ class StopRequests:
             time.sleep(1.0)
 
     def _watch_files(self, run_dir: Path, first: Path, ranks: int) -> None:
-        """Watch the files. A file is one request: it is removed; one that cannot be removed counts
-        once. Every replica looks into the directory of the first one, too, which may be away."""
+        """Watch the files. A file is one request and is removed; one that cannot be removed
+        counts once. Every replica also watches the directory of the first one, which may
+        not be running."""
         paths = [path / name for path in {run_dir, first} for name in ("STOP", "SAVE")]
         while True:
             time.sleep(FILE_POLL_S)
             for path in paths:
                 with contextlib.suppress(OSError):  # also EIO and ESTALE of a shared file system
-                    # The removal is the question, too: of several that ask, one gets the request.
+                    # Removal is atomic: only one of several watchers gets the request.
                     path.unlink()
                     self.request(
                         STOP_REQUEST if path.name == "STOP" else SAVE_REQUEST, f"{path.name} file"
@@ -161,10 +163,10 @@ class StopRequests:
         self._say(f"{name}: {REQUESTS[kind].reason}")
 
     def take_flags(self) -> dict[str, float]:
-        """Return the flags for this step's all-reduce. A request to leave stays, all others are
+        """Return the flags for this step's all-reduce. A request to leave persists; others are
         handed over once."""
         flags = {**dict(zip(REQUEST_FLAGS, self.flags, strict=True)), **self._once}
-        # Only what is handed over: another request may come at any time.
+        # Reset only what is handed over: another request may come at any time.
         if flags[REQUEST_FLAGS[SAVE_REQUEST]]:
             self.flags[SAVE_REQUEST] = 0.0
         self._once |= {name: 0.0 for name in self._once if flags[name]}
@@ -185,9 +187,9 @@ class StopRequests:
 
 
 def named_rank(path: Path, ranks: int) -> int:
-    """Return the rank that a spare names in REPLAY, with the attempt that it has audited; -1 in
-    all other files. Raises OSError if there is none."""
-    if not stat.S_ISREG(path.stat().st_mode):  # to open a FIFO would take for ever
+    """Return the rank that a spare names in REPLAY, with the attempt that it has audited; -1 in all
+    other files. Raises OSError if the file is missing."""
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a FIFO would block for ever
         return -1
     with open(path, errors="replace") as file:
         number, _, attempt = file.read(256).strip().partition(" ")
@@ -197,8 +199,8 @@ def named_rank(path: Path, ranks: int) -> int:
 
 
 def requested_verdict(values: Mapping[str, float], before: Verdict = GO_ON) -> Verdict:
-    """Decide from the sums of a step what the ranks have asked for; equal on all ranks. `before`:
-    the verdict so far; a request to leave is in every step after it."""
+    """Return the verdict on the requests in the sums of a step; equal on all ranks. `before`: the
+    verdict so far; a request to leave is in every step after it."""
     verdicts = [
         request for name, request in zip(REQUEST_FLAGS, REQUESTS, strict=True) if values[name] > 0
     ]
@@ -208,15 +210,15 @@ def requested_verdict(values: Mapping[str, float], before: Verdict = GO_ON) -> V
 
 
 def leaving_verdict(flags: Sequence[float]) -> Verdict:
-    """Decide from the sums over ranks of the flags from INTERRUPT_REQUEST on."""
+    """Return the verdict on the sums over ranks of the flags from INTERRUPT_REQUEST on."""
     return requested_verdict(dict(zip(REQUEST_FLAGS, (0.0, *flags), strict=True)))
 
 
 class Meanwhile:
-    """A check between two micro-batches of a long step: has any rank been asked to leave? Then all
-    ranks abandon this step, and it is repeated: the rest of a step of a minute may be all the time
-    that there is. A GPU answers one micro-batch later, by pinned memory, so that the host never
-    waits for the one at work."""
+    """A check between two micro-batches of a long step: if any rank has been asked to leave, all
+    ranks abandon the step, to be repeated, because the rest of a one-minute step may exceed the
+    time left. A GPU answers one micro-batch later, through pinned memory, so that the host never
+    waits for the current one."""
 
     def __init__(self, stop: StopRequests, device: torch.device, late: bool | None = None) -> None:
         """`late`: answer at the next call; None: on a GPU."""
@@ -243,7 +245,7 @@ class Meanwhile:
             return None
         values, arrived = answer
         if arrived is not None:
-            arrived.synchronize()  # of the micro-batch before: it has passed
+            arrived.synchronize()  # of the previous micro-batch: already done
         verdict = leaving_verdict(values.tolist())
         return verdict if verdict.state else None
 
@@ -254,12 +256,12 @@ def final_verdict(
     checkpointer: Checkpointer,
     seconds: Callable[[], float | None],
 ) -> Verdict:
-    """Save, wait and return how the run ends: an end is orderly only when its last step is durable.
-    `seconds()`: that the wait may take, None: no limit. Slurm may take long to say it, and is asked
-    when the save has begun."""
-    if verdict.save:  # nothing new, unless a step was left undone: then the one before it
+    """Save, wait and return how the run ends: an end is orderly only if its last step is durable.
+    `seconds()`: the limit of the wait, None: no limit. It is called once the save has begun,
+    because Slurm may take long to answer."""
+    if verdict.save:  # nothing new, unless a step was abandoned: then the previous one
         checkpointer.save(progress.step, progress.record())
-    # An interrupted job has no time to delete old checkpoints; its next start does that.
+    # An interrupted job has no time to delete old checkpoints; its next start does.
     checkpointer.close(seconds(), prune=verdict.state != "interrupted")
     step = progress.step
     if verdict.state == "failed" or checkpointer.saved_step == step:
@@ -270,6 +272,6 @@ def final_verdict(
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit without finalisers: daemon threads and NCCL at exit have hung more jobs than
-    they have helped."""
+    """Exit without finalisers: daemon threads and NCCL have hung more jobs at exit
+    than they helped."""
     os._exit(code)

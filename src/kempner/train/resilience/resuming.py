@@ -1,5 +1,4 @@
-"""The way back to an earlier state: of the run itself, or of another run, which it forks. Loaded by
-a run that goes it."""
+"""Return to an earlier state of the run itself, or of another run that it forks. Loaded on use."""
 
 from __future__ import annotations
 
@@ -44,19 +43,19 @@ def begin_fork(
         + f"from sample {progress.samples} on"
     )
     if run.world.replica:
-        replicas.forget_errors()  # the first one sends them
-    checkpointer.save(0, progress.record())  # from then on the fork does not need the other run
+        replicas.forget_errors()  # the first replica sends them
+    checkpointer.save(0, progress.record())  # from here on the fork does not need the other run
     return progress
 
 
 def fork_position(manifest: dict[str, Any], about: dict[str, Any]) -> tuple[Progress, list[str]]:
-    """Return where a fork of the checkpoint begins, and which of its facts are others. `about`:
+    """Return where a fork of the checkpoint begins, and which of its facts differ. `about`:
     of the fork."""
-    # With the same samples in the same order the fork goes on where the other run was.
+    # With the same samples in the same order the fork continues where the other run was.
     changed = list(fact_differences(manifest, about, ("model.*",)))
     if not manifest["fixed"].get("data", {}).get("mixture"):  # imported, or of an older version
         changed.append("data.sources")
-    # Schedule and totals begin anew; the place in the data is kept where it means the same.
+    # Schedule and totals begin anew; the position in the data is kept if it means the same.
     return replace(Progress() if changed else Progress.of(manifest), step=0, tokens=0), changed
 
 
@@ -68,19 +67,19 @@ def go_back(
     loader: Loader,
     run: Run,
 ) -> tuple[Progress, Verdict]:
-    """Go back to the last checkpoint, leaving out the samples of the bad steps from there; returns
-    the new progress and verdict. `since`: the progress after the first of these steps."""
-    # What feeds this run is ahead of it: the two go back together, in a new attempt.
+    """Go back to the last checkpoint and leave out the samples of the bad steps from then on;
+    returns the new progress and verdict. `since`: the progress after the first of these steps."""
+    # The source of batches is ahead of this run: both go back together, in a new attempt.
     if loader.at_once:
         raise RuntimeError(verdict.reason)
-    # Numbers arrive a step late: up to the loader's position all batches were drawn since then.
+    # Numbers arrive a step late: all batches up to the loader's position were drawn since.
     bad = [since.samples - run.cfg.train.stage(since.step - 1).batch, loader.position]
     manifest = checkpointer.load()
     if manifest is None:
         reason = f"{verdict.reason}; no checkpoint to go back to"
         return progress, Verdict(state="failed", reason=reason)
     progress = replace(Progress.of(manifest), skip=[bad]).plan(run.cfg)
-    checkpointer.remember_skip(progress.skip)  # a restart leaves them out, too
+    checkpointer.remember_skip(progress.skip)  # a restart also leaves them out
     # The samples left out move the starts of later phases: see Progress.plan().
     mixture = open_mixture(run.cfg, loader.sources, progress)
     loader.seek(progress.samples, progress.step, progress.skip, mixture)
@@ -92,8 +91,8 @@ def repeat_step(
     before: Progress, loader: Loader, model: Decoder, run: Run, verdict: Verdict
 ) -> Progress:
     """Go back to before a step in which tokens did not reach their experts, and let the next steps
-    send rows without buffers; returns the progress. No update has come since: the count of such
-    rows stays on the device until here, and every step with one is bad (guard_update)."""
+    send rows without buffers; returns the progress. There was no update since: the count of such
+    rows stays on the device until here, and makes every step bad (guard_update)."""
     steps = model.routings.repeat()
     loader.seek(before.samples, before.step, before.skip, None)
     run.announce(

@@ -1,9 +1,9 @@
 """train.recompute = auto: as little recomputation as the memory allows.
 
-The planner says what each choice needs. A trial, two steps of tokens that are all 0, measures the
-first choice that should fit. Out of memory, the next one that needs less is tried; with room for
-less recomputation, that. Nothing of a trial stays but the choice, which later attempts on the same
-kind of GPU take as it is.
+The planner estimates each choice's needs. A trial, two steps with all-zero tokens, measures the
+first choice that should fit. If memory runs out, it tries the next choice that needs less; if there
+is room for less recomputation, that one. Only the choice outlasts a trial; later attempts on the
+same kind of GPU reuse it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 _GIB = 2.0**30
 MEMORY_VARIABLE = "KEMPNER_MEMORY_GIB"
 CHOICE_FILE = "recompute.json"  # in the run's directory
-_SHARE = 0.95  # of the free memory, for tensors: the rest is NCCL's, and lost between tensors
+_SHARE = 0.95  # of the free memory, for tensors: the rest is for NCCL and fragmentation
 
 
 def choose_recompute(cfg: RunConfig, run: Run, layout: Layout, device: torch.device) -> TrainConfig:
-    """Return [train] with a choice in the place of auto. All ranks must call it, before the model
-    is built. Raises torch.OutOfMemoryError if not even full recomputation fits."""
+    """Return [train] with auto replaced by a choice. All ranks must call it, before the model is
+    built. Raises torch.OutOfMemoryError if not even full recomputation fits."""
     limit = memory_limit(device)
     if limit is None:
         run.announce("recomputation: none, of auto: the memory has no limit here")
@@ -54,11 +54,11 @@ def choose_recompute(cfg: RunConfig, run: Run, layout: Layout, device: torch.dev
 
 
 def memory_limit(device: torch.device) -> float | None:
-    """Bytes that tensors may take, the smallest over all ranks; None: no limit is
-    known. Raises ConfigError."""
+    """Return the bytes that tensors may take, the smallest over all ranks; None:
+    unknown. Raises ConfigError."""
     limit = math.inf
     if device.type == "cuda":
-        # What torch has reserved counts as used for the driver, and is free for a trial.
+        # Memory reserved by torch is used to the driver, but free for a trial.
         limit = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         limit *= _SHARE
     if text := os.environ.get(MEMORY_VARIABLE):
@@ -78,12 +78,12 @@ def memory_limit(device: torch.device) -> float | None:
 
 @dataclass
 class RecomputeChoice:
-    """Values of [train], and the bytes that a rank needs with them by the planner."""
+    """Values of [train], and the planner's estimate of the bytes that a rank needs with them."""
 
     values: dict[str, Any]
     estimate: float
     tried: bool = False
-    failed: bool = False  # it needs more than there is
+    failed: bool = False  # it needs more memory than available
 
     def __str__(self) -> str:
         every = self.values["recompute_every"]
@@ -125,19 +125,20 @@ class _Trials:
         return choice
 
     def _after(self, choice: RecomputeChoice, peak: float) -> RecomputeChoice:
-        """Return the choice to try next, or one that was tried and stays."""
+        """Return the choice to try next, or the tried one that stays."""
         if peak > self.limit:
             choice.failed = True
             if smaller := self._smaller(choice):
                 return smaller[0]
-            # A finite peak ran, though over the limit: with nothing smaller left it stays.
+            # A choice with a finite peak has run, even over the limit: it stays if nothing
+            # smaller is left.
             if math.isinf(peak):
                 raise torch.OutOfMemoryError(
                     f"train.recompute = auto: a step is out of memory with {choice}, too"
                 )
             return choice
         for other in self.choices[: self.choices.index(choice)]:
-            # Corrected by what this trial took beyond its own estimate.
+            # Corrected by this trial's excess over its estimate.
             needs = other.estimate + peak - choice.estimate
             if needs <= self.limit and not (other.tried or other.failed):
                 return other
@@ -148,8 +149,8 @@ class _Trials:
         return [each for each in less if not each.failed]
 
     def _measure(self, choice: RecomputeChoice) -> float:
-        """Return the bytes of the rank that needs most; infinite if they are not there. Raises
-        RuntimeError where other ranks wait in the middle of a step: this attempt ends, and the next
+        """Return the bytes of the rank that needs most; infinite if memory runs out. Raises
+        RuntimeError if other ranks wait in the middle of a step: this attempt ends, and the next
         one knows why."""
         try:
             train = replace(self.cfg.train, **choice.values)
@@ -177,7 +178,7 @@ class _Trials:
 
     @property
     def _about(self) -> dict[str, Any]:
-        """Facts that a choice follows from: where any of them has changed, it is made again."""
+        """Facts that a choice depends on: if any has changed, the choice is made again."""
         cuda = self.device.type == "cuda"
         return {
             "gpu": torch.cuda.get_device_name(self.device) if cuda else "CPU",
@@ -195,7 +196,7 @@ class _Trials:
                 stored[0] = {}
             if {key: stored[0].get(key) for key in about} != about:
                 stored[0] = {}
-        # Ranks that read the file by themselves could find different ones.
+        # Ranks that read the file separately could find different contents.
         dist.broadcast_object_list(stored, src=0)
         return stored[0]
 
@@ -206,12 +207,12 @@ class _Trials:
 def try_steps(
     cfg: RunConfig, train: TrainConfig, layout: Layout, device: torch.device, run: Run
 ) -> float | None:
-    """Train two steps with a model that is thrown away; returns the peak of the second one, whose
-    optimizer has its state, in bytes; None on a CPU, which has no measure of it."""
+    """Train two steps with a temporary model; returns the peak in bytes of the second, when the
+    optimizer has its state; None on a CPU, which cannot measure it."""
     rows = micro_batch(train, layout.shares, train.sequences)
     passes = train.sequences // (rows * layout.shares)
-    # From the second pass on gradients are there beside activations, and later ones need no more.
-    # A pipeline holds the activations of as many passes as are under way.
+    # From the second pass on there are gradients beside activations; later passes need no more. A
+    # pipeline holds the activations of all passes under way.
     passes = passes if layout.pp is not None else min(2, passes)
     model = build_model(cfg.model, layout, train, cfg.distributed, cfg.lora, experts=cfg.experts)
     optimizer = build_optimizer(model, cfg.optimizer)
@@ -229,7 +230,7 @@ def try_steps(
 
 
 def release_memory(device: torch.device) -> None:
-    # A model refers to itself, as by its begin_micro_batch: only the collector frees it.
+    # A model refers to itself, e.g. by begin_micro_batch: only garbage collection frees it.
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

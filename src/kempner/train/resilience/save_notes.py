@@ -1,4 +1,4 @@
-"""Notes of --check on a job: what its saves need, and what its nodes may lack. No torch."""
+"""Notes of --check on a job: the needs of its saves, and packages its nodes may lack. No torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def warn_of_job(
     world: tuple[int, int] | None,
     count_replicas: Callable[[RunConfig, int, int], int],
 ) -> None:
-    """Warn of what the nodes of the job may lack, as far as this host tells. `world`: ranks, and
-    ranks of a node; None: not known."""
+    """Warn of what the job's nodes may lack, judging by this host. `world`: ranks, and ranks per
+    node; None: unknown."""
     if cfg.checkpoint.save and world is not None:
         print_notes(cfg, world[0], count_replicas(cfg, *world), world[1])
     if cfg.train.fp8 != "none" or cfg.train.attention != "auto":
@@ -35,7 +35,7 @@ def warn_of_job(
 
 def print_notes(cfg: RunConfig, ranks: int, replicas: int, per_node: int) -> None:
     """Print how checkpoint.interval = auto chooses, and a warning if the saves need more memory
-    than a node has, which is taken to be as large as this one."""
+    than a node has, assuming that nodes are like this host."""
     from kempner.checkpoint import size
     from kempner.checkpoint.timer import describe_auto
     from kempner.jobs.ranks import host_memory

@@ -1,18 +1,18 @@
 """Detection of slow ranks: compares each rank's own work, without the waiting for others.
 
 In a step every rank takes as long as the slowest, because each collective waits for it. So only
-time between collectives is compared: the forward of one block, whose weights are already gathered,
-scaled to all of them, and the wait for data. Where ranks wait for each other within a block, too
-(tensor, context and expert parallelism), it is that of the one product in it that comes after all
-of its siblings, and waits for nobody.
+time between collectives is compared: the forward of one block with gathered weights, scaled to all
+blocks, and the wait for data. If ranks also wait for each other within a block (tensor, context and
+expert parallelism), it is the time of one of its products, which comes after all of its siblings
+and waits for nobody.
 
-Every WINDOW steps each rank puts its median work, and what of it is the wait for data, into the
-step's all-reduce; from the sums it knows the means of the others, how much slower it is itself, and
-by which part. A second reduction, of two numbers, keeps the slowest rank, its part and how slow it
-is. No list of ranks is ever made. A slow link delays all ranks alike, so that no rank can be named:
-then the time outside of every rank's own work grows.
+Every WINDOW steps each rank puts its median work, and its share of waiting for data, into the
+step's all-reduce; from the sums it derives the means of the others, how much slower it is itself,
+and by which part. A second reduction, of two numbers, keeps the slowest rank, its part and its
+slowness. No list of ranks is ever made. A slow link delays all ranks alike and names none: then the
+time outside of every rank's own work grows.
 
-A single rank has nobody to wait for: its run does not load this module.
+A run with a single rank does not load this module.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 WINDOW = 10  # steps of one comparison
 SLOW_RATIO = 1.5  # times the mean work of the other ranks
-# Before, and of a step: to say that collectives are slower.
+# To report slower collectives: previous windows, and growth relative to a step.
 LEAST_WINDOWS, MOST_WINDOWS, LEAST_GROWTH = 5, 100, 0.2
-# Forward and backward of a block are about three times its forward.
+# A block's forward and backward take about three times its forward.
 WORK_PER_FORWARD = 3
 PARTS = ("compute", "input")  # of a rank's own work
-# More than any world has, times the parts. A ratio, a rank and the part that makes it slow travel
-# as ratio * 1e6 * PLACES + rank * len(PARTS) + part.
+# More ranks than any world, times the parts. A ratio, a rank and its slow part travel as ratio *
+# 1e6 * PLACES + rank * len(PARTS) + part.
 PLACES = len(PARTS) << 20
 
 
@@ -45,13 +45,13 @@ class BlockClock:
     """Seconds of this rank's own work in a step, from the forward of the model's first block."""
 
     def __init__(self, model: nn.Module, device: torch.device, apart: bool = True) -> None:
-        """`model` has `blocks`. A model compiled as a whole is timed by its own forward: a hook
-        within would cut its graph in two. `apart`: no rank waits for another within a block.
-        Otherwise a block that is not compiled has the product `attention.wv`."""
+        """`model` has `blocks`. A model compiled as a whole is timed by its own forward, because an
+        inner hook would cut its graph in two. `apart`: no rank waits for another within a block.
+        Otherwise an uncompiled block has the product `attention.wv`."""
         assert isinstance(model.blocks, nn.ModuleList)
         whole = model._compiled_call_impl is not None
         clocked = model if whole else model.blocks[0]
-        # With a pipeline the mean of the stages: one with fewer blocks has the output layer, too.
+        # With a pipeline, the mean of the stages: one with fewer blocks also has the output layer.
         pipeline = getattr(model, "pipeline", None)
         blocks = len(model.blocks) if pipeline is None else pipeline.mean_blocks
         self._scale = WORK_PER_FORWARD * (1.0 if whole else blocks)
@@ -85,18 +85,17 @@ class BlockClock:
         return event
 
     def take(self) -> float:
-        """Return the seconds of all forwards that have ended since the last call. Those that the
-        device still works on count the next time: reading their events now would be an error, and
-        waiting for them would stop the host."""
+        """Return the seconds of all forwards that have ended since the last call. Those still
+        running on the device count the next time: reading their events now would be an error, and
+        waiting would stop the host."""
         spans = [span for span in self._spans if not self._cuda or span[1].query()]
-        # Those that have ended are the first ones: a stream reaches its events in their order.
+        # The first ones have ended: a stream reaches its events in order.
         self._spans = self._spans[len(spans) :]
         return self._scale * sum(_seconds(*span) for span in spans)
 
 
 def _weights(module: nn.Module, model: Any) -> float:
-    """Count the weights that multiply a token: of the experts [E, ...] only those that
-    it goes to."""
+    """Count the weights that multiply a token: of the experts [E, ...] only those it is sent to."""
     per_token = model.cfg.experts_per_token
     sizes = (p.numel() / (len(p) / per_token if p.ndim == 3 else 1) for p in module.parameters())
     return sum(sizes)
@@ -113,7 +112,7 @@ class Stragglers:
     the same steps."""
 
     def __init__(self, hosts: list[str], device: torch.device, say: Callable[[str], None]) -> None:
-        """`hosts`: of each rank; needed where `say` reaches somebody (rank 0)."""
+        """`hosts`: of each rank; needed where `say` has readers (rank 0)."""
         self._hosts, self._say, self._device = hosts, say, device
         self._report: StragglerReport | None = None
         self._rank, self._others = dist.get_rank(), dist.get_world_size() - 1
@@ -123,8 +122,9 @@ class Stragglers:
         self._pending: tuple[int, Tensor, torch.Event | None] | None = None
 
     def contribution(self, compute: float, waited: float) -> dict[str, float]:
-        """Return this rank's terms of the step's sum: its medians over the window at its end, else
-        0. `compute`, `waited`: seconds of this rank in this step, on its own and for data."""
+        """Return this rank's terms of the step's sum: its medians at the end of a window,
+        else 0. `compute`, `waited`: seconds of this rank's own work, and of waiting for data,
+        in this step."""
         self._window.append((compute + waited, waited))
         if len(self._window) < WINDOW:
             return {"work": 0.0, "input": 0.0}
@@ -134,8 +134,8 @@ class Stragglers:
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Start the search for the slowest rank at the end of a window, and report it one step
-        later, so that nothing waits. `values`: the sums of the contributions to `step`, of which
-        "work" is not 0 at the end of a window; and its "step_time"."""
+        later, so that nothing waits. `values`: the sums of the contributions to `step`, with a
+        nonzero "work" at the end of a window, and its "step_time"."""
         if self._pending is not None:
             last_step, result, event = self._pending
             self._pending = None
@@ -152,7 +152,7 @@ class Stragglers:
             self._pending = (step, *self._search(values["work"], values["input"]))
 
     def _judge(self, step: int, rank: int, part: int, ratio: float, late: float) -> None:
-        """Hand rank 0's result on: to a module that most runs never load."""
+        """Pass on rank 0's result, to a module that most runs never load."""
         slow, grown = ratio > SLOW_RATIO, have_collectives_grown(self._rest)
         if self._report is None and (slow or grown):
             from kempner.train.resilience.straggler_report import StragglerReport
@@ -163,17 +163,17 @@ class Stragglers:
             self._report.collectives(step, self._rest, grown and not slow)
 
     def _search(self, total: float, total_input: float) -> tuple[Tensor, torch.Event | None]:
-        """Return [packed ratio, rank and part, seconds a step that the slowest one is late], on
-        their way to the host. The ratio is that of a rank's work to the mean of the others'."""
+        """Return [packed ratio, rank and part; seconds per step that the slowest rank is late], on
+        their way to the host. The ratio is a rank's work over the mean of the others'."""
         others = (total - self._work) / self._others
         late = max(0.0, self._work - others)
-        # How much of the delay is a longer wait for data than the others'.
+        # The part of the delay from a longer wait for data than the others'.
         late_input = self._waited - (total_input - self._waited) / self._others
         # Bounded, so that it fits into the packed number below.
         ratio = min(self._work / others, 1e3) if others > 0 else 1.0
         place = self._rank * len(PARTS) + (late_input > late / 2)
-        # fp64 keeps integers up to 2^53: 1e3 * 1e6 * 2^21 is 2^51. The seconds are a maximum of
-        # their own: the rank with the largest ratio has the largest delay, too.
+        # fp64 keeps integers up to 2^53: 1e3 * 1e6 * 2^21 is 2^51. The seconds are a separate
+        # maximum: the rank with the largest ratio also has the largest delay.
         mine = [round(ratio * 1e6) * PLACES + place, late]
         cuda = self._device.type == "cuda"
         host = torch.tensor(mine, dtype=torch.float64, pin_memory=cuda)

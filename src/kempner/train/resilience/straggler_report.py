@@ -1,11 +1,11 @@
-"""Messages on slow ranks, collectives and saves. Loaded when there is something to say."""
+"""Messages on slow ranks, collectives and saves. Loaded only when there is one."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
 
-SLOW_WINDOWS = 2  # in a row: one alone is noise, such as another job's burst on a shared node
+SLOW_WINDOWS = 2  # in a row: a single one is noise, such as another job's burst on a shared node
 # What to look at, by the part of a rank's own work.
 WHAT = {"compute": ": it computes slower", "input": ": it waits for its data"}
 
@@ -23,7 +23,7 @@ class StragglerReport:
     def update(self, step: int, slow: int, ratio: float, late: float, part: str) -> None:
         """Take the slow rank of the window that ended with `step`, -1 for none: `late` in seconds a
         step, for the most part by `part`, of WHAT."""
-        # Only what was reported gets an end: a single slow window was noise.
+        # Report recovery only of what was reported: a single slow window was noise.
         if self._rank >= 0 and slow != self._rank:
             if self._said:
                 self._say(
@@ -45,8 +45,8 @@ class StragglerReport:
             )
 
     def collectives(self, step: int, windows: list[tuple[float, float]], grown: bool) -> None:
-        """Take whether the time outside of every rank's own work has grown, while no rank is
-        slow. Says so once it stays that way; the longer time is then the usual one. `windows`:
+        """Take whether the time outside of every rank's own work has grown while no rank
+        is slow. Reports it once it persists; the longer time is then normal. `windows`:
         as in have_collectives_grown()."""
         self._grown = self._grown + 1 if grown else 0
         if self._grown < SLOW_WINDOWS:

@@ -1,8 +1,8 @@
-"""Judgement of a step that is late: which rank the others wait for, and whether it is stuck. Pure:
-no clock, no store, no torch.
+"""Judgement of a late step: which rank the others wait for, and whether it is stuck. Pure: no
+clock, no store, no torch.
 
-Each look has what every rank's watchdog answers, how long the silent ones have said nothing, and
-what the kernel says of a process. A run is ended before its limit only when two sources that do not
+Each look has the answers of every rank's watchdog, how long silent ranks have been silent, and what
+the kernel reports of a process. A run is ended before its limit only when two sources that do not
 depend on each other accuse the same rank, look after look, for as long as HOLD_S says; a rank that
 computes, compiles, saves or validates is never stuck, only named.
 """
@@ -14,15 +14,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
-# How long two sources must agree, in seconds, by what the rank does. The longer ones outlast what
-# also ends by itself: a collection of garbage, the failover of a switch or of a file server.
+# How long two sources must agree, in seconds, by what the rank does. The longer ones outlast
+# temporary stalls: garbage collection, the failover of a switch or file server.
 HOLD_S = {
     "stopped": 10.0,
     "gone": 10.0,
     "differs": 10.0,
-    "busy": 25.0,  # its main thread runs and keeps the GIL
-    "unseen": 45.0,  # nobody beside it can say whether it is there
-    "still": 60.0,  # in a call that does not return, as one of a file system
+    "busy": 25.0,  # its main thread runs and holds the GIL
+    "unseen": 45.0,  # no neighbour can tell whether it exists
+    "still": 60.0,  # in a call that does not return, e.g. of a file system
 }
 ANSWERS, RECORDERS, KERNEL, RAS = "answers", "flight recorders", "kernel", "NCCL's RAS"
 STILL_CPU = 0.05  # of a core: less is no work
@@ -35,10 +35,10 @@ NAMED_SUSPECTS = 16
 
 @dataclass(frozen=True)
 class Seen:
-    """A process as the kernel shows it: the state of its main thread (R, S, D, T, Z; "": it is
-    gone), the CPU seconds of that thread and of all, the bytes read and written, the kernel's
-    function that it sleeps in, and its place in the code, where it could be asked for it. `at`:
-    seconds of its node's clock."""
+    """A process as seen by the kernel: the state of its main thread (R, S, D, T, Z; "": it
+    is gone), the CPU seconds of that thread and of all, the bytes read and written, the
+    kernel function it sleeps in, and its place in the code, if available. `at`: seconds of
+    its node's clock."""
 
     state: str
     at: float = 0.0
@@ -59,11 +59,11 @@ class Call:
     name: str
     shape: str = ""
     done: bool = False
-    is_message: bool = False  # of one rank to another: its name differs
+    is_message: bool = False  # from one rank to another: its name differs
 
     @property
     def kind(self) -> str:
-        """Name and, where that must be the same on all ranks, shape."""
+        """Name and, if it must be the same on all ranks, shape."""
         even = any(word in self.name for word in EVEN)
         return f"{self.name} {self.shape}".strip() if even else self.name
 
@@ -71,8 +71,8 @@ class Call:
 @dataclass(frozen=True)
 class Answer:
     """One rank's answer. `process`: pid, birth and namespace; `number` grows with each answer, 0 is
-    the one of the start; `calls`: the last ones of each group, and all in flight, None where
-    nothing records them; `other`: a rank on the same node, and what the kernel says of that."""
+    the one of the start; `calls`: the last ones of each group and all in flight, None if not
+    recorded; `other`: a rank on the same node, and what the kernel reports of it."""
 
     process: str
     number: int = 0
@@ -101,7 +101,8 @@ class Answer:
 
     @property
     def is_waiting(self) -> bool:
-        """True if it waits for other ranks, by its flight recorder; without one, by its place."""
+        """True if it waits for other ranks, by its flight recorder or, without one,
+        by its place."""
         if self.calls is None:
             return "distributed" in self.place
         return not all(call.done for call in self.calls)
@@ -109,8 +110,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Look:
-    """Facts of one time. `silent`: seconds without a word, of ranks that say nothing; `hosts`: of
-    all ranks. `behind`: ranks that NCCL's RAS misses, or that have launched fewer collectives."""
+    """Facts at one time. `silent`: seconds of silence, of silent ranks; `hosts`: of all ranks.
+    `behind`: ranks that NCCL's RAS misses, or that have launched fewer collectives."""
 
     answers: Mapping[int, Answer]
     silent: Mapping[int, float] = field(default_factory=dict)
@@ -118,7 +119,7 @@ class Look:
     behind: frozenset[int] = frozenset()
 
     def seen(self, rank: int) -> Seen | None:
-        """Return what the kernel says of a rank: by its own word, or its neighbour's."""
+        """Return what the kernel reports of a rank, by its own answer or its neighbour's."""
         if rank in self.answers:
             return self.answers[rank].seen
         beside = (a.other_seen for a in self.answers.values() if a.other == rank)
@@ -142,7 +143,7 @@ class Suspect:
 
 
 class Judge:
-    """Looks again and again, from when a step is late until it is done."""
+    """Looks repeatedly, from when a step is late until it is done."""
 
     def __init__(self) -> None:
         self._last = float("-inf")
@@ -155,7 +156,7 @@ class Judge:
         """Return the ranks that the others wait for; none while some rank saves or validates.
         `now`: seconds of any clock."""
         if now - self._last > GAP_S:
-            # The judge was away: nobody knows whether what held before still does.
+            # The judge was stopped: earlier observations may no longer hold.
             self._since, self._seen, self._still = {}, {}, set()
         self._last = now
         places = {rank: answer.place for rank, answer in look.answers.items()}
@@ -163,18 +164,18 @@ class Judge:
             self._places = (now, places)
         for rank in (*look.answers, *look.silent):
             self._watch(rank, look.seen(rank))
-        # The others may wait for that rank, and nobody knows how long it takes.
+        # The others may wait for that rank, for an unknown time.
         if any(answer.patient for answer in look.answers.values()):
             self._since = {}
             return []
         found = list(self._accused(now, look))
-        # The time of two sources begins when the second one joins, and anew when one falls away.
+        # The time of two sources starts when the second joins, and restarts when one drops out.
         keys = {(s.rank, len(s.sources) > 1) for s in found}
         self._since = {key: self._since.get(key, now) for key in keys}
         return [replace(s, held=now - self._since[s.rank, len(s.sources) > 1]) for s in found]
 
     def _watch(self, rank: int, seen: Seen | None) -> None:
-        """Note whether the main thread of a rank has done anything between two samples."""
+        """Record whether a rank's main thread has done anything between two samples."""
         before = self._seen.get(rank)
         if seen is None:
             self._still.discard(rank)
@@ -183,7 +184,7 @@ class Judge:
         seconds = seen.at - before.at if before is not None else 0.0
         if before is not None and 0.0 <= seconds < 1.0:
             return  # no new sample yet
-        # Ready to run counts as work: on a busy core the thread may get little of the time.
+        # Ready to run counts as work: on a busy core the thread may get little time.
         worked = seen.state == "R"
         if before is not None and seconds > 0:
             worked = worked or seen.cpu - before.cpu > STILL_CPU * seconds
@@ -199,7 +200,7 @@ class Judge:
         idle = [r for r, answer in look.answers.items() if not answer.is_waiting]
         waiting = len(look.answers) - len(idle)
         all_wait = bool(waiting) and not idle
-        # If most say nothing, it may be this side of the network that is cut off.
+        # If most are silent, this side of the network may be cut off.
         few = 2 * len(look.silent) <= ranks
         for rank in look.silent:
             yield self._silent(rank, look, all_wait and few)
@@ -210,7 +211,7 @@ class Judge:
             yield from self._different(now, look)
 
     def _silent(self, rank: int, look: Look, all_wait: bool) -> Suspect:
-        """A rank whose watchdog says nothing."""
+        """Return the suspect for a rank whose watchdog is silent."""
         seen, sources = look.seen(rank), [ANSWERS]
         at = f" in {seen.place}" if seen is not None and seen.place else ""
         if seen is None:
@@ -225,13 +226,14 @@ class Judge:
             doing, words = "still", f"does not answer and does nothing{at}{_kernel(seen)}"
         else:
             doing, words = "busy", f"does not answer: its main thread runs and keeps the GIL{at}"
-        # That the main thread runs accuses nobody: such a rank needs the word of the recorders.
+        # A running main thread is no evidence: such a rank needs that of the recorders.
         if doing not in ("unseen", "busy"):
             sources.append(KERNEL)
         return self._suspect(rank, look, doing, words, [*sources, *[RECORDERS] * all_wait])
 
     def _idle(self, rank: int, look: Look) -> Suspect:
-        """A rank that answers and has joined all its collectives, while others wait in one."""
+        """Return the suspect for a rank that answers and has joined all its collectives, while
+        others wait in one."""
         answer, sources = look.answers[rank], [RECORDERS]
         doing = "works"
         if answer.compiles:
@@ -249,7 +251,7 @@ class Judge:
         return self._suspect(rank, look, doing, words, sources)
 
     def _different(self, now: float, look: Look) -> Iterable[Suspect]:
-        """Ranks that have made another call than the others, at a number of a group at which
+        """Yield ranks whose call differs from the others', at a number of a group at which
         some rank waits."""
         calls: dict[tuple[str, int], dict[int, Call]] = {}
         for rank, answer in look.answers.items():
@@ -262,7 +264,7 @@ class Judge:
             counts = Counter(call.kind for call in by_rank.values()).most_common()
             if len(counts) < 2 or all(call.done for call in by_rank.values()):
                 continue
-            # Without a majority nobody can say who is right: all are named.
+            # Without a majority, nobody can tell who is right: name all.
             most = "" if counts[0][1] == counts[1][1] else counts[0][0]
             whose = most or " or ".join(sorted(kind for kind, _ in counts))
             for rank, call in by_rank.items():

@@ -1,13 +1,13 @@
 """The watchdog ends a run that hangs, so that it can be started again: the stacks of all threads
 are in the logs, and the ranks that do not answer are named.
 
-Every rank has a thread of its own for this. It sees a beat at every step. When one is late the
-ranks ask each other who lags (inquiry.py, which is loaded then). When none has come within the
-limit it writes down where its process is, tells rank 0 through the rendezvous store, and ends
-the process. A frozen or unreachable rank tells nothing: that is how it is found.
+Every rank has a watchdog thread, which gets a beat at every step. If one is late, the ranks ask
+each other who lags (inquiry.py, loaded then). If none comes within the limit, the watchdog records
+where its process is, tells rank 0 through the rendezvous store, and ends the process. A frozen or
+unreachable rank tells nothing, and is identified by that.
 
-While a run starts no step comes, and how long a checkpoint takes to read is not known. Then it is a
-beat when some rank has read or written much since the last look: the others may wait for it.
+While a run starts there are no steps, and the time to read a checkpoint is unknown. Then it counts
+as a beat if any rank has read or written much since the last look: the others may wait for it.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 FLOOR_S = 120.0  # no derived limit is shorter
 STEPS = 20  # the derived limit in median step times
 HANG_PATIENCE_S = 1800.0  # for a save, or the first batch of a validation
-TOLD_S = 60.0  # then such a wait is told, and each time that it has doubled
-HANG_ANSWER_S = 5.0  # that rank 0 waits for the others' answers, and they for its verdict
-ANSWERS_PER_S = 2000  # that the store takes; rank 0 waits longer in a large world
+TOLD_S = 60.0  # then such a wait is reported, and each time that it has doubled
+HANG_ANSWER_S = 5.0  # rank 0 waits for answers, the others for its verdict
+ANSWERS_PER_S = 2000  # that the store can serve; rank 0 waits longer in a large world
 HANG_MOVES = "hang/moves"
 LATE_STEPS, LATE_S = 3, 4.0  # a step is late after so many median steps and seconds
-SURE_STEPS = 5  # that say what a step takes
-LOADED_S = 60.0  # of training; then the file system may go away
+SURE_STEPS = 5  # to know a step's usual time
+LOADED_S = 60.0  # of training; later the file system may go away
 START_CHECKS = 10  # within the limit, while the run starts
 MUCH = 1 << 20  # bytes between two looks; a lock and a log take fewer
 
@@ -81,7 +81,7 @@ class Watchdog:
         self._on_limit, self._longest = on_limit, 0.0
         self._groups: Sequence[dist.ProcessGroup] = ()
         self._step_limit = max(first_limit, hang_timeout or 0.0)
-        self._patience, self._told = 0.0, TOLD_S  # seconds for a patient() section; 0: in none
+        self._patience, self._told = 0.0, TOLD_S  # seconds of a patient() section; 0: outside
         self._parts = set[str]()  # that have been done once
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         first = self.rank - self.rank % per_node
@@ -98,12 +98,13 @@ class Watchdog:
         self._own_store: Any = None
         self._inquiry: Inquiry | None = None
         self._tell_limit(max(self._step_limit, HANG_PATIENCE_S))
-        # Its handler is in C, and works while something holds the GIL.
+        # Its handler is in C and works while the GIL is held.
         faulthandler.register(STACKS_SIGNAL, file=log)
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
     def begin(self, step: int, groups: Sequence[dist.ProcessGroup]) -> None:
-        """End the start: the step after `step` comes next. `groups`: those made in the start."""
+        """End the start-up: the step after `step` comes next. `groups`: those
+        created at start-up."""
         self._beat, self.step, self.starting = time.monotonic(), step, False
         self._began, self._groups = self._beat, groups
         self._on_limit(self._longest, groups)
@@ -142,9 +143,8 @@ class Watchdog:
 
     @property
     def store(self) -> Any:
-        """Return the store over a connection of its own: the default one may be busy in
-        the very call that hangs. Connecting may take as long, if the process that has the
-        store is frozen."""
+        """Return the store over a separate connection: the default one may be busy in the very call
+        that hangs. Connecting may hang, too, if the process that hosts the store is frozen."""
         if self._own_store is None:
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             store.set_timeout(timedelta(seconds=2 * self.patience))
@@ -153,27 +153,27 @@ class Watchdog:
 
     def _tell_limit(self, seconds: float) -> None:
         if seconds > self._longest:
-            self._longest = 1.5 * seconds  # a limit that grows slowly is not told at every step
+            self._longest = 1.5 * seconds  # do not report a slowly growing limit at every step
             self._on_limit(self._longest, self._groups)
 
     @contextlib.contextmanager
     def patient(self, seconds: float = HANG_PATIENCE_S) -> Iterator[None]:
         """Suspend the step's limit for sections that may outlast a step without a beat: a save, a
-        validation, a load, the wait for another replica. They do not count into the time of their
-        step, and may take `seconds` (0: no longer than a step, but nobody asks who lags)."""
+        validation, a load, the wait for another replica. They do not count in the time of their
+        step, and may take `seconds` (0: no longer than a step, but without an inquiry)."""
         began, beat, before = time.monotonic(), self._beat, self._patience
         self._patience = max(before, seconds, self._step_limit)
         try:
             yield
         finally:
             now = time.monotonic()
-            # The section is taken out of the step's time: the beat moves by as much.
+            # Exclude the section from the step's time: move the beat by its length.
             self._beat, self._patience = min(now, beat + now - began), before
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Judge a part of a patient() section as a step, such as a batch of a validation, which
-        takes no longer than one. The first part of a name is not: it may compile."""
+        takes no longer than one. Exempts the first part of each name, which may compile."""
         patience = self._patience
         self._beat = time.monotonic()
         if name in self._parts:
@@ -195,9 +195,9 @@ class Watchdog:
         awake = looked = time.monotonic()
         # Often enough for START_CHECKS looks within a limit of a few seconds.
         while not self._off.wait(min(1.0, self.limit / START_CHECKS)):
-            # A timer in C, in case something holds the GIL: then this loop would not run. It also
-            # goes off when a suspended job is continued, so that it ends only who is alone: of
-            # several ranks another one ends the run.
+            # A timer in C, in case something holds the GIL and stops this loop. It also fires when
+            # a suspended job is continued, so it ends the process only if it is the only rank:
+            # among several, another rank ends the run.
             alone = self.world_size == 1
             faulthandler.dump_traceback_later(self.limit + 30, exit=alone, file=self.log)
             before, awake = awake, time.monotonic()
@@ -210,7 +210,7 @@ class Watchdog:
                 looks, moved = moved[1], self._look(*moved)
                 if moved[1] != looks and self.starting:
                     self._beat = time.monotonic()
-                looked = awake = time.monotonic()  # the store may have taken its time
+                looked = awake = time.monotonic()  # the store may have been slow
             if reason := self._inquire():
                 self._end(reason)
             if self.age > (limit := self.limit):
@@ -221,7 +221,7 @@ class Watchdog:
             self._tell_wait()
 
     def _meet(self) -> None:
-        """Publish this process, and learn the one beside it: later there may be no store."""
+        """Publish this process and learn its neighbour: later there may be no store."""
         if self.world_size > 1:
             self.store.set(f"{HANG_AT}{self.rank}", json.dumps({"process": own_process()}))
             if self.rank == 0:
@@ -231,11 +231,11 @@ class Watchdog:
                 self.process_beside = found["process"]
 
     def _look(self, moved: int, looks: int) -> tuple[int, int]:
-        """Return the bytes that this rank has moved, and the number of looks, of all ranks, that
-        have found one to move much; the old numbers if the store does not respond."""
+        """Return the bytes that this rank has moved, and the number of looks of all ranks that
+        found much movement; the old numbers if the store does not respond."""
         now = bytes_moved()
         much = int(now - moved > MUCH)
-        # add() of 0 only reads: one request tells of this rank and hears of all.
+        # add() of 0 only reads: one request both reports this rank and reads all.
         found = within(self.patience, lambda: self.store.add(HANG_MOVES, much))
         return now, looks if found is None else found
 
@@ -243,7 +243,7 @@ class Watchdog:
         """Ask the other ranks if a step is late; returns the reason to end the run now, or ""."""
         late = len(self._durations) >= SURE_STEPS and self.world_size > 1 and not self.starting
         late = late and self.age > LATE_STEPS * self.step_time + LATE_S
-        # Before it is needed, too: when a step is late, the file system may be what hangs.
+        # Also before it is needed: when a step is late, the file system may hang.
         if late or (not self.starting and time.monotonic() - self._began > LOADED_S):
             self._open_inquiry()
         if self._inquiry is None:
@@ -254,7 +254,7 @@ class Watchdog:
         return ""
 
     def _tell_wait(self) -> None:
-        """Say where the ranks are when a save or a validation takes long: nothing else does."""
+        """Report where the ranks are if a save or a validation takes long: nothing else does."""
         if not self.is_patient or self.starting:
             self._told = TOLD_S
         elif self.rank == 0 and self.age > self._told:
@@ -264,7 +264,7 @@ class Watchdog:
                 within(WRITE_S, self._inquiry.tell_wait)
 
     def _open_inquiry(self) -> None:
-        """Load what a hang takes, within some seconds: the main thread may hang in an import."""
+        """Load the inquiry within some seconds: the main thread may hang in an import."""
 
         def load() -> Inquiry:
             from kempner.train.resilience.inquiry import Inquiry
@@ -275,7 +275,7 @@ class Watchdog:
             self._inquiry = within(WRITE_S, load)
 
     def _end(self, what: str) -> None:
-        # The stacks first: what follows needs the store and the code, which may be what hangs.
+        # Stacks first: the rest needs the store and the code, which may hang.
         within(WRITE_S, lambda: self._write_stacks(what))
         self._open_inquiry()
         if self._inquiry is not None:
@@ -291,8 +291,8 @@ class Watchdog:
 
 
 def start_watchdog(cfg: RunConfig, run: Run) -> Watchdog:
-    """Start the watchdog of a run, once its ranks have met. No group's own timeout may strike
-    before it does."""
+    """Start the watchdog of a run, once its ranks have met. No group's own timeout may
+    fire before it."""
     return Watchdog(
         cfg.resilience.hang_timeout,
         cfg.distributed.start_timeout,
