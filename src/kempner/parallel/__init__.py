@@ -1,1 +1,1 @@
-"""Changes to the plain model from outside, in one fixed order: build.py."""
+"""Parallelism applied to the plain model from outside, in a fixed order (build.py)."""

@@ -1,6 +1,6 @@
-"""Build a sharded model with weights from its shape, in this order: meta -> adapters -> tensor ->
-fp8 -> experts -> context -> stages -> recompute -> compile -> offload -> shard -> memory ->
-weights. One rank alone is not sharded."""
+"""Building of a sharded model with weights from its shape, in this order: meta -> adapters ->
+tensor -> fp8 -> experts -> context -> stages -> recompute -> compile -> offload -> shard -> memory
+-> weights. A single rank is not sharded."""
 
 from __future__ import annotations
 
@@ -68,23 +68,24 @@ def build_model(
     frozen: bool = False,
     experts: ExpertsConfig | None = None,
 ) -> Decoder:
-    """Build the model on this rank's device: master shards in train.weights, train.dtype compute,
-    fp32 gradient sums. A frozen one has no gradients, and its weights in the compute dtype.
+    """Build the model on this rank's device: master shards in train.weights, compute in
+    train.dtype, fp32 gradient sums. A frozen model has no gradients, and its weights are in
+    the compute dtype.
 
-    No rank ever holds more than one whole parameter. The initial weights depend on train.seed
-    alone, not on the mesh.
+    No rank ever holds more than one whole parameter. The initial weights depend only on train.seed,
+    not on the mesh.
     """
     model = plan_model(cfg, layout, train, distributed, lora, frozen, experts)
     device_type = layout.mesh.device_type
     if distributed.fsdp_cpu_offload:
         model._apply(partial(_empty, device="cpu"))  # type: ignore[no-untyped-call]
-        for module in model.modules():  # only weights are on the host
+        for module in model.modules():  # only weights stay on the host
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device_type))
     else:
         model._apply(partial(_empty, device=device_type))  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        # Buffers are undefined, too.
+        # Buffers are uninitialised, too.
         model.rope.copy_(rope_table(cfg))
         init_weights(model, train.seed, layout)
     alone = is_alone(layout.sizes, distributed)
@@ -103,7 +104,7 @@ def build_model(
 
 
 def _empty(x: Tensor, device: str) -> Tensor:
-    """Allocate as to_empty(), whose empty_like() of a plain tensor imports sympy, 0.2 s."""
+    """Allocate like to_empty(), whose empty_like() of a plain tensor imports sympy, 0.2 s."""
     plain = type(x) in (Tensor, nn.Parameter)
     return x.new_empty(x.shape, device=device) if plain else torch.empty_like(x, device=device)
 
@@ -117,8 +118,8 @@ def plan_model(
     frozen: bool = False,
     experts: ExpertsConfig | None = None,
 ) -> Decoder:
-    """Build the same model on the meta device: all plans are applied, but it has no values yet."""
-    # On the meta device: a model larger than any rank's memory is planned without a byte of it.
+    """Build the same model on the meta device, with all plans applied but without values."""
+    # On the meta device, even a model larger than any rank's memory can be planned.
     with torch.device("meta"):
         model = Decoder(cfg)
     device_type = layout.mesh.device_type
@@ -127,7 +128,7 @@ def plan_model(
     model.loss = partial(cross_entropy, chunk=train.loss_chunk, z_loss=train.z_loss)
     if frozen or train.weights == "bf16":
         model.cast(dtype).requires_grad_(not frozen)
-    # Before the matrices are cut, because an adapter is cut with its matrix.
+    # Before the matrices are cut: an adapter is cut with its matrix.
     if lora is not None and lora.rank:
         from kempner.parallel.lora import add_adapters
 
@@ -136,7 +137,7 @@ def plan_model(
         from kempner.parallel.tensor import compute_on_parts, split_matrices
 
         split_matrices(model, layout.tp, overlap="tp" in distributed.overlap)
-    # After that, because what a kernel takes depends on the sizes of the parts.
+    # After that: kernels have requirements on the sizes of the parts.
     if train.fp8 != "none":
         from kempner.parallel.fp8 import use_fp8
 
@@ -154,7 +155,7 @@ def plan_model(
         from kempner.parallel.pipeline import keep_own_stages
 
         keep_own_stages(model, layout, distributed, dtype)
-    # Innermost first: recomputation, then compilation over it, then FSDP's hooks outside of both.
+    # Innermost first: recomputation, then compilation around it, then FSDP's hooks outside both.
     if train.recompute in ("selective", "full"):
         from kempner.parallel.memory.recompute import add_recompute
 
@@ -206,9 +207,9 @@ def compute_dtype(name: str, device_type: str) -> torch.dtype:
 
 
 def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
-    """Set initial values. Each parameter is drawn whole, from a generator of its own, then cut: the
-    same on every mesh. With init_from only adapters are drawn: the rest is loaded from there or
-    from a checkpoint. Buffers start as zeros."""
+    """Set initial values. Each parameter is drawn whole, from its own generator, then cut, so that
+    it is the same on every mesh. With init_from only adapters are drawn; the rest is loaded from
+    there or from a checkpoint. Buffers start as zeros."""
     for buffer in buffer_names(model).values():
         buffer.zero_()
     parameters = parameter_names(model)
@@ -221,7 +222,7 @@ def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
             param.fill_(0.0 if name.endswith(("bias", "lora_b")) else 1.0)
             continue
         device = layout.mesh.device_type  # with fsdp_cpu_offload the parameter is on the host
-        # Seeded by the name: adding or removing a parameter leaves the values of all others.
+        # Seeded by the name: adding or removing a parameter does not change the others.
         generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(name.encode()))
         whole = torch.empty(param.shape, device=device)  # rounded only by copy_
         whole.normal_(std=std, generator=generator)
@@ -229,13 +230,12 @@ def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
 
 
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Map names to parameters, without the names of wrappers: as in checkpoints."""
+    """Map names to parameters, without the names of wrappers, as in checkpoints."""
     return {_plain(name): param for name, param in model.named_parameters()}
 
 
 def buffer_names(model: nn.Module) -> dict[str, Tensor]:
-    """Map names to the buffers that checkpoints hold, the biases of routers. They are equal
-    on all ranks."""
+    """Map names to the buffers that checkpoints hold, the biases of routers, equal on all ranks."""
     state_keys = model.state_dict().keys()
     return {_plain(name): b for name, b in model.named_buffers() if _plain(name) in state_keys}
 

@@ -26,19 +26,19 @@ from kempner.model.decoder import Decoder
 from kempner.model.loss import chunk_loss
 from kempner.parallel.single import AddUp, add_up
 
-UNQUOTED = re.compile(r"""[\s"'\\]""")  # shlex.split() would not take it as it is
+UNQUOTED = re.compile(r"""[\s"'\\]""")  # shlex.split() would not keep it unchanged
 
 
 def compile_sum() -> AddUp:
-    """Return add_up(), compiled: torch's own kernels convert element by element, and on an H200
-    reach 0.4 of the memory's rate."""
+    """Return add_up(), compiled: torch's own kernels convert element by element, and reach 0.4 of
+    the memory bandwidth on an H200."""
     keep_private()
     kernel = torch.compile(add_up, dynamic=True, fullgraph=True)
 
     def compiled(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
         if not part.is_contiguous() or not (total is None or total.is_contiguous()):
             return add_up(total, part, dtype)
-        # Of one dimension: one kernel for all matrices.
+        # One dimension: one kernel serves all matrices.
         flat: Tensor = kernel(None if total is None else total.view(-1), part.view(-1), dtype)
         return flat.view_as(part) if total is None else total
 
@@ -47,23 +47,24 @@ def compile_sum() -> AddUp:
 
 def compile_model(model: Decoder, scope: str, budget: float = 1.0) -> None:
     """Compile each block or the whole model. Call it before sharding, so that FSDP's hooks stay
-    outside of what is compiled.
+    outside of compiled code.
 
-    block: all blocks are alike and share one graph, which is compiled once, however deep the model
-    is. model: one graph from the embedding to the last block, whose compile time grows with the
-    depth. The loss of a chunk is a graph of its own.
+    block: all blocks are alike and share one graph, compiled once, however deep the model is.
+    model: one graph from the embedding to the last block, whose compile time grows with the depth.
+    The loss of a chunk is a separate graph.
 
-    `budget`: the share of what a graph would keep for its backward pass that it may keep; it
-    computes again what costs the fewest FLOPs. It holds for all that this process compiles.
+    `budget`: the share of its saved activations that a graph may keep for the backward pass; it
+    recomputes those that cost the fewest FLOPs. Holds for everything that this process compiles.
     """
     from torch._functorch import config
 
     config.activation_memory_budget = budget
-    # Remarks of the compiler on a GPU: products in fp32 are meant to be exact, and it chooses well.
+    # The compiler's remarks on a GPU do not apply: fp32 products shall be exact, and
+    # it chooses well.
     for remark in ("TensorFloat32 tensor cores", r"\s*Online softmax is disabled"):
         warnings.filterwarnings("ignore", remark)
     keep_private()
-    # Not the loop over chunks: the compiler would reorder it, until all logits exist at once.
+    # Not the loop over chunks, which the compiler would reorder until all logits exist at once.
     loss = functools.partial(model.loss, compiled=torch.compile(chunk_loss))  # type: ignore[call-arg]
     model.loss = torch.compiler.disable(loss)  # type: ignore[no-untyped-call]
     if scope == "model":
@@ -75,16 +76,16 @@ def compile_model(model: Decoder, scope: str, budget: float = 1.0) -> None:
 
 def expect_changes(model: Decoder, rows: bool, length: bool, documents: bool) -> None:
     """Mark which sizes of a batch [B, T] will change: B, T, the number of documents. One graph then
-    serves all blocks in all steps, from the first one on; otherwise the compiler specialises on the
-    first sizes, and recompiles whenever one of them changes for the first time.
+    serves all blocks in all steps from the first one on; otherwise the compiler specialises on the
+    first sizes and recompiles when one of them first changes.
 
-    Unmarked sizes are constants, which gives the faster kernels. A single row (B = 1) always has a
-    graph of its own. Call it after sharding.
+    Unmarked sizes are constants, which gives faster kernels. A single row (B = 1) always has a
+    separate graph. Call it after sharding.
     """
 
     def mark(_: nn.Module, args: tuple[Any, ...]) -> None:
         x, rope, visible = args[:3]
-        # maybe_: mark_dynamic() raises where a graph turns out to need one size.
+        # maybe_: mark_dynamic() raises if a graph turns out to need one size.
         vary = torch._dynamo.maybe_mark_dynamic
         for tensor, row, *lengths in (
             (x, 0, 1),
@@ -95,8 +96,8 @@ def expect_changes(model: Decoder, rows: bool, length: bool, documents: bool) ->
                 continue
             if length:
                 vary(tensor, [at % tensor.ndim for at in lengths])
-            # -1 where rows share their angles: these have no dimension of rows. A size of 1 stays
-            # a constant to the compiler, whatever it is marked.
+            # -1 if rows share their angles, which then have no row dimension. To the compiler a
+            # size of 1 stays constant, even if marked.
             if rows and row >= 0 and tensor.shape[row] > 1:
                 vary(tensor, row)
         if visible.starts is not None:
@@ -104,19 +105,19 @@ def expect_changes(model: Decoder, rows: bool, length: bool, documents: bool) ->
 
     for block in model.blocks:
         if (rows or length or documents) and block._compiled_call_impl is not None:
-            # A hook, registered after FSDP's own: it marks the tensors that those return.
+            # Registered after FSDP's own hooks, to mark the tensors that those return.
             hook = torch.compiler.disable(mark)  # type: ignore[no-untyped-call]
             block.register_forward_pre_hook(hook)
 
 
 def keep_compiled(run_dir: Path, world: World) -> None:
-    """Keep what this host compiles in run_dir/.cache/compile for the run's next start there. Each
-    host has its own directory, so that no two wait for each other's locks; a host new to the run
-    starts from a copy of another's. All ranks must call it.
+    """Keep this host's compiled code in run_dir/.cache/compile for the run's next start there. Each
+    host has its own directory, so that hosts do not wait for each other's locks; a host new to the
+    run starts from a copy of another's. All ranks must call it.
 
-    If the file system has no locks, or the path has a blank, which torch does not quote for the
-    C++ compiler, compiler.keep_private() chooses. Raises ConfigError if the user names another
-    place that cannot be written.
+    If the file system has no locks, or the path contains a blank, which torch does not quote for
+    the C++ compiler, compiler.keep_private() chooses the place. Raises ConfigError if the user
+    names another place that is not writable.
     """
     if CACHE in os.environ:
         try:
@@ -129,7 +130,7 @@ def keep_compiled(run_dir: Path, world: World) -> None:
         return
     own = _own_place(run_dir)
     usable = True
-    # Also on rank 0 of a replica, which may begin in the middle of a host.
+    # Also on rank 0 of a replica, which may begin in the middle of a host's ranks.
     if world.local_rank == 0 or world.rank == 0:
         usable = not UNQUOTED.search(str(own)) and _prepare(own)
     failure = torch.tensor(float(not usable))
@@ -140,8 +141,8 @@ def keep_compiled(run_dir: Path, world: World) -> None:
 
 
 def forget_compiled(run_dir: Path) -> None:
-    """Remove what this host has compiled for a run, after an error of the compiler: a damaged file
-    would fail each start."""
+    """Remove this host's compiled code for a run, after a compiler error: a damaged file would
+    fail every start."""
     shutil.rmtree(_own_place(run_dir), ignore_errors=True)
 
 
@@ -153,16 +154,16 @@ def _prepare(own: Path) -> bool:
     try:
         if not own.is_dir():
             others = sorted(own.parent.glob(f"{own.name.split('-')[0]}-*"), key=os.path.getmtime)
-            # Made under another name, then renamed: a killed start leaves no half cache.
+            # Create under another name, then rename: a killed start leaves no partial cache.
             new_folder = own.with_name(f".{own.name}.new")
             shutil.rmtree(new_folder, ignore_errors=True)
-            # The newest of this kind of CPU has most of what the run compiles now.
+            # The newest cache for this kind of CPU has most of what the run compiles.
             if others:
                 shutil.copytree(others[-1], new_folder)
             else:
                 new_folder.mkdir(parents=True)
             new_folder.rename(own)
-        # Whoever can open a lock can hold it, and torch's own locks are in there, too.
+        # Whoever can open a lock can hold it; torch's own locks are in there, too.
         own.chmod(0o700)
         lock = os.open(own / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         # A trial: some parallel file systems are mounted without locks, which torch needs here.
@@ -174,7 +175,7 @@ def _prepare(own: Path) -> bool:
 
 
 def kind_of_cpu() -> str:
-    """Identify the CPU: compiled kernels are for this very model of it."""
+    """Identify the CPU: compiled kernels are specific to its model."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):

@@ -10,7 +10,7 @@ from kempner.config.option import option
 if TYPE_CHECKING:
     from torch import Tensor
 
-LONGEST_TIMEOUT_S = 30 * 86400.0  # timers overflow far above that
+LONGEST_TIMEOUT_S = 30 * 86400.0  # timers overflow only far above that
 
 
 @dataclass(frozen=True)
@@ -203,6 +203,6 @@ def is_adapter(name: str) -> bool:
 
 
 def adapter_std(name: str, adapter: Tensor) -> float:
-    """Standard deviation of an adapter's initial values. B starts as zeros, so that the model
-    starts unchanged; A with peft's variance, 1 / (3 in)."""
+    """Return the standard deviation of an adapter's initial values. B starts as zeros, so that the
+    model starts unchanged; A with peft's variance, 1 / (3 in)."""
     return 0.0 if name.endswith("lora_b") else (3 * adapter.shape[1]) ** -0.5

@@ -1,14 +1,13 @@
 """Context parallelism: the n ranks of a group hold different tokens of the same rows, so that a row
 may be n times as long as one rank could hold. Only attention looks beyond a rank's own tokens.
 
-`ring` (arXiv:2310.01889): keys and values go round the ranks, and each accumulates its queries'
-attention to them. A row is cut into 2n chunks and rank r holds the chunks r and 2n - 1 - r
+`ring` (arXiv:2310.01889): keys and values go round the ranks, and each rank accumulates its
+queries' attention to them. A row is cut into 2n chunks, and rank r holds chunks r and 2n - 1 - r
 (zigzag): with contiguous parts the last rank would have almost twice the mean work, since its
 queries see all keys.
 
-`ulysses` (arXiv:2309.14509): the ranks exchange tokens for heads before attention, and
-back after it. Each computes whole rows of H / n heads, with any mask and any kernel, and
-holds a contiguous part.
+`ulysses` (arXiv:2309.14509): the ranks exchange tokens for heads before attention, and back after
+it. Each computes whole rows for H / n heads, with any mask and kernel, and holds a contiguous part.
 
 Shapes: B rows, T tokens of a whole row, t = T / n of them here, H query heads, K key-value heads, E
 head width, n ranks.
@@ -72,7 +71,7 @@ def own_tokens(mesh: DeviceMesh, method: str) -> Callable[[MicroBatch], MicroBat
     group = mesh.get_group()
 
     def cut(batch: MicroBatch) -> MicroBatch:
-        # The loader reads whole rows on all ranks of a group; each keeps its own part.
+        # The loader reads whole rows on all ranks of a group; each keeps its part.
         length, device = batch.inputs.shape[1], batch.inputs.device
         return batch.columns(rank_columns(length, group.rank(), group.size(), method, device))
 
@@ -93,7 +92,7 @@ def _place(
     """Run Decoder.place for a part of the tokens: angles of the part, attention pattern
     of whole rows."""
     rows, length = tokens.shape[0], tokens.shape[1] * group.size()
-    # Decoder.place reads the shape alone, not the tokens.
+    # Decoder.place reads only the shape, not the tokens.
     rope, visible = of_whole(tokens.new_empty(rows, length), documents, cache, dtype)
     mine = rank_columns(length, group.rank(), group.size(), method, tokens.device)
     return rope.index_select(-2, mine), visible
@@ -117,15 +116,15 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) ->
 
 class _Ring(torch.autograd.Function):
     """Ring attention: in each of n rounds a rank computes one block with the fused kernel
-    while the keys and values of the next round are on their way. Blocks are merged by their
-    logsumexp; given that of the whole row, the kernel's own backward yields the gradients of
-    a block (arXiv:2307.08691)."""
+    while the keys and values of the next round are on their way. Blocks are merged by
+    their logsumexp; given that of the whole row, the kernel's backward yields the
+    gradients of a block (arXiv:2307.08691)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
         kv = torch.stack((k, v))  # [2, B, K, t, E]
         first, *state = attention_kernel(q, k, v, causal=True)
-        # A copy in fp32, not in place: selective recomputation keeps the kernel's own output.
+        # A copy in fp32, not in place: selective recomputation keeps the kernel's output.
         out, lse = first.to(torch.float32, copy=True), state[0].clone()
         passing = _Passing(kv, group)
         for rounds in range(1, group.size()):
@@ -151,7 +150,7 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse, *state = ctx.saved_tensors
         group = ctx.group
         kv = torch.stack((k, v))
-        # Summed over the rounds in fp32: in bf16 each addition would be rounded.
+        # Sum over the rounds in fp32: in bf16 each addition would be rounded.
         dq = torch.zeros_like(q, dtype=torch.float32)
         passing = _Passing(kv, group)
         dq_part, dk, dv = kernel_backward(dout, q, k, v, out, lse, state, causal=True)
@@ -173,13 +172,13 @@ class _Ring(torch.autograd.Function):
             dkv = returning.wait()
             dkv[0, :, :, keys] += dk
             dkv[1, :, :, keys] += dv
-        # One hop is left to the rank that owns these keys.
+        # One hop remains to the rank that owns these keys.
         dk, dv = _Passing(dkv, group, tag=1).wait().to(k.dtype).unbind()
         return dq.to(q.dtype), dk, dv, None
 
 
 def _parts(rounds: int, rank: int, length: int) -> tuple[slice, slice]:
-    """Return the slices of a rank's queries and of the keys it holds in a round, from 1, that see
+    """Return the slices of a rank's queries and of the keys it holds in a round (from 1) that see
     each other; both have `length` tokens, two chunks. Queries times keys is the same for all
     ranks and rounds.
 
@@ -193,14 +192,14 @@ def _parts(rounds: int, rank: int, length: int) -> tuple[slice, slice]:
 
 
 class _Passing:
-    """A tensor on its way to the next rank while the previous rank's arrives."""
+    """A tensor in transfer to the next rank while the previous rank's arrives."""
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
-        """`tag`: tells apart transfers that are under way at the same time."""
+        """`tag`: distinguishes concurrent transfers."""
         to, of = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
-        # Held until the message has gone: its memory must not be used again before that.
+        # Held until sent: its memory must not be reused before that.
         self._sent, self._arrives = tensor.contiguous(), torch.empty_like(tensor)
-        # As a batch: a ring of sends and receives one by one can wait for itself on NCCL.
+        # Batched: on NCCL a ring of single sends and receives can deadlock.
         self._works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, self._sent, group=group, tag=tag, group_peer=to),
@@ -238,7 +237,7 @@ def kernel_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute this block's gradients of q, k and v. `out`, `lse`: of the queries over the whole
-    row; `state`: what else attention_kernel() returned."""
+    row; `state`: the rest of attention_kernel()'s result."""
     if q.is_cuda:
         return aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
             dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, *state
@@ -258,7 +257,7 @@ def ulysses_attention(
     the pattern `visible` of whole rows: [B, H, t, E]. n divides H; if it does not divide K, several
     ranks get the same keys and values."""
     n, tokens = group.size(), q.shape[2]
-    # As many copies as it takes to give each rank the same number of key-value heads.
+    # Copy until each rank gets the same number of key-value heads.
     if (copies := n // math.gcd(n, k.shape[1])) > 1:
         k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))
     # One message for all three: [n, B, (H + 2 K) / n, t, E], indexed by the receiving rank.
@@ -275,7 +274,7 @@ def ulysses_attention(
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of x [n, ...]: part r goes to rank r, whose part takes its place.
+    """All-to-all of x [n, ...]: part r goes to rank r, and is replaced by that rank's part.
     Its own inverse."""
 
     @staticmethod

@@ -34,14 +34,14 @@ _Rows = TypeVar("_Rows", int, Tensor)
 
 
 class ExchangeBuffers:
-    """Size of the buffers in which all layers of a model send rows, so that the host need not know
-    how many there are. `spare`: room above the mean of a rank's rows, over that mean; None: there
-    are no buffers."""
+    """The size of the buffers in which all layers of a model send rows, so that the host need
+    not know their number. `spare`: room above the mean of a rank's rows, relative to that mean;
+    None: no buffers."""
 
     def __init__(self, spare: float | None, ranks: int) -> None:
         self.ranks = ranks
-        # In whole percent: places() rounds the same way on the host and on the device. At most
-        # as much as all rows of a rank: more never come.
+        # In whole percent, so that places() rounds alike on the host and the device. At most all
+        # rows of a rank: more never come.
         self._percent = 0 if spare is None else min(round(100 * (1 + spare)), 100 * ranks)
         self._pause, self._exact_steps = FIRST_PAUSE, 0
 
@@ -51,23 +51,23 @@ class ExchangeBuffers:
 
     @property
     def in_use(self) -> bool:
-        """True if the next pass uses buffers. One without gradients does not: only
-        steps are repeated."""
+        """True if the next pass uses buffers. A pass without gradients does not: only steps
+        can be repeated."""
         return self.fixed and self._exact_steps == 0 and torch.is_grad_enabled()
 
     def places(self, rows: _Rows) -> _Rows:
-        """Return the rows of the buffer for one rank, of so many that a rank sends in all."""
+        """Return the rows of the buffer for one rank, given all rows that a rank sends."""
         return -(-rows * self._percent // (100 * self.ranks))
 
     def rows_over(self, load: Tensor) -> Tensor:
-        """Count the rows without a place, int64 []. `load` [layers, E]: of this rank."""
+        """Count the rows without a place, int64 []. `load` [layers, E]: this rank's."""
         sent = load.view(len(load), self.ranks, -1).sum(2)
         over: Tensor = (sent - self.places(load.sum(1, keepdim=True))).clamp(min=0).sum()
         return over * self.in_use
 
     def pause(self) -> int:
-        """Send rows without buffers for some steps, twice as many each time: a router that stays
-        uneven costs a share of the steps that vanishes. Returns for how many."""
+        """Send rows without buffers for some steps, twice as many each time, so that the share of
+        steps that a persistently uneven router costs vanishes. Returns their number."""
         self._exact_steps, self._pause = self._pause, 2 * self._pause
         return self._exact_steps
 
@@ -89,25 +89,25 @@ class ParallelExperts(nn.Module):
         for name, p in base.named_parameters():
             cuts = [Shard(0), *(p.placements if isinstance(p, DTensor) else ())]
             whole = torch.empty(p.shape, dtype=p.dtype, device="meta")
-            # None: every rank cuts for itself. On the meta device there is nothing to be sent.
+            # None: every rank cuts for itself; on the meta device there is nothing to send.
             part = distribute_tensor(whole, mesh, cuts, src_data_rank=None)
             self.register_parameter(name, nn.Parameter(part, requires_grad=p.requires_grad))
 
     def forward(
         self, x: Tensor, load: Tensor, beside: Callable[[], Tensor] | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Apply the experts to x [M, D], sorted by expert, with load [E], as Experts does. With
-        `beside` also return what it returns, which is computed while the rows are on their way."""
+        """Apply the experts to x [M, D], sorted by expert, with load [E], as Experts does. Also
+        returns the result of `beside`, if given, computed while the rows are on their way."""
         if not self.exchange.in_use:
             return self._exactly(x, load, beside)  # type: ignore[no-any-return]
-        sent = load.view(self.exchange.ranks, -1)  # [ep, L]: by the rank that has the expert
+        sent = load.view(self.exchange.ranks, -1)  # [ep, L]: by the rank of the expert
         places = self.exchange.places(len(x))
         way = FixedWay(sent, places, len(x), self.mesh.get_group().group_name)
         return self._exchange(x, way, beside)  # type: ignore[no-any-return]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _exactly(self, x: Tensor, load: Tensor, beside: Any) -> Any:
-        # Its sizes are read on the host and differ each time: a compiled one would compile again.
+        # Its sizes are read on the host and vary: compiled code would recompile each time.
         return self._exchange(
             x, ExactWay(load.view(self.exchange.ranks, -1), self.mesh.get_group()), beside
         )
@@ -118,7 +118,7 @@ class ParallelExperts(nn.Module):
         x = way.send(x)
         other = beside() if beside is not None else None
         x, arrived = way.receive(x)
-        # Rows arrive by rank, and the grouped product takes them by expert.
+        # Rows arrive by rank; the grouped product takes them by expert.
         order = by_expert(arrived, len(x), way.places)
         place = order.argsort()
         weights = [_local(w) for w in (self.w1, self.w2, self.w3)]
@@ -128,7 +128,7 @@ class ParallelExperts(nn.Module):
 
 
 class ExactWay:
-    """The way of rows to their experts and back, as many as there are: the host waits for their
+    """The exchange of exactly the rows of each expert, there and back: the host waits for their
     numbers. `sent` [ep, L]: the load of all experts, by the rank that has them."""
 
     places: int | None = None  # rows of a buffer
@@ -136,43 +136,43 @@ class ExactWay:
     def __init__(self, sent: Tensor, group: dist.ProcessGroup) -> None:
         self._group = group
         self._arrived = all_to_all_single(sent, None, None, group)  # [ep, L]: by the sender
-        # The host must know the sizes of the messages: one wait for those of both directions.
+        # The host must know the message sizes: wait once for both directions.
         there, here = torch.stack((sent.sum(1), self._arrived.sum(1))).tolist()
         self._there, self._here = there, here
 
     def send(self, x: Tensor) -> Tensor:
-        """Begin to send x [M, D]; what is returned goes to receive()."""
+        """Begin to send x [M, D]; the result is the argument of receive()."""
         return all_to_all_single_autograd(x, self._here, self._there, self._group)
 
     def receive(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows that have come, and how many for each expert, [ep, L], by the sender."""
+        """Return the received rows and their number per expert, [ep, L], by the sender."""
         return x, self._arrived
 
     def give_back(self, y: Tensor) -> Tensor:
-        """Return the results for the rows that this rank has sent, in their order."""
+        """Return the results for the rows that this rank has sent, in order."""
         return all_to_all_single_autograd(y, self._there, self._here, self._group)
 
 
 class FixedWay:
-    """The same through buffers of `places` rows for each rank, of whose number the host knows. A
-    row without a place stays here, and its result is 0. `rows`: M."""
+    """The exchange through buffers of `places` rows per rank, a number that the host knows. A row
+    without a place stays here, and its result is 0. `rows`: M."""
 
     def __init__(self, sent: Tensor, places: int, rows: int, group: str) -> None:
         self.places, self._group, self._each = places, group, [places] * len(sent)
         ends = sent.sum(1).cumsum(0)
         begins = ends - sent.sum(1)
         place = torch.arange(places, device=sent.device)
-        # For each place of a buffer the row that fills it, if any: what send() gathers.
+        # For each place of a buffer, the row that fills it, if any: send() gathers by it.
         row_in = (begins.unsqueeze(1) + place).flatten().clamp(max=rows - 1)  # [ep x places]
-        # Places beyond the rows of their rank were clamped above, and are empty.
+        # Places beyond their rank's rows, clamped above, are empty.
         has_row = (place < sent.sum(1, keepdim=True)).flatten()
         row = torch.arange(rows, device=sent.device)
-        # The inverse, for each row its place, if any: what the way back and the gradients gather.
+        # The inverse: for each row its place, if any. The way back and the gradients gather by it.
         rank = torch.searchsorted(ends, row, right=True)
         at = row - begins[rank]
         place_of = rank * places + at.clamp(max=places - 1)  # [M]
         self._fill = row_in, has_row, place_of, at < places
-        # Of the rows for a rank, the last ones are those without a place.
+        # The last rows for a rank are those without a place.
         fits = sent.cumsum(1).clamp(max=places)
         self._fits = torch.cat((fits[:, :1], fits.diff(dim=1)), 1)
 
@@ -180,12 +180,12 @@ class FixedWay:
         return self._begin(_move(x, *self._fill))
 
     def receive(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # What the places hold, for each expert of the receiver: it stays on the device.
+        # The rows in the places for each expert of the receiver; stays on the device.
         arrived = _wait(_begin(self._fits, [1] * len(self._fits), self._group))
         return self._end(x), arrived
 
     def give_back(self, y: Tensor) -> Tensor:
-        # The maps of send() the other way round.
+        # The maps of send(), reversed.
         return _move(self._end(self._begin(y)), *self._fill[2:], *self._fill[:2])
 
     def _begin(self, x: Tensor) -> Tensor:
@@ -198,10 +198,10 @@ class FixedWay:
 
 
 def by_expert(arrived: Tensor, rows: int, places: int | None) -> Tensor:
-    """Return the order that sorts `rows` rows by expert, int64 [rows]; last what is no row. They
-    arrive rank by rank, those of each rank sorted: `arrived` [ep, L]; in buffers of `places`."""
+    """Return the order that sorts `rows` rows by expert, int64 [rows], empty places last. They
+    arrive rank by rank, each rank's rows sorted: `arrived` [ep, L]; in buffers of `places`."""
     if places is not None:
-        # Behind the rows of each sender its buffer has empty places: one more expert, the last.
+        # Each sender's buffer ends with empty places: count them as one more expert, the last.
         arrived = torch.cat((arrived, places - arrived.sum(1, keepdim=True)), 1)
     expert = torch.arange(arrived.numel(), device=arrived.device) % arrived.shape[1]
     # With output_size the host need not wait for the sum of the repeats.
@@ -209,8 +209,8 @@ def by_expert(arrived: Tensor, rows: int, places: int | None) -> Tensor:
 
 
 class _Move(torch.autograd.Function):
-    """A gather of rows, 0 where there is none, whose gradient is a gather, too. What stands in an
-    empty place, a NaN maybe, goes nowhere."""
+    """A gather of rows, 0 where there is none, whose gradient is a gather, too. The contents of
+    empty places, perhaps NaN, go nowhere."""
 
     @staticmethod
     def forward(
@@ -231,9 +231,9 @@ def _move(x: Tensor, *maps: Tensor) -> Tensor:
 
 
 class _Begin(torch.autograd.Function):
-    """Begin to exchange as many rows with each rank. Only _End may touch what is returned. Backward
-    it waits for the gradient, whose exchange _End has begun: what was computed between the two runs
-    beside the exchange in both passes."""
+    """Begin to exchange equally many rows with each rank. Only _End may use the result. Backward
+    waits for the gradient, whose exchange _End has begun: computation between the two overlaps the
+    exchange in both passes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, each: list[int], group: str) -> Tensor:
@@ -245,7 +245,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """Wait for what _Begin has begun. Backward it begins to exchange the gradient."""
+    """Wait for the exchange that _Begin has begun. Backward begins to exchange the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, each: list[int], group: str) -> Tensor:
@@ -287,9 +287,8 @@ def split_experts(
 
 
 def keep_from_compiler(model: Decoder, dtype: torch.dtype) -> None:
-    """Exclude experts from compilation if they read each expert's load on the host: it
-    differs every time, and each value would compile again. torch's grouped kernel reads it
-    on the device."""
+    """Exclude experts from compilation if they read each expert's load on the host: it varies, and
+    each value would cause a recompilation. torch's grouped kernel reads it on the device."""
     for module in model.modules():
         if not isinstance(module, Experts | ParallelExperts):
             continue
@@ -300,14 +299,14 @@ def keep_from_compiler(model: Decoder, dtype: torch.dtype) -> None:
 
 
 def shard_experts(model: Decoder, layout: Layout, **options: Any) -> None:
-    """Apply fully_shard, with these options, over the ranks that have the same experts. An expert's
-    gradient already sums the tokens of all ep ranks: summed over those ranks as well it would be ep
-    times too large."""
+    """Apply fully_shard, with these options, over the ranks that have the same experts. An
+    expert's gradient already sums the tokens of all ep ranks: summed over these again, it would be
+    ep times too large."""
     for module in model.modules():
         if isinstance(module, ParallelExperts):
             fully_shard(
                 module,
                 mesh=layout.expert_parameter_mesh,
                 **options,
-                shard_placement_fn=lambda _: Shard(1),  # the experts themselves are cut already
+                shard_placement_fn=lambda _: Shard(1),  # the experts' dimension is already cut
             )

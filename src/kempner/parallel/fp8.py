@@ -1,6 +1,6 @@
-"""Matrix products in 8-bit floats by torchao: the activations, weights and gradients are scaled and
-rounded for each product, and everything else stays what it was (arXiv:2209.05433). mxfp8: with a
-scale for each 32 numbers of a row or a column (arXiv:2310.10537)."""
+"""Matrix products in 8-bit floats by torchao: activations, weights and gradients are scaled and
+rounded for each product, and everything else is unchanged (arXiv:2209.05433). mxfp8: with a scale
+for each 32 numbers of a row or column (arXiv:2310.10537)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kempner.model.decoder import Decoder
 from kempner.model.moe import ExpertRouter
 
 LEAST_CAPABILITY = (8, 9)  # of a GPU: Ada, Hopper and later multiply 8-bit floats
-FP8_MATRIX_TILE = 16  # both sizes of a matrix are multiples of this, or its kernels refuse it
+FP8_MATRIX_TILE = 16  # the kernels need both sizes of a matrix to be multiples of this
 MX_BLOCK = 32  # numbers with one scale; both sizes are multiples of this
 LEAST_MXFP8 = (10, 0)  # Blackwell has scales within a row
 
@@ -25,16 +25,16 @@ LEAST_MXFP8 = (10, 0)  # Blackwell has scales within a row
 def use_fp8(model: Decoder, fp8: str, device: torch.device, gathers: bool = False) -> None:
     """Make the projections of all blocks multiply in fp8; embedding and output stay. Call it before
     any other wrapper. `fp8`: the option's value, which begins with torchao's recipe. `gathers`:
-    FSDP sends the weights as they are multiplied, which takes one scale a tensor, the same on all
-    ranks; each rank keeps its part in fp32.
+    FSDP sends the weights as 8-bit floats, which needs one scale per tensor, the same on all ranks;
+    each rank keeps its part in fp32.
 
-    Raises ConfigError if the device cannot, or no matrix has a size that its kernels take.
+    Raises ConfigError if the device cannot, or no matrix has a size that the kernels take.
     """
     need_fp8(device, fp8)
     tile = MX_BLOCK if fp8 == "mxfp8" else FP8_MATRIX_TILE
 
     def fits(module: nn.Module, name: str = "") -> bool:
-        # A router compares its scores, in fp32.
+        # A router compares its scores in fp32.
         if not isinstance(module, nn.Linear) or isinstance(module, ExpertRouter):
             return False
         return not any(n % tile for n in local_part(module.weight).shape)
@@ -69,8 +69,8 @@ class MxLinear(nn.Linear):
 
 
 def use_mxfp8(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Make linear layers multiply in mxfp8; on a device other than a GPU what its kernels compute
-    is emulated. Raises ConfigError if the installed torchao cannot."""
+    """Make linear layers multiply in mxfp8, emulated on devices other than GPUs. Raises ConfigError
+    if the installed torchao cannot."""
     try:
         from torchao.prototype.moe_training.mxfp8_linear import mx_mm
         from torchao.prototype.mx_formats.config import (
@@ -87,7 +87,7 @@ def use_mxfp8(modules: Sequence[nn.Module], device: torch.device) -> None:
             "0.18, as .venv/bin/pip install -c constraints.txt -e '.[fp8]' does"
         ) from error
     kernels = KernelPreference.AUTO if device.type == "cuda" else KernelPreference.EMULATED
-    # Columns by Triton: torchao's own kernel for them is compiled for a single version of Python.
+    # Columns by Triton: torchao's own kernel is compiled for a single version of Python.
     how = kernels, Rows.TRITON, Columns.TRITON, ScaleCalculationMode.RCEIL, False
     kind = torch.float8_e4m3fn
 
@@ -96,7 +96,7 @@ def use_mxfp8(modules: Sequence[nn.Module], device: torch.device) -> None:
         return y
 
     for module in modules:
-        # The class alone: the parameters, their names and the hooks stay.
+        # Only the class changes: parameters, their names and hooks stay.
         module.__class__ = MxLinear
         module.product = product  # type: ignore[assignment]
 
@@ -104,8 +104,8 @@ def use_mxfp8(modules: Sequence[nn.Module], device: torch.device) -> None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _compute_scales(model: nn.Module, _: Any) -> None:
     """Compute the scales of all weights with one all-reduce, before the first micro-batch of a step
-    and outside of steps; otherwise each gather would compute its own. While gradients are summed
-    the weights stay as they are."""
+    and outside of steps; otherwise each gather would compute its own. Weights do not change while
+    gradients are summed."""
     from torch.distributed.fsdp import FSDPModule
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
@@ -114,8 +114,8 @@ def _compute_scales(model: nn.Module, _: Any) -> None:
         return
     precompute_float8_dynamic_scale_for_fsdp(model)
     if isinstance(model, FSDPModule):
-        # FSDP's own hook ran before this one: its stream, which rounds the first block's weights,
-        # has waited for what came before the scales, and not for these.
+        # FSDP's hook ran before this one: its stream, which rounds the first block's weights, has
+        # not waited for the scales.
         state = model._get_fsdp_state()
         state._comm_ctx.all_gather_copy_in_stream.wait_stream(state._device_handle.current_stream())
 

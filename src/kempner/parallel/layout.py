@@ -1,8 +1,8 @@
-"""The axes of the mesh, and all that follows from them.
+"""The axes of the mesh, and everything derived from them.
 
-Everything else asks here and never counts ranks itself: which share of the data is mine, over whom
-the numbers of a step are summed, how often a gradient exists. A rank's number is its place along
-the axes in row-major order, outermost first:
+No other module counts ranks: this one knows a rank's share of the data, the ranks over which a
+step's numbers are summed, and how many copies of a gradient exist. A rank's number is its place
+along the axes in row-major order, outermost first:
 
     pp         stages of the model, one after another
     replicate  copies of the weights (HSDP), on different data
@@ -10,8 +10,8 @@ the axes in row-major order, outermost first:
     cp         parts of one sequence; they shard the weights, too
     tp         parts of one matrix product, of the same tokens
 
-Expert parallelism (ep) is not an axis of its own: the experts are cut over the inner ranks of shard
-x cp, and FSDP shards each of them over the others.
+Expert parallelism (ep) is not a separate axis: the experts are cut over the inner ranks of shard x
+cp, and FSDP shards each of them over the others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PP, REPLICATE, FSDP, CP, TP, EP = "pp", "replicate", "fsdp", "cp", "tp", "ep"
 
 
 class Axes(NamedTuple):
-    """A number for each axis: its ranks, whose product is the world, or a rank's index along it."""
+    """A number per axis: its size (the product is the world), or a rank's index along it."""
 
     pp: int = 1
     replicate: int = 1
@@ -45,7 +45,7 @@ class Axes(NamedTuple):
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks that read different samples."""
+        """The number of ranks that read different samples."""
         return self.replicate * self.shard
 
 
@@ -94,7 +94,7 @@ def axis_sizes(cfg: DistributedConfig, world_size: int, per_node: int) -> Axes:
 
 
 def is_alone(axes: Axes, cfg: DistributedConfig) -> bool:
-    """Return whether one rank has the whole model in its own memory, and needs no FSDP."""
+    """Return whether a single rank has the whole model in its memory and needs no FSDP."""
     return math.prod(axes) == 1 and not cfg.fsdp_cpu_offload
 
 
@@ -104,7 +104,7 @@ class Layout:
 
     sizes: Axes
     rank: int
-    mesh: DeviceMesh  # of the weights, over all ranks: pp, replicate, fsdp, tp, where over 1
+    mesh: DeviceMesh  # of the weights, over all ranks: pp, replicate, fsdp, tp, if over 1
     cp_mesh: DeviceMesh | None = None  # the same ranks, with an axis cp; None: cp is 1
     ep_mesh: DeviceMesh | None = None  # pp, replicate, fsdp, ep, tp; None: ep is 1
     # This replica of lowcomm/ and their number; the layout describes one replica.
@@ -114,7 +114,7 @@ class Layout:
 
     @property
     def at(self) -> Axes:
-        """Index of this rank along each axis."""
+        """This rank's index along each axis."""
         rank, indices = self.rank, []
         for size in reversed(self.sizes):
             rank, index = divmod(rank, size)
@@ -125,9 +125,8 @@ class Layout:
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's share of a batch. Ranks that share a copy of the weights
-        are neighbours and still read different samples; those along pp, cp and tp read
-        the same ones."""
+        """Index of this rank's share of a batch. Ranks that share a copy of the weights are
+        neighbours but read different samples; those along pp, cp and tp read the same."""
         return self.at.replicate * self.sizes.shard + self.at.shard
 
     @property
@@ -163,7 +162,7 @@ class Layout:
 
     @property
     def expert_mesh(self) -> DeviceMesh:
-        """Mesh over which experts are cut where ep is over 1: ep, and tp if that is over 1."""
+        """Mesh over which experts are cut if ep is over 1: ep, and tp if that is over 1."""
         assert self.ep_mesh is not None
         return self.ep_mesh[EP, TP] if self.tp is not None else self.ep_mesh[EP]
 
@@ -174,8 +173,8 @@ class Layout:
 
     @cached_property
     def expert_parameter_mesh(self) -> DeviceMesh:
-        """Mesh of fully_shard for the experts of an expert-parallel rank. Where ep is 1 they are
-        parameters like any other."""
+        """Mesh of fully_shard for the experts of an expert-parallel rank. If ep is 1, they
+        are ordinary parameters."""
         return _data_parallel(self.ep_mesh or self.mesh)
 
     @property
@@ -204,7 +203,7 @@ class Layout:
         have the same tokens, and sum() must count them once."""
         if self.sizes.tp == 1:
             return dict(values)
-        # Multiplied by 0, not dropped: 0 times NaN or infinity is NaN, so every rank's is seen.
+        # Multiply by 0 instead of dropping: 0 times NaN or infinity is NaN, so any rank's shows.
         share = float(self.at.tp == 0)
         return {name: value * share for name, value in values.items()}
 
@@ -212,7 +211,7 @@ class Layout:
         """Return this rank's part of the squared norm of all gradients, fp32 [];
         sum() completes it.
 
-        A gradient that several ranks hold (the copies of HSDP) counts once in all, so that each
+        A gradient that several ranks hold (the copies of HSDP) counts once in total: each rank
         contributes its square over their number.
         """
         import torch
@@ -225,17 +224,17 @@ class Layout:
             if (grad := parameter.grad) is not None:
                 by_copies.setdefault(self.copies(grad), []).append(local_part(grad))
         parts = [
-            # In fp32, as the squares of bf16 gradients would keep 8 bits.
+            # In fp32: squares of bf16 gradients would keep only 8 bits.
             torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square().sum() / copies
             for copies, grads in by_copies.items()
         ]
-        if not parts:  # all that this stage of a pipeline has is frozen
+        if not parts:  # all parameters of this pipeline stage are frozen
             return torch.zeros((), device=parameters[0].device)
         return torch.stack(parts).sum()
 
     def copies(self, tensor: Tensor) -> int:
-        """Count the ranks that hold the same part of a parameter or its gradient: in its pipeline
-        stage, those along all axes that do not cut it."""
+        """Count the ranks that hold the same part of a parameter or its gradient: those of its
+        pipeline stage along all axes that do not cut it."""
         from kempner.checkpoint.format.plan import is_distributed
 
         ranks = math.prod(self.sizes) // self.sizes.pp
@@ -269,9 +268,9 @@ def build_layout(
     """Build the meshes over all ranks; neighbours in rank are neighbours along tp, then
     cp, then shard.
 
-    The axes of the weights have one mesh, and shard x cp is one axis of it: fully_shard composes
-    only axes of one mesh, and an axis made by flattening two cannot be sliced out together with
-    others. `replica`: the number of this one, and how many there are.
+    The axes of the weights have one mesh, with shard x cp as one axis: fully_shard composes only
+    axes of one mesh, and an axis made by flattening two cannot be sliced out together with others.
+    `replica`: this replica's number, and the number of replicas.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

@@ -2,7 +2,7 @@
 W + alpha / rank * B A, and only A [rank, in] and B [out, rank] are trained.
 
 An adapter is part of its matrix's module, `...wq.lora_a` beside `...wq.weight`: the names of the
-model's own weights stay what they are, and the adapter is sharded with its block.
+model's own weights stay unchanged, and the adapter is sharded with its block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class LoraLinear(nn.Linear):
     """A linear layer with an adapter. Reuses the parameters of `base`."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
-        # Not nn.Linear's, which would allocate and draw another weight.
+        # Not nn.Linear.__init__, which would allocate and initialise another weight.
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias

@@ -1,6 +1,6 @@
-"""Messages that hide behind computation, or beside other messages: distributed.overlap.
+"""Communication overlapped with computation or other communication: distributed.overlap.
 
-Loaded only where that is set.
+Loaded only if that is set.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FSDP_SWITCHES = {  # of FSDP2 in torch 2.13 and later
 
 
 def choose_messages(model: Decoder, layout: Layout, overlap: Sequence[str]) -> None:
-    """Let FSDP reduce by a communicator of its own, beside its gathers, or send from symmetric
+    """Let FSDP reduce over a separate communicator, beside its gathers, or send from symmetric
     memory. Raises ConfigError if this torch or device cannot."""
     device = layout.mesh.device_type
     for name in FSDP_SWITCHES.keys() & {*overlap}:
@@ -40,7 +40,7 @@ def choose_messages(model: Decoder, layout: Layout, overlap: Sequence[str]) -> N
     if "reduce" in overlap:
         modules[0].set_separate_reduce_scatter_group()  # of all modules, in one call
         states = [module._get_fsdp_state() for module in modules]
-        # In the layout, so that the watchdog sets their timeout as it does for the others.
+        # In the layout, so that the watchdog sets their timeout, too.
         parts = [part for state in states for part in state._fsdp_param_groups]
         layout.added_groups.extend({part._reduce_scatter_process_group for part in parts})
     for module in modules if "symm_mem" in overlap else ():
@@ -51,12 +51,12 @@ def choose_messages(model: Decoder, layout: Layout, overlap: Sequence[str]) -> N
 
 
 def overlap_collectives(mesh: DeviceMesh) -> None:
-    """Let the compiler run each gather and scatter of a block in pieces, beside the product that
-    takes its pieces or makes them, over symmetric memory. Call it before compiling. Raises
+    """Let the compiler run each gather and scatter of a block in pieces, overlapped with the
+    product that consumes or makes them, over symmetric memory. Call it before compiling. Raises
     ConfigError if this torch cannot.
 
-    Forward every one has its product. Backward the gradients of a norm's several products are
-    summed before they are scattered: sum_in_one_product() makes one product of them.
+    In the forward pass each has its product. In the backward pass the gradients of a norm's several
+    products are summed before they are scattered: sum_in_one_product() makes them one product.
     """
     import torch._inductor.config as inductor
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -66,7 +66,7 @@ def overlap_collectives(mesh: DeviceMesh) -> None:
         def __call__(self, graph: torch.fx.Graph) -> None:
             sum_in_one_product(graph)
 
-        def uuid(self) -> bytes:  # of what is compiled, for the compiler's cache
+        def uuid(self) -> bytes:  # identifies the pass in the compiler's cache
             return get_hash_for_files((__file__,))
 
     if not hasattr(inductor, "_micro_pipeline_tp") or (
@@ -80,15 +80,15 @@ def overlap_collectives(mesh: DeviceMesh) -> None:
     inductor.post_grad_custom_pre_pass = OneProduct()
     if hasattr(symmetric, "enable_symm_mem_for_group"):
         with warnings.catch_warnings():
-            # torch 2.13 calls it needless, but its pass still asks whether it was called.
+            # torch 2.13 calls this unnecessary, but its pass still checks for it.
             warnings.simplefilter("ignore", FutureWarning)
             symmetric.enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 def sum_in_one_product(graph: torch.fx.Graph) -> None:
     """Replace A1 @ B1 + A2 @ B2 + ..., which is scattered, by [A1 A2 ...] @ [B1; B2; ...]: a
-    product that can be scattered piece by piece. `graph`: of torch.compile's post-grad passes; sums
-    of sizes that change between steps stay."""
+    product that can be scattered piece by piece. `graph`: of torch.compile's post-grad passes. Sums
+    whose sizes change between steps stay."""
     for total in list(graph.nodes):
         products = _summands(total)
         if len(products) < 2 or not _is_scattered(total):
@@ -101,7 +101,7 @@ def sum_in_one_product(graph: torch.fx.Graph) -> None:
             def add(target: Any, *args: Any) -> torch.fx.Node:
                 node = graph.call_function(target, args)
                 values = torch.fx.node.map_arg(args, lambda x: x.meta["val"])
-                # Values are fake tensors: the passes that follow read their shapes.
+                # Values are fake tensors: later passes read their shapes.
                 node.meta["val"] = target(*values)
                 return node
 
@@ -117,8 +117,8 @@ def sum_in_one_product(graph: torch.fx.Graph) -> None:
 
 
 def _join_views(graph: torch.fx.Graph) -> None:
-    """Take out the views between what is gathered, or scattered, and the matrix of a product, where
-    they end in the shape that they began with: those of a row alone."""
+    """Remove the views between a gathered or scattered tensor and the matrix of a product if they
+    end in their initial shape: those of a single row."""
     collectives = torch.ops._c10d_functional
     views = (_aten.reshape.default, _aten.unsqueeze.default, _aten.squeeze.dim)
     for node in list(graph.nodes):
@@ -136,16 +136,16 @@ def _shape(node: torch.fx.Node) -> torch.Size:
 
 
 def _summands(node: Any) -> list[tuple[Any, Any]]:
-    """Return both sides of each product of which a node is the sum; none if it is another sum."""
+    """Return both sides of each product that a node sums; none if it is any other sum."""
     if node.target is _aten.reshape.default and node.args[0].target is _aten.mm.default:
         product = node.args[0]
         return [product.args] if len(product.users) == 1 else []
-    # A keyword is alpha, which scales one side: such a sum is not one of products alone.
+    # A keyword is alpha, which scales one side: not a plain sum of products.
     if node.target is not _aten.add.Tensor or node.kwargs or len(node.args) != 2:
         return []
     found = []
     for each in node.args:
-        # What others use must be computed all the same: nothing would be saved.
+        # A product with other users must be computed anyway: nothing would be saved.
         if not isinstance(each, torch.fx.Node) or len(each.users) > 1:
             return []
         if not (products := _summands(each)):
@@ -155,8 +155,8 @@ def _summands(node: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_scattered(node: torch.fx.Node) -> bool:
-    """Return whether all that becomes of a node is its reduce-scatter, of parts that are cut and
-    put one after the other."""
+    """Return whether a node's only use is its reduce-scatter, of parts that are
+    split and concatenated."""
     cuts = (_aten.slice.Tensor, _aten.split.Tensor, operator.getitem)
     ways = (*cuts, _aten.cat.default, _aten.reshape.default, _aten.squeeze.dim)
     scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default

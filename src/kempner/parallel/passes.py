@@ -1,4 +1,4 @@
-"""Passes of a step's micro-batches through a model: one after the other, or through the stages
+"""Passes of a step's micro-batches through a model: one by one, or through the stages
 of a pipeline."""
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ def forward_passes(
 
 
 def at_once(model: Decoder) -> int:
-    """Number of micro-batches that forward_passes() should get at once."""
+    """Return the number of micro-batches that forward_passes() should get at once."""
     return 1 if model.pipeline is None else model.pipeline.ranks

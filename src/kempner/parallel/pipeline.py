@@ -4,8 +4,8 @@ arXiv:2006.09503), and, with several stages a rank, interleaved 1F1B (arXiv:2104
 
     stage 0: embedding, blocks -> x [B, t, D] -> stage 1: blocks -> ... -> blocks, norm, loss
 
-A rank's stages are one Decoder without what the others have, whose forward runs one of them; the
-names of the parameters stay. FSDP is around it as around a whole one.
+A rank's stages are one Decoder without the others' modules, whose forward runs one of them; the
+names of the parameters stay. FSDP wraps it like a whole model.
 
 Shapes: B rows, t tokens of this rank (of the row with cp, between the products with tp), D width.
 """
@@ -36,7 +36,7 @@ def split_blocks(cfg: ModelConfig, stages: int) -> list[range]:
     """Return the blocks of each stage, at least one. The output layer costs as much time as some
     blocks, so the last stage has fewer. The remainder goes to late stages: 1F1B keeps the
     activations of fewer passes there."""
-    # By the weights that multiply a token: the output layer's, over those of all blocks.
+    # By the weights that multiply a token: the output layer's over those of all blocks.
     output = cfg.vocab_size * cfg.dim / (cfg.count_active() - 2 * cfg.vocab_size * cfg.dim)
     share = cfg.n_layers * (1 + output) / stages
     last = round(share - cfg.n_layers * output)
@@ -50,7 +50,7 @@ def split_blocks(cfg: ModelConfig, stages: int) -> list[range]:
 
 
 class Blocks(nn.ModuleList):
-    """Some of a model's blocks, under the names that they have in the whole model: 5, 6, 7."""
+    """Some of a model's blocks, under their names in the whole model: 5, 6, 7."""
 
     def __init__(self, blocks: nn.ModuleList, numbers: Sequence[int]) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Blocks(nn.ModuleList):
             self.add_module(str(i), blocks[i])
 
     def _get_abs_string_index(self, index: int) -> str:
-        # By position: blocks[0] is the first block here, whatever its number is.
+        # By position: blocks[0] is the first block here, whatever its number.
         return [*self._modules][index]
 
 
@@ -72,7 +72,7 @@ class StageBlocks(NamedTuple):
 def keep_own_stages(
     model: Decoder, layout: Layout, cfg: DistributedConfig, dtype: torch.dtype
 ) -> None:
-    """Keep only this rank's stages of the model, which is on the meta device: of n ranks number r
+    """Keep only this rank's stages of the model, which is on the meta device: of n ranks, rank r
     has the stages r, r + n, and so on. `dtype`: dtype of the activations."""
     count, rank = layout.sizes.pp * cfg.pp_stages_per_rank, layout.at.pp
     parts = split_blocks(model.cfg, count)
@@ -146,22 +146,23 @@ class Pipeline:
     def backward_passes(self, loss_of: LossOf, micro_batches: list[MicroBatch]) -> None:
         self._loss_of, self._micro_batches = loss_of, micro_batches
         key = len(micro_batches), micro_batches[0].inputs.shape
-        # torch's schedule is made for one number and one shape of micro-batches.
+        # torch's schedule is built for one number and one shape of micro-batches.
         if key not in self._schedules:
             self._schedules[key] = self._schedule(micro_batches)
-        # The schedule can only cut tensors into micro-batches; ours also have documents. So it cuts
-        # a tensor of numbers, and each stage looks up its micro-batch.
+        # The schedule can only cut tensors into micro-batches, but ours also have documents. So it
+        # cuts a tensor of numbers, by which each stage looks up its micro-batch.
         numbers = torch.arange(len(micro_batches))
         try:
             self._schedules[key].step(number=numbers, target=numbers, return_outputs=False)
-        except RuntimeError as error:  # torch's, around that of a forward pass
+        except RuntimeError as error:  # torch's, wrapping that of a forward pass
             raise error.__cause__ or error from None
         del self._loss_of, self._micro_batches
 
     def forward_passes(self, loss_of: LossOf, micro_batches: list[MicroBatch]) -> None:
         """Pass activations from rank to rank; each starts the next micro-batch after sending."""
         for batch in micro_batches:
-            # In rising order: what this rank's next stage gets has come round by the other ranks.
+            # In rising order: the input of this rank's next stage comes round through
+            # the other ranks.
             for stage in self._stages:
                 activations = None
                 if not stage.first:
@@ -186,8 +187,8 @@ class Pipeline:
 
     def _schedule(self, micro_batches: list[MicroBatch]) -> Schedule1F1B | ScheduleInterleaved1F1B:
         """Make the schedule for micro-batches of this number and shape. All shapes are given: to
-        infer them torch would run the model, and add to its counters."""
-        # torch makes buffers for gradients where the example that it is given requires one.
+        infer them, torch would run the model and change its counters."""
+        # torch makes buffers for gradients if the given example requires one.
         passing = self._activations(micro_batches[0]).requires_grad_()
         stages = [
             _TorchStage(
@@ -216,7 +217,7 @@ class Pipeline:
 
 
 class _Runs(nn.Module):
-    """A stage in the form of a module, as torch's schedule wants it."""
+    """A stage as a module, for torch's schedule."""
 
     def __init__(self, pipeline: Pipeline, stage: StageBlocks) -> None:
         super().__init__()
@@ -230,8 +231,8 @@ class _Runs(nn.Module):
 
 
 class _TorchStage(PipelineStage):
-    """A stage in which FSDP works as without a pipeline: torch's own stage keeps all its weights
-    and gradients whole through the step, which is distributed.sync_once here."""
+    """A stage in which FSDP works as without a pipeline: torch's stage would keep all weights and
+    gradients whole through the step, which is distributed.sync_once here."""
 
     def __init__(self, model: Decoder, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""FSDP2 (fully_shard): which weights are gathered together, how long they stay, and when
+"""FSDP2 (fully_shard): the weights gathered together, how long they stay, and when
 gradients are reduced."""
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def shard_model(
     policy = MixedPrecisionPolicy(
         param_dtype=dtype,
         reduce_dtype=torch.bfloat16 if cfg.reduce_dtype == "bf16" else torch.float32,
-        # FSDP would also cast the angles of RoPE, an input of each block that stays in fp32.
+        # FSDP would also cast RoPE's angles, an input of each block that stays in fp32.
         cast_forward_inputs=False,
     )
     offload = CPUOffloadPolicy(pin_memory=cuda) if cfg.fsdp_cpu_offload else OffloadPolicy()
 
     cut = partial(fully_shard, mesh=layout.parameter_mesh, mp_policy=policy, offload_policy=offload)
-    # False, True, or a number: then fully_shard keeps the weights cut over so many ranks.
+    # False, True, or the number of ranks over which fully_shard keeps the weights cut.
     between = not cfg.sync_once and (cfg.reshard_island or cfg.reshard_after_forward)
     if layout.ep is not None:
         from kempner.parallel.experts import shard_experts
@@ -90,8 +90,8 @@ def shard_model(
 
 @contextmanager
 def one_island(layout: Layout) -> Iterator[None]:
-    """Let all modules that are wrapped meanwhile have one mesh for distributed.reshard_island. By
-    default fully_shard makes one for each: every group of it anew, and a communicator of NCCL."""
+    """Let all modules wrapped in this context share one mesh for distributed.reshard_island. By
+    default fully_shard makes one per module, with new groups and an NCCL communicator each."""
     name = "torch.distributed.fsdp._fully_shard._fully_shard"
     fsdp: Any = importlib.import_module(name)
     make, found = fsdp._get_post_forward_mesh_info, list[Any]()
@@ -117,20 +117,20 @@ def prefetch_blocks(model: Decoder, count: int) -> None:
     prefetches one block in the backward pass, and in the forward pass as many as the host
     is ahead of the device."""
     order: list[Any] = [model.embed, *model.blocks] if model.output is not None else [*model.blocks]
-    end = [] if model.output is None else [model.norm]  # stands for its group
+    end = [] if model.output is None else [model.norm]  # represents its group
     for i, module in enumerate(order):
         module.set_modules_to_forward_prefetch([*order, *end][i + 1 : i + 1 + count])
         module.set_modules_to_backward_prefetch(order[max(0, i - count) : i][::-1])
 
 
 class GradientSums:
-    """Sums of the gradients of bf16 weights over the micro-batches of a step, in fp32. FSDP2 alone
-    casts each reduced gradient to the dtype of its weight and adds it there, which after 64
-    micro-batches is 0.8 % off, and after 512 6 %. `add`: add_up(), or the same compiled."""
+    """Sums of the gradients of bf16 weights over the micro-batches of a step, in fp32. By itself,
+    FSDP2 casts each reduced gradient to the dtype of its weight and adds it there, which is 0.8 %
+    off after 64 micro-batches, and 6 % after 512. `add`: add_up(), or the same compiled."""
 
     def __init__(self, model: nn.Module, add: AddUp) -> None:
         self._add_up = add
-        self.last = True  # whether the next backward pass is the last one of the step
+        self.last = True  # the next backward pass is the step's last
         self._sums: dict[Tensor, Tensor] = {}
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.dtype == torch.bfloat16:
@@ -141,11 +141,11 @@ class GradientSums:
         """Take over a micro-batch's gradient; after the last, give the sum to the parameter."""
         gradient, total = parameter.grad, self._sums.pop(parameter, None)
         assert gradient is not None
-        # It is the only one, or with sync_once FSDP2 has summed them before it cast the sum.
+        # It is the only one, or with sync_once FSDP2 has summed before casting.
         if self.last and total is None:
             return
         if gradient.device.type == "cpu" and torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # it is copied to the host (fsdp_cpu_offload)
+            torch.cuda.current_stream().synchronize()  # copied to the host (fsdp_cpu_offload)
         total = self._add_up(total, gradient, torch.float32)
         if self.last:
             parameter.grad = total.to(parameter.dtype)
@@ -155,10 +155,10 @@ class GradientSums:
 
 def begin_micro_batch(model: Any, last: bool, first: bool = False) -> None:
     """Prepare the communication of a micro-batch, before its forward; `last`: the last one of the
-    step. Gradients cross from one replica to another once a step, with the last one. With
-    distributed.sync_once all of them do: until then each rank sums its own in fp32 and keeps the
-    gathered weights. With reduce_dtype = bf16 they cross each time: FSDP2 would hold the sum of the
-    earlier ones in bf16."""
+    step. Gradients are reduced between replicas once per step, with the last one. With
+    distributed.sync_once this holds for all reductions: until then each rank sums its own gradients
+    in fp32 and keeps the gathered weights. With reduce_dtype = bf16 replicas reduce each time:
+    FSDP2 would hold the sum of the earlier ones in bf16."""
     if model.fp32_sums is not None:
         model.fp32_sums.last = last
     if model.sync_once:

@@ -1,17 +1,17 @@
 """Tensor parallelism: each matrix of a block is cut over the ranks of one axis (Megatron-LM,
-arXiv:1909.08053), and between the products each rank has a part of the sequence alone
+arXiv:1909.08053), and between the products each rank has only a part of the sequence
 (sequence parallelism, arXiv:2205.05198).
 
     x [B, T/n, D] -> norm -> all-gather [B, T, D] -> wq, wk, wv or w1, w3, cut by rows of the
     weight: heads and hidden units of this rank -> wo or w2, cut by columns: a part of each sum ->
     reduce-scatter [B, T/n, D]
 
-Experts are cut as w1, w3 and w2 are, each of them; every rank routes all tokens. The vocabulary is
-cut, too: a rank looks up, and predicts, its own rows of it alone, so that the logits of all of it
-are nowhere (loss parallelism).
+Each expert is cut like w1, w3 and w2; every rank routes all tokens. The vocabulary is cut, too: a
+rank looks up and predicts only its own rows of it, so that no rank has the logits of the whole
+vocabulary (loss parallelism).
 
-The parameters are DTensors, but a block computes with its parts of them as plain tensors: whatever
-takes the place of a matrix (an adapter, products in fp8) works on a part as it does on the whole.
+The parameters are DTensors, but a block computes with its parts of them as plain tensors, so that
+replacements of a matrix (an adapter, fp8 products) work on a part as on the whole.
 
 Shapes: B rows, T tokens, D width, V vocabulary, n ranks.
 """
@@ -48,7 +48,7 @@ CUTS = dict.fromkeys(("wq", "wk", "wv", "w1", "w3"), SHARD_ROWS) | {
     "wo": SHARD_COLUMNS,
     "w2": SHARD_COLUMNS,
 }
-# torch 2.13 has renamed these, and prints a FutureWarning when an old name is called.
+# torch 2.13 renamed these, and prints a FutureWarning if an old name is called.
 _OLD = not hasattr(collectives, "all_gather_single_autograd")
 all_gather_tensor_autograd = getattr(
     collectives, f"all_gather_{'tensor' if _OLD else 'single'}_autograd"
@@ -65,7 +65,7 @@ def split_matrices(model: Decoder, mesh: DeviceMesh, overlap: bool = False) -> N
         from kempner.parallel.overlap import overlap_collectives
 
         overlap_collectives(mesh)
-    # Of an embedding this cuts the vocabulary: each rank looks up its own words and has 0 for the
+    # For an embedding this cuts the vocabulary: each rank looks up its own words and has 0 for the
     # others, and the sum over ranks is scattered along the sequence.
     words = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE))
     parallelize_module(model.embed, mesh, words)
@@ -73,10 +73,10 @@ def split_matrices(model: Decoder, mesh: DeviceMesh, overlap: bool = False) -> N
     for block in model.blocks:
         _split_block(cast(Block, block), mesh)
     _cut(model.norm, mesh)
-    # Hooks run in the order of their registration: gather, then wait.
+    # Hooks run in order of registration: gather, then wait.
     model.norm.register_forward_hook(partial(_gather, mesh.get_group()))
     model.norm.register_forward_hook(_arrived)
-    if model.output is not None:  # what goes in and out is the loss's matter
+    if model.output is not None:  # the loss handles its input and output
         _cut(model.output, mesh, weight=SHARD_ROWS)
     if model.cfg.n_experts:
         # Each of these ranks routes all tokens, and the gradients of its losses are summed.
@@ -90,7 +90,7 @@ def _split_block(block: Block, mesh: DeviceMesh) -> None:
             _cut(module, mesh, w1=Shard(1), w3=Shard(1), w2=Shard(2))
             continue
         cut = CUTS.get(name.rpartition(".")[2], Replicate())
-        # Of an adapter B A, one matrix is cut like W; the other has no side of W's that is cut.
+        # In an adapter B A one matrix is cut like W; the other has no dimension that is cut.
         a, b = (cut, Replicate()) if cut == SHARD_COLUMNS else (Replicate(), cut)
         _cut(module, mesh, weight=cut, bias=cut, lora_a=a, lora_b=b)
     # Norms work on each rank's own tokens; between gather and scatter all ranks have all tokens.
@@ -114,7 +114,7 @@ def _cut(module: nn.Module, mesh: DeviceMesh, **cuts: Placement) -> None:
 
 def compute_on_parts(model: Decoder) -> None:
     """Make each block compute with this rank's part of its parameters, as plain tensors. Call it
-    after the blocks have been wrapped and before they are compiled."""
+    after the blocks are wrapped and before they are compiled."""
     for module in (*model.blocks, model.norm):
         cut = [part for part in module.modules() if not isinstance(part, ParallelExperts)]
         module.register_forward_pre_hook(partial(_take_parts, cut))
@@ -122,10 +122,10 @@ def compute_on_parts(model: Decoder) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _take_parts(cut: Sequence[nn.Module], *_: Any) -> None:
-    """Put the parts in the place of the parameters, where the code of a module finds them first.
+    """Put the parts in place of the parameters, where a module's code finds them first.
 
-    This stays outside of what is compiled: torch 2.13 does not compile a recomputed block that is
-    handed a DTensor, because it takes the mesh for a tensor to be kept.
+    This stays outside of compiled code: torch 2.13 cannot compile a recomputed block with a DTensor
+    argument, because it takes the mesh for a tensor to be kept.
     """
     for module in cut:
         for name, p in module.named_parameters(recurse=False):
@@ -147,8 +147,8 @@ def own_part(weight: DTensor) -> Tensor:
 def _gather(group: dist.ProcessGroup, _: nn.Module, inputs: Any, y: Tensor) -> Tensor:
     """All-gather this rank's tokens [B, T/n, D] into [B, T, D]. Each rank computes a part
     of their gradient."""
-    # Of a row alone the same bytes, in the form that the compiler can hide (overlap.py). Elsewhere
-    # they would be on their way still: see _arrived().
+    # For a single row: the same bytes, in a form that the compiler can overlap (overlap.py).
+    # Uncompiled, they would still be on their way: see _arrived().
     if y.shape[0] == 1 and torch.compiler.is_compiling():
         return cast(Tensor, all_gather_tensor_autograd(y.flatten(0, 1), 0, group)).unsqueeze(0)
     return cast(Tensor, all_gather_tensor_autograd(y, SEQUENCE, group))
@@ -156,14 +156,14 @@ def _gather(group: dist.ProcessGroup, _: nn.Module, inputs: Any, y: Tensor) -> T
 
 def _scatter(group: dist.ProcessGroup, _: nn.Module, inputs: Any, y: Any) -> Any:
     """Reduce-scatter this rank's part of the sum for all tokens to the sum for its own tokens."""
-    if isinstance(y, tuple):  # experts, and how they were used
+    if isinstance(y, tuple):  # experts' output and routing
         return _scatter(group, _, inputs, y[0]), *y[1:]
     return cast(Tensor, reduce_scatter_tensor_autograd(y, "sum", SEQUENCE, group))
 
 
 def _arrived(_: nn.Module, inputs: Any, y: Tensor) -> Tensor:
-    """Wait for the tensor: torch 2.13 compiles a block that is handed one on its way
-    (AsyncCollectiveTensor), but with a gradient of 0 for it."""
+    """Wait for the tensor: torch 2.13 compiles a block whose input is still on its way
+    (AsyncCollectiveTensor), but gives it a gradient of 0."""
     return y.clone()
 
 
@@ -185,7 +185,7 @@ class VocabularyLoss:
     def _over_all_ranks(self, total: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
         """Combine over the ranks in one small all-gather: the logarithm of the sum, and the
         target's logit, which is 0 on all ranks but one; [N, 1] each."""
-        # Two numbers a token, in place of logits over the whole vocabulary.
+        # Two numbers per token instead of logits over the whole vocabulary.
         own_part = torch.cat((total, target_logit), dim=1)
         parts = [torch.empty_like(own_part) for _ in range(self._size)]
         dist.all_gather(parts, own_part, group=self._group)

@@ -1,1 +1,1 @@
-"""Less memory for activations: they are computed again, or kept on the host. For build.py."""
+"""Less memory for activations, by recomputation or offloading to the host. For build.py."""

@@ -1,9 +1,9 @@
 """Offloading of activations to the host's memory until the backward pass.
 
-A block's saved activations are copied to the host beside the computation, and freed on the device;
-in the backward pass they are copied back, some blocks ahead. A bound limits the number of blocks
-whose copies may be under way: that many blocks' activations stay on the device, and the computation
-waits where it would run further ahead.
+A block's saved activations are copied to the host during computation, and freed on the device; in
+the backward pass they are copied back, some blocks ahead. A bound limits the number of blocks whose
+copies may be under way: that many blocks' activations stay on the device, and the computation waits
+before it runs further ahead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from kempner.model.decoder import Decoder
 
-SMALLEST_OFFLOAD = 1 << 16  # bytes: below that a copy costs more than the memory is worth
+SMALLEST_OFFLOAD = 1 << 16  # bytes: below this a copy costs more than the memory is worth
 
 
 class OffloadedBlock:
@@ -54,11 +54,11 @@ class Offload:
         self._stays: set[int] = set()
         self._here: dict[int, Kept] = {}  # of the block that runs now, by address
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
-        # Called, not used as decorators: those import the compiler, a second of every start.
+        # Called, not used as decorators, which import the compiler, a second of every start.
         enter = torch._dynamo.disable(self._enter)  # type: ignore[no-untyped-call]
         leave = torch._dynamo.disable(self._leave)  # type: ignore[no-untyped-call]
         for block in model.blocks:
-            # Inside fully_shard's hooks: the gathered weights are there, and excluded below.
+            # Inside fully_shard's hooks: the gathered weights exist, and are excluded below.
             block.register_forward_pre_hook(enter)
             block.register_forward_hook(leave, always_call=True)
 
@@ -71,8 +71,8 @@ class Offload:
             if self._stream is None and inputs[0].is_cuda:
                 self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._group = OffloadedBlock(self._group)
-        # Not offloaded: weights, which stay or are freed by fully_shard, and inputs without a
-        # gradient, which serve all blocks.
+        # Not offloaded: weights, which stay or are freed by fully_shard, and inputs without
+        # gradients, which serve all blocks.
         shared = [x for x in inputs if isinstance(x, Tensor) and not x.requires_grad]
         self._stays = {data_address(x) for x in (*weights_of(block), *block.buffers(), *shared)}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -83,21 +83,21 @@ class Offload:
             return
         self._hooks.__exit__()
         self._hooks = None
-        # By address: after this block the memory may be freed, and given to another tensor.
+        # Keyed by address: after this block the memory may be reused by another tensor.
         self._here.clear()
         group = self._group
         assert group is not None
         if self._stream is not None:
-            # All copies of this block have been enqueued by now.
+            # All copies of this block are enqueued by now.
             group.copied = self._stream.record_event()
         self._leaving.append(group)
-        # The computation waits for the oldest copies here, which bounds the memory in flight.
+        # Wait for the oldest copies here, which bounds the memory in flight.
         while len(self._leaving) > self._in_flight:
             self._free(self._leaving.popleft())
 
     def _free(self, group: OffloadedBlock) -> None:
-        """Free the group's memory on the device once its copies have ended: what is computed next
-        may reuse it."""
+        """Free the group's memory on the device once its copies have ended, so that later
+        computation may reuse it."""
         if group.copied is not None:
             torch.cuda.current_stream().wait_event(group.copied)
         for ref in group.kept:
@@ -105,13 +105,13 @@ class Offload:
                 entry.storage = None
 
     def _pack(self, x: Tensor) -> Any:
-        """Replace a tensor that autograd saves by its storage and its shape in it."""
+        """Replace a tensor that autograd saves by its storage and its shape."""
         if type(x) is not Tensor or not x.is_floating_point():
             return x
         storage = x.untyped_storage()
         if storage.nbytes() < SMALLEST_OFFLOAD or storage.data_ptr() in self._stays:
             return x
-        # Autograd saves views of one memory one by one: copy it once.
+        # Autograd saves several views of the same memory: copy it once.
         entry = self._here.get(storage.data_ptr())
         if entry is None:
             entry = self._here[storage.data_ptr()] = self._send(storage)
@@ -125,7 +125,7 @@ class Offload:
         if self._stream is None:
             entry.host.copy_(flat_bytes(storage))
         else:
-            # The device may still be computing what is to be copied.
+            # The device may still be computing the tensor.
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 entry.host.copy_(flat_bytes(storage), non_blocking=True)
@@ -136,7 +136,7 @@ class Offload:
             return packed
         entry, dtype, *place = packed
         ahead: OffloadedBlock | None = entry.group
-        # The backward pass needs this group now, and those before it next.
+        # The backward pass needs this group now and the preceding ones next.
         for _ in range(1 + self._in_flight):
             if ahead is not None:
                 self._fetch(ahead)
@@ -146,7 +146,7 @@ class Offload:
         return torch.empty(0, dtype=dtype, device=entry.device).set_(entry.storage, *place)
 
     def _fetch(self, group: OffloadedBlock) -> None:
-        """Start copying back what is not on the device."""
+        """Start copying back tensors that are not on the device."""
         for ref in group.kept:
             if (entry := ref()) is None or entry.storage is not None:
                 continue
@@ -155,8 +155,8 @@ class Offload:
             if self._stream is None:
                 there.copy_(entry.host)
             else:
-                # The memory comes from the compute stream, which may still use it, and returns to
-                # it, even if autograd drops this tensor unread: both streams must know.
+                # The memory belongs to the compute stream, which may still use it, and returns
+                # there even if autograd drops this tensor unread: both streams must know.
                 self._stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(self._stream):
                     there.copy_(entry.host, non_blocking=True)
@@ -166,7 +166,7 @@ class Offload:
 
 
 def weights_of(block: nn.Module) -> Iterator[Tensor]:
-    """The weights that a block computes with, where these are others than its parameters, too."""
+    """Yield the weights that a block computes with, which may differ from its parameters."""
     for module in block.modules():
         for name, _ in module.named_parameters(recurse=False):
             yield getattr(module, name)

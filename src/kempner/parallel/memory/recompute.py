@@ -1,9 +1,9 @@
-"""Activation checkpointing (arXiv:1604.06174): the backward pass recomputes what the forward pass
-has not kept.
+"""Activation checkpointing (arXiv:1604.06174): the backward pass recomputes activations that the
+forward pass has not kept.
 
 Applied to every n-th block, or to some of its modules. `full` keeps only the inputs; `selective`
-(arXiv:2205.05198) also the outputs of matrix products and of attention, nearly all of the work, and
-recomputes only norms, rotations and the activation function.
+(arXiv:2205.05198) also keeps the outputs of matrix products and attention, nearly all of the work,
+and recomputes only norms, rotations and the activation function.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PRODUCT_OPERATORS = (
     "aten._grouped_mm",
     "aten._scaled_grouped_mm",
 )
-# Ignored: FSDP of experts, within a block, labels its work for the profiler, and has more of it
-# to do when the block is recomputed; what was kept would not match.
+# Ignored: FSDP of experts, within a block, labels its work for the profiler, and does more of it
+# when the block is recomputed; the kept outputs would not match.
 OPERATOR_LABELS = (
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
