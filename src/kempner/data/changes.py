@@ -1,4 +1,4 @@
-"""Changes of the data that a run must not make when it continues from a checkpoint."""
+"""Checks that a run continuing from a checkpoint has not changed its data."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kempner.data.opening import DataFacts, mixture_of
 def data_changes(
     there: DataFacts, here: DataFacts, starts: Sequence[int], samples: int, same_length: bool = True
 ) -> list[str]:
-    """List the reasons why a run with the facts `here` may not continue from a checkpoint with
-    those `there`, in which the phases begin at `starts`, after `samples` samples: what has been
+    """List the reasons why a run with the facts `here` may not continue from a checkpoint with the
+    facts `there` after `samples` samples, in which the phases begin at `starts`: samples already
     read must stay the same.
 
-    Phases that have not begun and sources that were not used may change. Samples of another length
-    are numbered differently: then only the tokens they are cut from are compared."""
+    Phases that have not begun and unused sources may change. Samples of another length are numbered
+    differently: then only the tokens they are cut from are compared."""
     phase_count = sum(start < samples for start in starts)
     old = mixture_of({**there, "phases": there["phases"][:phase_count]}, starts[:phase_count])
     problems = [
@@ -30,8 +30,8 @@ def data_changes(
         return problems
     new = mixture_of({**here, "phases": here["phases"][:phase_count]}, starts[:phase_count])
     here_by_name = {one["name"]: one for one in here["sources"]}
-    own = {"path", "weight", "max_epochs"}  # what may differ while the samples are the same
-    # Another length cuts the same tokens into other samples, and another number of them.
+    own = {"path", "weight", "max_epochs"}  # may differ while the samples are the same
+    # Another length cuts the same tokens into other samples, in another number.
     own |= set() if same_length else {"size", "seq_len"}
     for one in there["sources"]:
         now = here_by_name.get(one["name"], {})
@@ -42,7 +42,7 @@ def data_changes(
             problems.append(
                 f"data source {one['name']}: {what} {one['path']}, on which it was trained{moved}"
             )
-    # The weights themselves may differ, as long as they come to the same order so far.
+    # The weights may differ, as long as they yield the same order so far.
     if same_length and not problems and old.past(samples) != new.past(samples):
         problems.append(
             f"the mixture of the first {samples} samples is {_told(new, samples)} here, "

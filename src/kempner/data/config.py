@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from kempner.config.option import REQUIRED_OPTION, option
 
-FAKE = "fake:"  # in place of a path: random tokens, for measurements
+FAKE = "fake:"  # instead of a path: random tokens, for measurements
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class DataConfig:
 
     @property
     def mixed(self) -> tuple[SourceConfig, ...]:
-        """Sources of the mixture; dataset_path alone counts as one. Empty where a run
+        """Sources of the mixture; dataset_path alone counts as one. Empty if a run
         learns from rewards."""
         one = (SourceConfig(self.dataset_path),) if self.dataset_path else ()
         return self.sources or one

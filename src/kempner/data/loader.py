@@ -1,9 +1,9 @@
-"""Samples -> the micro-batches of one rank, as tensors. B samples, T tokens.
+"""Samples -> micro-batches of one rank, as tensors. B samples, T tokens.
 
-A run's position is the number of samples it has consumed, over all ranks and epochs. What sample
-number n is follows from n, the seed and the mixture alone, and the global batch at a position is
-the numbers position to position + batch - 1: the order is the same for any world size, micro-batch
-and prefetch. How large the batch of a step is follows from the number of the step alone.
+A run's position is the number of samples it has consumed, over all ranks and epochs. Sample number
+n depends only on n, the seed and the mixture, and the global batch at a position is the numbers
+position to position + batch - 1, so that the order is the same for any world size, micro-batch and
+prefetch. The size of a step's batch depends only on the step number.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kempner.data.source import IGNORE, Int64, SampleRows, Source
 from kempner.data.stages import RampStage, stage_at
 from kempner.model.attention import Documents
 
-LENGTH_SAMPLES = 64  # samples, for the lengths of documents
-VALIDATION_SEED = 0  # validation samples are the same ones in every run
+LENGTH_SAMPLES = 64  # samples measured for the lengths of documents
+VALIDATION_SEED = 0  # the same validation samples in every run
 
 
 class Said(Protocol):
-    """The part of kempner.train.step.StepResult that a loader reads."""
+    """The attributes of kempner.train.step.StepResult that a loader reads."""
 
     @property
     def values(self) -> Mapping[str, float]: ...
@@ -43,7 +43,7 @@ class TrainLoader:
     """An endless iterator: next() returns this rank's micro-batches of one global step.
 
     Rank r of w takes the r-th contiguous part of a global batch. With `prefetch` > 0 a thread reads
-    that many steps ahead; its errors are raised by next(). Not thread-safe.
+    that many steps ahead; next() raises its errors. Not thread-safe.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class TrainLoader:
         reset_positions: bool = True,
         skip: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`stages`: the samples of each step. `micro`: most samples of a micro-batch of one rank.
-        `step`: the next one. `reset_positions`: in each document of a row. `skip`: see seek()."""
+        """`stages`: the samples of each step. `micro`: maximum samples in a rank's micro-batch.
+        `step`: the next step. `reset_positions`: in each document of a row. `skip`: see seek()."""
         assert 0 <= rank < world and position >= 0
         for stage in stages:
             share, rest = divmod(stage.batch, world)
             assert not rest and share % min(micro, share) == 0, "world * micro must divide a batch"
         self.position, self.step = position, step  # samples and steps consumed
         self.tokens = 0  # of the newest batch, over all ranks
-        self.phase = 0  # of the mixture, that the last batch was of
+        self.phase = 0  # of the mixture, at the last batch
         self.sources, self.mixture = tuple(sources), mixture
         self.names: list[str] = [source.name for source in sources]
         self._stages, self._micro, self._pin = stages, micro, pin
@@ -117,13 +117,13 @@ class TrainLoader:
     state: dict[str, Any] | None = None
 
     def begin(self, *_: object) -> None:
-        """Nobody has to be told."""
+        """Do nothing."""
 
     def after_update(self) -> None:
-        """Nobody waits for the weights."""
+        """Do nothing."""
 
     def places(self, tokens: int) -> int:
-        """Rows have no other places than those of tokens."""
+        """Return `tokens`: rows have no other places."""
         return tokens
 
     def record(self, result: Said, lap: object, counted: str) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class TrainLoader:
         return metrics
 
     def _by_source(self, result: Said) -> dict[str, dict[str, float | None]]:
-        """Loss and tokens of this step, and how often the source has been gone through so far."""
+        """Return each source's loss and tokens in this step, and its epochs so far."""
         draws = self.mixture.drawn(result.after.samples)
         figures: dict[str, dict[str, float | None]] = {}
         for source, samples in zip(self.sources, draws, strict=True):
@@ -163,7 +163,7 @@ class TrainLoader:
             except BaseException:
                 self.close()
                 raise
-        # Counted here, not where the thread reads: reading ahead must not move the run's position.
+        # Counted here, not in the reading thread: reading ahead must not move the run's position.
         ranges = self._ranges(self.position, stage_at(self._stages, self.step).batch)
         self.phase = self.mixture.phase(ranges[0][0])
         self.position = ranges[-1][1]
@@ -179,8 +179,8 @@ class TrainLoader:
         skip: Sequence[Sequence[int]] = (),
         mixture: Mixture | None = None,
     ) -> None:
-        """Continue at `position` with this step, leaving out the sample numbers of the ranges
-        `skip`, [from, to) each; what has been read ahead is discarded. `mixture`: replaces
+        """Continue at `position` with this step, leaving out the sample numbers in the
+        ranges `skip`, [from, to) each. Discards batches read ahead. `mixture`: replaces
         the current one."""
         assert position >= 0
         self.close()
@@ -201,7 +201,7 @@ class TrainLoader:
 
     def _ranges(self, position: int, count: int) -> list[tuple[int, int]]:
         """Return the next `count` samples from `position` on, without those left out, as ranges
-        [from, to). A batch of a new size may reach over such a gap."""
+        [from, to). A batch of a new size may span such a gap."""
         ranges = []
         for begin, end in sorted(map(tuple, self._skip)):
             if position < begin and count:
@@ -215,7 +215,7 @@ class TrainLoader:
     def _read(self, position: int, step: int) -> list[MicroBatch]:
         stage = stage_at(self._stages, step)
         share = stage.batch // self._world
-        # This rank's share begins behind those of the ranks before it.
+        # This rank's share follows those of the ranks before it.
         _, first = self._ranges(position, self._rank * share)[-1]
         draws = [self.mixture.draw(begin, end - begin) for begin, end in self._ranges(first, share)]
         numbers, indices = (np.concatenate(column) for column in zip(*draws, strict=True))
@@ -223,7 +223,7 @@ class TrainLoader:
         if stage.pieces > 1:
             rows = rows.cut(stage.pieces)
             sources = None if sources is None else sources.repeat(stage.pieces)
-        # As many tokens as a micro-batch of whole samples has.
+        # The same number of tokens as a micro-batch of whole samples.
         micro = min(self._micro, share) * stage.pieces
         return [
             _tensors(rows, slice(i, i + micro), self._pin, self._reset_positions, sources)
@@ -258,7 +258,7 @@ class _Reader:
         return result
 
     def stop(self) -> None:
-        # Before the release: the thread that it wakes must see it.
+        # Before the release: the thread it wakes must see this.
         self._stopped = True
         self._free.release()
         self._thread.join()
@@ -275,8 +275,8 @@ def val_batches(
 ) -> Iterator[MicroBatch]:
     """Yield the first `samples` (None: all) of a fixed shuffle, as batches [micro, T] of this rank.
 
-    Every rank gets equally many batches. Surplus rows have only the label -100, so the samples that
-    count are the same for any world size and micro-batch.
+    All ranks get equally many batches. Surplus rows have only the label -100, so that the same
+    samples count for any world size and micro-batch.
     """
     size = len(source)
     total = size if samples is None else min(samples, size)
@@ -284,7 +284,7 @@ def val_batches(
         mine = start + rank * micro
         numbers = np.arange(mine, mine + max(0, min(micro, total - mine)))
         rows = source.read(shuffled_indices(numbers, size, VALIDATION_SEED))
-        # Also a rank without a sample has a batch: FSDP gathers weights on all ranks together.
+        # A rank without samples also has a batch: FSDP gathers weights on all ranks together.
         if padding := micro - len(numbers):
             rows = _padded(rows, padding)
         yield _tensors(rows, slice(None), False, reset_positions)
@@ -300,7 +300,7 @@ def _padded(rows: SampleRows, padding: int) -> SampleRows:
 def reading_speed(
     sources: Sequence[Source], mixture: Mixture, micro: int, seconds: float = 2.0
 ) -> float:
-    """Measure tokens per second that one core reads, shuffles and makes into tensors, without
+    """Measure the tokens per second that one core reads, shuffles and converts to tensors, without
     prefetch; in CPU time of this thread, so that other processes do not count."""
     every = [RampStage(0, micro)]
     loader = TrainLoader(sources, mixture, stages=every, rank=0, world=1, micro=micro, prefetch=0)
@@ -314,8 +314,7 @@ def reading_speed(
 def _tensors(
     rows: SampleRows, part: slice, pin: bool, reset_positions: bool, sources: Int64 | None = None
 ) -> MicroBatch:
-    """Make tensors of some of the rows, each contiguous. `sources` [N]: each
-    row's source number."""
+    """Convert some of the rows to contiguous tensors. `sources` [N]: each row's source number."""
     documents = None
     if rows.documents is not None:
         documents = Documents.of(torch.from_numpy(rows.documents[part]), reset_positions)

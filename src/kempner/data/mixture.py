@@ -1,9 +1,9 @@
-"""The mixture: sample number n -> its source and its index there, a function of n, the seed and the
-mixture alone. No torch.
+"""The mixture: sample number n -> its source and its index there, a function only of n, the seed
+and the mixture. No torch.
 
 A run is cut into segments with fixed shares of the sources: a segment ends where a phase begins, or
-where a source has been used as often as it may be. Within a segment the order of the sources is a
-pattern that repeats, so that any n is found without those before it.
+where a source reaches its limit of epochs. Within a segment the order of the sources is a repeating
+pattern, so that any n is found without those before it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from kempner.data.permute import shuffled_indices
 from kempner.data.source import DataError, Int64, Source
 
-LONGEST_PATTERN = 1 << 14  # with shares that need a longer one, counts drift by 1 in a turn at most
+LONGEST_PATTERN = 1 << 14  # if shares need a longer one, counts drift by at most 1 per turn
 WEIGHT_PRECISION = 1 << 40
 
 Parts = tuple[int, ...]  # shares of the sources, as multiples of one over their sum
@@ -30,7 +30,7 @@ Parts = tuple[int, ...]  # shares of the sources, as multiples of one over their
 
 @dataclass(frozen=True)
 class Ingredient:
-    """Facts about a source that the mixture needs."""
+    """The facts about a source that the mixture needs."""
 
     name: str
     size: int  # samples
@@ -124,7 +124,7 @@ class Mixture:
 
     def draw(self, position: int, count: int) -> tuple[Int64, Int64]:
         """Return the source and the index in it of sample numbers position ... position + count -
-        1. Every epoch of a source is a shuffle of its own. Raises DataError at the end."""
+        1. Every epoch of a source is a separate shuffle. Raises DataError at the end."""
         if self.end is not None and position + count > self.end:
             raise DataError(self.too_short(position + count))
         numbers = np.arange(position, position + count, dtype=np.int64)
@@ -138,7 +138,7 @@ class Mixture:
             turn, place = np.divmod(numbers[mine] - segment.start, len(order))
             found = order[place]
             sources[mine] = found
-            # How often the source came before: before this segment, in this turn, in whole turns.
+            # Earlier uses of the source: before this segment, in this turn, in whole turns.
             running[mine] = np.array(segment.base)[found] + ranks[place]
             running[mine] += turn * segment.counts[found]
         indices = np.empty_like(running)
@@ -193,7 +193,7 @@ def _used_up(segment: Segment, remaining: Sequence[float]) -> list[int]:
     exhausted = []
     for i, more in enumerate(remaining):
         if segment.parts[i] and more != math.inf:
-            # The turn in which its samples run out, and the place where one more would be taken.
+            # The turn in which its samples run out, and the place that would take one more.
             turns, rest = divmod(int(more), int(segment.counts[i]))
             place = int(np.flatnonzero(order == i)[rest])
             exhausted.append(segment.start + turns * len(order) + place)
@@ -201,9 +201,9 @@ def _used_up(segment: Segment, remaining: Sequence[float]) -> list[int]:
 
 
 def whole_parts(weights: Sequence[float]) -> Parts:
-    """Express weights as whole parts: exact where at most LONGEST_PATTERN of them suffice (7 : 2 :
-    1, 0.35 : 0.65); else of WEIGHT_PRECISION parts, and at least one sample a turn for each."""
-    # By its decimal digits: 0.1 is 1/10, not the nearest binary fraction.
+    """Express weights as whole parts: exact if at most LONGEST_PATTERN parts suffice (7 : 2 : 1,
+    0.35 : 0.65); else of WEIGHT_PRECISION parts, with at least one sample per turn for each."""
+    # By decimal digits: 0.1 is 1/10, not the nearest binary fraction.
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     common = math.lcm(*(share.denominator for share in shares))
@@ -211,7 +211,7 @@ def whole_parts(weights: Sequence[float]) -> Parts:
         return tuple(int(share * common) for share in shares)
     least = WEIGHT_PRECISION // LONGEST_PATTERN
     parts = [max(least, int(share * WEIGHT_PRECISION)) if share else 0 for share in shares]
-    # The largest share takes the rounding errors of all.
+    # The largest share absorbs all rounding errors.
     parts[parts.index(max(parts))] += WEIGHT_PRECISION - sum(parts)
     return tuple(parts)
 
@@ -232,7 +232,7 @@ def mixture_pattern(parts: Parts) -> tuple[Int64, Int64]:
         gap: NDArray[np.float64] = 1.0 / share
     due = gap.copy()  # (count + 1) / share
     for place in range(len(order)):
-        # In whole numbers: rounding must not break the quota.
+        # In integers: rounding must not break the quota.
         may = counts * whole < (place + 1) * share
         i = int(np.where(may, due, np.inf).argmin())
         order[place], ranks[place] = i, counts[i]

@@ -1,4 +1,4 @@
-"""Open the sources of a run and their mixture from [data]; compare them with a checkpoint's."""
+"""Opening of a run's sources and their mixture from [data]; comparison with a checkpoint's."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ DataFacts = dict[str, Any]  # JSON
 
 @dataclass(frozen=True)
 class Opening:
-    """Settings with which the sources of a run are opened."""
+    """Settings for opening the sources of a run."""
 
     shape: Shape
-    check: bool  # all files, which is for rank 0
+    check: bool  # all files, as on rank 0
     bookmarks: Path  # directory for those of streamed data sets
 
 
 def open_sources(cfg: DataConfig, how: Opening) -> list[Source]:
     """Open the training split of each source. Raises ConfigError with all their problems."""
     sources, problems = _splits(cfg.mixed, "train", how)
-    # One after the other: each relies on what the ones before it have checked.
+    # In this order: each check relies on the previous ones.
     problems = problems or _other_kind(cfg) or one_vocabulary(cfg) or _uncounted(cfg, sources)
     if problems:
         raise ConfigError(problems)
@@ -39,8 +39,8 @@ def open_sources(cfg: DataConfig, how: Opening) -> list[Source]:
 
 
 def open_held_out(cfg: DataConfig, sets: Sequence[SourceConfig], how: Opening) -> list[Source]:
-    """Open the validation splits of these sets; without any, those of all the run's own sources
-    that have one, joined. Raises ConfigError."""
+    """Open the validation splits of these sets; without any, those of the run's sources that have
+    one, joined. Raises ConfigError."""
     alone = len(cfg.mixed) == 1
     own = [one for one in cfg.mixed if alone or format_of(one, how).holds_out(one, how)]
     sources, problems = _splits(sets or own, "val", how)
@@ -58,7 +58,7 @@ def open_held_out(cfg: DataConfig, sets: Sequence[SourceConfig], how: Opening) -
 
 
 class DataFormat(NamedTuple):
-    """One form of data. What it needs is imported when a source has it."""
+    """A data format. Its dependencies are imported when a source has it."""
 
     has: Callable[[SourceConfig], bool]
     open: Callable[[SourceConfig, str, Opening], Source]  # source, split; raises ConfigError
@@ -66,7 +66,8 @@ class DataFormat(NamedTuple):
 
 
 def format_of(cfg: SourceConfig, how: Opening) -> DataFormat:
-    """The first of FORMATS that the source has. Pairs of answers are always prepared data."""
+    """Return the first of FORMATS that the source has. Pairs of answers are
+    always prepared data."""
     found = (each for each in FORMATS if each.has(cfg))
     return PREPARED if how.shape.preferences else next(found, PREPARED)
 
@@ -84,7 +85,7 @@ def _splits(
 
 
 def open_split(cfg: SourceConfig, split: str, how: Opening) -> Source:
-    """The samples of one split of a source. Raises ConfigError."""
+    """Open the samples of one split of a source. Raises ConfigError."""
     return format_of(cfg, how).open(cfg, split, how)
 
 
@@ -98,7 +99,7 @@ def _open_fake(cfg: SourceConfig, split: str, how: Opening) -> Source:
 def _open_prepared(cfg: SourceConfig, split: str, how: Opening) -> Source:
     from kempner.data.sidecar import open_sidecar
 
-    shape, kind = how.shape, open_sidecar(cfg.path).kind  # which says what is missing
+    shape, kind = how.shape, open_sidecar(cfg.path).kind  # reports what is missing
     if (kind == "preference") != shape.preferences:
         raise ConfigError(
             f"{cfg.path}: holds data of the kind {kind}; "
@@ -135,7 +136,7 @@ def _open_prepared(cfg: SourceConfig, split: str, how: Opening) -> Source:
 def _prepared_hold_out(cfg: SourceConfig, how: Opening) -> bool:
     from kempner.data.sidecar import open_sidecar
 
-    # More than seq_len: a sample has one token more, its last target.
+    # More than seq_len: a sample has one more token, its last target.
     return open_sidecar(cfg.path).tokens("val") > how.shape.seq_len
 
 
@@ -170,8 +171,8 @@ def _hugging_face_holds_out(cfg: SourceConfig, how: Opening) -> bool:
 
 
 def _other_kind(cfg: DataConfig) -> list[str]:
-    """List sources whose kind is not data.kind: plain text trains a chat model without an error,
-    to another end."""
+    """List sources whose kind is not data.kind: plain text would train a chat model without an
+    error, but to another end."""
     kinds = [(one.path, _kind_of(one)) for one in cfg.mixed if cfg.kind and one.path != FAKE]
     how = "no --kind" if cfg.kind == "text" else f"--kind {cfg.kind} --tokenizer DIR"
     return [
@@ -201,7 +202,7 @@ def _uncounted(cfg: DataConfig, sources: Sequence[Source]) -> list[str]:
 
 
 def one_vocabulary(cfg: DataConfig) -> list[str]:
-    """List the token shards that were made with another tokenizer than the first."""
+    """List the token shards made with a different tokenizer than the first."""
     prepared = [one.path for one in cfg.mixed if has_sidecar(one)]
     if len(prepared) < 2:
         return []
@@ -235,7 +236,7 @@ FORMATS = (  # in the order in which they are looked for
 
 
 def facts_of(cfg: DataConfig, sources: Sequence[Source]) -> DataFacts:
-    """Return all that a mixture follows from, as JSON for a manifest."""
+    """Return everything that determines a mixture, as JSON for a manifest."""
     return {
         "sources": [
             {
@@ -274,8 +275,7 @@ def mixture_of(facts: Mapping[str, Any], starts: Sequence[int], seed: int = 0) -
 
 
 def _to_the_power(weights: Sequence[float], power: float) -> tuple[float, ...]:
-    """Raise weights to a power; where that leaves the range of floats, their ratios
-    to the largest."""
+    """Raise weights to a power; if that leaves the range of floats, their ratios to the largest."""
     with contextlib.suppress(OverflowError):
         powers = tuple(weight**power if weight else 0.0 for weight in weights)
         if any(powers):

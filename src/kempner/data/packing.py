@@ -8,7 +8,7 @@ import numpy as np
 
 from kempner.data.source import Int64
 
-ROW_BLOCK = 256  # rows that are looked at together
+ROW_BLOCK = 256  # rows examined together
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,21 @@ def first_fit_decreasing(lengths: Int64, room: int) -> Packing:
     first-fit decreasing needs (at most 11/9 of the fewest possible plus 1; Dósa, 2007),
     without splitting one.
 
-    The longest items come first, equal ones in their order, and each goes into the first row that
-    has room for it. Items of one length fill the rows from the first one on, each as far as it
-    takes any: so a whole length is placed at once, and a million items take seconds, not hours.
+    The longest items come first, equal ones in order, and each goes into the first row with room
+    for it. Items of one length fill the rows from the first on, so that a whole length is placed at
+    once, and a million items take seconds, not hours.
     """
     order = np.argsort(-lengths, kind="stable")
     rows = np.empty_like(order)  # of the items in `order`
-    # Room left in each row, by blocks; of rows that are not begun 0.
+    # Room left in each row, by blocks; 0 for rows not begun.
     left = np.zeros((-(-len(lengths) // ROW_BLOCK), ROW_BLOCK), np.int64)
     largest = left.max(axis=1)  # of each block
     begun = done = 0  # rows, items
     sizes, counts = np.unique(lengths, return_counts=True)
     for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
         end = done + count
-        # The first rows take as many as they can, until there are no more items. Only the blocks
-        # with room are looked at: else time grows as rows times sizes.
+        # The first rows take as many as they can, until no items are left. Only blocks with room
+        # are examined: otherwise time grows as rows times sizes.
         with_room = np.flatnonzero(largest[: -(-begun // ROW_BLOCK)] >= size)
         at, width = 0, 1
         while done < end and at < len(with_room):
@@ -67,7 +67,7 @@ def first_fit_decreasing(lengths: Int64, room: int) -> Packing:
         if rest:
             changed = slice(first, -(-begun // ROW_BLOCK))
             largest[changed] = left[changed].max(axis=1)
-    # Stable: within a row the longest item stays the first.
+    # Stable: within a row the longest item stays first.
     by_row = np.argsort(rows, kind="stable")
     starts = np.searchsorted(rows[by_row], np.arange(begun + 1))
     return Packing(order[by_row], starts)

@@ -32,8 +32,8 @@ def permute(index: Int64, n: int, seed: int) -> Int64:
 
 
 def shuffled_indices(numbers: Int64, n: int, seed: int) -> Int64:
-    """Map running numbers to places in a data set of `n` samples: each epoch of n numbers is a
-    shuffle of its own."""
+    """Map running numbers to places in a data set of `n` samples: each epoch of n numbers is
+    a separate shuffle."""
     epochs, index = np.divmod(numbers, n)
     result = np.empty_like(index)
     for epoch in np.unique(epochs):
@@ -60,7 +60,7 @@ def _encrypt(value: Int64, a: int, b: int, keys: list[int]) -> Int64:
 def _hash(value: Int64, key: int) -> NDArray[np.uint64]:
     """Apply splitmix64's finaliser (Steele, Lea, Flood, OOPSLA 2014) to value
     + key, elementwise."""
-    # Arrays of uint64 wrap around without a warning, as the hash wants it.
+    # Arrays of uint64 wrap around without a warning, as the hash requires.
     x = value.astype(np.uint64) + np.uint64(key)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

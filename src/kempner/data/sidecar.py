@@ -1,4 +1,5 @@
-"""dataset.json: what the token shards beside it hold; written last, when they are whole."""
+"""dataset.json: the contents of the token shards beside it; written last, when
+they are complete."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ PROGRESS = "dataset.partial.json"  # the record of a preparation that has not fi
 SIDECAR_TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # of chat data: has the template
 BAD_LINES = "bad_lines.txt"  # lines of JSON that were left out, as file:line: reason
-UNITS_FOLDER = "units"  # what the tasks of a job have encoded so far: units.py
-BYTES_TOKENIZER = {"name": "bytes", "kind": "bytes", "hash": ""}  # the tokenizer that has no file
+UNITS_FOLDER = "units"  # units encoded so far by the tasks of a job: units.py
+BYTES_TOKENIZER = {"name": "bytes", "kind": "bytes", "hash": ""}  # the tokenizer without a file
 BYTES_EOD = 256  # its end of a document
 SIDECAR_FORMAT = 1
 DATA_SPLITS = ("train", "val")
@@ -41,14 +42,14 @@ class Shard:
 class Sidecar:
     tokenizer: dict[str, str]  # name; kind: bytes or tokenizer.json; hash of tokenizer.json
     dtype: str  # uint16 or uint32
-    vocab_size: int  # one more than the largest id that the tokenizer can give
+    vocab_size: int  # one more than the tokenizer's largest id
     eod: int  # ends each document
     splits: dict[str, list[Shard]]
     prepared: dict[str, Any]  # the settings and inputs that it was made from
     # Of chat and preference, the shards have `.loss_mask` and `.ends` beside them.
     kind: str = "text"
     format: int = SIDECAR_FORMAT
-    bos: int | None = None  # begins each document, where there is one
+    bos: int | None = None  # begins each document, if there is one
 
     def tokens(self, split: str) -> int:
         return sum(shard.tokens for shard in self.splits[split])
@@ -62,7 +63,7 @@ class Sidecar:
         """Read dataset.json (or the record of an unfinished preparation, of the same form)."""
         try:
             values = json.loads(path.read_bytes())
-            # Before anything else: another format may have other keys.
+            # First: another format may have other keys.
             if values["format"] != SIDECAR_FORMAT:
                 raise DataError(
                     f"{path}: format {values['format']}, not {SIDECAR_FORMAT}; prepare it again"
@@ -81,8 +82,8 @@ class Sidecar:
 
 
 def open_sidecar(directory: str | Path) -> Sidecar:
-    """Read the sidecar of a finished data directory. Raises DataError that says what is missing and
-    what to do."""
+    """Read the sidecar of a finished data directory. Raises DataError, which names what is missing
+    and the fix."""
     path = Path(directory).expanduser()
     if (path / SIDECAR).is_file() and not read_run_id(path):  # a run has a copy of it
         return Sidecar.load(path / SIDECAR)
@@ -114,7 +115,7 @@ def _data_of(path: Path, kind: Kind) -> str:
 
 
 def copy_tokenizer(data_dir: str | Path, run_dir: str | Path) -> None:
-    """Copy the files that load_tokenizer() and ChatTemplate need: a run can be sampled
+    """Copy the files that load_tokenizer() and ChatTemplate need, so that a run can be sampled
     without its data."""
     for name in (SIDECAR_TOKENIZER, TOKENIZER_CONFIG, SIDECAR):
         source = Path(data_dir).expanduser() / name

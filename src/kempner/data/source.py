@@ -18,11 +18,11 @@ IGNORE = -100  # a target that does not count: padding, or a masked token
 
 @dataclass(frozen=True)
 class SampleRows:
-    """Samples as they are read; `targets` are the next tokens of `inputs`."""
+    """Samples as read; `targets` are the next tokens of `inputs`."""
 
     inputs: Int64  # [N, T]
     targets: Int64  # [N, T]; -100 does not count: the loss mask
-    documents: Int32 | None = None  # [N, T]: which document of its row, from 0; None: one a row
+    documents: Int32 | None = None  # [N, T]: document number in its row, from 0; None: one per row
 
     def cut(self, pieces: int) -> SampleRows:
         """Cut each row into `pieces` shorter ones, [N * pieces, T / pieces]."""
@@ -34,17 +34,18 @@ class SampleRows:
 class Source(Protocol):
     """A data set of one split, for one sequence length. Reading it is safe in any thread.
 
-    The content of sample `index` follows from the index and the files alone, never from what was
-    read before: the order, the mixture and the share of each rank are the loader's.
+    The content of sample `index` depends only on the index and the files, never on earlier reads:
+    the order, the mixture and the share of each rank are the loader's.
     """
 
     name: str
     seq_len: int
-    ordered: bool  # read sample after sample, not shuffled: it has no end, or no fast way back
+    ordered: bool  # read in sequence, not shuffled: endless, or slow to rewind
 
     @property
     def packing(self) -> dict[str, float] | None:
-        """Metrics of packed rows: how full they are, and what did not fit. None if not packed."""
+        """Return metrics of packed rows: how full they are, and what did not fit. None
+        if not packed."""
         ...
 
     def __len__(self) -> int:
@@ -56,13 +57,13 @@ class Source(Protocol):
         ...
 
     def identity(self) -> dict[str, Any]:
-        """Return all that the samples follow from, as JSON: a run resumes only while it
-        stays the same."""
+        """Return everything that determines the samples, as JSON: a run resumes only if
+        it is unchanged."""
         ...
 
 
 class DataError(ConfigError):
-    """Something is wrong with the data, or with the text that they are made from."""
+    """Something is wrong with the data, or with the text it is made from."""
 
 
 class Shape(NamedTuple):
@@ -71,5 +72,5 @@ class Shape(NamedTuple):
     seq_len: int
     vocab_size: int  # of the model: token ids are smaller
     separate: bool = False  # documents do not see each other
-    cut: bool = False  # conversations that are longer than a row, rather than drop them
-    preferences: bool = False  # pairs of answers, rather than text or chats
+    cut: bool = False  # cut conversations longer than a row instead of dropping them
+    preferences: bool = False  # pairs of answers instead of text or chats

@@ -1,7 +1,7 @@
 """Stages of a run: samples of each step, and the sequences each sample is cut into. No torch.
 
 A sample is always train.seq_len tokens. A shorter sequence length cuts it into equal pieces, which
-are rows of their own: the numbers of the samples, and so the position of a run, do not change.
+are separate rows: sample numbers, and so the position of a run, do not change.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-MAX_RISES = 1000  # of the batch; each is a stage that lists are made of
+MAX_RISES = 1000  # of the batch; each is a stage in lists
 
 
 class RampStage(NamedTuple):
@@ -30,7 +30,7 @@ def ramp_stages(
     `over` steps; 1 after them."""
     first, increment, steps = batch_ramp or (batch, 1, 0)
     rises = (batch - first) // increment
-    # Rounded up, so that the last rise is at the step that the option names.
+    # Round up, so that the last rise is at the step given by the option.
     batches = [(-(-i * steps // max(1, rises)), first + i * increment) for i in range(rises + 1)]
     cuts = [(-(-i * over // len(pieces)), each) for i, each in enumerate(pieces)]
     cuts.append((over if pieces else 0, 1))
@@ -41,7 +41,7 @@ def ramp_stages(
 def ramp_problems(
     batch: int, batch_ramp: Sequence[int] | None, seq_len: int, seq_len_ramp: Sequence[int] | None
 ) -> list[str]:
-    """List what is wrong with the ramps of [train] for a global batch of `batch` sequences
+    """List problems of the ramps of [train] for a global batch of `batch` sequences
     of `seq_len` tokens."""
     problems = []
     if batch_ramp is not None:

@@ -1,9 +1,9 @@
 """Chat data as numbered samples: whole conversations packed into rows of T tokens.
 
-A conversation of n + 1 tokens takes n places of a row, for its last token is a target only. What
-is left at the end of a row is one more document, none of which is in the loss. The packing
-follows from the lengths and T alone, so that the samples are the same for every rank, resume and
-world size. The two answers of a preference are neighbours in a row.
+A conversation of n + 1 tokens takes n places of a row, because its last token is only a target. The
+rest of a row is one more document, which is not in the loss. The packing depends only on the
+lengths and T, so that the samples are the same for every rank, resume and world size. The two
+answers of a preference are neighbours in a row.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ MAPPED = 1024  # shards
 
 
 class ChatDataset:
-    """The samples of one split, for one sequence length."""
+    """Samples of one split, for one sequence length."""
 
     ordered = False
 
     def __init__(self, path: Path, sidecar: Sidecar, split: str, shape: Shape, name: str) -> None:
-        """Use open(), which checks what is assumed here."""
+        """Use open(), which checks the assumptions made here."""
         self.name, self.seq_len, self.path, self._shape = name, shape.seq_len, path, shape
         self.sidecar = sidecar
         self._files = [path / shard.file for shard in sidecar.splits[split]]
         self._sizes = [shard.tokens for shard in sidecar.splits[split]]
         counts = [shard.documents for shard in sidecar.splits[split]]
         ends = [
-            # Copied: the map of each of thousands of shards would keep a file open.
+            # Copy: the map of each of thousands of shards would keep a file open.
             np.array(map_array(files_of_shard(file)["ends"], count, "int64"))
             for file, count in zip(self._files, counts, strict=True)
         ]
@@ -63,7 +63,7 @@ class ChatDataset:
         size = lengths.reshape(-1, group).sum(1)
         fits = size <= self.seq_len
         if shape.cut:
-            # Only what was cut can have lost its answers: no other loss mask is read.
+            # Only cut conversations can have lost their answers: read no other loss masks.
             whole = [not longer[i] or self._has_answers(i, group) for i in range(len(longer))]
             fits &= np.array(whole, bool)
         self.without_answer = int(longer.sum() - (longer & fits).sum()) if shape.cut else 0
@@ -78,7 +78,7 @@ class ChatDataset:
             self.packing["without_answer"] = self.without_answer
 
     def _has_answers(self, number: int, group: int) -> bool:
-        """Return whether each conversation of a group, as far as it is read, has a
+        """Return whether each conversation of a group, up to where it is cut, has a
         token in the loss. A preference whose prompt fills both halves of a row would
         leave two equal documents."""
         for shard, begin, length in self._where[number * group : (number + 1) * group].tolist():
@@ -142,7 +142,8 @@ class ChatDataset:
         )
 
     def identity(self) -> dict[str, Any]:
-        """The lengths stand for the conversations; the samples follow from packing them."""
+        """Return the lengths, which identify the conversations; the samples follow
+        from packing them."""
         lengths = hashlib.sha256(self._where[:, 2].tobytes()).hexdigest()[:16]
         dropped = {"without_answer": self.without_answer} if self.without_answer else {}
         return {"conversations": lengths, "seq_len": self.seq_len, **dropped}
@@ -160,7 +161,7 @@ class ChatDataset:
             for number, (shard, begin, length) in enumerate(self._where[packed].tolist()):
                 tokens, mask = self._map(shard)
                 inputs[row, at : at + length] = tokens[begin : begin + length]
-                # What counts is whether the predicted token is in the loss, not the one before it.
+                # The predicted token must be in the loss, not the one before it.
                 after = slice(begin + 1, begin + 1 + length)
                 np.copyto(targets[row, at : at + length], tokens[after], where=mask[after])
                 documents[row, at : at + length] = number
@@ -186,8 +187,8 @@ class ChatDataset:
 
 
 def packing_table(directory: Path, sidecar: Sidecar) -> list[str]:
-    """Describe how the training split packs into rows of the usual lengths, a line each, up to the
-    first length that fits every conversation."""
+    """Describe how the training split packs into rows of the usual lengths, one per line, up to the
+    first that fits every conversation."""
     lines = []
     for length in LENGTHS:
         data = ChatDataset(directory, sidecar, "train", Shape(length, sidecar.vocab_size), "")

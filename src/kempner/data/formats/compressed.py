@@ -20,7 +20,7 @@ from typing import IO, Any
 from kempner.data.source import DataError
 
 READ = (".gz", ".bz2", ".xz", ".zst")
-# Not read: a file of which nobody has asked for the parts, or in a form without a library here.
+# Not read: archives, whose parts were not requested, and formats without a library here.
 ARCHIVES = (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar", ".lz4", ".lz", ".br", ".z")
 READ_BLOCK_BYTES = 1 << 17  # bytes
 WINDOW_LOG = 31  # zstd --long=31
@@ -58,7 +58,7 @@ def read_lines(path: str) -> Iterator[bytes]:
 
 
 def unpacked_texts(path: str, step: int) -> Iterator[bytes]:
-    """Yield parts of a text of about `step` bytes, cut as in the unpacked file: at line ends, else
+    """Yield parts of about `step` bytes of a text, cut as in the unpacked file: at line ends, else
     between two characters. Raises DataError."""
     with _opened(path) as file:
         carried = b""
@@ -69,7 +69,7 @@ def unpacked_texts(path: str, step: int) -> Iterator[bytes]:
             if len(part) == step - 1:
                 part += file.readline(step)
                 if not part.endswith(b"\n"):
-                    # A character of UTF-8 has three more bytes at most.
+                    # A UTF-8 character has at most three more bytes.
                     carried = file.read(3)
                     rest = carried.lstrip(bytes(range(0x80, 0xC0)))
                     part, carried = part + carried[: len(carried) - len(rest)], rest
@@ -96,7 +96,7 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
 
 def _open(path: str) -> Any:
     suffix = Path(path).suffix.lower()
-    # Python's gzip reads all members of a file by itself.
+    # Python's gzip reads all members of a file.
     if suffix == ".gz":
         return gzip.open(path)
     new: Callable[[], Any]
@@ -113,7 +113,7 @@ def _open(path: str) -> Any:
             one = zstd.ZstdDecompressor(max_window_size=1 << WINDOW_LOG)
             new, limit = one.decompressobj, ()
         else:
-            # Without it a file that was compressed with a longer window than 128 MiB is refused.
+            # Otherwise files compressed with a window longer than 128 MiB are refused.
             window = {zstd.DecompressionParameter.window_log_max: WINDOW_LOG}
             new = partial(zstd.ZstdDecompressor, options=window)
     return io.BufferedReader(_Streams(path, new, limit), READ_BLOCK_BYTES * 8)
@@ -129,16 +129,16 @@ def _zstd() -> Any:
 
 class _Streams(io.RawIOBase):
     """All streams of a file, one after another, as multi-threaded compressors write them. The
-    libraries' readers stop after the first stream (zstandard), or take anything that is not a
-    stream for the end of the file (bz2, lzma): the rest would be lost silently."""
+    libraries' readers stop after the first stream (zstandard), or treat anything that is not a
+    stream as the end of the file (bz2, lzma), so that the rest would be lost silently."""
 
     def __init__(self, path: str, new: Callable[[], Any], limit: tuple[int, ...]) -> None:
-        """`new`: makes a decompressor of one stream; `limit`: bytes that one call may unpack, for
-        decompressors that take a limit."""
+        """`new`: makes a decompressor for one stream; `limit`: bytes that one call may unpack, if
+        the decompressor takes a limit."""
         self._file, self._new, self._limit = open(path, "rb"), new, limit  # noqa: SIM115
-        # xz allows zeros after each of its streams, as padding.
+        # xz allows zeros after each stream, as padding.
         self._padded = path.lower().endswith(".xz")
-        self._stream: Any = None  # that is not whole yet
+        self._stream: Any = None  # not yet complete
         self._packed = self._ready = b""
 
     def readable(self) -> bool:
@@ -151,7 +151,7 @@ class _Streams(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
             packed, self._packed = self._packed, b""
-            # With a limit a decompressor may hold output back: then it wants no more input.
+            # With a limit, a decompressor may hold back output: then it needs no more input.
             if not packed and getattr(self._stream, "needs_input", True):
                 packed = self._file.read(READ_BLOCK_BYTES)
                 if not packed:
@@ -163,7 +163,7 @@ class _Streams(io.RawIOBase):
                     continue
                 self._stream = self._new()
             self._ready = self._stream.decompress(packed, *self._limit)
-            # What follows a stream is the next one, or nothing.
+            # A stream is followed by the next one, or nothing.
             if self._stream.eof:
                 self._packed, self._stream = self._stream.unused_data, None
         count = min(len(buffer), len(self._ready))

@@ -26,16 +26,15 @@ HEADER = re.compile(
 )
 MOST_MAPS = 32_768  # Linux allows a process 65,530 mappings (vm.max_map_count)
 PREPARE_AGAIN = "prepare the data again"
-CHECKERS = 16  # threads: a parallel file system answers an open in milliseconds, but many at once
+CHECKERS = 16  # threads: a parallel file system takes milliseconds per open, but many at once
 
 
 class TokenDataset(TokenStream):
-    """The samples of one split. Shards are memory-mapped when first read, and unmapped when so many
-    are open that the process would run out of file descriptors. Reading is safe in any thread and
-    after a fork."""
+    """Samples of one split. Shards are memory-mapped when first read, and unmapped before the
+    process runs out of file descriptors. Reading is safe in any thread and after a fork."""
 
     def __init__(self, path: Path, sidecar: Sidecar, split: str, shape: Shape, name: str) -> None:
-        """Use open(), which checks what is assumed here."""
+        """Use open(), which checks the assumptions made here."""
         self.path = path
         self.sidecar = sidecar
         self._shards = sidecar.splits[split]
@@ -80,7 +79,7 @@ class TokenDataset(TokenStream):
         return cls(directory, sidecar, split, shape, name or directory.name)
 
     def identity(self) -> dict[str, Any]:
-        """The shards, as in the sidecar: their tokens are the samples."""
+        """Return the shards, as in the sidecar: their tokens are the samples."""
         shards = json.dumps([asdict(shard) for shard in self._shards])
         return {"tokens": hashlib.sha256(shards.encode()).hexdigest()[:16]}
 
@@ -92,15 +91,15 @@ class TokenDataset(TokenStream):
 
     def begins(self, positions: Int64, rows: Int64) -> NDArray[np.bool_]:
         result = np.empty(rows.shape, np.bool_)
-        # Behind the end of one document begins the next; the first column is never used.
+        # A document begins after the end of the previous one; the first column is never used.
         np.equal(rows[:, :-1], self.sidecar.eod, out=result[:, 1:])
         return result
 
     @functools.cached_property
     def _map(self) -> Callable[[int], StreamTokens]:
-        """Map shard number -> tokens. The shuffle reads all shards in turn, so half the limit of
-        open files stay mapped: each mmap keeps a descriptor."""
-        # Asked at the first read, because the start of the process group raises it.
+        """Map shard number -> tokens. The shuffle reads all shards in turn, so at most half the
+        limit of open files stay mapped: each mmap keeps a descriptor."""
+        # Read the limit at the first read, because starting the process group raises it.
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = MOST_MAPS if soft == resource.RLIM_INFINITY else min(MOST_MAPS, soft // 2)
 
@@ -160,8 +159,8 @@ def map_array(path: Path, length: int, dtype: str) -> NDArray[Any]:
 
 
 def _read_header(file: BinaryIO) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Read dtype and shape of a .npy file. NumPy's own reader evaluates the header by `ast`, which
-    fails now and then in Python 3.11 when two threads do so at once."""
+    """Read the dtype and shape of a .npy file. NumPy's reader evaluates the header by `ast`, which
+    occasionally fails in Python 3.11 if two threads do so at once."""
     version, _ = np.lib.format.read_magic(file)
     size = int.from_bytes(file.read(2 if version == 1 else 4), "little")
     header = HEADER.fullmatch(file.read(size))

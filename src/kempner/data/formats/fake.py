@@ -13,8 +13,8 @@ DOCUMENTS = 8  # in a row, on average
 
 
 class FakeDataset:
-    """Rows of random tokens that follow from the sample's number. With documents apart, their
-    lengths are exponentially distributed, about DOCUMENTS to a row."""
+    """Rows of random tokens, determined by the sample's number. Separate documents have
+    exponentially distributed lengths, about DOCUMENTS per row."""
 
     ordered = False
     packing = None
@@ -40,13 +40,13 @@ class FakeDataset:
             if documents is not None:
                 documents[i] = _documents(random, length)
         inputs, targets = rows[:, :-1], rows[:, 1:].copy()
-        if documents is not None:  # the last token of a document predicts none of the next
+        if documents is not None:  # a document's last token does not predict the next document
             targets[:, :-1][documents[:, 1:] != documents[:, :-1]] = IGNORE
         return SampleRows(inputs, targets, documents)
 
 
 def _documents(random: np.random.Generator, length: int) -> Int32:
-    """Number the document of each of `length` tokens, [T]."""
+    """Return the document number of each of `length` tokens, [T]."""
     mean = max(1.0, length / DOCUMENTS)
     lengths = 1 + random.exponential(mean, size=length).astype(np.int64)
     return np.searchsorted(np.cumsum(lengths), np.arange(length), side="right").astype(np.int32)

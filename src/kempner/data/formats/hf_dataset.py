@@ -1,8 +1,8 @@
-"""Hugging Face data sets (the extra `data`): which of them are mapped, and which are streamed.
+"""Hugging Face data sets (the extra `data`), mapped or streamed.
 
-A data set that save_to_disk has written is Arrow: its column of token ids lies in a few long
-arrays, which are the parts of a stream of tokens, and nothing is copied to open it. Text, and the
-rows of Parquet or JSON lines, can only be read one after the other: see streamed.py.
+A data set written by save_to_disk is Arrow: its column of token ids lies in a few long arrays,
+which are the parts of a stream of tokens, and opening it copies nothing. Text, and the rows of
+Parquet or JSON lines, can only be read in sequence: see streamed.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def open_hugging_face(
     name = pick_column(cfg, data.column_names)
     if _is_mapped(data.data.column(name).type):
         return MappedTokens.of(cfg, split, data, name, shape, check)
-    if split != "train":  # nobody has counted its samples
+    if split != "train":  # its samples are not counted
         raise DataError(
             f"{cfg.path}: its column {name} is text, which is streamed and has no validation "
             "split; prepare it with prepare_data.py"
@@ -71,7 +71,7 @@ def _is_mapped(kind: Any) -> bool:
 
 
 def _saved(cfg: SourceConfig, folder: Path, split: str) -> Any:
-    """Load a data set that save_to_disk wrote; from several splits the requested one."""
+    """Load a data set written by save_to_disk; of several splits, the requested one."""
     try:
         data = import_data_package("datasets").load_from_disk(str(folder))
     except FileNotFoundError as error:
@@ -91,7 +91,7 @@ def _files(cfg: SourceConfig) -> Any:
     if cfg.path.startswith(hub.HF_DATA):
         files = hub.data_files(cfg.path, download=False)
     try:
-        # "train" is what it calls files that were named without a split.
+        # "train" is its name for files given without a split.
         return package.load_dataset(builder, data_files=files, split="train", streaming=True)
     except FileNotFoundError:
         raise DataError(f"{cfg.path}: no such files") from None
@@ -102,7 +102,7 @@ class MappedTokens(TokenStream):
 
     def __init__(self, name: str, chunks: list[Any], shape: Shape, path: str, key: str) -> None:
         self._path, self._key, self._chunks = path, key, chunks
-        # Not .values, which ignores that a chunk may be a slice of a longer array.
+        # Not .values, which ignores that a chunk may be a slice of an array.
         self._values = [chunk.flatten() for chunk in chunks]
         super().__init__(name, [len(values) for values in self._values], shape)
 
@@ -132,7 +132,7 @@ class MappedTokens(TokenStream):
         return {"fingerprint": self._key}
 
     def part(self, number: int) -> StreamTokens:
-        # It raises where it would have to copy: the arrays are the mapped files themselves.
+        # Raises if it would have to copy: the arrays are the mapped files themselves.
         values: StreamTokens = self._values[number].to_numpy(zero_copy_only=True)
         return values
 
@@ -141,7 +141,7 @@ class MappedTokens(TokenStream):
 
     @functools.cached_property
     def _first_tokens(self) -> Int64:
-        """Return the offset of each document in the stream: 8 bytes a document."""
+        """Return the offset of each document in the stream: 8 bytes per document."""
         # Lists of any kind, of fixed length too.
         length_of = import_data_package("pyarrow.compute").list_value_length
         starts = []

@@ -1,4 +1,4 @@
-"""Several sources as one: the samples of the first, then those of the second, and so on."""
+"""Several sources joined: the samples of the first, then those of the second, and so on."""
 
 from __future__ import annotations
 

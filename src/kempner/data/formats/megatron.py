@@ -30,16 +30,16 @@ from kempner.data.source import DataError, Int64, Shape
 INDEX_MAGIC = b"MMIDIDX\0\0"
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-CHECKED = 1 << 26  # tokens that are looked at together for the largest id
+CHECKED = 1 << 26  # tokens checked at once for the largest id
 
 
 class MegatronDataset(TokenStream):
     """All documents of one PREFIX, as one stream of tokens."""
 
     def __init__(self, prefix: Path, shape: Shape, name: str) -> None:
-        """Raises DataError if the files are missing or are not such a data set."""
+        """Raises DataError if the files are missing or not such a data set."""
         self.prefix = prefix
-        # Not with_suffix(): the name of the prefix may have a dot in it.
+        # Not with_suffix(): the prefix may contain a dot.
         lengths, pointers, documents, dtype = _read_index(prefix.with_name(prefix.name + ".idx"))
         self._lengths, self._documents, self._dtype = lengths, documents, np.dtype(dtype)
         self._bin = prefix.with_name(prefix.name + ".bin")
@@ -48,7 +48,7 @@ class MegatronDataset(TokenStream):
             size = os.stat(self._bin).st_size
         except OSError as error:
             raise DataError(f"{self._bin}: {error.strerror}") from None
-        # A stream only if the sequences lie one behind the other, as Megatron writes them.
+        # A stream only if the sequences are contiguous, as Megatron writes them.
         last = int(pointers[-1]) + int(lengths[-1]) * self._dtype.itemsize if len(lengths) else 0
         if not size == last == tokens * self._dtype.itemsize:
             raise DataError(
@@ -78,7 +78,8 @@ class MegatronDataset(TokenStream):
         return max((int(part.max()) for part in parts), default=0)
 
     def identity(self) -> dict[str, Any]:
-        """The lengths of the sequences stand for them: no pass over the tokens is needed."""
+        """Return the lengths of the sequences, which identify them without a pass
+        over the tokens."""
         digest = hashlib.sha256(self._lengths.tobytes()).hexdigest()[:16]
         return {"sequences": digest, "dtype": str(self._dtype)}
 

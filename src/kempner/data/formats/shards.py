@@ -1,8 +1,8 @@
 """Encoded units -> token shards, in order; and resuming after a kill.
 
-Shards are written in the order of the input, whatever the number of workers. A shard ends where a
-unit of the input ends, so that the record of a killed run (dataset.partial.json) is a list of whole
-shards and the number of units that are in them.
+Shards are written in the order of the input, whatever the number of workers. A shard ends at the
+end of an input unit, so that the record of a killed run (dataset.partial.json) is a list of
+complete shards and the number of units in them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from kempner.data.text.tokenizer import TokenArray
 from kempner.jobs.system.directories import MARK_FILE, Kind, mark_directory
 from kempner.jobs.system.files import write_atomic
 
-FRESH = re.compile(  # of a file that a killed preparation was writing
+FRESH = re.compile(  # a file that a killed preparation was writing
     r"\.(dataset(\.partial)?\.json|tokenizer(_config)?\.json|bad_lines\.txt|\.kempner"
     r"|(train|val)_\d{5,}(\.\w+)?\.npy)\.\d+\.new"
 )
-SHOWN_SKIPPED = 5  # files that are skipped, that a message names
+SHOWN_SKIPPED = 5  # skipped files named in a message
 
 
 class ShardWriter:
@@ -55,8 +55,8 @@ class ShardWriter:
         self.sidecar = sidecar
         self._pending: dict[str, list[TokenArray]] = {split: [] for split in DATA_SPLITS}
         self._count = dict(sidecar.prepared["progress"])
-        self._bad_lines: list[str] = []  # those that were left out
-        # The file is written before the count, and may have more lines than that: see _flush().
+        self._bad_lines: list[str] = []  # the lines left out
+        # The file is written before the count and may have more lines: see _flush().
         if bad_lines := self._count["bad_lines"]:
             self._bad_lines = (directory / BAD_LINES).read_text().splitlines()[:bad_lines]
 
@@ -66,8 +66,8 @@ class ShardWriter:
         return int(self._count["units"])
 
     def add(self, unit: Encoded) -> None:
-        """Append a unit; its bad lines are left out, and recorded."""
-        # A full shard is written only when more comes: finish() may move its end to validation.
+        """Append a unit; its bad lines are left out and recorded."""
+        # Write a full shard only when more follows: finish() may move its end to validation.
         full = self._pending_tokens() >= self.sidecar.prepared["settings"]["shard_tokens"]
         if full and any(map(len, unit.tokens.values())):
             self._flush()
@@ -94,14 +94,14 @@ class ShardWriter:
         return [replace(bad, number=before[bad.piece] + bad.number + 1) for bad in unit.bad]
 
     def finish(self) -> Sidecar:
-        """Write what is pending, then dataset.json: from then on the data can be read."""
+        """Write pending tokens, then dataset.json, which makes the data readable."""
         if self._pending_tokens():
             self._balance()
             self._flush()
         elif not self.sidecar.tokens("train"):
             raise DataError("; ".join(["the input has no text", *skipped_remarks(self._count)]))
         self.sidecar.save(self.directory / SIDECAR)
-        # After the sidecar: killed in between, the next start finds finished data.
+        # After the sidecar: if killed in between, the next start finds finished data.
         (self.directory / PROGRESS).unlink()
         remove_units(self.directory)
         return self.sidecar
@@ -110,8 +110,8 @@ class ShardWriter:
         return sum(len(tokens) for parts in self._pending.values() for tokens in parts)
 
     def _balance(self) -> None:
-        """Correct the held-out share from the end: a hash of few documents may hold out far too
-        little or too much."""
+        """Correct the held-out share from the end: with few documents, the hash may hold out far
+        too little or too much."""
         fraction = self.sidecar.prepared["settings"]["val_fraction"]
         pending = {name: sum(map(len, parts)) for name, parts in self._pending.items()}
         val = self.sidecar.tokens("val") + pending["val"]
@@ -127,8 +127,8 @@ class ShardWriter:
         self._pending = {"train": [train], "val": [held_out]}
 
     def _flush(self) -> None:
-        # Shards and bad lines first, then the record that counts them: what a kill leaves without a
-        # record is written again.
+        # Shards and bad lines first, then the record that counts them: after a kill, files without
+        # a record are written again.
         splits = dict(self.sidecar.splits)
         for split, parts in self._pending.items():
             if sum(map(len, parts)):
@@ -141,7 +141,7 @@ class ShardWriter:
         earlier = self.sidecar.prepared["progress"]["units"]
         self.sidecar = replace(self.sidecar, splits=splits, prepared=prepared)
         self.sidecar.save(self.directory / PROGRESS)
-        # Not before the record says that they are in shards.
+        # Only once the record lists them as in shards.
         for number in range(earlier, self.units_done):
             unit_file(self.directory, number).unlink(missing_ok=True)
 
@@ -163,14 +163,14 @@ class ShardWriter:
 
 
 def one_line(where: str, bad: BadLine) -> str:
-    """Format a bad line for BAD_LINES: names of files and keys of JSON may hold line ends, and what
-    is not UTF-8."""
+    """Format a bad line for BAD_LINES: file names and JSON keys may contain line ends
+    and invalid UTF-8."""
     text = " ".join(f"{where}:{bad.number}: {bad.reason}".splitlines())
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def skipped_remarks(progress: dict[str, Any]) -> list[str]:
-    """Describe what was left out, a phrase each."""
+    """Describe what was left out, in phrases."""
     names, remarks = progress.get("skipped_names", []), []
     if count := progress["skipped"]:
         examples = f" ({', '.join(names)}{', ...' if count > len(names) else ''})" if names else ""
@@ -190,9 +190,9 @@ def skipped_remarks(progress: dict[str, Any]) -> list[str]:
 
 
 def split_documents(tokens: TokenArray, want: int, eod: int) -> tuple[TokenArray, TokenArray]:
-    """Cut about `want` tokens off the end: between documents if that gives half to twice of it.
+    """Cut about `want` tokens off the end: between documents if that yields half to twice as many.
 
-    Otherwise the cut goes through a document, whose first part gets an end of its own.
+    Otherwise the cut splits a document, and its first part gets an end-of-document token.
     """
     size = len(tokens)
     want = min(max(want, 0), size // 2)
@@ -207,8 +207,8 @@ def split_documents(tokens: TokenArray, want: int, eod: int) -> tuple[TokenArray
 
 
 def _npy(parts: list[TokenArray]) -> Callable[[BinaryIO], object]:
-    """Return a writer of a 1-D .npy from its parts. Not np.save: that forgets why
-    a write failed."""
+    """Return a writer of a 1-D .npy from its parts. Not np.save, which drops the reason of
+    a failed write."""
 
     def write(file: BinaryIO) -> None:
         shape = (sum(map(len, parts)),)
@@ -227,7 +227,7 @@ def _npy(parts: list[TokenArray]) -> Callable[[BinaryIO], object]:
 def shard_lock(directory: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
     """Lock the directory so that one process writes shards at a time; the tasks of a job, which
     write units, share the lock (fcntl.LOCK_SH). Raises DataError if another holds it."""
-    # The directory itself is locked: no file is left in the data for it.
+    # Lock the directory itself, to leave no lock file in the data.
     handle = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
@@ -245,10 +245,10 @@ def shard_lock(directory: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
 
 
 def earlier_preparation(directory: Path, sidecar: Sidecar, overwrite: bool) -> Sidecar:
-    """Return the sidecar to resume from: `sidecar` (nothing there), the record of a killed run,
-    or finished data.
+    """Return the sidecar to resume from: `sidecar` (if nothing exists), the record of a killed run,
+    or that of finished data.
 
-    Data made with other settings or from other inputs are refused, or removed by `overwrite`.
+    Data made with other settings or from other inputs is refused, or removed with `overwrite`.
     """
     for leftover in directory.glob(".*.new"):
         if FRESH.fullmatch(leftover.name):
@@ -274,10 +274,10 @@ def earlier_preparation(directory: Path, sidecar: Sidecar, overwrite: bool) -> S
             and not any(sidecar_there.splits.values())
             and not _units(directory)
         ):
-            problems = []  # nothing was written yet: nothing is lost
+            problems = []  # nothing written yet: nothing is lost
     if problems and not overwrite:
         raise ConfigError(problems)
-    # Also with --overwrite: it is meant for what was prepared, not for a user's own files.
+    # Also with --overwrite, which is for prepared data, not for a user's own files.
     if finished and (strange := _not_recorded(directory)):
         raise ConfigError(
             f"--out = {directory} has files that its {SIDECAR} does not record, and that would be "
@@ -288,8 +288,8 @@ def earlier_preparation(directory: Path, sidecar: Sidecar, overwrite: bool) -> S
 
 
 def begun_preparation(directory: Path, sidecar: Sidecar) -> Sidecar:
-    """Return the record of a preparation that has begun, or has finished, with the same settings.
-    Changes nothing: the tasks of a job call it together."""
+    """Return the record of a begun or finished preparation with the same settings. Changes nothing:
+    the tasks of a job call it concurrently."""
     finished = (directory / SIDECAR).is_file()
     sidecar_there = Sidecar.load(directory / (SIDECAR if finished else PROGRESS))
     if problems := _differences(directory, sidecar_there, sidecar, finished):
@@ -308,7 +308,7 @@ def _examine(record: Path, sidecar: Sidecar, finished: bool) -> tuple[Sidecar | 
 
 def discard_data(directory: Path) -> None:
     """Remove prepared data, the sidecar first: no reader finds a sidecar without its shards."""
-    # First: the next start then knows what a kill has left for data of its own.
+    # First, so that the next start recognises the leftovers of a kill as its own data.
     mark_directory(directory, Kind.DATA)
     for name in (SIDECAR, PROGRESS, SIDECAR_TOKENIZER, TOKENIZER_CONFIG, BAD_LINES):
         (directory / name).unlink(missing_ok=True)
@@ -319,7 +319,7 @@ def discard_data(directory: Path) -> None:
 
 def forget_preparation(directory: Path, is_new: bool) -> None:
     """Remove the record of a preparation that has written no shard, and the directory if it
-    `is_new`, made for it. A list of bad lines stays, in a directory that is still marked."""
+    `is_new`, created for it. A list of bad lines stays, in a directory that is still marked."""
     if _shards(directory) or _units(directory):
         return
     for name in (PROGRESS, SIDECAR_TOKENIZER, TOKENIZER_CONFIG):
@@ -331,8 +331,8 @@ def forget_preparation(directory: Path, is_new: bool) -> None:
 
 
 def _not_recorded(directory: Path) -> list[str]:
-    """List files in finished data that discard_data() would remove although they do not belong to
-    these data; none if the sidecar cannot be read."""
+    """List files that discard_data() would remove although they do not belong to the finished data;
+    none if the sidecar cannot be read."""
     try:
         sidecar_there = Sidecar.load(directory / SIDECAR)
     except ConfigError:
@@ -380,7 +380,7 @@ def _damage(directory: Path, there: Sidecar) -> list[str]:
     problems = []
     for shard in itertools.chain(*there.splits.values()):
         path = directory / shard.file
-        # The numbers alone; a header comes before them.
+        # Only the numbers; a header precedes them.
         least = {path: shard.tokens * np.dtype(there.dtype).itemsize}
         if there.kind != "text":
             least |= dict.fromkeys(chat_marks.files_of_shard(path).values(), shard.documents)

@@ -1,7 +1,7 @@
 """A stream of tokens, cut into numbered samples. N samples, T tokens.
 
-Sample i is the tokens i * T to (i + 1) * T, both included: T inputs and, one further, T targets. It
-may cross the end of a part of the stream (a shard, a file). The last tokens, too few for a sample,
+Sample i is the tokens i * T to (i + 1) * T, both included: T inputs and, one further, T targets.
+It may cross the end of a part of the stream (a shard, a file). Last tokens too few for a sample
 are not used.
 """
 
@@ -20,7 +20,7 @@ StreamTokens = NDArray[np.integer[Any]]  # 1-D
 
 
 class TokenStream:
-    """The samples of a stream in parts; a subclass supplies the parts."""
+    """Samples of a stream in parts, which a subclass supplies."""
 
     ordered = False
     packing = None
@@ -46,7 +46,7 @@ class TokenStream:
 
     def __len__(self) -> int:
         """Number of samples."""
-        # One token is left for the last target.
+        # One token is reserved for the last target.
         return max(0, int((self._starts[-1] - 1) // self.seq_len))
 
     def read(self, indices: Int64) -> SampleRows:
@@ -69,7 +69,7 @@ class TokenStream:
                 tokens = self.part(part)[: length - have]
                 row[have : have + len(tokens)] = tokens
                 have += len(tokens)
-        # One comparison for both ends: negative ids are large as unsigned numbers.
+        # One comparison covers both ends: negative ids are large unsigned numbers.
         if rows.size and rows.view(np.uint64).max() >= self.vocab_size:
             self._complain(places, rows)
         if not self._separate:
@@ -78,7 +78,7 @@ class TokenStream:
 
     def _place(self, positions: Int64) -> tuple[Int64, Int64]:
         """Split positions in the stream into parts and offsets in them."""
-        # side="right": of parts that begin at one position only the last has tokens.
+        # side="right": of parts that begin at the same position, only the last has tokens.
         parts = np.searchsorted(self._starts, positions, side="right") - 1
         return parts, positions - self._starts[parts]
 
@@ -93,8 +93,8 @@ class TokenStream:
 
 
 def separate_documents(rows: Int64, begins: NDArray[np.bool_]) -> SampleRows:
-    """Make rows of samples [N, T + 1] in which a document begins at each `begins`. The first token
-    of a document is not a target: nothing leads to it."""
+    """Make rows of samples [N, T + 1] in which a document begins at each `begins`. A document's
+    first token is not a target: nothing predicts it."""
     documents: Int32 = np.zeros((rows.shape[0], rows.shape[1] - 1), np.int32)
     np.cumsum(begins[:, 1:-1], axis=1, dtype=np.int32, out=documents[:, 1:])
     return SampleRows(rows[:, :-1], np.where(begins[:, 1:], IGNORE, rows[:, 1:]), documents)

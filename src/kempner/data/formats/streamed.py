@@ -1,9 +1,9 @@
-"""Rows that can only be read one after the other, tokenized on the way: a stream without an end.
+"""Rows that can only be read in sequence, tokenized on the fly: an endless stream.
 
-Sample i is the tokens i * T to (i + 1) * T of all documents in their order, over and over. To find
-it everything before it is read, from the nearest bookmark on: the state of the iterator, and the
-tokens that are read but not used. Rank 0 writes one every 1024 samples to a file, so that a run
-that resumes starts at once; without the file it only takes longer.
+Sample i is the tokens i * T to (i + 1) * T of all documents in order, over and over. To find it,
+everything before it is read, from the nearest bookmark on: the iterator's state, and the tokens
+read but not used. Rank 0 writes one every 1024 samples to a file, so that a resumed run starts at
+once; without the file it only takes longer.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from kempner.data.text.tokenizer import FileTokenizer
 from kempner.jobs.system.files import LineFile
 from kempner.jobs.system.reading import read_jsonl
 
-READ_AHEAD = 64  # documents that are encoded together
+READ_AHEAD = 64  # documents encoded together
 BOOKMARK = 1024  # samples from one bookmark to the next
-ENDLESS = 1 << 62  # samples: nobody has counted them
+ENDLESS = 1 << 62  # samples: their number is unknown
 START: dict[str, Any] = {"sample": 0, "state": None, "left": [], "begins": []}
 
 
@@ -40,8 +40,8 @@ class StreamedDocuments:
     def __init__(
         self, cfg: SourceConfig, shape: Shape, make: Callable[[], Any], file: Path, write: bool
     ) -> None:
-        """`make` returns the data set at its start, as datasets.IterableDataset. `file`: the
-        bookmarks, which are written with `write`."""
+        """`make` returns the data set at its start, a datasets.IterableDataset. `file`: the
+        bookmarks, written if `write`."""
         self.name, self.seq_len, self._path = cfg.label, shape.seq_len, cfg.path
         self._vocab_size, self._separate = shape.vocab_size, shape.separate
         self._make, self._file, self._write = make, file, write
@@ -60,7 +60,7 @@ class StreamedDocuments:
                 "name the one that does by `column` in data.sources"
             )
         self._found_none = False  # since the last end of the rows
-        self._sought = False  # whether the bookmarks were looked at
+        self._sought = False  # whether the bookmarks were read
         self._data: Any = None
         self._rows: Iterator[Any] = iter(())
         self._left = np.empty(0, np.int64)  # tokens from sample `_sample` on
@@ -106,13 +106,13 @@ class StreamedDocuments:
         rows = np.empty((len(indices), length), np.int64)
         begins = np.empty(rows.shape, np.bool_)
         for row, starts, index in zip(rows, begins, indices.tolist(), strict=True):
-            # Backwards, or the first read after a start: go on from a bookmark.
+            # Backwards, or the first read after a start: continue from a bookmark.
             if index < self._sample or not self._sought:
                 self._go_to(self._bookmark(index))
                 self._sought = True
             while self._sample <= index:
                 self._fill(length)
-                # Also for samples that are not wanted: a stream is only read forward.
+                # Also for unwanted samples: a stream is only read forward.
                 row[:], starts[:] = self._left[:length], self._begins[:length]
                 # The last token is also the first input of the next sample.
                 self._left, self._begins = self._left[length - 1 :], self._begins[length - 1 :]
@@ -128,8 +128,8 @@ class StreamedDocuments:
         )
 
     def _fill(self, length: int) -> None:
-        """Read until `length` tokens are there."""
-        # Only where rows are read next: then the iterator's state and `left` belong together.
+        """Read until there are `length` tokens."""
+        # Only if rows are read next: then the iterator's state and `left` match.
         if self._sample >= self._next_mark and len(self._left) < length:
             self._mark()
         while len(self._left) < length:
@@ -144,7 +144,7 @@ class StreamedDocuments:
         if not rows:
             if self._found_none:
                 raise DataError(f"{self._path}: no row has anything in column {self._column!r}")
-            # Not at the first end: what was read may have begun in the middle.
+            # Not at the first end: reading may have begun in the middle.
             self._found_none = True
             self._data = self._make()
             self._rows = iter(self._data)
@@ -168,7 +168,7 @@ class StreamedDocuments:
                 "left": self._left.tolist(),
                 "begins": np.flatnonzero(self._begins).tolist(),
             }
-            with contextlib.suppress(OSError):  # a full disk: only time is lost
+            with contextlib.suppress(OSError):  # e.g. a full disk: only time is lost
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 LineFile(self._file).write(json.dumps(mark))
 
@@ -176,7 +176,7 @@ class StreamedDocuments:
         """Return the last bookmark that is not past sample `index`."""
         best = START
         for mark in read_jsonl(self._file):
-            # Of other files, or another length, the state would lead to other samples.
+            # With other files or another length, the state would lead to other samples.
             same_stream = mark.get("of") == self.identity() and mark.get("seq_len") == self.seq_len
             if same_stream and best["sample"] < mark["sample"] <= index:
                 best = mark

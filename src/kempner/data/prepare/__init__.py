@@ -1,1 +1,1 @@
-"""Makes token shards from documents, and copies them to a host's own disk."""
+"""Preparation of token shards from documents, and copies of them on a host's own disk."""

@@ -1,4 +1,4 @@
-"""Prepare all units of the input as shards, or one task's share of them as files."""
+"""Preparation of all units of the input as shards, or of one task's share as files."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kempner.data.text import encode
 from kempner.jobs.ranks.placement import World
 from kempner.jobs.system.files import write_atomic
 
-ALL_BAD = 1000  # lines of JSON without a single document: enough to stop looking
+ALL_BAD = 1000  # JSON lines without a single document: enough to give up
 
 
 @dataclass(frozen=True)
 class Work:
     out: Path
-    sidecar: Sidecar  # what is done
+    sidecar: Sidecar  # finished so far
     items: list[units.Item]
     how: encode.Encoding
     workers: int
@@ -47,15 +47,14 @@ def encode_task_share(work: Work, world: World) -> None:
         for done in share:
             bad, documents = bad + len(done.bad), documents + done.documents
             if bad >= ALL_BAD and not documents and not work.skip_bad_lines:
-                break  # the process that makes the shards says it
+                break  # the process that makes the shards reports it
             advance(done.size)
 
 
 def write_shards(work: Work) -> Sidecar:
-    """Write all units as shards. Raises ConfigError with the bad lines, unless they are to
-    be left out."""
+    """Write all units as shards. Raises ConfigError with the bad lines, unless they are skipped."""
     writer = ShardWriter(work.out, work.sidecar)
-    # In the order of the input: what is done is a beginning of it.
+    # In the order of the input: the finished units come first.
     done, remaining = work.items[: work.done()], work.items[work.done() :]
     if done:
         shards = sum(map(len, work.sidecar.splits.values()))
@@ -66,7 +65,7 @@ def write_shards(work: Work) -> Sidecar:
     with encode.progress_bar(_bytes(work.items), start=_bytes(done)) as advance:
         for encoded in encode.in_workers(units.read_or_encode, remaining, work.how, workers):
             documents += encoded.documents
-            # After a bad line nothing more is written, but all are looked for: one correction does.
+            # After a bad line nothing more is written, but all are found: one correction suffices.
             if work.skip_bad_lines or not (bad or encoded.bad):
                 writer.add(encoded)
             else:
@@ -80,7 +79,7 @@ def write_shards(work: Work) -> Sidecar:
 
 
 def _refuse(out: Path, bad: list[BadLine], stopped: bool) -> tuple[list[str], str]:
-    """Return the first bad lines and the fix; all of them go into a file."""
+    """Return the first bad lines and the fix; all go into a file."""
     lines = [one_line(line.path, line) for line in bad]
     write_atomic(out / BAD_LINES, "\n".join([*lines, ""]))
     more = f"{len(bad) - SHOWN_SKIPPED} more such lines, " if len(bad) > SHOWN_SKIPPED else ""

@@ -2,8 +2,8 @@
 Chat data are rows of the latter two. Text and JSON lines may be compressed.
 
 Work is cut into pieces that any process can read alone: a range of bytes of a text file or of JSON
-lines, a compressed one as a whole, a row group of Parquet. The cuts depend on the files alone,
-never on the number of workers.
+lines, a compressed one as a whole, a row group of Parquet. The cuts depend only on the files, never
+on the number of workers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ JSON_BYTES = 4 << 20  # bytes of JSON lines to a piece
 FILE_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}  # the rest is text
 KINDS_COMPRESSED = {**FILE_KINDS, ".json": "jsonl"}  # so C4 and Dolma name them
 BOM = b"\xef\xbb\xbf"  # the byte order mark
-SHOWN_PROBLEMS = 10  # problems that an error names
+SHOWN_PROBLEMS = 10  # problems listed in an error
 CORPUS_FIX = "give yourself the right to read it, or name the inputs without it"
 NO_STDLIB_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test")
 
@@ -46,7 +46,7 @@ class SourceFile:
     path: str
     name: str  # relative to the input it was found under: no machine's path gets into the data
     kind: str  # text, jsonl or parquet
-    named: bool  # by the user: it must be readable; what a directory holds besides may not be
+    named: bool  # by the user, so it must be readable; other files of a directory need not be
     compression: str = ""  # its suffix: it must be readable, too
 
 
@@ -80,11 +80,11 @@ class Lines:
 def find_source_files(
     inputs: Iterable[str], exclude: Path, left_out: list[str] | None = None
 ) -> list[SourceFile]:
-    """List the files under `inputs`, each once, in an order that depends on the names alone.
+    """List the files under `inputs`, each once, in an order that depends only on the names.
 
-    Hidden files, __pycache__ and everything under `exclude` (the output) are skipped; links to
-    directories, and what is neither a file nor a directory, go into `left_out`. Raises ConfigError,
-    which names dangling links and what cannot be read.
+    Skips hidden files, __pycache__ and everything under `exclude` (the output). Links to
+    directories, and anything neither a file nor a directory, go into `left_out`. Raises
+    ConfigError, which names dangling links and unreadable files.
     """
     files: dict[str, SourceFile] = {}
     problems: list[str] = []
@@ -98,7 +98,7 @@ def find_source_files(
                     path
                 ):
                     problems.append(f"{path}: {why}, or name the inputs without it")
-                # By the real path: what two links lead to would be in the data twice.
+                # By the real path: the target of two links would be in the data twice.
                 files.setdefault(os.path.realpath(path), _source(path, name, named=False))
         elif not top.exists():
             problems.append(f"{path_name}: no such file or directory")
@@ -111,7 +111,7 @@ def find_source_files(
             fix = f"give a file with one object a line: jq -c '.[]' {old} >{new}"
             problems.append(f"{path_name}: is a JSON array; {fix}")
         else:
-            # Also in place of the same file of a directory: one that is named must be text.
+            # Also replaces the same file found in a directory: a named one must be text.
             files[os.path.realpath(top)] = _source(top, top.name, named=True)
     _raise(problems)
     return list(files.values())
@@ -155,7 +155,7 @@ def _walk(
 
     for folder, folders, names in os.walk(top, onerror=closed):
         here = Path(folder)
-        # In place: os.walk goes into what is left in the list.
+        # In place: os.walk enters the folders left in the list.
         folders[:] = [
             name
             for name in folders
@@ -193,7 +193,7 @@ def check_readable(pattern: str) -> None:
     fixed = list(itertools.takewhile(lambda part: re.search(r"[*?[]", part) is None, parts))
     rest, top = parts[len(fixed) :], Path(*fixed)
     for folder, folders, _ in os.walk(top, onerror=_unreadable) if rest and top.is_dir() else ():
-        # Only where the pattern can lead: other directories may well be closed to this user.
+        # Only where the pattern can lead: other directories may be closed to this user.
         level = len(Path(folder).relative_to(top).parts)
         if "**" not in rest:
             folders[:] = [f for f in folders if level + 1 < len(rest) and fnmatch(f, rest[level])]
@@ -211,8 +211,8 @@ def _source(path: Path, name: str, named: bool) -> SourceFile:
 
 
 def _has_json_lines(path: Path) -> bool:
-    """Return whether the first two lines are a JSON object each: other .json files, such as those
-    of programs among their sources, are text."""
+    """Return whether each of the first two lines is a JSON object: other .json files, such as those
+    among program sources, are text."""
     try:
         with path.open("rb") as file:
             first = [json.loads(file.readline(JSON_BYTES)) for _ in range(2)]
@@ -238,15 +238,15 @@ def sources_fingerprint(sources: Iterable[SourceFile]) -> str:
     digest = hashlib.sha256()
     for source in sources:
         status = os.stat(source.path)
-        # The name of a file need not be UTF-8.
+        # File names need not be UTF-8.
         digest.update(os.fsencode(source.name))
         digest.update(f"\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:32]
 
 
 def cut_units(sources: Iterable[SourceFile], unit_bytes: int) -> list[list[SourcePiece]]:
-    """Cut the input into units of about `unit_bytes`, at least a piece: each is one task
-    of a worker."""
+    """Cut the input into units of about `unit_bytes`, at least one piece: each is
+    a worker's task."""
     units: list[list[SourcePiece]] = []
     problems: list[str] = []
     # Full, so that the first piece opens a unit.
@@ -287,7 +287,7 @@ def _pieces(source: SourceFile) -> list[SourcePiece]:
 def _borders(file: BinaryIO, step: int, lines_only: bool) -> Iterator[int]:
     """Yield 0, the line ends nearest after each `step` bytes, and the size.
 
-    Text without line ends is cut between two characters all the same; JSON lines never are.
+    Text without line ends is cut between two characters; JSON lines never are.
     """
     size = os.fstat(file.fileno()).st_size
     position = 0
@@ -299,7 +299,7 @@ def _borders(file: BinaryIO, step: int, lines_only: bool) -> Iterator[int]:
         position = file.tell()
         if not line.endswith(b"\n") and not lines_only:
             file.seek(position)
-            # A character of UTF-8 has three more bytes at most.
+            # A UTF-8 character has at most three more bytes.
             position += _inside(file.read(3))
         if position < size:
             yield position
@@ -363,7 +363,7 @@ def _without_none(value: Any) -> Any:
 def _lines(piece: SourcePiece, lines: Lines) -> Iterator[bytes]:
     """Yield the lines without their ends; counted in `lines`."""
     if not piece.source.compression:
-        # A piece without compression is small enough to be read at once: JSON_BYTES, and a line.
+        # An uncompressed piece is small enough to be read at once: JSON_BYTES and a line.
         data = _read(piece)
         lines.count = data.count(b"\n")
         yield from data.split(b"\n")
@@ -377,7 +377,7 @@ def _read(piece: SourcePiece) -> bytes:
     with open(piece.source.path, "rb") as file:
         file.seek(piece.start)
         data = file.read(piece.end - piece.start)
-    # The cuts were made from its size: a text that shrinks would lose documents silently.
+    # The cuts depend on its size: a text that shrinks would silently lose documents.
     if len(data) != piece.end - piece.start:
         raise DataError(f"{piece.source.path}: became shorter while it was read")
     return data.removeprefix(BOM) if piece.start == 0 else data
@@ -419,7 +419,7 @@ def _row(line: bytes) -> dict[str, Any]:
 
 
 def _text(line: bytes, text_key: str) -> str:
-    """Return the document in a line of JSON. Raises ValueError that says why it has none."""
+    """Return the document in a line of JSON. Raises ValueError with the reason if there is none."""
     row = _row(line)
     if text_key not in row:
         raise ValueError(f"no key {text_key!r} (has: {', '.join(row)}); choose by --text-key")
@@ -448,13 +448,13 @@ def _parquet_documents(piece: SourcePiece, text_key: str) -> Iterator[str]:
     kind = str(file.schema_arrow.field(text_key).type)
     if kind not in ("string", "large_string", "string_view"):
         raise DataError(f"{piece.source.path}: column {text_key!r} is {kind}, not string")
-    # In batches: a row group may hold more text than there is memory.
+    # In batches: a row group may hold more text than fits in memory.
     for batch in file.iter_batches(row_groups=[piece.start], columns=[text_key], batch_size=1024):
         yield from (text or "" for text in batch.column(0).to_pylist())
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Return whether this document goes to the validation split; the same for equal texts."""
+    """Return whether this document goes into the validation split; the same for equal texts."""
     # Lone surrogates, which JSON may hold, cannot be encoded.
     digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2**64

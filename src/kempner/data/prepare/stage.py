@@ -2,9 +2,9 @@
 
     python -m kempner.data.prepare.stage --jobs 17,18 DIR/kempner-17 DATASET...
 
-runs once on each host before the training. It removes what jobs that are no longer there have left
-in DIR, keeps what an earlier attempt of this job has copied, and copies the rest. What cannot be
-copied is read from where it is: one warning, exit code 0.
+runs once on each host before the training. It removes the leftovers of finished jobs in DIR, keeps
+the copies of this job's earlier attempts, and copies the rest. Data that cannot be copied is read
+from its original place: one warning, exit code 0.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class WrongCopy(OSError):
 
 def staged_dir(directory: str | Path) -> Path:
     """Return the copy of a data set on this host's disk, if there is one that nobody else can
-    change; else the data set itself."""
+    change, else the data set itself."""
     path = Path(directory).expanduser()
     if root := os.environ.get("KEMPNER_STAGED"):
         copy = _copy_of(path, Path(root))
-        # The sidecar is copied last: without it the copy is not whole.
+        # The sidecar is copied last: without it the copy is incomplete.
         if (copy / SIDECAR).is_file() and not private.why_not(Path(root)):
             return copy
     return path
@@ -59,7 +59,7 @@ def staged_dir(directory: str | Path) -> Path:
 
 def _copy_of(path: Path, root: Path) -> Path:
     """Return the path in `root` for the copy of a data set; data prepared again
-    get another path."""
+    gets another path."""
     try:
         content = (path / SIDECAR).read_bytes()
     except OSError:
@@ -69,8 +69,8 @@ def _copy_of(path: Path, root: Path) -> Path:
 
 
 def claim_staging(root: Path) -> None:
-    """Make the directory of this job. Raises ConfigError when something else is there, OSError when
-    it cannot be made, or others could change what is in it."""
+    """Make the directory of this job. Raises ConfigError if something else is there, OSError if it
+    cannot be made or others could change its contents."""
     private.make_private(root)
     if directory_kind(root) is not Kind.STAGE:
         refuse_others(root, "the directory of this job", (), "give another KEMPNER_STAGE")
@@ -82,7 +82,7 @@ def stage_data(path: Path, root: Path) -> str:
     copy, start_time = _copy_of(path, root), time.monotonic()
     sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
     total = sum(sizes.values())
-    # By size, too: a file that was cut short must not pass for whole.
+    # By size, too: a truncated file must not pass for complete.
     whole = (copy / SIDECAR).is_file() and all(_size(copy / n) == sizes[n] for n in sizes)
     if whole and not private.why_not(root):
         return f"{path}: its copy in {copy} is kept"
@@ -95,9 +95,9 @@ def stage_data(path: Path, root: Path) -> str:
         copy.mkdir()
         with ThreadPoolExecutor(COPIERS) as pool:
             names = [name for name in sizes if name != SIDECAR]
-            # list(): without it nobody sees the error of a copy.
+            # list() raises the errors of the copies.
             list(pool.map(lambda name: _copy(path / name, copy / name), names))
-        # Last: staged_dir() takes a copy with a sidecar for whole.
+        # Last: to staged_dir() a copy with a sidecar is complete.
         _copy(path / SIDECAR, copy / SIDECAR)
     except OSError:
         shutil.rmtree(copy, ignore_errors=True)
@@ -117,11 +117,11 @@ def _copy(source: Path, target: Path) -> None:
         while data := reader.read(COPY_CHUNK_BYTES):
             digest.update(data)
             writer.write(data)
-    # Only what is on the disk can be dropped from the page cache.
+    # Only data on the disk can be dropped from the page cache.
     fsync(target)
     again = hashlib.blake2b()
     with open(target, "rb") as reader:
-        # Else the page cache would be compared, not the disk.
+        # Otherwise this would compare the page cache, not the disk.
         os.posix_fadvise(reader.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while data := reader.read(COPY_CHUNK_BYTES):
             again.update(data)
@@ -130,7 +130,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def remove_old(disk: Path, jobs: set[str]) -> None:
-    """Remove what other jobs of this user have left on the disk; `jobs` are those that live."""
+    """Remove the leftovers of this user's other jobs on the disk; `jobs` are those still alive."""
     for path in disk.iterdir() if disk.is_dir() else ():
         match = OWN_FOLDER.fullmatch(path.name)
         # lstat(): the disk is shared, and a link of this name may lead anywhere.
@@ -139,7 +139,7 @@ def remove_old(disk: Path, jobs: set[str]) -> None:
 
 
 def remove_staging(root: Path) -> None:
-    """Remove the directory of a job, if this kit has made it; its mark last."""
+    """Remove the directory of a job, if this kit made it; its mark last."""
     if root.is_symlink() or directory_kind(root) is not Kind.STAGE:
         return
     for path in root.iterdir():
@@ -157,7 +157,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.jobs:
         remove_old(options.root.parent, set(options.jobs.split(",")))
-    if not options.datasets:  # for stage_node.sh, which says what it could not copy
+    if not options.datasets:  # for stage_node.sh, which reports what it could not copy
         with contextlib.suppress(OSError, ConfigError):
             claim_staging(options.root)
     for path in options.datasets:

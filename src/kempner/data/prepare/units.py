@@ -1,8 +1,8 @@
-"""Preparation on many nodes: each unit of the input is encoded by some task into a file of its own,
-in OUT/units, and one process makes shards of them, as if it had encoded them itself.
+"""Preparation on many nodes: tasks encode each unit of the input into a separate file in OUT/units,
+and one process makes shards of them, as if it had encoded them itself.
 
-There is no queue and no lock. A task encodes every n-th unit. Then it helps the others: it takes
-what is still missing, in an order of its own. Two tasks that meet write the same bytes.
+There is no queue and no lock. A task encodes every n-th unit, then helps with the missing ones, in
+its own order. Two tasks that meet write the same bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def unit_file(out: Path, number: int) -> Path:
 
 
 def remove_units(out: Path) -> None:
-    """Delete the units and records of a job's tasks; a version before the mark is known
+    """Delete the units and records of a job's tasks; versions without marks are recognised
     by their names."""
     folder = out / UNITS_FOLDER
     names = os.listdir(folder) if folder.is_dir() else []
@@ -54,7 +54,7 @@ def number_units(out: Path, units: list[list[SourcePiece]]) -> list[Item]:
 
 
 def save_unit(path: Path, unit: Encoded) -> None:
-    """Write a unit. An error leaves no file, and a kill a temporary one that nobody reads."""
+    """Write a unit. An error leaves no file, and a kill only an unused temporary one."""
     about = {**dataclasses.asdict(unit), "tokens": None}
     parts = {
         **unit.tokens,
@@ -64,8 +64,8 @@ def save_unit(path: Path, unit: Encoded) -> None:
 
 
 def load_unit(path: Path) -> Encoded | None:
-    """Read a unit; None if it is missing or damaged: npz has a CRC-32 of each array. Of a damaged
-    header zipfile may say that it is encrypted, or of a later version (RuntimeError)."""
+    """Read a unit; None if it is missing or damaged: npz has a CRC-32 of each array. For a damaged
+    header zipfile may report encryption or a later version (RuntimeError)."""
     try:
         with np.load(path) as parts:
             about = json.loads(parts["about"].tobytes())
@@ -90,14 +90,14 @@ def _write(item: Item, how: Encoding, tokenizer: Tokenizer) -> Encoded:
 
 
 class Leave:
-    """The signal that asks this process to leave, once it has come."""
+    """The signal that asks this process to leave, once received."""
 
     def __init__(self) -> None:
         self.state = ""
         signal.signal(signal.SIGTERM, partial(self._ask, "interrupted"))
         signal.signal(signal.SIGUSR1, partial(self._ask, "interrupted"))
         signal.signal(signal.SIGINT, partial(self._ask, "stopped"))
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # every unit is saved as it is
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # every unit is saved anyway
         # task.sh starts us with these signals blocked, so that none is lost before this handler
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FOR_THE_PARENT, signal.SIGTERM})
 
@@ -108,16 +108,16 @@ class Leave:
 def encode_units(
     items: Sequence[Item], how: Encoding, workers: int, rank: int, tasks: int
 ) -> Iterator[Encoded]:
-    """Encode this task's share, then what the others have left; yields what was done, without
-    tokens. Ends early on a request to leave, which status.json then has for the batch script."""
+    """Encode this task's share, then the units that others have left; yields the results, without
+    tokens. Ends early on a request to leave, recorded in status.json for the batch script."""
     leave = Leave()
     others = [item for number, item in enumerate(items) if number % tasks != rank]
-    # Each task in an order of its own, so that helpers seldom meet at one unit.
+    # Each task in its own order, so that helpers rarely meet at one unit.
     random.Random(rank).shuffle(others)
 
     def missing() -> Iterator[Item]:
         for item in itertools.chain(items[rank::tasks], others):
-            # Asked when a worker is free: by then another task may have done it.
+            # Checked when a worker is free: by then another task may have done it.
             if not leave.state and not item[0].exists():
                 yield item
 

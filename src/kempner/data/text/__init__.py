@@ -1,1 +1,1 @@
-"""Text to token ids: tokenizers, chat templates, which tokens count in the loss."""
+"""Text to token ids: tokenizers, chat templates, and the tokens that count in the loss."""

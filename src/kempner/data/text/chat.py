@@ -38,7 +38,7 @@ from kempner.jobs.system.files import write_atomic
 
 @dataclass(frozen=True)
 class ChatEncoding:
-    """Settings that a worker needs to encode chat data, besides those for text."""
+    """Settings that a worker needs to encode chat data, in addition to those for text."""
 
     directory: str  # has tokenizer_config.json, with the template
     kind: str  # chat or preference
@@ -66,7 +66,7 @@ class ChatEncoding:
                 if not all((tokens[1:] & IN_LOSS_BIT).any() for tokens in conversations):
                     result.empty += 1
                     continue
-                # By the first text alone: both answers of a preference go to one split.
+                # Only by the first text: both answers of a preference go to one split.
                 held_out = is_held_out(row[0][0], how.val_fraction)
                 parts["val" if held_out else "train"] += conversations
         nothing = np.empty(0, np.uint32)
@@ -114,7 +114,7 @@ def row_conversations(
         answers = [_messages(row, key, "assistant") for key in ("chosen", "rejected")]
         # Many data sets repeat the prompt in the answers, or have it only there.
         answers = [each[len(prompt) * (each[: len(prompt)] == prompt) :] for each in answers]
-        # What both answers still begin with belongs to the prompt, too.
+        # The common beginning of both answers belongs to the prompt, too.
         same = next((i for i, (a, b) in enumerate(zip(*answers, strict=False)) if a != b), -1)
         if same < 0:
             raise ValueError("'chosen' and 'rejected' do not differ, or one of them is empty")
@@ -223,20 +223,20 @@ def chat_settings(options: argparse.Namespace) -> dict[str, Any]:
         "kind": options.kind,
         "loss_on": sorted(_roles(options)),
         "chat_template": "sha256:" + hashlib.sha256(sources.encode()).hexdigest(),
-        # Without a date in the template the data are the same on any day.
+        # Without a date in the template the data is the same on any day.
         **({"date": str(_date(options))} if template.uses_date else {}),
     }
 
 
 def keep_date(options: argparse.Namespace, out: Path, settings: dict[str, Any]) -> None:
-    """Take the date of an earlier start with the same settings, unless --date names one: a job that
-    is requeued goes on on another day."""
+    """Take the date of an earlier start with the same settings, unless --date is given: a requeued
+    job may continue on another day."""
     if "date" not in settings:
         return
     finished = (out / SIDECAR).is_file()
     earlier: dict[str, Any] = {}
     if not (options.date or (finished and options.overwrite)):
-        with contextlib.suppress(ConfigError):  # nothing has begun, or what has cannot be resumed
+        with contextlib.suppress(ConfigError):  # nothing begun, or not resumable
             record = Sidecar.load(out / (SIDECAR if finished else PROGRESS))
             earlier = record.prepared.get("settings", {})
     if settings == {**earlier, "date": settings["date"]}:

@@ -1,9 +1,8 @@
-"""Marks on the tokens of chat data: is it in the loss, does it end a conversation.
+"""Marks on the tokens of chat data: in the loss, end of a conversation.
 
-Between the worker that encodes a unit and the shard that it goes into, both are bits above the
-id, so that everything on the way handles one array, as for text. On disk the ids are a shard like
-any other, beside `.loss_mask.npy`, uint8 [tokens], and `.ends.npy`, int64 [conversations], the
-end of each.
+Between the worker that encodes a unit and its shard, both are bits above the id, so that everything
+on the way handles one array, as for text. On disk the ids are an ordinary shard, beside
+`.loss_mask.npy`, uint8 [tokens], and `.ends.npy`, int64 [conversations], the end of each.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def mark_tokens(ids: list[int], offsets: list[Span], spans: list[Span]) -> Token
     for start, end in spans:
         # A token without a character, such as a prefix, overlaps no span.
         tokens[(starts < end) & (ends > start)] |= IN_LOSS_BIT
-    # A slice, because a text may have no token at all.
+    # A slice, because a text may have no tokens.
     tokens[-1:] |= LAST_BIT
     return tokens
 

@@ -1,4 +1,4 @@
-"""A tokenizer's own chat template: messages -> text, and which characters of it are in the loss.
+"""A tokenizer's chat template: messages -> text, and the characters that are in the loss.
 
 The environment is the one that published templates are written for (transformers' documentation,
 "Writing a chat template"): Jinja's immutable sandbox, `tojson` without HTML escapes,
@@ -45,7 +45,7 @@ class ChatTemplate:
             if (value := config.get(name)) is not None
         }
         self._today = today
-        self._marks = False  # whether {% generation %} marks what it surrounds
+        self._marks = False  # whether {% generation %} marks its contents
         self._templates = {name: self._compile(name, text) for name, text in self.sources.items()}
 
     @property
@@ -68,7 +68,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self.special,
             )
-        except Exception as error:  # of Jinja, or of any Python that it calls
+        except Exception as error:  # from Jinja, or any Python that it calls
             reason = str(error) or type(error).__name__
             raise ValueError(f"the chat template refuses it: {reason}") from None
         return text
@@ -76,12 +76,12 @@ class ChatTemplate:
     def render_with_spans(
         self, messages: Sequence[ChatMessage], tools: Any, numbers: Collection[int]
     ) -> tuple[str, list[Span]]:
-        """Return the text of a conversation and the spans written by the messages `numbers`: all
-        that the model would have had to generate, its end-of-turn token included."""
+        """Return the text of a conversation and the spans written by the messages `numbers`:
+        everything that the model would have to generate, including its end-of-turn token."""
         text = self.render(messages, tools)
         self._refuse_unwritten(messages, tools)
         spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        # The marks are around what the assistant says: they serve where just that is in the loss.
+        # The marks surround the assistant's text: use them if exactly that is in the loss.
         if self._has_generation and sorted(numbers) == spoken:
             return text, self._marked_spans(messages, tools, text)
         return text, [self._span(messages, tools, number, text) for number in sorted(numbers)]
@@ -95,7 +95,7 @@ class ChatTemplate:
         except ValueError:
             if number:
                 raise
-            # Many templates look at messages[0], and so refuse an empty conversation.
+            # Many templates read messages[0] and refuse an empty conversation.
             before = ""
         after = self.render(messages[: number + 1], tools)
         if not (after.startswith(before) and text.startswith(after)):
@@ -110,7 +110,7 @@ class ChatTemplate:
     def _marked_spans(self, messages: Sequence[ChatMessage], tools: Any, text: str) -> list[Span]:
         self._marks = True
         try:
-            # Rendered once more, with marks; without them it must be the same text.
+            # Render once more, with marks; without them the text must be the same.
             rendered_text = self.render(messages, tools)
         finally:
             self._marks = False
@@ -167,14 +167,14 @@ class ChatTemplate:
         )
         nodes, template = import_data_package("jinja2.nodes"), self
 
-        # Jinja does not know the tag {% generation %}, which is transformers' own.
+        # Jinja does not know the tag {% generation %}, an extension of transformers.
         class Generation(extension.Extension):  # type: ignore[name-defined, misc]
             tags = {"generation"}  # noqa: RUF012
 
             def parse(self, parser: Any) -> Any:
                 line = next(parser.stream).lineno
                 body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                # A call block, so that mark() gets what its body has written.
+                # A call block, so that mark() gets the output of its body.
                 return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
 
             def mark(self, caller: Any) -> str:
@@ -183,11 +183,11 @@ class ChatTemplate:
         def refuse(reason: str) -> None:
             raise self._jinja.exceptions.TemplateError(reason)
 
-        # With the settings of transformers, for which templates are written.
+        # The settings of transformers, for which templates are written.
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, extension.loopcontrols]
         )
-        # Jinja's own escapes characters of HTML.
+        # Jinja's own filter escapes HTML characters.
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = self._today.strftime
@@ -201,8 +201,8 @@ class ChatTemplate:
 
 
 def read_tokenizer_config(directory: Path, template_file: Path | None = None) -> dict[str, Any]:
-    """Read tokenizer_config.json of a Hugging Face directory, with the chat template: that of
-    `template_file`, of chat_template.jinja, or its own."""
+    """Read tokenizer_config.json of a Hugging Face directory, with the chat template from
+    `template_file`, chat_template.jinja, or the file itself."""
     path = directory / TOKENIZER_CONFIG
     try:
         config: dict[str, Any] = json.loads(path.read_bytes())

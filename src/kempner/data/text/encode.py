@@ -32,8 +32,8 @@ from kempner.data.sidecar import DATA_SPLITS
 from kempner.data.text.tokenizer import ByteTokenizer, FileTokenizer, TokenArray, Tokenizer
 
 LOG_SECONDS = 10.0
-# A worker ends with its parent. Not by SIGTERM: the executor sends that to the remaining workers
-# when one has been killed, and waits for them.
+# Signals for the parent, which ends its workers. Not SIGTERM: the executor sends that to the
+# remaining workers after one is killed, and waits for them.
 FOR_THE_PARENT = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 
 _T = TypeVar("_T")
@@ -56,7 +56,7 @@ class Encoding:
     text_key: str
     val_fraction: float
     bos: int | None = None  # before each document
-    chat: UnitEncoding | None = None  # where the units are of chat data
+    chat: UnitEncoding | None = None  # for units of chat data
 
     def tokenizer(self) -> Tokenizer:
         if not self.tokenizer_file:
@@ -69,11 +69,11 @@ class Encoded:
     """One unit of the input, encoded."""
 
     tokens: dict[str, TokenArray]
-    documents: int = 0  # with the empty ones
+    documents: int = 0  # including empty ones
     empty: int = 0  # documents without a character
     skipped: list[str] = field(default_factory=list)  # names of files that are not UTF-8 text
     bad: list[BadLine] = field(default_factory=list)  # of JSON
-    lines: list[tuple[bool, int]] = field(default_factory=list)  # of each piece: a file begins, \n
+    lines: list[tuple[bool, int]] = field(default_factory=list)  # per piece: a file begins, \n
     size: int = 0  # bytes of input
 
 
@@ -101,7 +101,7 @@ def encode_pieces(unit: list[SourcePiece], how: Encoding, tokenizer: Tokenizer) 
             parts["val" if is_held_out(text, how.val_fraction) else "train"].append(ids)
     nothing = np.empty(0, how.dtype)
     result.tokens = {
-        # "unsafe", to a narrower dtype: it was chosen to hold every id of the vocabulary.
+        # "unsafe": the narrower dtype was chosen to hold every id of the vocabulary.
         split: np.concatenate([nothing, *arrays], dtype=how.dtype, casting="unsafe")
         for split, arrays in parts.items()
     }
@@ -112,7 +112,7 @@ def in_workers(
     act: Callable[[_T, Encoding, Tokenizer], _R], items: Iterable[_T], how: Encoding, workers: int
 ) -> Iterator[_R]:
     """Run act(item, how, tokenizer) for each item in `workers` processes; yields results in the
-    order of the items, which are taken when a worker is free."""
+    order of the items, each taken when a worker is free."""
     # One thread each: the processes are the parallelism.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if workers == 1:
@@ -127,7 +127,7 @@ def in_workers(
     running: deque[Future[_R]] = deque()
     try:
         source = iter(items)
-        # Two units for each worker, so that none waits for its next one.
+        # Two units per worker, so that none waits for its next one.
         running.extend(_submit(pool, act, item) for item in itertools.islice(source, 2 * workers))
         while running:
             yield _result(pool, running.popleft())
@@ -140,8 +140,8 @@ def _result(pool: ProcessPoolExecutor, future: Future[_R]) -> _R:
     """Wait for a result. Raises BrokenProcessPool if a worker was killed.
 
     The executor notices that by itself, unless the worker died while sending a result: then the
-    executor's thread waits for the rest of it forever, and so would the exit of this process. Once
-    nobody is left who could send it, closing the pipe shows the thread its end.
+    executor's thread waits forever for the rest, and so would this process at exit. Once no sender
+    is left, closing the pipe shows the thread its end.
     """
     while True:
         try:
@@ -190,7 +190,7 @@ def _act(act: Callable[[_T, Encoding, Tokenizer], _R], item: _T) -> _R:
 @contextmanager
 def progress_bar(total: int, start: int, quiet: bool = False) -> Iterator[Callable[[int], object]]:
     """Show a bar on a terminal, lines in a log; yields a function that takes the
-    bytes just done."""
+    bytes just processed."""
     if quiet:
         yield lambda size: None
         return

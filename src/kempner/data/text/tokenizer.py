@@ -34,7 +34,7 @@ BPE_MINIMUM = 257  # 256 bytes and the end of the document
 ENCODE_BATCH = 8
 
 
-# A token of one byte, of a tokenizer that falls back to them.
+# A single-byte token of a tokenizer with byte fallback.
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 TokenArray = NDArray[np.integer[Any]]  # 1-D
 Span = tuple[int, int]  # characters, from and to
@@ -43,7 +43,7 @@ Span = tuple[int, int]  # characters, from and to
 class TokenPiece(NamedTuple):
     """One token."""
 
-    data: bytes  # what it adds to a text, maybe a part of a character; of a special one its name
+    data: bytes  # what it adds to a text, maybe part of a character; a special token's name
     special: bool  # it adds nothing to a text
 
 
@@ -55,12 +55,11 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Encode what a user gives a model to continue: a special token that is spelled out there
-        is one, as with transformers and vLLM."""
+        """Encode a user's text for a model to continue: a special token spelled out in it becomes
+        one, as with transformers and vLLM."""
 
     def encode_documents(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Encode each text, with the end-of-document id after it and `bos`, if there is
-        one, before it."""
+        """Encode each text, with the end-of-document id after it and `bos`, if any, before it."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -105,8 +104,8 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer.json, read by the package `tokenizers`. Text is text: a special token that is
-    spelled out in a document does not become one, and nothing is cut, padded or put in front."""
+    """A tokenizer.json, read by the package `tokenizers`. Text is text: a special token spelled out
+    in a document does not become one, and nothing is truncated, padded or prepended."""
 
     def __init__(
         self,
@@ -146,9 +145,9 @@ class FileTokenizer:
         result: list[TokenArray] = []
         for start in range(0, len(texts), ENCODE_BATCH):
             batch = [_clean(text) for text in texts[start : start + ENCODE_BATCH]]
-            # _fast leaves out the offsets, which nobody asks for here.
+            # _fast omits the offsets, which are not needed here.
             for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-                # array("I") takes half the time that np.array takes for a list.
+                # array("I") takes half the time of np.array for a list.
                 ids = self._begin + array("I", encoding.ids)
                 ids.append(self.eod)
                 result.append(np.frombuffer(ids, np.uint32))
@@ -159,7 +158,7 @@ class FileTokenizer:
 
     def encode_rendered(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[Span]]]:
         """Return ids and the characters that each was made from, for the output of a chat template:
-        a special token spelled out there is one."""
+        a special token spelled out there becomes one."""
         for start in range(0, len(texts), ENCODE_BATCH):
             batch = [_clean(text) for text in texts[start : start + ENCODE_BATCH]]
             encodings = self._with_special.encode_batch(batch, add_special_tokens=False)
@@ -167,7 +166,7 @@ class FileTokenizer:
 
     @functools.cached_property
     def _with_special(self) -> Any:
-        # Not the other one, switched over: threads that encode at the same time would get either.
+        # Not the other tokenizer, switched over: threads encoding concurrently could get either.
         return _parse(self._data, True)[0]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -241,7 +240,8 @@ def tokenizer_of(sidecar: Sidecar, directory: Path) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Train a byte-level BPE vocabulary (GPT-2's pre-tokenizer); the content of a tokenizer.json.
+    """Train a byte-level BPE vocabulary (GPT-2's pre-tokenizer); returns the content
+    of a tokenizer.json.
 
     The result depends only on the texts and their order. Little text may yield fewer tokens.
     """
@@ -257,7 +257,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[BPE_EOD],
-        # All bytes, so that no text is unknown; sorted, as the package lists them in any order.
+        # All bytes, so that no text is unknown; sorted, because the package's order varies.
         initial_alphabet=sorted(pre.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -266,11 +266,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     return content.encode()
 
 
-# A large vocabulary takes 0.3 s, and is asked for several times.
+# A large vocabulary takes 0.3 s, and is needed several times.
 @functools.lru_cache(2)
 def _parse(data: bytes, special: bool) -> tuple[Any, dict[str, int]]:
-    """Parse the tokenizer and its vocabulary. `special`: a special token that a text spells out is
-    one. Raises whatever the package does."""
+    """Parse the tokenizer and its vocabulary. `special`: a special token spelled out in a text
+    becomes one. Raises whatever the package raises."""
     tokenizer = import_data_package("tokenizers").Tokenizer.from_buffer(data)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -292,7 +292,7 @@ def import_data_package(package: str) -> Any:
 
 def _find_eod(path: Path, tokenizer: Any, vocabulary: dict[str, int], eod: str | int | None) -> int:
     """Find the id of one of the usual names that is a special token: "</s>" may be an ordinary one,
-    an HTML tag, which would end a document in the middle. Else take the model's own."""
+    an HTML tag, which would end documents in the middle. Otherwise take the model's own."""
     if isinstance(eod, int):
         return eod
     added_tokens = tokenizer.get_added_tokens_decoder()
@@ -321,5 +321,5 @@ def _eos_of_model(directory: Path) -> list[str]:
 
 
 def _clean(text: str) -> str:
-    """Replace lone surrogates, which JSON may hold and which are not text; all other bytes stay."""
+    """Replace lone surrogates, which JSON may contain and which are not text; all else stays."""
     return text.encode("utf-8", "replace").decode()

@@ -28,7 +28,7 @@ def read_vocabulary(file: Path) -> dict[int, str]:
 
 
 def vocabulary_fingerprint(texts: Mapping[int, str]) -> str:
-    """Hash a vocabulary: equal wherever each token id means the same text."""
+    """Hash a vocabulary: equal if each token id means the same text."""
     digest = hashlib.sha256(json.dumps(sorted(texts.items())).encode()).hexdigest()
     return f"sha256:{digest}"
 
