@@ -226,7 +226,7 @@ class Decoder(nn.Module):
         last = (
             (x, None, None) if targets is None else (x.flatten(0, 1), self.loss, targets.flatten())
         )
-        # A tied output layer has no own parameter: FSDP would shard a shared one twice,
+        # A tied output layer has no parameter of its own: FSDP would shard a shared one
         # once per module.
         output = partial(logits_or_loss, self.embed.weight) if self.output is None else self.output
         result: Any = output(*last)

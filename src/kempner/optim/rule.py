@@ -51,8 +51,7 @@ class Rule:
     averages: tuple[str, ...] = ()  # of gradients, which start as 0
     copies: tuple[str, ...] = ()  # of the weights, which start as these
     scalars: tuple[str, ...] = ("step",)  # fp32 []; "step" counts the updates
-    # All that a pointwise update() may read of its group besides betas: a compiled one
-    # gets no more.
+    # All that a pointwise update() may read of its group besides betas: compiled ones get no more.
     numbers: tuple[str, ...] = ("lr", "weight_decay", "eps")
     pointwise = False  # each element changes by itself, so that an update can be one kernel
     publishes_average = False  # publishes other weights than the trained ones

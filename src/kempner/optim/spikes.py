@@ -1,4 +1,4 @@
-"""Spikes: steps whose loss or gradient norm is far above the preceding ones skip their update.
+"""Spikes: a step whose loss or gradient norm is far above the preceding ones skips its update.
 
 Both numbers are compared with their mean and standard deviation over the last `window` steps that
 changed the weights, as in OLMo's SkipStepOptimizer (arXiv:2501.00656, section 3.1) and levanter's

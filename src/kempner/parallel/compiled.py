@@ -59,8 +59,7 @@ def compile_model(model: Decoder, scope: str, budget: float = 1.0) -> None:
     from torch._functorch import config
 
     config.activation_memory_budget = budget
-    # The compiler's remarks on a GPU do not apply: fp32 products shall be exact, and
-    # it chooses well.
+    # The compiler's remarks on a GPU do not apply: fp32 products must be exact, its choice is good.
     for remark in ("TensorFloat32 tensor cores", r"\s*Online softmax is disabled"):
         warnings.filterwarnings("ignore", remark)
     keep_private()

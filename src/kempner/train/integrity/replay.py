@@ -156,7 +156,7 @@ class Replay:
 
     def _is_due(self, step: int) -> bool:
         """Return whether to compute this step twice: every replay_every-th step, and each step that
-        is saved, so that no checkpoint holds the errors of a device."""
+        is saved, so that no checkpoint holds errors of a device that failed since the last one."""
         every = self._cfg.resilience.replay_every
         saved = self._cfg.checkpoint.is_due(step) or step == self._cfg.train.max_steps
         if every is None:
@@ -256,7 +256,7 @@ class Replay:
 
     def _vote(self, step: int, opinions: Sequence[Tensor], shifts: Sequence[int]) -> None:
         """Decide which rank is at fault. Raises WrongNumbers unless the last computation is
-        confirmed by another one of this rank and by any other rank that has computed the batch."""
+        confirmed by another one of this rank and, if one computed the batch, by another rank."""
         whole = self._ballot(opinions, shifts, sums=True)
         last = len(opinions) - 1
         confirmed = {
