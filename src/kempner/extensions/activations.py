@@ -1,11 +1,11 @@
 """Activations of a model: the residual stream after some of its blocks, and the outputs of
-attention and feed-forward layer, for the first samples of a data set; in shards on the disk.
+attention and feed-forward layer, for the first samples of a data set, in shards on disk.
 
-    OUT/activations.json                    what is in the shards, and of which data and model
+    OUT/activations.json                    what the shards hold, from which data and model
     OUT/step_00001000/00000.safetensors     the first samples, by the checkpoint of step 1000
 
-A shard exists as a whole or not at all, so that another start makes the missing ones. It names the
-weights that made it, in the header of its file.
+A shard is written atomically, so a restart makes only the missing ones. The header of its file
+names the weights that produced it.
 Shapes: S samples of a shard, T tokens, D width.
 """
 
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from kempner.model.decoder import Decoder
 
 RECORD = "activations.json"
-SHARD_BYTES = 1 << 28  # of activations, which wait in the host's memory for the whole shard
-# The outputs of attention and feed-forward layer pass these modules before the residual sum.
+SHARD_BYTES = 1 << 28  # of activations: a whole shard is held in host memory
+# The outputs of attention and feed-forward layer pass through these before the residual sum.
 ACTIVATION_PARTS = {"stream": "", "attention": "attention_post_norm", "ffn": "ffn_post_norm"}
 
 
 class Wanted(NamedTuple):
-    """Requested activations: of these blocks, these of ACTIVATION_PARTS."""
+    """Requested activations: these parts (ACTIVATION_PARTS) of these blocks."""
 
     layers: Sequence[int]
     parts: Sequence[str]
@@ -57,7 +57,7 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """Facts that all shards of a directory share; a later start must have the same."""
+    """Facts that all shards of a directory share; a later start must match them."""
 
     model: str  # id of the run, or the directory
     data: str
@@ -65,28 +65,28 @@ class ShardRecord:
     tokens: str  # digest of the data
     samples: int
     seq_len: int
-    document_mask: bool  # documents of a sample do not see each other
-    reset_positions: bool  # and each has positions from 0 on
+    document_mask: bool  # documents of a sample do not attend to each other
+    reset_positions: bool  # positions restart at 0 in each document
     layers: list[int]
     parts: list[str]
     dim: int
     dtype: str
-    shard: int  # samples of one
+    shard: int  # samples per shard
 
     @property
     def shards(self) -> list[tuple[int, int]]:
-        """Return the first sample of each shard, and the one after its last."""
+        """Return the first sample of each shard, and one past its last."""
         starts = range(0, self.samples, self.shard)
         return [(start, min(start + self.shard, self.samples)) for start in starts]
 
 
 def start_output(out: Path, record: ShardRecord) -> None:
-    """Make the directory, or check that it has the same record. Raises ConfigError."""
+    """Make the directory, or check that its record is the same. Raises ConfigError."""
     refuse_others(out, "--out", (Kind.ACTIVATIONS,), "give another directory")
     try:
         before = json.loads((out / RECORD).read_text())
     except FileNotFoundError:
-        # The mark first: what a kill leaves is then known as ours.
+        # The mark comes first, so that the remains of a killed process are recognised as ours.
         mark_directory(out, Kind.ACTIVATIONS)
         write_atomic(out / RECORD, json.dumps(asdict(record), indent=1) + "\n")
         return
@@ -107,13 +107,13 @@ def identity_of(source: WeightsSource) -> str:
     weights = weights_fingerprint(source)
     if source.is_checkpoint:
         return weights
-    # The same tensors under another RoPE or norm_eps have other activations.
+    # The same tensors with another RoPE or norm_eps give other activations.
     shape = json.dumps(source.model(), sort_keys=True)
     return hashlib.sha256(f"{weights} {shape}".encode()).hexdigest()[:16]
 
 
 def check_weights(folder: Path, weights: str) -> None:
-    """Check that the existing shards are by these weights. Raises ConfigError."""
+    """Check that the existing shards come from these weights. Raises ConfigError."""
     for path in sorted(folder.glob("*.safetensors")):
         if (metadata := read_whole(path)) is not None and metadata.get("weights") != weights:
             raise ConfigError(
@@ -123,7 +123,7 @@ def check_weights(folder: Path, weights: str) -> None:
 
 
 def read_whole(path: Path) -> dict[str, str] | None:
-    """Read the metadata of a shard; None if it is not a whole file of safetensors. Raises
+    """Read the metadata of a shard; None if it is not a complete safetensors file. Raises
     OSError."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -143,8 +143,8 @@ def read_whole(path: Path) -> dict[str, str] | None:
 def extract_shards(
     model: Decoder, data: TokenDataset, record: ShardRecord, folder: Path, weights: str, batch: int
 ) -> Iterator[tuple[int, bool]]:
-    """Make the shards of one model that are missing; yields the number of each, and whether it was
-    there already. `weights`: identity_of() the model. Raises ConfigError."""
+    """Make the missing shards of one model; yields the number of each shard, and whether it
+    already existed. `weights`: identity_of() the model. Raises ConfigError."""
     from safetensors.torch import save
 
     check_weights(folder, weights)
@@ -161,7 +161,7 @@ def extract_shards(
         else:
             reset = record.reset_positions
             shard = _shard(model, data, (start, end), wanted, where, batch, reset)
-            write_atomic(path, save(shard, {"weights": weights}))  # of two keys any may come first
+            write_atomic(path, save(shard, {"weights": weights}))  # a second key might come first
         yield number, there
 
 
@@ -199,19 +199,19 @@ def _shard(
 
 
 class DocumentNumbers:
-    """Numbering of tokens in the documents of a split, whose samples follow each other."""
+    """Document numbers of the tokens of a split, whose samples follow each other."""
 
     def __init__(self, eod: int) -> None:
         self._eod, self._document, self._position = eod, 0, 0
 
     def follow(self, inputs: Any) -> tuple[Any, Any]:
-        """Return for the next samples [S, T] the number of each token's document in the split, and
-        its position in that, int64 [S, T] each. A document includes the token that ends it."""
+        """For the next samples [S, T], return the number of each token's document in the split and
+        the token's position in it: int64 [S, T]. A document includes the token that ends it."""
         flat = inputs.ravel()
         ends = np.flatnonzero(flat == self._eod)
         places = np.arange(len(flat))
         before = np.searchsorted(ends, places)  # documents that have ended
-        # The first document may have begun in an earlier batch: before place 0 of this one.
+        # The first document may have begun in an earlier batch, before place 0 of this one.
         begins = np.concatenate(([-self._position], ends + 1))[before]
         documents, positions = self._document + before, places - begins
         at_end = bool(len(flat)) and flat[-1] == self._eod
@@ -250,7 +250,7 @@ def _watched(model: Decoder, wanted: Wanted) -> Iterator[dict[str, Tensor]]:
     with ExitStack() as hooks:
         for name in wanted.names:
             block, part = name.rsplit(".", 1)
-            # `stream` is the output of the block itself: no name after the point.
+            # `stream` is the output of the block itself: nothing follows the dot.
             module = model.get_submodule(f"{block}.{ACTIVATION_PARTS[part]}".rstrip("."))
             handle = module.register_forward_hook(partial(keep, name))
             hooks.callback(handle.remove)

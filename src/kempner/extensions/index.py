@@ -1,6 +1,6 @@
 """The index of the extensions: data alone, so that a plain run loads none of them.
 
-An extension is a class, MODULE:CLASS, with what kempner.train.extensions.Extension may give.
+An extension is a class, MODULE:CLASS, that implements parts of kempner.train.extensions.Extension.
 """
 
 RL = "kempner.extensions.rl.extension:RlExtension"
@@ -9,11 +9,11 @@ PREFERENCE = "kempner.extensions.preference.extension:PreferenceExtension"
 PLANNER = "kempner.extensions.planner.extension:PlannerExtension"
 HF = "kempner.extensions.hf.extension:HfExtension"
 
-# The first word of a section, in a file or on the command line, that is an extension's.
+# The first word of an extension's section, in a file or on the command line.
 SECTIONS = {"lowcomm": LOWCOMM, "preference": PREFERENCE, "rl": RL, "bench": PLANNER}
 
-# An option of the trainer that asks for an extension, where it is not at its default. For those of
-# [model] but the first there may be no form of Hugging Face, which is worth a warning.
+# Options of the trainer that load an extension when they are not at their defaults. Those of
+# [model], except the first, may have no Hugging Face form, which is worth a warning.
 KEYS = {
     "model.init_from": HF,
     "run.fork": HF,
@@ -29,4 +29,4 @@ KEYS = {
 }
 
 FLAGS = {"build": PLANNER, "bench": PLANNER}  # of the trainer's command line
-ADVICE = PLANNER  # what a run asks about its memory
+ADVICE = PLANNER  # for a run's questions about its memory

@@ -1,4 +1,4 @@
-"""Inspection of the data, and of what a run reads: `prepare_data.py inspect`."""
+"""Inspect data, and what a run reads: `prepare_data.py inspect`."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def inspect_data(argv: Sequence[str]) -> None:
             )
         if extra := [*folders[1:], *command.files]:
             command.problems.append(f"{extra[0]}: give one DIR alone, or configurations")
-        open_sidecar(folders[0])  # says what it is, if it is no data set
+        open_sidecar(folders[0])  # explains, if it is not a data set
         overrides = [f"--data.dataset_path={folders[0]}", f"--train.seq_len={INSPECTED_TOKENS}"]
-        # More than any tokenizer has: data with larger ids than the model's are refused.
+        # Larger than any vocabulary: data with ids beyond the model's are refused.
         overrides += [f"--model.vocab_size={1 << 24}", "--train.max_steps=1", *command.overrides]
         cfg = load_config([], overrides, command.problems)
     else:
@@ -78,7 +78,7 @@ def inspect_data(argv: Sequence[str]) -> None:
 
 
 def sorted_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Sort the words into data directories and others; after an option, as in `--plot DIR`, a word
+    """Sort the words into data directories and others; a word after an option, as in `--plot DIR`,
     is its value."""
     folders: list[str] = []
     rest: list[str] = []
@@ -106,8 +106,7 @@ def source_counts(cfg: RunConfig, sources: Sequence[Source]) -> list[list[str]]:
 
 
 def mixture_shares(cfg: RunConfig, sources: Sequence[Source], mixture: Mixture) -> list[list[str]]:
-    """Return a column for each part of the run with shares of its own, and one for the whole
-    run."""
+    """Return a column for each part of the run with its own shares, and one for the whole run."""
     stages = cfg.train.stages
     samples = samples_between(stages, 0, cfg.train.max_steps)
     parts = [each for each in mixture.segments if each.start < samples]
@@ -122,8 +121,7 @@ def mixture_shares(cfg: RunConfig, sources: Sequence[Source], mixture: Mixture) 
 
 
 def first_of(mixture: Mixture, number: int, batch: int) -> int:
-    """Return the index of the first sample of a source in the run; 0 if it is not among the
-    first."""
+    """Return the index of a source's first sample in the run; 0 if it is not among the first."""
     sources, indices = mixture.draw(0, min(100 * batch, mixture.end or 100 * batch))
     mine = indices[sources == number]
     return int(mine[0]) if len(mine) else 0
@@ -155,7 +153,7 @@ def _tokenizer(cfg: SourceConfig) -> Tokenizer | None:
 def plot_mixture(cfg: RunConfig, mixture: Mixture, out: Path) -> None:
     """Draw the shares and the learning rate over the steps."""
     try:
-        # Not pyplot, which chooses a backend for windows.
+        # Not pyplot, which chooses a GUI backend.
         from matplotlib.figure import Figure
     except ImportError:
         fix = "`.venv/bin/pip install -c constraints.txt -e '.[plot]'`"
@@ -166,14 +164,14 @@ def plot_mixture(cfg: RunConfig, mixture: Mixture, out: Path) -> None:
     figure = Figure(figsize=(9, 5), dpi=130, layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     parts = [each for each in mixture.segments if each.start < samples]
-    # stairs() takes one edge more than values.
+    # stairs() takes one more edge than values.
     edges = [*(step_of_sample(stages, 0, each.start) for each in parts), last]
     low = np.zeros(len(parts))
     for i, ingredient in enumerate(mixture.ingredients):
         high = low + np.array([each.shares[i] for each in parts]) * 100
         top.stairs(high, edges, baseline=low, fill=True, label=ingredient.name)
         low = high
-    # As many as the picture has pixels across: a run may have a million steps.
+    # About one per pixel of the picture's width: a run may have a million steps.
     steps = np.unique(np.linspace(0, last - 1, 1000, dtype=int))
     places = [samples_between(stages, 0, int(step)) for step in steps]
     scales = [cfg.data.lr_scales[mixture.phase(place)] for place in places]

@@ -1,9 +1,9 @@
-"""`train.py CONFIG --bench`: the trainer itself, timed; rl.py's, too, without engines. No torch,
-until the table is printed.
+"""`train.py CONFIG --bench` and `rl.py CONFIG --bench`: times the trainer itself, without engines.
+Imports no torch until the table is printed.
 
-Each variant is a run of the same program in a process of its own, beside every rank of this one: it
-has the launcher's environment, reads fake data and leaves no checkpoint. Its figures are the lines
-of its metrics.jsonl. A variant that runs out of memory, or crashes, ends alone.
+Each variant is a run of the same program, in a child process of every rank: it has the launcher's
+environment, reads fake data and leaves no checkpoint. Its figures come from the lines of its
+metrics.jsonl. A variant that runs out of memory, or crashes, does not stop the others.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from kempner.train.recording.metrics import short_number
 from kempner.train.recording.peak import peak_flops
 from kempner.train.sections import RunConfig
 
-SHUTDOWN_S = 10.0  # for the other ranks of a variant, once one has failed
-# For a variant that is asked to leave: half measured it is worth nothing, and KillWait is 30 s.
+SHUTDOWN_S = 10.0  # for the other ranks of a variant after one has failed
+# For a variant that is asked to leave: half a measurement is worthless, and KillWait is 30 s.
 LEAVE_S = 10.0
 BENCH_FIGURES = {
     "step, s": ".3f",
@@ -59,8 +59,8 @@ BYTE_UNITS = {"bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
 
 
 def bench_overrides(cfg: RunConfig, run_dir: str) -> list[str]:
-    """Return the words that make a run of `cfg` a measurement: this many steps, and nothing besides
-    them; for replicas whole rounds, with their outer steps."""
+    """Return the arguments that turn a run of `cfg` into a measurement: a fixed number of steps and
+    nothing besides them; with replicas, whole rounds including their outer steps."""
     bench, rounds = (
         cfg.of(BenchConfig),
         cfg.of(LowcommConfig).interval if cfg.of(LowcommConfig).on else 1,
@@ -73,7 +73,7 @@ def bench_overrides(cfg: RunConfig, run_dir: str) -> list[str]:
         f"--bench.steps={steps}",
         f"--train.max_steps={warmup + steps}",
         "--schedule.warmup_steps=0",  # it may be longer than the measurement
-        # With a ramp the steps that count would not have one size.
+        # With a ramp, the measured steps would differ in size.
         "--train.batch_ramp=none",
         "--train.seq_len_ramp=none",
         "--checkpoint.save=false",
@@ -91,18 +91,18 @@ def bench_overrides(cfg: RunConfig, run_dir: str) -> list[str]:
 def run_bench(
     run_dir: Path, variants: Sequence[Variant], world: World, leaves: Callable[[], float]
 ) -> int:
-    """Run the variants one after the other; rank 0 prints the tables. Returns the exit code: 1 when
-    none of them came to its end. `leaves()`: whether this process was asked to end."""
+    """Run the variants one after the other; rank 0 prints the tables. Returns the exit code: 1 if
+    no variant completes. `leaves()`: whether this process was asked to end."""
     codes: list[int] = []
     for number, variant in enumerate(variants):
         if leaves():
             return 1
         command = [sys.executable, sys.argv[0], *variant.words]
         codes.append(run_variant(command, Path(variant.cfg.run.dir), number, leaves))
-    # Asked to leave, the last one may have ended with code 0, half measured.
+    # The last variant, asked to leave, may have ended with code 0, half measured.
     if leaves():
         return 1
-    # The lines of metrics.jsonl are of all ranks: one of them reads and prints.
+    # The lines of metrics.jsonl cover all ranks: one rank reads and prints.
     if world.rank:
         return 0
     machine = describe_machine()
@@ -116,7 +116,7 @@ def run_bench(
 
 
 def write_bench_status(run_dir: Path, state: str, reason: str) -> None:
-    """Write the status.json of a directory that holds measurements, for the batch script."""
+    """Write the status.json of a directory of measurements, for the batch script."""
     status = {"state": state, "reason": reason, "time": time.time(), "step": 0}
     status |= {"attempt": 0, "attempt_id": os.environ.get("KEMPNER_ATTEMPT_ID"), "max_steps": 0}
     write_atomic(run_dir / "status.json", json.dumps(status) + "\n")
@@ -130,9 +130,9 @@ def run_variant(
     seconds: float = math.inf,
     **popen: Any,
 ) -> int:
-    """Run this rank's process of a variant to its end, and return its exit code. It is ended when
-    another rank has failed, as it may wait for that one in a collective, and after `seconds`.
-    `number`: of the variant, in this process; `popen`: more for subprocess.Popen."""
+    """Run this rank's process of a variant to its end, and return its exit code. Ends it early when
+    another rank has failed, since it may wait for that rank in a collective, or after `seconds`.
+    `number`: counts the variants in this process; `popen`: more arguments of subprocess.Popen."""
     env = dict(os.environ)
     # All variants share torchrun's store, in which keys begin with this count.
     if "TORCHELASTIC_RESTART_COUNT" in env:
@@ -142,7 +142,7 @@ def run_variant(
     process = subprocess.Popen(command, env=env, **popen)
     while True:
         try:
-            # Once a second: that another rank has failed is only seen in a file.
+            # Once a second: only a file shows that another rank has failed.
             return process.wait(min(1.0, max(end - time.monotonic(), 0.01)))
         except subprocess.TimeoutExpired:
             if time.monotonic() >= end:
@@ -171,14 +171,14 @@ def _failed(status: Path, since: float) -> bool:
 
 
 Result = dict[str, Any]
-BENCH_SIGN = '"tokens_per_step"'  # that a file holds such figures
+BENCH_SIGN = '"tokens_per_step"'  # marks a file that holds such figures
 
 
 def _result(variant: Variant, code: int, machine: dict[str, Any], world: World) -> Result:
-    """One variant as JSON: its steps that count, their summary, or why there is none."""
+    """Return a variant as JSON: its measured steps and their summary, or why there is none."""
     cfg, run_dir = variant.cfg, Path(variant.cfg.run.dir)
     lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if "loss" in line]
-    # metrics.jsonl is appended to: an earlier measurement in this directory has left its lines.
+    # metrics.jsonl is appended to, so it may hold lines of an earlier measurement.
     newest = max((line["attempt"] for line in lines), default=0)
     mine = [line for line in lines if line["attempt"] == newest]
     step_lines = (
@@ -208,7 +208,7 @@ def _result(variant: Variant, code: int, machine: dict[str, Any], world: World) 
 
 def _summary(values: list[float | None]) -> dict[str, float | None]:
     numbers = [value for value in values if value is not None]
-    if not numbers:  # MFU, where no peak is known
+    if not numbers:  # MFU of a device whose peak is unknown
         return dict.fromkeys(("mean", "sd", "min", "max"))
     return {
         "mean": statistics.mean(numbers),
@@ -221,18 +221,18 @@ def _summary(values: list[float | None]) -> dict[str, float | None]:
 def _figures(
     line: dict[str, Any], tokens: int, ranks: int, full: float | None
 ) -> dict[str, float | None]:
-    """Return a step's figures. `full`: seconds of one GPU at its peak for a token, with full
+    """Return a step's figures. `full`: seconds per token of one GPU at its peak, with full
     attention."""
     speed = tokens / line["step_time"]
     each = speed / ranks
     values = (line["step_time"], speed, each, line["mfu"], full and each * full, line["memory_gib"])
     published = [line["publish_seconds"]] if "publish_seconds" in line else []
-    # The last name is without a value in runs that publish nothing.
+    # Runs that publish nothing lack the last value.
     return dict(zip(BENCH_FIGURES, (*values, *published), strict=False))
 
 
 def why_failed(run_dir: Path, code: int) -> str:
-    """Return why a variant has no figures; for one out of memory, by how much at least."""
+    """Return why a variant has no figures; if out of memory, the least that was missing."""
     faults = event_reader.read_kind(run_dir / "attempts.jsonl", events.FaultEvent)
     fault = faults[-1] if faults else None
     if fault is None or fault.kind != "oom":
@@ -308,7 +308,7 @@ def _comparison(results: Sequence[Result]) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Describe device, versions and commit, once nobody uses the device."""
+    """Describe device, versions and commit, once no process uses the device."""
     # After the variants: a CUDA context of this process would take memory from them.
     import torch
 

@@ -1,7 +1,7 @@
-"""The small kernels of a step of one token, fused by torch.compile: for a text alone, many of those
-between the products take no longer than their launch.
+"""The small kernels of a one-token step, fused by torch.compile: for a single text, many kernels
+between the matrix products take no longer than their launch.
 
-The compiled functions take the weights as arguments: all blocks share one graph for each number of
+The compiled functions take the weights as arguments, so all blocks share one graph per number of
 rows. Shapes: as in token_step.py.
 """
 
@@ -20,17 +20,17 @@ from kempner.jobs.system.compiler import keep_private
 from kempner.model.decoder import Block
 from kempner.model.feed_forward import FeedForward
 
-MOST_SHAPES = 256  # numbers of rows and lengths of the cache that are compiled
+MOST_SHAPES = 256  # combinations of rows and cache length that are compiled
 
 
 def compile_part(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """Compile a function for each shape that it meets."""
     keep_private()
-    # Beyond its limits torch would run the rest of the shapes as they are.
+    # Beyond its limits, torch would run the remaining shapes uncompiled.
     limits: Any = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, MOST_SHAPES)
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 8 * MOST_SHAPES)
-    # With it a product with one row becomes a reduction, fused with what comes before and after.
+    # With tuning, a one-row product becomes a reduction, fused with its neighbours.
     tuned: Any = {"coordinate_descent_tuning": True} if device.type == "cuda" else None
     return torch.compile(function, dynamic=False, options=tuned)
 
@@ -43,7 +43,7 @@ class CompiledBlocks:
         self.gate = compile_part(add_and_gate, device)
 
     def of(self, block: nn.Module) -> CompiledBlock | None:
-        """Return the block to compute with; None if it has adapters, experts, or more norms."""
+        """Return the compiled block; None if the block has adapters, experts or more norms."""
         assert isinstance(block, Block)
         attention, ffn = block.attention, block.ffn
         if type(ffn) is not FeedForward or not isinstance(block.ffn_post_norm, nn.Identity):
@@ -54,7 +54,7 @@ class CompiledBlocks:
 
 
 class CompiledBlock:
-    """A block of the decoder for one token of each row, in the place of a PlainBlock."""
+    """A block of the decoder for one token of each row; replaces a PlainBlock."""
 
     def __init__(self, block: Block, shared: CompiledBlocks) -> None:
         attention, ffn = block.attention, block.ffn
@@ -79,7 +79,7 @@ class CompiledBlock:
         return found
 
     def rest(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return x [B, D] for the next block, after attention that gave y [B, H E]."""
+        """Return x [B, D] for the next block, given attention's y [B, H E]."""
         norm = self._block.ffn_norm
         x, y = self._shared.gate(x, y, self._output, norm.weight, norm.eps, self._gate_up)
         # Not compiled: on an H200, torch's reduction over a width of 11,008 takes 46 µs, cuBLAS 27.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-COLDEST = 0.01  # lowest temperature but 0
+COLDEST = 0.01  # lowest temperature above 0
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Sampling:
 
     @property
     def filters(self) -> tuple[float, int | None, float, float]:
-        """Settings that rows must share to be drawn together."""
+        """Settings that rows must share to be sampled together."""
         return self.temperature, self.top_k, self.top_p, self.min_p
 
     def problem(self) -> tuple[str, str] | None:
-        """Return the first field with a forbidden value, and the allowed values."""
+        """Return the first field with an invalid value, and the values allowed."""
         ranges = {
-            # logits divided by less overflow
+            # logits divided by less than COLDEST overflow
             "temperature": (
                 self.temperature == 0 or COLDEST <= self.temperature < float("inf"),
                 f"must be 0, or finite and at least {COLDEST}",

@@ -14,8 +14,8 @@ from kempner.extensions.generate.texts import Text, generate_texts
 
 def run_dialogue(loaded: Loaded, sampling: Sampling) -> None:
     """Answer what the user types, until Ctrl-D or Ctrl-C. The model reads the dialogue so far,
-    without its oldest turns where they leave no room for an answer."""
-    loaded.words.chat_template()  # a model without one is refused before anything is typed
+    minus its oldest turns if they leave no room for an answer."""
+    loaded.words.chat_template()  # refuses a model without one before anything is typed
     messages: list[ChatMessage] = []
     try:
         while True:
@@ -39,11 +39,11 @@ def run_dialogue(loaded: Loaded, sampling: Sampling) -> None:
 
 
 def encode_turns(loaded: Loaded, messages: list[ChatMessage], sampling: Sampling) -> list[int]:
-    """Encode the dialogue for the next answer; removes turns without room from `messages`. Raises
-    ValueError if the template refuses it."""
+    """Encode the dialogue for the next answer; removes turns that do not fit from `messages`.
+    Raises ValueError if the template refuses the dialogue."""
     room = max(1, loaded.window - sampling.max_tokens)
     while len(ids := loaded.words.chat(messages)) > room and len(messages) > 1:
-        # A turn with its answer: templates want the roles to alternate.
+        # A turn and its answer: templates require alternating roles.
         del messages[:2]
     return ids
 
@@ -51,7 +51,7 @@ def encode_turns(loaded: Loaded, messages: list[ChatMessage], sampling: Sampling
 def generate_reply(loaded: Loaded, ids: list[int], sampling: Sampling) -> Iterator[str]:
     """Yield the model's answer to the dialogue `ids`, piece by piece."""
     words = loaded.words
-    # An engine for each answer: its cache is as long as this one can become, not as the model's
+    # An engine for each answer: its cache covers this answer's greatest length, not the model's
     # window.
     window = min(loaded.window, len(ids) + sampling.max_tokens)
     engine = Engine[Text](loaded.model, words.tokenizer.vocab_size, window, 1)

@@ -1,5 +1,5 @@
 """Batched generation: requests share one key-value cache, join it while there is room, and leave
-when done; each forward pass draws a token for each. B requests, T tokens, V vocabulary."""
+when done; each forward pass draws one token per request. B requests, T tokens, V vocabulary."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class GenerationRequest:
     """A prompt, and the tokens that continue it."""
 
     def __init__(self, number: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        """`number`: distinguishes requests of one seed; each draws other tokens."""
+        """`number`: distinguishes requests with the same seed, so that each draws other tokens."""
         self.number, self.prompt, self.sampling = number, prompt, sampling
         self.new: list[int] = []
         self.logprobs: list[float] = []  # of each new token: see draw()
-        self.versions: list[int] = []  # of the weights that have drawn them, each once, in order
+        self.versions: list[int] = []  # of the weights that drew them, each once, in order
         self.uniforms = Uniforms(sampling, number)
 
     def context(self, window: int) -> tuple[int, ...]:
-        """Return the tokens that the model reads when the request joins: all, or, if they would
-        leave no room in the window for new ones, the last ones."""
+        """Return the tokens that the model reads when the request joins: all, or only the last ones
+        if all would leave no room in the window for new ones."""
         tokens = (*self.prompt, *self.new)
-        # There is room for all that may come, but at least half a window is kept of the text.
+        # Leaves room for all tokens that may come, but keeps at least half a window of the text.
         tokens_left = self.sampling.max_tokens - len(self.new) - 1  # the last one is never read
         return tokens if len(tokens) < window else tokens[min(tokens_left, window // 2) - window :]
 
@@ -48,8 +48,8 @@ _R = TypeVar("_R", bound=GenerationRequest)
 class Engine(Generic[_R]):
     """Draws one token at a time for each of its requests.
 
-    A text that outgrows the window is read again from its last tokens on, at least half a window:
-    rotary positions beyond those of the training are noise to the model.
+    A text that outgrows the window is read again from its last tokens, at least half a window:
+    rotary positions beyond the training length are noise to the model.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Engine(Generic[_R]):
         self._token_step: TokenStep | None = None
         self.requests: list[_R] = []  # number i has row i of the cache
         self.version = 0  # of the weights
-        self.prefilled = 0  # tokens that were read when requests joined
-        # Tokens whose keys and values each row of the cache holds, also after its request has left.
+        self.prefilled = 0  # tokens read when requests joined
+        # Tokens whose keys and values each row of the cache holds, even after its request has left.
         self._held: list[tuple[int, ...]] = [()] * slots
 
     @property
@@ -80,15 +80,15 @@ class Engine(Generic[_R]):
         return self.cache.slots - len(self.requests)
 
     def holds(self, request: _R) -> bool:
-        """Return whether a row holds the beginning of this request: then joining costs nothing."""
+        """Return whether a row holds the beginning of this request, so that joining is free."""
         return request.context(self.cache.length) in self._held
 
     def join(self, requests: Sequence[_R]) -> list[_R]:
         """Read the prompts, and draw the first token of each; returns these requests. With fixed
         shapes no token is drawn yet.
 
-        A prompt that another row holds is copied, so that it is read once for all samples of it.
-        Its last token is left out: the request takes part in the next step with it.
+        A prompt that another row holds is copied, so it is read once for all of its samples. Its
+        last token is left out: the request's next step reads it.
         """
         groups: dict[tuple[int, ...], _R] = {}
         again: list[tuple[_R, tuple[int, ...]]] = []
@@ -118,8 +118,8 @@ class Engine(Generic[_R]):
 
     @torch.inference_mode()
     def _read(self, request: _R, context: tuple[int, ...]) -> None:
-        """Read a prompt alone, padded to the window, and without its last token, which the next
-        step reads: so the first token is drawn in the same shape as all the others."""
+        """Read a prompt alone, padded to the window, except its last token, which the next step
+        reads: thus the first token is drawn in the same shape as all the others."""
         row, length = len(self.requests), self.cache.length
         self._held[row] = context
         self.requests.append(request)
@@ -134,10 +134,10 @@ class Engine(Generic[_R]):
         self.requests.append(request)
 
     def step(self) -> list[_R]:
-        """Draw the next token of every request; returns those that have one."""
+        """Draw the next token of every request; returns the requests that have one."""
         sizes = zip(self.requests, self.cache.lengths, strict=True)
         full = [request for request, size in sizes if size == self.cache.length]
-        # They outgrow the window: join() reads them again from their last tokens on.
+        # These outgrow the window: join() reads them again from their last tokens.
         for request in full:
             self.leave(request)
         grown = list(self.requests)
@@ -161,7 +161,7 @@ class Engine(Generic[_R]):
         self.forget()
 
     def forget(self) -> None:
-        """Forget the cached texts, because the weights have changed."""
+        """Forget the cached texts: the weights have changed."""
         assert not self.requests
         self._held = [()] * self.cache.slots
         if self._token_step is not None and not self._token_step.is_valid:

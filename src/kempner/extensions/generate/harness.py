@@ -22,15 +22,14 @@ from kempner.extensions.generate.whole_texts import chunk_logits, run_all_blocks
 from kempner.model.cache import whole_blocks
 
 Scored = tuple[list[int], list[int]]  # context and continuation, as tokens
-MOST_NEW = 256  # tokens of a generated answer, where the task does not say
+MOST_NEW = 256  # tokens of a generated answer if the task sets no limit
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """A model for the harness. A context begins as a document does in the training: after the
-    tokens `begin`."""
+    """A model for the harness. A context begins after the tokens `begin`, as in training."""
 
     def __init__(self, loaded: Loaded, batch: int) -> None:
-        """`batch`: texts at a time. Of a context longer than the window the last part is read."""
+        """`batch`: texts at a time. A context longer than the window loses its beginning."""
         super().__init__()
         self.model, self.window, self.batch = loaded.model, loaded.window, batch
         self.text, self.begin, self.ends, _ = loaded.words
@@ -54,7 +53,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return self._score([(self._begun(context), rest) for _, context, rest in requests])
 
     def _begun(self, context: list[int]) -> list[int]:
-        # Where a task has no context the harness gives this token itself.
+        # The harness itself passes this token if a task has no context.
         return context if context == [self.prefix_token_id] else [*self.begin, *context]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: object) -> list[float]:
@@ -74,9 +73,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @torch.inference_mode()
     def _score(self, pairs: Sequence[Scored]) -> list[tuple[float, bool]]:
-        """Return for each pair the sum of log p(continuation | context), and whether the
-        continuation is what greedy decoding gives. Long ones run first, so that lack of memory
-        shows at once."""
+        """For each pair, return the sum of log p(continuation | context), and whether greedy
+        decoding gives the continuation. The longest pairs run first, so that out-of-memory errors
+        show at once."""
         device = self.model.embed.weight.device
         order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]) - len(pairs[i][1]))
         scores: dict[int, tuple[float, bool]] = {}
@@ -85,7 +84,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             # One more than the window: the last token is only a target.
             rows = [[*pairs[i][0], *pairs[i][1]][-self.window - 1 :] for i in numbers]
             width = whole_blocks(len(rows[0]) - 1, self.window)
-            # padded behind: what comes later changes nothing in a causal model
+            # padded at the end: in a causal model later tokens change nothing
             inputs = [row[:-1] + [0] * (width + 1 - len(row)) for row in rows]
             outputs = run_all_blocks(self.model, torch.tensor(inputs, device=device))  # [B, T, D]
             for i, row, x in zip(numbers, rows, outputs, strict=True):
@@ -99,12 +98,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         total, likeliest = 0.0, True
         for logits, labels in chunk_logits(self.model, x, targets):
             total += float(logits.log_softmax(-1).gather(1, labels[:, None]).sum())
-            greedy = logits[:, : self.text.vocab_size].argmax(-1)  # as a text is generated
+            greedy = logits[:, : self.text.vocab_size].argmax(-1)  # as in generation
             likeliest &= bool((greedy == labels).all())
         return total, likeliest
 
     def generate_until(self, requests: Sequence[Any], **_: object) -> list[str]:
-        """Generate texts up to one of the strings that each task names; requests with the same
+        """Generate texts up to one of the strings that each task names; requests with equal
         sampling run together."""
         groups: dict[Sampling, list[int]] = defaultdict(list)
         for number, request in enumerate(requests):
@@ -116,7 +115,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             ]
             slots = min(self.batch, len(prompts))
             longest = max(map(len, prompts)) + sampling.max_tokens
-            # Memory for no more than that: a cache of the whole window may not fit.
+            # The cache is no longer than needed: one of the whole window may not fit.
             window = whole_blocks(longest, self.window)
             engine = Engine[Text](self.model, self.text.vocab_size, window, slots)
             for piece in generate_texts(engine, self.text, self.ends, prompts, sampling):
@@ -138,8 +137,8 @@ def _sampling(options: dict[str, Any]) -> Sampling:
 
 
 def _manager(tasks: Sequence[str], include: list[str]) -> Any:
-    """Make lm-eval's index of tasks: of the given directories if they have them all, because its
-    own 15,000 take half a minute to list. Raises ConfigError for an unknown task."""
+    """Make lm-eval's index of tasks: from the given directories if they have all of them, because
+    listing its own 15,000 takes half a minute. Raises ConfigError for an unknown task."""
     missing = list(tasks)
     for defaults in (False, True) if include else (True,):
         manager = lm_eval.tasks.TaskManager(include_path=include, include_defaults=defaults)
@@ -164,8 +163,8 @@ def run_harness(
     from lm_eval import simple_evaluate
     from lm_eval.utils import make_table
 
-    # Otherwise it forks for the standard errors, and waits for ever for a process that does not end
-    # on SIGTERM, as a copy of this one may not. It has only one piece of work for them.
+    # Otherwise it forks for the standard errors, and waits for ever for a child that ignores
+    # SIGTERM, as a fork of this process may. It has only one chunk of work for them.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     manager = _manager(tasks, list(include))
     found = simple_evaluate(
@@ -173,7 +172,7 @@ def run_harness(
         tasks=manager.match_tasks(list(tasks)),
         num_fewshot=fewshot,
         limit=limit,
-        # One chunk of lm-eval's: by default there are 100, one after the other in one process.
+        # One chunk: lm-eval's default is 100 chunks, one after the other in one process.
         bootstrap_iters=1000,
         log_samples=False,
         task_manager=manager,

@@ -46,13 +46,13 @@ class Words(NamedTuple):
     """Tokenizer and special tokens of a model."""
 
     tokenizer: Tokenizer
-    begin: list[int]  # tokens before each text
+    begin: list[int]  # tokens that begin a text
     ends: set[int]  # tokens that end one
     folder: Path  # with the tokenizer's files
 
     def prompt(self, text: str) -> list[int]:
         """Encode a text that the model continues."""
-        # A model without a first token has at least one that ends a text.
+        # A model without such tokens has at least one that ends a text.
         return [*self.begin, *self.tokenizer.encode_prompt(text)] or [self.tokenizer.eod]
 
     def fingerprint(self) -> str:
@@ -63,18 +63,18 @@ class Words(NamedTuple):
 
     def chat_template(self) -> ChatTemplate:
         """Return the tokenizer's own template. Raises ConfigError without one."""
-        # Of each day: a template may write the date, and an engine runs for weeks.
+        # Cached per day: a template may write the date, and an engine runs for weeks.
         return _read_template(self.folder, date.today())
 
     def chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Encode a conversation up to where the next answer comes, by the tokenizer's own template.
-        Raises ConfigError without one, ValueError if it refuses."""
+        """Encode a conversation, up to where the next answer begins, by the tokenizer's own
+        template. Raises ConfigError without one, ValueError if it refuses the conversation."""
         text = self.chat_template().render(messages, None, True)
         assert isinstance(self.tokenizer, FileTokenizer)  # bytes have no tokenizer_config.json
         return self.tokenizer.encode_prompt(text)
 
 
-# All texts of an engine would wait while it is parsed anew for each conversation.
+# Parsing it anew for each conversation would stall all texts of an engine.
 @lru_cache(maxsize=1)
 def _read_template(folder: Path, today: date) -> ChatTemplate:
     try:
@@ -95,7 +95,7 @@ class Loaded(NamedTuple):
 
 
 def model_shape(source: WeightsSource) -> tuple[ModelConfig, int]:
-    """Return the shape of a model, and the number of tokens it has been trained to see. Raises
+    """Return the shape of a model, and the number of tokens it was trained to see. Raises
     ConfigError."""
     cfg = ModelConfig(**source.model())
     if not source.is_checkpoint:
@@ -108,12 +108,11 @@ def load_model_and_tokenizer(
     name: str, device: str, fill: Callable[[Decoder], object] | None = None
 ) -> Loaded:
     """Load a model. `name`: RUN[@STEP], a checkpoint, a directory in Hugging Face's form, or an id
-    of the hub. `device`: auto, cpu or cuda. `fill`: gives the weights of a directory that has none.
+    of the hub. `device`: auto, cpu or cuda. `fill`: gives a directory without weights its values.
 
     The weights are bf16 on a GPU and fp32 on a CPU. Retention leaves a checkpoint alone while it is
-    read. From now on attention in this process uses no kernel of cuDNN: it compiles a plan for each
-    new shape, up to half a second for every length of a text. Raises ConfigError, Damaged or
-    OSError; each says what to do.
+    read. Disables cuDNN's attention in this process: it compiles a plan for each new shape, up to
+    half a second for every text length. Raises ConfigError, Damaged or OSError, with a remedy.
     """
     import torch
 
@@ -136,9 +135,9 @@ def load_model_and_tokenizer(
 
 
 def words_of_run(source: Path, checkpoint: Path) -> Words:
-    """Return the words of the run, or of the data that it was made from. A document begins where
-    one has ended, or with its BOS; a conversation, which follows no other one, as its tokenizer
-    begins a text, as in an export."""
+    """Return the words of the run, or of the data that it was made from. A document begins with its
+    BOS, or else with the end of the previous one; a conversation has no predecessor and begins as
+    its tokenizer begins a text, as in an export."""
     config = toml.loads((checkpoint / "config.toml").read_text())
     paths = (config["run"]["dir"], config["data"]["dataset_path"])
     tried = dict.fromkeys(
@@ -163,8 +162,7 @@ def words_of_run(source: Path, checkpoint: Path) -> Words:
 
 
 def words_of_directory(directory: Path) -> Words:
-    """Return the words of a directory in Hugging Face's form: texts begin as its tokenizer has
-    it."""
+    """Return the words of a Hugging Face directory, whose tokenizer decides how texts begin."""
     ends = end_tokens(directory)
     if is_of_bytes(directory):
         return Words(ByteTokenizer(), [ByteTokenizer.eod], set(ends), directory)
@@ -175,7 +173,7 @@ def words_of_directory(directory: Path) -> Words:
 def own_beginning(directory: Path) -> list[int]:
     """Return the tokens that a tokenizer itself puts before each text, such as a BOS."""
     file = str(directory / TOKENIZER_FILE)
-    # Its post-processor puts them around any text, and an empty one has no others.
+    # Its post-processor adds them to any text; an empty text has no others.
     return list(import_data_package("tokenizers").Tokenizer.from_file(file).encode("").ids)
 
 
@@ -193,7 +191,7 @@ def inference_device(kind: str) -> torch.device:
 def read_checkpoint(
     source: WeightsSource, manifest: dict[str, Any], device: torch.device
 ) -> Decoder:
-    """Read the model of a checkpoint; one with adapters gets its base with these. Raises
+    """Read the model of a checkpoint; one with adapters also gets its base. Raises
     ConfigError."""
     from kempner.checkpoint.format.reader import read_into
     from kempner.extensions.hf.adapter import base_of
@@ -217,7 +215,7 @@ def read_base(
     lora: LoraConfig | None = None,
     fill: Callable[[Decoder], object] | None = None,
 ) -> Decoder:
-    """Read the model of a source, for inference; with `lora` its adapters have no values yet.
+    """Read the model of a source, for inference; with `lora`, its adapters have no values yet.
     `fill`: see load_model_and_tokenizer(). Raises ConfigError."""
     import torch
 
@@ -227,10 +225,10 @@ def read_base(
     from kempner.parallel.lora import add_adapters
 
     dtype = compute_dtype("auto", device.type)
-    # On the meta device: otherwise weights in fp32 would be allocated first.
+    # On the meta device, to avoid allocating weights in fp32 first.
     with torch.device("meta"):
         model = Decoder(cfg).cast(dtype)
-    # This rounds the base to bf16, as the training with adapters does.
+    # Before the adapters: rounds the base to bf16, as training with adapters does.
     if lora is not None:
         add_adapters(model, lora)
     model = model.to_empty(device=device).eval().requires_grad_(False)
@@ -238,6 +236,6 @@ def read_base(
         fill(model) if fill else load_weights(model, cfg, source)
     except Damaged as error:
         raise ConfigError(f"{error}; name an older checkpoint") from None
-    # to_empty() has left it undefined, and no file of weights has it.
+    # to_empty() leaves it undefined, and no file of weights holds it.
     model.rope = rope_table(cfg).to(device)
     return model.cast(dtype)

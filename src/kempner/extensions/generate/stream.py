@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from kempner.data.text.tokenizer import Tokenizer
 
 UNFINISHED = "\ufffd"  # what the bytes of an incomplete character decode to
-CHARACTER = 4  # bytes of the longest one, and so tokens
-CONTEXT_TOKENS = 8  # tokens of the prompt that the first new token is decoded with
+CHARACTER = 4  # bytes, and so tokens, of the longest one
+CONTEXT_TOKENS = 8  # prompt tokens that the first new token is decoded with
 
 
 class TextStream:
-    """Tokens in, pieces of text out, each as soon as no later token can change it."""
+    """Tokens in, pieces of text out, each as soon as later tokens cannot change it."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer, self._stop = tokenizer, stop
@@ -21,19 +21,19 @@ class TextStream:
         # decode(_ids[begin:]) without the prefix decode(_ids[begin:read]).
         self._begin, self._read = 0, len(self._ids)
         self._held = ""  # may be the beginning of a stop string
-        self.stopped = False  # a stop string has come: the text has ended before it
+        self.stopped = False  # a stop string has come; the text ends before it
 
     def add(self, token: int) -> str:
         """Add a token; returns the text that is now certain."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids[self._begin :])
-        # Perhaps half a character, which the next tokens complete.
+        # May be part of a character, which the next tokens complete.
         if text.endswith(UNFINISHED) and len(self._ids) - self._read < CHARACTER:
             return ""
         return self._certain(text)
 
     def end(self) -> str:
-        """Return the rest of the text: no token follows."""
+        """Return the rest of the text, as no token follows."""
         if self.stopped:
             return ""
         certain = self._certain(self._tokenizer.decode(self._ids[self._begin :]))
@@ -47,13 +47,13 @@ class TextStream:
         if positions:
             self.stopped, self._held = True, ""
             return text[: min(positions)]
-        # An end that may begin a stop string is held back.
+        # Hold back an end that may begin a stop string.
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that `stop` begins with."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((n for n in lengths if text.endswith(stop[:n])), 0)

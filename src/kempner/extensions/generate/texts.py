@@ -1,4 +1,4 @@
-"""Text requests of an engine, and the queue of those that wait for room."""
+"""Text requests of an engine, and the queue of requests waiting for room."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kempner.extensions.generate.engine import Engine, GenerationRequest
 from kempner.extensions.generate.stream import TextStream
 
 PATIENCE = 4  # see Texts._room
-PREFILL = 8192  # tokens that are read at once, unless one prompt has more: the others wait so long
+PREFILL = 8192  # tokens read at once, unless one prompt has more: other texts wait meanwhile
 
 
 class Text(GenerationRequest):
-    """A request whose tokens are text, up to one of the tokens `ends` or a stop string."""
+    """A request for text, which ends at one of the tokens `ends` or at a stop string."""
 
     def __init__(
         self,
@@ -32,8 +32,7 @@ class Text(GenerationRequest):
         self._ends, self._stream = ends, TextStream(tokenizer, prompt, sampling.stop)
 
     def grow(self) -> str:
-        """Return the text that the newest token makes certain; sets `finish` if it is the last
-        token."""
+        """Return the text that the newest token settles; sets `finish` if it is the last token."""
         token = self.new[-1]
         text = "" if token in self._ends else self._stream.add(token)
         if token in self._ends or self._stream.stopped:
@@ -44,7 +43,7 @@ class Text(GenerationRequest):
 
 
 class Texts:
-    """The texts in an engine, and those that wait."""
+    """The texts in an engine, and the texts that wait."""
 
     def __init__(self, engine: Engine[Text]) -> None:
         self.engine, self.waiting = engine, deque[Text]()
@@ -55,8 +54,8 @@ class Texts:
         return bool(self.waiting or self.engine.requests)
 
     def turn(self) -> Iterator[tuple[Text, str]]:
-        """Run one forward pass: texts join if there is room, or all get a token. Yields each text
-        with its new piece; finished texts leave."""
+        """Run one forward pass: texts join if there is room, otherwise all get a token. Yields each
+        text with its new piece; finished texts leave."""
         for text in self.engine.join(self._next()) if self._room() else self.engine.step():
             grown = text.grow()
             if text.finish:
@@ -64,9 +63,9 @@ class Texts:
             yield text, grown
 
     def _room(self) -> bool:
-        """Return whether a text may join now. A prompt that is read alone costs about a quarter of
-        a step more than as one of two, and a free slot the share of a slot in each step: so the
-        last free slot waits that long for a second one, if there is a text for both."""
+        """Return whether a text may join now. Reading a prompt alone costs about a quarter of a
+        step more than as one of two; a free slot costs its share of every step. So the last free
+        slot waits that long for a second one, if two texts are waiting."""
         engine = self.engine
         if not engine.free or not self.waiting:
             return False
@@ -82,7 +81,7 @@ class Texts:
 
         def fits(text: Text) -> bool:
             context = text.context(self.engine.cache.length)
-            # Equal prompts count once: the engine reads them once.
+            # Equal prompts count once, because the engine reads them once.
             contexts[context] = len(context)
             # All are padded to the longest one.
             return len(contexts) == 1 or len(contexts) * max(contexts.values()) <= PREFILL
@@ -94,18 +93,18 @@ class Texts:
         return batch
 
     def drop(self, text: Text) -> None:
-        """Remove a text that nobody wants any more."""
+        """Remove a text that is no longer wanted."""
         if text in self.waiting:
             self.waiting.remove(text)
         elif text in self.engine.requests:
             self.engine.leave(text)
 
     def read_again(self) -> None:
-        """Let the texts in work continue with new weights: they are read again."""
+        """Let unfinished texts continue with new weights by reading them again."""
         running = list(self.engine.requests)
         for text in running:
             self.engine.leave(text)
-        # They go in front of those that have not begun.
+        # They go ahead of texts that have not begun.
         self.waiting.extendleft(reversed(running))
         self.engine.forget()
 

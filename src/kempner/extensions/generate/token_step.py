@@ -1,8 +1,8 @@
-"""A step of one token for every text in work, in as few calls of torch as its mathematics takes and
-at few shapes; on a GPU one graph for each, which the host starts by one call.
+"""A step of one token for every active text, with as few torch calls as its mathematics allows and
+in few shapes; on a GPU, one graph per shape, which the host starts with one call.
 
 Shapes: as in cache.py, and V tokens of the vocabulary. The mathematics is that of Decoder, whose
-own weights become views of those that are multiplied at once: new values reach both.
+weights become views of the joined weights: new values reach both.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 Product = Callable[[Tensor], Tensor]
 Filters = tuple[float, int | None, float, float]  # Sampling.filters
-MOST_DRAWS = 32  # graphs of draws: each has memory of its own, and clients choose their filters
+MOST_DRAWS = 32  # graphs of draws: each takes memory, and clients choose the filters
 
 
 class TokenStep:
-    """Logits of the next token of each row. Valid while weights change their values alone."""
+    """Logits of the next token of each row. Valid while weights change in value only."""
 
     def __init__(self, model: Decoder, cache: KVCache, compiled: bool = False) -> None:
-        """`compiled`: fuse what stands between the products, which takes seconds for each shape."""
+        """`compiled`: fuse the kernels between the products, which takes seconds per shape."""
         self.model, self.cache = model, cache
         device, cfg = cache.keys.device, model.cfg
         self.blocks: list[PlainBlock | CompiledBlock]
@@ -48,10 +48,10 @@ class TokenStep:
             self.attend = compile_part(self._attend, device)
         else:
             self.blocks = [PlainBlock.of(block) for block in model.blocks]
-        # It is joined with nothing: on a CPU this stores it by columns.
+        # Joined with nothing: on a CPU this stores the matrix by columns.
         join_weights([(model.embed if model.output is None else model.output).weight])
         self.pointers = weight_pointers(model)
-        # Turned by a roll: the sign of the second half is in the table.
+        # Rotated by a roll, so the table holds the sign of the second half.
         cos, sin = model.rope
         half = cfg.resolved_head_dim // 2
         self.rope = torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), -1)))
@@ -59,21 +59,21 @@ class TokenStep:
         # The first place of each row's heads in a layer's cache as a list of vectors, [slots, K].
         heads = torch.arange(cache.slots * cfg.kv_heads, device=device) * cache.length
         self.heads = heads.view(cache.slots, cfg.kv_heads)
-        # The sizes of what the experts of a layer compute depend on the tokens.
+        # The sizes in an expert layer depend on the tokens.
         self.uses_graphs = device.type == "cuda" and not cfg.n_experts
         self.by_shape: dict[tuple[int, int], StepGraph] = {}
-        self.outputs: dict[int, Tensor] = {}  # logits of all graphs of so many rows
+        self.outputs: dict[int, Tensor] = {}  # logits of all graphs with so many rows
         self.draws: dict[tuple[int, Filters], DrawGraph] = {}
         self._last: tuple[Tensor, int]
 
     @property
     def is_valid(self) -> bool:
-        """False when a weight is in another place of the memory than it was."""
+        """False when a weight has moved in memory."""
         return self.pointers == weight_pointers(self.model)
 
     def __call__(self, tokens: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """Read the next token of each row, and return logits [B, V], which another call overwrites.
-        `lengths`: tokens that each row then holds."""
+        """Read the next token of each row; returns logits [B, V], which the next call overwrites.
+        `lengths`: tokens that each row holds afterwards."""
         logits, rows = self._compute(tokens, lengths)
         self._last = logits[: len(tokens)], rows
         return self._last[0]
@@ -81,9 +81,9 @@ class TokenStep:
     def draw(
         self, samplings: Sequence[Sampling], uniforms: Sequence[float], size: int
     ) -> tuple[Tensor, Tensor]:
-        """Draw from the last call's logits, as draw_rows() does; tokens and logs of probabilities
-        are on the host. Rows with the same filters are drawn by a graph, too: some twenty kernels
-        and four waits for the GPU take as long as a small model's step."""
+        """Draw from the last call's logits, as draw_rows() does; returns tokens and
+        log-probabilities on the host. Rows with the same filters are drawn by a graph, too: some
+        twenty kernels and four waits for the GPU would take as long as a small model's step."""
         logits, rows = self._last
         key = (rows, samplings[0].filters)
         alike = rows and all(each.filters == key[1] for each in samplings)
@@ -100,17 +100,17 @@ class TokenStep:
         return drawn[0].long(), drawn[1].float()
 
     def _compute(self, tokens: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, int]:
-        """Return logits, and of how many rows they are in self.outputs, or 0."""
+        """Return logits, and the number of their rows in self.outputs, or 0."""
         cache, count = self.cache, len(tokens)
         low, high = cache.span(lengths)
         rows = cache.slots if cache.fixed else count
         if self.uses_graphs:
-            # Rounded up to few shapes: each needs a capture, and memory for its graph.
+            # Rounded to few shapes: each needs a capture, and memory for its graph.
             low, rows = 0, cache.slots if cache.fixed else min(power_of_two(count), cache.slots)
             high = min(power_of_two(high // CACHE_BLOCK) * CACHE_BLOCK, cache.length)
-            # A window that is no whole number of blocks was rounded down.
+            # A window that is not a multiple of the block was rounded down.
             high = high if high >= max(lengths) else cache.length
-        # A free row writes to the last place: what is there is never copied.
+        # A free row writes to the last place, which is never copied.
         free = rows - count
         numbers = torch.tensor([[*tokens, *[0] * free], [*lengths, *[cache.length] * free]])
         numbers[1] -= 1
@@ -120,8 +120,8 @@ class TokenStep:
         return self.logits(numbers[0], numbers[1], low, high), 0
 
     def logits(self, tokens: Tensor, positions: Tensor, low: int, high: int) -> Tensor:
-        """Compute the step for int64 tokens [B] at `positions` [B], which see the places from `low`
-        to `high`."""
+        """Compute the step for int64 tokens [B] at `positions` [B], which attend to the places from
+        `low` to `high`."""
         cache, rows = self.cache, len(tokens)
         places, now = self.places[low:high], positions.unsqueeze(1)
         hidden = places > now  # [B, C]
@@ -141,8 +141,8 @@ class TokenStep:
         return self.model.predict(x, None)  # type: ignore[return-value]
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """Attend with q [B, H, E]: [B, H E]. The query heads of one key-value head stand side by
-        side as if they were its tokens: no key is copied or read twice."""
+        """Attend with q [B, H, E]; returns [B, H E]. The query heads of one key-value head are laid
+        out as if they were its tokens, so that no key is copied or read twice."""
         grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[2])  # [B, K, H / K, E]
         softcap = self.model.cfg.attention_softcap
         if softcap is not None:
@@ -155,14 +155,13 @@ class TokenStep:
         if found is None:
             found = self._capture(numbers.to(self.cache.keys.device), high)
             self.by_shape[rows, high] = found
-        # Without pinned memory, too: CUDA has staged the numbers when the call returns.
+        # Safe without pinned memory: CUDA has staged the numbers when the call returns.
         found.numbers.copy_(numbers, non_blocking=True)
         found.replay()
         return self.outputs[rows]
 
     def _capture(self, numbers: Tensor, high: int) -> StepGraph:
-        """Capture a step of so many rows and places. Every trial writes what the step itself will
-        write."""
+        """Capture a step of so many rows and places. Trials write only what the step will write."""
         rows = numbers.shape[1]
         if rows not in self.outputs:
             self.outputs[rows] = torch.empty_like(self.logits(numbers[0], numbers[1], 0, high))
@@ -185,7 +184,7 @@ class TokenStep:
 
 
 class StepGraph(NamedTuple):
-    """A step, whose input stays where it is."""
+    """A step, whose input has a fixed address."""
 
     numbers: Tensor  # int64 [2, B]: tokens and positions
     replay: Callable[[], object]
@@ -193,7 +192,7 @@ class StepGraph(NamedTuple):
 
 
 class DrawGraph(NamedTuple):
-    """A draw, whose input and output stay where they are."""
+    """A draw, whose input and output have fixed addresses."""
 
     uniform: Tensor  # fp32 [B]
     drawn: Tensor  # fp64 [2, B]: tokens, and logs of their probabilities
@@ -204,8 +203,8 @@ class DrawGraph(NamedTuple):
 def capture_or_run(
     what: str, work: Callable[[], Tensor]
 ) -> tuple[Callable[[], object], torch.cuda.CUDAGraph | None]:
-    """Return a function for `work`, and the graph that it starts; where torch cannot capture one,
-    each call starts the kernels one by one."""
+    """Return a function for `work`, and the graph that it starts, if torch can capture one;
+    otherwise each call launches the kernels one by one."""
     try:
         graph = capture_graph(work)
     except RuntimeError as error:
@@ -219,7 +218,7 @@ def capture_graph(work: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
     """Capture what `work` does on a GPU."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
-    # Once before the capture: cuBLAS allocates its workspace, and kernels are loaded.
+    # A first run outside the capture: cuBLAS allocates its workspace, and kernels are loaded.
     with torch.cuda.stream(stream):
         work()
     torch.cuda.current_stream().wait_stream(stream)
@@ -234,13 +233,13 @@ class PlainBlock(NamedTuple):
 
     block: Block
     qkv: Product
-    gate_up: Product | None  # None: any other feed-forward layer, as that of experts
+    gate_up: Product | None  # None: any other feed-forward layer, such as experts
 
     @classmethod
     def of(cls, block: nn.Module) -> PlainBlock:
         assert isinstance(block, Block)
         attention, ffn = block.attention, block.ffn
-        # For the order of their memory alone: add_output() multiplies by the weights themselves.
+        # Only for their memory layout: add_output() multiplies by the weights themselves.
         product_of(attention.wo)
         if type(ffn) is FeedForward:
             product_of(ffn.w2)
@@ -257,7 +256,7 @@ class PlainBlock(NamedTuple):
         return turn_heads(heads, rope, kv_heads, norms)
 
     def rest(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return x [B, D] for the next block, after attention that gave y [B, H E]."""
+        """Return x [B, D] for the next block, given attention's y [B, H E]."""
         block = self.block
         x = add_output(x, y, block.attention.wo, block.attention_post_norm)
         y = block.ffn_norm(x)
@@ -277,7 +276,7 @@ def add_output(x: Tensor, y: Tensor, layer: nn.Module, norm: nn.Module) -> Tenso
 
 
 def product_of(*layers: nn.Module) -> Product:
-    """Return a function for all outputs of layers that have one input, [B, ...]: one product if
+    """Return a function for all outputs [B, ...] of layers with one input: a single product if
     they are plain."""
     plain = [layer for layer in layers if type(layer) is nn.Linear]
     if len(plain) < len(layers):  # such as those with adapters
@@ -292,5 +291,5 @@ def weight_pointers(model: nn.Module) -> list[int]:
 
 
 def power_of_two(count: int) -> int:
-    """Round up."""
+    """Round up to a power of two."""
     return 1 << (count - 1).bit_length()

@@ -1,5 +1,5 @@
-"""Weights that are multiplied at once, and heads that are turned at once, for the plain and the
-compiled step of one token. Shapes: as in token_step.py."""
+"""Weights that are multiplied in one product, and heads that are rotated together, for the plain
+and the compiled step of one token. Shapes: as in token_step.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 Norms = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
-# A tensor made in inference mode cannot be updated in place outside of it.
+# A tensor made in inference mode cannot be updated in place outside it.
 @torch.inference_mode(False)
 @torch.no_grad()
 def join_weights(parts: Sequence[Tensor]) -> Tensor:
-    """Return a tensor of all these, one after the other; they become, or are, views of it.
+    """Return the concatenation of all parts, which become (or already are) views of it.
 
     On a CPU a matrix is stored by columns: MKL multiplies a vector by it up to three times as fast
     (benchmarks/generate.py, AMD EPYC).
@@ -26,7 +26,7 @@ def join_weights(parts: Sequence[Tensor]) -> Tensor:
     stride = (1, sum(sizes)) if columns else first.new_empty((1, *first.shape[1:])).stride()
     places = [first.data_ptr() + at * stride[0] * first.itemsize for at in accumulate(sizes)]
     memory = {part.untyped_storage().data_ptr() for part in parts}
-    # They are views already, if an earlier step of this model has joined them.
+    # They are views already if an earlier step of this model joined them.
     if (
         len(memory) == 1
         and all(part.stride() == stride for part in parts)

@@ -1,4 +1,4 @@
-"""Logits of whole texts, a chunk of tokens at a time: of 131,072 tokens, each with as many logits,
+"""Logits of whole texts, a chunk of tokens at a time: for 131,072 tokens and as large a vocabulary,
 all at once would take 34 GB in bf16. B texts, T tokens, D width, V vocabulary."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def run_all_blocks(model: Decoder, tokens: Tensor) -> Tensor:
 
 
 def chunk_logits(model: Decoder, x: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the logits, fp32 [n, V], of the last block's output x [T, D] with their part of the
-    targets [T]."""
+    """Yield the logits, fp32 [n, V], of chunks of the last block's output x [T, D], with their part
+    of the targets [T]."""
     for start in range(0, len(x), LOGPROB_CHUNK):
         chunk = slice(start, start + LOGPROB_CHUNK)
         yield model.predict(x[chunk], None).float(), targets[chunk]  # type: ignore[union-attr]

@@ -33,27 +33,27 @@ from kempner.model.shapes import tensor_shapes
 FINGERPRINT_SAMPLES, FINGERPRINT_BYTES = (
     64,
     1 << 16,
-)  # pieces of a file that a fingerprint is made of, and their bytes
+)  # pieces of a file that go into a fingerprint, and their bytes
 
 Lora = dict[str, Any]  # "lora" under "fixed" in a manifest: the [lora] section, and "base"
 
 
 def weights_fingerprint(source: WeightsSource) -> str:
-    """Return 16 hex digits that identify weights: from the manifest of a checkpoint, from samples
-    of the files of a directory."""
+    """Return 16 hex digits that identify weights: from the manifest of a checkpoint, or from
+    samples of a directory's files."""
     digest = hashlib.sha256()
     if source.is_checkpoint:
-        # The time, too: a run that went back saves the same step a second time.
+        # With the time: a run that went back saves the same step a second time.
         manifest = history.read_manifest(source.path)
         digest.update(json.dumps([manifest[key] for key in ("run", "step", "time")]).encode())
         return digest.hexdigest()[:16]
-    with Stored(source.path) as stored:  # its index may give the files any names
+    with Stored(source.path) as stored:  # its index may name the files in any way
         paths = sorted({place.path for place in stored.places.values()})
     for path in paths:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(f"{path.name} {size}".encode())
-            # To read all of a large model would take minutes.
+            # Only samples: reading all of a large model takes minutes.
             for at in range(0, size, max(FINGERPRINT_BYTES, size // FINGERPRINT_SAMPLES)):
                 file.seek(at)
                 digest.update(file.read(FINGERPRINT_BYTES))
@@ -61,15 +61,15 @@ def weights_fingerprint(source: WeightsSource) -> str:
 
 
 def weights_identity(name: str) -> str:
-    """Return the weights_fingerprint() of the weights that `name` means now."""
+    """Return the weights_fingerprint() of the weights that `name` refers to now."""
     with held_weights(name) as source:
         return weights_fingerprint(source)
 
 
 @contextlib.contextmanager
 def base_of(manifest: dict[str, Any]) -> Iterator[WeightsSource]:
-    """Open the weights that a checkpoint's adapter belongs to. Raises ConfigError if they are gone
-    or have changed."""
+    """Open the base weights of a checkpoint's adapter. Raises ConfigError if they are gone or
+    changed."""
     name = manifest["fixed"]["model"]["init_from"]
     with held_weights(name) as source:
         if weights_fingerprint(source) != manifest["fixed"]["lora"]["base"]:
@@ -82,8 +82,8 @@ def base_of(manifest: dict[str, Any]) -> Iterator[WeightsSource]:
 @contextlib.contextmanager
 def merged_adapter(checkpoint: Path, manifest: dict[str, Any]) -> Iterator[Callable[[str], Any]]:
     """Yield a function from a tensor's name to its base weights plus alpha / rank B A, fp32. The
-    base is rounded to bf16 first, as in the training."""
-    # Not at the top: a check of a configuration asks for weights_identity() without torch.
+    base is rounded to bf16 first, as in training."""
+    # Not at the top: checking a configuration needs weights_identity() without torch.
     import torch
 
     from kempner.checkpoint.format.reader import read_tensors
@@ -126,8 +126,7 @@ def adapter_names(cfg: ModelConfig, lora: Lora) -> list[str]:
 
 
 def export_adapter(checkpoint: Path, out: Path) -> Path:
-    """Write the adapter of a checkpoint in peft's form to a directory that is new or empty; returns
-    it.
+    """Write the adapter of a checkpoint in peft's form to a new or empty directory; returns it.
 
     Raises ConfigError, Damaged, OSError.
     """
@@ -140,16 +139,16 @@ def export_adapter(checkpoint: Path, out: Path) -> Path:
     cfg = ModelConfig(**manifest["fixed"]["model"])
     carried = run_of(checkpoint) / HF_FOLDER
     config = read_hf_config(carried) if (carried / CONFIG_FILE).is_file() else None
-    # The family alone counts: an adapter has no config.json, it names its base.
+    # Only the family matters: an adapter has no config.json but names its base.
     names = tensor_names(cfg, config_json(cfg, config, "float32", None)["model_type"])
     tensors, modules = {}, set()
     for prefix in adapter_names(cfg, lora):
         hf_name = names[f"{prefix}weight"].removesuffix(".weight")
-        # peft takes the end of a name for a target: q_proj is that of every layer.
+        # peft matches targets by the end of a name: q_proj is that of every layer.
         modules.add(hf_name.rpartition(".")[2])
         keys = [f"model.{prefix}lora_{x}" for x in "ab"]
         for x, tensor in zip("AB", read_tensors(checkpoint, keys).values(), strict=True):
-            # The names of peft: base_model is its LoraModel, whose model is the whole model.
+            # peft's names: base_model is its LoraModel, whose model is the whole model.
             tensors[f"base_model.model.{hf_name}.lora_{x}.weight"] = tensor
     about = {
         "peft_type": "LORA",
@@ -171,7 +170,7 @@ def export_adapter(checkpoint: Path, out: Path) -> Path:
 
 
 def lora_of(checkpoint: Path, manifest: dict[str, Any]) -> Lora:
-    """Return the adapter's settings. Raises ConfigError if the checkpoint holds a whole model."""
+    """Return the adapter's settings. Raises ConfigError if the checkpoint holds a full model."""
     if (lora := manifest["fixed"].get("lora")) is None:
         raise ConfigError(f"{checkpoint}: is a whole model, not an adapter; leave out --adapter")
     return lora  # type: ignore[no-any-return]

@@ -27,9 +27,9 @@ from kempner.train.sections import RunConfig
 
 
 def complete_model(values: SectionValues, run_dir: str) -> list[str]:
-    """The rest of [model] from what model.init_from names, or the run that is forked in its place.
-    A key that contradicts it is a problem; the maximum length and what only shapes the training
-    are no part of the weights. A fork may have another context."""
+    """Fill in [model] from the weights of model.init_from, or from the run that is forked. A key
+    that contradicts them is a problem, except the maximum length and options that only shape the
+    training, which are not part of the weights. A fork may have another context."""
     model = values["model"]
     if (source := model.get("init_from")) is None:
         return []
@@ -44,8 +44,8 @@ def complete_model(values: SectionValues, run_dir: str) -> list[str]:
     may_change = {"init_from", "max_seq_len", *OF_TRAINING}
     if values["run"].get("fork"):
         may_change |= {*OF_CONTEXT}
-    whole = asdict(ModelConfig(**shape))  # what a config.json does not name is as by default
-    # None there means a value that follows from others: the one of the weights replaces it.
+    whole = asdict(ModelConfig(**shape))  # what a config.json omits has its default
+    # Here None means a value derived from others: the weights' value replaces it.
     unset = [key for key in ("n_kv_heads", "head_dim") if model.get(key) is None]
     model |= {key: value for key, value in shape.items() if key in unset or key not in model}
     return [
@@ -57,20 +57,20 @@ def complete_model(values: SectionValues, run_dir: str) -> list[str]:
 
 
 def model_of_begun_run(run: Path, checkpoints: Path, source: str) -> dict[str, Any] | None:
-    """The [model] section of a run that has a checkpoint, and so needs its source no more; None
-    when it has yet to start from `source`."""
+    """Return the [model] section of a run that has a checkpoint, and so no longer needs its source;
+    None if it has yet to start from `source`."""
     if not has_checkpoint(checkpoints):
         return None
     try:
         model = load_config_files(RunConfig, [run / "config.toml"]).model
-    except ConfigError:  # not there, or of a version with other options
+    except ConfigError:  # missing, or of a version with other options
         return None
     return asdict(model) if model.init_from == source else None
 
 
 def check_tokenizer(weights: WeightsSource, cfg: RunConfig) -> list[str]:
-    """Problems where the token ids of the data are not those that the weights know."""
-    from kempner.data.opening import has_sidecar  # imports NumPy, which --help does without
+    """List the problems if the token ids of the data differ from those of the weights."""
+    from kempner.data.opening import has_sidecar  # imports NumPy, which --help avoids
 
     own = source_tokenizer(weights)
     if own is None:
@@ -81,13 +81,13 @@ def check_tokenizer(weights: WeightsSource, cfg: RunConfig) -> list[str]:
         if has_sidecar(one):
             file = Path(one.path).expanduser() / TOKENIZER_FILE
             theirs = {**open_sidecar(one.path).tokenizer, "file": str(file)}
-        elif (file := Path(one.tokenizer).expanduser()).is_file():  # text that is streamed
+        elif (file := Path(one.tokenizer).expanduser()).is_file():  # streamed text
             theirs = tokenizer_of_file(file)
         if theirs is not None and not same_ids(theirs, own):
             of_bytes = own["kind"] == "bytes"
             name = "bytes" if of_bytes else own["file"]
             fix = f"prepare the data again with --tokenizer {name}"
-            # That of a run cannot be replaced: its hash is in the dataset.json beside it.
+            # A run's tokenizer cannot be replaced: the dataset.json beside it has its hash.
             if not weights.is_checkpoint and not of_bytes:
                 fix += (
                     f"; if its ids mean the same, put {TOKENIZER_FILE} of the data in place of that"
@@ -104,26 +104,26 @@ def other_ids(what: str, theirs: Mapping[str, str], own: Mapping[str, str], fix:
 
 
 def same_ids(theirs: Mapping[str, str], own: Mapping[str, str]) -> bool:
-    """Return whether token ids mean the same to two tokenizers. The files may differ: a tool has
-    rewritten one, or it has more tokens, of a chat template."""
-    # Bytes have no file with a vocabulary: they equal bytes alone.
+    """Return whether token ids mean the same to two tokenizers. The files may differ: a tool may
+    have rewritten one, or one may have more tokens, those of a chat template."""
+    # A byte tokenizer has no vocabulary file: it equals only itself.
     if theirs["hash"] == own["hash"] or "bytes" in (theirs["kind"], own["kind"]):
         return theirs["hash"] == own["hash"]
     return vocabularies_agree(*(read_vocabulary(Path(each["file"])) for each in (theirs, own)))
 
 
 def _shown(tokenizer: Mapping[str, str]) -> str:
-    """`models/a/tokenizer.json (sha256:1a2b3c4d5e6f)`."""
+    """Describe a tokenizer: `models/a/tokenizer.json (sha256:1a2b3c4d5e6f)`."""
     return f"{tokenizer['name']} ({tokenizer['hash'][:19]})".replace(" ()", "")
 
 
 def changed_config(weights: WeightsSource, cfg: RunConfig) -> list[str]:
-    """Does the config.json of the weights that every start reads say the same as the copy that the
-    run has kept of it? What it says besides the model's own values may change."""
-    copy = Path(cfg.run.dir) / HF_FOLDER  # in a fork what the other run has kept
+    """List differences between the config.json of weights that every start reads and the run's copy
+    of it. Only the model's own values count."""
+    copy = Path(cfg.run.dir) / HF_FOLDER  # in a fork, the other run's copy
     if weights.is_checkpoint or cfg.run.fork or not (copy / CONFIG_FILE).is_file():
         return []
-    # Compared as values: a tool that writes the file anew, with other keys, changes nothing.
+    # Compared as values: a tool may rewrite the file, or add keys.
     before, now = WeightsSource(weights.name, copy, False).model(), weights.model()
     differ = [
         f"{name} is {format_value(before.get(name))} there, {format_value(now.get(name))} here"

@@ -1,4 +1,4 @@
-"""Export a checkpoint, whatever number of ranks wrote it, to a directory in Hugging Face's form."""
+"""Export a checkpoint, written by any number of ranks, to a directory in Hugging Face's form."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ from kempner.model.shapes import ROUTER_BIAS, tensor_shapes
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEADER_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-READ_BYTES = 1 << 26  # read at once, and there are two such buffers; a larger tensor is one part
+READ_BYTES = 1 << 26  # read at once, into one of two such buffers; a larger tensor is one part
 
 
 def export_checkpoint(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> Path:
     """Write the model of a checkpoint, which the caller protects from retention, to a new or empty
     directory; returns it.
 
-    `dtype`: fp32, bf16, fp16, or auto: that of the model from which the run started, else fp32.
-    Memory: two buffers of READ_BYTES, or of the largest tensor. Raises ConfigError, Damaged,
-    OSError; then nothing is left at `out`.
+    `dtype`: fp32, bf16, fp16, or auto: that of the model the run started from, else fp32.
+    Memory: two buffers of READ_BYTES, or of the largest tensor. Raises ConfigError, Damaged or
+    OSError, and then leaves nothing at `out`.
     """
     refuse_others(out, "DIR", (), "give another directory, or remove it")
     manifest = history.read_manifest(checkpoint)
@@ -65,11 +65,11 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str, shard_bytes: int)
         read_hf_config(beside / HF_FOLDER) if (beside / HF_FOLDER / CONFIG_FILE).is_file() else None
     )
     torch_dtype = EXPORT_DTYPES[_dtype(carried) if dtype == "auto" else dtype]
-    # An existing directory may be a link or a mount point, so it is filled, not replaced.
+    # An existing directory may be a link or a mount point, so it is filled rather than replaced.
     unfinished = out if out.is_dir() else out.with_name(f"{out.name}.partial")
     refuse_others(unfinished, "DIR.partial", (Kind.EXPORT,), "remove it, or give another DIR")
     if unfinished != out:
-        # What a killed export has left: refuse_others() has seen its mark.
+        # Remains of a killed export: refuse_others() has seen its mark.
         shutil.rmtree(unfinished, ignore_errors=True)
     try:
         mark_directory(unfinished, Kind.EXPORT)
@@ -78,7 +78,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str, shard_bytes: int)
         )
         names = tensor_names(cfg, kind)
         _write_tensors(unfinished, _Reader(checkpoint, names, torch_dtype), names, shard_bytes)
-        # After all files: what has the mark is unfinished, and a later export removes it.
+        # Last: a directory with the mark is unfinished, and a later export removes it.
         (unfinished / MARK_FILE).unlink()
         fsync(unfinished)
         if unfinished != out:
@@ -99,11 +99,11 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str, shard_bytes: int)
 
 
 def _clear(unfinished: Path, out: Path) -> None:
-    """Remove what this export has begun, and the directory itself if the export made it."""
+    """Remove what this export has written, and the directory itself if the export made it."""
     if unfinished != out:
         shutil.rmtree(unfinished, ignore_errors=True)
         return
-    # Names that an export writes, and no others: the directory is the user's.
+    # Only names that an export writes: the directory is the user's.
     for path in out.iterdir():
         if any(
             fnmatch(path.name, pattern) for pattern in (*CARRIED, "model*.safetensors*", MARK_FILE)
@@ -118,8 +118,8 @@ def _dtype(carried: Config | None) -> str:
 
 
 def write_beside(out: Path, run: Path, cfg: ModelConfig, carried: Config | None, dtype: str) -> str:
-    """Write config.json and the tokenizer: of the model from which the run started, unless its data
-    have another one. Returns the model_type."""
+    """Write config.json and the tokenizer: those of the model the run started from, unless its data
+    have another tokenizer. Returns the model_type."""
     eos = None
     sidecar = Sidecar.load(run / SIDECAR) if (run / SIDECAR).is_file() else None
     if carried is not None:
@@ -136,8 +136,8 @@ def write_beside(out: Path, run: Path, cfg: ModelConfig, carried: Config | None,
 
 
 def _write_tokenizer(out: Path, run: Path, sidecar: Sidecar) -> None:
-    """Write the data's tokenizer, with the chat template that a run on chat data was trained with,
-    in place of the model's, unless the model's knows all ids of a text."""
+    """Write the data's tokenizer in place of the model's, unless the model's knows all ids of a
+    text; includes the chat template that a run on chat data was trained with."""
     file, texts = out / TOKENIZER_FILE, sidecar.kind == "text"
     if sidecar.tokenizer["kind"] == "bytes":
         return
@@ -145,7 +145,7 @@ def _write_tokenizer(out: Path, run: Path, sidecar: Sidecar) -> None:
     if own and read_vocabulary(run / TOKENIZER_FILE).items() <= own.items():
         return
     same = file.is_file() and file.read_bytes() == (run / TOKENIZER_FILE).read_bytes()
-    # A file that stayed of the model's tokenizer would be read together with this one.
+    # Any file left of the model's tokenizer would be read together with this one.
     for pattern in ("chat_template*",) if same else TOKENIZER_FILES:
         for stale in out.glob(pattern):
             stale.unlink()
@@ -157,14 +157,14 @@ def _write_tokenizer(out: Path, run: Path, sidecar: Sidecar) -> None:
 
 
 def _write_end_of_turn(out: Path, sidecar: Sidecar, carried: Config) -> None:
-    """Add the token that ends a turn of chat data: a base model's generation would run on past
-    it."""
+    """Add the token that ends a turn of chat data, without which a base model's generation would
+    run on past it."""
     if sidecar.kind == "text":
         return
     file = out / GENERATION
     config = read_hf_config(out, GENERATION) if file.is_file() else {}
-    # Where transformers finds a generation_config.json, it does not ask config.json for these ids:
-    # so they go along.
+    # If there is a generation_config.json, transformers does not read these ids from config.json,
+    # so write them here, too.
     ends = config.get("eos_token_id", carried.get("eos_token_id"))
     ends = [ends] if isinstance(ends, int) else ends or []
     if sidecar.eod not in ends:
@@ -172,12 +172,12 @@ def _write_end_of_turn(out: Path, sidecar: Sidecar, carried: Config) -> None:
 
 
 def _tokenizer_config(tokenizer: Path, eos: int) -> Config:
-    """Make the config that tells transformers, besides a tokenizer.json, the end of a document."""
+    """Make the config that tells transformers, besides a tokenizer.json, how a document ends."""
     added_tokens = json.loads(tokenizer.read_bytes()).get("added_tokens") or []
-    # eos_token is a text, of which the sidecar has the id.
+    # eos_token is a string; the sidecar has its id.
     names = {token["id"]: token["content"] for token in added_tokens}
-    # Named, as otherwise transformers takes the class of the model_type, which may have rules of
-    # its own, such as a BOS before each text.
+    # Named explicitly, because transformers would otherwise use the class of the model_type, which
+    # may have other rules, such as a BOS before each text.
     return {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": names.get(eos)}
 
 
@@ -189,9 +189,9 @@ def _write_tensors(out: Path, reader: _Reader, names: dict[str, str], shard_byte
     """Write the tensors in shards. `names`: ours -> theirs."""
     shards = list(_groups(reader.sizes, shard_bytes))
     files: dict[str, str] = {}
-    # One thread: the parts of a file are written in their order, none of them at an offset.
+    # One thread: the parts of a file are written in order, without offsets.
     with ThreadPoolExecutor(1) as writer:
-        # Done at once: the first part has no write before it.
+        # A future that is done at once: no write precedes the first part.
         pending: Future[object] = writer.submit(bool)
         for number, shard in enumerate(shards, 1):
             file = SINGLE
@@ -200,13 +200,13 @@ def _write_tensors(out: Path, reader: _Reader, names: dict[str, str], shard_byte
             for own_name in shard:
                 files |= dict.fromkeys(stored_parts(names[own_name], reader.shapes[own_name]), file)
             for act in _acts(out / file, reader, names, shard):
-                # One part is written while the next one is read, into the other of two buffers.
+                # Write one part while reading the next into the other buffer.
                 pending.result()
                 pending = writer.submit(act)
         pending.result()
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(reader.sizes.values())}, "weight_map": files}
-        # The index comes last: a reader takes a directory that has one for whole.
+        # The index comes last, because readers take a directory that has one for complete.
         write_json(out / INDEX_FILE, index)
 
 
@@ -221,7 +221,7 @@ def _acts(
         for part in reader.parts(shard):
             yield partial(write_all, file, part.numpy().data)
         yield partial(os.fsync, file.fileno())
-        # It does nothing, but is begun after the fsync has ended: only then is the file closed.
+        # Does nothing, but begins only after the fsync, when the file can be closed.
         yield bool
 
 
@@ -229,7 +229,7 @@ def header_of(
     shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str], dtype: torch.dtype
 ) -> bytes:
     """Make the head of a safetensors file: the header's length and the header (the format's
-    README). `shapes`: of the tensors in it, in order; `names`: ours -> theirs."""
+    README). `shapes`: of its tensors, in order; `names`: ours -> theirs."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for own_name, whole in shapes.items():
@@ -246,16 +246,15 @@ def header_of(
 
 
 def published_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return a tensor's dtype in a model of `dtype`: fp32 for a router's bias, which rounded to 8
-    bits would choose other experts. These tensors come first in a file, so that the data are
-    aligned."""
+    """Return a tensor's dtype in a model of `dtype`: fp32 for a router's bias, because 8 bits of
+    precision would select other experts. These tensors come first in a file, for alignment."""
     return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
 
 
 def write_all(file: RawIOBase, data: bytes | memoryview) -> None:
     remaining = memoryview(data)
     while remaining:
-        # A raw file takes less than a large tensor: one write of Linux ends at 2 GiB - 4 KiB.
+        # A raw file may write only part: one write in Linux ends at 2 GiB - 4 KiB.
         remaining = remaining[file.write(remaining) or 0 :]
 
 
@@ -267,7 +266,7 @@ class _Reader:
         self.manifest = history.read_manifest(checkpoint)
         self.table = read_table(checkpoint, self.manifest)
         shapes = tensor_shapes(ModelConfig(**self.manifest["fixed"]["model"]))
-        # Without this a new kind of tensor would be left out, and the model be another one.
+        # Otherwise a new kind of tensor would be left out and the model would differ.
         known = {f"model.{name}" for name in shapes}
         extra = [key for key in self.table if key.startswith("model.") and key not in known]
         if extra and "lora" not in self.manifest["fixed"]:
@@ -281,16 +280,16 @@ class _Reader:
             name: shape.numel() * published_dtype(name, dtype).itemsize
             for name, shape in self.shapes.items()
         }
-        # A tensor is one part, however large; a small model needs no more than itself.
+        # A tensor is one part, however large; a small model needs only its own size.
         size = min(sum(self.sizes.values()), max(READ_BYTES, *self.sizes.values()))
         self.buffers = [torch.frombuffer(allocate_pages(size), dtype=torch.uint8) for _ in range(2)]
 
     def parts(self, names: list[str]) -> Iterator[Tensor]:
         """Yield the tensors of these names, one after the other, in pieces of uint8 [N]. A piece is
-        valid until the next but one is requested."""
+        valid until the second next one is requested."""
         for group in _groups({name: self.sizes[name] for name in names}, READ_BYTES):
             buffer, at, targets = self.buffers[0], 0, {}
-            # In turn: one is filled while the other one is written.
+            # Alternate: one buffer is filled while the other is written.
             self.buffers.reverse()
             for name in group:
                 part = buffer[at : at + self.sizes[name]].view(published_dtype(name, self.dtype))
@@ -313,7 +312,7 @@ class _Reader:
 
 
 def _groups(sizes: dict[str, int], most: int) -> Iterator[list[str]]:
-    """Group names in order, with at most `most` bytes a group; a larger tensor is alone."""
+    """Group names in order, at most `most` bytes per group; a larger tensor forms its own group."""
     group: list[str] = []
     size = 0
     for name, nbytes in sizes.items():

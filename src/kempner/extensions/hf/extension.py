@@ -1,4 +1,4 @@
-"""Weights from elsewhere as an extension of the trainer: what model.init_from and run.fork name."""
+"""External weights as an extension of the trainer: model.init_from and run.fork."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class HfExtension(Extension):
         return complete_model(values, run_dir)
 
     def check_files(self, cfg: RunConfig, rank: int, begun: bool, servers: bool) -> list[str]:
-        """Problems with the weights of model.init_from, where this start reads them."""
+        """List problems with the weights of model.init_from, if this start reads them."""
         source = cfg.model.init_from
-        # A reference, or the base of adapters: every start reads it.
+        # Every start reads a reference model or the base of adapters.
         again = cfg.of(PreferenceConfig).loss == "dpo" or cfg.lora.rank > 0
-        # Rank 0 alone: it reads the headers of all files, which a thousand ranks need not repeat.
+        # Rank 0 alone: it reads the headers of all files; a thousand ranks need not repeat that.
         if source is None or rank or not (again or not (cfg.run.fork or begun)):
             return []
         try:
@@ -66,7 +66,7 @@ class HfExtension(Extension):
         return warnings
 
     def fixed_facts(self, cfg: RunConfig) -> dict[str, Any]:
-        """The base of adapters, which every start reads again."""
+        """Return the base of adapters, which every start reads again."""
         from kempner.extensions.hf.adapter import weights_identity
 
         if not cfg.lora.rank:
@@ -75,15 +75,14 @@ class HfExtension(Extension):
         return {"lora": {**as_dict(cfg)["lora"], "base": base}}
 
     def start(self, cfg: RunConfig, run: Run, model: Decoder, begun: bool) -> None:
-        """A checkpoint of adapters needs the weights of their base, too."""
+        """Load the source weights. Resuming adapters needs the weights of their base, too."""
         if cfg.model.init_from is not None and (cfg.lora.rank or not begun):
             from kempner.extensions.hf.load import start_from
 
-            # A restart leaves the run's copy of config.json alone: changed_config() compares the
-            # directory with it.
+            # A restart keeps the run's config.json: changed_config() compares the source with it.
             run.announce(start_from(model, cfg.model, None if begun else run.dir))
 
     def forked(self, checkpoint: Path, run: Run) -> None:
-        """Copy what the other run has beside its weights."""
+        """Copy the files that the other run has beside its weights."""
         if (beside := run_of(checkpoint) / HF_FOLDER).is_dir():
             copy_model_files(beside, run.dir / HF_FOLDER)

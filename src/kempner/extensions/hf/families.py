@@ -1,7 +1,7 @@
 """Families of Hugging Face models: config.json <-> the [model] section.
 
-A family is a `model_type` whose mathematics is that of our decoder. To add one, add its table of
-names (tensors.py), what its config.json must say (`_refusals`), and how its keys map
+A family is a `model_type` that is mathematically our decoder. To add one, add its table of names
+(tensors.py), what its config.json must say (`_refusals`), and how its keys map
 (`model_values`, `config_json`).
 """
 
@@ -19,11 +19,11 @@ Config = dict[str, Any]  # the content of a config.json
 
 class Family(NamedTuple):
     architecture: str  # the class in transformers
-    head_dim: int | None = None  # where config.json gives none; None: hidden_size / heads
-    rope_theta: float = 10000.0  # where config.json gives none
+    head_dim: int | None = None  # if config.json has none; None: hidden_size / heads
+    rope_theta: float = 10000.0  # if config.json has none
     width: str = "intermediate_size"  # key of ffn_dim
-    experts: str = ""  # key of their number, where there are any
-    rotary: float = 1.0  # part of a head that RoPE turns, where config.json does not say
+    experts: str = ""  # key of their number, if it has experts
+    rotary: float = 1.0  # fraction of a head that RoPE rotates, if config.json does not say
 
 
 FAMILIES = {
@@ -54,7 +54,7 @@ UNSUPPORTED = {
     "cohere": "it has LayerNorm, parallel blocks and scaled logits",
     "llama4": "its layers differ from each other",
 }
-# Required values of these keys, where a config.json has them.
+# Required values of these keys, if a config.json has them.
 FIXED: Config = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -64,7 +64,7 @@ FIXED: Config = {
     "mlp_only_layers": [],
     "router_jitter_noise": 0.0,
 }
-# Required values of these keys of a glm4_moe, and its defaults where they are missing.
+# Required values of these keys of a glm4_moe, and its defaults for missing keys.
 GLM_FIXED = {
     "n_group": (1, 1),
     "topk_group": (1, 1),
@@ -79,7 +79,7 @@ REQUIRED_FIELDS = {
     "norm_eps": "rms_norm_eps",
     "max_seq_len": "max_position_embeddings",
 }
-# Options without experts, and those that glm4_moe alone has.
+# Options of a model without experts, and those that only glm4_moe has.
 PLAIN = {
     "n_experts": 0,
     "shared_experts": 0,
@@ -93,7 +93,7 @@ LLAMA3_ROPE = {
     "rope_high_freq_factor": "high_freq_factor",
     "rope_original_len": "original_max_position_embeddings",
 }
-# Other keys that a config.json may be asked for, and their types.
+# Other keys that are read from a config.json, and their types.
 FIELD_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "rms_norm_eps": ("a number", (int, float)),
     "rope_theta": ("a number", (int, float)),
@@ -110,14 +110,14 @@ FIELD_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
 TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NO_WINDOW = ("llama", "glm4_moe")
 ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
-ROPE_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # no part of the scaling
+ROPE_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # outside the scaling
 SIZES = ("num_key_value_heads", "head_dim", "sliding_window", "original_max_position_embeddings")
 
 
 def model_values(config: Config, where: str) -> dict[str, Any]:
     """Map a config.json to values of the [model] section, by key.
 
-    Raises ConfigError with every reason why our decoder is not this model. `where` is the file.
+    Raises ConfigError with every reason why our decoder cannot be this model. `where`: the file.
     """
     kind = config.get("model_type")
     family = FAMILIES.get(str(kind))
@@ -129,7 +129,7 @@ def model_values(config: Config, where: str) -> dict[str, Any]:
         )
     if family.experts and "num_local_experts" in config:  # its name in transformers 5
         config = {family.experts: config["num_local_experts"], **config}
-    # Of these keys null says what a missing one says.
+    # For these keys, null means the same as a missing key.
     config = {k: value for k, value in config.items() if value is not None or k not in FIELD_KINDS}
     if problems := _refusals(config, family):
         raise ConfigError([f"{where}: {problem}" for problem in problems])
@@ -143,7 +143,7 @@ def model_values(config: Config, where: str) -> dict[str, Any]:
         "tie_embeddings": config.get("tie_word_embeddings", False),
         "qk_norm": kind in ("qwen3", "qwen3_moe"),
         "qkv_bias": kind == "qwen2",
-        # Qwen3-MoE alone can weigh the experts by their scores as they are.
+        # Only Qwen3-MoE can weigh the experts by their raw scores.
         "router_normalize": kind != "qwen3_moe" or config.get("norm_topk_prob", False),
         **(_dense_blocks(config) if kind == "qwen3_moe" else {}),
         "sliding_window": _window(config),
@@ -165,8 +165,7 @@ def _glm_values(config: Config) -> dict[str, Any]:
 
 
 def _dense_blocks(config: Config) -> dict[str, Any]:
-    """Return options for the blocks of a Qwen3-MoE without experts, and their feed-forward
-    width."""
+    """Return the options for a Qwen3-MoE's blocks without experts."""
     step = config.get("decoder_sparse_step") or 1
     width = config.get("intermediate_size") if step > 1 else None
     return {"moe_frequency": step, "dense_ffn_dim": width}
@@ -179,7 +178,7 @@ def _keys(family: Family) -> dict[str, str]:
 
 
 def _refusals(config: Config, family: Family) -> list[str]:
-    # First: all others compute with these values.
+    # First, because all other checks compute with these values.
     if type_problems := _wrong_types(config, family):
         return type_problems
     glm = family is FAMILIES["glm4_moe"]
@@ -187,16 +186,16 @@ def _refusals(config: Config, family: Family) -> list[str]:
         f"{key} = {format_value(config[key])}: only {format_value(value)} is supported"
         for key, value in FIXED.items()
         if config.get(key, value) not in (value, None)
-        and not (glm and key == "attention_bias")  # of queries, keys and values alone
+        and not (glm and key == "attention_bias")  # covers queries, keys and values only
     ]
     type_problems += [
         f"{key} = {format_value(config.get(key, default))}: only {value} is supported"
         for key, (value, default) in GLM_FIXED.items()
         if glm and config.get(key, default) != value
     ]
-    # No defaults of sizes: those of transformers are one model's, such as Llama 7B's.
+    # Sizes have no defaults: those of transformers describe one model, such as Llama 7B.
     type_problems += [f"has no {key}" for key in _keys(family).values() if config.get(key) is None]
-    # Where it is missing a Llama takes the number of heads; the others have constants, such as 8.
+    # If missing, a Llama takes the number of heads; the others have constants, such as 8.
     if family.architecture != "LlamaForCausalLM" and "num_key_value_heads" not in config:
         type_problems.append("has no num_key_value_heads")
     if (architecture := (config.get("architectures") or [family.architecture])[0]) != (
@@ -209,13 +208,13 @@ def _refusals(config: Config, family: Family) -> list[str]:
 
 
 def _wrong_types(config: Config, family: Family) -> list[str]:
-    """List values that are not the number, list or object that they must be."""
+    """List values that are not of the required type: number, list or object."""
     sizes = {*_keys(family).values(), *SIZES} - {"rms_norm_eps"}
     values = {key: value for key, value in config.items() if value is not None}
     problems = [
         f"{key} = {format_value(value)}: must be a whole number, at least 1"
         for key, value in values.items()
-        # By type(): True is an instance of int.
+        # By type(), because True is an instance of int.
         if key in sizes and (type(value) is not int or value < 1)
     ]
     return problems + [
@@ -226,8 +225,8 @@ def _wrong_types(config: Config, family: Family) -> list[str]:
 
 
 def _rope_refusals(config: Config) -> list[str]:
-    """List problems of RoPE, including values that differ between two places: transformers 4 and 5
-    choose different ones."""
+    """List problems of RoPE, including values that differ between two places, of which
+    transformers 4 and 5 choose different ones."""
     sections = [config[key] for key in ROPE_SECTIONS if config.get(key)]
     if any(isinstance(value, dict) for section in sections for value in section.values()):
         return [f"{' and '.join(ROPE_SECTIONS)} by kind of layer are not supported"]
@@ -252,23 +251,23 @@ def _rope_refusals(config: Config) -> list[str]:
         ]
     part = [place.get("partial_rotary_factor") for place in (config, *sections)]
     part = [value for value in part if value is not None] or [FAMILIES[config["model_type"]].rotary]
-    # Places that differ are among the problems already.
+    # Differing places have already been reported.
     if part[0] != 1.0 and len({*part}) == 1:
         problems.append(f"partial_rotary_factor = {part[0]}: only 1.0 is supported")
     return problems
 
 
 def _scaling(section: Config) -> tuple[Any, ...]:
-    """Return a section's scaling in a form to compare."""
+    """Return a section's scaling in a comparable form."""
     kind = section.get("rope_type", section.get("type", "default"))
     values = sorted((key, value) for key, value in section.items() if key not in ROPE_COMMON)
-    # Plain RoPE reads no other key, whatever a file still has of an earlier scaling.
+    # Plain RoPE reads no other key, even if a file still has keys of an earlier scaling.
     return (kind, *values) if kind != "default" else (kind,)
 
 
 def _window_refusals(config: Config) -> list[str]:
     kind, types = config["model_type"], set(map(str, config.get("layer_types") or ()))
-    # transformers takes 4096 where it is missing, and none where it is null.
+    # transformers takes 4096 if it is missing, and none if it is null.
     if kind == "mistral" and "sliding_window" not in config:
         return ["has no sliding_window (an int, or null)"]
     if (
@@ -280,7 +279,7 @@ def _window_refusals(config: Config) -> list[str]:
     if kind in ("qwen2", "qwen3"):
         if len(_layer_types(config)) > 1:
             return ["full and sliding attention in different layers are not supported"]
-        types -= {"full_attention"}  # these families take their word for it
+        types -= {"full_attention"}  # these families trust layer_types
     elif kind == "mistral" and types:
         return ["layer_types: transformers takes a mistral with them for a ministral"]
     there = "sliding_attention" if _window(config) is not None else "full_attention"
@@ -293,9 +292,9 @@ def _window(config: Config) -> int | None:
     """Return the sliding window in tokens, None without one."""
     if config["model_type"] == "mistral":
         return config["sliding_window"]  # type: ignore[no-any-return]
-    if config["model_type"] == "mixtral":  # it knows no use_sliding_window
+    if config["model_type"] == "mixtral":  # has no use_sliding_window
         return config.get("sliding_window")
-    # Its max_window_layers has no effect there: all layers have the window, or none of them.
+    # Its max_window_layers has no effect there: all layers have the window, or none.
     if config["model_type"] == "qwen3_moe":
         return config.get("sliding_window") if config.get("use_sliding_window") else None
     has_window = config["model_type"] not in NO_WINDOW and config.get("use_sliding_window", False)
@@ -304,12 +303,11 @@ def _window(config: Config) -> int | None:
 
 
 def _layer_types(config: Config) -> set[str]:
-    """Return the kinds of attention in a Qwen: its first `max_window_layers` are full in any
-    case."""
+    """Return the kinds of attention in a Qwen: its first `max_window_layers` are always full."""
     if types := config.get("layer_types"):
         return set(map(str, types))
     layers = config.get("num_hidden_layers") or 0
-    # 28 is the default of transformers.
+    # 28 is transformers' default.
     full = min(config.get("max_window_layers", 28), layers)
     if not config.get("use_sliding_window", False) or config.get("sliding_window") is None:
         full = layers
@@ -318,14 +316,13 @@ def _layer_types(config: Config) -> set[str]:
 
 
 def _rope_section(config: Config) -> Config:
-    """Return RoPE's parameters: under rope_parameters since transformers 5, in several places
-    before."""
+    """Return RoPE's parameters: rope_parameters since transformers 5, several places before."""
     first, *rest = [config.get(key) or {} for key in ROPE_SECTIONS]
     section = {**first, **rest[0]}
     kind = section.get("rope_type", section.get("type", "default"))
     family = FAMILIES[config["model_type"]]
     theta = section.get("rope_theta") or config.get("rope_theta") or family.rope_theta
-    beside = "original_max_position_embeddings"  # of some models, at the top
+    beside = "original_max_position_embeddings"  # at the top level in some models
     return {beside: config.get(beside), **section, "rope_type": kind, "rope_theta": float(theta)}
 
 
@@ -342,7 +339,7 @@ def _rope(config: Config) -> dict[str, Any]:
 
 
 def family_of(cfg: ModelConfig) -> str:
-    """Return the model_type whose mathematics is that of `cfg`. Raises ConfigError if there is
+    """Return the model_type that matches `cfg` mathematically. Raises ConfigError if there is
     none."""
     if cfg.attention_softcap is not None:
         raise ConfigError(
@@ -354,7 +351,7 @@ def family_of(cfg: ModelConfig) -> str:
             "model.post_norms: no model of transformers that is supported here normalises what "
             "its layers return; export a model without it"
         )
-    # Before the others: the config.json of no other family can say any of these.
+    # First, because no other family's config.json can express any of these.
     if any(getattr(cfg, name) != value for name, value in PLAIN.items() if name != "n_experts"):
         return _glm_of(cfg)
     if cfg.qkv_bias and cfg.qk_norm:
@@ -393,7 +390,7 @@ def _moe_family_of(cfg: ModelConfig) -> str:
 
 
 def _glm_of(cfg: ModelConfig) -> str:
-    """Return the family with all of these options: any one of them implies it."""
+    """Return the family that has all of these options: any one of them implies it."""
     needs = {
         "router": (cfg.router == "sigmoid", '"sigmoid"'),
         "router_bias": (cfg.router_bias, "true"),
@@ -414,21 +411,21 @@ def _glm_of(cfg: ModelConfig) -> str:
 
 
 def config_json(cfg: ModelConfig, carried: Config | None, dtype: str, eos: int | None) -> Config:
-    """Make the config.json of a model of this shape. `carried`: that of the model from which it
-    came, whose other keys stay; `dtype`: of the tensors, such as bfloat16; `eos`: the end of a
+    """Make the config.json of a model of this shape. `carried`: that of the model it came from,
+    whose other keys stay; `dtype`: of the tensors, such as bfloat16; `eos`: the end of a
     document."""
     if carried is not None and _same_shape(cfg, carried):
-        # transformers has renamed torch_dtype to dtype: the name that is there stays.
+        # transformers has renamed torch_dtype to dtype: keep the name in use.
         key = "dtype" if "dtype" in carried else "torch_dtype"
         return {**carried, key: dtype, "max_position_embeddings": cfg.max_seq_len}
     kind = family_of(cfg)
     config = {**_new_config(cfg, kind), "eos_token_id": eos, "torch_dtype": dtype}
     if carried is None:
         return config
-    # Keys of one family may mean something else in another: only the ids of tokens go along.
+    # Keys of one family may mean something else in another: only the token ids are kept.
     if kind != carried["model_type"]:
         return config | {key: carried[key] for key in TOKEN_FIELDS if key in carried}
-    # Mostly a longer context. All other keys stay as they were, above all the end of a text.
+    # Mostly a longer context. All other keys stay, above all the end of a text.
     places = ("layer_types", "original_max_position_embeddings", *ROPE_SECTIONS)
     carried_keys = {key: value for key, value in carried.items() if key not in places}
     if "dtype" in carried_keys:
@@ -439,7 +436,7 @@ def config_json(cfg: ModelConfig, carried: Config | None, dtype: str, eos: int |
 
 
 def _new_config(cfg: ModelConfig, kind: str) -> Config:
-    """Make a config.json from the shape alone, in a form that transformers 4 and 5 both read."""
+    """Make a config.json from the shape alone, in a form that both transformers 4 and 5 read."""
     family = FAMILIES[kind]
     scaling = {own_key: getattr(cfg, own_key) for own_key in LLAMA3_ROPE}
     config = {
@@ -456,7 +453,7 @@ def _new_config(cfg: ModelConfig, kind: str) -> Config:
         | {hf_key: scaling[own_key] for own_key, hf_key in LLAMA3_ROPE.items()}
         if cfg.rope_factor > 1
         else None,
-        # null: a missing one would be that of the class, such as 1 and 2 of a Llama.
+        # null, because a missing one gets the class's default, such as 1 and 2 for a Llama.
         **dict.fromkeys(TOKEN_FIELDS),
     }
     if kind in ("llama", "qwen3", "qwen3_moe"):
@@ -464,7 +461,7 @@ def _new_config(cfg: ModelConfig, kind: str) -> Config:
     if kind not in NO_WINDOW:
         config["sliding_window"] = cfg.sliding_window
     if kind in ("qwen2", "qwen3"):
-        # Always there: by default the first 28 layers have no window, which may be all.
+        # Always set: by default the first 28 layers, possibly all, have no window.
         full = cfg.n_layers if cfg.sliding_window is None else 0
         config |= {"use_sliding_window": full == 0, "max_window_layers": full}
     if kind == "qwen3_moe":
@@ -482,16 +479,16 @@ def _new_config(cfg: ModelConfig, kind: str) -> Config:
             "norm_topk_prob": cfg.router_normalize,
             "use_qk_norm": cfg.qk_norm,
             "attention_bias": cfg.qkv_bias,
-            # Its class turns half of each head by default, our decoder all of it.
+            # Its class rotates half of each head by default, our decoder all of it.
             "partial_rotary_factor": 1.0,
-            "intermediate_size": cfg.ffn_dim,  # of layers without experts, which there are not
+            "intermediate_size": cfg.ffn_dim,  # of layers without experts; there are none
             **{key: value for key, (value, _) in GLM_FIXED.items()},
         }
     return config
 
 
 def _same_shape(cfg: ModelConfig, config: Config) -> bool:
-    """Return whether the config.json describes the same model, up to keys without a part in its
+    """Return whether the config.json describes the same model, ignoring keys that do not affect its
     mathematics."""
 
     of_training: dict[str, Any] = dict.fromkeys(OF_TRAINING, 0.0)

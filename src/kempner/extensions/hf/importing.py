@@ -1,7 +1,7 @@
 """Import a model in Hugging Face's form as a run with one checkpoint, of step 0.
 
-The checkpoint is written as by as many ranks as keep a file under TENSOR_FILE_BYTES, one file after
-the other: memory for one file is enough, whatever the size of the model.
+The checkpoint is written as if by enough ranks to keep each file under TENSOR_FILE_BYTES, one file
+after the other: memory for one file suffices for a model of any size.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ TENSOR_FILE_BYTES = 1 << 30
 def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str, name: str) -> Path:
     """Make the run; returns its checkpoint. `name`: the source as the user gave it.
 
-    Raises ConfigError if the tensors are not those of the model, or the run exists already;
-    whatever it raises, nothing is left in `run`.
+    Raises ConfigError if the tensors do not fit the model, or the run already exists; after any
+    exception nothing is left in `run`.
     """
     root = run / "checkpoints"
     refuse_others(run, "RUN", (Kind.IMPORT,), "give another directory")
-    # Before anything is made: a model that is refused leaves no directory.
+    # Before anything is made, so that a refused model leaves no directory.
     check_hf_directory(directory, cfg)
     shapes = tensor_shapes(cfg)
     size = sum(torch.Size(shape).numel() * 4 for shape in shapes.values())
@@ -60,9 +60,9 @@ def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str,
     }
     names = tensor_names(cfg, read_hf_config(directory)["model_type"])
     if directory_kind(run) is Kind.IMPORT:
-        shutil.rmtree(root, ignore_errors=True)  # what a killed one has left
+        shutil.rmtree(root, ignore_errors=True)  # remains of a killed import
     with _removed_on_error(run):
-        mark_directory(run, Kind.IMPORT)  # until it is a run
+        mark_directory(run, Kind.IMPORT)  # removed when the run is complete
         run_id = uuid.uuid4().hex
         mark_directory(root, Kind.CHECKPOINTS, run_id)
         copy_model_files(directory, run / HF_FOLDER)
@@ -92,24 +92,24 @@ def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str,
         }
         path = commit.commit_save(root, 0, texts, facts)
         write_atomic(run / "config.toml", config_toml)
-        # After all else: a directory with an id is a run.
+        # Near the end, because a directory with an id is a run.
         write_atomic(run / "id", f"{run_id}\n")
-        # After the id: without either, a killed import would be somebody's files.
+        # After the id: with neither, a killed import would look like the user's files.
         (run / MARK_FILE).unlink()
     return path
 
 
 @contextlib.contextmanager
 def _removed_on_error(run: Path) -> Iterator[None]:
-    """Remove what an import has made, and the directory itself if it made it."""
+    """Remove what an import has written, and the directory itself if the import made it."""
     there = run.is_dir()
     try:
         yield
     except BaseException:
         for folder in (run / "checkpoints", run / HF_FOLDER):
             shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # it may be the very file system that fails
-            # The mark last: what a kill in between leaves is then known as ours.
+        with contextlib.suppress(OSError):  # the failing file system may be this one
+            # The mark last, so that the remains of a killed process are recognised as ours.
             for name in ("config.toml", "id", MARK_FILE):
                 (run / name).unlink(missing_ok=True)
             if not there:

@@ -54,13 +54,13 @@ def start_from(model: nn.Module, cfg: ModelConfig, run_dir: Path | None) -> str:
     """Fill the model, on all ranks, with the weights of cfg.init_from; in a new run, also keep the
     files beside them (`run_dir`). Returns one line for the log.
 
-    Raises ConfigError on all ranks if they are not the weights of this model.
+    Raises ConfigError on all ranks if the weights do not fit this model.
     """
-    # Over gloo: outcomes and paths are of the host, and NCCL would want them on the GPU.
+    # Over gloo: outcomes and paths are on the host, and NCCL would need them on the GPU.
     ranks = Ranks(dist.new_group(backend="gloo"))
     with contextlib.ExitStack() as reading:
 
-        def choose() -> WeightsSource:  # another run's newest may change within a minute
+        def choose() -> WeightsSource:  # another run may save a newer one at any time
             source = reading.enter_context(held_weights(cfg.init_from or ""))
             if run_dir is not None and source.carried.is_dir():
                 copy_model_files(source.carried, run_dir / HF_FOLDER)
@@ -101,10 +101,10 @@ def load_weights(
             if key not in table or table[key].shape != parameter.shape:
                 raise ConfigError(f"{source.path}: has no {key} of shape {[*parameter.shape]}")
             wants.append(Want(key, key, local_part(parameter), boxes[name]))
-        # Of what every file has a copy, the ranks read different ones.
+        # Ranks read different copies of what every file has.
         read_wanted(source.path, manifest, table, wants, near=rank % manifest["world_size"])
         return
-    # Once: it reads the headers of all files. on_all() raises its error on every rank.
+    # Rank 0 alone reads the headers of all files. on_all() raises its error on every rank.
     if rank == 0:
         check_hf_directory(source.path, cfg)
     names = tensor_names(cfg, read_hf_config(source.path)["model_type"])
@@ -116,12 +116,12 @@ def load_weights(
 
 
 def not_finite(source: WeightsSource) -> str:
-    """Return the name of a tensor with an infinity or NaN in it; empty if all are finite. Reads all
-    weights, so that the kernel has them in memory for load_weights()."""
+    """Return the name of a tensor that contains an infinity or NaN; empty if all are finite. Reads
+    all weights, so that the kernel has them cached for load_weights()."""
     if source.is_checkpoint:
         table = stored_tensors(source.path)
         names = [name for name in table if name.startswith("model.") and table[name].layout]
-        # Lazily: one tensor is in memory at a time, and the first bad one ends it.
+        # Lazily: one tensor is in memory at a time, and the first bad one ends the search.
         tensors = ((name, read_tensors(source.path, [name])[name]) for name in names)
         return next((name for name, tensor in tensors if not is_finite(tensor)), "")
     with Stored(source.path, "pt") as directory, _Files(directory) as files:
@@ -133,8 +133,8 @@ def not_finite(source: WeightsSource) -> str:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether all elements are finite. Runs at the speed of memory, which isfinite().all()
-    does not: NaN propagates into both extremes."""
+    """Return whether all elements are finite. Runs at memory speed, unlike isfinite().all(): NaN
+    propagates into both extremes."""
     # aminmax() refuses an empty tensor.
     return not tensor.numel() or all(map(math.isfinite, map(float, tensor.aminmax())))
 
@@ -147,8 +147,8 @@ class ReadJob(NamedTuple):
     box: Box
 
     def by_expert(self) -> Iterator[ReadJob]:
-        """Split into one job per expert: Hugging Face stores them as separate tensors; a `*` in the
-        name stands for their number."""
+        """Split into one job per expert, because Hugging Face stores experts as separate tensors; a
+        `*` in the name stands for the expert's number."""
         if "*" not in self.name:
             yield self
             return
@@ -160,9 +160,9 @@ class ReadJob(NamedTuple):
 
 @torch.no_grad()
 def fill_tensors(stored: Stored, jobs: Iterable[ReadJob]) -> None:
-    """Read the rows of the boxes and no others, and copy them.
+    """Read only the rows of the boxes, and copy them.
 
-    Not from the mapped file: the kernel reads that page by page, at a third of the speed.
+    Not from the mapped file, which the kernel reads page by page, at a third of the speed.
     """
     # A rank may hold nothing of a tensor with fewer rows than there are ranks.
     jobs = [one for job in jobs if job.target.numel() for one in job.by_expert()]
@@ -177,7 +177,7 @@ def fill_tensors(stored: Stored, jobs: Iterable[ReadJob]) -> None:
 
 
 def _pieces(files: _Files, jobs: Sequence[ReadJob]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield parts of the targets, with what each is to hold."""
+    """Yield parts of the targets, with their new contents."""
     for job, after in zip_longest(jobs, jobs[1:]):
         if after is not None:
             # The kernel reads the next tensor while this one is copied.
@@ -185,7 +185,7 @@ def _pieces(files: _Files, jobs: Sequence[ReadJob]) -> Iterator[tuple[Tensor, Te
         columns = [slice(start, start + length) for start, length in job.box[1:]]
         at = 0
         for rows in files.rows(job):
-            # Whole rows are read; columns that tensor parallelism has cut are taken from them.
+            # Whole rows are read; the columns of a tensor-parallel shard are taken from them.
             yield job.target[at : at + len(rows)], rows[(slice(None), *columns)]
             at += len(rows)
 
@@ -198,10 +198,10 @@ class _Files(contextlib.ExitStack):
         self._stored = stored
         paths = {place.path for place in stored.places.values()}
         self._files = {path: self.enter_context(path.open("rb", buffering=0)) for path in paths}
-        self._buffers = [bytearray(), bytearray()]  # kept: new memory costs as much as the reading
+        self._buffers = [bytearray(), bytearray()]  # reused: new memory costs as much as reading
 
     def announce(self, job: ReadJob) -> None:
-        """Let the kernel read in the background what rows() will ask for."""
+        """Let the kernel read ahead, in the background, what rows() will request."""
         file, start, (_, count), row, _ = self._find(job)
         os.posix_fadvise(file.fileno(), start, count * row, os.POSIX_FADV_WILLNEED)
 
@@ -209,7 +209,7 @@ class _Files(contextlib.ExitStack):
         """Yield the rows of a box, in all columns, in pieces. A piece stays valid while the next
         one is read."""
         file, start, (_, count), row, dtype = self._find(job)
-        # Whole rows: they are in one piece in the file, and a box of columns is not.
+        # Whole rows, which are contiguous in the file; a box of columns is not.
         columns = self._stored.shape(job.name)[1:]
         most = max(1, PIECE // row)
         file.seek(start)
@@ -223,7 +223,7 @@ class _Files(contextlib.ExitStack):
             while bytes_read < len(view):
                 byte_count = file.readinto(view[bytes_read:])
                 if not byte_count:
-                    # Stored has found it whole: somebody has written to it since.
+                    # It was complete when opened: somebody has written to it since.
                     raise ConfigError(f"{file.name}: has become shorter; {DOWNLOAD_AGAIN}")
                 bytes_read += byte_count
             yield torch.frombuffer(view, dtype=dtype).view(-1, *columns)

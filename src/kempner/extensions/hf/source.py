@@ -1,6 +1,6 @@
 """Sources of weights: a directory in Hugging Face's form, a model of the hub, or a run.
 
-No torch: a configuration is checked against its source before a GPU is asked for.
+No torch: a configuration is checked against its source before a GPU is requested.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kempner.jobs.system import hub
 from kempner.jobs.system.files import step_of_name, write_atomic
 from kempner.model.config import ModelConfig
 
-HF_FOLDER = "hf"  # in a run: what an imported model had beside its weights
+HF_FOLDER = "hf"  # in a run: the files an imported model had beside its weights
 CONFIG_FILE = "config.json"
-GENERATION = "generation_config.json"  # which tokens end a text, among others
+GENERATION = "generation_config.json"  # names the tokens that end a text, among others
 TOKENIZER_FILE = "tokenizer.json"
 
 
@@ -41,7 +41,7 @@ class WeightsSource(NamedTuple):
 
     @property
     def carried(self) -> Path:
-        """The directory with the model's config.json and tokenizer, which a checkpoint may lack."""
+        """The directory of the model's config.json and tokenizer, which a checkpoint may lack."""
         return run_of(self.path) / HF_FOLDER if self.is_checkpoint else self.path
 
     def model(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class WeightsSource(NamedTuple):
         except history.Damaged as error:
             raise ConfigError(f"{error}; name an older checkpoint") from None
         model = ModelConfig(**fixed["model"])
-        # As numbers, as a config.json has them: unset they would follow from the reader's own keys.
+        # Explicit, as in a config.json: if unset, they would follow from the reader's other keys.
         heads = {"n_kv_heads": model.kv_heads, "head_dim": model.resolved_head_dim}
         values = asdict(model) | heads
         del values["init_from"]
@@ -63,9 +63,9 @@ class WeightsSource(NamedTuple):
 def find_weights(name: str, download: bool = False, pinned: bool = False) -> WeightsSource:
     """Resolve `name`: PATH, OWNER/NAME[@REVISION] of the hub, or RUN[@STEP]. Raises ConfigError.
 
-    With `pinned`, a run without a step is refused: its newest checkpoint will be another one
-    tomorrow. A model of the hub is looked up in the local cache only, unless `download` is set: the
-    nodes of a cluster have no network, and a thousand ranks must not ask one server.
+    With `pinned`, a run without a step is refused, because its newest checkpoint changes. A model
+    of the hub is looked up in the local cache only, unless `download` is set: cluster nodes have no
+    network, and a thousand ranks must not query one server.
     """
     path = Path(name).expanduser()
     if path.is_dir() and (path / CONFIG_FILE).is_file():
@@ -78,7 +78,7 @@ def find_weights(name: str, download: bool = False, pinned: bool = False) -> Wei
                 "name one"
             )
         source = WeightsSource(name, named.find_checkpoint(name), True)
-        # A checkpoint that is named by its own path has its step in it.
+        # The path of a checkpoint already names its step.
         if pinned and step is None and path.resolve() != source.path:
             step = step_of_name(source.path.name)
             raise ConfigError(
@@ -92,13 +92,13 @@ def find_weights(name: str, download: bool = False, pinned: bool = False) -> Wei
 @contextlib.contextmanager
 def held_weights(name: str, download: bool = False) -> Iterator[WeightsSource]:
     """Run find_weights() and protect a checkpoint from its run's retention while it is read. A
-    damaged one is bad input: ConfigError."""
+    damaged one is bad input and raises ConfigError."""
     source = find_weights(name, download)
     if not source.is_checkpoint:
         yield source
         return
     with commit.reading_lock(source.path):
-        # Only under the lock: retention may have removed it before.
+        # Only under the lock, because retention may have removed it before.
         if (source.path / history.MANIFEST).exists():
             try:
                 yield source
@@ -106,16 +106,16 @@ def held_weights(name: str, download: bool = False) -> Iterator[WeightsSource]:
                 fix = f"name an older one, {run_of(source.path)}@STEP"
                 raise ConfigError(f"{source.path} is damaged: {error}; {fix}") from None
             return
-    with held_weights(name) as source:  # it was removed between the two: now there is a newer one
+    with held_weights(name) as source:  # removed in between: now there is a newer one
         yield source
 
 
 def run_of(checkpoint: Path) -> Path:
-    """Return the run directory of a checkpoint: around it, unless checkpoint.dir was set."""
+    """Return the run directory of a checkpoint: its parent, unless checkpoint.dir was set."""
     around = checkpoint.parent.parent
     with contextlib.suppress(OSError, ValueError, KeyError):
         run_dir = Path(toml.loads((checkpoint / "config.toml").read_text())["run"]["dir"])
-        # What is around comes first: a run may have been moved or copied since the save.
+        # The surrounding directory comes first: a run may have been moved or copied since the save.
         if run_dir.is_dir() and not (around / "config.toml").is_file():
             return run_dir
     return around
@@ -137,16 +137,16 @@ def copy_model_files(source: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
         if file.is_file() and any(fnmatch(file.name, pattern) for pattern in hub.CARRIED):
-            # Each file whole or not at all: a killed start must not leave half of a tokenizer.
+            # Each file atomically: a killed start must not leave half of a tokenizer.
             with file.open("rb") as reader:
                 write_atomic(target / file.name, partial(shutil.copyfileobj, reader))
 
 
 def source_tokenizer(source: WeightsSource) -> dict[str, str] | None:
-    """Return name, kind and hash of the tokenizer that the weights were trained with, as a sidecar
-    has them, and its file, if it has one; None if it is not with them. Raises ConfigError."""
+    """Return name, kind and hash of the tokenizer that the weights were trained with, as in a
+    sidecar, and its file, if any; None if it is not with the weights. Raises ConfigError."""
     run = run_of(source.path)
-    # First: hf/ has the tokenizer of the model that the run came from, its data may have another.
+    # First: hf/ holds the tokenizer of the original model; the run's data may have another.
     if source.is_checkpoint and (run / SIDECAR).is_file():
         return {**Sidecar.load(run / SIDECAR).tokenizer, "file": str(run / TOKENIZER_FILE)}
     file = source.carried / TOKENIZER_FILE
@@ -156,22 +156,22 @@ def source_tokenizer(source: WeightsSource) -> dict[str, str] | None:
 
 
 def tokenizer_of_file(file: Path) -> dict[str, str]:
-    """Describe a tokenizer.json in the same way."""
+    """Describe a tokenizer.json like source_tokenizer()."""
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     name = "/".join(file.parts[-2:])
     return {"name": name, "kind": TOKENIZER_FILE, "hash": f"sha256:{digest}", "file": str(file)}
 
 
 def is_of_bytes(directory: Path) -> bool:
-    """Return whether a directory is of a model of bytes, as export() writes it: its texts end with
+    """Return whether a directory holds a model of bytes, as export() writes it: its texts end with
     token 256, and it has no tokenizer."""
     return end_tokens(directory) == [BYTES_EOD] and not (directory / TOKENIZER_FILE).is_file()
 
 
 def end_tokens(directory: Path) -> list[int]:
     """Return the ids that generation_config.json or config.json name, none without either. A chat
-    model ends its turn with another token than a document. Raises ConfigError."""
-    # transformers asks them in this order, too.
+    model ends a turn and a document with different tokens. Raises ConfigError."""
+    # In the order of transformers.
     for name in (GENERATION, CONFIG_FILE):
         if (directory / name).is_file():
             ids = read_hf_config(directory, name).get("eos_token_id")

@@ -1,5 +1,5 @@
 """The tensors of a directory in Hugging Face's form: *.safetensors, one file or several with an
-index, read lazily. No torch here: they are compared with what the model needs beforehand.
+index, read lazily. No torch: the tensors are compared with the model's needs beforehand.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class TensorPlace(NamedTuple):
 
 
 class Stored:
-    """The open files of a model. `slice(NAME)[a:b]` reads these rows only."""
+    """The open files of a model. `slice(NAME)[a:b]` reads only these rows."""
 
     def __init__(self, directory: Path, framework: str = "np") -> None:
         """`framework`: type of the slices, "np" or "pt". Raises ConfigError if a file is missing,
-        truncated, or of another form."""
+        truncated, or of another format."""
         self.directory = directory
         self._open = contextlib.ExitStack()
         self._files: dict[str, Any] = {}  # by tensor
@@ -50,7 +50,7 @@ class Stored:
             for file in sorted(set(index.values())) if index else [SINGLE]:
                 handle = files.enter_context(_open(directory / file, framework))
                 for name in handle.keys():  # noqa: SIM118  # no dict
-                    # A tensor in two files would be read from either.
+                    # Of a tensor in two files, either might be read.
                     if index and index.get(name) != file:
                         raise ConfigError(
                             f"{directory / file}: {name} is not of this file in {INDEX_FILE}; "
@@ -60,7 +60,7 @@ class Stored:
                 self.places |= _places(directory / file)
             if absent := sorted(set(index) - set(self._files)):
                 raise ConfigError(f"{directory / INDEX_FILE}: {_some(absent)} in none of its files")
-            # All are sound: from here on they stay open.
+            # All are sound: keep them open.
             self._open = files.pop_all()
 
     def __enter__(self) -> Stored:
@@ -70,9 +70,9 @@ class Stored:
         self._open.close()
 
     def _listed(self) -> dict[str, str]:
-        """Map tensor to file, from the index; {} without one."""
+        """Map tensors to files, from the index; {} without one."""
         index = self.directory / INDEX_FILE
-        # Before the index, as in transformers, where both are there.
+        # Takes precedence over the index, as in transformers.
         if (self.directory / SINGLE).is_file():
             return {}
         if not index.is_file():
@@ -84,7 +84,7 @@ class Stored:
             )
         try:
             files: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-            # An index may come from anywhere: it must not lead out of the directory.
+            # An index may be untrusted: it must not lead out of the directory.
             if all(Path(file).name == file for file in files.values()):
                 return files
             raise ValueError("weight_map names a file in another directory")
@@ -102,8 +102,8 @@ class Stored:
         return str(self.slice(name).get_dtype())
 
     def problems(self, cfg: ModelConfig, kind: str) -> list[str]:
-        """List differences between these tensors and the model's: each of the model's must be
-        there, in its shape, and no other."""
+        """List differences between these tensors and the model's: every tensor of the model must be
+        present, in its shape, and no other."""
         shapes = tensor_shapes(cfg)
         names = tensor_names(cfg, kind)
         expected_shapes: dict[str, tuple[int, ...]] = {}
@@ -136,7 +136,7 @@ class Stored:
             return False
         # Not by numpy, which has no bfloat16.
         with Stored(self.directory, "pt") as same:
-            # In pieces: the two of a large vocabulary are gigabytes.
+            # In pieces: both matrices of a large vocabulary take gigabytes.
             step = 4096
             return all(
                 bool((same.slice(head)[at : at + step] == same.slice(embed)[at : at + step]).all())
@@ -145,8 +145,8 @@ class Stored:
 
 
 def check_hf_directory(directory: Path, cfg: ModelConfig) -> None:
-    """Raise ConfigError with all reasons why a directory is not this model: its tensors and its
-    tokenizer. Reads headers only."""
+    """Raise ConfigError with all reasons why a directory does not match this model: its tensors and
+    its tokenizer. Reads headers only."""
     with Stored(directory) as stored:
         problems = stored.problems(cfg, read_hf_config(directory)["model_type"])
     if (size := vocabulary_size(directory)) > cfg.vocab_size:
@@ -183,7 +183,7 @@ def _open(path: Path, framework: str) -> Any:
 
 
 def _places(path: Path) -> dict[str, TensorPlace]:
-    """Locate the tensors from the header of a file that the library has checked: 8 bytes of its
+    """Locate the tensors from the header of a file that the library has checked: 8 bytes of
     length, then JSON."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -195,7 +195,7 @@ def _places(path: Path) -> dict[str, TensorPlace]:
 
 
 def _some(names: Iterable[str]) -> str:
-    """Return the first of the names, and their number."""
+    """Return the first few names, and how many more there are."""
     names = list(names)
     more = f" and {len(names) - SHOWN_TENSORS} more" if len(names) > SHOWN_TENSORS else ""
     return f"{', '.join(names[:SHOWN_TENSORS])}{more} {'is' if len(names) == 1 else 'are'}"

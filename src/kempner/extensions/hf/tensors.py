@@ -1,7 +1,7 @@
 """Names and shapes of the decoder's tensors, ours and those of each family of Hugging Face models.
 
 Each family has one table, ours -> theirs. The first `*` stands for the number of a layer, the
-second for that of an expert: experts are separate tensors there, and one tensor here. No torch.
+second for that of an expert: experts are separate tensors there, but one tensor here. No torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MIXTRAL = DENSE | {
     "blocks.*.ffn.experts.w2": "model.layers.*.block_sparse_moe.experts.*.w2.weight",
     "blocks.*.ffn.experts.w3": "model.layers.*.block_sparse_moe.experts.*.w3.weight",
 }
-QWEN3_MOE = QWEN3 | {  # not every block of it has experts
+QWEN3_MOE = QWEN3 | {  # only some blocks have experts
     "blocks.*.ffn.router.weight": "model.layers.*.mlp.gate.weight",
     "blocks.*.ffn.experts.w1": "model.layers.*.mlp.experts.*.gate_proj.weight",
     "blocks.*.ffn.experts.w2": "model.layers.*.mlp.experts.*.down_proj.weight",
@@ -64,8 +64,8 @@ TABLES = {  # by model_type
 
 
 def tensor_names(cfg: ModelConfig, kind: str) -> dict[str, str]:
-    """Map the decoder's tensors, in its order, to their names in a family; see stored_parts() for
-    names with a `*` left."""
+    """Map the decoder's tensors, in its order, to their names in a family; names that keep a `*`
+    go to stored_parts()."""
     table = TABLES[kind]
     names = {}
     for own_name in tensor_shapes(cfg):
@@ -78,8 +78,8 @@ def tensor_names(cfg: ModelConfig, kind: str) -> dict[str, str]:
 
 
 def stored_parts(hf_name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Map the tensors that a family stores for one of ours to their shapes: the one, or one for
-    each expert; ours has them one after another."""
+    """Map the tensors that a family stores for one of ours to their shapes: a single one, or one
+    per expert, which ours concatenates."""
     if "*" not in hf_name:
         return {hf_name: shape}
     return {hf_name.replace("*", str(expert)): shape[1:] for expert in range(shape[0])}
