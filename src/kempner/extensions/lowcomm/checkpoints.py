@@ -1,4 +1,4 @@
-"""Checkpoints of replicas: each saves its own, and all resume at the same step."""
+"""Checkpoints of replicas: each replica saves its own, and all resume at the same step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from kempner.jobs.ranks.placement import World
     from kempner.train.replicas import Replicas
 
-_Steps = dict[int, int]  # of the checkpoints of a replica, with how many replicas there were
+_Steps = dict[int, int]  # steps of a replica's checkpoints, with the number of replicas at each
 
 
 class ReplicaCheckpointer(Checkpointer):
-    """A checkpointer that lets a replica without a checkpoint, because there are more replicas than
-    before, start from another one's: anchor, outer momentum and position are the same for all."""
+    """A checkpointer that lets an additional replica, which has no checkpoint, start from another
+    one's: anchor, outer momentum and position are the same for all replicas."""
 
     def __init__(self, *parts: Any, world: World, replicas: Replicas) -> None:
         super().__init__(*parts)
@@ -33,12 +33,12 @@ class ReplicaCheckpointer(Checkpointer):
 
     def load(self, only: int | None = None) -> dict[str, Any] | None:
         self.wait()
-        # Again whenever a replica has found its checkpoint damaged: all must load the same step.
+        # Repeated if a replica finds its checkpoint damaged: all must load the same step.
         for attempt in itertools.count():
             all_steps = self.ranks.on_first(partial(self._all_steps, attempt))
             step = agreed_step(all_steps)
             if step is None:
-                return super().load()  # which says when all have been set aside
+                return super().load()  # reports that all have been set aside
             holders = [number for number, steps in enumerate(all_steps) if step in steps]
             number = self._world.replica
             if number in holders:
@@ -48,7 +48,7 @@ class ReplicaCheckpointer(Checkpointer):
             answers = self.ranks.on_first(partial(self._meet, f"{attempt} loaded", bool(manifest)))
             if all(answers):
                 return manifest
-            if all(answers[each] for each in holders):  # none has set it aside: it would come again
+            if all(answers[each] for each in holders):  # none set it aside: it would come again
                 others = [each for each, has_loaded in enumerate(answers) if not has_loaded]
                 raise RuntimeError(
                     f"replica(s) {others} cannot read step {step} of replica(s) {holders}, which "
@@ -67,15 +67,15 @@ class ReplicaCheckpointer(Checkpointer):
     def _meet(self, name: str, ours: Any) -> list[Any]:
         """Exchange a value between the first ranks of all replicas; returns all values."""
         store, world = self._world.store, self._world
-        # `name` has the attempt: an answer of an earlier one would be taken for this one's.
+        # `name` includes the attempt, so that answers of an earlier one are not mistaken for its.
         store.set(f"resume {name} {world.replica}", json.dumps(ours))
         keys = [f"resume {name} {number}" for number in range(world.replicas)]
         # multi_get() waits until all keys are there.
         return [json.loads(each) for each in store.multi_get(keys)]
 
     def _join(self, sibling: int, step: int) -> dict[str, Any] | None:
-        """Start from the checkpoint of another replica, without the errors of its compression,
-        which are its own."""
+        """Start from another replica's checkpoint, without its compression errors, which belong
+        to that replica."""
         path = self._root_of(sibling) / name_of_step(step)
         providers = {name: self.providers[name] for name in ("model", "outer", "optim")}
 
@@ -88,7 +88,7 @@ class ReplicaCheckpointer(Checkpointer):
                 choice = self.ranks.on_first(choose)
                 self.ranks.on_all(partial(self.read, choice, providers))
         except Damaged:
-            return None  # its owner finds that, too, and sets it aside
+            return None  # its owner finds the damage, too, and sets the checkpoint aside
         self._replicas.forget_errors()
         self.log(f"joins at step {step}, with the state of replica {sibling}")
         return choice[1]
@@ -96,7 +96,7 @@ class ReplicaCheckpointer(Checkpointer):
     def _root_of(self, number: int) -> Path:
         own = ("replicas", str(self._world.replica)) if self._world.replica else ()
         inner = () if self.cfg.dir else ("checkpoints",)
-        # Up to the directory of the run, and down again to that of the other replica.
+        # Up to the run's directory, then down to the other replica's.
         base = self.root
         for _ in (*own, *inner):
             base = base.parent
@@ -104,8 +104,8 @@ class ReplicaCheckpointer(Checkpointer):
 
 
 def agreed_step(all_steps: list[_Steps]) -> int | None:
-    """Return the newest step that every replica existing at its save has; if there is none, the
-    newest of all: a replica without it starts from another's. None: nothing is saved."""
+    """Return the newest step that every replica existing at its save has; otherwise the newest step
+    of all: a replica without it starts from another's. None: nothing is saved."""
     candidates = sorted({step for steps in all_steps for step in steps}, reverse=True)
     for step in candidates:
         before = max(steps.get(step, 0) for steps in all_steps)

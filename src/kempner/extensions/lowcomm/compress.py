@@ -1,7 +1,7 @@
-"""Compression of pseudo-gradients, which replicas send each other, to few bits.
+"""Compression of pseudo-gradients, which replicas exchange, to few bits.
 
-A codec turns a matrix [R, C] into bytes, whose number follows from the shape alone, and back. The
-range of the codes is that of each row, or of the whole matrix; of a matrix that FSDP has cut, of
+A codec turns a matrix [R, C] into bytes, whose number depends on the shape alone, and back.
+The codes span the range of each row or of the whole matrix; if FSDP has sharded the matrix, of
 this rank's rows.
 """
 
@@ -23,10 +23,10 @@ class Codec(Protocol):
         """Encode fp32 [R, C] as uint8 [size(R, C)]."""
 
     def decode(self, data: Tensor, rows: int, columns: int) -> Tensor:
-        """Decode to fp32 [rows, columns]; the same on every replica, bit for bit."""
+        """Decode to fp32 [rows, columns]; bit-identical on every replica."""
 
     def size(self, rows: int, columns: int) -> int:
-        """Number of bytes."""
+        """Return the number of bytes."""
 
 
 class Raw:
@@ -43,8 +43,8 @@ class Raw:
 
 
 class Linear:
-    """Uniform quantization: 2^bits values at equal distances from the least to the greatest. Two
-    fp32 for each range."""
+    """Uniform quantization: 2^bits equidistant values from the least to the greatest. Sends two
+    fp32 per range."""
 
     def __init__(self, bits: int, per_row: bool) -> None:
         self.bits, self.per_row = bits, per_row
@@ -53,12 +53,12 @@ class Linear:
         return (rows, columns) if self.per_row else (1, rows * columns)
 
     def _head(self) -> int:
-        """fp32 numbers before the codes of a range."""
+        """Return the number of fp32 values that precede the codes of a range."""
         return 2
 
     def encode(self, x: Tensor) -> Tensor:
         x = x.reshape(self._shape(*x.shape))
-        # FSDP and copies may leave this rank no rows, and amin() over no elements raises.
+        # FSDP and copies may leave this rank without rows, and amin() over no elements raises.
         if not x.numel():
             return x.new_empty(0, dtype=torch.uint8)
         low = x.amin(1, keepdim=True)
@@ -70,7 +70,7 @@ class Linear:
         )
 
     def _split(self, data: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """The heads [r, head], and the codes [r, c], int64."""
+        """Split into the heads [r, head] and the codes [r, c], int64."""
         r, c = self._shape(rows, columns)
         head = 4 * r * self._head()
         codes = data[head:].view(r, -(-c * self.bits // 8))
@@ -90,11 +90,11 @@ class Linear:
 
 class Statistical(Linear):
     """Quantization into 2^bits bins of equal width, centred on the mean, over 6 standard
-    deviations; outliers go into the outermost bins. A bin stands for the mean of its members, and
-    the means are sent: 2^bits fp32 for each range.
+    deviations; outliers go into the outermost bins. A bin stands for the mean of its members; these
+    means, 2^bits fp32 per range, are sent.
 
-    The centre is an edge between two bins. With a bin around it, as rounding makes one, 2 bits
-    leave two bins on one side and one on the other: relative error .42, here .40 (normal numbers).
+    The centre is an edge between two bins. With a bin around it, as rounding gives, 2 bits leave
+    two bins on one side and one on the other: relative error .42 instead of .40 (normal numbers).
     """
 
     def _head(self) -> int:
@@ -106,15 +106,15 @@ class Statistical(Linear):
             return x.new_empty(0, dtype=torch.uint8)
         bins = 2**self.bits
         mean = x.mean(1, keepdim=True)
-        # Not std(), whose unbiased form is NaN for a row of one column.
+        # Not std(): its unbiased form is NaN for a row of one column.
         width = (x - mean).square().mean(1, keepdim=True).sqrt() * (SIGMAS / bins)
         place = (x - mean) / torch.where(width > 0, width, 1.0)
         codes = (place.floor() + bins // 2).clamp(0, bins - 1)
-        # One bin after another: on a GPU a scatter adds in another order every time.
+        # One bin after another: on a GPU, a scatter adds in a different order every time.
         means = []
         for number in range(bins):
             here = codes == number
-            # The mean of an empty bin is sent, too: 0, not NaN.
+            # The mean of an empty bin is sent, too: make it 0, not NaN.
             count = here.sum(1).clamp(min=1)
             means.append(torch.where(here, x, 0.0).sum(1) / count)
         return torch.cat((as_bytes(torch.stack(means, 1)), pack_bits(codes, self.bits).flatten()))
@@ -127,7 +127,7 @@ class Statistical(Linear):
 
 
 class TopK:
-    """The numbers of greatest magnitude of a matrix, in fp32, and their places, in int32."""
+    """The numbers of greatest magnitude of a matrix, in fp32, and their positions, in int32."""
 
     def __init__(self, fraction: float) -> None:
         self.fraction = fraction
@@ -141,7 +141,7 @@ class TopK:
         return torch.cat((as_bytes(flat[places]), as_bytes(places.int())))
 
     def decode(self, data: Tensor, rows: int, columns: int) -> Tensor:
-        # All bytes as both types, of four bytes each: the values come first, then the places.
+        # View all bytes as both types, of four bytes each: values come first, then positions.
         values, places = data.clone().view(torch.float32), data.clone().view(torch.int32)
         count = self._count(rows, columns)
         output = torch.zeros(rows * columns, device=data.device)
@@ -162,16 +162,16 @@ def codec_of(cfg: LowcommConfig) -> Codec:
 
 
 def is_raw(name: str, ndim: int, cfg: LowcommConfig) -> bool:
-    """Return whether a parameter is sent in fp32; norms are the parameters of one dimension."""
+    """Return whether a parameter is sent in fp32; one-dimensional parameters are the norms."""
     kind = "norms" if ndim < 2 else "embeddings" if "embed" in name else ""
     return cfg.compress == "none" or (kind or ("output" if "output" in name else "")) in cfg.raw
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes under 2^bits [R, C] into uint8 [R, ceil(C * bits / 8)]; the first code in a byte
-    has its lowest bits."""
+    """Pack codes under 2^bits [R, C] into uint8 [R, ceil(C * bits / 8)]; the first code takes the
+    lowest bits of a byte."""
     each = 8 // bits
-    # Each row fills whole bytes, so that a decoder can split the rows before it unpacks them.
+    # Each row fills whole bytes, so that a decoder can split the rows before unpacking them.
     codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, -codes.shape[1] % each))
     parts = codes.view(len(codes), -1, each)
     output: Tensor = parts[..., 0].clone()
@@ -181,7 +181,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_bits(data: Tensor, bits: int) -> Tensor:
-    """Unpack to uint8 [R, C], C a multiple of the codes in a byte."""
+    """Unpack to uint8 [R, C], with C a multiple of the codes per byte."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)
     codes: Tensor = (data.unsqueeze(2) >> shifts) & (2**bits - 1)
     return codes.flatten(1)
@@ -192,5 +192,5 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def fp32_rows(data: Tensor, rows: int, columns: int) -> Tensor:
-    """View bytes as fp32; by a copy, because a view needs an offset that is a multiple of four."""
+    """View a copy of the bytes as fp32: a direct view needs an offset divisible by four."""
     return data.clone().view(torch.float32).view(rows, columns)

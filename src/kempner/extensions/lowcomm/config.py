@@ -98,7 +98,7 @@ class LowcommConfig:
 
     def count(self, world_size: int, per_node: int) -> int:
         """Return the number of replicas in a world of nodes with `per_node` ranks each. Raises
-        ConfigError with the arithmetic if they do not share it equally."""
+        ConfigError, with the arithmetic, if they cannot divide it equally."""
         if not self.on:
             return 1
         (name, size), *_ = self._sizes.items()
@@ -155,7 +155,7 @@ class LowcommConfig:
         return self._idle()
 
     def _idle(self) -> list[str]:
-        """List options without an effect."""
+        """List options that have no effect."""
         of_codes = ("bits", "scale", "top_k", "feedback", "raw") if self.compress == "none" else ()
         problems = [
             f"lowcomm.{name} = {to_text(value)}: nothing is compressed; give lowcomm.compress, or "
@@ -182,7 +182,7 @@ class LowcommConfig:
 
 
 def replica_problems(cfg: RunConfig) -> list[str]:
-    """List what cannot be combined with replicas."""
+    """List options that cannot be combined with replicas."""
     lowcomm = cfg.of(LowcommConfig)
     if not lowcomm.on:
         return []

@@ -16,12 +16,12 @@ from kempner.parallel.layout import REPLICATE
 
 
 class Copies:
-    """The ranks of a replica that have the same part of each parameter; here this one alone."""
+    """The ranks of a replica that hold the same part of each parameter; here only this one."""
 
     index, count = 0, 1
 
     def gather(self, ours: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Gather what each copy has, `sizes` elements, on all of them."""
+        """Gather the parts of all copies, `sizes` elements, on each of them."""
         return [ours]
 
 
@@ -32,7 +32,7 @@ class SeveralCopies(Copies):
         self.count = self._group.size()
 
     def gather(self, ours: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        # all_gather() takes parts of one size only.
+        # all_gather() requires parts of equal size.
         padded = torch.nn.functional.pad(ours, (0, max(sizes) - len(ours)))
         parts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(parts, padded, self._group)
@@ -46,23 +46,23 @@ def copies_of(parameter: Tensor) -> Copies:
 
 
 class ParameterRows(NamedTuple):
-    """Rows of a parameter, which is `matrix()` of its part here."""
+    """Rows of a parameter, counted in the `matrix()` of its part on this rank."""
 
-    i: int  # place in the lists
+    i: int  # index in the lists
     rows: slice
     shape: tuple[int, int]
 
 
 def pieces_of(tensors: Sequence[Tensor], copy: int, count: int) -> list[ParameterRows]:
-    """Return the pieces that a copy sends: as many rows of each parameter as the others; vectors in
-    turns."""
+    """Return the pieces that a copy sends: equal shares of the rows of each parameter; copies take
+    turns for vectors."""
     pieces = []
     for i, tensor in enumerate(tensors):
         rows, columns = matrix_shape(tensor.shape)
-        # Both ends are rounded alike: the pieces meet without a gap, and differ by at most one row.
+        # Both ends are rounded alike, so the pieces leave no gap and differ by at most one row.
         first, end = (rows * number // count for number in (copy, copy + 1))
         if rows == 1:
-            # The one row of a vector would always go to the last copy.
+            # Otherwise the one row of a vector would always go to the last copy.
             first, end = 0, int(i % count == copy)
         pieces.append(ParameterRows(i, slice(first, end), (end - first, columns)))
     return pieces
@@ -75,5 +75,5 @@ def rows_of(tensors: Sequence[Tensor], piece: ParameterRows) -> Tensor:
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    """Rows and columns of a parameter, or of a part of it: a vector is one row."""
+    """Return rows and columns of a parameter, or of a part of it: a vector is one row."""
     return math.prod(shape[:-1]), shape[-1] if shape else 1

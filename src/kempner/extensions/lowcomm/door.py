@@ -1,4 +1,4 @@
-"""A rank's connection to the judge of who lives (judge.py), and to the store that it keeps."""
+"""A rank's connection to the judge of liveness (judge.py), and to the store that it keeps."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from kempner.extensions.lowcomm import beat
 from kempner.jobs.ranks import peers
 
 JUDGE_CONNECT_S = 5.0
-GONE_KEY, HERE_KEY = "gone", "here"  # keys of the store: a line each, "name ..."
+GONE_KEY, HERE_KEY = "gone", "here"  # keys of the store: one line per replica, "name ..."
 FIRST_EPOCH_KEY = "first"  # the oldest epoch that the store still has
-FENCED = 76  # the exit code of a replica that was declared gone
+FENCED = 76  # exit code of a replica that was declared gone
 
 
 class Door:
     """A rank's connection to the judge, and to the store."""
 
     def __init__(self, note: Path, timeout: float) -> None:
-        """Connect. Call it on the main thread: the heartbeat lives as long as the thread that has
-        started it.
+        """Connect. Call it on the main thread: the heartbeat lives as long as the thread
+        that started it.
 
         Raises RuntimeError if the judge is not reached within `timeout` seconds."""
         import torch.distributed as dist
 
         self.name, self._leaves = "", False
         address, ports, self._connection = _connect(note, timeout)
-        # First of all: a slow name server can hold up the next line for seconds.
+        # First, because a slow name server can delay the next line for seconds.
         self._beat = _start_beat(self._connection.fileno())
         self._watch = threading.Thread(target=self._wait, daemon=True, name="heartbeat")
         self._watch.start()
@@ -45,21 +45,20 @@ class Door:
         self.store: Any = dist.TCPStore(address, ports["store"], None, False, limit)
 
     def new_name(self, slot: int) -> str:
-        """Make a name for this start of a replica. Its first rank calls it, and tells the
-        others."""
+        """Make a name for this start of a replica. Its first rank calls it and tells the others."""
         return f"{slot}.{self.store.add(f'starts/{slot}', 1)}"
 
     def greet(self, name: str) -> None:
-        """Tell the judge the name directly: the heartbeat may not run yet when this process is
-        killed. From here on the connection belongs to the heartbeat alone, and closes with it."""
+        """Tell the judge the name directly: this process may be killed before the heartbeat runs.
+        From here on only the heartbeat holds the connection, which closes with it."""
         self.name = name
         self._connection.sendall(f"{name}\n".encode())
         self._connection.close()
 
     def close(self) -> None:
-        """Leave in order."""
-        # Before the goodbye, at which the judge closes the connection: _wait() would fence
-        # this rank.
+        """Leave in an orderly way."""
+        # Set before the goodbye, at which the judge closes the connection: _wait() would otherwise
+        # fence this rank.
         self._leaves = True
         self._say("bye")
         with contextlib.suppress(OSError):
@@ -67,7 +66,7 @@ class Door:
         self._watch.join(JUDGE_CONNECT_S)
 
     def tell(self, event: dict[str, Any]) -> None:
-        """Report a round for the log of the replicas."""
+        """Report a round, for the log of the replicas."""
         self._say(json.dumps({"name": self.name, **event}))
 
     @property
@@ -76,7 +75,7 @@ class Door:
         return self._beat.stdin
 
     def _say(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # it has ended: so will this process
+        with contextlib.suppress(OSError):  # the heartbeat has ended, and this process will, too
             self._input.write(f"{line}\n".encode())
 
     def _wait(self) -> None:
@@ -85,21 +84,21 @@ class Door:
             self.fence("the judge has closed the connection, or the batch host is gone")
 
     def fence(self, reason: str) -> NoReturn:
-        """End this process: nothing that it does may count any more. Without an orderly exit: a
-        collective with a stopped replica would block it."""
+        """End this process, because nothing it does may count any more. Skips an orderly exit,
+        which a collective with a stopped replica would block."""
         with contextlib.suppress(OSError):
             os.write(2, f"error: replica {self.name} leaves: {reason}\n".encode())
         os._exit(FENCED)
 
 
 def _start_beat(connection: int) -> subprocess.Popen[bytes]:
-    """Start the heartbeat with the requests to save and stop blocked: they are not for it."""
+    """Start the heartbeat with the requests to save and stop blocked: they are for the rank."""
     blocked = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-    # A mask outlives exec(); a handler does not, and the requests go to each process of the step.
+    # A mask survives exec(), a handler does not; every process of the step gets the requests.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         return subprocess.Popen(
-            # Neither site-packages, often on a slow file system, nor PYTHON* variables.
+            # Without site-packages, often on a slow file system, and without PYTHON* variables.
             [sys.executable, "-S", "-I", beat.__file__, str(connection), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -115,7 +114,7 @@ def _connect(note: Path, timeout: float) -> tuple[str, dict[str, int], socket.so
     deadline, problem = time.monotonic() + timeout, "no such file"
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError, KeyError):
-            # Read in each turn: an older note may not have been replaced yet.
+            # Read on every attempt, because an older note may not have been replaced yet.
             contents = json.loads(note.read_text())
             for address in contents["addresses"]:
                 try:
@@ -133,7 +132,7 @@ def _connect(note: Path, timeout: float) -> tuple[str, dict[str, int], socket.so
 
 
 def is_name(word: str) -> bool:
-    """Return whether new_name() makes such words."""
+    """Return whether new_name() may have made this word."""
     return re.fullmatch(r"[0-9]{1,9}\.[0-9]{1,9}", word) is not None
 
 

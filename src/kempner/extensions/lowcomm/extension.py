@@ -41,8 +41,8 @@ class LowcommExtension(Extension):
         return cfg.of(LowcommConfig).in_step(world_size, per_node)
 
     def of_replica(self, cfg: RunConfig, number: int) -> RunConfig:
-        """The first replica is the run itself; another has a run directory of its own in that of
-        the run."""
+        """Return a replica's configuration: the first replica is the run itself; another has its
+        run directory inside the run's."""
         if number == 0:
             return cfg
         checkpoints = cfg.checkpoint.dir and f"{cfg.checkpoint.dir}/replicas/{number}"

@@ -1,21 +1,21 @@
-"""The judge of which replicas live: one process on the batch host keeps the store and judges, and
-each rank of a replica has a connection to it.
+"""The judge of which replicas are alive: one process on the batch host keeps the store and judges,
+and each rank of a replica is connected to it.
 
     python -m kempner.extensions.lowcomm.judge runs/x/.door 10.0.0.1 --log runs/x/replicas.jsonl
 
 A small process beside each rank holds the connection (beat.py). A replica is gone at once when its
 connection closes: the kernel closes it when the rank is killed. It is gone after `--silence`
-seconds without a beat: it was stopped, or its host or cable failed. A rank that is merely busy is
-neither. There is one judge, because replicas that judge each other can disagree; it runs where the
-job's script runs, whose end is the job's end in any case.
+seconds without a beat: it was stopped, or its host or cable failed. Neither applies to a busy rank.
+There is one judge, because replicas that judge each other can disagree; it runs where the job's
+script runs, whose end is the end of the job anyway.
 
-Its note has mode 600 and a key: peers without the key are dropped (kempner.jobs.ranks.peers).
-torch's store beside it cannot authenticate. All replicas need the judge, so nothing ends it but the
-end of its parent: no peer, no full disk under the batch log or the run directory, no lack of
-descriptors.
+Its note has mode 600 and contains a key: peers without the key are dropped
+(kempner.jobs.ranks.peers). torch's store beside it cannot authenticate. All replicas need the
+judge, so only the end of its parent ends it: no peer, no full disk under the batch log or the run
+directory, no lack of file descriptors.
 
-The judge never takes its word back. A replica that wakes up finds its connection closed, and
-leaves: it is to be started again.
+The judge never revokes a verdict. A replica that wakes up finds its connection closed and leaves;
+it must be started again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kempner.jobs.ranks.port_range import listen_in_range, store_server
 from kempner.jobs.system.files import LineFile, write_atomic
 from kempner.jobs.system.front_door import run_program
 
-LONGEST_LINE = 1 << 16  # bytes of a line
+LONGEST_LINE = 1 << 16  # in bytes
 
 
 class JudgeServer:
@@ -54,9 +54,9 @@ class JudgeServer:
         log: Path | None,
         on: Callable[[str], object] = lambda event: None,
     ) -> None:
-        """`addresses`: of this host, the one to try first in front. `on`: receives events:
-        "here.I", replica I has come; "silent.I", it was declared gone, but its processes may still
-        run; "over", all replicas are gone after a round: a new one would find nobody to join."""
+        """`addresses`: of this host, the preferred one first. `on`: receives events: "here.I",
+        replica I has come; "silent.I", it was declared gone, but its processes may still run;
+        "over", all replicas are gone after a round, so a new one would find nobody to join."""
         import torch.distributed as dist
 
         # Any: append() and clone() are not in torch's stubs.
@@ -68,10 +68,10 @@ class JudgeServer:
         self._log = LineFile(log) if log is not None else None
         self._names: dict[socket.socket, str] = {}
         self._heard: dict[socket.socket, float] = {}
-        self._begun: dict[socket.socket, bytes] = {}  # a line that has not come whole
+        self._begun: dict[socket.socket, bytes] = {}  # incomplete lines
         self._gone: set[str] = set()
-        self._weights: dict[int, str] = {}  # after each round, as the first replica has told them
-        self._untold: list[str] = []  # events
+        self._weights: dict[int, str] = {}  # after each round, as first reported by a replica
+        self._untold: list[str] = []  # events not yet sent
         key = peers.new_key()
         self._entrance = peers.Entrance(listen_in_range(), key)
         self._selector = selectors.DefaultSelector()
@@ -91,13 +91,13 @@ class JudgeServer:
                 except Exception as error:
                     _say(f"error: {type(error).__name__}: {error}")
                     if key.fileobj in self._heard:
-                        # The connection is closed: its next bytes would fail again.
+                        # Close the connection, because its next bytes would fail again.
                         self._lose(key.fileobj, "not understood")
             self._tell()
             before, awake = awake, time.monotonic()
-            # It was this process that was stopped, and heard nobody.
+            # This process itself was stopped, and heard nobody.
             if awake - before > self._silence / 2:
-                # Its own silence must not be held against the replicas.
+                # Its own pause must not count against the replicas.
                 self._heard = dict.fromkeys(self._heard, awake)
             for peer, last in list(self._heard.items()):
                 if peer in self._heard and awake - last > self._silence:
@@ -112,11 +112,11 @@ class JudgeServer:
             self._hear(ready)
 
     def _tell(self) -> None:
-        """Send events to the script, again and again while its file system is full or away."""
+        """Send events to the script, retrying while its file system is full or away."""
         with contextlib.suppress(OSError):
             while self._untold:
                 self._on(self._untold[0])
-                # Only after it was sent: an event may come twice, but is never lost.
+                # Only after sending: an event may be sent twice, but is never lost.
                 del self._untold[0]
 
     def _admit(self) -> None:
@@ -134,7 +134,7 @@ class JudgeServer:
             return self._lose(peer, "its process ended")
         self._heard[peer] = time.monotonic()
         *lines, rest = (self._begun[peer] + data).split(b"\n")
-        # A peer that never ends its line must not fill the memory of the batch host.
+        # A peer that never ends its line must not fill the batch host's memory.
         self._begun[peer] = rest[:LONGEST_LINE]
         for line in lines:
             word = line.decode(errors="replace")
@@ -145,15 +145,15 @@ class JudgeServer:
                     self._note_round(json.loads(word))
             elif is_name(word) and peer not in self._names:
                 self._greet(peer, word)
-                # _greet() has closed this very connection: its other lines count for nothing.
+                # _greet() has closed this connection: ignore its other lines.
                 if peer not in self._heard:
                     return None
         return None
 
     def _greet(self, peer: socket.socket, name: str) -> None:
-        """Register a replica's name, SLOT.START. Its earlier starts are gone, whatever they
-        think."""
-        if name in self._gone:  # another rank of it
+        """Register a replica's name, SLOT.START. Earlier starts of the slot are gone, even if
+        they believe otherwise."""
+        if name in self._gone:  # through another rank of it
             return self._lose(peer, "")
         for other, other_name in list(self._names.items()):
             if other_name != name and slot_of(other_name) == slot_of(name):
@@ -165,19 +165,19 @@ class JudgeServer:
         return None
 
     def _note_round(self, event: dict[str, Any]) -> None:
-        """Record a replica's report of a round, and check that all replicas have the same
-        weights."""
+        """Record a replica's report of a round, and check that all replicas have
+        the same weights."""
         number, weights, name, text = (event[key] for key in ("round", "weights", "name", "text"))
         self._append({"event": "round", "time": round(time.time(), 3), **event})
         first_weights = self._weights.setdefault(number, weights)
-        # The very object that was passed: this is the first report of the round.
+        # Identity means that this is the first report of the round.
         if first_weights is weights:
             _say(f"round {number}: {text}; weights {weights}")
         elif first_weights != weights:
             _say(f"error: round {number}: {name} has weights {weights}")
 
     def _lose(self, peer: socket.socket, reason: str) -> None:
-        if self._heard.pop(peer, None) is None:  # with another rank of its replica
+        if self._heard.pop(peer, None) is None:  # lost with another rank of its replica
             return
         name = self._names.pop(peer, None)
         del self._begun[peer]
@@ -185,15 +185,15 @@ class JudgeServer:
         peer.close()
         if name is None or name in self._gone:
             return
-        # Before its other ranks are dropped below, each of which comes here again.
+        # Before dropping its other ranks below, each of which calls this function again.
         self._gone.add(name)
         self.store.append(GONE_KEY, f"{name} {reason}\n")
         self._record("gone", name, reason)
-        # A goodbye is that of one rank: the others of its replica are about to say theirs.
+        # A goodbye concerns one rank; the others of its replica are about to send theirs.
         if reason != "left":
             for other in [x for x, other_name in self._names.items() if other_name == name]:
                 self._lose(other, reason)
-        # After a round the state is gone with its last holder.
+        # After a round, the state is lost with its last holder.
         if self._weights and not self._names:
             self._untold.append("over")
 
@@ -210,7 +210,7 @@ class JudgeServer:
 
 
 def _say(line: str) -> None:
-    """Write to the batch log; what a full disk does not take is dropped."""
+    """Write to the batch log; a write that fails on a full disk is dropped."""
     with contextlib.suppress(OSError):
         os.write(1, f"{line}\n".encode(errors="backslashreplace"))
 
@@ -223,15 +223,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--log", type=Path)
     options = parser.parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        # The replicas are asked to leave by the same signals, and need it until they have saved.
+        # The same signals ask the replicas to leave, and they need the judge until they have saved.
         signal.signal(number, signal.SIG_IGN)
     # Each rank holds two connections.
     process_group.allow_open_files()
-    # The fast network first, which the replicas use: one whose cable there is cut falls silent.
+    # First the replicas' fast network: a replica whose cable there is cut falls silent.
     fast = this_job.fast_address()
     addresses = dict.fromkeys([*([fast] if fast else []), *(options.address or ["localhost"])])
     note, parent = options.note, os.getppid()
-    # The script that started us watches these files, and ends the step of a silent replica.
+    # The script that started the judge watches these files, and ends the step of a silent replica.
     judge = JudgeServer(
         addresses,
         options.silence,
@@ -239,7 +239,7 @@ def main(argv: list[str]) -> None:
         on=lambda event: note.with_name(f"{note.name}.{event}").touch(),
     )
     write_atomic(note, judge.note, 0o600)
-    judge.serve(lambda: os.getppid() == parent)  # nothing is left on the node when the script ends
+    judge.serve(lambda: os.getppid() == parent)  # nothing stays on the node after the script
 
 
 if __name__ == "__main__":

@@ -1,23 +1,24 @@
-"""Membership in the rounds of low-communication training, when each replica is a world of its own
+"""Membership in the rounds of low-communication training, in which each replica is a separate world
 that may be lost.
 
-The members of a round are fixed before its collective, which runs over copies of what they send.
-Then each replica votes, and the round counts only when all of them have voted yes: a replica dies
-before its vote, and the others repeat the round without it, with the same numbers; or after it, and
-the round stands. So no round counts for some and not for others, and none counts twice.
+The members of a round are fixed before its collective, which runs on copies of the data sent. Then
+each replica votes, and the round counts only if all vote yes. If a replica dies before its vote,
+the others repeat the round without it, with the same numbers; if it dies later, the round stands.
+So no round counts for some replicas only, and none counts twice.
 
     here          each replica that came, and how many rounds it has done
-    gone          those that the judge has declared gone (door.py)
-    arrived/E     who is ready for the collective of epoch E
+    gone          replicas that the judge has declared gone (door.py)
+    arrived/E     replicas ready for the collective of epoch E
     epoch/E       its members, fixed by the first to write it
-    votes/E       yes or no, of each member
+    votes/E       yes or no from each member
     outcome/E     commit or abort, fixed by the first to write it
 
-    first         the oldest epoch of which these are kept
+    first         the oldest epoch whose keys are kept
 
-An epoch is one attempt at an exchange, and says who waits to join. At the end of a round, after its
-outer step, members hold one more epoch with these, in which they receive the state. Once all of its
-members have come to the next one it is forgotten: the store is memory of the batch host.
+An epoch is one attempt at an exchange, and lists the replicas that wait to join. At the end of a
+round, after its outer step, the members hold one more epoch with these, in which they receive the
+state. An epoch is forgotten once all of its members have come to the next one, because the store
+takes memory of the batch host.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MEMBERSHIP_POLL_S = 0.02
-WATCH_S = 0.1  # in the collective, where an error of our own says it first
-ATTEMPTS = 4  # at one round with nobody lost
-# A bound for threads left behind: the judge tells of a stopped peer within seconds.
+WATCH_S = 0.1  # in the collective, where our own error shows first
+ATTEMPTS = 4  # at one round without a loss
+# A bound for abandoned threads: the judge reports a stopped peer within seconds.
 COLLECTIVE_S = 600.0
-WITHIN_S = 3600.0  # the watchdog decides what hangs
-NO_VALUE = "-"  # no value of a key
+WITHIN_S = 3600.0  # the watchdog detects hangs
+NO_VALUE = "-"  # marks a key without a value
 
 _T = TypeVar("_T")
 
 
 class TooFew(PeerFailed):
-    """Fewer replicas are left than the run may go on with."""
+    """Fewer replicas are left than the run needs to continue."""
 
 
 class Epoch(NamedTuple):
-    """One attempt at an exchange, as all members see it. `round`: rounds done once it counts.
+    """One attempt at an exchange, as all members see it. `round`: rounds done if it counts.
     `entry`: it only brings replicas together, and `joiners` receive the state."""
 
     number: int
@@ -59,7 +60,7 @@ class Epoch(NamedTuple):
     members: tuple[str, ...]
     joiners: tuple[str, ...]
     entry: bool
-    about: dict[str, Any]  # what the first member says of the run, for the joiners
+    about: dict[str, Any]  # the first member's facts about the run, for the joiners
     waiting: tuple[str, ...]  # to join
 
     @property
@@ -111,34 +112,34 @@ class ReplicaGroup(NamedTuple):
         return parts
 
 
-_Exchange = Callable[[ReplicaGroup], _T]  # on copies: it may be left in its middle, and repeated
+_Exchange = Callable[[ReplicaGroup], _T]  # on copies: may be abandoned midway and repeated
 
 
 class Membership:
     """Membership of this replica. Each of its ranks makes one, and calls its methods in the same
-    order as the others of the replica, one at a time, on any thread."""
+    order as the replica's other ranks, one at a time, on any thread."""
 
     def __init__(
         self, door: Door, slot: int, replicas: int, least: int, start_timeout: float
     ) -> None:
-        """`slot`: of this replica among the `replicas` that start; the run goes on with `least`."""
+        """`slot`: of this replica among `replicas` at the start; the run needs `least` to go on."""
         import torch.distributed as dist
 
         self.door, self.replicas, self.least = door, replicas, least
         self._start_timeout = start_timeout
         alone = not dist.is_initialized()
         self.rank, self._ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
-        # A group of this replica's ranks for decisions: the steps use the default one meanwhile.
+        # A group of this replica's ranks for decisions, since the steps use the default group.
         limit = timedelta(seconds=WITHIN_S)
         self._within = dist.new_group(timeout=limit, backend="gloo") if self._ranks > 1 else None
         self.store = door.store
         self.me = self._from_first(lambda: door.new_name(slot))
         door.greet(self.me)
-        self.roster: tuple[str, ...] = ()  # everyone of the last epoch that was committed
-        self._next = 0  # the epoch to be fixed next
-        self._last: Epoch | None = None  # of ours, that was fixed
-        self._joining: tuple[str, ...] = ()  # of the last epoch of others
-        # Reused by the groups: a new connection resolves names, which takes a slow name server 5 s.
+        self.roster: tuple[str, ...] = ()  # everyone in the last committed epoch
+        self._next = 0  # the next epoch to be fixed
+        self._last: Epoch | None = None  # the last fixed epoch with this replica
+        self._joining: tuple[str, ...] = ()  # joiners of the last epoch without this replica
+        # Reused by the groups: a new connection resolves names, 5 s with a slow name server.
         # An abandoned exchange keeps its connection.
         self._connections = [self.store.clone(), self.store.clone()]
 
@@ -147,21 +148,21 @@ class Membership:
     def enter(
         self, rounds: int, about: dict[str, Any], exchange: _Exchange[_T]
     ) -> tuple[Epoch, _T] | None:
-        """Join the others with `rounds` rounds done, in an epoch that is an entry. `about`: facts
-        for replicas that join; its "weights" tell those of this replica from others.
+        """Join the others with `rounds` rounds done, in an entry epoch. `about`: facts for replicas
+        that join; its "weights" distinguish this replica's weights from others.
 
-        Replicas that start together wait for each other; those with the most rounds, and the same
-        weights, are members, and the others receive their state; a replica that comes later waits
-        for the end of a round. Returns None if the run ended before. Raises TooFew if not enough
-        come."""
+        Replicas that start together wait for each other. Those with the most rounds and the same
+        weights are members, and the others receive their state. A replica that comes later waits
+        for the end of a round. Returns None if the run has ended before. Raises TooFew if not
+        enough replicas come."""
         if self.rank == 0:
-            # The store appends in one operation: of two replicas that come at once no line is lost.
+            # The store appends atomically: two replicas that come at once lose no line.
             self.store.append(HERE_KEY, json.dumps([self.me, rounds]) + "\n")
         return self._commit(rounds, about, exchange, entry=True)
 
     def round(self, rounds: int, exchange: _Exchange[_T]) -> tuple[Epoch, _T]:
-        """Run an exchange of the round after which `rounds` are done: `exchange(group)` runs with
-        the remaining replicas, until all of them have its result. Raises TooFew."""
+        """Run an exchange of the round that brings the count to `rounds`: repeats `exchange(group)`
+        with the remaining replicas until all of them have its result. Raises TooFew."""
         done = self._commit(rounds, {}, exchange, entry=False)
         assert done is not None
         return done
@@ -175,7 +176,7 @@ class Membership:
         return done
 
     def over(self) -> None:
-        """Announce the end of the run: replicas that wait to join need wait no more."""
+        """Announce the end of the run, so that replicas waiting to join stop waiting."""
         if self.rank == 0:
             self.store.set("over", "")
 
@@ -196,7 +197,7 @@ class Membership:
                 return None
             epoch = answer
             result, problem = self._attempt(epoch, exchange)
-            # One vote for a replica: a rank that failed must be known to rank 0 first.
+            # One vote per replica: rank 0 must know about a failed rank first.
             problem = self._any(problem)
             self._next = epoch.number + 1
             self._forget(epoch)
@@ -205,8 +206,8 @@ class Membership:
                 self.roster = epoch.everyone
                 assert result is not None
                 return epoch, result[0]
-            # The first epoch was aborted. Without a roster its members would wait for others to
-            # admit them.
+            # The first epoch was aborted. Without a roster, its members would wait for others
+            # to admit them.
             if not self.roster and self.me in epoch.members:
                 self.roster = epoch.members
             same = same + 1 if epoch.everyone == before else 0
@@ -218,13 +219,12 @@ class Membership:
                 )
 
     def _forget(self, epoch: Epoch) -> None:
-        """Delete the keys of the epoch before this one. As this one is fixed, its members have
-        moved on; a replica that is not among them is gone, or was to join and finds that the other
-        epoch is over."""
+        """Delete the keys of the epoch before this one. Since this one is fixed, its members have
+        moved on; a replica outside it is gone, or was to join and finds the other epoch over."""
         last, self._last = self._last, epoch
         if last is None or epoch.members[0] != self.me:
             return
-        # gloo publishes each peer's address under these keys: device 0, and the peer's place.
+        # gloo publishes each peer's address under these keys: device 0, and the peer's index.
         keys = [f"group/{last.number}/{self.rank}/0/{i}" for i in range(len(last.everyone))]
         if self.rank == 0:
             self.store.set(FIRST_EPOCH_KEY, str(epoch.number))
@@ -233,11 +233,11 @@ class Membership:
             self.store.delete_key(key)
 
     def _fixed(self, rounds: int, about: dict[str, Any], entry: bool) -> Epoch | str:
-        """Return this replica's next epoch, as soon as it is fixed, on rank 0; or why there is
-        none, which is "" if the run is over."""
+        """On rank 0, wait until this replica's next epoch is fixed and return it; or return why
+        there is none, "" if the run is over."""
         # The keys of older epochs are deleted: a late replica would wait for them for ever.
         self._next = max(self._next, self._first_kept())
-        # Only members arrive. One that joins is known by HERE_KEY, and waits for an entry.
+        # Only members arrive. A joining replica is known from HERE_KEY, and waits for an entry.
         if self.roster or self._next == 0:
             line = json.dumps([self.me, about])
             self.store.append(f"arrived/{self._next}", f"{line}\n")
@@ -260,8 +260,8 @@ class Membership:
             if isinstance(proposed, str):
                 return proposed
             if proposed is not None:
-                # compare_set() with "" sets a key only if there is none.
-                # The first proposal wins; whoever comes later reads that one in the next turn.
+                # compare_set() with "" sets a key only if it does not exist. The first proposal
+                # wins; a later replica reads that proposal in its next turn.
                 self.store.compare_set(f"epoch/{self._next}", "", json.dumps(proposed))
                 continue
             time.sleep(MEMBERSHIP_POLL_S)
@@ -281,7 +281,7 @@ class Membership:
         return None
 
     def _first(self, departures: dict[str, str], late: bool) -> list[Any] | str | None:
-        """Propose the first epoch: all expected replicas, or those that have come in time."""
+        """Propose the first epoch: all expected replicas, or those that came in time."""
         here = self._here(departures)
         arrived = self._arrived()
         if len(here) < self.replicas and not late:
@@ -289,11 +289,11 @@ class Membership:
         if len(here) < self.least:
             return f"{len(here)} of {self.replicas} replicas came within the time for a start"
         most = max(here.values())
-        # Only those with the most rounds: a round that counted must not be done again.
+        # Only replicas with the most rounds: a round that counted must not be repeated.
         members = sorted(name for name, rounds in here.items() if rounds == most)
         if not set(members) <= arrived.keys():
             return None
-        # Equal rounds may have different pasts: a round may have been repeated without one replica.
+        # Equal rounds may have different histories: one may have been repeated without a replica.
         first = arrived[members[0]]
         members = [m for m in members if arrived[m].get("weights") == first.get("weights")]
         joiners = sorted(here.keys() - set(members))
@@ -302,8 +302,7 @@ class Membership:
     def _next_round(
         self, rounds: int, departures: dict[str, str], entry: bool
     ) -> list[Any] | str | None:
-        """Return the remaining members, once all of them have arrived; and which replicas join or
-        wait."""
+        """Return the remaining members, once all have arrived, and who joins or waits."""
         members = [name for name in self.roster if name not in departures]
         if len(members) < self.least:
             losses = ", ".join(
@@ -318,9 +317,9 @@ class Membership:
         return [rounds, members, joiners, entry, arrived[members[0]], waiting]
 
     def _attempt(self, epoch: Epoch, exchange: _Exchange[_T]) -> tuple[tuple[_T] | None, str]:
-        """Run the exchange; returns its result, or why it has failed. It runs in a thread that is
-        abandoned when another replica is lost: gloo would wait for that replica until its own
-        timeout."""
+        """Run the exchange; returns its result, or why it failed. It runs in a thread that
+        is abandoned if another replica is lost, because gloo would wait for that replica
+        until its timeout."""
         results: list[_T] = []
         problems: list[str] = []
         over = threading.Event()
@@ -338,7 +337,7 @@ class Membership:
         while not over.wait(WATCH_S):
             if names := [name for name in epoch.everyone if name in self._gone()]:
                 return None, f"lost {', '.join(names)}"
-            # It is open for as long as this replica has not voted, unless another one has voted no.
+            # The epoch stays open until this replica votes, unless another one votes no.
             if self._outcome(epoch.number):
                 return None, "another replica could not finish"
         return (None, problems[0]) if problems else ((results[0],), "")
@@ -346,19 +345,19 @@ class Membership:
     def _group(self, epoch: Epoch, connection: Any) -> ReplicaGroup:
         import torch.distributed as dist
 
-        # One prefix for each epoch and rank: an abandoned group never meets the next one.
+        # One prefix per epoch and rank: an abandoned group never meets the next one.
         store = dist.PrefixStore(f"group/{epoch.number}/{self.rank}", connection)
         place, limit = epoch.everyone.index(self.me), timedelta(seconds=COLLECTIVE_S)
         gloo = dist.ProcessGroupGloo(store, place, len(epoch.everyone), limit)
         return ReplicaGroup(gloo, place, epoch)
 
     def _settle(self, epoch: Epoch, problem: str) -> bool:
-        """Vote, on rank 0, and wait for the outcome. A replica that is lost after its yes changes
-        nothing: all have the result, and so does every other."""
+        """Vote, on rank 0, and wait for the outcome. Losing a replica after its yes changes
+        nothing: by then every member has the result."""
         number = epoch.number
         self.store.append(f"votes/{number}", f"{self.me} {'no' if problem else 'yes'}\n")
         while not (outcome := self._outcome(number)):
-            # Read before the votes, so that one that left after its vote has voted.
+            # Read before the votes, so that a replica that left after voting has its vote counted.
             departures = self._gone()
             votes = dict(line.split() for line in self._lines(f"votes/{number}"))
             if "no" in votes.values() or any(
@@ -369,22 +368,22 @@ class Membership:
                 self.store.compare_set(f"outcome/{number}", "", "commit")
             else:
                 time.sleep(MEMBERSHIP_POLL_S)
-        # Declared gone while it waited: the others may have begun the next round without it.
+        # Declared gone while waiting: the others may have begun the next round without it.
         if self.me in (departures := self._gone()):
             self.door.fence(departures[self.me])
         return outcome == "commit"
 
     def _outcome(self, number: int) -> str:
-        """Return an epoch's outcome, "" while it is open. A forgotten epoch was aborted: it could
-        not have been committed without this replica's vote, nor forgotten before it came on."""
+        """Return an epoch's outcome, "" while it is open. A forgotten epoch was aborted: without this
+        replica's vote it could not have been committed, nor, before it moved on, forgotten."""
         outcome = self._read(f"outcome/{number}")
         return outcome or ("abort" if self._first_kept() > number else "")
 
     # --- the store's lists ---
 
     def _read(self, key: str) -> str:
-        """Read a key; "" if it does not exist. get() would wait for a key that is deleted after a
-        check(); compare_set() returns the expected value then, and sets nothing."""
+        """Read a key; "" if it does not exist. get() would wait if a key is deleted after check();
+        compare_set() then returns the expected value, and sets nothing."""
         value = self.store.compare_set(key, NO_VALUE, NO_VALUE)
         return "" if value == NO_VALUE.encode() else str(value.decode())
 
@@ -400,12 +399,12 @@ class Membership:
         return {name: reason for name, _, reason in lines}
 
     def _here(self, departures: dict[str, str]) -> dict[str, int]:
-        """Map names to rounds done."""
+        """Map the names of replicas to rounds done."""
         here = dict(map(json.loads, self._lines(HERE_KEY)))
         return {name: rounds for name, rounds in here.items() if name not in departures}
 
     def _arrived(self) -> dict[str, dict[str, Any]]:
-        """Map names to what each replica reported on arrival."""
+        """Map names to the facts that each replica reported on arrival."""
         return dict(map(json.loads, self._lines(f"arrived/{self._next}")))
 
     # --- the ranks of this replica, which decide as one ---

@@ -1,4 +1,4 @@
-"""Mode mesh: all replicas in one srun step, and fixed for as long as it lasts."""
+"""Mode mesh: all replicas in one srun step, fixed for its duration."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kempner.extensions.lowcomm.outer import Decode, Handle
 if TYPE_CHECKING:
     from kempner.jobs.ranks.placement import World
 
-# The watchdog decides what hangs, not gloo; a lost replica's closed sockets show at once.
+# The watchdog, not gloo, detects hangs; a lost replica's closed sockets show at once.
 TIMEOUT = timedelta(hours=1)
 
 
 class MeshExchange:
-    """Groups of the ranks with this number in all replicas: each moves its own part of the model,
-    and all parts travel at the same time."""
+    """Groups of the ranks with the same number in all replicas: each group moves its own part of
+    the model, all parts at the same time."""
 
     def __init__(self, world: World, device: torch.device) -> None:
-        # Made by hand: new_group() takes ranks of the default group, which is the replica's own.
+        # Made by hand: new_group() takes ranks of the default group, which is the replica's.
         store = dist.PrefixStore(f"between/{world.rank}", world.store)
         self.count = world.replicas
         self.sent = 0
@@ -36,8 +36,8 @@ class MeshExchange:
             self._group = dist.ProcessGroupGloo(store, world.replica, self.count, TIMEOUT)
 
     def start(self, ours: Tensor, name: str, decode: Decode | None = None) -> Handle:
-        """Start an exchange. Counts the bytes of a ring, which sends 2 (K - 1) / K of what is
-        summed, and K - 1 times what is gathered."""
+        """Start an exchange. Counts the bytes of a ring, which sends 2 (K - 1) / K of the data that
+        it sums, and K - 1 times the data that it gathers."""
         if decode is None:
             self.sent += 2 * (self.count - 1) * ours.nbytes // self.count
             return _Sum(self._group.allreduce([ours]), ours, self.count)
@@ -61,7 +61,7 @@ class _Parts:
 
     def wait(self) -> Tensor:
         self._work.wait()
-        # In the order of the replicas, so that the sum is the same on all, bit for bit.
+        # In the order of the replicas, so that the sum is bit-identical on all.
         total = self._decode(self._parts[0])
         for part in self._parts[1:]:
             total += self._decode(part)

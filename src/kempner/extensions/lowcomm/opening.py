@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def open_lowcomm(
     cfg: RunConfig, world: World, model: nn.Module, optimizer: Optimizer, waiting: Waiting
 ) -> LowcommReplicas:
-    """The replicas of a run, of which this is one. `waiting`: the watchdog's patient()."""
+    """Open the replicas of a run, this one among them. `waiting`: the watchdog's patient()."""
     parameters = {name: p for name, p in parameter_names(model).items() if p.requires_grad}
     if cfg.of(LowcommConfig).mode == "steps":
         replicas: LowcommReplicas = open_steps(cfg, world, parameters)
@@ -34,6 +34,6 @@ def open_lowcomm(
         replicas = LowcommReplicas(cfg, world, parameters, exchange)
     replicas.waiting = waiting
     if replicas.outer.apart:
-        # Weights that differ between replicas are not the run's: its anchors are saved, validated.
+        # Weights that differ between replicas are not the run's: save and validate its anchors.
         optimizer.published = replicas.outer.published()
     return replicas

@@ -1,15 +1,16 @@
-"""The outer optimizer: combines the weights that each replica has trained alone.
+"""The outer optimizer: combines the weights that the replicas have trained separately.
 
-DiLoCo (arXiv:2311.08105): every replica starts a round at the same anchor and takes H steps of its
-own. d = anchor - weights, its mean over the replicas is the gradient of a step of SGD with Nesterov
-momentum on the anchor, and the replicas go on from there. Streaming DiLoCo (arXiv:2501.18512): the
-same for one fragment of the layers after another, each once in H steps; what is sent arrives tau
-steps later, while the replicas train on, and a replica keeps alpha of its own weights.
+DiLoCo (arXiv:2311.08105): every replica starts a round at the same anchor and takes H steps on its
+own. d = anchor - weights; its mean over the replicas is the gradient for a step of SGD with
+Nesterov momentum on the anchor, from which the replicas continue. Streaming DiLoCo
+(arXiv:2501.18512) does this for one fragment of the layers after another, each once in H steps;
+data that are sent arrive tau steps later, while the replicas train on, and a replica keeps alpha of
+its own weights.
 
-Everything here works on the part of each parameter that this rank has, so anchors and momentum are
-cut as FSDP cuts the parameters, and rank i of a replica talks to rank i of the others alone. Where
-a replica has copies of the weights (HSDP), each sends some rows, and gets the others from its like,
-over the fast network. How replicas talk is not known here: see ReplicaExchange.
+Everything here works on this rank's part of each parameter, so anchors and momentum are sharded as
+FSDP shards the parameters, and rank i of a replica exchanges with rank i of the others only. If a
+replica has copies of the weights (HSDP), each copy sends some rows, and gets the others from its
+peers over the fast network. How replicas communicate is up to ReplicaExchange.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ Decode = Callable[[Tensor], Tensor]
 
 
 class Handle(Protocol):
-    """An exchange on its way."""
+    """An exchange in flight."""
 
     def wait(self) -> Tensor:
-        """Return the mean over the replicas that contributed, fp32 [n], equal on all of them bit
-        for bit."""
+        """Return the mean over the replicas that contributed, fp32 [n], bit-identical on
+        all of them."""
 
 
 class ReplicaExchange(Protocol):
-    """Communication of this rank with the same rank of the other replicas."""
+    """Communication of this rank with the same rank of other replicas."""
 
     sent: int
     """Bytes so far, without the headers of the network."""
 
     def start(self, ours: Tensor, name: str, decode: Decode | None = None) -> Handle:
         """Send, and return at once. All replicas start the same names in the same order; a name is
-        used once, and tells a replica that comes late which exchange it has missed. The exchange
-        owns `ours` from now on, and may send it again when a replica is lost.
+        used once, and tells a late replica which exchange it has missed. From now on the exchange
+        owns `ours`, and may send it again if a replica is lost.
 
-        Without `decode` ours is fp32 [n], and may be summed on the way. With it ours is uint8 [b]:
-        the bytes of all contributors are gathered, and decode() makes fp32 [n] of each, which are
-        summed in the order of the replicas.
+        Without `decode`, `ours` is fp32 [n], and may be summed on the way. With it, `ours` is uint8
+        [b]: the bytes of all contributors are gathered; decode() turns each into fp32 [n], which
+        are summed in the order of the replicas.
         """
         ...
 
@@ -76,7 +77,7 @@ class Arrived:
 
 
 class Fragment:
-    """Parameters that are averaged at once, with their anchors and momenta. Lists are parallel;
+    """Parameters that are averaged together, with their anchors and momenta. Lists are parallel;
     all tensors are this rank's part, fp32."""
 
     def __init__(
@@ -87,8 +88,8 @@ class Fragment:
         self.momenta = [torch.zeros_like(x) for x in self.anchors] if cfg.momentum else []
         codec, raw = codec_of(cfg), Raw()
         self._codecs = [raw if is_raw(n, p.ndim, cfg) else codec for n, p in parameters.items()]
-        self.errors = {  # of the compression, by the parameter's place in the lists
-            # Contiguous whatever the strides of the anchor: contiguous() in send() must not copy.
+        self.errors = {  # of the compression, by the parameter's index in the lists
+            # Contiguous even if the anchor is not, so that contiguous() in send() does not copy.
             i: torch.zeros(anchor.shape, device=anchor.device)
             for i, anchor in enumerate(self.anchors)
             if cfg.feedback and self._codecs[i] is not raw
@@ -98,7 +99,7 @@ class Fragment:
         self._pieces = [pieces_of(self.anchors, copy, count) for copy in range(count)]
         self._own = self._pieces[self._copies.index]
         self._sizes = [self._codecs[piece.i].size(*piece.shape) for piece in self._own]
-        self.handle: Handle | None = None  # of what is on its way
+        self.handle: Handle | None = None  # of the exchange in flight
         self.spoilt = torch.zeros((), dtype=torch.bool, device=self.anchors[0].device)
 
     @staticmethod
@@ -106,24 +107,23 @@ class Fragment:
         return local_part(p.detach()).to(torch.float32, copy=True)
 
     def begin(self) -> None:
-        """Set the anchors to the weights: at a start, and after a checkpoint has been loaded."""
+        """Set the anchors to the weights: at a start, and after loading a checkpoint."""
         for anchor, p in zip(self.anchors, self.parameters, strict=True):
             anchor.copy_(local_part(p.detach()))
         self.handle = None
 
     def send(self, exchange: ReplicaExchange, name: str) -> None:
-        """Start to exchange the changes of the weights. A number that is not finite counts as
-        unchanged, since one replica would spoil the weights of all; `spoilt` records it."""
+        """Start to exchange the changes of the weights. A non-finite number counts as unchanged,
+        since one replica would spoil the weights of all; `spoilt` records it."""
         changes = []
         for i, (anchor, p) in enumerate(zip(self.anchors, self.parameters, strict=True)):
             d = anchor - local_part(p.detach())
             finite = torch.isfinite(d)
             self.spoilt |= ~finite.all()
-            # No product with the mask: infinity times 0 is NaN.
+            # Not a product with the mask: infinity times 0 is NaN.
             d = torch.where(finite, d, 0.0)
             if i in self.errors:
-                # In place: the error that remains after encoding is subtracted from this very
-                # tensor below.
+                # In place: the encoding below leaves its error in this tensor.
                 d = self.errors[i].mul_(self.cfg.feedback).add_(d)
             changes.append(d.contiguous())
         if self.cfg.compress == "none":
@@ -135,14 +135,14 @@ class Fragment:
             own = pieces is self._own
             for piece in pieces:
                 feedback = piece.i in self.errors
-                # The rows of other copies are encoded only to keep their errors here, too.
+                # Rows of other copies are encoded only to keep their errors here, too.
                 if not own and not feedback:
                     continue
                 codec, d = self._codecs[piece.i], rows_of(changes, piece)
                 code = codec.encode(d)
                 if own:
                     codes.append(code)
-                if feedback:  # all copies have the same errors; `changes` holds these very tensors
+                if feedback:  # all copies have the same errors; `changes` holds these tensors
                     d.sub_(codec.decode(code, *piece.shape))
         self.handle = exchange.start(torch.cat(codes), name, self._decode)
 
@@ -153,7 +153,7 @@ class Fragment:
         )
 
     def _whole(self, mean: Tensor) -> list[Tensor]:
-        """Assemble each parameter's mean from the means of the pieces that the copies have sent."""
+        """Assemble each parameter's mean from the means of the pieces that the copies sent."""
         counts = [[math.prod(piece.shape) for piece in pieces] for pieces in self._pieces]
         parts = self._copies.gather(mean, [sum(each) for each in counts])
         if len(parts) == 1:
@@ -168,7 +168,7 @@ class Fragment:
     def receive(self) -> None:
         """Wait for the mean, move the anchors, and let the weights follow.
 
-        u = mu u + d; anchor -= lr (d + mu u): the learning rate outside of the momentum, so that it
+        u = mu u + d; anchor -= lr (d + mu u): the learning rate is outside the momentum, so that it
         may change from round to round.
         """
         assert self.handle is not None, "nothing was sent"
@@ -182,19 +182,19 @@ class Fragment:
             anchor.sub_(d, alpha=lr)
             if alpha:
                 mixed = anchor + alpha * (weights - anchor)
-                # Weights that are not finite are replaced by the anchor: here the replica recovers.
+                # Non-finite weights are replaced by the anchor: here the replica recovers.
                 weights.copy_(torch.where(torch.isfinite(mixed), mixed, anchor))
             else:
                 weights.copy_(anchor)
 
 
 class OuterOptimizer:
-    """The fragments of a model, and the times when each leaves and arrives."""
+    """The fragments of a model, and the steps at which each leaves and arrives."""
 
     def __init__(
         self, cfg: LowcommConfig, parameters: Mapping[str, Tensor], exchange: ReplicaExchange
     ) -> None:
-        """`parameters`: those that are trained, by name."""
+        """`parameters`: those that train, by name."""
         self.cfg, self.exchange = cfg, exchange
         parts: list[dict[str, Tensor]] = [{} for _ in range(cfg.fragments)]
         for name, p in parameters.items():
@@ -212,16 +212,15 @@ class OuterOptimizer:
             fragment.begin()
 
     def take_spoilt(self) -> Tensor:
-        """Return whether this rank has had numbers that were not finite since the last call, bool
-        []."""
+        """Return whether this rank has had non-finite numbers since the last call, bool []."""
         found = torch.stack([fragment.spoilt for fragment in self.fragments]).any()
         for fragment in self.fragments:
             fragment.spoilt.zero_()
         return found
 
     def published(self) -> dict[Tensor, Callable[[], Tensor]]:
-        """Map each parameter to a function that returns its anchor, which is evaluated, saved and
-        continued from."""
+        """Map each parameter to a function that returns its anchor, which is evaluated, saved
+        and continued from."""
         return {
             p: partial(as_part_of, p, anchor)
             for fragment in self.fragments
@@ -230,34 +229,34 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        """Send and receive the fragments due after `step` steps: turn t is that of fragment t mod
-        P; it ends with step (t + 1) H / P, and its exchange has started tau steps before. At the
-        end of a round nothing is in flight."""
+        """Send and receive the fragments due after `step` steps: turn t handles fragment t mod P;
+        it ends with step (t + 1) H / P, and its exchange starts tau steps earlier. At the end of a
+        round nothing is in flight."""
         turn, rest = divmod(step + self.cfg.tau, self.turn_steps)
-        # Send first: with tau = 0 the fragment that leaves arrives in the same call.
+        # Send first: with tau = 0, a fragment leaves and arrives in the same call.
         if rest == 0 and turn:
             fragment = self.fragments[(turn - 1) % len(self.fragments)]
             fragment.send(self.exchange, f"turn {turn - 1}")
         turn, rest = divmod(step, self.turn_steps)
         if rest == 0:
             fragment = self.fragments[(turn - 1) % len(self.fragments)]
-            # The run has resumed in the last tau steps of the turn, after the time to send.
+            # The run resumed in the last tau steps of the turn, after the time to send.
             if fragment.handle is None:
                 fragment.send(self.exchange, f"turn {turn - 1}")
             fragment.receive()
 
 
 def fragment_of(name: str, fragments: int) -> int:
-    """Return a parameter's fragment: every P-th block; the embedding with the first, the final norm
-    and the output with the last."""
+    """Return a parameter's fragment: every P-th block; the embedding goes with the first, the final
+    norm and the output with the last."""
     if found := re.match(r"blocks\.(\d+)\.", name):
         return int(found[1]) % fragments
     return 0 if "embed" in name else fragments - 1
 
 
 class OuterState:
-    """The outer state in checkpoints: momentum, which all replicas have alike, and this replica's
-    errors of the compression. The anchors are the weights that the model's own provider saves."""
+    """The outer state in checkpoints: momentum, equal on all replicas, and this replica's
+    compression errors. The anchors are the weights that the model's own provider saves."""
 
     per_rank = False
 
@@ -276,8 +275,8 @@ class OuterState:
         return tensors
 
     def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-        """Return the stored tensors; others start at 0: the checkpoint may be that of a run without
-        replicas, or with another outer optimizer."""
+        """Return the stored tensors; others start at 0, because the checkpoint may come from a run
+        without replicas or with another outer optimizer."""
         return {name: tensor for name, tensor in self.tensors().items() if name in stored}
 
     def restored(self) -> None:

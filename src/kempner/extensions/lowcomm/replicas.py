@@ -1,9 +1,9 @@
 """The trainer's interface to the replicas: one call after each step.
 
-A replica is a world of its own: its ranks have a default process group, a layout, a run directory
-and checkpoints as those of any run. What replicas say to each other is here: the outer steps, and
-once a round what has been asked of any of them, so that all of them save or stop at the same step.
-In between none waits for another.
+Each replica is a separate world: its ranks have a default process group, a layout, a run directory
+and checkpoints like those of any run. Replicas communicate here: in the outer steps, and once per
+round about requests to any of them, so that all save or stop at the same step. In between, none
+waits for another.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ SHARED_NUMBERS = (
     *REQUEST_FLAGS,
     "loss_sum",
     "tokens",
-)  # of a step's numbers, what all replicas want to know
+)  # the numbers of a step that all replicas share
 
 
 class LowcommReplicas(Replicas):
-    """A replica of several. Requests to it wait for the agreement of all, an exchange that starts
-    two steps before the end of a round, or before the last fragment leaves, so that its result has
-    arrived, without a wait, one step before the round ends. The host reads it at the end of the
-    round."""
+    """One of several replicas. Requests to it wait until all agree, in an exchange that starts two
+    steps before the end of a round, or before the last fragment leaves, so that its result arrives,
+    without a wait, one step before the round ends. The host reads it at the end of the round."""
 
     waiting: Waiting = nullcontext
     """The watchdog's patient(), for waits for replicas that somebody else judges."""
@@ -55,26 +54,26 @@ class LowcommReplicas(Replicas):
     ) -> None:
         self.cfg, self.world, self.exchange = cfg.of(LowcommConfig), world, exchange
         self.outer = OuterOptimizer(cfg.of(LowcommConfig), parameters, exchange)
-        # time_to_leave() counts three steps.
+        # time_to_leave() allows for three steps.
         self.patience = 1 + (cfg.of(LowcommConfig).interval + cfg.of(LowcommConfig).tau) / 3
         self._state = OuterState(self.outer)
         self._asked: Handle | None = None
         self._sums: Tensor | None = None
         self._waited = 0.0
         self._sent = 0
-        # Of this round, once all have agreed; a start that has only its end does not agree in it.
+        # Of this round, once all have agreed; a start that runs only its end does not agree in it.
         self._loss: Tensor | None = None
-        self._spoilt: Tensor  # [replicas], over 0: has had numbers that were not finite
-        ring = 2 * (world.replicas - 1) / world.replicas * 4  # bytes for each number, fp32
-        self._data_parallel = ring * sum(p.numel() for p in parameters.values())  # bytes a step
+        self._spoilt: Tensor  # [replicas], over 0: has had non-finite numbers
+        ring = 2 * (world.replicas - 1) / world.replicas * 4  # bytes per number, fp32
+        self._data_parallel = ring * sum(p.numel() for p in parameters.values())  # bytes per step
 
     def with_outer(self, state: dict[str, StateProvider]) -> dict[str, StateProvider]:
-        """Insert the outer state between the model, which has the anchors, and the optimizer, which
-        may replace the weights."""
+        """Insert the outer state between the model, which holds the anchors, and the optimizer,
+        which may replace the weights."""
         return {"model": state["model"], "outer": self._state, **state}
 
     def checkpointer(self, *parts: Any) -> Checkpointer:
-        """Resume: replicas that meet in a store start at the same step."""
+        """Return what resumes the run: replicas that meet in a store start at the same step."""
         if self.world.store is None:
             return super().checkpointer(*parts)
         from kempner.extensions.lowcomm.checkpoints import ReplicaCheckpointer
@@ -87,7 +86,7 @@ class LowcommReplicas(Replicas):
         return progress
 
     def may_go_back(self, progress: Progress) -> bool:
-        """Return False: the others would wait for a replica that goes back alone."""
+        """Return False: the other replicas would wait for one that goes back alone."""
         return self.world.replicas == 1 and super().may_go_back(progress)
 
     def forget_errors(self) -> None:
@@ -101,17 +100,17 @@ class LowcommReplicas(Replicas):
         rounds, steps_left = self.cfg.interval, -step % self.cfg.interval  # steps of this round
         shared = torch.stack([numbers[name] for name in SHARED_NUMBERS])
         self._sums = shared if self._sums is None else self._sums + shared
-        # Sent before the last fragment: behind it the numbers would wait.
+        # Sent before the last fragment, behind which the numbers would wait.
         if steps_left == min(max(2 if rounds > 2 else 1, self.cfg.tau + 1), rounds - 1):
-            # Exchanges take fp32.
+            # Exchanges require fp32.
             ours = torch.cat([self._sums.float(), self._own_spoilt()])
             self._asked = self.exchange.start(ours, f"numbers {step}")
             self._sums = None
         zero = torch.zeros_like(shared[0])
-        # A step is never abandoned midway: the other replicas would wait for this one.
+        # A step is never abandoned midway, because the other replicas would wait for this one.
         result = {**numbers, **dict.fromkeys(REQUEST_FLAGS, zero), "step_time": zero}
         if steps_left == min(1, rounds - 1) and self._asked is not None:
-            # The facts of a round take this dtype: fp32 would round the bytes that were sent.
+            # The facts of a round take this dtype: fp32 would round the number of bytes sent.
             mean, self._asked = self._asked.wait().double(), None
             sums, self._spoilt = mean.tensor_split([len(SHARED_NUMBERS)])
             means = dict(zip(SHARED_NUMBERS, sums.unbind(), strict=True))
@@ -142,18 +141,18 @@ class LowcommReplicas(Replicas):
         ]
 
     def _own_spoilt(self) -> Tensor:
-        """Return this replica's share of `_spoilt`, from the changes sent since the last report:
-        those of the round before, as the numbers leave before the last fragment. fp32."""
+        """Return this replica's share of `_spoilt`, fp32, from the changes sent since the last
+        report: those of the previous round, as the numbers leave before the last fragment."""
         spoilt = self.outer.take_spoilt().float()
         if self.world.size > 1:
-            # Each rank has looked at its own part of the weights.
+            # Each rank has checked its own part of the weights.
             dist.all_reduce(spoilt, dist.ReduceOp.MAX)
         flags = spoilt.new_zeros(self.world.replicas)
         flags[self.world.replica] = spoilt
         return flags
 
     def _facts(self, step: int) -> ReplicaNumbers:
-        """Return the numbers of a round, at its end. The loss is the mean over all replicas, in the
+        """Return the numbers of a round, at its end. The loss is the mean over all replicas and the
         steps between two agreements."""
         facts = {
             "round": step // self.cfg.interval,

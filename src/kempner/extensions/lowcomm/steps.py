@@ -1,7 +1,7 @@
-"""Mode steps: a srun step for each replica. One may be lost, and comes back at the end of a round.
+"""Mode steps: one srun step per replica. A replica may be lost, and rejoins at the end of a round.
 
-membership.py decides who takes part in an exchange; here are its contents, and how a joining
-replica uses them.
+membership.py decides who takes part in an exchange; this module defines the contents, and how a
+joining replica uses them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from kempner.train.sections import RunConfig
 
 DOOR = "KEMPNER_DOOR"  # the file with the address of the judge
-JOIN_S = 7 * 86400.0  # until the others' round has ended: the judge knows who is lost
+JOIN_S = 7 * 86400.0  # until the others end their round: the judge knows who is lost
 
 _T = TypeVar("_T")
 
 
 class StepsExchange:
-    """Exchanges run on a thread of their own while the replicas train on, one after another in the
-    order of their start, which is that of all replicas. Each is one epoch, or several when replicas
+    """Exchanges run on a separate thread while the replicas train on, one after another in the
+    order of their start, which is the same everywhere. Each takes one epoch, or several if replicas
     are lost in it: it counts for all members or for none before anybody takes its result."""
 
     def __init__(
@@ -50,9 +50,9 @@ class StepsExchange:
     ) -> None:
         """`waiting()`: the watchdog's patient()."""
         self.membership, self.waiting, self.sent = membership, waiting, 0
-        self.round = 0  # that is under way
-        self.last: Epoch | None = None  # of the last result that was taken
-        self.seconds = 0.0  # that it took
+        self.round = 0  # the current one
+        self.last: Epoch | None = None  # of the last result taken
+        self.seconds = 0.0  # duration of that exchange
         self._started: SimpleQueue[_Started] = SimpleQueue()
         threading.Thread(target=self._work, daemon=True, name="exchange").start()
 
@@ -66,12 +66,12 @@ class StepsExchange:
         while True:
             started = self._started.get()
             try:
-                if problem:  # too few are left
+                if problem:  # too few replicas are left
                     raise problem
                 started.run()
             except Exception as error:
                 problem = error
-                # The trainer's thread raises it in wait().
+                # wait() raises it on the trainer's thread.
                 started.done.set_exception(error)
 
 
@@ -82,7 +82,7 @@ class _Started:
     def __init__(self, exchange: StepsExchange, ours: Tensor, decode: Decode | None) -> None:
         self._exchange, self._ours, self._decode = exchange, ours, decode
         self._round = exchange.round
-        # `ours` is ready only when the stream of the steps gets there: another stream reads it.
+        # `ours` is ready only when the steps' stream gets there, and another stream reads it.
         self._ready = torch.cuda.Event() if ours.is_cuda else None  # type: ignore[no-untyped-call]
         if self._ready is not None:
             self._ready.record()
@@ -95,12 +95,12 @@ class _Started:
 
     def wait(self) -> Tensor:
         exchange = self._exchange
-        # Not a hang to the watchdog: a replica may be slow, and the judge knows which one is lost.
+        # Not a hang to the watchdog: a replica may be slow, and the judge knows which are lost.
         with exchange.waiting():
             exchange.last, mean, byte_count, exchange.seconds = self.done.result()
         exchange.sent += byte_count
         if mean.is_cuda:
-            # It was made on another stream, and may be freed while this one uses it.
+            # Made on another stream: it must not be freed while this stream uses it.
             mean.record_stream(torch.cuda.current_stream())
         return mean
 
@@ -119,7 +119,7 @@ class _Started:
 
     @contextmanager
     def _beside_the_steps(self) -> Iterator[None]:
-        """Use a stream of its own on a GPU: a copy on the steps' stream would wait for them."""
+        """Use a separate stream on a GPU: a copy on the steps' stream would wait for them."""
         if self._ready is None:
             yield
             return
@@ -127,13 +127,13 @@ class _Started:
         with torch.cuda.stream(stream):
             self._ready.wait(stream)
             yield
-            # The result goes to another thread, whose stream does not wait for this one.
+            # The result goes to a thread whose stream does not wait for this one.
             stream.synchronize()
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Copy to the host: an exchange may be abandoned midway, and repeated, and only there can a
-    group be left behind. Links between islands are slow; the copy costs little beside them."""
+    """Copy to the host: an exchange may be abandoned midway and repeated, and a group can be left
+    behind only there. Links between islands are slow; beside them the copy costs little."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
@@ -146,15 +146,15 @@ class StepsReplicas(LowcommReplicas):
         membership: Membership,
     ) -> None:
         self.membership = membership
-        # Looked up at each use: `waiting` is set after the replicas are made.
+        # Looked up at each use, because `waiting` is set after the replicas are made.
         self._exchange = StepsExchange(membership, lambda: self.waiting())
         super().__init__(cfg, world, parameters, self._exchange)
         self._last_step = cfg.train.max_steps
         self._leaving, self._samples = False, 0
 
     def begin(self, progress: Progress) -> Progress:
-        """Meet the others. A replica that is behind, or comes later, continues where they are, with
-        their state."""
+        """Meet the others. A replica that is behind, or late, continues where they are,
+        with their state."""
         progress = super().begin(progress)
         number, self._samples = self._round_of(progress), progress.samples
         # Replicas that resume the same round may have different weights: see Membership._first.
@@ -178,8 +178,8 @@ class StepsReplicas(LowcommReplicas):
         return progress
 
     def _share(self, group: ReplicaGroup) -> list[Tensor]:
-        """Send anchors and momenta from the members to the joiners; returns them on these."""
-        # Only the first member sends: the others need no copy of their state on the host.
+        """Send anchors and momenta from the members to the joiners; returns them on the joiners."""
+        # Only the first member sends: the others need no host copy of their state.
         if not group.epoch.joiners or not (group.joins or group.place == 0):
             return []
         state = [_on_host(tensor) for tensor in self._state_tensors()]
@@ -187,18 +187,18 @@ class StepsReplicas(LowcommReplicas):
         return state
 
     def after_step(self, progress: Progress, numbers: ReplicaNumbers) -> ReplicaNumbers:
-        # Before super() starts this step's exchanges, each of which belongs to a round.
+        # Before super(), which starts this step's exchanges: each belongs to a round.
         number = self._exchange.round = -(-progress.step // self.cfg.interval)
         result = self._or_too_few(lambda: super(StepsReplicas, self).after_step(progress, numbers))
-        # The step that the flags of all arrive in: elsewhere the host would wait for the device.
+        # In this step the flags of all arrive; in others the host would wait for the device.
         if -progress.step % self.cfg.interval == 1:
             self._leaving |= any(result[flag] > 0 for flag in REQUEST_FLAGS[INTERRUPT_REQUEST:])
         if progress.step % self.cfg.interval:
             return result
-        epoch = self._exchange.last  # the last fragment's, and all members know the same of it
+        epoch = self._exchange.last  # the last fragment's; all members know the same about it
         assert epoch is not None
         members, over = epoch.members, self._leaving or progress.step == self._last_step
-        # Nobody is admitted to a run that ends.
+        # A run that ends admits nobody.
         if epoch.waiting and not over:
             about = self._about(progress, members)
             with self.waiting():
@@ -220,14 +220,14 @@ class StepsReplicas(LowcommReplicas):
             raise
 
     def _start_nobody(self) -> None:
-        """Tell the batch script to start no replica again."""
+        """Tell the batch script not to restart any replica."""
         if self.world.rank == 0:
             Path(f"{os.environ[DOOR]}.over").touch()
 
     def _about(self, progress: Progress, members: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Return facts for replicas that join: where the run is, the sample that the round began
-        with, and which replicas contributed to it; none, if it was done before this start of the
-        job."""
+        """Return facts for replicas that join: where the run is, the sample that the round
+        began with, and which replicas contributed to it; none, if the round precedes this start
+        of the job."""
         return {"progress": progress.record(), "began": self._samples, "members": members}
 
     def _round_of(self, progress: Progress) -> int:
@@ -243,7 +243,7 @@ class StepsReplicas(LowcommReplicas):
                 local_part(parameter.detach()).copy_(anchor)
 
     def _tell(self, epoch: Epoch, members: Sequence[str], progress: Progress) -> None:
-        """Log the round for the log of the replicas: who contributed to it, who joined in the
+        """Report the round for the log of the replicas: who contributed to it, who joined in the
         `epoch` after it, and with which weights all continue."""
         weights = self._checksum()
         if self.world.rank:
@@ -273,10 +273,9 @@ class StepsReplicas(LowcommReplicas):
         )
 
     def _checksum(self) -> str:
-        """Return a checksum of the bits of this replica's anchors: a sum, at the speed of
-        memory."""
+        """Return a checksum of the bits of this replica's anchors: a sum, at memory speed."""
         anchors = [x for part in self.outer.fragments for x in part.anchors]
-        # Integers: their sum does not depend on the order in which a GPU adds.
+        # Integers, because their sum does not depend on the order in which a GPU adds.
         sums = torch.stack([x.view(torch.int32).sum(dtype=torch.int64) for x in anchors]).tolist()
         if self.world.size > 1:
             parts: list[Any] = [None] * self.world.size
@@ -284,7 +283,7 @@ class StepsReplicas(LowcommReplicas):
             sums = [number for part in parts for number in part]
         total = 0
         for number in sums:
-            # The factor makes the order of the tensors count.
+            # The factor makes the order of the tensors matter.
             total = (1_000_003 * total + number) % (1 << 64)
         return f"{total:016x}"
 
