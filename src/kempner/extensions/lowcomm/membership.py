@@ -374,8 +374,8 @@ class Membership:
         return outcome == "commit"
 
     def _outcome(self, number: int) -> str:
-        """Return an epoch's outcome, "" while it is open. A forgotten epoch was aborted: without this
-        replica's vote it could not have been committed, nor, before it moved on, forgotten."""
+        """Return an epoch's outcome, "" while it is open. A forgotten epoch was aborted: this
+        replica had neither voted to commit it nor moved on."""
         outcome = self._read(f"outcome/{number}")
         return outcome or ("abort" if self._first_kept() > number else "")
 

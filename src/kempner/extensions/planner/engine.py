@@ -12,12 +12,12 @@ from kempner.model.config import ModelConfig
 
 
 class EngineMemory(NamedTuple):
-    """Bytes of one GPU. vLLM takes what it finds for keys and values, and needs room for one
-    text; the kit's engine takes them for all slots at its start, on one GPU."""
+    """Bytes of one GPU. vLLM takes all free memory for keys and values, and needs room for one
+    text; the kit's engine allocates them for all slots at its start, on one GPU."""
 
     weights: float
     cache: float
-    texts: int  # whose keys and values these are
+    texts: int  # that have these keys and values
 
     @property
     def peak(self) -> float:
@@ -34,8 +34,8 @@ class EngineMemory(NamedTuple):
 def engine_memory(
     model: ModelConfig, inference: InferenceConfig, window: int, dtype: str
 ) -> EngineMemory:
-    """Estimate an engine's memory. `window`: the most tokens of a text; `dtype`: the trainer's,
-    which its versions have; auto: on a GPU."""
+    """Estimate an engine's memory. `window`: the most tokens of a text; `dtype`: the trainer's, in
+    which it publishes; auto: on a GPU."""
     size, own = 4 if dtype == "fp32" else 2, inference.engine == "kit"
     texts, cut = (inference.resolved_slots, 1) if own else (1, inference.tp)
     token = 2 * model.n_layers * model.kv_heads * model.resolved_head_dim * size
@@ -43,7 +43,7 @@ def engine_memory(
 
 
 def check_room(cfg: ModelConfig, slots: int, window: int, device: str) -> None:
-    """Raise ConfigError if the model, and keys and values of all texts, need more than the memory
+    """Raise ConfigError if the model, with keys and values of all texts, needs more than the memory
     of the GPU or, with `device` cpu, of the host."""
     need = engine_memory(
         cfg, InferenceConfig(slots=slots), window, "bf16" if device == "cuda" else "fp32"

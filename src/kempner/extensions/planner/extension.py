@@ -1,4 +1,4 @@
-"""The planner as an extension of the trainer: --build, --bench with [bench], and advice to a run
+"""The planner as an extension of the trainer: --build, --bench with [bench], and advice for a run
 that is out of memory."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PlannerExtension(Extension):
                 more = parse_command(shlex.split(name), {})
                 files = [*command.files, *more.files]
                 overrides = [*command.overrides, *more.overrides]
-                own = load_config(files, overrides, more.problems)  # its [bench] says which data
+                own = load_config(files, overrides, more.problems)  # its [bench] chooses the data
                 overrides += bench.bench_overrides(own, f"{cfg.run.dir}/{number}")
                 own = load_config(files, overrides)
                 variants.append(Variant(name, [*files, *overrides], own))

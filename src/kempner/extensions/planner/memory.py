@@ -1,8 +1,8 @@
 """Memory of one GPU by part, from the configuration alone. No torch.
 
-A count of what the trainer holds at the moments when it holds most; benchmarks/planner.py compares
-it with measured peaks. D width, F SwiGLU width, V vocabulary, tokens: of one forward pass of a
-rank. Axes are in bytes.
+Counts what the trainer holds at the moments of greatest use; benchmarks/planner.py compares it with
+measured peaks. D width, F SwiGLU width, V vocabulary, tokens: of one forward pass of a rank. Axes
+are in bytes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def one_replica(cfg: RunConfig, world_size: int, per_node: int) -> tuple[RunConf
 
 
 def forward_rows(cfg: RunConfig, data_ranks: int) -> int:
-    """Sequences of one forward pass of a rank; where an extension brings the batches, at most.
+    """Sequences in one forward pass of a rank; an upper bound if an extension brings the batches.
     Raises ConfigError: see micro_batch."""
     if lookup.bringer(cfg):
         return cfg.train.micro_batch or -(-cfg.train.sequences // data_ranks)
@@ -59,8 +59,8 @@ def forward_rows(cfg: RunConfig, data_ranks: int) -> int:
 
 
 def memory_peaks(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> list[Memory]:
-    """The loss (all activations are there, no gradient of this forward pass yet), the backward pass
-    of the last block, that of the first parameters, the update, and the outer step of replicas."""
+    """Peaks: the loss (all activations, no gradient of this forward pass yet), the backward pass of
+    the last block, that of the first parameters, the update, and the outer step of replicas."""
     axes = axis_sizes(cfg.distributed, world_size, per_node)
     micro = forward_rows(cfg, axes.data_ranks)
     tokens = micro * cfg.train.seq_len // axes.cp
@@ -70,14 +70,14 @@ def memory_peaks(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> l
     gathered = Gathered.of(cfg, axes, compute)
     saved, working = block_activation_bytes(cfg, axes, tokens, compute, gpu)
     loss = loss_memory(cfg, axes, tokens, compute, gpu)
-    # Each moment below has gradients of its own, and all of the rest.
+    # Each moment below has its own gradients, and all of the remaining parts.
     gradients = weights.pop("gradients")
     so_far = gradients if often else 0.0
-    if often and cfg.train.weights == "bf16":  # summed in fp32
+    if often and cfg.train.weights == "bf16":  # then summed in fp32
         so_far *= FP32 / 2
     alone = is_alone(axes, cfg.distributed)
     if often and cfg.distributed.sync_once and not cfg.lora.rank and not alone:
-        # Gradients are reduced after the last pass: until then each rank has them whole.
+        # Gradients are reduced after the last pass; until then each rank holds them whole.
         so_far = FP32 * whole_model(cfg, axes)
     stream = cfg.model.dim * tokens * compute / axes.tp
     ends = 2 * stream  # the input of the last norm, and its output
@@ -105,8 +105,8 @@ def compute_bytes(cfg: RunConfig, gpu: bool) -> int:
 
 
 def weight_bytes(cfg: RunConfig, axes: Axes, gpu: bool) -> dict[str, float]:
-    """Bytes of the model that a rank keeps between steps. What is offloaded from a GPU is not
-    counted; on a CPU it stays in the same memory."""
+    """Bytes of the model that a rank keeps between steps. Offloaded parts are not counted for a
+    GPU; on a CPU they stay in the same memory."""
     count = float(cfg.model.count_parameters())
     width = 2 if cfg.train.weights == "bf16" else FP32
     if cfg.lora.rank:
@@ -129,8 +129,8 @@ def weight_bytes(cfg: RunConfig, axes: Axes, gpu: bool) -> dict[str, float]:
 
 
 def copy_bytes(cfg: RunConfig, compute: int) -> float:
-    """Bytes of the copies in the compute dtype that one rank alone keeps of weights in another one
-    (parallel/single.py)."""
+    """Bytes of the copies that a single rank keeps in the compute dtype if its weights have
+    another dtype (parallel/single.py)."""
     everything, trained = float(cfg.model.count_parameters()), trained_elements(cfg)
     in_bf16 = everything if cfg.lora.rank or cfg.train.weights == "bf16" else 0.0
     in_fp32 = trained if cfg.lora.rank or not in_bf16 else 0.0
@@ -148,14 +148,14 @@ def optimizer_state(cfg: RunConfig) -> float:
 
 
 def outer_state(cfg: RunConfig) -> float:
-    """fp32 copies of what is trained: the anchors, the momentum, the errors of what is in codes."""
+    """fp32 copies of trained elements: anchors, momentum, and the errors of coded elements."""
     how = cfg.of(LowcommConfig)
     coded = trained_elements(cfg) - raw_numbers(cfg) if how.feedback else 0.0
     return FP32 * ((2 if how.momentum else 1) * trained_elements(cfg) + coded)
 
 
 def changes_on_their_way(cfg: RunConfig, axes: Axes) -> float:
-    """Bytes of a fragment in exchange: what is sent, and what it is made from or becomes."""
+    """Bytes of a fragment in exchange: the data sent, and what they come from or become."""
     if not cfg.of(LowcommConfig).on:
         return 0.0
     return (
@@ -168,7 +168,7 @@ def changes_on_their_way(cfg: RunConfig, axes: Axes) -> float:
 
 
 def raw_numbers(cfg: RunConfig) -> float:
-    """Number of elements exchanged between replicas in fp32, whatever the codec of the others;
+    """Number of elements that replicas exchange in fp32 even if the others are coded;
     norms are few."""
     table, raw = cfg.model.vocab_size * cfg.model.dim, cfg.of(LowcommConfig).raw
     output = "output" in raw and not cfg.model.tie_embeddings
@@ -177,16 +177,16 @@ def raw_numbers(cfg: RunConfig) -> float:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Memory that fully_shard adds: whole weights in the compute dtype, and gradients in
-    reduction. Of one rank alone, which gathers nothing, the gradients on their way."""
+    """Memory that fully_shard adds: whole weights in the compute dtype, and gradients in reduction.
+    For a single rank, which gathers nothing: the gradients in flight."""
 
-    root: float  # last norm and output layer; with a tied one whole from the first block on
-    tied: float  # of these, what stays through the backward pass: a tied embedding
-    blocks: float  # the block at work and the next one
-    stays: float  # of all blocks, between the forward and the backward pass
+    root: float  # last norm and output layer; if tied, whole from the first block on
+    tied: float  # the part that stays through the backward pass: a tied embedding
+    blocks: float  # the active block and the next one
+    stays: float  # of all blocks, between forward and backward pass
     head_gradient: float  # of the output layer, which is reduced first
     root_gradients: float
-    reduced: float  # gradients of a block, and the fp32 buffers that they are summed in
+    reduced: float  # gradients of a block, and the fp32 buffers for their sums
 
     @classmethod
     def of(cls, cfg: RunConfig, axes: Axes, compute: int) -> Gathered:
@@ -194,16 +194,16 @@ class Gathered:
         table = model.vocab_size * model.dim / axes.tp
         if is_alone(axes, how):
             return cls.of_one(cfg, compute)
-        root = table  # an embedding of its own is freed before the output layer is gathered
+        root = table  # an untied embedding is freed before the output layer is gathered
         block = max(kept_of_blocks(cfg, axes))
         reduce = 0 if cfg.lora.rank else compute + FP32
-        # In elements of the compute dtype: an 8-bit float is a part of one.
+        # In elements of the compute dtype: an 8-bit float is a fraction of one.
         less = (1 - 1 / compute) * fp8_gathered(cfg, axes)
         at_work = block - less * axes.pp / model.n_layers
         blocks = at_work * (1 if axes.shard * axes.cp == 1 else 2)
         stays = 0.0
         if how.sync_once or not how.reshard_after_forward:
-            stays = whole_model(cfg, axes) - less - table  # the embedding, too, if it is not tied
+            stays = whole_model(cfg, axes) - less - table  # also the embedding, if untied
         elif how.reshard_island is not None:
             stays = (whole_model(cfg, axes) - less) / how.reshard_island
         return cls(
@@ -219,9 +219,9 @@ class Gathered:
 
     @classmethod
     def of_one(cls, cfg: RunConfig, compute: int) -> Gathered:
-        """A gradient is added to those of earlier passes as soon as it is there."""
+        """A gradient is added to those of earlier passes as soon as it is computed."""
         table = 0.0 if cfg.lora.rank else float(cfg.model.vocab_size * cfg.model.dim)
-        # Of the gradients that pass by in a block, those of SwiGLU's matrices are the largest.
+        # Among a block's transient gradients, those of SwiGLU's matrices are the largest.
         matrix = 0.0 if cfg.lora.rank else float(cfg.model.dim * cfg.model.ffn_dim)
         own = 2 if cfg.train.weights == "bf16" else FP32
         passing = compute * table if compute != own else 0.0
@@ -229,7 +229,7 @@ class Gathered:
 
 
 def whole_model(cfg: RunConfig, axes: Axes) -> float:
-    """Parameters of a stage that FSDP would make whole on a rank, with embedding and output."""
+    """Parameters of a stage that FSDP would gather on a rank, with embedding and output."""
     model = cfg.model
     tables = model.vocab_size * model.dim / axes.tp * (2 - model.tie_embeddings)
     with_experts, without = kept_of_blocks(cfg, axes)
@@ -240,7 +240,7 @@ def whole_model(cfg: RunConfig, axes: Axes) -> float:
 
 def fp8_matrices(cfg: RunConfig, axes: Axes) -> list[tuple[int, int, int]]:
     """Width in, width out and number of the matrices that train.fp8 multiplies in 8-bit floats:
-    those of the blocks, but experts, routers, and what has a part with sizes that are not multiples
+    those of the blocks, except experts, routers, and any with a part whose sizes are not multiples
     of its tile (parallel/fp8.py)."""
     if cfg.train.fp8 == "none":
         return []
@@ -264,8 +264,8 @@ def fp8_gathered(cfg: RunConfig, axes: Axes) -> float:
 
 
 def kept_of_blocks(cfg: RunConfig, axes: Axes) -> tuple[float, float]:
-    """Parameters of a block that FSDP makes whole on a rank, with experts (of these its own alone)
-    and without; 0 where the model has no such block."""
+    """Parameters of a block that FSDP gathers on a rank, with experts (only the rank's own) and
+    without; 0 if the model has no such block."""
     model, mixtures = cfg.model, len(cfg.model.mixtures)
     experts = model.n_experts * 3 * model.dim * model.ffn_dim
     with_experts = model.count_block(True) - experts * (1 - 1 / cfg.distributed.ep)
@@ -282,20 +282,20 @@ def block_activation_bytes(
     """Return the bytes that the backward pass of all blocks needs, and the extra bytes of one block
     while its backward runs.
 
-    Kept of a block, eager: the stream before attention and SwiGLU, and after each norm (4 D), q, k,
-    v and the output of attention, and four of SwiGLU's inner width (both products, the gate, and
-    their product); compiled, only the gate is recomputed: what a product reads is kept, as it would
+    Kept per block, eager: the stream before attention and SwiGLU, and after each norm (4 D); q, k,
+    v and the output of attention; four of SwiGLU's inner width (both products, the gate, and their
+    product). Compiled, only the gate is recomputed: inputs of products are kept, because they would
     have to be written again (torch/_functorch/partitioners.py, of ban_recompute_*). A product in
-    8-bit floats with one scale a tensor reads a cast, so that the norms and the product of SwiGLU
-    are recomputed, too. A CPU has no fused RMSNorm, and keeps its input. With post_norms the
-    outputs of attention and SwiGLU are kept, too.
-    Tensor parallelism divides all of it, but for the whole inputs of attention, SwiGLU and experts.
-    A pipeline stage has its layers alone, for as many passes as there are stages. A token's experts
-    have what SwiGLU has, each, and its input and output once more, in their order.
+    8-bit floats with one scale per tensor reads a cast, so the norms and SwiGLU's product are
+    recomputed, too. A CPU has no fused RMSNorm, and keeps its input. With post_norms the outputs of
+    attention and SwiGLU are kept, too. Tensor parallelism divides everything except the whole
+    inputs of attention, SwiGLU and experts. A pipeline stage has only its layers, for as many
+    passes as there are stages. Each of a token's experts needs what SwiGLU needs, and its input and
+    output once more, in expert order.
     """
     model, width = cfg.model, cfg.model.resolved_head_dim
     heads = 2 * (model.n_heads + model.kv_heads) * width
-    share = len(model.mixtures) / model.n_layers  # the mean of blocks with and without experts
+    share = len(model.mixtures) / model.n_layers  # for the mean of blocks with and without experts
     chosen = model.experts_per_token * buffer_share(cfg)
     experts = share * chosen
     inner = model.ffn_dim * (experts + share * model.shared_experts)
@@ -313,18 +313,18 @@ def block_activation_bytes(
     whole = (2 * model.dim + moved) * (1 - 1 / axes.tp)
     per_block = tokens * compute * (block / axes.tp + whole)
     most = 2 * inner + moved
-    # The block that needs most decides, where blocks with experts and others take turns.
+    # If blocks with and without experts alternate, the block that needs most decides.
     if share:
         widest = model.ffn_dim * (chosen + model.shared_experts)
         most = 2 * max(widest + chosen * model.dim, (share < 1) * model.dense_width)
     working = tokens * compute * (most + 2 * model.dim) / axes.tp
-    passes = float(min(axes.pp, cfg.train.sequences // axes.data_ranks))  # on the first stage
+    passes = float(min(axes.pp, cfg.train.sequences // axes.data_ranks))  # in the first stage
     if (stages := cfg.distributed.pp_stages_per_rank) > 1:  # arXiv:2205.05198, section 4.3
         passes *= 1 + (axes.pp - 1) / (axes.pp * stages)
     blocks = model.n_layers / axes.pp * passes
     train, again = cfg.train, blocks / cfg.train.recompute_every
     dropped = 0.0  # of a block that is recomputed
-    if train.recompute_modules:  # what is within these; their inputs are outputs of others
+    if train.recompute_modules:  # the inside of these; their inputs are outputs of others
         within = {"attention": heads, "ffn": swiglu + moved}
         if train.recompute == "selective":
             within = {"ffn": swiglu - 2 * inner}
@@ -332,7 +332,7 @@ def block_activation_bytes(
         dropped *= tokens * compute
     elif train.recompute in BUDGETS:
         dropped = (1 - budget_share(train.recompute)) * (per_block - tokens * compute * model.dim)
-    elif train.recompute != "none":  # auto: at most all
+    elif train.recompute != "none":  # auto: at most everything
         products = 2 * model.dim + heads + 2 * inner if train.recompute == "selective" else 0
         dropped = max(0.0, per_block - tokens * compute * (model.dim + products) / axes.tp)
     saved = per_block * blocks - dropped * again
@@ -340,20 +340,19 @@ def block_activation_bytes(
 
 
 def buffer_share(cfg: RunConfig) -> float:
-    """Places in the buffers of experts.spare, over the rows that travel in them; 1 without."""
+    """Places in the buffers of experts.spare, per row that travels in them; 1 without."""
     ranks, spare = cfg.distributed.ep, cfg.experts.spare
     return 1.0 if ranks == 1 or spare is None else min(1 + spare, ranks)
 
 
 def budget_share(recompute: str) -> float:
-    """The share of a block's activations that train.recompute = budget-N keeps."""
+    """Share of a block's activations that train.recompute = budget-N keeps."""
     return int(recompute.partition("-")[2]) / 100
 
 
 def on_device(cfg: RunConfig, saved: float, blocks: float, gpu: bool) -> float:
-    """Return the part of the activations kept by `blocks` that stays on the device while the others
-    wait on the host: the block at work, and those whose copies are under way. On a CPU both are
-    counted."""
+    """Return the part of the activations kept by `blocks` that stays on the device while the rest
+    waits on the host: the active block, and blocks being copied. On a CPU both count."""
     if not cfg.train.offload_activations:
         return saved
     here = saved * min(1.0, (1 + cfg.train.offload_activations) / blocks)
@@ -362,8 +361,8 @@ def on_device(cfg: RunConfig, saved: float, blocks: float, gpu: bool) -> float:
 
 def loss_memory(cfg: RunConfig, axes: Axes, tokens: int, compute: int, gpu: bool) -> float:
     """Logits of a chunk in fp32, which become their gradient in place, and a copy in the compute
-    dtype; compiled for a GPU, in the compute dtype alone. The gradient of the output's weight
-    in fp32, and a chunk's part of it; the gradient of its input."""
+    dtype; if compiled for a GPU, only in the compute dtype. Also the fp32 gradient of the output's
+    weight, a chunk's part of it, and the gradient of its input."""
     model = cfg.model
     words = model.vocab_size / axes.tp
     rows = min(tokens, loss_rows(cfg, axes, gpu))
@@ -376,7 +375,7 @@ def loss_memory(cfg: RunConfig, axes: Axes, tokens: int, compute: int, gpu: bool
 
 def loss_rows(cfg: RunConfig, axes: Axes, gpu: bool) -> int:
     """Tokens whose logits exist at once, at most."""
-    # It imports torch, which most callers of this module do without.
+    # This imports torch, which most callers of this module avoid.
     from kempner.model.loss import chunk_rows
 
     large = gpu and cfg.train.compile and not cfg.lora.rank

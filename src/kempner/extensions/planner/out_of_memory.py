@@ -1,4 +1,4 @@
-"""Report of a run that needs more memory than its GPU has: a snapshot, and a way out."""
+"""Report for a run that needs more memory than its GPU has: a snapshot, and a remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kempner.train.sections import RunConfig
 
 
 def explain_memory(cfg: RunConfig, world: World, check: Check) -> str:
-    """Write a snapshot of this rank's GPU memory; returns advice on what would need less."""
+    """Write a snapshot of this rank's GPU memory; returns advice on how to need less."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -26,16 +26,16 @@ def explain_memory(cfg: RunConfig, world: World, check: Check) -> str:
 
 def memory_advice(cfg: RunConfig, world_size: int, per_node: int, check: Check) -> str:
     """Advise a run that is out of memory: the largest parts, and the fastest combination that needs
-    a tenth less, with the axes that it has, or else with shards over all ranks."""
+    a tenth less, with its present axes, or else with shards over all ranks."""
     needs = estimate_memory(cfg, world_size, per_node)
-    # Only the order of what fits matters here: the speeds of any GPU will do.
+    # Only the order of the fitting combinations matters: the speeds of any GPU will do.
     gpu = GPUS["H100"]._replace(gib=0.9 * needs.peak / GIB + RESERVE_GIB)
     parts = sorted(needs.parts.items(), key=lambda part: -part[1])[:3]
     breakdown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
     _, ranks, _ = one_replica(cfg, world_size, per_node)
     axes = [f"distributed.{name}" for name in ("dp_shard", "tp", "cp", "pp")]
     full = [mesh for mesh in mesh_choices(ranks) if math.prod(mesh[axis] for axis in axes) == ranks]
-    # Not all meshes, which take minutes for thousands of ranks: each rank without memory asks.
+    # Not all meshes, which take minutes for thousands of ranks: every failing rank asks.
     best = partial(best_candidates, cfg, world_size, per_node, gpu, check, 1)
     candidates = best(meshes=[{}]) or best(meshes=full)
     fix = (

@@ -1,8 +1,8 @@
-"""Placement: the nodes and GPUs of a job that train, and those that have engines. No torch.
+"""Placement: the nodes and GPUs of a job that train, and those that run engines. No torch.
 
 python -m kempner.extensions.planner.placement --nodes N --tasks T --gpus G --names A,B <CONFIG
 
-prints, for the batch script, the numbers of a Placement, other values that it needs, and a text for
+prints, for the batch script, the numbers of a Placement, other values that it needs, and text for
 its log. Exit code 2 if the job does not fit.
 """
 
@@ -23,22 +23,21 @@ from kempner.model.config import ModelConfig
 
 
 class Placement(NamedTuple):
-    """Numbers of nodes and GPUs. Nodes that train come first: the batch script and the orchestrator
-    are on the first of them, and the loss of any node with engines costs engines alone."""
+    """Numbers of nodes and GPUs. Training nodes come first: the batch script and the orchestrator
+    run on the first, and losing a node that only has engines costs only engines."""
 
     train_nodes: int
-    train_tasks: int  # on each of them
+    train_tasks: int  # per training node
     engines: int
     on_node: int  # engines on each node that has any
-    first_node: int  # that has any
-    tasks: int  # of a node, which share its CPUs
+    first_node: int  # with any engine
+    tasks: int  # per node, sharing its CPUs
 
 
 def place_processes(
     deployment: DeploymentConfig, inference: InferenceConfig, nodes: int, tasks: int, gpus: int
 ) -> Placement:
-    """Place a job of `nodes` nodes, with `tasks` and `gpus` on each (0: no GPUs). Raises
-    ConfigError."""
+    """Place a job; each of its `nodes` has `tasks` and `gpus` (0: no GPUs). Raises ConfigError."""
     own, tp = not inference.urls, inference.tp
     # The engines then share the only node with the trainer.
     both = deployment.num_infer_nodes == 0
@@ -90,8 +89,8 @@ def place_processes(
 def engine_words(
     inference: InferenceConfig, seq_len: int, deterministic: bool = False
 ) -> list[str]:
-    """Return further words for the command line of an engine. No conversation is longer than a row
-    of the trainer: memory for all the 131,072 tokens that a model may see would be wasted."""
+    """Return further words for an engine's command line. No conversation exceeds a row of the
+    trainer, so memory for all the 131,072 tokens that a model may see would be wasted."""
     if inference.engine == "vllm":
         return [f"--max-model-len={seq_len}", *inference.args]
     same = ["--deterministic"] if deterministic else []
@@ -99,8 +98,8 @@ def engine_words(
 
 
 def check_memory(memory: EngineMemory, inference: InferenceConfig, window: int) -> None:
-    """Raise ConfigError if no known GPU has that much memory; which ones the job gets is not known
-    yet."""
+    """Raise ConfigError if no known GPU has enough memory; which GPUs the job gets is
+    not known yet."""
     largest = max(GPUS.values(), key=lambda gpu: gpu.usable)
     if memory.peak <= largest.usable:
         return
@@ -125,7 +124,7 @@ def _check_tp(count: int, tp: int, what: str) -> None:
 def describe_placement(
     placement: Placement, inference: InferenceConfig, gpus: int, names: Sequence[str]
 ) -> list[str]:
-    """Describe each kind of process in a line; `names`: of all nodes."""
+    """Describe each kind of process in one line; `names`: of all nodes."""
     first, per_node = placement.first_node, placement.on_node
     lines = [
         f"trainer: {placement.train_tasks} task(s) on {', '.join(names[: placement.train_nodes])}"
@@ -165,7 +164,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print("\n".join(f"kempner: error: {text}" for text in error.problems), file=sys.stderr)
         return 2
-    # The script reads what is between the two, whatever a library prints before or after.
+    # The script reads only the text between the markers; libraries may print before and after.
     print(ANSWER)
     print(*placement)
     print(inference.tp, inference.resolved_slots, inference.restarts, values["train"]["max_steps"])
@@ -181,7 +180,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _known(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a section of a resolved configuration, in which "none" stands for None."""
+    """Convert a section of a resolved configuration, in which "none" means None."""
     return {key: None if value == "none" else value for key, value in section.items()}
 
 

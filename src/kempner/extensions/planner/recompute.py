@@ -1,4 +1,4 @@
-"""Choices of train.recompute = auto, and what it comes to on a GPU. No torch."""
+"""Choices of train.recompute = auto, and what it resolves to on a GPU. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from kempner.extensions.planner.memory import estimate_memory
 from kempner.train.sections import BUDGETS, RunConfig
 
-# The fastest first. Compiled blocks keep no more than products anyway, as `selective` does.
+# Fastest first. Compiled blocks keep only products anyway, as `selective` does.
 EAGER_CHOICES = (("none", 1), ("selective", 1), ("full", 4), ("full", 2), ("full", 1))
 COMPILED_CHOICES = (("none", 1), *((budget, 1) for budget in BUDGETS), ("full", 1))
 
@@ -16,11 +16,11 @@ COMPILED_CHOICES = (("none", 1), *((budget, 1) for budget in BUDGETS), ("full", 
 def planned_choices(
     cfg: RunConfig, world_size: int, per_node: int, gpu: bool = True
 ) -> list[tuple[dict[str, Any], float]]:
-    """Return values of [train], and the bytes that a rank needs with them, the fastest first."""
+    """Return values of [train], with the bytes that a rank needs for them, the fastest first."""
     found = []
     for recompute, every in COMPILED_CHOICES if cfg.train.compile else EAGER_CHOICES:
         values: dict[str, Any] = {"recompute": recompute, "recompute_every": every}
-        # Every fourth of three blocks is none of them.
+        # "Every fourth" of three blocks would be none.
         if every <= cfg.model.n_layers:
             chosen = replace(cfg, train=replace(cfg.train, **values))
             found.append((values, estimate_memory(chosen, world_size, per_node, gpu).peak))
@@ -28,8 +28,7 @@ def planned_choices(
 
 
 def with_choice(cfg: RunConfig, world_size: int, per_node: int, usable: float) -> RunConfig:
-    """Return the configuration with the choice of auto by the planner alone, for a GPU with
-    `usable` bytes."""
+    """Return the configuration with auto resolved by the planner, for a GPU with `usable` bytes."""
     if cfg.train.recompute != "auto":
         return cfg
     choices = planned_choices(cfg, world_size, per_node)

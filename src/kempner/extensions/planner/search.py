@@ -1,7 +1,7 @@
 """Search for combinations of levers that fit a GPU, ranked by estimated time. No torch.
 
-What may be combined is not known here: every candidate passes through the checks of a run's own
-configuration, and those that these refuse are left out.
+This module does not know what may be combined: every candidate passes through the checks of a run's
+configuration, and any that they refuse is dropped.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ RECOMPUTE = ("none", "selective", "full")
 WITHIN = (1, 2, 4, 8)  # ranks of a node that share a product or a sequence
 METHODS = [{"distributed.cp_method": method} for method in ("ring", "ulysses")]
 MESH = ("dp_shard", "dp_replicate", "nodes_per_fsdp_group", "tp", "cp", "pp")
-UNUSED: dict[str, Any] = {  # where a search begins, whatever the configuration has
+UNUSED: dict[str, Any] = {  # where a search begins, for any configuration
     "distributed.sync_once": False,
     "distributed.reshard_after_forward": True,
     "train.offload_activations": 0,
 }
-LEVERS: tuple[dict[str, Any], ...] = (  # memory for communication, and time for memory
+LEVERS: tuple[dict[str, Any], ...] = (  # trade communication, or time, for memory
     {},
     {"distributed.sync_once": True},
     {"distributed.reshard_after_forward": False},
@@ -47,7 +47,7 @@ LEVERS: tuple[dict[str, Any], ...] = (  # memory for communication, and time for
 
 @dataclass(frozen=True)
 class Candidate:
-    overrides: dict[str, Any]  # by section.key; what is as the configuration has it is left out
+    overrides: dict[str, Any]  # by section.key; values equal to the configuration's are omitted
     memory: Memory
     time: Time
 
@@ -70,28 +70,28 @@ def best_candidates(
     host: float = HOST_BYTES,
     meshes: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[Candidate]:
-    """Return the fastest combinations by the estimate that fit; among equals, those with fewer
-    changes. `host`: bytes of a node that may be offloaded to; `meshes`: to choose from; None:
-    all."""
+    """Return the combinations that fit and are fastest by the estimate; among equals, those
+    with fewer changes. `host`: bytes per node available for offloading; `meshes`: to choose
+    from; None: all."""
     candidates = []
     for combination in combinations_of(cfg, world_size, per_node, check, meshes):
         for overrides in combination:
             other = changed_by(cfg, overrides)
             memory = estimate_memory(other, world_size, per_node)
             if memory.peak > gpu.usable:
-                break  # larger micro-batches need more
+                break  # larger micro-batches need even more
             if host_offload_bytes(other, world_size, per_node) <= host:
                 time = step_seconds(other, world_size, per_node, gpu)
                 candidates.append(Candidate(overrides, memory, time))
     candidates.sort(
         key=lambda candidate: (
-            # Rounded: among equals the one with fewer changes wins.
+            # Rounded, so that among equals the candidate with fewer changes wins.
             rounded(candidate.time.step, 3),
             len(candidate.overrides),
             candidate.memory.peak,
         )
     )
-    different: dict[tuple[float, int], Candidate] = {}  # the same numbers are no choice
+    different: dict[tuple[float, int], Candidate] = {}  # equal numbers offer no choice
     for candidate in candidates:
         different.setdefault(
             (rounded(candidate.time.step, 2), round(candidate.memory.peak / GIB)), candidate
@@ -100,7 +100,7 @@ def best_candidates(
 
 
 def rounded(step: float, digits: int) -> float:
-    """Round seconds to so many decimals, those of a short step to so many digits."""
+    """Round seconds to so many decimals, or a short step to so many significant digits."""
     return round(step, digits) if step >= 0.1 else float(f"{step:.{digits}g}")
 
 
@@ -117,8 +117,8 @@ def why_none(cfg: RunConfig, world_size: int, per_node: int, check: Check) -> st
 def lever_changes(
     cfg: RunConfig, levers: Mapping[str, Any], world_size: int, per_node: int
 ) -> dict[str, Any]:
-    """Return the levers that differ from the configuration; axes of equal sizes are equal, however
-    they are written."""
+    """Return the levers that differ from the configuration; axes of equal sizes count as equal,
+    however they are written."""
     changes = {key: value for key, value in levers.items() if value != value_of(cfg, key)}
     axes = changes.keys() & {f"distributed.{name}" for name in MESH}
     with contextlib.suppress(ConfigError):
@@ -135,10 +135,10 @@ def combinations_of(
     check: Check,
     meshes: Sequence[Mapping[str, Any]] | None = None,
 ) -> Iterator[Iterator[dict[str, Any]]]:
-    """Yield for each combination of levers the changes with each size of micro-batch that the
-    checks accept, the smallest first. The ranks of a replica that the axes leave are copies."""
+    """For each combination of levers, yield the changes with each micro-batch size that the checks
+    accept, smallest first. Ranks of a replica that the axes leave over are copies."""
     _, ranks, near = one_replica(cfg, world_size, per_node)
-    # What is wrong with the configuration itself speaks against none of its changes.
+    # Problems of the configuration itself do not rule out any change.
     problems = problems_of(cfg)
 
     def accepted(
@@ -157,19 +157,19 @@ def combinations_of(
     meshes = mesh_choices(ranks) if meshes is None else meshes
     for mesh, ep in itertools.product(meshes, experts):
         axes = {**mesh, "distributed.ep": ep}
-        # Most meshes do not suit the model or the ranks, whatever else is chosen.
+        # Most meshes do not suit the model or the ranks, whatever the other levers.
         least = (accepted({**axes, "train.recompute": how}, (1,)) for how in RECOMPUTE)
         if next(itertools.chain.from_iterable(least), None) is not None:
             for recompute, lever in itertools.product(RECOMPUTE, LEVERS):
-                # A lever with a recompute of its own is one candidate, not one for each of them.
+                # A lever that sets recompute itself is one candidate, not one per choice.
                 if lever.get("train.recompute", recompute) == recompute:
                     levers = {"train.recompute": recompute, **axes, **lever}
                     yield accepted(levers, sizes)
 
 
 def mesh_choices(world_size: int) -> list[dict[str, Any]]:
-    """List the sizes of the axes that divide so many ranks, by section.key, and both ways to share
-    a sequence."""
+    """List the axis sizes that divide so many ranks, by section.key, with both ways to
+    share a sequence."""
     small = [n for n in range(1, math.isqrt(world_size) + 1) if world_size % n == 0]
     shards = sorted({*small, *(world_size // n for n in small)})
     return [

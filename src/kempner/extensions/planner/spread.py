@@ -1,4 +1,4 @@
-"""Distance of published figures from the planner's estimate, by kind of run. No torch."""
+"""Deviation of published figures from the planner's estimate, by kind of run. No torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from kempner.train.sections import RunConfig
 
 
 class Spread(NamedTuple):
-    """Least and most of the published time of a step over the estimate."""
+    """Least and greatest ratio of a step's published time to the estimate."""
 
     least: float
     most: float
 
 
-# Of the rows of benchmarks/published.toml, without a tenth of them at each end; a test compares
-# them with what `python -m benchmarks.planner --published` finds. Few have experts or LoRA.
+# From the rows of benchmarks/published.toml, without a tenth at each end; a test compares them
+# with the output of `python -m benchmarks.planner --published`. Few have experts or LoRA.
 ESTIMATE_SPREAD = {
     "dense, one node": Spread(0.93, 1.32),
     "dense, several nodes": Spread(0.97, 1.12),
@@ -26,7 +26,7 @@ ESTIMATE_SPREAD = {
 
 
 def kind_of_run(cfg: RunConfig, world_size: int, per_node: int) -> str:
-    """Return the key of ESTIMATE_SPREAD that a run belongs to: the first of experts, LoRA, fp8."""
+    """Return the key of ESTIMATE_SPREAD for a run: the first of experts, LoRA, fp8."""
     if cfg.model.n_experts:
         return "experts"
     if cfg.lora.rank:

@@ -25,7 +25,7 @@ class PreferenceConfig:
 
 
 def preference_problems(cfg: RunConfig) -> list[str]:
-    """List what a loss on preferences is not built for, one message each, with the way out."""
+    """List options that a loss on preferences does not support, one message each, with a remedy."""
     loss, axes, problems = cfg.of(PreferenceConfig).loss, cfg.distributed, []
     if loss == "none":
         return []

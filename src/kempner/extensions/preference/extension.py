@@ -35,7 +35,7 @@ class PreferenceExtension(Extension):
         return shape._replace(preferences=cfg.of(PreferenceConfig).loss != "none")
 
     def fixed_facts(self, cfg: RunConfig) -> dict[str, Any]:
-        """The weights of the reference, which every start reads again."""
+        """Return the weights of the reference, which every start reads again."""
         from kempner.extensions.hf.adapter import weights_identity
 
         if cfg.of(PreferenceConfig).loss != "dpo":
@@ -45,11 +45,11 @@ class PreferenceExtension(Extension):
     def objective(
         self, cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device
     ) -> Objective | None:
-        """The reference of DPO is sharded as the model is, and has the weights of model.init_from
-        after every restart, too."""
+        """Return the objective. DPO's reference is sharded like the model, and has the weights of
+        model.init_from even after a restart."""
         if cfg.of(PreferenceConfig).loss == "none":
             return None
-        # Not at the top: this module declares a section, which --help asks for without torch.
+        # Not at the top: this module declares a section, which --help needs without torch.
         from kempner.data.sidecar import open_sidecar
         from kempner.extensions.hf.load import start_from
         from kempner.extensions.preference.losses import DPO, Reward, token_losses, token_scores

@@ -171,7 +171,7 @@ class InferenceConfig:
 
 
 def rl_problems(cfg: RunConfig) -> list[str]:
-    """List what cannot be combined with RL, one message each, with the way out."""
+    """List options that cannot be combined with RL, one message each, with a remedy."""
     rl, inference, preference = cfg.of(RlConfig), cfg.of(InferenceConfig), cfg.of(PreferenceConfig)
     if not rl.on:
         return []
@@ -188,14 +188,14 @@ def rl_problems(cfg: RunConfig) -> list[str]:
         "optimizer.name = schedule_free": cfg.optimizer.name == "schedule_free",
         "lowcomm": cfg.of(LowcommConfig).on,
         f"run.fork = {cfg.run.fork}": bool(cfg.run.fork),
-        # Parameters are sent as they are: a base with its adapters beside it, and not merged.
+        # Parameters are sent as stored: a base with separate adapters, not merged.
         f"lora.rank = {cfg.lora.rank} with rl.weights = direct": (
             cfg.lora.rank > 0 and rl.weights == "direct"
         ),
         "rl.weights = direct with rl.inference.engine = vllm": (
             rl.weights == "direct" and inference.engine == "vllm"
         ),
-        # Ranks admit whoever has the token of the attempt; servers that run already have their own.
+        # Ranks admit whoever has the attempt's token; running servers already have their own.
         "rl.weights = direct with rl.inference.urls": (
             rl.weights == "direct" and bool(inference.urls)
         ),
@@ -208,7 +208,7 @@ def rl_problems(cfg: RunConfig) -> list[str]:
     batch = "the batch follows from rl.batch_samples or rl.batch_tokens"
     useless = {
         f"train.global_batch = {cfg.train.global_batch}: {batch}": (
-            # complete() has put rl.batch_samples there.
+            # complete() has set it to rl.batch_samples.
             cfg.train.global_batch not in (default.global_batch, rl.batch_samples)
         ),
         f"train.global_batch_tokens: {batch}": cfg.train.global_batch_tokens is not None,
@@ -227,7 +227,7 @@ def rl_problems(cfg: RunConfig) -> list[str]:
 
 
 def _of_other_losses(loss: LossConfig) -> dict[str, bool]:
-    """Map option of another loss -> whether it is given."""
+    """Map each option of another loss to whether it is given."""
     return {
         f"rl.loss.mask = {loss.mask}: is for rl.loss.name = masked": (
             loss.name != "masked" and loss.mask != LossConfig().mask
@@ -242,7 +242,7 @@ def _of_other_losses(loss: LossConfig) -> dict[str, bool]:
 
 
 def _trainer_problems(cfg: RunConfig) -> list[str]:
-    """List problems of options that need a loss on data."""
+    """List problems of options that require a loss on data."""
     problems, sigma = [], cfg.resilience.spike_sigma
     if cfg.train.z_loss:
         problems.append(f"train.z_loss = {cfg.train.z_loss}: is not built for rl.env; leave it out")
@@ -292,7 +292,7 @@ def _sizes(cfg: RunConfig) -> list[str]:
             )
     except ConfigError as error:
         problems += [f"{text}, and engines get their weights by one" for text in error.problems]
-    # https is refused as well: KitEngine speaks plain HTTP.
+    # https is refused, too: KitEngine speaks plain HTTP.
     places = [_server(url) for url in cfg.of(InferenceConfig).urls]
     problems += [
         f"rl.inference.urls: {url}: must be http://HOST:PORT, each once"
@@ -306,11 +306,10 @@ def _sizes(cfg: RunConfig) -> list[str]:
 
 
 def _server(url: str) -> tuple[str, int] | None:
-    """Return host and port, the same for all spellings of the URL; None if it is not that of a
-    server."""
+    """Return host and port, the same for all spellings of the URL; None if it is not a server's."""
     with contextlib.suppress(ValueError):  # of the port
         parts = urlsplit(url)
         if parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/"):
-            # One server under two names would be two engines, each with all of its slots.
+            # One server under two names would count as two engines, each with all of its slots.
             return {"localhost": "127.0.0.1"}.get(parts.hostname, parts.hostname), parts.port
     return None

@@ -1,6 +1,6 @@
 """The client of one engine. No torch.
 
-All methods may be called from any thread; abort() ends those that wait for an answer. A completion
+All methods may be called from any thread; abort() ends calls that wait for an answer. A completion
 has no timeout: the caller watches progress(), and calls abort() when there is none.
 """
 
@@ -20,24 +20,24 @@ from urllib.parse import urlsplit
 from kempner.extensions.generate.config import Sampling
 from kempner.extensions.serve.lease import RUN
 
-SLOTS = {"kit": 16, "vllm": 128}  # where the configuration gives none
-ENGINE_HEARTBEAT_S = 3.0  # the longest that an engine may take to say that it is alive
+SLOTS = {"kit": 16, "vllm": 128}  # if the configuration gives none
+ENGINE_HEARTBEAT_S = 3.0  # the longest that an engine may take to report that it is alive
 ENGINE_CONNECT_S = 10.0
-VERSION_S = 60.0  # vLLM answers what its weights are between two steps of the model
+VERSION_S = 60.0  # vLLM reports its weights' version between two steps of the model
 SCORE_S = 600.0  # the longest that an engine may take to score one text
 UPDATE_S = 3600.0  # the longest that an engine may read new weights
 
 
 class Completion(NamedTuple):
-    token_ids: list[int]  # all that were sampled, also the one that has ended it
-    logprobs: list[float]  # of each, of the distribution that it was drawn from
-    versions: list[int]  # of the weights that have drawn them, each once
+    token_ids: list[int]  # all sampled tokens, including the one that ended the text
+    logprobs: list[float]  # of each, under the distribution that it was drawn from
+    versions: list[int]  # of the weights that drew them, each once
     finish: str  # stop or length
 
 
 class Scores(NamedTuple):
-    logprobs: list[float]  # of each token after the first one
-    version: int  # of the weights that have computed them
+    logprobs: list[float]  # of each token but the first
+    version: int  # of the weights that computed them
 
 
 class About(NamedTuple):
@@ -50,19 +50,19 @@ class About(NamedTuple):
 
 
 class Lost(Exception):
-    """The engine does not answer, or not as an engine of this job; the message says why."""
+    """The engine does not answer, or not like an engine of this job; the message says why."""
 
 
 class Silent(Lost):
-    """Nothing answers, or not in time."""
+    """No answer, or not in time."""
 
 
 class Busy(Exception):
-    """The engine takes no request now."""
+    """The engine accepts no requests now."""
 
 
 class Cancelled(Exception):
-    """Nobody wants the answer any more."""
+    """The answer is no longer wanted."""
 
 
 class GivenUp(Exception):
@@ -74,22 +74,22 @@ class EngineLeased(Busy):
 
 
 class Rejected(Exception):
-    """The engine has understood the request, and refuses it: so would all others."""
+    """The engine understands the request but refuses it, as any other engine would."""
 
 
 class Closed(Exception):
-    """The run ends."""
+    """The run is ending."""
 
 
 class NoEngines(Exception):
-    """None can take work, and none will come."""
+    """No engine can take work, and none will come."""
 
 
 class Flight:
-    """Requests of one group, so that they can be cancelled from any thread."""
+    """Requests of one group, which any thread can cancel."""
 
     def __init__(self) -> None:
-        self.version: int | None = None  # of the engine that has begun with it; None: none has
+        self.version: int | None = None  # of the engine that began it; None: not begun
         self.cancelled = False
         self._sockets: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -101,7 +101,7 @@ class Flight:
         self.version = version if self.version is None else min(self.version, version)
 
     def cancel(self) -> None:
-        """Close the connections: the engine sees that its client has gone, and frees the slots."""
+        """Close the connections: the engine notices, and frees the slots."""
         with self._lock:
             self.cancelled = True
             for each in self._sockets:
@@ -120,13 +120,13 @@ class Flight:
 
 
 def shut_socket(opened: socket.socket) -> None:
-    """Shut a connection down; a thread that waits for it wakes up."""
+    """Shut a connection down, which wakes a thread waiting on it."""
     with contextlib.suppress(OSError):
         opened.shutdown(socket.SHUT_RDWR)
 
 
 class RouterEngine(Protocol):
-    """An engine as the router needs it."""
+    """An engine, as the router needs it."""
 
     url: str
 
@@ -137,37 +137,37 @@ class RouterEngine(Protocol):
         sampling: Sampling,
         flight: Flight | None = None,
     ) -> list[list[Completion]]:
-        """Return `n` samples of each prompt; they follow from sampling.seed, their numbers and the
-        weights."""
+        """Return `n` samples of each prompt, determined by sampling.seed, their numbers
+        and the weights."""
         ...
 
     def alive(self) -> None:
-        """Raise Lost if it is not alive; works also while it reads new weights."""
+        """Raise Lost if the engine is not alive; works even while it reads new weights."""
         ...
 
     def version(self) -> int | None:
         """Return the version of the weights it serves, once it accepts requests. None: it is alive,
-        and too busy to say."""
+        but too busy to answer."""
         ...
 
     def progress(self) -> int | None:
-        """Return the tokens that it has read and generated so far; None: it does not count them."""
+        """Return the number of tokens read and generated so far; None: not counted."""
         ...
 
     def update(self, body: dict[str, Any]) -> int:
-        """Load new weights; returns their version when they are in use."""
+        """Load new weights; returns their version once they are in use."""
         ...
 
     def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
-        """Return log-probabilities of a text that was sampled before; None: it cannot."""
+        """Return log-probabilities of a text sampled earlier; None: not supported."""
         ...
 
     def tokens_read(self) -> int | None:
-        """Return the prompt tokens read since its start; None: it does not count them."""
+        """Return the prompt tokens read since its start; None: not counted."""
         ...
 
     def release(self) -> None:
-        """Free the engine for other runs: this one has ended."""
+        """Free the engine for other runs, because this one has ended."""
         ...
 
     def abort(self) -> None: ...
@@ -176,12 +176,12 @@ class RouterEngine(Protocol):
 class KitEngine:
     """An engine of scripts/serve.py."""
 
-    living: tuple[int, ...] = (200, 503)  # codes of /health; 503: it has no weights
+    living: tuple[int, ...] = (200, 503)  # codes of /health; 503: without weights
     counters: tuple[str, ...] = ("kempner_prefill_tokens_total", "kempner_generated_tokens_total")
 
     def __init__(self, url: str, token: str, run: str | None = "") -> None:
-        """`run`: see RolloutExchange.run; an engine with weights of another attempt must first be
-        given those of this one. None: it may have any weights, unless another run uses it."""
+        """`run`: see RolloutExchange.run; an engine with weights of another attempt must first
+        receive this attempt's. None: it may have any weights, unless another run uses it."""
         self.url, self._token, self._run = url, token, run
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 80
@@ -198,7 +198,7 @@ class KitEngine:
         body = {
             "prompt": [list(prompt) for prompt in prompts],
             "n": n,
-            # No alternatives: the log-probability of the sampled token alone.
+            # No alternatives: only the log-probability of the sampled token.
             "logprobs": 0,
             "seed": sampling.seed,
             "max_tokens": sampling.max_tokens,
@@ -209,10 +209,10 @@ class KitEngine:
             "stop": list(sampling.stop),
         }
         answer = self._ask("/v1/completions", body, None, flight)
-        # Afterwards: another run may have given it weights meanwhile.
+        # Checked afterwards, because another run may have replaced its weights meanwhile.
         self._own(answer.get("run", ""))
         try:
-            # The order of their numbers counts, from which their seeds follow.
+            # The order of their numbers matters, because their seeds follow from it.
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
             texts = [
                 Completion(
@@ -231,7 +231,7 @@ class KitEngine:
 
     def alive(self) -> None:
         code, _ = self._exchange("/health", None, ENGINE_HEARTBEAT_S)
-        # Not by _ask(), which raises Busy at 503: an engine without weights is alive.
+        # Not by _ask(), which raises Busy on 503: an engine without weights is alive.
         if code not in self.living:
             raise Lost(f"/health: {code}")
 
@@ -241,13 +241,13 @@ class KitEngine:
         return self._version_in(answer)
 
     def _own(self, run: str) -> None:
-        """Raise Lost if the weights are those of another run, where that matters."""
+        """Raise Lost if the weights belong to another run, if that matters."""
         if self._run is not None and run not in ("", self._run):
             raise Lost(f"it has weights of another run, {run}")
 
     def _ours(self, run: str, leased: Callable[[], bool]) -> None:
-        """Check the weights before a request. Raises Busy; EngineLeased if that run uses the
-        engine."""
+        """Check the weights before a request. Raises Busy; EngineLeased if that run
+        uses the engine."""
         if run not in ("", self._run) and leased():
             raise EngineLeased(f"it has weights of another run, {run}, which uses it")
         try:
@@ -256,7 +256,7 @@ class KitEngine:
             raise Busy(str(other)) from None
 
     def update(self, body: dict[str, Any]) -> int:
-        # Weights straight from the ranks need no lease: no other run has the token of this attempt.
+        # Weights sent by the ranks need no lease: no other run has the token of this attempt.
         run_field = {"run": self._run} if self._run and "path" in body else {}
         return self._version_in(self._ask("/update_weights", body | run_field, UPDATE_S))
 
@@ -288,7 +288,7 @@ class KitEngine:
         return None if None in counts else sum(each or 0 for each in counts)
 
     def _count(self, name: str) -> int | None:
-        """Return the sum of a counter over its labels."""
+        """Return the sum of a counter over all labels."""
         _, text = self._exchange("/metrics", None, ENGINE_HEARTBEAT_S)
         # vLLM's Prometheus client writes large numbers as 1.5e+06.
         line = rf"^{re.escape(name)}(?:{{.*}})? ([0-9.e+]+)$".encode()
@@ -313,7 +313,7 @@ class KitEngine:
         timeout: float | None,
         flight: Flight | None = None,
     ) -> dict[str, Any]:
-        """Return the answer's JSON. Raises Lost, Busy, Rejected."""
+        """Return the answer as JSON. Raises Lost, Busy, Rejected."""
         return _read(path, *self._exchange(path, body, timeout, flight))
 
     def _exchange(
@@ -331,7 +331,7 @@ class KitEngine:
         try:
             connection.connect()
             opened = connection.sock
-            # Connecting has a limit of its own: an answer may take much longer.
+            # Connecting has a separate limit, because an answer may take much longer.
             opened.settimeout(timeout)
             with self._lock:
                 self._open.add(opened)
@@ -359,21 +359,21 @@ class KitEngine:
 
 # --- vLLM ---
 
-CHANGES = {  # what it computes with; vllm_engine.py lets one run at a time have them
+CHANGES = {  # these change its computation; vllm_engine.py lets one run at a time use them
     "/pause",
     "/resume",
     "/collective_rpc",
     "/reset_prefix_cache",
     "/update_weight_version",
 }
-ROUTES = CHANGES | {"/inference/v1/generate", "/weight_info"}  # they change between its versions
-LEASE = "/lease"  # of vllm_engine.py: which run uses it
-NO_WEIGHTS = "none"  # its version while they are read
+ROUTES = CHANGES | {"/inference/v1/generate", "/weight_info"}  # these differ between its versions
+LEASE = "/lease"  # of vllm_engine.py: which run uses the engine
+NO_WEIGHTS = "none"  # its version while it reads weights
 
 
 class VllmEngine(KitEngine):
-    """An engine of vLLM, as vllm_engine.py starts it. The version of its weights is a text: it
-    names the run, too, as 4@RUN; those that it was started with are 4."""
+    """A vLLM engine as vllm_engine.py starts it. The version of its weights is a string that
+    includes the run, such as 4@RUN; the weights that it was started with are 4."""
 
     living = (200,)  # 503: its core is dead
     counters = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
@@ -382,7 +382,7 @@ class VllmEngine(KitEngine):
         self, url: str, token: str, ends: Collection[int], seeded: bool = True, run: str | None = ""
     ) -> None:
         """`ends`: tokens that end a text; it has no tokenizer. `seeded`: samples follow from their
-        seeds, for which vLLM leaves its fast sampler and draws row by row."""
+        seeds, for which vLLM abandons its fast sampler and draws row by row."""
         super().__init__(url, token, run)
         self._seeded = seeded
         self._ends, self._probed = sorted(ends), False
@@ -399,7 +399,7 @@ class VllmEngine(KitEngine):
             "logprobs": 0,
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
-            # 0 are all tokens for vLLM.
+            # For vLLM, 0 means all tokens.
             "top_k": sampling.top_k or 0,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
@@ -425,24 +425,24 @@ class VllmEngine(KitEngine):
                 ]
             except (KeyError, TypeError, ValueError) as error:
                 raise Lost(f"its answer is not vLLM's: {error!r}") from None
-            # A text that vLLM has aborted comes as an answer, too.
+            # A text that vLLM has aborted arrives as an answer, too.
             if len(texts) != n or any(each.finish not in ("stop", "length") for each in texts):
                 raise Lost("it has not finished all texts")
             return texts
 
-        # The route takes one prompt a request; vLLM batches them.
+        # The route takes one prompt per request; vLLM batches them.
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(one, prompts))
 
     def version(self) -> int | None:
-        # First, with its short limit: the core may take long to answer what comes next.
+        # First, with its short limit, because the core may take long to answer the next request.
         self.alive()
         if not self._probed:
             missing = ROUTES - set(self._ask("/openapi.json", None, VERSION_S).get("paths", ()))
             if missing:
                 raise Lost(f"this vLLM has no {', '.join(sorted(missing))}")
             self._probed = True
-        try:  # its core answers this, which does one thing after another
+        try:  # answered by its core, which handles one thing at a time
             label = self._ask("/weight_info", None, VERSION_S).get("weight_version")
         except Silent:
             return None
@@ -455,13 +455,13 @@ class VllmEngine(KitEngine):
         return int(number)
 
     def _leased(self) -> bool:
-        with contextlib.suppress(Lost):  # a vLLM that was started by hand does not know
+        with contextlib.suppress(Lost):  # a vLLM started by hand does not know
             return bool(self._ask(LEASE, None, ENGINE_HEARTBEAT_S).get("leased"))
         return False
 
     def _versions(self, spans: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the versions of this run's weights, each once. Raises Lost, KeyError,
-        ValueError."""
+        """Return the versions of this run's weights, each once. Raises Lost,
+        KeyError or ValueError."""
         versions = set()
         for span in spans:
             number, _, run = str(span["version"]).partition("@")
@@ -470,41 +470,41 @@ class VllmEngine(KitEngine):
         return sorted(versions)
 
     def update(self, body: dict[str, Any]) -> int:
-        """Load new weights. Texts in work are kept; keys and values from the old weights are
-        not."""
+        """Load new weights. Keeps unfinished texts, but not keys and values from
+        the old weights."""
         if "path" not in body:
             raise Rejected("vLLM takes weights from files alone")
         reload = {"method": "reload_weights", "kwargs": {"weights_path": body["path"]}}
-        # No step of the model may run on weights that are read by half.
+        # No step of the model may run on half-read weights.
         self._do("/pause?mode=keep", {})
         try:
-            # If the next call fails the weights are neither the old ones nor the new ones.
+            # If the next call fails, the weights are neither the old nor the new ones.
             self._do("/update_weight_version", {"new_version": NO_WEIGHTS})
             self._do("/collective_rpc", reload)
             self._do("/reset_prefix_cache?reset_running_requests=true", {})
             new = f"{body['version']}@{self._run}" if self._run else f"{body['version']}"
             self._do("/update_weight_version", {"new_version": new})
         finally:
-            # Also after an error: a paused engine would never answer the requests that it has.
+            # Even after an error, because a paused engine would never answer its requests.
             self._do("/resume", {})
         return int(body["version"])
 
     def release(self) -> None:
-        with contextlib.suppress(Lost):  # a vLLM that was started by hand has no lease
+        with contextlib.suppress(Lost):  # a vLLM started by hand has no lease
             self._ask(LEASE, {}, ENGINE_HEARTBEAT_S)
 
     def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
-        """Return the log-probabilities at temperature 1, else None: vLLM gives a prompt's at no
-        other."""
+        """Return the log-probabilities at temperature 1, else None: vLLM offers those of a prompt
+        at no other temperature."""
         if temperature != 1.0:
             return None
-        # vLLM refuses to sample no token at all.
+        # vLLM must sample at least one token.
         words = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         body = {"token_ids": list(tokens), "sampling_params": words}
         answer = self._ask("/inference/v1/generate", body, SCORE_S)
         try:
             (version,) = self._versions(answer["choices"][0]["weight_versions"])  # of its token
-            # The first token has no log-probability: nothing is before it.
+            # The first token has no log-probability, because nothing precedes it.
             entries = zip(tokens[1:], answer["prompt_logprobs"][1:], strict=True)
             logprobs = [float(entry[str(token)]["logprob"]) for token, entry in entries]
             return Scores(logprobs, version)
@@ -526,10 +526,10 @@ def _read(path: str, code: int, text: bytes) -> dict[str, Any]:
         why = str(content["error"]["message"])
     except (KeyError, TypeError):
         why = text[:200].decode(errors="replace")
-    # No weights, or a full queue: it may take the request later.
+    # No weights, or a full queue: it may accept the request later.
     if code == 503:
         raise Busy(why)
-    # Both kinds of engines answer so where another run has the lease.
+    # Both kinds of engines answer this if another run has the lease.
     if code == 409:
         raise EngineLeased(why)
     if code in (400, 422):

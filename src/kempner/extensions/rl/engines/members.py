@@ -19,33 +19,33 @@ class Member:
 
     name: str
     engine: RouterEngine
-    version: int = -1  # -1: not known
+    version: int = -1  # -1: unknown
     alive: bool = False
-    trusted: bool = True  # that its version is one of this run
-    load: int = 0  # samples that it was asked for
+    trusted: bool = True  # its version is known to be of this run
+    load: int = 0  # samples requested from it
     life: int = 0  # times that it was lost
     misses: int = 0
     updating: bool = False
-    reads: int = -1  # version, while it is updating
-    refused: int = 0  # updates in a row
-    progress: int | None = None  # tokens, when it was last asked
-    progressed: float = field(default_factory=time.monotonic)  # when it last did something
-    why: str = ""  # it is not alive
+    reads: int = -1  # version that it is updating to
+    refused: int = 0  # consecutive refused updates
+    progress: int | None = None  # tokens, when last asked
+    progressed: float = field(default_factory=time.monotonic)  # time of its last progress
+    why: str = ""  # reason why it is not alive
     seconds: dict[str, float] = field(default_factory=lambda: {"idle": 0.0, "busy": 0.0})
     since: float = field(default_factory=time.monotonic)
 
     def account(self) -> None:
-        """Book the time since the last call as idle or busy, as it is now."""
+        """Book the time since the last call as idle or busy, according to the present state."""
         now = time.monotonic()
         if self.alive:
             self.seconds["busy" if self.load else "idle"] += now - self.since
         self.since = now
 
     def silent(self, progress: int | None) -> float:
-        """Return the seconds for which it has had work, and done none. An engine that does not
-        count its tokens makes progress with each request that ends."""
+        """Return the seconds for which it has had work but made no progress. An engine that does
+        not count its tokens makes progress with each request that ends."""
         now = time.monotonic()
-        # Without work, and while it reads weights, an engine makes no token: nothing is wrong.
+        # Without work, or while it reads weights, an engine rightly makes no token.
         if progress != self.progress or not self.load or self.updating:
             self.progress, self.progressed = progress, now
         return now - self.progressed
@@ -57,9 +57,9 @@ class Waiter:
 
     size: int  # samples
     least: int  # version of the weights
-    given: threading.Condition  # of the router's lock
+    given: threading.Condition  # on the router's lock
     member: Member | None = None
-    life: int = 0  # of the member when it was given
+    life: int = 0  # of the member when assigned
 
     @property
     def engine(self) -> RouterEngine:
@@ -67,15 +67,15 @@ class Waiter:
         return self.member.engine
 
     def asks_more(self, other: Waiter) -> bool:
-        """Return whether it asks at least as much as the other."""
+        """Return whether this request needs at least as much as the other."""
         return self.size >= other.size and self.least >= other.least
 
     def choose(self, members: Iterable[Member], capacity: float) -> Member | None:
-        """Take the member with the least work that has room, and wake the request."""
+        """Take the least loaded member that has room, and wake the request."""
         free = [
             each
             for each in members
-            # A request larger than the capacity goes to an idle engine: it would wait for ever.
+            # A request over the capacity goes to an idle engine, or would wait for ever.
             if each.version >= self.least and (each.load == 0 or each.load + self.size <= capacity)
         ]
         if not free:
@@ -83,7 +83,7 @@ class Waiter:
         self.member = min(free, key=lambda each: each.load)
         self.life = self.member.life
         self.member.account()
-        # Its silence is counted from here: without work it had nothing to say.
+        # Its silence counts from here: without work it had nothing to report.
         if not self.member.load:
             self.member.progressed = self.member.since
         self.member.load += self.size
