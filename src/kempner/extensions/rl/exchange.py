@@ -1,17 +1,17 @@
 """Exchange between the processes of one attempt, as files in RUN/rl/ATTEMPT. No torch.
 
-    start.json                the trainer, once it has resumed: ExchangeStart
-    weights/v00000007/        a model in Hugging Face's form; manifest.json in it comes last
-    rollouts/step_00000008/   rank_0.safetensors ...; batch.json in it comes last
-    scores/step_00000008      the trainer: its log-probabilities of the first row, see Batch.scored
+    start.json                from the trainer, once it has resumed: ExchangeStart
+    weights/v00000007/        a model in Hugging Face's form; its manifest.json comes last
+    rollouts/step_00000008/   rank_0.safetensors ...; batch.json comes last
+    scores/step_00000008      the trainer's log-probabilities of the first row, see Batch.scored
     engines/                  engine-K: the URL of each engine
-    token                     what requests to engines must have, mode 600
-    orchestrator, trainer     PART's sign of life; PART.full while it waits for room on a full disk
+    token                     required in requests to engines, mode 600
+    orchestrator, trainer     PART's heartbeat; PART.full while it waits for room on a full disk
 
-What readers look for is written, then renamed. Version k is what step k has made; step n trains
-version n - 1. An attempt is one start of a job: nothing of an earlier one is ever read. The
-orchestrator removes rollouts when the version that they made is published, and a version when a
-newer one is published and no engine reads it.
+Files that readers look for are written, then renamed. Step k makes version k; step n trains version
+n - 1. An attempt is one start of a job: files of an earlier one are never read. The orchestrator
+removes rollouts when the version that they made is published, and a version when a newer one is
+published and no engine reads it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 
 from kempner.jobs.system.files import name_of_step, write_atomic
 
-EXCHANGE_HEARTBEAT_S = 2.0  # between two signs of life
+EXCHANGE_HEARTBEAT_S = 2.0  # between two heartbeats
 LISTEN_S = 10.0  # between two looks for one, at most
-EXCHANGE_SILENCE_S = 120.0  # a part that gives none for so long does nothing
-DISK_S = 600.0  # that a full disk may stay full
-AGAIN_S = 5.0  # between two looks whether there is room
+EXCHANGE_SILENCE_S = 120.0  # a part without a heartbeat for so long is not working
+DISK_S = 600.0  # for which a disk may stay full
+AGAIN_S = 5.0  # between two checks for room
 
 ExchangeState = dict[str, Any]
 """Of the orchestrator, after the batch of some step: JSON, a part of that step's checkpoint."""
@@ -41,18 +41,18 @@ ExchangeState = dict[str, Any]
 
 class ExchangeStart(NamedTuple):
     step: int  # that was loaded; 0: a new run
-    data_ranks: int  # rank files of a batch
+    data_ranks: int  # number of rank files in a batch
     state: ExchangeState | None
 
 
 class Batch(NamedTuple):
-    """A batch on disk. The rank files hold arrays of R rows of T = train.seq_len, R the same for
-    all ranks: inputs int32; targets int32, -100 where nothing counts; documents int32, the number
-    of the document in its row; logprobs fp32, of the targets, by the sampler; advantages fp32;
-    versions int32, of the oldest weights that have drawn tokens of the sample."""
+    """A batch on disk. The rank files hold arrays of R rows of T = train.seq_len, with the same R
+    for all ranks: inputs int32; targets int32, -100 if not counted; documents int32, the number of
+    the document in its row; logprobs fp32, of the targets, by the sampler; advantages fp32;
+    versions int32, of the oldest weights that drew tokens of the sample."""
 
     step: int
-    tokens: int  # targets that count, of all ranks
+    tokens: int  # targets that count, on all ranks
     metrics: dict[str, float]  # a part of the step's line in metrics.jsonl
     state: ExchangeState
     scored: bool = False
@@ -62,7 +62,7 @@ class Batch(NamedTuple):
 
 class RolloutExchange:
     def __init__(self, run_dir: str | Path) -> None:
-        # rl.sh sets it for all of its processes; started by hand there is one attempt, "0".
+        # rl.sh sets it for all of its processes; without rl.sh there is one attempt, "0".
         self.root = Path(run_dir, "rl", os.environ.get("KEMPNER_ATTEMPT_ID", "0"))
         self.weights, self.engines = self.root / "weights", self.root / "engines"
         self.scores = self.root / "scores"
@@ -70,33 +70,33 @@ class RolloutExchange:
 
     @property
     def run(self) -> str:
-        """Name of this attempt for engines, RUN#ATTEMPT: each has versions of its own."""
-        # Quoted: a # in the path would end the part that names the run.
+        """Name of this attempt for engines, RUN#ATTEMPT: each attempt has its own versions."""
+        # Quoted, because a # in the path would end the part that names the run.
         return f"{quote(str(self.root.parent.parent.absolute()))}#{self.root.name}"
 
     # --- the trainer ---
 
     def version(self, number: int) -> Path:
-        """Return the directory of a version. It is published once it has a manifest."""
+        """Return the directory of a version, which is published once it has a manifest."""
         return self.weights / f"v{number:08d}"
 
     def publish(self, number: int, facts: dict[str, Any]) -> None:
-        """Publish a version, all of whose other files are there."""
+        """Publish a version whose other files are all present."""
         write_atomic(self.version(number) / "manifest.json", json.dumps(facts))
 
     def begin(self, start: ExchangeStart) -> None:
-        """Write the start, after the version of `start.step` was published."""
+        """Write the start, after version `start.step` was published."""
         self.root.mkdir(parents=True, exist_ok=True)
         write_atomic(self.root / "start.json", json.dumps(start._asdict()))
 
     def batch(self, step: int) -> Batch | None:
-        """Return the batch of a step; None until it is there."""
+        """Return the batch of a step; None until it exists."""
         fields = _read(self.rollouts(step) / "batch.json")
         return None if fields is None else Batch(**fields)
 
     def hand_back(self, step: int, logprobs: NDArray[np.float32]) -> None:
-        """Hand back log-probabilities. No step depends on them: without room on the disk they are
-        left out."""
+        """Hand back log-probabilities. No step depends on them, so they are dropped if the
+        disk is full."""
         with contextlib.suppress(OSError):
             self.scores.mkdir(exist_ok=True)
             write_atomic(self.scores / name_of_step(step), logprobs.tobytes())
@@ -104,7 +104,7 @@ class RolloutExchange:
     # --- the orchestrator ---
 
     def handed_back(self, step: int) -> NDArray[np.float32] | None:
-        """Take what was handed back, once; None until it is there."""
+        """Take log-probabilities handed back, once; None until they exist."""
         path = self.scores / name_of_step(step)
         try:
             logprobs = np.frombuffer(path.read_bytes(), np.float32)
@@ -119,15 +119,15 @@ class RolloutExchange:
         return None if fields is None else ExchangeStart(**fields)
 
     def newest(self) -> int | None:
-        """Return the newest version that is published."""
+        """Return the newest published version."""
         if not self.weights.is_dir():
             return None
-        # Numbers have leading zeros: sorted as texts they are in order.
+        # Numbers are zero-padded, so they sort as strings.
         manifests = sorted(self.weights.glob("v*/manifest.json"))
         return int(manifests[-1].parent.name[1:]) if manifests else None
 
     def update(self, number: int) -> dict[str, Any]:
-        """Return the request by which an engine takes a published version."""
+        """Return the request that makes an engine load a published version."""
         path = self.version(number).absolute()
         facts = json.loads((path / "manifest.json").read_text())
         if facts["transport"] == "direct":
@@ -138,20 +138,20 @@ class RolloutExchange:
         return self.root / "rollouts" / name_of_step(step)
 
     def hand_over(self, batch: Batch) -> None:
-        """Publish a batch, all of whose rank files are there."""
+        """Publish a batch whose rank files are all present."""
         write_atomic(self.rollouts(batch.step) / "batch.json", json.dumps(batch._asdict()))
 
 
 class Beat:
-    """A heartbeat file whose time says that a part of the run lives, and whose name says whether it
-    waits for room: both can still be changed on a full disk. The batch script and status.py look at
-    it."""
+    """A heartbeat file whose time shows that a part of the run is alive, and whose name shows
+    whether it waits for room: both can change even on a full disk. The batch script and
+    status.py read it."""
 
     def __init__(self, exchange: RolloutExchange, part: str) -> None:
         self._name = exchange.root / part
         self._full, self._next = exchange.root / f"{part}.full", 0.0
         with contextlib.suppress(OSError):
-            # An earlier process of this part may have ended while it waited for room.
+            # An earlier process of this part may have ended while waiting for room.
             self._full.unlink(missing_ok=True)
             self._name.touch()
 
@@ -159,23 +159,23 @@ class Beat:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + EXCHANGE_HEARTBEAT_S
-        for name in (self._name, self._full):  # one of them is there
+        for name in (self._name, self._full):  # one of them exists
             with contextlib.suppress(OSError):
                 os.utime(name)
 
     def full(self) -> None:
-        """Mark that it waits for room."""
+        """Mark that the part waits for room."""
         with contextlib.suppress(OSError):
             self._name.rename(self._full)
 
     def room(self) -> None:
-        """Mark that it goes on."""
+        """Mark that the part goes on."""
         with contextlib.suppress(OSError):
             self._full.rename(self._name)
 
 
 class Listener:
-    """A listener to the heartbeat of another part, as kp_hear_orchestrator in rl_watch.sh."""
+    """Listens to the heartbeat of another part, like kp_hear_orchestrator in rl_watch.sh."""
 
     def __init__(self, exchange: RolloutExchange, part: str) -> None:
         self._names = exchange.root / part, exchange.root / f"{part}.full"
@@ -183,9 +183,9 @@ class Listener:
         self._silent, self._looked = 0.0, time.monotonic()
 
     def silent(self) -> float:
-        """Return the seconds since the last heartbeat; 0 for a part that has not begun. Looks that
-        are far apart count little: this process stood still, and so may the part have, in a job
-        that was suspended."""
+        """Return the seconds since the last heartbeat; 0 before the part has begun. Long gaps
+        between looks count little: this process was paused, and the part may have been, too, if the
+        job was suspended."""
         beats, now = [], time.monotonic()
         for name in self._names:
             with contextlib.suppress(OSError):

@@ -47,7 +47,7 @@ class RlExtension(Extension):
     }
 
     def complete(self, cfg: RunConfig) -> RunConfig:
-        """The batch is that of [rl]."""
+        """Set the batch from [rl]."""
         rl = cfg.of(RlConfig)
         if not rl.on or rl.batch_samples is None:
             return cfg
@@ -70,20 +70,20 @@ class RlExtension(Extension):
         return cfg.of(RlConfig).on
 
     def check_files(self, cfg: RunConfig, rank: int, begun: bool, servers: bool) -> list[str]:
-        """Problems with the environments, the tokenizer and, with `servers`, the engines that run
-        already."""
+        """List problems with the environments, the tokenizer and, with `servers`, the engines
+        that already run."""
         if not cfg.of(RlConfig).on:
             return []
-        # imports NumPy, which --help does without
+        # imports NumPy, which --help avoids
         from kempner.extensions.rl.opening import check_isolation, open_parts
 
         problems = []
-        # With adapters every start reads the weights of the base, else only the first.
+        # With adapters every start reads the base weights; otherwise only the first start.
         if not rank and (cfg.lora.rank or not begun):
             problems = _other_tokens(cfg)
         try:
             envs, _ = open_parts(cfg, servers)
-            # A run does without: its orchestrator looks on the host that computes the rewards.
+            # A run skips this: its orchestrator checks the host that computes the rewards.
             if servers:
                 check_isolation(envs.values())
         except ConfigError as error:
@@ -114,24 +114,23 @@ class RlExtension(Extension):
 
 
 def _other_tokens(cfg: RunConfig) -> list[str]:
-    """The problem of a tokenizer whose ids are not those that the weights of model.init_from
-    know."""
+    """List the problem if the tokenizer's ids differ from those that model.init_from knows."""
     from kempner.extensions.hf.checks import other_ids, same_ids
     from kempner.extensions.hf.source import find_weights, source_tokenizer
 
     name, own = cfg.of(RlConfig).tokenizer, None
-    with contextlib.suppress(ConfigError):  # told by the check of the weights
+    with contextlib.suppress(ConfigError):  # reported by the check of the weights
         own = source_tokenizer(find_weights(cfg.model.init_from)) if cfg.model.init_from else None
     theirs = named_tokenizer(name)
-    # A tokenizer that is not there is told by open_parts().
+    # open_parts() reports a missing tokenizer.
     if own is None or theirs is None or same_ids(theirs, own):
         return []
     return [other_ids(f"rl.tokenizer = {name}", theirs, own, "leave rl.tokenizer out")]
 
 
 def named_tokenizer(name: str) -> dict[str, str] | None:
-    """Describe the tokenizer that rl.tokenizer names, as source_tokenizer() does; None if it is not
-    there."""
+    """Describe the tokenizer that rl.tokenizer names, like source_tokenizer(); None if
+    it is missing."""
     from kempner.data.sidecar import BYTES_TOKENIZER, SIDECAR, Sidecar
     from kempner.extensions.hf.source import TOKENIZER_FILE, tokenizer_of_file
 

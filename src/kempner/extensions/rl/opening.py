@@ -1,4 +1,4 @@
-"""Open the parts of the orchestrator from the configuration, and check it. No torch."""
+"""Open and check the parts of the orchestrator from the configuration. No torch."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from kempner.extensions.generate.load import Words
     from kempner.train.sections import RunConfig
 
-CHECKED_TASKS = 32  # tasks of each environment, whether they fit
+CHECKED_TASKS = 32  # tasks of each environment that are checked
 QUEUED = 2  # groups that wait in an engine, so that it never runs out of work
 
 
 def open_parts(cfg: RunConfig, servers: bool = False) -> tuple[dict[str, Tasks], Words]:
     """Open the environments, by label, and the tokenizer. Raises ConfigError with all problems,
-    before any node is held; with `servers`, also with those of engines that run already."""
+    before any node is held; with `servers`, including those of engines that already run."""
     problems: list[str] = []
     rl = cfg.of(RlConfig)
     envs: list[Tasks] = []
@@ -71,20 +71,20 @@ def open_parts(cfg: RunConfig, servers: bool = False) -> tuple[dict[str, Tasks],
             problems += check_prompts(cfg, env, DialogueWriter(words))
         problems += check_servers(cfg, words) if servers and cfg.of(InferenceConfig).urls else []
     if problems:
-        # Entries of [[rl.env]] with one fault between them say it once.
+        # If entries of [[rl.env]] share a fault, report it once.
         raise ConfigError(dict.fromkeys(problems))
     assert words is not None
     return {env.label: env for env in envs}, words
 
 
 def check_isolation(envs: Iterable[Tasks]) -> None:
-    """Raise ConfigError if programs that a model has written would run here, and cannot be
-    isolated; warn if the job may run on another host."""
+    """Raise ConfigError if programs written by a model would run here without isolation; warn if
+    the job may run on another host."""
     exposed = [env for env in envs if env.environment.runs_code and not env.cfg.unsafe]
     if not exposed:
         return
     try:
-        # Says nothing: what the host lacks is in the problems.
+        # Silent, because the problems already tell what the host lacks.
         with contextlib.closing(Scorer(1, lambda _: None)) as scorer:
             scorer.check(exposed)
     except OSError as error:
@@ -99,7 +99,7 @@ def check_isolation(envs: Iterable[Tasks]) -> None:
 
 def check_words(cfg: RunConfig, words: Words) -> list[str]:
     size, own = words.tokenizer.vocab_size, cfg.model.init_from is None
-    # Weights that were trained never sample ids that the tokenizer lacks; new ones would.
+    # Trained weights never sample ids that the tokenizer lacks; new ones would.
     if own and size < cfg.model.vocab_size:
         return [
             f"model.vocab_size = {cfg.model.vocab_size}: the engines sample the {size} tokens of "
@@ -114,8 +114,8 @@ def check_words(cfg: RunConfig, words: Words) -> list[str]:
 
 
 def check_prompts(cfg: RunConfig, env: Tasks, writer: DialogueWriter) -> list[str]:
-    """List problems of the first tasks: each must be writable as tokens, and leave room for
-    completions."""
+    """List problems of the first tasks: each must be writable as tokens, and leave
+    room for completions."""
     held_out = env.cfg.use == "eval"
     most, room = cfg.of(SamplingConfig).max_tokens, cfg.train.seq_len
     count = (
@@ -140,11 +140,11 @@ def check_prompts(cfg: RunConfig, env: Tasks, writer: DialogueWriter) -> list[st
 
 
 def check_servers(cfg: RunConfig, words: Words) -> list[str]:
-    """List problems of the engines at rl.inference.urls. One that is silent may come; if all are,
-    nobody has started them. A job that was started again waits for one that another run has taken
-    meanwhile, as for one that is lost."""
+    """List problems of the engines at rl.inference.urls. A single silent engine may still come; if
+    all are silent, they were not started. A restarted job waits for an engine that another run has
+    taken meanwhile, as it waits for a lost one."""
     problems, silent = [], []
-    # To refuse it would end a requeued job as bad input, for something that passes.
+    # Refusing would end a requeued job as bad input, for a transient problem.
     again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     run = RolloutExchange(cfg.run.dir).run
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
@@ -168,7 +168,7 @@ def check_servers(cfg: RunConfig, words: Words) -> list[str]:
 
 
 def in_use(engine: KitEngine) -> str:
-    """Return which other run uses the engine; "" if none. Raises Lost, Rejected."""
+    """Return which other run uses the engine; "" if none. Raises Lost or Rejected."""
     try:
         engine.version()
     except EngineLeased as error:
@@ -179,8 +179,8 @@ def in_use(engine: KitEngine) -> str:
 
 
 def other_model(cfg: RunConfig, engine: KitEngine, words: Words) -> str:
-    """Return why it cannot take the weights of the run, or why its texts would differ from those of
-    the run's tokenizer; "" if neither. vLLM reports neither; it is told which tokens end a text."""
+    """Return why it cannot take the run's weights, or why its texts would differ from those of the
+    run's tokenizer; "" if neither. vLLM reports neither; it is told which tokens end a text."""
     if isinstance(engine, VllmEngine):
         return ""
     its, fix = engine.about(), "serve the model that the run starts from"
@@ -199,7 +199,7 @@ def other_model(cfg: RunConfig, engine: KitEngine, words: Words) -> str:
 
 
 def published_shape(cfg: ModelConfig) -> dict[str, Any]:
-    """Return the shape as engines read it: a config.json leaves out what has no effect, such as
+    """Return the shape as engines read it: a config.json omits values without effect, such as the
     bounds of a RoPE scaling that is off."""
     return ModelConfig(**model_values(config_json(cfg, None, "", None), CONFIG_FILE)).shape
 
@@ -214,7 +214,7 @@ def open_curriculum(
             return envs[label].task(number).key
         except ConfigError:
             raise
-        except Exception:  # it is asked as any other, and counted
+        except Exception:  # treated like any other task, and counted
             return ""
 
     return Curriculum(weights, cfg.of(RlConfig).solve_rate, key, say)
@@ -227,16 +227,16 @@ def open_router(
     say: Callable[[str], None],
     bench: bool = False,
 ) -> Router:
-    """Open a router over the engines of this job, or over those that run already. `ends`: tokens
-    that end a text. `bench`: engines are only measured, with whatever weights they have."""
+    """Open a router over the engines of this job, or over those that already run. `ends`: tokens
+    that end a text. `bench`: engines are only measured, with any weights."""
     inference, urls = cfg.of(InferenceConfig), cfg.of(InferenceConfig).urls
-    # Processes that are started from here do not inherit it.
+    # Child processes do not inherit it.
     env_token = os.environ.pop(TOKEN_VARIABLE, "").strip()
 
     def token() -> str:
         if urls:
             return env_token
-        # Read for each engine: the trainer may make the token after this process has begun.
+        # Read for each engine, because the trainer may make the token after this process starts.
         return exchange.token.read_text().strip() if exchange.token.exists() else ""
 
     def find() -> Mapping[str, str]:
@@ -248,8 +248,7 @@ def open_router(
     def make(url: str) -> RouterEngine:
         return make_engine(cfg, url, token(), ends, None if bench else exchange.run)
 
-    # No patience with engines of this job: rl.sh starts them again, and ends the run when none is
-    # left.
+    # No patience with this job's engines: rl.sh restarts them, and ends the run when none is left.
     slots, queued = inference.resolved_slots, QUEUED * cfg.of(RlConfig).group_size
     silence = inference.timeout
     return Router(find, make, slots, queued, say, silence, silence if urls else None)
@@ -259,13 +258,13 @@ def make_engine(
     cfg: RunConfig, url: str, token: str, ends: Collection[int], run: str | None = ""
 ) -> KitEngine:
     if cfg.of(InferenceConfig).engine == "vllm":
-        # In asynchronous training samples depend on timing whatever their seeds.
+        # In asynchronous training, samples depend on timing in spite of their seeds.
         return VllmEngine(url, token, ends, cfg.of(RlConfig).max_async == 0, run)
     return KitEngine(url, token, run)
 
 
 def read_if_there(path: os.PathLike[str]) -> str:
-    """Read a file that may be gone."""
+    """Read a file that may be missing."""
     try:
         with open(path) as file:
             return file.read().strip()

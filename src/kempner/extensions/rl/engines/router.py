@@ -1,9 +1,9 @@
-"""The router over all engines of a run: which are alive, which weights each has, and which gets the
-next request. No torch.
+"""The router over all engines of a run: tracks which are alive and which weights each has, and
+assigns requests to them. No torch.
 
-An engine that is lost is left out: its requests go to another one, with the same seed, so that the
-samples are the same. It is taken back when it answers again and has the newest weights. One that
-another run uses counts as lost.
+If an engine is lost, its requests go to another one with the same seed, so that the samples are the
+same. It is taken back when it answers again and has the newest weights. An engine that another run
+uses counts as lost.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from kempner.extensions.rl.engines.members import Member, Waiter
 
 BEAT_EVERY_S = 2.0
 HEARTBEAT_MISSES = (
-    2  # beats in a row without an answer in time; a refused connection is enough by itself
+    2  # consecutive beats without an answer in time; one refused connection is enough
 )
-BUSY_S = 0.2  # before an engine that takes nothing now is asked again
+BUSY_S = 0.2  # before retrying an engine that accepts nothing now
 UPDATE_TRIES = 5  # of an update that an engine refuses
-REQUEST_FAILURES = 5  # of a request, with any engines, before it is given up
-RECENT = 0.1  # weight of a request in the mean of those so far
+REQUEST_FAILURES = 5  # of a request, on any engines, before it is given up
+RECENT = 0.1  # weight of a request in the running mean
 SAY_EVERY_S = 60.0  # that there is no engine
 
 
@@ -53,18 +53,18 @@ class Router:
         silence: float,
         patience: float | None = None,
     ) -> None:
-        """`find`: the URLs of the engines, by name; `slots`: samples that an engine works on at a
-        time; `queued`: samples that wait there, so that it never runs out of them; `silence`:
-        seconds after which an engine that has work, and neither reads nor writes a token, is lost;
-        `patience`: seconds without any engine before the run gives up, None: others see to it that
-        one comes, and engines come with weights of this run."""
+        """`find`: the URLs of the engines, by name; `slots`: samples that an engine processes at a
+        time; `queued`: samples that wait there, so that it never runs out of work; `silence`:
+        seconds after which an engine with work that neither reads nor writes a token is lost;
+        `patience`: seconds without any engine before the run gives up; None: something else ensures
+        that engines come, with weights of this run."""
         self._find, self._make, self._slots, self._queued = find, make, slots, queued
         self._say, self._silence, self._patience = say, silence, patience
         self._members: dict[str, Member] = {}
-        self._held = 1.0  # share of a request's time that each of its samples holds a slot, mean
+        self._held = 1.0  # mean share of a request's time that each of its samples holds a slot
         self._target: tuple[int, dict[str, Any]] = (-1, {})
         self._change = threading.RLock()
-        self._waiting: deque[Waiter] = deque()  # requests, in the order in which they get engines
+        self._waiting: deque[Waiter] = deque()  # requests, in the order in which they are assigned
         self._wake: dict[str, threading.Event] = {}
         self._closed = False
         self._failure: Exception | None = None
@@ -86,7 +86,7 @@ class Router:
             member.engine.abort()
 
     def release(self) -> None:
-        """Free the engines that existed before the run, which has ended, for others."""
+        """Free the engines that existed before this run, which has ended, for other runs."""
         for engine in self.alive() if self._patience is not None else []:
             with contextlib.suppress(Busy, Lost, Rejected):
                 engine.release()
@@ -101,9 +101,9 @@ class Router:
         least: int,
         flight: Flight | None = None,
     ) -> list[list[Completion]]:
-        """Return `n` samples of each prompt, by weights of version `least` or later; waits for an
-        engine for as long as there may be one. Raises Cancelled, Closed, GivenUp, NoEngines,
-        Rejected."""
+        """Return `n` samples of each prompt, by weights of version `least` or later; waits
+        for an engine as long as there may be one. Raises Cancelled, Closed, GivenUp,
+        NoEngines or Rejected."""
         flight = flight or Flight()
         size, again, failures = len(prompts) * n, False, 0
         while True:
@@ -113,13 +113,13 @@ class Router:
                 flight.begin(member.version)
                 found = engine.complete(prompts, n, sampling, flight)
             except Busy:
-                # The place is given back after the pause; Busy is no failure of the request.
+                # The place is given back after the pause; Busy is not a failure of the request.
                 time.sleep(BUSY_S)
                 continue
             except Lost as error:
                 if flight.cancelled:
                     raise Cancelled from None
-                # Its other requests may be long, and go on: the next beat finds out its state.
+                # Its other requests may be long, and continue: the next beat finds out its state.
                 self._lose(member, life, str(error), cut=False)
                 self._wake[member.name].set()
                 failures += 1
@@ -139,14 +139,13 @@ class Router:
                     self._learn([len(text.token_ids) for text in texts])
                     self._hand_out()
                     return found
-                # It was started again with older weights, between a beat and this request.
+                # It was restarted with older weights, between a beat and this request.
                 if member.life == life:
                     member.version, member.trusted = -1, False
                     self._wake[member.name].set()
 
     def _take(self, size: int, least: int, again: bool) -> tuple[Member, RouterEngine, int]:
-        """Take an engine for a request; one that was lost with its engine goes before the
-        others."""
+        """Take an engine for a request; a request that was lost with its engine goes first."""
         waiter = Waiter(size, least, threading.Condition(self._change))
         with self._change:
             # It has waited longest, and a batch waits for its slowest request.
@@ -161,20 +160,19 @@ class Router:
             return waiter.member, waiter.engine, waiter.life
 
     def _hand_out(self) -> None:
-        """Hand engines to waiting requests after a change. Each is woken by itself: thousands may
-        wait. The lock is held."""
+        """Assign engines to waiting requests after a change. Wakes each request separately, because
+        thousands may wait. The lock is held."""
         if self._closed or self._failure:
             for waiter in self._waiting:
                 waiter.given.notify()
             return
-        # Samples that end early free their slots: in a request's time a slot serves 1 / held of
-        # them.
+        # Samples that end early free their slots: during a request a slot serves 1 / held of them.
         capacity = self._slots / self._held + self._queued
         alive = [each for each in self._members.values() if each.alive]
-        # Without room nobody needs to be looked at, and thousands may wait.
+        # Without room, skip the waiting requests: there may be thousands.
         room = any(each.load == 0 or each.load < capacity for each in alive)
         rest: deque[Waiter] = deque()
-        # Whoever asks for as much as one of these, or more, gets no engine either.
+        # A request for at least as much as one of these gets no engine either.
         refused: list[Waiter] = []
         while self._waiting and room:
             waiter = self._waiting.popleft()
@@ -183,12 +181,12 @@ class Router:
             elif waiter.choose(alive, capacity) is None:
                 rest.append(waiter)
                 refused.append(waiter)
-        # They go back in front of those that were not looked at, in their order.
+        # Put them back, in order, ahead of requests not yet examined.
         self._waiting.extendleft(reversed(rest))
 
     def _learn(self, lengths: Sequence[int]) -> None:
         """Learn the work of a request, which ends with its longest sample; the slots of the others
-        are free before."""
+        are free earlier."""
         self._tokens += sum(lengths)
         share = sum(lengths) / max(1, len(lengths) * max(lengths))
         self._held += RECENT * (share - self._held)
@@ -196,15 +194,15 @@ class Router:
     # --- weights ---
 
     def offer(self, version: int, body: dict[str, Any]) -> None:
-        """Bring all engines to this version; `body` is what they are sent."""
+        """Bring all engines to this version; `body` is the request sent to them."""
         with self._change:
             self._target = (version, body)
             for wake in self._wake.values():
                 wake.set()
 
     def reading(self) -> set[int]:
-        """Return the versions that engines read now, or will: each begins with the one offered
-        last."""
+        """Return the versions that engines read now, or will read: each begins with the
+        one offered last."""
         with self._change:
             members = self._members.values()
             return {self._target[0], *(each.reads for each in members if each.updating)}
@@ -214,7 +212,7 @@ class Router:
             return [each.engine for each in self._members.values() if each.alive]
 
     def with_version(self, version: int) -> RouterEngine | None:
-        """Return an engine with exactly this version, the one with the least work."""
+        """Return the least loaded engine with exactly this version."""
         with self._change:
             candidates = [
                 each for each in self._members.values() if each.alive and not each.updating
@@ -246,12 +244,12 @@ class Router:
     # --- threads that look after the engines ---
 
     def _scan(self) -> None:
-        """Find engines that come, and that come back under another URL."""
+        """Find engines that are new, or are back under another URL."""
         while not self._closed:
             for name, url in self._find().items():
                 member = self._members.get(name)
                 if member is None:
-                    # Before the member is there: whoever finds it sets this event.
+                    # Before adding the member: whoever finds the member sets this event.
                     self._wake[name] = threading.Event()
                     member = Member(name, self._make(url), trusted=self._patience is None)
                     with self._change:
@@ -289,11 +287,11 @@ class Router:
 
     def _beat(self, member: Member) -> None:
         with self._change:
-            # Noted before the question: an answer about an earlier life says nothing of this one.
+            # Noted before asking: an answer about an earlier life does not concern this one.
             engine, life = member.engine, member.life
             before = member.version, member.updating
         try:
-            # Its version and progress follow from the answer to the update.
+            # Its version and progress come with the answer to the update.
             if member.updating:
                 engine.alive()
                 member.misses = 0
@@ -303,12 +301,12 @@ class Router:
         except EngineLeased as error:
             self._lose(member, life, str(error))
             return
-        except Busy:  # it has no weights: they could not be read
+        except Busy:  # without weights: they could not be read
             version, progress = -1, None
         except (Lost, Rejected) as error:
             with self._change:
                 member.misses += 1
-                # Only a timeout may be due to its load; a refused connection means that it is gone.
+                # Only a timeout may be due to load; a refused connection means that it is gone.
                 over = member.misses >= HEARTBEAT_MISSES or "timed out" not in str(error)
             if over:
                 self._lose(member, life, str(error))
@@ -325,10 +323,10 @@ class Router:
     def _know(
         self, member: Member, engine: RouterEngine, version: int, before: tuple[int, bool]
     ) -> None:
-        """Record that an engine is alive, with this version; `before`: its version when it was
-        asked, and whether it was taking another one."""
+        """Record that an engine is alive, with this version; `before`: its version when asked, and
+        whether it was updating."""
         with self._change:
-            # It is under another URL meanwhile: this answer was of its old process.
+            # It has meanwhile moved to another URL: this answer came from its old process.
             if self._closed or member.engine is not engine:
                 return
             if not member.alive:
@@ -336,14 +334,14 @@ class Router:
             state_before = member.alive, member.version
             member.account()
             member.alive, member.why = True, ""
-            # If an update has ended since the question, the answer may be of the weights before it.
+            # If an update has ended since the question, the answer may concern the older weights.
             if (member.version, member.updating) == before:
                 member.version = version if member.trusted else -1
             target, body = self._target
             begin = not member.updating and member.version < target
             if begin:
                 member.updating, member.reads = True, target
-            # Most beats change nothing, and there are half as many a second as engines.
+            # Most beats change nothing, and there are half as many per second as engines.
             if state_before != (True, member.version):
                 self._hand_out()
         if begin:
@@ -369,12 +367,12 @@ class Router:
             if version >= 0:
                 member.version, member.trusted, member.refused = version, True, 0
                 self._updates.append(time.monotonic() - began)
-                if target != self._target[0]:  # another one has come meanwhile
+                if target != self._target[0]:  # a newer one has come meanwhile
                     self._wake[member.name].set()
             elif problem and target == self._target[0]:
                 self._say(f"{member.name} at {engine.url} refuses weights {target}: {problem}")
                 member.refused += 1
-                # The fault is the engine's own where another engine has taken these weights.
+                # The engine itself is at fault if another engine has taken these weights.
                 taken = any(each.version >= target for each in self._members.values())
                 if member.refused >= UPDATE_TRIES and not taken:
                     self._failure = Rejected(f"{member.name} refuses weights {target}: {problem}")
@@ -389,12 +387,12 @@ class Router:
                 self._say(f"{member.name} at {member.engine.url} is lost: {why}")
             member.account()
             member.alive, member.version, member.why = False, -1, why
-            # Engines that others have started may come back with any weights.
+            # Engines started by others may come back with any weights.
             member.trusted = self._patience is None
-            # Requests and updates of the old life must not change the new one.
+            # Requests and updates of the old life must not affect the new one.
             member.life += 1
             engine = member.engine
             self._hand_out()
-        # Outside of the lock, which the threads that it wakes will want.
+        # Outside the lock, which the woken threads will need.
         if cut:
             engine.abort()

@@ -1,15 +1,15 @@
-"""vLLM as an engine of a run, with the words of scripts/serve.py.
+"""vLLM as an engine of a run, with the options of scripts/serve.py.
 
     python -m kempner.extensions.rl.engines.vllm_engine --weights DIR --publish DIR \\
         --token-file FILE [words for vLLM]
 
 It waits for the first version of the weights, starts `vllm serve` with it, and publishes the URL
-when requests are taken. vLLM is found in the Python that KEMPNER_VLLM names, else in this one. The
-client of its routes is VllmEngine in client.py. Exit code: vLLM's, 0 after SIGTERM, 2 on bad
-input.
+when requests are accepted. vLLM is looked up in the Python that KEMPNER_VLLM names, else in this
+one. The client of its routes is VllmEngine in client.py. Exit code: vLLM's, 0 after SIGTERM, 2
+on bad input.
 
-In vLLM's process this module is the middleware that asks each request for the token, and lets one
-run at a time change weights: vLLM's own --api-key leaves those routes open.
+In vLLM's process this module is the middleware that requires the token in each request, and lets
+one run at a time change weights: vLLM's own --api-key leaves those routes open.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ ENVIRONMENT = {
 ON_A_CPU = {
     "VLLM_TARGET_DEVICE": "cpu",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines side by side must not take the same cores
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines on one host must not share cores
 }
 
 
 class Allowed:
-    """The ASGI middleware, a class over all kinds of connections: a function would not see
-    websockets."""
+    """The ASGI middleware, a class that handles all kinds of connections: a function would
+    not see websockets."""
 
     def __init__(self, app: Any) -> None:
         self.app, self.wanted = app, os.environ.get(TOKEN_VARIABLE, "").encode()
@@ -67,7 +67,7 @@ class Allowed:
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         allowed = scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self.wanted)
         run = headers.get(RUN.lower().encode(), b"").decode("latin-1")
-        # The server's own scope, lifespan, is nobody's request.
+        # The server's own scope, lifespan, is not a request.
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
         elif not allowed:
@@ -96,7 +96,7 @@ async def refuse_request(send: Any, code: int, message: str) -> None:
 
 
 async def send_answer(send: Any, code: int, content: dict[str, Any]) -> None:
-    """Send the whole answer to a request."""
+    """Send the complete answer to a request."""
     body = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     headers += [(b"content-length", str(len(body)).encode())]
@@ -127,7 +127,7 @@ def main(argv: list[str]) -> int:
         refuse_other_file(place, "--publish", ("http://",))
     except ConfigError as error:
         return fail_start(str(error))
-    try:  # held up to the end of this process: vLLM binds it, too, and no other of ours does
+    try:  # held until this process ends: vLLM binds it, too, and no other process of ours
         reserved = None if options.port else ReservedPort()
     except OSError as error:
         return fail_start(error.strerror or str(error), 1 if isinstance(error, NoFreePort) else 2)
@@ -139,7 +139,7 @@ def main(argv: list[str]) -> int:
         *vllm_arguments(model, options, port),
         *more,
     ]
-    # In a group of its own, so that stop_process() ends all that vLLM starts.
+    # In a separate group, so that stop_process() ends every process that vLLM starts.
     process = subprocess.Popen(command, env=vllm_environment(token), start_new_session=True)
     try:
         while process.poll() is None and not end.is_set():
@@ -149,10 +149,10 @@ def main(argv: list[str]) -> int:
                 write_atomic(place, f"http://{host}:{port}\n")
                 shutil.rmtree(held, ignore_errors=True)
             end.wait(VLLM_POLL_S)
-        # A server that ends unasked has failed, whatever its code.
+        # A server that ends unasked has failed, whatever its exit code.
         return 0 if end.is_set() else process.returncode or 1
     finally:
-        # The URL first: nobody may find an engine that is about to end.
+        # First the URL: nobody may find an engine that is about to end.
         place.unlink(missing_ok=True)
         stop_process(process)
         shutil.rmtree(held, ignore_errors=True)
@@ -166,7 +166,7 @@ def fail_start(message: str, code: int = 2) -> int:
 def parse_engine_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the options; unknown words are passed to vLLM."""
     parser = argument_parser("python -m kempner.extensions.rl.engines.vllm_engine", __doc__)
-    # Else an option of vLLM's could be taken for the beginning of one of these.
+    # Otherwise an option of vLLM could match the beginning of one of these.
     parser.allow_abbrev = False
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--publish", type=Path, required=True)
@@ -178,25 +178,25 @@ def parse_engine_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[st
 
 
 def hold_version(weights: Path, held: Path) -> Path | None:
-    """Return the newest version, None before there is one, as links to its files in `held`: it is
-    removed when there is a newer one, also while vLLM reads it."""
+    """Return the newest version, None before the first, as links to its files in `held`, because it
+    is removed when there is a newer one, even while vLLM reads it."""
     shutil.rmtree(held, ignore_errors=True)
     if (manifest := max(weights.glob("v*/manifest.json"), default=None)) is None:
         return None
     version = manifest.parent
     try:
         shutil.copytree(version, held / version.name, copy_function=os.link)
-    except OSError:  # it was removed meanwhile, or the file system has no links
+    except OSError:  # removed meanwhile, or no links in this file system
         return version if manifest.exists() else None
     return held / version.name
 
 
 def vllm_arguments(model: Path, options: argparse.Namespace, port: int) -> list[str]:
-    """Return the command line of vLLM. Token ids go in and out, and their log-probabilities are
-    those of the distribution that they were drawn from."""
+    """Return vLLM's command line. Token ids go in and out, and their log-probabilities are those of
+    the distribution that they were drawn from."""
     gpus = [x for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
     words = ["serve", str(model), "--host", options.host, "--port", str(port)]
-    # --enable-scale-out brings /inference/v1/generate: /v1/completions needs a tokenizer.
+    # --enable-scale-out adds /inference/v1/generate: /v1/completions needs a tokenizer.
     words += ["--skip-tokenizer-init", "--enable-scale-out", "--max-num-seqs", str(options.slots)]
     words += ["--logprobs-mode", "processed_logprobs", "--middleware", f"{__spec__.name}.Allowed"]
     # On a CPU the trainer computes in fp32: an engine in bf16 would have another policy.
@@ -208,10 +208,10 @@ def vllm_arguments(model: Path, options: argparse.Namespace, port: int) -> list[
 def vllm_environment(token: str) -> dict[str, str]:
     source = str(Path(__file__).parents[4])  # for the middleware
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # vLLM has a place of its own for the compiled model, and takes torch's for all else.
+    # vLLM keeps the compiled model in its own cache, and everything else in torch's.
     keep_private()
     own = ENVIRONMENT | ({} if os.environ.get("CUDA_VISIBLE_DEVICES") else ON_A_CPU)
-    # The user's own values come after ours, and win.
+    # The user's values come last, and win.
     return {**own, **os.environ, "PYTHONPATH": path, TOKEN_VARIABLE: token}
 
 
@@ -220,7 +220,7 @@ def engine_number() -> str:
 
 
 def await_ready(port: int, token: str, model: Path) -> bool:
-    """Return whether it answers; it is then told the version that it has."""
+    """Return whether vLLM answers; it is then told its weights' version."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     body = json.dumps({"new_version": str(int(model.name[1:]))})
@@ -234,11 +234,11 @@ def await_ready(port: int, token: str, model: Path) -> bool:
 
 
 def stop_process(process: subprocess.Popen[bytes]) -> None:
-    """Stop vLLM and the processes that it has started."""
+    """Stop vLLM and all processes that it has started."""
     for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
         try:
             os.killpg(process.pid, number)
-            # The leader alone: the next turn kills what is left of its group.
+            # Waits for the leader alone: the next turn kills the rest of its group.
             process.wait(patience)
         except ProcessLookupError:
             return

@@ -18,13 +18,13 @@ WORDS_BYTES = "bytes"  # rl.tokenizer
 
 
 def keep_words(cfg: RunConfig, run: Path) -> None:
-    """Put the tokenizer into the run directory, where readers of a run or its checkpoints look for
-    it. Raises ConfigError, OSError."""
+    """Put the tokenizer into the run directory, where readers of a run or its checkpoints expect
+    it. Raises ConfigError or OSError."""
     if (run / SIDECAR).is_file():
         return
     if not cfg.of(RlConfig).tokenizer and cfg.model.init_from is not None:
         source = find_weights(cfg.model.init_from)
-        if source.is_checkpoint:  # its data may have another one than the model that it began with
+        if source.is_checkpoint:  # its data may use another tokenizer than its initial model
             folder = words_of_run(run_of(source.path), source.path).folder
             if (folder / SIDECAR).is_file():
                 copy_tokenizer(folder, run)
@@ -40,7 +40,7 @@ def keep_words(cfg: RunConfig, run: Path) -> None:
 
 
 def write_sidecar(run: Path, tokenizer: Tokenizer) -> None:
-    """Write a sidecar without data."""
+    """Write a sidecar that describes no data."""
     none: dict[str, list[object]] = {name: [] for name in DATA_SPLITS}
     sidecar = Sidecar(
         tokenizer.describe(), "uint32", tokenizer.vocab_size, tokenizer.eod, none, {}  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Environments of several turns."""
+"""Environments with several turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kempner.extensions.rl.environments.qa import number_value
 
 INTEGER = re.compile(r"-?\d+")
 CALL = re.compile(r"calc:(.*)")
-# Without powers: 9**9**9 would take the host's time and memory.
+# No powers: 9**9**9 would exhaust the host's time and memory.
 ARITHMETIC: dict[type, Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -54,7 +54,7 @@ class Guess(Environment):
 
 
 class Calculator(Environment):
-    """A product that is too large for the head, and a calculator to ask for it."""
+    """A product too large for mental arithmetic, and a calculator to ask for it."""
 
     runs_code = False
     turns = 4
@@ -81,7 +81,7 @@ class Calculator(Environment):
 
 
 def evaluate_arithmetic(text: str) -> str:
-    """The value of numbers with + - * / and parentheses, or what is wrong."""
+    """Evaluate numbers with + - * / and parentheses; returns the value, or what is wrong."""
     try:
         result = _value(ast.parse(text.strip()[:200], mode="eval").body)
         return str(int(result)) if result == int(result) else str(result)  # int() refuses inf

@@ -37,20 +37,20 @@ BUILT_IN = {
     "reasoning_gym": "reasoning_gym:ReasoningGym",
     "verifiers": "verifiers:Verifiers",
 }
-# With an eighth of the prompts held out, so many draws miss them with a probability of 1e-58.
-PROMPT_DRAWS = 1000  # of which one must be a new prompt, of the part that is asked for
-PROMPT_MISSES = 100  # draws in a row of prompts that were drawn before: there are no more
+# With an eighth of the prompts held out, all of these draws miss them with probability 1e-58.
+PROMPT_DRAWS = 1000  # one of which must be a new prompt of the requested part
+PROMPT_MISSES = 100  # consecutive draws of known prompts: there are no more
 
 
 class Tasks:
     """An environment of the configuration, and its tasks by number.
 
-    A prompt is for training or held out for evaluation by its hash, which no seed changes: neither
-    another run nor another entry of [[rl.env]] with the same prompts trains on what is held out.
+    The hash of a prompt, which no seed changes, decides whether it is for training or held out for
+    evaluation: no run, and no entry of [[rl.env]] with the same prompts, trains on held-out ones.
     """
 
     def __init__(self, cfg: EnvConfig, seed: int) -> None:
-        """Raises ConfigError."""
+        """Open the environment. Raises ConfigError."""
         self.cfg, self.seed = cfg, seed
         self.environment = make_environment(cfg.id, cfg.args)
 
@@ -59,7 +59,7 @@ class Tasks:
         return self.cfg.label
 
     def task(self, number: int, held_out: bool = False) -> Task:
-        """Return a task, the same for the same rl.seed and number, wherever it is requested."""
+        """Return a task, which rl.seed and the number alone determine."""
         if self.environment.size is None:
             task = self._draw(number, held_out)
         else:
@@ -73,8 +73,8 @@ class Tasks:
         return task._replace(number=number, held_out=held_out)
 
     def try_task(self, number: int, held_out: bool = False) -> Task | Exception:
-        """Return a task, or the error that it raises: a task is the user's code and data. Raises
-        ConfigError if there is none of the kind."""
+        """Return a task, or the error that it raises, since a task is the user's code and data.
+        Raises ConfigError if no such task exists."""
         try:
             return self.task(number, held_out)
         except ConfigError:
@@ -83,8 +83,8 @@ class Tasks:
             return error
 
     def evaluation(self, count: int) -> list[Task | Exception]:
-        """Return `count` tasks that training never sees, each with a prompt of its own, or the
-        errors of those that raise; fewer if there are no more, or they are too hard to find."""
+        """Return `count` tasks that training never sees, each with a different prompt, or the
+        errors of tasks that raise; fewer if there are no more, or they are too hard to find."""
         if self.environment.size is not None:
             count = min(count, len(self._parts[1]))
             return [self.try_task(number, True) for number in range(count)]
@@ -99,15 +99,15 @@ class Tasks:
         return list(tasks.values())
 
     def check(self) -> None:
-        """Raise ConfigError if it has no task to train on, or none to evaluate, as requested."""
+        """Raise ConfigError if no task is left to train on, or to evaluate as requested."""
         for held_out, use in ((False, "train"), (True, "eval")):
             if self.cfg.use in (use, "both"):
                 self.try_task(0, held_out)
 
     def _draw(self, number: int, held_out: bool) -> Task:
         for attempt in range(PROMPT_DRAWS):
-            # The seed follows from the task alone, not from the order in which tasks are asked for.
-            # As a text: Random hashes one by SHA-512, the same in every process.
+            # The seed depends only on the task, not on the order of requests. It is a string, which
+            # Random hashes by SHA-512, the same in every process.
             seed = f"{self.seed} {self.cfg.label} {held_out} {number} {attempt}"
             task = self.environment.task(number, random.Random(seed))
             if self._is_held_out(task) == held_out:
@@ -116,9 +116,8 @@ class Tasks:
 
     @functools.cached_property
     def _parts(self) -> tuple[list[int], list[int]]:
-        """Return the numbers of the tasks to train on, and of those that are held out. One that
-        raises has no prompt: it goes to the training, where it is counted, if there are any to
-        train on.
+        """Return the numbers of the training tasks, and of the held-out ones. A task that raises
+        has no prompt: it counts as a training task, if there are others.
         """
         parts: tuple[list[int], list[int]] = [], []
         for number in range(self.environment.size or 0):
@@ -133,7 +132,7 @@ class Tasks:
         return self.environment.task(number, random.Random(f"{self.seed} {number}"))
 
     def _is_held_out(self, task: Task) -> bool:
-        # A key is 16 hexadecimal digits of a hash: spread evenly below 2**64.
+        # A key is 16 hexadecimal digits of a hash, uniform below 2**64.
         return int(task.key, 16) < self.environment.held_out * 2**64
 
     def _none_left(self, held_out: bool) -> ConfigError:
@@ -144,8 +143,7 @@ class Tasks:
 
 
 def open_environments(rl: RlConfig) -> list[Tasks]:
-    """Open the environments of [[rl.env]], in order. Raises ConfigError with all that is wrong with
-    them."""
+    """Open the environments of [[rl.env]], in order. Raises ConfigError with all problems."""
     opened, problems = [], []
     for cfg in rl.env:
         try:
@@ -184,7 +182,7 @@ def make_environment(identifier: str, args: str) -> Environment:
     except ConfigError as error:
         raise ConfigError(f"{where}: {line}" for line in error.problems) from None
     except Exception as error:
-        # A mistake of ours, which needs its traceback.
+        # A mistake of ours needs its traceback.
         if identifier in BUILT_IN:
             raise
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from None
@@ -210,8 +208,8 @@ def _find(identifier: str, where: str) -> type[Environment]:
 
 
 def _module(path: Path, where: str) -> Any:
-    """Import a user's file once, which may import its neighbours."""
-    # Its own name may be that of another file, or of a module of Python's.
+    """Import a user's file once; it may import its neighbours."""
+    # Its own name may clash with another file or a module of Python.
     name = f"environment_{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -219,12 +217,12 @@ def _module(path: Path, where: str) -> Any:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{where}: {path} is not a .py file")
     module = importlib.util.module_from_spec(spec)
-    # pickle looks up the classes of a task's values there, in a reward's process by the same name.
+    # pickle looks up the classes of a task's values here; a reward's process uses the same name.
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # it is the user's code: anything
+    except Exception as error:  # user code may raise anything
         sys.modules.pop(name)
         raise ConfigError(f"{where}: {path}: {type(error).__name__}: {error}") from None
     finally:
@@ -233,7 +231,7 @@ def _module(path: Path, where: str) -> Any:
 
 
 def _arguments(maker: type[Environment], args: str, where: str) -> dict[str, Any]:
-    """Convert `args` to the arguments of the class's __init__."""
+    """Convert `args` to arguments of the class's __init__."""
     try:
         arguments = json.loads(args or "{}")
     except ValueError as error:
@@ -241,7 +239,7 @@ def _arguments(maker: type[Environment], args: str, where: str) -> dict[str, Any
     if not isinstance(arguments, dict):
         raise ConfigError(f'{where}: args must be a JSON object, such as {{"below": 100}}')
     parameters = dict(inspect.signature(maker).parameters)
-    # **config takes any name: the environment itself says which are unknown.
+    # **config takes any name: the environment itself reports unknown ones.
     rest = [name for name in parameters if parameters[name].kind is inspect.Parameter.VAR_KEYWORD]
     for name in rest:
         del parameters[name]

@@ -1,4 +1,4 @@
-"""Programs that a model writes, run against tests."""
+"""Programs written by a model, run against tests."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from kempner.extensions.rl.environments.sandbox.run_program import (
 )
 
 PROMPT = "Write a Python function f(x) that returns {}. Answer with the code alone.\n"
-TESTS = 4  # of each function
-LARGEST_VALUE_BYTES = 1 << 24  # of a value that a program answers with
+TESTS = 4  # per function
+LARGEST_VALUE_BYTES = 1 << 24  # of a value in a program's answer
 # Specifications of f(x) for a list of ints, in words and in Python; {0} is a small number.
 FUNCTION_KINDS = {
     "the sum of the numbers in the list x that {0} divides": "sum(v for v in x if v % {0} == 0)",
@@ -55,7 +55,7 @@ CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 OPEN = {"__name__", "__qualname__", "__annotations__", "__defaults__"}
 MODULES = {**{name: name for name in (*sys.stdlib_module_names, "numpy")}, "np": "numpy"}
-# What texts and sets tell whether they are: a test asks it of a value, not of the program.
+# Predicates of strings and sets: a test asks them of a value, not of the program.
 QUESTIONS = {name for kind in (str, set, float) for name in dir(kind) if name.startswith("is")}
 QUESTIONS |= {"startswith", "endswith"}
 
@@ -64,20 +64,20 @@ class Checks(NamedTuple):
     """Python with assert statements."""
 
     source: str
-    name: str = ""  # is the program's, also where Python itself has it
-    row: int = 0  # of the file
+    name: str = ""  # is the program's, even if Python has it, too
+    row: int = 0  # in the file
 
 
 class CodeEnvironment(Environment):
-    """An environment in which the model writes a Python program, and tests call what it defines;
-    the reward is 1 if all hold."""
+    """An environment in which the model writes a Python program, and tests call its definitions;
+    the reward is 1 if all tests hold."""
 
     failed = 0.0
 
     def __init__(self, file: str = "", seconds: float = 3.0, held_out: float = 0.125) -> None:
         """`file`: JSON lines with "prompt" and "tests", which is Python with assert statements;
-        "entry_point" names what the program defines if Python has that name, too. Unset: small
-        functions of lists. `seconds`: the limit of a program with its tests."""
+        "entry_point" names the program's definition if Python has that name, too. Unset: small
+        functions of lists. `seconds`: the time limit of a program with its tests."""
         if seconds <= 0:
             raise ConfigError("seconds must be over 0")
         self.file, self.seconds, self.held_out = file, seconds, held_out
@@ -120,18 +120,18 @@ def problem_of_tests(tests: Any) -> str:
 
 
 class Over(BaseException):
-    """The program has ended, or is late: no `except Exception` of the tests goes on after it."""
+    """The program has ended, or is late: no `except Exception` of the tests may catch this."""
 
 
 class NotPlain(BaseException):
-    """A value that tests hand to the program cannot be sent."""
+    """Tests hand the program a value that cannot be sent."""
 
 
 class ModelProgram(run_program.Peer):
-    """A program in a process of its own, as tests see it. They run in this process: expected values
-    and verdicts are out of the program's reach."""
+    """A program in a separate process, as tests see it. The tests run in this process, so that
+    expected values and verdicts are out of the program's reach."""
 
-    # Over and NotPlain, which end the tests, pass.
+    # Lets Over and NotPlain, which end the tests, pass.
     caught = Exception
 
     def __init__(self, source: str, seconds: float) -> None:
@@ -147,8 +147,8 @@ class ModelProgram(run_program.Peer):
         self._answers, ours = os.pipe()
         with limits.own_processes():
             self._process = subprocess.Popen(
-                # -I: no PYTHON* variable, user's package or current directory changes what it
-                # imports.
+                # -I: PYTHON* variables, the user's packages and the current directory do not
+                # affect its imports.
                 [sys.executable, "-I", run_program.__file__, str(theirs), str(ours)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -162,7 +162,7 @@ class ModelProgram(run_program.Peer):
         return self
 
     def __exit__(self, *_: object) -> None:
-        # It is the init of its namespace: with it the kernel kills whatever it has started.
+        # It is the init of its namespace: the kernel kills all of its children with it.
         self._process.kill()
         self._process.wait()
         os.close(self._requests)
@@ -179,7 +179,7 @@ class ModelProgram(run_program.Peer):
         parts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
         modules = {node.id for node in parts if isinstance(node, ast.Name)} & MODULES.keys()
         try:
-            # Lone surrogates, which a completion may have, cannot be sent.
+            # Lone surrogates, which a completion may contain, cannot be sent.
             self.ask("run", self._source.encode(errors="replace").decode())
             exec(code, Names(self, modules - {tests.name}, tests.name))
             self.ask("truth", None)  # it must not have ended inside an `except` of the tests
@@ -192,7 +192,7 @@ class ModelProgram(run_program.Peer):
     def ask(self, what: str, /, *arguments: Any, **keywords: Any) -> Any:
         try:
             return super().ask(what, *arguments, **keywords)
-        except (StopIteration, StopAsyncIteration) as error:  # it would end a loop of the tests
+        except (StopIteration, StopAsyncIteration) as error:  # would end a loop of the tests
             if what == "__next__":
                 raise
             raise RuntimeError(f"the program raised {type(error).__name__}") from None
@@ -210,7 +210,7 @@ class ModelProgram(run_program.Peer):
             raise Over from None
 
     def serve(self, what: str, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
-        """Carry out the program's call of a function that the tests have handed to it."""
+        """Execute the program's call of a function that the tests have handed to it."""
         if what not in ("__call__", "__next__") or id(function) not in self.numbers:
             raise TypeError(what)
         try:
@@ -220,7 +220,7 @@ class ModelProgram(run_program.Peer):
             raise
 
     def find(self, key: str) -> Any:
-        # The program names the type: any other name would import a module into the tests' process.
+        # The program names the type: any other name would import a module into this process.
         if key not in TYPES | ERRORS and not key.startswith("builtins."):
             raise TypeError(key)
         found = run_program.import_name(key)
@@ -243,7 +243,7 @@ class ModelProgram(run_program.Peer):
         if what == "__next__" or callable(value):
             return ["foreign", self.keep(value), what, name]
         error = f"a program cannot be handed a {type(value).__name__}"
-        if self.depth > 1:  # by an answer, and it chose the question
+        if self.depth > 1:  # by an answer, which chose the question
             raise TypeError(error)
         self._unfit = NotPlain(error)
         raise self._unfit
@@ -257,7 +257,7 @@ class ModelProgram(run_program.Peer):
 
     def _object(self, kind: StandInType, number: int, base: list[Any], by_tests: bool) -> StandIn:
         by_tests = by_tests and kind._kind_.judges
-        # One stand-in for each object, so that `is` holds in the tests as in one process.
+        # One stand-in per object, so that `is` behaves in the tests as in one process.
         if (number, by_tests) not in self._objects:
             new: Any = kind.__new__(kind, *base)  # type: ignore[arg-type]
             # StandIn.__setattr__() would ask the program.
@@ -266,7 +266,7 @@ class ModelProgram(run_program.Peer):
         return self._objects[number, by_tests]
 
     def made(self, value: Any) -> Any:
-        """Mark an object that the tests have made by a class that they name."""
+        """Mark an object that the tests made from a class that they name."""
         if not isinstance(value, StandIn) or not value._kind_.named:
             return value
         return self._object(type(value), value._self_[0], value._self_[1], True)
@@ -292,7 +292,7 @@ class ModelProgram(run_program.Peer):
         own = has if fixed in BASES else has - {"__eq__", "__bool__", "__hash__"}
         space = {each: special_name(each, fixed) for each in own}
         if "__eq__" in space:
-            # Python makes it None where a class defines __eq__ alone.
+            # Python makes it None in a class that defines only __eq__.
             space.setdefault("__hash__", fixed.__hash__)
         space["__doc__"] = property(lambda self: self._kind_.program.ask("get", self, "__doc__"))
         space["_kind_"] = SimpleNamespace(
@@ -315,7 +315,7 @@ class ModelProgram(run_program.Peer):
         return self.named(name, self.ask("get", of, name))
 
     def named(self, name: str, value: Any) -> Any:
-        """Return the value of a name in the tests: with a capital it may be a class."""
+        """Return the value of a name in the tests: a capitalized name may be a class."""
         if name[:1].isupper() and isinstance(value, StandIn):
             kind = self.class_of(value._self_[0])
             if kind is not None:
@@ -325,23 +325,23 @@ class ModelProgram(run_program.Peer):
 
 
 class Names(dict[str, Any]):
-    """Names in the tests: those they have not defined are Python's own, or else the program's."""
+    """Names in the tests: undefined ones are Python's own, or else the program's."""
 
     def __init__(self, program: ModelProgram, modules: set[str], own: str) -> None:
         super().__init__(__name__="tests")
         self.program, self.modules, self.own = program, modules, own
 
-    # CPython asks this of globals that are a subclass of dict, also within functions.
+    # CPython calls this for globals that are a subclass of dict, even inside functions.
     def __missing__(self, name: str) -> Any:
         if name in self.modules:
             return importlib.import_module(MODULES[name])
         if name.startswith("__") or (hasattr(builtins, name) and name != self.own):
-            raise KeyError(name)  # a program must not change what the tests mean by abs() or len()
+            raise KeyError(name)  # a program must not redefine the tests' abs() or len()
         try:
             value = self.program.named(name, self.program.ask("name", name))
         except NameError:
             raise KeyError(name) from None
-        # Values other than functions and classes may change, and are asked for each time.
+        # Other values than functions and classes may change: ask for them each time.
         if callable(value):
             self[name] = value
         return value
@@ -353,7 +353,7 @@ class StandInType(type):
     _kind_: Any
 
     def __new__(cls, name: str, bases: Any, space: dict[str, Any]) -> StandInType:
-        # This is a class statement of the tests, with a base that is the program's.
+        # A class statement in the tests, with a base class of the program.
         if bases and "_kind_" not in space:
             program = next(each for each in bases if isinstance(each, cls))._kind_.program
             program._unfit = NotPlain("no class of theirs derives from one of a program")
@@ -365,7 +365,7 @@ class StandInType(type):
         return program.made(program.ask("__call__", cls, *arguments, **keywords))
 
     def __getattr__(cls, name: str) -> Any:
-        # This is StandIn itself, which belongs to no program.
+        # StandIn itself, which belongs to no program.
         if cls.__dict__.get("_kind_") is None:
             raise AttributeError(name)
         return cls._kind_.program.attribute(cls, name)
@@ -385,17 +385,16 @@ class StandInType(type):
     def __getitem__(cls, key: Any) -> Any:
         return cls._kind_.program.ask("__getitem__", cls, key)
 
-    # Otherwise Python would ask __len__() whether a class is true.
+    # Otherwise Python would ask __len__() for a class's truth.
     def __bool__(cls) -> bool:
         return True
 
 
 class StandIn(metaclass=StandInType):
     """An object of the program. The program decides equality and truth only for objects of classes
-    that the tests name with a capital; all others are equal to nothing, and neither true nor
-    false."""
+    that the tests name with a capital; all others equal nothing, and are neither true nor false."""
 
-    _self_: tuple[int, list[Any], bool]  # its number, the value that it brings, by the tests
+    _self_: tuple[int, list[Any], bool]  # its number, the value that it carries, made by the tests
     __dict__ = property(lambda self: self._kind_.program.ask("get", self, "__dict__"))
 
     def __getattr__(self, name: str) -> Any:
@@ -431,7 +430,7 @@ class StandIn(metaclass=StandInType):
 
 def may_judge(name: str, one: StandIn, *others: Any) -> bool:
     """Return whether the program decides how an object compares or computes with others: if the
-    tests have made it, or name the classes of all of them."""
+    tests made it, or name the classes of all of them."""
     have_names = one._kind_.named and all(isinstance(e, StandIn) and e._kind_.named for e in others)
     return (
         one._self_[2]
@@ -441,7 +440,7 @@ def may_judge(name: str, one: StandIn, *others: Any) -> bool:
 
 
 def special_name(name: str, base: type) -> Any:
-    """Make a method of a stand-in which the program answers, if it may; else that of `base`."""
+    """Make a method of a stand-in that the program answers, if it may; else that of `base`."""
     own = getattr(base, name, None)
 
     def method(self: Any, /, *arguments: Any, **keywords: Any) -> Any:
@@ -452,7 +451,7 @@ def special_name(name: str, base: type) -> Any:
             if name == "__bool__" and own is None:
                 return len(self) > 0
             return own(self, *arguments) if own else NotImplemented
-        if name == "__exit__":  # what the tests have raised goes on: it must not swallow that
+        if name == "__exit__":  # an exception of the tests propagates: it must not swallow it
             program.ask(
                 name, self, *(arguments[:2] if is_error(arguments[0]) else (None, None)), None
             )

@@ -23,14 +23,14 @@ Message = dict[str, Any]
 
 class Task(NamedTuple):
     prompt: str | list[Message]  # text that the model continues, or a conversation
-    answer: Any = None  # what score() needs; anything that can be pickled
-    number: int = 0  # with `held_out`, what makes the task again; set when it is handed out
+    answer: Any = None  # what score() needs; must be picklable
+    number: int = 0  # with `held_out`, reproduces the task; set when it is handed out
     held_out: bool = False
 
     @property
     def key(self) -> str:
-        """Hash of the prompt, whichever number the task has."""
-        # Not hash(), which differs from process to process.
+        """Hash of the prompt, independent of the task's number."""
+        # Not hash(), which differs between processes.
         return hashlib.sha256(json.dumps(self.prompt).encode()).hexdigest()[:16]
 
     @property
@@ -42,16 +42,16 @@ class Task(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An environment's answer to a turn of the model. After a prompt in plain text it is plain
-    text, too, and follows the model's own unchanged."""
+    """An environment's answer to a turn of the model. After a plain-text prompt it is plain text,
+    too, and directly follows the model's."""
 
     content: str
     role: str = "user"  # or tool
 
 
 class Score(NamedTuple):
-    reward: float | None  # None: there is none, the sample is left out
-    why: str = ""  # there is no reward
+    reward: float | None  # None: there is none, and the sample is left out
+    why: str = ""  # reason why there is no reward
 
 
 class Environment:
@@ -72,8 +72,8 @@ class Environment:
     None: the environment may be at fault, and the sample is left out."""
 
     def task(self, number: int, rng: random.Random) -> Task:
-        """Return task `number`. With `size`, number < size; without, any task, drawn from `rng`
-        alone: it is the same in every run with the same rl.seed."""
+        """Return task `number`. With `size`, number < size; without, any task, drawn only from
+        `rng`, so that it is the same in every run with the same rl.seed."""
         raise NotImplementedError
 
     def score(self, task: Task, completion: str) -> float:
@@ -81,10 +81,10 @@ class Environment:
         raise NotImplementedError
 
     def judge(self, task: Task, messages: Sequence[Message]) -> float:
-        """Return the reward of a whole conversation, which begins with the task's own messages."""
+        """Return the reward of a whole conversation, which begins with the task's messages."""
         return self.score(task, messages[-1]["content"])
 
     def reply(self, task: Task, messages: Sequence[Message]) -> Reply | None:
-        """Answer the model's turn that ends `messages`; None: the conversation is over. Not called
-        after the last of `turns`."""
+        """Answer the model's turn at the end of `messages`; None: the conversation is over. Not
+        called after the last of `turns`."""
         return None

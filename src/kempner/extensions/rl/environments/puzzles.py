@@ -1,4 +1,4 @@
-"""Environments of short texts that a program makes and checks. A tiny model can learn them, too."""
+"""Environments of short texts that a program makes and checks. Even a tiny model can learn them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PUZZLE_WORDS = (
 
 
 def partial_reward(text: str, answer: str, partial: float) -> float:
-    """Return 1 for the answer; else `partial` times the share of right characters before the first
-    wrong one: a model that has never been right learns from what is nearly right."""
+    """Return 1 for the answer; else `partial` times the share of correct characters before the
+    first wrong one, so that a model that has never been right learns from near misses."""
     if text == answer:
         return 1.0
     right = next((i for i, (a, b) in enumerate(zip(text, answer, strict=False)) if a != b), None)
@@ -41,7 +41,7 @@ def check_fraction(name: str, value: float) -> float:
 
 
 class Arithmetic(Environment):
-    """Small sums: 3+4= is followed by 7."""
+    """Small sums: 7 follows 3+4=."""
 
     runs_code = False
 
@@ -53,8 +53,8 @@ class Arithmetic(Environment):
         partial: float = 0.0,
         held_out: float = Environment.held_out,
     ) -> None:
-        """Make tasks of two numbers that are `below` this. `modulo` over 0: the result is taken
-        modulo it."""
+        """Make tasks of two numbers below `below`. `modulo` over 0: the result is
+        taken modulo it."""
         if below < 2 or modulo < 0:
             raise ConfigError("below must be at least 2, and modulo not negative")
         if not operations or set(operations) - set(OPERATIONS):
@@ -75,7 +75,7 @@ class Arithmetic(Environment):
 
 
 class Letters(Environment):
-    """A word, >, and what becomes of it."""
+    """A word, >, and its transformation."""
 
     runs_code = False
 
@@ -86,7 +86,7 @@ class Letters(Environment):
         partial: float = 0.0,
         held_out: float = Environment.held_out,
     ) -> None:
-        """Make words of `length` of the first `alphabet` letters."""
+        """Make words of `length`, from the first `alphabet` letters."""
         if length < 1 or not 2 <= alphabet <= 26:
             raise ConfigError("length must be at least 1, and alphabet from 2 to 26")
         self.length, self.letters = length, string.ascii_lowercase[:alphabet]
@@ -140,7 +140,7 @@ class Format(Environment):
 
     def score(self, task: Task, completion: str) -> float:
         text = completion.strip()
-        # Else an empty text would be paid for the capitals and commas that it does not have.
+        # Otherwise an empty text would be rewarded for the capitals and commas it lacks.
         followed = [
             bool(text) and LETTER_RULES[name][1](text, value) for name, value in task.answer
         ]

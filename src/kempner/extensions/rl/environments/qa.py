@@ -14,16 +14,16 @@ from typing import Any
 from kempner.config.option import ConfigError
 from kempner.extensions.rl.environments.protocol import Environment, Task
 
-DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)"  # commas stand before groups of three, or are no part of it
+DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)"  # commas separate groups of three, or do not belong to it
 NUMBER_PATTERN = re.compile(rf"-?\$?{DIGITS}(?:\.\d+)?(?:[eE][+-]?\d+|/\d+)?")
-# Two digits of an exponent: the Fraction of 1e999999999 has a billion digits.
+# At most two exponent digits: the Fraction of 1e999999999 has a billion digits.
 WHOLE = re.compile(rf"[+-]?{DIGITS}?(?:\.\d*)?(?:[eE][+-]?\d{{1,2}}|/\d+)?")
 DIGIT_GROUPS = re.compile(r"(?<![\d.])(\d{1,3})((?: \d{3})+)(?!\d)")
 ANSWER_MARK = re.compile(r"####\s*(.+)")
 FRACTION = re.compile(r"(?<!\d)(-?)\\[dt]?frac *(?:\{(-?\d+)\}|(\d)) *(?:\{(\d+)\}|(\d))")
-# At most 9 digits each: int() raises ValueError at more than 4300.
+# At most 9 digits each: int() raises ValueError for more than 4300.
 MIXED = re.compile(r"(-?)(\d{1,9}) *\\[dt]?frac *(?:\{(\d{1,9})\}|(\d)) *(?:\{(\d{1,9})\}|(\d))")
-# Minus signs, hyphens and spaces as they are typeset: the patterns here know those of ASCII.
+# Typeset minus signs, hyphens and spaces: the patterns here use ASCII.
 SIGN_TABLE = str.maketrans(
     {"\u2212": "-", "\u2011": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " "}
 )
@@ -31,20 +31,20 @@ UNIT_PATTERN = re.compile(
     r"\\(?:text|mathrm|mbox)\{[^{}]*\}(?:\^(?:\d|\{\d\}))?|\^\{?\\circ\}?|\\[,!;: $%]"
 )
 TEXT_COMMANDS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}")
-LETTER = re.compile(r"\(([a-z])\)")  # of several choices
+LETTER = re.compile(r"\(([a-z])\)")  # in multiple choice
 FORMULA = re.compile(r"[\d\\^=]")  # a text with none of these is words
 MATH_S = 2  # that math_verify may take to read a formula, or to compare two
 
 
 class Qa(Environment):
-    """Questions with answers. The reward is 1 for the right answer. It stands after ####, or in
-    \\boxed{}, or it is the last number of the completion; if it is not a number, its last line."""
+    """Questions with answers. The reward is 1 for the right answer, which stands after ####, in
+    \\boxed{}, or is the last number of the completion; if it is not a number, the last line."""
 
     runs_code = False
 
     def __init__(self, file: str, held_out: float = 0.1) -> None:
-        """`file`: JSON lines with "question" (or "prompt") and "answer"; of the latter the part
-        after #### counts, as in GSM8K. `held_out`: share of them for evaluation alone; 1: all."""
+        """`file`: JSON lines with "question" (or "prompt") and "answer", of which the part after
+        #### counts, as in GSM8K. `held_out`: share of them only for evaluation; 1: all."""
         if not 0 <= held_out <= 1:
             raise ConfigError("held_out must be from 0 to 1")
         self.rows = read_rows(file, ("question", "prompt"), "answer", problem_of_answer)
@@ -65,7 +65,7 @@ class Qa(Environment):
             )
         number = number_value(reply or "")
         if reply is not None and number is None:
-            # A marked answer that is more than a number must not count for the last number in it.
+            # A marked answer that is more than a number must not count as the last number in it.
             bare = UNIT_PATTERN.sub("", reply).strip()
             if bare.startswith(("(", "[", "{", "\\{")):  # a pair, an interval, a set
                 return 0.0
@@ -78,14 +78,14 @@ class Qa(Environment):
 
 
 def marked_answer(text: str) -> str | None:
-    """Return the last text that is marked as the answer."""
+    """Return the last text marked as the answer."""
     found = ANSWER_MARK.findall(text)
     return found[-1].strip() if found else boxed_answer(text)
 
 
 def boxed_answer(text: str) -> str | None:
-    """Return the content of the last \\boxed{}, with the braces in it; None if there is none, or it
-    has no end."""
+    """Return the content of the last \\boxed{}, including inner braces; None if there is none, or
+    it is not closed."""
     _, mark, rest = text.rpartition("\\boxed{")
     depth = 1
     for at, letter in enumerate(rest if mark else ""):
@@ -98,7 +98,7 @@ def boxed_answer(text: str) -> str | None:
 def number_value(text: str) -> Fraction | None:
     """Parse a number as people write it: $1,000.50, 1e3, 3/4, \\frac{3}{4}, 12%, 5 \\text{ cm}^2,
     10{,}000, 3\\frac{1}{2}."""
-    # LaTeX writes a comma between digits as {,}, which leaves no space after it.
+    # LaTeX writes a comma between digits as {,}, which suppresses the space after it.
     text = UNIT_PATTERN.sub("", text.translate(SIGN_TABLE).replace("{,}", ","))
     if mixed := MIXED.fullmatch(text.strip(" $.")):
         sign, whole, *parts = mixed.groups("")
@@ -115,8 +115,8 @@ def number_value(text: str) -> Fraction | None:
 
 
 def same_formula(reply: str, target: str) -> bool:
-    """Return whether they are the same formula: by math_verify if it is installed, else letter by
-    letter."""
+    """Return whether two formulas are the same: by math_verify if installed, else
+    letter by letter."""
     if not FORMULA.search(target):
         return False
     if without_marks(reply) == without_marks(target):
@@ -125,8 +125,8 @@ def same_formula(reply: str, target: str) -> bool:
         package = importlib.import_module("math_verify")
     except ImportError:
         return False
-    # A formula that takes too long is not the answer: math_verify's limits, which are signals, say
-    # no. The limit of a reward would end the process instead, and leave the sample out.
+    # A formula that takes too long is not the answer: math_verify's limits, which use signals, say
+    # no. The limit of a reward would instead end the process, and leave the sample out.
     read = [package.parse(f"${text}$", parsing_timeout=MATH_S) for text in (target, reply)]
     return bool(package.verify(*read, timeout_seconds=MATH_S))
 
@@ -149,7 +149,7 @@ def problem_of_prompt(prompt: Any) -> str:
         is_talk &= isinstance(message, dict) and {"role", "content"} <= message.keys()
     if not isinstance(prompt, str) and not is_talk:
         return "must be a text or a list of messages, which have role and content"
-    # JSON can spell out half of a surrogate pair, which no tokenizer takes.
+    # JSON can spell half of a surrogate pair, which no tokenizer accepts.
     try:
         json.dumps(prompt, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -166,12 +166,12 @@ def problem_of_answer(answer: Any) -> str:
 def read_rows(
     file: str, prompts: Sequence[str], answer: str, problem_of: Callable[[Any], str], *more: str
 ) -> list[tuple[Any, ...]]:
-    """Read from each line the first of `prompts` that it has, its `answer`, which `problem_of`
-    checks, and its `more`, texts or None. Raises ConfigError."""
+    """From each line read the first of `prompts` that it has, its `answer`, which `problem_of`
+    checks, and its `more`, strings or None. Raises ConfigError."""
     rows = []
     path = Path(file).expanduser()
     try:
-        # Not splitlines(), which also ends a line at the U+2028 that JSON may hold.
+        # Not splitlines(), which also splits at U+2028, which JSON may contain.
         lines = path.read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from None

@@ -1,4 +1,4 @@
-"""The procedural tasks of the package reasoning-gym, which need no download."""
+"""Procedural tasks of the package reasoning-gym, which need no download."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ReasoningGym(Environment):
     runs_code = False
 
     def __init__(self, dataset: str, **config: Any) -> None:
-        """`dataset`: one of the package's names, such as chain_sum; `config`: its parameters. Tasks
-        are drawn from `size` of it."""
+        """`dataset`: one of the package's names, such as chain_sum; `config`: its parameters.
+        `size` is the number of tasks to draw from."""
         try:
             package = importlib.import_module("reasoning_gym")
         except ImportError:
@@ -30,7 +30,7 @@ class ReasoningGym(Environment):
         self._extract = importlib.import_module("reasoning_gym.utils").extract_answer
         try:
             self._dataset = package.create_dataset(dataset, **{**DEFAULTS, **config})
-        except Exception as error:  # ValueError, TypeError, AssertionError, as each dataset likes
+        except Exception as error:  # ValueError, TypeError, AssertionError, by dataset
             raise ConfigError(f"reasoning-gym: {dataset}: {error}") from None
 
     def task(self, number: int, rng: random.Random) -> Task:

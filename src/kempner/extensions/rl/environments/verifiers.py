@@ -1,5 +1,5 @@
-"""Tasksets of the package verifiers, where a completion is one turn and its rewards need nothing
-but the conversation."""
+"""Tasksets of the package verifiers, if a completion is one turn and its rewards need
+only the conversation."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Verifiers(Environment):
             taskset_config = loaders.taskset_config_type(taskset)(id=taskset, **config)
             loaded = loaders.load_taskset(taskset_config)
             self._tasks = list(itertools.islice(loaded, limit))
-        except Exception as error:  # of the package, of pydantic, or of the taskset
+        except Exception as error:  # from the package, pydantic, or the taskset
             raise ConfigError(f"verifiers: {taskset}: {error}") from None
         if not self._tasks:
             raise ConfigError(f"verifiers: {taskset} has no tasks")
         self.size = len(self._tasks)
         first = self._tasks[0]
         hooks = [*first.hooks("reward"), *(judge.score for judge in first.plugged_judges())]
-        # The names end the sentence of the message below: it must have ...
+        # The names complete the sentence of the message below: it must have ...
         lacks = {
             "rewards": not hooks,
             "no container": first.NEEDS_CONTAINER or any(map(_needs_runtime, hooks)),

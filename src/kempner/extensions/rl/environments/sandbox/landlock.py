@@ -1,6 +1,6 @@
 """Landlock rules (Linux 5.19): the files that programs run by a reward may write. No torch.
 
-A mount that is read-only does not keep a process from opening a FIFO there for writing.
+A read-only mount does not keep a process from opening a FIFO there for writing.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Iterable
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # on every architecture
 VERSION, PATH_BENEATH = 1, 1
 WRITE_FILE, REFER = 1 << 1, 1 << 13
-FIRST_LANDLOCK_ABI = 2  # version 1 lets nobody move a file to another directory
+FIRST_LANDLOCK_ABI = 2  # version 1 forbids all moves between directories
 LANDLOCK_NO_NEW_PRIVS = 38
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def allow_writing(directory: str, files: Iterable[str]) -> bool:
-    """Allow writing in `directory` and to these files only, for this process and its children,
-    irrevocably. Returns False if the kernel has no such rules. Raises OSError."""
+    """Allow writing only in `directory` and to these files, irrevocably, for this process and its
+    children. Returns False if the kernel has no such rules. Raises OSError."""
     if _libc.syscall(CREATE_RULESET, None, 0, VERSION) < FIRST_LANDLOCK_ABI:
         return False
     attributes = struct.pack("Q", WRITE_FILE | REFER)
@@ -30,13 +30,13 @@ def allow_writing(directory: str, files: Iterable[str]) -> bool:
     try:
         for path, rights in allowed.items():
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            # The kernel declares the record packed: without padding.
+            # The kernel's record is packed, without padding.
             rule = struct.pack("=Qi", rights, fd)
             try:
                 _check(_libc.syscall(ADD_RULE, rules, PATH_BENEATH, rule, 0))
             finally:
                 os.close(fd)
-        # Without privileges a process may restrict itself only after this (landlock(7)).
+        # An unprivileged process may restrict itself only after this (landlock(7)).
         _check(_libc.prctl(LANDLOCK_NO_NEW_PRIVS, 1, 0, 0, 0))
         _check(_libc.syscall(RESTRICT_SELF, rules, 0))
     finally:

@@ -1,4 +1,4 @@
-"""Messages over pipes, with an end to every wait. A message is its length, then its bytes."""
+"""Messages over pipes, with a limit on every wait. A message is its length, then its bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import struct
 import time
 
 PIPE_LENGTH = struct.Struct("<Q")
-LARGEST_PIPE_MESSAGE = 1 << 28  # bytes of a message
+LARGEST_PIPE_MESSAGE = 1 << 28  # of one message
 EVER = float("inf")
 
 
@@ -21,8 +21,8 @@ class PipeClosed(Exception):
 
 
 def send_message(fd: int, message: bytes, end: float) -> None:
-    """Send a message by the time `end`, of the monotonic clock. Raises Late or PipeClosed."""
-    # A pipe with room for a part is writable: a blocking write of all would wait past `end`.
+    """Send a message by the time `end` of the monotonic clock. Raises Late or PipeClosed."""
+    # A pipe with little room is writable: a blocking write of everything would outlast `end`.
     os.set_blocking(fd, False)
     rest = memoryview(PIPE_LENGTH.pack(len(message)) + message)
     while rest:
@@ -38,7 +38,7 @@ def send_message(fd: int, message: bytes, end: float) -> None:
 def receive_message(fd: int, end: float, most: int = LARGEST_PIPE_MESSAGE) -> bytes:
     """Receive a message of at most `most` bytes. Raises Late or PipeClosed."""
     (length,) = PIPE_LENGTH.unpack(_read(fd, PIPE_LENGTH.size, end))
-    # A program of the model may have written any length: it must not cost memory.
+    # A model's program may have written any length, which must not cost memory.
     if length > most:
         raise PipeClosed
     return _read(fd, length, end)
@@ -48,7 +48,7 @@ def _read(fd: int, count: int, end: float) -> bytes:
     data = bytearray()
     while len(data) < count:
         _wait(fd, select.POLLIN, end)
-        # In pieces: os.read() allocates all that it is asked for, and the length may be a lie.
+        # In pieces: os.read() allocates the requested size, and the length may be a lie.
         piece = os.read(fd, min(count - len(data), 1 << 20))
         if not piece:
             raise PipeClosed

@@ -1,9 +1,9 @@
-"""The process of a program that a model has written: it runs the program, and then does what tests
-in another process ask of it. `python -I run_program.py REQUESTS ANSWERS`: two pipes. Nothing of it
-is believed but the values that it answers with; see programs.py, which speaks the same way.
+"""The process of a program that a model has written: runs the program, then serves the requests of
+tests in another process. `python -I run_program.py REQUESTS ANSWERS`: two pipes. Only the values in
+its answers are trusted; see programs.py, which speaks the same protocol.
 
-A message is JSON: its kind, a value, and a list of nodes. A value is an atom as it is, or [n] for
-node n: values may be shared or cyclic, and to read them runs nothing.
+A message is JSON: its kind, a value, and a list of nodes. A value is a plain atom, or [n] for node
+n: values may be shared or cyclic, and reading them runs no code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import struct
 import sys
 import types
 
-TYPE_CHECKING = False  # to import typing takes a tenth of the time of a reward
+TYPE_CHECKING = False  # importing typing takes a tenth of a reward's time
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 VALUE_LENGTH = struct.Struct("<Q")
 SMALL_TYPES = {type(None), bool, float, str}
 ATOMS = {*SMALL_TYPES, int}
-LARGE = 1 << 63  # Python reads no more than 4300 digits of a decimal number
+LARGE = 1 << 63  # Python reads at most 4300 digits of a decimal number
 BASES = (int, float, complex, str, bytes, tuple, frozenset)
 """An instance of a class that derives from one of these brings its value, which never changes."""
 CHANGED = {f"collections.{name}" for name in ("deque", "Counter", "OrderedDict", "defaultdict")}
@@ -32,7 +32,7 @@ CHANGED |= {f"builtins.{name}" for name in ("list", "dict", "set", "bytearray")}
 """Types that travel by value; what the other side has changed of one is changed in place."""
 VALUE_PARTS: dict[
     str, tuple[Any, Any]
-] = {  # those of a value; what makes it of them, if not its type
+] = {  # the parts of a value, and what makes it from them, if not its type
     "builtins.int": (lambda v: (hex(v),), lambda text: int(text, 16)),
     "builtins.complex": (lambda v: (v.real, v.imag), None),
     "builtins.bytes": (lambda v: (v.hex(),), "fromhex"),
@@ -99,32 +99,32 @@ def array_of_text(text: str, kind: str, shape: Iterable[int] = ()) -> Any:
 
 
 def is_plain(kind: Any) -> bool:
-    """Return whether arrays of this numpy type hold only numbers or texts."""
+    """Return whether arrays of this numpy type hold only numbers or strings."""
     return kind.names is None and kind.kind in "biufcmMSU"
 
 
 def is_error(kind: Any) -> bool:
-    """Return whether both sides have this class of exceptions."""
+    """Return whether both sides have this exception class."""
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         return False
     return type_name(kind) in ERRORS or getattr(builtins, kind.__name__, None) is kind
 
 
 class Peer:
-    """One of two sides. Each may call the other, also while it serves a call itself."""
+    """One of two sides. Each may call the other, even while it serves a call."""
 
     caught: type[BaseException] = BaseException
 
     def __init__(self) -> None:
-        # The lists also keep their values alive: the id() of one that is gone may become another's.
-        self.kept: list[Any] = []  # what the other side knows by a number
+        # The lists also keep their values alive: the id() of a deleted one may be reused.
+        self.kept: list[Any] = []  # known to the other side by number
         self.numbers: dict[int, int] = {}  # by id()
         self.depth = 0
-        self.shared: list[Any] = []  # what may change, of all messages of the outermost call
+        self.shared: list[Any] = []  # mutable values in all messages of the outermost call
         self.places: dict[int, int] = {}  # by id()
-        self.received: list[Any] = []  # the same of the last message
+        self.received: list[Any] = []  # mutable values in the last message
 
-    # `/`: the function that is called may have keywords of its own named `what` or `self`.
+    # `/`: the called function may have keywords named `what` or `self`.
     def ask(self, what: str, /, *arguments: Any, **keywords: Any) -> Any:
         if not self.depth:
             self.shared, self.places = [], {}
@@ -140,8 +140,8 @@ class Peer:
         return message[1][0]
 
     def answer(self, what: str, arguments: Any, keywords: Any) -> None:
-        """Answer a call, with all values that came with it and may have changed."""
-        # Noted before the call: messages within it replace the list.
+        """Answer a call, with all mutable values that came with it."""
+        # Noted before the call, because messages within it replace the list.
         changed = self.received
         self.depth += 1
         try:
@@ -150,7 +150,7 @@ class Peer:
             try:
                 text = self.pack("error", (error, *changed))
             except Exception:
-                # The exception, or what has changed, cannot be sent.
+                # The exception, or a changed value, cannot be sent.
                 text = self.pack("error", (RuntimeError(type(error).__name__),))
         finally:
             self.depth -= 1
@@ -167,7 +167,7 @@ class Peer:
         numbers: dict[int, int] = {}
 
         def refer(value: Any) -> Any:
-            # By type(): an instance of a class that derives from int may be more than a number.
+            # By type(): an instance of a subclass of int may be more than a number.
             if type(value) in SMALL_TYPES or (type(value) is int and -LARGE < value < LARGE):
                 return value
             if id(value) not in numbers:
@@ -178,8 +178,8 @@ class Peer:
         def items(values: Iterable[Any]) -> list[Any]:
             values = list(values)
             kinds = set(map(type, values))
-            # A list of plain values is sent as it is, without a node for each: most large lists are
-            # such.
+            # A list of plain values, as most large lists are, is sent as it is, without a
+            # node for each.
             if kinds <= SMALL_TYPES or (
                 kinds == {int} and -LARGE < min(values) <= max(values) < LARGE
             ):
@@ -219,12 +219,12 @@ class Peer:
         def items(values: list[Any]) -> list[Any]:
             return list(map(get, values)) if list in set(map(type, values)) else values
 
-        # A new outermost call: the other side has just begun its lists anew in ask(), so that the
-        # places of both agree.
+        # A new outermost call: the other side has just reset its lists in ask(), so that the places
+        # of both agree.
         if not self.depth:
             self.shared, self.places = [], {}
         changed = [number for number, node in enumerate(nodes) if node[0] in CHANGED]
-        # All are made before any is filled: they may contain each other.
+        # Make all objects before filling any: they may contain each other.
         for number in changed:
             objects[number] = self.place(*nodes[number])
         for number in changed:
@@ -252,8 +252,8 @@ class Peer:
         if kind != "value":
             return self.stand_in(key, *rest, items)
         parts = items(rest[0])
-        # In place of an atom there may be a stand-in for an object of the program, whose methods
-        # would then be called.
+        # In place of an atom there may be a stand-in for a program's object, whose methods would
+        # then be called.
         if key in VALUE_PARTS.keys() - HOLDERS and not set(map(type, parts)) <= ATOMS:
             raise TypeError(key)
         how = VALUE_PARTS[key][1] if key in VALUE_PARTS else None
@@ -279,7 +279,7 @@ class Peer:
         raise NotImplementedError
 
     def foreign(self, value: Any, items: Any) -> list[Any]:
-        """Return the node of a value that cannot be sent."""
+        """Return the node for a value that cannot be sent."""
         raise NotImplementedError
 
     def stand_in(self, number: int, *rest: Any) -> Any:
@@ -287,7 +287,7 @@ class Peer:
 
 
 def make_exception(kind: Any, arguments: list[Any]) -> BaseException:
-    """Make an exception that has these `args`, which its __init__ may not take."""
+    """Make an exception with these `args`, which its __init__ may not accept."""
     try:
         error: BaseException = kind(*arguments)
     except TypeError:
@@ -347,7 +347,7 @@ class ProgramPeer(Peer):
     def __init__(self, requests: int, answers: int) -> None:
         super().__init__()
         self.asked, self.answers = os.fdopen(requests, "rb"), os.fdopen(answers, "wb")
-        self.module = types.ModuleType("program")  # and not __main__: main guards do not run
+        self.module = types.ModuleType("program")  # not __main__, so that main guards do not run
         self.theirs: dict[int, Any] = {}
         sys.modules["program"] = self.module
 
@@ -361,7 +361,7 @@ class ProgramPeer(Peer):
 
     def serve(self, what: str, /, *arguments: Any, **keywords: Any) -> Any:
         if what.startswith("__"):
-            # Of the type: there Python itself looks for special methods.
+            # On the type, where Python itself looks up special methods.
             return getattr(type(arguments[0]), what)(*arguments, **keywords)
         return getattr(self, what)(*arguments)
 
@@ -383,8 +383,8 @@ class ProgramPeer(Peer):
         return plain_value(value, changed_base(type(value)))
 
     def class_of(self, number: int) -> Any:
-        """Return name, bases, the methods of TELLS and JUDGES that it has, and whether it derives
-        from a type of CHANGED; None: it is not a class."""
+        """Return name, bases, methods of TELLS and JUDGES, and whether it derives from a type of
+        CHANGED; None: it is not a class."""
         kind = self.kept[number]
         if not isinstance(kind, type):
             return None
@@ -417,10 +417,10 @@ class ProgramPeer(Peer):
 
 
 def plain_value(value: Any, base: Any) -> Any:
-    """Convert an instance of a class that derives from `base` to `base` itself."""
+    """Convert an instance of a subclass of `base` to `base` itself."""
     if base is complex:
         return complex(value.real, value.imag)
-    # By the methods of the base: the class may override its own.
+    # By the base's methods, because the subclass may override them.
     if base in (int, float, str):
         return getattr(base, f"__{base.__name__}__")(value)
     return base(base.items(value) if issubclass(base, dict) else base.__iter__(value))
@@ -436,7 +436,7 @@ def base_method(kind: type, name: str) -> Any:
 
 def main(requests: int, answers: int) -> None:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))  # it cannot raise it again
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))  # cannot be raised again
     program = ProgramPeer(requests, answers)
     while True:
         _, request = program.unpack(program.receive())

@@ -26,33 +26,33 @@ from kempner.extensions.rl.environments.sandbox.pipes import (
 from kempner.extensions.rl.environments.sandbox.worker import OPEN_S, QUICK_S, RewardRequest
 from kempner.jobs.system.process import module_command
 
-SCORER_START_S = 60.0  # of a process, on a node that is busy
-# All other variables, tokens and Slurm's among them, are withheld from rewards.
+SCORER_START_S = 60.0  # of a process, on a busy node
+# All other variables, including tokens and Slurm's, are withheld from rewards.
 KEPT_VARIABLES = (
     *("PATH", "HOME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "VIRTUAL_ENV"),
     *("PYTHONPATH", "PYTHONHOME", "HF_HOME", "XDG_CACHE_HOME"),
 )
-# One reward has one thread. The hash seed: the order of a set must not differ between processes.
+# One thread per reward. The hash seed keeps the order of sets equal in all processes.
 SET = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     **{"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"},
-    **{"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""},  # GPUs are the trainer's
+    **{"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""},  # the GPUs are the trainer's
 }
 
 
 class Scorer:
-    """Processes that ask the environments. All of its methods may be called from any thread.
+    """Processes that ask the environments. All methods may be called from any thread.
 
-    One process takes all conversations of a group, because to ask it costs more than most rewards.
-    Where rewards take longer, the rest of the group is spread over all processes.
+    One process takes all conversations of a group, because asking it costs more than most rewards.
+    If rewards take longer, the rest of the group is spread over all processes.
     """
 
     def __init__(
         self, workers: int, tell: Callable[[str], object] = print, namespaces: bool = True
     ) -> None:
-        """`workers`: processes, each started when it is first needed. `tell` takes a line for the
-        log: which limits this host does not allow."""
-        # The last one used comes first: no more processes are started than work at a time.
+        """`workers`: processes, each started when first needed. `tell` takes a line for the log:
+        which limits this host does not allow."""
+        # Last in, first out: starts no more processes than work at the same time.
         self._free: queue.LifoQueue[_Process] = queue.LifoQueue()
         self._all = [_Process(self._tell_once, namespaces) for _ in range(workers)]
         for process in self._all:
@@ -61,7 +61,7 @@ class Scorer:
         self._tell, self._told, self._lock = tell, False, threading.Lock()
 
     def check(self, envs: Sequence[Tasks]) -> None:
-        """Raise ConfigError if this host cannot isolate the programs that these run."""
+        """Raise ConfigError if this host cannot isolate the programs of these environments."""
         process = self._free.get()
         lacks = process.lacks()
         self._free.put(process)
@@ -78,8 +78,7 @@ class Scorer:
         self, env: Tasks, task: Task, talks: Sequence[Sequence[Message]]
     ) -> list[Reply | Score | None]:
         """Return the reply to the model's last turn of each conversation; None: it is over, ask for
-        its score. A Score without a reward: the environment has failed, and the sample is left
-        out."""
+        its score. A Score without a reward: the environment failed, and the sample is left out."""
         turns = [sum(each["role"] == "assistant" for each in talk) for talk in talks]
         before = sum(each["role"] == "assistant" for each in task.messages)
         going = [turn - before < env.environment.turns for turn in turns]
@@ -88,8 +87,8 @@ class Scorer:
         return [_reply(next(answers)) if goes else None for goes in going]
 
     def close(self) -> None:
-        """End all processes, also while they are at work."""
-        # First: a conversation that waits for its turn would start a process again.
+        """End all processes, even while they work."""
+        # First: a conversation waiting for its turn would restart a process.
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._all:
             process.end()
@@ -123,12 +122,12 @@ class _Process:
         self._lacks: list[str] = []
 
     def ask(self, request: RewardRequest) -> list[dict[str, Any]]:
-        """Return the answers for its first conversations, at least one: the others are asked
-        again."""
+        """Return the answers for its first conversations, at least one; the others must
+        be asked again."""
         try:
             process = self._process or self._start()
             assert process.stdin and process.stdout
-            # A timeout for a stopped process; a running one answers in time itself.
+            # A timeout for a stopped process; a running one answers in time by itself.
             end = time.monotonic() + OPEN_S + QUICK_S + request.env.timeout + SCORER_START_S
             send_message(process.stdin.fileno(), pickle.dumps(request), end)
             answers: list[dict[str, Any]] = json.loads(
@@ -142,12 +141,12 @@ class _Process:
 
     def _start(self) -> subprocess.Popen[bytes]:
         variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-        # A session of its own: Ctrl-C must reach only us, and the process ends when we do.
+        # A separate session: Ctrl-C must reach only us, and the process ends when we do.
         process = self._process = subprocess.Popen(
             [*module_command("kempner.extensions.rl.environments.sandbox.worker"), *self._words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # pipes.py reads the descriptors: a buffer of Python's would hide what has come.
+            # pipes.py reads the descriptors: a Python buffer would hide data that have arrived.
             bufsize=0,
             env={**variables, **SET},
             start_new_session=True,
@@ -160,8 +159,8 @@ class _Process:
         return process
 
     def lacks(self) -> list[str]:
-        """Return the limits that the kernel does not allow. Raises OSError if no process can be
-        started."""
+        """Return the limits that the kernel does not allow. Raises OSError if no process
+        can be started."""
         try:
             self._process or self._start()
         except (Late, PipeClosed):
@@ -170,14 +169,14 @@ class _Process:
         return self._lacks
 
     def end(self) -> None:
-        """End it by closing its pipe; by SIGKILL if it does not answer."""
+        """End it by closing its pipe, or by SIGKILL if it does not respond."""
         process, self._process = self._process, None
         if process is None:
             return
         assert process.stdin and process.stdout
         process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # Longer than the 10 s that it may take to end its descendants.
+            # Longer than the 10 s in which it may end its descendants.
             process.wait(15)
         process.kill()
         process.wait()
@@ -191,7 +190,7 @@ def _reply(answer: dict[str, Any]) -> Reply | Score | None:
 
 
 class NoRewards:
-    """A stand-in for the scorer: conversations have one turn, and nobody waits for rewards."""
+    """A stand-in for the scorer: conversations have one turn, and nothing waits for rewards."""
 
     def check(self, envs: Sequence[Tasks]) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The directory for temporary files of what a reward runs. No torch."""
+"""The directory for temporary files of programs run by a reward. No torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import os
 
 
 def empty_directory(directory: str) -> bool:
-    """Delete all contents, whatever a program has made of them; returns False if something has
-    stayed.
+    """Delete all contents, whatever a program has made of them; returns False if anything remains.
 
-    Directories are moved up before they are deleted: in a chain of thousands no path is too long,
-    and nothing here recurses.
+    Directories are moved up before they are deleted: even in a chain of thousands no path is too
+    long, and nothing recurses.
     """
-    # The random names of moved directories: a program cannot have taken them.
+    # Random names for moved directories, which a program cannot have taken.
     top, prefix, number = os.fsencode(directory), os.urandom(8).hex(), 0
     try:
-        # A program may have taken its own rights away, here and below.
+        # A program may have removed its own permissions, here and below.
         os.chmod(top, 0o700)
         while entries := _listing(top):
             for entry in entries:
@@ -25,7 +24,7 @@ def empty_directory(directory: str) -> bool:
                 os.chmod(entry.path, 0o700)
                 for below in _listing(entry.path):
                     if below.is_dir(follow_symlinks=False):
-                        os.chmod(below.path, 0o700)  # its ".." is changed
+                        os.chmod(below.path, 0o700)  # its ".." changes
                         os.rename(below.path, os.path.join(top, f"{prefix}-{number}".encode()))
                         number += 1
                     else:

@@ -1,9 +1,9 @@
-"""System calls that what a reward runs may not make (seccomp). Linux; no torch.
+"""System calls that programs run by a reward must not make (seccomp). Linux; no torch.
 
-A mount or network namespace does not keep a process from the Unix sockets of its user, such as
-those of tmux, ssh-agent or a container's daemon, which run what they are told outside of it; nor
-from locks on files that it may read, for which others then wait. And memory that no process has
-mapped is in no figure that we could look at.
+A mount or network namespace does not shield the Unix sockets of the user, such as those of tmux,
+ssh-agent or a container's daemon, which execute commands outside it; nor does it prevent locks on
+readable files, for which others then wait. And memory that no process has mapped is in no figure
+that we could monitor.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import NamedTuple
 
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, MODE_FILTER = 38, 22, 2
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
-# Instructions of a classic BPF program, and where seccomp's record has what they load.
+# Instructions of a classic BPF program, and the offsets in seccomp's record that they load.
 LOAD, AND, RETURN, EQUAL, AT_LEAST = 0x20, 0x54, 0x06, 0x15, 0x35
 NUMBER_OFFSET, ARCHITECTURE_OFFSET, ARGUMENTS_OFFSET = 0, 4, 16
 ANY = 0xFFFFFFFF  # a mask
-X32 = 0x40000000  # the other table of system calls that x86-64 has
+X32 = 0x40000000  # x86-64's other table of system calls
 IO_URING_SETUP, MEMFD_SECRET = 425, 447  # on every architecture
 
 
 class Machine(NamedTuple):
-    """Architecture for the audit system, and numbers of its system calls."""
+    """The audit system's number of an architecture, and numbers of its system calls."""
 
     audit: int
     socket: int
@@ -44,7 +44,7 @@ MACHINES = {
     "x86_64": Machine(0xC000003E, 41, 53, 72, 73, (29, 64, 68, 240), 319, (248, 249, 250)),
     "aarch64": Machine(0xC00000B7, 198, 199, 25, 32, (194, 190, 186, 180), 279, (217, 218, 219)),
 }
-LOCKS = (6, 7, 37, 38)  # F_SETLK and F_SETLKW, also of open files; fcntl has those of 32 bits
+LOCKS = (6, 7, 37, 38)  # F_SETLK and F_SETLKW, also of open files; fcntl has the 32-bit ones
 SET_LEASE = 1024
 
 Instruction = tuple[int, int, int, int]  # code, steps ahead if true, if false, constant
@@ -56,21 +56,21 @@ class _Program(ctypes.Structure):
 
 
 def forbid_calls() -> list[str]:
-    """Forbid, for this process and its children, irrevocably: all sockets but those of the Internet
-    and pairs of streams, memory in files without a name, System V's shared objects, message queues,
-    keys, leases, and io_uring, which makes sockets, too. A lock on a file succeeds and does
-    nothing: a program may need one on a file of its own, and a filter does not see which file it
-    is. Returns what the kernel does not allow."""
+    """Forbid, irrevocably, for this process and its children: all sockets except the Internet's and
+    stream pairs, memory in unnamed files, System V's shared objects, message queues, keys, leases,
+    and io_uring, which can make sockets, too. A lock on a file succeeds without effect: a program
+    may need one on its own file, and a filter does not see which file it is. Returns what the
+    kernel does not allow."""
     machine = MACHINES.get(platform.machine())
     if machine is None:
         return [f"no filter of system calls on {platform.machine()}: it may use Unix sockets"]
     missing = (*machine.ipc, machine.memfd_create, *machine.keys, IO_URING_SETUP, MEMFD_SECRET)
-    # ENOSYS, as of a kernel without the call: libraries go another way.
+    # ENOSYS, as from a kernel without the call, so that libraries fall back.
     refused = {**dict.fromkeys(missing, errno.ENOSYS), machine.flock: 0}
     tests = [
         *_if(machine.socket, 0, ANY, (socket.AF_INET, socket.AF_INET6), errno.EACCES, False),
         *_if(machine.socketpair, 0, ANY, (socket.AF_UNIX,), errno.EACCES, False),
-        # An end of a pair of datagrams can be connected to another socket.
+        # One end of a datagram pair can be connected to another socket.
         # 0xF: SOCK_NONBLOCK and SOCK_CLOEXEC are in the same argument.
         *_if(machine.socketpair, 1, 0xF, (socket.SOCK_STREAM,), errno.EACCES, False),
         *_if(machine.fcntl, 1, ANY, LOCKS, 0),
@@ -84,12 +84,12 @@ def forbid_calls() -> list[str]:
 
 
 def install_filter(refused: Mapping[int, int], tests: list[Instruction] | None = None) -> None:
-    """Install a filter: calls by number, each with the error that it gets; `tests` see the number,
-    and must leave it loaded. Raises OSError."""
+    """Install a filter: calls by number, each with its error; `tests` see the number, and must
+    leave it loaded. Raises OSError."""
     audit = MACHINES[platform.machine()].audit
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE_OFFSET),
-        # In another architecture, such as that of 32 bits, the same numbers are other calls.
+        # In another architecture, such as the 32-bit one, the same numbers are other calls.
         (EQUAL, 1, 0, audit),
         (RETURN, 0, 0, ERRNO | errno.ENOSYS),
         (LOAD, 0, 0, NUMBER_OFFSET),
@@ -100,11 +100,11 @@ def install_filter(refused: Mapping[int, int], tests: list[Instruction] | None =
         program += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | code)]
     program += [*(tests or []), (RETURN, 0, 0, ALLOW)]
     text = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
-    # A name of its own: the structure has an address only, which keeps nothing alive.
+    # Bound to a name: the structure holds only an address, which keeps nothing alive.
     buffer = ctypes.create_string_buffer(text, len(text))
     found = _Program(len(program), ctypes.addressof(buffer))
     for words in (
-        # Without privileges a filter is accepted only after this (seccomp(2)).
+        # An unprivileged process may install a filter only after this (seccomp(2)).
         (PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
         (PR_SET_SECCOMP, MODE_FILTER, ctypes.byref(found), 0, 0),
     ):
@@ -116,9 +116,9 @@ def _if(
     number: int, argument: int, mask: int, values: Sequence[int], code: int, among: bool = True
 ) -> list[Instruction]:
     """Return instructions that give the call the error `code` if an argument, an int, is among
-    these values under the mask; or, with `among` false, if it is not."""
+    these values under the mask; if `among` is false, if it is not."""
     last = len(values) - 1
-    # On a match, jump over the rest to the refusal, or past it.
+    # On a match, jump over the rest: to the refusal, or past it.
     found = [(EQUAL, last - n + (not among), 0, value) for n, value in enumerate(values)]
     if among:
         found[last] = (EQUAL, 0, 1, values[last])

@@ -1,9 +1,9 @@
 """A process of a Scorer: `python -m kempner.extensions.rl.environments.sandbox.worker`. No torch.
 
-It is two. The inner one asks the environments; whatever it runs may hang, fork or take all memory.
-The outer one, which runs nothing of theirs, watches it, kills it with all that it has started, and
-answers in every case. When the inner one is gone the outer one ends, too; so it does when the
-Scorer's end of its pipe is closed, as the kernel does when that process is killed.
+It is two processes. The inner one asks the environments, whose code may hang, fork or take all
+memory. The outer one, which runs none of their code, watches it, kills it with all that it has
+started, and always answers. The outer one ends when the inner one is gone, or when the Scorer's end
+of its pipe is closed, as the kernel does when that process is killed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from kempner.extensions.rl.environments.sandbox.pipes import (
 )
 from kempner.extensions.rl.environments.sandbox.scratch import empty_directory
 
-OPEN_S = 120.0  # that an environment may take to be made
-REWARD_POLL_S = 0.05  # between two looks at a reward that takes longer
-QUICK_S = 0.05  # for the conversations of one request; then other processes take a part of the rest
-REWARD_BEGIN = b"begin"  # the environment is there: from now on the limits of the reward hold
+OPEN_S = 120.0  # to make an environment
+REWARD_POLL_S = 0.05  # between two checks of a longer reward
+QUICK_S = 0.05  # for one request's conversations; then other processes take a share of the rest
+REWARD_BEGIN = b"begin"  # the environment exists: from now on the limits of the reward apply
 
 
 class RewardRequest(NamedTuple):
@@ -69,7 +69,7 @@ class OuterProcess:
 
     def _ask(self, message: bytes) -> list[dict[str, Any]]:
         """Return the inner process's answers for the first conversations, or why there is none for
-        the next one; "last" if it is gone."""
+        the next one; "last" if the process is gone."""
         request: RewardRequest = pickle.loads(message)
         try:
             answer: dict[str, Any] = json.loads(self._watch(request.env, message))
@@ -89,8 +89,8 @@ class OuterProcess:
         return [json.loads(line) for line in text.splitlines()]
 
     def _watch(self, env: EnvConfig, message: bytes) -> bytes:
-        """Return its last answer. Raises Late with the reason if it has exceeded a limit, or has
-        ended."""
+        """Return the last answer. Raises Late, with the reason, if the inner process has exceeded a
+        limit or ended."""
         end, reason = time.monotonic() + OPEN_S, f"was not open within {OPEN_S:.0f} s"
         before, failed = 0, None
         try:
@@ -103,16 +103,16 @@ class OuterProcess:
                     failed = json.loads(answer[len(REWARD_BEGIN) :])
                     end = time.monotonic() + QUICK_S + env.timeout
                     reason = f"took more than {env.timeout:g} s"
-                    # A forked reward's process shares memory with it that is counted for both.
+                    # Memory that a forked reward's process shares with it counts for both.
                     before = limits.process_memory([self.inner]) * (1 if failed is None else 2)
                     continue
-                # Not all of them: the processes of a fork bomb come faster than they are listed.
+                # Not all: the processes of a fork bomb appear faster than they are listed.
                 family = limits.list_descendants(self.inner, limits.PROCESSES + 1)
                 if len(family) > limits.PROCESSES:
                     raise Late(f"had more than {limits.PROCESSES} processes")
                 if limits.process_memory([self.inner, *family]) - before > env.memory:
                     raise Late(f"took more than {env.memory} MiB")
-                # WNOWAIT leaves the exit code for the reason below.
+                # WNOWAIT keeps the exit code for the reason below.
                 if os.waitid(os.P_PID, self.inner, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                     raise PipeClosed
                 if time.monotonic() > end:
@@ -129,7 +129,7 @@ class OuterProcess:
         for fd in (self.from_inner, self.requests):
             poll.register(fd, select.POLLIN)
         ready = [fd for fd, _ in poll.poll(REWARD_POLL_S * 1000)]
-        # The Scorer sends nothing while it waits for an answer: this is its end.
+        # The Scorer sends nothing while it waits for an answer: it has ended.
         if self.requests in ready:
             raise SystemExit
         return self.from_inner in ready
@@ -149,21 +149,20 @@ class OuterProcess:
             for fd in (requests, answers, self.notes, self.requests, self.answers):
                 os.close(fd)
             nothing = os.open(os.devnull, os.O_RDWR)
-            for fd in range(3):  # what an environment prints is nobody's
+            for fd in range(3):  # discards what an environment prints
                 os.dup2(nothing, fd)
             serve_rewards(theirs, ours, notes, self.lacks)
             code = 0
         finally:
-            # The interpreter must not clean up: its exit handlers are copies of the outer
-            # process's.
+            # Skip the interpreter's cleanup: its exit handlers are copies of the outer process's.
             os._exit(code)
 
     def _end(self) -> None:
-        """Kill the inner process; with the init of a namespace the kernel kills all that are in
-        it."""
+        """Kill the inner process; if it is the init of a namespace, the kernel kills all
+        others in it."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.inner, signal.SIGKILL)
-        # Of this process: it is the subreaper to which the inner one's orphans come.
+        # Of this process: as the subreaper it inherits the inner one's orphans.
         limits.end_descendants(os.getpid(), 10.0)
         if self.directory:
             empty_directory(self.directory)
@@ -172,14 +171,14 @@ class OuterProcess:
 
 
 def serve_rewards(requests: int, answers: int, notes: int, lacks: list[str]) -> None:
-    """Run the inner process. `lacks`: what the kernel did not allow before."""
-    # A signal that is sent to our group must not reach the outer process.
+    """Run the inner process. `lacks`: what the kernel has not allowed before."""
+    # A signal to our group must not reach the outer process.
     os.setsid()
-    # The init of a namespace gets only signals that it has a handler for: this takes Python's away.
+    # The init of a namespace gets only signals that it handles: this removes Python's handler.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     more, own = limits.confine_process(not lacks)
     lacks = lacks + more
-    # Only a directory made for it is ever emptied: its own file system, or else a new directory.
+    # Only a directory made for it is ever emptied: its private file system, or else a new one.
     directory = "" if own else tempfile.mkdtemp(prefix="kempner-reward-")
     scratch = own or directory
     os.environ["TMPDIR"] = tempfile.tempdir = scratch
@@ -191,7 +190,7 @@ def serve_rewards(requests: int, answers: int, notes: int, lacks: list[str]) -> 
         while True:
             request: RewardRequest = pickle.loads(receive_message(requests, EVER))
             limits.reap_children()
-            empty_directory(scratch)  # of what a process has written that had to be ended
+            empty_directory(scratch)  # leftovers of a process that had to be ended
             try:
                 if request.env not in environments:
                     environments[request.env] = make_environment(request.env.id, request.env.args)
@@ -220,10 +219,10 @@ def serve_rewards(requests: int, answers: int, notes: int, lacks: list[str]) -> 
 
 
 def leave_answer(notes: int, answer: bytes) -> bool:
-    """Put an answer into the pipe that the outer process reads even if this one is gone, without
-    waking it up: that takes longer than most rewards. Returns False if there is no room."""
+    """Put an answer into the pipe, which the outer process reads even if this one is gone, without
+    waking it: that takes longer than most rewards. Returns False if there is no room."""
     try:
-        # Up to PIPE_BUF bytes a write to a pipe is whole or not at all (pipe(7)).
+        # Writes of up to PIPE_BUF bytes to a pipe are atomic (pipe(7)).
         return len(answer) < select.PIPE_BUF and os.write(notes, answer + b"\n") > 0
     except BlockingIOError:
         return False
@@ -232,8 +231,8 @@ def leave_answer(notes: int, answer: bytes) -> bool:
 def ask_apart(
     environment: Environment, request: RewardRequest, task: Task, talk: list[Message]
 ) -> dict[str, Any]:
-    """Ask in a process that only this conversation has. If it dies, that is the program's doing;
-    but the program cannot send SIGKILL: the kernel does, when the host has no memory left."""
+    """Ask in a separate process for this conversation. If it dies, the program is to blame, except
+    for SIGKILL, which it cannot send: the kernel does, when the host runs out of memory."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if not pid:
@@ -249,7 +248,7 @@ def ask_apart(
     with contextlib.suppress(PipeClosed, ValueError):
         found = json.loads(receive_message(ours, EVER))
     os.close(ours)
-    # Its pipe alone does not say how it has ended.
+    # The pipe alone does not show how it ended.
     status = os.waitpid(pid, 0)[1]
     return {"why": _how(status)} if status == signal.SIGKILL else found
 
@@ -263,7 +262,7 @@ def ask_environment(
                 reply = environment.reply(task, talk)
                 return {"reply": reply and [str(reply.content), str(reply.role)]}
             reward = float(environment.judge(task, talk))
-    except BaseException as error:  # also SystemExit, MemoryError, RecursionError
+    except BaseException as error:  # including SystemExit, MemoryError, RecursionError
         if isinstance(error, MemoryError) and environment.failed is not None:
             return {"reward": environment.failed}
         return {"why": _why(error)}
@@ -289,7 +288,7 @@ def main() -> None:
     requests, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
-    # What is printed goes to the log: on 1 it would get among the answers.
+    # Printed text goes to the log: on 1 it would mix with the answers.
     os.dup2(2, 1)
     lacks = (
         ["no namespaces (not wanted)"]
