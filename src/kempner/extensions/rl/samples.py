@@ -1,5 +1,5 @@
-"""The log of samples, RUN/rl-samples.jsonl: a few of each step; and figures of all of them. No
-torch."""
+"""The log of samples, RUN/rl-samples.jsonl, with a few from each step; and figures of all
+samples. No torch."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from kempner.jobs.system.files import LineFile
 from kempner.jobs.system.reading import open_regular
 
 SAMPLES_FILE = "rl-samples.jsonl"
-RECORDED_GROUPS = 2  # of a step, of which the best and the worst sample are recorded
-LONGEST_TEXT = 4000  # characters of each text
+RECORDED_GROUPS = 2  # per step; their best and worst samples are recorded
+LONGEST_TEXT = 4000  # characters per text
 STEP_OF_LINE = re.compile(rb'\{"step": (\d+),')
 
 
 class SampleLog:
     def __init__(self, run_dir: Path, step: int, say: Callable[[str], None]) -> None:
-        """Open the log. Lines of steps after `step` belong to lost training: they are removed."""
+        """Open the log. Removes lines of steps after `step`, whose training was lost."""
         self._path, self._say, self._failed = run_dir / SAMPLES_FILE, say, False
         with contextlib.suppress(OSError):
             remove_after(self._path, step)
 
     def add(self, step: int, groups: Sequence[SampleGroup]) -> None:
-        """Add samples of a step. Training does not depend on it: a full disk is reported once."""
+        """Add samples of a step. Training does not depend on them: a full disk is reported once."""
         try:
-            # Opened anew for each step, which ends a line that a full disk has cut.
+            # Reopened for each step, which ends a line cut off by a full disk.
             file = LineFile(self._path)
             for group in groups[:RECORDED_GROUPS]:
                 scored = sorted(group.scored, key=lambda each: each.reward or 0.0)
@@ -54,8 +54,8 @@ class SampleLog:
 
 
 def remove_after(path: Path, step: int) -> None:
-    """Remove the lines of later steps, which are the last. Reads no more than these: the log of a
-    long run has gigabytes. Raises OSError."""
+    """Remove the lines of later steps, which come last. Reads only these, because the log of a long
+    run has gigabytes. Raises OSError."""
     with open(path, "rb", opener=open_regular) as file:
         size = end = os.fstat(file.fileno()).st_size
         if not size:  # an empty file cannot be mapped
@@ -78,9 +78,9 @@ def reward_figures(
     stale: int,
     cancelled: int,
 ) -> dict[str, float]:
-    """Compute the metrics. `groups`: all that have come since the last batch: rewards of the
-    trained groups alone would say nothing of prompts that are always solved, or never. `batch`:
-    trained by step `step`; `cancelled`: groups that became too old before they came."""
+    """Compute the metrics. `groups`: all that have arrived since the last batch, because the
+    trained groups would not reveal prompts that are always or never solved. `batch`: trained by
+    step `step`; `cancelled`: groups that became too old before they arrived."""
     scored = [each for group in groups for each in group.scored]
     rewards = [reward for group in groups for reward in group.rewards]
     trained = [each for group in batch for each in group.scored]
@@ -88,7 +88,7 @@ def reward_figures(
         "reward": mean_or_zero(rewards),
         "reward_std": float(np.std(rewards)) if rewards else 0.0,
         "length": mean_or_zero([each.length for each in scored]),
-        # Less than `length` where rl.max_async selects short answers.
+        # Less than `length` if rl.max_async selects short answers.
         "length_trained": mean_or_zero([each.length for each in trained]),
         "truncated": mean_or_zero([each.truncated for each in scored]),
         "zero_variance": float(sum(not group.failed and group.flat for group in groups)),
@@ -97,7 +97,7 @@ def reward_figures(
         "given_up": float(sum(group.given_up for group in groups)),
         "broken_tasks": float(sum(group.broken for group in groups)),
         "failed_rewards": float(sum(len(group.rollouts) - len(group.rewards) for group in groups)),
-        # Step n trains version n - 1: what that one has sampled is 0 behind.
+        # Step n trains version n - 1, whose samples have staleness 0.
         "staleness": mean_or_zero([step - 1 - each.oldest for each in trained]),
         "samples": float(len(trained)),
     }

@@ -1,4 +1,4 @@
-"""Log-probabilities of every token of a text and its alternatives, in one pass over the whole."""
+"""Log-probabilities of a text's tokens and of their alternatives, in one pass over all of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kempner.model.decoder import Decoder
 
 
 class Looked(NamedTuple):
-    """Log-probabilities of each token after the first one: T - 1 of them."""
+    """Log-probabilities of each token but the first: T - 1 of them."""
 
     values: list[float]  # its log-probability
     tops: list[dict[int, float]]  # the most likely tokens in its place
@@ -27,7 +27,7 @@ def score_alternatives(
     if len(ids) < 2:
         return scores
     tokens = torch.tensor([ids], device=model.embed.weight.device)
-    # The last token is only looked up.
+    # The last token is only a target.
     x = run_all_blocks(model, tokens[:, :-1])[0]  # [T - 1, D]
     for logits, target in chunk_logits(model, x, tokens[0, 1:]):
         logprobs = (logits / temperature).log_softmax(-1)

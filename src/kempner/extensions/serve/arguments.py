@@ -10,7 +10,7 @@ from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 
 TOKEN_VARIABLE = "KEMPNER_SERVE_TOKEN"
-OF_RUN = ("source", "weights", "token_file", "publish", "check")  # what a run itself says
+OF_RUN = ("source", "weights", "token_file", "publish", "check")  # set by a run itself
 
 
 def parse_serve_arguments(argv: Sequence[str], doc: str | None = None) -> argparse.Namespace:
@@ -78,12 +78,12 @@ def parse_serve_arguments(argv: Sequence[str], doc: str | None = None) -> argpar
 
 
 def problem_of(words: Sequence[str], least: int, most: int) -> str:
-    """Return what is wrong with more words for an engine of a run, whose texts grow up to `least`
+    """Return what is wrong with more options for an engine of a run, whose texts grow up to `least`
     tokens, and whose model sees `most`; empty if nothing."""
-    # They stand for what the run itself will give.
+    # Placeholders for the values that the run itself will give.
     arguments = ["--weights=.", f"--window={least}"]
     try:
-        # argparse would print it, and end this process.
+        # argparse would print the help, and end this process.
         if {"-h", "--help"} & {*words}:
             return "--help: cannot be given to an engine of a run; leave it out"
         plain, options = (

@@ -1,4 +1,4 @@
-"""The routes of an engine. A thread for each connection, which waits; the worker computes."""
+"""The routes of an engine. Each connection has a thread that waits; the worker computes."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from kempner.extensions.serve.worker import CompletionJob, News, Unavailable, Wo
 from kempner.jobs.ranks.port_range import listen_in_range
 
 LARGEST_REQUEST_BYTES = 64 << 20
-DISCARDED_BYTES = 1 << 30  # of one that is larger
-CLIENT_POLL_S = 0.5  # between two looks whether a client is still there
-CLIENT_SILENCE_S = 60.0  # a client that neither sends nor takes anything for so long is gone
-MOST_STRANGERS = 256  # connections that have not been allowed anything; of more, the oldest ends
-MODEL = "/v1/models/"  # and its name
+DISCARDED_BYTES = 1 << 30  # read from a larger body
+CLIENT_POLL_S = 0.5  # between two checks whether a client is still there
+CLIENT_SILENCE_S = 60.0  # a client that sends and accepts nothing for so long is gone
+MOST_STRANGERS = 256  # connections without an allowed request; beyond, the oldest is dropped
+MODEL = "/v1/models/"  # followed by its name
 EMPTY: Mapping[str, str] = {}
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-LAST_ANSWERS_S = 3.0  # at the end, for the answers that are being written
+LAST_ANSWERS_S = 3.0  # at the end, for answers being written
 
 
 class TooLarge(Exception):
@@ -56,30 +56,29 @@ class ClientGone(Exception):
 
 
 class Server(ThreadingHTTPServer):
-    """An HTTP server, bound when it is made; it answers once it has a worker and serve_forever()
-    runs."""
+    """An HTTP server, bound when made; it answers once it has a worker and serve_forever() runs."""
 
-    # The process ends while threads still wait for the next request of their clients.
+    # The process may end while threads still wait for their clients' next requests.
     daemon_threads = True
-    request_queue_size = 1024  # connections that come at once
+    request_queue_size = 1024  # connections that arrive at the same time
     worker: Worker
 
     def __init__(self, host: str, port: int, model: str, token: str) -> None:
-        """`model`: its name for clients; `token`: required in each request; empty: none is. Raises
-        OSError."""
+        """`model`: its name for clients; `token`: required in each request, unless
+        empty. Raises OSError."""
         if ":" in host:
             self.address_family = socket.AF_INET6
         self.lease = Lease()
         self.model, self.token, self.began = model, token, int(time.time())
-        self.names = (*LOOPBACK, host)  # those of this server, for whoever has no token
+        self.names = (*LOOPBACK, host)  # names of this server, for clients without a token
         self.active = 0  # requests that are being answered
-        self.heads: dict[Handler, float] = {}  # whose line and headers are not there yet; since
+        self.heads: dict[Handler, float] = {}  # since when each waits for its request's head
         self.lock = threading.Lock()
         super().__init__((host, port), Handler)
 
-    # http.server's own asks the DNS for the name of this host.
+    # http.server's own method asks the DNS for this host's name.
     def server_bind(self) -> None:
-        # A port that the user has named is bound as it is; 0 is one of the site's range.
+        # A port that the user has named is used as is; 0 means one in the site's range.
         if self.server_address[1]:
             socketserver.TCPServer.server_bind(self)
         else:
@@ -92,25 +91,25 @@ class Server(ThreadingHTTPServer):
         return int(self.server_address[1])
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):  # that a connection breaks is no error here
+        if not isinstance(sys.exc_info()[1], OSError):  # a broken connection is not an error here
             super().handle_error(request, client_address)
 
     def service_actions(self) -> None:
-        """Drop slow senders, twice a second: a request without the token, sent byte by byte, may
-        not keep a thread."""
+        """Drop slow senders, twice a second: a request without the token, sent byte by byte, must
+        not hold a thread."""
         for handler, since in list(self.heads.items()):
             if time.monotonic() > since + CLIENT_SILENCE_S:
                 with contextlib.suppress(OSError):
                     handler.connection.shutdown(socket.SHUT_RDWR)
 
     def make_room(self) -> None:
-        """Drop connections of strangers, who may not take all threads and descriptors."""
+        """Drop connections of strangers, which must not take all threads and descriptors."""
         strangers = {
             handler: since for handler, since in [*self.heads.items()] if not handler.known
         }
         if len(strangers) > MOST_STRANGERS:
             with contextlib.suppress(OSError):
-                # Shut down, not closed: the socket is still its thread's, which ends by itself.
+                # Shut down, not closed: the socket is its thread's, which ends by itself.
                 min(strangers, key=lambda handler: strangers[handler]).connection.shutdown(
                     socket.SHUT_RDWR
                 )
@@ -135,12 +134,12 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
     timeout = CLIENT_SILENCE_S
-    # A token of a stream is sent when it is there, not together with the next ones.
+    # Send each token of a stream immediately, not together with the next ones.
     disable_nagle_algorithm = True
     known = False  # a request on this connection was allowed
 
     def handle_one_request(self) -> None:
-        # Also between two requests: a connection that is kept open is waiting for a head.
+        # Set between requests, too: a connection kept open waits for a head.
         self.server.heads[self] = time.monotonic()
         self.server.make_room()
         try:
@@ -149,7 +148,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.heads.pop(self, None)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: no line for each request."""
+        """Log nothing, instead of a line per request."""
 
     def do_GET(self) -> None:
         self._answer(GET)
@@ -165,22 +164,21 @@ class Handler(BaseHTTPRequestHandler):
     do_DELETE = do_PATCH = do_OPTIONS = do_PUT
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer as JSON what http.server itself refuses."""
-        # Where the next request would begin is not known.
+        """Answer as JSON the requests that http.server itself refuses."""
+        # It is unknown where the next request would begin.
         self.close_connection = True
         self._say(code, error_body(code, message or explain or HTTPStatus(code).phrase))
 
     def _answer(self, routes: dict[str, Callable[[Handler, bytes], None]]) -> None:
-        # The head has arrived: service_actions() must not end it for the time that the answer
-        # takes.
+        # The head has arrived: service_actions() must not drop it while it is being answered.
         self.server.heads.pop(self)
         with self.server.answering():
             try:
-                # Before the body is read: a stranger's may be as large as LARGEST_REQUEST_BYTES.
+                # Before reading the body: a stranger's may be as large as LARGEST_REQUEST_BYTES.
                 self._allowed()
                 body = self._body()
                 path = self.path.partition("?")[0]
-                # No key of GET: the name of a model is a path, with slashes in it.
+                # Not a key of GET: the name of a model is a path, with slashes in it.
                 if routes is GET and path.startswith(MODEL):
                     self.model(unquote(path).removeprefix(MODEL))
                 elif (route := routes.get(path)) is not None:
@@ -198,7 +196,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
 
     def _no_route(self, path: str) -> None:
-        """Answer a path that this method has not."""
+        """Answer a path that does not exist for this method."""
         methods = "GET, HEAD" if path in GET or path.startswith(MODEL) else "POST"
         if path not in GET | POST and not path.startswith(MODEL):
             message = f"{self.command} {path[:80]}: the routes are {', '.join(GET | POST)}"
@@ -209,10 +207,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def _allowed(self) -> None:
         scheme, _, token = self.headers.get("Authorization", "").partition(" ")
-        # In constant time: how long it takes must not tell how much of a guess is right.
+        # In constant time, so that timing does not reveal how much of a guess is right.
         is_right = hmac.compare_digest(token.strip().encode(), self.server.token.encode())
         if self.server.token and not (is_right and scheme.lower() == "bearer"):
-            self.close_connection = True  # what it has sent is not read
+            self.close_connection = True  # the rest of the request is not read
             self._say(
                 401, error_body(401, "give the token of this engine: Authorization: Bearer TOKEN")
             )
@@ -225,8 +223,8 @@ class Handler(BaseHTTPRequestHandler):
         self.known = True
 
     def _is_direct(self) -> bool:
-        """Return whether the request is not from a foreign web page in a browser of this machine:
-        that has a foreign Origin or, if its name resolves to here, a foreign Host."""
+        """Return whether the request is not from a foreign web page in a browser on this machine,
+        which has a foreign Origin or, if its name resolves to here, a foreign Host."""
         headers = [
             f"//{self.headers.get('Host', 'localhost')}",
             self.headers.get("Origin", "//localhost"),
@@ -239,7 +237,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.command in ("GET", "HEAD"):
             return b""
         if self.command != "POST":
-            self.close_connection = True  # what it has sent is not read
+            self.close_connection = True  # the rest of the request is not read
             return b""
         length = self.headers.get("Content-Length", "")
         # int() raises for more than 4,300 digits.
@@ -255,8 +253,8 @@ class Handler(BaseHTTPRequestHandler):
         return body
 
     def _discard(self, length: int) -> None:
-        """Read what a client sends that was refused, up to DISCARDED_BYTES: it reads the answer
-        only then, and would find a connection that is closed."""
+        """Read what a refused client sends, up to DISCARDED_BYTES: only then does it read the
+        answer, and it would otherwise find the connection closed."""
         left = min(length, DISCARDED_BYTES)
         while left > 0 and (part := self.rfile.read(min(left, 1 << 20))):
             left -= len(part)
@@ -344,7 +342,7 @@ class Handler(BaseHTTPRequestHandler):
         self._say(200, {"paused": False} | self._version())
 
     def release(self, body: bytes) -> None:
-        """Free the engine at once for other runs, because a run has ended."""
+        """Free the engine for other runs at once, because a run has ended."""
         fields = Fields(body)
         self.server.lease.release(fields.text("run"))
         fields.end()
@@ -354,7 +352,7 @@ class Handler(BaseHTTPRequestHandler):
         fields = Fields(body)
         manifest = fields.text("manifest", "")
         path = "" if manifest else fields.text("path")
-        # Above 2**53 a number of JSON need not be exact.
+        # Above 2**53 a JSON number need not be exact.
         version = fields.number("version", None, 0, 2**53)
         run = fields.text("run", "")
         fields.end()
@@ -363,7 +361,7 @@ class Handler(BaseHTTPRequestHandler):
             if manifest:
                 worker.receive(manifest, self.server.token)
             else:
-                # Before the update: texts of another run must not go on with these weights.
+                # Before the update: another run's texts must not go on with these weights.
                 if self.server.lease.take(run):
                     worker.refuse("this engine gets weights of another run")
                 worker.update(path, version)
@@ -377,8 +375,8 @@ class Handler(BaseHTTPRequestHandler):
     # --- texts ---
 
     def score(self, body: bytes) -> None:
-        """Answer with the log-probabilities that the engine's own weights give a text sampled by
-        others."""
+        """Answer with the log-probabilities that the engine's weights give to a
+        text sampled elsewhere."""
         fields, worker = Fields(body), self.server.worker
         ids = read_ids(fields.take("tokens"), "tokens", worker.words.tokenizer.vocab_size)
         temperature = fields.number("temperature", 1.0, 1e-6, 100, float)
@@ -398,7 +396,7 @@ class Handler(BaseHTTPRequestHandler):
         worker, model = self.server.worker, self.server.model
 
         def encode(function: Callable[[Any], list[int]], arguments: list[Any]) -> list[list[int]]:
-            # A tokenizer is not for two threads.
+            # A tokenizer is not thread-safe.
             return worker.call(lambda: [*map(function, arguments)])
 
         request = read_request(body, chat, model, worker.window, worker.words, encode)
@@ -409,7 +407,7 @@ class Handler(BaseHTTPRequestHandler):
                 request, job, CompletionResponse(request, model, worker.pieces)
             )
         except (ClientGone, OSError):
-            # Its texts would go on in slots, and nobody waits for them.
+            # Otherwise its texts would keep their slots, although nothing waits for them.
             with contextlib.suppress(Unavailable):
                 worker.drop(job)
             raise
@@ -430,9 +428,9 @@ class Handler(BaseHTTPRequestHandler):
         self._say(200, body | self._run())
 
     def _stream(self, request: Asked, job: CompletionJob, answer: CompletionResponse) -> None:
-        """Send server-sent events, one for each token; closing the connection ends them."""
+        """Send server-sent events, one per token; closing the connection ends them."""
         self.close_connection = True
-        # Without a Content-Length the end of the connection is that of the answer.
+        # Without a Content-Length, the answer ends with the connection.
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Cache-Control", "no-store")
@@ -472,8 +470,8 @@ class Handler(BaseHTTPRequestHandler):
             yield news
 
     def _look(self) -> None:
-        """Raise ClientGone if the client is gone: a connection that it has closed is readable and
-        empty."""
+        """Raise ClientGone if the client is gone: a connection that it has closed is
+        readable but empty."""
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         if poll.poll(0) and not self.connection.recv(1, socket.MSG_PEEK):

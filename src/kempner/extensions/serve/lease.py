@@ -1,5 +1,4 @@
-"""The run that an engine works for. The standard library alone: vLLM's process imports this,
-too."""
+"""The run that an engine works for. Standard library only, because vLLM's process imports this."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import math
 import threading
 import time
 
-RUN = "X-Kempner-Run"  # header: which run asks
+RUN = "X-Kempner-Run"  # header: the requesting run
 
 
 class LeaseRefused(ValueError):
@@ -19,11 +18,11 @@ class LeaseHeld(LeaseRefused):
 
 
 class Lease:
-    """The attempt of a run, RUN#ATTEMPT, whose weights these are. Its run keeps the engine as long
-    as it asks for its health now and then; two runs at one engine would train on each other's
-    samples."""
+    """The attempt of a run, RUN#ATTEMPT, whose weights the engine has. The run keeps the
+    engine as long as it regularly asks for its health; two runs on one engine would train on
+    each other's samples."""
 
-    SECONDS = 180.0  # more than rl.sh lets an orchestrator be silent, which is 120
+    SECONDS = 180.0  # more than the 120 s for which rl.sh lets an orchestrator be silent
 
     def __init__(self) -> None:
         self.run, self._since, self._lock = "", -math.inf, threading.Lock()
@@ -41,13 +40,13 @@ class Lease:
     def release(self, run: str) -> None:
         """End the lease of a run that has ended."""
         if run == self.run:
-            # The name stays: the weights are still those of that run.
+            # The name stays, because the weights are still that run's.
             self._since = -math.inf
 
     def take(self, run: str) -> bool:
-        """Take the engine for a run; returns whether the weights were of another attempt, or of
+        """Take the engine for a run; returns whether the weights were those of another attempt, or
         none. Raises LeaseHeld."""
-        # Two runs may ask at the same time: one of them gets it.
+        # Two runs may ask at the same time: one gets the engine.
         with self._lock:
             if self.held(run):
                 raise LeaseHeld(

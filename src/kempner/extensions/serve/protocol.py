@@ -1,4 +1,4 @@
-"""Requests and answers: OpenAI's completions and chat completions, with token ids beside the text,
+"""Requests and answers: OpenAI's completions and chat completions, with token ids besides the text,
 as in vLLM. No torch."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from kempner.extensions.serve.alternatives import Looked
 
 MOST_SAMPLES = 4096  # n
-DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
-MOST_TOP = {False: 5, True: 20}  # alternatives to a token; of chats
+DEFAULT_TOKENS = 16  # of a completion, OpenAI's default
+MOST_TOP = {False: 5, True: 20}  # alternatives to a token: completions, chats
 # Fields accepted only with the value that changes nothing; any other value is refused.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -41,7 +41,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),  # there are no tools to choose from
+    "tool_choice": ("none", "auto"),  # there are no tools
     "tools": ([],),
     "use_beam_search": (False,),
 }
@@ -67,17 +67,17 @@ class Asked(NamedTuple):
     sampling: Sampling
     n: int  # samples of each prompt
     stream: bool
-    usage: bool  # at the end of a stream
+    usage: bool  # reported at the end of a stream
     logprobs: bool
     top: int  # alternatives to each token
     echo: bool  # the prompt, and its log-probabilities, before each text
     chat: bool
-    as_ids: bool  # the name of a token in log-probabilities is its id
+    as_ids: bool  # log-probabilities name tokens by id
 
 
 class Fields:
-    """Fields of a request, taken one by one; a field that nobody takes is an error, because to
-    ignore what a client asks for would be worse."""
+    """Fields of a request, taken one by one; a field that is not taken is an error, because
+    ignoring a client's request would be worse."""
 
     def __init__(self, body: bytes) -> None:
         try:
@@ -143,7 +143,7 @@ def read_request(
     body: bytes, chat: bool, model: str, window: int, words: Words, encode: Callable[..., Any]
 ) -> Asked:
     """Parse a request to /v1/completions, or with `chat` to /v1/chat/completions. `encode(function,
-    arguments)` maps them where the tokenizer may be used. Raises BadRequest."""
+    arguments)` maps them on the thread that owns the tokenizer. Raises BadRequest."""
     fields = Fields(body)
     model_name = fields.take("model", model)
     if model_name != model:
@@ -153,18 +153,18 @@ def read_request(
             prompts = encode(words.chat, [parse_messages(fields.take("messages"))])
         else:
             prompts = parse_prompts(fields.take("prompt"), words, encode)
-    # A ValueError, too, and it names the field itself.
+    # A ValueError, too, but it names the field itself.
     except BadRequest:
         raise
-    except (ValueError, ConfigError) as error:  # the template's own words; no template
+    except (ValueError, ConfigError) as error:  # the template's message; no template
         raise BadRequest(f"{'messages' if chat else 'prompt'}: {error}") from None
     longest = max(map(len, prompts))
-    # A chat ends by itself; a completion need not, and gets OpenAI's few tokens.
+    # A chat ends by itself; a completion need not, and gets OpenAI's small default.
     default = max(1, window - longest) if chat else DEFAULT_TOKENS
     most = fields.number("max_tokens", default, 1 if chat else 0, window)
-    if chat:  # OpenAI's newer name of it
+    if chat:  # OpenAI's newer name
         most = fields.number("max_completion_tokens", most, 1, window)
-    # The last token is never read. A client that scores a text asks for one token, or for none.
+    # The last token is never read. A client that scores a text requests one token or none.
     if longest + (most if most > 1 else 0) > window:
         raise BadRequest(
             f"{longest} tokens of the prompt and max_tokens = {most} are more than {window}, the "
@@ -206,7 +206,7 @@ def read_stream_options(fields: Fields, stream: bool) -> bool:
 
 
 def read_logprobs(fields: Fields, chat: bool) -> tuple[bool, int]:
-    """Return whether log-probabilities are wanted, and the number of alternatives."""
+    """Return whether log-probabilities are requested, and the number of alternatives."""
     most = MOST_TOP[chat]
     if not chat:
         top = fields.number("logprobs", None, 0, most)
@@ -224,19 +224,19 @@ def read_sampling(fields: Fields, most: int) -> Sampling:
         raise BadRequest(f"stop = {shorten_value(stop)}: must be a string or a list of strings")
     top_p, top_k = fields.number("top_p", 1.0, 0, 1, float), fields.number("top_k", 0, -1, 2**31)
     top_k = top_k if top_k > 0 else None  # 0 and -1: all tokens, as in vLLM
-    if top_p == 0:  # the most likely token alone, as OpenAI has it
+    if top_p == 0:  # only the most likely token, as in OpenAI's API
         top_p, top_k = 1.0, 1
     sampling = Sampling(
         temperature=fields.number("temperature", 1.0, 0, 100, float),
         top_k=top_k,
         top_p=top_p,
         min_p=fields.number("min_p", 0.0, 0, 1, float),
-        # 7 bytes fit: a seed has at most 63 bits.
+        # 7 bytes fit, because a seed has at most 63 bits.
         seed=fields.number("seed", int.from_bytes(os.urandom(7), "big"), 0, 2**63 - 1),
         max_tokens=most,
         stop=tuple(stop),
     )
-    # With 0 tokens nothing is sampled.
+    # With max_tokens 0 nothing is sampled.
     if problem := (sampling if most else replace(sampling, max_tokens=1)).problem():
         raise BadRequest(
             f"{problem[0]} = {shorten_value(getattr(sampling, problem[0]))}: {problem[1]}"
@@ -245,10 +245,10 @@ def read_sampling(fields: Fields, most: int) -> Sampling:
 
 
 def parse_prompts(prompt: Any, words: Words, encode: Callable[..., Any]) -> list[list[int]]:
-    """Read the prompts: a text, token ids, or a list of either."""
+    """Read the prompts: a string, token ids, or a list of either."""
     many = prompt if isinstance(prompt, list) and prompt and not is_ids(prompt) else [prompt]
     texts = [one for one in many if isinstance(one, str)]
-    # All at once: each call waits for a step of the model.
+    # In one call, because each call waits for a step of the model.
     encoded = iter(encode(words.prompt, texts) if texts else ())
     prompts = []
     for one in many:
@@ -270,7 +270,7 @@ def read_ids(value: Any, name: str, vocab_size: int) -> list[int]:
 
 
 def is_ids(value: Any) -> bool:
-    # By type(): True is an instance of int, and no token.
+    # By type(): True is an instance of int, but not a token.
     return isinstance(value, list) and value != [] and all(type(token) is int for token in value)
 
 
@@ -308,14 +308,14 @@ class Offsets:
     """Start of each token of a text, in characters."""
 
     def __init__(self, begin: int = 0) -> None:
-        # Incremental: a character's bytes may be spread over several tokens.
+        # Incremental, because a character's bytes may be spread over several tokens.
         self._next, self._decoder = begin, codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = b""  # the beginning of a character
+        self._held = b""  # the incomplete beginning of a character
 
     def add(self, piece: TokenPiece) -> int:
         begin, data = self._next, b"" if piece.special else piece.data
         self._next += len(self._decoder.decode(data))
-        # A character that this token does not continue has become a replacement character.
+        # A character that this token does not continue became a replacement character.
         broken = bool(self._held) and not 0x80 <= (data or b"\x80")[0] < 0xC0
         self._held = self._decoder.getstate()[0]
         return max(0, begin + broken)
@@ -328,7 +328,7 @@ class CompletionResponse:
         self, request: Asked, model: str, pieces: Callable[[Sequence[int]], list[TokenPiece]]
     ) -> None:
         self.asked, self._pieces = request, pieces
-        self._offsets: dict[Text, Offsets] = {}  # of texts that come in parts
+        self._offsets: dict[Text, Offsets] = {}  # of streamed texts
         kind = "chat.completion" if request.chat else "text_completion"
         self.whole = {
             "id": f"{kind}-{os.urandom(12).hex()}",
@@ -347,8 +347,8 @@ class CompletionResponse:
         finish: str,
         looked: Looked | None = None,
     ) -> Json:
-        """Make a choice of the tokens `first` to `count` of a text: all of it if it ended at once.
-        `looked`: log-probabilities of all its tokens, with the prompt's."""
+        """Make a choice from the tokens `first` to `count` of a text: all of it unless streamed.
+        `looked`: log-probabilities of all its tokens, including the prompt's."""
         ids: list[int] = text.new[first:count]
         values: list[float | None] = [*text.logprobs[first:count]]
         tops: list[dict[int, float] | None] = [None] * len(ids)
@@ -359,16 +359,16 @@ class CompletionResponse:
                 values = [None, *looked.values[: len(text.prompt) - 1], *values]
                 tops = [None, *tops]
             else:
-                # looked has nothing of the first token: the new ones begin a place earlier.
+                # looked omits the first token, so new ones begin one place earlier.
                 tops = tops[len(text.prompt) - 1 :]
         new = text.new[first:count]
         choice: Json = {"index": text.number, "token_ids": new, "finish_reason": finish or None}
-        # With the last part of a stream: only then are all versions known.
+        # With the last part of a stream, when all versions are known.
         if finish:
             choice |= {"prompt_token_ids": text.prompt, "weight_versions": text.versions}
         logprobs: Json | None = None
         if self.asked.logprobs:
-            # All at once: what is not cached yet takes a call, which waits for a step of the model.
+            # In one call: uncached tokens take a call, which waits for a step of the model.
             self._pieces([*ids, *chain.from_iterable(top or () for top in tops)])
             logprobs = (
                 {"content": self._content(ids, values, tops)}
@@ -378,7 +378,7 @@ class CompletionResponse:
         if not self.asked.chat:
             return choice | {"text": grown, "logprobs": logprobs}
         key = "delta" if self.asked.stream else "message"
-        # Once in a stream, with the first token, as OpenAI has it.
+        # Once per stream, with the first token, as in OpenAI's API.
         role = {} if self.asked.stream and first else {"role": "assistant"}
         choice[key] = role | {"content": grown}
         return choice | {"logprobs": logprobs}
@@ -391,7 +391,7 @@ class CompletionResponse:
         for top, token, value in zip(
             tops[len(text.prompt) - 1 :], text.new, text.logprobs, strict=True
         ):
-            # Otherwise one token would have two log-probabilities in one answer.
+            # Otherwise one token would have two log-probabilities in the same answer.
             if top is not None and token in top:
                 top[token] = value
         return tops
@@ -433,7 +433,7 @@ class CompletionResponse:
         """Make the log-probabilities of a completion."""
         pieces = self._pieces(ids)
         if (offsets := self._offsets.get(text)) is None:
-            # The first word of a whole text may be without the space that its token has.
+            # The first word of a text may lack the space that its token has.
             first = next((piece.data for piece in pieces if not piece.special), b"")
             space_lost = self.asked.echo and first.startswith(b" ") and not grown.startswith(" ")
             offsets = self._offsets[text] = Offsets(-int(space_lost))
@@ -455,9 +455,9 @@ class CompletionResponse:
         }
 
     def _names(self, ids: Sequence[int]) -> dict[int, str]:
-        """Name tokens by their ids, all different: by their text or, as OpenAI does, by the bytes
-        of a part of a character. Of several tokens with the same text the most likely, which comes
-        first, has it; the others are named by their ids."""
+        """Name tokens by their ids, all differently: by their text or, as OpenAI does, by the bytes
+        of a partial character. Of several tokens with the same text the first, most likely one gets
+        it; the others are named by id."""
         names: dict[int, str] = {}
         ids = [*dict.fromkeys(ids)]
         for token, (data, _) in zip(ids, self._pieces(ids), strict=True):

@@ -1,4 +1,4 @@
-"""Loading of an engine's weights: the first ones, and new ones while the model is in use."""
+"""Load an engine's weights: the first ones, and new ones while the model is in use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.parallel.config import is_adapter
 
-WEIGHTS_POLL_S = 0.2  # between two looks whether a version is there
+WEIGHTS_POLL_S = 0.2  # between two checks for a version
 _T = TypeVar("_T")
 
 
@@ -30,7 +30,7 @@ def replace_weights(model: Decoder, name: str) -> None:
     Raises LeaseRefused; after any other error the model is unusable."""
     with contextlib.ExitStack() as reading:
         try:
-            # All that can be refused comes before load_weights(), which overwrites the model.
+            # All refusals come before load_weights(), which overwrites the model.
             source = reading.enter_context(held_weights(name))
             check_served_weights(model, source)
             if name := not_finite(source):
@@ -41,8 +41,8 @@ def replace_weights(model: Decoder, name: str) -> None:
 
 
 def receive_version(model: Decoder, manifest: str, token: str) -> int:
-    """Receive weights straight from the ranks of a trainer, given the version's manifest; returns
-    its number."""
+    """Receive weights directly from a trainer's ranks, given the version's manifest;
+    returns its number."""
     from kempner.extensions.rl.trainer.transfer import Gone
     from kempner.extensions.rl.trainer.transfer import receive_weights as read
 
@@ -52,14 +52,14 @@ def receive_version(model: Decoder, manifest: str, token: str) -> int:
         version = int(facts["version"])
     except (Gone, FileNotFoundError, KeyError, ValueError) as error:
         raise LeaseRefused(f"{manifest}: {error}") from None
-    for name, parameter in model.named_parameters():  # the old values are gone
+    for name, parameter in model.named_parameters():  # the old values are lost
         if not is_finite(parameter):
             raise OverflowError(f"{name} is not finite")
     return version
 
 
 def check_served_weights(model: Decoder, source: WeightsSource) -> None:
-    """Raise ConfigError or Damaged if these are not weights of this model."""
+    """Raise ConfigError or Damaged if these weights do not belong to this model."""
     if any(is_adapter(name) for name, _ in model.named_parameters()):
         raise ConfigError("the model has adapters; serve one that they are merged into")
     shape, own = ModelConfig(**source.model()).shape, model.cfg.shape
@@ -77,7 +77,7 @@ def check_served_weights(model: Decoder, source: WeightsSource) -> None:
 
 def newest_manifest(weights: Path) -> Path | None:
     """Return the manifest of the newest version in a directory."""
-    # Numbers have eight digits, zeros in front: names sort as they do.
+    # Numbers are zero-padded to eight digits, so names sort numerically.
     return max(weights.glob("v*/manifest.json"), default=None)
 
 
@@ -88,7 +88,7 @@ def first_version(
     end: threading.Event,
 ) -> tuple[_T, int] | None:
     """Load the newest version, once there is one; returns the model and its version, None if `end`
-    came first. `load` is kempner.extensions.generate.load's, and this raises what it raises."""
+    is set first. `load` is kempner.extensions.generate.load's, whose exceptions are passed on."""
     while not end.is_set():
         if (manifest := newest_manifest(weights)) is None:
             end.wait(WEIGHTS_POLL_S)
@@ -99,10 +99,10 @@ def first_version(
             by_files = facts["transport"] == "directory"
             loaded = load(str(manifest.parent), fill=None if by_files else fill)
             return loaded, int(facts["version"])
-        except LeaseRefused:  # the trainer is about to offer another one
+        except LeaseRefused:  # the trainer is about to offer another version
             end.wait(WEIGHTS_POLL_S)
         except (ConfigError, OSError):
-            # A version is removed when a newer one is in use everywhere: while we read this one.
+            # A version may be removed while we read it, if a newer one is in use everywhere.
             if newest_manifest(weights) in (manifest, None):
                 raise
     return None

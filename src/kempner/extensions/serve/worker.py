@@ -1,4 +1,4 @@
-"""The thread that owns the model: all requests are carried out there, between two steps."""
+"""The thread that owns the model and executes all requests, between two steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAILED = "the engine has failed; see its log"
 
 
 class Unavailable(Exception):
-    """The engine cannot take a request now; the message says why."""
+    """The engine accepts no requests now; the message says why."""
 
 
 class News(NamedTuple):
@@ -39,22 +39,22 @@ class News(NamedTuple):
     text: Text
     grown: str
     length: int  # of its new tokens
-    finish: str  # why it has ended; empty: it goes on
+    finish: str  # reason for its end; empty while it goes on
 
 
 class CompletionJob:
     """One request: its texts and their news."""
 
     def __init__(self, stream: bool) -> None:
-        self.stream = stream  # news of every token, not only of the last one
+        self.stream = stream  # news of every token, not only of the last
         self.texts: list[Text] = []
-        # No SimpleQueue: up to Python 3.12 its get(timeout) may wait for ever after a signal.
+        # Not SimpleQueue: up to Python 3.12 its get(timeout) may wait for ever after a signal.
         self.news: Queue[News | Unavailable] = Queue()
 
 
 class Worker:
-    """Owner of the model. Other threads use call(), take() and drop(); news of a job arrive in its
-    queue."""
+    """Owner of the model. Other threads use call(), take() and drop(); news of a job arrive
+    in its queue."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class Worker:
         fixed: bool = False,
         compiled: bool = False,
     ) -> None:
-        """`slots`: texts at a time; `window`: the most tokens of one; `queue`: the most texts that
-        wait; `version`: of the weights; `fixed`: see KVCache; `compiled`: see TokenStep."""
+        """`slots`: texts at a time; `window`: the most tokens of a text; `queue`: the most waiting
+        texts; `version`: of the weights; `fixed`: see KVCache; `compiled`: see TokenStep."""
         self.words, self.window, self.queue = loaded.words, window, queue
         self.tokenizer = loaded.words.fingerprint()
         vocab_size = loaded.words.tokenizer.vocab_size
@@ -76,15 +76,15 @@ class Worker:
         self.paused = False
         self.broken = ""  # why there are no weights
         self.exit_code = 0  # of the program
-        self.finished: Counter[str] = Counter()  # texts by the reason of their end
+        self.finished: Counter[str] = Counter()  # number of texts by finish reason
         self.generated = 0  # tokens
         self._jobs: dict[Text, CompletionJob] = {}
         self._parts: dict[Text, list[str]] = {}
         self._pieces: dict[int, TokenPiece] = {}
         self._inbox: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-        self._ended = ""  # why no more is taken
-        self._failures = 0  # turns that have failed since a text has ended as it should
-        self._lock = threading.Lock()  # nothing is put into the inbox after the end
+        self._ended = ""  # reason why nothing is accepted any more
+        self._failures = 0  # failed turns since a text last ended normally
+        self._lock = threading.Lock()  # nothing enters the inbox after the end
 
     @property
     def version(self) -> int:
@@ -93,11 +93,11 @@ class Worker:
     # --- for other threads ---
 
     def call(self, action: Callable[[], _T]) -> _T:
-        """Run `action` in the worker's thread, between two steps, and return its result. Raises
-        what it raises, and Unavailable if the worker has ended."""
+        """Run `action` on the worker's thread, between two steps, and return its result. Raises its
+        exceptions, and Unavailable if the worker has ended."""
         answer: Future[_T] = Future()
         with self._lock:
-            # Under the lock: run() empties the inbox under it once, after the end has been noted.
+            # Under the lock, under which run() empties the inbox once, after noting the end.
             if self._ended:
                 raise Unavailable(self._ended)
             self._inbox.put((action, answer))
@@ -108,15 +108,15 @@ class Worker:
         self.call(lambda: self._take(request, job))
 
     def look(self, text: Text, top: int) -> Looked:
-        """Compute log-probabilities of a text and its prompt, in one more pass. Other texts get a
-        token between two such passes: a call for each."""
+        """Compute log-probabilities of a text and its prompt, in one more pass. One call per text,
+        so that other texts get a token in between."""
         engine = self.texts.engine
         ids = [*text.prompt, *text.new]
         return self.call(lambda: score_alternatives(engine.model, engine.vocab_size, ids, top))
 
     def score(self, ids: list[int], temperature: float) -> tuple[list[float], int]:
-        """Return the log-probability of each token after the first one, and the version of the
-        weights that computed it."""
+        """Return the log-probability of each token but the first, and the version of the weights
+        that computed it."""
         engine = self.texts.engine
 
         def look() -> tuple[list[float], int]:
@@ -130,7 +130,7 @@ class Worker:
     def pieces(self, ids: Sequence[int]) -> list[TokenPiece]:
         """Look up the pieces of tokens. A tokenizer is not thread-safe, so each token is looked up
         once, in the worker, and cached."""
-        # Not by a difference of sets, which walks through all that is cached.
+        # Not a difference of sets, which would walk through the whole cache.
         if new := {token for token in ids if token not in self._pieces}:
             look = self.words.tokenizer.piece
             self.call(lambda: self._pieces.update({token: look(token) for token in new}))
@@ -144,12 +144,12 @@ class Worker:
         self.call(lambda: self._drop(job))
 
     def pause(self, paused: bool) -> None:
-        """Pause or resume; paused texts stay where they are."""
+        """Pause or resume; paused texts keep their state."""
         self.call(lambda: setattr(self, "paused", paused))
 
     def update(self, source: str, version: int | None) -> int:
-        """Load new weights; texts in work continue with them. Returns their version. Raises
-        LeaseRefused: the old ones stay; Unavailable: none are loaded now."""
+        """Load new weights, with which unfinished texts continue. Returns their version. Raises
+        LeaseRefused if the old ones stay, Unavailable if none are loaded now."""
 
         def read(model: Decoder) -> int:
             weights.replace_weights(model, source)
@@ -158,7 +158,7 @@ class Worker:
         return self.call(lambda: self._update(read, source))
 
     def receive(self, manifest: str, token: str) -> int:
-        """Receive new weights straight from the ranks of a trainer, otherwise as update()."""
+        """Receive new weights directly from a trainer's ranks; otherwise like update()."""
         return self.call(
             lambda: self._update(
                 partial(weights.receive_version, manifest=manifest, token=token), manifest
@@ -166,7 +166,7 @@ class Worker:
         )
 
     def refuse(self, why: str) -> None:
-        """Refuse all texts that wait or are in work."""
+        """Refuse all waiting and unfinished texts."""
         self.call(lambda: self._refuse_all(why))
 
     def end(self, why: str) -> None:
@@ -174,7 +174,7 @@ class Worker:
         with self._lock:
             if not self._ended:
                 self._ended = why
-                self._inbox.put((lambda: None, Future()))  # wake it
+                self._inbox.put((lambda: None, Future()))  # wakes the worker
 
     # --- in the worker's thread ---
 
@@ -188,14 +188,14 @@ class Worker:
             traceback.print_exc()
             self._fail_for_good()
         self._refuse_all(self._ended)
-        with self._lock:  # what has come before the end
+        with self._lock:  # requests that came before the end
             while not self._inbox.empty():
                 self._inbox.get()[1].set_exception(Unavailable(self._ended))
 
     def _turn(self) -> None:
-        """Draw a token for each text. Texts that fail are refused, and the others continue; after
-        MOST_FAILURES failures in which no text ends, as with NaN weights, the engine is broken for
-        good."""
+        """Draw a token for each text. Texts that fail are refused, and the others continue;
+        after MOST_FAILURES failures without a finished text, as with NaN weights, the engine is
+        broken for good."""
         failures: list[Text] = []
         try:
             for text, grown in self.texts.turn():
@@ -204,12 +204,12 @@ class Worker:
                 else:
                     self._tell(text, grown)
             why = cause = "the model's output for this text is not a number"
-        except Exception as error:  # out of memory, for example
+        except Exception as error:  # for example out of memory
             traceback.print_exc()
             cause = repr(error)
             # A failed pass leaves the cache in an unknown state.
             self.texts.engine.clear()
-            # Texts that still wait were not in the pass.
+            # Waiting texts were not part of the pass.
             failures = [text for text in self._jobs if text not in self.texts.waiting]
             why = FAILED
         for job in {self._jobs[text] for text in failures if text in self._jobs}:
@@ -230,8 +230,8 @@ class Worker:
         self.end(FAILED)
 
     def _answer_calls(self) -> None:
-        """Answer the calls that wait now, not those that come meanwhile: texts go on. Without work,
-        wait for one."""
+        """Answer the calls waiting now, but not later ones, so that texts go on. Without work, wait
+        for a call."""
         idle = self.paused or not self.texts.busy
         for _ in range(max(idle, self._inbox.qsize())):
             if self._ended:
@@ -239,11 +239,11 @@ class Worker:
             action, answer = self._inbox.get()
             try:
                 answer.set_result(action())
-            except (ConfigError, Unavailable, ValueError) as error:  # of the caller
+            except (ConfigError, Unavailable, ValueError) as error:  # the caller's
                 answer.set_exception(error)
-            except Exception:  # out of memory, for example
+            except Exception:  # for example out of memory
                 traceback.print_exc()
-                # Not the error itself: its frames would hold what has filled the memory.
+                # Not the error itself, whose frames would hold what has filled the memory.
                 answer.set_exception(Unavailable(FAILED))
 
     def _take(self, request: Asked, job: CompletionJob) -> None:
@@ -262,7 +262,7 @@ class Worker:
             for _ in range(request.n):
                 text = Text(len(job.texts), prompt, request.sampling, tokenizer, ends)
                 job.texts.append(text)
-        # Nothing is drawn: with echo the prompt is scored, by look().
+        # Nothing is sampled: with echo, look() scores the prompt.
         if request.sampling.max_tokens == 0:
             for text in job.texts:
                 text.finish = "length"
@@ -295,22 +295,22 @@ class Worker:
         engine = self.texts.engine
         try:
             version = read_weights(engine.model)
-        # Raised before the first tensor was overwritten: the old weights go on.
+        # Raised before any tensor was overwritten: continue with the old weights.
         except LeaseRefused:
             raise
         except Exception as error:
-            # The model may have some of the new tensors and some of the old ones.
+            # The model may mix new and old tensors.
             self.broken = f"no weights are loaded: those of {source} could not be read ({error})"
             self._refuse_all(self.broken)
             raise Unavailable(self.broken) from None
         self.broken = ""
-        # Keys and values of the old weights are worth nothing.
+        # Keys and values of the old weights are useless.
         self.texts.read_again()
         engine.version = version
         return version
 
     def _refuse_all(self, why: str) -> None:
-        # A copy, as _drop() takes entries out.
+        # A copy, because _drop() removes entries.
         for job in set(self._jobs.values()):
             self._drop(job)
             job.news.put(Unavailable(why))

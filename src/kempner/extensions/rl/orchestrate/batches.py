@@ -1,8 +1,8 @@
-"""Choice of the groups of a batch from those that have come. No torch, no threads.
+"""Choice of the groups of a batch from those that have arrived. No torch, no threads.
 
-A group without variance has no gradient. It is replaced before the batch is cut, so that the weight
-of a token in it is the same in all steps. A batch is smaller than requested only where groups with
-fewer than two rewards use up rl.refill, and then the log says so.
+A group without variance has no gradient. It is replaced before the batch is cut, so that a token
+weighs the same in all steps. A batch is smaller than requested only if groups with fewer than two
+rewards use up rl.refill, which the log reports.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from collections.abc import Callable
 from kempner.extensions.rl.config import RlConfig
 from kempner.extensions.rl.orchestrate.groups import SampleGroup, TaskPlace
 
-SOON = 2  # batches that are filled at a time: one is trained meanwhile
+SOON = 2  # batches filled at a time: one is trained meanwhile
 
 
 class Failed(Exception):
-    """The run cannot go on; the message says why."""
+    """The run cannot continue; the message says why."""
 
 
 def batches_ahead(rl: RlConfig, newest: int, step: int, last: int) -> int:
-    """Return the number of batches after that of `step` that may be worked on, with weights
-    `newest` there: what is requested now can be trained in each of them, up to step `last`."""
+    """Return the number of batches after that of `step` that may be worked on while the newest
+    weights are `newest`: groups requested now can be trained in each of them, up to step `last`."""
     return max(0, min(newest + 1 + rl.max_async, last) - step) if newest >= 0 else 0
 
 
 class Groups:
-    """Groups that have come, and are not trained yet. `ahead`: batches that may be worked on now;
-    `flying`: groups that were requested and have not come."""
+    """Groups that have arrived, but are not trained yet. `ahead`: batches that may be worked on
+    now; `flying`: groups that were requested and have not arrived."""
 
     def __init__(self, rl: RlConfig, max_tokens: int, say: Callable[[str], None]) -> None:
         self._rl, self._max_tokens, self._say = rl, max_tokens, say
         self._ready: list[SampleGroup] = []  # may be trained
-        self._since: list[SampleGroup] = []  # all that have come since the last batch
-        self._flat: list[SampleGroup] = []  # of these, without variance
-        self._nothing = 0  # groups since the last batch that do not count toward the next one
-        self._stale = 0  # since the last batch, too old
-        self.again: list[TaskPlace] = []  # of the latter, to be asked again
+        self._since: list[SampleGroup] = []  # all arrivals since the last batch
+        self._flat: list[SampleGroup] = []  # of these, those without variance
+        self._nothing = 0  # groups since the last batch that cannot be part of the next one
+        self._stale = 0  # too old, since the last batch
+        self.again: list[TaskPlace] = []  # of stale groups, to be requested again
         self._target = 0  # groups of the next batch
-        self.tokens_of_group = 0.0  # sampled, on average; a part of the state
+        self.tokens_of_group = 0.0  # mean number of sampled tokens; part of the state
 
     @property
     def carried(self) -> list[TaskPlace]:
@@ -47,30 +47,30 @@ class Groups:
         return [group.at for group in self._ready]
 
     def new_target(self) -> None:
-        """Set the number of groups of the next batch; with rl.batch_tokens as many as it probably
-        takes."""
+        """Set the number of groups of the next batch; with rl.batch_tokens, as many as it
+        will probably take."""
         rl = self._rl
         if rl.batch_tokens is None:
             assert rl.batch_samples is not None
             self._target = rl.batch_samples // rl.group_size
         else:
-            # The first groups count as full; _enough() asks for more where they are shorter.
+            # The first groups count as full; _enough() requests more if they are shorter.
             tokens = self.tokens_of_group or rl.group_size * self._max_tokens
             self._target = math.ceil(rl.batch_tokens / tokens)
 
     def wanted(self, ahead: int, flying: int, late: int = 0) -> int:
-        """Return the number of groups to request. `late`: of those in flight, begun with older
-        weights than the newest. Another one is requested in place of each: a batch does not wait
-        for long answers, and groups of an ordinary length do not grow old in a queue, however large
-        rl.max_async."""
+        """Return the number of groups to request. `late`: the number in flight that began
+        with older weights than the newest. An extra group is requested for each, so that
+        batches do not wait for long answers, and groups of ordinary length do not age in a
+        queue, however large rl.max_async."""
         there = len(self._ready) + flying
-        # Late groups are asked for twice, but what is there must never exceed what may be trained.
+        # Late groups are requested twice, but the total must never exceed what can be trained.
         new = min(ahead, SOON) * self._target - (there - late)
         return max(0, min(new, ahead * self._target - there, self._left(ahead, there - late)))
 
     def _left(self, ahead: int, there: int) -> int:
-        """Return the number of groups that rl.refill still allows, beside those that are there for
-        the batches that are filled now."""
+        """Return the number of groups that rl.refill still allows, in addition to `there` groups
+        for the batches being filled now."""
         spare = math.ceil((self._rl.refill - 1) * self._target)
         return min(ahead, SOON) * self._target + spare - there - self._nothing
 
@@ -93,9 +93,9 @@ class Groups:
         old = [group.at for group in self._ready if group.oldest < least]
         self._stale += len(old)
         self.again += old
-        # In synchronous training all versions are equal: this is the order of the tasks.
+        # In synchronous training all versions are equal, so this is the order of the tasks.
         self._ready = sorted(fresh, key=lambda group: (group.oldest, group.at.place))
-        # The oldest weights whose samples this batch may train are not published yet.
+        # The oldest weights whose samples this batch may train are not yet published.
         if ahead == 0:
             return None
         if (enough := self._enough()) is not None:
@@ -117,15 +117,15 @@ class Groups:
             if tokens >= least:
                 return self._ready[:number]
         count = len(self._ready)
-        # Too few tokens: ask for as many more groups as these suggest.
+        # Too few tokens: estimate from these how many more groups to request.
         self._target = count + math.ceil((least - tokens) / (tokens / count))
         return None
 
     def _filled(self, step: int, flat: list[SampleGroup]) -> list[SampleGroup]:
-        """Fill the batch when rl.refill is used up. Groups without variance fill it: they have no
-        part in the gradient, but their tokens count, so that the others do not weigh more than
-        elsewhere."""
-        # By their order, not by arrival: a synchronous batch must not depend on timing.
+        """Fill the batch when rl.refill is used up, with groups without variance: they do not
+        affect the gradient, but their tokens count, so that the others do not weigh more than
+        in other batches."""
+        # By task order, not by arrival: a synchronous batch must not depend on timing.
         flat.sort(key=lambda group: group.at.place)
         groups = (self._ready + flat)[: self._target]
         if not groups:
@@ -139,8 +139,8 @@ class Groups:
         return groups
 
     def next_batch(self, groups: list[SampleGroup]) -> tuple[list[SampleGroup], int]:
-        """Hand over these groups. Returns the groups that have come since the batch before, in the
-        order of the tasks, and how many of them were too old."""
+        """Hand over these groups. Returns the groups that have arrived since the previous batch, in
+        the order of the tasks, and the number that were too old."""
         used = {group.at.place for group in groups}
         self._ready = [group for group in self._ready if group.at.place not in used]
         come, stale = sorted(self._since, key=lambda group: group.at.place), self._stale

@@ -1,5 +1,5 @@
-"""Conversations as tokens, as the model reads them. Its own turns stay as they were sampled:
-decoding and encoding again may give other tokens, which it never sampled. No torch."""
+"""Conversations as tokens, as the model reads them. Its own turns stay as sampled: decoding and
+encoding them again may give other tokens, which it never sampled. No torch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kempner.extensions.rl.environments.protocol import Message, Reply, Task
 from kempner.extensions.rl.orchestrate.packing import Sample
 
 CONVERSATION_BYTES = "bytes"
-REPLY_PLACEHOLDER = "\ufdd2"  # stands for what the model has said; Unicode keeps it out of text
+REPLY_PLACEHOLDER = "\ufdd2"  # stands for the model's words; Unicode keeps it out of text
 
 
 def open_words(tokenizer: str, init_from: str | None) -> Words:
-    """Open the tokenizer of the run: rl.tokenizer, or that of the weights; for a run's weights,
+    """Open the tokenizer of the run: rl.tokenizer, or that of the weights; if these are a run's,
     that of its data. Raises ConfigError."""
     if tokenizer == CONVERSATION_BYTES:
         own = ByteTokenizer()
@@ -50,7 +50,7 @@ def open_words(tokenizer: str, init_from: str | None) -> Words:
 
 
 class DialogueWriter:
-    """Prompts and the turns of environments as tokens: plain text, or by a chat template."""
+    """Prompts and environments' turns as tokens: as plain text, or by a chat template."""
 
     def __init__(self, words: Words) -> None:
         self._words = words
@@ -70,20 +70,20 @@ class DialogueWriter:
                 "its prompts are conversations, and the tokenizer has no chat template; give "
                 "rl.tokenizer one that has"
             )
-        # encode_prompt(): the special tokens that the template spells out are single tokens.
+        # encode_prompt(), because special tokens spelled out by the template are single tokens.
         return self._words.tokenizer.encode_prompt(self._template.render(task.prompt, None, True))
 
     def reply(self, task: Task, reply: Reply, last: int) -> list[int]:
-        """Return the tokens between the model's turn and its next one. `last`: the token that the
-        turn has ended with.
+        """Return the tokens between the model's turn and its next one. `last`: the last token
+        of that turn.
 
-        The template writes the turn with a mark in its place, and what follows the mark is the rest
-        of that turn and the reply. The token that ends a turn is left out if the model has sampled
-        it.
+        The template writes the turn with a mark in its place; the text after the mark is the
+        rest of that turn and the reply. The token that ends a turn is left out if the model
+        has sampled it.
         """
         if isinstance(task.prompt, str) or self._template is None:
             return self._words.tokenizer.encode(reply.content)
-        # Without the turns before: only what follows the mark is used.
+        # Without earlier turns, because only the text after the mark is used.
         messages: list[Message] = [
             *task.prompt,
             {"role": "assistant", "content": REPLY_PLACEHOLDER},
@@ -94,11 +94,11 @@ class DialogueWriter:
         if not mark:
             raise ValueError("the chat template does not write what the assistant has said")
         ids = self._words.tokenizer.encode_prompt(after)
-        # A turn that a stop string has ended lacks that token: here the template's stays.
+        # A turn ended by a stop string lacks that token: here the template's stays.
         return ids[1:] if ids[:1] == [last] and last in self._words.ends else ids
 
     def text(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
-        """Decode a turn, without the token or the stop string that ends it."""
+        """Decode a turn, without the token or stop string that ends it."""
         text_ids = ids[:-1] if ids and ids[-1] in self._words.ends else ids
         text = self._words.tokenizer.decode(text_ids)
         return text[: min((at for each in stop if (at := text.find(each)) >= 0), default=None)]
@@ -112,13 +112,13 @@ class Dialogue:
         self.tokens = list(prompt)
         self._sampled = [False] * len(prompt)
         self._logprobs = [0.0] * len(prompt)
-        self.oldest = -1  # version; -1: nothing was sampled yet
+        self.oldest = -1  # version; -1: nothing sampled yet
         self.truncated = False
         self.text = ""  # the model's last turn
         self.open = True  # the model may have another turn
 
     def say(self, completion: Completion, text: str) -> None:
-        """Add the model's turn. One that has no room to end is the last."""
+        """Add the model's turn. A turn without room to end is the last."""
         self.tokens += completion.token_ids
         self._sampled += [True] * len(completion.token_ids)
         self._logprobs += completion.logprobs
@@ -131,7 +131,7 @@ class Dialogue:
         self.open = not self.truncated
 
     def hear(self, reply: Reply, tokens: Sequence[int]) -> None:
-        """Add the environment's turn, which does not count in the loss."""
+        """Add the environment's turn, which does not count toward the loss."""
         self.tokens += tokens
         self._sampled += [False] * len(tokens)
         self._logprobs += [0.0] * len(tokens)

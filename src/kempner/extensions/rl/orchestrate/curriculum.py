@@ -1,4 +1,4 @@
-"""The order in which a run asks for its tasks. No torch."""
+"""The order in which a run requests its tasks. No torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from kempner.extensions.rl.orchestrate.groups import SampleGroup, TaskPlace
 
 _State = dict[str, Any]
-SKIPPED_TASKS = 10_000  # tasks of an environment that may be left out in a row
+SKIPPED_TASKS = 10_000  # consecutive tasks of an environment that may be skipped
 
 
 class Curriculum:
-    """The order of tasks. Each environment has its share of any prefix of it, to within one task.
-    Prompts that were too easy or too hard are left out from then on."""
+    """The order of tasks. In any prefix of it, each environment has its share to within one task.
+    Prompts that prove too easy or too hard are left out afterwards."""
 
     def __init__(
         self,
@@ -22,15 +22,15 @@ class Curriculum:
         key: Callable[[str, int], str],
         say: Callable[[str], None],
     ) -> None:
-        """`weights`: of each environment, by label; `bounds`: of the mean reward of prompts that
-        stay; `key(label, number)`: the prompt of a task."""
+        """`weights`: of each environment, by label; `bounds`: of the mean reward of prompts to
+        keep; `key(label, number)`: the prompt of a task."""
         total = sum(weights.values())
         self._shares = {label: weight / total for label, weight in weights.items() if weight}
         self._bounds, self._key, self._say = bounds, key, say
         self._filters = bounds != (0.0, 1.0)
         self._place = 0
-        self._due = dict.fromkeys(self._shares, 0.0)  # tasks that each has a claim to
-        self._number = dict.fromkeys(self._shares, 0)  # of the next one there
+        self._due = dict.fromkeys(self._shares, 0.0)  # tasks due to each environment
+        self._number = dict.fromkeys(self._shares, 0)  # of its next task
         self._out: dict[str, set[str]] = {label: set() for label in self._shares}
 
     def next(self) -> TaskPlace:
@@ -39,14 +39,14 @@ class Curriculum:
         label = max(self._due, key=lambda each: self._due[each])
         place = TaskPlace(self._place, label, self._wanted(label))
         self._place += 1
-        # Claims are kept, not rounded: over any prefix each has its share to within one task.
+        # Fractional shares are kept, so that any prefix is right to within one task.
         self._due[label] -= 1
         self._number[label] = place.number + 1
         return place
 
     def _wanted(self, label: str) -> int:
         number = self._number[label]
-        # Without bounds no task is made only for its key.
+        # Without bounds, do not make a task merely for its key.
         if not self._filters:
             return number
         for each in range(number, number + SKIPPED_TASKS):
@@ -57,7 +57,7 @@ class Curriculum:
         return number
 
     def learn(self, groups: list[SampleGroup]) -> None:
-        """Leave out the prompts that these groups show to be too easy or too hard."""
+        """Leave out prompts that these groups show to be too easy or too hard."""
         low, high = self._bounds
         for group in groups:
             rewards = group.rewards
@@ -71,8 +71,8 @@ class Curriculum:
         return {"place": self._place, "due": self._due, "number": self._number, "out": out}
 
     def load(self, state: _State) -> None:
-        """Restore the state. Changed weights hold from here on; a new environment begins with its
-        first task."""
+        """Restore the state. Changed weights apply from now on; a new environment begins with
+        its first task."""
         self._place = state["place"]
         for label in self._shares:
             self._due[label] = state["due"].get(label, 0.0)

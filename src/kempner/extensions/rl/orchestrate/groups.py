@@ -12,15 +12,15 @@ import numpy as np
 from kempner.extensions.rl.config import LossConfig
 from kempner.extensions.rl.orchestrate.packing import Sample
 
-SAME = 1e-6  # rewards that differ by less are the same
+SAME = 1e-6  # rewards that differ by less count as equal
 
 
 class TaskPlace(NamedTuple):
-    """A task's place in the order in which a run asks for them."""
+    """A task's place in the order in which a run requests tasks."""
 
     place: int  # from 0
     env: str  # label of its environment
-    number: int  # of the task there
+    number: int  # of the task in its environment
 
 
 class Rollout(NamedTuple):
@@ -28,13 +28,13 @@ class Rollout(NamedTuple):
 
     sample: Sample
     text: str  # the model's last turn
-    reward: float | None  # None: there is none
+    reward: float | None  # None: none available
     truncated: bool  # it had no room to end
-    oldest: int  # version of the weights that have drawn its tokens
+    oldest: int  # version of the oldest weights that drew its tokens
 
     @property
     def length(self) -> int:
-        """Tokens that the model has sampled."""
+        """Number of tokens that the model has sampled."""
         return int(self.sample.sampled.sum())
 
 
@@ -49,7 +49,7 @@ class SampleGroup:
 
     @property
     def scored(self) -> list[Rollout]:
-        """Samples that have a reward."""
+        """Samples with a reward."""
         return [each for each in self.rollouts if each.reward is not None]
 
     @property
@@ -63,7 +63,7 @@ class SampleGroup:
 
     @property
     def flat(self) -> bool:
-        """True if all rewards are equal: there is nothing to learn from the group."""
+        """True if all rewards are equal, so that the group teaches nothing."""
         return max(self.rewards) - min(self.rewards) < SAME
 
     @property
@@ -75,18 +75,18 @@ class SampleGroup:
         return sum(each.length for each in self.scored)
 
     def advantages(self, loss: LossConfig, max_tokens: int) -> list[float]:
-        """Return the advantage of each scored sample: its reward, without the penalty on its
-        length, minus the mean of the group (GRPO, arXiv:2402.03300; without the division by the
-        deviation arXiv:2503.20783). A flat group has advantages 0, whatever its lengths: it would
-        only learn to be short. With loss.mask_truncated a sample without room to end counts in the
-        mean alone (overlong filtering, arXiv:2503.14476)."""
+        """Return the advantage of each scored sample: its reward, minus the penalty on its length,
+        minus the mean of the group (GRPO, arXiv:2402.03300; without the division by the deviation
+        arXiv:2503.20783). A flat group has advantages 0, whatever its lengths: it would only teach
+        brevity. With loss.mask_truncated, a sample without room to end counts only in the mean
+        (overlong filtering, arXiv:2503.14476)."""
         if self.flat:
             return [0.0] * len(self.rewards)
         lengths = np.array([each.length for each in self.scored])
         rewards = np.array(self.rewards) - loss.length_penalty * lengths / max_tokens
-        # The penalty comes first, so that the advantages of a group sum to 0 all the same.
+        # The penalty comes first, so that the advantages of a group still sum to 0.
         found = rewards - rewards.mean()
-        # The penalty may have made rewards equal that were not.
+        # The penalty may have made different rewards equal.
         if loss.name == "grpo" and (deviation := rewards.std()) > SAME:
             found = found / deviation
         cut = [loss.mask_truncated and each.truncated for each in self.scored]
@@ -94,7 +94,7 @@ class SampleGroup:
 
 
 def seed_of(seed: int, *numbers: int) -> int:
-    """Derive a seed for one request, of 63 bits."""
-    # Engines keep a seed as a signed integer of 64 bits.
+    """Derive a 63-bit seed for one request."""
+    # Engines store a seed as a signed 64-bit integer.
     words = " ".join(map(str, (seed, *numbers)))
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "big") >> 1

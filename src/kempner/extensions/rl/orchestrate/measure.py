@@ -1,4 +1,4 @@
-"""`orchestrate.py --bench`: the engines alone, with the prompts of the configuration. No torch."""
+"""`orchestrate.py --bench`: only the engines, with the prompts of the configuration. No torch."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ RESULT = "bench-engines.json"
 
 class Measured(NamedTuple):
     tokens: int
-    prompts: int  # tokens of all prompts, each as often as it has samples
+    prompts: int  # tokens of all prompts, counted once per sample
     seconds: float
-    full: float  # tokens/s while all engines had more than they could take
+    full: float  # tokens/s while all engines had more work than they could take
 
     @property
     def rate(self) -> float:
@@ -61,11 +61,11 @@ class Bench:
         engines, rl = len(self._router.alive()), self._cfg.of(RlConfig)
         batch = max(1, (rl.batch_samples or 0) // rl.group_size)
         room = engines * self._cfg.of(InferenceConfig).resolved_slots
-        # Six times what the engines take at a time: they are full from the first sixth to the last.
+        # Six times the engines' capacity: they are full from the first sixth to the last.
         many = max(4 * batch, -(-6 * room // rl.group_size))
-        self._measure(batch, room)  # the first one is slower
+        self._measure(batch, room)  # the first run is slower
         alone, stream, read = [], [], self._tokens_read()
-        # By turns, so that a machine that is busy for a while slows both alike.
+        # Alternating, so that a temporarily busy machine slows both alike.
         for _ in range(MEASURE_ROUNDS):
             alone.append(self._measure(batch, room))
             stream.append(self._measure(many, room))
@@ -89,18 +89,17 @@ class Bench:
         self._say(result)
 
     def _tokens_read(self) -> int | None:
-        """Return the prompt tokens read by all engines; None: one of them does not count them."""
+        """Return the prompt tokens read by all engines; None: one of them does not count."""
         counts = [engine.tokens_read() for engine in self._router.alive()]
         return None if None in counts else sum(each or 0 for each in counts)
 
     def _measure(self, count: int, room: int) -> Measured:
-        """Measure `count` groups, all requested at once."""
+        """Measure `count` groups, all requested at the same time."""
         come: Queue[SampleGroup | Exception] = Queue()
 
         def work() -> None:
             try:
-                # -1: by whatever weights an engine has.
-                # pop() of a list is atomic: each thread has a place of its own.
+                # -1: any weights. pop() of a list is atomic, so each thread has a different place.
                 come.put(self._sampler.group(at.pop(), self._cfg.of(RlConfig).group_size, -1))
             except Exception as error:
                 come.put(error)
@@ -110,7 +109,7 @@ class Bench:
         for _ in range(count):
             threading.Thread(target=work, daemon=True).start()
         tokens = prompts = 0
-        marks: list[tuple[float, int]] = []  # of the time when the engines were full
+        marks: list[tuple[float, int]] = []  # times at which the engines were full
         for number in range(1, count + 1):
             group = self._next(come)
             tokens += group.tokens
@@ -122,7 +121,7 @@ class Bench:
             raise Lost(f"no sample has come back of {count} groups: see the lines above")
         seconds = time.monotonic() - began
         full = tokens / seconds
-        if len(marks) > 1:  # between two moments with as many tokens under way
+        if len(marks) > 1:  # between two moments with equally many tokens in progress
             (first, few), (last, more) = marks[0], marks[-1]
             full = (more - few) / (last - first) if last > first else full
         return Measured(tokens, prompts, seconds, full)

@@ -1,9 +1,9 @@
-"""The loop of a run: versions of the weights out to the engines, groups in, batches over to the
-trainer. No torch.
+"""The loop of a run: hands versions of the weights to the engines, collects groups, and hands
+batches to the trainer. No torch.
 
-Synchronous (max_async = 0), a batch follows from the state and the weights alone: its tasks are a
-beginning of the order, which grows by one task for each group that comes to nothing, each request
-has its own seed, and nothing is counted in the order in which it arrives.
+In synchronous training (max_async = 0), a batch depends only on the state and the weights: its
+tasks are a prefix of the order, extended by one task for each unusable group, each request has its
+own seed, and nothing is counted in order of arrival.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from kempner.jobs.records import results
 if TYPE_CHECKING:
     from kempner.train.sections import RunConfig
 
-VERSION_POLL_S = 0.02  # between two looks for a new version
+VERSION_POLL_S = 0.02  # between two checks for a new version
 TIDY_S = 1.0
-RL_TASKS = "rl.env"  # of its evaluations, among those of a run
+RL_TASKS = "rl.env"  # names its evaluations among those of a run
 
 
 class Orchestrator:
@@ -63,14 +63,14 @@ class Orchestrator:
         self._cfg, self._exchange, self._envs = cfg, exchange, envs
         self._sampler, self._router, self._say, self._stop = sampler, router, say, stop
         self._curriculum, self._beat = curriculum, Beat(exchange, "orchestrator")
-        # No SimpleQueue: up to Python 3.12 its get(timeout) may wait for ever after a signal.
+        # Not SimpleQueue: up to Python 3.12 its get(timeout) may wait for ever after a signal.
         self._come: Queue[tuple[Flight, SampleGroup | Exception]] = Queue()
-        self._again: deque[TaskPlace] = deque()  # asked before, and not trained
-        self._flying: dict[Flight, TaskPlace] = {}  # asked, and not here
+        self._again: deque[TaskPlace] = deque()  # requested before, but not trained
+        self._flying: dict[Flight, TaskPlace] = {}  # requested, but not arrived
         self._cancelled = 0  # groups since the last batch
         self._mismatch = Mismatch(exchange, router, cfg.of(SamplingConfig).temperature)
         self._groups = Groups(cfg.of(RlConfig), cfg.of(SamplingConfig).max_tokens, say)
-        self._step = 0  # whose batch was handed over last
+        self._step = 0  # of the last batch handed over
         self._newest = -1  # version
         self._evaluated = -1  # version
         self._tidied = 0.0
@@ -98,23 +98,23 @@ class Orchestrator:
         self._data_ranks, self._step = start.data_ranks, start.step
         self._log = SampleLog(Path(self._cfg.run.dir), start.step, self._say)
         if self._cfg.of(RlConfig).eval_interval:
-            # An attempt that got further than the checkpoint has evaluated weights that are lost.
+            # An attempt that got past the checkpoint has evaluated weights that are lost.
             done = results.evaluated_steps(Path(self._cfg.run.dir), RL_TASKS)
             self._evaluated = max((each for each in done if each <= start.step), default=-1)
         if start.state is not None:
             self._curriculum.load(start.state["curriculum"])
             self._groups.tokens_of_group = start.state["tokens_of_group"]
-            # An environment may have left the configuration since the checkpoint.
+            # An environment may have been removed from the configuration since the checkpoint.
             pending = [TaskPlace(*each) for each in start.state["pending"]]
             self._again.extend(each for each in pending if each.env in self._envs)
         self._groups.new_target()
         self._say(f"step {start.step} is loaded; {start.data_ranks} data rank(s)")
 
     def _state(self) -> ExchangeState:
-        """Return the state after the batch. Groups that wait for a later one are requested again
-        after a resume, by newer weights, as those in flight: samples have no place in a
-        checkpoint."""
-        # Tasks that came to nothing are done with: others were asked in their place.
+        """Return the state after the batch. Groups that wait for a later batch, like
+        those in flight, are requested again after a resume, from newer weights: samples
+        are not checkpointed."""
+        # Tasks without a usable group are finished: others were requested in their place.
         waiting = [*self._flying.values(), *self._groups.carried, *self._again]
         return {
             "curriculum": self._curriculum.state(),
@@ -139,11 +139,11 @@ class Orchestrator:
             self._tidy()
             return
         self._newest = newest
-        # Before anything else: engines take the version while this thread tidies up.
+        # First of all: engines load the version while this thread tidies up.
         self._router.offer(newest, self._exchange.update(newest))
-        # These weights have learned from them: no rank reads these batches again.
+        # These weights were trained on them: no rank reads these batches again.
         for step in range(newest, 0, -1):
-            # Those before went with an earlier version.
+            # Older ones were removed with an earlier version.
             if not (folder := self._exchange.rollouts(step)).exists():
                 break
             shutil.rmtree(folder, ignore_errors=True)
@@ -151,7 +151,7 @@ class Orchestrator:
             self._evaluate(newest)
 
     def _evaluation_due(self) -> bool:
-        """Return whether to evaluate: before the first step, when another interval has begun, and
+        """Return whether to evaluate: before the first step, at each new interval, and
         at the end."""
         interval, newest = self._cfg.of(RlConfig).eval_interval, self._newest
         if not interval or newest == self._evaluated:
@@ -161,7 +161,7 @@ class Orchestrator:
 
     def _tidy(self) -> None:
         """Remove versions that no engine reads or will read: a starting engine reads the newest
-        directory. Those that engines have are in their memory."""
+        directory. Versions in use are in the engines' memory."""
         if time.monotonic() < self._tidied + TIDY_S:
             return
         self._tidied = time.monotonic()
@@ -177,9 +177,9 @@ class Orchestrator:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _evaluate(self, version: int) -> None:
-        """Evaluate, greedily, on tasks that training never sees. Newer weights wait until it is
-        done. A sample without a reward counts as 0: failures of the judge must not raise the
-        score."""
+        """Evaluate, greedily, on tasks that training never sees. Newer weights wait until
+        it is done. A sample without a reward counts as 0: failures of the judge must not
+        raise the score."""
         answers: Queue[tuple[str, float | None] | Exception] = Queue()
 
         def work(env: Tasks, number: int) -> None:
@@ -212,7 +212,7 @@ class Orchestrator:
         self._evaluated = version
 
     def _next_of(self, queue: Queue[Any]) -> Any:
-        """Wait for the next item; raises what a thread has raised."""
+        """Wait for the next item; re-raises an exception of a thread."""
         while True:
             self._beat.alive()
             if self._stop.is_set():
@@ -233,12 +233,12 @@ class Orchestrator:
         )
 
     def _ask_again(self, places: Sequence[TaskPlace]) -> None:
-        """Put dropped tasks first in line: they are not lost, nor is a slow one replaced by
-        others."""
+        """Put dropped tasks first in line, so that none is lost and slow ones are not
+        replaced by others."""
         self._again.extendleft(reversed(places))
 
     def _cancel(self) -> None:
-        """Cancel generation of groups too old for any batch to train."""
+        """Cancel the generation of groups that are too old for any batch."""
         least = self._groups.least(self._step + 1)
         old = [each for each in self._flying if each.version is not None and each.version < least]
         self._ask_again([self._flying.pop(each) for each in old])
@@ -247,8 +247,8 @@ class Orchestrator:
             each.cancel()
 
     def _take(self) -> None:
-        """Ask for what may be asked, and take what has come."""
-        # In asynchronous training an engine works on while another one takes new weights.
+        """Request all groups that may be requested, and take those that have arrived."""
+        # In asynchronous training an engine keeps working while another one loads new weights.
         least = max(0, self._newest - (self._cfg.of(RlConfig).max_async > 0))
         versions = [each.version for each in self._flying if each.version is not None]
         late = sum(version < self._newest for version in versions)
@@ -260,7 +260,7 @@ class Orchestrator:
         try:
             flight, result = self._come.get(timeout=VERSION_POLL_S)
             while True:
-                # _cancel() has put the task of a cancelled one back in line.
+                # _cancel() has already put the task of a cancelled group back in line.
                 if not flight.cancelled:
                     if isinstance(result, Exception):
                         raise result
@@ -286,7 +286,7 @@ class Orchestrator:
         metrics = reward_figures(come, groups, self._step, stale, self._cancelled)
         metrics |= self._router.figures() | self._mismatch.take()
         self._cancelled = 0
-        # Before _state(): tasks whose groups are dropped here belong to this step's checkpoint.
+        # Before _state(), because tasks whose groups are dropped here belong to this checkpoint.
         self._cancel()
         arrays = packing.pack_batch(
             [each.sample for group in groups for each in group.scored],
@@ -297,13 +297,13 @@ class Orchestrator:
             self._cfg.train.micro_batch or 1,
         )
         tokens = packing.tokens_that_count(arrays)
-        # Without a sample of the newest weights the mismatch is measured apart: mismatch.py.
+        # Without a sample of the newest weights, mismatch.py measures the mismatch separately.
         newest = max(each.oldest for group in groups for each in group.scored)
         batch = Batch(self._step, tokens, metrics, self._state(), scored=newest < self._step - 1)
 
         def write() -> None:
             packing.write_rank_files(self._exchange.rollouts(batch.step), arrays)
-            # Last: the trainer reads the rank files as soon as it sees the batch.
+            # Last, because the trainer reads the rank files as soon as it sees the batch.
             self._exchange.hand_over(batch)
 
         self._write(f"batch of step {self._step}", write)
@@ -312,10 +312,10 @@ class Orchestrator:
         self._log.add(self._step, groups)
 
     def _write(self, what: str, write: Callable[[], None]) -> None:
-        """Write, and retry on a full disk, which may be cleared: samples are not thrown away at
-        once."""
+        """Write, and retry on a full disk, which may be cleared: do not throw samples
+        away at once."""
         until, waits = time.monotonic() + DISK_S, False
-        # After one wait, all that has come meanwhile is taken.
+        # After one wait, take everything that has arrived meanwhile.
         while True:
             try:
                 write()

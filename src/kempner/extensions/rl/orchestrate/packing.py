@@ -1,5 +1,5 @@
-"""Packing of samples into the rows of a batch, the same number on every rank. No torch. R rows, T
-tokens."""
+"""Packing of samples into the rows of a batch, equally many on every rank. No torch. R
+rows, T tokens."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Arrays = dict[str, NDArray[np.generic]]
 
 
 class Sample(NamedTuple):
-    """A conversation as tokens: those given to the model, and those it has sampled. All [n]."""
+    """A conversation as tokens, both given and sampled. All [n]."""
 
     tokens: NDArray[np.int32]
-    sampled: NDArray[np.bool_]  # by the model: what counts in the loss
+    sampled: NDArray[np.bool_]  # by the model: only these count toward the loss
     logprobs: NDArray[np.float32]  # of the sampled tokens; 0 elsewhere
 
     @property
     def places(self) -> int:
-        """Places that it takes in a row: its last token is a target only."""
+        """Places that it occupies in a row: its last token is only a target."""
         return len(self.tokens) - 1
 
 
@@ -41,16 +41,16 @@ def pack_batch(
     micro_batch: int,
 ) -> list[Arrays]:
     """Make the rank files of a batch, as exchange.Batch defines them. Each sample takes at most
-    `seq_len` places. `versions`: the oldest weights that have drawn tokens of each.
+    `seq_len` places. `versions`: the oldest weights that drew tokens of each sample.
 
-    Every row costs the same outside of attention, also an empty one. In attention a document costs
-    the square of its length: the rows are as few as first-fit decreasing needs, and those that
-    there must be anyway (each rank has as many, and whole micro-batches) take their part.
+    Outside attention every row costs the same, even an empty one. In attention a document costs
+    the square of its length: there are as few rows as first-fit decreasing needs, rounded up (each
+    rank has equally many, in whole micro-batches), and the added rows take their share.
     """
     lengths = np.array([sample.places for sample in samples])
     assert lengths.max() <= seq_len
     packing = first_fit_decreasing(lengths, seq_len)
-    # Each micro-batch has collectives: a rank with one fewer would leave the others waiting.
+    # Each micro-batch has collectives: a rank with one fewer would block the others.
     unit = ranks * micro_batch
     count = -(-len(packing) // unit) * unit
     # Balanced rows may fail to fit; first-fit decreasing never does.
@@ -70,11 +70,11 @@ def pack_batch(
 
 
 def spread_samples(lengths: NDArray[np.int64], room: int, count: int) -> list[list[int]] | None:
-    """Spread the samples, longest first, each into the row of least cost that has room; None if one
+    """Spread the samples, longest first, each into the cheapest row that has room; None if one
     finds no room."""
     rows: list[list[int]] = [[] for _ in range(count)]
     space, cost = np.full(count, room), np.zeros(count)
-    # Stable: the rows of a batch must not depend on how a sort breaks ties.
+    # Stable, so that the rows of a batch do not depend on how a sort breaks ties.
     for item in np.argsort(-lengths, kind="stable").tolist():
         row = int(np.where(space >= lengths[item], cost, np.inf).argmin())
         if space[row] < lengths[item]:
@@ -88,11 +88,11 @@ def spread_samples(lengths: NDArray[np.int64], room: int, count: int) -> list[li
 def deal_rows(
     rows: Sequence[Sequence[int]], lengths: NDArray[np.int64], ranks: int
 ) -> list[list[int]]:  # fmt: skip
-    """Deal the rows to the ranks, as many to each: the most expensive first, each to the rank that
-    has the least so far."""
+    """Deal the rows to the ranks, equally many to each: the most expensive first, each to the rank
+    with the least cost so far."""
     costs = [float((lengths[list(row)] ** 2).sum()) if row else 0.0 for row in rows]
     dealt: list[list[int]] = [[] for _ in range(ranks)]
-    open_ranks = [(0.0, rank) for rank in range(ranks)]  # a heap: the least cost comes first
+    open_ranks = [(0.0, rank) for rank in range(ranks)]  # a heap: the least cost is first
     for row in sorted(range(len(rows)), key=lambda row: -costs[row]):
         cost, rank = heapq.heappop(open_ranks)
         dealt[rank].append(row)
@@ -102,7 +102,7 @@ def deal_rows(
 
 
 def empty_rows(count: int, seq_len: int) -> Arrays:
-    """Make rows without a sample: one document, none of which counts."""
+    """Make rows without samples: one document, in which nothing counts."""
     shape = (count, seq_len)
     return {
         "inputs": np.zeros(shape, np.int32),
@@ -115,11 +115,11 @@ def empty_rows(count: int, seq_len: int) -> Arrays:
 
 
 def fill_row(row: Arrays, items: Sequence[tuple[Sample, float, int]]) -> None:
-    """Fill one row, each array of it [T]. The rest at its end is one more document."""
+    """Fill one row, whose arrays are [T]. The rest at its end is one more document."""
     at = 0
     for number, (sample, advantage, version) in enumerate(items):
         there = slice(at, at + sample.places)
-        # The row's targets are the tokens one place further on.
+        # The row's targets are the tokens shifted by one.
         counts = sample.sampled[1:]
         row["inputs"][there] = sample.tokens[:-1]
         row["targets"][there] = np.where(counts, sample.tokens[1:], IGNORE)
@@ -136,8 +136,8 @@ def tokens_that_count(ranks: Sequence[Arrays]) -> int:
 
 
 def write_rank_files(folder: Path, ranks: Sequence[Arrays]) -> None:
-    """Write rank_0.safetensors ... Raises OSError, on a full disk for example. Without fsync: no
-    attempt reads the files of an earlier one, and nobody before batch.json is there."""
+    """Write rank_0.safetensors ... Raises OSError, for example on a full disk. Without fsync: no
+    attempt reads an earlier one's files, and nothing reads them before batch.json exists."""
     folder.mkdir(parents=True, exist_ok=True)
     for rank, arrays in enumerate(ranks):
         (folder / f"rank_{rank}.safetensors").write_bytes(save(arrays))

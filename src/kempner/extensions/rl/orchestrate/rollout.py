@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class RolloutSampler:
-    """A sampler of groups. Its methods wait for engines and for rewards; each group has a thread of
-    its own."""
+    """A sampler of groups. Its methods wait for engines and rewards; each group has
+    a separate thread."""
 
     def __init__(
         self,
@@ -41,26 +41,26 @@ class RolloutSampler:
             cfg.of(RlConfig).seed,
         )
         self._say = say
-        self._said: set[str] = set()  # environments whose failures were reported
+        self._said: set[str] = set()  # environments whose failures have been reported
 
     def group(
         self, at: TaskPlace, size: int, least: int, flight: Flight | None = None
     ) -> SampleGroup:
         """Return `size` samples of one task, by weights of version `least` or later; none if
-        engines have lost it too often, or it is broken: a task is the user's code and data."""
+        engines have lost it too often, or if it is broken: a task is the user's code and data."""
         env = self._envs[at.env]
         try:
             task = env.task(at.number)
-            # A trial: here an error is known to be the fault of this task alone.
+            # A trial: an error here is known to come from this task alone.
             self._writer.prompt(task)
-        # No task at all is a mistake in the configuration, and ends the run.
+        # No task at all is a configuration error, and ends the run.
         except ConfigError:
             raise
         except Exception as error:
             self._tell(env, f"task {at.number} is broken: {type(error).__name__}: {error}")
             return SampleGroup(at, "", "", [], broken=True)
         try:
-            # _converse() gives each turn a seed of its own.
+            # _converse() gives each turn its own seed.
             sampling = self._sampling.sampling(0)
             rollouts = self._converse(env, task, size, sampling, at.place, least, flight)
         except GivenUp as error:
@@ -69,8 +69,8 @@ class RolloutSampler:
         return SampleGroup(at, task.key, prompt_text(task), rollouts)
 
     def evaluate(self, env: Tasks, task: Task | Exception, least: int) -> float | None:
-        """Return the reward of the most likely answer; None if it has none, such as for a task that
-        has raised."""
+        """Return the reward of the most likely answer; None if it has none, for example because the
+        task raised an error."""
         try:
             if isinstance(task, Exception):
                 raise task
@@ -82,7 +82,7 @@ class RolloutSampler:
             temperature=0.0, max_tokens=self._sampling.max_tokens, stop=self._sampling.stop
         )
         try:
-            # Any place will do: it makes the seed, on which a greedy text does not depend.
+            # Any place will do: it only determines the seed, which greedy text does not use.
             rollouts = self._converse(env, task, 1, greedy, 0, least)
         except GivenUp as error:
             self._say(f"{env.label}: task {task.number} is given up: {error}")
@@ -99,19 +99,19 @@ class RolloutSampler:
         least: int,
         flight: Flight | None = None,
     ) -> list[Rollout]:
-        """Run the conversations. Each turn is one request, of all conversations that go on. A turn
+        """Run the conversations. Each turn is one request, for all unfinished conversations. A turn
         begins only if there is room for all of it; if there never is, the result has no samples."""
         prompt = self._writer.prompt(task)
         if not self._room(prompt):
             self._tell(env, f"task {task.number}: its prompt of {len(prompt)} tokens is too long")
             return []
         talks = [Dialogue(task.messages, prompt) for _ in range(count)]
-        why: dict[int, str] = {}  # there is no reward
+        why: dict[int, str] = {}  # reasons for missing rewards
         turn, going = 0, talks
         while going:
             turn_sampling = replace(sampling, seed=seed_of(self._seed, place, turn))
             if turn == 0:
-                # One prompt with many samples: the engine reads it once for all of them.
+                # One prompt with many samples, so that the engine reads it once.
                 texts = self._router.ask([prompt], count, turn_sampling, least, flight)[0]
             else:
                 tokens = [talk.tokens for talk in going]
@@ -120,7 +120,7 @@ class RolloutSampler:
                 ]
             for talk, text in zip(going, texts, strict=True):
                 talk.say(text, self._writer.text(text.token_ids, sampling.stop))
-            # A turn that was cut at max_tokens gets no reply.
+            # A turn cut off at max_tokens gets no reply.
             going = [talk for talk in going if talk.open]
             going = self._replies(env, task, going, why)
             turn += 1
@@ -140,7 +140,7 @@ class RolloutSampler:
     def _replies(
         self, env: Tasks, task: Task, talks: Sequence[Dialogue], why: dict[int, str]
     ) -> list[Dialogue]:
-        """Add the environment's replies; returns the conversations that go on."""
+        """Add the environment's replies; returns the conversations that continue."""
         replies = self._scorer.reply(env, task, [talk.messages for talk in talks])
         going = []
         for talk, reply in zip(talks, replies, strict=True):
@@ -148,8 +148,8 @@ class RolloutSampler:
                 why[id(talk)] = reply.why
             elif reply is not None:
                 tokens = self._writer.reply(task, reply, talk.tokens[-1])
-                # Without room for another turn the reply is left out: it may be longer than the
-                # row, and what is scored ends with the model's own words.
+                # Without room for another turn the reply is left out: it may exceed the row, and a
+                # scored conversation ends with the model's own words.
                 if self._room([*talk.tokens, *tokens]):
                     talk.hear(reply, tokens)
                     going.append(talk)
@@ -161,14 +161,14 @@ class RolloutSampler:
         return len(tokens) + self._sampling.max_tokens <= self._seq_len
 
     def _tell(self, env: Tasks, why: str) -> None:
-        """Report a failure once for each environment: the metrics count them."""
+        """Report a failure once per environment: the metrics count them."""
         if env.label not in self._said:
             self._said.add(env.label)
             self._say(f"{env.label}: a sample without a reward: {why or 'no reason given'}")
 
 
 def prompt_text(task: Task) -> str:
-    """Return the prompt as text, for people."""
+    """Return the prompt as human-readable text."""
     if isinstance(task.prompt, str):
         return task.prompt
     return "\n".join(f"{message['role']}: {message['content']}" for message in task.prompt)

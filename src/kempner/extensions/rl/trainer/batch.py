@@ -1,4 +1,4 @@
-"""Micro-batches from the rank files of a batch. B rows, T tokens, R rows of a rank."""
+"""Micro-batches from the rank files of a batch. B rows, T tokens, R rows per rank."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Rollouts(MicroBatch):
 
 def read_batch(path: Path, seq_len: int, newest: int) -> dict[str, Tensor]:
     """Read the arrays of a rank file, [R, T] each, and `fresh`. `newest`: the version of the
-    weights before this step. Raises ValueError if the file is not as exchange.Batch defines it."""
+    weights before this step. Raises ValueError if the file does not conform to exchange.Batch."""
     from safetensors.torch import load_file
 
     arrays: dict[str, Tensor] = load_file(path)
@@ -63,20 +63,20 @@ def read_batch(path: Path, seq_len: int, newest: int) -> dict[str, Tensor]:
 def micro_batches(
     arrays: dict[str, Tensor], rows: int | None, pin: bool, own: list[Tensor] | None = None
 ) -> Iterator[Rollouts]:
-    """Yield micro-batches of at most `rows` rows; None: all rows in one. `own`: for the first of
-    them."""
+    """Yield micro-batches of at most `rows` rows; None: all rows in one. `own`: for
+    the first micro-batch."""
     count = len(arrays["inputs"])
     for at in range(0, count, rows or count):
         part = {name: tensor[at : at + (rows or count)] for name, tensor in arrays.items()}
         batch = Rollouts(
-            # The files have int32, half of the bytes; an embedding takes int64.
+            # The files store int32, half the bytes; an embedding requires int64.
             part["inputs"].long(),
             part["targets"].long(),
             Documents.of(part["documents"], reset_positions=True),
             logprobs=part["logprobs"],
             advantages=part["advantages"],
             fresh=part["fresh"],
-            # The probe is a sample of the first row, which is in the first micro-batch.
+            # The probe is a sample of the first row, so it is in the first micro-batch.
             own=None if at else own,
         )
         yield batch._map(lambda tensor: tensor.pin_memory()) if pin else batch

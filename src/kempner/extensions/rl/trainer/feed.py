@@ -1,5 +1,4 @@
-"""The batches of an RL trainer, in place of a data loader: all ranks wait for the
-orchestrator's."""
+"""The batches of an RL trainer, in place of a data loader: all ranks wait for the orchestrator."""
 
 from __future__ import annotations
 
@@ -50,16 +49,16 @@ if TYPE_CHECKING:
     from kempner.train.recording.run_directory import Run
     from kempner.train.sections import RunConfig
 
-IDLE_LIMIT = "KEMPNER_IDLE_LIMIT"  # minutes of a wait, after which the job is given back
-BATCH_POLL_S = 0.01, 0.1  # between two looks for a batch, and for requests to leave: from, to
-WAIT_SHARE = 0.02  # of the wait so far, in between: a wait is not prolonged by more
+IDLE_LIMIT = "KEMPNER_IDLE_LIMIT"  # minutes of waiting after which the job is given back
+BATCH_POLL_S = 0.01, 0.1  # between two checks for a batch, and for requests to leave: from, to
+WAIT_SHARE = 0.02  # check interval as a share of the wait so far, which it may prolong by no more
 
 
 class Feed:
     """A loader (kempner.train.extensions.Loader) that waits for the batch of each step, and
     publishes the weights after it."""
 
-    names: tuple[str, ...] = ()  # of sources of data
+    names: tuple[str, ...] = ()  # of data sources
     sources: tuple[Any, ...] = ()
     phase = 0
     waits_for_all = at_once = True
@@ -78,27 +77,27 @@ class Feed:
         samples: int,
         say: Callable[[str], None],
     ) -> None:
-        """`samples`: trained on so far."""
+        """`samples`: number trained on so far."""
         self._exchange, self._layout = exchange, layout
         self._stop, self._publisher, self._say = stop, publisher, say
         self._seq_len, self._micro = cfg.train.seq_len, cfg.train.micro_batch
         self._pin = layout.mesh.device_type == "cuda"
-        # gloo: the sums of _look() are on the host, and a wait of hours must not run on the GPU.
+        # gloo: the sums of _look() are on the host, and a wait of hours must not occupy the GPU.
         self._ranks = Ranks(dist.new_group(backend="gloo"))
         self._beat = Beat(exchange, "trainer") if self._ranks.rank == 0 else None
-        self._tries = 0  # of the newest version, for which the disk had no room
-        self._again = 0.0  # when the next one is due; on rank 0
+        self._tries = 0  # to publish the newest version, for which the disk had no room
+        self._again = 0.0  # when the next try is due; on rank 0
         self.position = samples
-        self.tokens = 0  # of the newest batch: targets that count, of all ranks
-        self._places = 0  # and all that are in its rows
-        self.state: dict[str, Any] | None = None  # of the orchestrator after it; on rank 0
+        self.tokens = 0  # of the newest batch: targets that count, on all ranks
+        self._places = 0  # all places in its rows
+        self.state: dict[str, Any] | None = None  # of the orchestrator after that batch; on rank 0
         self._metrics: dict[str, float] = {}
         self._step = 0  # of the newest batch
         self._idle_limit = 60 * float(os.environ.get(IDLE_LIMIT) or "inf")  # seconds
-        self._own: list[torch.Tensor] | None = None  # see Rollouts; asked for on rank 0
+        self._own: list[torch.Tensor] | None = None  # see Rollouts; requested on rank 0
 
     def begin(self, progress: Progress, clock: Clock, waiting: Waiting) -> None:
-        """Publish the weights that the run begins with; then the orchestrator may begin."""
+        """Publish the run's initial weights; then the orchestrator may begin."""
         self._clock, self.waiting, self._step = clock, waiting, progress.step
         with waiting():
             self.publish(progress.step)
@@ -111,7 +110,7 @@ class Feed:
 
     def next(self, step: int) -> list[Rollouts] | Verdict:
         """Return this rank's micro-batches of a step; or, if any rank was asked to leave meanwhile,
-        the verdict of all."""
+        the common verdict."""
         answer: Batch | Verdict | None = None
         began, pause, idle = time.monotonic(), 0.0, ""
         while answer is None:
@@ -126,7 +125,7 @@ class Feed:
             # The verdict itself says "asked to make room"; the batch script repeats this reason.
             return answer._replace(reason=idle) if idle else answer
         self.tokens, self._metrics = answer.tokens, answer.metrics
-        # A row holds several samples: the orchestrator has counted them.
+        # A row holds several samples, which the orchestrator has counted.
         self.position += int(answer.metrics.get("samples", 0))
         self.state = answer.state
         self._step = step
@@ -137,11 +136,11 @@ class Feed:
         return list(micro_batches(arrays, self._micro, self._pin, self._own))
 
     def _look(self, step: int, pause: float) -> Batch | Verdict | None:
-        """Look for the batch once, on all ranks, after `pause` seconds. Rank 0 alone looks into the
-        directory."""
+        """Look for the batch once, on all ranks, after `pause` seconds. Only rank 0
+        reads the directory."""
         batch, is_due = None, False
         if self._ranks.rank == 0:
-            # The others wait for this rank in the sum below.
+            # The other ranks wait for this one in the sum below.
             time.sleep(pause)
             batch = self._exchange.batch(step)
             is_due = self._tries > 0 and time.monotonic() > self._again
@@ -149,7 +148,7 @@ class Feed:
         flags = torch.tensor([batch is not None, is_due, *self._stop.flags[INTERRUPT_REQUEST:]])
         dist.all_reduce(flags, dist.ReduceOp.MAX, self._ranks.group)
         ready, due, *leaving = flags.tolist()
-        # A request to save alone can wait: the all-reduce of the next step carries it.
+        # A request only to save can wait for the next step's all-reduce.
         verdict = requested_verdict(dict(zip(REQUEST_FLAGS, (0.0, *leaving), strict=True)))
         if verdict.state:
             return verdict
@@ -157,27 +156,27 @@ class Feed:
             self.publish(step - 1)
         if not ready:
             return None
-        # Without the orchestrator's state, which may be long, and which rank 0 alone keeps.
+        # Without the orchestrator's state, which may be long and stays on rank 0.
         message = [batch._replace(state={}) if batch else None]
         dist.broadcast_object_list(message, 0, self._ranks.group)
         return batch or message[0]
 
     def after_update(self) -> None:
-        """The engines wait for the weights, which go through the host anyway."""
+        """Do nothing: the engines wait for the weights, which go through the host anyway."""
         with self._clock.part("publish"), self.waiting():
             self.publish(self._step)
 
     def publish(self, version: int) -> None:
-        """Publish the weights to the engines, on all ranks. If the disk is full, next() tries again
-        until there is room: nobody needs the step's weights before. Raises all other errors."""
+        """Publish the weights to the engines, on all ranks. If the disk is full, next() retries
+        until there is room: nobody needs the step's weights earlier. Raises all other errors."""
         try:
             self._publisher.publish(version)
         except (OSError, PeerFailed) as error:
-            # All ranks are here: publish() raises on each when it has failed on one.
+            # All ranks get here: publish() raises on each if it has failed on one.
             full = torch.tensor(isinstance(error, OSError) and error.errno in FULL)
             dist.all_reduce(full, dist.ReduceOp.MAX, self._ranks.group)
             self._tries += 1
-            # Tries, not seconds: all ranks count the same, and must give up together.
+            # Tries, not seconds, because all ranks must count alike and give up together.
             if not full or self._tries > DISK_S / AGAIN_S:
                 raise
             self._again = time.monotonic() + AGAIN_S
@@ -194,22 +193,22 @@ class Feed:
     # --- For the recorder ---
 
     def seek(self, *_: object) -> None:
-        """Go back with the orchestrator, which is ahead, too: in a new attempt."""
+        """Refuse: the orchestrator is ahead, so only a new attempt can go back."""
         raise RuntimeError("the orchestrator is ahead: a new attempt goes back")
 
     def keys_per_query(self, window: int | None) -> None:
-        """Return None: the length of samples is not known beforehand."""
+        """Return None, because the length of samples is not known beforehand."""
 
     def sample_numbers(self, position: int, count: int) -> list[int]:
         return []
 
     def places(self, tokens: int) -> int:
-        """Return the places of the newest batch: its rows have places without a target."""
+        """Return the places of the newest batch, because its rows have places without a target."""
         return self._places
 
     def record(self, result: StepResult, lap: Mapping[str, float], counted: str) -> dict[str, Any]:
         """Return the metrics of the newest batch's step: the orchestrator's, and the trainer's."""
-        # The numbers of the step have been read: the GPU is done, and the copy waits for nothing.
+        # The step's numbers have been read, so the GPU is done and the copy waits for nothing.
         if self._own:
             self._exchange.hand_back(self._step, self._own[0].cpu().numpy())
         metrics = {name: value for name, value in self._metrics.items() if name != "samples"}
@@ -224,14 +223,14 @@ class Feed:
 
 
 def pause_after(waited: float) -> float:
-    """Return the seconds until the next look."""
+    """Return the seconds until the next check."""
     least, most = BATCH_POLL_S
     return min(most, max(least, WAIT_SHARE * waited))
 
 
 class FakeFeed(Feed):
-    """Random samples, for measurements: each of rl.batch_samples is as long as a row, or rows have
-    several of variable length (see [bench]). It removes what engines would remove."""
+    """Random samples, for measurements: each of rl.batch_samples is as long as a row, or rows hold
+    several of variable length (see [bench]). Removes what engines would remove."""
 
     def __init__(
         self,
@@ -245,7 +244,7 @@ class FakeFeed(Feed):
         super().__init__(cfg, exchange, layout, stop, publisher, 0, say)
         separate = cfg.of(BenchConfig).length == "variable"
         shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, separate, False, False)
-        # What random weights give a token on average: the ratios of the loss are near 1.
+        # The mean log-probability under random weights, so that the loss's ratios are near 1.
         self._source, self._guess = FakeDataset("fake", shape), -math.log(cfg.model.vocab_size)
         self._rows = (cfg.of(RlConfig).batch_samples or 64) // layout.data_ranks
 
@@ -281,7 +280,7 @@ def open_feed(
     progress: Progress,
     stop: StopRequests,
 ) -> Feed:
-    """The batches of a run, and where its weights go."""
+    """Open the batches of a run, and the publication of its weights."""
     exchange, device = RolloutExchange(run.dir), torch.device(layout.mesh.device_type)
     publisher = open_publisher(cfg, model, exchange, device)
     if cfg.data.dataset_path == FAKE:

@@ -1,9 +1,9 @@
 """The policy-gradient loss on sampled tokens: makes each more likely by its advantage.
 
-The ratio r of a token is its probability under the model that is trained, at the temperature of the
-sampler, over the one that the sampler has handed over. That is the distribution it was drawn from:
-where top_p, top_k or min_p left tokens out, the others have their share there and not here, and r
-is as much below 1. It is the weight of importance sampling all the same.
+The ratio r of a token is its probability under the trained model, at the sampler's temperature,
+over the probability that the sampler reported, which belongs to the distribution it was drawn from.
+If top_p, top_k or min_p left tokens out, the others have their share there but not here, and r is
+below 1 by that factor. It is still the importance-sampling weight.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kempner.parallel.layout import Layout
 if TYPE_CHECKING:
     from kempner.train.sections import RunConfig
 
-BOUND = 20.0  # of log ratios: exp of it, times any advantage and squared, is finite in bf16, too
-LOWEST = -1e4  # log-probabilities: the difference of two infinite ones is not a number
+BOUND = 20.0  # of log ratios: exp(BOUND), times any advantage and squared, is finite even in bf16
+LOWEST = -1e4  # log-probabilities: the difference of two infinite ones is NaN
 SUMS = ("mismatch_sum", "fresh_sum", "fresh_tokens", "held_back", "kl_sum")
 
 
@@ -39,12 +39,12 @@ def policy_losses(
     push the model. All [...], fp32.
 
     grpo (arXiv:2402.03300) and dapo (arXiv:2503.14476) clip the ratio, with two bounds, and differ
-    in their advantages alone; for negative advantages `dual_clip` bounds it from above
+    only in their advantages; for negative advantages `dual_clip` bounds it from above
     (arXiv:1912.09729). tis weighs the gradient of the log-probability by the ratio, truncated at
-    `is_cap`, as arXiv:2506.13585 does. masked also leaves out those tokens whose probability has
-    moved by more than `mask` to where the advantage pushes it.
+    `is_cap`, as in arXiv:2506.13585. masked also drops tokens whose probability has moved by more
+    than `mask` in the direction of the advantage.
     """
-    # The outer clamp has no slope past BOUND: such a token does not push.
+    # The outer clamp has slope 0 past BOUND, so that such a token does not push.
     log_ratio = (new.clamp(min=LOWEST) - old.clamp(min=LOWEST)).clamp(-BOUND, BOUND)
     if cfg.name in ("tis", "masked"):
         gain = truncated_ratio(log_ratio, cfg.is_cap) * advantages
@@ -64,14 +64,14 @@ def policy_losses(
 
 
 def truncated_ratio(log_ratio: Tensor, cap: float) -> Tensor:
-    """Return exp(log_ratio) up to `cap`, and a straight line of that slope above: its derivative is
+    """Return exp(log_ratio) up to `cap`, and above it a line with that slope: its derivative is
     min(ratio, cap), which weighs the gradient of the log-probability."""
     most = math.log(cap)
     return log_ratio.clamp(max=most).exp() + cap * (log_ratio - most).clamp(min=0)
 
 
 class Policy:
-    """The objective (kempner.train.objective) of tokens with advantages."""
+    """The objective (kempner.train.objective) for tokens with advantages."""
 
     counted = "loss_tokens"
 
@@ -79,27 +79,27 @@ class Policy:
         self._cfg, self._temperature = cfg.of(LossConfig), cfg.of(SamplingConfig).temperature
         self._chunk = cfg.train.loss_chunk
         self._batch: Rollouts | None = None
-        # On the device: to read a number in each micro-batch would wait for the GPU.
+        # On the device, because reading a number in each micro-batch would wait for the GPU.
         self._sums = torch.zeros(len(SUMS), device=device)
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
         assert isinstance(batch, Rollouts)
-        self._batch = batch  # what the model does not hand on to its loss
+        self._batch = batch  # not passed on by the model to its loss
         loss, terms = model(batch.inputs, batch.targets, batch.documents, token_losses=True)
         return loss, terms, batch
 
     def numbers(self) -> dict[str, Tensor]:
-        """Return the numbers since the last call, over the tokens that count: sums of |log ratio|,
-        and of those that the newest weights have sampled, and their number; tokens that a bound has
-        held back; and the divergence of model and sampler."""
+        """Return the numbers since the last call, over the tokens that count: the sum of |log
+        ratio|; its part from tokens that the newest weights sampled, and their number; tokens that
+        a bound has held back; and the divergence of model and sampler."""
         sums = self._sums.clone()
         self._sums.zero_()
         return dict(zip(SUMS, sums.unbind(), strict=True))
 
     def record(self, values: Mapping[str, float]) -> dict[str, Any]:
-        """Means over the tokens that count."""
+        """Compute means over the tokens that count."""
         tokens, fresh = max(1.0, values["tokens"]), values["fresh_tokens"]
-        distance = {  # nobody has the weights any more that the others were sampled with
+        distance = {  # "drift": the sampling weights no longer exist
             "mismatch": (values["fresh_sum"], fresh),
             "drift": (values["mismatch_sum"] - values["fresh_sum"], values["tokens"] - fresh),
         }
@@ -127,18 +127,18 @@ class Policy:
 
         def judge(losses: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
             old, advantages, fresh, counts = (tensor[rows] for tensor in columns)
-            # It is called within the forward() of an autograd.Function, where gradients are off.
+            # Called in the forward() of an autograd.Function, where gradients are off.
             with torch.enable_grad():
                 losses = losses.detach().requires_grad_()
                 ours, log_ratio, clip_mask = policy_losses(self._cfg, -losses, old, advantages)
                 (slopes,) = torch.autograd.grad(ours.sum(), losses)
             if first is not None:
-                # `first` is of the first row: of a chunk of later rows this is empty.
+                # `first` is the first row: for a chunk of later rows this is empty.
                 there = first[rows.start : rows.stop]
                 there.copy_(-losses.detach()[: len(there), 0])
             distance = log_ratio.detach().abs()
-            # Over the sampler's samples its mean is KL(sampler, model), and it is never negative.
-            # expm1(): in fp32 exp(x) - 1 has few digits left where x is small.
+            # Its mean over the sampler's samples is KL(sampler, model), and it is never negative.
+            # expm1(): in fp32, exp(x) - 1 keeps few digits for small x.
             kl = log_ratio.detach().expm1() - log_ratio.detach()
             mine = (distance, distance * fresh, fresh.float(), clip_mask.float(), kl)
             for i, values in enumerate(mine):

@@ -1,8 +1,8 @@
-"""Publication of the weights as a directory in Hugging Face's form, from all ranks of the trainer.
+"""Publish the weights as a directory in Hugging Face's form, from all ranks of the trainer.
 
-Each tensor is gathered by itself and written by one rank, into a file of that rank's own: no rank
-ever holds more than one whole tensor, and no two write one file, which not every shared file system
-handles well. While one tensor is written, the next is gathered.
+Each tensor is gathered separately and written by one rank, into that rank's own file: no rank ever
+holds more than one whole tensor, and no two ranks write to one file, which not every shared file
+system handles well. While one tensor is written, the next is gathered.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from kempner.parallel.config import is_adapter
 if TYPE_CHECKING:
     from kempner.train.sections import RunConfig
 
-WRITERS = 8  # ranks that write, at most: one file each
-WRITE_BYTES = 1 << 24  # bytes that are written while more are gathered
-BESIDE = "beside"  # in the attempt's directory: what each version has beside its tensors
+WRITERS = 8  # most ranks that write, one file each
+WRITE_BYTES = 1 << 24  # bytes written while more are gathered
+BESIDE = "beside"  # in the attempt's directory: files that accompany the tensors of each version
 
 
 def writers_of(sizes: dict[str, int], writers: list[int]) -> dict[str, int]:
-    """Assign tensors to the ranks that write them: each to the one with the fewest bytes. They are
-    gathered in this order, so all write at once; if each had a contiguous part of the model, one
-    would write while the others wait for theirs."""
+    """Assign tensors to the ranks that write them: each to the rank with the fewest bytes. They are
+    gathered in this order, so all ranks write at once; with a contiguous part of the model each,
+    one would write while the others wait."""
     bytes_of, writer_of = dict.fromkeys(writers, 0), {}
     for name, size in sizes.items():
         writer_of[name] = min(bytes_of, key=lambda rank: bytes_of[rank])
@@ -62,8 +62,8 @@ class Publisher(Protocol):
 
 
 class DirectoryPublisher:
-    """A publisher by files. Its tensors have the dtype that the trainer computes with: an engine
-    computes with the same numbers, from half of the bytes if that is bf16."""
+    """A publisher by files. Its tensors have the trainer's compute dtype: an engine computes with
+    the same numbers, from half the bytes if that is bf16."""
 
     def __init__(
         self, cfg: RunConfig, model: Decoder, exchange: RolloutExchange, device: torch.device
@@ -79,7 +79,7 @@ class DirectoryPublisher:
         sizes = {n: math.prod(shape) * self.dtype.itemsize for n, shape in self._shapes.items()}
         self._bytes = sum(sizes.values())
         count = min(WRITERS, self._ranks.size, len(sizes))
-        # Spread over the ranks, and so over the nodes: each has a network link of its own.
+        # Spread over the ranks, and thus over the nodes, each with its own network link.
         writers = [i * self._ranks.size // count for i in range(count)]
         self._writer = writers_of(sizes, writers)
         used = sorted(set(self._writer.values()))
@@ -99,14 +99,14 @@ class DirectoryPublisher:
         return write_beside(place, run, cfg.model, carried, dtype)
 
     def publish(self, version: int) -> None:
-        """Publish a version; one that exists already stays. Raises on all ranks if one has failed,
-        such as on a full disk; nothing of the version is left then."""
+        """Publish a version; an existing one stays. Raises on all ranks if one has failed, for
+        example on a full disk, and then leaves nothing of the version."""
         began, folder = time.monotonic(), self._exchange.version(version)
         try:
             if self._ranks.on_first(lambda: self._begin(folder)):
                 return
             self._ranks.on_all(lambda: self._write(folder))
-            # Here the file of every rank is whole: on_all() returns when all have written theirs.
+            # Here every rank's file is complete: on_all() returns when all have written theirs.
             facts = {"version": version, "bytes": self._bytes, "transport": "directory"}
             facts["seconds"] = round(time.monotonic() - began, 3)
             self._ranks.on_first(lambda: self._exchange.publish(version, facts))
@@ -123,13 +123,13 @@ class DirectoryPublisher:
             raise
 
     def _begin(self, folder: Path) -> bool:
-        """Prepare the directory; returns whether the version exists already."""
-        # The manifest is written last: without it the directory is a rest of an earlier try.
+        """Prepare the directory; returns whether the version already exists."""
+        # The manifest is written last: a directory without it remains from an earlier try.
         if (folder / "manifest.json").exists():
             return True
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        # Not by copytree(), whose error has no errno: nothing would show that the disk is full.
+        # Not copytree(), whose error has no errno to identify a full disk.
         for path in (self._exchange.root / BESIDE).iterdir():
             shutil.copyfile(path, folder / path.name)
         if len(self._files) > 1:
@@ -143,7 +143,7 @@ class DirectoryPublisher:
         return False
 
     def _write(self, folder: Path) -> None:
-        """Take part in gathering every tensor, and write those of this rank. Without fsync: an
+        """Take part in gathering every tensor, and write this rank's. Without fsync, because an
         attempt that dies leaves no version."""
         mine = [name for name, rank in self._writer.items() if rank == self._ranks.rank]
         path = folder / self._files[self._ranks.rank] if mine else None
@@ -151,26 +151,26 @@ class DirectoryPublisher:
             failed: OSError | None = None
             waiting: list[memoryview] = []
             writer = opened.enter_context(ThreadPoolExecutor(1))
-            # Done at once: the first lot has no write before it.
+            # A future that is done at once: no write precedes the first lot.
             written: Future[object] = writer.submit(bool)
             try:
                 if path is not None:
-                    # Without a buffer, which would only copy tensors of many MB once more.
+                    # Unbuffered: a buffer would only copy tensors of many MB once more.
                     file = opened.enter_context(open(path, "wb", buffering=0))
                     shapes = {name: self._shapes[name] for name in mine}
                     write_all(file, header_of(shapes, self._names, self.dtype))
             except OSError as error:
-                # Kept, not raised: the others wait for our part of each tensor all the same.
+                # Kept, not raised: the other ranks still wait for this rank's part of each tensor.
                 failed = error
             for name, tensor in whole_tensors(self._model, self._scale):
-                # A rank that cannot write goes on taking part in the gathering, a collective.
+                # A rank that cannot write still takes part in the gathering, a collective.
                 if self._writer[name] != self._ranks.rank or failed is not None:
                     continue
                 data = tensor.to("cpu", self.dtype).contiguous().view(torch.uint8).flatten()
                 waiting.append(data.numpy().data)
                 if sum(map(len, waiting)) < WRITE_BYTES:
                     continue
-                # Waits for the write before: no more than two lots are in memory.
+                # Waits for the previous write, so that at most two lots are in memory.
                 failed = _error_of(written)
                 written, waiting = writer.submit(_write_each, file, waiting), []
             failed = failed or _error_of(written)
@@ -203,8 +203,8 @@ def _error_of(written: Future[object]) -> OSError | None:
 
 
 def whole_tensors(model: Decoder, scale: float = 0.0) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of the model, by our name, whole on every rank, in the same order on all.
-    An adapter is merged into its matrix: W + scale * B A, fp32."""
+    """Yield each tensor of the model, by our name, whole on every rank, in the same order. An
+    adapter is merged into its matrix: W + scale * B A, fp32."""
     parameters = parameter_names(model)
     for name, parameter in parameters.items():
         if is_adapter(name):
@@ -221,5 +221,5 @@ def full_tensor(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
-    own = local_part(tensor)  # of a world of one rank that is all of it
+    own = local_part(tensor)  # in a world of one rank, all of it
     return own if tensor.device_mesh.size() == 1 else tensor.full_tensor()

@@ -1,12 +1,12 @@
-"""Transfer of the weights straight from the ranks of the trainer into an engine.
+"""Transfer of the weights directly from the trainer's ranks to an engine.
 
-Each rank copies the part that it would write into a checkpoint to the host's memory, and offers it
-in the background while the training goes on. An engine reads the parts of all ranks, each over a
-connection of its own: a process that dies breaks its own connections and no others. No rank ever
-holds more than its part, and an engine nothing but its model and a few buckets.
+Each rank copies the part that it would write to a checkpoint into host memory, and offers it in the
+background while the training goes on. An engine reads the parts of all ranks, each over a separate
+connection: a process that dies breaks only its own connections. No rank ever holds more than its
+part, and an engine only its model and a few buckets.
 
-Sockets, not a process group: torch's gloo takes the process down when the other side dies while the
-two of them connect, and a broken NCCL communicator can; a trainer must outlive its engines.
+Sockets, not a process group: torch's gloo kills the process if the other side dies while the two
+connect, and a broken NCCL communicator can; a trainer must outlive its engines.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from kempner.jobs.system.files import write_atomic
 from kempner.model.decoder import Decoder
 from kempner.parallel.build import parameter_names
 
-BUCKET = 1 << 24  # bytes that are sent at once
-TIMEOUT_S = 20.0  # in which the other side must send or take something
+BUCKET = 1 << 24  # bytes sent at once
+TIMEOUT_S = 20.0  # in which the other side must send or accept data
 SENDERS = 4  # ranks that one engine reads from at a time
-MOST_ASKED = 4096  # bytes of what an engine asks
+MOST_ASKED = 4096  # bytes of an engine's request
 
 
 class Gone(Exception):
-    """The version is not offered, or not any more; the model is as it was."""
+    """The version is not, or no longer, offered; the model is unchanged."""
 
 
-# --- What goes over the wire, in which order: both sides compute it ---
+# --- The order of data on the wire, which both sides compute ---
 
 
 class TransferPiece(NamedTuple):
@@ -70,8 +70,8 @@ class TransferPiece(NamedTuple):
 
 
 def pieces_of_rank(table: Table, rank: int) -> list[TransferPiece]:
-    """List the pieces that a rank sends: what it would write, but small tensors, which each rank
-    has, are sent by one."""
+    """List the pieces that a rank sends: those that it would write, except that only one rank sends
+    the small tensors that each rank has."""
     chunks = (TransferPiece(*chunk) for chunk in chunks_of(table, rank))
     first = {name for name, spec in table.items() if spec.everywhere and rank > 0}
     return [piece for piece in chunks if piece.elements and piece.name not in first]
@@ -96,7 +96,7 @@ def _cut(piece: TransferPiece, most: int) -> Iterator[TransferPiece]:
     if piece.elements <= most:
         yield piece
         return
-    # A row may be too large itself: of a tensor of experts it is a whole matrix.
+    # Even a single row may be too large: in a tensor of experts it is a whole matrix.
     box = piece.box
     at = next(dim for dim, (_, length) in enumerate(box) if length > 1)
     (start, count), step = box[at], max(1, most * box[at][1] // piece.elements)
@@ -130,8 +130,8 @@ def _some(count: int) -> int:
 
 
 def receive_weights(model: Decoder, manifest: Mapping[str, Any], token: str) -> None:
-    """Fill the model. Raises Gone before anything has changed; after any other error the model is
-    unusable."""
+    """Fill the model. Raises Gone before anything has changed; after any other error the
+    model is unusable."""
     table, dtype = from_json(manifest["table"]), dtype_of(manifest["dtype"])
     targets = parameter_names(model)
     shapes = {name: spec.shape for name, spec in table.items()}
@@ -152,15 +152,15 @@ def receive_weights(model: Decoder, manifest: Mapping[str, Any], token: str) -> 
                 has_begun.set()
                 receive_into(link, buffer[: sum(piece.elements for piece in bucket)])
                 unpack_bucket(buffer, bucket, targets)
-            link.sendall(YES)  # all of it is here
+            link.sendall(YES)  # all of it has arrived
 
     senders = range(len(manifest["senders"]))
     try:
         with ThreadPoolExecutor(min(SENDERS, len(senders))) as pool:
-            # list(): map() raises an error only where its result is taken.
+            # list(): map() raises an error only when its result is consumed.
             list(pool.map(read_from, senders))
     except OSError as error:
-        # Some weights may be overwritten: the model is neither the old one nor the new one.
+        # Some weights may be overwritten: the model is neither the old nor the new one.
         if has_begun.is_set():
             raise OSError(f"the transfer has broken off ({error})") from None
         raise Gone(str(error)) from None
@@ -181,8 +181,8 @@ def unpack_bucket(
 
 class DirectPublisher:
     """A publisher whose versions engines read from the ranks' memory. The first version of an
-    attempt and the last one of the run are files: engines start from the one, and the other one is
-    still there when the trainer has ended."""
+    attempt and the last one of the run are files: engines start from the first, and the last
+    remains when the trainer has ended."""
 
     def __init__(
         self,
@@ -192,8 +192,8 @@ class DirectPublisher:
         dtype: torch.dtype,
         last: int,
     ) -> None:
-        """`by_files`: publishes a version as files; `dtype`: of what is sent. All ranks of the
-        trainer make one."""
+        """`by_files`: publishes a version as files; `dtype`: of the data sent. All ranks of the
+        trainer must make one."""
         self._by_files, self._exchange, self._dtype = by_files, exchange, dtype
         self._ranks, self._last = Ranks(dist.new_group(backend="gloo")), last
         self._model, self._first = model, True
@@ -204,8 +204,8 @@ class DirectPublisher:
 
     def publish(self, version: int) -> None:
         """Offer a version. All ranks must call it. Returns when the training may change the
-        weights. Raises OSError on a full disk: the next call offers it anew."""
-        # Before the next copy is made: the host needs room for one version only.
+        weights. Raises OSError on a full disk: the next call offers the version again."""
+        # Before making the next copy, because the host needs room for only one version.
         self._offer.withdraw()
         if self._first or version == self._last:
             self._by_files(version)
@@ -232,15 +232,15 @@ class DirectPublisher:
     def _tell(self, version: int, facts: dict[str, Any]) -> None:
         folder, beside = self._exchange.version(version), self._exchange.root / "beside"
         folder.mkdir(parents=True, exist_ok=True)
-        if beside.is_dir():  # an engine that starts needs more than the tensors
-            # Not by copytree(), whose error has no errno: nothing would show that the disk is full.
+        if beside.is_dir():  # a starting engine needs more than the tensors
+            # Not copytree(), whose error has no errno to identify a full disk.
             for path in beside.iterdir():
                 shutil.copyfile(path, folder / path.name)
         self._exchange.publish(version, facts)
 
 
 def _token(exchange: RolloutExchange) -> str:
-    """Return the token of the attempt; if rl.sh has made none, make a new one."""
+    """Return the token of the attempt; makes one if rl.sh has not."""
     if not (exchange.token.exists() and exchange.token.read_text().strip()):
         exchange.root.mkdir(parents=True, exist_ok=True)
         write_atomic(exchange.token, peers.new_key() + "\n", 0o600)
@@ -250,7 +250,7 @@ def _token(exchange: RolloutExchange) -> str:
 def pack_buckets(
     parameters: Mapping[str, Tensor], table: Table, rank: int, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Copy what this rank sends to the host, a bucket each, so that the training can go on."""
+    """Copy this rank's pieces to the host, bucket by bucket, so that the training can go on."""
     pieces, parts = pieces_of_rank(table, rank), []
     starts = {name: [start for start, _ in box] for name, box in pieces}
     for bucket in buckets_of(pieces, dtype.itemsize):
@@ -281,12 +281,12 @@ class Offer:
             self.version, self._parts = version, parts
 
     def withdraw(self) -> None:
-        """Withdraw the version. Clients that are reading may finish, as long as a bucket may
-        take."""
+        """Withdraw the version. Clients that are reading may finish, within the time limit
+        of a bucket."""
         with self._changed:
             self.version = None
             self._changed.wait_for(lambda: self._sending == 0, TIMEOUT_S)
-            # A client that is still reading has a reference of its own.
+            # A client that is still reading has its own reference.
             self._parts = []
 
     def _listen(self) -> None:
@@ -295,7 +295,7 @@ class Offer:
         while True:
             arrivals.poll()
             for link in self._entrance.take():
-                # A client that stands still keeps the memory of a version that was withdrawn.
+                # A stalled client would keep the memory of a withdrawn version.
                 link.settimeout(TIMEOUT_S)
                 threading.Thread(target=self._answer, args=(link,), daemon=True).start()
 
@@ -321,5 +321,5 @@ class Offer:
                 send_part(link, part)
             # sendall() returns when the kernel has the bytes, not when the engine has them.
             _some(len(link.recv(1)))
-        except OSError as error:  # the engine says so, too, and is told again
+        except OSError as error:  # the engine reports it, too, and is told again
             print(f"weights: an engine has not taken version {version} ({error})", flush=True)

@@ -211,8 +211,7 @@ def _return_to(namespace: int) -> None:
 
 @contextlib.contextmanager
 def address_space(mib: int) -> Iterator[None]:
-    """Limit the address space to `mib` MiB above its present size: beyond,
-    allocations raise MemoryError."""
+    """Limit the address space to `mib` MiB above its present size; past it, MemoryError."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = pages * resource.getpagesize() + (mib << 20)
