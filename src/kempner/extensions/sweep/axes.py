@@ -1,4 +1,4 @@
-"""Values of an axis: a list, a range, or draws; and the options of [propose]. No torch."""
+"""Values of an axis: a list, a range, or random draws; and the options of [propose]. No torch."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def grid_values(spec: Any) -> list[Any]:
     if isinstance(spec, list):
         if not spec:
             raise ValueError("has no values; give one, or leave it out")
-        # By their text: a value may be a list, which no set takes, and 1 equals true in Python.
+        # Compared as text: a value may be a list, which is unhashable, and 1 == true in Python.
         if len({*map(to_text, spec)}) < len(spec):
             raise ValueError("has a value twice; leave one of them out")
         return spec
     ends = _range(spec, {"count"})
     count = spec["count"]
-    # type(), here and below: for isinstance() true and false are whole numbers, too.
+    # type(), here and below: to isinstance(), true and false are integers, too.
     if type(count) is not int or not 2 <= count <= LARGEST_SWEEP:
         raise ValueError(f"count = {format_value(count)}: must be 2 to {LARGEST_SWEEP:,}")
     return [_between(spec, ends, i / (count - 1)) for i in range(count)]
 
 
 def draw_axes(axes: Mapping[str, Any], samples: Any, seed: Any) -> list[dict[str, Any]]:
-    """Draw `samples` values of each axis. Each draw and axis has its own generator, so that more
-    samples, or another axis, leave the other values as they are. Raises ValueError."""
+    """Draw `samples` values of each axis. Each draw and axis has its own generator, so that adding
+    samples, or an axis, leaves the other values unchanged. Raises ValueError."""
     for key, value, least in (("samples", samples, 1), ("seed", seed, 0)):
         if type(value) is not int or not least <= value <= 2**31:
             raise ValueError(
@@ -58,7 +58,7 @@ def draw_axes(axes: Mapping[str, Any], samples: Any, seed: Any) -> list[dict[str
             raise ValueError(f"{name}: has no values; give one, or leave it out")
 
     def draw(name: str, number: int) -> Any:
-        # A string seeds by its SHA-512, alike in every process; its hash() is not.
+        # A string is seeded by its SHA-512, the same in every process, unlike its hash().
         part, ends = random.Random(f"{seed} {number} {name}").random(), ranges[name]
         spec = axes[name]
         return spec[int(part * len(spec))] if ends is None else _between(spec, ends, part)
@@ -82,12 +82,12 @@ def _range(spec: Any, more: set[str]) -> tuple[float, float]:
 
 
 def _between(spec: Mapping[str, Any], ends: tuple[float, float], part: float) -> int | float:
-    """Return the value at `part` of the way; whole if both ends are, with linear."""
+    """Return the value a fraction `part` of the way; an integer if both ends are, with linear."""
     low, high = ends
     if "linear" in spec:
         value = low + (high - low) * part
         return round(value) if isinstance(low, int) and isinstance(high, int) else value
-    # The ends stay exactly as they are written: a power of floats may miss them.
+    # The ends stay exactly as written, because a power of floats may miss them.
     if part in (0.0, 1.0):
         return high if part else low
     return float(f"{low * (high / low) ** part:.6g}")

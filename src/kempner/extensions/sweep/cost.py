@@ -13,7 +13,7 @@ from kempner.jobs.records.run_history import load_history
 
 
 class Hours(NamedTuple):
-    """GPU hours, a range."""
+    """A range of GPU hours."""
 
     least: float
     most: float
@@ -24,17 +24,17 @@ class Hours(NamedTuple):
 
 
 def gpu_hours(point: SweepPoint, gpu: GpuSpec | None) -> tuple[Hours | None, str]:
-    """Return the hours of the whole run (of a CPU run: hours of its processes), and the source of
-    the speed: resources.tokens_per_s, the run's own measurement, or the range of the planner's
-    estimate for `gpu`; None without any of them."""
+    """Return the hours of the whole run (of a CPU run: process hours), and the source of the speed:
+    resources.tokens_per_s, the run's own measurement, or the range of the planner's estimate for
+    `gpu`; None without any of them."""
     train, world = point.cfg.train, point.resources.world_size
     tokens = samples_between(train.stages, 0, train.max_steps) * train.seq_len
     if rate := point.resources.tokens_per_s:
         return Hours(tokens / rate / 3600, tokens / rate / 3600), "given"
     lines = load_history(point.run_dir).losses
     if rates := [line["tokens_per_s"] for line in lines if line.get("tokens_per_s")]:
-        # A run records the rate of all its ranks; resources.tokens_per_s is that of one GPU.
-        # The median, because the first steps of each start also compile.
+        # A run records the rate of all ranks; resources.tokens_per_s is per GPU. The median,
+        # because the first steps of each start also compile.
         hours = tokens / statistics.median(rates) * world / 3600
         return Hours(hours, hours), "measured"
     if gpu is None:

@@ -2,9 +2,9 @@
 
 python -m kempner.extensions.sweep.early_stop RUN_DIR with KEMPNER_EARLY_STOP=AFTER:LEAST
 
-The batch script starts it beside the run and ends it with the run, so that nobody has to be there
-and the steps know nothing of it. It reads the validations of RUN_DIR and of its neighbours, and
-asks for an orderly stop as a user would, by the file STOP. No torch.
+The batch script starts it beside the run and ends it with the run, so it needs neither a person nor
+any change to the steps. It reads the validations of RUN_DIR and its neighbours, and requests an
+orderly stop as a user would, with the file STOP. No torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kempner.jobs.system.reading import read_jsonl
 VALIDATION_POLL_S = 2.0
 # Each run of a sweep reads the files of all others, on one file system: the work grows with the
 # square of their number.
-READ_SHARE = 0.05  # of the time at most goes into reading the neighbours' files
+READ_SHARE = 0.05  # of the time at most is spent reading the neighbours' files
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class EarlyStop:
 
 def stop_reason(run: Path, after: int, least: int) -> str:
     """Return why the run should stop, or "". Judges its newest validation, from step `after` on, at
-    a step that `least` others have validated, too: the run may be ahead of them."""
+    a step that `least` others have also validated, because the run may be ahead of them."""
     own = {step: loss for step, loss in read_validations(run).items() if step >= after}
     if not own:
         return ""
@@ -54,7 +54,7 @@ def stop_reason(run: Path, after: int, least: int) -> str:
 
 
 def read_validations(run: Path) -> dict[int, float]:
-    """Map step to validation loss; a loss that is not finite counts as infinite."""
+    """Map steps to validation losses; a non-finite loss counts as infinite."""
     lines = read_jsonl(run / "metrics.jsonl")
     lines = [line for line in lines if "val_loss" in line and type(line.get("step")) is int]
     return {
@@ -65,7 +65,7 @@ def read_validations(run: Path) -> dict[int, float]:
 def main(run: Path) -> int:
     after, least = map(int, os.environ["KEMPNER_EARLY_STOP"].split(":"))
     parent = os.getppid()
-    # It ends with the batch script even where that is killed.
+    # Ends with the batch script, even if that is killed.
     while os.getppid() == parent:
         start_time = time.monotonic()
         if why := stop_reason(run, after, least):

@@ -1,7 +1,7 @@
 """The formulas of a sweep: arithmetic, comparisons, and/or/not, a few functions, names. No torch.
 
-Python's own parser reads them, and a whitelist of node types says what is allowed: an expression
-can look up a value and compute, and nothing else.
+Python's own parser reads them, and a whitelist of node types limits them: an expression can look up
+values and compute, and nothing else.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
-    # On ints it could take all of the memory: 9 ** 9 ** 9 ** 9.
+    # With ints it could take all memory: 9 ** 9 ** 9 ** 9.
     ast.Pow: lambda base, exponent: math.pow(base, exponent),
     ast.USub: operator.neg,
     ast.Eq: operator.eq,
@@ -58,7 +58,7 @@ class Expression:
         self.text = text
         self.names: set[str] = set()
         try:
-            # A leading blank is an indent for the parser.
+            # The parser takes leading blanks as an indent.
             self._tree = ast.parse(text.strip(), mode="eval").body
             self._check(self._tree)
         # ValueError: a NUL, before Python 3.12. The last two: an expression nested too deeply.
@@ -69,8 +69,8 @@ class Expression:
             raise ExpressionError(f"{format_value(text)} is not an expression: {what}") from None
 
     def value(self, values: Mapping[str, Any]) -> Any:
-        """Evaluate the expression with these values of its names; raises ExpressionError if it has
-        none."""
+        """Evaluate the expression for these values of its names. Raises ExpressionError if it
+        has no value."""
         unknown = sorted(self.names - values.keys())
         if unknown:
             near = did_you_mean(unknown[0], [*values, *EXPRESSION_FUNCTIONS])
@@ -94,11 +94,11 @@ class Expression:
         if isinstance(node, ast.Constant):
             allowed = isinstance(node.value, bool | int | float | str)
         elif isinstance(node, ast.Call):
-            # Only its arguments are visited: the name of a function is not one to look up.
+            # Only the arguments are visited: a function's name is not a variable to look up.
             is_function = isinstance(node.func, ast.Name) and node.func.id in EXPRESSION_FUNCTIONS
             allowed, parts = is_function and not node.keywords and bool(node.args), [*node.args]
         elif isinstance(node, ast.BoolOp):
-            # The operator is a child node, too, and is left out here.
+            # The operator is a child node, too; omit it here.
             allowed, parts = True, [*node.values]
         elif isinstance(node, ast.UnaryOp):
             allowed, parts = isinstance(node.op, ast.USub | ast.Not), [node.operand]
@@ -119,9 +119,9 @@ class Expression:
 
 
 def in_order(rules: Mapping[str, Expression]) -> dict[str, Expression]:
-    """Order the rules so that each follows those that it reads: TOML's tables do not keep the order
-    of `a.x`, `b`, `a.y`. A rule's own name in it is the value before it. Raises ExpressionError for
-    a circle."""
+    """Order the rules so that each follows the rules that it reads, because TOML tables do not keep
+    the order of `a.x`, `b`, `a.y`. In a rule, its own name means the previous value. Raises
+    ExpressionError for a cycle."""
     # `parameters` is counted from all options of the model.
     of_model = {name for name in rules if name.startswith("model.")}
     needs = {
@@ -129,7 +129,7 @@ def in_order(rules: Mapping[str, Expression]) -> dict[str, Expression]:
         for name, rule in rules.items()
     }
     try:
-        # The order also has names that the rules only read.
+        # The order also contains names that the rules only read.
         return {name: rules[name] for name in TopologicalSorter(needs).static_order()
                 if name in rules}  # fmt: skip
     except CycleError as error:
@@ -139,7 +139,7 @@ def in_order(rules: Mapping[str, Expression]) -> dict[str, Expression]:
 
 
 def _name(node: ast.AST) -> str | None:
-    """`width`, or `model.dim` of an option; None for any other node."""
+    """Return a name such as `width`, or `model.dim` for an option; None for any other node."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -153,7 +153,7 @@ def _value(node: ast.AST, values: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.BoolOp):
-        # The rest is not computed, as in Python: `width and dim / width > 2` has a value for 0.
+        # Short-circuits, as in Python: `width and dim / width > 2` has a value for 0.
         stop_at = isinstance(node.op, ast.Or)
         return next((stop_at for e in node.values if bool(_value(e, values)) == stop_at),
                     not stop_at)  # fmt: skip
@@ -177,7 +177,7 @@ def _value(node: ast.AST, values: Mapping[str, Any]) -> Any:
 
 
 def _number(value: Any) -> int | float:
-    """Return a number; raises TypeError for a string: "a" * 10**9 would be one of a gigabyte."""
+    """Return a number; raises TypeError for a string, because "a" * 10**9 would take a gigabyte."""
     if isinstance(value, int | float):
         return value
     raise TypeError(f"{format_value(value)} is not a number")

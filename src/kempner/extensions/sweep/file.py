@@ -39,22 +39,22 @@ _T = TypeVar("_T")
 class Sweep:
     file: Path
     name: str
-    dir: Path  # of the run directories, and of the sweep's own directory, sweep/
+    dir: Path  # contains the run directories, and the sweep's own directory, sweep/
     profile: str
     max_running: int  # 0: no limit
-    tries: int  # submissions of one point, at most
+    tries: int  # most submissions of one point
     bases: dict[str, list[str]]  # configuration files by name
     fixed: PointValues  # [set] and [resources]
-    groups: list[list[PointValues]]  # one value of each is taken
+    groups: list[list[PointValues]]  # one value of each group is taken
     rules: dict[str, Expression]
     where: list[Expression]
     early_stop: EarlyStop | None
     propose: Propose | None
-    space: PointValues  # of [propose]: lists and ranges
+    space: PointValues  # lists and ranges of [propose]
 
     @property
     def varied(self) -> list[str]:
-        """Names that differ between points, in order."""
+        """Names whose values differ between points, in order."""
         own = [name for group in self.groups for name in group[0]] + [*self.space]
         return (["base"] if len(self.bases) > 1 else []) + own
 
@@ -82,20 +82,20 @@ class _Reader:
     def __init__(self, file: Path, table: dict[str, Any]) -> None:
         self.file, self.table = file, table
         self.problems: list[str] = []
-        self.given: dict[str, str] = {}  # name -> the table that gives its value
+        self.given: dict[str, str] = {}  # name -> the table that sets its value
 
     def sweep(self) -> Sweep:
         for key in [*self.table]:
             if key not in SWEEP_KEYS:
                 self.wrong(f"{key}: unknown key{did_you_mean(key, SWEEP_KEYS)}")
-            # A bool is an int for Python.
+            # In Python, a bool is an int.
             elif not isinstance(self.table[key], SWEEP_KEYS[key]) or self.table[key] is True:
-                # Taken out: the rest of the file is checked as if it were not set.
+                # Removed, so that the rest of the file is checked as if it were not set.
                 self.wrong(f"{key} = {format_value(self.table.pop(key))}: has the wrong type")
         get = self.table.get
         name = get("name", self.file.stem)
-        # It becomes a directory, part of a job's name (of which squeue takes a list), and part of
-        # a pattern.
+        # Used as a directory, in a job's name (squeue takes a comma-separated list), and
+        # in a pattern.
         if name in (".", "..") or not re.fullmatch(r"[A-Za-z0-9._+-]+", name):
             self.wrong(
                 f"name = {format_value(name)}: is not a name for a sweep; give one of letters, "
@@ -126,7 +126,7 @@ class _Reader:
             propose, space,
         )  # fmt: skip
         self.check_names(sweep)
-        # A product of lengths: to list the combinations of a few long axes would fill the memory.
+        # A product of lengths, because listing the combinations of long axes would fill memory.
         if (count := math.prod(map(len, groups)) * len(sweep.bases)) > LARGEST_SWEEP:
             self.wrong(f"{count:,} combinations: at most {LARGEST_SWEEP:,}; take fewer values")
         if self.problems:
@@ -134,7 +134,7 @@ class _Reader:
         return sweep
 
     def section(self, name: str, cls: type[_T], table: PointValues | None) -> _T | None:
-        """Read one of the sweep's own sections; None if the file does not have it."""
+        """Read one of the sweep's own sections; None if the file has no such section."""
         if table is None:
             return None
         values, options = {}, config_schema(Root)[name]
@@ -148,7 +148,7 @@ class _Reader:
         return cls(**values)
 
     def propose(self) -> tuple[Propose | None, PointValues]:
-        """[propose]: its options, and its lists and ranges."""
+        """Read [propose]: its options, and its lists and ranges."""
         if "propose" not in self.table:
             return None, {}
         table = dict(self.table["propose"])
@@ -185,7 +185,7 @@ class _Reader:
         self.problems.append(f"{self.file}: {problem}")
 
     def bases(self) -> dict[str, list[str]]:
-        """The configuration files, found from the directory of the sweep's file."""
+        """Find the configuration files, relative to the directory of the sweep's file."""
         base = self.table.get("base", [])
         files_by_name = base if isinstance(base, dict) else {"": base}
         bases = {}
@@ -202,7 +202,7 @@ class _Reader:
         return bases
 
     def flat(self, where: str, table: dict[str, Any]) -> PointValues:
-        """{"optimizer": {"lr": x}}, as TOML reads `optimizer.lr = x`, as {"optimizer.lr": x}."""
+        """Flatten {"optimizer": {"lr": x}}, TOML's form of `optimizer.lr = x`."""
         values: PointValues = {}
         for key, value in table.items():
             if key in SWEEP_SECTIONS and isinstance(value, dict):
@@ -226,7 +226,7 @@ class _Reader:
             self.wrong(f"{name}: is in [{other}] and in [{where}]; leave one of them out")
 
     def values(self, where: str, table: dict[str, Any]) -> PointValues:
-        """Fixed values."""
+        """Read fixed values."""
         values = self.flat(where, table)
         return {name: self.convert(where, name, value) for name, value in values.items()}
 
@@ -242,8 +242,8 @@ class _Reader:
         return None
 
     def groups(self) -> list[list[PointValues]]:
-        """List the groups that are combined with each other: each axis, each zip, the random
-        draws."""
+        """List the groups that are combined with each other: each axis, each zip, and
+        the random draws."""
         groups: list[list[PointValues]] = []
         for name, spec in self.flat("axes", self.table.get("axes", {})).items():
             groups.append([{name: value} for value in self.axis("axes", name, spec)])
@@ -301,8 +301,8 @@ class _Reader:
         return expressions
 
     def check_names(self, sweep: Sweep) -> None:
-        """Check the names: a variable that nothing reads has no effect; one that nothing sets has
-        no value."""
+        """Check the names: a variable that is never read has no effect; one that is never set
+        has no value."""
         names = {*RUN_OPTIONS, *self.given, "base", "parameters"}
         names_read = {
             name

@@ -16,7 +16,7 @@ from kempner.extensions.sweep.submit import write_points
 
 def run_here(own: Path, points: Sequence[SweepPoint], more: Mapping[str, str]) -> int:
     """Run the points one after another, with the same script; returns the exit code, 130 after
-    Ctrl-C, which reaches the script too: its run saves and stops."""
+    Ctrl-C, which also reaches the script: its run saves and stops."""
     configs = write_points(own, points)
     failures, interrupts = [], []
     # Python's own handler would end this process while the script is still saving.
@@ -24,11 +24,11 @@ def run_here(own: Path, points: Sequence[SweepPoint], more: Mapping[str, str]) -
     try:
         for number, point in enumerate(points, 1):
             print(f"{number} of {len(points)}: {point.name}", flush=True)
-            # pack.sh divides the node of a job; here one point runs after another.
+            # pack.sh divides a job's node among points; here they run one after another.
             script = replace(point.resources, pack=1).script
             env = {**os.environ, **more, "KEMPNER_NPROC": str(point.resources.world_size)}
             code = subprocess.run(["bash", script, configs[point.name]], env=env).returncode
-            # The rest of the points must not begin after Ctrl-C.
+            # No further point may begin after Ctrl-C.
             if interrupts or code == 130 or code < 0:
                 return 130
             failures += [point.name] if code else []

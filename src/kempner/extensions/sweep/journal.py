@@ -1,8 +1,8 @@
-"""Journal of a sweep: what was proposed and submitted, and as which array,
-RUNS/NAME/sweep/journal.jsonl. No torch.
+"""Journal of a sweep, RUNS/NAME/sweep/journal.jsonl: the points proposed and submitted, with their
+arrays. No torch.
 
-It gets a line before each sbatch and one after it: whatever ends this process in between, the next
-one finds the array by its name, which no other array has, before it submits anything.
+It gets a line before each sbatch and one after it: if this process ends in between, the next one
+finds the array by its unique name before it submits anything.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ class Submission:
     name: str
     points: tuple[str, ...]  # by index
     time: float
-    pack: int = 1  # points of a task
+    pack: int = 1  # points per task
     job: str = ""
 
 
 class Journal:
-    """Reads what is there; append() writes through to the disk."""
+    """Reads the existing journal; append() writes through to disk."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.submissions: dict[str, Submission] = {}  # by name, without those that were refused
-        # The refused ones, too: Slurm may register one of these late (withdraw_late in submit.py).
-        self.names: set[str] = set()  # of all that were tried
-        self.cancelled: dict[str, float] = {}  # point -> when
+        self.submissions: dict[str, Submission] = {}  # by name, without refused ones
+        # Includes refused ones: Slurm may register them late (withdraw_late in submit.py).
+        self.names: set[str] = set()  # of all submissions that were tried
+        self.cancelled: dict[str, float] = {}  # point -> time
         self.proposed: dict[str, dict[str, Any]] = {}  # point -> its values of [propose]
         for line in read_jsonl(folder / "journal.jsonl"):
             self._take(line)
 
     @property
     def open(self) -> list[Submission]:
-        """Submissions of which it is not known whether sbatch took them."""
+        """Submissions for which it is unknown whether sbatch accepted them."""
         return [submission for submission in self.submissions.values() if not submission.job]
 
     def of(self, point: str) -> list[Submission]:
@@ -80,7 +80,7 @@ class Journal:
     def append(self, **values: Any) -> None:
         path = self.folder / "journal.jsonl"
         line = {**values, "time": time.time()}
-        # A process that was killed within a line would take this one with it.
+        # A line torn by a killed process would swallow this one.
         end_torn_line(path)
         with open(path, "a") as file:
             file.write(json.dumps(line) + "\n")
@@ -107,20 +107,20 @@ class Journal:
 
 @contextlib.contextmanager
 def locked_journal(folder: Path, patience: float = 0.0) -> Iterator[Journal]:
-    """Open the journal for one process at a time; raises BlockingIOError if another one has it for
-    `patience` seconds."""
+    """Open the journal for one process at a time; raises BlockingIOError if another one holds it
+    for `patience` seconds."""
     mark_directory(folder, Kind.SWEEP)
     end = time.monotonic() + patience
-    # The lock ends with the open file, so that a killed process leaves none behind.
+    # The lock ends with the open file, so a killed process leaves none behind.
     with open(folder / ".lock", "a") as file:
         while True:
             try:
-                # flock() has no timeout of its own.
+                # flock() has no timeout.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() >= end:
                     raise
                 time.sleep(0.2)
-        # Read under the lock: the one who had it may have submitted points since.
+        # Read under the lock: its previous holder may have submitted points.
         yield Journal(folder)

@@ -1,5 +1,5 @@
-"""States of the points of a sweep: from their run directories first, then from the queue, then from
-the accounting, which may be empty. No torch."""
+"""States of the points of a sweep: from their run directories, then from the queue, then from the
+accounting, which may be empty. No torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kempner.jobs import slurm
 from kempner.jobs.records.run_history import History, is_run, load_history
 from kempner.jobs.records.state import RunState
 
-# The state of a run is in its newest lines; a sweep may have thousands of long files.
+# A run's state is in its newest lines, and a sweep may have thousands of long files.
 METRICS_TAIL_BYTES = 1 << 16  # bytes of metrics.jsonl
 CANCELLED_STATE = RunState("cancelled")
-HOLDS = ("running", "silent", "starting", "waiting", "unknown")  # a job has it, or may have it
+HOLDS = ("running", "silent", "starting", "waiting", "unknown")  # a job has, or may have, the point
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,21 @@ class PointStatus:
 
     @property
     def failed(self) -> bool:
-        """True if it has ended and is not done: resubmit takes it."""
+        """True if it has ended but is not done: resubmit takes it."""
         return self.state.attention and self.state.word not in HOLDS
 
 
 def look_at_points(
     points: Sequence[SweepPoint], journal: Journal, whole: bool = False
 ) -> list[PointStatus]:
-    """Look at the points. `whole`: with all lines of metrics.jsonl."""
-    # Before the directories are read: a run that ends in between has recorded its end. The other
-    # way round its job would be gone, and its records would still say that it runs.
+    """Look at the points. `whole`: read all lines of metrics.jsonl."""
+    # Before reading the directories: a run that ends in between has then recorded its end. In the
+    # other order its job would be gone while its records still say that it runs.
     jobs = slurm.my_jobs()
     statuses = [
         _look(point, journal, jobs, None if whole else METRICS_TAIL_BYTES) for point in points
     ]
-    # sacct may be slow, or have no database: it is asked where nothing else is known.
+    # sacct may be slow, or have no database: ask it only if nothing else is known.
     unknown = [
         status
         for status in statuses
@@ -70,11 +70,11 @@ def _look(
     job = None if task is None or jobs is None else jobs.get(task, slurm.SlurmJob(task, "GONE"))
     is_refused = any(refusal.job == task for refusal in run.refusals)
     has_begun = is_refused or any(attempt.job == task for attempt in run.attempts)
-    # The job may go on, for other points.
+    # The job may continue with other points.
     over = is_refused or (has_begun and run.attempts[-1].decision == "end")
     if task is None and not is_run(point.run_dir):
         state = RunState("planned")
-    # An orderly end stands, whatever the queue has: the job may still be ending, or run other
+    # An orderly end is final, whatever the queue says: the job may still be ending, or run other
     # points on its node.
     elif task is None or state.word in ("done", "stopped"):
         pass
@@ -88,7 +88,7 @@ def _look(
         state = CANCELLED_STATE
     elif not run.attempts and not is_refused:
         state = RunState("killed", f"job {task} ended before the run began", attention=True)
-    # Whatever its files say: a second array would be a second job of the run.
+    # Regardless of its files: a second array would be a second job of the run.
     if any(point.name in each.points for each in journal.open):
         state = RunState("unknown", "Slurm has not said whether it took the job")
     submissions = journal.of(point.name)
@@ -98,7 +98,7 @@ def _look(
 
 
 def _accounted(status: PointStatus, states: dict[str, str]) -> PointStatus:
-    """Complete a run that never began with what the accounting knows of its job."""
+    """Complete the state of a run that never began with the accounting's record of its job."""
     word = states.get(status.task or "", "")
     if not word:
         return status

@@ -1,5 +1,5 @@
-"""The points of a sweep: each a whole configuration, checked as a run's is, with a name that
-describes it. No torch."""
+"""The points of a sweep: each is a whole configuration, checked like that of a run, with a
+descriptive name. No torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HASH = 8
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One run. `values`: what makes it different from the others, for people."""
+    """One run. `values`: its differences from the other runs, for people."""
 
     values: PointValues
     cfg: RunConfig
@@ -49,8 +49,8 @@ def load_bases(sweep: Sweep) -> dict[str, RunConfig]:
 
 
 def expand_points(sweep: Sweep) -> list[SweepPoint]:
-    """Return all points in the order of the file. Raises ConfigError with the problems of all of
-    them, each once; files that the configurations name are not opened: see check_points."""
+    """Return all points in the order of the file. Raises ConfigError with all of their problems,
+    each once; does not open files that the configurations name: see check_points."""
     bases = load_bases(sweep)
     problems: dict[str, list[str]] = {}
     points = []
@@ -67,8 +67,8 @@ def expand_points(sweep: Sweep) -> list[SweepPoint]:
         raise ConfigError(f"{sweep.file}: no combination fulfils all conditions of where")
     points_by_sign: dict[tuple[str, str], SweepPoint] = {}
     for point in points:
-        # A name also has variables, which need not change the configuration; and the short hashes
-        # of two of many configurations may be equal.
+        # A name also contains variables, which may not affect the configuration; and short hashes
+        # of different configurations may collide.
         for sign in (("configuration", _identity_text(point.cfg)), ("name", point.name)):
             other = points_by_sign.setdefault(sign, point)
             if other is not point:
@@ -85,7 +85,7 @@ def expand_points(sweep: Sweep) -> list[SweepPoint]:
 
 def check_points(points: Sequence[SweepPoint]) -> None:
     """Check every point as train.py --check does: the files that it names, and whether it fits its
-    nodes. Raises ConfigError with all problems, each once with the points that have it."""
+    nodes. Raises ConfigError with all problems, each once, listing the points that have it."""
     problems: dict[str, list[str]] = {}
     for point in points:
         flags = {"check": True, "build": False, "bench": False}
@@ -152,13 +152,13 @@ def make_point(sweep: Sweep, base: RunConfig, combination: PointValues) -> Sweep
             "point whenever another has ended; leave it out"
         )
     try:
-        # As train.py loads it, so that a point is refused for the same reasons as its run would be.
+        # As train.py loads it, so that a point is refused for the same reasons as its run.
         cfg = load_config(sweep.bases[combination["base"]], words)
     except ConfigError as error:
         raise ConfigError(error.problems, problems) from None
     if problems:
         raise ConfigError(problems)
-    # After the rules: the name has the values that the run has, not those of the file's axes.
+    # After the rules: the name shows the run's values, not those of the file's axes.
     values = {name: variables[name] for name in sweep.varied}
     name = f"{_slug(values)}-{run_identity(cfg)}"
     cfg = replace(cfg, run=replace(cfg.run, dir=str(sweep.dir / name)))
@@ -166,7 +166,7 @@ def make_point(sweep: Sweep, base: RunConfig, combination: PointValues) -> Sweep
 
 
 def _converted(name: str, value: Any) -> Any:
-    """Convert a rule's value to the option's type: 240.0 is a whole number."""
+    """Convert a rule's value to the option's type: 240.0 becomes an integer."""
     if name not in RUN_OPTIONS:
         return value
     option = RUN_OPTIONS[name]
@@ -179,12 +179,12 @@ def _converted(name: str, value: Any) -> Any:
 
 
 def _parameters(variables: Mapping[str, Any]) -> int | None:
-    """Count the parameters of the model that the values so far describe; None if they do not make
-    one yet."""
+    """Count the parameters of the model that the values so far describe; None if
+    they are incomplete."""
     keys = {k.partition(".")[2]: v for k, v in variables.items() if k.startswith("model.")}
     try:
         return ModelConfig(**keys).count_parameters()
-    # A size that is 0, or none until a rule sets it.
+    # A size that is 0, or unset until a rule sets it.
     except (ArithmeticError, TypeError):
         return None
 
@@ -195,8 +195,8 @@ def run_identity(cfg: RunConfig) -> str:
 
 
 def _identity_text(cfg: RunConfig) -> str:
-    """Write the run's configuration without its directory. Options at their default are left out,
-    so that a new option of a later version renames no run."""
+    """Format the run's configuration without its directory. Omits options at their defaults, so
+    that a new option of a later version does not rename any run."""
     plain, defaults = as_dict(cfg), _defaults()
     del plain["run"]["dir"]
     options = {

@@ -1,8 +1,8 @@
-"""[propose]: the next points of a sweep follow from the results so far, by optuna's TPE. No torch.
+"""[propose]: choose the next points of a sweep from the results so far, by optuna's TPE. No torch.
 
-What was proposed is in the journal, and the results are in the run directories; optuna's study is
-made anew from both each time, in memory. J. Bergstra et al., "Algorithms for Hyper-Parameter
-Optimization", NeurIPS 2011, has the method.
+Proposed points are in the journal, and results in the run directories; optuna's study is rebuilt in
+memory from both each time. The method: J. Bergstra et al., "Algorithms for Hyper-Parameter
+Optimization", NeurIPS 2011.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from kempner.extensions.sweep.look import PointStatus
 from kempner.extensions.sweep.points import SweepPoint, load_bases, make_point
 from kempner.extensions.sweep.results import loss_of
 
-ENDED = ("done", "stopped", "failed")  # others run, will run, or somebody has to look at them
+ENDED = ("done", "stopped", "failed")  # others run, will run, or need somebody's attention
 PROPOSAL_FAILURES = (
-    3  # and not fewer than run at once: so many in a row, and nothing more is proposed
+    3  # consecutive failures after which no more is proposed; never fewer than run at once
 )
-POINT_DRAWS = 100  # of one point, until it is new and fulfils the conditions
+POINT_DRAWS = 100  # for one point, until it is new and fulfils the conditions
 
 
 def proposed_points(sweep: Sweep, journal: Journal) -> list[SweepPoint]:
-    """Return the points proposed so far, in order; after an edit of the file, those that are
-    unchanged."""
+    """Return the points proposed so far, in order, without those that an edit of the
+    file has changed."""
     (base,) = load_bases(sweep).items()
     points = []
     for name, values in journal.proposed.items():
@@ -37,7 +37,7 @@ def proposed_points(sweep: Sweep, journal: Journal) -> list[SweepPoint]:
             continue
         try:
             point = _point(sweep, *base, values)
-        except (ConfigError, ValueError):  # it was sound when it was proposed
+        except (ConfigError, ValueError):  # it was valid when it was proposed
             continue
         points += [point] if point is not None and point.name == name else []
     return points
@@ -50,11 +50,11 @@ def _point(sweep: Sweep, name: str, base: Any, values: PointValues) -> SweepPoin
 
 
 def proposal_room(sweep: Sweep, looks: Sequence[PointStatus]) -> tuple[int, str]:
-    """Return how many more points may be proposed now, and why none may for the time being."""
+    """Return how many more points may be proposed now, and why none may, for the time being."""
     assert sweep.propose is not None
     end_states = [each.state.word for each in looks if each.state.word in ENDED]
     limit = max(PROPOSAL_FAILURES, sweep.max_running)
-    # Points that ran at once were all proposed before the first of them failed.
+    # Points that ran at once were all proposed before the first failure.
     if end_states[-limit:] == ["failed"] * limit:
         return 0, f"the last {limit} points have failed: fix what is wrong, then resubmit"
     free = sweep.max_running - (len(looks) - len(end_states))
@@ -64,8 +64,8 @@ def proposal_room(sweep: Sweep, looks: Sequence[PointStatus]) -> tuple[int, str]
 def propose_values(
     sweep: Sweep, looks: Sequence[PointStatus], journal: Journal, count: int
 ) -> dict[str, PointValues]:
-    """Propose the values of the next `count` points, by the name of the point; fewer if no others
-    are left. The same results give the same points. Raises ConfigError."""
+    """Propose values of the next `count` points, by point name; fewer if no others are left. The
+    same results give the same points. Raises ConfigError."""
     try:
         import optuna
     except ModuleNotFoundError:
@@ -86,24 +86,24 @@ def propose_values(
     known_hashes, proposals = {_hash(status.point) for status in looks}, {}
     for number in range(len(looks), len(looks) + count):
         for draw in range(POINT_DRAWS):
-            # Not one generator for all: the same results give the same points in any process, and
-            # the next draw differs from the one that was refused.
+            # A generator for each draw: the same results give the same points in any process, and
+            # the next draw differs from a refused one.
             seed = random.Random(f"{rule.seed} {number} {draw}").getrandbits(32)
-            # constant_liar: points that run count as bad ones, so that the next ones keep away from
-            # them.
+            # constant_liar: running points count as bad ones, so that new points keep
+            # away from them.
             study.sampler = optuna.samplers.TPESampler(
                 seed=seed, n_startup_trials=rule.startup, constant_liar=True
             )
             trial = study.ask(space)
             values = {name: _value(spec, trial.params[name]) for name, spec in sweep.space.items()}
-            # The same draw would be refused each time, for the same reason.
+            # A repeated draw would be refused again, for the same reason.
             point = None if values in tried_values else _point(sweep, *base, values)
             tried_values.append(values)
             if point is not None and _hash(point) not in known_hashes:
                 known_hashes.add(_hash(point))
                 proposals[point.name] = values
                 break
-            # Else it would count as one that runs.
+            # Otherwise it would count as running.
             study.tell(trial, state=state.FAIL)
         else:
             break
@@ -120,7 +120,7 @@ def _hash(point: SweepPoint) -> str:
 
 
 def _range(spec: Mapping[str, Any]) -> tuple[float, float, bool]:
-    """Return the ends, and whether only whole numbers count, as in axes.py."""
+    """Return the ends, and whether only integers count, as in axes.py."""
     low, high = spec["log"] if "log" in spec else spec["linear"]
     return low, high, "linear" in spec and isinstance(low, int) and isinstance(high, int)
 
@@ -144,8 +144,8 @@ def _value(spec: Any, param: Any) -> Any:
 
 
 def _params(sweep: Sweep, values: PointValues) -> dict[str, Any]:
-    """Convert a point's values to optuna's parameters; none if they are outside the current
-    ranges."""
+    """Convert a point's values to optuna's parameters; none if they are outside
+    the current ranges."""
     params: dict[str, Any] = {}
     for name, spec in sweep.space.items():
         value = values[name]
@@ -155,7 +155,7 @@ def _params(sweep: Sweep, values: PointValues) -> dict[str, Any]:
             params[name] = spec.index(value)
         else:
             low, high, whole = _range(spec)
-            # create_trial() raises ValueError for a value outside of its distribution.
+            # create_trial() raises ValueError for a value outside its distribution.
             sound = isinstance(value, int if whole else (int, float)) and low <= value <= high
             if not sound:
                 return {}
@@ -164,16 +164,16 @@ def _params(sweep: Sweep, values: PointValues) -> dict[str, Any]:
 
 
 def _result(state: Any, look: PointStatus) -> dict[str, Any]:
-    """Return a point's result for optuna. A stopped point has its last validation; a failed one, as
-    when it diverges, is worse than any other."""
+    """Return a point's result for optuna. A stopped point has its last validation; a failed one,
+    for example a diverged one, is worse than any other."""
     loss, step = loss_of(look.run, "val_loss", None)
     if look.state.word == "done" and loss is not None:
         return {"state": state.COMPLETE, "value": loss}
     if look.state.word == "failed":
-        # TPE puts what is complete before what was pruned, and that without a value last of all.
+        # TPE ranks complete trials before pruned ones, and pruned ones without a value last.
         return {"state": state.PRUNED, "intermediate_values": {}}
     if look.state.word == "stopped":
-        # The end of a long file may hold no validation.
+        # The tail of a long file may hold no validation.
         losses = read_validations(look.point.run_dir) if step is None else {step: loss}
         return {"state": state.PRUNED, "intermediate_values": losses}
     return {"state": state.RUNNING}

@@ -1,5 +1,5 @@
-"""The [resources] section: what each point of a sweep asks of Slurm; and the profile of a site. No
-torch."""
+"""The [resources] section: the Slurm request of each point of a sweep; and a site's
+profile. No torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Resources:
 
     @property
     def per_node(self) -> int:
-        """Processes of each node."""
+        """Processes per node."""
         return self.gpus_per_node or self.tasks_per_node
 
     @property
@@ -78,7 +78,7 @@ class Resources:
         return problems
 
     def words(self) -> list[str]:
-        """Return the options of sbatch: also the signature that the points of one array share."""
+        """Return sbatch's options, also the signature that the points of one array share."""
         words = [f"--nodes={self.nodes}"]
         tasks = self.pack * self.per_node
         words.append(f"--{'gpus' if self.gpus_per_node else 'ntasks'}-per-node={tasks}")
@@ -93,7 +93,7 @@ class Resources:
 
 
 def profile_environment(profile: str) -> dict[str, str]:
-    """Return the environment for sbatch with a profile, site.d/PROFILE.env, read by the batch
+    """Return the environment of sbatch with a profile, site.d/PROFILE.env, read by the batch
     script's own function; this process's variables win. Raises ConfigError."""
     site = os.environ.get("KEMPNER_SITE", "")
     if profile and site and site != profile:
@@ -103,7 +103,7 @@ def profile_environment(profile: str) -> dict[str, str]:
     env = {**os.environ, **({"KEMPNER_SITE": profile} if profile else {})}
     if not env.get("KEMPNER_SITE"):
         return env
-    # What the site's file prints must not get among the variables, whose values may have line ends.
+    # The site's output must not mix with the variables, whose values may contain line ends.
     script = 'source "$1/lib/all.sh"; KP_ROOT=$2; kp_read_site >&2; env -0'
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script, "bash", SLURM_SCRIPTS, SWEEP_REPOSITORY],
@@ -112,5 +112,5 @@ def profile_environment(profile: str) -> dict[str, str]:
     if done.returncode:
         raise ConfigError(done.stderr.strip().removeprefix("kempner: error: "))
     variables = dict(entry.split("=", 1) for entry in done.stdout.split("\0") if "=" in entry)
-    # Only what sbatch reads: the batch script reads the profile again, in the job.
+    # Only sbatch's variables: the batch script reads the profile again, in the job.
     return env | {name: text for name, text in variables.items() if name.startswith("SBATCH_")}

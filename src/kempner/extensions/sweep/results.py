@@ -28,8 +28,8 @@ from kempner.jobs.system.seal import refuse_other_file
 TABLE_SIGN = (
     ",step,state,tokens_per_s,parameters,run\n"  # of a table.csv: the end of its first line
 )
-LAST_LINES = 10  # lines of metrics.jsonl whose mean is the training loss
-LOG_SCALE_FROM = 8.0  # largest over smallest value of an axis
+LAST_LINES = 10  # lines of metrics.jsonl averaged for the training loss
+LOG_SCALE_FROM = 8.0  # ratio of the largest to the smallest value of an axis
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Row:
 def write_results(
     sweep: Sweep, points: list[SweepPoint], options: argparse.Namespace, has_begun: bool
 ) -> int:
-    """Print the table and, once the sweep has begun, write sweep/table.csv and table.png. Raises
-    ConfigError."""
+    """Print the table and, once the sweep has begun, write sweep/table.csv and
+    table.png. Raises ConfigError."""
     x = axis_of(sweep, points, options.x)
     own = sweep.dir / "sweep"
     table, picture = own / "table.csv", own / "table.png"
@@ -66,7 +66,7 @@ def write_results(
     if not has_begun:
         print("sweep: nothing is submitted yet: the table is not written", file=sys.stderr)
         return 0
-    # resolve(): a link to a file elsewhere stays one.
+    # resolve(), so that a link to a file elsewhere stays a link.
     write_atomic(table.resolve(), as_csv(sweep, kind, rows))
     files = [str(table)]
     if x is not None and any(row.loss is not None for row in rows):
@@ -81,12 +81,12 @@ def write_results(
 
 
 def loss_of(run: History, kind: str, step: int | None) -> tuple[float | None, int | None]:
-    """Return the newest loss, or the newest until `step`, and its step."""
+    """Return the newest loss, or the newest up to `step`, with its step."""
     lines = run.validations if kind == "val_loss" else run.losses
     lines = [line for line in lines if step is None or line["step"] <= step][-LAST_LINES:]
     if not lines:
         return None, None
-    # The loss of one batch is noisy, and a validation is over a whole set.
+    # One batch gives a noisy loss, but a validation covers a whole set.
     last = lines[-1:] if kind == "val_loss" else lines
     values = [line[kind] for line in last]
     if None in values:  # not finite
@@ -142,8 +142,8 @@ def _is_number(value: Any) -> bool:
 
 
 def plot_results(sweep: Sweep, rows: Sequence[Row], x: str, kind: str, out: Path) -> None:
-    """Draw one line for each value of the other axes; a star at the best finished run, hollow
-    points where the run goes on."""
+    """Draw one line per combination of the other axes; a star marks the best finished run, hollow
+    points mark unfinished runs."""
     # Not pyplot, which may choose a backend that needs a display, and keeps each figure.
     from matplotlib.figure import Figure
 

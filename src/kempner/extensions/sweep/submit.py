@@ -1,4 +1,4 @@
-"""Arrays of points: one for each request to Slurm, cut where Slurm's limit is. No torch."""
+"""Arrays of points: one per Slurm request, split at Slurm's limit. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kempner.jobs import slurm
 from kempner.jobs.records import event_reader
 from kempner.jobs.system.files import write_atomic
 
-DELAYS_S = (1, 2, 4, 8, 16, 32)  # before sbatch is tried again
+DELAYS_S = (1, 2, 4, 8, 16, 32)  # before each retry of sbatch
 # Messages of an sbatch that has sent nothing; after any other, Slurm may have the job.
 NO_CLUSTER = "Could not establish a configuration source"
 POLICY_REFUSAL = "violates accounting/QOS policy"  # of limits: the same request is refused again
@@ -29,15 +29,14 @@ INVALID = "Batch job submission failed: Invalid"  # partition, account, QOS, fea
 FINAL = (NO_CLUSTER, POLICY_REFUSAL, INVALID)
 NOT_SENT = (*FINAL, "(connect failure)", "Connection refused")
 REGISTER_S = 15  # in which a busy controller registers a job whose answer was lost
-MAX_SUBMIT = "MaxSubmitJob"  # in the name of the limit that sbatch gives, of a user, account or QOS
+MAX_SUBMIT = "MaxSubmitJob"  # in the name of sbatch's limit, of a user, account or QOS
 MAX_ARRAY_SIZE = 1001  # Slurm's default
 
 
 @dataclass(frozen=True)
 class Array:
-    """Points with the same request, `pack` of them a task. `running`: at most so many tasks at
-    once; 0: all. `job`: of one that Slurm has taken earlier, with the points that it still
-    holds."""
+    """Points with the same request, `pack` per task. `running`: most tasks at a time; 0: all.
+    `job`: of an array that Slurm has accepted earlier, with the points that it still holds."""
 
     words: list[str]
     script: Path
@@ -64,8 +63,8 @@ class Array:
 def plan_arrays(
     sweep: Sweep, points: Sequence[SweepPoint], slurm_arrays: Sequence[Array] = ()
 ) -> list[Array]:
-    """Return checked arrays of these points, after those that Slurm has already. Raises ConfigError
-    with all problems."""
+    """Return checked arrays of these points, given the arrays that Slurm already has. Raises
+    ConfigError with all problems."""
     problems: list[str] = []
     arrays: list[Array] = []
     try:
@@ -91,12 +90,12 @@ def arrays_of(
     largest: int | None,
     slurm_arrays: Sequence[Array] = (),
 ) -> list[Array]:
-    """Group the points into arrays. `largest`: MaxArraySize, one over the largest index; None: not
-    known. Raises ConfigError."""
+    """Group the points into arrays. `largest`: MaxArraySize, one more than the largest index; None:
+    unknown. Raises ConfigError."""
     most = MAX_ARRAY_SIZE if largest is None else largest
     if most < 1:
         raise ConfigError("this cluster takes no job arrays (MaxArraySize = 0): ask its operators")
-    # All tasks of an array have the request and the script of one sbatch.
+    # All tasks of an array share the request and the script of one sbatch.
     requests: dict[tuple[int, Path, tuple[str, ...]], list[SweepPoint]] = {}
     for point in points:
         wants = point.resources
@@ -119,21 +118,21 @@ def arrays_of(
 
 
 def _limited(arrays: Sequence[Array], limit: int) -> list[Array]:
-    """Divide the limit of running tasks by size, at least 1 task for each array and none that it
-    cannot use."""
-    # Each array gets one task, and the rest is divided by size.
+    """Divide the limit of running tasks by size: at least 1 task per array, and none that
+    it cannot use."""
+    # Each array gets one task; the rest is divided by size.
     spare = limit - sum(array.pack for array in arrays)
     total = sum(len(array.points) for array in arrays)
     tasks = [
         min(array.tasks, 1 + spare * len(array.points) // total // array.pack) for array in arrays
     ]
-    # What rounding has left goes to the largest arrays first.
+    # Tasks left by rounding go to the largest arrays first.
     room = limit - sum(n * array.pack for n, array in zip(tasks, arrays, strict=True))
     for i in sorted(range(len(arrays)), key=lambda i: -len(arrays[i].points)):
         more = min(arrays[i].tasks - tasks[i], room // arrays[i].pack)
         tasks[i], room = tasks[i] + more, room - more * arrays[i].pack
     return [
-        # 0 is no limit for ArrayTaskThrottle, too.
+        # For ArrayTaskThrottle, too, 0 means no limit.
         replace(array, running=0 if n == array.tasks else n)
         for array, n in zip(arrays, tasks, strict=True)
     ]
@@ -144,7 +143,7 @@ def held_arrays(looks: Sequence[PointStatus]) -> list[Array]:
     statuses: dict[str, list[PointStatus]] = {}
     for status in looks:
         if status.task and status.state.word in HOLDS:
-            # 12 of 12_3: a limit belongs to the whole array.
+            # 12 of 12_3, because a limit applies to the whole array.
             statuses.setdefault(status.task.partition("_")[0], []).append(status)
     return [
         Array([], Path(), [status.point for status in group], group[0].pack, job)
@@ -153,7 +152,7 @@ def held_arrays(looks: Sequence[PointStatus]) -> list[Array]:
 
 
 def throttle_array(array: Array) -> str:
-    """Set how many tasks of an array that Slurm has may run; returns what went wrong, or ""."""
+    """Set how many tasks of an array in Slurm may run; returns what went wrong, or ""."""
     limit = f"ArrayTaskThrottle={array.running}"
     command = ["scontrol", "update", f"JobId={array.job}", limit]
     env = slurm.plain_environment()
@@ -162,8 +161,8 @@ def throttle_array(array: Array) -> str:
 
 
 def write_points(folder: Path, points: Sequence[SweepPoint]) -> dict[str, Path]:
-    """Write the whole configuration of each point: later edits of its source files must not change
-    it."""
+    """Write the whole configuration of each point, so that later edits of its source files do
+    not change it."""
     (folder / "points").mkdir(parents=True, exist_ok=True)
     files = {point.name: folder / "points" / f"{point.name}.toml" for point in points}
     for point in points:
@@ -177,8 +176,8 @@ def submit_array(
     sweep: Sweep, array: Array, journal: Journal, env: Mapping[str, str],
     say: Callable[[str], None],
 ) -> list[Array]:  # fmt: skip
-    """Submit one array by sbatch, retrying temporary failures. Returns what Slurm has taken: the
-    array, or the parts of it that fit the limit of jobs in the queue; the rest stays planned."""
+    """Submit one array by sbatch, retrying temporary failures. Returns what Slurm has accepted: the
+    array, or the parts that fit the limit of queued jobs; the rest stays planned."""
     submitted_arrays: list[Array] = []
     points, tasks, full = array.points, array.tasks, False
     while points and tasks:
@@ -187,11 +186,11 @@ def submit_array(
         if job:
             submitted_arrays.append(replace(part, job=job))
             points = points[len(part.points) :]
-            # The limit is one of an array: each of several would run so many at once.
+            # The limit applies per array: each of several would run that many at once.
             if array.running and points:
                 break
         elif full:
-            # Nobody says how much room there is.
+            # How much room there is is unknown: halve the array.
             tasks = part.tasks // 2
         else:
             break
@@ -207,12 +206,12 @@ def _send(
     sweep: Sweep, array: Array, journal: Journal, env: Mapping[str, str],
     say: Callable[[str], None],
 ) -> tuple[str, bool]:  # fmt: skip
-    """Run sbatch for one array; returns its job, "" if Slurm has not taken it, and whether that was
-    because of the limit of the user's jobs in the queue."""
+    """Run sbatch for one array; returns its job, "" if Slurm has not accepted it, and whether the
+    user's limit of queued jobs was the reason."""
     configs = write_points(journal.folder, array.points)
     for name in ("arrays", "logs"):
         (journal.folder / name).mkdir(exist_ok=True)
-    # Before sbatch: an array is found by its name if this process dies before it has the job.
+    # Before sbatch: if this process dies before it learns the job, the array is found by name.
     submission = journal.intend(sweep.name, [*configs], array.pack)
     lines = journal.folder / "arrays" / f"{submission.name}.txt"
     write_atomic(lines, "".join(f"{config}\n" for config in configs.values()))
@@ -222,7 +221,7 @@ def _send(
         *array.words, *array.program, f"@{lines}",
     ]  # fmt: skip
     job: str | None = ""
-    maybe = full = False  # maybe: the answer may be lost, and not the job: Slurm is asked first
+    maybe = full = False  # maybe: only the answer may be lost, not the job, so Slurm is asked first
     wait_s = 0
     for delay in (0, *DELAYS_S):
         time.sleep(delay)
@@ -233,7 +232,7 @@ def _send(
         if job is None:
             say("Slurm does not answer")
             continue
-        # Slurm may register it late: sent again, it would be there twice.
+        # Slurm may register it late: sending it again would duplicate it.
         if maybe and wait_s < REGISTER_S:
             continue
         done = subprocess.run(command, env=dict(env), capture_output=True, text=True)
@@ -275,7 +274,7 @@ def find_job(journal: Journal, submission: Submission) -> str | None:
 
 
 def record_job(journal: Journal, submission: Submission, job: str | None) -> None:
-    """Record what find_job() has found."""
+    """Record the result of find_job()."""
     if job:
         journal.append(event="submitted", name=submission.name, job=job)
     elif job == "":
@@ -283,8 +282,8 @@ def record_job(journal: Journal, submission: Submission, job: str | None) -> Non
 
 
 def withdraw_late(journal: Journal) -> list[str]:
-    """Cancel waiting arrays that Slurm has registered late: after sbatch was called again, or was
-    given up. Their running tasks go on; their points are no longer planned. Returns the arrays."""
+    """Cancel waiting arrays that Slurm has registered late, after sbatch was retried or abandoned.
+    Their running tasks continue; their points are no longer planned. Returns the arrays."""
     known_jobs = {submission.job for submission in journal.submissions.values()}
     waiting = slurm.waiting_arrays().items()
     late = [job for job, name in waiting if name in journal.names and job not in known_jobs]
@@ -295,9 +294,9 @@ def withdraw_late(journal: Journal) -> list[str]:
 
 
 def settle_journal(journal: Journal, here: bool = False) -> list[str]:
-    """Resolve what an earlier sweep.py could not record, because it was killed or Slurm was away.
-    `here`: points that Slurm still does not answer for are run on this machine; should it have the
-    job all the same, the lock of a run lets one of the two train. Returns the withdrawn arrays."""
+    """Resolve submissions that an earlier sweep.py could not record: it was killed, or Slurm was
+    away. `here`: run points for which Slurm still gives no answer on this machine; if Slurm has the
+    job after all, the run's lock lets only one of the two train. Returns the withdrawn arrays."""
     for submission in journal.open:
         job = find_job(journal, submission)
         record_job(journal, submission, "" if here and job is None else job)

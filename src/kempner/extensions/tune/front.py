@@ -58,7 +58,7 @@ TUNE_FLAGS = {
     "record": bool,
 }
 MINUTES = 10.0
-NO_BUILD = {"build": False}  # what check_config() asks for besides
+NO_BUILD = {"build": False}  # check_config() requires it, too
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def configure_tune(command: Command) -> tuple[RunConfig, TuneOptions]:
     refuse_others(cfg.run.dir, "run.dir", (Kind.STARTED,), OWN_DIRECTORY)
     out = Path(flags["out"] or f"{cfg.run.dir}/tuned.toml").expanduser()
     _refuse_out(out)
-    # Checked as the first measurement will run, which must not find its errors after minutes.
+    # Checked as the first measurement will run, which must not find errors minutes later.
     trial = trial_of(command, {}, Path(cfg.run.dir, "tune/trials/0000"), 1, 1)
     if problems := check_config(trial.cfg, {**flags, **NO_BUILD}):
         raise ConfigError(dict.fromkeys(problems))
@@ -113,7 +113,7 @@ def _refuse_out(out: Path) -> None:
     what = ""
     if not there.is_dir():
         what = f"{there} is not a directory"
-    # Where a container has not mounted it yet (container.sh) this is a directory of the image.
+    # Before a container has mounted it (container.sh), this is a directory of the image.
     elif (problem := _unwritable(there)) and "KP_UNMOUNTED" not in os.environ:
         what = f"{there} is not writable: {problem}"
     elif out.exists() and not out.is_file():
@@ -132,8 +132,8 @@ def _unwritable(folder: Path) -> str:
 
 
 def tune(command: Command, cfg: RunConfig, options: TuneOptions, stop: StopRequests) -> int:
-    """Measure on all ranks of this start; rank 0 decides and reports. Returns the exit code.
-    Raises ConfigError."""
+    """Measure on all ranks of this start; rank 0 decides and reports. Returns the exit
+    code. Raises ConfigError."""
     world = discover_world()
     orders = Orders(Path(cfg.run.dir, "tune"))
     if world.rank:
@@ -152,7 +152,7 @@ def tune(command: Command, cfg: RunConfig, options: TuneOptions, stop: StopReque
 @dataclass(frozen=True)
 class TuneSubject:
     """The subject of a tune. `of_trials`: the command line of its runs, whose steps may be shorter
-    than those of `command`, the one that was typed; `facts`: of the machine."""
+    than those of `command`, the one typed; `facts`: of the machine."""
 
     command: Command
     of_trials: Command
@@ -190,7 +190,7 @@ def _lead(
     near, cut = world.per_node, short is not None
     space = Space(cfg, ranks, near, machine, check_world, options.allow, cut)
     journal = TuneJournal(folder, _subject(cfg, facts, world))
-    # Read once: the journal adds this start's runs to it, and the clock below has them already.
+    # Read once: the journal later adds this start's runs, which the clock below already counts.
     spent, began = journal.spent, time.monotonic()
 
     def left() -> float:
@@ -207,7 +207,7 @@ def _lead(
         _say(f"  {len(journal.results)} runs of an earlier start count; {rest:.0f} s are left")
     try:
         search.run()
-    except (ConfigError, OSError):  # a full disk: what was measured is kept
+    except (ConfigError, OSError):  # a full disk: keep the measurements
         if search.trials:
             _say(f"\n{report.tune_table(search)}")
         raise
@@ -220,8 +220,8 @@ def _lead(
 
 
 def _refuse_large_state(cfg: RunConfig, ranks: int, per_node: int) -> None:
-    """Raise ConfigError where the ranks of this host would drive it out of memory, and the kernel
-    would end other programs, too."""
+    """Raise ConfigError if the ranks of this host would exhaust its memory, which makes the kernel
+    kill other programs, too."""
     parts = estimate_memory(cfg, ranks, per_node, gpu=False).parts
     need = per_node * sum(parts.get(name, 0.0) for name in ("weights", "gradients", "optimizer"))
     if need > (there := available_memory()):
@@ -244,7 +244,7 @@ def _say(text: str) -> None:
 
 
 def _state(stop: StopRequests, code: int) -> str:
-    """Return the state for the batch script: an interrupted job starts again, and goes on."""
+    """Return the state for the batch script: an interrupted job restarts, and continues."""
     if stop.flags[STOP_REQUEST]:
         return "stopped"
     if stop.wants_to_leave():
@@ -253,9 +253,9 @@ def _state(stop: StopRequests, code: int) -> str:
 
 
 def _subject(cfg: RunConfig, facts: dict[str, Any], world: World) -> str:
-    """Return what the results of a journal are of: this configuration and code on such a
-    machine."""
-    # Not the host's name: a requeued job goes on with its results on another node of the same kind.
+    """Return a hash of what a journal's results depend on: this configuration and code on
+    such a machine."""
+    # Not the host's name: a requeued job continues with its results on another node of its kind.
     names = ("device", "memory_gib", "driver", "torch", "cuda", "cpus", "commit")
     of_machine = [facts[name] for name in names]
     text = f"{to_toml(cfg)}{of_machine}{world.size}/{world.per_node}"
@@ -263,21 +263,21 @@ def _subject(cfg: RunConfig, facts: dict[str, Any], world: World) -> str:
 
 
 def _known(space: Space, candidates: list[Overrides]) -> list[Overrides]:
-    """Return the candidates that change levers of this space alone: a record may be an older one,
-    or of another configuration."""
+    """Return the candidates that change only levers of this space: a record may be old, or
+    of another configuration."""
     keys = {key for axis in space.axes for key in axis.keys}
     return [one for one in candidates if one.keys() <= keys]
 
 
 def _verified(space: Space, command: Command, facts: dict[str, Any]) -> list[Overrides]:
-    """Return what the table of verified figures has for this shape and GPU."""
+    """Return the candidates in the table of verified figures for this shape and GPU."""
     spec = space.machine.spec
     entry = verified.read_entry(verified.shape_of(command), spec.name) if spec else None
     if entry is None:
         return []
     try:
         cfg = load_config(command.files, [*command.overrides, *entry.changes])
-    except ConfigError:  # the words of this command do not go with those of the entry
+    except ConfigError:  # the options of this command conflict with the entry's
         return []
     keys = [key for axis in space.axes for key in axis.keys]
     values = {key: getattr(getattr(cfg, key.split(".")[0]), key.split(".")[1]) for key in keys}
@@ -285,10 +285,10 @@ def _verified(space: Space, command: Command, facts: dict[str, Any]) -> list[Ove
 
 
 def _keep_earlier(out: Path, text: str) -> None:
-    """Keep what an earlier tune has found under another name, if it differs in a value."""
+    """Keep an earlier tune's result under another name, if it differs in a value."""
     with contextlib.suppress(FileNotFoundError):
         before = out.read_text()
-        # The comments have date and speed, and differ each time.
+        # The comments contain date and speed, which always differ.
         if report.values_in(before) != report.values_in(text):
             when = time.strftime("%Y%m%d-%H%M%S", time.localtime(out.stat().st_mtime))
             kept = out.with_name(f"{out.stem}-{when}{out.suffix}")
@@ -302,7 +302,7 @@ def _report(subject: TuneSubject, search: Search, took: float) -> int:
     _say(f"\n{report.tune_table(search)}")
     record = subject.run_dir / "tune/record.json"
     about = {"time": time.time(), "command": shlex.join(sys.argv), "machine": facts}
-    # Also where no candidate has finished: it has the reason of each.
+    # Even if no candidate has finished: it contains the reason of each.
     report.write_record(record, search, about, subject.ranks)
     if best is None:
         why = "the reasons are above" if search.trials else "give the same command again to go on"
@@ -321,7 +321,7 @@ def _report(subject: TuneSubject, search: Search, took: float) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         _keep_earlier(out, text)
         write_atomic(out, text)
-    except OSError as error:  # what took its time to be found is not lost
+    except OSError as error:  # do not lose a result that took long to find
         _say(f"WARNING: --out = {out}: cannot be written: {error.strerror}")
         out = subject.run_dir / "tuned.toml"
         write_atomic(out, text)

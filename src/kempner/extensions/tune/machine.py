@@ -1,5 +1,5 @@
-"""The device of a rank, asked in a process of its own: a CUDA context of the tune itself would take
-memory from what it measures.
+"""The device of a rank, queried in a separate process: a CUDA context of the tune itself would take
+memory from its measurements.
 
     python -m kempner.extensions.tune.machine auto|cpu|cuda
 
@@ -21,7 +21,7 @@ from kempner.config.option import ConfigError
 from kempner.extensions.tune.space import RankDevice
 from kempner.jobs.system.front_door import run_module
 
-MACHINE_S = 600  # for the import of torch from a slow file system, and the driver
+MACHINE_S = 600  # for importing torch from a slow file system, and for the driver
 
 
 def main(device: str) -> None:
@@ -29,7 +29,7 @@ def main(device: str) -> None:
     from kempner.extensions.planner.memory import GIB
 
     if device == "cpu":
-        # Before torch is imported below: it asks the driver once.
+        # Before torch is imported below, because it asks the driver only once.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     facts = describe_machine() | {"host": platform.node(), "cpus": os.cpu_count(), "fp8": False}
     if facts["device"] == "CPU":
@@ -40,7 +40,7 @@ def main(device: str) -> None:
 
         has_torchao = importlib.util.find_spec("torchao") is not None
         # 8.9 (Ada) is the first with products of 8-bit floats, 10.0 (Blackwell) with a scale
-        # for 32 numbers.
+        # per 32 numbers.
         capability = torch.cuda.get_device_capability()
         facts["fp8"] = has_torchao and capability >= (8, 9)
         facts["mxfp8"] = has_torchao and capability >= (10, 0)
@@ -50,7 +50,7 @@ def main(device: str) -> None:
 def ask_machine(device: str) -> dict[str, Any]:
     """Return the facts of this process's device. `device`: distributed.device. Raises ConfigError
     if it does not answer."""
-    # First in the path: the package of this process, not another copy that is installed.
+    # First in the path: this process's package, not another installed copy.
     source = str(Path(__file__).parents[3])
     path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "kempner.extensions.tune.machine", device]
@@ -62,7 +62,7 @@ def ask_machine(device: str) -> dict[str, Any]:
             f"distributed.device = {device}: torch has not answered in {MACHINE_S} s: does "
             "nvidia-smi answer?"
         ) from None
-    # The last line: libraries may print before it.
+    # The last line, because libraries may print before it.
     lines = (done.stdout if done.returncode == 0 else done.stderr).splitlines() or ["no output"]
     if done.returncode:
         raise ConfigError(f"distributed.device = {device}: torch does not answer: {lines[-1]}")
@@ -71,7 +71,7 @@ def ask_machine(device: str) -> dict[str, Any]:
 
 
 def machine_of(facts: dict[str, Any], per_node: int) -> RankDevice:
-    """Return what the choices depend on; ranks of a host share its memory."""
+    """Return the facts that the choices depend on; ranks of a host share its memory."""
     from kempner.jobs.system.compiler import missing_compiler
 
     gpu = facts["device"] != "CPU"

@@ -1,5 +1,5 @@
-"""The results of a tune: its table, the overlay, the command that uses it, and the record that a
-later tune begins with. No torch."""
+"""The results of a tune: its table, the overlay, the command that uses it, and the record from
+which a later tune begins. No torch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from kempner.jobs.system.files import write_atomic
 from kempner.jobs.system.front_door import how_to_run
 
 OVERLAY_SIGN = "# Made by scripts/tune.py"
-REMEMBERED = 5  # candidates that a later tune begins with
+REMEMBERED = 5  # candidates from which a later tune begins
 RIGHT_COLUMNS = range(8)
 
 
 def tune_table(search: Search) -> str:
-    """Format what was measured, the best first, then what failed. "of plan": a step's time, in the
-    planner's estimates of it; "planned" and "error" are of the memory."""
+    """Format the measurements, the best first, then the failures. "of plan": a step's time relative
+    to the planner's estimate; "planned" and "error" refer to memory."""
     tokens, gpu = search.space.tokens, search.space.machine.is_gpu
     rows = [
         ["tokens/s", "+-", "steps", "of plan", "MFU", "GiB", "planned", "error", "settings"],
@@ -43,14 +43,14 @@ def tune_table(search: Search) -> str:
 
 
 def _with_best_first(search: Search) -> list[Trial]:
-    # It is chosen among the longest runs, and a shorter one may have been faster by its noise.
+    # It is chosen among the longest runs; a shorter run may be faster by noise.
     best = search.best
     return [*([best] if best else []), *(one for one in search.ranked if one is not best)]
 
 
 def _row(trial: Trial, tokens: int, gpu: bool) -> list[str]:
     speed, planned = tokens / trial.step, trial.planned_bytes / GIB
-    # On a CPU the process with its libraries is measured.
+    # On a CPU the measurement includes the process and its libraries.
     error = f"{planned / trial.gib - 1:+.0%}" if gpu else "-"
     return [
         f"{speed:,.0f}",
@@ -82,7 +82,7 @@ def figures_of(trial: Trial, tokens: int, ranks: int) -> dict[str, Any]:
 
 
 def overlay_text(overrides: Mapping[str, Any], about: Sequence[str]) -> str:
-    """Format a candidate as a configuration file, with lines of comment."""
+    """Format a candidate as a configuration file, with comment lines."""
     sections: dict[str, list[str]] = {}
     for key, value in overrides.items():
         section, _, name = key.partition(".")
@@ -99,9 +99,8 @@ def values_in(overlay: str) -> list[str]:
 
 
 def command_with(command: Command, overrides: Overrides, out: Path, world: World) -> str:
-    """Return the command that trains with the overlay. A word of the tune that sets the same
-    option would win, and is left out; so are the tune's own directory and what only --bench
-    reads."""
+    """Return the command that trains with the overlay. Omits words of the tune that set the same
+    option and would win, the tune's own directory, and options that only --bench reads."""
     theirs = {*overrides, "run.dir"}
     words = [
         word
@@ -125,7 +124,7 @@ def option_of(word: str) -> str:
 
 
 def write_record(path: Path, search: Search, about: Mapping[str, Any], ranks: int) -> None:
-    """Write what was measured, the best first."""
+    """Write the measurements, the best first."""
     best, tokens = search.best, search.space.tokens
     trials = [*_with_best_first(search), *(t for t in search.trials.values() if t.failed)]
     record = {
@@ -140,7 +139,7 @@ def write_record(path: Path, search: Search, about: Mapping[str, Any], ranks: in
 
 
 def remembered(path: Path) -> list[Overrides]:
-    """Return the best candidates of the record of an earlier tune; [] if there is none."""
+    """Return the best candidates in an earlier tune's record; [] if there is none."""
     try:
         trials = json.loads(path.read_text())["trials"]
         return [dict(one["overrides"]) for one in trials if not one["failed"]][:REMEMBERED]

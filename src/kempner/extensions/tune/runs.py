@@ -1,5 +1,5 @@
-"""The runs of a tune: each candidate is scripts/train.py with fake data, in a process of its own
-beside every rank. Rank 0 decides which one is next; the others read that in files of the run
+"""The runs of a tune: each candidate is scripts/train.py with fake data, in a separate process
+beside every rank. Rank 0 decides which is next; the other ranks read that in files of the run
 directory, and run the same. No torch."""
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from kempner.train.configure import load_config
 from kempner.train.extensions import Variant
 from kempner.train.sections import RunConfig
 
-START_VARIABLES = (  # what names this start of all ranks
+START_VARIABLES = (  # these identify this start of all ranks
     "KEMPNER_ATTEMPT_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT",
 )  # fmt: skip
 TRAIN = Path(__file__).resolve().parents[4] / "scripts" / "train.py"
 POLL_S = 0.2
-PROBE_BYTES = 1 << 20  # bytes that a disk must take after a run that has failed
-REASON = 160  # characters of a reason that are kept
-ERROR_LINE, ITEM = re.compile(r"[\w.-]+: error: (.*)"), "  - "  # print_problems() writes them
-# The kernel kills the process that takes the last memory of a host, and so may a person.
+PROBE_BYTES = 1 << 20  # bytes that a disk must accept after a failed run
+REASON = 160  # characters kept of a reason
+ERROR_LINE, ITEM = re.compile(r"[\w.-]+: error: (.*)"), "  - "  # the format of print_problems()
+# The kernel kills the process that takes the last memory of a host; a person may kill it, too.
 KILLED = "killed by the host (signal 9), perhaps because it ran out of memory"
-# A program that ends with this process, else a killed tune leaves a run that the next one meets. By
-# a program of its own, not by preexec_fn: Python code between fork and exec may crash or wait for
-# ever where the process has threads. 1: PR_SET_PDEATHSIG, which an exec keeps.
+# A program that ends with this process; otherwise a killed tune leaves a run that the next one
+# meets. A separate program, not preexec_fn: Python code between fork and exec may crash or deadlock
+# if the process has threads. 1: PR_SET_PDEATHSIG, which an exec keeps.
 ENDS_WITH_PARENT = f"""
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, {int(signal.SIGKILL)}, 0, 0, 0)
@@ -65,13 +65,13 @@ def trial_of(
     """Return the run that measures a candidate. Raises ConfigError."""
     changes = [f"--{key}={to_text(value)}" for key, value in overrides.items()]
     length = [f"--bench.warmup={warmup}", f"--bench.steps={steps}"]
-    # In this order: of several words for an option the last one counts.
+    # In this order, because the last of several words for an option counts.
     words = [*command.overrides, *changes, *length]
     cfg = load_config(command.files, words)
     if cfg.data.document_mask and cfg.of(BenchConfig).data == "fake":
-        words.append("--bench.length=variable")  # rows are packed in the run, too
+        words.append("--bench.length=variable")  # the run packs its rows, too
         cfg = load_config(command.files, words)
-    # These follow from the configuration, and are then checked with it.
+    # These follow from the configuration, and are then checked together with it.
     words += bench_overrides(cfg, str(run_dir))
     cfg = load_config(command.files, words)
     return Variant(" ".join(changes), [*command.files, *words], cfg)
@@ -86,7 +86,7 @@ def with_batch(command: Command, cfg: RunConfig, sequences: int) -> Command:
 
 
 class Orders:
-    """The orders of rank 0 to the other ranks of its start: numbered files."""
+    """Rank 0's orders to the other ranks of its start: numbered files."""
 
     def __init__(self, folder: Path) -> None:
         names = [os.environ.get(variable, "") for variable in START_VARIABLES]
@@ -99,15 +99,15 @@ class Orders:
 
     def post(self, order: dict[str, Any]) -> None:
         # Not in __init__: the other ranks make an Orders, too, perhaps after the first order.
-        if not self._number:  # what an earlier start of the same name has left
+        if not self._number:  # remains of an earlier start of the same name
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
         self._number += 1
-        # The other ranks read an order as soon as its file is there.
+        # The other ranks read an order as soon as its file exists.
         write_atomic(self.folder / f"{self._number}.json", json.dumps(order))
 
     def follow(self, leaves: Callable[[], float]) -> int:
-        """Do on this rank what rank 0 orders, until it says that it ends; returns the exit code."""
+        """Follow rank 0's orders on this rank until the final one; returns the exit code."""
         while True:
             path = self.folder / f"{self._number + 1}.json"
             while not path.exists():
@@ -118,18 +118,18 @@ class Orders:
             order = json.loads(path.read_text())
             if "code" in order:
                 return int(order["code"])
-            # The signal is known to the parent alone: rank 0 sees no more than a lost peer.
+            # Only the parent knows the signal: rank 0 merely sees a lost peer.
             if run_trial(order, subprocess.DEVNULL, leaves) == -signal.SIGKILL:
                 (self.folder / f"{self._number}.killed").touch()
 
     def was_killed(self) -> bool:
-        """Return whether another rank has noted that its process of the newest run was killed."""
+        """Return whether another rank reported that its process of the newest run was killed."""
         return (self.folder / f"{self._number}.killed").exists()
 
 
 def run_trial(order: dict[str, Any], out: Any, leaves: Callable[[], float]) -> int:
     """Run this rank's process of a candidate; returns its exit code."""
-    keep_private()  # one place for what all candidates compile: a run keeps its own by itself
+    keep_private()  # one cache for all candidates' compilations: a run has its own
     return run_variant(
         [*ends_with_parent(), str(TRAIN), *order["words"]],
         Path(order["run_dir"]),
@@ -144,12 +144,12 @@ def run_trial(order: dict[str, Any], out: Any, leaves: Callable[[], float]) -> i
 
 def ends_with_parent() -> list[str]:
     """Return the words before those of a Python program that end it once this process has ended."""
-    # -I -S: it needs the standard library alone, and starts without site-packages.
+    # -I -S: it needs only the standard library, and starts without site-packages.
     return [sys.executable, "-ISc", ENDS_WITH_PARENT, str(os.getpid())]
 
 
 class Runs:
-    """The measurements of rank 0, for Search."""
+    """Rank 0's measurements, for Search."""
 
     def __init__(
         self,
@@ -170,26 +170,26 @@ class Runs:
             raise OutOfTime
         number = self._journal.start(overrides, rung)
         run_dir = self._folder / "trials" / f"{number:04d}"
-        # A journal with a damaged line counts a run less, and gives a number again.
+        # A journal with a damaged line counts one run less, and reuses a number.
         shutil.rmtree(run_dir, ignore_errors=True)
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         words = trial_of(self._command, overrides, run_dir, warmup, steps).words
         order = {"words": words, "run_dir": str(run_dir), "number": number, "seconds": limit}
         log, began = run_dir.with_suffix(".out"), time.monotonic()
-        # Before its own run: the processes of all ranks meet in it.
+        # Before rank 0's own run, in which the processes of all ranks meet.
         self._orders.post(order)
         with open(log, "w") as out:
             code = run_trial(order, out, self._beat)
         wall = time.monotonic() - began
         try:
             result = self._judge(run_dir, log, code, wall, limit, (warmup, steps))
-            if code == BAD_INPUT_EXIT and not overrides:  # all others would have it, too
+            if code == BAD_INPUT_EXIT and not overrides:  # would affect all others, too
                 raise ConfigError(result.failed)
         except (OutOfTime, ConfigError):
             self._journal.cut(overrides, rung, wall)
             raise
         self._journal.end(overrides, rung, result)
-        # A run that has failed stays, to be read.
+        # A failed run stays, for inspection.
         if code == 0:
             shutil.rmtree(run_dir, ignore_errors=True)
             log.unlink(missing_ok=True)
@@ -208,8 +208,8 @@ class Runs:
         limit: float,
         length: tuple[int, int],
     ) -> Measurement:
-        """Return the result of a run. Raises OutOfTime for one that was cut off, and ConfigError
-        where the disk is full."""
+        """Return the result of a run. Raises OutOfTime if it was cut off, ConfigError if the
+        disk is full."""
         warmup, steps = length
         lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if "loss" in line]
         if self._leaves() or (wall >= limit and self._left() <= 1.0):
@@ -224,7 +224,7 @@ class Runs:
 
 
 def _result(lines: Sequence[dict[str, Any]], wall: float) -> Measurement:
-    # None on a device whose peak is not known.
+    # None on a device whose peak is unknown.
     mfus = [line["mfu"] for line in lines if line["mfu"] is not None]
     return Measurement(
         seconds=tuple(line["step_time"] for line in lines),
@@ -237,11 +237,11 @@ def _result(lines: Sequence[dict[str, Any]], wall: float) -> Measurement:
 def _failure(
     run_dir: Path, log: Path, code: int, peer_killed: bool, wall: float, limit: float
 ) -> Measurement:
-    """Return why a run has no figures. `peer_killed`: the process of another rank was killed."""
+    """Return why a run has no figures. `peer_killed`: another rank's process was killed."""
     if wall >= limit:
         return Measurement(failed=f"took over {limit:.0f} s", wall=wall)
     faults = event_reader.read_kind(run_dir / "attempts.jsonl", events.FaultEvent)
-    # A rank that has only lost its peer says nothing about the candidate.
+    # A rank that has only lost its peer reveals nothing about the candidate.
     own = [fault for fault in faults if not fault.lost_peer]
     if not own and (peer_killed or code == -signal.SIGKILL):
         return Measurement(failed=KILLED, killed=True, wall=wall)
@@ -254,7 +254,7 @@ def _failure(
 def _refuse_full_disk(run_dir: Path, log: Path, code: int) -> None:
     said = f"{why_failed(run_dir, code)}\n{log.read_text(errors='replace')}".splitlines()
     try:
-        try_to_write(run_dir.parent, PROBE_BYTES)  # the words themselves may have found no room
+        try_to_write(run_dir.parent, PROBE_BYTES)  # the lines themselves may have found no room
     except OSError as error:
         said.append(str(error))
     for line in said:
@@ -266,7 +266,7 @@ def _refuse_full_disk(run_dir: Path, log: Path, code: int) -> None:
 
 
 def reason_in(log: str) -> str:
-    """Return the error that a program's log ends with, which may be a list; or its last line."""
+    """Return the error, possibly a list, at the end of a program's log; or its last line."""
     lines = [line.rstrip() for line in log.splitlines() if line.strip()]
     for number in range(len(lines) - 1, -1, -1):
         if found := ERROR_LINE.match(lines[number]):

@@ -1,10 +1,10 @@
-"""The search for the fastest candidate in a given time. No torch, and no process: `measure` is
-handed in.
+"""The search for the fastest candidate in a given time. No torch, and no processes: `measure`
+is passed in.
 
-Short runs of many candidates come first: the configuration itself, what earlier tunes found, the
-planner's best, and then all that differ from the fastest so far in one lever, until there is none
-left. Successive halving follows (Jamieson and Talwalkar, arXiv:1502.07943): of the best the better
-half is measured three times as long, and again, until one is left.
+Short runs of many candidates come first: the configuration itself, candidates of earlier tunes, the
+planner's best, and then all that differ from the fastest so far in one lever, until none is left.
+Successive halving follows (Jamieson and Talwalkar, arXiv:1502.07943): the better half of the best
+is measured three times as long, repeatedly, until one is left.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from kempner.extensions.tune.space import (
 from kempner.extensions.tune.trials import LearnedMemory, Measurement, Trial, rank_trials
 
 EXPLORE = 0.6  # of the time, for the short runs
-FINALISTS = 8  # that the halving begins with
-FACTOR = 3  # by which the runs of a rung are longer than those of the one before
+FINALISTS = 8  # with which the halving begins
+FACTOR = 3  # by which the runs of each rung are longer than those before
 RUNGS = 3
 RUN_SHARE, SHORTEST_S, LONGEST_S = 0.005, 0.2, 3.0  # of all time: the steps of a short run
-FIRST_STEPS, MOST_STEPS = 5, 100  # of the first run, whose steps have no known length; of a short
-WARM_UP = 3  # steps; of long ones only one is left out
-RUN_PATIENCE = 4.0  # a run may take so many times what the others take
-RUN_PATIENCE_S = 120.0  # and at least so long: a model may be compiled in it
+FIRST_STEPS, MOST_STEPS = 5, 100  # of the first run, whose step time is unknown; of any short run
+WARM_UP = 3  # steps; if steps are long, only one
+RUN_PATIENCE = 4.0  # a run may take this many times as long as the others
+RUN_PATIENCE_S = 120.0  # and at least this long, because it may compile a model
 
 
 class OutOfTime(Exception):
@@ -44,7 +44,7 @@ class Measure(Protocol):
     def __call__(
         self, overrides: Overrides, rung: int, warmup: int, steps: int, limit: float
     ) -> Measurement:
-        """Run a candidate for so many steps and `limit` seconds at most. Raises OutOfTime."""
+        """Run a candidate for so many steps, at most `limit` seconds. Raises OutOfTime."""
         ...
 
 
@@ -59,16 +59,16 @@ class Search:
         first: Sequence[Overrides] = (),
         say: Callable[[str], None] = print,
     ) -> None:
-        """`left`: seconds that are left; `first`: candidates to begin with."""
+        """`left`: returns the seconds left; `first`: candidates to begin with."""
         self.space, self._measure, self._left, self._say = space, measure, left, say
         self.memory = LearnedMemory(space.machine.limit, space.machine.is_gpu)
         self.trials: dict[str, Trial] = {}
-        self.skipped: dict[str, float] = {}  # candidate -> bytes that it would need
+        self.skipped: dict[str, float] = {}  # candidate -> the bytes it would need
         self._short_s = min(max(RUN_SHARE * left(), SHORTEST_S), LONGEST_S)
         self._first = [{}, *first, *space.planned()]
 
     def run(self) -> None:
-        """Search until nothing is left to try, or no time."""
+        """Search until no candidate or no time is left."""
         try:
             while self._explore(self._left() * (1 - EXPLORE)):
                 self._halve()
@@ -77,7 +77,7 @@ class Search:
 
     @property
     def best(self) -> Trial | None:
-        """The best so far, of the longest runs that can be compared."""
+        """The best so far, among the longest comparable runs."""
         for rung in range(RUNGS, 0, -1):
             longest = rank_trials([one for one in self.trials.values() if one.rung >= rung])
             if len(longest) > 1:
@@ -89,7 +89,7 @@ class Search:
         return rank_trials(list(self.trials.values()))
 
     def take(self, overrides: Overrides, rung: int, result: Measurement) -> Trial:
-        """Take the result of a run, of this search or of one before it."""
+        """Take the result of a run, of this search or an earlier one."""
         planned = self.space.memory(overrides)
         new = Trial(overrides, planned, self.space.seconds(overrides))
         trial = self.trials.setdefault(describe_candidate(overrides), new)
@@ -98,19 +98,19 @@ class Search:
             trial.rung = max(trial.rung, rung)
         if result.out_of_memory:
             self.memory.learn(unplanned(overrides), planned, None)
-        # Once for each candidate: its longer runs would weigh in the median of the errors again.
+        # Once per candidate: its longer runs would count again in the median error.
         elif rung == 0 and not result.failed:
             self.memory.learn(unplanned(overrides), planned, result.gib * GIB)
         return trial
 
-    # --- many, shortly ---
+    # --- many, briefly ---
 
     def _explore(self, keep: float) -> bool:
-        """Measure candidates shortly until `keep` seconds are left, or no other one is near the
+        """Measure candidates briefly until `keep` seconds are left, or no other one is near the
         fastest; returns whether there was one."""
         count = len(self.trials)
         while (other := next(self._untried(), None)) is not None:
-            # However short the time, one candidate is measured, and so there is a result.
+            # However short the time, measure one candidate, so that there is a result.
             if self._left() <= keep and self.trials:
                 break
             self._try(other, 0)
@@ -126,7 +126,7 @@ class Search:
                 continue
             kind, planned = unplanned(other), self.space.memory(other)
             if not self.trials or self.memory.fits(kind, planned):
-                # What was learnt since it was left out lets it in.
+                # Results since it was skipped now admit it.
                 self.skipped.pop(name, None)
                 yield other
             elif name not in self.skipped:
@@ -136,8 +136,8 @@ class Search:
     # --- the best, longer ---
 
     def _halve(self) -> None:
-        """Measure the better half three times as long, and again, until one is left; the
-        configuration itself takes part once, to be compared with."""
+        """Measure the better half three times as long, repeatedly, until one is left; the
+        configuration itself takes part once, for comparison."""
         alive = self.ranked[:FINALISTS]
         for rung in range(1, RUNGS + 1):
             alive = alive[: math.ceil(len(alive) / 2)]
@@ -154,11 +154,11 @@ class Search:
     def _try(self, overrides: Overrides, rung: int) -> None:
         warmup, steps = self._length(overrides, rung)
         walls = [run.wall for trial in self.trials.values() for run in trial.runs]
-        # An upper bound: the start of a run does not grow with its steps.
+        # An upper bound, because the start of a run does not grow with its steps.
         usual = statistics.median(walls or [RUN_PATIENCE_S]) * FACTOR**rung
         limit = max(RUN_PATIENCE_S, RUN_PATIENCE * usual)
         left = self._left()
-        # The configuration itself is measured in any case: all others are compared with it.
+        # The configuration itself is always measured: all others are compared with it.
         limit = min(left if self.trials else max(RUN_PATIENCE_S, left), limit)
         result = self._measure(overrides, rung, warmup, steps, limit)
         if result.killed and not overrides:
@@ -172,8 +172,8 @@ class Search:
         self._say(f"  {describe_candidate(overrides)}: {speed}")
 
     def _length(self, overrides: Overrides, rung: int) -> tuple[int, int]:
-        """Return the numbers of steps of a run: for its warm-up, and to measure. Raises OutOfTime
-        if too few can be done."""
+        """Return a run's numbers of steps, for warm-up and for measurement. Raises OutOfTime if
+        there is time for too few."""
         ranked = self.ranked
         if not ranked:
             return WARM_UP, FIRST_STEPS
@@ -182,7 +182,7 @@ class Search:
         steps = min(max(round(self._short_s / step), FIRST_STEPS), MOST_STEPS) * FACTOR**rung
         if rung:
             own = self.trials[describe_candidate(overrides)].step
-            # The seconds of a run besides its steps: imports, compilation, the warm-up.
+            # The seconds of a run outside its steps: imports, compilation, warm-up.
             starts = [
                 run.wall - sum(run.seconds) for one in ranked for run in one.runs if run.seconds
             ]

@@ -1,7 +1,7 @@
-"""The settings that a tune may try: the choices of each lever, what may be combined, and what the
-planner says of it. No torch.
+"""The settings that a tune may try: the choices of each lever, the allowed combinations, and the
+planner's estimates of them. No torch.
 
-A candidate is what it changes of the configuration, by section.key: {} is the configuration itself.
+A candidate is its set of changes to the configuration, by section.key; {} is the configuration.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from kempner.train.levers import FP8_LEVERS, SPEED_LEVERS, package_problems
 from kempner.train.sections import RunConfig, micro_batch
 
 Overrides = dict[str, Any]
-MESHES = 8  # that are tried, of a world that can be cut in more ways
-PLANNED = 6  # of the planner's best, with which a tune begins
-MAY_BE_ALLOWED = ("fp8",)  # what changes the numbers of a training beyond rounding, for --allow
-LONG_TUNE_STEP_S = 1.0  # of such steps a tune does few, and measures shorter ones
-DOUBT = 1.3  # by which the planner's memory may be wrong
+MESHES = 8  # to try, if the world can be divided in more ways
+PLANNED = 6  # number of the planner's best with which a tune begins
+MAY_BE_ALLOWED = ("fp8",)  # changes a training's numbers beyond rounding, for --allow
+LONG_TUNE_STEP_S = 1.0  # a tune cannot run many such steps, and measures shorter ones
+DOUBT = 1.3  # factor by which the planner's memory may be wrong
 COMPILED = ((False, "block"), (True, "block"), (True, "model"))
-UNPLANNED = ("train.compile_scope", *SPEED_LEVERS)  # of whose memory the planner knows nothing
+UNPLANNED = ("train.compile_scope", *SPEED_LEVERS)  # their memory is unknown to the planner
 
 
 class RankDevice(NamedTuple):
     """A rank's device, as far as the choices depend on it."""
 
-    name: str  # of the GPU, as the driver has it; CPU
+    name: str  # of the GPU, as the driver reports it; CPU
     gib: float  # memory for one rank
     compiles: bool = True
     fp8: bool = False
@@ -58,19 +58,19 @@ class RankDevice(NamedTuple):
 
     @property
     def limit(self) -> float:
-        """Bytes that a rank's tensors may take; on a CPU its whole process."""
+        """Bytes available to a rank's tensors; on a CPU, to its whole process."""
         return (self.gib - RESERVE_GIB if self.is_gpu else 0.9 * self.gib) * GIB
 
     @property
     def spec(self) -> GpuSpec | None:
-        """The planner's figures of this GPU; None: it has none."""
+        """The planner's figures of this GPU; None: unknown."""
         found = gpu_of_device(self.name)
         return found and found._replace(gib=self.gib)
 
 
 @dataclass(frozen=True)
 class LeverAxis:
-    """The choices of one lever, each of which replaces the others."""
+    """The choices of one lever, which exclude each other."""
 
     choices: tuple[Overrides, ...]
 
@@ -80,9 +80,9 @@ class LeverAxis:
 
 
 def shorter_batch(cfg: RunConfig, ranks: int, per_node: int, machine: RankDevice) -> int | None:
-    """Return the sequences of a shorter step to measure, for a step that the planner estimates to
-    take long; None: the step is measured as it is. It has two passes of the largest micro-batch
-    that may fit, so that gradients are summed as in the whole step. A pipeline needs all passes."""
+    """Return the number of sequences of a shorter step, if the planner estimates a long step; None:
+    measure the step itself. The shorter step has two passes of the largest micro-batch that may
+    fit, so that gradients are summed as in the whole step. A pipeline needs all passes."""
     train, spec = cfg.train, machine.spec
     if not spec or not train.micro_batch or cfg.distributed.pp > 1 or cfg.of(LowcommConfig).on:
         return None
@@ -91,17 +91,17 @@ def shorter_batch(cfg: RunConfig, ranks: int, per_node: int, machine: RankDevice
     fits = 1
     for micro in MICRO_BATCHES:
         other = changed_by(cfg, {"train.micro_batch": micro})
-        # Each is twice the one before: none after it divides the batch either.
+        # Each size is twice the previous one, so no later one divides the batch either.
         if train.sequences % (ranks * micro):
             break
         if estimate_memory(other, ranks, per_node).peak < DOUBT * machine.limit:
             fits = micro
     unit = ranks * max(fits, train.micro_batch)
     passes = train.sequences // unit
-    # Of two or three passes there is no shorter step that divides them and has two.
+    # Two or three passes have no shorter divisor with two.
     if train.sequences % unit or passes < 4:
         return None
-    # The fewest passes, from 2 on, of which the whole step is a multiple; of a prime number all.
+    # The fewest passes, at least 2, that divide the whole step; for a prime number, all.
     fewest = next(n for n in range(2, passes + 1) if passes % n == 0)
     return unit * fewest if fewest < passes else None
 
@@ -123,7 +123,7 @@ class Space:
         self._short = short
         self.cfg, self.world_size, self.per_node = cfg, world_size, per_node
         self.machine, self._check = machine, check
-        # What is wrong with the configuration itself speaks against none of its changes.
+        # Problems of the configuration itself do not rule out any change.
         self._problems = {*problems_of(cfg), *package_problems(cfg)}
         _, self._ranks, self._near = one_replica(cfg, world_size, per_node)
         self._allowed: dict[str, bool] = {}  # by candidate
@@ -150,7 +150,7 @@ class Space:
         return [LeverAxis(tuple(choices)) for choices in values if len(choices) > 1]
 
     def _speed_levers(self) -> list[tuple[str, tuple[Any, ...]]]:
-        """List options and their values. One rank alone has no messages."""
+        """List options and their values. A single rank sends no messages."""
         if not self.machine.is_gpu:
             return []
         alone = self._ranks == 1
@@ -161,7 +161,7 @@ class Space:
         ]
 
     def _micro_batches(self) -> list[int | None]:
-        """List the sizes, those near the configuration's own first; None: a rank's whole share."""
+        """List the sizes, nearest to the configuration's first; None: a rank's whole share."""
         train = self.cfg.train
         own = train.micro_batch or max(1, train.sequences // self._ranks)
         near = sorted(MICRO_BATCHES, key=lambda micro: abs(math.log2(micro / own)))
@@ -171,13 +171,13 @@ class Space:
         """List the meshes that pass the checks, the fastest by the planner's estimate first."""
         allowed = [mesh for mesh in mesh_choices(self._ranks) if self.is_allowed(mesh)]
         if len(allowed) > MESHES:
-            # Only the order of the meshes matters here: any GPU will do for an unknown device.
+            # Only the order of the meshes matters, so any GPU will do for an unknown device.
             spec = self.machine.spec or GPUS["H100"]
             allowed.sort(key=lambda mesh: self._seconds(mesh, spec))
         return allowed[:MESHES]
 
     def _chunks(self) -> list[int | None]:
-        """List sizes of the loss's chunks: torch's own, and parts of what a pass has."""
+        """List sizes of the loss's chunks: torch's own, and fractions of a pass."""
         axes = Axes(tp=self.cfg.distributed.tp)
         rows = loss_rows(self.cfg, axes, self.machine.is_gpu)
         rows = min(self.cfg.train.sequences * self.cfg.train.seq_len, rows)
@@ -192,9 +192,9 @@ class Space:
         return changed_by(self.cfg, overrides)
 
     def canonical(self, overrides: Mapping[str, Any]) -> Overrides:
-        """Return the same candidate with its real changes alone, sorted."""
+        """Return the same candidate with only its real changes, sorted."""
         changes = dict(overrides)
-        # Without compilation the scope has no effect: one candidate must have one name.
+        # Without compilation the scope has no effect: give each candidate one name.
         if changes.get("train.compile") is False:
             changes["train.compile_scope"] = "block"
         changes = lever_changes(self.cfg, changes, self._ranks, self._near)
@@ -209,12 +209,12 @@ class Space:
                 ):
                     del changes["train.micro_batch"]
             except ConfigError:
-                pass  # is_allowed() says so
-        # In one order: by its text a candidate is known.
+                pass  # is_allowed() reports it
+        # Sorted, because a candidate is identified by its text.
         return dict(sorted(changes.items()))
 
     def is_allowed(self, overrides: Overrides) -> bool:
-        """Return whether the checks of a run accept the candidate, without a new problem."""
+        """Return whether a run's checks accept the candidate, without a new problem."""
         name = describe_candidate(overrides)
         if name not in self._allowed:
             cfg = self.config(overrides)
@@ -226,13 +226,13 @@ class Space:
         return self._allowed[name]
 
     def _is_too_short(self, cfg: RunConfig) -> bool:
-        """Return whether a shorter step differs from the whole one: gradients of two passes are
-        summed in both, and a pipeline waits less in the whole one."""
+        """Return whether a shorter step is unlike the whole one: both sum gradients of two passes,
+        and a pipeline waits less in the whole one."""
         passes = cfg.train.sequences // ((cfg.train.micro_batch or 1) * self._ranks)
         return passes < 2 or cfg.distributed.pp > 1 or cfg.train.micro_batch is None
 
     def planned(self) -> list[Overrides]:
-        """List the combinations that the planner believes to be the fastest that fit."""
+        """List the combinations that fit and are fastest by the planner's estimate."""
         spec = self.machine.spec
         if spec is None:
             return []
@@ -243,7 +243,7 @@ class Space:
         return [one for one in candidates if self.is_allowed(one)]
 
     def neighbours(self, overrides: Overrides) -> list[Overrides]:
-        """List the candidates that differ in one lever; those that the planner believes to be
+        """List the candidates that differ in one lever; those that the planner considers
         slow come last."""
         name = describe_candidate(overrides)
         if name not in self._near_by:
@@ -261,7 +261,7 @@ class Space:
         near = list(found.values())
         if spec := self.machine.spec:
             here = self._seconds(overrides, spec)
-            # Rounded to tenths: the sort is stable, so that near-equals keep the order of the axes.
+            # Rounded to tenths: the sort is stable, so near-equals keep the order of the axes.
             near.sort(key=lambda other: round(self._seconds(other, spec) / here, 1))
         return near
 
@@ -271,7 +271,7 @@ class Space:
         return estimate_memory(cfg, self.world_size, self.per_node, gpu).peak
 
     def seconds(self, overrides: Overrides) -> float | None:
-        """Return the planner's estimate of a step; None: it does not know this device."""
+        """Return the planner's estimate of a step; None: unknown device."""
         spec = self.machine.spec
         return self._seconds(overrides, spec) if spec else None
 
@@ -281,11 +281,11 @@ class Space:
 
 
 def describe_candidate(overrides: Mapping[str, Any]) -> str:
-    """Format a candidate as words of a command line."""
+    """Format a candidate as command-line words."""
     words = " ".join(f"--{key}={to_text(value)}" for key, value in overrides.items())
     return words or "as configured"
 
 
 def unplanned(overrides: Mapping[str, Any]) -> str:
-    """Name the part of a candidate that the planner's memory does not depend on."""
+    """Name the part of a candidate that does not affect the planner's memory."""
     return describe_candidate({k: v for k, v in overrides.items() if k in UNPLANNED})

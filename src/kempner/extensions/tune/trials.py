@@ -1,5 +1,5 @@
 """The measurements of each candidate, the order of the candidates, and the error of the planner's
-memory. No torch."""
+memory estimate. No torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from kempner.extensions.tune.space import Overrides
 
-LEAST_GAIN = 0.005  # of a step: for less than that, nothing is changed
-TO_SIGMA = 1.349  # quartiles of a normal distribution are so many standard deviations apart
-OF_MEDIAN = 1.253  # the error of the median, in errors of the mean
+LEAST_GAIN = 0.005  # of a step: smaller gains change nothing
+TO_SIGMA = 1.349  # distance between a normal distribution's quartiles, in standard deviations
+OF_MEDIAN = 1.253  # error of the median, in errors of the mean
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class Measurement:
     """One run of a candidate."""
 
     seconds: tuple[float, ...] = ()  # of each step that counts
-    gib: float = 0.0  # of rank 0, at its peak
+    gib: float = 0.0  # rank 0's peak
     mfu: float | None = None
-    failed: str = ""  # why there are no figures
+    failed: str = ""  # reason why there are no figures
     out_of_memory: bool = False
-    killed: bool = False  # by the host: it says nothing about the candidate
-    wall: float = 0.0  # seconds of the whole run, with its start
+    killed: bool = False  # by the host, which reveals nothing about the candidate
+    wall: float = 0.0  # seconds of the whole run, including its start
 
 
 @dataclass
@@ -35,12 +35,12 @@ class Trial:
     overrides: Overrides
     planned_bytes: float
     planned_seconds: float | None = None
-    rung: int = -1  # the longest run that came to its end
+    rung: int = -1  # the longest completed run
     runs: list[Measurement] = field(default_factory=list)
 
     @property
     def failed(self) -> str:
-        """The reason why it does not count; a run that the host has killed undoes no other."""
+        """Reason why it does not count; a run killed by the host does not invalidate another."""
         runs = [run for run in self.runs if not (run.killed and self.seconds)]
         return next((run.failed for run in runs if run.failed), "")
 
@@ -50,7 +50,7 @@ class Trial:
 
     @property
     def step(self) -> float:
-        """Seconds of a step: the median, which a few slow steps do not move."""
+        """Seconds of a step: the median, which a few slow steps do not shift."""
         return statistics.median(self.seconds)
 
     @property
@@ -58,8 +58,8 @@ class Trial:
         """Seconds by which the median may be wrong (one standard error)."""
         steps = self.seconds
         if len(steps) < 3:
-            return self.step  # nothing is known
-        # Quartiles: a few slow steps would move a standard deviation.
+            return self.step  # unknown
+        # Quartiles, because a few slow steps would shift a standard deviation.
         low, _, high = statistics.quantiles(steps, n=4)
         return OF_MEDIAN * (high - low) / TO_SIGMA / math.sqrt(len(steps))
 
@@ -69,7 +69,7 @@ class Trial:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation of a step of the median length."""
+        """Model FLOPs utilisation of a step of median duration."""
         run = [run for run in self.runs if run.seconds][-1]
         return run.mfu and run.mfu * statistics.median(run.seconds) / self.step
 
@@ -94,7 +94,7 @@ def _is_tied(one: Trial, fastest: Trial) -> bool:
 
 class LearnedMemory:
     """The planner's estimate of memory, corrected by its error so far. On a GPU the error is a
-    factor; on a CPU, where the process with its libraries is measured, it is a number of bytes."""
+    factor; on a CPU, where the measured process includes its libraries, a number of bytes."""
 
     def __init__(self, limit: float, gpu: bool) -> None:
         """`limit`: bytes of a rank."""
@@ -104,7 +104,7 @@ class LearnedMemory:
 
     def learn(self, kind: str, planned: float, measured: float | None) -> None:
         """Take one result in bytes; None: out of memory. `kind`: the part of the candidate that
-        the estimate does not know."""
+        the estimate ignores."""
         if measured is None:
             self._too_large[kind] = min(planned, self._too_large.get(kind, math.inf))
         else:
@@ -116,8 +116,8 @@ class LearnedMemory:
         return statistics.median(self._errors or [1.0 if self._gpu else 0.0])
 
     def predict(self, kind: str, planned: float) -> float:
-        """Return the bytes that a candidate will need. What is planned to need as much as one that
-        ran out does not fit, whatever the error of the others was."""
+        """Return the bytes that a candidate will need. A candidate with a planned need as large as
+        that of one that ran out does not fit, whatever the error of the others."""
         expected = planned * self.error if self._gpu else planned + self.error
         least = self._too_large.get(kind, math.inf)
         return max(expected, self.limit * planned / least) if planned >= least else expected

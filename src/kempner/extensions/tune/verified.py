@@ -1,9 +1,9 @@
 """The table of verified figures, configs/verified/SHAPE-GPU.toml: for each shape and GPU a command
-and what it measured, if anybody has run it. No torch.
+and its measured figures, if anybody has run it. No torch.
 
     python -m kempner.extensions.tune.verified configs/train/7b.toml H100
 
-adds an entry without figures: what the planner believes to be the fastest on one node of 8.
+adds an entry without figures: the planner's fastest candidate on one node of 8.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ENTRY_FIGURES = {  # of [measured]
 }
 SCRIPT = "scripts/slurm/singlenode.sh"
 SCRIPTS = ("scripts/slurm/multinode.sh", SCRIPT)
-# A figure that differs more from the planner's estimate is a mistake, of the one or the other.
+# A figure that differs more from the planner's estimate means that one of the two is wrong.
 PLAUSIBLE = {"tokens_per_s_per_gpu": (0.1, 1.5), "memory_gib": (0.5, 1.5)}
 THEIR_OWN = ("run.dir", "data.dataset_path")  # options that no entry keeps
 
@@ -71,7 +71,7 @@ class Entry(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """The words of the trainer in the command: a file, overrides, --bench."""
+        """The trainer's words in the command: a file, overrides, --bench."""
         words = shlex.split(self.command)
         start = 2 if words[0] == "bash" else next(map(words.index, {*SCRIPTS} & {*words})) + 1
         return words[start:]
@@ -98,7 +98,7 @@ def shape_of(command: Command) -> str:
 
 
 def read_entry(shape: str, gpu: str) -> Entry | None:
-    """Return what the table has; None: nothing. Raises ConfigError for a file that is no entry."""
+    """Return the table's entry; None: none. Raises ConfigError for a file that is not an entry."""
     path = VERIFIED / f"{shape}-{gpu.lower()}.toml"
     return load_entry(path) if path.is_file() else None
 
@@ -121,8 +121,8 @@ def load_entry(path: Path) -> Entry:
 
 
 def add_entry(entry: Entry) -> Path | None:
-    """Write an entry, unless the one that is there has a figure that is not slower; returns the
-    file that was written."""
+    """Write an entry, unless the existing one has a figure that is not slower; returns
+    the file written."""
     old = read_entry(entry.shape, entry.gpu)
     name = "tokens_per_s_per_gpu"
     if old and old.measured.get(name, -math.inf) >= entry.measured.get(name, -math.inf):
@@ -150,7 +150,7 @@ def new_entry(
 def measured_by(
     facts: Mapping[str, Any], tokens_per_s_per_gpu: float, mfu: float, gib: float
 ) -> dict[str, Any]:
-    """Return the figures of an entry. `facts`: of the machine, as bench.json has them."""
+    """Return the figures of an entry. `facts`: of the machine, as in bench.json."""
     names = ("commit", "device", "driver", "torch", "cuda", "kempner")
     return {
         "date": time.strftime("%Y-%m-%d"),
@@ -164,9 +164,9 @@ def measured_by(
 def record(
     command: Command, best: Trial, space: Space, facts: Mapping[str, Any], world: World
 ) -> Path | None:
-    """Add the best of a tune to the table; returns the file that was written."""
+    """Add the best candidate of a tune to the table; returns the file written."""
     ranks, spec = space.world_size, space.machine.spec
-    assert spec is not None  # the front door has seen to it
+    assert spec is not None  # the front door has ensured it
     own = [
         word for word in command.overrides if option_of(word) not in (*best.overrides, *THEIR_OWN)
     ]
@@ -180,12 +180,12 @@ def record(
 
 def config_of(entry: Entry) -> RunConfig:
     command = parse_command(entry.words, {"bench": bool})
-    files = [str(KIT / file) for file in command.files]  # from wherever it is asked
+    files = [str(KIT / file) for file in command.files]  # independent of the current directory
     return load_config(files, command.overrides, command.problems)
 
 
 def planned_figures(entry: Entry) -> dict[str, float]:
-    """Return the planner's estimates of figures of an entry, by name."""
+    """Return the planner's estimates of an entry's figures, by name."""
     cfg, each = config_of(entry), entry.gpus_per_node
     ranks = entry.nodes * each
     seconds = step_seconds(cfg, ranks, each, GPUS[entry.gpu]).step
@@ -196,8 +196,8 @@ def planned_figures(entry: Entry) -> dict[str, float]:
 
 
 def entry_problems(entry: Entry) -> list[str]:
-    """List what is wrong with an entry: its command, and a figure that the planner does not
-    believe."""
+    """List what is wrong with an entry: its command, and any figure that the
+    planner finds implausible."""
     ranks = entry.nodes * entry.gpus_per_node
     problems = check_world(config_of(entry), ranks, entry.gpus_per_node)
     if entry.gpu not in GPUS:
