@@ -205,8 +205,8 @@ class DocumentNumbers:
         self._eod, self._document, self._position = eod, 0, 0
 
     def follow(self, inputs: Any) -> tuple[Any, Any]:
-        """For the next samples [S, T], return the number of each token's document in the split and
-        the token's position in it: int64 [S, T]. A document includes the token that ends it."""
+        """Return, for the next samples [S, T], each token's document number in the split and its
+        position in the document: int64 [S, T]. A document includes the token that ends it."""
         flat = inputs.ravel()
         ends = np.flatnonzero(flat == self._eod)
         places = np.arange(len(flat))

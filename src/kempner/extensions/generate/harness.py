@@ -73,9 +73,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @torch.inference_mode()
     def _score(self, pairs: Sequence[Scored]) -> list[tuple[float, bool]]:
-        """For each pair, return the sum of log p(continuation | context), and whether greedy
-        decoding gives the continuation. The longest pairs run first, so that out-of-memory errors
-        show at once."""
+        """Return, for each pair, the sum of log p(continuation | context), and whether greedy
+        decoding gives the continuation. The longest pairs run first: too little memory shows soon."""
         device = self.model.embed.weight.device
         order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]) - len(pairs[i][1]))
         scores: dict[int, tuple[float, bool]] = {}

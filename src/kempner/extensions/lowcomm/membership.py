@@ -233,7 +233,7 @@ class Membership:
             self.store.delete_key(key)
 
     def _fixed(self, rounds: int, about: dict[str, Any], entry: bool) -> Epoch | str:
-        """On rank 0, wait until this replica's next epoch is fixed and return it; or return why
+        """Wait, on rank 0, until this replica's next epoch is fixed and return it; or return why
         there is none, "" if the run is over."""
         # The keys of older epochs are deleted: a late replica would wait for them for ever.
         self._next = max(self._next, self._first_kept())

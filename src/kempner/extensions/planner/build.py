@@ -1,7 +1,7 @@
-"""One rank of any world, built on this machine: `train.py CONFIG --check --build`.
+"""Build one rank of any world on this machine: `train.py CONFIG --check --build`.
 
-A fake process group stands for the other ranks, and the meta device for memory: a plan that cannot
-be applied fails here, and not after hours in a queue.
+A fake process group stands for the other ranks, and the meta device for memory: an impossible plan
+fails here, instead of after hours in a queue.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kempner.train.sections import RunConfig
 
 
 def build_without_memory(cfg: RunConfig, world_size: int, per_node: int) -> str:
-    """Build model and optimizer of rank 0, without values; returns a description of what it holds.
+    """Build model and optimizer of rank 0, without values; returns a description of its contents.
     Raises ConfigError if they cannot be built."""
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
@@ -25,11 +25,11 @@ def build_without_memory(cfg: RunConfig, world_size: int, per_node: int) -> str:
     from kempner.parallel.build import plan_model
 
     _, ranks, near = one_replica(cfg, world_size, per_node)
-    # Its collectives return at once; on the meta device there is nothing for them to bring.
+    # Its collectives return at once; on the meta device they have no data to bring.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         layout = build_layout(cfg.distributed, ranks, near, "cpu")
-        # None changes the sharding: fp8 and overlap need the GPU, and compiling takes seconds.
+        # None of these affects sharding: fp8 and overlap need the GPU, compiling takes seconds.
         train = replace(cfg.train, fp8="none", compile=False)
         distributed = replace(cfg.distributed, overlap=())
         model = plan_model(cfg.model, layout, train, distributed, cfg.lora)

@@ -1,7 +1,7 @@
 """Bytes that a rank sends in a step, by purpose, and the time of the step. No torch.
 
-The computation is in compute.py, the rates of links in gpus.py. The time is an estimate;
-spread.py says how far published figures lie from it.
+The computation is in compute.py, the rates of links in gpus.py. The time is an estimate; spread.py
+has its deviation from published figures.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from kempner.parallel.layout import Axes, axis_sizes
 from kempner.train.sections import RunConfig
 
 TENSOR_PARALLEL = "tensor parallel: activations"
-TP_HIDDEN = 0.5  # of that, where products run beside it
-INTERFERENCE = 0.2  # seconds that a second of hidden communication slows the computation
-HOST_BYTES = 900 * GIB  # of a node of 1 TiB: what may be offloaded where nobody says
+TP_HIDDEN = 0.5  # of it, if products run at the same time
+INTERFERENCE = 0.2  # seconds that a second of hidden communication adds to the computation
+HOST_BYTES = 900 * GIB  # of a 1 TiB node: may be offloaded, unless specified otherwise
 
 
 class Traffic(NamedTuple):
     what: str
     size: float  # bytes that each rank sends in a step
     within: bool  # the node
-    hidden: bool  # behind computation, as far as that lasts
+    hidden: bool  # behind computation, as long as that lasts
     bus: bool = False  # to the host and back
-    messages: float = 0.0  # collectives of a step
+    messages: float = 0.0  # collectives per step
     nodes: int = 1  # that the group spans
-    ways: int = 1  # ranks of the group in each of them, whose links what enters a node shares
+    ways: int = 1  # ranks of the group per node, which share their links for incoming data
 
 
 class Group(NamedTuple):
-    """Nodes that the ranks of a group are in, and how many of the ranks are in each."""
+    """Number of nodes that the ranks of a group are in, and number of its ranks in each."""
 
     nodes: int
     ways: int
 
     @classmethod
     def of(cls, ranks: int, stride: int, per_node: int) -> Group:
-        """Place ranks that are `stride` ranks apart."""
+        """Place ranks with numbers `stride` apart."""
         ways = max(1, min(ranks, per_node // stride))
         return cls(-(-ranks // ways), ways)
 
@@ -73,7 +73,7 @@ def network_bytes(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffi
     traffic = of_one_replica(own, ranks, near)
     if (replicas := world_size // ranks) > 1:
         axes = axis_sizes(cfg.distributed, ranks, near)
-        numbers = trained_elements(cfg) / math.prod(axes)  # copies share what they send
+        numbers = trained_elements(cfg) / math.prod(axes)  # copies share the elements to send
         size = of_a_round(cfg, replicas, numbers) / cfg.of(LowcommConfig).interval
         within, hidden = world_size <= per_node, cfg.of(LowcommConfig).tau > 0
         traffic.append(Traffic("lowcomm: changes of the weights", size, within, hidden))
@@ -81,8 +81,8 @@ def network_bytes(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffi
 
 
 def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
-    """List the traffic of one replica. A ring sends (n - 1) / n of what it gathers or scatters, and
-    twice that to reduce it."""
+    """List the traffic of one replica. A ring sends (n - 1) / n of the data that it gathers or
+    scatters, and twice that to reduce them."""
     axes = axis_sizes(cfg.distributed, world_size, per_node)
     micro = forward_rows(cfg, axes.data_ranks)
     passes = cfg.train.sequences // (micro * axes.data_ranks)
@@ -94,7 +94,7 @@ def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traff
     # FSDP shards an expert over the ranks that have the same experts.
     volume = others * (n - 1) / n + experts / ep * (1 - ep / n)
     less = (1 - 1 / compute) * fp8_gathered(cfg, axes)  # in elements: 8-bit floats are sent
-    # One unit a block, and one for all that is outside of the blocks.
+    # One unit per block, and one for everything outside the blocks.
     group, units = Group.of(n, axes.tp, per_node), model.n_layers / axes.pp + 1
     how, frozen = cfg.distributed, cfg.lora.rank > 0
     if n > 1:
@@ -130,20 +130,20 @@ def of_a_round(cfg: RunConfig, replicas: int, numbers: float) -> float:
     how, raw = cfg.of(LowcommConfig), raw_numbers(cfg) / trained_elements(cfg)
     if how.compress == "none":
         return 2 * FP32 * numbers * (replicas - 1) / replicas
-    # Each of the largest numbers is sent with its place, in int32.
+    # Each of the largest numbers is sent with its position, in int32.
     code = 2 * FP32 * how.top_k if how.compress == "top-k" else how.bits / 8
     return (replicas - 1) * numbers * (FP32 * raw + code * (1 - raw))
 
 
 def offload_bytes(cfg: RunConfig, axes: Axes, passes: int, compute: int) -> list[Traffic]:
-    """Copies to the host and back."""
+    """List the copies to the host and back."""
     weights, traffic = weight_bytes(cfg, axes, gpu=False), []
     if cfg.distributed.fsdp_cpu_offload:
         # Weights for the forward and the backward pass, and gradients back; the update waits.
         size = passes * (2 * weights["weights"] + weights["gradients"])
         traffic.append(Traffic("host: weights and gradients", size, True, True, bus=True))
     if cfg.distributed.fsdp_cpu_offload or cfg.optimizer.cpu_offload:
-        # The update of the host reads and writes its memory not much faster than the bus.
+        # The host's update accesses its memory not much faster than the bus.
         traffic.append(
             Traffic("host: state, in the update", 2 * weights["optimizer"], True, False, bus=True)
         )
@@ -161,13 +161,13 @@ def offloaded_activations(cfg: RunConfig, axes: Axes, passes: int, compute: int)
 
 
 def host_offload_bytes(cfg: RunConfig, world_size: int, per_node: int) -> float:
-    """Bytes of host memory that the ranks of a node offload to at once."""
+    """Bytes of host memory to which the ranks of a node offload at once."""
     cfg, world_size, near = one_replica(cfg, world_size, per_node)
     axes = axis_sizes(cfg.distributed, world_size, near)
     weights, needed = weight_bytes(cfg, axes, gpu=False), 0.0
     if cfg.distributed.fsdp_cpu_offload:
         needed += sum(weights.values())
-    # FSDP's offload has the optimizer's state on the host anyway.
+    # FSDP's offload already keeps the optimizer's state on the host.
     elif cfg.optimizer.cpu_offload:
         needed += weights["optimizer"]
     if cfg.train.offload_activations:
@@ -189,8 +189,8 @@ def host_save_bytes(cfg: RunConfig, world_size: int, per_node: int) -> float:
 def activation_bytes(
     cfg: RunConfig, axes: Axes, tokens: int, passes: int, compute: int, per_node: int
 ) -> list[Traffic]:
-    """Activations between the ranks of a sequence, a product or a pipeline, for `tokens` of a step:
-    those of one data rank."""
+    """List the traffic of activations between the ranks of a sequence, a product or a pipeline, for
+    `tokens` of a step: those of one data rank."""
     model, traffic = cfg.model, []
     stream = tokens / axes.cp * compute * model.dim
     layers = model.n_layers / axes.pp
@@ -205,13 +205,13 @@ def activation_bytes(
     if axes.cp > 1:
         traffic.append(context_traffic(cfg, axes, stream, often * layers, passes, per_node))
     if (n := cfg.distributed.ep) > 1:
-        # To the experts and back, in the forward and in the backward pass.
+        # To the experts and back, in both the forward and the backward pass.
         count = 2 * often * len(model.mixtures) / axes.pp
         group = Group.of(n, axes.tp, per_node)
         # Rows for experts of the same node do not leave it.
         far = (n - group.ways) / n if group.nodes > 1 else (n - 1) / n  # of the tokens
         size = count * stream * model.experts_per_token * buffer_share(cfg) * far
-        group = group._replace(ways=1)  # each token takes the link of its own rank
+        group = group._replace(ways=1)  # each token uses its own rank's link
         traffic.append(group.traffic("expert parallel: tokens", size, False, count * passes))
     if axes.pp > 1:
         stages = cfg.distributed.pp_stages_per_rank
@@ -219,7 +219,7 @@ def activation_bytes(
         sent = group.traffic(
             "pipeline: activations", 2 * stages * stream / axes.tp, True, 2 * stages * passes
         )
-        # A stage sends to the next one alone.
+        # A stage sends only to the next one.
         traffic.append(sent._replace(nodes=min(2, group.nodes)))
     return traffic
 
@@ -228,17 +228,17 @@ def context_traffic(
     cfg: RunConfig, axes: Axes, stream: float, calls: float, passes: int, per_node: int
 ) -> Traffic:
     """Traffic of the ranks that share a sequence (parallel/context.py). `stream`: bytes of a rank's
-    activations between two blocks, of all passes; `calls`: of attention, in a pass."""
+    activations between two blocks, in all passes; `calls`: of attention, per pass."""
     model, n = cfg.model, axes.cp
-    head = stream * model.resolved_head_dim / model.dim  # bytes of one, for all tokens
+    head = stream * model.resolved_head_dim / model.dim  # bytes of one head, for all tokens
     kv_heads, group = model.kv_heads // axes.tp, Group.of(n, axes.tp, per_node)
     if cfg.distributed.cp_method == "ring":
-        # Backward sends keys and their gradients.
+        # The backward pass sends keys and their gradients.
         count = (calls + model.n_layers / axes.pp) * (n - 1)
         group = group._replace(ways=1)  # one link between nodes
         size = count * 2 * kv_heads * head
         return group.traffic("context parallel: keys", size, True, count * passes)
-    kv_heads *= n // math.gcd(n, kv_heads)  # copies, so that each rank has as many
+    kv_heads *= n // math.gcd(n, kv_heads)  # copies, so that each rank has equally many
     size = calls * 2 * (model.n_heads / axes.tp + kv_heads) * head * (n - 1) / n
     return group.traffic("context parallel: heads", size, False, 2 * calls * passes)
 
@@ -248,8 +248,8 @@ class Time(NamedTuple):
 
     parts: dict[str, float]  # of the computation
     hidden: float  # communication behind it
-    exposed: float  # communication beside it
-    spread: Spread  # of published times of such runs
+    exposed: float  # communication in addition to it
+    spread: Spread  # of published times of similar runs
 
     @property
     def compute(self) -> float:
@@ -257,7 +257,7 @@ class Time(NamedTuple):
 
     @property
     def step(self) -> float:
-        # They disturb each other only while both run.
+        # They slow each other only while both run.
         slowed = self.compute + INTERFERENCE * min(self.hidden, self.compute)
         return max(slowed, self.hidden) + self.exposed
 
@@ -282,7 +282,7 @@ def step_seconds(cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec) -
     for each in traffic:
         seconds = link_seconds(each, gpu, FABRICS[gpu.fabric])
         beside = 0.0 if each.hidden else 1.0
-        if each.what.startswith("FSDP"):  # nothing is there yet to hide the first, or the last
+        if each.what.startswith("FSDP"):  # nothing yet hides the first one, or still the last
             beside = axes.pp / cfg.model.n_layers
         elif each.what == TENSOR_PARALLEL and "tp" in cfg.distributed.overlap:
             beside = 1 - TP_HIDDEN
@@ -294,9 +294,9 @@ def step_seconds(cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec) -
 
 
 def waiting_share(cfg: RunConfig, axes: Axes) -> float:
-    """Return the time that a rank of a pipeline waits, over that in which it computes: for the
-    first activations and the last gradients, and for the rank with most blocks. The last stage has
-    fewer of them, for its output layer (split_blocks in parallel/pipeline.py)."""
+    """Return the ratio of a pipeline rank's waiting time to its computing time: for the first
+    activations, the last gradients, and the rank with most blocks. The last stage has fewer blocks,
+    because of its output layer (split_blocks in parallel/pipeline.py)."""
     passes = cfg.train.sequences / (forward_rows(cfg, axes.data_ranks) * axes.data_ranks)
     model, each = cfg.model, cfg.distributed.pp_stages_per_rank
     table, stages = model.vocab_size * model.dim, axes.pp * each

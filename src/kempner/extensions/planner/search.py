@@ -135,7 +135,7 @@ def combinations_of(
     check: Check,
     meshes: Sequence[Mapping[str, Any]] | None = None,
 ) -> Iterator[Iterator[dict[str, Any]]]:
-    """For each combination of levers, yield the changes with each micro-batch size that the checks
+    """Yield, for each combination of levers, its changes with each micro-batch size that the checks
     accept, smallest first. Ranks of a replica that the axes leave over are copies."""
     _, ranks, near = one_replica(cfg, world_size, per_node)
     # Problems of the configuration itself do not rule out any change.
@@ -157,7 +157,7 @@ def combinations_of(
     meshes = mesh_choices(ranks) if meshes is None else meshes
     for mesh, ep in itertools.product(meshes, experts):
         axes = {**mesh, "distributed.ep": ep}
-        # Most meshes do not suit the model or the ranks, whatever the other levers.
+        # Most meshes do not suit the model or the ranks, with any other levers.
         least = (accepted({**axes, "train.recompute": how}, (1,)) for how in RECOMPUTE)
         if next(itertools.chain.from_iterable(least), None) is not None:
             for recompute, lever in itertools.product(RECOMPUTE, LEVERS):

@@ -116,8 +116,8 @@ class LearnedMemory:
         return statistics.median(self._errors or [1.0 if self._gpu else 0.0])
 
     def predict(self, kind: str, planned: float) -> float:
-        """Return the bytes that a candidate will need. A candidate with a planned need as large as
-        that of one that ran out does not fit, whatever the error of the others."""
+        """Return the bytes that a candidate will need. If its plan is as large as that of one that
+        ran out of memory, it does not fit, even if the others' errors suggest it."""
         expected = planned * self.error if self._gpu else planned + self.error
         least = self._too_large.get(kind, math.inf)
         return max(expected, self.limit * planned / least) if planned >= least else expected

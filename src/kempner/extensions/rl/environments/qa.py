@@ -166,7 +166,7 @@ def problem_of_answer(answer: Any) -> str:
 def read_rows(
     file: str, prompts: Sequence[str], answer: str, problem_of: Callable[[Any], str], *more: str
 ) -> list[tuple[Any, ...]]:
-    """From each line read the first of `prompts` that it has, its `answer`, which `problem_of`
+    """Read from each line the first of `prompts` that it has, its `answer`, which `problem_of`
     checks, and its `more`, strings or None. Raises ConfigError."""
     rows = []
     path = Path(file).expanduser()

@@ -116,7 +116,7 @@ def _make_devices() -> None:
     for name in DEVICES:
         path = Path(SCRATCH, name)
         path.touch()
-        # Bound from the host's: a user namespace must not mknod() a device.
+        # Bound from the host's: mknod() of a device is refused in a user namespace.
         _check(_libc.mount(f"/dev/{name}".encode(), os.fsencode(path), None, MS_BIND, None))
     for name, of in LINKS.items():
         Path(SCRATCH, name).symlink_to(f"/proc/self/fd{of}")
