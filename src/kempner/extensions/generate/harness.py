@@ -74,7 +74,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     @torch.inference_mode()
     def _score(self, pairs: Sequence[Scored]) -> list[tuple[float, bool]]:
         """Return, for each pair, the sum of log p(continuation | context), and whether greedy
-        decoding gives the continuation. The longest pairs run first: too little memory shows soon."""
+        decoding gives the continuation. The longest pairs run first: low memory shows at once."""
         device = self.model.embed.weight.device
         order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]) - len(pairs[i][1]))
         scores: dict[int, tuple[float, bool]] = {}

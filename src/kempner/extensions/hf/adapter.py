@@ -68,8 +68,7 @@ def weights_identity(name: str) -> str:
 
 @contextlib.contextmanager
 def base_of(manifest: dict[str, Any]) -> Iterator[WeightsSource]:
-    """Open the base weights of a checkpoint's adapter. Raises ConfigError if they are gone or
-    changed."""
+    """Open the base weights of a checkpoint's adapter. Raises ConfigError if gone or changed."""
     name = manifest["fixed"]["model"]["init_from"]
     with held_weights(name) as source:
         if weights_fingerprint(source) != manifest["fixed"]["lora"]["base"]:

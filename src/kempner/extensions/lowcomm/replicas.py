@@ -73,7 +73,7 @@ class LowcommReplicas(Replicas):
         return {"model": state["model"], "outer": self._state, **state}
 
     def checkpointer(self, *parts: Any) -> Checkpointer:
-        """Return what resumes the run: replicas that meet in a store start at the same step."""
+        """Return the checkpointer; replicas that meet in a store resume at the same step."""
         if self.world.store is None:
             return super().checkpointer(*parts)
         from kempner.extensions.lowcomm.checkpoints import ReplicaCheckpointer

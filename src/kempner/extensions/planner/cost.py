@@ -282,7 +282,7 @@ def step_seconds(cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec) -
     for each in traffic:
         seconds = link_seconds(each, gpu, FABRICS[gpu.fabric])
         beside = 0.0 if each.hidden else 1.0
-        if each.what.startswith("FSDP"):  # nothing yet hides the first one, or still the last
+        if each.what.startswith("FSDP"):  # nothing hides the first one or the last
             beside = axes.pp / cfg.model.n_layers
         elif each.what == TENSOR_PARALLEL and "tp" in cfg.distributed.overlap:
             beside = 1 - TP_HIDDEN

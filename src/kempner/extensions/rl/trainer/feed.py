@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 IDLE_LIMIT = "KEMPNER_IDLE_LIMIT"  # minutes of waiting after which the job is given back
 BATCH_POLL_S = 0.01, 0.1  # between two checks for a batch, and for requests to leave: from, to
-WAIT_SHARE = 0.02  # check interval as a share of the wait so far, which it may prolong by no more
+WAIT_SHARE = 0.02  # check interval as a share of the wait so far: prolongs a wait by no more
 
 
 class Feed:

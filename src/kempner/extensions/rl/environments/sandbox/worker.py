@@ -3,7 +3,7 @@
 It is two processes. The inner one asks the environments, whose code may hang, fork or take all
 memory. The outer one, which runs none of their code, watches it, kills it with all that it has
 started, and always answers. The outer one ends when the inner one is gone, or when the Scorer's end
-of its pipe is closed, as the kernel does when that process is killed.
+of its pipe is closed, which the kernel does when that process is killed.
 """
 
 from __future__ import annotations
