@@ -20,7 +20,7 @@ from kempner.jobs.system.compiler import keep_private
 from kempner.model.decoder import Block
 from kempner.model.feed_forward import FeedForward
 
-MOST_SHAPES = 256  # combinations of rows and cache length that are compiled
+MOST_SHAPES = 256  # numbers of rows and lengths of the cache that are compiled
 
 
 def compile_part(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:

@@ -347,7 +347,7 @@ class CompletionResponse:
         finish: str,
         looked: Looked | None = None,
     ) -> Json:
-        """Make a choice from the tokens `first` to `count` of a text: all of it unless streamed.
+        """Make a choice from tokens `first` to `count` of a text: all of it if it ended at once.
         `looked`: log-probabilities of all its tokens, including the prompt's."""
         ids: list[int] = text.new[first:count]
         values: list[float | None] = [*text.logprobs[first:count]]

@@ -35,7 +35,7 @@ class Groups:
         self._ready: list[SampleGroup] = []  # may be trained
         self._since: list[SampleGroup] = []  # all arrivals since the last batch
         self._flat: list[SampleGroup] = []  # of these, those without variance
-        self._nothing = 0  # groups since the last batch that cannot be part of the next one
+        self._nothing = 0  # groups since the last batch that do not count toward the next one
         self._stale = 0  # too old, since the last batch
         self.again: list[TaskPlace] = []  # of stale groups, to be requested again
         self._target = 0  # groups of the next batch
