@@ -202,7 +202,7 @@ class _Reader:
         return bases
 
     def flat(self, where: str, table: dict[str, Any]) -> PointValues:
-        """Flatten {"optimizer": {"lr": x}}, TOML's form of `optimizer.lr = x`."""
+        """Flatten {"optimizer": {"lr": x}}, TOML's `optimizer.lr = x`, to {"optimizer.lr": x}."""
         values: PointValues = {}
         for key, value in table.items():
             if key in SWEEP_SECTIONS and isinstance(value, dict):

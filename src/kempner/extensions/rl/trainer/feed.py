@@ -162,7 +162,7 @@ class Feed:
         return batch or message[0]
 
     def after_update(self) -> None:
-        """Do nothing: the engines wait for the weights, which go through the host anyway."""
+        """Publish the weights: the engines wait for them, and they go through the host anyway."""
         with self._clock.part("publish"), self.waiting():
             self.publish(self._step)
 
