@@ -133,8 +133,8 @@ def files(job: str) -> Iterator[str]:
             if re.match(rf"ray($|_|-{job}\.)", file.name):
                 yield str(file)
     for file in Path("/dev/shm").iterdir():
-        # Any Python on this machine makes those: multiprocessing's, and PyTorch's.
-        if not file.name.startswith(("sem.mp-", "psm_", "torch_")):
+        # Any Python on this machine makes those: multiprocessing's, PyTorch's and joblib's.
+        if not file.name.startswith(("sem.", "psm_", "torch_", "joblib_")):
             yield str(file)
 
 
