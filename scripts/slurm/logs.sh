@@ -53,7 +53,8 @@ kp_options() { # <arguments>...: sets KP_RANK, KP_PART, KP_WARN, KP_FOLLOW and K
         esac
         shift
     done
-    [[ -z $KP_RANK || $KP_RANK =~ ^[0-9]{1,9}$ ]] || kp_die "--rank $KP_RANK: must be the number of a rank"
+    [[ -z $KP_RANK || $KP_RANK =~ ^[0-9]{1,9}$ ]] ||
+        kp_die "--rank $KP_RANK: must be the number of a rank"
     [[ -z $KP_PART || $KP_PART =~ ^(orchestrator|(engine|trainer)-[0-9]+)$ ]] ||
         kp_die "--part $KP_PART: must be trainer-0, orchestrator or engine-K"
     [[ -z $KP_PART || -z $KP_RANK ]] || kp_die "give --rank or --part, not both; $USAGE"

@@ -1,4 +1,4 @@
-"""From the command line to a configuration checked against its files and its world."""
+"""Loading of a configuration from the command line, checked against its files and its world."""
 
 from __future__ import annotations
 
