@@ -170,7 +170,7 @@ def test_words_in_another_encoding(tmp_path: Path) -> None:
         cwd=tmp_path, env=clean_env(), capture_output=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode == 0 and b"Traceback" not in done.stderr, done
-    assert b": './caf? ?': 1 process(es) on " in done.stdout
+    assert b": './caf?' '?': 1 process(es) on " in done.stdout
     assert "left behind: sl\ufffdeper (" in done.stdout.decode()
     assert load_history(tmp_path / "run").state.word == "done"
 
