@@ -145,8 +145,9 @@ kp_engine_command() { # <number of its node>: sets KP_SRUN for an engine
     local KP_GPUS=$((KP_GPUS > 0 ? KP_RL[tp] : 0))
     local KP_CPUS=$((KP_CPUS * KP_RL[tp]))
     kp_engine_words
-    kp_srun_command --exact --mem=0 --nodelist="$(kp_names "$1" 1)" --open-mode=append \
-        --output="${KP_RL[logs]}/engine-${KEMPNER_ENGINE:-0}.log" -- "${KP_ENGINE_WORDS[@]}"
+    kp_srun_command "${engine_place:---exact}" --mem=0 --nodelist="$(kp_names "$1" 1)" \
+        --open-mode=append --output="${KP_RL[logs]}/engine-${KEMPNER_ENGINE:-0}.log" \
+        -- "${KP_ENGINE_WORDS[@]}"
 }
 
 kp_engine_words() { # sets KP_ENGINE_WORDS, an engine's arguments of "python"
@@ -172,9 +173,9 @@ kp_run_rl() { # <rl.py arguments>...: runs all parts until they have ended; sets
     # The logs of the previous attempt, until this one's exist. Orchestrator: when its heartbeat was
     # last checked, the heartbeat, when it last changed, and what waits for disk space. When this
     # loop last ran. Whether a part has refused its input, whether the run is ending, and whether
-    # any engine has ever served.
+    # any engine has ever served. How an engine's step shares its node.
     local engine before orchestrator='' listened=0 last_beat='' orchestrator_seen_at=0 waits=''
-    local awake='' bad_input='' leaving='' ever_served=''
+    local awake='' bad_input='' leaving='' ever_served='' engine_place=--exact
     # Per engine: its process, consecutive starts, when it may restart, when it last answered, when
     # it first served, and the process that probes it.
     local engine_pids=() engine_tries=() engine_next=() engine_seen=() engine_there=() probes=()
