@@ -20,7 +20,7 @@ from kempner.extensions.generate.load import load_model_and_tokenizer, words_of_
 from kempner.extensions.rl.environments.protocol import Task
 from kempner.extensions.rl.exchange import RolloutExchange
 from kempner.extensions.rl.orchestrate.conversation import DialogueWriter, open_words
-from tests import hf_models
+from tests import hf_models, zygote
 from tests.conftest import ROOT, clean_env, load_program, losses, start_train
 from tests.templates import GENERATION, write_tokenizer
 from tests.trainer.distributed.test_bad_input import rejected
@@ -236,7 +236,7 @@ def test_data_of_another_tokenizer_are_refused(work: Path) -> None:
 
     def check(model: str, *words: str) -> subprocess.CompletedProcess[str]:
         words = (*words, f"--model.init_from={model}", "--run.dir=runs/other")
-        return subprocess.run(
+        return zygote.run(
             [sys.executable, "scripts/train.py", *words, "--check"],
             cwd=work, env=clean_env(), capture_output=True, text=True, timeout=120,
         )  # fmt: skip
@@ -317,7 +317,7 @@ def test_a_run_of_chats_is_evaluated_as_its_export_is(
 
 def test_what_does_not_fit_is_refused(work: Path) -> None:
     def problems(*words: str) -> str:
-        done = subprocess.run(
+        done = zygote.run(
             [sys.executable, "scripts/train.py", *words, "--check"],
             cwd=work, env=clean_env(), capture_output=True, text=True, timeout=120,
         )  # fmt: skip

@@ -33,7 +33,7 @@ from kempner.extensions.generate.dialogue import run_dialogue
 from kempner.jobs.system.files import name_of_step
 from kempner.train.parts import open_data
 from kempner.train.sections import RunConfig
-from tests import hf_models
+from tests import hf_models, zygote
 from tests.conftest import ROOT, TINY, clean_env, load_program, start_train
 from tests.hf_models import make
 from tests.served import Client, make_model
@@ -101,7 +101,7 @@ def text(generate: ModuleType, capsys: pytest.CaptureFixture[str]) -> Any:
 
 def test_as_a_user_calls_it(run: Path) -> None:
     command = [sys.executable, SCRIPT, run, "--prompt", "def main(", "--max-tokens", "40"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=clean_env())
+    done = zygote.run(command, capture_output=True, text=True, timeout=120, env=clean_env())
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("def main(") and len(done.stdout) > 20
     assert "Warning" not in done.stderr and "step 30 of" in done.stderr

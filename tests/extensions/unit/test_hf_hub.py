@@ -21,6 +21,7 @@ import torch
 
 from kempner.data.text.tokenizer import train_bpe
 from kempner.extensions.hf.source import find_weights
+from tests import zygote
 from tests.conftest import ROOT, Train, clean_env
 from tests.hf_models import load_quietly, make, ours, theirs
 
@@ -133,7 +134,7 @@ def convert(
     *words: object, code: int = 0, program: str = "convert", **env: str
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / f"scripts/{program}.py"), *map(str, words)]
-    done = subprocess.run(
+    done = zygote.run(
         command, cwd=ROOT, env=clean_env(**env), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == code, done.stdout + done.stderr

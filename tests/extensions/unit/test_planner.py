@@ -39,6 +39,7 @@ from kempner.parallel import context
 from kempner.parallel.layout import axis_sizes
 from kempner.train.configure import check_world, load_config
 from kempner.train.sections import BUDGETS, RunConfig
+from tests import zygote
 from tests.conftest import ROOT
 
 SMALL = (
@@ -404,7 +405,7 @@ def test_the_word_at_out_of_memory_does_not_try_all_meshes_of_a_large_world() ->
 
 
 def command(program: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return zygote.run(
         [sys.executable, program, *words], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
 

@@ -4,7 +4,6 @@ of several updates are those of the plain model in one process."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from importlib.util import find_spec
 from itertools import product
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import zygote
 from tests.conftest import ROOT, clean_env
 
 # Both ways of balancing, but for the auxiliary loss under cp, where it is refused; and z-losses,
@@ -91,7 +91,7 @@ def world(
         str(updates),
         backend,
     ]
-    done = subprocess.run(
+    done = zygote.run(
         [sys.executable, *launcher, *program],
         cwd=ROOT,
         env=clean_env(),
