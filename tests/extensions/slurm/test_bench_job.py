@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cluster import Cluster
 from tests.conftest import status
 
 HUGE = "--model.vocab_size=16777216 --model.dim=65536"  # 4 TB of embeddings
 
 
+@pytest.mark.soak
 def test_a_variant_without_memory_ends_alone(cluster: Cluster, tmp_path: Path) -> None:
     """It is listed last, with its reason; the job has the other's figures, and is not requeued."""
     run = tmp_path / "run"

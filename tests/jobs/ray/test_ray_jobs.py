@@ -372,6 +372,7 @@ def test_requeue(job: RayJob) -> None:
 GONE = '"$SLURM_JOB_ID"-logs "$SLURM_JOB_ID"-attach.sh'
 
 
+@pytest.mark.soak
 @pytest.mark.job(
     make=lambda submit: submit(1, f'rm -rf {GONE}; mkdir "$SLURM_JOB_ID"-attach.sh; exit 7')
 )
@@ -426,7 +427,8 @@ def test_a_signal_to_the_steps_alone(job: RayJob) -> None:
 # --- jobs that have the machine to themselves ---------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["scancel", pytest.param("limit", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["scancel", "limit"])
 def test_the_end_comes_from_slurm(submit: Submit, tmp_path: Path, how: str) -> None:
     """Actors that ignore SIGTERM, and their children, end with the job: within KillWait (5 s)."""
     job = submit(2, driver(tmp_path, "--stay"), options="--time=2")

@@ -38,6 +38,7 @@ def drill(cluster: Cluster, cwd: Path, *words: object) -> tuple[int, str, dict[s
     )
 
 
+@pytest.mark.soak
 def test_a_rank_that_is_killed(cluster: Cluster, tmp_path: Path) -> None:
     other = cluster.sbatch(
         write(tmp_path, "sleep 300"), options=["--hold", "--job-name=drill-of-mine"], cwd=tmp_path

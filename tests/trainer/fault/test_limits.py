@@ -19,6 +19,7 @@ from tests.waiting import until
 Submit = Callable[..., BrokenRun]
 
 
+@pytest.mark.soak
 def test_crash_at_every_start(broken_run: Submit) -> None:
     run = broken_run(
         faults="kill at=kempner.checkpoint.checkpointer:Checkpointer.load:before rank=1"

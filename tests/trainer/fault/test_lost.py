@@ -72,7 +72,8 @@ def test_crash_of_a_host(broken_run: Submit, host: str) -> None:
     run.assert_complete(attempts=2, recomputed=LOST)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
+@pytest.mark.soak
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_frozen_rank(broken_run: Submit, rank: int) -> None:
     """It is named, and the run continues by itself."""
     run = broken_run("--resilience.hang_timeout=6")

@@ -199,6 +199,7 @@ def spare_works() -> bool:
     return False
 
 
+@pytest.mark.soak
 def test_a_host_that_fails_the_preflight_is_replaced(three: Cluster, pair: Submit) -> None:
     three.testbed("cut", "node2")
     try:

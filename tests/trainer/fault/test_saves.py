@@ -112,10 +112,8 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [d if d == "one-byte" else pytest.param(d, marks=pytest.mark.soak) for d in DAMAGES],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_checkpoint(broken_run: Submit, damage: str) -> None:
     """It is set aside, and the next older one is used."""
     run = broken_run()
