@@ -108,7 +108,7 @@ class Checkpointer:
                 on_lost = self._run_lock.on_lost if self._run_lock is not None else None
                 self._lock = RunLock(self.root, "--checkpoint.dir=DIR", on_lost)
         except OSError as error:  # a full disk: train on, as when a save fails
-            self.log(f"WARNING: no lock in {self.root}, nothing keeps other runs out: {error}")
+            self.log(f"WARNING: {self.root} is not locked; nothing keeps other runs out: {error}")
 
     # --- saving ---
 
@@ -167,7 +167,7 @@ class Checkpointer:
             self.failed_saves += 1
             self.log(
                 f"WARNING: the checkpoint of step {step} failed: {self.ranks.describe(error)}; "
-                "the one before stays"
+                "the previous one is kept"
             )
             return
         self.saved_step, self.failed_saves, self._prune_due = step, 0, True
@@ -389,7 +389,7 @@ class Checkpointer:
             self.read(choice, self.providers)
         except Damaged:
             if not (choice[0] / MANIFEST).is_file():
-                what = "is not seen from this host"
+                what = "is not visible from this host"
                 raise FileNotFoundError(errno.ENOENT, what, str(choice[0])) from None
             raise
 
@@ -400,7 +400,7 @@ class Checkpointer:
             try:
                 remember_skip(self.root, self.saved_step, skip)
             except OSError as error:
-                self.log(f"WARNING: a restart will not know the samples to leave out: {error}")
+                self.log(f"WARNING: a restart will not know which samples to skip: {error}")
 
     def read(self, choice: Choice, providers: Mapping[str, StateProvider]) -> None:
         """Fill the state of these providers from a checkpoint."""

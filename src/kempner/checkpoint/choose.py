@@ -57,7 +57,7 @@ def choose_checkpoint(
     aside = sorted(path.name for path in root.glob("step_*.corrupt*") if is_own(path))
     if only is None and aside:
         raise RuntimeError(
-            f"no checkpoint in {root} can be loaded; set aside are {', '.join(aside)} (the log "
+            f"no checkpoint in {root} can be loaded; set aside: {', '.join(aside)} (the log "
             "says why). Repair one and rename it back, or start over with another run.dir"
         )
     return None

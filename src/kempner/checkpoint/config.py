@@ -19,8 +19,8 @@ class CheckpointConfig:
     dir: str = option("", "directory of the checkpoints; unset: <run.dir>/checkpoints")
     interval: int | str = option(
         500,
-        "steps between saves, or the time, such as 20min or 2h; auto: as often as failures of the "
-        "run and the cost of its saves ask for; 0: only at the end",
+        "steps or time between saves, such as 500, 20min or 2h; auto: chosen from the failures of "
+        "the run and the cost of its saves; 0: only at the end",
         minimum=0,
         maximum=10**9,
     )

@@ -30,17 +30,17 @@ def check_compatible(path: Path, manifest: dict[str, Any], about: dict[str, Any]
     # An import has only weights: no optimizer state, and no position in any data.
     if "imported" in manifest:
         raise ConfigError(
-            f"{path} was imported from {manifest['imported']}, and is not a run to continue: start "
-            "one from it with --model.init_from=THIS_RUN and a --run.dir of its own"
+            f"{path} was imported from {manifest['imported']}, and cannot be continued: start a "
+            "run from it with --model.init_from=THIS_RUN and a new --run.dir"
         )
     if manifest.get("run") != about.get("run"):
         raise ConfigError(
-            f"{path} is of another run (id {manifest.get('run')}, this run has id "
-            f"{about.get('run')}): give this run a directory of its own, --checkpoint.dir=DIR; or, "
+            f"{path} belongs to another run (id {manifest.get('run')}, this run has id "
+            f"{about.get('run')}): give this run its own directory, --checkpoint.dir=DIR; or, "
             "if this is the same run in a new run.dir, write the checkpoint's id into RUN_DIR/id"
         )
     if differ := fact_differences(manifest, about, MAY_CHANGE):
-        fix = "Use what is there, or give this run a directory of its own: --run.dir=runs/NAME"
+        fix = "Use the values there, or give this run its own directory: --run.dir=runs/NAME"
         if not fact_differences(manifest, about, MAY_CHANGE_IN_A_FORK):
             fix += "; add --run.fork=RUN_DIR to begin from the weights of this one"
         raise ConfigError(f"{path} does not fit this run: {'; '.join(differ.values())}. {fix}")
@@ -50,8 +50,8 @@ def check_fork(source: str, path: Path, manifest: dict[str, Any], about: dict[st
     """Raise ConfigError if the checkpoint that run.fork = `source` names has other weights."""
     if differ := fact_differences(manifest, about, MAY_CHANGE_IN_A_FORK):
         raise ConfigError(
-            f"run.fork = {source}: {path} has other weights than this run: "
-            f"{'; '.join(differ.values())}. Use what is there: a fork may change the data, "
+            f"run.fork = {source}: the weights in {path} do not fit this run: "
+            f"{'; '.join(differ.values())}. Use the values there: a fork may change the data, "
             "train.seq_len, the schedule and the world, not the shape or the meaning of the weights"
         )
 
@@ -76,14 +76,14 @@ def fact_differences(
     was, now = (entry["fixed"].get("preference") for entry in (manifest, about))
     if was and now and was != now:  # earlier versions do not record it
         differ["preference.reference"] = (
-            "model.init_from holds other weights than those that have been the reference of "
+            "model.init_from does not hold the reference weights of "
             f"preference.loss = dpo (fingerprint {was['reference']} there, {now['reference']} here)"
         )
     if mixture := manifest["fixed"].get("data", {}).get("mixture"):
         # Samples of another length have other numbers: then only tokens can be compared.
         same_length = "train.seq_len" not in differ
         if (here := about["fixed"]["data"].get("mixture")) is None:
-            differ["data.sources"] = "data.sources are read there, here it learns from rewards"
+            differ["data.sources"] = "the run learns from data.sources there, from rewards here"
         elif past := data_changes(
             mixture, here, manifest["phases"], manifest["samples"], same_length
         ):

@@ -65,7 +65,7 @@ def fork_problems(source: str, run_dir: Path, root: Path) -> list[str]:
     run = named.split_name(source)[0]
     if run.resolve() == run_dir.resolve():
         return [
-            f"run.fork = {source} is this run itself; give the fork a directory of its own, "
+            f"run.fork = {source} is this run itself; give the fork its own directory, "
             "--run.dir=runs/NAME"
         ]
     try:
@@ -96,8 +96,8 @@ def _not_from(source: str, own: Path) -> list[str]:
         return []
     is_fork = f"a fork of {origin['from']}" if origin else "not a fork"
     return [
-        f"run.fork = {source}: {own} is of a run that is {is_fork}; leave out run.fork to continue "
-        "that one, or give the new fork a directory of its own, --run.dir=runs/NAME"
+        f"run.fork = {source}: {own} belongs to a run that is {is_fork}; leave out run.fork to "
+        "continue that one, or give the new fork its own directory, --run.dir=runs/NAME"
     ]
 
 

@@ -49,10 +49,10 @@ def ownership_problems(root: Path, run: str) -> list[str]:
     it has begun."""
     if (owner := owner_of(root)) and owner != run:
         return [
-            f"checkpoint.dir = {root} has the checkpoints of {_name_of(root, owner)}, and is of "
-            f"another run (id {owner}, this run has {f'id {run}' if run else 'none yet'}): give "
-            "this run a directory of its own, --checkpoint.dir=DIR; or, if this is the same run in "
-            "a new run.dir, write that id into RUN_DIR/id"
+            f"checkpoint.dir = {root} belongs to another run, {_name_of(root, owner)} "
+            f"(id {owner}, this run has {f'id {run}' if run else 'none yet'}): give this run its "
+            "own directory, --checkpoint.dir=DIR; or, if this is the same run in a new run.dir, "
+            "write that id into RUN_DIR/id"
         ]
     in_a_run = root.name == "checkpoints" and directory_kind(root.parent) in (
         Kind.RUN,
@@ -61,8 +61,8 @@ def ownership_problems(root: Path, run: str) -> list[str]:
     if in_a_run or directory_kind(root) in (*NOTHING_THERE, Kind.CHECKPOINTS) or _is_left(root):
         return []
     return [
-        f"checkpoint.dir = {root} is {describe_directory(root)}; give a directory that is empty "
-        "or not there yet, --checkpoint.dir=DIR"
+        f"checkpoint.dir = {root} is {describe_directory(root)}; give an empty or a new "
+        "directory, --checkpoint.dir=DIR"
     ]
 
 
@@ -125,4 +125,4 @@ def _name_of(root: Path, owner: str) -> str:
             return str(toml.loads((path / "config.toml").read_text())["run"]["dir"])
         except (OSError, ValueError, KeyError, TypeError):
             continue
-    return "a run that has saved nothing yet"
+    return "one that has saved nothing yet"

@@ -104,7 +104,7 @@ def in_touch() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PeersLost(f"the ranks have lost each other: {error}") from error
+        raise PeersLost(f"the ranks have lost contact: {error}") from error
 
 
 def _kind(error: BaseException | None) -> int:

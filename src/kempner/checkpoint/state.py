@@ -23,7 +23,7 @@ class StateProvider(Protocol):
     """One part of the state of a run. All ranks give the same names."""
 
     per_rank: bool
-    """Whether each rank has tensors of its own. Otherwise a plain tensor is equal on all ranks."""
+    """True if each rank has its own tensors; otherwise a plain tensor is equal on all ranks."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors to save now."""

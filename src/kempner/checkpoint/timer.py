@@ -113,7 +113,7 @@ def describe_auto(ranks: int) -> str:
         f"checkpoint.interval = auto: the first save comes after {FIRST_S / 60:.0f} min of steps, "
         "then one every sqrt(2 x cost of a save x mean time between failures), from "
         f"{SHORTEST_INTERVAL_S / 60:.0f} min to {LONGEST_INTERVAL_S / 3600:.0f} h; the cost is "
-        f"measured, and failures are counted; before the first, {ranks:,} ranks are taken to "
+        f"measured, and failures are counted; before the first, {ranks:,} ranks are assumed to "
         f"fail once in {between / 3600:,.0f} h (one failure in "
         f"{GPU_SECONDS_PER_FAILURE / 3600:,.0f} h of a GPU)"
     )

@@ -46,7 +46,7 @@ def data_changes(
     if same_length and not problems and old.past(samples) != new.past(samples):
         problems.append(
             f"the mixture of the first {samples} samples is {_told(new, samples)} here, "
-            f"{_told(old, samples)} there; what is past stays as it was: append a [[data.phases]] "
+            f"{_told(old, samples)} there; past samples cannot change: append a [[data.phases]] "
             "to change the weights from now on"
         )
     return problems

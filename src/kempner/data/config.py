@@ -25,13 +25,13 @@ class SourceConfig:
         None, "its share of the samples, relative to the others; unset: its size", minimum=0.0
     )
     max_epochs: int | None = option(
-        None, "most times that a sample is used; then the other sources take its share", minimum=1
+        None, "most times a sample is used; then the other sources take its share", minimum=1
     )
 
     column: str = option(
         "", "of a Hugging Face data set or files: the tokens or text; unset: input_ids, or text"
     )
-    tokenizer: str = option("", "tokenizer.json that a column of text is encoded with")
+    tokenizer: str = option("", "tokenizer.json to encode a column of text with")
 
     @property
     def label(self) -> str:
@@ -41,9 +41,9 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class PhaseConfig:
-    start_step: int | None = option(None, "the step that begins it, counted from 0", minimum=1)
+    start_step: int | None = option(None, "the step at which it begins, counted from 0", minimum=1)
     start_token: int | None = option(
-        None, "the number of tokens trained on after which it begins", minimum=1
+        None, "the number of trained tokens after which it begins", minimum=1
     )
     weights: tuple[float, ...] = option(
         (), "weights in the order of data.sources; unset: those of the sources", minimum=0.0
@@ -66,7 +66,7 @@ class DataConfig:
     )
     temperature: float = option(
         1.0,
-        "shares are proportional to weight^(1/temperature); large: all alike",
+        "shares are proportional to weight^(1/temperature); large: all equal",
         minimum=1e-3,
         maximum=1e6,
     )
@@ -79,10 +79,10 @@ class DataConfig:
         choices=("drop", "cut"),
     )
     document_mask: bool = option(
-        False, "tokens attend to their own document only, and none is predicted from another"
+        False, "tokens attend only to their own document, and none is predicted from another"
     )
     reset_positions: bool = option(
-        True, "with documents apart, positions begin at 0 in each of them, not in each sample"
+        True, "with document_mask, positions begin at 0 in each document, not in each sample"
     )
     seed: int = option(0, "shuffling seed", minimum=0)
     prefetch: int = option(
@@ -108,8 +108,8 @@ class DataConfig:
         problems = []
         if self.dataset_path and self.sources:
             problems.append(
-                "data.dataset_path: not together with data.sources; make it one of these, or give "
-                '--data.dataset_path=""'
+                "data.dataset_path: cannot be combined with data.sources; make it one of "
+                'these, or give --data.dataset_path=""'
             )
         if len({source.weight is None for source in self.sources}) == 2:
             problems.append(
@@ -119,7 +119,7 @@ class DataConfig:
             problems.append("data.sources: all weights are 0; at least one must not be")
         names = Counter(source.label for source in self.mixed)
         problems += [
-            f"data.sources: {count} have the name {name}; give each a name of its own"
+            f"data.sources: {count} have the name {name}; give each its own name"
             for name, count in names.items()
             if count > 1
         ]

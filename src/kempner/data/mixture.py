@@ -163,7 +163,7 @@ class Mixture:
     def too_short(self, samples: int) -> str:
         names = ", ".join(part.name for part in self.ingredients)
         return (
-            f"data: {samples} samples are asked for, but with max_epochs the sources ({names}) "
+            f"data: {samples} samples are requested, but with max_epochs the sources ({names}) "
             f"have {self.end}; raise max_epochs, add a source, or lower train.max_steps"
         )
 

@@ -150,7 +150,7 @@ def _open_megatron(cfg: SourceConfig, split: str, how: Opening) -> Source:
     from kempner.data.formats.megatron import MegatronDataset
 
     if split != "train":
-        raise ConfigError(f"{cfg.path}: Megatron's files have no validation split")
+        raise ConfigError(f"{cfg.path}: Megatron files have no validation split")
     return MegatronDataset.open(cfg.path, how.shape, cfg.label, how.check)
 
 

@@ -46,25 +46,25 @@ class ModelConfig:
         0, "experts in place of a feed-forward layer; 0: none", minimum=0, maximum=2**14
     )
     experts_per_token: int = option(
-        2, "experts that each token goes through", minimum=1, maximum=2**10
+        2, "routed experts that each token goes through", minimum=1, maximum=2**10
     )
     moe_frequency: int = option(
         1,
-        "every n-th block has experts, and the others have a feed-forward layer; 1: all have them",
+        "every n-th block has experts, the others have a feed-forward layer; 1: all have experts",
         minimum=1,
         maximum=4096,
     )
     dense_ffn_dim: int | None = option(
         None,
-        "hidden width of the feed-forward layers that model.moe_frequency leaves; unset: ffn_dim",
+        "hidden width of the feed-forward layers in blocks without experts; unset: ffn_dim",
         minimum=1,
         maximum=2**20,
     )
     shared_experts: int = option(
-        0, "additional experts, through which every token goes", minimum=0, maximum=2**10
+        0, "additional experts that every token goes through", minimum=0, maximum=2**10
     )
     router: str = option(
-        "softmax", "scores of the experts: over all, or each by itself", choices=ROUTERS
+        "softmax", "scores of the experts: softmax over all, or sigmoid of each", choices=ROUTERS
     )
     router_normalize: bool = option(
         True, "divide the scores of a token's experts by their sum to weight their outputs"
@@ -73,7 +73,7 @@ class ModelConfig:
         1.0, "factor of the output of a token's experts, without the shared ones", minimum=0.0
     )
     router_bias: bool = option(
-        False, "balance the experts by a bias on their scores when experts are chosen"
+        False, "balance the experts by a bias that is added to their scores for the choice only"
     )
     router_bias_speed: float = option(
         0.001, "change of each bias after a step, towards equal load", minimum=0.0
@@ -95,19 +95,19 @@ class ModelConfig:
     qkv_bias: bool = option(False, "biases of the query, key and value projections (Qwen2)")
     sliding_window: int | None = option(
         None,
-        "keys that a query sees, its own among them (Mistral); unset: all before it",
+        "keys that a query sees, including its own (Mistral); unset: all up to its own",
         minimum=1,
     )
     attention_softcap: float | None = option(
         None,
-        "attention scores s become softcap * tanh(s / softcap) (Gemma 2); unset: they stay",
+        "attention scores s become softcap * tanh(s / softcap) (Gemma 2); unset: no cap",
         minimum=1e-3,
     )
     tie_embeddings: bool = option(False, "share the embedding's weight with the output layer")
     init_from: str | None = option(
         None,
-        "start from these weights: a directory in Hugging Face's form, a hub id, or RUN[@STEP]; "
-        "the shape is theirs",
+        "start from these weights: a directory in Hugging Face format, a hub id, or RUN[@STEP]; "
+        "they also set the shape",
     )
     init_std: float = option(0.02, "standard deviation of the initial weights", minimum=0.0)
     rope_theta: float = option(10000.0, "RoPE base frequency", minimum=1.0)
@@ -175,7 +175,7 @@ class ModelConfig:
                 f"model.head_dim = {self.resolved_head_dim}: must be even (RoPE turns pairs)"
             )
         if self.rope_factor > 1 and self.rope_high_freq_factor <= self.rope_low_freq_factor:
-            problems.append("model.rope_high_freq_factor: must be over rope_low_freq_factor")
+            problems.append("model.rope_high_freq_factor: must exceed rope_low_freq_factor")
         return problems + self._expert_problems()
 
     def _expert_problems(self) -> list[str]:
@@ -199,7 +199,7 @@ class ModelConfig:
                 )
             if self.moe_frequency == 1 and self.dense_ffn_dim is not None:
                 problems.append(
-                    f"model.dense_ffn_dim = {self.dense_ffn_dim}: has no effect where all blocks "
+                    f"model.dense_ffn_dim = {self.dense_ffn_dim}: has no effect if all blocks "
                     "have experts; give model.moe_frequency, or leave it out"
                 )
             return problems

@@ -17,7 +17,7 @@ CHUNK_LOGITS = 1 << 27  # logits in one chunk: 0.5 GiB in fp32
 LOSS_TILE = 256  # rows of a chunk are a multiple of this: matrix kernels are slow on ragged edges
 
 LossTransform = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
-"""From -log p(target) [n, 1] of these targets, 0 where one does not count, to their losses and the
+"""Maps -log p(target) [n, 1] of these targets, 0 if one does not count, to their losses and the
 derivatives of these by it, [n, 1] each."""
 
 
@@ -27,7 +27,7 @@ class VocabularyPart(NamedTuple):
     first: int
     rows: int  # of the largest part, so that all ranks cut their tokens into the same chunks
     over_all: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    """From logsumexp over these rows, and the target's logit or 0, to those over all rows."""
+    """Maps logsumexp over these rows, and the target's logit or 0, to those over all rows."""
 
 
 def cross_entropy(

@@ -36,7 +36,7 @@ class GroupConfig:
     )
     lr_scale: float = option(1.0, "factor of the scheduled learning rate", minimum=0.0)
     weight_decay: float | None = option(
-        None, "in place of the one that its parameters would have", minimum=0.0
+        None, "replaces the decay that its parameters would have", minimum=0.0
     )
 
 
@@ -52,7 +52,7 @@ def first_match(groups: Sequence[GroupConfig], name: str) -> int | None:
 class OptimizerConfig:
     name: str = option(
         "adamw",
-        "what changes the weights; see docs/guide/optimizers.md",
+        "rule that updates the weights; see docs/guide/optimizers.md",
         choices=tuple(STATE),
     )
     lr: float = option(3e-4, "peak learning rate", minimum=0.0)
@@ -62,7 +62,7 @@ class OptimizerConfig:
         0.1, "applied to matrices only, not to norms or embeddings", minimum=0.0
     )
     groups: tuple[GroupConfig, ...] = option(
-        (), "parameters with a learning rate or decay of their own; [[optimizer.groups]] in a file"
+        (), "parameters with their own learning rate or decay; [[optimizer.groups]] in a file"
     )
     momentum: float = option(0.95, "muon: decay rate of the momentum", minimum=0.0, maximum=0.9999)
     nesterov: bool = option(True, "muon: look ahead by one gradient")
@@ -78,7 +78,7 @@ class OptimizerConfig:
         choices=("fp32", "bf16"),
     )
     cpu_offload: bool = option(
-        False, "keep the optimizer's state in the host's memory; it travels during the update"
+        False, "keep the optimizer state in host memory; it is on the GPU only during updates"
     )
 
     def problems(self) -> list[str]:
@@ -90,7 +90,7 @@ class OptimizerConfig:
         if self.name == "schedule_free" and self.betas[0] == 0.0:
             problems.append(
                 f"optimizer.betas = {list(self.betas)}: schedule_free interpolates by the first, "
-                "which must be over 0"
+                "which must be greater than 0"
             )
         return problems
 
@@ -99,8 +99,8 @@ class OptimizerConfig:
         that are trained."""
         used_groups = {first_match(self.groups, name) for name in names}
         return [
-            f"optimizer.groups[{i}].names = {list(group.names)}: no trained parameter is the first "
-            f"to match; the names are such as {', '.join(names[:3])}, and * matches any text"
+            f"optimizer.groups[{i}].names = {list(group.names)}: no trained parameter matches this "
+            f"group first; names are such as {', '.join(names[:3])}, and * matches any text"
             for i, group in enumerate(self.groups)
             if i not in used_groups
         ]
@@ -110,12 +110,12 @@ class OptimizerConfig:
 class FreezeStage:
     patterns: tuple[str, ...] = option(
         REQUIRED_OPTION,
-        "names of parameters, or of what they are in, such as 'embed' or 'blocks.[0-3]'; * matches "
-        "any text",
+        "names of parameters or of modules around them, such as 'embed' or 'blocks.[0-3]'; * "
+        "matches any text",
     )
-    from_step: int = option(0, "steps that train them before", minimum=0)
+    from_step: int = option(0, "number of steps that train them first", minimum=0)
     until_step: int | None = option(
-        None, "the number of steps after which they are trained again; unset: never", minimum=1
+        None, "number of steps after which they are trained again; unset: never", minimum=1
     )
 
     def covers(self, step: int) -> bool:
@@ -132,12 +132,12 @@ class FreezeStage:
 @dataclass(frozen=True)
 class FreezeConfig:
     stages: tuple[FreezeStage, ...] = option(
-        (), "parameters that some steps leave as they are; [[freeze.stages]] in a file"
+        (), "parameters that are frozen during some steps; [[freeze.stages]] in a file"
     )
 
     def problems(self) -> list[str]:
         return [
-            f"freeze.stages[{i}].until_step = {stage.until_step}: must be over from_step = "
+            f"freeze.stages[{i}].until_step = {stage.until_step}: must exceed from_step = "
             f"{stage.from_step}"
             for i, stage in enumerate(self.stages)
             if stage.until_step is not None and stage.until_step <= stage.from_step
@@ -146,8 +146,8 @@ class FreezeConfig:
     def unused(self, names: Sequence[str]) -> list[str]:
         """List the problems: patterns that match no parameter of the model."""
         return [
-            f"freeze.stages[{i}].patterns: {pattern} fits no parameter of this model"
-            f"{did_you_mean(pattern, places)}; the names are such as {', '.join(names[:3])}"
+            f"freeze.stages[{i}].patterns: {pattern} matches no parameter of this model"
+            f"{did_you_mean(pattern, places)}; names are such as {', '.join(names[:3])}"
             for i, stage in enumerate(self.stages)
             for pattern in stage.patterns
             if not any(FreezeStage((pattern,)).matches(name) for name in names)

@@ -123,7 +123,7 @@ def keep_compiled(run_dir: Path, world: World) -> None:
             Path(os.environ[CACHE]).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"{CACHE} = {os.environ[CACHE]}: cannot be made: {error.strerror}; unset it, or "
+                f"{CACHE} = {os.environ[CACHE]}: cannot be created: {error.strerror}; unset it, or "
                 "name a directory that can be written"
             ) from None
         return

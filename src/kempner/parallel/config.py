@@ -30,12 +30,12 @@ class DistributedConfig:
     )
     pp: int = option(
         1,
-        "ranks, or groups of them, with the layers one after another (pipeline parallelism)",
+        "ranks, or groups of ranks, that hold successive layers (pipeline parallelism)",
         minimum=1,
     )
     pp_stages_per_rank: int = option(
         1,
-        "stages of the pipeline on each rank; 1: its schedule is 1F1B, more: interleaved 1F1B",
+        "pipeline stages on each rank; 1: the schedule is 1F1B; more: interleaved 1F1B",
         minimum=1,
     )
     cp: int = option(
@@ -43,8 +43,8 @@ class DistributedConfig:
     )
     cp_method: str = option(
         "ring",
-        "attention over cp ranks: keys and values go round them, or (ulysses) tokens are exchanged "
-        "for heads",
+        "attention over cp ranks: keys and values travel around them, or (ulysses) tokens are "
+        "exchanged for heads",
         choices=("ring", "ulysses"),
     )
     tp: int = option(
@@ -61,8 +61,8 @@ class DistributedConfig:
     device: str = option("auto", "device to train on", choices=("auto", "cuda", "cpu"))
     start_timeout: float = option(
         600.0,
-        "seconds allowed for all ranks to start, for the first step, and between these "
-        "without a rank that reads or writes anything",
+        "seconds allowed for all ranks to start, for the first step, and in between "
+        "with no rank reading or writing anything",
         minimum=1.0,
         maximum=LONGEST_TIMEOUT_S,
     )
@@ -89,9 +89,9 @@ class DistributedConfig:
     )
     overlap: tuple[str, ...] = option(
         (),
-        "messages to hide better: tp, those of tp in pieces beside their products (train.compile); "
-        "reduce, FSDP's reductions beside its gathers; symm_mem, FSDP's in symmetric memory; "
-        "shared, tokens on the way to their experts behind model.shared_experts",
+        "messages to overlap better: tp, those of tp in pieces, with their products "
+        "(train.compile); reduce, FSDP's reductions, with its gathers; symm_mem, FSDP's, in "
+        "symmetric memory; shared, tokens sent to their experts, with model.shared_experts",
         choices=("tp", "reduce", "symm_mem", "shared"),
     )
     reduce_dtype: str = option(
@@ -99,8 +99,7 @@ class DistributedConfig:
     )
     fsdp_cpu_offload: bool = option(
         False,
-        "keep weights, gradients and the optimizer's state in the memory of the host, and update "
-        "them there",
+        "keep weights, gradients and optimizer state in host memory, and update them there",
     )
 
     def problems(self) -> list[str]:
@@ -114,13 +113,13 @@ class DistributedConfig:
             size = getattr(self, axis)
             if size == 0 or size < -1:
                 problems.append(
-                    f"distributed.{axis} = {size}: give a size from 1, or -1 for all ranks that "
-                    "are left"
+                    f"distributed.{axis} = {size}: give a size of at least 1, or -1 for all "
+                    "remaining ranks"
                 )
         if self.dp_shard == -1 and self.dp_replicate == -1:
             problems.append(
                 "distributed.dp_shard and distributed.dp_replicate are both -1: only one of them "
-                "can take the ranks that are left; give the size of the other"
+                "can take the remaining ranks; give the size of the other"
             )
         if self.nodes_per_fsdp_group is not None and (self.dp_shard, self.dp_replicate) != (-1, 1):
             problems.append(
@@ -169,8 +168,8 @@ class DistributedConfig:
 class ExpertsConfig:
     spare: float | None = option(
         None,
-        "rows travel to the experts of distributed.ep in buffers, with this share of room above "
-        "the mean, such as 0.25, and the host waits for no layer's numbers; unset: it waits",
+        "send rows to the experts of distributed.ep in buffers with this share of room above the "
+        "mean, such as 0.25, so that the host waits for no layer's counts; unset: it waits",
         minimum=0.0,
         maximum=100.0,
     )

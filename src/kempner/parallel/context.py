@@ -50,7 +50,7 @@ def split_context(model: Decoder, mesh: DeviceMesh, method: str, dtype: torch.dt
     """
     if method == "ring" and mesh.device_type == "cuda" and dtype not in FLASH:
         raise ConfigError(
-            "distributed.cp_method = ring: on a GPU it needs activations in bf16; give "
+            "distributed.cp_method = ring: needs bf16 activations on a GPU; give "
             "--train.dtype=bf16, or --distributed.cp_method=ulysses"
         )
     group = mesh.get_group()

@@ -43,7 +43,7 @@ def use_fp8(model: Decoder, fp8: str, device: torch.device, gathers: bool = Fals
     if not any(fits(module) for module in linear):
         raise ConfigError(
             f"train.fp8 = {fp8}: no projection has both sizes a multiple of {tile}, "
-            "which the kernels need; give such a model.dim and model.ffn_dim, or --train.fp8=none"
+            "which the kernels need; give suitable model.dim and model.ffn_dim, or --train.fp8=none"
         )
     if fp8 == "mxfp8":
         use_mxfp8([module for module in linear if fits(module)], device)
@@ -83,7 +83,7 @@ def use_mxfp8(modules: Sequence[nn.Module], device: torch.device) -> None:
         from torchao.quantization.quantize_.common import KernelPreference
     except ImportError as error:
         raise ConfigError(
-            f"train.fp8 = mxfp8: this torchao has no such products ({error}); install torchao "
+            f"train.fp8 = mxfp8: this torchao has no mxfp8 products ({error}); install torchao "
             "0.18, as .venv/bin/pip install -c constraints.txt -e '.[fp8]' does"
         ) from error
     kernels = KernelPreference.AUTO if device.type == "cuda" else KernelPreference.EMULATED

@@ -59,7 +59,7 @@ def axis_sizes(cfg: DistributedConfig, world_size: int, per_node: int) -> Axes:
         group = f" (nodes_per_fsdp_group {cfg.nodes_per_fsdp_group} x {per_node} ranks a node)"
         if ranks % inner:
             raise ConfigError(
-                f"distributed:{group[1:]} = {ranks} ranks do not divide by cp {cfg.cp} x tp "
+                f"distributed:{group[1:]} = {ranks} ranks are not divisible by cp {cfg.cp} x tp "
                 f"{cfg.tp} = {inner}; choose cp and tp that divide {ranks}"
             )
         shard = ranks // inner

@@ -13,8 +13,8 @@ from kempner.data.batch import MicroBatch
 from kempner.model.decoder import Decoder
 
 LossOf = Callable[[Any, MicroBatch], Tensor]
-"""From a model, to be called as Decoder is, and a micro-batch on its device to what is to be
-differentiated, fp32 []."""
+"""Maps a model, to be called as Decoder is, and a micro-batch on its device to the value to
+differentiate, fp32 []."""
 _T = TypeVar("_T")
 
 

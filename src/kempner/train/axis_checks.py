@@ -43,8 +43,8 @@ def _tensor_problems(cfg: RunConfig) -> list[str]:
     ]
     if cfg.train.compile_scope == "model":
         found.append(
-            f"{setting}: each block begins with what is not compiled, and train.compile_scope = "
-            "model leaves no place for it; give --train.compile_scope=block"
+            f"{setting}: each block begins with code that is not compiled, which "
+            "train.compile_scope = model does not allow; give --train.compile_scope=block"
         )
     return found
 
@@ -79,18 +79,18 @@ def _expert_problems(cfg: RunConfig) -> list[str]:
     if ep > 1 and (cfg.model.n_experts or 1) % ep:
         found.append(
             f"distributed.ep = {ep}: must divide model.n_experts = {cfg.model.n_experts}, "
-            "which it shares out"
+            "which it distributes"
         )
     if ep > 1 and cfg.train.compile_scope == "model":
         found.append(
-            f"distributed.ep = {ep}: the exchange of tokens is not compiled, and train."
-            "compile_scope = model leaves no place for it; give --train.compile_scope=block"
+            f"distributed.ep = {ep}: the exchange of tokens is not compiled, which "
+            "train.compile_scope = model does not allow; give --train.compile_scope=block"
         )
     if cfg.experts.spare is None:
         return found
     others = {  # a step cannot be repeated there
         "[lowcomm]: its rounds would be sent twice": any(name == "lowcomm" for name, _ in cfg.more),
-        "batches that an extension brings": lookup.bringer(cfg) is not None,
+        "batches from an extension": lookup.bringer(cfg) is not None,
         "distributed.ep = 1: no tokens travel": ep == 1,
     }
     return found + [
@@ -107,14 +107,14 @@ def _adapter_problems(cfg: RunConfig) -> list[str]:
     problems = []
     if wrong := [name for name in cfg.lora.targets if name in ("w1", "w2", "w3")]:
         problems.append(
-            f"lora.targets: adapters of experts are not built, and {', '.join(wrong)} are "
-            "matrices of experts; give those of the attention, "
+            f"lora.targets: adapters for experts are not built, and {', '.join(wrong)} are "
+            "matrices of experts; give those of attention, "
             """--lora.targets="['wq', 'wk', 'wv', 'wo']\""""
         )
     if cfg.model.router_bias:
         problems.append(
             "model.router_bias: the biases move while the weights are trained, which lora.rank "
-            f"= {cfg.lora.rank} keeps as they are; train all weights, --lora.rank=0"
+            f"= {cfg.lora.rank} keeps frozen; train all weights, --lora.rank=0"
         )
     return problems
 
@@ -144,14 +144,14 @@ def _context_problems(cfg: RunConfig) -> list[str]:
         )
     if cfg.model.aux_loss:
         found.append(
-            f"model.aux_loss = {cfg.model.aux_loss}: is that of whole sequences, of which a rank "
-            f"has a part with distributed.cp = {ranks}; give --model.aux_loss=0, such as with "
-            "--model.router_bias, or --distributed.cp=1"
+            f"model.aux_loss = {cfg.model.aux_loss}: is computed over whole sequences, and with "
+            f"distributed.cp = {ranks} a rank has only a part; give --model.aux_loss=0, such as "
+            "with --model.router_bias, or --distributed.cp=1"
         )
     if cfg.train.compile_scope == "model":
         found.append(
             f"train.compile_scope = model: attention over distributed.cp = {ranks} ranks is not "
-            "compiled, and leaves no whole graph; give --train.compile_scope=block"
+            "compiled, which breaks the whole graph; give --train.compile_scope=block"
         )
     return found + (_ring_problems(cfg) if method == "ring" else _ulysses_problems(cfg))
 
@@ -172,7 +172,7 @@ def _ring_problems(cfg: RunConfig) -> list[str]:
     window, cap, kernel = model.sliding_window, model.attention_softcap, cfg.train.attention
     found = []
     if cfg.data.document_mask:
-        found.append(f"data.document_mask: the ring has no mask of documents; {instead}")
+        found.append(f"data.document_mask: the ring does not support document masks; {instead}")
     if window is not None and window < cfg.train.seq_len:
         found.append(f"model.sliding_window = {window}: the ring has no windows; {instead}")
     if cap is not None:
@@ -215,9 +215,9 @@ def check_experts(cfg: RunConfig, axes: Axes) -> list[str]:
     parts = {"dim": ranks, "ffn_dim": ranks * axes.tp}
     tp = f" x tp {axes.tp}" if axes.tp > 1 else ""
     return [
-        f"model.{name} = {size}: with distributed.ep = {cfg.distributed.ep} it must divide by the "
-        f"{n} ranks that share one expert, dp_shard {axes.shard} x cp {axes.cp} / ep{tp}; choose "
-        "another ep or dp_shard"
+        f"model.{name} = {size}: with distributed.ep = {cfg.distributed.ep} it must be divisible "
+        f"by the {n} ranks that share one expert, dp_shard {axes.shard} x cp {axes.cp} / ep{tp}; "
+        "choose another ep or dp_shard"
         for name, n in parts.items()
         if (size := getattr(cfg.model, name)) % n
     ]
@@ -229,7 +229,7 @@ def layers_problems(cfg: RunConfig) -> list[str]:
     if interval % lines:
         return [
             f"profile.layers_interval = {interval}: must be a multiple of metrics.log_interval = "
-            f"{lines}, whose lines have the numbers; give {-(-interval // lines) * lines}"
+            f"{lines}, whose lines report the numbers; give {-(-interval // lines) * lines}"
         ]
     if cfg.distributed.pp > 1:
         return [

@@ -33,8 +33,8 @@ def combination_problems(cfg: RunConfig) -> list[str]:
         )
     if not cfg.checkpoint.save and cfg.run.fork:
         problems.append(
-            "checkpoint.save = false: a run with run.fork begins from a checkpoint, and with a "
-            "checkpoint of its own; leave one of the two out"
+            "checkpoint.save = false: a run with run.fork saves its own checkpoint as it "
+            "begins; leave one of the two out"
         )
     if cfg.lora.rank and (lever := _trains_weights(cfg)):
         problems.append(
@@ -64,7 +64,7 @@ def combination_problems(cfg: RunConfig) -> list[str]:
         problems += extension.problems(cfg)
         if cfg.train.recompute == "auto" and extension.fills_memory(cfg):
             problems.append(
-                "train.recompute = auto: tries a step of next tokens, and "
+                "train.recompute = auto: tries a next-token step, and "
                 f"[{next(iter(extension.sections))}] needs more memory than that; give none, "
                 "selective or full"
             )

@@ -218,7 +218,7 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
 
     problems: list[str] = []
     if world_size == 1 and "symm_mem" in cfg.distributed.overlap:
-        problems.append("distributed.overlap: symm_mem needs more ranks than one; leave it out")
+        problems.append("distributed.overlap: symm_mem needs more than one rank; leave it out")
     data_ranks = world_size  # the batch is checked even if the axes do not fit
     try:
         replicas = count_replicas(cfg, world_size, per_node)
@@ -312,8 +312,8 @@ def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:
             open_mixture(cfg, sources, Progress().plan(cfg))
         if cfg.distributed.cp > 1 and cfg.distributed.cp_method == "ring":
             problems += [
-                f"{source.name}: several conversations share a row, and the ring has no mask of "
-                "documents; give --distributed.cp_method=ulysses, or --distributed.cp=1"
+                f"{source.name}: several conversations share a row, and the ring does not support "
+                "document masks; give --distributed.cp_method=ulysses, or --distributed.cp=1"
                 for source in (*sources, *held_out)
                 if source.packing
             ]

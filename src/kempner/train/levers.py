@@ -51,15 +51,15 @@ def _attention_problems(cfg: RunConfig) -> list[str]:
     # On a GPU capped scores need flex_attention, which only auto may choose.
     if kernel != "auto" and cfg.model.attention_softcap is not None:
         found.append(
-            f"{setting}: this kernel does not cap scores, as model.attention_softcap = "
-            f"{cfg.model.attention_softcap} asks; leave it at auto"
+            f"{setting}: this kernel does not cap scores, which model.attention_softcap = "
+            f"{cfg.model.attention_softcap} requires; leave it at auto"
         )
     if kernel not in ("fa3", "fa4"):
         return found
     others = {
         "distributed.device = cpu: it is for GPUs": cfg.distributed.device == "cpu",
         "train.dtype = fp32: it takes bf16": cfg.train.dtype == "fp32",
-        "train.deterministic: the order of its sums is its own": cfg.train.deterministic,
+        "train.deterministic: its backward pass sums in its own order": cfg.train.deterministic,
     }
     return found + [
         f"{setting} with {why}; leave it at auto" for why, is_on in others.items() if is_on
@@ -116,8 +116,8 @@ def _fp8_problems(cfg: RunConfig) -> list[str]:
     found = _fp8_gather_problems(cfg) if train.fp8.endswith("gather") else []
     if cfg.distributed.device == "cpu":
         found.append(
-            f"train.fp8 = {train.fp8}: not on distributed.device = cpu; give --train.fp8=none, or "
-            "a GPU"
+            f"train.fp8 = {train.fp8}: not supported on distributed.device = cpu; give "
+            "--train.fp8=none, or a GPU"
         )
     # Without train.micro_batch, or with a batch ramp, a pass's rows depend on the ranks.
     rows = 1 if train.micro_batch is None or train.batch_ramp else train.micro_batch
@@ -176,10 +176,10 @@ def _overlap_problems(cfg: RunConfig) -> list[str]:
     for name in ("replay_every", "checksum_every"):  # also used by RUN/REPLAY
         if getattr(cfg.resilience, name):
             # False: this need is not met while the option is set.
-            needs["symm_mem"][f"resilience.{name} unset: that looks at FSDP's messages"] = False
+            needs["symm_mem"][f"resilience.{name} unset, as it checks FSDP's messages"] = False
     names = dict.fromkeys(axes.overlap)
     twice = [name for name in names if axes.overlap.count(name) > 1]
-    found = [f"distributed.overlap: {name} is there twice; write it once" for name in twice]
+    found = [f"distributed.overlap: {name} is given twice; write it once" for name in twice]
     return found + [
         f"distributed.overlap: {name} needs {what}, or leave {name} out"
         for name in names

@@ -74,7 +74,7 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
         by_length = kernel == "flash, by length"
         fixed = cfg.train.deterministic
         kernel += use_newer_flash(asked, cfg.model, dtype, device, fixed, by_length)
-    run.announce(f"attention: {kernel}, of {asked}")
+    run.announce(f"attention: {kernel} (train.attention = {asked})")
     if cfg.model.n_experts:
         from kempner.model.moe import choose_products
 

@@ -23,7 +23,7 @@ class Replicas:
     """The null object: a single model."""
 
     patience = 1.0
-    """Steps that a request to leave waits for, as a multiple of those of a plain run."""
+    """Number of steps that a request to exit waits for, relative to a plain run."""
 
     def with_outer(self, state: dict[str, StateProvider]) -> dict[str, StateProvider]:
         """Return the providers of a checkpoint, given those of a plain run."""

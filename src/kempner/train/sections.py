@@ -40,7 +40,7 @@ class RunSection:
     )
     fork_optimizer: str = option(
         "keep",
-        "the optimizer's state of run.fork; fresh: begin with none",
+        "optimizer state taken over from run.fork; fresh: begin with none",
         choices=("keep", "fresh"),
     )
 
@@ -61,13 +61,13 @@ class TrainConfig:
     )
     batch_ramp: tuple[int, int, int] | None = option(
         None,
-        "[B, I, N]: the first steps have B sequences, and I more at a time, until step N has the "
-        "global batch; unset: all have",
+        "[B, I, N]: the batch begins with B sequences and grows by I at a time; step N has the "
+        "global batch; unset: all steps have it",
         minimum=1,
     )
     seq_len_ramp: tuple[int, int] | None = option(
         None,
-        "[L, N]: sequences are cut into shorter ones of L tokens, which doubles at equal intervals "
+        "[L, N]: sequences are cut into shorter ones of L tokens; L doubles at equal intervals "
         "until they are whole at step N; unset: never cut",
         minimum=1,
     )
@@ -85,21 +85,21 @@ class TrainConfig:
     )
     fp8: str = option(
         "none",
-        "matrix products of the blocks in 8-bit floats, by torchao, with one scale a tensor or a "
-        "row; _gather: FSDP sends these, too; needs an Ada, Hopper or later GPU; mxfp8: one for 32 "
-        "numbers; needs a Blackwell GPU",
+        "matrix products of the blocks in 8-bit floats, by torchao, with one scale per tensor or "
+        "row; _gather: FSDP sends these, too; needs an Ada, Hopper or later GPU; mxfp8: one scale "
+        "per 32 numbers; needs a Blackwell GPU",
         choices=("none", "tensorwise", "tensorwise_gather", "rowwise", "mxfp8"),
     )
     attention: str = option(
         "auto",
-        "kernel of the attention; auto: the fastest that torch has for the shape; fa3, fa4: "
-        "FlashAttention 3 and 4, which are packages",
+        "attention kernel; auto: the fastest that torch has for the shape; fa3, fa4: "
+        "FlashAttention 3 and 4, from their own packages",
         choices=("auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math"),
     )
     loss_chunk: int | None = option(
         None,
-        "tokens whose logits exist at once; unset: as many as make 2^27 logits, compiled on a "
-        "GPU 2^29",
+        "tokens whose logits exist at once; unset: enough for 2^27 logits, or 2^29 if compiled on "
+        "a GPU",
         minimum=1,
         maximum=MAX_FORWARD_TOKENS,
     )
@@ -116,7 +116,7 @@ class TrainConfig:
         "none",
         "activation checkpointing: what the backward pass computes again; selective: all but "
         "matrix products and attention; budget-N: what the compiler chooses, to keep N % of the "
-        "activations; auto: as little as fits the memory",
+        "activations; auto: as little as the memory allows",
         choices=("none", "selective", *BUDGETS, "full", "auto"),
     )
     recompute_every: int = option(1, "recompute only every n-th block", minimum=1, maximum=4096)
@@ -127,7 +127,7 @@ class TrainConfig:
     )
     offload_activations: int = option(
         0,
-        "blocks whose activations may be on the way to the host's memory, where they wait for the "
+        "blocks whose activations may be in transit to host memory, where they wait for the "
         "backward pass; 0: activations stay on the device",
         minimum=0,
         maximum=4096,
@@ -166,14 +166,14 @@ class TrainConfig:
             )
         if self.recompute in BUDGETS and not self.compile:
             problems.append(
-                f"train.recompute = {self.recompute}: is the compiler's; add --train.compile, or "
-                "give selective or full"
+                f"train.recompute = {self.recompute}: is done by the compiler; add "
+                "--train.compile, or give selective or full"
             )
         most = MAX_STEP_TOKENS // self.seq_len
         if self.sequences > most:
             problems.append(
-                f"train.global_batch = {self.global_batch}: these sequences of train.seq_len = "
-                f"{self.seq_len} are over {MAX_STEP_TOKENS} tokens a step; give at most {most}"
+                f"train.global_batch = {self.global_batch}: with train.seq_len = {self.seq_len} "
+                f"this is over {MAX_STEP_TOKENS} tokens a step; give at most {most}"
             )
         elif self.global_batch_tokens is not None and self.global_batch_tokens % self.seq_len:
             down = self.global_batch_tokens // self.seq_len * self.seq_len
@@ -193,17 +193,15 @@ class TrainConfig:
             )
         if self.compile_scope == "model" and self.offload_activations:
             problems.append(
-                "train.offload_activations with train.compile_scope = model: activations leave "
-                "block by block; leave one of the two out"
+                "train.offload_activations with train.compile_scope = model: activations are "
+                "offloaded block by block; leave one of the two out"
             )
         return problems
 
 
 @dataclass(frozen=True)
 class EvalSetConfig:
-    path: str = option(
-        REQUIRED_OPTION, "directory of token shards, of which the validation split is used"
-    )
+    path: str = option(REQUIRED_OPTION, "directory of token shards, whose validation split is used")
     name: str = option("", "its name in metrics and messages; unset: the last part of path")
 
 
@@ -224,7 +222,7 @@ class EvalConfig:
     def problems(self) -> list[str]:
         names = Counter(source.label for source in self.sources)
         return [
-            f"eval.sets: {count} have the name {name}; give each a name of its own"
+            f"eval.sets: {count} have the name {name}; give each its own name"
             for name, count in names.items()
             if count > 1
         ]

@@ -133,7 +133,7 @@ def test_wrong_validation_sets_are_refused(data_dir: Path, tmp_path: Path) -> No
     (other / SIDECAR).write_text(json.dumps(sidecar))
     for sets, problem in {
         f'{{path = "{other}"}}': f"{other}: its tokenizer is words, that of {data_dir} is bytes",
-        f'{{path = "{data_dir}"}}, {{path = "{data_dir}"}}': "2 have the name own; give each a",
+        f'{{path = "{data_dir}"}}, {{path = "{data_dir}"}}': "2 have the name own; give each its",
         '{path = "/gone"}': "/gone: no such directory",
         '{name = "x"}': "eval.sets[0].path: is required",
     }.items():

@@ -264,7 +264,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "prepare: an array": (
         ("prepare_data", "array.json", "--out=data/new"),
-        ("array.json: is a JSON array; give a file with one object a line: jq -c '.[]'",),
+        ("array.json: is a JSON array; give a file with one object per line: jq -c '.[]'",),
     ),
     "prepare: twice": (
         ("prepare_data", "corpus", "--source=stdlib", "--out=data/new"),

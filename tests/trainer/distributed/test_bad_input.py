@@ -94,7 +94,7 @@ WORDS = {
     "island": ("--distributed.reshard_island=2", "must divide dp_shard x cp = 1, the ranks"),
     "head-width": ("--model.dim=65", "must be a multiple of n_heads = 4"),
     "sequence": ("--train.seq_len=512", "model.max_seq_len = 256"),
-    "group": ("--optimizer.groups=[{names=['blocks']}]", "no trained parameter is the first to"),
+    "group": ("--optimizer.groups=[{names=['blocks']}]", "no trained parameter matches this"),
 }
 
 

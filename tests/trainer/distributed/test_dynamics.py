@@ -194,10 +194,10 @@ def test_a_pattern_that_fits_nothing_is_refused_with_near_names(
         '--freeze.stages=[{patterns = ["embedding", "blocks.7.*"], from_step = 4, until_step = 4}]'
     )
     done = train(tmp_path / "run", wrong, "--optimizer.name=schedule_free", code=2)
-    assert "must be over from_step = 4" in done.stderr
+    assert "must exceed from_step = 4" in done.stderr
     right = wrong.replace("from_step = 4, until_step = 4", "from_step = 4")
     done = train(tmp_path / "run", right, "--optimizer.name=schedule_free", code=2)
-    assert "embedding fits no parameter of this model; did you mean embed?" in done.stderr
-    assert "blocks.7.* fits no parameter" in done.stderr and "blocks.0." in done.stderr
+    assert "embedding matches no parameter of this model; did you mean embed?" in done.stderr
+    assert "blocks.7.* matches no parameter" in done.stderr and "blocks.0." in done.stderr
     assert "freeze.stages: not built for optimizer.name = schedule_free" in done.stderr
     assert not (tmp_path / "run").exists()

@@ -185,4 +185,4 @@ def test_what_ep_cannot_share_out_is_refused(data_dir: Path, tmp_path: Path) -> 
     words = ("--check", "--nodes=1", "--gpus-per-node=6", "--distributed.ep=2")
     batch = ("--train.global_batch=12", "--model.ffn_dim=32")
     said = run(data_dir, tmp_path / "run", *words, *batch, code=2)
-    assert "model.ffn_dim = 32: with distributed.ep = 2 it must divide by the 3 ranks" in said
+    assert "model.ffn_dim = 32: with distributed.ep = 2 it must be divisible by the 3 ranks" in said

@@ -77,7 +77,7 @@ def test_other_data_and_length_and_a_fork_of_the_fork(
     """Resumed, it equals the unbroken fork bit for bit; then it is forked on two processes."""
     words = (f"--run.fork={base}", f"--data.dataset_path={other_data}", *OTHER_LENGTH, *CONSTANT)
     done = train(tmp_path / "unbroken", *words)
-    assert "train.seq_len, data.sources of its own: from sample 0 on" in done.stdout
+    assert "its own train.seq_len, data.sources: from sample 0 on" in done.stdout
     first = train(tmp_path / "resumed", *words, "--train.max_steps=3")
     assert f"run {tmp_path / 'resumed'} starts" in first.stdout
     again = train(tmp_path / "resumed", *words)
@@ -107,7 +107,7 @@ def test_a_fork_needs_the_other_run_until_its_first_checkpoint(
     other, run = Path(shutil.copytree(base, tmp_path / "other", symlinks=True)), tmp_path / "run"
     words = (f"--run.fork={other}@6", *CONSTANT, "--data.seed=1")
     unbroken = train(tmp_path / "unbroken", *words).stdout
-    assert "data.seed of its own: from sample 0 on" in unbroken
+    assert "its own data.seed: from sample 0 on" in unbroken
     process = start_train(
         *TINY,
         f"--data.dataset_path={data_dir}",
@@ -151,7 +151,7 @@ def test_what_is_refused(base: Path, train: Train, tmp_path: Path) -> None:
     assert "is this run itself" in refused(train, base, f"--run.fork={base}@3")
     assert not run.exists()
     shape = refused(train, run, f"--run.fork={base}", "--model.dim=32", "--train.seq_len=16")
-    assert "model.dim is 64 there, 32 here. Use what is there" in shape
+    assert "model.dim is 64 there, 32 here. Use the values there" in shape
     assert "seq_len is" not in shape  # a fork may
     assert not (run / "status.json").exists() and not list(run.glob("checkpoints/step*"))
 
@@ -178,9 +178,9 @@ def test_a_run_with_checkpoints_is_no_fork_of_another(
     assert (config, run_dir) == (TINY[0], "--run.dir=runs/long")
     train(tmp_path / "run", *words, "--train.max_steps=1", "--schedule.warmup_steps=0")
     other = refused(train, tmp_path / "run", f"--run.fork={base}@3")
-    assert f"is of a run that is a fork of {base}@8" in other and "--run.dir" in other
+    assert f"belongs to a run that is a fork of {base}@8" in other and "--run.dir" in other
     mine = refused(train, base, f"--run.fork={tmp_path / 'run'}")
-    assert "is of a run that is not a fork" in mine and "leave out run.fork" in mine
+    assert "belongs to a run that is not a fork" in mine and "leave out run.fork" in mine
     resumed = train(tmp_path / "run", "--train.seq_len=16", code=2).stderr
     assert "train.seq_len is 256 there, 16 here" in resumed and "--run.fork=RUN_DIR" in resumed
 

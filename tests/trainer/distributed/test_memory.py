@@ -164,9 +164,9 @@ def test_recomputation_by_need(train: Train, tmp_path: Path, data_dir: Path) -> 
     next attempt. Its losses are those of a run without any."""
     run, env = tmp_path / "run", {"KEMPNER_MEMORY_GIB": "100"}
     code, out = attempt(run, data_dir, ["--train.max_steps=4"], FAULTS=TRIAL, **env)
-    assert code == 0 and "recomputation: selective, of auto" in out, out
+    assert code == 0 and "recomputation: selective (train.recompute = auto)" in out, out
     code, out = attempt(run, data_dir, [], FAULTS=f"{TRIAL} nth=0", **env)
-    assert code == 0 and "recomputation: selective, of auto" in out, out
+    assert code == 0 and "recomputation: selective (train.recompute = auto)" in out, out
     train(tmp_path / "plain", "--schedule.name=constant")
     assert losses(run) == losses(tmp_path / "plain")
 
@@ -179,4 +179,4 @@ def test_a_rank_out_of_memory_ends_the_attempt_for_a_better_one(
     assert code == 1 and "the next start takes more recomputation" in out, out
     assert not (run / "status.json").exists(), "the run has not failed, and is started again"
     code, out = attempt(run, data_dir, [], 2, FAULTS="", **env)
-    assert code == 0 and "recomputation: selective, of auto" in out, out
+    assert code == 0 and "recomputation: selective (train.recompute = auto)" in out, out

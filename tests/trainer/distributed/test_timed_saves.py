@@ -78,7 +78,7 @@ def test_saves_by_the_clock_are_of_one_step_and_cost_what_is_recorded(
         (
             ("--checkpoint.interval=auto", "--train.global_batch=1024", *NODES),
             0,
-            "1,024 ranks are taken to fail once in 49 h",
+            "1,024 ranks are assumed to fail once in 49 h",
         ),
         (  # 10 TB
             ("--model.n_layers=4096", "--model.dim=8192", "--nodes=1", "--gpus-per-node=4"),

@@ -294,7 +294,7 @@ def test_checkpoints_of_another_run_are_refused(train: Train, tmp_path: Path) ->
     shared = f"--checkpoint.dir={tmp_path / 'shared'}"
     train(tmp_path / "first", shared)
     refused = train(tmp_path / "second", shared, code=2)
-    assert "is of another run" in refused.stderr and "--checkpoint.dir" in refused.stderr
+    assert "belongs to another run" in refused.stderr and "--checkpoint.dir" in refused.stderr
     mine = (tmp_path / "first/id").read_text()
     assert not (tmp_path / "second").exists()
     (tmp_path / "second").mkdir()

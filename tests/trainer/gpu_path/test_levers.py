@@ -101,13 +101,13 @@ def test_what_this_torch_or_device_lacks(
 
 
 REFUSED = {
-    "attention=fa3 deterministic": "with train.deterministic: the order of its sums is its own;",
+    "attention=fa3 deterministic": "with train.deterministic: its backward pass sums in its own",
     "attention=fa3 dtype=fp32": "with train.dtype = fp32: it takes bf16; leave it at auto",
     "attention=fa3 device=cpu": "with distributed.device = cpu: it is for GPUs; leave it at auto",
     "overlap=['tp'] tp=2": "overlap: tp needs the compiler, which cuts the products; give --t",
     "overlap=['tp'] compile": "overlap: tp needs distributed.tp over 1, whose messages it hides; g",
     "overlap=['tp'] tp=2 compile device=cpu": "tp needs a GPU, and distributed.device is cpu; give",
-    "overlap=['reduce','reduce']": "distributed.overlap: reduce is there twice; write it once",
+    "overlap=['reduce','reduce']": "distributed.overlap: reduce is given twice; write it once",
     "overlap=['symm_mem'] device=cpu": "symm_mem needs a GPU, and distributed.device is cpu",
     "overlap=['tp','symm_mem'] tp=2 compile": "symm_mem needs all of symmetric memory, w",
     "overlap=['symm_mem'] reshard_island=2": "symm_mem needs gathers by the same ranks; lea",
@@ -134,14 +134,14 @@ def test_what_cannot_work_is_refused_before_a_gpu_is_used(words: str) -> None:
 def test_messages_that_a_replay_looks_at(name: str) -> None:
     """It takes the place of FSDP's reduction from symmetric memory."""
     words = ["--distributed.overlap=['symm_mem']", f"--resilience.{name}=10"]
-    with pytest.raises(ConfigError, match=f"symm_mem needs resilience.{name} unset: that looks"):
+    with pytest.raises(ConfigError, match=f"symm_mem needs resilience.{name} unset, as it"):
         load_config([], [*WORDS, *words])
 
 
 def test_messages_of_one_rank_alone_are_refused() -> None:
     cfg = load_config([], [*WORDS, "--distributed.overlap=['symm_mem']"])
     (problem,) = check_world(cfg, 1, 1)
-    assert problem.startswith("distributed.overlap: symm_mem needs more ranks than one")
+    assert problem.startswith("distributed.overlap: symm_mem needs more than one rank")
     assert not check_world(cfg, 2, 2)
 
 

@@ -239,7 +239,7 @@ def test_of_a_cut_pair_something_of_its_answers_is_left(tmp_path: Path) -> None:
     assert "of which 3 are dropped: no answer was left" in data.describe()
     kept = open_data(tmp_path, 180).identity()  # a resumed run packs the same rows
     assert kept != data.identity() and data.identity()["without_answer"] == 3
-    with pytest.raises(ConfigError, match="longer than that, their prompts alone"):
+    with pytest.raises(ConfigError, match="longer than that, even their prompts alone"):
         open_data(tmp_path, 20, "cut")
 
 

@@ -83,7 +83,7 @@ def test_what_is_past_stays_and_what_comes_may_change() -> None:
     [
         (facts(WEB, CODE), "data.phases[0] has begun; it is missing"),
         (facts(WEB, CODE, phases=[phase(4, 1, 3)]), "start_step = 4 here, start_step = 3 there"),
-        (facts(WEB, CODE, phases=[phase(3, 1, 2)]), "0.25 web : 0.75 code there; what is past"),
+        (facts(WEB, CODE, phases=[phase(3, 1, 2)]), "0.25 web : 0.75 code there; past samples"),
         (facts(WEB, source("code", weight=2.0), phases=[phase(3, 1, 3)]), "append a [[data.phases"),
     ],
 )

@@ -296,7 +296,7 @@ TRAIN_WEIGHTS = replace(PLAIN, weights="bf16", dtype="bf16")
             RunConfig(
                 train=replace(PLAIN, fp8="rowwise"), distributed=DistributedConfig(device="cpu")
             ),
-            "not on distributed.device = cpu",
+            "not supported on distributed.device = cpu",
         ),
     ],
 )

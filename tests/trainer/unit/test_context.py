@@ -249,7 +249,7 @@ REFUSED = {
     "a ramp's shortest": ("--train.seq_len_ramp=[4,9] --distributed.cp=4", "at first = 4"),
     "ulysses' parts": (f"--train.seq_len=30 {ULYSSES} --distributed.cp=4", "into 4 parts"),
     "heads": (f"--train.seq_len=30 {ULYSSES} --distributed.cp=3", "must divide the 4 query heads"),
-    "documents": ("--distributed.cp=2 --data.document_mask", "no mask of documents"),
+    "documents": ("--distributed.cp=2 --data.document_mask", "does not support document masks"),
     "window": ("--distributed.cp=2 --model.sliding_window=8", "no windows"),
     "capped scores": ("--distributed.cp=2 --model.attention_softcap=50", "does not cap scores"),
     "another kernel": ("--distributed.cp=2 --train.attention=math", "kernel is flash"),
@@ -263,7 +263,7 @@ REFUSED = {
     ),
     "one graph": (
         "--distributed.cp=2 --train.compile --train.compile_scope=model",
-        "no whole graph",
+        "breaks the whole graph",
     ),
     "preferences": ("--distributed.cp=2 --preference.loss=reward", "preference.loss = reward"),
 }

@@ -135,12 +135,12 @@ def test_bad_mixtures_are_refused_before_any_work(words: list[str], tmp_path: Pa
         "--data.sources=[{path = 'a', weight = 1}, {path = 'b'}]": "write all or none",
         "--data.sources=[{path = 'a', weight = 0}]": "all weights are 0",
         "--data.sources=[{path = 'no/1'}, {path = 'no/2'}]": "no/2: no such directory",
-        "--data.dataset_path=a": "not together with data.sources",
+        "--data.dataset_path=a": "cannot be combined with data.sources",
         "--data.phases=[{start_step = 3, weights = [1]}]": "1 weights for 2 sources",
         "--data.phases=[{start_step = 3, weights = [0, 0]}]": "weights: all are 0",
         "--data.phases=[{lr_scale = 3}]": "either start_step or start_token",
         "--data.phases=[{start_step = 3}, {start_token = 200}]": "must be in the order",
-        "--train.max_steps=6": "48 samples are asked for, but with max_epochs the sources (web",
+        "--train.max_steps=6": "48 samples are requested, but with max_epochs the sources (web",
     }
     for word, said in cases.items():
         with pytest.raises(ConfigError) as caught:

@@ -108,7 +108,7 @@ def test_bad_megatron_files_are_named(tmp_path: Path) -> None:
     assert "23 tokens in split train" in refused(prefix, seq_len=30, vocab=400)
     index = (tmp_path / "corpus.idx").read_bytes()
     for content, said in (
-        (index[:-1], "cut off"), (index[:20], "not an index"), (b"x" * 99, "not an index"),
+        (index[:-1], "cut off"), (index[:20], "a Megatron index"), (b"x" * 99, "a Megatron index"),
         (index[:17] + b"\x06" + index[18:], "dtype code 6"), (index[:17] + b"\x04" + index[18:],
         "46 bytes, the .idx beside it has 23 tokens of int32"),
     ):  # fmt: skip
@@ -181,9 +181,9 @@ def test_text_is_streamed_in_its_order(tmp_path: Path, tokenizer: Path, kind: st
     encoded = [ids.tolist() for ids in FileTokenizer(tokenizer).encode_documents(TEXTS)]
     check_samples(source, encoded, 16)
     assert Mixture.alone(source, 5).draw(7, 3)[1].tolist() == [7, 8, 9]
-    assert "tokenizer.json to encode it" in refused(path, vocab=400)
+    assert "name its tokenizer.json with" in refused(path, vocab=400)
     assert "--model.vocab_size=" in refused(path, **{**given, "vocab": 60})
-    assert "(has: text); name it by `column`" in refused(path, **given, column="content")
+    assert "(has: text); name it with `column`" in refused(path, **given, column="content")
 
 
 def test_a_stream_whose_rows_are_all_empty_is_refused(tmp_path: Path, tokenizer: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_stream_whose_rows_are_all_empty_is_refused(tmp_path: Path, tokenizer:
     pytest.importorskip("datasets")
     (tmp_path / "x.jsonl").write_text('{"text": ""}\n' * 10)
     source = opened(tmp_path / "x.jsonl", vocab=400, tokenizer=str(tokenizer), seq_len=16)
-    with pytest.raises(DataError, match="no row has anything in column 'text'"):
+    with pytest.raises(DataError, match="column 'text' is empty in all rows"):
         source.read(np.arange(1))
 
 

@@ -72,7 +72,7 @@ def test_data_parallelism_takes_the_ranks_that_the_other_axes_leave(
         ({"tp": 16}, "(1 x 1 x 16 = 16); choose sizes whose product is 8"),
         ({"pp": 2, "dp_shard": 8}, "(2 x 1 x 8 = 16)"),
         ({"ep": 3}, "distributed.ep = 3: must divide dp_shard 8 x cp 1 = 8"),
-        ({"tp": 3, "nodes_per_fsdp_group": 1}, "= 4 ranks do not divide by cp 1 x tp 3 = 3"),
+        ({"tp": 3, "nodes_per_fsdp_group": 1}, "= 4 ranks are not divisible by cp 1 x tp 3 = 3"),
     ],
 )  # fmt: skip
 def test_axes_that_do_not_fit_are_shown_with_the_arithmetic(

@@ -341,4 +341,4 @@ def test_options_without_effect_and_combinations_that_are_not_built_are_refused(
     ]
     assert "model.router_z_loss = 0.1: is not built for preference.loss = dpo" in problem
     cut = combination_problems(replace(run, distributed=replace(run.distributed, cp=2)))
-    assert any(each.startswith("model.aux_loss = 0.1: is that of whole") for each in cut)
+    assert any(each.startswith("model.aux_loss = 0.1: is computed over whole") for each in cut)

@@ -463,5 +463,5 @@ def test_the_first_group_that_matches_sets_rate_and_decay() -> None:
     assert found["blocks.1.ffn.w1.weight"] == (2.0, 0.1)
     assert found["blocks.1.ffn_norm.weight"] == found["norm.weight"] == (2.0, 0.0)
     unused = (*groups, GroupConfig(("blocks.0.attention.*",)))
-    with pytest.raises(ConfigError, match=r"groups\[3\].*no trained parameter is the first"):
+    with pytest.raises(ConfigError, match=r"groups\[3\].*no trained parameter matches this"):
         build_optimizer(model, OptimizerConfig(groups=unused))

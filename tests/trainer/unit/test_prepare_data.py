@@ -191,7 +191,7 @@ def test_compressed_files_are_what_is_in_them(tmp_path: Path) -> None:
     (packed / "photos.tar.gz").write_bytes(gzip.compress(b"x"))
     (packed / "old.jsonl.gz").write_bytes(gzip.compress(rows.encode())[:-20])
     said = refused(packed, "--out", packed / "other")
-    assert "photos.tar.gz: an archive, or" in said and "or name the inputs without it" in said
+    assert "photos.tar.gz: an archive, or" in said and "or leave it out of the inputs" in said
     (packed / "photos.tar.gz").unlink()
     assert "old.jsonl.gz: cannot be unpacked" in refused(packed, "--out", packed / "other")
 
@@ -270,7 +270,7 @@ def test_zstd_without_a_package_that_reads_it(
 ) -> None:
     (tmp_path / "a.jsonl.zst").write_bytes(b"x")
     monkeypatch.setattr(compressed, "_zstd", lambda: None)
-    with pytest.raises(ConfigError, match=r"reads no zstd; install zstandard with .*\[data\]"):
+    with pytest.raises(ConfigError, match=r"cannot read zstd; install zstandard with .*\[data\]"):
         sources.find_source_files([str(tmp_path)], tmp_path / "out")
 
 
@@ -383,7 +383,7 @@ def test_the_directory_of_a_model_is_a_tokenizer_too(tmp_path: Path, bpe: Path) 
     )
     where = {"cwd": str(tmp_path), "check": False, "capture_output": True, "text": True}
     said = subprocess.run([*COMMAND, *words.split()], **where)  # type: ignore[call-overload]
-    assert said.returncode == 2 and "name the one that ends a document by --eod" in said.stderr
+    assert said.returncode == 2 and "name the one that ends a document with --eod" in said.stderr
     config = {"eos_token": {"content": "<|fin|>", "special": True}}
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     said = subprocess.run([*COMMAND, *words.split()], **where)  # type: ignore[call-overload]
@@ -662,7 +662,7 @@ def test_bad_command_lines(tmp_path: Path) -> None:
         ("type.jsonl", b'{"text": 5}', "type.jsonl:1: 'text' is int, not a string"),
         ("bytes.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "bytes.jsonl:2: not JSON"),
         ("no.parquet", b"PAR1 no", "no.parquet: not a Parquet file"),
-        ("a.zip", b"PK", "a.zip: an archive, or a compression that is not read; unpack it first"),
+        ("a.zip", b"PK", "a.zip: an archive, or an unsupported compression; unpack it first"),
         ("a.tar.gz", b"\x1f\x8b", "a.tar.gz: an archive, or"),
         ("a.parquet.gz", b"\x1f\x8b", "unpack it first"),
         ("a.txt.gz", b"\x1f\x8b", "a.txt.gz: cannot be unpacked (Compressed file ended before"),
@@ -716,7 +716,7 @@ def test_bad_lines_with_any_character_are_listed_one_a_line(tmp_path: Path) -> N
     lines = ['{"text": "good"}', r'{"\ud800\n": 1}', r'{"\u2028": 1}']
     (folder / "a\udcff\n.jsonl").write_text("\n".join(lines))
     words = [folder, "--out", tmp_path / "out", "--workers", "1"]
-    assert "choose by --text-key" in refused(*words)
+    assert "choose one with --text-key" in refused(*words)
     done(*words, "--skip-bad-lines")
     found = (tmp_path / "out/bad_lines.txt").read_text().splitlines()
     assert [line.split(":")[1] for line in found] == ["2", "3"]
@@ -739,7 +739,7 @@ def test_a_unit_that_is_damaged_at_any_byte_is_as_it_was_or_missing(tmp_path: Pa
 def test_a_wrong_key_stops_at_the_first_thousand_lines(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n' * 1200)
     said = refused(tmp_path / "a.jsonl", "--out", tmp_path / "out", "--workers", "1")
-    assert "a.jsonl:1: no key 'text' (has: body); choose by --text-key" in said
+    assert "a.jsonl:1: no key 'text' (has: body); choose one with --text-key" in said
     assert "1195 more such lines, all named in" in said and "stopped looking there" in said
 
 
@@ -764,7 +764,7 @@ def test_parquet_without_the_column_or_with_another_type(tmp_path: Path) -> None
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({"body": ["a"], "n": [1]}), tmp_path / "a.parquet")
     given = [tmp_path / "a.parquet", "--out", tmp_path / "out"]
-    assert "no column 'text' (has: body, n); choose by --text-key" in refused(*given)
+    assert "no column 'text' (has: body, n); choose one with --text-key" in refused(*given)
     assert "column 'n' is int64, not string" in refused(*given, "--text-key", "n")
 
 
@@ -828,7 +828,7 @@ def test_what_cannot_be_read_of_a_corpus_is_an_error(tmp_path: Path) -> None:
         assert ran.returncode == 2 and f"{len(expected)} problems" in ran.stderr, ran
         for name in expected:
             assert re.search(
-                rf"  - {corpus}/{name}: .*; (correct or remove|give yourself)", ran.stderr
+                rf"  - {corpus}/{name}: .*; (correct or remove|make it)", ran.stderr
             ), ran
         for name in ("gone", "linked"):
             (corpus / name).unlink(missing_ok=True)
@@ -853,7 +853,7 @@ def test_a_folder_that_cannot_be_read_is_an_error(
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    wrong = f"{tmp_path}/in/locked: Permission denied; give yourself the right to read it"
+    wrong = f"{tmp_path}/in/locked: Permission denied; make it readable"
     with pytest.raises(ConfigError, match=wrong):
         sources.find_source_files([str(tmp_path / "in")], tmp_path / "out")
     for pattern in ("in/**/*.jsonl", "in/*/*.jsonl", "in/l*/x.jsonl"):

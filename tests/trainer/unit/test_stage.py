@@ -68,7 +68,7 @@ def test_a_disk_that_gives_back_other_bytes_is_not_used(
             file.write(b"?")
 
     monkeypatch.setattr("kempner.data.prepare.stage.fsync", spoil)
-    with pytest.raises(OSError, match="is not what was written"):
+    with pytest.raises(OSError, match="differs from what was written"):
         stage_data(data_dir, tmp_path / "kempner-1")
     assert os.listdir(tmp_path / "kempner-1") == [".kempner"]
 

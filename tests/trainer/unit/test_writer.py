@@ -442,7 +442,7 @@ def of_two(rank: int, root: Path) -> None:
     if rank == 1:
         checkpoints.write_file = lambda *_: os._exit(0)
     leave = Verdict(save=True, state="interrupted")
-    with pytest.raises(PeersLost, match="the ranks have lost each other"):
+    with pytest.raises(PeersLost, match="the ranks have lost contact"):
         final_verdict(leave, Progress(step=2), saver, lambda: None)
     assert history.latest_checkpoint(root / "checkpoints") == root / "checkpoints" / name_of_step(1)
     with pytest.raises(PeersLost):  # gloo has closed the connections: this would be so for ever
@@ -466,7 +466,7 @@ def of_two_hosts(rank: int, root: Path) -> None:
 
         saver.ranks.on_first = moved  # type: ignore[method-assign]
     error = FileNotFoundError if rank else PeerFailed
-    with pytest.raises(error, match="is not seen from this host"):
+    with pytest.raises(error, match="is not visible from this host"):
         saver.load()
     dist.barrier()
     assert sorted(path.name for path in (root / "checkpoints").glob("s*")) == [name_of_step(1)], log

@@ -140,7 +140,7 @@ class DataFile:
             raise self._damage(f"{size} bytes are too few for a data file")
         magic, at, length, crc = FOOTER.unpack(tail[-FOOTER.size :])
         if magic != FILE_MAGIC or at + length + FOOTER.size > size:
-            raise self._damage(f"of its {size} bytes the last are not those of a data file")
+            raise self._damage(f"its {size} bytes do not end as a data file does")
         first = at - (size - len(tail))
         # Usually the tail contains the whole index.
         text = tail[first : first + length] if first >= 0 else os.pread(self._fd, length, at)
@@ -190,7 +190,7 @@ class DataFile:
             [*spec.shape],
             str(spec.dtype),
         ):
-            raise self._damage(f"{want.name} is not in it as {TENSORS} says")
+            raise self._damage(f"it does not hold {want.name} as {TENSORS} says")
         rows, *inner = _overlap(want, entry)
         part = want.target
         for dim, (here, (start, _)) in enumerate(zip(entry["start"], want.box, strict=True)):

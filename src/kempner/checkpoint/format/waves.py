@@ -43,7 +43,7 @@ class WavedImage(Image):
         self._pinned = self._memory if pinned else None
         warn(
             f"WARNING: the checkpoint of this rank, {self._size / 1e9:.1f} GB, does not fit into "
-            f"the memory that this host has left for it: it is saved in {self.waves} waves of "
+            f"the memory left for it on this host: it is saved in {self.waves} waves of "
             f"{self._window / 1e9:.2f} GB, and the steps wait for the whole save"
         )
 
@@ -92,5 +92,5 @@ def warning_of_waves(waves: int) -> str:
     """Return rank 0's warning; its own file may fit."""
     return (
         "WARNING: on some ranks the memory is too small for the checkpoint, which is saved in up "
-        f"to {waves} waves: the steps wait for the whole save; the logs of these ranks have more"
+        f"to {waves} waves: the steps wait for the whole save; see the logs of these ranks"
     )

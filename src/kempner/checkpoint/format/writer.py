@@ -134,7 +134,7 @@ class Image:
     """This rank's file in memory. The caller never stages into it while it is being written."""
 
     waves = 1
-    """Parts in which it is made; with more than one, the steps wait until all are written."""
+    """Number of parts; with more than one, the steps wait until all are written."""
 
     def __init__(
         self, plan: FilePlan, device: torch.device | None, warn: Callable[[str], None]

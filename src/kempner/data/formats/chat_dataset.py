@@ -114,9 +114,9 @@ class ChatDataset:
         if not len(result):
             more = ", and all are longer than that" if result.longer else ""
             if more and result.without_answer:
-                more += ", their prompts alone"
+                more += ", even their prompts alone"
             problems.append(
-                f"{path}: no conversation for rows of {shape.seq_len} tokens in split {split}: it "
+                f"{path}: no conversation fits rows of {shape.seq_len} tokens in split {split}: it "
                 f"has {len(result._where)}{more}; prepare more data"
                 + (", or a larger --val-fraction" if split == "val" else "")
                 + (", or give a longer --train.seq_len or --data.too_long=cut" if more else "")

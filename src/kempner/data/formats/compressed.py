@@ -37,16 +37,16 @@ def compression_problem(path: Path) -> str:
     """Return why a compressed file cannot be read, with the fix; "" if it can."""
     inner = Path(path.stem).suffix.lower()
     if path.suffix.lower() in ARCHIVES or inner == ".tar":
-        return "an archive, or a compression that is not read; unpack it first"
+        return "an archive, or an unsupported compression; unpack it first"
     if inner == ".parquet":
         return "Parquet that was compressed as a file; unpack it first"
     if path.suffix.lower() == ".zst" and _zstd() is None:
         return (
-            f"Python {sys.version_info.major}.{sys.version_info.minor} reads no zstd; install "
+            f"Python {sys.version_info.major}.{sys.version_info.minor} cannot read zstd; install "
             f"{ZSTD} with `.venv/bin/pip install -c constraints.txt -e '.[data]'`"
         )
     if path.stat().st_size == 0:
-        return "has 0 bytes, as a download that failed; get it again"
+        return "has 0 bytes, as after a failed download; get it again"
     return ""
 
 
@@ -90,7 +90,7 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
     except broken as error:
         why = str(error).removeprefix("zstd decompressor error: ")
         raise DataError(
-            f"{path}: cannot be unpacked ({why}); get it again, or name the inputs without it"
+            f"{path}: cannot be unpacked ({why}); get it again, or leave it out of the inputs"
         ) from None
 
 
@@ -108,7 +108,7 @@ def _open(path: str) -> Any:
         new = lzma.LZMADecompressor
     else:
         zstd = _zstd()
-        assert zstd is not None, "compression_problem() was not asked"
+        assert zstd is not None, "compression_problem() was not called"
         if zstd.__name__ == ZSTD:
             one = zstd.ZstdDecompressor(max_window_size=1 << WINDOW_LOG)
             new, limit = one.decompressobj, ()

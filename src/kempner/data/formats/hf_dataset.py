@@ -47,7 +47,7 @@ def open_hugging_face(
     file = bookmarks / f"{cfg.label}.jsonl"
     if not folder.is_dir():
         if split != "train":
-            raise DataError(f"{cfg.path}: files that are streamed have no validation split")
+            raise DataError(f"{cfg.path}: streamed files have no validation split")
         if "://" not in cfg.path:
             check_readable(cfg.path)
         return StreamedDocuments(cfg, shape, functools.partial(_files, cfg), file, check)
@@ -119,7 +119,7 @@ class MappedTokens(TokenStream):
         key = str(data._fingerprint)
         result = cls(cfg.label, chunks, shape, cfg.path, key)
         if any(values.null_count for values in result._values):
-            raise DataError(f"{cfg.path}: column {name} has token ids that are null")
+            raise DataError(f"{cfg.path}: column {name} has null token ids")
         parts = (result.part(i) for i in range(len(chunks))) if check else ()
         largest = max((int(part.max()) for part in parts if len(part)), default=0)
         tokens = int(result._starts[-1])

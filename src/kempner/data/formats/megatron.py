@@ -125,7 +125,7 @@ def _read_index(path: Path) -> tuple[NDArray[np.int32], Int64, Int64, str]:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; name the files without .bin and .idx") from None
     except (struct.error, ValueError) as error:
-        raise DataError(f"{path}: not an index of Megatron's ({error})") from None
+        raise DataError(f"{path}: not a Megatron index ({error})") from None
     if (len(lengths), len(pointers), len(starts)) != (sequences, sequences, documents):
         raise DataError(f"{path}: cut off; copy it again")
     if len(starts) and not (starts[0] == 0 and starts[-1] == sequences):

@@ -87,8 +87,8 @@ class TokenStream:
         part, offset = self._place(places[row] + column)
         raise DataError(
             f"{self.part_name(int(part))}: token {rows[row, column]} at offset {offset}, but "
-            f"model.vocab_size is {self.vocab_size}; the tokens are not those that were prepared "
-            "for this model, prepare the data again"
+            f"model.vocab_size is {self.vocab_size}; these tokens were not prepared for this "
+            "model; prepare the data again"
         )
 
 

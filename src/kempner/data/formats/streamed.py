@@ -57,7 +57,7 @@ class StreamedDocuments:
         if value and not (isinstance(value, str) or _are_ids(value)):
             raise DataError(
                 f"{cfg.path}: column {self._column} holds neither text nor lists of token ids; "
-                "name the one that does by `column` in data.sources"
+                "name the one that does with `column` in data.sources"
             )
         self._found_none = False  # since the last end of the rows
         self._sought = False  # whether the bookmarks were read
@@ -70,8 +70,8 @@ class StreamedDocuments:
     def _open_tokenizer(self, cfg: SourceConfig) -> FileTokenizer:
         if not cfg.tokenizer:
             raise DataError(
-                f"{cfg.path}: column {self._column} is text; name the tokenizer.json to encode it "
-                "with by `tokenizer` in data.sources, or prepare the data with prepare_data.py"
+                f"{cfg.path}: column {self._column} is text; name its tokenizer.json with "
+                "`tokenizer` in data.sources, or prepare the data with prepare_data.py"
             )
         tokenizer = FileTokenizer(Path(cfg.tokenizer).expanduser())
         if tokenizer.vocab_size > self._vocab_size:
@@ -143,7 +143,7 @@ class StreamedDocuments:
         rows = list(itertools.islice(self._rows, READ_AHEAD))
         if not rows:
             if self._found_none:
-                raise DataError(f"{self._path}: no row has anything in column {self._column!r}")
+                raise DataError(f"{self._path}: column {self._column!r} is empty in all rows")
             # Not at the first end: reading may have begun in the middle.
             self._found_none = True
             self._data = self._make()
@@ -205,6 +205,6 @@ def pick_column(cfg: SourceConfig, names: list[str]) -> str:
         if name in names:
             return name
     raise DataError(
-        f"{cfg.path}: has no column {' or '.join(columns)} (has: {', '.join(names)}); name it by "
+        f"{cfg.path}: has no column {' or '.join(columns)} (has: {', '.join(names)}); name it with "
         "`column` in data.sources"
     )

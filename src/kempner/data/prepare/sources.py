@@ -33,7 +33,7 @@ FILE_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}  # t
 KINDS_COMPRESSED = {**FILE_KINDS, ".json": "jsonl"}  # so C4 and Dolma name them
 BOM = b"\xef\xbb\xbf"  # the byte order mark
 SHOWN_PROBLEMS = 10  # problems listed in an error
-CORPUS_FIX = "give yourself the right to read it, or name the inputs without it"
+CORPUS_FIX = "make it readable, or leave it out of the inputs"
 NO_STDLIB_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test")
 
 
@@ -97,7 +97,7 @@ def find_source_files(
                 if why := compressed.kind_of_compression(path) and compressed.compression_problem(
                     path
                 ):
-                    problems.append(f"{path}: {why}, or name the inputs without it")
+                    problems.append(f"{path}: {why}, or leave it out of the inputs")
                 # By the real path: the target of two links would be in the data twice.
                 files.setdefault(os.path.realpath(path), _source(path, name, named=False))
         elif not top.exists():
@@ -108,7 +108,7 @@ def find_source_files(
             problems.append(f"{path_name}: {why}")
         elif _is_json_array(top):
             old, new = shlex.quote(path_name), shlex.quote(str(top.with_suffix(".jsonl")))
-            fix = f"give a file with one object a line: jq -c '.[]' {old} >{new}"
+            fix = f"give a file with one object per line: jq -c '.[]' {old} >{new}"
             problems.append(f"{path_name}: is a JSON array; {fix}")
         else:
             # Also replaces the same file found in a directory: a named one must be text.
@@ -422,7 +422,7 @@ def _text(line: bytes, text_key: str) -> str:
     """Return the document in a line of JSON. Raises ValueError with the reason if there is none."""
     row = _row(line)
     if text_key not in row:
-        raise ValueError(f"no key {text_key!r} (has: {', '.join(row)}); choose by --text-key")
+        raise ValueError(f"no key {text_key!r} (has: {', '.join(row)}); choose one with --text-key")
     text = row[text_key]
     if not isinstance(text, str | None):
         raise ValueError(f"{text_key!r} is {type(text).__name__}, not a string")
@@ -443,7 +443,7 @@ def _parquet_documents(piece: SourcePiece, text_key: str) -> Iterator[str]:
     if text_key not in names:
         raise DataError(
             f"{piece.source.path}: no column {text_key!r} (has: {', '.join(names)}); "
-            "choose by --text-key"
+            "choose one with --text-key"
         )
     kind = str(file.schema_arrow.field(text_key).type)
     if kind not in ("string", "large_string", "string_view"):

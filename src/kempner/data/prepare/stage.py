@@ -126,7 +126,7 @@ def _copy(source: Path, target: Path) -> None:
         while data := reader.read(COPY_CHUNK_BYTES):
             again.update(data)
     if again.digest() != digest.digest():
-        raise WrongCopy(f"{target} is not what was written")
+        raise WrongCopy(f"{target} differs from what was written")
 
 
 def remove_old(disk: Path, jobs: set[str]) -> None:

@@ -172,11 +172,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     kind = "what a row is: text (default), chat or preference (see docs/guide/fine-tune.md)"
     add("--kind", choices=("text", *GROUP), default="text", help=kind)
-    loss_on = "of chat data: roles whose messages are in the loss, with commas (default: assistant)"
+    loss_on = "for chat data: roles in the loss, separated by commas (default: assistant)"
     add("--loss-on", metavar="ROLES", default="assistant", help=loss_on)
-    template = "of chat data: a Jinja template in place of the tokenizer's own"
+    template = "for chat data: a Jinja template in place of the tokenizer's own"
     add("--chat-template", metavar="FILE", type=Path, help=template)
-    today = "of chat data: the date for a template that asks for it (default: the day of the start)"
+    today = "for chat data: the date for a template that asks for it (default: the starting day)"
     add("--date", metavar="YYYY-MM-DD", type=date.fromisoformat, help=today)
 
 

@@ -224,7 +224,7 @@ def read_tokenizer_config(directory: Path, template_file: Path | None = None) ->
     if not config.get("chat_template"):
         raise DataError(
             f"{path}: has no chat template, nor a {TEMPLATE} beside it (a base model?); "
-            "give one by --chat-template FILE"
+            "give one with --chat-template FILE"
         )
     if isinstance(config["chat_template"], dict | list) and "default" not in {
         each.get("name") for each in config["chat_template"]

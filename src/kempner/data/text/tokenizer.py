@@ -128,7 +128,7 @@ class FileTokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have gaps
         self.eod = _find_eod(path, self._tokenizer, vocabulary, eod)
         if isinstance(bos, str) and bos not in vocabulary:
-            raise DataError(f"tokenizer {path}: has no token {bos}; give another one as --bos")
+            raise DataError(f"tokenizer {path}: has no token {bos}; give another one with --bos")
         self.bos = vocabulary[bos] if isinstance(bos, str) else bos
         self._begin = array("I", () if self.bos is None else (self.bos,))
         self._about = {
@@ -305,7 +305,7 @@ def _find_eod(path: Path, tokenizer: Any, vocabulary: dict[str, int], eod: str |
             return candidates[name]
     raise DataError(
         f"tokenizer {path}: has no {'special ' if eod is None else ''}token {' or '.join(names)}; "
-        "name the one that ends a document by --eod TOKEN"
+        "name the one that ends a document with --eod TOKEN"
     )
 
 

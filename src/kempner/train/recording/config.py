@@ -19,7 +19,7 @@ class MetricsConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    steps: int = option(3, "steps that a PROFILE file asks for", minimum=1)
+    steps: int = option(3, "number of steps that a PROFILE file requests", minimum=1)
     ranks: tuple[int, ...] = option((0,), "ranks that write a trace of them", minimum=0)
     layers_interval: int = option(
         0,

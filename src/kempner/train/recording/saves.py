@@ -80,7 +80,7 @@ class Saves:
             # Repeat the message only if waits become clearly longer.
             self._said = 1.2 * wait
             self._say(
-                f"WARNING: the save of step {step} waited {wait:.1f} s for the one before: saves "
+                f"WARNING: the save of step {step} waited {wait:.1f} s for the previous one: saves "
                 "take longer than checkpoint.interval; give a longer one, or a time, or auto"
             )
         self._begun = _Begun(step, self._clock.last["checkpoint"], wait, self._quiet)

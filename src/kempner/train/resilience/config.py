@@ -19,7 +19,7 @@ class ResilienceConfig:
     max_skipped: int = option(
         10,
         "consecutive non-finite steps (each is skipped) and spikes before the run returns to its "
-        "last checkpoint and leaves those batches out; it does so once, then it stops",
+        "last checkpoint and skips those batches; it does so once, then it stops",
         minimum=1,
     )
     spike_sigma: float | None = option(
@@ -29,7 +29,7 @@ class ResilienceConfig:
         minimum=3.0,
     )
     spike_window: int = option(
-        128, "steps that a spike is compared with; no spike is found before that many", minimum=8
+        128, "steps that a spike is compared with; none is detected before that many", minimum=8
     )
     replay_every: int | None = option(
         None,

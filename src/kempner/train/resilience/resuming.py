@@ -39,7 +39,7 @@ def begin_fork(
     run.announce(
         f"a fork of {lineage[0]['from']}: the weights, "
         + ("the optimizer's state, " if keeps_state else "a fresh optimizer, ")
-        + (f"{', '.join(changed)} of its own: " if changed else "the same data: ")
+        + (f"its own {', '.join(changed)}: " if changed else "the same data: ")
         + f"from sample {progress.samples} on"
     )
     if run.world.replica:

@@ -44,12 +44,12 @@ def choose_recompute(cfg: RunConfig, run: Run, layout: Layout, device: torch.dev
     built. Raises torch.OutOfMemoryError if not even full recomputation fits."""
     limit = memory_limit(device)
     if limit is None:
-        run.announce("recomputation: none, of auto: the memory has no limit here")
+        run.announce("recomputation: none (train.recompute = auto): the memory has no limit here")
         return replace(cfg.train, recompute="none")
     found = lookup.recompute_choices(cfg, run.world, device.type == "cuda")
     choices = [RecomputeChoice(*each) for each in found]
     choice = _Trials(cfg, run, layout, device, choices, limit).choose()
-    run.announce(f"recomputation: {choice}, of auto")
+    run.announce(f"recomputation: {choice} (train.recompute = auto)")
     return replace(cfg.train, **choice.values)
 
 
@@ -134,7 +134,7 @@ class _Trials:
             # smaller is left.
             if math.isinf(peak):
                 raise torch.OutOfMemoryError(
-                    f"train.recompute = auto: a step is out of memory with {choice}, too"
+                    f"train.recompute = auto: a step is out of memory even with {choice}"
                 )
             return choice
         for other in self.choices[: self.choices.index(choice)]:

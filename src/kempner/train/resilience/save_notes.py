@@ -52,7 +52,7 @@ def print_notes(cfg: RunConfig, ranks: int, replicas: int, per_node: int) -> Non
         gib = 2.0**30
         print(
             f"warning: the saves of {per_node} rank{'s' * (per_node > 1)} hold "
-            f"{needed / gib:,.0f} GiB of a node's memory, and a node as this "
+            f"{needed / gib:,.0f} GiB of a node's memory, and a node like this "
             f"one has {there / gib:,.0f} GiB for them: each save goes in waves, and the steps "
             "wait for all of it; use more nodes, or larger ones",
             file=sys.stderr,
