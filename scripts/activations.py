@@ -59,20 +59,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("model", metavar="RUN", help="RUN[@STEP], a checkpoint, or a Hugging Face directory")
     add("data", metavar="DATA", help="directory of token shards, made by prepare_data.py")
-    add(
-        "--layers", required=True, help="blocks, from 0, or from the end as -1, with commas; or all"
-    )
+    add("--layers", required=True, help="block numbers, such as 0,1 or -1 (the last one), or all")
     add("--out", required=True, type=Path, metavar="DIR", help="directory for the shards")
-    add("--steps", metavar="STEPS", help="checkpoints of the run: 0,1,2,4, or all that it has")
+    add("--steps", metavar="STEPS", help="steps of the checkpoints, such as 0,1,2,4, or all")
     parts_help = "stream after the block, and what attention and ffn add to it (default: stream)"
     add("--parts", default="stream", metavar="PARTS", help=parts_help)
-    add("--split", default="val", choices=("train", "val"), help="of the data (default: val)")
-    add("--samples", type=int, default=256, help="how many, from the first (default: 256); 0: all")
+    add("--split", default="val", choices=("train", "val"), help="split of the data (default: val)")
+    add("--samples", type=int, default=256, help="samples, from the first (default: 256); 0: all")
     add("--batch", type=int, default=8, help="samples at a time (default: 8)")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to run the model")
     options = parser.parse_args(join_layers(argv))
     if options.data.startswith(FAKE):
-        parser.error(f"{options.data}: activations are of a text; give data of prepare_data.py")
+        parser.error(f"{options.data}: activations need text; give data made by prepare_data.py")
     for name, least in (("samples", 0), ("batch", 1)):
         value = getattr(options, name)
         if value < least:
@@ -81,7 +79,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     unknown = [part for part in options.parts if part not in ACTIVATION_PARTS]
     if unknown:
         parser.error(
-            f"--parts {unknown[0]}: must be of {', '.join(ACTIVATION_PARTS)}, with commas between"
+            f"--parts {unknown[0]}: must be of {', '.join(ACTIVATION_PARTS)}, separated by commas"
         )
     return options
 
@@ -137,7 +135,7 @@ def _numbers(option: str, text: str) -> list[int]:
         return [int(word) for word in text.split(",")]
     except ValueError:
         raise ConfigError(
-            f"{option} {text}: must be whole numbers with commas between, such as 0,1, or all"
+            f"{option} {text}: must be whole numbers separated by commas, such as 0,1, or all"
         ) from None
 
 
@@ -158,7 +156,7 @@ def layers_of(text: str, count: int) -> list[int]:
 def check_data(path: str, data: TokenDataset, loaded: Loaded) -> None:
     """Check that the data are plain text, in the tokens of the model. Raises ConfigError."""
     if data.sidecar.kind != "text":
-        raise ConfigError(f"{path}: is of the kind {data.sidecar.kind}; give data of plain text")
+        raise ConfigError(f"{path}: holds data of the kind {data.sidecar.kind}; give plain text")
     file = str(loaded.words.folder / TOKENIZER_FILE)
     theirs = {**data.sidecar.tokenizer, "file": str(Path(path).expanduser() / TOKENIZER_FILE)}
     own = {**loaded.words.tokenizer.describe(), "file": file}
@@ -205,7 +203,7 @@ def write_activation_shards(options: argparse.Namespace, name: str) -> None:
     print(f"{loaded.about}: {record.samples} samples, {len(record.shards)} shards", flush=True)
     place = options.out / folder
     for number, there in extract_shards(model, data, record, place, weights, options.batch):
-        print(f"{folder} shard {number} {'was there' if there else 'is durable'}", flush=True)
+        print(f"{folder} shard {number} {'already exists' if there else 'is durable'}", flush=True)
 
 
 if __name__ == "__main__":

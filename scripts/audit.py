@@ -73,16 +73,16 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argument_parser("audit.py", __doc__)
-    about = "run directory (default: that of the job whose spare this is)"
+    about = "run directory (default: that of the job to which this spare node belongs)"
     parser.add_argument("run", metavar="RUN", nargs="?", type=Path, help=about)
     options = parser.parse_args(argv)
     options.by_hand = options.run is not None
     run_dir = options.run or os.environ.get("KEMPNER_RUN_DIR")
     if not run_dir:
-        parser.error("outside of a job name a run, such as runs/7b")
+        parser.error("outside a job, name a run, such as runs/7b")
     options.run = Path(run_dir)
     if options.by_hand and not (options.run / "config.toml").is_file():
-        parser.error(f"{options.run}: is not a run that has begun: it has no config.toml")
+        parser.error(f"{options.run}: is not a run that has started: it has no config.toml")
     return options
 
 
@@ -133,11 +133,11 @@ class Audit:
             return bool(self._left)
         if record is None:
             self._say(
-                f"{there} is not there yet: a job with spares (KEMPNER_SPARES) writes it after "
+                f"{there} does not exist yet: a job with spares (KEMPNER_SPARES) writes it after "
                 "the first step that follows a checkpoint"
             )
         elif record["config"] != config_hash(cfg):
-            self._say(f"{there} is of another configuration than {file}: nothing is compared")
+            self._say(f"{there} belongs to another configuration than {file}: nothing is compared")
         else:
             self._open(cfg, record)
         return bool(self._left)
@@ -160,13 +160,13 @@ class Audit:
                 self._manifest = read_manifest(path)
                 self._auditor.load(path)
         except (Damaged, OSError) as error:
-            self._say(f"the checkpoint of step {record['checkpoint']} is not read: {error}")
+            self._say(f"cannot read the checkpoint of step {record['checkpoint']}: {error}")
             return
         for rank, computed in enumerate(record["computed"]):
             if computed["device"] == self._auditor.kind:
                 self._left.append(rank)
             else:
-                other = f"rank {rank} has another device: {computed['device']}"
+                other = f"rank {rank} has another kind of device: {computed['device']}"
                 self._say(f"{other}, and this one is {self._auditor.kind}", once=True)
 
     def compare_next(self) -> bool:

@@ -69,28 +69,28 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--dtype",
         choices=("auto", "fp32", "bf16", "fp16"),
         default="auto",
-        help="of the tensors; auto: of the model from which the run started, else fp32",
+        help="dtype of the tensors; auto: that of the model the run started from, else fp32",
     )
     sub.add_argument(
         "--max-shard-size",
         type=parse_size,
         default="5GB",
         metavar="SIZE",
-        help="of one file (default: 5GB)",
+        help="largest size of a file (default: 5GB)",
     )
     sub.add_argument(
         "--adapter",
         action="store_true",
-        help="of a run with [lora], the adapter alone, in peft's form; else it is merged",
+        help="for a run with [lora]: write only the adapter, in peft's format, unmerged",
     )
     sub = command(
         "check", check_conversion, "say what a source is, and whether every tensor is accounted for"
     )
-    sub.add_argument("source", metavar="SOURCE", help="directory, id of the hub, or RUN[@STEP]")
+    sub.add_argument("source", metavar="SOURCE", help="directory, hub ID, or RUN[@STEP]")
     sub = command("push", run_push, "upload a directory to the hub")
-    sub.add_argument("directory", type=Path, metavar="DIR", help="what export has written")
-    sub.add_argument("name", metavar="OWNER/NAME", help="of the model; it is created if need be")
-    sub.add_argument("--private", action="store_true", help="create it as a private one")
+    sub.add_argument("directory", type=Path, metavar="DIR", help="directory written by export")
+    sub.add_argument("name", metavar="OWNER/NAME", help="model repository, created if missing")
+    sub.add_argument("--private", action="store_true", help="make a new repository private")
     sub = command("prefetch", prefetch_model, "download what a configuration needs from the hub")
     sub.add_argument(
         "words",
@@ -98,7 +98,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="CONFIG|ID",
         help="configuration files, or what they name on the hub",
     )
-    sub.add_argument("--tokenizer-only", action="store_true", help="of a model, not the weights")
+    sub.add_argument("--tokenizer-only", action="store_true", help="not the weights of a model")
     # Only prefetch takes --section.key=value, for its configuration files.
     options, overrides = parser.parse_known_args(argv)
     if overrides and options.act is not prefetch_model:
@@ -141,7 +141,7 @@ def run_export(options: argparse.Namespace) -> None:
 
     with held_weights(options.run) as source:
         if not source.is_checkpoint:
-            raise ConfigError(f"{options.run}: is in Hugging Face's form already")
+            raise ConfigError(f"{options.run}: is already in Hugging Face's format")
         step = history.read_manifest(source.path)["step"]
         interruptible()  # what is half written is removed
         if options.adapter:
@@ -152,7 +152,7 @@ def run_export(options: argparse.Namespace) -> None:
             )
     print(f"{path}: step {step:,} of {options.run}")
     if not (path / TOKENIZER_FILE).is_file() and not options.adapter:
-        print("it has no tokenizer: the tokens are bytes, and this kit's own programs know that")
+        print("it has no tokenizer: its tokens are bytes, which only this kit's programs know")
 
 
 def check_conversion(options: argparse.Namespace) -> None:
@@ -180,7 +180,7 @@ def check_conversion(options: argparse.Namespace) -> None:
 
 def run_push(options: argparse.Namespace) -> None:
     if not options.directory.is_dir():  # OWNER/NAME may be in the hub's cache
-        raise ConfigError(f"{options.directory}: no such directory; name what export has written")
+        raise ConfigError(f"{options.directory}: no such directory; name one written by export")
     source = find_weights(str(options.directory))
     if source.is_checkpoint:
         raise ConfigError(f"{options.directory}: is a run; export it first, and push the export")

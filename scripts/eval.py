@@ -57,8 +57,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argument_parser("eval.py", __doc__)
     add = parser.add_argument
     add("model", metavar="MODEL", help="RUN[@STEP], a checkpoint, or a Hugging Face directory")
-    add("--tasks", required=True, help="tasks of lm-eval, separated by commas")
-    include = "directory with tasks of your own, as YAML files; may be given several times"
+    add("--tasks", required=True, help="lm-eval tasks, separated by commas")
+    include = "directory of your own tasks, as YAML files; may be given several times"
     add("--include-path", action="append", default=[], metavar="DIR", help=include)
     add("--num-fewshot", type=int, metavar="N", help="examples before each question")
     add("--limit", type=int, metavar="N", help="only the first N documents of each task")

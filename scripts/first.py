@@ -15,7 +15,7 @@ BIN = os.path.join(PROGRAM_ROOT, ".venv", "bin")
 def start_program():
     sys.excepthook = import_hook
     if sys.version_info < (3, 10):  # noqa: UP036
-        refuse_start(f"it is Python {sys.version.split()[0]}, and 3.10 is needed", in_environment())
+        refuse_start(f"Python {sys.version.split()[0]} is older than 3.10", in_environment())
     use_own_package()
     # Not before the check: an older Python could not even parse it.
     from kempner.jobs.system import front_door
@@ -38,10 +38,10 @@ def import_hook(kind, error, trace):
         os._exit(130)
     lacking = getattr(error, "name", None)
     if issubclass(kind, ModuleNotFoundError) and lacking in REQUIRED_PACKAGES:
-        refuse_start(f"it has no package {lacking}", in_environment())
+        refuse_start(f"it lacks the package {lacking}", in_environment())
     if issubclass(kind, ModuleNotFoundError) and lacking == "ray":
         fix = f"run: {os.path.join(BIN, 'pip')} install -c constraints.txt -e '.[ray]'"
-        refuse_start("it has no package ray", fix)
+        refuse_start("it lacks the package ray", fix)
     sys.__excepthook__(kind, error, trace)
 
 
@@ -60,7 +60,7 @@ def refuse_start(why, fix):
     """Print one line, exit code 2; for --help describe the program, exit code 0."""
     if "--help" in sys.argv[1:] or "-h" in sys.argv[1:]:
         about = sys.modules["__main__"].__doc__.strip()
-        sys.stdout.write(f"{about}\n\nAll options, which need the environment: {fix}\n")
+        sys.stdout.write(f"{about}\n\nTo list all options, which needs the environment, {fix}\n")
         sys.stdout.flush()
         os._exit(0)
     name = os.path.splitext(os.path.basename(sys.argv[0]))[0]
@@ -70,4 +70,4 @@ def refuse_start(why, fix):
 
 
 if __name__ == "__main__":
-    print("first.py is not a program: those of scripts/ import it")
+    print("first.py is not a program: the programs in scripts/ import it")

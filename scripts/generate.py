@@ -58,7 +58,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add(
         "source",
         metavar="RUN",
-        help="a run (RUN or RUN@STEP), a checkpoint, or a directory in Hugging Face's form",
+        help="a run (RUN or RUN@STEP), a checkpoint, or a directory in Hugging Face's format",
     )
     add(
         "--prompt",
@@ -67,13 +67,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="TEXT",
         help="text to continue; may be given several times (default: start a new document)",
     )
-    add("--prompts", type=Path, metavar="FILE", help="a file with one prompt a line")
+    add("--prompts", type=Path, metavar="FILE", help="a file with one prompt per line")
     add(
         "--chat",
         action="store_true",
-        help="a prompt is a message that the model answers; without one: a dialogue",
+        help="treat each prompt as a message to answer; without a prompt: a dialogue",
     )
-    add("--max-tokens", type=int, default=200, help="tokens a prompt, at most (default: 200)")
+    add("--max-tokens", type=int, default=200, help="most tokens per prompt (default: 200)")
     add(
         "--temperature",
         type=float,
@@ -93,9 +93,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         type=float,
         default=0.0,
         metavar="P",
-        help="leave out tokens with under P times the probability of the most likely one",
+        help="drop tokens less than P times as probable as the most likely one",
     )
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
+    add("--stop", action="append", default=[], metavar="TEXT", help="stop before this text")
     add("--seed", type=int, default=0, help="sampling seed (default: 0)")
     add("--batch", type=int, default=16, help="prompts at a time (default: 16)")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to run the model")
@@ -120,7 +120,7 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
         return options.prompt or [""]
     prompts = read_text(options.prompts, "--prompts").splitlines()
     if not prompts:
-        raise ConfigError(f"{options.prompts}: is empty; write one prompt a line")
+        raise ConfigError(f"{options.prompts}: is empty; write one prompt per line")
     return prompts
 
 

@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
     print_warnings(cfg)
     gpu = GPUS[name]._replace(fabric=fabric or GPUS[name].fabric)
     count = f"{nodes} node{'s' * (nodes > 1)} x {per_node}"
-    where = f"{count} {gpu.name} ({gpu.gib:.0f} GiB, {RESERVE_GIB:.0f} of it kept)"
+    where = f"{count} {gpu.name} ({gpu.gib:.0f} GiB, {RESERVE_GIB:.0f} of it reserved)"
     print(f"{cfg.model.count_parameters():,} parameters on {where}")
     if cfg.of(RlConfig).on and not cfg.of(InferenceConfig).urls:
         window = cfg.train.seq_len
@@ -91,13 +91,13 @@ def main(argv: list[str]) -> int:
         print(f"  over by {-free:.2f} GiB" if free < 0 else f"  {free:.2f} GiB are free")
     problems = check_world(cfg, nodes * per_node, per_node)
     if problems:
-        print("as configured: is refused", *problems, sep="\n  - ")
+        print("the configuration is refused", *problems, sep="\n  - ")
     else:
         print_plan(cfg, nodes * per_node, per_node, gpu, host)
     candidates = best_candidates(cfg, nodes * per_node, per_node, gpu, check_world, host=host)
     print(
-        "\nbest combinations that fit, by the estimated step; each time is the range of published\n"
-        "figures around it, and --bench measures it"
+        "\nbest combinations that fit, by estimated step time; each is a range that published\n"
+        "figures give, and --bench measures it"
     )
     rows = [["step, s", "tokens/s per GPU", "GiB", "overrides"]]
     for each in candidates:
@@ -134,7 +134,7 @@ def print_plan(cfg: RunConfig, world_size: int, per_node: int, gpu: GpuSpec, hos
     parts = sorted(needs.parts.items(), key=lambda part: -part[1])
     rows = [[f"memory of one GPU, {needs.moment}", "GiB"]]
     rows += [[f"  {name}", f"{size / GIB:.2f}"] for name, size in parts if size]
-    print(align_table([*rows, ["  in all", f"{needs.peak / GIB:.2f}"]], 2, (1,)))
+    print(align_table([*rows, ["  total", f"{needs.peak / GIB:.2f}"]], 2, (1,)))
     over = (needs.peak - gpu.usable) / GIB
     print(f"  over by {over:.2f} GiB" if over > 0 else f"  {-over:.2f} GiB are free")
     offloaded = host_offload_bytes(cfg, world_size, per_node)

@@ -123,7 +123,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--bos", metavar="TOKEN", help="put this token before each document (default: none)")
     add("--train-bpe", type=int, metavar="N", help="first train a byte-level BPE of N tokens")
     add("--text-key", default="text", help="key or column that holds the text (default: text)")
-    skip = f"leave out bad lines of JSON, named in {BAD_LINES} (default: name them and stop)"
+    skip = f"skip bad lines of JSON and list them in {BAD_LINES} (default: list them and stop)"
     add("--skip-bad-lines", action="store_true", help=skip)
     held_out = "fraction of documents held out for validation (default: 0.01)"
     add("--val-fraction", type=float, default=0.01, help=held_out)
@@ -156,7 +156,7 @@ def wrong_options(options: argparse.Namespace) -> list[str]:
         f"--train-bpe {bpe}: must be at least {BPE_MINIMUM} (the bytes and {BPE_EOD})": (
             bpe is not None and bpe < BPE_MINIMUM
         ),
-        "--eod requires --tokenizer FILE: bytes and --train-bpe have a token of their own": (
+        "--eod requires --tokenizer FILE: bytes and --train-bpe have their own token": (
             options.eod is not None and not file
         ),
         "--bos requires --tokenizer FILE and plain text: chat templates have their own": (

@@ -126,7 +126,7 @@ class RayRun:
             ready, _ = ray.wait(list(self.running), timeout=PROGRAM_POLL_S)
             if self.left("orchestrator") and orchestrator.silent() > EXCHANGE_SILENCE_S:
                 message = (
-                    f"ray_rl: the orchestrator does nothing for {EXCHANGE_SILENCE_S:.0f} s: "
+                    f"ray_rl: the orchestrator has done nothing for {EXCHANGE_SILENCE_S:.0f} s: "
                     "ending it"
                 )
                 print(message, file=sys.stderr)

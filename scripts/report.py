@@ -114,7 +114,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--out",
         type=Path,
         metavar="FILE",
-        help=f"the picture, {', '.join(FORMATS)} (default: RUN/report.png; of several, report.png)",
+        help=f"the picture, {', '.join(FORMATS)} (default: RUN/report.png; several: report.png)",
     )
     parser.add_argument(
         "--html",
@@ -127,11 +127,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--nodes",
         action="store_true",
-        help="the figures of preflight over time, kept beside the runs: name their directory",
+        help="print preflight's figures over time; RUN is the directory that holds the runs",
     )
     seconds = {"type": int, "metavar": "SECONDS"}
-    parser.add_argument("--watch", **seconds, help="rewrite the page so often, until all ended")
-    parser.add_argument("--refresh", **seconds, help="of a page that is rewritten at this interval")
+    parser.add_argument("--watch", **seconds, help="rewrite the page this often until all runs end")
+    parser.add_argument("--refresh", **seconds, help="interval at which the page reloads")
     options = parser.parse_args(argv)
     if options.nodes and (options.html is not None or options.out is not None):
         parser.error("--nodes prints a table: leave --out and --html out")
@@ -156,7 +156,7 @@ def write_html(options: argparse.Namespace) -> int:
     runs = list(dict.fromkeys(run for path in paths for run in runs_in(path)))
     if not runs:
         names = ", ".join(map(str, paths))
-        fix = "name the run.dir of a training, or what holds several"
+        fix = "name a run directory, or a directory of runs"
         raise ConfigError(f"no run in {names}; {fix}")
     page = options.html
     if page is True:
@@ -188,7 +188,7 @@ def find_runs(paths: list[Path]) -> tuple[list[History], list[str]]:
             runs.append(run)
         elif file_size(path / "metrics.jsonl") and not run.lines:
             problems.append(
-                f"{path}/metrics.jsonl: no line of it is a step with its time; is it another file?"
+                f"{path}/metrics.jsonl: no line has a step and its time; is this another file?"
             )
         elif is_run(path):
             ends = [a for a in run.attempts if a.state != "running"]
@@ -201,7 +201,7 @@ def find_runs(paths: list[Path]) -> tuple[list[History], list[str]]:
         elif runs_in(path):
             names = ", ".join(str(run) for run in runs_in(path)[:SHOWN_RUNS])
             problems.append(
-                f"{path}: holds runs; add --html for a page of all, or name them: {names}"
+                f"{path}: is a directory of runs; add --html for their page, or name one: {names}"
             )
         else:
             problems.append(

@@ -101,7 +101,7 @@ def read_token(options: argparse.Namespace) -> str:
             raise ConfigError(f"--token-file {file}: is empty")
     if len(token.split()) > 1:  # not possible in a header
         raise ConfigError(
-            f"{file or TOKEN_VARIABLE}: a token is one word, without spaces or line ends"
+            f"{file or TOKEN_VARIABLE}: a token is one word, without spaces or line breaks"
         )
     if not token and options.host not in ("127.0.0.1", "::1", "localhost"):
         raise ConfigError(

@@ -95,17 +95,17 @@ def no_run(path: Path) -> str:
     except NotADirectoryError:
         return f"{path}: is a file; name a run, or a directory of runs (ls runs)"
     except OSError as error:
-        return f"{path}: cannot be read: {error.strerror}; ls -ld {path} says who may"
+        return f"{path}: cannot be read: {error.strerror}; ls -ld {path} shows its permissions"
     return f"no run in {path}; name a run, or a directory of runs (ls runs)"
 
 
 def why_hidden(path: Path) -> str:
     """Return why a run that may exist is not shown, or only in part."""
     if path.is_symlink() and not os.path.exists(path):
-        return f"{path}: a link to {os.readlink(path)}, which is not there; correct or remove it"
+        return f"{path}: a broken link to {os.readlink(path)}; correct or remove it"
     if path.name in RECORDS and not path.is_file():
         return f"{path}: is not a regular file; remove it"
-    return f"{path}: cannot be read: Permission denied; ls -ld {path} says who may"
+    return f"{path}: cannot be read: Permission denied; ls -ld {path} shows its permissions"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

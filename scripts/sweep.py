@@ -106,7 +106,7 @@ def main(argv: list[str]) -> int:
         print_failure(f"{why}; fix that, and run it again: nothing is submitted twice")
         return 1
     except KeyboardInterrupt:
-        print_failure("interrupted; what Slurm has taken by then is found by the next command")
+        print_failure("interrupted; the next command finds the jobs that Slurm has accepted")
         return 130
 
 
@@ -116,7 +116,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("command", metavar="COMMAND", help=", ".join(COMMANDS))
     parser.add_argument("--gpu", metavar="NAME", help=f"plan: one of {', '.join(GPUS)}")
     parser.add_argument("--here", action="store_true", help="(re)submit: run on this machine")
-    parser.add_argument("--from-job", action="store_true", help="submit: a job's own, at its end")
+    parser.add_argument("--from-job", action="store_true", help="submit: used by a job at its end")
     parser.add_argument("--x", metavar="AXIS", help="table: the axis of the picture")
     parser.add_argument("--step", type=int, metavar="N", help="table: compare at step N")
     options = parser.parse_args(argv)
@@ -174,7 +174,7 @@ def points_of(sweep: Sweep, journal: Journal) -> list[SweepPoint]:
 
 def settle_all(journal: Journal, options: argparse.Namespace) -> None:
     for job in settle_journal(journal, options.here):
-        print_status(f"job {job}: Slurm registered it late; what waits of it is cancelled")
+        print_status(f"job {job}: Slurm registered it late; its pending tasks are cancelled")
 
 
 def next_points(
@@ -188,7 +188,7 @@ def next_points(
     proposals = propose_values(sweep, looks, journal, count) if count else {}
     if len(proposals) < count:
         print_status(
-            f"{len(proposals)} new point(s): the ranges hold no others that fulfil the conditions"
+            f"{len(proposals)} new point(s): the ranges contain no others that meet the conditions"
         )
     return proposals
 
@@ -300,7 +300,7 @@ def send_arrays(
         if array.job:
             problem = throttle_array(array)
             if problem:
-                print_status(f"job {array.job}: its limit stays as it is: {problem}")
+                print_status(f"job {array.job}: its limit is unchanged: {problem}")
         else:
             taken = submit_array(sweep, array, journal, env, print_status)
             for part in taken:

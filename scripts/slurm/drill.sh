@@ -20,7 +20,7 @@ set -euo pipefail
 source "${0%"${0##*/}"}lib/all.sh"
 
 kp_need_slurm
-! kp_in_job || kp_die "this is job $(kp_job_id) already: start the drill from a login node"
+! kp_in_job || kp_die "already inside job $(kp_job_id): start the drill from a login node"
 # in a subshell: sbatch must not pass on what the kit exports
 python=$(kp_begin >&2 && kp_enter >&2 && kp_need_packages >&2 && printf '%s' "$KP_PYTHON") || exit
 kp_find_root

@@ -45,7 +45,7 @@ kp_options() { # <arguments>...: sets KP_RANK, KP_PART, KP_WARN, KP_FOLLOW and K
                 ;;
             --warnings) KP_WARN=1 KP_LINES=1000 ;; # lines to search
             --no-follow) KP_FOLLOW='' ;;
-            -* | '') kp_die "no option '$1'; $USAGE" ;;
+            -* | '') kp_die "unknown option '$1'; $USAGE" ;;
             *)
                 [[ -z $run ]] || kp_die "give one run, not both '$run' and '$1'; $USAGE"
                 run=$1

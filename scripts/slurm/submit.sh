@@ -105,7 +105,7 @@ kp_refresh() { # <job>: gives it a copy of the current code
     [[ -n $old || ! $KP_JOB =~ Command=([^$'\n']*/code/[0-9a-f]{12})/scripts/slurm/ ]] ||
         old=${BASH_REMATCH[1]}
     [[ -n $old ]] ||
-        kp_die "job $1 has no copy of the code: it is not of this kit, or has not started yet"
+        kp_die "job $1 has no copy of the code: it is not a job of this kit, or has not started"
     mapfile -t words < <(cd "$old/.inputs" 2>/dev/null && find . -type f -printf '/%P\n')
     kp_begin
     # a program's, not the kit's
@@ -123,7 +123,7 @@ if [[ ${1:-} == --refresh ]]; then
     kp_refresh "$2"
     exit 0
 fi
-! kp_in_job || kp_die "this is job $(kp_job_id) already: submit from a login node"
+! kp_in_job || kp_die "already inside job $(kp_job_id): submit from a login node"
 kp_options "$@"
 for word in "${KP_SBATCH[@]}"; do kp_own_option "$word"; done
 kp_need_slurm

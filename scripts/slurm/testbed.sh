@@ -359,7 +359,7 @@ up() { # [nodes] [gpus per node]
         "KEMPNER_TESTBED=$ID $SELF down" >&2
     [[ -z ${SLURM_BIN:-} ]] || printf 'export PATH=%q\n' "$PATH"
     [[ ! -t 1 ]] || echo "testbed: type this line in your shell, and sinfo, sbatch and the others" \
-        "speak to it:" >&2
+        "talk to it:" >&2
     echo "export SLURM_CONF=$SLURM_CONF"
 }
 
@@ -459,7 +459,7 @@ case ${1:-} in
     install | down | status | path) most=1 ;;
     *) die "no command '${1:-}': give one of $COMMANDS; --help says what they do" ;;
 esac
-(($# <= most)) || die "$1: '${*:most+1:1}' is one word too many: --help says what it takes"
+(($# <= most)) || die "$1: unexpected argument '${*:most+1:1}': --help says what it takes"
 take_slurm
 read_site
 case $1 in

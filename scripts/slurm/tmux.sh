@@ -25,7 +25,7 @@ kp_options() { # <arguments>...: sets KP_ASKED_RUN, the user's name for the run,
     for word; do
         case $word in
             --detached | --figures) KP_MODE=${word#--} ;;
-            -* | '') kp_die "no option '$word'; $USAGE" ;;
+            -* | '') kp_die "unknown option '$word'; $USAGE" ;;
             *)
                 [[ -z $KP_ASKED_RUN ]] ||
                     kp_die "give one run, not both '$KP_ASKED_RUN' and '$word'; $USAGE"
@@ -132,7 +132,7 @@ command -v tmux >/dev/null ||
 # In a subshell: the tmux server keeps the environment that it is started in.
 identity=$(kp_identity)
 if kp_choose_session "$identity"; then
-    said="session $KP_SESSION was there already"
+    said="session $KP_SESSION already exists"
 else
     kp_make_session "$identity"
     said="session $KP_SESSION is made"

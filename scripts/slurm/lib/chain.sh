@@ -26,7 +26,7 @@ kp_chain_check() { # exits if KEMPNER_CHAIN is invalid
     ((most > 0)) && kp_in_job || return 0
     [[ -z $(kp_field ArrayTaskThrottle) ]] ||
         kp_die "KEMPNER_CHAIN: the jobs that follow the tasks of this array" \
-            "would not keep its limit of $(kp_field ArrayTaskThrottle) at once: leave" \
+            "would exceed its limit of $(kp_field ArrayTaskThrottle) at once: leave" \
             "%$(kp_field ArrayTaskThrottle) out"
 }
 
@@ -112,7 +112,7 @@ kp_chain_place() { # sets KP_CHAIN and KP_LINK; exits if the predecessor was can
     ((${#KP_VALUES[@]} > 0)) || return 0
     set -- "${KP_VALUES[@]: -3}" # the fields of the last line
     [[ $1 != submitted || $3 == "$(kp_job_id)" ]] || ! kp_chain_queued "$3" ||
-        kp_die "job $3 goes on with $KP_RUN_DIR already (KEMPNER_CHAIN of job $2): scancel $3," \
+        kp_die "job $3 already continues $KP_RUN_DIR (KEMPNER_CHAIN of job $2): scancel $3," \
             "or wait for it"
 }
 

@@ -48,7 +48,7 @@ kp_prove_nodes() { # <JSON file> <options of kempner.jobs.preflight>...: sets KP
     kp_srun_command --kill-on-bad-exit=0 -- "$KP_MODULE" kempner.jobs.preflight.task
 
     mkdir -p -- "$meet" || {
-        kp_log "$meet cannot be made: submit from a directory that can be written," \
+        kp_log "$meet cannot be created: submit from a writable directory," \
             "or make room there"
         code=3
         return

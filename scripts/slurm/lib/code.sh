@@ -226,14 +226,14 @@ kp_code_copy_files() { # <arguments of kp_code_copy>: makes the copy; sets KP_CO
         printf '%s\0' "$name"
     done < <(kp_code_list) >"$fresh.list"
     if ((total > most || total == 0)); then
-        kp_log "the files of $KP_ROOT have $((total / 1000000)) MB; a copy may have" \
+        kp_log "the files of $KP_ROOT take $((total / 1000000)) MB; a copy may take" \
             "$((most / 1000000)): add what is not code to .gitignore"
         rm -rf -- "$fresh" "$fresh.list"
         return 1
     fi
     kp_code_secrets
-    [[ -z $out ]] || kp_log "not in the copy of the code, over $((largest / 1000000)) MB or no" \
-        "file: ${out#, }"
+    [[ -z $out ]] || kp_log "not in the copy of the code, larger than $((largest / 1000000)) MB" \
+        "or not a file: ${out#, }"
 
     # Fresh times (-m): a purge by age must not remove files from under a run.
     if ! { tar -C "$KP_ROOT" --null --no-recursion --verbatim-files-from -T "$fresh.list" -cf - |

@@ -138,12 +138,12 @@ kp_mount_as() { # <directory> <path in the container>: adds it to KP_MOUNTS; exi
     esac
     [[ ! $1$2 =~ $wrong ]] ||
         kp_die "$2 cannot be mounted into the container, and what is written there would be lost" \
-            "with it: $KP_RUNTIME takes no $what in a path; give a directory without them"
+            "with it: $KP_RUNTIME accepts no $what in a path; give a directory without them"
     if [[ $KP_RUNTIME == charliecloud &&
         -d $KEMPNER_CONTAINER && ! -d $KEMPNER_CONTAINER$2 && $2/ != /tmp/* ]] &&
         ! kp_in_a_mount "$2"; then
         kp_die "the image $KEMPNER_CONTAINER has no directory $2, and ch-run mounts only on" \
-            "directories that are there: mkdir -p $KEMPNER_CONTAINER$2, or mount a directory" \
+            "existing directories: mkdir -p $KEMPNER_CONTAINER$2, or mount a directory" \
             "above it (KEMPNER_MOUNTS)"
     fi
     KP_MOUNTS+=("$1:$2")

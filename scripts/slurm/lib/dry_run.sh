@@ -214,7 +214,7 @@ kp_dry_settings() { # prints the kit's variables that the user has set, includin
 kp_dry_tell_request() { # prints what the job requests
     local name
     if ((${#KP_ASKED[@]} > 0)); then
-        echo "what sbatch would be told, and by what:"
+        echo "options for sbatch, and where each comes from:"
         while read -r name; do
             printf '  %-40s %s\n' "--${name//_/-}${KP_ASKED[$name]:+=${KP_ASKED[$name]}}" \
                 "${KP_FROM[$name]}"

@@ -39,7 +39,7 @@ kp_on_signal() { # <signal>: in place of signals.sh's: ends the engines
     local KP_DEADLINE=$((SECONDS + KP_PATIENCE)) KP_ANSWER=''
     kp_set_pending "$1" # before they exist
     [[ -n $KP_CHILD ]] || return 0
-    kp_log "SIG$1: the engines end"
+    kp_log "SIG$1: ending the engines"
     kp_signal TERM
 }
 
@@ -64,7 +64,7 @@ kp_engines_follow() { # prints each URL and updates engines.txt until all engine
             # Rename it into place: readers find the old list or the complete new one.
             printf '%s\n' "$urls" >"$KP_RUN_DIR/.engines.txt"
             mv -- "$KP_RUN_DIR/.engines.txt" "$KP_RUN_DIR/engines.txt"
-            kp_log "$(grep -c . <<<"$urls") of $((KP_NODES * KP_TASKS)) engine(s) are there:" \
+            kp_log "$(grep -c . <<<"$urls") of $((KP_NODES * KP_TASKS)) engine(s) are up:" \
                 "$KP_RUN_DIR/engines.txt"
             last=$urls
         fi

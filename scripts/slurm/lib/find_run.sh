@@ -14,7 +14,7 @@ kp_find_run() { # <RUN or JOBID>: sets KP_RUN_DIR or, for a job without one yet,
         kp_die "'$1' is a file: give the directory of a run (ls runs), or the number of a job"
     [[ -d $1 ]] ||
         kp_die "no run directory '$1': give one (ls runs), or the number of a job (squeue --me)"
-    [[ -r $1 && -x $1 ]] || kp_die "'$1' cannot be read: ls -ld '$1' says who may"
+    [[ -r $1 && -x $1 ]] || kp_die "'$1' cannot be read: ls -ld '$1' shows its permissions"
     [[ -e $1/status.json || -e $1/attempts.jsonl || -d $1/logs ]] ||
         kp_die "'$1' is not a run directory, it has no logs/: give one (ls runs)," \
             "or the number of a job"

@@ -133,8 +133,8 @@ kp_nsys() { # prepares task.sh's use of nsys; warns of ranks in KEMPNER_NSYS tha
     export KP_RUN_DIR
     for rank in ${KEMPNER_NSYS//,/ }; do
         ((rank < KP_NODES * KP_TASKS)) ||
-            kp_log "WARNING: KEMPNER_NSYS=$KEMPNER_NSYS: there is no rank $rank of" \
-                "$((KP_NODES * KP_TASKS))"
+            kp_log "WARNING: KEMPNER_NSYS=$KEMPNER_NSYS: there is no rank $rank: the run has" \
+                "$((KP_NODES * KP_TASKS)) rank(s)"
     done
 }
 
@@ -337,7 +337,7 @@ kp_open_srun_log() { # sets KP_SRUN_LOG, srun's log; if the run directory is not
     KP_SRUN_LOG=$KP_RUN_DIR/logs/srun-$KEMPNER_ATTEMPT_ID.log
     { mkdir -p -- "$KP_RUN_DIR/logs" && : >>"$KP_SRUN_LOG"; } 2>/dev/null && return
     KP_SRUN_LOG=$(mktemp -t kempner-srun.XXXXXX) || KP_SRUN_LOG=/dev/null
-    kp_log "no log of srun can be written in $KP_RUN_DIR/logs: it is $KP_SRUN_LOG"
+    kp_log "srun's log cannot be written in $KP_RUN_DIR/logs: it is $KP_SRUN_LOG"
 }
 
 kp_start() { # <command>...: starts it in the background in a new session: Ctrl-C reaches

@@ -12,7 +12,7 @@ kp_private() { # <absolute path> [make]: if it is not safe to run or read files 
     fi
     kp_is_safe_above "$above" || return
     [[ -z ${2:-} ]] || mkdir -m 700 -- "$1" 2>/dev/null || [[ -e $1 || -L $1 ]] || {
-        echo "$1 cannot be made"
+        echo "$1 cannot be created"
         return 1
     }
     kp_is_ours "$1" "$(stat -c '%a %u' -- "$1" 2>/dev/null)"

@@ -27,21 +27,22 @@ kp_read_profile() { # <site.d/NAME.env>: reads it; sets KP_PROFILE and KP_OVERRU
     local file=${KP_ORIGIN:-$KP_ROOT}/$1
     # the run has started with it: continue
     if [[ ! -r $file && ${KP_ORIGIN:-$KP_ROOT} != "$KP_ROOT" ]]; then
-        kp_log "warning: KEMPNER_SITE=$KEMPNER_SITE: $file is gone: what it has set is" \
-            "not set any more"
+        kp_log "warning: KEMPNER_SITE=$KEMPNER_SITE: $file is gone: its settings" \
+            "no longer apply"
         return 0
     fi
     [[ -r $file ]] ||
-        kp_die "KEMPNER_SITE=$KEMPNER_SITE: there is no $1; there is: $(kp_profiles). Give one of" \
+        kp_die "KEMPNER_SITE=$KEMPNER_SITE: there is no $1, only $(kp_profiles): give one of" \
             "them, or a path"
     kp_can_source "$file"
     mapfile -t assigned < <(sed -nE "$pattern" "$file")
     for name in "${assigned[@]}"; do
         [[ ! $name =~ ^SBATCH_MEM_PER_[CG]PU$ ]] ||
-            kp_die "$1: beside the --mem=0 of the scripts sbatch drops $name" \
-                "without a word: give the memory of a node, SBATCH_MEM_PER_NODE=64G"
+            kp_die "$1: because the scripts give --mem=0, sbatch silently ignores" \
+                "$name: give the memory of a node, SBATCH_MEM_PER_NODE=64G"
         [[ ! $name =~ ^SBATCH_ || $name =~ ^SBATCH_($known)$ ]] ||
-            kp_die "$1: sbatch reads no $name: correct it, or give the option on its command line"
+            kp_die "$1: sbatch does not read $name: correct it, or give the option on the" \
+                "command line"
         # paths are extended, not replaced
         [[ ! -v $name || $name == *PATH ]] || kept[$name]=${!name}
     done
@@ -75,13 +76,13 @@ kp_profile_note() { # logs where the job differs from the profile, which sbatch 
         want=SBATCH_$(kp_upper "$name") have=$(kp_field "$name")
         want=${KP_OVERRULED[$want]:-${!want:-}}
         [[ -z $want || -z $have || ,$want, == *",$have,"* ]] ||
-            kp_log "note: the job has $name=$have, and $KP_PROFILE $want (sbatch reads no" \
-                "profile: see --submit)"
+            kp_log "note: the job has $name=$have, and $KP_PROFILE $want (sbatch does not" \
+                "read profiles: see --submit)"
     done
 }
 
 kp_submit() { # for --submit: runs sbatch with the profile or site.env in its environment
-    ! kp_in_job || kp_die "--submit: this is job $(kp_job_id) already: leave it out"
+    ! kp_in_job || kp_die "--submit: already inside job $(kp_job_id): leave it out"
     kp_need_slurm
     exec sbatch "${KP_REQUEST[@]}" "$0" "${KP_ARGUMENTS[@]}"
 }

@@ -94,7 +94,7 @@ kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN
     kp_set_launcher "${KP_VALUES[1]}"
     export KEMPNER_COMMAND=${KP_VALUES[4]} # identifies the run; see StartEvent in events.py
     if [[ -n ${KP_VALUES[3]} ]] && kp_is_batch; then
-        kp_log "$KP_RUN_DIR: this command was done at an earlier start of the job: nothing runs;" \
+        kp_log "$KP_RUN_DIR: this command completed at an earlier start of the job: nothing runs;" \
             "submit it anew to run it again"
         exit 0
     fi

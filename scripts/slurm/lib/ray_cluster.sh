@@ -104,7 +104,7 @@ ray_ended() { # succeeds if Ray, a signal or the file ENDED ends the job; sets
     [[ -z $RAY_READY ]] && printf -v k '%(%s)T' -1 && ((k > RAY_DEADLINE + 5)) || return 1
     for k in "${!RAY_NODES[@]}"; do [[ -n ${RAY_PIDS[k]:-} ]] || silent+=" ${RAY_NODES[k]}"; done
     RAY_FAULT="not complete after $START_TIMEOUT s (START_TIMEOUT);"
-    RAY_FAULT+=" nothing was heard from:${silent:- (all are there)}"
+    RAY_FAULT+=" nothing was heard from:${silent:- (all nodes answer)}"
 }
 
 ray_exit_if_ended() { # exits if the cluster has ended

@@ -58,7 +58,7 @@ need_authentication() { # reports a Ray that takes commands from all users of th
     ((major * 1000 + minor >= 2052)) ||
         fault "Ray $found of $kp_python takes commands from every user of the network:" \
             "tokens came with Ray 2.52. Install a newer one, or export RAY_AUTH_MODE=disabled" \
-            "where nobody else can reach these nodes"
+            "if nobody else can reach these nodes"
 }
 
 find_python() { # prints the Python to use: KEMPNER_PYTHON's, else one in PATH,

@@ -13,7 +13,7 @@ kp_render_check() { # <file>: exits if it exists, unless it is unchanged since a
         kp_die "--script=$1 cannot be written: give another name"
     [[ -e $file || -L $1 ]] || return 0
     [[ -f $file && $(tail -n 1 -- "$file") == "$KP_SEAL$(kp_render_digest "$file")" ]] ||
-        kp_die "--script=$1: is there already, and was not written by --script," \
+        kp_die "--script=$1: exists, and was not written by --script," \
             "or was changed since: remove it, or give another name"
 }
 

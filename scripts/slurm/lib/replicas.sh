@@ -127,7 +127,7 @@ kp_look_after() { # <train.py arguments>...: checks all replicas once
         elif kp_is_ending && [[ ! -e $KEMPNER_DOOR.here.$slot ]]; then
             # Slurm may never create its step once the job has lost a host, even if
             # the host is back.
-            kp_end_step "$slot" "replica $slot has not come, and is not needed any more"
+            kp_end_step "$slot" "replica $slot has not arrived, and is no longer needed"
         fi
         ((SECONDS < ${kill_at[slot]:-SECONDS + 1})) ||
             kill -KILL "${KP_PIDS[slot]}" 2>/dev/null || true

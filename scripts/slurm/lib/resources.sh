@@ -155,7 +155,7 @@ kp_same_size() { # exits if a restart of the job has fewer tasks or GPUs per nod
     kp_log "error: this start has $KP_TASKS task(s) and $KP_GPUS GPU(s) on each node," \
         "the first one of job $(kp_job_id) had $tasks and $gpus: nothing runs. Look at GRES in" \
         "'scontrol show job -d $(kp_job_id)' and at the nodes; with --gpus-per-node=$gpus on" \
-        "sbatch's command line Slurm waits for them"
+        "sbatch's command line, Slurm waits for them"
     kp_set_code 1
     kp_no_restart
     kp_decide "fewer GPUs or tasks than at the first start" || true

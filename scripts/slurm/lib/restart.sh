@@ -34,20 +34,20 @@ kp_places() { # sets KP_RESTARTS and, if the job survives a lost node, KP_PLACES
     own=$(kp_own_steps)
     if [[ -n $own ]]; then
         ((spares == 0)) ||
-            kp_die "KEMPNER_SPARES=$spares: $own takes no spare nodes: unset it"
+            kp_die "KEMPNER_SPARES=$spares: $own uses no spare nodes: unset it"
         return 0
     fi
     KP_RESTARTS=$most
     if ((spares > 0)); then
         ((most > 0)) ||
-            kp_die "KEMPNER_SPARES=$spares takes restarts in place: KEMPNER_RESTARTS must not be 0"
+            kp_die "KEMPNER_SPARES=$spares needs restarts in place: KEMPNER_RESTARTS must not be 0"
         ((spares < KP_NODES)) ||
             kp_die "KEMPNER_SPARES=$spares, but the job has $KP_NODES node(s): give --nodes=N," \
                 "those that train and the spares together, such as --nodes=$((spares + 2))"
         kp_survives ||
             kp_die "KEMPNER_SPARES=$spares: this job would end with the first node that it loses:" \
-                "export SBATCH_NO_KILL=set before sbatch (of --no-kill on sbatch's command line a" \
-                "job is not told)"
+                "export SBATCH_NO_KILL=set before sbatch (a job cannot see --no-kill on sbatch's" \
+                "command line)"
     fi
     if [[ -z $KP_DRY ]] && kp_survives; then
         mapfile -t KP_PLACES < <(kp_hostnames "$(kp_field NodeList)")

@@ -63,7 +63,7 @@ kp_hear_orchestrator() { # every 5 s: checks its heartbeat, and who waits for di
         if [[ -z $full ]]; then
             kp_log "the disk of $KP_RUN_DIR has room again"
         else
-            kp_log "the disk of $KP_RUN_DIR has no room: waiting for it, for 10 minutes:" \
+            kp_log "the disk of $KP_RUN_DIR is full: waiting up to 10 minutes for room:" \
                 "${full//$'\n'/, }"
         fi
     fi
@@ -71,7 +71,7 @@ kp_hear_orchestrator() { # every 5 s: checks its heartbeat, and who waits for di
     if [[ $beat != "$last_beat" || -z $beat ]]; then
         last_beat=$beat orchestrator_seen_at=$SECONDS
     elif ((SECONDS - orchestrator_seen_at > KP_ORCHESTRATOR_SILENT_S)); then
-        kp_log "the orchestrator does nothing for $KP_ORCHESTRATOR_SILENT_S s: ending it"
+        kp_log "the orchestrator has done nothing for $KP_ORCHESTRATOR_SILENT_S s: ending it"
         orchestrator_seen_at=$SECONDS
         kp_kill_process "$orchestrator"
     fi

@@ -109,7 +109,7 @@ kp_postpone() { # succeeds for the warning of a short time limit, and schedules 
     ((left <= KP_EARLY + 65 && left > KEMPNER_SIGNAL_LEAD + 1)) || return 1
     KP_EARLY=''
     kp_log "SIGTERM, $left s before the end of the job: passed on $KEMPNER_SIGNAL_LEAD s before" \
-        "it, a second one at once"
+        "it; a second one at once"
     (kp_ignore_signals && sleep $((left - KEMPNER_SIGNAL_LEAD)) && kill -TERM $$ 2>/dev/null) &
 }
 

@@ -54,7 +54,7 @@ kp_source() { # <file> [secrets]: sources it and exports its variables; exits if
     [[ $PWD == "${KP_READING[place]}" ]] || cd -- "${KP_READING[place]}"
     [[ ${KP_READING[command]} != "return "* || ${KP_READING[status]} == 0 ]] ||
         kp_source_wrong "${KP_READING[line]}" \
-            "leaves out the rest of the file: 'return' alone does so, when that is meant"
+            "skips the rest of the file: if that is intended, write 'return' alone"
     trap - EXIT
     eval "${KP_READING[exit]}"
     unset -f command_not_found_handle

@@ -20,7 +20,7 @@ kp_stage() { # copies the data sets (KP_DATA) and environment to DIR/kempner-JOB
     export KEMPNER_STAGED=$KEMPNER_STAGE/kempner-$SLURM_JOB_ID
     kp_stage_mount || {
         unset KEMPNER_STAGED
-        kp_log "KEMPNER_STAGE=$KEMPNER_STAGE cannot be made on each node: nothing is staged"
+        kp_log "KEMPNER_STAGE=$KEMPNER_STAGE cannot be created on every node: nothing is staged"
         return 0
     }
     ! kp_ask squeue --me -h -o %A || jobs=$(paste -sd, <<<"$KP_ANSWER")

@@ -65,7 +65,7 @@ if [[ -z $SUM ]]; then
 else
     [[ $(cat -- "$DIR/environment/.complete" 2>/dev/null) != "$SUM" ]] || kept "$FILE"
     fetch
-    [[ $(sha256sum <"$DIR/sent") == "$SUM "* ]] || give_up "what is there is not what was sent"
+    [[ $(sha256sum <"$DIR/sent") == "$SUM "* ]] || give_up "what arrived is not what was sent"
     rm -rf -- "$DIR/environment"
     { mkdir -- "$DIR/environment" &&
         tar -C "$DIR/environment" --no-same-owner -xf "$DIR/sent"; } 2>/dev/null ||

@@ -208,7 +208,7 @@ choose() { # sets INTERFACE (empty: none usable), NETWORK (its kind) and WHY
     [[ -n $INTERFACE ]] ||
         WHY="no fast network is up, and no route to another node is known (KEMPNER_PEERS)"
     if has_efa; then
-        NETWORK=EFA WHY="EFA is here; sockets take the route to the other nodes"
+        NETWORK=EFA WHY="EFA is available; sockets take the route to the other nodes"
         return
     fi
     for name in "${UP[@]}"; do

@@ -85,7 +85,7 @@ users_exports() {
 as() { # <user> <command>...: runs it as on a login node of the site, in the project's directory
     local user=$1 exports
     ((${#SITE[@]} > 0)) ||
-        die "cluster $ID is no site and has no users: KEMPNER_TESTBED_SITE=hostile testbed.sh up"
+        die "cluster $ID is not a site and has no users: KEMPNER_TESTBED_SITE=hostile testbed.sh up"
     [[ " ${USERS[*]%:*} " == *" $user "* ]] ||
         die "no user '$user' at this site: give one of ${USERS[*]%:*}"
     mapfile -t exports < <(site exports)

@@ -150,7 +150,7 @@ class _Loader:
                 continue
             other = spelled.setdefault(key.replace("-", "_"), key)
             if other != key:
-                self._wrong(name, f"{where}: {section}.{key}: is {other} again; keep one of them")
+                self._wrong(name, f"{where}: {section}.{key}: repeats {other}; keep one of them")
             self._set(
                 name,
                 key.replace("-", "_"),
@@ -191,7 +191,7 @@ class _Loader:
     def _set(self, section: str, key: str, value: Any, where: str) -> None:
         option = self.sections[section].get(key)
         if option is None:
-            above = "; base stands above the first [section]"
+            above = "; base goes above the first [section]"
             fix = above if key == "base" else self._nearest(f"{section}.{key}")
             self._wrong(section, f"{where}: unknown key{fix}")
             return

@@ -44,11 +44,11 @@ def why_not_read(path: Path, error: Exception) -> str:
     if not isinstance(error, FileNotFoundError):
         return f"cannot be read: {error.strerror}; change its permissions or name another file"
     if path.is_symlink():
-        return f"is a link to {os.readlink(path)}, which is not there; name another file"
+        return f"is a broken link to {os.readlink(path)}; name another file"
     try:
         whole = path.absolute()
     except FileNotFoundError:
-        return "no such file: the current directory is gone; cd to one that is there"
+        return "no such file: the current directory is gone; cd to one that exists"
     folder = path.parent
     if not folder.is_dir():
         return f"no such file: the directory {whole.parent} does not exist; correct the path"

@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_refused(
         "--parts heads: must be of stream, attention, ffn": ("--layers=0", "--parts=heads"),
         "--batch 0: must be at least 1": ("--layers=0", "--batch=0"),
         "2 problems with the input": ("--layers=0", "--steps=7,1,9"),
-        "fake:4: activations are of a text": ("--layers=0",),
+        "fake:4: activations need text": ("--layers=0",),
         "@2 is one model: leave out --steps": ("--layers=0", "--steps=0"),
     }
     before = sorted(out.rglob("*"))

@@ -205,7 +205,7 @@ def test_a_full_disk(
     try:
         until(mark.exists)
         until(lambda: filled(ballast) and f"{part}.full" in names(run.dir))
-        run.wait_for("has no room: waiting for it, for 10 minutes: " + part)
+        run.wait_for("is full: waiting up to 10 minutes for room: " + part)
         told = run.cluster.run("bash", SCRIPTS / "status.sh", run.dir).stdout
         assert f"! disk full: {part} waits" in told, told
         ballast.unlink()
@@ -244,7 +244,7 @@ def test_an_orchestrator_that_hangs(
     )
     run.wait_for_step(2)
     run.strike("orchestrator", number=signal.SIGSTOP)
-    run.wait_for("the orchestrator does nothing for 120 s: ending it")
+    run.wait_for("the orchestrator has done nothing for 120 s: ending it")
     assert run.wait() == 0, run.log
     assert run.decisions() == ["requeue", "end"], run.log
     assert_equal(run, unbroken)

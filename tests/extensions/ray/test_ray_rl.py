@@ -80,7 +80,7 @@ def test_the_orchestrator_is_waited_for_while_it_lives(
     if beats == LOOKS:
         assert theirs.looks == LOOKS and not said
     else:  # 600 s of standing still count as 10
-        assert "the orchestrator does nothing for 120 s" in said
+        assert "the orchestrator has done nothing for 120 s" in said
         assert 8 + 24 <= theirs.looks <= 8 + 26
 
 

@@ -26,7 +26,7 @@ def test_engines_on_two_hosts(cluster: Cluster, tmp_path: Path, model: Path) -> 
     words = [model, "--slots=2", "--device", "cpu"]
     job = cluster.sbatch("serve.sh", *words, options=options, cwd=cwd)
     log, run = cwd / f"serve-{job}.out", cwd / f"runs/serve-{job}"
-    said = cluster.wait_for("2 of 2 engine(s) are there", log)
+    said = cluster.wait_for("2 of 2 engine(s) are up", log)
     urls = (run / "engines.txt").read_text().split()
     assert len(urls) == 2 and all(f"engine at {url}\n" in said for url in urls)
     assert (run / "token").stat().st_mode & 0o777 == 0o600
@@ -50,7 +50,7 @@ def test_engines_on_two_hosts(cluster: Cluster, tmp_path: Path, model: Path) -> 
     cluster.ask("scancel", "--batch", "--signal=TERM", job)
     assert cluster.wait(job) == 137, log.read_text()  # of the one that was killed
     said = log.read_text() + (run / "logs/engine-1.log").read_text()
-    assert "SIGTERM: the engines end" in said and token not in said
+    assert "SIGTERM: ending the engines" in said and token not in said
     assert sorted(path.name for path in run.iterdir()) == ["logs"]
 
 

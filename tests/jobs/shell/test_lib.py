@@ -655,7 +655,7 @@ IN_JOB = {"SLURM_JOB_ID": "7"}
         ({"KEMPNER_SPARES": "2"}, "but the job has 2 node(s): give --nodes=N"),
         ({"KEMPNER_SPARES": "1"}, "export SBATCH_NO_KILL=set before sbatch"),
         ({"KEMPNER_SPARES": "1", "KEMPNER_RESTARTS": "0"}, "KEMPNER_RESTARTS must not be 0"),
-        ({"KEMPNER_SPARES": "1", "OWN": "rl.sh"}, "rl.sh takes no spare nodes"),
+        ({"KEMPNER_SPARES": "1", "OWN": "rl.sh"}, "rl.sh uses no spare nodes"),
         ({"KEMPNER_RESTARTS": "-1"}, "KEMPNER_RESTARTS=-1: must be a number of restarts"),
         ({"KEMPNER_SPARE_COMMAND": "true"}, "runs on spare nodes, and there are none"),
     ],
@@ -834,7 +834,7 @@ def test_the_last_evaluation_takes_as_long_as_it_takes(tmp_path: Path, beats: in
     if beats == 60:
         assert looks == 60 and "ending it" not in told
     else:
-        assert "the orchestrator does nothing for 120 s: ending it" in told and 30 < looks < 40
+        assert "the orchestrator has done nothing for 120 s: ending it" in told and 30 < looks < 40
 
 
 def test_a_later_start_of_the_job_is_let_alone(tmp_path: Path) -> None:

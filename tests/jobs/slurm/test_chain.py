@@ -300,7 +300,7 @@ def test_two_chains_of_one_run(chain: Chain) -> None:
     chain.runs(job)
     second = chain.submit("wait,done")
     assert chain.cluster.wait(second) == 2
-    assert f"job {int(job) + 1} goes on with {chain.dir} already" in chain.log(second)
+    assert f"job {int(job) + 1} already continues {chain.dir}" in chain.log(second)
     chain.first = int(job)
     assert len(chain.jobs()) == 3
     (chain.dir / "lock").touch()  # the stand-in keeps none
@@ -333,7 +333,7 @@ def test_each_task_of_an_array_has_its_own_chain(chain: Chain) -> None:
     assert chain.cluster.wait(f"{limited}_1") == 2
     logs = [file.read_text() for file in chain.folder.glob("kempner-*.out")]
     assert len(logs) == 2
-    assert all("would not keep its limit of 1 at once: leave %1 out" in log for log in logs)
+    assert all("would exceed its limit of 1 at once: leave %1 out" in log for log in logs)
 
 
 def test_a_request_that_cannot_be_made_again(chain: Chain) -> None:

@@ -116,7 +116,7 @@ def test_a_checkout_that_is_broken_after_sbatch(
     (first,) = copies(run)
     text = log.read_text()
     assert "changed since the last attempt" not in text and "changed since sbatch" not in text
-    assert "not in the copy of the code, over 20 MB or no file: notes.bin\n" in text
+    assert "not in the copy of the code, larger than 20 MB or not a file: notes.bin\n" in text
     (comment,) = re.findall(r"Comment=(.*)", cluster.ask("scontrol", "show", "job", job))
     added = {"kempner": f"kempner-code={run}/code/{first}"}
     assert json.loads(comment) == json.loads(MISSION_CONTROL) | added

@@ -236,8 +236,8 @@ def test_what_cannot_be_mounted_is_refused(cluster: Cluster, tmp_path: Path) -> 
     """With one line, before anything starts, and without a trace."""
     of = image(tmp_path)
     bad = [
-        ("pyxis", "/var/tmp/kempner a,b", "pyxis takes no blanks, commas and colons in a path"),
-        ("apptainer", "/var/tmp/kempner,b", "apptainer takes no commas and colons in a path"),
+        ("pyxis", "/var/tmp/kempner a,b", "pyxis accepts no blanks, commas and colons in a path"),
+        ("apptainer", "/var/tmp/kempner,b", "apptainer accepts no commas and colons in a path"),
         ("charliecloud", "/var/tmp/kempner-none", f"mkdir -p {of}/var/tmp/kempner-none, or"),
     ]
     for runtime, path, why in bad:

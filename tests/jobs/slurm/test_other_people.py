@@ -100,7 +100,7 @@ def test_a_stranger_on_the_nodes_of_a_run(cluster: Cluster, tmp_path: Path) -> N
         go.touch()
         assert cluster.wait(job) == 0, log.read_text()
     text = log.read_text()
-    assert "[0] it ends" in text and "[1] it ends" in text and "asked to leave" not in text
+    assert "[0] it ends" in text and "[1] it ends" in text and "asked to exit" not in text
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert status(run_dir)["state"] == "done"
     assert not found

@@ -67,8 +67,8 @@ def test_a_profile(cluster: Cluster, tmp_path: Path, profile: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "name", "problem"),
     [
-        ("", "nosuch", "there is no site.d/nosuch.env; there is: example of-a-test. Give one"),
-        ("SBATCH_CPUS_PER_TASK=4", NAME, "sbatch reads no SBATCH_CPUS_PER_TASK"),
+        ("", "nosuch", "there is no site.d/nosuch.env, only example of-a-test: give one"),
+        ("SBATCH_CPUS_PER_TASK=4", NAME, "sbatch does not read SBATCH_CPUS_PER_TASK"),
     ],
 )
 def test_a_profile_that_is_wrong(
@@ -85,7 +85,7 @@ def test_submit_in_a_job(cluster: Cluster, tmp_path: Path) -> None:
     words = [f"--run.dir={tmp_path}/run", "--submit"]
     job = cluster.sbatch("singlenode.sh", *words, cwd=tmp_path, env=env)
     assert cluster.wait(job) == 2
-    assert f"this is job {job} already" in (tmp_path / f"kempner-{job}.out").read_text()
+    assert f"already inside job {job}" in (tmp_path / f"kempner-{job}.out").read_text()
 
 
 def test_a_rendered_script(cluster: Cluster, tmp_path: Path, profile: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_rendered_script(cluster: Cluster, tmp_path: Path, profile: Path) -> N
     assert json.loads(line)["argv"] == words[:1]
     (tmp_path / "job.sh").write_text(f"{text}# mine\n")
     again = script(cluster, tmp_path, *words, tmp_path / "job.sh")
-    assert again.returncode == 2 and "is there already" in again.stderr
+    assert again.returncode == 2 and "exists, and was not" in again.stderr
 
 
 def test_a_rendered_script_of_replicas(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_a_short_job_is_asked_twice_then_cancelled(cluster: Cluster, tmp_path: P
     job = cluster.sbatch("run.sh", "--", "bash", "-c", deaf, options=options, cwd=tmp_path)
     log, run_dir = tmp_path / f"kempner-{job}.out", tmp_path / "runs/bash"
     cluster.wait_for("it runs", log)
-    for said in ("s before it, a second one at once", "the program is asked to leave"):
+    for said in ("s before it; a second one at once", "the program is asked to exit"):
         cluster.ask("scancel", "--batch", "--signal=TERM", job)
         cluster.wait_for(said, log)
     cluster.ask("scancel", job)
@@ -202,7 +202,7 @@ def test_several_runs_in_a_script_of_the_users_own(cluster: Cluster, tmp_path: P
         ("a done,exit=3,done", "0"),
         ("b done", "0"),
     ], log
-    assert log.count("this command was done at an earlier start of the job: nothing runs") == 1
+    assert log.count("this command completed at an earlier start of the job: nothing runs") == 1
     decisions = [d.decision for d in read_kind(tmp_path / "a/attempts.jsonl", DecisionEvent)]
     assert decisions == ["end", "requeue", "end"] and "cannot be requeued" not in log, log
 
@@ -227,7 +227,7 @@ def test_a_warning_in_a_script_of_the_users_own(cluster: Cluster, tmp_path: Path
     cluster.ask("scancel", job)
     cluster.wait(job)
     log = (tmp_path / "log").read_text()
-    assert "SIGURG: the program is asked to leave" in log, log
+    assert "SIGURG: the program is asked to exit" in log, log
     # On a busy machine the first one is complete before the warning comes.
     assert re.search("ended: its next checkpoint is complete: out/ckpt-[12]0", log), log
     assert "is passed on" not in log, log
@@ -438,7 +438,7 @@ def test_a_program_that_does_not_listen_is_ended(tmp_path: Path) -> None:
     run.wait_for("it runs")
     run.process.send_signal(signal.SIGTERM)
     run.wait(75)
-    assert "the program is ended: it listens to no signal" in run.log
+    assert "the program is ended: it handles no signal" in run.log
     assert subprocess.run(["pgrep", "-f", "sleep 7777.5"]).returncode == 1
 
 
@@ -588,7 +588,7 @@ def test_what_a_program_leaves_behind_is_named(tmp_path: Path) -> None:
     until = "until [[ $(</proc/$!/comm) == sleep ]]; do :; done"
     run = Here(tmp_path, ["bash", "-c", f"{daemon} {until}"], ranks=1).wait(0)
     assert re.search(
-        r"^\[0\] kempner: ends what the program has left behind: sleep \(\d+\)$", run.log, re.M
+        r"^\[0\] kempner: ending what the program has left behind: sleep \(\d+\)$", run.log, re.M
     )
 
 

@@ -345,7 +345,7 @@ def test_a_tmux_session_shows_the_run(
 
     name = "kempner-a_run__it_s___HOME____pid___x__"
     assert f"{name} is made; attach to it: tmux attach -t {name}" in call(HOSTILE, "--detached")
-    assert f"{name} was there already; attach" in call(".", cwd=run_dir)
+    assert f"{name} already exists; attach" in call(".", cwd=run_dir)
     # Another run of that name gets a session of its own.
     begin_attempt(tmp_path / "other" / HOSTILE, 0, 0)
     assert f"{name}-2 is made" in call(tmp_path / "other" / HOSTILE)
@@ -409,7 +409,7 @@ def test_the_session_of_a_job_that_waits(
     (tmp_path / "run/status.json").write_text('{"state": "stopped", "step": 5}')
     log.write_text(f"[16:13:09] kempner: run directory {tmp_path / 'run'}\n")
     until(lambda: "stopped" in figures(), figures)
-    assert "kempner-job-7 was there already" in call()
+    assert "kempner-job-7 already exists" in call()
 
 
 def test_a_terminal_is_attached_to_the_session(

@@ -147,7 +147,7 @@ def test_a_rank_asks_for_its_own_gpu(
     assert asked == [("0000:3b:00", ["0000:3a:00", "0000:3b:00"], 2)]
     assert not capsys.readouterr().err  # the first rank of a host speaks
     affinity.bind_to_socket(torch.device("cuda", 0), World(0, 0, 4, "slurm", 2))
-    assert "the first one to 32 (KEMPNER_NUMA=0" in capsys.readouterr().err
+    assert "the first one on 32 (KEMPNER_NUMA=0" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace())
     affinity.bind_to_socket(torch.device("cuda", 1), World(1, 1, 4, "slurm", 2))
     assert asked[-1] == ("", ["", ""], 2)

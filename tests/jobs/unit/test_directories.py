@@ -103,7 +103,7 @@ def test_what_is_no_directory(tmp_path: Path) -> None:
     assert directory_kind(tmp_path / "note") is Kind.FILE
     (tmp_path / "link").symlink_to("gone")
     assert directory_kind(tmp_path / "link") is Kind.DANGLING
-    assert describe_directory(tmp_path / "link") == "a link to gone, which is not there"
+    assert describe_directory(tmp_path / "link") == "a broken link to gone"
     (tmp_path / "to-run").symlink_to(fill(tmp_path / "run", {"id": f"{ID}\n"}))
     assert directory_kind(tmp_path / "to-run") is Kind.RUN
 

@@ -73,7 +73,7 @@ def test_what_counts_as_kept(tmp_path: Path) -> None:
         (outcome("disk", make_run(tmp_path / "g", state="done", starts=[0, 10])), False,
          "the run has started 2 times"),
         (outcome("disk", make_run(tmp_path / "j", state="done", starts=[0])), None,
-         "no save has met the quota"),
+         "no save has hit the quota"),
         (outcome("preempt", tmp_path / "h", not_tried="this site preempts no job"), None,
          "this site preempts no job"),
         (outcome("requeue", tmp_path / "i", broken="scontrol requeue: denied"), False,
@@ -106,7 +106,7 @@ def test_the_words() -> None:
         )
     said = str(error.value)
     assert "--minutes=0: must be from 1 to 1440" in said and "no case 'kil'; choose" in said
-    assert "--run.dir=x: is the trainer's" in said
+    assert "--run.dir=x: is an option of the trainer" in said
     assert said.count("the drill sets this") == 3 and "'x' is not an option" in said
 
 

@@ -127,7 +127,7 @@ RESUME = ("train", DEBUG, *SMALL, OWN, "--run.dir=runs/debug", "--train.max_step
 # (the words of a program), and what its error must say.
 CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # train.py: files
-    "a link to no file": (("train", "x.toml"), ("x.toml: is a link to /nonexistent/x.toml",)),
+    "a link to no file": (("train", "x.toml"), ("x.toml: is a broken link to /nonexistent/",)),
     "a byte order mark": (("train", "bom.toml"), ("bom.toml", "byte order mark", "without one")),
     "UTF-16": (("train", "utf16.toml"), ("utf16.toml", "save it as UTF-8")),
     "no such file": (("train", "mix.toml"), ("mix.toml: no such file", "has bom.toml, fifo.toml,")),
@@ -153,7 +153,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     # train.py: data
     "no data": ((*TRAIN, "--data.dataset_path=data/gone"), ("data/gone: no such", "--kind chat")),
-    "data: a link": ((*TRAIN, "--data.dataset_path=data/link"), ("a link to /nonexistent/there",)),
+    "data: a link": ((*TRAIN, "--data.dataset_path=data/link"), ("a broken link to /",)),
     "data: a run": ((*TRAIN, "--data.dataset_path=runs/debug"), ("a run", "its data are", "/own")),
     "data: a file": ((*TRAIN, "--data.dataset_path=README.md"), ("README.md: is a file",)),
     "data: a model": ((*TRAIN, "--data.dataset_path=models/debug"), ("models/debug: is a model",)),
@@ -205,7 +205,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "run.dir: a link": (
         ("train", DEBUG, OWN, "--run.dir=runs/link"),
-        ("runs/link", "a link to /nonexistent/there"),
+        ("runs/link", "a broken link to /nonexistent/there"),
     ),
     "run.dir: a file": (
         ("train", DEBUG, OWN, "--run.dir=README.md"),
@@ -231,11 +231,11 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "generate: empty": (
         ("generate", "runs/debug", "--prompts=nothing.txt"),
-        ("one prompt a line",),
+        ("one prompt per line",),
     ),
     "generate: closed": (
         ("generate", "runs/debug", "--prompts=/dev/stdin"),
-        ("one prompt a line",),
+        ("one prompt per line",),
     ),
     "generate: chat": (("generate", "runs/debug", "--chat", "--prompt=x"), ("chat",)),
     "generate: a value": (("generate", "runs/debug", "--top-k=0"), ("--top-k 0",)),
@@ -249,7 +249,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "export: damaged": (("convert", "export", "runs/torn", "models/new"), ("is damaged",)),
     "export: a model": (
         ("convert", "export", "models/debug", "m"),
-        ("Hugging Face's form already",),
+        ("already in Hugging Face's format",),
     ),
     "import: a run": (("convert", "import", "runs/debug", "runs/new"), ("--model.init_from",)),
     "import: gone": (("convert", "import", "models/gone", "runs/new"), ("no such directory",)),
@@ -322,7 +322,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "sweep: a section": (("sweep", "wrong-sweep.toml", "plan"), ("axis",)),
     "sweep: a command": (("sweep", "sweep.toml", "plann"), ("did you mean plan?",)),
     # report.py, status.py
-    "report: runs": (("report", "runs"), ("holds runs", "--html", "runs/debug")),
+    "report: runs": (("report", "runs"), ("is a directory of runs", "--html", "runs/debug")),
     "report: a page without a name": (
         ("report", "runs/debug", "--html", "."),
         ("--html .: must end in .html; name the runs before --html",),
@@ -330,18 +330,18 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "report: a file": (("report", "README.md"), ("README.md is a file",)),
     "report: a FIFO": (("report", "runs/fifo"), ("runs/fifo: no step is recorded yet",)),
     "report: a name for the terminal": (("report", "runs/\x1b[31m"), (r"runs/\x1b[31m: no such",)),
-    "report: noise": (("report", "runs/noise"), ("no line of it is a step",)),
+    "report: noise": (("report", "runs/noise"), ("no line has a step",)),
     "report: gone": (("report", "runs/gone"), ("runs/gone: no such directory",)),
     "report: full disk": (("report", "runs/debug", "--out=/proc/x.png"), ("/proc/x.png", "--out")),
     "report: a picture of yours": (
         ("report", "runs/debug", "--out=cat.png"),
-        ("cat.png is there, and was not made by this program",),
+        ("cat.png exists, and was not made by this program",),
     ),
     "report: a format": (("report", "runs/debug", "--out=x.jpeg"), ("must end in .png",)),
     "status: gone": (("status", "runs/gone"), ("runs/gone",)),
     # the others
-    "audit: here": (("audit", "."), (".: is not a run that has begun: it has no config.toml",)),
-    "audit: no run": (("audit",), ("outside of a job name a run",)),
+    "audit: here": (("audit", "."), (".: is not a run that has started: it has no config.toml",)),
+    "audit: no run": (("audit",), ("outside a job, name a run",)),
     "rl: no environment": (("rl", DEBUG, OWN), ("rl.env",)),
     "orchestrate: none either": (("orchestrate", DEBUG, OWN), ("rl.env",)),
     "program: no command": (("program", "--"), ("no command given",)),
@@ -515,7 +515,7 @@ def test_a_python_without_the_environment(program: str) -> None:
     command[-1] = "--help"
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     about = ast.get_docstring(ast.parse((ROOT / f"scripts/{program}.py").read_text()))
-    assert about and done.stdout.startswith(f"{about}\n\nAll options, which need the env"), done
+    assert about and done.stdout.startswith(f"{about}\n\nTo list all options, which needs"), done
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -544,7 +544,7 @@ def test_a_current_directory_that_is_gone(tmp_path: Path, words: tuple[str, ...]
     env = clean_env(PYTHONPATH=str(ROOT / "src"))  # with a relative path Python itself would fail
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done
-    assert "the current directory is gone; cd to one that is there" in done.stderr
+    assert "the current directory is gone; cd to one that exists" in done.stderr
 
 
 def test_a_python_with_the_package_of_another_clone(tmp_path: Path) -> None:
@@ -559,7 +559,7 @@ def test_a_package_that_is_missing(tmp_path: Path) -> None:
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('No numpy', name='numpy')")
     done = start("train", DEBUG, "--data.dataset_path=fake:", PYTHONPATH=str(tmp_path))
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done
-    assert "it has no package numpy; " in done.stderr
+    assert "it lacks the package numpy; " in done.stderr
 
 
 @pytest.mark.parametrize("program", [*PROGRAMS, "first"])

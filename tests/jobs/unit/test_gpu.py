@@ -146,7 +146,10 @@ SLOW = {"pcie.link.gen.current": 1.0, "pcie.link.gen.max": 5.0}
             [("warn", "GPU 3: slowed down: sw_thermal_slowdown")],
         ),
         ([one(numbers=WIDTH)], [("warn", "GPU 3: PCIe has 8 of 16 lanes")]),
-        ([one(numbers=SLOW), one(numbers=SLOW)], [("warn", "GPU 3: PCIe of generation 1, not 5")]),
+        (
+            [one(numbers=SLOW), one(numbers=SLOW)],
+            [("warn", "GPU 3: PCIe runs at generation 1, not 5")],
+        ),
         ([one(numbers=SLOW), one()], []),
         (2 * [one(numbers={**SLOW, "utilization.gpu": 0.0})], []),  # it saves power
         (
@@ -252,7 +255,7 @@ def test_an_error_of_the_hardware_ends_the_rank(shim: Shim, tmp_path: Path) -> N
     assert rank.process.wait(LIMIT_S) == -signal.SIGKILL
     assert rank.process.stderr is not None
     said = rank.process.stderr.read()
-    assert "WARNING: n1: GPU 0: Xid 79: the GPU has fallen off the bus: the run is ended" in said
+    assert "WARNING: n1: GPU 0: Xid 79: the GPU has fallen off the bus: the run ends here" in said
     noted, cause, fault = rank.events()
     assert (noted["event"], noted["answer"], noted["xid"]) == ("gpu", "note", 31)
     assert noted["reason"].endswith("pid=7, name=python, so it is")

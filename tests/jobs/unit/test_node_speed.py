@@ -38,7 +38,7 @@ def test_a_node_that_becomes_worse_is_seen(
     for speed in (1.0, 0.99, 1.01, 0.97):
         assert not any(one.notes for one in keep(folder, speed).nodes)
     report = keep(folder, 0.94)
-    assert report.nodes[1].notes == ["matrix product: 6% under its own median before"]
+    assert report.nodes[1].notes == ["matrix product: 6% under its own earlier median"]
     assert not report.nodes[0].notes and not report.faulty
     assert [len(lines) for lines in load_speeds(folder).values()] == [5, 5]
 
@@ -109,13 +109,13 @@ def test_where_nothing_can_be_kept(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "n0.jsonl").symlink_to(aim)
     report = keep(folder, 1.0)
-    assert not report.faulty and "the figures are not kept over time" in report.notes[0]
+    assert not report.faulty and "the figures cannot be recorded" in report.notes[0]
     (folder / "n0.jsonl").unlink()
     os.mkfifo(folder / "n0.jsonl")
     assert "is not a file" in keep(folder, 1.0).notes[0]
-    assert "not kept over time" in keep(aim / "below", 1.0).notes[0]
+    assert "cannot be recorded" in keep(aim / "below", 1.0).notes[0]
     (tmp_path / "link").symlink_to(folder)
-    assert "not kept over time" in keep(tmp_path / "link", 1.0).notes[0]
+    assert "cannot be recorded" in keep(tmp_path / "link", 1.0).notes[0]
     assert aim.read_text() == "mine\n"
 
 

@@ -93,9 +93,9 @@ def test_a_slow_cpu_is_a_note() -> None:
 def test_other_bits_are_wrong_numbers(kind: str) -> None:
     report, nodes = judged(gpu_figure(), gpu_figure(bits="b"), kind=kind)
     assert report.record()["bad"] == "n1"
-    assert "task 2: its product has other bits than that of 3 of the 4" in nodes[1].faults[0]
+    assert "task 2: its product differs in bits from that of 3 of the 4" in nodes[1].faults[0]
     report, nodes = judged(gpu_figure(), gpu_figure(steady=False), kind=kind)
-    assert report.record()["bad"] == "n1" and "other bits each time" in nodes[1].faults[0]
+    assert report.record()["bad"] == "n1" and "new bits each time" in nodes[1].faults[0]
 
 
 def test_without_a_majority_nobody_computes_wrong_numbers() -> None:
@@ -104,7 +104,7 @@ def test_without_a_majority_nobody_computes_wrong_numbers() -> None:
         one.devices = {0: gpu_figure(bits=bits)}
     report = Report(nodes, kind="cuda")
     judge_devices(report, LIMITS)
-    assert not report.faulty and "no bits are those of most: n0, n1" in report.notes[0]
+    assert not report.faulty and "there is no majority: n0, n1" in report.notes[0]
 
 
 def test_the_share_of_the_ports() -> None:

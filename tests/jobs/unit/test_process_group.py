@@ -141,7 +141,7 @@ def test_each_rank_takes_an_instance_of_mig_of_its_own(monkeypatch: pytest.Monke
     assert pick_device("auto", 1) == torch.device("cuda", 0)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-b"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
-    with pytest.raises(ConfigError, match="no instance of MIG: 2 are visible"):
+    with pytest.raises(ConfigError, match="no MIG instance: 2 are visible"):
         pick_device("auto", 2)
 
 
@@ -458,7 +458,7 @@ def test_what_killed_starts_have_left_in_tmp_is_removed(
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     # Rank 2 is there first, and has all of that time to find rank 0.
     said = step([2, 0], tmp_path, 20.0, 2, SLURM_STEP_NUM_TASKS="4", SLURM_JOB_ID="78")
-    assert "ranks [1, 3] of 4 did not come within 20 s" in said[0]
+    assert "ranks [1, 3] of 4 did not arrive within 20 s" in said[0]
     assert "distributed.start_timeout" in said[0] and "likely causes" in said[0]
 
 

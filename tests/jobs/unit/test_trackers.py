@@ -157,7 +157,7 @@ def test_one_tracker_of_a_kind_at_a_time_and_it_ends_with_the_trainer(run: Path)
     assert "another process keeps" in by_hand(run, "tensorboard", code=1)
     append(run, lines(6))
     _, said = process.communicate(timeout=LIMIT_S)  # its pipe ends, as when the trainer dies
-    assert process.returncode == 0 and b"all points are passed on" in said
+    assert process.returncode == 0 and b"all points have been passed on" in said
     assert list(shown(run)) == [1, 2, 3, 4, 5, 6]
 
 

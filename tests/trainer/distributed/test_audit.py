@@ -178,10 +178,10 @@ def test_what_has_changed_meanwhile(wrong: Path, capsys: pytest.CaptureFixture[s
     manifest.write_text(manifest.read_text() + " ")
     assert "has been replaced: nothing is compared" in audited(wrong)
     shutil.rmtree(manifest.parent)
-    assert "the checkpoint of step 4 is not read" in audited(wrong)
+    assert "cannot read the checkpoint of step 4" in audited(wrong)
     change_record(wrong, lambda record: record.update(config="other"))
     assert audit([str(wrong)]) == 0
-    assert "is of another configuration than" in capsys.readouterr().out
+    assert "belongs to another configuration than" in capsys.readouterr().out
     (wrong / "audit.json").unlink()
     assert audit([str(wrong)]) == 0
     assert "a job with spares (KEMPNER_SPARES) writes it" in capsys.readouterr().out

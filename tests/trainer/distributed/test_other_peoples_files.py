@@ -372,7 +372,7 @@ def test_a_table_of_a_sweep(forks: Forks, shared: Path, tmp_path: Path) -> None:
             before = snapshot(tmp_path)
             done = call(forks, words, tmp_path)
             assert (done.code, done.out) == (2, ""), done
-            assert f"{told} = {file} is there, and was not made by this program" in done.err
+            assert f"{told} = {file} exists, and was not made by this program" in done.err
             assert snapshot(tmp_path) == before
             file.unlink()
     assert call(forks, words, tmp_path).code == 0

@@ -231,8 +231,8 @@ def test_the_command_line_is_sorted(folder: Path) -> None:
         ("lr = 5", "unknown key; did you mean optimizer.lr?"),
         ('"a\\nb" = 5', "a\\nb = 5: unknown key"),
         ("xyzzy = 5", "unknown key; --help train lists all"),
-        ("base = 'b.toml'", "unknown key; base stands above the first [section]"),
-        ("max_steps = 1\nmax-steps = 1", "is max_steps again"),
+        ("base = 'b.toml'", "unknown key; base goes above the first [section]"),
+        ("max_steps = 1\nmax-steps = 1", "repeats max_steps"),
     ],
 )
 def test_a_wrong_line_of_a_file(folder: Path, line: str, expected: str) -> None:

@@ -86,7 +86,7 @@ def cost_of(plan: Plan, folder: Path) -> str:
         f"drill: {jobs} of {plan.nodes} node(s) with {plan.gpus} GPU(s), {plan.tasks} rank(s) on"
         f" each: {cost}; it ends itself at {MOST_GPU_HOURS:.0f} GPU hours and after {plan.minutes}"
         f" minute{'s' if plan.minutes != 1 else ''}",
-        "it strikes its own jobs alone; Ctrl-C cancels them",
+        "it strikes only its own jobs; Ctrl-C cancels them",
         f"directory: {folder}",
     ]
     if any(case is OWN for case in plan.cases):
@@ -99,7 +99,7 @@ def host_rows(broken: dict[str, str]) -> list[PromiseRow]:
     if not broken:
         return []
     each = "; ".join(f"{host}: {why}" for host, why in broken.items())
-    ask = f"does {', '.join(broken)} see {Path.cwd()}? Until then give --exclude={','.join(broken)}"
+    ask = f"does {', '.join(broken)} see {Path.cwd()}? If not, give --exclude={','.join(broken)}"
     return [PromiseRow("hosts", "Each host can open the batch log of a job", False, each, ask)]
 
 

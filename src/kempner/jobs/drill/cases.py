@@ -58,7 +58,7 @@ class PromiseRow:
 
 
 REQUEUE = (
-    "may users requeue their own batch jobs, also from inside the job (`scontrol requeue`)? Where"
+    "may users requeue their own batch jobs, also from inside the job (`scontrol requeue`)? If"
     " not, KEMPNER_CHAIN=K submits the next job instead: docs/reference/slurm.md"
 )
 CASES = (
@@ -114,7 +114,7 @@ CASES = (
         "preempt",
         "A job that is preempted saves in the grace time, and continues by itself",
         "does preemption requeue a job here (PreemptMode=REQUEUE), and how long is its grace time?"
-        " Where it cancels, set KEMPNER_CHAIN=K: docs/reference/slurm.md",
+        " If it cancels, set KEMPNER_CHAIN=K: docs/reference/slurm.md",
         # 75 s from step 15 to the last one: longer than the drill waits for a preemption.
         slow=3.0,
     ),
@@ -150,7 +150,7 @@ def judge_case(seen: CaseOutcome, unbroken: dict[int, float]) -> PromiseRow:
     elif not seen.struck and case.name != "unbroken" and run.state.word == "done":
         because = "the run was over before the fault could strike"
     elif case.name == "disk" and run.state.word == "done" and not save_was_refused(seen):
-        because = "no save has met the quota"
+        because = "no save has hit the quota"
     else:
         wrong = what_is_wrong(seen, run, unbroken)
         holds = not wrong

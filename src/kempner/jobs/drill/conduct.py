@@ -76,7 +76,7 @@ class Drill:
         for case in self.plan.cases:
             seen = CaseOutcome(case, self.folder / case.name)
             if case.fault == "freeze" and self.plan.ranks < 2:
-                seen.not_tried = "one rank alone: nobody is left to notice; ask for two tasks"
+                seen.not_tried = "only one rank: no other rank could notice; request two tasks"
             self.trials.append(DrillTrial(seen, f"{prefix}-{case.name}", over=bool(seen.not_tried)))
 
     def run(self) -> None:
@@ -248,7 +248,7 @@ class Drill:
         nodes = nodes_of_job(trial.number)
         option, why = preempting_option(trial.number)
         if not nodes:
-            why = "it shares its nodes: another's job might be preempted in its place"
+            why = "it shares its nodes: another user's job might be preempted instead"
         if nodes and option:
             words = [
                 *without_sizes(self.plan.request), option, "--nodes=1", "--exclusive", "--time=1",

@@ -76,7 +76,7 @@ def parse_plan(argv: Sequence[str]) -> Plan:
             if not equals:
                 value = words.pop(0) if words else ""
             if name in values:
-                problems.append(f"--{name}: is there twice; write it once")
+                problems.append(f"--{name}: is given twice; give it once")
             values[name] = value
         elif not re.match(r"-\w|--\w", word):
             problems.append(
@@ -84,7 +84,7 @@ def parse_plan(argv: Sequence[str]) -> Plan:
                 " after --"
             )
         elif re.match(r"--[a-z]+\.[a-z]", word):
-            problems.append(f"{word}: is the trainer's, and not an option of sbatch; leave it out")
+            problems.append(f"{word}: is an option of the trainer, not of sbatch; leave it out")
         elif name in OWN_OPTIONS or (word[1:2] in OWN_OPTIONS and not word.startswith("--")):
             problems.append(f"{word}: the drill sets this for each of its jobs; leave it out")
         else:

@@ -105,8 +105,8 @@ def bind_to_socket(device: torch.device, world: World) -> None:
     cpus = bind_near_gpu(names[device.index], names, world.per_node)
     if cpus and not world.local_rank:
         print(
-            f"kempner: CPUs of {this_job.host_name()}: each rank keeps to those of its GPU's "
-            f"socket, the first one to {len(cpus)} (KEMPNER_NUMA=0: to all that it was given)",
+            f"kempner: CPUs of {this_job.host_name()}: each rank stays on those of its GPU's "
+            f"socket, the first one on {len(cpus)} (KEMPNER_NUMA=0: on all that it was given)",
             file=sys.stderr,
             flush=True,
         )

@@ -32,7 +32,7 @@ DEAD = {
 }
 # Also hardware faults, but the program is told or may go on.
 BROKEN_GPU = {
-    48: "a memory error of two bits",
+    48: "a double-bit memory error",
     64: "a broken row of memory could not be remapped",
     74: "an NVLink error",
     94: "a memory error that ends the programs that use the memory",
@@ -46,7 +46,7 @@ BROKEN_GPU = {
 }
 WORN = {
     63: "a broken row of memory is remapped at the next reset",
-    92: "many memory errors of one bit",
+    92: "many single-bit memory errors",
     156: "a resource of the GPU is retired at the next reset",
     157: "a resource of the GPU could not be retired",
 }
@@ -190,7 +190,7 @@ def _link(first: GpuReading, gpu: GpuReading, before: GpuReading | None) -> Iter
     # In two readings: the load is a mean over up to a second, the link's state instantaneous.
     if before is not None and _slow_link(before) and _slow_link(gpu):
         now, most = gpu.number(f"{LINK_GENERATION}.current"), gpu.number(f"{LINK_GENERATION}.max")
-        yield Finding("link", "warn", f"PCIe of generation {now:.0f}, not {most:.0f}", gpu)
+        yield Finding("link", "warn", f"PCIe runs at generation {now:.0f}, not {most:.0f}", gpu)
     if down := sorted(set(first.nvlinks) - set(gpu.nvlinks)):
         yield Finding("link", "exclude", f"NVLink {', '.join(map(str, down))} is down", gpu)
 

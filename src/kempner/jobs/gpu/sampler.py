@@ -160,7 +160,7 @@ class GpuSampler:
         self.figures.write()
         ends = answer == "end"
         print(
-            f"WARNING: {self.host}: {reason}{': the run is ended here' if ends else ''}",
+            f"WARNING: {self.host}: {reason}{': the run ends here' if ends else ''}",
             file=sys.stderr,
             flush=True,
         )

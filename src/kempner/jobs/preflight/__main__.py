@@ -63,7 +63,8 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--slow", type=slow_limits, default=SlowLimits(), metavar="PERCENT,PERCENT",
-        help="how far under the median of its kind a GPU is named, and faulty (default: 5,15)",
+        help="percentages below the median of its kind at which a GPU is named, and is faulty "
+        "(default: 5,15)",
     )  # fmt: skip
     parser.add_argument("--history", type=Path, help="where the figures of each node are kept")
     parser.add_argument("--meet", type=Path, required=True, help="directory for the port file")
@@ -76,7 +77,7 @@ def main(argv: list[str]) -> int:
         try_to_write(options.dir)
     except OSError as error:
         if error.errno not in FULL:  # a full disk is reported below
-            fix = "give a directory that exists, that you may write, and that all nodes share"
+            fix = "give an existing, writable directory that all nodes share"
             parser.error(f"--dir {options.dir}: {error.strerror}: {fix}")
     try:
         return run_preflight(options)

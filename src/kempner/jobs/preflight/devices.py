@@ -176,7 +176,7 @@ def _judge_bits(report: Report, name: str, devices: list[tuple[NodeResult, int, 
     """Find the devices of one name whose product has different bits than the majority's."""
     for node, rank, figure in devices:
         if not figure["steady"]:
-            node.faults.append(f"{_label(report, rank)}: the same product, other bits each time")
+            node.faults.append(f"{_label(report, rank)}: the same product has new bits each time")
     counts = collections.Counter(figure["bits"] for *_, figure in devices)
     ((usual, count), *others) = counts.most_common()
     if not others:
@@ -185,14 +185,14 @@ def _judge_bits(report: Report, name: str, devices: list[tuple[NodeResult, int, 
     if 2 * count <= len(devices):
         hosts = ", ".join(sorted({node.name for node, *_ in devices}))
         report.notes.append(
-            f"the bits of the same product differ between devices of {name}, and no bits are those "
-            f"of most: {hosts}"
+            f"the bits of the same product differ between devices of {name}, and there is no "
+            f"majority: {hosts}"
         )
         return
     for node, rank, figure in devices:
         if figure["bits"] != usual:
             node.faults.append(
-                f"{_label(report, rank)}: its product has other bits than that of {count} of the "
+                f"{_label(report, rank)}: its product differs in bits from that of {count} of the "
                 f"{len(devices)} devices of {name}: it computes wrong numbers"
             )
 

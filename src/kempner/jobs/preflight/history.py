@@ -30,11 +30,11 @@ def keep_speeds(report: Report, folder: Path) -> None:
         for key, figure in NODE_FIGURES.items():
             if is_worse(lines, key):
                 under = share_under(values_of(lines, key)) or 0.0
-                node.notes.append(f"{figure.label}: {under:.0%} under its own median before")
+                node.notes.append(f"{figure.label}: {under:.0%} under its own earlier median")
         try:
             append_speed(folder, node.name, line)
         except OSError as error:  # the next nodes are still compared
-            problem = problem or f"the figures are not kept over time: {error}"
+            problem = problem or f"the figures cannot be recorded: {error}"
     if problem:
         report.notes.append(problem)
 

@@ -227,13 +227,13 @@ class Coordinator:
         if self._asked:
             self._close(judge_endings((), self._asked, unheard=False, hung=False, progressed=False))
         elif self._endings:
-            self._give_up(f"ranks {[*self._endings][:32]} of {self.size} left before the start")
+            self._give_up(f"ranks {[*self._endings][:32]} of {self.size} exited before the start")
         elif len(self._peers) == self.size:
             self._start()
         elif time.monotonic() > self._began + RANKS_START_S:
             missing = [rank for rank in range(self.size) if rank not in self._peers][:32]
             self._give_up(
-                f"ranks {missing} of {self.size} did not come within {RANKS_START_S:.0f} s"
+                f"ranks {missing} of {self.size} did not arrive within {RANKS_START_S:.0f} s"
             )
 
     def _give_up(self, why: str) -> None:
@@ -274,7 +274,7 @@ class Coordinator:
         self._completed_before = self._watch.completed
         if kind == "interrupt":
             self._book.at_warning()
-        log_line(f"{why}: the program is asked to leave")
+        log_line(f"{why}: the program is asked to exit")
         self._tell(do="ask", kind=kind)
         self._deadline = Deadline()
 
@@ -285,7 +285,7 @@ class Coordinator:
         if now > (self._deadline.of_deaf if self._deaf else self._deadline.of_listening):
             self._end("the time is up")
         elif self._deaf and now > self._asked_at + DEAF_S and not self._may_go_on():
-            self._end("it listens to no signal")
+            self._end("it handles no signal")
         elif self._deaf and self._saved_since():
             self._end(f"its next checkpoint is complete: {self._watch.complete.path}")
 

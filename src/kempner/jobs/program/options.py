@@ -87,7 +87,7 @@ def parse_options(words: Sequence[str]) -> Options:
 def _advice(word: str, name: str) -> str:
     near = difflib.get_close_matches(name, OPTION_NAMES, 1)
     hint = f"did you mean --{near[0]}={OPTION_NAMES[near[0]]}? " if near else ""
-    return f"no option of run.sh; {hint}{PROGRAM_USAGE}; options of sbatch come before run.sh"
+    return f"not an option of run.sh; {hint}{PROGRAM_USAGE}; options of sbatch come before run.sh"
 
 
 def _steps(text: str | None, problems: list[str]) -> re.Pattern[bytes] | None:
@@ -110,7 +110,7 @@ def _heartbeat(text: str | None, problems: list[str]) -> float | None:
         return None
     if re.fullmatch(r"\d+(\.\d+)?", text) and float(text) >= 1:
         return float(text)
-    problems.append(f"--heartbeat={text}: must be seconds, a number >= 1")
+    problems.append(f"--heartbeat={text}: must be a number of seconds >= 1")
     return None
 
 

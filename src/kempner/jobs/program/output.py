@@ -130,7 +130,7 @@ class OutputReader(threading.Thread):
             failed = error.strerror or str(error)
         if failed and not self._failed:
             self._failed = True
-            self.say(f"{self._path}: {failed}; what is missing there is in the batch log")
+            self.say(f"{self._path}: {failed}; the missing lines are in the batch log")
 
     def _take(self, data: bytes) -> None:
         data = self._partial + data
@@ -171,7 +171,7 @@ class OutputReader(threading.Thread):
         lines = lines.decode(errors="replace").encode().translate(None, CONTROL_BYTES)
         self._print(self._prefix + lines.replace(b"\n", b"\n" + self._prefix) + b"\n")
         if self._room <= 0:
-            self.say(f"more than {BATCH_LOG >> 20} MiB: what follows is in {self._path} alone")
+            self.say(f"more than {BATCH_LOG >> 20} MiB: what follows is only in {self._path}")
 
     def say(self, text: str) -> None:
         """Print a line of the supervisor's own."""

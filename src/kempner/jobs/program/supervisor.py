@@ -253,7 +253,7 @@ class Supervisor:
         # With a limit: a process left behind by the program may keep its output open.
         self._output.join(OUTPUT_S)
         if not self._torn and (processes := child.left_behind()):
-            self._output.say(f"ends what the program has left behind: {', '.join(processes)}")
+            self._output.say(f"ending what the program has left behind: {', '.join(processes)}")
         child.end()
         # All processes are gone, so the reader reaches the end of the output.
         self._output.join(OUTPUT_S)

@@ -102,7 +102,7 @@ def judge_endings(
     first = first_failure(bad)
     reason = first.reason
     if first.lost:
-        reason = f"which rank failed is not known; one that has lost it: {reason}"
+        reason = f"which rank failed is unknown; one that has lost it: {reason}"
     # Exit code 2 after progress is not bad input: another start may succeed.
     if first.code in NOT_STARTED and not progressed and not first.gone:
         return Outcome("", reason, USAGE_ERROR_EXIT, final=True)

@@ -64,7 +64,7 @@ def own_instance(local_rank: int) -> str | None:
         return None
     if local_rank >= len(names):
         raise ConfigError(
-            f"local rank {local_rank} on {socket.gethostname()} has no instance of MIG: "
+            f"local rank {local_rank} on {socket.gethostname()} has no MIG instance: "
             f"{_why_too_few(len(names))}"
         )
     return names[local_rank]
@@ -76,7 +76,7 @@ def _why_too_few(count: int) -> str:
     if job_gpus.isdecimal() and int(job_gpus) > count:
         return (
             f"it sees {count} of the {job_gpus} that Slurm gave the job there; --gpu-bind=closest "
-            "(KEMPNER_SRUN) shows each task those of its socket alone: leave --gpu-bind out, and "
+            "(KEMPNER_SRUN) shows each task only those of its socket: leave --gpu-bind out, and "
             "each rank takes one of its own"
         )
     return f"{count} are visible; --ntasks-per-node must be {count}, the GPUs per node"

@@ -191,7 +191,7 @@ def connect_peer(address: str, port: int, key: str, seconds: float) -> socket.so
         ours = secrets.token_bytes(NONCE)
         nonces = hello[len(PEER_MAGIC) :] + ours
         if not hello.startswith(PEER_MAGIC):
-            raise PermissionError(f"{address}:{port} is none of ours")
+            raise PermissionError(f"{address}:{port} is not one of ours")
         peer.sendall(ours + _proof(key, b"client", nonces))
         if not hmac.compare_digest(_exactly(peer, PROOF), _proof(key, b"server", nonces)):
             raise PermissionError(f"{address}:{port} does not have the key of this job")

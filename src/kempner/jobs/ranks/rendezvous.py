@@ -199,7 +199,7 @@ def await_ranks(store: dist.Store, world: Rank, start_timeout: float) -> None:
         if time.monotonic() > deadline:
             missing = missing_ranks(store, "here", world.size)
             raise RuntimeError(
-                f"ranks {name_ranks(missing)} of {world.size} did not come within "
+                f"ranks {name_ranks(missing)} of {world.size} did not arrive within "
                 f"{start_timeout:.0f} s (distributed.start_timeout)\n{meeting_failure_causes()}"
             )
         time.sleep(0.02)

@@ -242,7 +242,7 @@ class RayNode:
             if self.agent_was_late():
                 why = "Ray's agent took more than the 15 s that Ray allows"
             elif self.head_is_starting():
-                why = "the head has not started yet, or starts again"
+                why = "the head has not started yet, or is restarting"
             else:
                 raise
             log_text(f"{why}: starting Ray again")

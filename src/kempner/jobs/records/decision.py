@@ -255,7 +255,7 @@ DECISION_RULES = (
     ),
     DecisionRule(
         "a crash, a hang, or a faulty or lost node that a spare replaces, with time left and"
-        " nobody asking to leave",
+        " no request to exit",
         may_restart,
         "restart",
         lambda e, n: e.what,
@@ -278,11 +278,11 @@ DECISION_RULES = (
         "take the job",
         lambda e, n: e.preflight and n.too_few,
         "end",
-        lambda e, n: f"{e.what}; there are no other nodes to take",
+        lambda e, n: f"{e.what}; no other nodes are available",
         "host",
     ),
     DecisionRule(
-        "a fault of the site, such as a file system that is away, or another job has the run now",
+        "a fault of the site, such as an unavailable file system, or another job has the run now",
         lambda e, n: bool(e.site) and not e.chain,
         "requeue",
         lambda e, n: f"{e.site}: the next start waits {pause_of(e)} min",

@@ -66,7 +66,7 @@ def summary_facts(run: History) -> dict[str, str]:
         "MFU, median": median_of_key(run.losses, "mfu", ".1%"),
         **replica_rows(run),
         **reward_rows(run),
-        "memory, most": f"{max(numbers_of_key(run.losses, 'memory_gib'), default=0.0):.2f} GiB",
+        "memory, peak": f"{max(numbers_of_key(run.losses, 'memory_gib'), default=0.0):.2f} GiB",
     }
 
 
@@ -157,7 +157,7 @@ def mean_of_key(lines: list[Record], key: str) -> float:
 def policy_distance(lines: list[Record]) -> str:
     """Describe the distance between the log-probabilities of trainer and sampler."""
     parts = []
-    for name, weights in (("mismatch", "the same weights"), ("drift", "older ones")):
+    for name, weights in (("mismatch", "the same weights"), ("drift", "older weights")):
         if values := numbers_of_key(lines, name):
             parts.append(f"{statistics.fmean(values):.2g} for {weights}")
     return ", ".join(parts)

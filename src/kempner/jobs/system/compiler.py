@@ -47,19 +47,19 @@ def missing_compiler(
     if setting is not None and not shutil.which(setting, path=path):
         return (
             f"{needs} {compiler}, and {variable}={setting} is not a program on {host}: "
-            f"unset {variable}, or set it to one that is there, {off}"
+            f"unset {variable}, or set it to one that exists, {off}"
         )
     if setting is None and not any(shutil.which(name, path=path) for name in names):
         return (
             f"{needs} {compiler}, and {host} has no {' or '.join(names)}: load one "
-            "before the job is submitted (module load gcc), take a container with one "
+            "before the job is submitted (module load gcc), use a container with one "
             f"(KEMPNER_CONTAINER), {off}"
         )
     header = Path(_include(), "Python.h")
     if not header.is_file():
         return (
             f"{needs} the headers of Python, and {host} has no {header}: "
-            "install python3-dev (python3-devel), take a Python that has them, such as uv's or "
+            "install python3-dev (python3-devel), use a Python that has them, such as uv's or "
             f"conda's (KEMPNER_PYTHON), {off}"
         )
     return None

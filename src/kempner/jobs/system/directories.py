@@ -50,7 +50,7 @@ class Kind(enum.Enum):
     """Kind of a path; the value completes "PATH is ..."."""
 
     MISSING = "not there"
-    DANGLING = "a link to something that is not there"
+    DANGLING = "a broken link"
     UNREADABLE = "not readable"
     FILE = "a file"
     EMPTY = "an empty directory"
@@ -91,7 +91,7 @@ def describe_directory(path: str | Path) -> str:
     """Describe the path in words that complete "PATH is ..."."""
     path, kind = Path(path).expanduser(), directory_kind(path)
     if kind is Kind.DANGLING:
-        return f"a link to {os.readlink(path)}, which is not there"
+        return f"a broken link to {os.readlink(path)}"
     if kind in (Kind.OTHER, Kind.NOTES):
         names = sorted(os.listdir(path), key=lambda name: (name.startswith("."), name))
         more = ", ..." if len(names) > SHOWN_FILES else ""

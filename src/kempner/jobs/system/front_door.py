@@ -144,7 +144,7 @@ def explain_os_error(error: OSError) -> str:
     """Format the path, the error and the fix."""
     path = error.filename2 or error.filename
     if error.errno == errno.ENOENT and path is None:  # only of os.getcwd()
-        return "the current directory is gone; cd to one that is there"
+        return "the current directory is gone; cd to one that exists"
     where = f"{path}: " if path else ""
     free = f" ({_free(path):,} bytes are free)" if error.errno == errno.ENOSPC and path else ""
     fix = FIXES.get(error.errno or 0)
@@ -160,7 +160,7 @@ def read_text(path: Path, option: str) -> str:
     except OSError as error:
         raise ConfigError(f"{option} {explain_os_error(error)}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{option} {path}: is not text in UTF-8; save it as that") from None
+        raise ConfigError(f"{option} {path}: is not UTF-8 text; save it as UTF-8") from None
 
 
 def how_to_run(script: str) -> str:

@@ -153,7 +153,7 @@ def _parsed(name: str) -> tuple[str, str | None]:
     if found := REPO.fullmatch(name):
         return found[1], found[2]
     raise ConfigError(
-        f"{name}: no such directory, and no id of a model on the hub (OWNER/NAME[@REVISION])"
+        f"{name}: no such directory, and not the id of a model on the hub (OWNER/NAME[@REVISION])"
     )
 
 

@@ -19,7 +19,7 @@ def refuse_other_file(path: str | Path, option: str, signs: Collection[str]) -> 
     """Raise ConfigError if the file that an option names exists and was not made by an earlier run
     of the same program. The program's files hold one of these texts and, if they have a
     seal_text(), are unchanged. Follows links, as the caller writes through them."""
-    path, what = Path(path).expanduser(), "is there, and was not made by this program"
+    path, what = Path(path).expanduser(), "exists, and was not made by this program"
     if path.is_dir():
         what = f"is {describe_directory(path)}"
     elif path.is_file():

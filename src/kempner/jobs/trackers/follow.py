@@ -28,7 +28,7 @@ LAST_S = 60.0  # for the last points, if nobody waits for them
 
 class Sink(Protocol):
     position: int
-    """Points that it does not want again when it is opened, from the first one on."""
+    """Number of points, from the first, that it already has when it is opened."""
 
     def write(self, points: list[MetricsPoint]) -> None: ...
 
@@ -72,7 +72,7 @@ def follow_run(name: str, run_dir: Path, forever: bool) -> int:
         if is_over(RETRY_S):
             return 1
     # Re-execute: a library's leftovers from a failed start would break the next one.
-    print_message(f"{name}: once more")
+    print_message(f"{name}: trying again")
     os.execve(sys.executable, sys.orig_argv, environment)
 
 
@@ -88,7 +88,7 @@ def deliver_points(sink: Sink, run_dir: Path, is_over: Callable[[float], bool]) 
         for batch in batch_points(new):
             sink.write(batch)
     sink.close(failed=_state(run_dir) == "failed")
-    print_message("all points are passed on")
+    print_message("all points have been passed on")
 
 
 def batch_points(points: Iterator[MetricsPoint]) -> Iterator[list[MetricsPoint]]:

@@ -119,12 +119,12 @@ def figure_cells(run: History, facts: dict[str, Any], now: float) -> list[tuple[
     losses = [line for line in run.losses if line["loss"] is not None]
     if losses:
         low = min(losses, key=lambda line: line["loss"])
-        more = f"least {format_loss(low['loss'])} at {low['step']:,}"
+        more = f"lowest {format_loss(low['loss'])} at {low['step']:,}"
         cells.append(("loss", format_loss(losses[-1]["loss"]), more))
     checks = [line for line in run.validations if line["val_loss"] is not None]
     if checks:
         low = min(checks, key=lambda line: line["val_loss"])
-        more = f"least {format_loss(low['val_loss'])} at {low['step']:,}"
+        more = f"lowest {format_loss(low['val_loss'])} at {low['step']:,}"
         cells.append(("validation", format_loss(checks[-1]["val_loss"]), more))
     if facts["reward"] is not None:
         cells.append(("reward", format_loss(facts["reward"], 3), ""))
