@@ -33,7 +33,7 @@ LR, BETAS, EPS, CLIP = 1e-3, (0.9, 0.95), 1e-8, 1.0
 
 @dataclass(frozen=True)
 class Job:
-    """The work of all frameworks. `directory`: has model/, in Hugging Face's form, and rows.npy,
+    """The work of all frameworks. `directory`: has model/, in Hugging Face format, and rows.npy,
     int64 [total * batch, seq_len + 1]. `config`, `words`: what the trainer is started with."""
 
     directory: str

@@ -141,7 +141,7 @@ def run_export(options: argparse.Namespace) -> None:
 
     with held_weights(options.run) as source:
         if not source.is_checkpoint:
-            raise ConfigError(f"{options.run}: is already in Hugging Face's format")
+            raise ConfigError(f"{options.run}: is already in Hugging Face format")
         step = history.read_manifest(source.path)["step"]
         interruptible()  # what is half written is removed
         if options.adapter:

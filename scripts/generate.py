@@ -58,7 +58,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add(
         "source",
         metavar="RUN",
-        help="a run (RUN or RUN@STEP), a checkpoint, or a directory in Hugging Face's format",
+        help="a run (RUN or RUN@STEP), a checkpoint, or a directory in Hugging Face format",
     )
     add(
         "--prompt",

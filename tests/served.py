@@ -1,4 +1,4 @@
-"""A small model in Hugging Face's form, made without transformers, and requests to its engine."""
+"""A small model in Hugging Face format, made without transformers, and requests to its engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates in the style of the published ones, and a small tokenizer in Hugging Face's form
+"""Chat templates in the style of the published ones, and a small tokenizer in Hugging Face format
 for each."""
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # `import kempner` must stay cheap: no torch before it is nee
 
 def load_model(source: str | PathLike[str], device: str = "auto") -> tuple[Decoder, Tokenizer]:
     """Load a plain nn.Module and its tokenizer from a run (RUN or RUN@STEP), a checkpoint, or a
-    directory in Hugging Face's form.
+    directory in Hugging Face format.
 
         model, tokenizer = load_model("runs/quickstart")
         logits = model(torch.tensor([tokenizer.encode("def ")]))  # [1, T, V]

@@ -237,7 +237,7 @@ def test_a_text_is_printed_as_it_comes(run: Path) -> None:
 def test_the_commands_of_the_document(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also what a directory in Hugging Face's form continues: the texts of transformers."""
+    """Also what a directory in Hugging Face format continues: the texts of transformers."""
     import transformers
 
     document = (ROOT / "docs/extensions/generate.md").read_text()

@@ -398,7 +398,7 @@ def test_what_is_there_is_left_alone(
         (("import", model, run), "is a run; give another directory"),
         (("export", run, tmp_path / "out"), "give another directory, or remove it"),
         (("export", f"{run}@7", tmp_path / "new"), "no complete checkpoint of step 7"),
-        (("export", model, tmp_path / "new"), "already in Hugging Face's format"),
+        (("export", model, tmp_path / "new"), "already in Hugging Face format"),
         (("import", run, tmp_path / "new"), f"--model.init_from={run}"),
         (("push", run, "me/model"), "export it first"),
         (("push", "me/gone", "me/model"), "me/gone: no such directory; name one written by export"),

@@ -249,7 +249,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "export: damaged": (("convert", "export", "runs/torn", "models/new"), ("is damaged",)),
     "export: a model": (
         ("convert", "export", "models/debug", "m"),
-        ("already in Hugging Face's format",),
+        ("already in Hugging Face format",),
     ),
     "import: a run": (("convert", "import", "runs/debug", "runs/new"), ("--model.init_from",)),
     "import: gone": (("convert", "import", "models/gone", "runs/new"), ("no such directory",)),

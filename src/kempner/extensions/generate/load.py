@@ -1,5 +1,5 @@
 """Load a model and its tokenizer into this process: from a run, a checkpoint, or a directory in
-Hugging Face's form."""
+Hugging Face format."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def model_shape(source: WeightsSource) -> tuple[ModelConfig, int]:
 def load_model_and_tokenizer(
     name: str, device: str, fill: Callable[[Decoder], object] | None = None
 ) -> Loaded:
-    """Load a model. `name`: RUN[@STEP], a checkpoint, a directory in Hugging Face's form, or an id
+    """Load a model. `name`: RUN[@STEP], a checkpoint, a directory in Hugging Face format, or an id
     of the hub. `device`: auto, cpu or cuda. `fill`: gives a directory without weights its values.
 
     The weights are bf16 on a GPU and fp32 on a CPU. Retention leaves a checkpoint alone while it is

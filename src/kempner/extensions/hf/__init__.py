@@ -1,1 +1,1 @@
-"""Models in Hugging Face's form: into a run, and out of one."""
+"""Models in Hugging Face format: into a run, and out of one."""

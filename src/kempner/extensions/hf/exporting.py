@@ -1,4 +1,4 @@
-"""Export a checkpoint, written by any number of ranks, to a directory in Hugging Face's form."""
+"""Export a checkpoint, written by any number of ranks, to a directory in Hugging Face format."""
 
 from __future__ import annotations
 

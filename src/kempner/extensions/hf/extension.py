@@ -62,7 +62,7 @@ class HfExtension(Extension):
         try:
             family_of(cfg.model)
         except ConfigError as error:
-            warnings.append(f"no export to Hugging Face's form: {'; '.join(error.problems)}")
+            warnings.append(f"no export to Hugging Face format: {'; '.join(error.problems)}")
         return warnings
 
     def fixed_facts(self, cfg: RunConfig) -> dict[str, Any]:

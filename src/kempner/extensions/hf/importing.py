@@ -1,4 +1,4 @@
-"""Import a model in Hugging Face's form as a run with one checkpoint, of step 0.
+"""Import a model in Hugging Face format as a run with one checkpoint, of step 0.
 
 The checkpoint is written as if by enough ranks to keep each file under TENSOR_FILE_BYTES, one file
 after the other: memory for one file suffices for a model of any size.

@@ -1,4 +1,4 @@
-"""Sources of weights: a directory in Hugging Face's form, a model of the hub, or a run.
+"""Sources of weights: a directory in Hugging Face format, a model of the hub, or a run.
 
 No torch: a configuration is checked against its source before a GPU is requested.
 """
@@ -33,7 +33,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 class WeightsSource(NamedTuple):
-    """Weights on this machine: a directory in Hugging Face's form, or a checkpoint of a run."""
+    """Weights on this machine: a directory in Hugging Face format, or a checkpoint of a run."""
 
     name: str  # as the user gave it
     path: Path

@@ -1,4 +1,4 @@
-"""The tensors of a directory in Hugging Face's form: *.safetensors, one file or several with an
+"""The tensors of a directory in Hugging Face format: *.safetensors, one file or several with an
 index, read lazily. No torch: the tensors are compared with the model's needs beforehand.
 """
 

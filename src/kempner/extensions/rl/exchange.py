@@ -1,7 +1,7 @@
 """Exchange between the processes of one attempt, as files in RUN/rl/ATTEMPT. No torch.
 
     start.json                from the trainer, once it has resumed: ExchangeStart
-    weights/v00000007/        a model in Hugging Face's form; its manifest.json comes last
+    weights/v00000007/        a model in Hugging Face format; its manifest.json comes last
     rollouts/step_00000008/   rank_0.safetensors ...; batch.json comes last
     scores/step_00000008      the trainer's log-probabilities of the first row, see Batch.scored
     engines/                  engine-K: the URL of each engine

@@ -21,7 +21,7 @@ def parse_serve_arguments(argv: Sequence[str], doc: str | None = None) -> argpar
         "source",
         metavar="MODEL",
         nargs="?",
-        help="a run (RUN or RUN@STEP), a checkpoint, or a directory in Hugging Face's form",
+        help="a run (RUN or RUN@STEP), a checkpoint, or a directory in Hugging Face format",
     )
     add(
         "--weights",

@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 def replace_weights(model: Decoder, name: str) -> None:
-    """Read the weights of a directory in Hugging Face's form, or of RUN[@STEP], into the model.
+    """Read the weights of a directory in Hugging Face format, or of RUN[@STEP], into the model.
     Raises LeaseRefused; after any other error the model is unusable."""
     with contextlib.ExitStack() as reading:
         try:

@@ -2,7 +2,7 @@
 writes, renames and deletes only in a directory of its own kind, and messages can name the kind. No
 torch.
 
-A run has `id`, a data set dataset.json, a model in Hugging Face's form config.json. Directories
+A run has `id`, a data set dataset.json, a model in Hugging Face format config.json. Directories
 without such a file get `.kempner` before anything else is written to them, which also marks the
 leftovers of a killed program.
 """

@@ -1,4 +1,4 @@
-"""Publish the weights as a directory in Hugging Face's form, from all ranks of the trainer.
+"""Publish the weights as a directory in Hugging Face format, from all ranks of the trainer.
 
 Each tensor is gathered separately and written by one rank, into that rank's own file: no rank ever
 holds more than one whole tensor, and no two ranks write to one file, which not every shared file
