@@ -247,8 +247,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=15, help="3.4 M parameters each")
     parser.add_argument("--batch", type=int, default=2, help="sequences of 128 tokens a step")
     parser.add_argument("--only", default="", help="kinds, comma-separated")
-    parser.add_argument("--dir", default=".", help="where the file system to write to is")
-    parser.add_argument("--throttle", type=float, default=0.0, help="MB/s of the disk; 0: as it is")
+    parser.add_argument("--dir", default=".", help="directory of the file system to write to")
+    parser.add_argument("--throttle", type=float, default=0.0, help="MB/s of the disk; 0: no limit")
     options = parser.parse_args()
     if options.throttle:
         throttle(1e6 * options.throttle)
@@ -289,7 +289,7 @@ def main() -> None:
                 if number:
                     costs[kind].append(cost)
                 elif kind == "kempner":
-                    print(f"our first save, which plans and finds memory: {cost.still:.2f} s")
+                    print(f"our first save, which plans and allocates memory: {cost.still:.2f} s")
         print("\n".join(table(costs)), flush=True)
     os._exit(0)  # the process of dcp.async_save would be waited for
 

@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="these faults, or parts of axes")
     args = parser.parse_args()
     if args.what == "faults" and (wrong := {*args.only} - {*FAULTS}):
-        parser.error(f"--only: no {', '.join(sorted(wrong))}; one of {', '.join(FAULTS)}")
+        parser.error(f"--only: unknown {', '.join(sorted(wrong))}; choose from {', '.join(FAULTS)}")
     with tempfile.TemporaryDirectory(prefix="kempner-corruption-") as folder:
         if args.what == "faults":
             print(faults_table(Path(folder), args.only))

@@ -192,7 +192,7 @@ def run_apart(
         running.processes.discard(process)
     file = result_file(work, name)
     if late:
-        result: dict[str, Any] = {"status": "FAIL", "why": f"not over after {limit:.0f} s"}
+        result: dict[str, Any] = {"status": "FAIL", "why": f"still running after {limit:.0f} s"}
     elif file.exists():
         result = json.loads(file.read_text())
     else:

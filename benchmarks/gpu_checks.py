@@ -260,7 +260,7 @@ def gpu_faults(job: Job) -> Figures:
     program = shutil.which("nvidia-smi")
     ways = [way for way in (open_reader(), NvidiaSmi(program) if program else None) if way]
     if not ways:
-        raise Failed("neither pynvml nor nvidia-smi is here")
+        raise Failed("neither pynvml nor nvidia-smi is available")
     found: Figures = {}
     for way in {way.name: way for way in ways}.values():
         watch, findings = ReadingComparison(), {}

@@ -231,7 +231,7 @@ def draw(ratios: dict[str, list[float]], out: Path) -> None:
         axes.text(high + 0.02, name, f"{middle:.1%}", va="center")
     axes.set_xlim(0, 1.25)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_xlabel("tokens/s, of those of the same replicas without communication")
+    axes.set_xlabel("tokens/s, relative to the same replicas without communication")
     figure.tight_layout()
     figure.savefig(out, dpi=110)
 

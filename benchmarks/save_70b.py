@@ -132,7 +132,7 @@ def print_files(root: Path) -> None:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("benchmarks.save_70b", description=__doc__.splitlines()[0])
-    parser.add_argument("--throttle", type=float, default=0.0, help="MB/s of the disk; 0: as it is")
+    parser.add_argument("--throttle", type=float, default=0.0, help="MB/s of the disk; 0: no limit")
     parser.add_argument("--dir", default=None, help="file system to write to (default: /tmp)")
     options = parser.parse_args(argv)
     print(f"$ python -m benchmarks.save_70b {' '.join(argv)}\n{machine()}, "

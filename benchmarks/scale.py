@@ -328,7 +328,7 @@ def main(argv: list[str]) -> int:
     parser = argument_parser("benchmarks.scale", __doc__)
     parser.add_argument("--quick", action="store_true", help="8 ranks: show that it works")
     parser.add_argument("--json", help="write the figures to this file")
-    parser.add_argument("--before", help="such a file of another version, to compare with")
+    parser.add_argument("--before", help="a file of figures of another version, to compare with")
     parser.add_argument("--plot", help="with --before: draw both into this file")
     options = parser.parse_args(argv)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -555,7 +555,7 @@ def main() -> int:
     if args.faults < 1:
         parser.error(f"--faults {args.faults}: at least 1")
     if args.keep and args.keep.exists():
-        parser.error(f"--keep {args.keep}: it is there already; name another")
+        parser.error(f"--keep {args.keep}: already exists; name another")
     if args.site:
         from benchmarks.soak_site import soak_site
 

@@ -115,7 +115,7 @@ class SiteSoak(Soak):
 
     def _ended(self, state: str) -> None:
         if self.hands == MOST_HANDS:
-            raise Broken(f"{self.hands} hands are enough")
+            raise Broken(f"gave up after {self.hands} hands")
         self.hands += 1
         why = [x for x in self.log.splitlines() if "kempner: " in x]
         say(f"     a hand: the job has ended as {state}: {why[-1] if why else 'without a word'}")

@@ -48,7 +48,7 @@ def main() -> None:
             for case in cases[number % len(cases) :] + cases[: number % len(cases)]:
                 run = Path(work, f"{number}-{case}")
                 found[case].append(median_step(case, run, url, options))
-    print("| | step, ms | of that without |\n|---|---|---|")
+    print("| | step, ms | relative to no tracker |\n|---|---|---|")
     for case, times in found.items():
         ratios = [mine / plain for mine, plain in zip(times, found["no tracker"], strict=True)]
         spread = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"

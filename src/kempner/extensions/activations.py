@@ -117,8 +117,8 @@ def check_weights(folder: Path, weights: str) -> None:
     for path in sorted(folder.glob("*.safetensors")):
         if (metadata := read_whole(path)) is not None and metadata.get("weights") != weights:
             raise ConfigError(
-                f"{path} was made by other weights than those that are there now: delete {folder} "
-                "and run this again, or give another --out"
+                f"{path} was made with other weights than the present ones: delete {folder} and "
+                "run this again, or give another --out"
             )
 
 

@@ -55,7 +55,7 @@ def inspect_data(argv: Sequence[str]) -> None:
                 "name a configuration in place of it, or leave --plot out"
             )
         if extra := [*folders[1:], *command.files]:
-            command.problems.append(f"{extra[0]}: give one DIR alone, or configurations")
+            command.problems.append(f"{extra[0]}: give a single DIR, or configurations")
         open_sidecar(folders[0])  # explains, if it is not a data set
         overrides = [f"--data.dataset_path={folders[0]}", f"--train.seq_len={INSPECTED_TOKENS}"]
         # Larger than any vocabulary: data with ids beyond the model's are refused.

@@ -242,7 +242,7 @@ def test_a_tokenizer_with_the_same_ids_in_another_file(
     (model / "tokenizer.json").write_text(json.dumps(content))
     assert extract(monkeypatch, *words, "--out", tmp_path / "other") == 2
     said = capsys.readouterr().err
-    assert f"means another text; prepare it with --tokenizer {model}/tokenizer.json" in said, said
+    assert f"means different text; prepare it with --tokenizer {model}/tokenizer.json" in said, said
 
 
 def test_other_weights_and_damaged_shards_are_noticed(
@@ -269,7 +269,7 @@ def test_other_weights_and_damaged_shards_are_noticed(
     capsys.readouterr()
     assert extract(monkeypatch, *words) == 2
     said = capsys.readouterr().err
-    assert f"{shard} was made by other weights" in said and "delete" in said, said
+    assert f"{shard} was made with other weights" in said and "delete" in said, said
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
     model, out = tmp_path / "model", tmp_path / "other"

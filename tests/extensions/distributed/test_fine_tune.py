@@ -249,7 +249,7 @@ def test_data_of_another_tokenizer_are_refused(work: Path) -> None:
     for words in (("configs/train/sft.toml",), of_texts):
         done = check(swapped, *words)
         assert done.returncode == 2, done.stderr
-        assert "so that a token id means another text" in done.stderr
+        assert "so that a token id means different text" in done.stderr
         done = check(again, *words)
         assert done.returncode == 0, done.stderr
 

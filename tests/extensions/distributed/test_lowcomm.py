@@ -116,7 +116,7 @@ def test_a_replica_with_numbers_that_are_not_finite_is_named(
     for replica in (run, second(run)):
         assert [r["not_finite"] for r in records(replica, "round")] == [[], [], [1], []]
     log = (run / "logs/latest/rank-0.log").read_text()
-    assert log.count("replica 1: had weights that were not finite") == 1
+    assert log.count("replica 1: had non-finite weights") == 1
     assert summary_facts(load_history(run))["  not finite"] == "replica 1 in 1 round"
     assert all(x.isfinite().all() for x in weights(run).values())
 

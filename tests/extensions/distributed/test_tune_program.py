@@ -58,7 +58,7 @@ def test_a_signal_ends_it_with_the_best_so_far(tmp_path: Path) -> None:
     process.terminate()
     out, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0 and status(run)["state"] == "interrupted", out
-    assert "use it by:" in out and (run / "tuned.toml").exists()
+    assert "use it with:" in out and (run / "tuned.toml").exists()
 
 
 def test_the_other_ranks_follow_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

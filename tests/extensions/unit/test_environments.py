@@ -332,12 +332,12 @@ def test_environments_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("identifier", "row", "said"),
     [
-        ("qa", '{"question": 5, "answer": "1"}', "question must be a text or a list of messages"),
-        ("qa", '{"question": [], "answer": "1"}', "question must be a text or a list of messages"),
-        ("qa", '{"question": [{"role": "user"}], "answer": "1"}', "question must be a text or"),
-        ("qa", '{"question": "a", "answer": null}', "answer must be a text or a number"),
+        ("qa", '{"question": 5, "answer": "1"}', "question must be a string or"),
+        ("qa", '{"question": [], "answer": "1"}', "question must be a string or"),
+        ("qa", '{"question": [{"role": "user"}], "answer": "1"}', "question must be a string or"),
+        ("qa", '{"question": "a", "answer": null}', "answer must be a string or a number"),
         ("qa", '{"question": "a\\ud800", "answer": "1"}', "is not Unicode text"),
-        ("code", '{"prompt": "a", "tests": ["assert f()"]}', "tests must be a text"),
+        ("code", '{"prompt": "a", "tests": ["assert f()"]}', "tests must be a string"),
         ("code", '{"prompt": "a", "tests": "assert f("}', "tests are not Python: "),
     ],
 )

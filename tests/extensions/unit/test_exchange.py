@@ -32,7 +32,7 @@ class Alone:
     def round(self, rounds: int, exchange: Callable[[Any], Any]) -> tuple[Epoch, Any]:
         self.epochs += 1
         if self.epochs > self.most:
-            raise TooFew("0 replicas are left, of at least 1")
+            raise TooFew("0 replicas are left, 1 are needed")
         epoch = Epoch(self.epochs, rounds, ("0.1",), (), False, {}, ())
         return epoch, exchange(self)
 

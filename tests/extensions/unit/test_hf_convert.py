@@ -225,7 +225,7 @@ def test_check_compares_the_reading_with_that_of_transformers(
     other = families.FAMILIES["qwen3"]._replace(rope_theta=5e5)  # a default that is not theirs
     monkeypatch.setitem(families.FAMILIES, "qwen3", other)
     convert("check", tmp_path / "model", code=2)
-    assert "model.rope_theta is 500000.0 here, and 10000.0 for transformers" in (
+    assert "model.rope_theta is 500000.0 here, but 10000.0 for transformers" in (
         capsys.readouterr().err
     )
 

@@ -129,7 +129,7 @@ GLM: dict[str, Any] = {
 }  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gemma": ({"model_type": "gemma2"}, "its norms multiply by 1 + weight"),
-    "gated-expert": ({"model_type": "qwen2_moe"}, "its shared expert has a gate of its own"),
+    "gated-expert": ({"model_type": "qwen2_moe"}, "its shared expert has its own gate"),
     "dense-layers": (
         QWEN3_30B_A3B | {"mlp_only_layers": [0]},
         "mlp_only_layers = [0]: only [] is supported",
@@ -183,11 +183,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "ministral": (
         MISTRAL_V01 | {"layer_types": ["full_attention", "sliding_attention"] * 16},
-        "layer_types: transformers takes a mistral with them for a ministral",
+        "layer_types: with them, transformers reads a mistral as a ministral",
     ),
     "layers-of-a-llama": (
         {"layer_types": ["sliding_attention"] * 32, "sliding_window": 64},
-        "layer_types are sliding_attention: by the other keys they are full_attention",
+        "layer_types are sliding_attention; the other keys imply full_attention",
     ),
     "layers-of-a-qwen": (
         QWEN_25_05B | {"rope_scaling": None, "layer_types": ["sliding_attention"] * 24},
@@ -350,22 +350,22 @@ def test_no_option_of_a_model_is_lost_in_an_export() -> None:
 
 
 def test_a_model_that_transformers_does_not_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no model of transformers has both"):
+    with pytest.raises(ConfigError, match="no transformers model has both"):
         family_of(ModelConfig(qkv_bias=True, qk_norm=True))
     with pytest.raises(ConfigError) as error:
         family_of(ModelConfig(n_experts=4, router_bias=True, sliding_window=8))
     router, shared, window = error.value.problems
-    assert router.startswith('model.router = "softmax": the one model of transformers with such a')
+    assert router.startswith('model.router = "softmax": the one transformers model with such a')
     assert "must be at least 1" in shared and "model.sliding_window = 8" in window
     with pytest.raises(ConfigError, match="Qwen3-MoE and Mixtral have no biases"):
         family_of(ModelConfig(n_experts=4, qkv_bias=True))
     with pytest.raises(ConfigError, match="divides the weights of a token's experts by their sum"):
         family_of(ModelConfig(n_experts=4, router_normalize=False))
-    with pytest.raises(ConfigError, match="moe_frequency = 2: of the supported models"):
+    with pytest.raises(ConfigError, match="moe_frequency = 2: of the supported transformers"):
         family_of(ModelConfig(n_experts=4, moe_frequency=2))
-    with pytest.raises(ConfigError, match="moe_frequency = 2: the one model of transformers"):
+    with pytest.raises(ConfigError, match="moe_frequency = 2: the one transformers model"):
         family_of(ModelConfig(**GLM, moe_frequency=2))
-    with pytest.raises(ConfigError, match="post_norms: no model of transformers"):
+    with pytest.raises(ConfigError, match="post_norms: no supported transformers"):
         family_of(ModelConfig(post_norms=True))
     with pytest.raises(ConfigError, match="caps its attention scores"):
         family_of(ModelConfig(attention_softcap=50.0))

@@ -112,7 +112,7 @@ def test_a_socket_of_the_user_cannot_be_reached(scorer: Scorer, tmp_path: Path) 
             "held = mmap.mmap(-1, 300 << 20)\n"
             "for _ in range(300): held.write(bytes(1 << 20))\n"
             "time.sleep(60)",
-            "took more than 200 MiB",
+            "used more than 200 MiB",
         ),
         ("import os; os.memfd_create('hidden')", "Function not implemented"),
         (

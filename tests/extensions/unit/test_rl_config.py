@@ -37,11 +37,11 @@ REFUSED = {
     "--eval.interval=5": "eval.interval: validates on data; rl.eval_interval",
     "--bench.data=real": "bench.data = real: rollouts are made by a whole run",
     "--rl.loss.mask=0.1": "rl.loss.mask = 0.1: is for rl.loss.name = masked",
-    "--rl.env=[{id='arithmetic',weight=0.0}]": "rl.env: the weights of those that are trained on",
+    "--rl.env=[{id='arithmetic',weight=0.0}]": "rl.env: the weights of those used for training",
     "--rl.env=[{id='arithmetic',use='eval'}]": "rl.env: none is for training; give one",
-    "--rl.group_size=6": "rl.batch_samples = 64: is not made of groups of rl.group_size = 6",
+    "--rl.group_size=6": "rl.batch_samples = 64: must be a multiple of rl.group_size = 6",
     "--rl.batch_samples=none": "rl.batch_samples = none: give it, or rl.batch_tokens",
-    "--rl.sampling.max_tokens=1024": "is over train.seq_len = 1024",
+    "--rl.sampling.max_tokens=1024": "exceeds train.seq_len = 1024",
     "--rl.sampling.top_p=0.0": "rl.sampling.top_p = 0.0: must be over 0 and at most 1",
     "--rl.solve_rate=[0.9,0.1]": "rl.solve_rate = [0.9, 0.1]: the lower bound comes first",
 }
@@ -68,7 +68,7 @@ def test_what_cannot_be_combined_is_refused(word: str) -> None:
         ("--model.vocab_size=200", "rl.tokenizer: has 257 tokens"),
         ("--rl.env=[{id='arithmetc'}]", "did you mean arithmetic?"),
         ("--rl.tokenizer=", "rl.tokenizer: is required"),
-        ("--rl.sampling.max_tokens=1023", "are over train.seq_len = 1024"),
+        ("--rl.sampling.max_tokens=1023", "exceed train.seq_len = 1024"),
         ("--rl.inference.args=['--nope']", "rl.inference.args: unrecognized arguments: --nope"),
         ("--rl.inference.args=['--device','tpu']", "rl.inference.args: argument --device: invalid"),
         ("--rl.inference.args=['--queue=0']", "rl.inference.args: --queue 0: must be at least 1"),
@@ -113,6 +113,6 @@ def test_a_tokenizer_of_its_own_means_what_that_of_the_weights_means(tmp_path: P
     file.write_text(json.dumps(content))
     (problem,) = problems(*words)
     assert problem.startswith(f"rl.tokenizer = {other}: its tokenizer is other/tokenizer.json")
-    assert "so that a token id means another text; leave rl.tokenizer out" in problem
+    assert "so that a token id means different text; leave rl.tokenizer out" in problem
     (problem,) = problems(*words[:-1])  # GOOD has that of bytes
     assert problem.startswith("rl.tokenizer = bytes: its tokenizer is bytes, that of the weights")

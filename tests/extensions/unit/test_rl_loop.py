@@ -561,7 +561,7 @@ def test_a_task_that_raises_is_counted_and_replaced(
     assert sum("is broken: KeyError: 'answer'" in line for line in loop.lines) == 1
     (tmp_path / "b").mkdir()
     all_of_them = True
-    with pytest.raises(Failed, match="see why above"):
+    with pytest.raises(Failed, match="reasons are above"):
         Loop(config(tmp_path / "b", steps=20), [make()]).run()
 
 

@@ -67,7 +67,7 @@ def test_bad_input_is_told_at_once(tmp_path: Path) -> None:
     more = ("--rl.sampling.max_tokens=90", "--model.vocab_size=100")
     done = run(words(tmp_path, *more))
     assert done.returncode == 2
-    for text in ("are over train.seq_len = 96", "has 257 tokens"):
+    for text in ("exceed train.seq_len = 96", "has 257 tokens"):
         assert text in done.stderr
 
 
@@ -209,5 +209,5 @@ def test_bench_of_engines_that_another_run_has_used(tmp_path: Path, engine: Fake
     engine.owner = {}
     engine.fault = lambda engine, path: 500 if path == "/v1/completions" else None
     done = bench()
-    assert done.returncode == 1 and "no sample has come back" in done.stderr, done.stderr
+    assert done.returncode == 1 and "groups has come back: see" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr

@@ -173,7 +173,7 @@ def test_7b_toml_fits_the_usual_models(
     values["rl"]["inference"] = {"slots": 2000}
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert re.search(r"no GPU has so much .*--rl.inference.slots=\d+ or less", said)
+    assert re.search(r"no GPU has that much .*--rl.inference.slots=\d+ or less", said)
 
 
 def test_the_window_of_an_engine_is_that_of_the_trainer() -> None:

@@ -92,7 +92,7 @@ def left(mark: str) -> list[int]:
         ("x = bytearray(1 << 30)", "MemoryError"),
         (
             "import os, time\nos.fork()\nx = b'x' * (150 << 20)\ntime.sleep(60)",
-            "took more than 200 MiB",
+            "used more than 200 MiB",
         ),
         (
             "import subprocess\nfor _ in range(70): s = subprocess.Popen(['sleep', '9'])\ns.wait()",

@@ -902,7 +902,7 @@ def test_a_model_that_says_nothing_but_nan_ends_its_engine(
         )
     until(lambda: worker.exit_code == 1)
     err = capsys.readouterr().err
-    assert "serve: ends after 3 failures" in err and "is not a number" in err
+    assert "serve: exits after 3 failures" in err and "is not a number" in err
 
 
 def test_random_numbers_are_drawn_when_they_are_needed() -> None:
@@ -948,7 +948,7 @@ def test_a_run_knows_the_model_of_its_engine(
     vocabulary = content["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     exchanged = json.dumps(content)
-    assert "the token ids of its model mean other texts than those of the run" in problem()
+    assert "the token ids of its model mean different text than the run's" in problem()
 
 
 # --- the program ---

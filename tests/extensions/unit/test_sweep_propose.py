@@ -178,7 +178,7 @@ def test_values() -> None:
     assert {cfg.train.seed for cfg in found} == {2}
     text = Path("s.toml").read_text()
     Path("s.toml").write_text(text.replace("seed > 1", "seed > 9"))
-    with pytest.raises(ConfigError, match="none of 100 draws fulfils all conditions"):
+    with pytest.raises(ConfigError, match="none of 100 draws satisfies all conditions"):
         more(1)
 
 

@@ -107,7 +107,7 @@ def test_bad_input_of_the_configuration_itself_ends_the_tune(beds: Beds) -> None
 def test_a_full_disk_is_no_result(beds: Beds) -> None:
     fault = {"kind": "crash", "reason": "OSError: [Errno 28] No space left on device"}
     for code in (0, 1):
-        with pytest.raises(ConfigError, match=r"found no room on a disk.*is kept: make room"):
+        with pytest.raises(ConfigError, match=r"ran out of disk space.*is kept: make room"):
             beds.result(OTHER, code, "", fault)
     assert not beds.journal.results
 
@@ -121,7 +121,7 @@ def test_a_disk_that_took_no_words_is_no_result_either(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
     monkeypatch.setattr(runs, "try_to_write", full)
-    with pytest.raises(ConfigError, match="found no room on a disk"):
+    with pytest.raises(ConfigError, match="ran out of disk space"):
         beds.result(OTHER, 1, "")
     assert not beds.journal.results
 

@@ -89,7 +89,7 @@ def test_the_command_of_several_nodes() -> None:
     assert new.changes == ["--train.micro_batch=2"]
     one = new._replace(command=new.command.replace("multinode", "singlenode"))
     assert one.words == new.words
-    with pytest.raises(ConfigError, match="the table has the shapes of configs/"):
+    with pytest.raises(ConfigError, match="the table covers the shapes of configs/"):
         verified.new_entry([file, file], [], "H100", 1, 8)
 
 

@@ -291,7 +291,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("prepare_data", "inspect", DEBUG, OWN, *SMALL, "--plot", "blank"),
         ("--plot = blank is an empty directory; remove it, or name another file",),
     ),
-    "inspect: two": (("prepare_data", "inspect", "data/own", "runs"), ("runs: give one DIR",)),
+    "inspect: two": (("prepare_data", "inspect", "data/own", "runs"), ("runs: give a single DIR",)),
     "inspect: gone": (("prepare_data", "inspect", "data/gone"), ("data/gone",)),
     # serve.py, eval.py
     "serve: no run": (("serve", "runs/nope"), ("no such directory", "runs/debug")),
@@ -404,7 +404,7 @@ def test_a_shape_that_cannot_be_exported_is_a_warning(forks: Forks, world: Path)
     for shape, said in (("--model.n_experts=4", 0), ("--model.n_experts=4 --model.router_bias", 1)):
         done = forks.run(*words, *shape.split(), cwd=world)
         assert done.code == 0 and done.err.count("warning: no export") == said, done.err
-    assert "the one model of transformers with such a router, Glm4Moe" in done.err
+    assert "the one transformers model with such a router, Glm4Moe" in done.err
 
 
 @pytest.mark.parametrize(

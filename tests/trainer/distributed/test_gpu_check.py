@@ -134,7 +134,7 @@ def test_a_check_that_hangs_or_breaks_does_not_stop_the_others(tmp_path: Path) -
     options = argparse.Namespace(device="cpu", quick=True, ranks=2, out=tmp_path)
     running = Running()
     late = run_apart("environment", 0.05, tmp_path, options, running)
-    assert late["status"] == "FAIL" and late["why"] == "not over after 0 s"
+    assert late["status"] == "FAIL" and late["why"] == "still running after 0 s"
     broken = run_apart("preflight", 60, tmp_path / "nowhere", options, running)
     assert broken["status"] == "FAIL" and "FileNotFoundError" in broken["why"]
     failed = run_apart("resume", 60, tmp_path, options, running)  # its data were never made

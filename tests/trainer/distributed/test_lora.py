@@ -187,7 +187,7 @@ def test_wrong_combinations_are_refused(place: Path, data_dir: Path) -> None:
     (problem,) = rejected(*good, "--lora.targets=[]")
     assert "nothing is trained" in problem
     (problem,) = rejected(*good, f"--model.init_from={place}/run@6")
-    assert "holds adapters alone; merge them" in problem
+    assert "holds only adapters; merge them" in problem
     convert("import", place / "model", place / "imported")
     (problem,) = rejected(*good, f"--model.init_from={place / 'imported'}")
     assert f"name a step, such as {place / 'imported'}@0" in problem

@@ -106,7 +106,7 @@ def test_out_of_memory_leaves_a_snapshot_and_a_word(
 
     text = told(check_world)
     assert calls == ["out-of-memory-rank-3.pickle"]
-    assert f"{tmp_path}/profile/out-of-memory-rank-3.pickle has what filled it" in text
+    assert f"{tmp_path}/profile/out-of-memory-rank-3.pickle shows what filled it" in text
     assert "; try --" in text
     assert told(lambda *_: ["refused"]).endswith("use more GPUs")  # what a run refuses is no help
     with pytest.raises(ConfigError):

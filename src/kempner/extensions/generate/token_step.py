@@ -209,7 +209,7 @@ def capture_or_run(
         graph = capture_graph(work)
     except RuntimeError as error:
         text = str(error).partition("\n")[0]
-        print(f"no graph of {what}, which takes longer: {text}", file=sys.stderr)
+        print(f"{what} runs without a CUDA graph, more slowly: {text}", file=sys.stderr)
         return work, None
     return graph.replay, graph
 

@@ -73,7 +73,7 @@ def base_of(manifest: dict[str, Any]) -> Iterator[WeightsSource]:
     with held_weights(name) as source:
         if weights_fingerprint(source) != manifest["fixed"]["lora"]["base"]:
             raise ConfigError(
-                f"{name}: not the weights that the adapter was trained on; put those back there"
+                f"{name}: not the weights that the adapter was trained on; restore those"
             )
         yield source
 

@@ -89,9 +89,7 @@ def check_tokenizer(weights: WeightsSource, cfg: RunConfig) -> list[str]:
             fix = f"prepare the data again with --tokenizer {name}"
             # A run's tokenizer cannot be replaced: the dataset.json beside it has its hash.
             if not weights.is_checkpoint and not of_bytes:
-                fix += (
-                    f"; if its ids mean the same, put {TOKENIZER_FILE} of the data in place of that"
-                )
+                fix += f"; if its ids mean the same, put the data's {TOKENIZER_FILE} in its place"
             problems.append(other_ids(one.path, theirs, own, fix))
     return problems
 
@@ -99,7 +97,7 @@ def check_tokenizer(weights: WeightsSource, cfg: RunConfig) -> list[str]:
 def other_ids(what: str, theirs: Mapping[str, str], own: Mapping[str, str], fix: str) -> str:
     return (
         f"{what}: its tokenizer is {_shown(theirs)}, that of the weights {_shown(own)}, so that a "
-        f"token id means another text; {fix}"
+        f"token id means different text; {fix}"
     )
 
 
@@ -134,5 +132,5 @@ def changed_config(weights: WeightsSource, cfg: RunConfig) -> list[str]:
         return []
     return [
         f"model.init_from: {weights.path / CONFIG_FILE} has changed since the run began "
-        f"({'; '.join(differ)}); put back what {copy / CONFIG_FILE} has"
+        f"({'; '.join(differ)}); restore it from {copy / CONFIG_FILE}"
     ]

@@ -32,9 +32,9 @@ def compare_with_transformers(directory: Path, own_config: dict[str, Any]) -> st
     values = model_values(hf_config, f"{file}, as transformers {transformers.__version__} reads it")
     if differ := [key for key in own_config if own_config[key] != values.get(key)]:
         problems = [
-            f"{file}: model.{key} is {format_value(own_config[key])} here, and "
-            f"{format_value(values.get(key))} for transformers {transformers.__version__}; give "
-            "the key that says so explicitly"
+            f"{file}: model.{key} is {format_value(own_config[key])} here, but "
+            f"{format_value(values.get(key))} for transformers {transformers.__version__}; set "
+            "the key explicitly"
             for key in differ
         ]
         raise ConfigError(problems)

@@ -42,7 +42,7 @@ FAMILIES = {
 # Reasons why other families are unsupported, by prefix of model_type.
 UNSUPPORTED = {
     "gemma": "its norms multiply by 1 + weight and its embeddings are scaled",
-    "qwen2_moe": "its shared expert has a gate of its own",
+    "qwen2_moe": "its shared expert has its own gate",
     "qwen3_next": "its linear attention is not built",
     "deepseek": "its latent attention is not built",
     "gpt_oss": "its attention has sinks and its experts have biases",
@@ -281,10 +281,10 @@ def _window_refusals(config: Config) -> list[str]:
             return ["full and sliding attention in different layers are not supported"]
         types -= {"full_attention"}  # these families trust layer_types
     elif kind == "mistral" and types:
-        return ["layer_types: transformers takes a mistral with them for a ministral"]
+        return ["layer_types: with them, transformers reads a mistral as a ministral"]
     there = "sliding_attention" if _window(config) is not None else "full_attention"
     if types - {there}:
-        return [f"layer_types are {', '.join(sorted(types))}: by the other keys they are {there}"]
+        return [f"layer_types are {', '.join(sorted(types))}; the other keys imply {there}"]
     return []
 
 
@@ -343,29 +343,29 @@ def family_of(cfg: ModelConfig) -> str:
     none."""
     if cfg.attention_softcap is not None:
         raise ConfigError(
-            f"model.attention_softcap = {cfg.attention_softcap}: no model of transformers that is "
-            "supported here caps its attention scores; export a model without it"
+            f"model.attention_softcap = {cfg.attention_softcap}: no supported transformers "
+            "model caps its attention scores; export a model without it"
         )
     if cfg.post_norms:
         raise ConfigError(
-            "model.post_norms: no model of transformers that is supported here normalises what "
-            "its layers return; export a model without it"
+            "model.post_norms: no supported transformers model normalises the output of its "
+            "layers; export a model without it"
         )
     # First, because no other family's config.json can express any of these.
     if any(getattr(cfg, name) != value for name, value in PLAIN.items() if name != "n_experts"):
         return _glm_of(cfg)
     if cfg.qkv_bias and cfg.qk_norm:
         raise ConfigError(
-            "model.qkv_bias and model.qk_norm: no model of transformers has both; export a model "
-            "with one of them"
+            "model.qkv_bias and model.qk_norm: no transformers model has both; export a model with "
+            "one of them"
         )
     if cfg.n_experts:
         kind = _moe_family_of(cfg)
         if cfg.moe_frequency > 1 and kind != "qwen3_moe":
             raise ConfigError(
-                f"model.moe_frequency = {cfg.moe_frequency}: of the supported models of "
-                f"transformers Qwen3-MoE alone has it, and this model would be a {kind}; it must "
-                "be 1 for an export"
+                f"model.moe_frequency = {cfg.moe_frequency}: of the supported "
+                f"transformers models only Qwen3-MoE has it, and this model would be a {kind}; it "
+                "must be 1 for an export"
             )
         return kind
     if cfg.qk_norm:
@@ -378,13 +378,13 @@ def family_of(cfg: ModelConfig) -> str:
 def _moe_family_of(cfg: ModelConfig) -> str:
     if cfg.qkv_bias:
         raise ConfigError(
-            "model.qkv_bias = true: of the models of transformers with experts, Qwen3-MoE and "
-            "Mixtral have no biases; it must be false for an export"
+            "model.qkv_bias = true: of the transformers models with experts, Qwen3-MoE and Mixtral "
+            "have no biases; it must be false for an export"
         )
     if not cfg.qk_norm and not cfg.router_normalize:
         raise ConfigError(
             "model.router_normalize = false: a Mixtral divides the weights of a token's experts by "
-            "their sum; it must be true for an export, or model.qk_norm, for a Qwen3-MoE"
+            "their sum; it must be true for an export, unless model.qk_norm makes it a Qwen3-MoE"
         )
     return "qwen3_moe" if cfg.qk_norm else "mixtral"
 
@@ -400,8 +400,8 @@ def _glm_of(cfg: ModelConfig) -> str:
         "moe_frequency": (cfg.moe_frequency == 1, "1"),
     }
     matches = [
-        f"model.{name} = {format_value(getattr(cfg, name))}: the one model of transformers with "
-        f"such a router, Glm4Moe, is otherwise; it must be {value} for an export"
+        f"model.{name} = {format_value(getattr(cfg, name))}: the one transformers model with "
+        f"such a router, Glm4Moe, differs; it must be {value} for an export"
         for name, (has, value) in needs.items()
         if not has
     ]

@@ -128,7 +128,7 @@ def read_hf_config(directory: Path, name: str = CONFIG_FILE) -> Config:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{directory / name}: cannot be read: {error}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{directory / name}: not an object of keys")
+        raise ConfigError(f"{directory / name}: not a JSON object")
     return content
 
 

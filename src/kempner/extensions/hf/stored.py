@@ -53,7 +53,7 @@ class Stored:
                     # Of a tensor in two files, either might be read.
                     if index and index.get(name) != file:
                         raise ConfigError(
-                            f"{directory / file}: {name} is not of this file in {INDEX_FILE}; "
+                            f"{directory / file}: {INDEX_FILE} does not list {name} for this file; "
                             f"{DOWNLOAD_AGAIN}"
                         )
                     self._files[name] = handle
@@ -152,7 +152,7 @@ def check_hf_directory(directory: Path, cfg: ModelConfig) -> None:
     if (size := vocabulary_size(directory)) > cfg.vocab_size:
         problems.append(
             f"{directory}: the ids of its tokenizer go up to {size - 1}, but vocab_size is "
-            f"{cfg.vocab_size}; the tokenizer is of another model"
+            f"{cfg.vocab_size}; the tokenizer belongs to another model"
         )
     if problems:
         raise ConfigError(problems)
@@ -164,8 +164,8 @@ def check_source(source: WeightsSource, cfg: ModelConfig) -> None:
         check_hf_directory(source.path, cfg)
     elif "lora" in history.read_manifest(source.path)["fixed"]:
         raise ConfigError(
-            f"{source.path}: holds adapters alone; merge them by `{how_to_run('convert.py')} "
-            f"export {run_of(source.path)} DIR`, and start from DIR"
+            f"{source.path}: holds only adapters; merge them with `{how_to_run('convert.py')} "
+            f"export {run_of(source.path)} DIR`, then start from DIR"
         )
 
 

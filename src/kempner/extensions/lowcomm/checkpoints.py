@@ -51,8 +51,8 @@ class ReplicaCheckpointer(Checkpointer):
             if all(answers[each] for each in holders):  # none set it aside: it would come again
                 others = [each for each, has_loaded in enumerate(answers) if not has_loaded]
                 raise RuntimeError(
-                    f"replica(s) {others} cannot read step {step} of replica(s) {holders}, which "
-                    f"these can read; check that all nodes see the same files in {self.root}"
+                    f"replica(s) {others} cannot read step {step} of replica(s) {holders}, "
+                    f"although those can; check that all nodes see the same files in {self.root}"
                 )
         raise AssertionError
 

@@ -20,8 +20,8 @@ REPLICA_SILENCE_S = 3.0
 class LowcommConfig:
     replicas: int | None = option(
         None,
-        "copies of the model that train apart for `interval` steps and then average what they have "
-        "changed; unset, as the two below: plain data parallelism",
+        "copies of the model that train apart for `interval` steps and then average their changes; "
+        "unset, like the next two: plain data parallelism",
         minimum=1,
     )
     gpus_per_replica: int | None = option(
@@ -32,7 +32,7 @@ class LowcommConfig:
     )
     mode: str = option(
         "mesh",
-        "mesh: all replicas in one srun step; steps: one srun step for each, which may be lost and "
+        "mesh: all replicas in one srun step; steps: an srun step for each, which may be lost and "
         "come back",
         choices=("mesh", "steps"),
     )
@@ -41,12 +41,12 @@ class LowcommConfig:
     )
     silence: float = option(
         REPLICA_SILENCE_S,
-        "mode = steps: seconds without a sign of life after which a replica is lost; more than the "
-        "network pauses when a switch or a subnet manager fails over",
+        "mode = steps: seconds without a sign of life after which a replica is lost; longer than "
+        "the network is silent when a switch or a subnet manager fails over",
         minimum=1.0,
     )
     interval: int = option(
-        30, "steps of a round (H): each weight is averaged once in it", minimum=1
+        30, "steps of a round (H), in which each weight is averaged once", minimum=1
     )
     lr: float = option(0.7, "learning rate of the outer step", minimum=0.0)
     momentum: float = option(
@@ -58,7 +58,7 @@ class LowcommConfig:
         minimum=1,
     )
     tau: int = option(
-        0, "steps during which a fragment is on its way, while the replicas train on", minimum=0
+        0, "steps during which a fragment is in flight while the replicas train on", minimum=0
     )
     alpha: float = option(
         0.0,
@@ -73,7 +73,7 @@ class LowcommConfig:
         choices=("none", "linear", "statistical", "top-k"),
     )
     bits: int = option(4, "of a code", choices=(8, 4, 2))
-    scale: str = option("row", "what has a range of codes of its own", choices=("row", "tensor"))
+    scale: str = option("row", "what has its own range of codes", choices=("row", "tensor"))
     top_k: float = option(
         0.1, "compress = top-k: the fraction that is sent", minimum=1e-6, maximum=1.0
     )
@@ -84,7 +84,7 @@ class LowcommConfig:
         maximum=1.0,
     )
     raw: tuple[str, ...] = option(
-        ("norms", "embeddings"), "parameters that are sent in fp32 all the same", choices=RAW
+        ("norms", "embeddings"), "parameters that are still sent in fp32", choices=RAW
     )
 
     @property
@@ -132,7 +132,7 @@ class LowcommConfig:
             return self.count(world_size, per_node)
         if "KEMPNER_DOOR" not in os.environ:
             raise ConfigError(
-                "lowcomm.mode = steps: each replica needs a srun step of its own; submit "
+                "lowcomm.mode = steps: each replica needs its own srun step; submit "
                 "scripts/slurm/replicas.sh, or give --lowcomm.mode=mesh"
             )
         return 1
@@ -140,7 +140,7 @@ class LowcommConfig:
     def problems(self) -> list[str]:
         if len(self._sizes) > 1:
             names = ", ".join(f"lowcomm.{name}" for name in self._sizes)
-            return [f"{names}: each of them says how many replicas there are; give one"]
+            return [f"{names}: each sets the number of replicas; give only one"]
         turn, rest = divmod(self.interval, self.fragments)
         if rest:
             return [
@@ -198,8 +198,8 @@ def replica_problems(cfg: RunConfig) -> list[str]:
             f"such as --checkpoint.interval={10 * rounds}"
         )
     problems += [
-        f"{key} = {value}: must be a multiple of lowcomm.interval = {rounds}, because only at the "
-        f"end of a round have the replicas one model; give --{key}="
+        f"{key} = {value}: must be a multiple of lowcomm.interval = {rounds}, because the "
+        f"replicas share one model only at the end of a round; give --{key}="
         f"{max(1, value // rounds) * rounds}"
         for key, value in steps.items()
         if value % rounds

@@ -127,7 +127,7 @@ def _connect(note: Path, timeout: float) -> tuple[str, dict[str, int], socket.so
         time.sleep(0.1)
     raise RuntimeError(
         f"the store of the replicas, {note}, was not reached within {timeout:.0f} s: {problem}; "
-        "does the batch host live, and is the network to it up?"
+        "is the batch host alive, and is the network to it up?"
     )
 
 

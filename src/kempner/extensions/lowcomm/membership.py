@@ -215,7 +215,7 @@ class Membership:
             if same >= ATTEMPTS:
                 raise RuntimeError(
                     f"round {rounds}: {ATTEMPTS} exchanges in a row have failed although all of "
-                    f"{', '.join(epoch.everyone)} live: {problem}"
+                    f"{', '.join(epoch.everyone)} are alive: {problem}"
                 )
 
     def _forget(self, epoch: Epoch) -> None:
@@ -249,7 +249,7 @@ class Membership:
                 if self.me in epoch.everyone:
                     return epoch
                 if self.roster:
-                    self.door.fence("a round was fixed without it")
+                    self.door.fence("a round was agreed on without it")
                 self._next, self._joining = self._next + 1, epoch.everyone
                 continue
             departures = self._gone()
@@ -277,7 +277,7 @@ class Membership:
         if self.store.check(["over"]):
             return ""
         if self._joining and set(self._joining) <= departures.keys():
-            return f"none of those that it was to join is left: {', '.join(self._joining)}"
+            return f"none of the replicas that it was to join is left: {', '.join(self._joining)}"
         return None
 
     def _first(self, departures: dict[str, str], late: bool) -> list[Any] | str | None:
@@ -287,7 +287,7 @@ class Membership:
         if len(here) < self.replicas and not late:
             return None
         if len(here) < self.least:
-            return f"{len(here)} of {self.replicas} replicas came within the time for a start"
+            return f"{len(here)} of {self.replicas} replicas arrived within the start timeout"
         most = max(here.values())
         # Only replicas with the most rounds: a round that counted must not be repeated.
         members = sorted(name for name, rounds in here.items() if rounds == most)
@@ -308,7 +308,7 @@ class Membership:
             losses = ", ".join(
                 f"{name} ({departures[name]})" for name in self.roster if name in departures
             )
-            return f"{len(members)} replicas are left, of at least {self.least}; lost: {losses}"
+            return f"{len(members)} replicas are left, {self.least} are needed; lost: {losses}"
         arrived = self._arrived()
         if not set(members) <= arrived.keys():
             return None

@@ -45,7 +45,7 @@ class ReplicaExchange(Protocol):
     """Communication of this rank with the same rank of other replicas."""
 
     sent: int
-    """Bytes so far, without the headers of the network."""
+    """Bytes so far, without network headers."""
 
     def start(self, ours: Tensor, name: str, decode: Decode | None = None) -> Handle:
         """Send, and return at once. All replicas start the same names in the same order; a name is

@@ -43,7 +43,7 @@ class LowcommReplicas(Replicas):
     without a wait, one step before the round ends. The host reads it at the end of the round."""
 
     waiting: Waiting = nullcontext
-    """The watchdog's patient(), for waits for replicas that somebody else judges."""
+    """The watchdog's patient(), for waits for replicas that another process judges."""
 
     def __init__(
         self,
@@ -135,8 +135,8 @@ class LowcommReplicas(Replicas):
             "not_finite": spoilt,
         }
         return line, [
-            f"replica {replica}: had weights that were not finite when it sent what they "
-            f"have changed, before step {result.step}: these counted as unchanged"
+            f"replica {replica}: had non-finite weights when it sent its changes, before "
+            f"step {result.step}: these weights counted as unchanged"
             for replica in spoilt
         ]
 

@@ -20,7 +20,7 @@ def explain_memory(cfg: RunConfig, world: World, check: Check) -> str:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = Path(cfg.run.dir, "profile", f"out-of-memory-rank-{world.rank}.pickle")
-    snapshot_note = f"{path} has what filled it; " if memory_snapshot(device, path) else ""
+    snapshot_note = f"{path} shows what filled it; " if memory_snapshot(device, path) else ""
     return snapshot_note + memory_advice(cfg, world.size * world.replicas, world.per_node, check)
 
 

@@ -108,7 +108,7 @@ def check_memory(memory: EngineMemory, inference: InferenceConfig, window: int) 
     if inference.engine == "kit" and room > 0:
         fix = f"give --rl.inference.slots={room} or less, or a shorter train.seq_len, or {fix}"
     raise ConfigError([
-        f"{memory.describe(window)}; no GPU has so much (rl.inference.slots = "
+        f"{memory.describe(window)}; no GPU has that much (rl.inference.slots = "
         f"{inference.resolved_slots}, train.seq_len = {window}): {fix}"
     ])  # fmt: skip
 
@@ -117,7 +117,7 @@ def _check_tp(count: int, tp: int, what: str) -> None:
     if count == 0 or count % tp:
         raise ConfigError([
             f"{what}: {count} cannot be shared by engines of rl.inference.tp = {tp}: it must be a "
-            "multiple of it, and not 0"
+            "positive multiple of that"
         ])  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def describe_placement(
         which = f"engine {number}" if per_node == 1 else f"engines {number} to {last}"
         lines.append(f"{which} ({kind}): on {node}")
     if inference.urls:
-        lines.append(f"no engines of its own: {', '.join(inference.urls)}")
+        lines.append(f"engines outside the job: {', '.join(inference.urls)}")
     return lines
 
 
@@ -147,7 +147,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m kempner.extensions.planner.placement")
     for name in ("nodes", "tasks", "gpus"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--names", required=True, help="of the nodes, with commas")
+    parser.add_argument("--names", required=True, help="of the nodes, comma-separated")
     options = parser.parse_args(argv)
     values: Mapping[str, Any] = loads(sys.stdin.read())
     deployment = DeploymentConfig(**_known(values["rl"]["deployment"]))

@@ -57,7 +57,7 @@ class Candidate:
 
 
 Check = Callable[[RunConfig, int, int], list[str]]
-"""Why a configuration does not fit so many ranks, so many on each node: configure.check_world."""
+"""Lists why a configuration does not fit these ranks and ranks per node: configure.check_world."""
 
 
 def best_candidates(

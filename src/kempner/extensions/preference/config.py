@@ -20,7 +20,7 @@ class PreferenceConfig:
         choices=("none", "dpo", "reward"),
     )
     beta: float = option(
-        0.1, "of dpo: how much a step away from the reference costs", minimum=1e-6, maximum=1e3
+        0.1, "of dpo: the cost of moving away from the reference", minimum=1e-6, maximum=1e3
     )
 
 
@@ -57,13 +57,13 @@ def preference_problems(cfg: RunConfig) -> list[str]:
     ]
     problems += [
         f"model.{name} = {value}: is not built for preference.loss = {loss}; "
-        "leave it at 0, the experts stay balanced as they are"
+        "leave it at 0; the experts stay as balanced as they are"
         for name in ("aux_loss", "router_z_loss")
         if (value := getattr(cfg.model, name))
     ]
     if axes.cp > 1:
         problems.append(
-            f"preference.loss = {loss}: not with distributed.cp = {axes.cp}: an "
-            "answer would be on several ranks; give --distributed.cp=1"
+            f"preference.loss = {loss}: does not work with distributed.cp = "
+            f"{axes.cp}: an answer would be on several ranks; give --distributed.cp=1"
         )
     return problems

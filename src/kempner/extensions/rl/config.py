@@ -25,11 +25,11 @@ class EnvConfig:
     """One entry of [[rl.env]]."""
 
     id: str = option(
-        REQUIRED_OPTION, "a built-in environment, or FILE.py:CLASS: docs/extensions/rl.md"
+        REQUIRED_OPTION, "a built-in environment, or FILE.py:CLASS; see docs/extensions/rl.md"
     )
     name: str = option("", "its name in metrics; unset: id")
     args: str = option("", 'its arguments as a JSON object, such as {"below": 100}')
-    weight: float = option(1.0, "its share of the prompts, of the sum of weights", minimum=0.0)
+    weight: float = option(1.0, "share of the prompts, relative to all weights", minimum=0.0)
     use: str = option(
         "train", "train on its tasks, or only evaluate", choices=("train", "eval", "both")
     )
@@ -60,7 +60,7 @@ class RlConfig:
         None, "sampled tokens of a step, at least; replaces batch_samples", minimum=1
     )
     max_async: int = option(
-        16, "versions that the weights of a rollout may be behind those that it trains", minimum=0
+        16, "versions by which the weights of a rollout may lag behind those it trains", minimum=0
     )
     refill: float = option(
         4.0,
@@ -70,7 +70,7 @@ class RlConfig:
     )
     solve_rate: tuple[float, float] = option(
         (0.0, 1.0),
-        "prompts whose mean reward was out of these bounds are not asked again",
+        "prompts whose mean reward was outside these bounds are not asked again",
         minimum=0.0,
         maximum=1.0,
     )
@@ -104,10 +104,14 @@ class DeploymentConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    temperature: float = option(1.0, "of the samples; the trainer's, too", minimum=0.01)
-    top_p: float = option(1.0, "the most likely tokens that have this probability", maximum=1.0)
-    top_k: int | None = option(None, "the k most likely tokens", minimum=1)
-    min_p: float = option(0.0, "as a fraction of the largest probability", maximum=1.0)
+    temperature: float = option(1.0, "of the samples, and of the trainer", minimum=0.01)
+    top_p: float = option(
+        1.0, "only the most likely tokens that together have this probability", maximum=1.0
+    )
+    top_k: int | None = option(None, "only the k most likely tokens", minimum=1)
+    min_p: float = option(
+        0.0, "only tokens with at least this fraction of the largest probability", maximum=1.0
+    )
     max_tokens: int = option(256, "of a completion, or of each turn", minimum=1)
     stop: tuple[str, ...] = option((), "a completion ends before the first of these strings")
 
@@ -123,7 +127,7 @@ class LossConfig:
         "grpo",
         "grpo, dapo: the clipped ratio, normalised by each group's deviation or not; tis: "
         "importance weights, truncated at `is_cap`; masked: the same, without tokens whose "
-        "probability has moved by more than `mask` to where the advantage pushes it",
+        "probability has moved by more than `mask` in the direction of the advantage",
         choices=("grpo", "dapo", "tis", "masked"),
     )
     clip_low: float = option(0.2, "lower clip bound: 1 - this", minimum=0.0, maximum=1.0)
@@ -135,12 +139,12 @@ class LossConfig:
         2.0, "name = tis, masked: largest importance weight of a token", minimum=1.0
     )
     mask_truncated: bool = option(
-        False, "samples that were cut at max_tokens do not push the model (overlong filtering)"
+        False, "samples that were cut at max_tokens get advantage 0 (overlong filtering)"
     )
     mask: float = option(0.2, "name = masked: the most that a probability may move", minimum=0.0)
     kl: float = option(0.0, "weight of the squared log ratio to the sampler", minimum=0.0)
     length_penalty: float = option(
-        0.0, "taken from the reward for a completion of max_tokens, in proportion", minimum=0.0
+        0.0, "subtracted from the reward at max_tokens; in proportion if shorter", minimum=0.0
     )
 
 
@@ -155,12 +159,12 @@ class InferenceConfig:
         minimum=1,
     )
     urls: tuple[str, ...] = option(
-        (), "engines that run already, in place of any of this job, with KEMPNER_SERVE_TOKEN"
+        (), "running engines to use instead of any in this job, with KEMPNER_SERVE_TOKEN"
     )
-    restarts: int = option(3, "starts of an engine after it was lost, in a row", minimum=0)
+    restarts: int = option(3, "restarts in a row of an engine that was lost", minimum=0)
     timeout: float = option(
         600.0,
-        "seconds after which an engine that has work, and generates no token, is lost",
+        "seconds after which an engine that has work but generates no token is lost",
         minimum=1.0,
     )
     args: tuple[str, ...] = option((), "more arguments for the engine's command line")
@@ -263,35 +267,35 @@ def _sizes(cfg: RunConfig) -> list[str]:
     if rl.batch_tokens is None and (rl.batch_samples or 0) % rl.group_size:
         near = max(rl.group_size, (rl.batch_samples or 0) // rl.group_size * rl.group_size)
         problems.append(
-            f"rl.batch_samples = {rl.batch_samples}: is not made of groups of rl.group_size = "
-            f"{rl.group_size}; give a multiple, such as --rl.batch_samples={near}"
+            f"rl.batch_samples = {rl.batch_samples}: must be a multiple of rl.group_size = "
+            f"{rl.group_size}, such as --rl.batch_samples={near}"
         )
     trained = [env.weight for env in rl.env if env.use != "eval"]
     if not trained:
         problems.append('rl.env: none is for training; give one use = "train" or "both"')
     elif not sum(trained):
         problems.append(
-            "rl.env: the weights of those that are trained on sum to 0; give one a weight over 0"
+            "rl.env: the weights of those used for training sum to 0; give one a weight over 0"
         )
     if sampling.max_tokens >= cfg.train.seq_len:
         problems.append(
-            f"rl.sampling.max_tokens = {sampling.max_tokens}: with one token of a prompt this is "
-            f"over train.seq_len = {cfg.train.seq_len}, a row of the trainer; give less, or longer "
-            "rows"
+            f"rl.sampling.max_tokens = {sampling.max_tokens}: with a prompt of one token this "
+            f"exceeds train.seq_len = {cfg.train.seq_len}, a row of the trainer; give less, or "
+            "longer rows"
         )
     if rl.solve_rate[0] > rl.solve_rate[1]:
         problems.append(
-            f"rl.solve_rate = {list(rl.solve_rate)}: the lower bound comes first; exchange them"
+            f"rl.solve_rate = {list(rl.solve_rate)}: the lower bound comes first; swap them"
         )
     try:
         family_of(cfg.model)
         if cfg.model.router_bias:
             problems.append(
                 "model.router_bias: the biases of routers move with the weights, and are not sent "
-                "to engines; leave it out, and balance the experts by --model.aux_loss"
+                "to engines; leave it out, and balance the experts with --model.aux_loss"
             )
     except ConfigError as error:
-        problems += [f"{text}, and engines get their weights by one" for text in error.problems]
+        problems += [f"{text}, and engines get their weights that way" for text in error.problems]
     # https is refused, too: KitEngine speaks plain HTTP.
     places = [_server(url) for url in cfg.of(InferenceConfig).urls]
     problems += [

@@ -36,7 +36,7 @@ DISK_S = 600.0  # for which a disk may stay full
 AGAIN_S = 5.0  # between two checks for room
 
 ExchangeState = dict[str, Any]
-"""Of the orchestrator, after the batch of some step: JSON, a part of that step's checkpoint."""
+"""State of the orchestrator after the batch of a step: JSON, part of that step's checkpoint."""
 
 
 class ExchangeStart(NamedTuple):
@@ -56,8 +56,8 @@ class Batch(NamedTuple):
     metrics: dict[str, float]  # a part of the step's line in metrics.jsonl
     state: ExchangeState
     scored: bool = False
-    """The trainer hands back what its weights, before the step, say of the first row of rank 0:
-    fp32 [T]."""
+    """The trainer returns the log-probabilities of the first row of rank 0 under its weights before
+    the step: fp32 [T]."""
 
 
 class RolloutExchange:

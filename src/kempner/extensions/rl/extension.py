@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 OTHER_PROGRAM = {
     False: "rl.env: this configuration learns from rewards; submit scripts/slurm/rl.sh with it",
-    True: "rl.env = []: no environment to learn from; give [[rl.env]], or train on data, by "
+    True: "rl.env = []: no environment to learn from; give [[rl.env]], or train on data, with "
     "scripts/train.py",
 }
 

@@ -102,8 +102,8 @@ def check_words(cfg: RunConfig, words: Words) -> list[str]:
     # Trained weights never sample ids that the tokenizer lacks; new ones would.
     if own and size < cfg.model.vocab_size:
         return [
-            f"model.vocab_size = {cfg.model.vocab_size}: the engines sample the {size} tokens of "
-            f"rl.tokenizer alone, and the trainer sees all; give --model.vocab_size={size}"
+            f"model.vocab_size = {cfg.model.vocab_size}: the engines sample only the {size} "
+            f"tokens of rl.tokenizer, but the trainer sees all; give --model.vocab_size={size}"
         ]
     if size <= cfg.model.vocab_size:
         return []
@@ -135,7 +135,7 @@ def check_prompts(cfg: RunConfig, env: Tasks, writer: DialogueWriter) -> list[st
         return []
     return [
         f'rl.env "{env.label}": a prompt of {longest} tokens and rl.sampling.max_tokens = {most} '
-        f"are over train.seq_len = {room}; shorten one of them, or raise train.seq_len"
+        f"exceed train.seq_len = {room}; shorten one of them, or raise train.seq_len"
     ]
 
 
@@ -194,7 +194,7 @@ def other_model(cfg: RunConfig, engine: KitEngine, words: Words) -> str:
             f"{sorted(words.ends)}; {fix}"
         )
     if its.tokenizer != words.fingerprint():
-        return f"the token ids of its model mean other texts than those of the run; {fix}"
+        return f"the token ids of its model mean different text than the run's; {fix}"
     return ""
 
 

@@ -30,19 +30,19 @@ def parse_serve_arguments(argv: Sequence[str], doc: str | None = None) -> argpar
         help="in place of MODEL: where a trainer publishes versions; waits for the first",
     )
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
-    add("--port", type=int, default=8000, help="0: one that is free (default: 8000)")
-    add("--slots", type=int, default=16, help="texts that are generated at a time (default: 16)")
-    add("--queue", type=int, default=1024, help="texts that wait, at most (default: 1024)")
+    add("--port", type=int, default=8000, help="0: any free port (default: 8000)")
+    add("--slots", type=int, default=16, help="texts generated at a time (default: 16)")
+    add("--queue", type=int, default=1024, help="most texts that may wait (default: 1024)")
     add(
         "--window",
         type=int,
         metavar="N",
-        help="tokens of a prompt and its completion, at most (default: all that the model sees)",
+        help="most tokens of a prompt and its completion (default: all that the model sees)",
     )
     add(
         "--deterministic",
         action="store_true",
-        help="the same log-probabilities to the last bit, whoever shares the engine; slower",
+        help="bitwise the same log-probabilities, whatever else the engine generates; slower",
     )
     add(
         "--compile",
@@ -54,7 +54,7 @@ def parse_serve_arguments(argv: Sequence[str], doc: str | None = None) -> argpar
         "--token-file",
         type=Path,
         metavar="FILE",
-        help=f"the token that requests must have, in a file of mode 600 (default: "
+        help=f"a file of mode 600 with the token that requests must have (default: "
         f"{TOKEN_VARIABLE})",
     )
     add(
@@ -64,7 +64,7 @@ def parse_serve_arguments(argv: Sequence[str], doc: str | None = None) -> argpar
         help="write the URL to engine-K here once requests are taken; K: KEMPNER_ENGINE, else the "
         "number of this task, or 0",
     )
-    add("--check", action="store_true", help="check the command line, and end")
+    add("--check", action="store_true", help="check the command line, and exit")
     options = parser.parse_args(argv)
     if bool(options.source) == bool(options.weights):
         parser.error("give either MODEL or --weights DIR")

@@ -61,7 +61,7 @@ def receive_version(model: Decoder, manifest: str, token: str) -> int:
 def check_served_weights(model: Decoder, source: WeightsSource) -> None:
     """Raise ConfigError or Damaged if these weights do not belong to this model."""
     if any(is_adapter(name) for name, _ in model.named_parameters()):
-        raise ConfigError("the model has adapters; serve one that they are merged into")
+        raise ConfigError("the model has adapters; serve one with merged adapters")
     shape, own = ModelConfig(**source.model()).shape, model.cfg.shape
     for key, value in own.items():
         if shape[key] != value:

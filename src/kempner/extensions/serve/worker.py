@@ -218,7 +218,7 @@ class Worker:
         self._failures += bool(failures)
         if self._failures >= MOST_FAILURES:
             print(
-                f"serve: ends after {self._failures} failures without a completed text between: "
+                f"serve: exits after {self._failures} failures with no completed text in between: "
                 f"{cause}",
                 file=sys.stderr,
                 flush=True,

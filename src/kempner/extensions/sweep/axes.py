@@ -17,7 +17,7 @@ LARGEST_SWEEP = 10_000  # points, or values of an axis
 @dataclass(frozen=True)
 class Propose:
     points: int = option(1, "points in all", minimum=1, maximum=LARGEST_SWEEP)
-    startup: int = option(10, "results before draws at random end", minimum=1)
+    startup: int = option(10, "results after which random draws end", minimum=1)
     seed: int = option(0, "seed", minimum=0)
 
 

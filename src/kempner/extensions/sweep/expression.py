@@ -135,7 +135,7 @@ def in_order(rules: Mapping[str, Expression]) -> dict[str, Expression]:
     except CycleError as error:
         # CycleError lists each name before the one that reads it.
         circle = " needs ".join(reversed(error.args[1]))
-        raise ExpressionError(f"{circle}: break the circle") from None
+        raise ExpressionError(f"{circle}: break the cycle") from None
 
 
 def _name(node: ast.AST) -> str | None:

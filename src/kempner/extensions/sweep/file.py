@@ -73,7 +73,7 @@ def read_sweep(file: Path) -> Sweep:
     try:
         table = toml.loads(file.read_text())
     except (OSError, ValueError) as error:
-        why = (error.strerror or str(error)) if isinstance(error, OSError) else f"no TOML: {error}"
+        why = (error.strerror or str(error)) if isinstance(error, OSError) else f"not TOML: {error}"
         raise ConfigError(f"{file}: {why}") from None
     return _Reader(file, table).sweep()
 
@@ -98,13 +98,13 @@ class _Reader:
         # in a pattern.
         if name in (".", "..") or not re.fullmatch(r"[A-Za-z0-9._+-]+", name):
             self.wrong(
-                f"name = {format_value(name)}: is not a name for a sweep; give one of letters, "
-                "digits and ._+- alone (unset: the name of this file)"
+                f"name = {format_value(name)}: is not a valid sweep name; use only letters, "
+                "digits and ._+- (unset: the name of this file)"
             )
         if {*"%\\"}.intersection(get("dir", "")):
             self.wrong(
-                f"dir = {format_value(get('dir'))}: is a part of sbatch's --output, where these "
-                "have a meaning; leave % and \\ out"
+                f"dir = {format_value(get('dir'))}: is part of sbatch's --output, where % and \\ "
+                "have a meaning; leave them out"
             )
         for key in ("max_running", "tries"):
             if get(key, 1) < 1:
@@ -159,7 +159,7 @@ class _Reader:
         others += ["several bases"] if isinstance(base, dict) and len(base) > 1 else []
         if others:
             self.wrong(
-                f"propose: cannot be combined with {', '.join(others)}: it is to find one best "
+                f"propose: cannot be combined with {', '.join(others)}: it searches for one best "
                 "point; put what it may choose from into [propose], as a list or a range"
             )
         if "max_running" not in self.table:
@@ -221,7 +221,7 @@ class _Reader:
         elif "." not in name and (not name.isidentifier() or keyword.iskeyword(name)):
             self.wrong(f"{where}: {format_value(name)}: is not a name; write lr, or optimizer.lr")
         elif name in RESERVED or name in SWEEP_SECTIONS:
-            self.wrong(f"{where}: {name}: has a meaning already; take another name")
+            self.wrong(f"{where}: {name}: is a reserved name; choose another")
         if (other := self.given.setdefault(name, where)) != where:
             self.wrong(f"{name}: is in [{other}] and in [{where}]; leave one of them out")
 
@@ -317,6 +317,6 @@ class _Reader:
             if "." not in name and name not in names_read:
                 near = did_you_mean(name, [key.partition(".")[2] for key in RUN_OPTIONS])
                 self.wrong(
-                    f"{where}: {name}: has no effect, no rule or condition names it; an option "
+                    f"{where}: {name}: has no effect: no rule or condition uses it; an option "
                     f"is written section.key{near}"
                 )

@@ -90,7 +90,7 @@ def _look(
         state = RunState("killed", f"job {task} ended before the run began", attention=True)
     # Regardless of its files: a second array would be a second job of the run.
     if any(point.name in each.points for each in journal.open):
-        state = RunState("unknown", "Slurm has not said whether it took the job")
+        state = RunState("unknown", "Slurm has not said whether it accepted the job")
     submissions = journal.of(point.name)
     return PointStatus(
         point, state, len(submissions), run, task, submissions[-1].pack if submissions else 1

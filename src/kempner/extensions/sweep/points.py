@@ -64,7 +64,7 @@ def expand_points(sweep: Sweep) -> list[SweepPoint]:
         points += [] if point is None else [point]
     _raise(problems)
     if not points:
-        raise ConfigError(f"{sweep.file}: no combination fulfils all conditions of where")
+        raise ConfigError(f"{sweep.file}: no combination satisfies all conditions of where")
     points_by_sign: dict[tuple[str, str], SweepPoint] = {}
     for point in points:
         # A name also contains variables, which may not affect the configuration; and short hashes
@@ -144,7 +144,7 @@ def make_point(sweep: Sweep, base: RunConfig, combination: PointValues) -> Sweep
     for key, table in (("early_stop", sweep.early_stop), ("propose", sweep.propose)):
         if table and not variables["eval.interval"]:
             problems.append(
-                f"{sweep.file}: {key}: judges validations; set eval.interval, or leave it out"
+                f"{sweep.file}: {key}: needs validations; set eval.interval, or leave it out"
             )
     if sweep.propose and resources.pack > 1:
         problems.append(

@@ -109,8 +109,8 @@ def propose_values(
             break
     if not proposals and not looks:
         raise ConfigError(
-            f"{sweep.file}: propose: none of {POINT_DRAWS} draws fulfils all conditions of where; "
-            "widen the ranges"
+            f"{sweep.file}: propose: none of {POINT_DRAWS} draws satisfies all conditions of "
+            "where; widen the ranges"
         )
     return proposals
 

@@ -24,7 +24,7 @@ class Resources:
     cpus_per_task: int | None = option(None, "CPUs of each process", minimum=1)
     share: bool = option(False, "take only this part of a node, so that several runs fit on one")
     pack: int = option(1, "runs side by side on a node that Slurm gives as a whole", minimum=1)
-    mem: str = option("", "memory of each node that is shared, such as 64G")
+    mem: str = option("", "memory of each shared node, such as 64G")
     time: str = option("", "time limit, as sbatch takes it")
     partition: str = option("", "partition")
     account: str = option("", "account")

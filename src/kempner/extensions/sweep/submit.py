@@ -94,7 +94,7 @@ def arrays_of(
     unknown. Raises ConfigError."""
     most = MAX_ARRAY_SIZE if largest is None else largest
     if most < 1:
-        raise ConfigError("this cluster takes no job arrays (MaxArraySize = 0): ask its operators")
+        raise ConfigError("this cluster allows no job arrays (MaxArraySize = 0): ask its operators")
     # All tasks of an array share the request and the script of one sbatch.
     requests: dict[tuple[int, Path, tuple[str, ...]], list[SweepPoint]] = {}
     for point in points:
@@ -196,8 +196,8 @@ def submit_array(
             break
     if full or (submitted_arrays and points):
         say(
-            f"{len(points)} of {len(array.points)} point(s) stay planned: Slurm takes no more jobs "
-            "of yours at a time (MaxSubmitJobs); submit again when some have ended"
+            f"{len(points)} of {len(array.points)} point(s) stay planned: Slurm accepts no more "
+            "of your jobs at a time (MaxSubmitJobs); submit again when some have ended"
         )
     return submitted_arrays
 

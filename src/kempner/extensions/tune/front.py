@@ -92,7 +92,7 @@ def configure_tune(command: Command) -> tuple[RunConfig, TuneOptions]:
     if lookup.bringer(cfg):
         raise ConfigError(
             "the batches of this run come from another program, which a tune does not start; "
-            "measure it by rl.py --bench, or leave the section out"
+            "measure it with rl.py --bench, or leave the section out"
         )
     refuse_others(cfg.run.dir, "run.dir", (Kind.STARTED,), OWN_DIRECTORY)
     out = Path(flags["out"] or f"{cfg.run.dir}/tuned.toml").expanduser()
@@ -329,10 +329,10 @@ def _report(subject: TuneSubject, search: Search, took: float) -> int:
     if best.overrides and itself and itself.seconds:
         _say(f"\nthe best is {itself.step / best.step:.2f} times as fast as the configuration")
     elif not best.overrides:
-        _say("\nthe best is the configuration as it is")
+        _say("\nthe configuration is already the best")
     if subject.options.record:
         place = verified.record(subject.of_trials, best, search.space, facts, subject.world)
-        _say(f"verified: {place or 'the figure that is there is not slower, and stays'}")
+        _say(f"verified: {place or 'the recorded figure is not slower, and stays'}")
     use = report.command_with(subject.command, best.overrides, out, subject.world)
-    _say(f"record: {record}\nuse it by:\n    {use}")
+    _say(f"record: {record}\nuse it with:\n    {use}")
     return 0

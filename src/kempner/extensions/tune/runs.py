@@ -260,7 +260,7 @@ def _refuse_full_disk(run_dir: Path, log: Path, code: int) -> None:
     for line in said:
         if any(os.strerror(number) in line for number in FULL):
             raise ConfigError(
-                f"a run found no room on a disk: {line.strip()[:REASON]}; what was measured is "
+                f"a run ran out of disk space: {line.strip()[:REASON]}; what was measured is "
                 f"kept: make room, and give the same command again ({log} says where)"
             )
 

@@ -139,8 +139,8 @@ def new_entry(
     file = Path(files[0]).resolve() if len(files) == 1 else Path()
     if not file.is_relative_to(KIT / "configs"):
         raise ConfigError(
-            f"--record: {shlex.join(files) or 'no file'}: the table has the shapes of configs/, "
-            "each one file; give one of these, or leave --record out"
+            f"--record: {shlex.join(files) or 'no file'}: the table covers the shapes of configs/, "
+            "one file each; give one of these, or leave --record out"
         )
     words = [str(file.relative_to(KIT)), *overrides, "--bench"]
     start = ["bash", SCRIPT] if nodes == 1 else ["sbatch", f"--nodes={nodes}", SCRIPTS[0]]
@@ -222,7 +222,7 @@ def main(file: str, gpu: str) -> int:
         raise ConfigError(f"{file}: does not fit 8 {gpu}; give another GPU")
     changes = describe_candidate(found[0].overrides) if found[0].overrides else ""
     path = add_entry(new_entry([file], shlex.split(changes), gpu, 1, 8))
-    print(path or "there is such an entry already")
+    print(path or "this entry already exists")
     return 0
 
 

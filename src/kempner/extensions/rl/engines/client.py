@@ -226,7 +226,7 @@ class KitEngine:
         except (KeyError, TypeError, ValueError) as error:
             raise Lost(f"its answer is not an engine's: {error!r}") from None
         if len(texts) != len(prompts) * n:
-            raise Lost(f"it was asked for {len(prompts) * n} texts, and has given {len(texts)}")
+            raise Lost(f"it was asked for {len(prompts) * n} texts, and returned {len(texts)}")
         return [texts[i : i + n] for i in range(0, len(texts), n)]
 
     def alive(self) -> None:
@@ -473,7 +473,7 @@ class VllmEngine(KitEngine):
         """Load new weights. Keeps unfinished texts, but not keys and values from
         the old weights."""
         if "path" not in body:
-            raise Rejected("vLLM takes weights from files alone")
+            raise Rejected("vLLM takes weights only from files")
         reload = {"method": "reload_weights", "kwargs": {"weights_path": body["path"]}}
         # No step of the model may run on half-read weights.
         self._do("/pause?mode=keep", {})

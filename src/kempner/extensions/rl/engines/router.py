@@ -315,7 +315,7 @@ class Router:
             member.misses = 0
             silent = member.silent(progress)
         if silent > self._silence:
-            self._lose(member, life, f"has work, and made no token for {silent:.0f} s")
+            self._lose(member, life, f"has work, but made no token for {silent:.0f} s")
             return
         if version is not None:
             self._know(member, engine, version, before)

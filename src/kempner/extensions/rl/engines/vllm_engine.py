@@ -110,7 +110,7 @@ def main(argv: list[str]) -> int:
     python = os.environ.get("KEMPNER_VLLM") or sys.executable
     if "KEMPNER_VLLM" not in os.environ and importlib.util.find_spec("vllm") is None:
         return fail_start(
-            "no vLLM in this Python; set KEMPNER_VLLM to one that has it: docs/extensions/rl.md"
+            "this Python has no vLLM; set KEMPNER_VLLM to one that has it: docs/extensions/rl.md"
         )
     try:
         token = options.token_file.read_text().strip()

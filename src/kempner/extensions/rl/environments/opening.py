@@ -136,7 +136,7 @@ class Tasks:
         return int(task.key, 16) < self.environment.held_out * 2**64
 
     def _none_left(self, held_out: bool) -> ConfigError:
-        kind = "held out for evaluation" if held_out else "to train on"
+        kind = "held out for evaluation" if held_out else "for training"
         return ConfigError(
             f'rl.env "{self.label}": no task is {kind}; give it more tasks, or another `use`'
         )
@@ -153,7 +153,7 @@ def open_environments(rl: RlConfig) -> list[Tasks]:
             problems += error.problems
     labels = [cfg.label for cfg in rl.env]
     for label in sorted({label for label in labels if labels.count(label) > 1}):
-        problems.append(f'rl.env: two are called "{label}"; give each a `name` of its own')
+        problems.append(f'rl.env: two are called "{label}"; give each its own `name`')
     if problems:
         raise ConfigError(problems)
     return opened
@@ -166,7 +166,7 @@ def sandbox_refusal(cfg: EnvConfig, environment: Environment, lacks: list[str]) 
         return ""
     return (
         f'rl.env "{cfg.label}": runs programs that the model has written, and this host cannot '
-        f"isolate them: {'; '.join(lacks)}; take a host that allows user namespaces, or give this "
+        f"isolate them: {'; '.join(lacks)}; use a host that allows user namespaces, or give this "
         "entry `unsafe = true`: such a program can then delete whatever you may delete "
         '(docs/extensions/rl.md, "Limits of a reward")'
     )
@@ -197,7 +197,7 @@ def _find(identifier: str, where: str) -> type[Environment]:
     else:
         if identifier not in BUILT_IN:
             raise ConfigError(
-                f"{where}: no environment of this name{did_you_mean(identifier, BUILT_IN)}; give "
+                f"{where}: no environment has this name{did_you_mean(identifier, BUILT_IN)}; give "
                 f"one of {', '.join(BUILT_IN)}, or your own as FILE.py:CLASS"
             )
         module, _, name = BUILT_IN[identifier].partition(":")

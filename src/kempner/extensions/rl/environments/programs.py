@@ -111,7 +111,7 @@ class CodeEnvironment(Environment):
 def problem_of_tests(tests: Any) -> str:
     """Return what is wrong with the tests; "" if nothing."""
     if not isinstance(tests, str):
-        return "must be a text"
+        return "must be a string"
     try:
         compile(tests, "tests", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -311,7 +311,7 @@ class ModelProgram(run_program.Peer):
         if (name.startswith("__") and name not in OPEN) or name == "_self_":
             raise AttributeError(name)
         if name in QUESTIONS and not of._kind_.named:
-            raise AttributeError(f"tests do not ask an object of the program for {name}")
+            raise AttributeError(f"tests may not ask an object of the program for {name}")
         return self.named(name, self.ask("get", of, name))
 
     def named(self, name: str, value: Any) -> Any:
@@ -356,7 +356,7 @@ class StandInType(type):
         # A class statement in the tests, with a base class of the program.
         if bases and "_kind_" not in space:
             program = next(each for each in bases if isinstance(each, cls))._kind_.program
-            program._unfit = NotPlain("no class of theirs derives from one of a program")
+            program._unfit = NotPlain("their classes may not derive from the program's")
             raise program._unfit
         return super().__new__(cls, name, bases, space)
 

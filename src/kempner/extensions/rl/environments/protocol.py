@@ -62,14 +62,14 @@ class Environment:
     held_out: float = 0.125
     """Share of the prompts, chosen by their hash, that only evaluation sees."""
     turns: int = 1
-    """Most turns of the model."""
+    """Maximum number of turns of the model."""
     runs_code: bool = True
     """Rewards may run programs that the model has written. False: they only read texts, and are
-    computed also where the kernel cannot isolate a program."""
+    computed even if the kernel cannot isolate a program."""
     failed: float | None = None
-    """The reward where its process crashes, is late, or has too much memory or too many processes,
-    because that is the doing of a program of the model. Each reward then has a process of its own.
-    None: the environment may be at fault, and the sample is left out."""
+    """The reward if its process crashes, is late, or has too much memory or too many processes, for
+    environments where only the model's program can cause that. Each reward then has its own
+    process. None: the environment may be at fault, and the sample is left out."""
 
     def task(self, number: int, rng: random.Random) -> Task:
         """Return task `number`. With `size`, number < size; without, any task, drawn only from

@@ -148,7 +148,7 @@ def problem_of_prompt(prompt: Any) -> str:
     for message in prompt if is_talk else []:
         is_talk &= isinstance(message, dict) and {"role", "content"} <= message.keys()
     if not isinstance(prompt, str) and not is_talk:
-        return "must be a text or a list of messages, which have role and content"
+        return "must be a string or a list of messages with role and content"
     # JSON can spell half of a surrogate pair, which no tokenizer accepts.
     try:
         json.dumps(prompt, ensure_ascii=False).encode()
@@ -160,7 +160,7 @@ def problem_of_prompt(prompt: Any) -> str:
 def problem_of_answer(answer: Any) -> str:
     if isinstance(answer, (str, int, float)) and not isinstance(answer, bool):
         return ""
-    return "must be a text or a number"
+    return "must be a string or a number"
 
 
 def read_rows(
@@ -188,7 +188,7 @@ def read_rows(
                 ) from None
             problems = {key: problem_of_prompt(pair[0]), answer: problem_of(pair[1])}
             for name in more:
-                problems[name] = "" if isinstance(row.get(name), str | None) else "must be a text"
+                problems[name] = "" if isinstance(row.get(name), str | None) else "must be a string"
             for name, problem in problems.items():
                 if problem:
                     raise ConfigError(f"{path}, line {number}: {name} {problem}")

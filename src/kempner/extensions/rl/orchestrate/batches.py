@@ -129,11 +129,11 @@ class Groups:
         flat.sort(key=lambda group: group.at.place)
         groups = (self._ready + flat)[: self._target]
         if not groups:
-            raise Failed(f"none of {len(self._since)} groups has two rewards; see why above")
+            raise Failed(f"none of {len(self._since)} groups has two rewards; reasons are above")
         self._say(
             f"warning: step {step}: {len(self._ready)} of {self._target} groups have different "
             f"rewards after {len(self._since)} prompts (rl.refill); "
-            f"{len(groups) - len(self._ready)} without fill the batch"
+            f"{len(groups) - len(self._ready)} others fill the batch"
             + (f", which has only {len(groups)}" if len(groups) < self._target else "")
         )
         return groups

@@ -67,8 +67,8 @@ class DialogueWriter:
             return self._words.prompt(task.prompt)
         if self._template is None:
             raise ValueError(
-                "its prompts are conversations, and the tokenizer has no chat template; give "
-                "rl.tokenizer one that has"
+                "its prompts are conversations, and the tokenizer has no chat template; set "
+                "rl.tokenizer to one that has it"
             )
         # encode_prompt(), because special tokens spelled out by the template are single tokens.
         return self._words.tokenizer.encode_prompt(self._template.render(task.prompt, None, True))
@@ -92,7 +92,7 @@ class DialogueWriter:
         text = self._template.render(messages, None, True)
         _, mark, after = text.partition(REPLY_PLACEHOLDER)
         if not mark:
-            raise ValueError("the chat template does not write what the assistant has said")
+            raise ValueError("the chat template does not write the assistant's messages")
         ids = self._words.tokenizer.encode_prompt(after)
         # A turn ended by a stop string lacks that token: here the template's stays.
         return ids[1:] if ids[:1] == [last] and last in self._words.ends else ids

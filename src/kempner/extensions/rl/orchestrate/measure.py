@@ -118,7 +118,7 @@ class Bench:
             if number > count // 6 and remaining >= room:
                 marks.append((time.monotonic(), tokens))
         if not tokens:
-            raise Lost(f"no sample has come back of {count} groups: see the lines above")
+            raise Lost(f"no sample of {count} groups has come back: see the lines above")
         seconds = time.monotonic() - began
         full = tokens / seconds
         if len(marks) > 1:  # between two moments with equally many tokens in progress

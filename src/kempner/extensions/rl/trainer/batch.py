@@ -31,7 +31,7 @@ class Rollouts(MicroBatch):
     fresh: Tensor = field(kw_only=True)  # bool [B, T]: sampled with the newest weights
     own: list[Tensor] | None = field(default=None, kw_only=True)
     """The loss appends the model's own log-probabilities of the first row's targets, fp32 [T];
-    None: nobody asks for them."""
+    None: not requested."""
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Rollouts:
         return Rollouts(
@@ -56,7 +56,7 @@ def read_batch(path: Path, seq_len: int, newest: int) -> dict[str, Tensor]:
     if shape is None or len(shape) != 2 or shape[1] != seq_len or not shape[0]:
         raise ValueError(f"{path}: inputs are {shape}, not rows of {seq_len} tokens")
     if found != {name: (dtype, shape) for name, dtype in ARRAYS.items()}:
-        raise ValueError(f"{path}: has {found}; expected are {ARRAYS}, all of {shape}")
+        raise ValueError(f"{path}: has {found}; expected {ARRAYS}, all of {shape}")
     return {**arrays, "fresh": arrays["versions"] == newest}
 
 

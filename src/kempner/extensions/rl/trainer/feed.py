@@ -63,8 +63,8 @@ class Feed:
     phase = 0
     waits_for_all = at_once = True
     waiting: Waiting = nullcontext
-    """The watchdog's patient(), for each look: the wait for the orchestrator has no end as long as
-    all ranks look."""
+    """The watchdog's patient(), entered at each look: the wait for the orchestrator is unlimited as
+    long as all ranks look."""
     _clock: Clock
 
     def __init__(
@@ -194,7 +194,7 @@ class Feed:
 
     def seek(self, *_: object) -> None:
         """Refuse: the orchestrator is ahead, so only a new attempt can go back."""
-        raise RuntimeError("the orchestrator is ahead: a new attempt goes back")
+        raise RuntimeError("the orchestrator is ahead: only a new attempt can go back")
 
     def keys_per_query(self, window: int | None) -> None:
         """Return None, because the length of samples is not known beforehand."""

@@ -58,7 +58,7 @@ def isolate_children() -> list[str]:
         ):
             Path(f"/proc/self/{file}").write_text(text)
     except OSError as error:
-        return [f"no namespaces ({error.strerror}): it has network, and may write files"]
+        return [f"no namespaces ({error.strerror}): a program may use the network and write files"]
     return []
 
 
@@ -106,7 +106,7 @@ def _seal() -> tuple[list[str], str]:
         landlock.allow_writing(scratch, [f"/dev/{name}" for name in DEVICES])
         _return_to(_leave_pid_namespace())  # checks that own_processes() can do so
     except OSError as error:
-        return [f"no read-only files ({error.strerror}): it may write files"], scratch
+        return [f"no read-only files ({error.strerror}): a program may write files"], scratch
     return [], scratch
 
 

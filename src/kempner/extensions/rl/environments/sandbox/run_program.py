@@ -26,10 +26,10 @@ SMALL_TYPES = {type(None), bool, float, str}
 ATOMS = {*SMALL_TYPES, int}
 LARGE = 1 << 63  # Python reads at most 4300 digits of a decimal number
 BASES = (int, float, complex, str, bytes, tuple, frozenset)
-"""An instance of a class that derives from one of these brings its value, which never changes."""
+"""An instance of a class derived from one of these is sent with its value, which never changes."""
 CHANGED = {f"collections.{name}" for name in ("deque", "Counter", "OrderedDict", "defaultdict")}
 CHANGED |= {f"builtins.{name}" for name in ("list", "dict", "set", "bytearray")} | {"numpy.ndarray"}
-"""Types that travel by value; what the other side has changed of one is changed in place."""
+"""Types passed by value; changes made by the other side are applied in place."""
 VALUE_PARTS: dict[
     str, tuple[Any, Any]
 ] = {  # the parts of a value, and what makes it from them, if not its type
@@ -59,7 +59,7 @@ HOLDERS = {
 """Their parts may be anything."""
 ERRORS = {"json.decoder.JSONDecodeError", "dataclasses.FrozenInstanceError"}
 ERRORS |= {"decimal.InvalidOperation", "_queue.Empty", "queue.Full"}
-"""Exceptions that are not Python's own; none that a test runner takes for a skipped test."""
+"""Exceptions beside the built-in ones; none that a test runner takes for a skipped test."""
 TYPES = {
     *CHANGED,
     *VALUE_PARTS,
@@ -68,11 +68,11 @@ TYPES = {
 _NAMES = "str repr format len hash iter next reversed call getitem setitem delitem enter exit abs "
 _NAMES += "neg pos invert int float complex index round trunc floor ceil bytes"
 TELLS = {f"__{name}__" for name in _NAMES.split()}
-"""Methods that tell a value, which the tests compare themselves."""
+"""Methods that return a value, which the tests compare themselves."""
 _NAMES = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift"
 ORDERS = {f"__{name}__" for name in ("eq", "lt", "le", "gt", "ge", "bool", "contains")}
 JUDGES = ORDERS | {f"__{side}{name}__" for name in _NAMES.split() for side in ("", "r", "i")}
-"""Methods that tell whether a test holds, or learn what it compares with."""
+"""Methods that decide whether a test holds, or learn what it compares with."""
 
 
 def type_name(kind: type) -> str:

@@ -112,7 +112,7 @@ class Scorer:
         with self._lock:
             if lacks and not self._told:
                 self._told = True
-                self._tell(f"what a reward runs is less limited here: {'; '.join(lacks)}")
+                self._tell(f"processes of rewards are less restricted here: {'; '.join(lacks)}")
 
 
 class _Process:

@@ -63,7 +63,7 @@ def forbid_calls() -> list[str]:
     kernel does not allow."""
     machine = MACHINES.get(platform.machine())
     if machine is None:
-        return [f"no filter of system calls on {platform.machine()}: it may use Unix sockets"]
+        return [f"no system call filter on {platform.machine()}: a program may use Unix sockets"]
     missing = (*machine.ipc, machine.memfd_create, *machine.keys, IO_URING_SETUP, MEMFD_SECRET)
     # ENOSYS, as from a kernel without the call, so that libraries fall back.
     refused = {**dict.fromkeys(missing, errno.ENOSYS), machine.flock: 0}
@@ -79,7 +79,7 @@ def forbid_calls() -> list[str]:
     try:
         install_filter(refused, tests)
     except OSError as error:
-        return [f"no filter of system calls ({error.strerror}): it may use Unix sockets"]
+        return [f"no system call filter ({error.strerror}): a program may use Unix sockets"]
     return []
 
 

@@ -91,7 +91,7 @@ class OuterProcess:
     def _watch(self, env: EnvConfig, message: bytes) -> bytes:
         """Return the last answer. Raises Late, with the reason, if the inner process has exceeded a
         limit or ended."""
-        end, reason = time.monotonic() + OPEN_S, f"was not open within {OPEN_S:.0f} s"
+        end, reason = time.monotonic() + OPEN_S, f"did not open within {OPEN_S:.0f} s"
         before, failed = 0, None
         try:
             send_message(self.to_inner, message, end)
@@ -111,7 +111,7 @@ class OuterProcess:
                 if len(family) > limits.PROCESSES:
                     raise Late(f"had more than {limits.PROCESSES} processes")
                 if limits.process_memory([self.inner, *family]) - before > env.memory:
-                    raise Late(f"took more than {env.memory} MiB")
+                    raise Late(f"used more than {env.memory} MiB")
                 # WNOWAIT keeps the exit code for the reason below.
                 if os.waitid(os.P_PID, self.inner, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                     raise PipeClosed
