@@ -168,19 +168,23 @@ def test_a_port_is_busy_on_whichever_address(address: str) -> None:
 
 
 def test_a_worker_whose_head_was_not_up_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head's GCS is up some time before its raylet; Ray waits 10 s for that, then gives up."""
+    """The head's GCS is up some time before its raylet; Ray waits 10 s for that, then gives up. The
+    head may also have started again in the meantime."""
     started: list[list[str]] = []
+    ended: int | None = 1
 
     class AllFail:
         def start(self, command: list[str], **_: str) -> int:
             started.append(command)
             return len(started)
 
-        def exit_code(self, pid: int) -> int:
-            return 1
+        def exit_code(self, pid: int) -> int | None:
+            return ended
 
     monkeypatch.setattr(node, "Processes", AllFail)
-    with socket.socket() as head:
+    with socket.socket() as head, socket.socket() as again:
+        for listener in (head, again):
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         head.bind(("127.0.0.1", 0))
         port = head.getsockname()[1]
         addresses = dict.fromkeys("abc", "127.0.0.1")
@@ -191,9 +195,16 @@ def test_a_worker_whose_head_was_not_up_starts_again(monkeypatch: pytest.MonkeyP
         assert len(started) == 2 and started[0] == started[1]
         head.listen()
         worker.poll()  # ours was started before the head's raylet
+        head.close()
+        ended = None
+        worker.poll()
+        again.bind(("127.0.0.1", port))
+        again.listen()
+        ended = 1
+        worker.poll()  # the head has started again since
         with pytest.raises(node.RayFault, match="b: ray start has ended with exit code 1") as fault:
             worker.poll()
-    assert len(started) == 3 and fault.value.code == node.NOT_UP_EXIT
+    assert len(started) == 4 and fault.value.code == node.NOT_UP_EXIT
 
 
 def test_a_raylet_whose_agent_was_late_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,7 @@ class RayNode:
         self.peers_probed = time.monotonic()
         if plan.is_head:
             self.probes.append(PortProbe(plan.name, "GCS", plan.address, plan.ports.gcs))
-        self.head_was_up = True  # whether the head's raylet ran when we started ours
+        self.head_was_up = True  # whether the head's raylet has run all the time that ours starts
         self.temp = make_temp(plan)
         self.logs = LogCopier(self.temp, plan.logs, plan.name, plan.is_head)
         self.synced = time.monotonic()
@@ -277,6 +277,8 @@ class RayNode:
     def check(self) -> None:
         """Raise RayFault for any fault; the head also probes the other nodes: hosts may be down."""
         code = DIED_EXIT if self.probes[0].opened else NOT_UP_EXIT
+        if self.head_was_up and not self.plan.is_head and not self.probes[0].opened:
+            self.head_was_up = is_open(self.plan.head_address, self.plan.ports.node_manager(0))
         if (exit_code := self.processes.exit_code(self.ray)) is not None:
             if self.head_was_up:
                 raise RayFault(
