@@ -354,7 +354,7 @@ def test_a_replica_on_parts_of_nodes() -> None:
     [
         ({"interval": 30, "fragments": 4}, "must be a multiple of lowcomm.fragments = 4"),
         ({"interval": 6, "fragments": 2, "tau": 3}, "give at most 2"),
-        ({"replicas": 2, "gpus_per_replica": 1}, "give one"),
+        ({"replicas": 2, "gpus_per_replica": 1}, "give only one"),
         ({"feedback": 0.9}, "nothing is compressed"),
         ({"bits": 2}, "lowcomm.bits = 2: nothing is compressed"),
         ({"scale": "tensor"}, "leave scale out"),
