@@ -153,7 +153,7 @@ def test_a_rank_that_hangs_and_ends_counts_once(
     meet(act)
     assert heard == ["start", "report", "end"]
     [fault] = read_kind(tmp_path / "run/attempts.jsonl", FaultEvent)
-    assert (fault.kind, fault.ranks, fault.hosts) == ("hang", (), ())
+    assert (fault.kind, fault.ranks, fault.hosts, fault.step) == ("hang", (), (), 7)
 
 
 def test_words_in_another_encoding(tmp_path: Path) -> None:

@@ -158,6 +158,8 @@ def hang_fault(
     if ranks:
         why = "do not answer" if quiet else "are stopped" if stuck else "are behind the others"
         reason += f"; ranks that {why}: {ranks[:16]}"
+    if head["step"] is None:  # no rank has reported its progress yet
+        head = {**head, "step": last or None}
     return FaultEvent(
         **head,
         kind="hang",
