@@ -24,7 +24,6 @@ from kempner.extensions.rl.trainer import transfer
 from kempner.model.decoder import Decoder
 from kempner.parallel.build import parameter_names
 from kempner.train.sections import RunConfig
-from tests import zygote
 from tests.conftest import ROOT, clean_env
 from tests.extensions.distributed import sender
 from tests.waiting import LIMIT_S, until
@@ -61,7 +60,7 @@ class Trainer:
         self.exchange.root.mkdir(parents=True)
         self.exchange.token.write_text("secret\n")
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        self.process = zygote.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, *launcher, "-m", "tests.extensions.distributed.sender", str(run)],
             cwd=ROOT, env=clean_env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip

@@ -4,6 +4,7 @@ does."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -283,8 +284,12 @@ def test_its_port_is_of_the_range_that_a_firewall_opens(tmp_path: Path) -> None:
     token.write_text("secret")
     (tmp_path / "v00000003").mkdir()
     (tmp_path / "v00000003/manifest.json").write_text("{}")
-    other = socket.create_server(("", 0))  # has the other port of the range
-    port = other.getsockname()[1] - 1
+    while True:
+        other = socket.create_server(("", 0))  # has the other port of the range
+        port = other.getsockname()[1] - 1
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            break  # nobody has this one
+        other.close()
     command = [
         sys.executable,
         "-m",

@@ -209,7 +209,7 @@ def test_too_much_is_not_copied(cluster: Cluster, tmp_path: Path, checkout: Path
     words = [f"--run.dir={tmp_path / 'run'}", "--plan=done"]
     env = {**COPY, "KEMPNER_TRAIN": str(FAKE_TRAINER)}
     script = checkout / "scripts/slurm/singlenode.sh"
-    why = f"the files of {checkout} have 2"
+    why = f"the files of {checkout} take 2"
     done = cluster.run("bash", script.with_name("submit.sh"), script, *words, cwd=checkout, env=env)
     assert done.returncode == 2 and why in done.stderr, done.stderr
     assert f"the code could not be copied to {tmp_path}/run/code" in done.stderr
