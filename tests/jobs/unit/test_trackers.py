@@ -208,7 +208,7 @@ def test_wandb_fails_until_it_does_not(run: Path, server: Path) -> None:
     process = subprocess.Popen(**options, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stderr is not None
     for line in iter(process.stderr.readline, b""):
-        if b"once more" in line:
+        if b"trying again" in line:
             break
     (server / "broken").unlink()
     until(lambda: rows(server))
