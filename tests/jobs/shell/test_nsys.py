@@ -51,7 +51,8 @@ def test_a_node_without_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "word"),
     [("-1", "must be numbers of ranks"), ("3-1", "must be"), ("a", "must be"), ("08", "must be"),
-     ("0,", "must be"), ("0,9", "WARNING: KEMPNER_NSYS=0,9: there is no rank 9: the run has 8 rank(s)")],
+     ("0,", "must be"),
+     ("0,9", "WARNING: KEMPNER_NSYS=0,9: there is no rank 9: the run has 8 rank(s)")],
 )  # fmt: skip
 def test_ranks_that_are_none(tmp_path: Path, ranks: str, word: str) -> None:
     script = f'source "{ROOT}/scripts/slurm/lib/all.sh"; kp_check_settings; KP_NODES=2 KP_TASKS=4'
