@@ -320,6 +320,23 @@ kp_srun_command() { # [srun's options]... -- <Python arguments>...: sets KP_SRUN
     KP_SRUN+=("$KP_PYTHON" "$@")
 }
 
+# shellcheck disable=SC2034 # its results are the caller's
+kp_place_step() { # <number of nodes at the job's start> <host>...: sets the caller's step_place
+    # to srun's option for one more step on these hosts; fails if the job has lost one of them, and
+    # sets the caller's lost_host to it
+    local KP_DEADLINE=$((SECONDS + KP_PATIENCE)) KP_ANSWER='' host left=()
+    step_place=--exact
+    ! kp_show_job || mapfile -t left < <(scontrol show hostnames "$(kp_field NodeList)")
+    ((${#left[@]} > 0)) || return 0 # without an answer, no host counts as lost
+    for host in "${@:2}"; do
+        lost_host=$host
+        [[ " ${left[*]} " == *" $host "* ]] || return 1
+    done
+    # Once a job has lost a host, Slurm 22.05 lets exclusive steps wait forever although their cores
+    # are free. Overlapping steps that share a host could get the same GPU.
+    ((${#left[@]} == $1)) || step_place=--overlap
+}
+
 kp_srun() { # <Python arguments>...: starts the step
     kp_srun_command -- "$@"
     kp_open_srun_log

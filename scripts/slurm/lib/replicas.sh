@@ -96,22 +96,15 @@ kp_start_replica() { # <replica> <train.py arguments>...: starts its step
 
 kp_place() { # <replica>: sets the caller's place to srun options for its hosts; fails if one
     # of them is lost
-    local first=$(($1 * ${#hosts[@]} / KP_REPLICAS)) host ours left
-    local KP_ANSWER='' KP_DEADLINE=$((SECONDS + KP_PATIENCE))
+    local first=$(($1 * ${#hosts[@]} / KP_REPLICAS)) ours step_place lost_host
     ours=("${hosts[@]:first:KP_NODES}")
     place=(--exact --nodelist="$(IFS=, && echo "${ours[*]}")")
-    ((tries[$1] > 0)) && kp_show_job || return 0
-    left=" $(scontrol show hostnames "$(kp_field NodeList)" | paste -sd' ') "
-    for host in "${ours[@]}"; do
-        [[ $left != *" $host "* ]] || continue
-        kp_log "replica $1 stays away: the job has lost $host"
+    ((tries[$1] > 0)) || return 0
+    if ! kp_place_step "${#hosts[@]}" "${ours[@]}"; then
+        kp_log "replica $1 stays away: the job has lost $lost_host"
         return 1
-    done
-
-    # Once a job has lost a host, Slurm 22.05 lets exclusive steps wait forever although their cores
-    # are free. Replicas that share a host stay exclusive: they could get the same GPU.
-    [[ $(wc -w <<<"$left") == "${#hosts[@]}" ]] || ((KP_TASKS < per_node)) ||
-        place[0]=--overlap
+    fi
+    ((KP_TASKS < per_node)) || place[0]=$step_place # replicas that share a host stay exclusive
 }
 
 kp_look_after() { # <train.py arguments>...: checks all replicas once

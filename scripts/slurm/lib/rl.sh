@@ -145,7 +145,7 @@ kp_engine_command() { # <number of its node>: sets KP_SRUN for an engine
     local KP_GPUS=$((KP_GPUS > 0 ? KP_RL[tp] : 0))
     local KP_CPUS=$((KP_CPUS * KP_RL[tp]))
     kp_engine_words
-    kp_srun_command "${engine_place:---exact}" --mem=0 --nodelist="$(kp_names "$1" 1)" \
+    kp_srun_command "${step_place:---exact}" --mem=0 --nodelist="$(kp_names "$1" 1)" \
         --open-mode=append --output="${KP_RL[logs]}/engine-${KEMPNER_ENGINE:-0}.log" \
         -- "${KP_ENGINE_WORDS[@]}"
 }
@@ -175,7 +175,7 @@ kp_run_rl() { # <rl.py arguments>...: runs all parts until they have ended; sets
     # loop last ran. Whether a part has refused its input, whether the run is ending, and whether
     # any engine has ever served. How an engine's step shares its node.
     local engine before orchestrator='' listened=0 last_beat='' orchestrator_seen_at=0 waits=''
-    local awake='' bad_input='' leaving='' ever_served='' engine_place=--exact
+    local awake='' bad_input='' leaving='' ever_served='' step_place=--exact
     # Per engine: its process, consecutive starts, when it may restart, when it last answered, when
     # it first served, and the process that probes it.
     local engine_pids=() engine_tries=() engine_next=() engine_seen=() engine_there=() probes=()

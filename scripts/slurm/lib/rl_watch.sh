@@ -183,24 +183,16 @@ kp_engine_ended() { # <engine> <exit code>: schedules a restart, unless it faile
 }
 
 kp_start_again() { # <engine>: restarts it, unless lost nodes prevent it
-    local node left KP_DEADLINE=$((SECONDS + KP_PATIENCE))
-    if kp_in_job && kp_show_job; then
-        node=$(kp_names $((KP_RL[engine_node] + $1 / KP_RL[on_node])) 1)
-        left=" $(scontrol show hostnames "$(kp_field NodeList)" | paste -sd' ') "
-        if [[ $left != *" $node "* ]]; then
-            kp_log "engine $1 is not started again: $node is lost"
-            return
-        fi
-        # Once a job has lost a host, Slurm 22.05 lets exclusive steps wait forever although their
-        # cores are free. Engines that share a host stay exclusive: they could get the same GPU.
-        if (($(wc -w <<<"$left") < KP_RL[job_nodes])); then
-            engine_place=--overlap
-            if ((KP_GPUS > 0 && KP_RL[on_node] > 1)); then
-                kp_log "engine $1 is not started again: the job has lost a node, so Slurm" \
-                    "gives no GPU to a new step; the job's next start has it"
-                return
-            fi
-        fi
+    local node lost_host
+    node=$(kp_names $((KP_RL[engine_node] + $1 / KP_RL[on_node])) 1)
+    if kp_in_job && ! kp_place_step "${KP_RL[job_nodes]}" "$node"; then
+        kp_log "engine $1 is not started again: $lost_host is lost"
+        return
+    fi
+    if [[ $step_place == --overlap ]] && ((KP_GPUS > 0 && KP_RL[on_node] > 1)); then
+        kp_log "engine $1 is not started again: the job has lost a node, so Slurm" \
+            "gives no GPU to a new step; the job's next start has it"
+        return
     fi
     kp_log "engine $1 is started again"
     kp_start_engine "$1"
