@@ -22,10 +22,7 @@ LAST = {
 
 @pytest.mark.parametrize(
     "command",
-    [
-        pytest.param(name, marks=[pytest.mark.soak] * (name in ("startup", "overhead")))
-        for name in LAST
-    ],
+    [pytest.param(name, marks=[pytest.mark.soak] * (name != "data")) for name in LAST],
 )
 def test_quick(command: str, data_dir: Path) -> None:
     words = [] if command == "data" else ["--", f"--data.dataset_path={data_dir}"]

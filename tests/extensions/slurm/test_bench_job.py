@@ -36,6 +36,7 @@ def test_a_variant_without_memory_ends_alone(cluster: Cluster, tmp_path: Path) -
     assert HUGE in table[2] and "can't allocate memory" in table[2]
 
 
+@pytest.mark.soak
 def test_a_tune_follows_the_first_rank_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     """Two ranks on two nodes measure the same; submitted again, the job has what it had."""
     run = tmp_path / "run"

@@ -55,6 +55,7 @@ def a_dedicated_head(submit: Submit) -> RayJob:
     return submit(3, MARKER="the job's", RAY_LOG_SYNC_FREQUENCY="1", **more)
 
 
+@pytest.mark.soak
 @pytest.mark.job(make=a_dedicated_head)
 def test_the_trainer_from_a_ray_program(job: RayJob) -> None:
     """Two ranks on two hosts, started by actors: their losses are those of one process."""
@@ -413,6 +414,7 @@ def test_apptainer(job: RayJob) -> None:
     assert SECRET not in str(calls)
 
 
+@pytest.mark.soak
 @pytest.mark.job(make=lambda submit: submit(2, SAVES))
 def test_a_signal_to_the_steps_alone(job: RayJob) -> None:
     """As preemption with a grace time sends it, and --signal without B: the batch shell gets none.
@@ -495,13 +497,14 @@ def test_two_jobs_on_the_same_hosts(submit: Submit, tmp_path: Path) -> None:
     assert first.end() == 0, first.all()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("node", "kill", "what"),
     [
         ("node2", "TERM", "raylet"),
-        pytest.param("node2", "KILL", "raylet", marks=pytest.mark.soak),
-        pytest.param("node1", "KILL", "raylet", marks=pytest.mark.soak),
-        pytest.param("node1", "KILL", "gcs_server", marks=pytest.mark.soak),
+        ("node2", "KILL", "raylet"),
+        ("node1", "KILL", "raylet"),
+        ("node1", "KILL", "gcs_server"),
     ],
 )
 def test_ray_dies_under_the_driver(

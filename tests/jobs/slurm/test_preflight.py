@@ -105,6 +105,7 @@ def test_a_slow_network_is_named(hosts: Cluster, tmp_path: Path) -> None:
     assert told["seconds"] < 60
 
 
+@pytest.mark.soak
 def test_a_slow_network_of_two_nodes(hosts: Cluster, tmp_path: Path) -> None:
     """Neither can be blamed."""
     with shaped(hosts, "node1", "1mbit"):
@@ -124,6 +125,7 @@ def test_an_unplugged_network_is_named(hosts: Cluster, tmp_path: Path) -> None:
     assert "node3: network: Ethernet; the other nodes have InfiniBand" in log
 
 
+@pytest.mark.soak
 def test_another_version_is_named(hosts: Cluster, tmp_path: Path) -> None:
     python = tmp_path / "python"
     other = tmp_path / "other/numpy-9.9.dist-info"
