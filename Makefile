@@ -67,7 +67,7 @@ data/stdlib/dataset.json: | .venv/core
 
 test: .venv/dev data/stdlib/dataset.json
 	@$(INSTALL_SLURM)
-	$(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS) || { echo $$? >.pytest_exit; exit 1; }
 
 test-vllm: .venv/dev .venv-vllm/ready
 	@KEMPNER_VLLM=$(PWD)/.venv-vllm/bin/python $(PY) -m pytest -m vllm $(ARGS)
