@@ -218,6 +218,7 @@ def _send(
     command = [
         "sbatch", "--parsable", f"--job-name={submission.name}", f"--array={array.indices}",
         f"--output={journal.folder}/logs/%x-%A_%a.out",
+        "--export=ALL",  # KEMPNER_* must reach the job even if SBATCH_EXPORT is NONE
         *array.words, *array.program, f"@{lines}",
     ]  # fmt: skip
     job: str | None = ""
