@@ -135,6 +135,12 @@ def test_a_replica_has_its_share_and_copies_for_the_outer_step() -> None:
     assert estimate_memory(coded, 16, 8).parts["anchors, outer momentum"] == 12 * count / 8
     sent = network_bytes(coded, 16, 8)[-1]
     assert sent.size == pytest.approx(between.size / 8) and sent.hidden
+    # Changes in flight are there while a step has its activations: fp32, or with codes of 4 bits
+    # those of this replica, and of both as they arrive.
+    late = load_config([SEVEN], [*ROUNDS, "--lowcomm.tau=5"])
+    peaks = [estimate_memory(cfg, 16, 8) for cfg in (two, late, coded)]
+    assert peaks[1].peak - peaks[0].peak == pytest.approx(4 * count / 8)
+    assert peaks[2].parts["changes in flight"] == pytest.approx(3 * count / 8 / 2 / 2)
     found = best_candidates(two, 16, 8, GPUS["H100"], check_world, 1)[0]
     assert not check_world(load_config([SEVEN], [*ROUNDS, *found.words.split()]), 16, 8)
 

@@ -24,7 +24,7 @@ from kempner.extensions.planner.memory import (
     fp8_gathered,
     one_replica,
     outer_state,
-    raw_numbers,
+    sent_bytes,
     trained_elements,
     weight_bytes,
 )
@@ -125,14 +125,10 @@ def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traff
 
 
 def of_a_round(cfg: RunConfig, replicas: int, numbers: float) -> float:
-    """Bytes that a rank with `numbers` elements sends to other replicas in a round, without the
-    ranges of the codes. Codes are gathered; fp32 is summed."""
-    how, raw = cfg.of(LowcommConfig), raw_numbers(cfg) / trained_elements(cfg)
-    if how.compress == "none":
-        return 2 * FP32 * numbers * (replicas - 1) / replicas
-    # Each of the largest numbers is sent with its position, in int32.
-    code = 2 * FP32 * how.top_k if how.compress == "top-k" else how.bits / 8
-    return (replicas - 1) * numbers * (FP32 * raw + code * (1 - raw))
+    """Bytes that a rank with `numbers` elements sends to other replicas in a round. Codes are
+    gathered; fp32 is summed."""
+    gathered = (replicas - 1) * numbers * sent_bytes(cfg)
+    return gathered if cfg.of(LowcommConfig).compress != "none" else 2 * gathered / replicas
 
 
 def offload_bytes(cfg: RunConfig, axes: Axes, passes: int, compute: int) -> list[Traffic]:

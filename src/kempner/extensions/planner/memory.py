@@ -81,6 +81,9 @@ def memory_peaks(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> l
         so_far = FP32 * whole_model(cfg, axes)
     stream = cfg.model.dim * tokens * compute / axes.tp
     ends = 2 * stream  # the input of the last norm, and its output
+    at_rest = dict(weights)
+    if in_flight := changes_in_flight(cfg, axes, world_size, per_node):
+        weights["changes in flight"] = in_flight
     return [
         Memory("loss", {
             **weights, "gradients": so_far, "gathered weights": gathered.root + gathered.stays,
@@ -96,7 +99,7 @@ def memory_peaks(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> l
             "gathered weights": gathered.tied, "backward pass": stream,
         }),
         Memory("update", {**weights, "gradients": gradients}),
-        Memory("outer step", {**weights, "changes on their way": changes_on_their_way(cfg, axes)}),
+        Memory("outer step", {**at_rest, "changes on their way": changes_on_their_way(cfg, axes)}),
     ]  # fmt: skip
 
 
@@ -165,6 +168,28 @@ def changes_on_their_way(cfg: RunConfig, axes: Axes) -> float:
         / (axes.shard * axes.cp * axes.tp)
         / cfg.of(LowcommConfig).fragments
     )
+
+
+def changes_in_flight(cfg: RunConfig, axes: Axes, world_size: int, per_node: int) -> float:
+    """Bytes of a fragment that is in exchange while the replicas train on (lowcomm.tau): its
+    changes, or this replica's codes, and in mode = mesh a buffer for those of each."""
+    how = cfg.of(LowcommConfig)
+    if not how.on or not how.tau:
+        return 0.0
+    numbers = trained_elements(cfg) / (axes.shard * axes.cp * axes.tp) / how.fragments
+    codes = how.compress != "none" and how.mode == "mesh"
+    buffers = 1 + how.count(world_size, per_node) if codes else 1
+    return buffers * sent_bytes(cfg) * numbers
+
+
+def sent_bytes(cfg: RunConfig) -> float:
+    """Bytes that replicas send for each element, on average, without the ranges of the codes."""
+    how, raw = cfg.of(LowcommConfig), raw_numbers(cfg) / trained_elements(cfg)
+    if how.compress == "none":
+        return FP32
+    # Each of the largest numbers is sent with its position, in int32.
+    code = 2 * FP32 * how.top_k if how.compress == "top-k" else how.bits / 8
+    return FP32 * raw + code * (1 - raw)
 
 
 def raw_numbers(cfg: RunConfig) -> float:
