@@ -55,6 +55,7 @@ from kempner.jobs.ranks import peers
 from kempner.train.sections import RunConfig
 
 WARM_UP, LONG_S = 3, 2.0  # steps of a benchmark that do not count; of so long steps only the first
+PASS_OPTIONS = ("--train.micro", "--train.global", "--train.recompute")  # what a pass holds
 OVER = 1.15  # of the planner's estimate that a benchmark may need
 BENCH_S, BENCH_STEPS = 10.0, 4  # a benchmark measures at least this long, and as many steps
 
@@ -455,19 +456,20 @@ def planned_speed(cfg: RunConfig, ranks: int, device: str) -> float | None:
 
 
 def bench(job: Job, shape: str, accumulate: int) -> Figures:
-    """Tokens/s of a shipped configuration, compiled as it is shipped, on all GPUs: 7b on one node
-    of eight as configs/scale has it, and on one GPU with one sequence a pass."""
+    """Tokens/s of a shipped configuration, compiled as it is shipped, on all GPUs: 7b on eight
+    as configs/scale/7b-1node.toml has it, else with one sequence a pass."""
     from kempner.extensions.planner.memory import GIB, estimate_memory
     from kempner.train.configure import load_config
 
-    file = f"configs/scale/{shape}-1node.toml" if (shape, job.ranks) == ("7b", 8) else ""
     run_dir = job.work / f"bench-{shape}"
     words = [
-        file or f"configs/train/{shape}.toml", job.data, f"--run.dir={run_dir}",
+        f"configs/train/{shape}.toml", job.data, f"--run.dir={run_dir}",
         "--train.max_steps=100000", "--checkpoint.interval=0", "--eval.interval=0",
         "--metrics.log_interval=1",
     ]  # fmt: skip
-    if shape == "7b" and not file:
+    if shape == "7b" and job.ranks == 8:
+        words += ["--train.micro_batch=4", "--train.recompute=selective"]
+    elif shape == "7b":
         words.append("--train.micro_batch=1")
     cfg = load_config([str(ROOT / words[0])], words[1:])
     sequences = (cfg.train.micro_batch or 1) * accumulate * job.ranks
@@ -497,7 +499,7 @@ def bench(job: Job, shape: str, accumulate: int) -> Figures:
     model, length = cfg.model, cfg.train.seq_len
     full = model.flops_per_token(length, keys=length) / model.flops_per_token(length)
     speed = statistics.median(x["tokens_per_s"] for x in lines)
-    batch = [word for word in words if word.startswith(("--train.micro", "--train.global"))]
+    batch = [word for word in words if word.startswith(PASS_OPTIONS)]
     verify(job, words[0], batch, speed / job.ranks, mfu, used)
     return {
         "tokens_per_s": speed,
