@@ -14,6 +14,7 @@ import pytest
 
 from kempner.config.command_line import parse_command
 from kempner.config.option import ConfigError
+from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.extensions.tune import front, report, runs
 from kempner.extensions.tune.journal import TuneJournal
 from kempner.extensions.tune.search import OutOfTime, Search
@@ -168,6 +169,39 @@ def test_the_configuration_itself_is_measured_after_a_kill() -> None:
     memory = search.memory.predict("", 1.0)
     search.take(OTHER, 0, KILLED)
     assert search.memory.predict("", 1.0) == memory  # nothing is learnt of it
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ([], 4),
+        (["--lowcomm.tau=5"], 10),
+        (["--lowcomm.fragments=2", "--lowcomm.tau=5"], 20),
+        (["--lowcomm.fragments=2", "--lowcomm.tau=200"], 500),
+    ],
+)
+def test_rounds_of_replicas_are_short_in_a_measurement(words: list[str], steps: int) -> None:
+    """The configuration itself would take 1,000 steps for 3 + 5."""
+    rounds = ["--lowcomm.replicas=2", "--lowcomm.interval=500", "--checkpoint.interval=500"]
+    rounds += ["--train.max_steps=1000", "--eval.interval=0"]
+    command = parse_command([str(ROOT / "configs/train/125m.toml"), *rounds, *words], {})
+    cfg = runs.trial_of(command, {}, Path("r"), 3, 5).cfg
+    assert cfg.of(LowcommConfig).interval == steps
+    assert cfg.train.max_steps == steps * (1 + -(-5 // steps))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--resilience.spike_sigma=6", "--resilience.spike_window=500"],
+        ["--checkpoint.powers_of_two"],
+        ["--run.fork=runs/other", "--run.fork_optimizer=fresh"],
+    ],
+)
+def test_what_a_short_run_without_saves_cannot_have_is_left_out(words: list[str]) -> None:
+    command = parse_command([str(ROOT / "configs/train/125m.toml"), *words], {})
+    cfg = runs.trial_of(command, {}, Path("r"), 3, 5).cfg
+    assert cfg.train.max_steps == 8 and not cfg.checkpoint.save
 
 
 def test_a_kill_does_not_undo_what_was_measured() -> None:

@@ -38,6 +38,7 @@ from kempner.jobs.trackers.config import TRACKER_NAMES, TrackersConfig
 from kempner.train.extensions import Variant
 from kempner.train.recording.metrics import short_number
 from kempner.train.recording.peak import peak_flops
+from kempner.train.resilience.config import ResilienceConfig
 from kempner.train.sections import RunConfig
 
 SHUTDOWN_S = 10.0  # for the other ranks of a variant after one has failed
@@ -77,6 +78,12 @@ def bench_overrides(cfg: RunConfig, run_dir: str) -> list[str]:
         "--train.batch_ramp=none",
         "--train.seq_len_ramp=none",
         "--checkpoint.save=false",
+        "--checkpoint.powers_of_two=false",
+        "--run.fork=",
+        "--run.fork_optimizer=keep",
+        # Their window may be longer than the measurement.
+        "--resilience.spike_sigma=none",
+        f"--resilience.spike_window={ResilienceConfig.spike_window}",
         "--eval.interval=0",
         "--metrics.log_interval=1",
         *(f"--trackers.{name}={to_text(getattr(no_tracker, name))}" for name in TRACKER_NAMES),

@@ -4,6 +4,7 @@ directory, and run the same. No torch."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -24,10 +25,12 @@ from kempner.config.option import ConfigError
 from kempner.config.values import to_text
 from kempner.extensions.bench.config import BenchConfig
 from kempner.extensions.bench.measure import bench_overrides, run_variant, why_failed
+from kempner.extensions.lowcomm.config import LowcommConfig
 from kempner.extensions.tune.journal import TuneJournal
 from kempner.extensions.tune.search import OutOfTime
 from kempner.extensions.tune.space import Overrides
 from kempner.extensions.tune.trials import Measurement
+from kempner.jobs.ranks.rendezvous import SLOWEST_POLL_S
 from kempner.jobs.records import event_reader, events
 from kempner.jobs.system.compiler import keep_private
 from kempner.jobs.system.files import FULL, try_to_write, write_atomic
@@ -43,6 +46,7 @@ START_VARIABLES = (  # these identify this start of all ranks
 )  # fmt: skip
 TRAIN = Path(__file__).resolve().parents[4] / "scripts" / "train.py"
 POLL_S = 0.2
+ROUND_STEPS = 4  # of a fragment: the median step is then one without an outer step
 PROBE_BYTES = 1 << 20  # bytes that a disk must accept after a failed run
 REASON = 160  # characters kept of a reason
 ERROR_LINE, ITEM = re.compile(r"[\w.-]+: error: (.*)"), "  - "  # the format of print_problems()
@@ -71,10 +75,22 @@ def trial_of(
     if cfg.data.document_mask and cfg.of(BenchConfig).data == "fake":
         words.append("--bench.length=variable")  # the run packs its rows, too
         cfg = load_config(command.files, words)
+    if (replicas := cfg.of(LowcommConfig)).on:
+        words.append(f"--lowcomm.interval={shortest_round(replicas)}")
+        cfg = load_config(command.files, words)
     # These follow from the configuration, and are then checked together with it.
     words += bench_overrides(cfg, str(run_dir))
     cfg = load_config(command.files, words)
     return Variant(" ".join(changes), [*command.files, *words], cfg)
+
+
+def shortest_round(cfg: LowcommConfig) -> int:
+    """Return the steps of a round (H) for a measurement, which has whole rounds: the fewest in
+    which most steps are without an outer step, as in a long round. They divide the run's, as its
+    checkpoint.interval is a multiple of that."""
+    fewest = cfg.fragments * max(cfg.tau + 1, ROUND_STEPS)
+    divisors = (steps for steps in range(fewest, cfg.interval) if cfg.interval % steps == 0)
+    return next((steps for steps in divisors if steps % cfg.fragments == 0), cfg.interval)
 
 
 def with_batch(command: Command, cfg: RunConfig, sequences: int) -> Command:
@@ -110,10 +126,15 @@ class Orders:
         """Follow rank 0's orders on this rank until the final one; returns the exit code."""
         while True:
             path = self.folder / f"{self._number + 1}.json"
+            pause = POLL_S
             while not path.exists():
                 if leaves():
                     return 0
-                time.sleep(POLL_S)
+                for folder in (self.folder.parent, self.folder):
+                    with contextlib.suppress(OSError):
+                        os.listdir(folder)  # NFS forgets its cached "no such file"
+                time.sleep(pause)
+                pause = min(1.2 * pause, SLOWEST_POLL_S)
             self._number += 1
             order = json.loads(path.read_text())
             if "code" in order:
