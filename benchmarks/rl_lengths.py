@@ -11,13 +11,14 @@ that its first token was drawn with; one that is too old is cancelled, and its t
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from typing import NamedTuple
 
 import numpy as np
 
 from kempner.extensions.rl.config import RlConfig
-from kempner.extensions.rl.orchestrate.batches import Groups, batches_ahead
+from kempner.extensions.rl.orchestrate.batches import Groups, batches_ahead, is_wanted
 from kempner.extensions.rl.orchestrate.groups import Rollout, SampleGroup, TaskPlace
 from kempner.jobs.report.tables import align_table
 
@@ -65,7 +66,7 @@ class Simulation:
         self.flying: dict[int, tuple[int, float, int]] = {}  # by ticket: task, begin, version
         self.ends: list[tuple[float, int]] = []
         self.waiting, self.again = deque[int](), deque[int]()  # tasks
-        self.now, self.step, self.newest, self.trains_until = 0.0, 0, 0, 0.0
+        self.now, self.step, self.newest, self.trains_until = 0.0, 0, 0, math.inf
         self.written = self.lost = 0.0
         self.trained: list[int] = []  # tasks
         self.behind: list[int] = []
@@ -75,12 +76,15 @@ class Simulation:
             # The end of a run is no part of it: there all waits for the last ones.
             ahead = batches_ahead(self.rl, self.newest, self.step, 2 * self.steps)
             self.ask(ahead)
-            chosen = self.groups.chosen(self.step + 1, ahead, len(self.flying) + len(self.waiting))
+            chosen = None
+            if is_wanted(self.newest, self.step):
+                flying = len(self.flying) + len(self.waiting)
+                chosen = self.groups.chosen(self.step + 1, ahead, flying)
             for place in self.groups.again:
                 self.lost += self.lengths[place.place].sum()
                 self.again.append(place.place)
             self.groups.again = []
-            if chosen is not None and self.newest == self.step:
+            if chosen is not None:
                 self.train(chosen)
             else:
                 self.wait()
@@ -116,7 +120,8 @@ class Simulation:
         self.step += 1
         self.trained += [group.at.place for group in chosen]
         self.behind += [self.step - 1 - group.oldest for group in chosen]
-        self.trains_until = self.now + TRAIN_S
+        if self.trains_until == math.inf:  # it waited for this batch
+            self.trains_until = self.now + TRAIN_S
         least = self.groups.least(self.step + 1)
         for ticket in [each for each, (_, _, version) in self.flying.items() if version < least]:
             task, began, _ = self.flying.pop(ticket)
@@ -127,8 +132,9 @@ class Simulation:
         """Until a group ends, or a step."""
         while self.ends and self.ends[0][1] not in self.flying:  # it was cancelled
             heapq.heappop(self.ends)
-        if self.newest < self.step and (not self.ends or self.trains_until <= self.ends[0][0]):
-            self.now, self.newest = self.trains_until, self.step
+        if self.trains_until < math.inf and (not self.ends or self.trains_until <= self.ends[0][0]):
+            self.now, self.newest = self.trains_until, self.newest + 1
+            self.trains_until = self.now + TRAIN_S if self.newest < self.step else math.inf
             return
         self.now, ticket = heapq.heappop(self.ends)
         task, _, version = self.flying.pop(ticket)

@@ -19,6 +19,7 @@ from kempner.extensions.rl.config import RlConfig
 from kempner.extensions.rl.engines import client as engines
 from kempner.extensions.rl.engines import router
 from kempner.extensions.rl.engines.client import NoEngines, Rejected
+from kempner.extensions.rl.engines.router import Router
 from kempner.extensions.rl.environments.opening import Tasks
 from kempner.extensions.rl.environments.protocol import Task
 from kempner.extensions.rl.orchestrate import mismatch, orchestrator, packing
@@ -438,6 +439,28 @@ def test_old_samples_are_dropped(make: Make, tmp_path: Path) -> None:
     loop = Loop(config(tmp_path, steps=4, max_async=1), [lag, make()], trains=0.05)
     handed = loop.run()
     assert all(each.batch.metrics["staleness"] <= 1 for each in handed)
+
+
+def test_engines_are_found_after_a_fault_of_the_file_system(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_in, faults = Router._take_in, [OSError(errno.ESTALE, "stale file handle")] * 2
+
+    def failing(router: Router, name: str, url: str) -> None:
+        if faults:
+            raise faults.pop()
+        take_in(router, name, url)
+
+    monkeypatch.setattr(Router, "_take_in", failing)
+    assert len(Loop(config(tmp_path), [make()]).run()) == 3
+
+
+def test_samples_do_not_age_in_a_queue(make: Make, tmp_path: Path) -> None:
+    """Engines that are faster than the trainer: one batch waits for it, and two are filled."""
+    loop = Loop(config(tmp_path, steps=16, max_async=16), [make()], trains=0.1)
+    handed = loop.run()
+    assert max(each.batch.metrics["staleness"] for each in handed) <= 5
+    assert not sum(each.batch.metrics["cancelled"] for each in handed)
 
 
 def test_what_cannot_be_trained_any_more_is_cancelled_and_asked_again(

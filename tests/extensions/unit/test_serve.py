@@ -168,6 +168,7 @@ def test_strangers_who_say_nothing_keep_nobody_out(
     monkeypatch.setattr(http, "MOST_STRANGERS", 20)
     ours = engine.open("/health")
     assert ours.getresponse().read()
+    monkeypatch.setattr(http, "STRANGER_S", 0.3)
     strangers = [socket.create_connection(("127.0.0.1", engine.port), 60) for _ in range(100)]
     assert strangers[0].recv(1) == b""  # the oldest was ended
     assert engine.ask("/health")["status"] == "ok"
@@ -176,6 +177,33 @@ def test_strangers_who_say_nothing_keep_nobody_out(
     for stranger in strangers:
         stranger.close()
     ours.close()
+
+
+def test_many_clients_at_once_are_no_strangers(
+    engine: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All connect before the first of them sends its request."""
+    monkeypatch.setattr(http, "MOST_STRANGERS", 20)
+    clients = [HTTPConnection("127.0.0.1", engine.port, timeout=60) for _ in range(100)]
+    for client in clients:
+        client.connect()
+    for client in clients:
+        client.request("GET", "/health", headers={"Authorization": "Bearer secret"})
+    assert {client.getresponse().status for client in clients} == {200}
+    for client in clients:
+        client.close()
+
+
+def test_a_post_without_a_length_has_an_empty_body(engine: Client) -> None:
+    """As `curl -X POST` sends it (RFC 9112, 6.3)."""
+    head = "POST /{} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n{}\r\n"
+    for path, more, code in (
+        ("pause", "", b"200"), ("resume", "", b"200"),
+        ("pause", "Transfer-Encoding: chunked\r\n", b"400"),
+    ):  # fmt: skip
+        with socket.create_connection(("127.0.0.1", engine.port), 60) as connection:
+            connection.sendall(head.format(path, more).encode())
+            assert connection.recv(12)[9:] == code
 
 
 def test_a_completion_is_what_the_model_says(engine: Client, folder: Path) -> None:

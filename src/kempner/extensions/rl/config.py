@@ -151,7 +151,7 @@ class LossConfig:
 @dataclass(frozen=True)
 class InferenceConfig:
     engine: str = option("kit", "scripts/serve.py, or vLLM", choices=("kit", "vllm"))
-    tp: int = option(1, "GPUs of an engine", minimum=1)
+    tp: int = option(1, "GPUs of an engine; over 1 only with vLLM", minimum=1)
     slots: int | None = option(
         None,
         "samples that an engine generates at a time; unset: 16, for which the kit's engine takes "
@@ -202,6 +202,9 @@ def rl_problems(cfg: RunConfig) -> list[str]:
         # Ranks admit whoever has the attempt's token; running servers already have their own.
         "rl.weights = direct with rl.inference.urls": (
             rl.weights == "direct" and bool(inference.urls)
+        ),
+        f"rl.inference.tp = {inference.tp} with rl.inference.engine = kit": (
+            inference.tp > 1 and inference.engine == "kit"
         ),
         "rl.sampling.stop with rl.inference.engine = vllm": (  # it has no tokenizer here
             bool(cfg.of(SamplingConfig).stop) and inference.engine == "vllm"

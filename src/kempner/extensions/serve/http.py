@@ -36,7 +36,9 @@ LARGEST_REQUEST_BYTES = 64 << 20
 DISCARDED_BYTES = 1 << 30  # read from a larger body
 CLIENT_POLL_S = 0.5  # between two checks whether a client is still there
 CLIENT_SILENCE_S = 60.0  # a client that sends and accepts nothing for so long is gone
-MOST_STRANGERS = 256  # connections without an allowed request; beyond, the oldest is dropped
+# Connections without an allowed request: beyond MOST_STRANGERS, the oldest is dropped if it has
+# waited for STRANGER_S; beyond FULL_HOUSE, at once. A client may open a thousand at the same time.
+MOST_STRANGERS, FULL_HOUSE, STRANGER_S = 256, 4096, 2.0
 MODEL = "/v1/models/"  # followed by its name
 EMPTY: Mapping[str, str] = {}
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -97,22 +99,25 @@ class Server(ThreadingHTTPServer):
     def service_actions(self) -> None:
         """Drop slow senders, twice a second: a request without the token, sent byte by byte, must
         not hold a thread."""
-        for handler, since in list(self.heads.items()):
+        # A copy, in one step: other threads change it.
+        for handler, since in self.heads.copy().items():
             if time.monotonic() > since + CLIENT_SILENCE_S:
                 with contextlib.suppress(OSError):
                     handler.connection.shutdown(socket.SHUT_RDWR)
+        self.make_room()
 
     def make_room(self) -> None:
         """Drop connections of strangers, which must not take all threads and descriptors."""
-        strangers = {
-            handler: since for handler, since in [*self.heads.items()] if not handler.known
-        }
-        if len(strangers) > MOST_STRANGERS:
-            with contextlib.suppress(OSError):
-                # Shut down, not closed: the socket is its thread's, which ends by itself.
-                min(strangers, key=lambda handler: strangers[handler]).connection.shutdown(
-                    socket.SHUT_RDWR
-                )
+        heads = self.heads.copy()
+        strangers = [handler for handler in heads if not handler.known]
+        if (excess := len(strangers) - MOST_STRANGERS) <= 0:
+            return
+        strangers.sort(key=lambda handler: heads[handler])
+        for handler in strangers[:excess]:
+            if len(strangers) > FULL_HOUSE or time.monotonic() > heads[handler] + STRANGER_S:
+                with contextlib.suppress(OSError):
+                    # Shut down, not closed: the socket is its thread's, which ends by itself.
+                    handler.connection.shutdown(socket.SHUT_RDWR)
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
@@ -141,8 +146,8 @@ class Handler(BaseHTTPRequestHandler):
     def handle_one_request(self) -> None:
         # Set between requests, too: a connection kept open waits for a head.
         self.server.heads[self] = time.monotonic()
-        self.server.make_room()
         try:
+            self.server.make_room()
             super().handle_one_request()
         finally:
             self.server.heads.pop(self, None)
@@ -239,7 +244,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "POST":
             self.close_connection = True  # the rest of the request is not read
             return b""
-        length = self.headers.get("Content-Length", "")
+        # RFC 9112, 6.3: without either header there is no body.
+        chunked = "Transfer-Encoding" in self.headers
+        length = self.headers.get("Content-Length", "" if chunked else "0")
         # int() raises for more than 4,300 digits.
         if not length.isdecimal() or len(length) > 12:
             self.close_connection = True

@@ -246,22 +246,29 @@ class Router:
     def _scan(self) -> None:
         """Find engines that are new, or are back under another URL."""
         while not self._closed:
-            for name, url in self._find().items():
-                member = self._members.get(name)
-                if member is None:
-                    # Before adding the member: whoever finds the member sets this event.
-                    self._wake[name] = threading.Event()
-                    member = Member(name, self._make(url), trusted=self._patience is None)
-                    with self._change:
-                        self._members[name] = member
-                    threading.Thread(target=self._keep, args=(member,), daemon=True).start()
-                elif member.engine.url != url:
-                    self._lose(member, member.life, f"it is at {url} now")
-                    with self._change:
-                        member.engine, member.misses = self._make(url), 0
-                    self._wake[name].set()
+            # A shared file system may fail for a moment; this thread must stay.
+            with contextlib.suppress(OSError):
+                for name, url in self._find().items():
+                    self._take_in(name, url)
             self._look_at_all()
             time.sleep(BEAT_EVERY_S / 4)
+
+    def _take_in(self, name: str, url: str) -> None:
+        member = self._members.get(name)
+        if member is None:
+            engine = self._make(url)
+            # Before adding the member: whoever finds the member sets this event.
+            self._wake[name] = threading.Event()
+            member = Member(name, engine, trusted=self._patience is None)
+            with self._change:
+                self._members[name] = member
+            threading.Thread(target=self._keep, args=(member,), daemon=True).start()
+        elif member.engine.url != url:
+            engine = self._make(url)
+            self._lose(member, member.life, f"it is at {url} now")
+            with self._change:
+                member.engine, member.misses = engine, 0
+            self._wake[name].set()
 
     def _look_at_all(self) -> None:
         now = time.monotonic()

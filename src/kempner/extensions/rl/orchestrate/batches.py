@@ -20,6 +20,12 @@ class Failed(Exception):
     """The run cannot continue; the message says why."""
 
 
+def is_wanted(newest: int, step: int) -> bool:
+    """Return whether to hand over a batch after that of `step`: the trainer has no other one than
+    that which it trains. Handed over earlier, samples would age in a queue."""
+    return step - newest < SOON
+
+
 def batches_ahead(rl: RlConfig, newest: int, step: int, last: int) -> int:
     """Return the number of batches after that of `step` that may be worked on while the newest
     weights are `newest`: groups requested now can be trained in each of them, up to step `last`."""

@@ -32,7 +32,12 @@ from kempner.extensions.rl.exchange import (
     RolloutExchange,
 )
 from kempner.extensions.rl.orchestrate import packing
-from kempner.extensions.rl.orchestrate.batches import Failed, Groups, batches_ahead
+from kempner.extensions.rl.orchestrate.batches import (
+    Failed,
+    Groups,
+    batches_ahead,
+    is_wanted,
+)
 from kempner.extensions.rl.orchestrate.curriculum import Curriculum
 from kempner.extensions.rl.orchestrate.groups import SampleGroup, TaskPlace
 from kempner.extensions.rl.orchestrate.mismatch import Mismatch
@@ -85,6 +90,8 @@ class Orchestrator:
             self._look()
             self._mismatch.look()
             self._take()
+            if not is_wanted(self._newest, self._step):
+                continue
             groups = self._groups.chosen(self._step + 1, self._ahead(), len(self._flying))
             self._ask_again(self._groups.again)
             self._groups.again = []
