@@ -85,7 +85,7 @@ kp_record() { # <restart, requeue, chain, end or leave> <why>: records it in the
         restart:="${SLURM_RESTART_COUNT:-0}" attempt_id="$KEMPNER_ATTEMPT_ID" step:="$(kp_step)"
         no_progress:="${KP_DECISION[no_progress]:-null}" blamed="${KP_DECISION[blamed]:-}"
         excluded="${KP_DECISION[excluded]:-}" kind="${KP_DECISION[kind]:-}"
-        batch_began:="${KEMPNER_BATCH_BEGAN:-0}"
+        batch_began:="${KEMPNER_BATCH_BEGAN:-0}" committed:="${KP_COMMITTED:-null}"
     )
     KP_UNRECORDED=''
     # A container may take longer to start than the job has left; outside a batch

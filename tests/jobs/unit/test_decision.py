@@ -376,6 +376,11 @@ def test_progress_of_an_attempt_that_was_lost_with_its_batch_host(
     assert ask(tmp_path, capsys, committed="100", committed_before="100")["no_progress"] == "3"
     said = ask(tmp_path, capsys, committed="900", committed_before="900")
     assert (said["decision"], said["no_progress"]) == ("requeue", "1")
+    # Under run.sh the progress is a count of checkpoints, and `step` the number in their names.
+    for step in (2000, 3, None):
+        write(tmp_path, [made("2", no_progress=2, step=step, committed=4)])
+        assert ask(tmp_path, capsys, committed="57", committed_before="57")["no_progress"] == "1"
+        assert ask(tmp_path, capsys, committed="4", committed_before="4")["no_progress"] == "3"
 
 
 def test_a_script_that_no_host_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

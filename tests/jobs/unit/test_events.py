@@ -101,6 +101,7 @@ def test_a_decision_of_the_batch_script(tmp_path: Path) -> None:
         blamed="n2",
         excluded="n2",
         batch_began=1_700_000_000,
+        committed=20,
     )
     record = json.loads((tmp_path / "attempts.jsonl").read_text())
     fields = {field.name for field in dataclasses.fields(DecisionEvent)} - {"attempt"} | {"event"}

@@ -128,6 +128,8 @@ class DecisionEvent(Event):
     # Whose fault it was: the program's input, the program, a host, the site; "": nobody's.
     kind: str = ""
     batch_began: float | None = None
+    # Progress as the batch script counts it: `step`, or the checkpoints of a program under run.sh.
+    committed: int | None = None
 
 
 def own_file(path: Path) -> Path:

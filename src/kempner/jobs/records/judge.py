@@ -191,7 +191,7 @@ def collect_facts(
     before, in_vain = decisions_without_progress(decisions), excluded_in_vain(decisions)
     if unread:
         before = facts.count("before", -1)
-    elif decisions and facts.count("committed_before", -1) > _step(decisions[-1]):
+    elif decisions and facts.count("committed_before", -1) > _progress(decisions[-1]):
         before = in_vain = 0  # an attempt without a recorded end has made progress
     # Not counted: a fault of the site, and a start that was asked to leave before it trained.
     count = before + (0 if site or facts.flag("cut_short") else 1)
@@ -241,10 +241,11 @@ def collect_facts(
     return end, blamed
 
 
-def _step(decision: _Record) -> float:
-    """Return the newest checkpoint's step at a decision; infinity if not recorded."""
-    step = decision.get("step")
-    return step if isinstance(step, int) else math.inf
+def _progress(decision: _Record) -> float:
+    """Return the progress at a decision, in the unit of `committed`; infinity if not recorded."""
+    # Under run.sh `step` is the number in a checkpoint's name, and `committed` counts checkpoints.
+    progress = decision.get("committed", decision.get("step"))
+    return progress if isinstance(progress, int) else math.inf
 
 
 def _age(decision: _Record, now: float) -> float:
