@@ -383,6 +383,24 @@ def test_progress_of_an_attempt_that_was_lost_with_its_batch_host(
         assert ask(tmp_path, capsys, committed="4", committed_before="4")["no_progress"] == "3"
 
 
+def test_a_program_whose_steps_are_unknown_restarts_in_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After ten hours of a job of 24 its start has taken seconds, not ten hours."""
+    began = time.time() - 36_000
+    job = {"began": f"{began}", "left": "46800", "room": "1", "requeue": "0"}
+    start = {"event": "start", "attempt_id": "2.2.7", "time": began + 8}
+    write(tmp_path, [start | {"step": None}, crash("node1")])
+    said = ask(tmp_path, capsys, **job)
+    assert (said["decision"], said["start"], said["notes"]) == ("restart", "8", "")
+    # Once it has shown a step, that ends its start; and the trainer has done none yet.
+    first = {"event": "first_step", "attempt_id": "2.2.7", "time": began + 60}
+    write(tmp_path, [start | {"step": None}, first, crash("node1")])
+    assert ask(tmp_path, capsys, **job)["start"] == "60"
+    write(tmp_path, [start | {"step": 0}, crash("node1")])
+    assert ask(tmp_path, capsys, **job)["decision"] == "end"
+
+
 def test_a_script_that_no_host_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It was removed, and the batch host does not see it either: no host is to blame."""
     log, run_dir = tmp_path / "srun.log", tmp_path / "run"

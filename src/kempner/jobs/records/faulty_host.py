@@ -152,9 +152,11 @@ def final_reason(faults: Sequence[_Record]) -> str:
 
 
 def start_up(events: Sequence[_Record], batch_began: float) -> int:
-    """Return the seconds from an attempt's start to the end of its first step, or until now."""
-    stepped = (e.get("time") for e in events if e.get("event") == "first_step")
-    end = next((float(t) for t in stepped if is_time(t)), time.time())
+    """Return the seconds from an attempt's start to the end of its first step, or until now; for a
+    program whose steps are unknown, to its own start."""
+    stepped = [e.get("time") for e in events if e.get("event") == "first_step"]
+    began = [e.get("time") for e in events if e.get("event") == "start" and e.get("step") is None]
+    end = next((float(t) for t in (*stepped, *began) if is_time(t)), time.time())
     return max(0, round(end - batch_began))
 
 
