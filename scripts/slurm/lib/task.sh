@@ -83,14 +83,27 @@ list_addresses() { # prints a line "interface address" per global address ("?" w
     fi
 }
 
+is_excluded() { # <interface>: succeeds if the user keeps NCCL off it: "^" and prefixes, or "^=" and
+    # names
+    local item items value=${NCCL_SOCKET_IFNAME:-}
+    [[ $value == ^* ]] || return 1
+    value=${value#^}
+    IFS=, read -ra items <<<"${value#=}"
+    for item in "${items[@]}"; do
+        [[ $1 != "$item" && ($value == =* || -z $item || $1 != "$item"*) ]] || return 0
+    done
+    return 1
+}
+
 find_interfaces() { # sets ALL (this node's interfaces), UP (those with a link and an
-    # address) and ADDRESS[name]
+    # address, and not excluded) and ADDRESS[name]
     local name address path
     declare -gA ADDRESS=()
     ALL=() UP=()
     for path in "$SYS"/class/net/*; do ALL+=("${path##*/}"); done
     while read -r name address; do
         [[ -z ${ADDRESS[$name]:-} && $name != lo ]] || continue
+        ! is_excluded "$name" || continue
         [[ $(read_line "$SYS/class/net/$name/operstate") != *down ]] || continue
         ADDRESS[$name]=$address
         UP+=("$name")
@@ -180,6 +193,7 @@ route_to_peer() { # prints the interface that leads to the first peer on another
     for peer in ${KEMPNER_PEERS:-}; do
         name=$(route_to "$peer")
         [[ -n $name && $name != lo ]] || continue
+        ! is_excluded "$name" || continue
         echo "$name"
         return
     done
@@ -303,7 +317,9 @@ passed_over() { # prints the other interfaces, and why each was not chosen
         shown=$((shown + 1))
         ((shown <= 8)) || continue
         text+=", $name"
-        if [[ $(read_line "$SYS/class/net/$name/operstate") == *down ]]; then
+        if is_excluded "$name"; then
+            text+=" (excluded)"
+        elif [[ $(read_line "$SYS/class/net/$name/operstate") == *down ]]; then
             text+=" (down)"
         elif [[ -z ${ADDRESS[$name]:-} ]]; then
             text+=" (no address)"
@@ -324,11 +340,11 @@ set_network() { # exports this node's choice for NCCL, gloo and TensorPipe
         WHY+="${WHY:+, }$variable=${!variable} is given"
     done
     local given=$INTERFACE told=$WHY
-    if [[ -n $WHY ]]; then
-        choose # the fabric's variables do not depend on the interface
+    choose # also if one is given: the fabric's variables do not depend on the interface
+    if [[ -n $given ]]; then
         INTERFACE=$given WHY=$told
-    else
-        choose
+    else # gloo knows no "^": it gets one of the others
+        WHY="${told:+$told; }$WHY"
     fi
     if [[ -n $INTERFACE ]]; then
         set_unset NCCL_SOCKET_IFNAME "$(for_nccl "$INTERFACE")"
@@ -336,7 +352,7 @@ set_network() { # exports this node's choice for NCCL, gloo and TensorPipe
         set_unset TP_SOCKET_IFNAME "$INTERFACE"
     fi
     set_fabric
-    [[ -z $told ]] || NETWORK=given
+    [[ -z $given ]] || NETWORK=given
     export KEMPNER_NETWORK=$NETWORK # preflight compares the nodes
 }
 

@@ -282,7 +282,11 @@ def test_nothing_leads_anywhere(node: Node) -> None:
         ("hsn,em,bond", "em4"),
         ("eth9,bond", None),
         ("=em", None),
-        ("^lo,docker", ""),
+        ("^lo,docker", "ib0"),  # names none: what is not excluded is chosen from
+        ("^docker0,ib", "em4"),
+        ("^=ib", "ib0"),
+        ("^=lo,ib0", "em4"),
+        ("^ib,em", ""),
     ],
 )
 def test_the_users_value_stays(node: Node, given: str, others: str | None) -> None:
