@@ -6,6 +6,8 @@
 # seconds for ranks asked to exit, once one of them has been killed; tests shorten it
 KP_LEAVING_S=${KP_LEAVING_S:-120}
 
+KP_PROBES=${KP_PROBES:-100} # hosts that are asked for an answer at a time; tests lower it
+
 KP_RESTARTS=0 # restarts in place left
 # if the job survives a lost node: the nodes that train, and those that wait
 KP_PLACES=() KP_SPARES=()
@@ -191,7 +193,11 @@ kp_find_silent() { # <host>...: adds those whose slurmd accepts no connection to
     local -A address=() ports=() pids=()
     kp_ask scontrol show config || return 0
     [[ ! $KP_ANSWER =~ SlurmdPort[[:space:]]*=[[:space:]]*([0-9]+) ]] || default=${BASH_REMATCH[1]}
-    kp_ask scontrol show node "$(kp_comma "$@")" || return 0
+    # bash reads a pipe byte by byte: the full records of 1,000 nodes would take until the deadline.
+    # shellcheck disable=SC2016 # the inner shell's
+    kp_ask bash -c 'set -o pipefail
+        scontrol show node "$0" | grep -aoE "(^|[[:space:]])(NodeName|NodeAddr|Port)=[^[:space:]]+"
+    ' "$(kp_comma "$@")" || return 0
     for word in $KP_ANSWER; do
         case $word in
             NodeName=*) host=${word#*=} ;;
@@ -201,18 +207,22 @@ kp_find_silent() { # <host>...: adds those whose slurmd accepts no connection to
     done
 
     # The controller marks a host down only SlurmdTimeout after its last answer (default 300 s).
-    for host; do
-        [[ -n ${address[$host]:-} ]] || continue
-        at_port=${ports[$host]:-${default:-6818}}
-        # shellcheck disable=SC2016 # the inner shell's
-        kp_shielded timeout 3 bash -c ': <"/dev/tcp/$0/$1"' "${address[$host]}" \
-            "$at_port" 2>/dev/null &
-        pids[$host]=$!
-    done
-    for host in "${!pids[@]}"; do
-        # A signal ends wait early with its own code: the host would seem lost.
-        while kill -0 "${pids[$host]}" 2>/dev/null; do wait "${pids[$host]}" || true; done
-        wait "${pids[$host]}" || gone+=("$host")
+    while (($# > 0)); do
+        pids=()
+        for host in "${@:1:KP_PROBES}"; do
+            [[ -n ${address[$host]:-} ]] || continue
+            at_port=${ports[$host]:-${default:-6818}}
+            # shellcheck disable=SC2016 # the inner shell's
+            kp_shielded timeout 3 bash -c ': <"/dev/tcp/$0/$1"' "${address[$host]}" \
+                "$at_port" 2>/dev/null &
+            pids[$host]=$!
+        done
+        for host in "${!pids[@]}"; do
+            # A signal ends wait early with its own code: the host would seem lost.
+            while kill -0 "${pids[$host]}" 2>/dev/null; do wait "${pids[$host]}" || true; done
+            wait "${pids[$host]}" || gone+=("$host")
+        done
+        shift $(($# < KP_PROBES ? $# : KP_PROBES))
     done
 }
 

@@ -911,6 +911,39 @@ def test_a_signal_makes_no_host_look_lost(tmp_path: Path) -> None:
     assert lost(tmp_path, script) == "lost: ; spares: "
 
 
+def test_silent_hosts_among_many(tmp_path: Path) -> None:
+    """bash reads an answer byte by byte: it gets no more of each node than it needs. And it asks
+    some at a time, or a large job would start thousands of processes at once."""
+    (tmp_path / "asking").mkdir()
+    record = "NodeName=n$n Arch=x86_64 \\n   NodeAddr=10.0.0.$n NodeHostName=x Port=70$n Version=1"
+    programs = {
+        "scontrol": f"""
+            [[ $2 == node ]] || {{ echo SlurmdPort = 6818; exit; }}
+            for n in {{10..21}}; do printf "{record}\\n   Reason=Port=1%0999d\\n\\n" 0; done
+        """,
+        "timeout": f"""
+            cd {tmp_path}/asking; touch $$; sleep 0.3; ls -1 | wc -l >>../most
+            rm $$
+            echo "${{*: -2}}" >>../asked; [[ $5 != 10.0.0.1[27] ]]
+        """,
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    script = """
+        gone=() KP_PROBES=5 KP_DEADLINE=$((SECONDS + 60))
+        kp_find_silent n{10..21}
+        echo "${gone[*]}" ${#KP_ANSWER}
+    """
+    done = bash(script, PATH=f"{tmp_path}:/usr/bin:/bin")
+    *gone, size = done.stdout.split()
+    assert sorted(gone) == ["n12", "n17"], done
+    asked = sorted((tmp_path / "asked").read_text().splitlines())
+    assert asked == [f"10.0.0.{n} 70{n}" for n in range(10, 22)]
+    assert max(map(int, (tmp_path / "most").read_text().split())) <= 5
+    assert int(size) < 12 * 100
+
+
 def test_a_host_that_answers_may_be_lost_to_the_job(tmp_path: Path) -> None:
     """Slurm has taken it out of the job, or starts no task there: credentials of the job were
     revoked by the late end of its earlier start."""
