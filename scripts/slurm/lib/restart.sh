@@ -6,6 +6,8 @@
 # seconds for ranks asked to exit, once one of them has been killed; tests shorten it
 KP_LEAVING_S=${KP_LEAVING_S:-120}
 
+KP_LAST_S=${KP_LAST_S:-5}   # seconds for the others to record what they have seen; tests shorten it
+KP_GONE_S=${KP_GONE_S:-30}  # seconds for ranks that srun has killed to exit; tests shorten it
 KP_PROBES=${KP_PROBES:-100} # hosts that are asked for an answer at a time; tests lower it
 
 KP_RESTARTS=0 # restarts in place left
@@ -79,8 +81,7 @@ kp_comma() { # <word>...: prints them joined by commas
 
 kp_await() { # waits for the step; ends the other ranks soon after one has failed; sets
     # KP_CODE, KP_LOST, KP_STUCK
-    # last: seconds that the others have to record what they have seen, once a rank has failed.
-    local line fd failed='' over='' ended='' next=0 due last=5 patience=5
+    local line fd failed='' over='' ended='' next=0 due patience=$KP_LAST_S
     KP_LOST='' KP_STUCK=''
     # the log's file system may fail at any time
     { exec {fd}<"$KP_SRUN_LOG"; } 2>/dev/null || exec {fd}</dev/null
@@ -113,15 +114,21 @@ kp_await() { # waits for the step; ends the other ranks soon after one has faile
         [[ -z $failed ]] || due=$((failed + patience))
         if [[ -n $ended ]]; then
             if ((SECONDS >= ended + patience)); then
-                # It waits for a lost host until Slurm notices (minutes), or for a task that
-                # cannot be killed.
-                [[ -n $KP_LOST ]] || KP_STUCK=1
+                # It waits for a lost host until Slurm notices (minutes), for a rank whose
+                # memory the driver still releases, or for one that cannot be killed.
+                if [[ -z $KP_LOST ]] && ((patience < KP_GONE_S)) && kp_may_restart; then
+                    patience=$KP_GONE_S
+                    kp_find_lost
+                    [[ -z $KP_LOST ]] || patience=0
+                    continue
+                fi
+                [[ -n $KP_LOST ]] || kp_give_up_restart $((SECONDS - ended))
                 kill -KILL "$KP_CHILD" 2>/dev/null || true
                 break
             fi
         elif [[ -n $due ]] && ((SECONDS >= due)); then
             ended=$SECONDS
-            ((patience < last)) || patience=$last
+            ((patience < KP_LAST_S)) || patience=$KP_LAST_S
             # faulty_host.py ignores deaths after this line; srun kills its tasks.
             { echo "kempner: ending the other ranks" >>"$KP_SRUN_LOG"; } 2>/dev/null || true
             kill -TERM "$KP_CHILD" 2>/dev/null || true
@@ -132,6 +139,13 @@ kp_await() { # waits for the step; ends the other ranks soon after one has faile
     kp_wait
     kp_verdict
     [[ -n $failed ]] || kp_is_over || kp_find_lost
+}
+
+kp_give_up_restart() { # <seconds since srun was asked to end its tasks>: sets KP_STUCK
+    ! kp_may_restart ||
+        kp_log "no restart in place: $1 s after srun was told to kill the ranks, some have not" \
+            "exited and may hold their GPUs"
+    KP_STUCK=1
 }
 
 kp_is_over() { # succeeds if the run has recorded an orderly end
@@ -232,9 +246,12 @@ kp_asked_to_leave() { # succeeds after a signal that asks for more than a save
     [[ ${KP_SIGNAL:-USR2} != USR2 || ${KP_PENDING:-USR2} != USR2 ]]
 }
 
+kp_may_restart() { # succeeds unless restarts are used up, the run is over or was asked to leave
+    ((KP_RESTARTS > 0)) && ! kp_asked_to_leave && ! kp_is_over
+}
+
 kp_could_restart() { # succeeds if the job allows another step, whatever happened to the last one
-    ((KP_RESTARTS > 0)) && kp_is_batch && ! kp_asked_to_leave || return 1
-    [[ -z $KP_STUCK && $KP_JOB_STATE == RUNNING ]] && ! kp_is_over
+    kp_is_batch && kp_may_restart && [[ -z $KP_STUCK && $KP_JOB_STATE == RUNNING ]]
 }
 
 kp_next_attempt() { # after the decision to restart: prepares the next attempt, with its name,

@@ -755,6 +755,33 @@ def test_who_was_asked_to_leave_has_a_bound(tmp_path: Path, line: str, ends: boo
 
 
 @pytest.mark.parametrize(
+    ("lives", "patience", "lost", "code", "stuck"),
+    [
+        (3, 30, "", 0, ""),  # a rank's memory takes time to be released
+        (9, 2, "", 137, "no restart in place: 2 s after srun was told to kill the ranks"),
+        (9, 30, "node2", 137, ""),  # it became known only after the other rank's end
+    ],
+)
+def test_killed_ranks_have_time_to_go(
+    tmp_path: Path, lives: int, patience: int, lost: str, code: int, stuck: str
+) -> None:
+    """Before a restart in place is given up, which the log says."""
+    (tmp_path / "srun.log").write_text("srun: error: node2: task 1: Killed\n")
+    script = f"""
+        KP_RUN_DIR={tmp_path} KP_SRUN_LOG={tmp_path}/srun.log KEMPNER_ATTEMPT_ID=7.0.1
+        KP_BESIDE='' KP_RESTARTS=3 KP_LAST_S=1 KP_GONE_S={patience}
+        kp_find_lost() {{ KP_LOST=${{heard:+{lost}}} heard=1; }}
+        (trap 'sleep {lives}; exit 0' TERM; while :; do sleep 0.1; done) &>/dev/null & KP_CHILD=$!
+        kp_await
+        echo "$KP_CODE,$KP_STUCK,$KP_LOST"
+    """
+    done = bash(script)
+    *said, result = done.stdout.splitlines()
+    assert result == f"{code},{1 if stuck else ''},{lost}", done
+    assert len(said) == (1 if stuck else 0) and stuck in "".join(said)
+
+
+@pytest.mark.parametrize(
     ("log", "code", "found"),
     [
         ("n1: task 0: Exited with exit code 2\nsrun: error: n2: task 1: Terminated", 143, 2),
