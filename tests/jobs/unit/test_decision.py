@@ -351,6 +351,39 @@ def test_a_file_system_that_is_away(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert ask(tmp_path / "odd", capsys, before="1", code="2")["kind"] == "site"
 
 
+def test_a_file_system_that_fails_on_one_node_after_the_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job of one node blames it, and leaves it out; where the next one fails in the same way, it
+    is the file system, for as long as the run makes no progress."""
+
+    def failed(host: str, attempt_id: str, **values: object) -> list[dict[str, object]]:
+        reason = "OSError: [Errno 116] Stale file handle: '/data'"
+        own = {"attempt_id": attempt_id, "committed": 40, "blamed": host}
+        return [crash(host, reason=reason, attempt_id=attempt_id), made("2", **own | values)]
+
+    first = failed("node1", "2.0.1", no_progress=1)
+    first += failed("node1", "2.0.1.1", no_progress=0, excluded="node1")
+    (last, _) = failed("node2", "2.2.7")
+    facts = {"nodes": "1", "committed_before": "40", "committed": "40", "room": "1"}
+    write(tmp_path, [*first, last])
+    said = ask(tmp_path, capsys, **facts)
+    assert (said["decision"], said["kind"], said["pause"]) == ("requeue", "site", "1")
+    assert said["why"].startswith("a file system fails on 2 hosts: OSError: [Errno 116]")
+    # And again on that node, an hour later: a site's fault is not counted, but waited for.
+    hour = failed("node2", "2.1.3", no_progress=0, kind="site", time=time.time() - 3600)
+    write(tmp_path, [*first, *hour, last])
+    said = ask(tmp_path, capsys, **facts)
+    assert (said["decision"], said["kind"], said["pause"]) == ("requeue", "site", "15")
+    # Not after progress, of this attempt or of a lost one, nor if it is another error; and where
+    # another node of the job has no such error, it is this one.
+    for other in ({"committed": "41"}, {"committed": "41", "committed_before": "41"}):
+        assert ask(tmp_path, capsys, **facts | other)["kind"] == "host"
+    assert ask(tmp_path, capsys, **facts | {"nodes": "2"})["kind"] == "host"
+    write(tmp_path, [*first, last | {"reason": "KeyError: 1"}])
+    assert ask(tmp_path, capsys, **facts)["decision"] == "restart"
+
+
 def test_a_step_that_the_controller_did_not_create(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,10 +81,38 @@ def sees_no_program(faults: Sequence[_Record], srun_log: str) -> str:
     return found[1] if found else ""
 
 
-def site_fault(faults: Sequence[_Record]) -> str:
-    """Describe a file system that fails on several hosts at once; "" without one. A failure on only
-    one host is that host's fault."""
-    failed = [f for f in faults if FILE_SYSTEM.search(str(f.get("reason", "")))]
+def file_system_faults(faults: Sequence[_Record]) -> list[_Record]:
+    """Return the errors of ranks whose file system has failed."""
+    return [f for f in faults if FILE_SYSTEM.search(str(f.get("reason", "")))]
+
+
+def progress_at(decision: _Record) -> float:
+    """Return the progress at a decision, in the unit of `committed`; infinity if not recorded."""
+    # Under run.sh `step` is the number in a checkpoint's name, and `committed` counts checkpoints.
+    progress = decision.get("committed", decision.get("step"))
+    return progress if isinstance(progress, int) else math.inf
+
+
+def file_system_faults_before(
+    records: Sequence[_Record], decisions: Sequence[_Record], committed: int
+) -> list[_Record]:
+    """Return the file system errors of the last attempts in a row that ended with one, as far back
+    as the run had already made the progress `committed`."""
+    found: list[_Record] = []
+    for decision in reversed(decisions):
+        own = [r for r in records if r.get("attempt_id") == decision.get("attempt_id")]
+        failed = file_system_faults([r for r in own if r.get("event") == "fault"])
+        if not failed or progress_at(decision) < committed:
+            break
+        found += failed
+    return found
+
+
+def site_fault(faults: Sequence[_Record], before: Sequence[_Record] = ()) -> str:
+    """Describe a file system that fails on several hosts; "" without one. A failure on only one
+    host is that host's fault. `before`: those of earlier attempts, if they count as well."""
+    failed = file_system_faults(faults)
+    failed += before if failed else ()
     host_lists = [fault.get("hosts") for fault in failed]
     hosts = {str(host) for each in host_lists if isinstance(each, list) for host in each}
     if len(hosts) < 2:

@@ -9,7 +9,6 @@ script has (kp_facts of requeue.sh); a missing one is unknown.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
@@ -29,9 +28,11 @@ from kempner.jobs.records.faulty_host import (
     decisions_without_progress,
     excluded_by,
     excluded_in_vain,
+    file_system_faults_before,
     final_reason,
     host_of,
     launch_failed_on,
+    progress_at,
     sees_no_program,
     site_fault,
     start_up,
@@ -184,18 +185,22 @@ def collect_facts(
     away = controller_away(srun_text)
     # Unreadable records prove nothing: without this, bad input would end the run.
     trained = bool(unread) or jobs_have_trained(records, jobs, facts.text("command"))
-    site = "" if orderly else unread or away or site_fault(faults) or in_use
+    # With one node, only the next node shows whether it was the node or the file system.
+    alone = facts.count("nodes", 1) == 1
+    committed = facts.count("committed", -1)
+    earlier = file_system_faults_before(records, decisions, committed) if alone else ()
+    site = "" if orderly else unread or away or site_fault(faults, earlier) or in_use
     # A check that failed, not by bad input: unreadable file, lack of memory, missing package.
     if facts.text("early") and trained and facts.count("code", 0) != 2:
         site = site or facts.text("what")
     before, in_vain = decisions_without_progress(decisions), excluded_in_vain(decisions)
     if unread:
         before = facts.count("before", -1)
-    elif decisions and facts.count("committed_before", -1) > _progress(decisions[-1]):
+    elif decisions and facts.count("committed_before", -1) > progress_at(decisions[-1]):
         before = in_vain = 0  # an attempt without a recorded end has made progress
     # Not counted: a fault of the site, and a start that was asked to leave before it trained.
     count = before + (0 if site or facts.flag("cut_short") else 1)
-    if facts.count("committed", -1) > facts.count("committed_before", -1):
+    if committed > facts.count("committed_before", -1):
         count = in_vain = 0
     # Nodes with broken hardware do not count against KEMPNER_EXCLUDE.
     certain = re.compile(f"{BROKEN_HOST}|{BLIND}")
@@ -239,13 +244,6 @@ def collect_facts(
         max_wait=facts.number("max_wait", 24.0),
     )
     return end, blamed
-
-
-def _progress(decision: _Record) -> float:
-    """Return the progress at a decision, in the unit of `committed`; infinity if not recorded."""
-    # Under run.sh `step` is the number in a checkpoint's name, and `committed` counts checkpoints.
-    progress = decision.get("committed", decision.get("step"))
-    return progress if isinstance(progress, int) else math.inf
 
 
 def _age(decision: _Record, now: float) -> float:
