@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from kempner.jobs.gpu.reading import (
     of_this_job,
     short_bus_id,
 )
+from kempner.jobs.gpu.sampler import GpuSampler
 from kempner.jobs.records.event_reader import read_records
 from tests.gpus import Shim, gpu
 from tests.waiting import LIMIT_S, until
@@ -293,6 +295,27 @@ def test_a_driver_that_hangs_harms_nobody(shim: Shim, tmp_path: Path) -> None:
     began = time.monotonic()
     rank.end("look_once_more")
     assert time.monotonic() - began < 30 and rank.events()[0]["answer"] == "warn"
+
+
+@pytest.mark.parametrize(("given", "answer"), [("0", "warn"), ("0,1", "end")])
+def test_an_error_of_a_gpu_that_nvml_cannot_name(
+    given: str, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lost GPU has no number any more. Where other jobs have GPUs of the node, it may be theirs;
+    this job's own one is missed by the next two readings."""
+    monkeypatch.setenv("SLURM_STEP_GPUS", given)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("KEMPNER_KERNEL_LOG", "/dev/null")
+    both = [GpuReading(0, "GPU-0", "0000:3b:00"), GpuReading(1, "GPU-1", "0000:3c:00")]
+    reader: Any = types.SimpleNamespace(name="NVML", read=lambda: both)
+    sampler, findings = GpuSampler(tmp_path, 1, 30.0, reader), list[Finding]()
+    monkeypatch.setattr(sampler, "_found", findings.append)  # which would end this one's parent
+    threading.Thread(target=sampler._read, daemon=True).start()
+    sampler._ask()
+    until(lambda: sampler._looked, lambda: findings)
+    sampler._errors.put(("", 79))
+    sampler._take()
+    assert [(finding.answer, finding.xid) for finding in findings] == [(answer, 79)]
 
 
 def test_without_a_driver_there_is_none(tmp_path: Path, shim: Shim) -> None:

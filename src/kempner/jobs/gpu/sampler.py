@@ -47,7 +47,8 @@ class GpuSampler:
         self.host, self.rank = host_name(), os.getppid()
         self.reader, self.log, self.watch = reader, KernelLog(), ReadingComparison()
         self.known: set[tuple[object, ...]] = set()
-        self.gpus: dict[str, GpuReading] = {}
+        self.gpus: dict[str, GpuReading] = {}  # of this job, by bus id
+        self.has_all = False  # the driver shows no others
         self.figures = Figures(run_dir, self.host, attempt)
         self._looks: queue.Queue[_GpuLook] = queue.Queue()
         self._errors: queue.Queue[tuple[str, int]] = queue.Queue()
@@ -94,7 +95,10 @@ class GpuSampler:
             self._due.clear()
             count = self._asked
             try:
-                self._looks.put(of_this_job(self.reader.read()))
+                gpus = self.reader.read()
+                own = of_this_job(gpus)
+                self.has_all = len(own) == len(gpus)
+                self._looks.put(own)
             except NoAnswer as error:
                 self._looks.put(str(error))
             self._looked = count
@@ -122,9 +126,9 @@ class GpuSampler:
             self._found(Finding("silent", "warn", text))
         errors = [(*self._errors.get(), "") for _ in range(self._errors.qsize())]
         for pci, xid, text in (*self.log.xids(), *errors):
-            if pci in self.gpus or not pci:  # not another job's
+            if pci in self.gpus or (self.has_all and not pci):  # not another job's
                 self._found(of_xid(xid, text, self.gpus.get(pci)))
-            elif not self.gpus:  # unknown whose it is
+            elif not self.gpus or not pci:  # unknown whose it is; a lost GPU is also missed
                 finding = of_xid(xid, text, GpuReading(index=-1, pci=pci))
                 harmless = finding.answer in ("warn", "note")
                 self._found(finding if harmless else replace(finding, answer="warn"))
