@@ -45,6 +45,7 @@ kp_python "$KP_ROOT/scripts/eval.py" "$@" --follow --check || exit # before writ
 mkdir -p -- "$1/eval" || kp_die "$1/eval cannot be written"
 directory=$(realpath -- "$1/eval")
 kp_use_run "$directory"
+kp_run_note
 kp_set_size 1 1 0
 kp_note_progress
 kp_mount "$1"

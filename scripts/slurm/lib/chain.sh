@@ -232,7 +232,8 @@ kp_chain_request() { # sets KP_CHAIN_OPTIONS, sbatch options that repeat this jo
             value=${value%/*}/${BASH_REMATCH[1]}%j${BASH_REMATCH[2]}
         KP_CHAIN_OPTIONS+=("--${pair%%=*}=$value")
     done
-    value=kempner-chain=$KP_CHAIN.$((KP_LINK + 1))${KEMPNER_COPY:+ kempner-code=$KEMPNER_COPY}
+    value=$(kp_run_words)
+    value=kempner-chain=$KP_CHAIN.$((KP_LINK + 1))${value:+ $value}
     KP_CHAIN_OPTIONS+=(
         "--comment=$(kp_comment_with "$(kp_comment_of_user "$(kp_rest Comment)")" "$value")")
 }

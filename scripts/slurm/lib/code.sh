@@ -112,12 +112,22 @@ kp_code_of_job() { # prints the copy that the job's Comment names, if any
     echo "${copy%'"}'}"
 }
 
+kp_run_of_job() { # prints the run directory that the job's Comment names, if any
+    local run
+    run=$(kp_code_of_job) run=${run%/code/*}
+    if [[ $KP_JOB == *kempner-run=/* ]]; then
+        run=${KP_JOB##*kempner-run=} run=${run%%$'\n'*} run=${run%% kempner-code=*} run=${run% }
+        run=${run%'"}'}
+    fi
+    echo "$run"
+}
+
 kp_comment_of_user() { # <comment of a job>: prints it without what the kit has added
     local comment=${1%% }
-    if [[ $comment == '{'*'"kempner": "kempner-c'*'"}' ]]; then
-        comment=${comment%'"kempner": "kempner-c'*} comment=${comment%, }'}'
+    if [[ $comment == '{'*'"kempner": "kempner-'[cr]*'"}' ]]; then
+        comment=${comment%'"kempner": "kempner-'[cr]*} comment=${comment%, }'}'
     else
-        comment=${comment%%kempner-c[oh]*}
+        comment=${comment%%kempner-c[oh]*} comment=${comment%%kempner-run=/*}
     fi
     echo "${comment% }"
 }
@@ -143,13 +153,38 @@ kp_code_is_there() { # <copy that the job names, or nothing>: exits if it is gon
         "again: it goes on from its last checkpoint"
 }
 
-kp_code_note() { # <copy> <job>: records it in the job's Comment, beside the user's text
+kp_code_note() { # <copy> <job>: records it in the job's Comment
+    kp_comment_note "$2" "kempner-code=$1"
+}
+
+kp_run_words() { # prints what the Comment of a job has for later starts: the run directory, if no
+    # copy of the code is in it, and the copy, if any
+    local copy=${KEMPNER_COPY:-} words=''
+    if [[ $KP_ROOT == "$KP_ORIGIN" ]]; then
+        copy=${copy:-$(kp_code_of_job)}
+        [[ $copy == "$KP_RUN_DIR/code/"* ]] || words="kempner-run=$KP_RUN_DIR"
+    fi
+    echo "$words${copy:+${words:+ }kempner-code=$copy}"
+}
+
+kp_run_note() { # records the run directory in the job's Comment: a later start may end before its
+    # check tells it
+    kp_is_batch && kp_is_whole_script && [[ $(kp_run_of_job) != "$KP_RUN_DIR" ]] || return 0
+    local words
+    words=$(kp_run_words)
+    [[ $words == kempner-run=* ]] || return 0
+    kp_comment_note "$(kp_job_id)" "$words" ||
+        kp_log "the job's Comment cannot be set: a later start that ends before its step" \
+            "ends the job"
+}
+
+kp_comment_note() { # <job> <words>: records them in the job's Comment, beside the user's text
     local comment='' chain='' tries
     [[ ! $KP_JOB =~ (^|[[:space:]])Comment=([^$'\n']*) ]] || comment=${BASH_REMATCH[2]%% }
     [[ ! $comment =~ kempner-chain=[0-9_]+\.[0-9]+ ]] || chain=${BASH_REMATCH[0]}
-    comment=$(kp_comment_with "$(kp_comment_of_user "$comment")" "${chain:+$chain }kempner-code=$1")
+    comment=$(kp_comment_with "$(kp_comment_of_user "$comment")" "${chain:+$chain }$2")
     for tries in 1 2 3 4 5; do # a busy controller may drop a request
-        ! kp_shielded scontrol update JobId="$2" Comment="$comment" 2>/dev/null || return 0
+        ! kp_shielded scontrol update JobId="$1" Comment="$comment" 2>/dev/null || return 0
         kp_shielded sleep "$tries"
     done
     return 1

@@ -107,6 +107,7 @@ kp_check() { # <train.py arguments>...: checks them in one process before any GP
 
     mkdir -p -- "$KP_RUN_DIR/logs" ||
         kp_die "run.dir $KP_RUN_DIR cannot be written: give another --run.dir"
+    kp_run_note
     [[ -z ${KEMPNER_NSYS:-} ]] || kp_nsys
     kp_note_progress
     KEMPNER_COMMAND=$(sha256sum <<<"${KP_VALUES[0]}") # identifies the run; see StartEvent

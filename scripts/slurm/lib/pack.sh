@@ -169,6 +169,10 @@ kp_keep_log() { # in place of launch.sh's: does nothing, as the log is in the ru
     :
 }
 
+kp_run_note() { # in place of code.sh's: does nothing, as a job has many runs
+    :
+}
+
 kp_requeue() { # in place of requeue.sh's: does nothing unless Slurm is ending the job, which is
     # requeued after all runs have ended
     [[ $(kp_field JobState) == RUNNING ]] || kp_ask_requeue

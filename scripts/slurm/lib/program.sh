@@ -106,6 +106,7 @@ kp_open_program() { # makes the code copy and the run directory; sets KP_COMMITT
     kp_program_code
     [[ -z $KP_DRY ]] || kp_dry_tell
     mkdir -p -- "$KP_RUN_DIR/logs" || kp_die "$KP_RUN_DIR cannot be written: give another --run-dir"
+    kp_run_note
     kp_note_progress
 }
 

@@ -486,11 +486,23 @@ kp_end_early() { # <run directory> <what is wrong; what to do>: ends the job for
     kp_die "$why"
 }
 
+kp_early_run() { # sets KP_RUN_DIR, if this start did not come to its check, to the run of the
+    # job's earlier starts; exits if another host may see it
+    local run=${KP_ROOT%/code/*} above
+    [[ -z ${KP_RUN_DIR:-} ]] || return 0
+    [[ $KP_ROOT != "$KP_ORIGIN" ]] || run=$(kp_run_of_job)
+    [[ -n $run ]] || return 0
+    # If only the run is gone, somebody has removed it.
+    above=${run%/eval} above=${above%/*}
+    [[ -e $above/ ]] || kp_without_this_host "$run"
+    kp_use_run "$run"
+}
+
 kp_ended_early() { # <exit code>: decides after a start that ended before its step
     # An earlier start of this job passed with the same command, so the cause is the host or the
     # site. Only in a first start is it bad input.
     (($1 != 0 && $1 != 130)) || return 0
-    [[ -n ${KP_RUN_DIR:-} || $KP_ROOT == "$KP_ORIGIN" ]] || kp_use_run "${KP_ROOT%/code/*}"
+    kp_early_run
     [[ -n ${KP_RUN_DIR:-} && -e $KP_RUN_DIR/attempts.jsonl && $(kp_field Restarts) != 0 ]] ||
         return 0
     kp_set_code "$1"
