@@ -53,7 +53,8 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         named=${kit:-$named}
     done < <(grep -oP "$spec" <<<"$record" | tac)
     seen=${named%/code/????????????} # the run that holds the copy
-    if [[ -z $kit && -n $named && ! -e $seen && ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
+    later=${SLURM_RESTART_COUNT:-0}${KEMPNER_CHAIN_LINK:-}
+    if [[ -z $kit && -n $named && ! -e $seen && $later != 0 ]]; then
         # An earlier start saw it: the job continues without this host if enough others remain.
         echo "kempner: $SLURMD_NODENAME does not see $seen: the job starts again in 10 minutes" >&2
         trap '' TERM && put_off=(StartTime=now+10minutes) out=$SLURMD_NODENAME

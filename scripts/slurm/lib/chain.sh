@@ -141,6 +141,24 @@ kp_chain_look_back() { # <predecessor>: ends this job if the predecessor was
     exit 0
 }
 
+kp_chain_early() { # for a start that ends before kp_chain, or in it: sets KP_CHAIN and KP_LINK if
+    # this is a later job of a chain; fails if it must not go on
+    local place link
+    [[ -n ${KEMPNER_CHAIN_LINK:-} && -z $KP_SUCCESSOR &&
+        ${KEMPNER_CHAIN:-0} =~ ^[1-9][0-9]{0,2}$ ]] || return 0
+    KP_JOURNAL=$KP_RUN_DIR/chain.jsonl
+    # It exits if another job continues, or none may; kp_chain may have said so already.
+    place=$(
+        [[ -z $KP_CHAIN ]] || exec 2>/dev/null
+        kp_chain_place >&2
+        echo "$KP_CHAIN $KP_LINK"
+    ) && [[ -n $place ]] || return 1
+    link=${place#* }
+    ((link > 0)) || return 0 # the variable is that of another job
+    KP_CHAIN=${place% *} KP_LINK=$link
+    kp_shielded scontrol update JobId="$(kp_job_id)" Requeue=0 2>/dev/null || true
+}
+
 kp_chain_queued() { # <job>: succeeds if it is in the queue, or if squeue does not answer
     ! kp_ask squeue --me -r -h -o %i || [[ $'\n'$KP_ANSWER$'\n' == *$'\n'"$1"$'\n'* ]]
 }

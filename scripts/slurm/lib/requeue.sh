@@ -412,12 +412,13 @@ kp_has_others() { # succeeds if the partition has more nodes than the job needs,
     ((left > $(kp_field NumNodes)))
 }
 
-kp_without_this_host() { # <directory>: if an earlier start has used it, requeues the job on other
-    # hosts and exits
+kp_without_this_host() { # <directory>: if an earlier start, or job of the chain, has used it,
+    # requeues the job on other hosts and exits
     # The records are in that directory, so attempts cannot be counted: pause instead.
     [[ -z $KP_DRY && -z $KP_CHAIN && -n ${SLURMD_NODENAME:-} ]] && kp_is_batch &&
         kp_show_job || return 0
-    [[ $(kp_field Restarts) != 0 && $(kp_field JobState) == RUNNING ]] || return 0
+    [[ $(kp_field Restarts)${KEMPNER_CHAIN_LINK:-} != 0 && $(kp_field JobState) == RUNNING ]] ||
+        return 0
     kp_set_decision fault="does not see $1" pause=10
     [[ ${KEMPNER_EXCLUDE:-2} == 0 ]] || ! kp_has_others || KP_DECISION[excluded]=$SLURMD_NODENAME
     kp_ignore_signals
@@ -499,12 +500,12 @@ kp_early_run() { # sets KP_RUN_DIR, if this start did not come to its check, to 
 }
 
 kp_ended_early() { # <exit code>: decides after a start that ended before its step
-    # An earlier start of this job passed with the same command, so the cause is the host or the
-    # site. Only in a first start is it bad input.
+    # An earlier start of this job, or job of its chain, passed with the same command, so the cause
+    # is the host or the site. Only in a first start is it bad input.
     (($1 != 0 && $1 != 130)) || return 0
     kp_early_run
-    [[ -n ${KP_RUN_DIR:-} && -e $KP_RUN_DIR/attempts.jsonl && $(kp_field Restarts) != 0 ]] ||
-        return 0
+    [[ -n ${KP_RUN_DIR:-} && -e $KP_RUN_DIR/attempts.jsonl ]] && kp_chain_early || return 0
+    [[ $KP_LINK != 0 || $(kp_field Restarts) != 0 ]] || return 0
     kp_set_code "$1"
     kp_no_restart
     kp_use_run "$KP_RUN_DIR" "${KP_CHECKPOINTS:-}"

@@ -59,7 +59,7 @@ class Batch:
         self.records = self.dir / ("eval" if script == "eval.sh" else "") / "attempts.jsonl"
         run = shlex.quote(str(self.dir))
         self.program("scontrol", f"cd {folder}\n{SCONTROL.replace('COMMAND', 'none')}")
-        self.program("squeue", "exit 0")
+        self.program("squeue", "echo 8")
         self.program("sbatch", "echo 8")
         self.program("srun", f"echo '{STEP}' >>{run}/attempts.jsonl; exit 1")
         kit = f"""
@@ -161,6 +161,57 @@ def test_nor_does_a_host_without_the_file_system_of_the_run_end_it(batch: Batch)
     assert code == 2 and "requeue 7" not in batch.asked, log
 
 
+@pytest.fixture(params=["run.sh", "singlenode.sh"])
+def chain(request: pytest.FixtureRequest, tmp_path: Path) -> Batch:
+    """Job 7, the third of the chain of job 5, which has trained."""
+    words = ["--", "true"] if request.param == "run.sh" else ["x.toml"]
+    more = {"KEMPNER_CODE": "0", "KEMPNER_CHAIN": "5", "KEMPNER_CHAIN_LINK": "5 2 6"}
+    found = Batch(tmp_path, request.param, *words, **more)
+    (tmp_path / "comment").write_text(f"mine kempner-chain=5.2 kempner-run={found.dir}\n")
+    found.records.write_text(STEP.replace('"7"', '"5"') + "\n")
+    line = {"event": "submitted", "chain": "5", "link": 2, "job": "7"}
+    (found.dir / "chain.jsonl").write_text(json.dumps(line) + "\n")
+    return found
+
+
+def test_a_later_job_of_a_chain_is_no_first_start(chain: Batch) -> None:
+    """It ends before it has submitted the next one."""
+    code, log = chain.start(0, broken=True)
+    assert code == 0 and chain.last()["decision"] == "chain", log
+    assert "this start has ended with exit code 2 before its step" in str(chain.last()["why"])
+    order = chain.asked
+    comment = f"--comment=mine kempner-chain=5.3 kempner-run={chain.dir} "
+    assert order.count("sbatch --parsable --dependency=afterany:7 ") == 1 and comment in order
+    assert order.index("JobId=7 Requeue=0") < order.index("sbatch ")
+    assert "update JobId=8 StartTime=now+1minutes" in order and "requeue 7" not in order
+
+
+def test_a_chain_that_is_over_stays_so(chain: Batch) -> None:
+    """Its first job has bad input; its last job fails; the job before has ended for good; another
+    job continues."""
+    link = chain.env.pop("KEMPNER_CHAIN_LINK")
+    code, log = chain.start(0, broken=True)
+    assert code == 2 and "sbatch" not in chain.asked and "JobId=7 Requeue=0" in chain.asked, log
+    chain.env["KEMPNER_CHAIN_LINK"] = link
+    chain.env["KEMPNER_CHAIN"] = "2"
+    code, log = chain.start(0, broken=True)
+    assert code == 2 and "sbatch" not in chain.asked and chain.last()["decision"] == "end", log
+    chain.env["KEMPNER_CHAIN"] = "5"
+    (chain.folder / "broken").unlink()
+    line = {"event": "submitted", "chain": "5", "link": 3, "job": "8"}
+    with open(chain.dir / "chain.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\n")
+    for broken in (False, True):
+        code, log = chain.start(0, broken)
+        assert code == 2 and "sbatch" not in chain.asked, log
+        assert log.count("job 8 already continues") == 1
+    with open(chain.records, "a") as file:
+        file.write('{"event": "decision", "decision": "end", "job": "6", "time": 2}\n')
+    code, log = chain.start(0, broken=True)
+    assert code == 2 and "sbatch" not in chain.asked, log
+    assert "end: job 6, which this one was to continue, has ended for good" in log
+
+
 NOTE = """
     KP_BESIDE='' SLURM_JOB_ID=7 KP_ROOT=/kit KP_ORIGIN=/kit KP_RUN_DIR="/runs/x y"
     KP_JOB="JobId=7 BatchFlag=1"$'\\n'"   Comment=$OWN "$'\\n'"   Requeue=1"
@@ -194,7 +245,7 @@ def test_what_the_comment_says(own: str, set_up: str, told: str | None) -> None:
     said = [line for line in done.stdout.splitlines() if line.startswith("Comment=")]
     assert said == ([] if told is None else [f"Comment={told}"]), done
     if told is not None:
-        read = "echo $(kp_run_of_job); echo $(kp_code_of_job); kp_comment_of_user \"$OWN\""
+        read = 'echo $(kp_run_of_job); echo $(kp_code_of_job); kp_comment_of_user "$OWN"'
         run, code, user = bash(f"{NOTE}\n{read}", OWN=told).stdout.splitlines()
         assert (run, code) == ("/runs/x y", "/z/code/1" if "/z/" in told else "")
         assert user == re.sub(r"(^| |\"kempner\": \")kempner-(run=/|ch|co).*[^}]", "", own)

@@ -405,16 +405,22 @@ def test_a_batch_host_that_does_not_see_the_shared_directory(tmp_path: Path, nam
     env["SLURM_RESTART_COUNT"] = "0"
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and "no kit beside this script" in done.stderr, done
+    (tmp_path / "pending").rmdir()
+    env["KEMPNER_CHAIN_LINK"] = "70 1 74"  # the job before it in its chain was there
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0 and "node4 does not see /unseen: " in done.stderr, done
 
 
-def test_nor_one_that_does_not_see_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", [{}, {"KEMPNER_CHAIN_LINK": "70 1 74"}], ids=["start", "job"])
+def test_nor_one_that_does_not_see_the_run(tmp_path: Path, later: dict[str, str]) -> None:
     """It sees the repository. The run and its records are on another file system."""
-    record = job(asked="Partition=gpu ExcNodeList=(null)").replace("Restarts=0", "Restarts=2")
+    record = job(asked="Partition=gpu ExcNodeList=(null)")
+    record = record if later else record.replace("Restarts=0", "Restarts=2")
     told = record.replace("JobId=7 ", "JobId=75 ")
     partition = "[[ $2 != partition ]] || { echo TotalNodes=3; exit; }"
     partition += "\n[[ $2 != hostnames ]] || exit 0"
     env = slurm(tmp_path, f"{partition}\ncat <<'END'\n{told}\nEND") | {"SLURMD_NODENAME": "node4"}
-    env |= {"SLURM_RESTART_COUNT": "2"}
+    env |= later
     script = "kp_is_batch() { true; }; kp_ask_requeue() { scontrol requeue 75; }\n"
     copy = "/unseen/run/code/0123456789ab"
     done = bash(f"{script}kp_code_is_there {copy}; echo on", **env)
