@@ -26,6 +26,8 @@ kp_use_job() { # <job>: makes this shell act for a running job, even inside anot
     [[ $(kp_field JobState) == RUNNING ]] ||
         kp_die "job $1 is $(kp_field JobState), not RUNNING: wait until it runs"
     SLURM_JOB_ID=$(kp_field JobId) # srun needs the number, even for an array task
+    # By it task.sh tells the ranks of this start from those of earlier ones.
+    SLURM_RESTART_COUNT=${KP_START:-0}
 }
 
 kp_in_job() { # succeeds in an allocation: a batch script, salloc's shell, or

@@ -63,6 +63,19 @@ def test_a_task_ends_the_ranks_of_earlier_attempts(leave: Leave) -> None:
     assert all(birth_ticks(pid) for pid in others)
 
 
+def test_interactive_is_of_the_start_beside_which_it_runs(tmp_path: Path) -> None:
+    """In a job that was requeued. Else a restart in place would take its ranks for earlier ones."""
+    for name in ("sbatch", "scontrol"):
+        text = "JobId=12 JobState=RUNNING Restarts=2 BatchFlag=1"
+        (tmp_path / name).write_text(f"#!/bin/bash\necho '{text}'\n")
+        (tmp_path / name).chmod(0o755)
+    script = f"source {TASK.with_name('all.sh')}; kp_use_job 12; kp_begin; echo $KEMPNER_ATTEMPT_ID"
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "KEMPNER_SITE": "/dev/null"}
+    env |= {"SLURM_JOB_ID": "5", "SLURM_RESTART_COUNT": "7"}  # inside another job
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
+    assert done.stdout.startswith("12.2."), done
+
+
 @pytest.mark.parametrize(
     "env", [{"KEMPNER_ATTEMPT_ID": "12.0.77"}, {"SLURM_STEP_ID": ""}, {"KEMPNER_ATTEMPT_ID": ""}]
 )
