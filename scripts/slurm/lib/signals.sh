@@ -151,7 +151,8 @@ kp_signal() { # <signal>: sends it only to this run's ranks
 
     # run.sh: the supervisors look for this file.
     if [[ -n ${KP_ASKS:-} && $1 != KILL ]]; then
-        ! echo "$1" >"$KP_RUN_DIR/.ask-$KEMPNER_ATTEMPT_ID" || return 0
+        # They may not have read an earlier request yet.
+        ! echo "$1" >>"$KP_RUN_DIR/.ask-$KEMPNER_ATTEMPT_ID" || return 0
     fi
 
     # Slurm refuses the signal while the step is still starting on some node: retry. In a step's

@@ -1189,6 +1189,18 @@ def test_requests_to_a_program_do_not_stay_behind(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".ask-70.0.1"]
 
 
+def test_a_request_does_not_replace_one_that_is_not_read_yet(tmp_path: Path) -> None:
+    """TERM of a preemption, and USR2 within a second of it: both reach the program."""
+    script = f"""
+        KP_ASKS=1 KP_BESIDE='' KP_RUN_DIR={tmp_path} KEMPNER_ATTEMPT_ID=7.0.1 KP_CHILD=4194399
+        kp_ask() {{ false; }}
+        kp_signal TERM
+        kp_signal USR2
+    """
+    assert bash(script, SLURM_JOB_ID="7").returncode == 0
+    assert (tmp_path / ".ask-7.0.1").read_text() == "TERM\nUSR2\n"
+
+
 def test_a_short_time_limit_and_its_warning() -> None:
     """Passed on a quarter of the limit before the end, not in the first second of the job; but a
     user's wish, a preemption (which moves the end) and a long limit are as they were."""

@@ -18,12 +18,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kempner.config.option import ConfigError
 from kempner.jobs.program import coordinator
+from kempner.jobs.program import watch as watch_module
 from kempner.jobs.program.book import Book
 from kempner.jobs.program.channel import Channel
 from kempner.jobs.program.child import RankPlace, rank_variables
@@ -398,6 +400,77 @@ def looked(tmp_path: Path) -> Callable[[str], CheckpointWatch]:
         return CheckpointWatch(tmp_path / "run", str(tmp_path / pattern))
 
     return make
+
+
+class RoundOver(Exception):
+    pass
+
+
+def look_once(watch: CheckpointWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One round of the watching thread."""
+
+    def stop(seconds: float) -> None:
+        raise RoundOver
+
+    with monkeypatch.context() as patch, pytest.raises(RoundOver):
+        patch.setattr(time, "sleep", stop)
+        watch.run()
+
+
+def test_requests_are_seen_at_once_over_nfs(
+    tmp_path: Path, looked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client keeps for a minute that a file does not exist, unless the directory is listed."""
+    monkeypatch.setenv("KEMPNER_ATTEMPT_ID", "7.0.1")
+    run, cached, list_directory = tmp_path / "run", [True], os.listdir
+    run.mkdir()
+    read, exists = Path.read_text, Path.exists
+
+    def listed(path: Any = ".") -> list[str]:
+        cached.clear()
+        return list_directory(path)
+
+    def cached_read(path: Path, *args: Any) -> str:
+        if cached:
+            raise FileNotFoundError(path)
+        return read(path, *args)
+
+    monkeypatch.setattr(os, "listdir", listed)
+    monkeypatch.setattr(Path, "read_text", cached_read)
+    monkeypatch.setattr(Path, "exists", lambda path: not cached and exists(path))
+    watch = looked("")
+    (run / ".ask-7.0.1").write_text("TERM\nUSR2\n")
+    (run / ".ask-8.0.1").write_text("INT\n")
+    (run / "STOP").touch()
+    look_once(watch, monkeypatch)
+    assert watch.asked == ["STOP file", "TERM", "USR2"]
+    assert list_directory(run) == [".ask-8.0.1"]
+
+
+def test_a_time_limit_that_is_removed(
+    tmp_path: Path, looked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`scontrol update TimeLimit=UNLIMITED`: nothing ends at the old one. Silence tells nothing."""
+    said: dict[str, str] = {}
+    monkeypatch.setattr(watch_module.this_job, "job_name", lambda: "7")
+    monkeypatch.setattr(watch_module.slurm, "job_fields", lambda job: said)
+    watch, ends = looked(""), []
+    for answer in ({"EndTime": "2026-11-28T12:00:00"}, {}, {"EndTime": "Unknown"}, {}):
+        said.clear()
+        said.update(answer)
+        look_once(watch, monkeypatch)
+        ends.append(watch.end is not None)
+    assert ends == [True, True, False, False]
+    told: list[dict[str, Any]] = []
+    book = SimpleNamespace(at_checkpoint=lambda watch: None, write_line=lambda alive: False)
+    rank_0 = object.__new__(Coordinator)
+    facts = {"_watch": watch, "_told_end": 5.0, "_asked": "", "_book": book, "_alive": False}
+    vars(rank_0).update(facts, _tell=lambda **message: told.append(message))
+    rank_0._look()
+    assert told == [{"do": "job_end", "time": None}]  # the supervisors write None to the file
+    (tmp_path / "end").write_text("None")
+    monkeypatch.setenv("KEMPNER_STOP_FILE", str(tmp_path / "stop"))
+    assert watch_module.slurm.end_time() is None
 
 
 def test_what_counts_as_a_new_checkpoint(tmp_path: Path, looked: Any) -> None:

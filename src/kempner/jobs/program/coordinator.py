@@ -343,12 +343,11 @@ class Coordinator:
             why = watch.asked.pop(0)
             self._ask(REQUEST_SIGNALS.get(why, "interrupt"), why if " " in why else f"SIG{why}")
         end = watch.end
-        if end is not None:
-            if time.time() > end - last_warning() and not self._asked:
-                self._ask("interrupt", f"the job ends in {end - time.time():.0f} s")
-            if end != self._told_end:
-                self._told_end = end
-                self._tell(do="job_end", time=end)
+        if end is not None and time.time() > end - last_warning() and not self._asked:
+            self._ask("interrupt", f"the job ends in {end - time.time():.0f} s")
+        if end != self._told_end:
+            self._told_end = end
+            self._tell(do="job_end", time=end)  # None: its limit was removed
         self._book.at_checkpoint(watch)
         if self._book.write_line(self._alive):
             self._alive = False

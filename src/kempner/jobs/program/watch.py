@@ -119,7 +119,8 @@ class CheckpointWatch(threading.Thread):
         self.complete = SeenCheckpoint()
         self.completed = 0  # complete checkpoints in this attempt
         self.written = 0.0  # when the last of them was first seen unchanged, monotonic
-        self._files = (run_dir / "STOP", run_dir / f".ask-{os.environ.get('KEMPNER_ATTEMPT_ID')}")
+        self._dir = run_dir
+        self._files = ("STOP", f".ask-{os.environ.get('KEMPNER_ATTEMPT_ID')}")
         self._pattern = pattern
         # The newest at the start, at the last look, and the last one counted.
         self._first = self._last = self._counted = SeenCheckpoint()
@@ -135,12 +136,7 @@ class CheckpointWatch(threading.Thread):
         end = 0.0
         while True:
             now = time.monotonic()
-            for file in self._files:
-                with contextlib.suppress(OSError):
-                    text = "STOP file" if file.name == "STOP" else file.read_text().strip()
-                    if file.exists() and text:  # an empty file is being written
-                        file.unlink()
-                        self.asked.append(text)
+            self._read_requests()
             if self._pattern and now >= self._pause_until:
                 with contextlib.suppress(OSError):  # being pruned
                     self._look()
@@ -148,8 +144,20 @@ class CheckpointWatch(threading.Thread):
                 self._pause_until = now + (time.monotonic() - now) / WATCH_SHARE
             if (job := this_job.job_name()) is not None and now > end:
                 end = now + CHECKPOINT_END_POLL_S
-                self.end = slurm.end_of(slurm.job_fields(job)) or self.end
+                if fields := slurm.job_fields(job):  # else there is no answer
+                    self.end = slurm.end_of(fields)  # None: the time limit was removed
             time.sleep(CHECKPOINT_POLL_S)
+
+    def _read_requests(self) -> None:
+        with contextlib.suppress(OSError):  # the file system may be unavailable for a while
+            # List the directory: NFS caches for a long time that a file does not exist.
+            present = set(os.listdir(self._dir))
+            for file in (self._dir / name for name in self._files if name in present):
+                # One request per line, as the batch script appends them.
+                asked = ["STOP file"] if file.name == "STOP" else file.read_text().splitlines()
+                if asked:  # an empty file is being written
+                    file.unlink()
+                    self.asked += asked
 
     def _look(self) -> None:
         """Look for progress. A checkpoint is complete if it has not changed since the last look, or
