@@ -29,10 +29,11 @@ def submit(
 
 
 def changes(tmp_path: Path) -> list[str]:
-    """What the batch script has asked of the controller. Requeue=0 before an end that is final: a
-    job that was preempted would be requeued by Slurm 24.05 and later at its next end, whatever that
-    end is."""
+    """What the batch script has asked of the controller, but for the run's name in the Comment.
+    Requeue=0 before an end that is final: a job that was preempted would be requeued by Slurm 24.05
+    and later at its next end, whatever that end is."""
     calls = (tmp_path / "calls-scontrol").read_text().splitlines()
+    calls = [call for call in calls if " Comment=" not in call]
     return [call.split()[-1] if call.startswith("update") else "requeue"
             for call in calls if call.startswith(("update", "requeue"))]  # fmt: skip
 
