@@ -30,7 +30,7 @@ class CheckpointConfig:
     async_save: bool = option(True, "write in the background, after a copy to host memory")
     keep_last_n: int = option(2, "number of newest checkpoints to keep", minimum=1)
     keep_every: int = option(
-        0, "also keep checkpoints at multiples of this many steps; 0: none", minimum=0
+        0, "also save multiples of this many steps, and keep them; 0: none", minimum=0
     )
     powers_of_two: bool = option(
         False, "also save steps 0 (before any update), 1, 2, 4, 8, ..., and keep them for good"
@@ -40,7 +40,8 @@ class CheckpointConfig:
         """Return whether a run saves after `step` steps, other than its last, whatever the time."""
         by_step = isinstance(self.interval, int) and self.interval
         regular = by_step and step % by_step == 0
-        return regular or (self.powers_of_two and is_power_of_two(step))
+        kept = self.keep_every and step and step % self.keep_every == 0
+        return bool(regular or kept or (self.powers_of_two and is_power_of_two(step)))
 
     @property
     def seconds(self) -> float | None:

@@ -375,6 +375,7 @@ def test_bad_sections(given: dict[str, Any], words: str) -> None:
         ("--train.max_steps=45", "train.max_steps = 45: must be a multiple of lowcomm.interval"),
         ("--eval.interval=45", "eval.interval = 45: must be a multiple"),
         ("--checkpoint.interval=45", "checkpoint.interval = 45: must be a multiple"),
+        ("--checkpoint.keep_every=100", "100: must be a multiple of lowcomm.interval = 30"),
         (
             "--checkpoint.interval=20min",
             "checkpoint.interval = 20min: replicas are saved at",

@@ -71,6 +71,14 @@ def test_saves_by_the_clock_are_of_one_step_and_cost_what_is_recorded(
     assert losses(run) == unbroken and saved(run) == [steps[0], 20]
 
 
+def test_multiples_of_keep_every_are_saved_and_kept_whatever_the_clock_says(
+    train: Train, tmp_path: Path
+) -> None:
+    words = ("--checkpoint.interval=2h", "--checkpoint.keep_every=3", "--checkpoint.keep_last_n=1")
+    train(tmp_path / "run", *words, "--train.max_steps=8", nproc=2)
+    assert saved(tmp_path / "run") == [3, 6, 8]
+
+
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [

@@ -102,6 +102,15 @@ def test_durations(interval: str, seconds: float) -> None:
     assert CheckpointConfig(interval=interval, powers_of_two=True).is_due(512)
 
 
+@pytest.mark.parametrize("interval", [0, 1000, "20min", "auto"])
+def test_what_is_kept_is_saved(interval: int | str) -> None:
+    """Whatever the interval is."""
+    cfg = CheckpointConfig(interval=interval, keep_every=2500)
+    assert [step for step in range(0, 7501, 500) if cfg.is_due(step) and step % 1000] == [2500, 7500]
+    assert cfg.is_due(5000) and not CheckpointConfig(interval=interval).is_due(2500)
+    assert cfg.is_due(0) == CheckpointConfig(interval=interval).is_due(0)
+
+
 @pytest.mark.parametrize("interval", ["20mim", "0s", "-1h", "Auto", "1h30", ""])
 def test_what_is_no_interval_is_refused(interval: str) -> None:
     (problem,) = CheckpointConfig(interval=interval).problems()

@@ -187,7 +187,11 @@ def replica_problems(cfg: RunConfig) -> list[str]:
     if not lowcomm.on:
         return []
     rounds = lowcomm.interval
-    steps = {"train.max_steps": cfg.train.max_steps, "eval.interval": cfg.eval.interval}
+    steps = {
+        "train.max_steps": cfg.train.max_steps,
+        "eval.interval": cfg.eval.interval,
+        "checkpoint.keep_every": cfg.checkpoint.keep_every,
+    }
     problems = list[str]()
     if isinstance(cfg.checkpoint.interval, int):
         steps["checkpoint.interval"] = cfg.checkpoint.interval
