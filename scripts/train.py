@@ -93,11 +93,12 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         collect_garbage(step)
 
         # Reports of all earlier steps but the newest. Before a save also the newest, so that no
-        # checkpoint is ahead of its line in metrics.jsonl; and in long steps, where waiting for the
-        # device costs nothing and a request to leave must not wait for another step.
+        # checkpoint is ahead of its line in metrics.jsonl; before a validation, after which a
+        # request to leave may save at once; and in long steps, where waiting for the device costs
+        # nothing and a request to leave must not wait for another step.
         last = step == cfg.train.max_steps
         save_due = last or cfg.checkpoint.is_due(step)
-        at_once, verdict = save_due or at.loader.at_once, GO_ON
+        at_once, verdict = save_due or at.loader.at_once or at.is_validation_due(), GO_ON
         while not verdict.final and pending[0 if at_once or long_steps else 1 :]:
             result = pending.pop(0).read()
             long_steps = result.values["step_time"] > requests.LONG_STEP_S

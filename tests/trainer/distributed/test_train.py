@@ -70,6 +70,15 @@ def test_a_complete_run_says_so(train: Train, tmp_path: Path) -> None:
     assert len(losses(tmp_path / "run")) == 8
 
 
+def test_a_step_is_judged_before_its_validation(train: Train, tmp_path: Path) -> None:
+    """A request to leave that ends the validation saves this step."""
+    train(tmp_path / "run", "--eval.interval=3", "--eval.samples=8")
+    lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    order = [(line["step"], key) for line in lines for key in ("loss", "val_loss") if key in line]
+    for step in (3, 6):
+        assert order.index((step, "loss")) < order.index((step, "val_loss"))
+
+
 def test_a_validation_that_was_missed_is_made_up_for(train: Train, tmp_path: Path) -> None:
     """Once, and with the weights of that step."""
 
