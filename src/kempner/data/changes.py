@@ -49,7 +49,19 @@ def data_changes(
             f"{_told(old, samples)} there; past samples cannot change: append a [[data.phases]] "
             "to change the weights from now on"
         )
+    elif same_length and not problems and _named(old, samples) != _named(new, samples):
+        # Where two sources have the same claim to a sample, the first one gets it.
+        were = [one["name"] for one in there["sources"]]
+        problems.append(
+            f"the sources are {', '.join(here_by_name)} here, {', '.join(were)} there: another "
+            "order of sources is another order of samples; list them as there"
+        )
     return problems
+
+
+def _named(mixture: Mixture, samples: int) -> list[list[str]]:
+    """Return the sources of each segment, in their order."""
+    return [list(shares) for _, shares in mixture.past(samples)]
 
 
 def _start(phase: Mapping[str, Any]) -> str:

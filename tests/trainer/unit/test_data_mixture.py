@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from kempner.config.loading import load_config_files
 from kempner.config.option import ConfigError
+from kempner.data.changes import data_changes
 from kempner.data.mixture import Ingredient, Mixture, MixturePhase
 from kempner.data.opening import mixture_of
 from kempner.data.permute import shuffled_indices
@@ -116,6 +118,29 @@ def test_when_all_are_used_up_the_mixture_ends() -> None:
     assert np.bincount(mixed.draw(0, 40)[0]).tolist() == [10, 30]
     with pytest.raises(DataError, match="have 40; raise max_epochs"):
         mixed.draw(30, 11)
+
+
+def test_the_order_of_the_sources_that_were_used_may_not_change() -> None:
+    """It decides which of two sources with the same claim to a sample gets it; one that has had no
+    share may be anywhere."""
+
+    def facts(*weights: tuple[str, float]) -> dict[str, Any]:
+        each = {"size": 1000, "max_epochs": None, "ordered": False}
+        sources = [{"name": name, "path": name, "weight": x, **each} for name, x in weights]
+        return {"sources": sources, "phases": [], "temperature": 1.0}
+
+    there = facts(("web", 7), ("code", 2), ("talk", 1))
+    turned = facts(("talk", 1), ("code", 2), ("web", 7))
+    both = [
+        [each["sources"][i]["name"] for i in mixture_of(each, []).draw(0, 50)[0]]
+        for each in (there, turned)
+    ]
+    assert both[0] != both[1]
+    (problem,) = data_changes(there, turned, [], 50)
+    assert "are talk, code, web here, web, code, talk there" in problem
+    more = facts(("new", 0), ("web", 7), ("code", 2), ("talk", 1))
+    assert data_changes(there, more, [], 50) == data_changes(there, turned, [], 0) == []
+    assert data_changes(there, turned, [], 50, same_length=False) == []
 
 
 @pytest.fixture
