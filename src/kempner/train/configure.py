@@ -260,6 +260,14 @@ def print_warnings(cfg: RunConfig) -> None:
         )
     for text in _without_effect(cfg):
         print(f"warning: {text}", file=sys.stderr)
+    if (every := cfg.resilience.replay_every) and isinstance(cfg.checkpoint.interval, str):
+        print(
+            f"warning: checkpoint.interval = {cfg.checkpoint.interval}: a step that is saved by "
+            f"the clock is not computed twice, as resilience.replay_every = {every} does in steps "
+            f"that are saved by their number; consider steps, such as "
+            f"--checkpoint.interval={every}",
+            file=sys.stderr,
+        )
     warmup, last = cfg.schedule.warmup_steps, cfg.train.max_steps
     if warmup > last:
         print(

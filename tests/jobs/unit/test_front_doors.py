@@ -387,6 +387,18 @@ def test_a_warm_up_that_never_ends_is_a_warning(forks: Forks, world: Path) -> No
     assert "is more than train.max_steps = 9" in done.err
 
 
+@pytest.mark.parametrize(("interval", "warnings"), [("20min", 1), ("auto", 1), ("500", 0)])
+def test_saves_by_the_clock_beside_replays_are_a_warning(
+    forks: Forks, world: Path, interval: str, warnings: int
+) -> None:
+    """No replay knows in advance which steps these are."""
+    words = ("--resilience.replay_every=50", f"--checkpoint.interval={interval}", "--check")
+    done = forks.run(*TRAIN, OWN, *SMALL, *words, cwd=world)
+    assert done.code == 0 and done.err.count("warning:") == warnings, done.err
+    said = f"warning: checkpoint.interval = {interval}: a step that is saved by the clock is not"
+    assert done.err.count(said) == warnings and done.err.count("interval=50\n") == warnings
+
+
 @pytest.mark.parametrize(("warmup", "decay", "warnings"), [(4, 6, 1), (4, 5, 0)])
 def test_a_decay_that_begins_in_the_warm_up_is_a_warning(
     forks: Forks, world: Path, warmup: int, decay: int, warnings: int
