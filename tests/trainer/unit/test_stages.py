@@ -13,9 +13,10 @@ from kempner.config.option import ConfigError
 from kempner.data.config import DataConfig, PhaseConfig
 from kempner.data.stages import RampStage, ramp_stages, samples_between, stage_at, step_of_sample
 from kempner.train.progress import Progress
+from kempner.train.replicas import Replicas
 from kempner.train.resilience import resuming
 from kempner.train.resilience.requests import Verdict
-from kempner.train.resilience.resuming import go_back
+from kempner.train.resilience.resuming import fork_position, go_back
 from kempner.train.sections import RunConfig, TrainConfig, check_batch, micro_batch
 
 
@@ -82,6 +83,24 @@ def test_a_run_that_goes_back_leaves_out_the_batches_that_were_bad(
     back, _ = go_back(now, first, Verdict(go_back=True), checkpointer, loader, run)
     assert (back.step, back.skip) == (2, [[24, 64]])
     assert sought == [(16, 2, [[24, 64]], "mixture")]
+
+
+def test_a_fork_may_go_back_though_the_other_run_has_done_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the samples that the other run left out, it leaves out those that are still ahead."""
+    monkeypatch.setattr(resuming, "fact_differences", lambda *_: {})
+
+    def fork(skip: list[list[int]]) -> Progress:
+        there = Progress(step=9000, samples=288_000, tokens=10**7, skip=skip)
+        fixed = {"data": {"mixture": {"sources": []}}}
+        found, changed = fork_position({**there.record(), "fixed": fixed}, {"fixed": fixed})
+        assert (found.step, found.samples, changed) == (0, 288_000, [])
+        return found
+
+    assert Replicas().may_go_back(fork([[1000, 1320], [287_000, 288_000]]))
+    near = fork([[1000, 1320], [288_032, 288_064]])
+    assert near.skip == [[288_032, 288_064]] and not Replicas().may_go_back(near)
 
 
 @pytest.mark.parametrize(

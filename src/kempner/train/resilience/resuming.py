@@ -56,7 +56,10 @@ def fork_position(manifest: dict[str, Any], about: dict[str, Any]) -> tuple[Prog
     if not manifest["fixed"].get("data", {}).get("mixture"):  # imported, or of an older version
         changed.append("data.sources")
     # Schedule and totals begin anew; the position in the data is kept if it means the same.
-    return replace(Progress() if changed else Progress.of(manifest), step=0, tokens=0), changed
+    progress = Progress() if changed else Progress.of(manifest)
+    # Samples that the other run left out long ago do not count: the fork may go back, too.
+    ahead = [samples for samples in progress.skip if samples[1] > progress.samples]
+    return replace(progress, step=0, tokens=0, skip=ahead), changed
 
 
 def go_back(
