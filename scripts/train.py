@@ -57,7 +57,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     if at.has_missed_validation():
         verdict = at.validate()
 
-    while at.progress.step < cfg.train.max_steps and not verdict.state:
+    while at.progress.step < at.last_step and not verdict.state:
         # One step. Nothing here makes the host wait for the device.
         with at.clock.part("data"):
             batches = next(at.loader)
@@ -96,7 +96,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         # checkpoint is ahead of its line in metrics.jsonl; before a validation, after which a
         # request to leave may save at once; and in long steps, where waiting for the device costs
         # nothing and a request to leave must not wait for another step.
-        last = step == cfg.train.max_steps
+        last = step == at.last_step
         save_due = last or cfg.checkpoint.is_due(step)
         at_once, verdict = save_due or at.loader.at_once or at.is_validation_due(), GO_ON
         while not verdict.final and pending[0 if at_once or long_steps else 1 :]:

@@ -27,6 +27,7 @@ from kempner.train import lookup
 from kempner.train.objective import Objective
 from kempner.train.parts import (
     expect_batches,
+    find_last_step,
     open_held_out_batches,
     open_layout,
     open_loader,
@@ -91,6 +92,7 @@ class Training:
     saves: Saves
     progress: Progress
     judged: Progress  # after the last step that judge() has seen
+    last_step: int  # see find_last_step()
     loader: Loader
     val_batches: Callable[[], dict[str, Iterator[MicroBatch]]]
     objective: Objective
@@ -162,6 +164,9 @@ class Training:
             )
         self.judged = self.progress
         self.run.step = self.progress.step
+        if not verdict.state:
+            say = self.run.announce
+            self.last_step = find_last_step(self.cfg, self.loader, self.progress, say)
         if self.replay is not None:
             self.replay.begin(self.progress.step, is_loaded=True)
         self.recorder.begin(self.progress)
@@ -198,7 +203,7 @@ class Training:
     def is_validation_due(self) -> bool:
         """Return whether the last step is to be validated."""
         interval, step = self.cfg.eval.interval, self.progress.step
-        return bool(interval) and (step == self.cfg.train.max_steps or step % interval == 0)
+        return bool(interval) and (step == self.last_step or step % interval == 0)
 
     def has_missed_validation(self) -> bool:
         """Return whether an earlier attempt ended before it could validate the step that the run
@@ -326,6 +331,7 @@ def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.de
         Saves(run, checkpointer, recorder, watchdog.patient),
         progress,
         progress,
+        find_last_step(cfg, loader, progress, run.announce),
         loader,
         open_held_out_batches(cfg, layout),
         objective,

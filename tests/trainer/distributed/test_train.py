@@ -10,6 +10,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ from tests.conftest import (
     start_train,
     status,
 )
+from tests.trainer.unit.test_data_dataset import write_data
 from tests.waiting import LIMIT_S, until
 
 
@@ -311,6 +313,35 @@ def test_checkpoints_of_another_run_are_refused(train: Train, tmp_path: Path) ->
     assert "the run is complete: 8 of 8" in train(tmp_path / "second", shared).stdout
     names = [".kempner", ".reading", "latest", "step_00000008"]
     assert sorted(os.listdir(tmp_path / "shared")) == names
+
+
+def test_a_run_that_went_back_ends_with_its_data(tmp_path: Path) -> None:
+    """One epoch has the samples of 12 steps. Those of three are left out: steps 4 and 5 were bad,
+    and step 6 had been read. It ends in order, again at the next start, and goes on with more."""
+    web, run_dir = (
+        write_data(tmp_path / "web", [np.arange(32 * 8 * 12 + 1) % 250]),
+        tmp_path / "run",
+    )
+    words = (*TINY, "--train.max_steps=12", "--resilience.max_skipped=2", f"--run.dir={run_dir}")
+
+    def start(epochs: int) -> str:
+        source = f"--data.sources=[{{path = '{web}', max_epochs = {epochs}}}]"
+        process = start_train(
+            *words, source, "--data.dataset_path=", "--checkpoint.interval=3",
+            program="tests/trainer/fault/faulty_train.py", FAULTS="nan from=24 to=40",
+        )  # fmt: skip
+        out, err = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, out + err
+        return out
+
+    warning = "WARNING: the run ends after step 9, not 12: it leaves out 24 samples"
+    for back in (1, 0):
+        out = start(epochs=1)
+        assert out.count("back to step 3, without the samples 24 to 47") == back
+        assert out.count(warning) == 1 and "done after step 9: the last step is done" in out
+        assert list(losses(run_dir)) == list(range(1, 10))
+        assert checkpoints(run_dir)[-1] == "step_00000009"
+    assert warning not in start(epochs=2) and status(run_dir)["step"] == 12
 
 
 def test_weights_that_are_spoilt(train: Train, tmp_path: Path) -> None:

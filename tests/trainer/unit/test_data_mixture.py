@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from hypothesis import strategies as st
 from kempner.config.loading import load_config_files
 from kempner.config.option import ConfigError
 from kempner.data.changes import data_changes
+from kempner.data.loader import TrainLoader
 from kempner.data.mixture import Ingredient, Mixture, MixturePhase
 from kempner.data.opening import mixture_of
 from kempner.data.permute import shuffled_indices
 from kempner.data.source import DataError
 from kempner.train.configure import check_inputs
-from kempner.train.parts import open_data
+from kempner.train.parts import find_last_step, open_data, open_mixture
 from kempner.train.progress import Progress
 from kempner.train.sections import RunConfig
 from tests.trainer.unit.test_data_dataset import write_data
@@ -208,6 +210,39 @@ def test_sources_of_another_tokenizer_are_refused(words: list[str], tmp_path: Pa
     open_data.cache_clear()
     (problem,) = check_inputs(load_config_files(RunConfig, [], words), 0)
     assert "a token id must mean the same in all sources" in problem and "--tokenizer" in problem
+
+
+@pytest.mark.parametrize(("step", "samples"), [(0, 0), (2, 16), (3, 40), (6, 64)])
+def test_a_run_that_has_gone_back_ends_where_its_data_end(
+    tmp_path: Path, step: int, samples: int
+) -> None:
+    """One epoch has the samples of 10 steps, and those of two are left out: before, at and after
+    these samples the run may start, and trains 8 steps."""
+    write_data(tmp_path / "web", [np.arange(9 * 80 + 1) % 50])
+    source = f"--data.sources=[{{path = '{tmp_path / 'web'}', max_epochs = 1}}]"
+    words = [source, "--train.seq_len=9", "--train.global_batch=8", "--train.max_steps=10"]
+    cfg = load_config_files(RunConfig, [], words)
+    sources, _ = open_data(cfg, True)
+    progress = Progress(step=step, samples=samples, skip=[[24, 40]])
+
+    def loader(at: Progress) -> TrainLoader:
+        order = {"position": at.samples, "step": at.step, "skip": at.skip, "prefetch": 0}
+        how = {"stages": cfg.train.stages, "rank": 0, "world": 1, "micro": 8}
+        return TrainLoader(sources, open_mixture(cfg, sources, at), **how, **order)
+
+    said = list[str]()
+    found = loader(progress)
+    assert find_last_step(cfg, found, progress, said.append) == 8
+    assert "ends after step 8, not 10: it leaves out 16 samples" in said[0]
+    for _ in range(8 - step):
+        next(found)
+    with pytest.raises(DataError, match="raise max_epochs"):
+        next(found)
+    never = replace(progress, skip=[], samples=step * 8)
+    assert find_last_step(cfg, loader(never), never, said.append) == 10 and len(said) == 1
+    longer = load_config_files(RunConfig, [], [*words, "--train.max_steps=11"])
+    with pytest.raises(ConfigError, match="88 samples are requested, but"):
+        open_mixture(longer, sources, progress)
 
 
 def test_phases_are_planned_from_where_the_run_is(words: list[str]) -> None:
