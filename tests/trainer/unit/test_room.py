@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,7 +124,7 @@ def choice_of(
         ]
 
     monkeypatch.setattr(room, "try_steps", try_steps)
-    monkeypatch.setattr(room, "release_memory", lambda _: None)  # a second, in a large process
+    monkeypatch.setattr(room, "release_memory", lambda *_: None)  # a second, in a large process
     monkeypatch.setattr(room.lookup, "recompute_choices", choices)
     monkeypatch.setenv(room.MEMORY_VARIABLE, limit)
     world = SimpleNamespace(rank=0, size=1, per_node=1)
@@ -160,6 +161,41 @@ def test_what_is_tried_and_chosen(
     assert choice_of(monkeypatch, tmp_path, limit, peaks) == (expected, trials)
     assert json.loads((tmp_path / room.CHOICE_FILE).read_text())["gpu"] == "CPU"
     assert choice_of(monkeypatch, tmp_path, limit, {}) == (expected, []), "a later start"
+
+
+@pytest.mark.usefixtures("one_process")
+def test_each_trial_compiles_a_model_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With its own budget, as does the run's model after them."""
+    from torch._functorch import config
+
+    budgets: list[float] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        budgets.append(config.activation_memory_budget)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    torch.compiler.reset()
+    words = ["--train.recompute=auto", "--train.compile", "--train.global_batch=1"]
+    cfg = load_config_files(RunConfig, [], [*SHAPE, *words])
+    layout, device = build_layout(cfg.distributed, 1, 1, "cpu"), torch.device("cpu")
+    world = SimpleNamespace(rank=0, size=1, per_node=1)
+    say = SimpleNamespace(dir=tmp_path, world=world, log=lambda _: None, announce=lambda _: None)
+    run: Any = say
+    choices = [
+        room.RecomputeChoice({"recompute": f"budget-{n}", "recompute_every": 1}, 2.0**30)
+        for n in (25, 75)
+    ]
+    trials = room._Trials(cfg, run, layout, device, choices, 2.0**40)
+    for choice in choices:
+        trials._measure(choice)
+    whole = replace(cfg.train, recompute="none")
+    model = build_model(cfg.model, layout, whole, cfg.distributed)
+    tokens = torch.zeros(1, 64, dtype=torch.int64)
+    model(tokens, tokens)
+    assert list(dict.fromkeys(budgets)) == [0.25, 0.75, 1.0], budgets
 
 
 @pytest.mark.usefixtures("one_process")

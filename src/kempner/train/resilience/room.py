@@ -167,7 +167,7 @@ class _Trials:
                     f"train.recompute = auto: {choice} is out of memory; the next start takes "
                     "more recomputation"
                 ) from error
-        release_memory(self.device)
+        release_memory(self.device, self.cfg.train.compile)
         most = torch.tensor(peak, dtype=torch.float64, device=self.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         text = "out of memory" if most.isinf() else f"{float(most) / _GIB:.3f} GiB"
@@ -229,7 +229,10 @@ def try_steps(
     return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None
 
 
-def release_memory(device: torch.device) -> None:
+def release_memory(device: torch.device, compiled: bool) -> None:
+    if compiled:
+        # The budget is no guard of compiled code: the next model would run this one's.
+        torch.compiler.reset()
     # A model refers to itself, e.g. by begin_micro_batch: only garbage collection frees it.
     gc.collect()
     if device.type == "cuda":
