@@ -148,6 +148,8 @@ class Pipeline:
         key = len(micro_batches), micro_batches[0].inputs.shape
         # torch's schedule is built for one number and one shape of micro-batches.
         if key not in self._schedules:
+            # The one before would keep its buffers, one for each of its micro-batches.
+            self._schedules.clear()
             self._schedules[key] = self._schedule(micro_batches)
         # The schedule can only cut tensors into micro-batches, but ours also have documents. So it
         # cuts a tensor of numbers, by which each stage looks up its micro-batch.

@@ -190,6 +190,24 @@ def test_every_axis_divides_what_it_cuts() -> None:
     assert sent["tensor parallel"].size == 4 * often * layers * stream / 2
 
 
+def test_a_pipeline_has_two_buffers_for_each_micro_batch_and_stage() -> None:
+    """Of 70 B in four stages on each of four ranks; the first and last rank need fewer."""
+
+    def buffers(*words: str) -> float:
+        cfg = load_config([str(ROOT / "configs/scale/70b-32nodes-pp.toml")], [*words])
+        return estimate_memory(cfg, 256, 8).parts.get("pipeline buffers", 0.0)
+
+    one = 8192 * 8192 * 2  # bytes of the activations of a micro-batch between two stages
+    tokens = "--train.global_batch_tokens"
+    assert buffers() == 2 * 4 * 8 * one
+    assert buffers(f"{tokens}={4 * 4 * 1024 * 1024}") == 2 * 4 * 32 * one
+    # One stage on each of two ranks: one kind of buffer, and outputs of the two under way.
+    two = ("--distributed.pp=2", "--distributed.pp_stages_per_rank=1")
+    assert buffers(*two) == (4 + 2) * one
+    none = ("--distributed.pp=1", "--distributed.pp_stages_per_rank=1")
+    assert buffers(*none) == 0.0
+
+
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 4), (1, 8)])
 def test_an_exchange_for_heads_sends_what_is_counted(
     tp: int, cp: int, monkeypatch: pytest.MonkeyPatch

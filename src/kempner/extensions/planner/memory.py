@@ -81,6 +81,8 @@ def memory_peaks(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> l
         so_far = FP32 * whole_model(cfg, axes)
     stream = cfg.model.dim * tokens * compute / axes.tp
     ends = 2 * stream  # the input of the last norm, and its output
+    if axes.pp > 1:
+        weights["pipeline buffers"] = pipeline_buffers(cfg, axes, micro, stream)
     at_rest = dict(weights)
     if in_flight := changes_in_flight(cfg, axes, world_size, per_node):
         weights["changes in flight"] = in_flight
@@ -343,10 +345,7 @@ def block_activation_bytes(
         widest = model.ffn_dim * (chosen + model.shared_experts)
         most = 2 * max(widest + chosen * model.dim, (share < 1) * model.dense_width)
     working = tokens * compute * (most + 2 * model.dim) / axes.tp
-    passes = float(min(axes.pp, cfg.train.sequences // axes.data_ranks))  # in the first stage
-    if (stages := cfg.distributed.pp_stages_per_rank) > 1:  # arXiv:2205.05198, section 4.3
-        passes *= 1 + (axes.pp - 1) / (axes.pp * stages)
-    blocks = model.n_layers / axes.pp * passes
+    blocks = model.n_layers / axes.pp * passes_under_way(cfg, axes)
     train, again = cfg.train, blocks / cfg.train.recompute_every
     dropped = 0.0  # of a block that is recomputed
     if train.recompute_modules:  # the inside of these; their inputs are outputs of others
@@ -362,6 +361,29 @@ def block_activation_bytes(
         dropped = max(0.0, per_block - tokens * compute * (model.dim + products) / axes.tp)
     saved = per_block * blocks - dropped * again
     return on_device(cfg, saved, blocks, gpu), working + dropped
+
+
+def passes_under_way(cfg: RunConfig, axes: Axes) -> float:
+    """Passes whose activations the first rank of a pipeline keeps at once; 1 without a pipeline."""
+    passes = float(min(axes.pp, cfg.train.sequences // axes.data_ranks))
+    if (stages := cfg.distributed.pp_stages_per_rank) > 1:  # arXiv:2205.05198, section 4.3
+        passes *= 1 + (axes.pp - 1) / (axes.pp * stages)
+    return passes
+
+
+def pipeline_buffers(cfg: RunConfig, axes: Axes, micro: int, stream: float) -> float:
+    """Bytes of the buffers in which torch receives activations and gradients, `stream` each. They
+    stay from step to step: for all micro-batches, not only for those under way.
+
+    The first stage receives no activations, and the last one no gradients. Until its backward pass
+    torch also keeps the output of each stage; as much is counted twice, as the inputs of stages are
+    also those of blocks.
+    """
+    passes = cfg.train.sequences // (micro * axes.data_ranks)
+    both = 2 * cfg.distributed.pp_stages_per_rank
+    first = (both - 1) * passes + passes_under_way(cfg, axes)
+    middle = both * passes if axes.pp > 2 else 0.0
+    return stream * max(first, middle)
 
 
 def buffer_share(cfg: RunConfig) -> float:
