@@ -199,6 +199,26 @@ def test_each_trial_compiles_a_model_of_its_own(
 
 
 @pytest.mark.usefixtures("one_process")
+def test_a_trial_uses_the_experts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As batches of a run do; equal tokens would all go to the same ones."""
+    loads: list[Tensor] = []
+    real = room.forward_backward
+
+    def look(model: Any, *rest: Any, **named: Any) -> Any:
+        found = real(model, *rest, **named)
+        loads.append(model.routings.step_load)
+        return found
+
+    monkeypatch.setattr(room, "forward_backward", look)
+    words = ["--model.n_experts=8", "--model.experts_per_token=2", "--train.global_batch=2"]
+    cfg = load_config_files(RunConfig, [], [*SHAPE, *words])
+    layout, run = build_layout(cfg.distributed, 1, 1, "cpu"), None
+    room.try_steps(cfg, cfg.train, layout, torch.device("cpu"), run)  # type: ignore[arg-type]
+    assert len(loads) == 2 and torch.equal(*loads)
+    assert (loads[0] > 0).sum() > 5 and loads[0].max() < 3 * loads[0].mean()
+
+
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(("limit", "warned"), [("3.5", True), ("4.5", False)])
 def test_what_cannot_fit_by_the_estimate_is_said_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, warned: bool

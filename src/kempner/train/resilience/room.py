@@ -1,6 +1,6 @@
 """train.recompute = auto: as little recomputation as the memory allows.
 
-The planner estimates each choice's needs. A trial, two steps with all-zero tokens, measures the
+The planner estimates each choice's needs. A trial, two steps with random tokens, measures the
 first choice that should fit. If memory runs out, it tries the next choice that needs less; if there
 is room for less recomputation, that one. Only the choice outlasts a trial; later attempts on the
 same kind of GPU reuse it.
@@ -217,7 +217,9 @@ def try_steps(
     model = build_model(cfg.model, layout, train, cfg.distributed, cfg.lora, experts=cfg.experts)
     optimizer = build_optimizer(model, cfg.optimizer)
     objective = open_objective(cfg, layout, model, run, device)
-    tokens = torch.zeros(rows, train.seq_len, dtype=torch.int64)
+    # Equal tokens would all go to the same experts.
+    fixed = torch.Generator().manual_seed(0)
+    tokens = torch.randint(cfg.model.vocab_size, (rows, train.seq_len), generator=fixed)
     batches, count = [MicroBatch(tokens, tokens)] * passes, train.sequences * train.seq_len
     for _ in range(2):
         if device.type == "cuda":
