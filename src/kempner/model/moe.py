@@ -328,8 +328,6 @@ class Routings:
         none = torch.zeros(self._layers, self._experts, device=device)
         load, losses = (none if self._load is None else self._load).double(), self._losses
         self._load, self._losses = None, {}
-        if self.buffers is not None:
-            self.buffers.after_step()
         return load, {
             name: losses.get(name, load.new_zeros(()))
             for name, coefficient in self._coefficients.items()

@@ -74,6 +74,10 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> Optimizer:
         optimizer.register_step_post_hook(
             lambda optimizer, *_: model.move_router_biases(unless=optimizer.found_inf)
         )
+    if isinstance(model, Decoder) and model.cfg.n_experts and model.routings.buffers is not None:
+        # With the update: resilience.replay_every may compute a step several times, which must all
+        # send rows in the same way.
+        optimizer.register_step_post_hook(lambda *_: model.routings.buffers.after_step())
     return optimizer
 
 

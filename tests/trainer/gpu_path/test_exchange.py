@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from kempner.model.decoder import Decoder
 from kempner.model.moe import (
     Experts,
     MixtureOfExperts,
@@ -23,6 +24,8 @@ from kempner.model.moe import (
     Routings,
     through_experts,
 )
+from kempner.optim.build import build_optimizer
+from kempner.optim.config import OptimizerConfig
 from kempner.parallel import experts
 from kempner.parallel.experts import ExchangeBuffers, ParallelExperts
 from tests.trainer.gpu_path import pretend
@@ -164,6 +167,19 @@ def test_rows_without_a_place_are_remembered_until_the_step_is_repeated() -> Non
     assert routings.repeat() == 8 and routings.rows_over == 0
     routings.add([Routing(torch.tensor([8, 2, 0, 2]), None, None)], targets)
     assert routings.rows_over == 0  # as many travel as there are
+
+
+def test_a_step_that_is_computed_twice_is_one_step_without_buffers() -> None:
+    """Both computations must send rows in the same way (resilience.replay_every)."""
+    model = Decoder(replace(SHAPE, **{**EXPERTS, "router_bias": False}))
+    model.routings.buffers = buffers = ExchangeBuffers(0.1, 2)
+    optimizer = build_optimizer(model, OptimizerConfig())
+    for _ in range(model.routings.repeat()):
+        for _ in range(2):
+            assert not buffers.in_use
+            model.routings.take()
+        optimizer.step()
+    assert buffers.in_use
 
 
 def test_shared_experts_run_while_rows_are_on_their_way(
