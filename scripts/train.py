@@ -107,7 +107,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
 
         # Roll back, save, validate.
         if verdict.go_back:
-            verdict, pending = at.go_back(verdict), []
+            verdict, pending = at.go_back(verdict, result, pending), []
             continue
         # After a skipped step the weights may be bad: keep the last good checkpoint.
         save_due = (save_due or verdict.save_due) and (last or not at.nonfinite.in_a_row)

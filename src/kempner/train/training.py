@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -46,7 +46,7 @@ from kempner.train.resilience.nonfinite import NonFinite
 from kempner.train.resilience.requests import GO_ON, StopRequests, Verdict
 from kempner.train.resilience.watchdog import Watchdog, start_watchdog
 from kempner.train.sections import RunConfig
-from kempner.train.step import StepResult, reduce_step
+from kempner.train.step import PendingStep, StepResult, reduce_step
 
 if TYPE_CHECKING:
     from kempner.train.extensions import Loader
@@ -144,11 +144,19 @@ class Training:
             return self.replay.verdict
         return self.nonfinite.judge(result, self.replicas.may_go_back(self.progress))
 
-    def go_back(self, verdict: Verdict) -> Verdict:
-        """Return to the last checkpoint, without the samples of the bad steps; returns
-        the next verdict."""
+    def go_back(
+        self, verdict: Verdict, result: StepResult, unread: Sequence[PendingStep]
+    ) -> Verdict:
+        """Return to the last checkpoint, without the samples of the bad steps; returns the next
+        verdict. `result`: of the step with this verdict; `unread`: the steps after it. The
+        requests in them are made again."""
         from kempner.train.resilience.resuming import go_back, repeat_step
 
+        if self.run.world.rank == 0:
+            # Those to profile or replay were seen, unless the step was not judged.
+            self.stop.ask_again(result.values, only_save=not verdict.repeat)
+            for late in unread:
+                self.stop.ask_again(late.read().values)
         with self.watchdog.patient():
             if verdict.repeat:
                 self.progress = repeat_step(self.judged, self.loader, self.model, self.run, verdict)

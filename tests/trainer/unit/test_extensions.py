@@ -143,17 +143,28 @@ def test_a_wait_of_all_ranks_is_no_ranks_own_work(waits_for_all: bool, seconds: 
 
 
 def test_a_step_that_is_repeated_has_its_own_number() -> None:
-    """By it replays and measurements of the layers are due, and faults are recorded."""
+    """By it replays and measurements of the layers are due, and faults are recorded. Requests of
+    the steps that do not count are made again."""
     sought: list[int] = []
+    steps: list[Any] = [SimpleNamespace(values={"asks_save": n}) for n in (0.0, 1.0)]
+    asked: list[Any] = []
     at: Any = SimpleNamespace(
         watchdog=SimpleNamespace(patient=contextlib.nullcontext),
         progress=Progress(step=11),
         judged=Progress(step=9, samples=72),
         loader=SimpleNamespace(seek=lambda position, step, *_: sought.append(step)),
         model=SimpleNamespace(routings=SimpleNamespace(repeat=lambda: 8)),
-        run=SimpleNamespace(step=11, cfg=RunConfig(experts=ExpertsConfig(0.25)), announce=str),
+        run=SimpleNamespace(
+            step=11,
+            cfg=RunConfig(experts=ExpertsConfig(0.25)),
+            announce=str,
+            world=SimpleNamespace(rank=0),
+        ),
+        stop=SimpleNamespace(ask_again=lambda values, only_save=False: asked.append(values)),
     )
-    Training.go_back(at, Verdict(go_back=True, repeat=True, reason="3 rows"))
+    unread: Any = SimpleNamespace(read=lambda: steps[1])
+    Training.go_back(at, Verdict(go_back=True, repeat=True, reason="3 rows"), steps[0], [unread])
+    assert asked == [step.values for step in steps]
     assert (at.run.step, at.progress.step, sought) == (9, 9, [9])
 
 

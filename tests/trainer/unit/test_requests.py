@@ -15,6 +15,8 @@ import torch
 
 from kempner.train.progress import Progress
 from kempner.train.resilience.requests import (
+    ASKS_PROFILE,
+    ASKS_REPLAY,
     REQUEST_FLAGS,
     REQUESTS,
     SAVE_REQUEST,
@@ -49,6 +51,18 @@ def test_a_request_that_comes_while_the_flags_are_taken_is_kept() -> None:
     assert stop.take_flags()["asks_save"] == 0.0
     stop.flags = list(stop.flags)
     assert stop.take_flags()["asks_save"] == 1.0 and stop.take_flags()["asks_save"] == 0.0
+
+
+def test_requests_of_a_step_that_nobody_has_looked_at_are_made_again() -> None:
+    stop = requests()
+    stop._once = {ASKS_PROFILE: 0.0, ASKS_REPLAY: 2.0 + 5}
+    stop.request(SAVE_REQUEST, "SAVE file")
+    sums = stop.take_flags()
+    assert not any(stop.take_flags().values())
+    stop.ask_again(sums)
+    assert stop.take_flags() == sums
+    stop.ask_again(sums, only_save=True)  # the others were seen
+    assert stop.take_flags() == {**sums, ASKS_REPLAY: 0.0}
 
 
 def test_a_file_system_that_fails_is_asked_again(

@@ -172,6 +172,14 @@ class StopRequests:
         self._once |= {name: 0.0 for name in self._once if flags[name]}
         return flags
 
+    def ask_again(self, values: Mapping[str, float], only_save: bool = False) -> None:
+        """Take back the requests in the sums of a step that nobody has acted on; those to leave
+        are in the next step's flags anyway. Call it on one rank."""
+        if values[REQUEST_FLAGS[SAVE_REQUEST]] > 0:
+            self.flags[SAVE_REQUEST] = 1.0
+        if not only_save:
+            self._once |= {name: values[name] for name in self._once if values[name]}
+
     def wants_to_leave(self) -> float:
         """Return 1 if this rank has been asked to leave, else 0."""
         return max(self.flags[INTERRUPT_REQUEST:])
