@@ -235,9 +235,14 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def _can_compile() -> bool:
+    """Return whether all hosts can: copies of a shard must be updated in the same way, as nothing
+    makes them equal again. All ranks must call it."""
     from kempner.jobs.system import compiler
 
-    return compiler.missing_compiler("cuda") is None
+    missing = torch.tensor(float(compiler.missing_compiler("cuda") is not None))
+    if dist.is_initialized():
+        dist.all_reduce(missing, op=dist.ReduceOp.MAX)
+    return not missing
 
 
 def holder_group(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:

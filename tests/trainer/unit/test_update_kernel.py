@@ -9,9 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
+from kempner.jobs.system import compiler
+from kempner.optim import optimizer as module
 from kempner.optim.build import build_optimizer, rule_named
 from kempner.optim.config import STATE, OptimizerConfig
 from kempner.optim.kernels import in_lines, line_places
@@ -27,6 +30,16 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()  # it compiles one function a few times in a process
     yield
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("missing", [0.0, 1.0])
+def test_a_host_without_a_compiler_decides_for_all(
+    monkeypatch: pytest.MonkeyPatch, missing: float
+) -> None:
+    """Copies of a shard must be updated in the same way."""
+    monkeypatch.setattr(compiler, "missing_compiler", lambda _: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda found, op: found.fill_(missing))
+    assert module._can_compile() == (not missing)
 
 
 def model_of(dtype: torch.dtype) -> nn.Module:
