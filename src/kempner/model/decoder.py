@@ -191,6 +191,7 @@ class Decoder(nn.Module):
         self.kernel = "auto"  # the attention kernel: see attention.choose_kernel
         # Set by parallel/shard.py or single.py; called before each micro-batch of a step.
         self.begin_micro_batch: Any = None
+        self.unchanged = False  # by parallel/shard.py: the weights, since the last pass
         self.fp32_sums: Any = None  # parallel/shard.py: of gradients of bf16 weights
         self.pipeline: Any = None  # parallel/pipeline.py: runs the passes of a stage
         self.elsewhere: Sequence[str] = ()  # trained parameters on other ranks

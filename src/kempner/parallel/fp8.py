@@ -102,15 +102,15 @@ def use_mxfp8(modules: Sequence[nn.Module], device: torch.device) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _compute_scales(model: nn.Module, _: Any) -> None:
+def _compute_scales(model: Any, _: Any) -> None:
     """Compute the scales of all weights with one all-reduce, before the first micro-batch of a step
-    and outside of steps; otherwise each gather would compute its own. Weights do not change while
-    gradients are summed."""
+    and outside of steps; otherwise each gather would compute its own."""
     from torch.distributed.fsdp import FSDPModule
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-    within_step = any(parameter.grad is not None for parameter in model.parameters())
-    if within_step and torch.is_grad_enabled():
+    # Gradients do not tell: between replicas FSDP holds a step's sums back until its last pass.
+    unchanged, model.unchanged = model.unchanged, False
+    if unchanged and torch.is_grad_enabled():
         return
     precompute_float8_dynamic_scale_for_fsdp(model)
     if isinstance(model, FSDPModule):

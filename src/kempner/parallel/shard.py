@@ -154,11 +154,12 @@ class GradientSums:
 
 
 def begin_micro_batch(model: Any, last: bool, first: bool = False) -> None:
-    """Prepare the communication of a micro-batch, before its forward; `last`: the last one of the
-    step. Gradients are reduced between replicas once per step, with the last one. With
-    distributed.sync_once this holds for all reductions: until then each rank sums its own gradients
-    in fp32 and keeps the gathered weights. With reduce_dtype = bf16 replicas reduce each time:
-    FSDP2 would hold the sum of the earlier ones in bf16."""
+    """Prepare the communication of a micro-batch, before its forward; `first`, `last`: of the step,
+    in which weights do not change. Gradients are reduced between replicas once per step, with the
+    last one. With distributed.sync_once this holds for all reductions: until then each rank sums
+    its own gradients in fp32 and keeps the gathered weights. With reduce_dtype = bf16 replicas
+    reduce each time: FSDP2 would hold the sum of the earlier ones in bf16."""
+    model.unchanged = not first
     if model.fp32_sums is not None:
         model.fp32_sums.last = last
     if model.sync_once:

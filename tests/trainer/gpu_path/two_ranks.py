@@ -120,7 +120,7 @@ def four_steps(*words: str) -> tuple[list[Tensor], Any, Any]:
     for step in range(4):
         for half in range(2):
             tokens = torch.arange(T).view(1, T) * (step + half + dist.get_rank() + 3) % 64
-            begin_micro_batch(model, last=half == 1)
+            begin_micro_batch(model, last=half == 1, first=half == 0)
             loss = model(tokens, tokens.roll(-1, 1)) / (4 * T)
             loss.backward()
             losses.append(loss.detach())
@@ -134,6 +134,7 @@ def gathers_in_fp8() -> dict[str, Any]:
     import torchao.float8
 
     sent: list[torch.dtype] = []
+    computations: list[Any] = []  # of the scales
     late: list[Any] = []  # streams that have not waited for the scales
     unsafe: list[Any] = []  # of these, each that has rounded weights
     gather = FSDPParam.all_gather_inputs.fget  # type: ignore[attr-defined]
@@ -148,6 +149,7 @@ def gathers_in_fp8() -> dict[str, Any]:
 
     def computed(model: Any) -> None:
         scales(model)
+        computations.append(model)
         late[:] = [model._get_fsdp_state()._comm_ctx.all_gather_copy_in_stream]
 
     def waits(self: Any, other: Any) -> None:
@@ -173,7 +175,9 @@ def gathers_in_fp8() -> dict[str, Any]:
                     same.mul_(1.5)
             tokens = torch.arange(T).view(1, T)
             found = [each[0](tokens, tokens) for each in (mine, other)]
-    assert torch.equal(*found)
+        computations.clear()
+        four_steps("--train.fp8=tensorwise_gather", "--distributed.dp_replicate=2")
+    assert torch.equal(*found) and len(computations) == 4, len(computations)
     eight = sum(dtype is torch.float8_e4m3fn for dtype in sent) / len(sent)
     return {"worst": difference(ours, plain), "in_fp8": eight, "unsafe": len(unsafe)}
 
