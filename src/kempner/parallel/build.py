@@ -72,8 +72,8 @@ def build_model(
     train.dtype, fp32 gradient sums. A frozen model has no gradients, and its weights are in
     the compute dtype.
 
-    No rank ever holds more than one whole parameter. The initial weights depend only on train.seed,
-    not on the mesh.
+    No rank ever holds more than one whole parameter. The initial weights depend only on train.seed
+    and the model of device, not on the mesh.
     """
     model = plan_model(cfg, layout, train, distributed, lora, frozen, experts)
     device_type = layout.mesh.device_type

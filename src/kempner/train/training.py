@@ -13,7 +13,7 @@ from torch import nn
 
 from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.data.batch import MicroBatch
-from kempner.jobs.ranks import own_device, placement, process_group, startup
+from kempner.jobs.ranks import hosts, own_device, placement, process_group, startup
 from kempner.jobs.ranks.placement import World
 from kempner.jobs.this_job import time_to_leave
 from kempner.model.decoder import Decoder
@@ -285,10 +285,22 @@ def resume_progress(
     return replicas.begin(progress)
 
 
+def warn_of_different_gpus(run: Run, name: str) -> None:
+    """Warn if ranks have GPUs of different models; `name`: this rank's. All ranks must call it."""
+    if found := hosts.different_devices(run.world, name):
+        run.announce(
+            f"warning: the GPUs of this run differ: {found}; all wait for the slowest, and since "
+            "random numbers depend on the GPU's model, copies of initial weights (dp_replicate) "
+            "may differ; request one model, e.g. by #SBATCH --constraint"
+        )
+
+
 def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) -> Training:
     """Create the parts, load the newest checkpoint, and start the watchers."""
     # The watchdog first: it also ends a stalled start.
     watchdog, layout = start_watchdog(cfg, run), open_layout(cfg, run.world, device)
+    if device.type == "cuda":
+        warn_of_different_gpus(run, torch.cuda.get_device_name(device))
     train = cfg.train
     if train.recompute == "auto":
         from kempner.train.resilience.room import choose_recompute

@@ -6,9 +6,12 @@ import gc
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from kempner.jobs.ranks.hosts import all_hosts
 from kempner.jobs.ranks.placement import World
@@ -21,6 +24,7 @@ from kempner.train.recording import run_directory
 from kempner.train.recording.run_directory import Run
 from kempner.train.sections import RunConfig, RunSection
 from kempner.train.step import GC_STEPS, collect_garbage
+from kempner.train.training import warn_of_different_gpus
 
 
 def test_garbage_is_collected_at_the_same_steps_on_all_ranks() -> None:
@@ -75,6 +79,19 @@ def test_rank_0_knows_the_host_of_each_rank_by_slurms_name(
     monkeypatch.setenv("SLURMD_NODENAME", "gpu-a100-01")
     assert all_hosts(world(0, 1)) == ["gpu-a100-01"]
     assert os.uname().nodename != "gpu-a100-01"
+
+
+@pytest.mark.parametrize("other", ["NVIDIA H200", "NVIDIA B200"])
+def test_gpus_of_different_models_are_named_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    store, said = dist.HashStore(), list[str]()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    for rank, name in ((1, other), (2, "NVIDIA H200"), (0, "NVIDIA H200")):
+        run: Any = SimpleNamespace(world=world(rank, 3), announce=said.append)
+        warn_of_different_gpus(run, name)
+    text = "warning: the GPUs of this run differ: 2 x NVIDIA H200, 1 x NVIDIA B200; "
+    assert [line.startswith(text) for line in said] == [True] * (other != "NVIDIA H200")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -21,6 +22,18 @@ def all_hosts(world: World) -> list[str]:
     # multi_get() waits until all these keys exist: only rank 0 waits for all ranks.
     ranks = range(1 if world.rank else world.size)
     return [name.decode() for name in store.multi_get([f"host/{rank}" for rank in ranks])]
+
+
+def different_devices(world: World, name: str) -> str:
+    """Return how many ranks have which device if they differ, "" if not or on other ranks than 0.
+    `name`: this rank's. All ranks must call it."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"device/{world.rank}", name)
+    if world.rank:
+        return ""
+    names = store.multi_get([f"device/{rank}" for rank in range(world.size)])
+    counts = Counter(name.decode() for name in names)
+    return ", ".join(f"{n} x {name}" for name, n in counts.items()) if len(counts) > 1 else ""
 
 
 def ask_hosts(ranks: list[int], seconds: float) -> list[str]:
