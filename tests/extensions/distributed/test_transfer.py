@@ -139,7 +139,7 @@ def test_an_engine_lost_in_the_middle_harms_nobody(trainer: Trainer, number: int
     after = trainer.manifest(version + 1)
     assert time.monotonic() - began < 60  # not for ever: see sender.TIMEOUT_S
     trainer.check(take(after), version + 1)
-    with pytest.raises(transfer.Gone, match="not offered"):
+    with pytest.raises(transfer.Withdrawn, match="not offered"):
         take(manifest)  # the one before
     lost.kill()
     lost.communicate()

@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks import rl_router
 from kempner.extensions.generate.config import Sampling
-from kempner.extensions.rl.engines.client import Completion, Flight
+from kempner.extensions.rl.engines import router as routers
+from kempner.extensions.rl.engines.client import Busy, Completion, Flight, Rejected, RouterEngine
 from kempner.extensions.rl.engines.members import Member, Waiter
 from kempner.extensions.rl.engines.router import Router
 
@@ -97,3 +98,69 @@ def test_slots_stay_in_use_when_lengths_vary() -> None:
     assert engine.most >= 2 * SLOTS // 4
     places = {seed: place for place, seed in enumerate(engine.asked)}
     assert len(places) == 40 and all(abs(places[seed] - seed) <= 8 for seed in places)
+
+
+class Unwilling(Uneven):
+    """Takes no weights."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error, self.tries = error, list[int]()
+        self.turns: threading.Semaphore | None = None  # one for each try
+
+    def update(self, body: dict[str, int]) -> int:
+        if self.turns:
+            self.turns.acquire(timeout=30)
+        self.tries.append(body["version"])
+        raise self.error
+
+
+def open_unwilling(error: Exception) -> tuple[Router, Unwilling, list[str]]:
+    engine, said = Unwilling(error), list[str]()
+
+    def make(url: str) -> RouterEngine:
+        return engine  # type: ignore[return-value]
+
+    router = Router(lambda: {"engine-0": engine.url}, make, SLOTS, 0, said.append, 60.0)
+    router.start()
+    return router, engine, said
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routers, "BEAT_EVERY_S", 0.02)
+
+
+def until_tried(engine: Unwilling, version: int, times: int) -> None:
+    until = time.monotonic() + 30
+    while engine.tries.count(version) < times:
+        assert time.monotonic() < until, engine.tries
+        time.sleep(0.005)
+
+
+def test_transfers_that_newer_versions_cut_off_do_not_end_the_run(quick: None) -> None:
+    """Nor does a version that is not offered any more, until the next one is."""
+    router, engine, said = open_unwilling(Busy("the transfer has broken off"))
+    for version in range(1, 4):
+        router.offer(version, {"version": version})
+        until_tried(engine, version, 2 * routers.UPDATE_TRIES)
+    assert router._failure is None
+    assert [line.partition(" weights ")[2][0] for line in said if "could not" in line] == [*"123"]
+    router.close()
+
+
+def test_weights_count_as_refused_for_each_version(quick: None) -> None:
+    router, engine, said = open_unwilling(Rejected("of another shape"))
+    engine.turns = threading.Semaphore(0)
+    for version in range(1, 2 * routers.UPDATE_TRIES):
+        router.offer(version, {"version": version})
+        while not any(f" refuses weights {version}:" in line for line in said):
+            tries = len(engine.tries)
+            engine.turns.release()  # the first try may still be that of the version before
+            while len(engine.tries) == tries:
+                time.sleep(0.005)
+    assert router._failure is None
+    engine.turns.release(routers.UPDATE_TRIES)
+    with pytest.raises(Rejected, match=f"refuses weights {version}: of another shape"):
+        router.ask([[1]], 1, Sampling(), version)
+    router.close()

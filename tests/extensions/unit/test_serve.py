@@ -39,7 +39,7 @@ from kempner.extensions.hf.load import not_finite
 from kempner.extensions.hf.source import find_weights
 from kempner.extensions.rl.engines.client import Busy, EngineLeased, KitEngine, Lost
 from kempner.extensions.rl.opening import open_parts
-from kempner.extensions.rl.trainer.transfer import Gone
+from kempner.extensions.rl.trainer.transfer import Gone, Withdrawn
 from kempner.extensions.serve import http
 from kempner.extensions.serve.alternatives import score_alternatives
 from kempner.extensions.serve.http import Server
@@ -810,8 +810,9 @@ def test_weights_from_the_ranks_of_a_trainer(
         )
         return engine.ask("/update_weights", {"manifest": str(manifest)}, code=code)
 
-    assert "nobody" in update(Gone("nobody offers it"), 400)["error"]["message"]
-    assert engine.complete(PROMPT, temperature=0) == before
+    for problem, code in ((Gone("nobody offers it"), 400), (Withdrawn("nobody waits"), 503)):
+        assert "nobody" in update(problem, code)["error"]["message"]
+        assert engine.complete(PROMPT, temperature=0) == before
     assert "broken off" in update(OSError("broken off"), 503)["error"]["message"]
     engine.ask("/v1/completions", {"prompt": PROMPT}, code=503)
     engine.ask("/health", code=503)
@@ -819,9 +820,10 @@ def test_weights_from_the_ranks_of_a_trainer(
     (after,) = engine.complete(PROMPT, temperature=0)
     assert after["weight_versions"] == [4] and after["token_ids"] != before[0]["token_ids"]
     value = math.inf
-    assert "embed.weight is not finite" in update(None, 503)["error"]["message"]
+    assert "embed.weight is not finite" in update(None, 400)["error"]["message"]
     refused = engine.ask("/update_weights", {"manifest": "/gone"}, code=400)
     assert "/gone" in refused["error"]["message"]
+    engine.ask("/health", code=503)  # of the values that are not finite
 
 
 def test_an_engine_that_fails_says_so_to_all(
@@ -1111,7 +1113,7 @@ def test_the_versions_of_a_trainer(
     driver.join()
     # The newest one is in the ranks of the trainer; they are about to offer another one.
     publish(6, "direct")
-    offers = iter([Gone("not any more"), None])
+    offers = iter([Withdrawn("not any more"), None])
 
     def fill(model: Any, *_: Any) -> None:
         if problem := next(offers):

@@ -10,7 +10,11 @@ RUN = "X-Kempner-Run"  # header: the requesting run
 
 
 class LeaseRefused(ValueError):
-    """An engine cannot take these weights; its model is unchanged."""
+    """An engine cannot take these weights; its model is unchanged, unless they are not finite."""
+
+
+class WeightsWithdrawn(LeaseRefused):
+    """The trainer offers other weights by now."""
 
 
 class LeaseHeld(LeaseRefused):

@@ -16,7 +16,7 @@ from kempner.config.values import format_value
 from kempner.extensions.hf.load import is_finite, load_weights, not_finite
 from kempner.extensions.hf.source import WeightsSource, held_weights
 from kempner.extensions.hf.stored import check_source
-from kempner.extensions.serve.lease import LeaseRefused
+from kempner.extensions.serve.lease import LeaseRefused, WeightsWithdrawn
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.parallel.config import is_adapter
@@ -42,14 +42,16 @@ def replace_weights(model: Decoder, name: str) -> None:
 
 def receive_version(model: Decoder, manifest: str, token: str) -> int:
     """Receive weights directly from a trainer's ranks, given the version's manifest;
-    returns its number."""
-    from kempner.extensions.rl.trainer.transfer import Gone
+    returns its number. Raises LeaseRefused; after any other error the model is unusable."""
+    from kempner.extensions.rl.trainer.transfer import Gone, Withdrawn
     from kempner.extensions.rl.trainer.transfer import receive_weights as read
 
     try:
         facts = json.loads(Path(manifest).read_text())
         read(model, facts, token)
         version = int(facts["version"])
+    except Withdrawn as error:
+        raise WeightsWithdrawn(f"{manifest}: {error}") from None
     except (Gone, FileNotFoundError, KeyError, ValueError) as error:
         raise LeaseRefused(f"{manifest}: {error}") from None
     for name, parameter in model.named_parameters():  # the old values are lost

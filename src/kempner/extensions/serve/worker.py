@@ -20,7 +20,7 @@ from kempner.extensions.generate.load import Loaded
 from kempner.extensions.generate.texts import Text, Texts
 from kempner.extensions.serve import weights
 from kempner.extensions.serve.alternatives import Looked, score_alternatives
-from kempner.extensions.serve.lease import LeaseRefused
+from kempner.extensions.serve.lease import LeaseRefused, WeightsWithdrawn
 from kempner.extensions.serve.protocol import Asked, BadRequest
 from kempner.model.decoder import Decoder
 
@@ -149,7 +149,7 @@ class Worker:
 
     def update(self, source: str, version: int | None) -> int:
         """Load new weights, with which unfinished texts continue. Returns their version. Raises
-        LeaseRefused if the old ones stay, Unavailable if none are loaded now."""
+        LeaseRefused if the weights are at fault, Unavailable if another try may succeed."""
 
         def read(model: Decoder) -> int:
             weights.replace_weights(model, source)
@@ -296,13 +296,17 @@ class Worker:
         try:
             version = read_weights(engine.model)
         # Raised before any tensor was overwritten: continue with the old weights.
+        except WeightsWithdrawn as error:
+            raise Unavailable(str(error)) from None  # newer ones will be offered
         except LeaseRefused:
             raise
         except Exception as error:
             # The model may mix new and old tensors.
             self.broken = f"no weights are loaded: those of {source} could not be read ({error})"
             self._refuse_all(self.broken)
-            raise Unavailable(self.broken) from None
+            # Values that are not finite are no better when read again.
+            refused = isinstance(error, OverflowError)
+            raise (LeaseRefused if refused else Unavailable)(self.broken) from None
         self.broken = ""
         # Keys and values of the old weights are useless.
         self.texts.read_again()

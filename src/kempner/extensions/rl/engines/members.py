@@ -27,7 +27,8 @@ class Member:
     misses: int = 0
     updating: bool = False
     reads: int = -1  # version that it is updating to
-    refused: int = 0  # consecutive refused updates
+    refused: int = 0  # updates to the present target that it has refused
+    unable: int = -1  # version that it could not take when last tried
     progress: int | None = None  # tokens, when last asked
     progressed: float = field(default_factory=time.monotonic)  # time of its last progress
     why: str = ""  # reason why it is not alive

@@ -36,7 +36,7 @@ HEARTBEAT_MISSES = (
     2  # consecutive beats without an answer in time; one refused connection is enough
 )
 BUSY_S = 0.2  # before retrying an engine that accepts nothing now
-UPDATE_TRIES = 5  # of an update that an engine refuses
+UPDATE_TRIES = 5  # of an update to one version that an engine refuses
 REQUEST_FAILURES = 5  # of a request, on any engines, before it is given up
 RECENT = 0.1  # weight of a request in the running mean
 SAY_EVERY_S = 60.0  # that there is no engine
@@ -196,6 +196,9 @@ class Router:
     def offer(self, version: int, body: dict[str, Any]) -> None:
         """Bring all engines to this version; `body` is the request sent to them."""
         with self._change:
+            if version != self._target[0]:
+                for member in self._members.values():
+                    member.refused = 0
             self._target = (version, body)
             for wake in self._wake.values():
                 wake.set()
@@ -359,14 +362,14 @@ class Router:
         self, member: Member, engine: RouterEngine, life: int, target: int, body: dict[str, Any]
     ) -> None:
         began = time.monotonic()
-        problem = ""
+        problem, refused = "", False
         try:
             version = engine.update(body)
         except (Lost, EngineLeased) as error:
             self._lose(member, life, str(error), cut=False)
             version = -1
         except (Busy, Rejected) as error:
-            version, problem = -1, str(error)
+            version, problem, refused = -1, str(error), isinstance(error, Rejected)
         with self._change:
             member.updating = False
             if member.life != life or member.engine is not engine:
@@ -377,13 +380,23 @@ class Router:
                 if target != self._target[0]:  # a newer one has come meanwhile
                     self._wake[member.name].set()
             elif problem and target == self._target[0]:
-                self._say(f"{member.name} at {engine.url} refuses weights {target}: {problem}")
-                member.refused += 1
-                # The engine itself is at fault if another engine has taken these weights.
-                taken = any(each.version >= target for each in self._members.values())
-                if member.refused >= UPDATE_TRIES and not taken:
-                    self._failure = Rejected(f"{member.name} refuses weights {target}: {problem}")
+                self._not_taken(member, target, problem, refused)
             self._hand_out()
+
+    def _not_taken(self, member: Member, target: int, problem: str, refused: bool) -> None:
+        """Note that an engine has not taken the newest weights. `refused`: not because it could not
+        at this time, for example because a newer version had cut their transfer off. The lock
+        is held."""
+        verb = "refuses" if refused else "could not take"
+        # Once per version, because the next beat tries again.
+        if refused or member.unable != target:
+            self._say(f"{member.name} at {member.engine.url} {verb} weights {target}: {problem}")
+        member.refused += refused
+        member.unable = target
+        # The engine itself is at fault if another engine has taken these weights.
+        taken = any(each.version >= target for each in self._members.values())
+        if refused and member.refused >= UPDATE_TRIES and not taken:
+            self._failure = Rejected(f"{member.name} refuses weights {target}: {problem}")
 
     def _lose(self, member: Member, life: int, why: str, cut: bool = True) -> None:
         """Mark an engine as lost. `cut`: also abort its requests."""

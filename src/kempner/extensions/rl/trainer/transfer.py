@@ -54,7 +54,11 @@ MOST_ASKED = 4096  # bytes of an engine's request
 
 
 class Gone(Exception):
-    """The version is not, or no longer, offered; the model is unchanged."""
+    """The version cannot be had; the model is unchanged."""
+
+
+class Withdrawn(Gone, OSError):
+    """The ranks do not, or no longer, offer the version."""
 
 
 # --- The order of data on the wire, which both sides compute ---
@@ -130,8 +134,8 @@ def _some(count: int) -> int:
 
 
 def receive_weights(model: Decoder, manifest: Mapping[str, Any], token: str) -> None:
-    """Fill the model. Raises Gone before anything has changed; after any other error the
-    model is unusable."""
+    """Fill the model. Raises Gone before anything has changed, Withdrawn if the ranks do not offer
+    this version; after any other error the model is unusable."""
     table, dtype = from_json(manifest["table"]), dtype_of(manifest["dtype"])
     targets = parameter_names(model)
     shapes = {name: spec.shape for name, spec in table.items()}
@@ -146,7 +150,7 @@ def receive_weights(model: Decoder, manifest: Mapping[str, Any], token: str) -> 
         with peers.connect_peer(host, int(port), token, TIMEOUT_S) as link:
             link.sendall(request + b"\n")
             if link.recv(1) != YES:
-                raise ConnectionRefusedError("it is not offered")
+                raise Withdrawn("it is not offered")
             buffer = torch.empty(BUCKET // dtype.itemsize, dtype=dtype)
             for bucket in buckets_of(pieces, dtype.itemsize):
                 has_begun.set()
@@ -163,6 +167,8 @@ def receive_weights(model: Decoder, manifest: Mapping[str, Any], token: str) -> 
         # Some weights may be overwritten: the model is neither the old nor the new one.
         if has_begun.is_set():
             raise OSError(f"the transfer has broken off ({error})") from None
+        if isinstance(error, Withdrawn):
+            raise
         raise Gone(str(error)) from None
 
 
