@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kempner.config.loading import to_toml
 from kempner.config.option import ConfigError
+from kempner.data.text.tokenizer import ByteTokenizer
+from kempner.extensions.hf.source import copy_model_files
 from kempner.extensions.planner.memory import estimate_memory, forward_rows
+from kempner.extensions.rl.engines.words import keep_words, write_sidecar
 from kempner.extensions.rl.extension import OTHER_PROGRAM, RlExtension
+from kempner.extensions.rl.opening import open_parts
 from kempner.train.configure import check_config, load_config
 from tests.served import make_model
 
@@ -116,3 +122,33 @@ def test_a_tokenizer_of_its_own_means_what_that_of_the_weights_means(tmp_path: P
     assert "so that a token id means different text; leave rl.tokenizer out" in problem
     (problem,) = problems(*words[:-1])  # GOOD has that of bytes
     assert problem.startswith("rl.tokenizer = bytes: its tokenizer is bytes, that of the weights")
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_a_begun_run_needs_the_weights_that_it_started_from_no_more(
+    tmp_path: Path, data: bool
+) -> None:
+    """Its own directory has their tokenizer, or that of their run's data."""
+    base, run = make_model(tmp_path / "base"), tmp_path / "run"
+    words = [*GOOD, f"--run.dir={run}", f"--model.init_from={base}", "--rl.tokenizer="]
+    words += ["--model.vocab_size=260", "--train.seq_len=128"]
+    cfg = load_config([], words)
+    copy_model_files(base, run / "hf")  # as its first start does
+    before = open_parts(cfg)[1]
+    if data:
+        write_sidecar(run, ByteTokenizer())
+    (run / "config.toml").write_text(to_toml(cfg))
+    shutil.rmtree(base)
+    assert any("base" in problem for problem in RlExtension().check_files(cfg, 0, False, False))
+    step = run / "checkpoints" / "step_00000002"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text(json.dumps({"parent": 0, "time": 0.0}))
+    cfg = load_config([], words)
+    assert RlExtension().check_files(cfg, 0, True, False) == []
+    after = open_parts(cfg)[1]
+    assert after.tokenizer.vocab_size == (257 if data else before.tokenizer.vocab_size)
+    assert after.ends == before.ends
+    assert after.folder == (run if data else run / "hf")
+    files = sorted(run.rglob("*"))
+    keep_words(cfg, run)
+    assert sorted(run.rglob("*")) == files

@@ -146,19 +146,32 @@ def words_of_run(source: Path, checkpoint: Path) -> Words:
     carried = run_of(checkpoint) / HF_FOLDER
     for directory in tried:
         if (directory / SIDECAR).is_file():
-            tokenizer, kind = load_tokenizer(directory), Sidecar.load(directory / SIDECAR).kind
-            ends = [*end_tokens(carried), tokenizer.eod]
-            if kind == "text":
-                begin = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
-                return Words(tokenizer, [begin], set(ends), directory)
-            tokenizer = FileTokenizer(directory / TOKENIZER_FILE, eod=ends[0])
-            return Words(tokenizer, own_beginning(directory), set(ends), directory)
+            return _words_of_data(directory, carried)
     if (carried / TOKENIZER_FILE).is_file():
         return words_of_directory(carried)
     raise ConfigError(
         f"{checkpoint}: its tokenizer is in none of {', '.join(map(str, tried))}; "
         f"copy {SIDECAR} (and tokenizer.json) from the data into the first of them"
     )
+
+
+def words_in_run(run: Path) -> Words | None:
+    """Return the words whose files a run directory itself has; None if it has none."""
+    carried = run / HF_FOLDER
+    if (run / SIDECAR).is_file():
+        return _words_of_data(run, carried)
+    return words_of_directory(carried) if (carried / TOKENIZER_FILE).is_file() else None
+
+
+def _words_of_data(directory: Path, carried: Path) -> Words:
+    """`carried`: of the model that the run started from."""
+    tokenizer, kind = load_tokenizer(directory), Sidecar.load(directory / SIDECAR).kind
+    ends = [*end_tokens(carried), tokenizer.eod]
+    if kind == "text":
+        begin = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+        return Words(tokenizer, [begin], set(ends), directory)
+    tokenizer = FileTokenizer(directory / TOKENIZER_FILE, eod=ends[0])
+    return Words(tokenizer, own_beginning(directory), set(ends), directory)
 
 
 def words_of_directory(directory: Path) -> Words:

@@ -6,8 +6,10 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kempner.checkpoint.history import has_checkpoint
 from kempner.config.option import ConfigError
 from kempner.extensions.hf.families import config_json, model_values
 from kempner.extensions.hf.source import CONFIG_FILE
@@ -52,7 +54,8 @@ def open_parts(cfg: RunConfig, servers: bool = False) -> tuple[dict[str, Tasks],
     except ConfigError as error:
         problems += error.problems
     try:
-        words = open_words(rl.tokenizer, cfg.model.init_from)
+        begun = Path(cfg.run.dir) if has_checkpoint(cfg.checkpoint_dir) else None
+        words = open_words(rl.tokenizer, cfg.model.init_from, begun)
     except ConfigError as error:
         problems += error.problems
     if rl.eval_interval and all(env.use == "train" for env in rl.env):

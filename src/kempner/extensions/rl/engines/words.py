@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kempner.checkpoint.history import has_checkpoint
 from kempner.data.sidecar import DATA_SPLITS, SIDECAR, Sidecar, copy_tokenizer
 from kempner.data.text.tokenizer import ByteTokenizer, Tokenizer
-from kempner.extensions.generate.load import words_of_directory, words_of_run
+from kempner.extensions.generate.load import words_in_run, words_of_directory, words_of_run
 from kempner.extensions.hf.source import HF_FOLDER, find_weights, run_of
 from kempner.extensions.rl.config import RlConfig
 
@@ -22,6 +23,9 @@ def keep_words(cfg: RunConfig, run: Path) -> None:
     it. Raises ConfigError or OSError."""
     if (run / SIDECAR).is_file():
         return
+    begun = has_checkpoint(cfg.checkpoint_dir)
+    if begun and not cfg.of(RlConfig).tokenizer and words_in_run(run) is not None:
+        return  # model.init_from may be gone
     if not cfg.of(RlConfig).tokenizer and cfg.model.init_from is not None:
         source = find_weights(cfg.model.init_from)
         if source.is_checkpoint:  # its data may use another tokenizer than its initial model

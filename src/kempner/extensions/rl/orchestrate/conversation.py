@@ -14,7 +14,12 @@ from kempner.data.sidecar import SIDECAR
 from kempner.data.source import DataError
 from kempner.data.text.chat_template import ChatTemplate, read_tokenizer_config
 from kempner.data.text.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
-from kempner.extensions.generate.load import Words, words_of_directory, words_of_run
+from kempner.extensions.generate.load import (
+    Words,
+    words_in_run,
+    words_of_directory,
+    words_of_run,
+)
 from kempner.extensions.hf.source import TOKENIZER_FILE, find_weights, run_of
 from kempner.extensions.rl.engines.client import Completion
 from kempner.extensions.rl.environments.protocol import Message, Reply, Task
@@ -24,9 +29,10 @@ CONVERSATION_BYTES = "bytes"
 REPLY_PLACEHOLDER = "\ufdd2"  # stands for the model's words; Unicode keeps it out of text
 
 
-def open_words(tokenizer: str, init_from: str | None) -> Words:
+def open_words(tokenizer: str, init_from: str | None, begun: Path | None = None) -> Words:
     """Open the tokenizer of the run: rl.tokenizer, or that of the weights; if these are a run's,
-    that of its data. Raises ConfigError."""
+    that of its data. `begun`: the run's directory if it has a checkpoint; the weights may be gone,
+    and their tokenizer is there. Raises ConfigError."""
     if tokenizer == CONVERSATION_BYTES:
         own = ByteTokenizer()
         return Words(own, [own.eod], {own.eod}, Path())
@@ -37,6 +43,8 @@ def open_words(tokenizer: str, init_from: str | None) -> Words:
         )
     folder = Path(tokenizer).expanduser()
     if not tokenizer:
+        if begun is not None and (own := words_in_run(begun)) is not None:
+            return own
         source = find_weights(init_from or "")
         if source.is_checkpoint:
             return words_of_run(run_of(source.path), source.path)
