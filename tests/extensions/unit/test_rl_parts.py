@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kempner.extensions.generate.load import words_of_directory
+from kempner.extensions.generate.load import words_in_run, words_of_directory
+from kempner.extensions.hf.source import copy_model_files
 from kempner.extensions.rl.config import LossConfig
 from kempner.extensions.rl.engines.client import Completion
 from kempner.extensions.rl.environments.protocol import Reply, Task
@@ -26,8 +29,10 @@ from kempner.extensions.rl.orchestrate.packing import (
     tokens_that_count,
     write_rank_files,
 )
-from kempner.extensions.rl.trainer.publish import writers_of
+from kempner.extensions.rl.trainer.publish import DirectoryPublisher, writers_of
 from kempner.extensions.rl.trainer.transfer import DirectPublisher, Offer, _token
+from kempner.extensions.serve.protocol import parse_prompts
+from kempner.train.configure import load_config
 from tests.served import make_model
 
 KEY = "the same prompt"
@@ -304,6 +309,55 @@ def test_a_version_for_which_the_disk_had_no_room_is_published_by_the_next_try(
     (exchange.version(1) / "config.json").unlink()
     publisher.publish(1)
     assert exchange.newest() == 1 and published == [0]
+
+
+@pytest.mark.parametrize("start", ["a model", "no model"])
+@pytest.mark.parametrize("ends", ["named", "not named"])
+def test_engines_and_exports_have_the_tokenizer_of_the_run(
+    one_process: None, tmp_path: Path, start: str, ends: str
+) -> None:
+    """That of a chat model, whose turns end with a token that the base model lacks."""
+    import torch
+
+    from kempner.model.decoder import Decoder
+
+    base, run, turn = make_model(tmp_path / "base"), tmp_path / "run", 259
+    (base / "vocab.json").write_text("{}")  # of an older form of the tokenizer
+    chat = shutil.copytree(base, tmp_path / "chat", ignore=shutil.ignore_patterns("*.safe*"))
+    for name in ("vocab.json", "config.json"):
+        (chat / name).unlink()
+    (chat / "chat_template.jinja").write_text("{{ messages[0].content }}<|im_end|>")
+    content = json.loads((chat / "tokenizer.json").read_text())
+    special = content["added_tokens"][0] | {"id": turn, "content": "<|im_end|>"}
+    content["added_tokens"].append(special)
+    (chat / "tokenizer.json").write_text(json.dumps(content))
+    if ends == "named":
+        (chat / "generation_config.json").write_text(json.dumps({"eos_token_id": [turn, 256]}))
+    words = [f"--rl.tokenizer={chat}", "--rl.env=[{id='arithmetic'}]", f"--run.dir={run}"]
+    words += ["--train.seq_len=128", "--rl.sampling.max_tokens=8", "--model.vocab_size=260"]
+    if start == "a model":
+        words.append(f"--model.init_from={base}")
+        copy_model_files(base, run / "hf")  # as the first start does
+    else:
+        words += ["--model.dim=48", "--model.n_layers=2", "--model.n_heads=4"]
+    cfg, exchange = load_config([], words), RolloutExchange(run)
+    model = Decoder(cfg.model)
+    DirectoryPublisher(cfg, model, exchange, torch.device("cpu")).publish(0)
+    ours = open_words(str(chat), cfg.model.init_from)
+    assert ours.ends == ({turn, 256} if ends == "named" else {0})
+    kept = words_in_run(run)  # of which exports and generate.py make theirs
+    assert kept is not None
+    for theirs in (words_of_directory(exchange.version(0)), kept):
+        assert theirs.ends == ours.ends and theirs.tokenizer.eod == ours.tokenizer.eod
+        assert theirs.fingerprint() == ours.fingerprint() and theirs.begin == ours.begin
+        talk = [{"role": "user", "content": "a"}]
+        assert (
+            theirs.chat(talk)
+            == DialogueWriter(ours).prompt(Task(talk))
+            == [*theirs.tokenizer.encode("a"), turn]
+        )
+        assert not (theirs.folder / "vocab.json").exists()
+    assert parse_prompts([1, turn], theirs, map) == [[1, turn]]
 
 
 def test_a_token_of_ones_own_where_rl_sh_has_made_none(tmp_path: Path) -> None:

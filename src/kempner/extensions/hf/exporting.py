@@ -32,6 +32,7 @@ from kempner.extensions.hf.source import (
     HF_FOLDER,
     TOKENIZER_FILE,
     copy_model_files,
+    end_tokens,
     read_hf_config,
     run_of,
 )
@@ -120,16 +121,17 @@ def _dtype(carried: Config | None) -> str:
 def write_beside(out: Path, run: Path, cfg: ModelConfig, carried: Config | None, dtype: str) -> str:
     """Write config.json and the tokenizer: those of the model the run started from, unless its data
     have another tokenizer. Returns the model_type."""
-    eos = None
     sidecar = Sidecar.load(run / SIDECAR) if (run / SIDECAR).is_file() else None
-    if carried is not None:
+    # Without a config.json: rl.tokenizer's files, of a run that started from no such model.
+    if beside := (run / HF_FOLDER).is_dir():
         copy_model_files(run / HF_FOLDER, out)
-        if sidecar is not None:
-            _write_tokenizer(out, run, sidecar)
-            _write_end_of_turn(out, sidecar, carried)
-    elif sidecar is not None:
-        eos = sidecar.eod
+    if sidecar is not None:
         _write_tokenizer(out, run, sidecar)
+        if beside:
+            _write_end_of_turn(out, sidecar, carried or {})
+    eos = None
+    if carried is None:
+        eos = next(iter(end_tokens(out)), None) if sidecar is None else sidecar.eod
     config = config_json(cfg, carried, dtype, eos)
     write_json(out / CONFIG_FILE, config)
     return str(config["model_type"])
@@ -151,7 +153,7 @@ def _write_tokenizer(out: Path, run: Path, sidecar: Sidecar) -> None:
             stale.unlink()
     shutil.copyfile(run / TOKENIZER_FILE, file)
     if texts:
-        write_json(out / TOKENIZER_CONFIG, _tokenizer_config(file, sidecar.eod))
+        write_json(out / TOKENIZER_CONFIG, plain_tokenizer_config(file, sidecar.eod))
     else:
         shutil.copyfile(run / TOKENIZER_CONFIG, out / TOKENIZER_CONFIG)
 
@@ -171,7 +173,7 @@ def _write_end_of_turn(out: Path, sidecar: Sidecar, carried: Config) -> None:
         write_json(file, {**config, "eos_token_id": [*ends, sidecar.eod]})
 
 
-def _tokenizer_config(tokenizer: Path, eos: int) -> Config:
+def plain_tokenizer_config(tokenizer: Path, eos: int) -> Config:
     """Make the config that tells transformers, besides a tokenizer.json, how a document ends."""
     added_tokens = json.loads(tokenizer.read_bytes()).get("added_tokens") or []
     # eos_token is a string; the sidecar has its id.

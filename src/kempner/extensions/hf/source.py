@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatch
 from functools import partial
@@ -132,11 +132,11 @@ def read_hf_config(directory: Path, name: str = CONFIG_FILE) -> Config:
     return content
 
 
-def copy_model_files(source: Path, target: Path) -> None:
+def copy_model_files(source: Path, target: Path, patterns: Sequence[str] = hub.CARRIED) -> None:
     """Copy config.json, generation_config.json, and the tokenizer's files."""
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
-        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in hub.CARRIED):
+        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in patterns):
             # Each file atomically: a killed start must not leave half of a tokenizer.
             with file.open("rb") as reader:
                 write_atomic(target / file.name, partial(shutil.copyfileobj, reader))

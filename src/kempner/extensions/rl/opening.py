@@ -190,6 +190,8 @@ def other_model(cfg: RunConfig, engine: KitEngine, words: Words) -> str:
     for key, value in published_shape(cfg.model).items():
         if (found := its.shape.get(key)) != value:
             return f"its model has model.{key} = {found}, that of the run {value}; {fix}"
+    if named := cfg.of(RlConfig).tokenizer:
+        fix += f", with the tokenizer and the end-of-text tokens of rl.tokenizer = {named}"
     if (its.vocab_size, its.ends) != (words.tokenizer.vocab_size, words.ends):
         return (
             f"the tokenizer of its model has {its.vocab_size} tokens, of which {sorted(its.ends)} "

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kempner.config.option import ConfigError
-from kempner.data.sidecar import SIDECAR
+from kempner.data.sidecar import SIDECAR, Sidecar
 from kempner.data.source import DataError
 from kempner.data.text.chat_template import ChatTemplate, read_tokenizer_config
 from kempner.data.text.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
@@ -50,7 +50,10 @@ def open_words(tokenizer: str, init_from: str | None, begun: Path | None = None)
             return words_of_run(run_of(source.path), source.path)
         folder = source.path
     if (folder / TOKENIZER_FILE).is_file():
-        return words_of_directory(folder)
+        words = words_of_directory(folder)
+        if (folder / SIDECAR).is_file():  # of data: a conversation ends otherwise than a document
+            words.ends.add(Sidecar.load(folder / SIDECAR).eod)
+        return words
     if (folder / SIDECAR).is_file():
         found = load_tokenizer(folder)
         return Words(found, [found.eod], {found.eod}, folder)
