@@ -43,8 +43,8 @@ def open_words(tokenizer: str, init_from: str | None, begun: Path | None = None)
         )
     folder = Path(tokenizer).expanduser()
     if not tokenizer:
-        if begun is not None and (own := words_in_run(begun)) is not None:
-            return own
+        if begun is not None and (words := words_in_run(begun)) is not None:
+            return words
         source = find_weights(init_from or "")
         if source.is_checkpoint:
             return words_of_run(run_of(source.path), source.path)
