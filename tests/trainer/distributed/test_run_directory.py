@@ -4,6 +4,7 @@ start that is refused."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from kempner.jobs.records.faulty_host import final_reason, site_fault
 from tests.conftest import TINY, Train, start_train, status
 from tests.waiting import LIMIT_S, until
 
@@ -136,6 +138,28 @@ def test_out_of_memory_is_recorded_whatever_the_planner_does(
     assert (advice in err) == (advice in str(status(run)["reason"])) == (planner == "works")
     if planner == "fails":  # why there is no advice
         assert "the test has broken this call" in next(run.glob("logs/*/rank-0.log")).read_text()
+
+
+# --- The data -------------------------------------------------------------------------------------
+
+
+def test_a_shard_that_cannot_be_read_once_the_run_has_begun(tmp_path: Path, data_dir: Path) -> None:
+    """The batch script starts the run again: it blames the host, or the file system if several
+    hosts say so."""
+    run, checked = tmp_path / "run", len(list(data_dir.glob("train_*.npy")))
+    at = f"at=kempner.data.formats.dataset:_read_header:before nth={checked + 1}"
+    process = start_train(
+        *TINY, f"--data.dataset_path={data_dir}", f"--run.dir={run}",
+        program="tests/trainer/fault/faulty_train.py", FAULTS=f"fail {at} errno={errno.EIO}",
+    )  # fmt: skip
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1, err
+    assert status(run)["state"] == "running"
+    events = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
+    (fault,) = (event for event in events if event["event"] == "fault")
+    assert fault["kind"] == "crash" and not final_reason([fault]) and not fault["lost_peer"]
+    assert re.search(r"OSError: \[Errno 5\] Input/output error: .*/train_00\d+\.npy", err)
+    assert not site_fault([fault]) and site_fault([fault, {**fault, "hosts": ["another"]}])
 
 
 # --- A start of a run that is there already -------------------------------------------------------

@@ -11,7 +11,7 @@ FAULTS holds one fault a line. With `once=FILE` it strikes a single time in the 
     wait at=MODULE:FUNCTION:before path=P   that call waits until the path exists, a minute at most,
                                             or s=300
     read at=MODULE:FUNCTION:before s=3      before that call a file is read so long, again and again
-    fail at=MODULE:FUNCTION:before          that call raises OSError
+    fail at=MODULE:FUNCTION:before          that call raises OSError; errno=5: as the system would
     keep_gil at=...                         that call never ends, and no other thread runs
     open at=... path=FIFO                   before that call a file is opened, which never returns
     collective at=...                       before that call the rank joins a barrier alone
@@ -128,6 +128,8 @@ def read(fault: dict[str, str]) -> None:
 
 def fail(fault: dict[str, str]) -> None:
     def broken() -> None:
+        if number := int(fault.get("errno", 0)):
+            raise OSError(number, os.strerror(number))
         raise OSError("the test has broken this call")
 
     at_call(fault, broken)

@@ -320,3 +320,15 @@ def test_damaged_data_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "data/train_00000.loss_mask.npy", np.zeros(3, np.uint8))
     with pytest.raises(ConfigError, match="prepare the data again"):
         open_data(tmp_path, 256)
+
+
+@pytest.mark.parametrize("name", ["train_00000.npy", "train_00000.ends.npy"])
+def test_a_file_that_is_missing_is_bad_input_only_at_the_check(tmp_path: Path, name: str) -> None:
+    prepared(tmp_path, THREE)
+    data = ChatDataset.open(tmp_path / "data", "train", Shape(256, VOCABULARY), False)
+    (tmp_path / "data" / name).unlink()
+    with pytest.raises(ConfigError, match=rf"{name}: No such file .*; prepare the data again"):
+        open_data(tmp_path, 256)
+    if name == "train_00000.npy":
+        with pytest.raises(FileNotFoundError, match=r"train_00000\.npy"):
+            data.read(np.array([0]))

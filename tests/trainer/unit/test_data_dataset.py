@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from kempner.config.loading import load_config_files
 from kempner.config.option import ConfigError
 from kempner.data.config import DataConfig
+from kempner.data.formats import dataset
 from kempner.data.formats.dataset import TokenDataset
 from kempner.data.sidecar import SIDECAR, Shard, Sidecar
 from kempner.train.checks import combination_problems
@@ -181,9 +184,27 @@ def test_rank_0_checks_every_shard_and_other_ranks_open_only_what_they_read(
     (data,), _ = open_data(cfg, check=False)
     (path / "train_00001.npy").write_bytes(b"not one")
     assert data.read(np.array([0])).targets[0].tolist() == list(range(1, 9))
-    for sample, problem in ((3, "train_00001.npy: not a .npy file"), (5, "train_00002.npy: No")):
-        with pytest.raises(ConfigError, match=problem):
-            data.read(np.array([sample]))
+    with pytest.raises(ConfigError, match=r"train_00001\.npy: not a \.npy file"):
+        data.read(np.array([3]))
+    with pytest.raises(FileNotFoundError, match=r"train_00002\.npy"):
+        data.read(np.array([5]))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
+def test_a_shard_that_cannot_be_read_is_bad_input_only_at_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A run ends for good after bad input, but restarts after an error of the system."""
+    path = write_data(tmp_path / "data", [range(64)])
+    data = TokenDataset.open(path, "train", 4, 257)
+
+    def broken(file: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(dataset, "_read_header", broken)
+    assert f"train_00000.npy: {os.strerror(number)}; check the file system" in refused(path)
+    with pytest.raises(OSError, match=rf"\[Errno {number}\].*train_00000\.npy"):
+        data.read(np.array([0]))
 
 
 def test_more_shards_than_the_limit_of_open_files(tmp_path: Path) -> None:

@@ -195,6 +195,21 @@ def test_a_stream_whose_rows_are_all_empty_is_refused(tmp_path: Path, tokenizer:
         source.read(np.arange(1))
 
 
+def test_files_that_are_gone_when_a_stream_opens_them_again(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    """At the start this is bad input; later it is an error of the system."""
+    pytest.importorskip("datasets")
+    path, given = tmp_path / "x.jsonl", {"vocab": 400, "tokenizer": str(tokenizer), "seq_len": 16}
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:9]))
+    source = opened(path, **given)
+    source.read(np.arange(1))
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        source.read(np.arange(1, 99))
+    assert str(path) in refused(path, **given)
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "saved"])
 def test_the_first_row_of_a_column_may_be_empty_and_another_column_is_refused(
     tmp_path: Path, tokenizer: Path, kind: str

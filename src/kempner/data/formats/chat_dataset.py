@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kempner.config.option import ConfigError
-from kempner.data.formats.dataset import PREPARE_AGAIN, map_array
+from kempner.data.formats.dataset import PREPARE_AGAIN, map_array, unreadable_file
 from kempner.data.packing import first_fit_decreasing
 from kempner.data.sidecar import SIDECAR, Sidecar, open_sidecar
 from kempner.data.source import IGNORE, DataError, Int64, SampleRows, Shape
@@ -97,7 +97,10 @@ class ChatDataset:
     ) -> ChatDataset:
         """Open a split, as TokenDataset.open. Raises ConfigError with all problems."""
         directory, sidecar = Path(path).expanduser(), open_sidecar(path)
-        result = cls(directory, sidecar, split, shape, name or directory.name)
+        try:
+            result = cls(directory, sidecar, split, shape, name or directory.name)
+        except OSError as error:
+            raise DataError(unreadable_file(error)) from None
         problems = []
         if check_shards:
             for number in range(len(result._files)):
@@ -105,6 +108,8 @@ class ChatDataset:
                     result._map_shard(number)
                 except DataError as error:
                     problems += error.problems
+                except OSError as error:
+                    problems.append(unreadable_file(error))
         if sidecar.vocab_size > shape.vocab_size:
             problems.append(
                 f"{path}: token ids go up to {sidecar.vocab_size - 1} (tokenizer "
@@ -150,7 +155,7 @@ class ChatDataset:
 
     def read(self, indices: Int64) -> SampleRows:
         """Read rows `indices` [N], in that order. Raises DataError if a shard differs
-        from the sidecar."""
+        from the sidecar, OSError if it cannot be read."""
         shape = (len(indices), self.seq_len)
         inputs = np.full(shape, self.sidecar.eod, np.int64)
         targets = np.full(shape, IGNORE, np.int64)

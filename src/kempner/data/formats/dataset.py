@@ -114,12 +114,14 @@ def _problems(directory: Path, shard: Shard, dtype: str) -> list[str]:
         _map_shard(directory, shard, dtype)
     except DataError as error:
         return error.problems
+    except OSError as error:
+        return [unreadable_file(error)]
     return []
 
 
 def _map_shard(directory: Path, shard: Shard, dtype: str) -> StreamTokens:
     """Map a shard's tokens. Opens the file once and reads only the header. Raises DataError if file
-    and sidecar differ."""
+    and sidecar differ, OSError if the file cannot be read."""
     path = directory / shard.file
     if dtype not in ("uint16", "uint32"):
         raise DataError(
@@ -129,7 +131,8 @@ def _map_shard(directory: Path, shard: Shard, dtype: str) -> StreamTokens:
 
 
 def map_array(path: Path, length: int, dtype: str) -> NDArray[Any]:
-    """Map a .npy file of `length` numbers. Raises DataError if it has another length or dtype."""
+    """Map a .npy file of `length` numbers. Raises DataError if it has another length or dtype, and
+    OSError if it cannot be read: in a run that is a fault of the host, not of the input."""
     try:
         with path.open("rb") as file:
             header_dtype, shape = _read_header(file)
@@ -152,10 +155,16 @@ def map_array(path: Path, length: int, dtype: str) -> NDArray[Any]:
             # A plain array: slicing a numpy.memmap costs several times as much.
             return np.asarray(np.memmap(file, header_dtype, "r", file.tell(), shape))
     except OSError as error:
-        fix = PREPARE_AGAIN if isinstance(error, FileNotFoundError) else "check the file system"
-        raise DataError(f"{path}: {error.strerror}; {fix}") from None
+        error.filename = error.filename or str(path)  # a read has none
+        raise
     except (ValueError, TypeError) as error:
         raise DataError(f"{path}: not a .npy file ({error}); {PREPARE_AGAIN}") from None
+
+
+def unreadable_file(error: OSError) -> str:
+    """Format an error of map_array() as a problem of the input."""
+    fix = PREPARE_AGAIN if isinstance(error, FileNotFoundError) else "check the file system"
+    return f"{error.filename}: {error.strerror or error}; {fix}"
 
 
 def _read_header(file: BinaryIO) -> tuple[np.dtype[Any], tuple[int, ...]]:

@@ -50,7 +50,13 @@ def open_hugging_face(
             raise DataError(f"{cfg.path}: streamed files have no validation split")
         if "://" not in cfg.path:
             check_readable(cfg.path)
-        return StreamedDocuments(cfg, shape, functools.partial(_files, cfg), file, check)
+        # Found only once: the stream opens them again at its end, where a missing file is no longer
+        # bad input.
+        load = functools.partial(_load_files, cfg, _files(cfg))
+        try:
+            return StreamedDocuments(cfg, shape, load, file, check)
+        except FileNotFoundError:
+            raise DataError(f"{cfg.path}: no such files") from None
     data = _saved(cfg, folder, split)
     name = pick_column(cfg, data.column_names)
     if _is_mapped(data.data.column(name).type):
@@ -84,17 +90,19 @@ def _saved(cfg: SourceConfig, folder: Path, split: str) -> Any:
     return whole
 
 
-def _files(cfg: SourceConfig) -> Any:
-    """Open files, by name or pattern, as an iterable data set."""
-    package, builder = import_data_package("datasets"), BUILDERS[Path(cfg.path).suffix]
-    files = cfg.path if "://" in cfg.path else str(Path(cfg.path).expanduser())
+def _files(cfg: SourceConfig) -> str:
+    """Return the name or pattern of the files. Raises ConfigError."""
+    import_data_package("datasets")
     if cfg.path.startswith(hub.HF_DATA):
-        files = hub.data_files(cfg.path, download=False)
-    try:
-        # "train" is its name for files given without a split.
-        return package.load_dataset(builder, data_files=files, split="train", streaming=True)
-    except FileNotFoundError:
-        raise DataError(f"{cfg.path}: no such files") from None
+        return hub.data_files(cfg.path, download=False)
+    return cfg.path if "://" in cfg.path else str(Path(cfg.path).expanduser())
+
+
+def _load_files(cfg: SourceConfig, files: str) -> Any:
+    """Open files as an iterable data set. Raises FileNotFoundError."""
+    package, builder = import_data_package("datasets"), BUILDERS[Path(cfg.path).suffix]
+    # "train" is its name for files given without a split.
+    return package.load_dataset(builder, data_files=files, split="train", streaming=True)
 
 
 class MappedTokens(TokenStream):

@@ -33,7 +33,7 @@ class TokenStream:
         self._starts = np.cumsum([0, *sizes], dtype=np.int64)
 
     def part(self, number: int) -> StreamTokens:
-        """Return the tokens of a part, usually memory-mapped. Raises DataError."""
+        """Return the tokens of a part, usually memory-mapped. Raises DataError, OSError."""
         raise NotImplementedError
 
     def part_name(self, number: int) -> str:
@@ -52,8 +52,8 @@ class TokenStream:
     def read(self, indices: Int64) -> SampleRows:
         """Read samples `indices` [N], in that order.
 
-        Raises DataError if a part cannot be read or, with its name and the offset, if a token is
-        outside the model's vocabulary.
+        Raises OSError if a part cannot be read, DataError if it is not as it was prepared or, with
+        its name and the offset, if a token is outside the model's vocabulary.
         """
         assert indices.size == 0 or (indices.min() >= 0 and indices.max() < len(self))
         length = self.seq_len + 1
