@@ -23,6 +23,7 @@ from kempner.data.config import DataConfig
 from kempner.data.formats import dataset
 from kempner.data.formats.dataset import TokenDataset
 from kempner.data.sidecar import SIDECAR, Shard, Sidecar
+from kempner.data.text.chat_marks import files_of_shard
 from kempner.train.checks import combination_problems
 from kempner.train.parts import open_data
 from kempner.train.sections import RunConfig
@@ -220,6 +221,35 @@ def test_more_shards_than_the_limit_of_open_files(tmp_path: Path) -> None:
     run = [sys.executable, "-c", textwrap.dedent(program), str(path)]
     result = subprocess.run(run, capture_output=True, text=True)
     assert result.stdout.strip() == "[[0, 0, 0, 0], [1, 1, 1, 2]] False", result.stderr
+
+
+def test_several_data_sets_share_the_limit_of_open_files(tmp_path: Path) -> None:
+    shards = [[i % 7] * 5 for i in range(80)]
+    text = write_data(tmp_path / "text", shards, shards, vocab=7)
+    chat = write_data(tmp_path / "chat", shards, vocab=7)
+    for file in sorted(chat.glob("*.npy")):
+        beside = files_of_shard(file)
+        np.save(beside["loss_mask"], np.ones(5, np.uint8))
+        np.save(beside["ends"], np.array([5], np.int64))
+    told = json.loads((chat / SIDECAR).read_text())["splits"]
+    edit_sidecar(chat, kind="chat", splits={**told, "train": [
+        {**shard, "documents": 1} for shard in told["train"]
+    ]})  # fmt: skip
+    program = """
+        import resource, sys, numpy
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+        from kempner.data.formats.chat_dataset import ChatDataset
+        from kempner.data.formats.dataset import TokenDataset
+        from kempner.data.source import Shape
+        sets = [TokenDataset.open(sys.argv[1], split, 4, 7) for split in ("train", "val")]
+        sets.append(ChatDataset.open(sys.argv[2], "train", Shape(8, 7)))
+        for _ in range(2):
+            print(*[each.read(numpy.arange(len(each))).inputs.sum() for each in sets])
+    """
+    run = [sys.executable, "-c", textwrap.dedent(program), str(text), str(chat)]
+    result = subprocess.run(run, capture_output=True, text=True)
+    first, second = result.stdout.splitlines() or ("", result.stderr)
+    assert first == second and result.returncode == 0, result.stderr
 
 
 def test_the_section_says_how_to_make_data() -> None:

@@ -18,14 +18,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kempner.config.option import ConfigError
-from kempner.data.formats.dataset import PREPARE_AGAIN, map_array, unreadable_file
+from kempner.data.formats.dataset import (
+    PREPARE_AGAIN,
+    map_array,
+    mapped_files,
+    unreadable_file,
+)
 from kempner.data.packing import first_fit_decreasing
 from kempner.data.sidecar import SIDECAR, Sidecar, open_sidecar
 from kempner.data.source import IGNORE, DataError, Int64, SampleRows, Shape
 from kempner.data.text.chat_marks import GROUP, files_of_shard
 
+LossMask = NDArray[np.bool_]
+
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)  # of rows, in the table of a preparation
-MAPPED = 1024  # shards
 
 
 class ChatDataset:
@@ -38,6 +44,7 @@ class ChatDataset:
         self.name, self.seq_len, self.path, self._shape = name, shape.seq_len, path, shape
         self.sidecar = sidecar
         self._files = [path / shard.file for shard in sidecar.splits[split]]
+        self._masks = [files_of_shard(file)["loss_mask"] for file in self._files]
         self._sizes = [shard.tokens for shard in sidecar.splits[split]]
         counts = [shard.documents for shard in sidecar.splits[split]]
         ends = [
@@ -64,7 +71,11 @@ class ChatDataset:
         fits = size <= self.seq_len
         if shape.cut:
             # Only cut conversations can have lost their answers: read no other loss masks.
-            whole = [not longer[i] or self._has_answers(i, group) for i in range(len(longer))]
+            # In their order, each shard is mapped once.
+            masks = functools.lru_cache(1)(lambda shard: self._map_shard(shard)[1])
+            whole = [
+                not longer[i] or self._has_answers(i, group, masks) for i in range(len(longer))
+            ]
             fits &= np.array(whole, bool)
         self.without_answer = int(longer.sum() - (longer & fits).sum()) if shape.cut else 0
         fitting = np.flatnonzero(fits)
@@ -77,12 +88,12 @@ class ChatDataset:
         if shape.cut:
             self.packing["without_answer"] = self.without_answer
 
-    def _has_answers(self, number: int, group: int) -> bool:
+    def _has_answers(self, number: int, group: int, masks: Callable[[int], LossMask]) -> bool:
         """Return whether each conversation of a group, up to where it is cut, has a
         token in the loss. A preference whose prompt fills both halves of a row would
         leave two equal documents."""
         for shard, begin, length in self._where[number * group : (number + 1) * group].tolist():
-            if not self._map(shard)[1][begin + 1 : begin + 1 + length].any():
+            if not masks(shard)[begin + 1 : begin + 1 + length].any():
                 return False
         return True
 
@@ -164,7 +175,7 @@ class ChatDataset:
             packed = self._order[self._starts[index] : self._starts[index + 1]]
             at = 0
             for number, (shard, begin, length) in enumerate(self._where[packed].tolist()):
-                tokens, mask = self._map(shard)
+                tokens, mask = self._map_shard(shard, mapped_files())
                 inputs[row, at : at + length] = tokens[begin : begin + length]
                 # The predicted token must be in the loss, not the one before it.
                 after = slice(begin + 1, begin + 1 + length)
@@ -179,16 +190,13 @@ class ChatDataset:
             )
         return SampleRows(inputs, targets, documents)
 
-    @functools.cached_property
-    def _map(self) -> Callable[[int], tuple[NDArray[Any], NDArray[np.bool_]]]:
-        return functools.lru_cache(MAPPED)(self._map_shard)
-
-    def _map_shard(self, number: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    def _map_shard(
+        self, number: int, map_file: Callable[[Path, int, str], NDArray[Any]] = map_array
+    ) -> tuple[NDArray[Any], LossMask]:
         """Map a shard: its ids, and a mask of those in the loss."""
-        file, size = self._files[number], self._sizes[number]
-        tokens = map_array(file, size, self.sidecar.dtype)
-        mask = map_array(files_of_shard(file)["loss_mask"], size, "uint8")
-        return tokens, mask.view(np.bool_)
+        size = self._sizes[number]
+        tokens = map_file(self._files[number], size, self.sidecar.dtype)
+        return tokens, map_file(self._masks[number], size, "uint8").view(np.bool_)
 
 
 def packing_table(directory: Path, sidecar: Sidecar) -> list[str]:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kempner.data.formats.stream import StreamTokens, TokenStream, raise_problems, stream_problems
-from kempner.data.sidecar import Shard, Sidecar, open_sidecar
+from kempner.data.sidecar import SIDECAR, Shard, Sidecar, open_sidecar
 from kempner.data.source import DataError, Int64, Shape
 
 HEADER = re.compile(
@@ -38,6 +38,7 @@ class TokenDataset(TokenStream):
         self.path = path
         self.sidecar = sidecar
         self._shards = sidecar.splits[split]
+        self._files = [path / shard.file for shard in self._shards]
         super().__init__(name, [shard.tokens for shard in self._shards], shape)
 
     @classmethod
@@ -61,10 +62,18 @@ class TokenDataset(TokenStream):
         """
         directory = Path(path).expanduser()
         sidecar = open_sidecar(path)
+        if sidecar.dtype not in ("uint16", "uint32"):
+            raise DataError(
+                f"{directory / SIDECAR}: dtype {sidecar.dtype}, must be uint16 or uint32; "
+                f"{PREPARE_AGAIN}"
+            )
         shape = Shape(seq_len, vocab_size, separate)
         problems = []
         if check_shards:
-            check = functools.partial(_problems, directory, dtype=sidecar.dtype)
+
+            def check(shard: Shard) -> list[str]:
+                return _problems(shard, directory / shard.file, sidecar.dtype)
+
             with ThreadPoolExecutor(CHECKERS) as pool:
                 problems = [
                     line for lines in pool.map(check, sidecar.splits[split]) for line in lines
@@ -84,10 +93,11 @@ class TokenDataset(TokenStream):
         return {"tokens": hashlib.sha256(shards.encode()).hexdigest()[:16]}
 
     def part(self, number: int) -> StreamTokens:
-        return self._map(number)
+        tokens = self._shards[number].tokens
+        return mapped_files()(self._files[number], tokens, self.sidecar.dtype)
 
     def part_name(self, number: int) -> str:
-        return str(self.path / self._shards[number].file)
+        return str(self._files[number])
 
     def begins(self, positions: Int64, rows: Int64) -> NDArray[np.bool_]:
         result = np.empty(rows.shape, np.bool_)
@@ -95,23 +105,10 @@ class TokenDataset(TokenStream):
         np.equal(rows[:, :-1], self.sidecar.eod, out=result[:, 1:])
         return result
 
-    @functools.cached_property
-    def _map(self) -> Callable[[int], StreamTokens]:
-        """Map shard number -> tokens. The shuffle reads all shards in turn, so at most half the
-        limit of open files stay mapped: each mmap keeps a descriptor."""
-        # Read the limit at the first read, because starting the process group raises it.
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = MOST_MAPS if soft == resource.RLIM_INFINITY else min(MOST_MAPS, soft // 2)
 
-        def map_shard(number: int) -> StreamTokens:
-            return _map_shard(self.path, self._shards[number], self.sidecar.dtype)
-
-        return functools.lru_cache(most)(map_shard)
-
-
-def _problems(directory: Path, shard: Shard, dtype: str) -> list[str]:
+def _problems(shard: Shard, path: Path, dtype: str) -> list[str]:
     try:
-        _map_shard(directory, shard, dtype)
+        map_array(path, shard.tokens, dtype)
     except DataError as error:
         return error.problems
     except OSError as error:
@@ -119,15 +116,15 @@ def _problems(directory: Path, shard: Shard, dtype: str) -> list[str]:
     return []
 
 
-def _map_shard(directory: Path, shard: Shard, dtype: str) -> StreamTokens:
-    """Map a shard's tokens. Opens the file once and reads only the header. Raises DataError if file
-    and sidecar differ, OSError if the file cannot be read."""
-    path = directory / shard.file
-    if dtype not in ("uint16", "uint32"):
-        raise DataError(
-            f"{path}: dtype {dtype} in the sidecar, must be uint16 or uint32; {PREPARE_AGAIN}"
-        )
-    return map_array(path, shard.tokens, dtype)
+@functools.cache
+def mapped_files() -> Callable[[Path, int, str], NDArray[Any]]:
+    """Return map_array() with a memory of the newest files. One for all data sets: the limits are
+    those of the process, and each mmap keeps a descriptor. The shuffle reads all files in turn, so
+    at most half the limit of open files stay mapped."""
+    # Called at the first read of a step, because starting the process group raises the limit.
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_MAPS if soft == resource.RLIM_INFINITY else min(MOST_MAPS, soft // 2)
+    return functools.lru_cache(most)(map_array)
 
 
 def map_array(path: Path, length: int, dtype: str) -> NDArray[Any]:
