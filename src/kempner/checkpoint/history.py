@@ -75,12 +75,13 @@ def run_branches(root: Path) -> tuple[list[Path], list[Path]]:
         head = newest_first[0]
     at = commits[head] if head else _Commit(0, latest_step or 0, None)
     branch = [head] if head else []
-    while ancestors := [
-        path for path in commits if path not in branch and at.may_follow(commits[path])
-    ]:
-        branch.append(max(ancestors, key=lambda path: commits[path].step))
-        at = commits[branch[-1]]
-    return branch, [path for path in newest_first if path not in branch]
+    # One walk: the ancestors of an ancestor have lower steps than itself.
+    for path in sorted(commits, key=lambda path: commits[path].step, reverse=True):
+        if path != head and at.may_follow(commits[path]):
+            branch.append(path)
+            at = commits[path]
+    on_branch = set(branch)
+    return branch, [path for path in newest_first if path not in on_branch]
 
 
 def complete_checkpoints(root: Path) -> list[Path]:

@@ -220,6 +220,23 @@ def test_latest_first_then_its_ancestors(tmp_path: Path, monkeypatch: pytest.Mon
         assert history.latest_checkpoint(root) == root / "step_00000020"
 
 
+def test_the_history_is_walked_once(ten: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 does so after each save, while it holds the GIL."""
+    for step in range(11, 41):
+        save(ten, step, parent=9 if step == 11 else step - 1)  # it has gone back behind step 10
+    real, calls = history._Commit.may_follow, []
+
+    def counted(*both: Any) -> bool:
+        calls.append(both)
+        return real(*both)
+
+    monkeypatch.setattr(history._Commit, "may_follow", counted)
+    branch, others = history.run_branches(ten)
+    assert [step_of_name(path.name) for path in branch] == [*range(40, 10, -1), *range(9, 0, -1)]
+    assert others == [ten / "step_00000010"]
+    assert len(calls) <= 40
+
+
 @pytest.mark.parametrize("target", ["step_00000009", "nowhere", "../elsewhere/step_00000001"])
 def test_a_latest_that_leads_nowhere_is_passed_over(tmp_path: Path, target: str) -> None:
     root = tmp_path / "checkpoints"
