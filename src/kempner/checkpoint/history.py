@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,14 +58,9 @@ def run_branches(root: Path) -> tuple[list[Path], list[Path]]:
     has left by going back.
 
     A younger checkpoint of an abandoned branch holds the state that the run went back to avoid.
+    Raises OSError if the directory cannot be read: a run that saw no checkpoints would begin anew.
     """
-    if not root.is_dir():
-        return [], []
-    commits = {
-        path: _read_commit(path, step)
-        for path in root.iterdir()
-        if (step := step_of_name(path.name)) is not None and path.is_dir()
-    }
+    commits = {path: _read_commit(path, step) for path, step in _steps_in(root)}
     newest_first = sorted(
         commits, key=lambda p: (commits[p].time or 0.0, commits[p].step), reverse=True
     )
@@ -82,6 +78,20 @@ def run_branches(root: Path) -> tuple[list[Path], list[Path]]:
             at = commits[path]
     on_branch = set(branch)
     return branch, [path for path in newest_first if path not in on_branch]
+
+
+def _steps_in(root: Path) -> list[tuple[Path, int]]:
+    """List the checkpoints in a directory, which may be missing, with their steps. Raises OSError:
+    Path.is_dir() of Python 3.14 would hide every error."""
+    try:
+        with os.scandir(root) as entries:
+            return [
+                (root / entry.name, step)
+                for entry in entries
+                if (step := step_of_name(entry.name)) is not None and entry.is_dir()
+            ]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def complete_checkpoints(root: Path) -> list[Path]:

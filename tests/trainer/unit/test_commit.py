@@ -22,6 +22,7 @@ from kempner.checkpoint.ownership import claim_directory
 from kempner.config.option import ConfigError
 from kempner.jobs.system.directories import Kind, mark_directory, read_mark
 from kempner.jobs.system.files import name_of_step, step_of_name
+from kempner.train.recording.contents import run_id
 
 # --- A disk that crashes ------------------------------------------------------------------------
 
@@ -423,6 +424,33 @@ def test_an_error_of_the_disk_is_not_damage(
     monkeypatch.setattr(Path, "read_text", broken)
     with pytest.raises(OSError, match="Input/output error"):
         history.read_manifest(tmp_path)
+
+
+def test_a_directory_that_cannot_be_read_is_not_an_empty_one(
+    ten: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run would begin anew, as another one, and retention would delete its checkpoints."""
+
+    def broken(*_: object, **more: object) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    run_id(ten)
+    with monkeypatch.context() as patched:
+        for name in ("is_dir", "exists"):  # they hide errors in Python 3.14
+            patched.setattr(Path, name, lambda path: False)
+        for name in ("listdir", "scandir"):
+            patched.setattr(os, name, broken)
+        patched.setattr(Path, "read_text", broken)
+        for reads in (history.run_branches, run_id):
+            with pytest.raises(OSError, match="Input/output error"):
+                reads(ten)
+    known = run_id(ten)
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    assert run_id(ten) == known
+    monkeypatch.undo()
+    with pytest.raises(FileNotFoundError):
+        run_id(ten / "missing")
+    assert history.run_branches(ten / "id") == ([], [])
 
 
 def test_set_aside_twice_keeps_both(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ decides whether it may continue."""
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ def run_id(run_dir: Path) -> str:
     """Return the run's identity, made at its first start. Its checkpoints carry it, so that no
     other run continues them."""
     path = run_dir / "id"
-    if not path.exists():
-        write_atomic(path, f"{uuid.uuid4().hex}\n")
+    # Not path.exists(), which hides every error in Python 3.14: the run would become another one.
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text().strip()
+    write_atomic(path, f"{uuid.uuid4().hex}\n")
     return path.read_text().strip()
