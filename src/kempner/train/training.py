@@ -348,7 +348,7 @@ def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.de
         optimizer,
         replicas,
         checkpointer,
-        Saves(run, checkpointer, recorder, watchdog.patient),
+        Saves(run, checkpointer, recorder, partial(watchdog.patient, save=True)),
         progress,
         progress,
         find_last_step(cfg, loader, progress, run.announce),

@@ -20,12 +20,18 @@ SAID = "watchdog: no step for"
 
 
 def hang(
-    folder: Path, fault: str, culprit: int = 1, leader: int = 0, words: Sequence[str] = ()
+    folder: Path,
+    fault: str,
+    culprit: int = 1,
+    leader: int = 0,
+    words: Sequence[str] = (),
+    per_node: int = 2,
 ) -> tuple[dict[str, Any], str]:
     """The record of a hang, and the log of the rank that has recorded it."""
     run = folder / "run"
     faults = f"{fault} rank={culprit}\nhasty\nslow ms=20"
-    ranks = [start(run, rank, faults, "--train.max_steps=100000", *words) for rank in (0, 1)]
+    words = ["--train.max_steps=100000", *words]
+    ranks = [start(run, rank, faults, *words, per_node=per_node) for rank in (0, 1)]
     try:
         _, said = ranks[leader].communicate(timeout=LIMIT_S)
     finally:
@@ -59,6 +65,18 @@ def test_a_rank_that_is_stopped(tmp_path: Path, culprit: int) -> None:
     assert event["ranks"] == [culprit] and len(event["hosts"]) == 1
     assert f"rank {culprit} " in event["reason"] and "is stopped (SIGSTOP)" in event["reason"]
     assert "answers and kernel" in event["reason"] and SAID in log
+
+
+@pytest.mark.parametrize("culprit", [1, pytest.param(0, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("per_node", [2, pytest.param(1, marks=pytest.mark.soak)])
+def test_a_rank_that_is_stopped_in_a_save(tmp_path: Path, culprit: int, per_node: int) -> None:
+    """A save may take half an hour, but not a rank that neither writes nor answers. With one rank
+    per node, no neighbour sees its process."""
+    words = ("--checkpoint.interval=10", "--resilience.hang_timeout=8")
+    fault = "kill at=kempner.checkpoint.checkpointer:Checkpointer._stage:before nth=2"
+    event, _ = hang(tmp_path, f"{fault} signal=SIGSTOP", culprit, 1 - culprit, words, per_node)
+    assert event["ranks"] == [culprit] and len(event["hosts"]) == 1, event
+    assert "after step 20" in event["reason"], event
 
 
 @pytest.mark.soak

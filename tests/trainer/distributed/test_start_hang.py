@@ -20,9 +20,12 @@ WORDS = (
 )  # fmt: skip
 
 
-def start(run: Path, rank: int, fault: str, *words: str) -> subprocess.Popen[str]:
+def start(
+    run: Path, rank: int, fault: str, *words: str, per_node: int = 2
+) -> subprocess.Popen[str]:
     """Without torchrun, which would wait for a stopped process."""
-    names = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    names = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank % per_node}", "WORLD_SIZE": "2"}
+    names["LOCAL_WORLD_SIZE"] = f"{per_node}"
     return zygote.Popen(
         [sys.executable, "tests/trainer/fault/faulty_train.py", *WORDS, f"--run.dir={run}", *words],
         cwd=ROOT,

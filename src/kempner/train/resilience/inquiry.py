@@ -82,6 +82,7 @@ class Inquiry:
         self._dog, self._number = dog, 0
         self._round = max(ROUND_S, dog.world_size / ROUNDS_PER_S)
         self._thread: threading.Thread | None = None
+        self._patient = False  # this rank at its last answer
         self._hosts: dict[int, str] = {}
         self._sent = 0.0
         self._numbers: dict[int, int] = {}  # of each rank's last answer, in any inquiry
@@ -134,9 +135,10 @@ class Inquiry:
         self._begin()
 
     def _exchange(self, now: float) -> None:
-        dog, patient = self._dog, self._dog.is_patient
+        dog = self._dog
         with contextlib.suppress(RuntimeError, ValueError, TypeError, OSError):
             answer = self._answer(now)
+            patient = self._patient = answer.patient
             dog.store.set(f"{HANG_AT}{dog.rank}", answer.write())
             order, _, words = dog.store.get(HANG_ORDER).decode().partition(" ")
             self._shown = {int(rank) for rank in words.split(",")} if order == "show" else set()
@@ -157,7 +159,7 @@ class Inquiry:
         dog = self._dog
         self._number += 1
         launched, recorded = recorded_calls(saves=dog.is_patient)
-        return Answer(
+        answer = Answer(
             own_process(),
             self._number,
             dog.step,
@@ -170,6 +172,8 @@ class Inquiry:
             dog.beside,
             self._look_beside(now),
         )
+        # A rank that writes may take long; one that waits for the others' part is as in a step.
+        return replace(answer, patient=False) if dog.is_saving and answer.is_waiting else answer
 
     def _look_beside(self, now: float) -> Seen | None:
         """Return what the kernel reports of the other rank on this node and, if rank 0 has
@@ -268,10 +272,14 @@ class Inquiry:
 
     def _without_store(self, now: float) -> None:
         """Judge on rank 1 alone: rank 0's process, which hosts the store, is silent."""
-        if self._is_store_silent(now) and not self._dog.is_patient:
-            # Its own wait tells nothing about the others, whose answers it lacks.
-            heard = {1: replace(self._answer(now), calls=(), place="")}
-            self._judge_look(now, Look(heard, {0: now - self._sent}))
+        if not self._is_store_silent(now) or self._patient:
+            return
+        # Its own wait tells nothing about the others, whose answers it lacks.
+        heard = {1: replace(self._answer(now), calls=(), place="")}
+        self._judge_look(now, Look(heard, {0: now - self._sent}))
+        if self._dog.is_saving and not self.reason and now - self._sent > self._dog.step_limit:
+            # The watchdog's own limit is long in a save.
+            self.reason = f"no step for {self._dog.age:.0f} s after step {self._dog.step}"
 
     def _is_store_silent(self, now: float) -> bool:
         """Return whether a request to the store has waited for long."""

@@ -82,6 +82,7 @@ class Watchdog:
         self._groups: Sequence[dist.ProcessGroup] = ()
         self._step_limit = max(first_limit, hang_timeout or 0.0)
         self._patience, self._told = 0.0, TOLD_S  # seconds of a patient() section; 0: outside
+        self.is_saving = False
         self._parts = set[str]()  # that have been done once
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         first = self.rank - self.rank % per_node
@@ -127,6 +128,11 @@ class Watchdog:
         return self._patience > 0.0
 
     @property
+    def step_limit(self) -> float:
+        """Seconds that a step may take."""
+        return self._step_limit
+
+    @property
     def limit(self) -> float:
         """Seconds without a beat after which the run is ended."""
         return max(self._step_limit, self._patience)
@@ -157,16 +163,19 @@ class Watchdog:
             self._on_limit(self._longest, self._groups)
 
     @contextlib.contextmanager
-    def patient(self, seconds: float = HANG_PATIENCE_S) -> Iterator[None]:
+    def patient(self, seconds: float = HANG_PATIENCE_S, save: bool = False) -> Iterator[None]:
         """Suspend the step's limit for sections that may outlast a step without a beat: a save, a
         validation, a load, the wait for another replica. They do not count in the time of their
-        step, and may take `seconds` (0: no longer than a step, but without an inquiry)."""
+        step, and may take `seconds` (0: no longer than a step, but without an inquiry). `save`: all
+        ranks save at the same step; one that waits for the others there waits as in a step."""
         began, beat, before = time.monotonic(), self._beat, self._patience
         self._patience = max(before, seconds, self._step_limit)
+        self.is_saving = save
         try:
             yield
         finally:
             now = time.monotonic()
+            self.is_saving = False
             # Exclude the section from the step's time: move the beat by its length.
             self._beat, self._patience = min(now, beat + now - began), before
 
