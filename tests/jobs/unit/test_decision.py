@@ -337,6 +337,11 @@ def test_a_file_system_that_is_away(tmp_path: Path, capsys: pytest.CaptureFixtur
     storm = [crash("node1", reason="OSError: [Errno 5] Input/output error: x")]
     write(tmp_path, storm)
     assert ask(tmp_path, capsys)["kind"] != "site"  # on one host of two it is that host's
+    late = "TimeoutError: [Errno 110] Connection timed out"
+    write(tmp_path, [*storm, crash("node2", reason=late)])
+    assert ask(tmp_path, capsys)["kind"] != "site"  # of a connection
+    write(tmp_path, [*storm, crash("node2", reason=f"{late}: '/data/a.npy'")])
+    assert ask(tmp_path, capsys)["kind"] == "site"
     storm.append(crash("node2", reason="OSError: [Errno 116] Stale file handle"))
     write(tmp_path, [made("2", no_progress=2), *storm])
     said = ask(tmp_path, capsys)

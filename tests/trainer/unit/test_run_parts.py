@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import errno
 import json
 import os
 from pathlib import Path
@@ -95,19 +96,20 @@ def test_gpus_of_different_models_are_named_at_the_start(
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "final"),
+    ("error", "kind", "final", "lost"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "oom", True),
-        (RuntimeError("Connection closed by peer [10.0.0.1]"), "crash", False),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "oom", True, False),
+        (RuntimeError("Connection closed by peer [10.0.0.1]"), "crash", False, True),
+        (OSError(errno.EIO, "Input/output error", "/data/remote/a.npy"), "crash", False, False),
     ],
 )
 def test_only_what_would_come_again_is_final(
-    one_process: None, tmp_path: Path, error: Exception, kind: str, final: bool
+    one_process: None, tmp_path: Path, error: Exception, kind: str, final: bool, lost: bool
 ) -> None:
     run = Run(RunConfig(run=RunSection(dir=str(tmp_path / "run"))), world(0, 1))
     assert run.crashed(error, advise) == 1
     (fault,) = event_reader.read_kind(tmp_path / "run/attempts.jsonl", FaultEvent)
-    assert (fault.kind, fault.final, fault.lost_peer) == (kind, final, not final)
+    assert (fault.kind, fault.final, fault.lost_peer) == (kind, final, lost)
     status = tmp_path / "run/status.json"
     assert status.exists() == final
     if final:

@@ -45,7 +45,7 @@ AWAY = re.compile(
 # Errors of a rank if a file system has failed, not the rank.
 FILE_SYSTEM = re.compile(
     r"\[Errno (5|108|112|116|121)\]|Input/output error|Stale file handle|Remote I/O error"
-    r"|Transport endpoint"
+    r"|Transport endpoint|\[Errno 110\][^:]*: '"  # with a file's name: not of a connection
 )
 
 

@@ -262,6 +262,7 @@ class Run:
         Bad input found before the run has begun is only reported: the run's records stay unchanged.
         """
         bad_input = isinstance(error, ConfigError)
+        of_file = isinstance(error, OSError) and error.filename is not None  # not of a connection
         where = f"rank {self.world.rank} on {host_name()}"
         detail = f"{error}" if bad_input else f"{type(error).__name__}: {error}"
         self.log("".join(traceback.format_exception(error)).rstrip())
@@ -285,7 +286,7 @@ class Run:
                     ranks=(self.world.rank,),
                     hosts=(host_name(),),
                     lost_peer=isinstance(error, PeerFailed)
-                    or any(w in detail for w in LOST_PEER_ERRORS),
+                    or (not of_file and any(w in detail for w in LOST_PEER_ERRORS)),
                     final=final,
                     reason=reason,
                 )
