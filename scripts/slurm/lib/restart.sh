@@ -6,10 +6,6 @@
 # seconds for ranks asked to exit, once one of them has been killed; tests shorten it
 KP_LEAVING_S=${KP_LEAVING_S:-120}
 
-KP_LAST_S=${KP_LAST_S:-5}   # seconds for the others to record what they have seen; tests shorten it
-KP_GONE_S=${KP_GONE_S:-30}  # seconds for ranks that srun has killed to exit; tests shorten it
-KP_PROBES=${KP_PROBES:-100} # hosts that are asked for an answer at a time; tests lower it
-
 KP_RESTARTS=0 # restarts in place left
 # if the job survives a lost node: the nodes that train, and those that wait
 KP_PLACES=() KP_SPARES=()
@@ -81,7 +77,9 @@ kp_comma() { # <word>...: prints them joined by commas
 
 kp_await() { # waits for the step; ends the other ranks soon after one has failed; sets
     # KP_CODE, KP_LOST, KP_STUCK
-    local line fd failed='' over='' ended='' next=0 due patience=$KP_LAST_S
+    # last: seconds that the others have to record what they have seen, once a rank has failed.
+    # gone: seconds until ranks that srun kills have exited, if the job can restart in place.
+    local line fd failed='' over='' ended='' next=0 due last=5 gone=30 patience=5
     KP_LOST='' KP_STUCK=''
     # the log's file system may fail at any time
     { exec {fd}<"$KP_SRUN_LOG"; } 2>/dev/null || exec {fd}</dev/null
@@ -116,19 +114,19 @@ kp_await() { # waits for the step; ends the other ranks soon after one has faile
             if ((SECONDS >= ended + patience)); then
                 # It waits for a lost host until Slurm notices (minutes), for a rank whose
                 # memory the driver still releases, or for one that cannot be killed.
-                if [[ -z $KP_LOST ]] && ((patience < KP_GONE_S)) && kp_may_restart; then
-                    patience=$KP_GONE_S
+                if [[ -z $KP_LOST ]] && ((patience < gone)) && kp_may_restart; then
+                    patience=$gone
                     kp_find_lost
                     [[ -z $KP_LOST ]] || patience=0
                     continue
                 fi
-                [[ -n $KP_LOST ]] || kp_give_up_restart $((SECONDS - ended))
+                [[ -n $KP_LOST ]] || kp_give_up_restart "$patience"
                 kill -KILL "$KP_CHILD" 2>/dev/null || true
                 break
             fi
         elif [[ -n $due ]] && ((SECONDS >= due)); then
             ended=$SECONDS
-            ((patience < KP_LAST_S)) || patience=$KP_LAST_S
+            ((patience < last)) || patience=$last
             # faulty_host.py ignores deaths after this line; srun kills its tasks.
             { echo "kempner: ending the other ranks" >>"$KP_SRUN_LOG"; } 2>/dev/null || true
             kill -TERM "$KP_CHILD" 2>/dev/null || true
@@ -141,10 +139,10 @@ kp_await() { # waits for the step; ends the other ranks soon after one has faile
     [[ -n $failed ]] || kp_is_over || kp_find_lost
 }
 
-kp_give_up_restart() { # <seconds since srun was asked to end its tasks>: sets KP_STUCK
+kp_give_up_restart() { # <seconds that the ranks had to exit>: sets KP_STUCK
     ! kp_may_restart ||
-        kp_log "no restart in place: $1 s after srun was told to kill the ranks, some have not" \
-            "exited and may hold their GPUs"
+        kp_log "no restart in place: srun has not killed all ranks within $1 s, and those left" \
+            "may hold their GPUs"
     KP_STUCK=1
 }
 
@@ -203,7 +201,7 @@ kp_find_lost() { # sets KP_LOST, the nodes of this run that cannot start tasks; 
 }
 
 kp_find_silent() { # <host>...: adds those whose slurmd accepts no connection to gone
-    local default='' host at_port word
+    local default='' host at_port word most=100
     local -A address=() ports=() pids=()
     kp_ask scontrol show config || return 0
     [[ ! $KP_ANSWER =~ SlurmdPort[[:space:]]*=[[:space:]]*([0-9]+) ]] || default=${BASH_REMATCH[1]}
@@ -221,9 +219,10 @@ kp_find_silent() { # <host>...: adds those whose slurmd accepts no connection to
     done
 
     # The controller marks a host down only SlurmdTimeout after its last answer (default 300 s).
+    # At most so many are asked at a time: three processes each.
     while (($# > 0)); do
         pids=()
-        for host in "${@:1:KP_PROBES}"; do
+        for host in "${@:1:most}"; do
             [[ -n ${address[$host]:-} ]] || continue
             at_port=${ports[$host]:-${default:-6818}}
             # shellcheck disable=SC2016 # the inner shell's
@@ -236,7 +235,7 @@ kp_find_silent() { # <host>...: adds those whose slurmd accepts no connection to
             while kill -0 "${pids[$host]}" 2>/dev/null; do wait "${pids[$host]}" || true; done
             wait "${pids[$host]}" || gone+=("$host")
         done
-        shift $(($# < KP_PROBES ? $# : KP_PROBES))
+        shift $(($# < most ? $# : most))
     done
 }
 
