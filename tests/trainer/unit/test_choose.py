@@ -74,7 +74,7 @@ def test_what_is_past_stays_and_what_comes_may_change() -> None:
     two = facts(WEB, CODE, phases=[phase(3, 1, 3), phase(8, 0, 1)])
     check_compatible(PATH, two, two)
     check_compatible(PATH, two, facts(WEB, CODE, phases=[phase(3, 1, 3)]))
-    check_compatible(PATH, two, facts(CODE, WEB, phases=[phase(3, 3, 1), phase(7, 1, 1)]))
+    check_compatible(PATH, two, facts(WEB, CODE, phases=[phase(3, 1, 3), phase(7, 1, 1)]))
     check_compatible(PATH, two, facts(WEB, CODE, phases=[phase(3, 0.25, 0.75)]))
 
 
@@ -85,6 +85,7 @@ def test_what_is_past_stays_and_what_comes_may_change() -> None:
         (facts(WEB, CODE, phases=[phase(4, 1, 3)]), "start_step = 4 here, start_step = 3 there"),
         (facts(WEB, CODE, phases=[phase(3, 1, 2)]), "0.25 web : 0.75 code there; past samples"),
         (facts(WEB, source("code", weight=2.0), phases=[phase(3, 1, 3)]), "append a [[data.phases"),
+        (facts(CODE, WEB, phases=[phase(3, 3, 1)]), "another order of sources is another order of"),
     ],
 )
 def test_a_change_of_the_past_is_refused_with_the_way_out(here: dict[str, Any], said: str) -> None:
