@@ -169,7 +169,6 @@ def test_bad_requests(three: Cluster, tmp_path: Path) -> None:
     for more, problem in (
         (["--nodes=2"], "the job has 2 node(s), and [rl.deployment] asks for 1"),
         (["--rl.deployment.num_infer_gpus=2"], "more than the 2 GPU(s) of the node"),
-        (["--rl.inference.tp=2"], "rl.inference.tp = 2 with rl.inference.engine = kit: is not"),
         (
             ["--rl.inference.tp=2", "--rl.inference.engine=vllm"],
             "cannot be shared by engines of rl.inference.tp = 2",

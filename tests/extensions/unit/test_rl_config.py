@@ -26,6 +26,7 @@ ONLY: dict[str, Any] = {"check": True, "build": False, "nodes": None, "gpus-per-
 REFUSED = {
     "--distributed.pp=2": "distributed.pp = 2: is not built for [rl]",
     "--distributed.cp=2": "distributed.cp = 2: is not built for [rl]",
+    "--rl.inference.tp=2": "rl.inference.tp = 2 with rl.inference.engine = kit: is not built",
     "--distributed.fsdp_cpu_offload": "distributed.fsdp_cpu_offload: is not built for [rl]",
     "--optimizer.name=schedule_free": "optimizer.name = schedule_free: is not built for [rl]",
     "--preference.loss=reward": "preference.loss = reward: is not built for [rl]",
