@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kempner.config.option import ConfigError
-from kempner.data.stages import samples_between, stage_at, step_of_sample
+from kempner.data.stages import samples_between, stage_at
 from kempner.jobs.ranks import process_group, startup
 from kempner.train import lookup
 from kempner.train.sections import RunConfig, check_batch, micro_batch
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from kempner.model.decoder import Decoder
     from kempner.optim.optimizer import Optimizer
     from kempner.parallel.layout import Layout
-    from kempner.train.extensions import Loader
     from kempner.train.objective import Objective
     from kempner.train.progress import Progress
     from kempner.train.recording.run_directory import Run
@@ -228,7 +227,7 @@ def expect_batches(cfg: RunConfig, layout: Layout, model: Decoder, step: int) ->
 
 def open_mixture(cfg: RunConfig, sources: Sequence[Source], progress: Progress) -> Mixture:
     """Return the order of all samples. Raises ConfigError if there are too few for all steps. Those
-    that the run leaves out since it went back do not count: see find_last_step()."""
+    that the run leaves out since it went back do not count: see resuming.find_last_step()."""
     from kempner.data.opening import facts_of, mixture_of
 
     mixture = mixture_of(facts_of(cfg.data, sources), progress.phases, cfg.data.seed)
@@ -260,30 +259,6 @@ def open_loader(cfg: RunConfig, layout: Layout, pin: bool, progress: Progress) -
         reset_positions=cfg.data.reset_positions,
         skip=progress.skip,
     )
-
-
-def find_last_step(
-    cfg: RunConfig, loader: Loader, progress: Progress, announce: Callable[[str], None]
-) -> int:
-    """Return the step after which the run ends: train.max_steps, unless the samples that it has
-    left out since it went back are now missing at the end of the data. That is announced."""
-    last = cfg.train.max_steps
-    mixture: Mixture | None = getattr(loader, "mixture", None)  # None: an extension's batches
-    if mixture is None or mixture.end is None:
-        return last
-    here, skip = progress.samples, progress.skip
-    ahead = sum(max(0, min(end, mixture.end) - max(begin, here)) for begin, end in skip)
-    # The step before the first one that has more samples than there are.
-    more = mixture.end - here - ahead + 1
-    most = step_of_sample(cfg.train.stages, progress.step, more) - 1
-    if most >= last:
-        return last
-    announce(
-        f"WARNING: the run ends after step {most}, not {last}: it leaves out "
-        f"{sum(end - begin for begin, end in skip)} samples since it went back, and max_epochs "
-        "allows no others; to train all steps, raise max_epochs or add a source"
-    )
-    return most
 
 
 def open_held_out_batches(

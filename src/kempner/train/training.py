@@ -27,7 +27,6 @@ from kempner.train import lookup
 from kempner.train.objective import Objective
 from kempner.train.parts import (
     expect_batches,
-    find_last_step,
     open_held_out_batches,
     open_layout,
     open_loader,
@@ -92,7 +91,7 @@ class Training:
     saves: Saves
     progress: Progress
     judged: Progress  # after the last step that judge() has seen
-    last_step: int  # see find_last_step()
+    last_step: int  # see resuming.find_last_step()
     loader: Loader
     val_batches: Callable[[], dict[str, Iterator[MicroBatch]]]
     objective: Objective
@@ -173,8 +172,7 @@ class Training:
         self.judged = self.progress
         self.run.step = self.progress.step
         if not verdict.state:
-            say = self.run.announce
-            self.last_step = find_last_step(self.cfg, self.loader, self.progress, say)
+            self.last_step = _last_step(self.cfg, self.run, self.loader, self.progress)
         if self.replay is not None:
             self.replay.begin(self.progress.step, is_loaded=True)
         self.recorder.begin(self.progress)
@@ -295,6 +293,14 @@ def warn_of_different_gpus(run: Run, name: str) -> None:
         )
 
 
+def _last_step(cfg: RunConfig, run: Run, loader: Loader, progress: Progress) -> int:
+    if not progress.skip:
+        return cfg.train.max_steps
+    from kempner.train.resilience.resuming import find_last_step
+
+    return find_last_step(cfg, loader, progress, run.announce)
+
+
 def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) -> Training:
     """Create the parts, load the newest checkpoint, and start the watchers."""
     # The watchdog first: it also ends a stalled start.
@@ -351,7 +357,7 @@ def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.de
         Saves(run, checkpointer, recorder, partial(watchdog.patient, save=True)),
         progress,
         progress,
-        find_last_step(cfg, loader, progress, run.announce),
+        _last_step(cfg, run, loader, progress),
         loader,
         open_held_out_batches(cfg, layout),
         objective,

@@ -21,8 +21,9 @@ from kempner.data.opening import mixture_of
 from kempner.data.permute import shuffled_indices
 from kempner.data.source import DataError
 from kempner.train.configure import check_inputs
-from kempner.train.parts import find_last_step, open_data, open_mixture
+from kempner.train.parts import open_data, open_mixture
 from kempner.train.progress import Progress
+from kempner.train.resilience.resuming import find_last_step
 from kempner.train.sections import RunConfig
 from tests.trainer.unit.test_data_dataset import write_data
 

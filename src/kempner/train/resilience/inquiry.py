@@ -223,7 +223,8 @@ class Inquiry:
     def _quiet(self, now: float, rank: int, last: Answer) -> float:
         """Return the seconds without an answer, 0 if they are few."""
         # Measured by this rank's clock from when an answer was seen: clocks of nodes differ.
-        quiet, rounds = now - self._heard[rank][1], PATIENT_ROUNDS if last.patient else 1
+        rare = last.patient or self._dog.is_saving
+        quiet, rounds = now - self._heard[rank][1], PATIENT_ROUNDS if rare else 1
         return quiet if quiet > rounds * self._round + QUIET_S else 0.0
 
     def _lead(self, now: float) -> None:

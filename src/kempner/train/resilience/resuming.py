@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kempner.checkpoint.fits import fact_differences
 from kempner.checkpoint.fork import fork_generation, load_fork
+from kempner.data.stages import step_of_sample
 from kempner.train import lookup
 from kempner.train.parts import open_mixture
 from kempner.train.progress import Progress
@@ -15,6 +17,7 @@ from kempner.train.sections import RunConfig
 
 if TYPE_CHECKING:
     from kempner.checkpoint.checkpointer import Checkpointer
+    from kempner.data.mixture import Mixture
     from kempner.model.decoder import Decoder
     from kempner.train.extensions import Loader
     from kempner.train.recording.run_directory import Run
@@ -104,3 +107,27 @@ def repeat_step(
         f"{steps} steps do without buffers"
     )
     return before
+
+
+def find_last_step(
+    cfg: RunConfig, loader: Loader, progress: Progress, announce: Callable[[str], None]
+) -> int:
+    """Return the step after which the run ends: train.max_steps, unless the samples that it has
+    left out since it went back are now missing at the end of the data. That is announced."""
+    last = cfg.train.max_steps
+    mixture: Mixture | None = getattr(loader, "mixture", None)  # None: an extension's batches
+    if mixture is None or mixture.end is None:
+        return last
+    here, skip = progress.samples, progress.skip
+    ahead = sum(max(0, min(end, mixture.end) - max(begin, here)) for begin, end in skip)
+    # The step before the first one that has more samples than there are.
+    more = mixture.end - here - ahead + 1
+    most = step_of_sample(cfg.train.stages, progress.step, more) - 1
+    if most >= last:
+        return last
+    announce(
+        f"WARNING: the run ends after step {most}, not {last}: it leaves out "
+        f"{sum(end - begin for begin, end in skip)} samples since it went back, and max_epochs "
+        "allows no others; to train all steps, raise max_epochs or add a source"
+    )
+    return most
