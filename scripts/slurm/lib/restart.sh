@@ -137,6 +137,10 @@ kp_await() { # waits for the step; ends the other ranks soon after one has faile
     kp_wait
     kp_verdict
     [[ -n $failed ]] || kp_is_over || kp_find_lost
+    # As after a host has restarted: to Slurm the step goes on there, and a new one waits for it.
+    [[ -n $KP_STUCK$KP_LOST ]] ||
+        ! grep -qs "^srun: error: Timed out waiting for job step to complete" "$KP_SRUN_LOG" ||
+        kp_give_up_restart $((SECONDS - ${ended:-${failed:-$SECONDS}}))
 }
 
 kp_give_up_restart() { # <seconds that the ranks had to exit>: sets KP_STUCK

@@ -761,16 +761,20 @@ def test_who_was_asked_to_leave_has_a_bound(tmp_path: Path, line: str, ends: boo
 
 
 @pytest.mark.parametrize(
-    ("ends", "lost", "stuck"),
+    ("ends", "said", "lost", "stuck"),
     [
-        (20, "", ""),  # the driver takes time to release a rank's memory
-        (99, "", "no restart in place: srun has not killed all ranks within 30 s"),
-        (99, "node2", ""),  # it became known only after the other rank's end
+        (20, "", "", ""),  # the driver takes time to release a rank's memory
+        (99, "", "", "no restart in place: srun has not killed all ranks within 30 s"),
+        (99, "", "node2", ""),  # it became known only after the other rank's end
+        # The host was started again meanwhile: srun gives up first, after KillWait.
+        (17, "Timed out waiting for job step to complete", "", "all ranks within 12 s"),
     ],
 )
-def test_killed_ranks_have_time_to_go(tmp_path: Path, ends: int, lost: str, stuck: str) -> None:
+def test_killed_ranks_have_time_to_go(
+    tmp_path: Path, ends: int, said: str, lost: str, stuck: str
+) -> None:
     """Before a restart in place is given up, which the log says. The clock runs faster."""
-    (tmp_path / "srun.log").write_text("srun: error: node2: task 1: Killed\n")
+    (tmp_path / "srun.log").write_text(f"srun: error: node2: task 1: Killed\nsrun: error: {said}\n")
     script = f"""
         KP_RUN_DIR={tmp_path} KP_SRUN_LOG={tmp_path}/srun.log KEMPNER_ATTEMPT_ID=7.0.1
         KP_BESIDE='' KP_RESTARTS=3 SECONDS=0
@@ -785,9 +789,9 @@ def test_killed_ranks_have_time_to_go(tmp_path: Path, ends: int, lost: str, stuc
         echo "$KP_CODE,$KP_STUCK,$KP_LOST"
     """
     done = bash(script)
-    *said, result = done.stdout.splitlines()
+    *lines, result = done.stdout.splitlines()
     assert result == f"137,{1 if stuck else ''},{lost}", done
-    assert len(said) == (1 if stuck else 0) and stuck in "".join(said)
+    assert len(lines) == (1 if stuck else 0) and stuck in "".join(lines), lines
 
 
 @pytest.mark.parametrize(
