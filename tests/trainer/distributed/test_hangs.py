@@ -91,7 +91,7 @@ def test_a_rank_that_is_stopped_in_a_validation(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_a_save_that_takes_long_says_where(tmp_path: Path) -> None:
     """A file system that hangs in a save has half an hour; the user hears of it before."""
-    fault = "hold at=kempner.checkpoint.checkpointer:Checkpointer._write:before s=8 rank=1"
+    fault = "hold at=kempner.checkpoint.checkpointer:Checkpointer._write:before s=16 rank=1"
     faults = f"{fault} once={tmp_path}/once\nhasty\nslow ms=20"
     words = ("--train.max_steps=40", "--checkpoint.interval=20")
     ranks = [start(tmp_path / "run", rank, faults, *words) for rank in (0, 1)]
