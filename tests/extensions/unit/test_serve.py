@@ -160,15 +160,17 @@ def test_the_command_of_the_page_keeps_the_token_to_itself(engine: Client, tmp_p
     assert (tmp_path / "header").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize(("limit", "value"), [("STRANGER_S", 0.3), ("FULL_HOUSE", 40)])
 def test_strangers_who_say_nothing_keep_nobody_out(
-    engine: Client, monkeypatch: pytest.MonkeyPatch
+    engine: Client, monkeypatch: pytest.MonkeyPatch, limit: str, value: float
 ) -> None:
     """Each had a thread and a descriptor for a minute; who has been allowed something keeps its
-    connection."""
+    connection. So many more are dropped at once."""
     monkeypatch.setattr(http, "MOST_STRANGERS", 20)
     ours = engine.open("/health")
     assert ours.getresponse().read()
-    monkeypatch.setattr(http, "STRANGER_S", 0.3)
+    monkeypatch.setattr(http, "STRANGER_S", 60.0)
+    monkeypatch.setattr(http, limit, value)
     strangers = [socket.create_connection(("127.0.0.1", engine.port), 60) for _ in range(100)]
     assert strangers[0].recv(1) == b""  # the oldest was ended
     assert engine.ask("/health")["status"] == "ok"
